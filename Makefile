@@ -1,0 +1,63 @@
+# make demo     train a small GPT with quantized weights beside one with torch's AdamW
+# make test     run the tests
+# make lint     check format and style
+# make bench    time one optimizer step (on an NVIDIA GPU)
+# make clean    remove .venv, builds and caches; runs/ stays
+#
+# ARGS="..." is handed on to the command behind demo, test and bench.
+# PYTHON=python3.12 chooses the interpreter that .venv is made from.
+# VENV= (empty) makes no .venv and installs nothing: PYTHON runs it all with what it has.
+
+PYTHON ?= python3
+VENV = .venv
+ARGS =
+
+.PHONY: help demo test lint bench clean
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+ifdef VENV
+
+PY = $(VENV)/bin/python
+READY = $(VENV)/.installed
+
+# torch comes first and alone. Without an NVIDIA GPU its CPU build is enough and spares gigabytes of
+# CUDA libraries: 2.13.0+cpu sorts above 2.13.0, so pip prefers it. Where that index cannot be
+# reached, pip soon carries on with the other places it knows.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	command -v nvidia-smi >/dev/null || $(PY) -m pip install --no-deps -c constraints.txt torch \
+		--extra-index-url https://download.pytorch.org/whl/cpu --retries 2 --timeout 20
+	$(PY) -m pip install -c constraints.txt -e '.[dev]'
+	touch $@
+
+else
+
+PY = $(PYTHON)
+READY = fp4adam/kernels
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+# The link does what an install would: it puts kernels/ where fp4adam.kernels is looked for.
+$(READY):
+	ln -s ../kernels $@
+
+endif
+
+demo: $(READY)
+	$(PY) examples/train_gpt.py --compare --format nvfp4 $(ARGS)
+
+test: $(READY)
+	$(PY) -m pytest $(ARGS)
+
+lint: $(READY)
+	$(PY) -m ruff format --check
+	$(PY) -m ruff check
+
+bench: $(READY)
+	$(PY) benchmarks/step.py $(ARGS)
+
+clean:
+	rm -rf .venv build dist fp4adam.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -f fp4adam/kernels
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,186 @@
+"""The command line of train_gpt.py: options, presets, and what does not go together."""
+
+import argparse
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+QUANTIZED = ("nvfp4", "mxfp8", "float8block")
+PLAIN = ("bf16", "fp32")
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": dict(layers=4, heads=4, dim=128, context=128, batch=16, steps=240, lr=3e-3),
+    "small": dict(layers=6, heads=10, dim=640, context=512, batch=64, steps=1000, lr=1.2e-3),
+    "100m": dict(layers=14, heads=12, dim=768, context=1024, batch=32, steps=1000, lr=8e-4),
+    "1b": dict(layers=20, heads=16, dim=2048, context=1024, batch=16, steps=300, lr=3e-4),
+}
+# What may differ between the run that wrote a checkpoint and the one that resumes it.
+FREE_ON_RESUME = {"resume", "device", "out", "eval_every", "checkpoint_every", "sample"}
+
+
+def formats(text: str) -> list[str]:
+    """A comma-separated list of formats (argparse type)."""
+    names = text.split(",")
+    for name in names:
+        if name not in (*QUANTIZED, *PLAIN):
+            known = ", ".join((*QUANTIZED, *PLAIN))
+            raise argparse.ArgumentTypeError(f"must be of {known}, got {name!r}")
+    return names
+
+
+def count(text: str, least: int = 1) -> int:
+    """A whole number from 1 (argparse type)."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number from {least}, got {text!r}")
+    return int(text)
+
+
+def count_or_none(text: str) -> int:
+    """A whole number from 0 (argparse type)."""
+    return count(text, least=0)
+
+
+def file(text: str) -> str:
+    """The path of a file that exists (argparse type)."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"must be a file that exists, got {text!r}")
+    return text
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All options; None stands for the value that --size or --steps implies."""
+    parser = argparse.ArgumentParser(
+        description="Trains a GPT with quantized weights on the source code of Python itself."
+    )
+    gpu = torch.cuda.is_available()
+    what = parser.add_argument_group("what to train").add_argument
+    what(
+        "--format",
+        type=formats,
+        default=["nvfp4"],
+        metavar="NAME[,NAME]",
+        help="how linear weights are stored: nvfp4, mxfp8, float8block; bf16 and fp32 quantize "
+        "nothing; several only with --compare (default: nvfp4)",
+    )
+    what(
+        "--optimizer",
+        choices=("fp4adam", "adamw"),
+        default="fp4adam",
+        help="adamw is torch's and takes no quantized weights (default: fp4adam)",
+    )
+    what(
+        "--compare",
+        action="store_true",
+        help="train each --baseline with torch's AdamW, then each --format, and plot them all",
+    )
+    what(
+        "--baseline",
+        type=formats,
+        default=["fp32"],
+        metavar="NAME[,NAME]",
+        help="parameters of the AdamW runs of --compare: fp32, bf16 (default: fp32)",
+    )
+    what(
+        "--size",
+        choices=tuple(PRESETS),
+        default="100m" if gpu else "tiny",
+        help="preset for the next seven options: 1 M, 30 M, 100 M or 1 B parameters "
+        "(default: 100m on a GPU, else tiny)",
+    )
+    what("--layers", type=count, metavar="N", help="number of blocks")
+    what("--heads", type=count, metavar="N", help="attention heads per block")
+    what(
+        "--dim",
+        type=count,
+        metavar="N",
+        help="width of the residual stream, best a multiple of 128",
+    )
+    what("--context", type=count, metavar="N", help="sequence length in bytes")
+    how = parser.add_argument_group("how to train it").add_argument
+    how("--batch", type=count, metavar="N", help="sequences per batch")
+    how("--steps", type=count, metavar="N", help="optimizer steps")
+    how("--lr", type=float, metavar="X", help="highest learning rate")
+    how(
+        "--schedule",
+        choices=("cosine", "wsd"),
+        default="cosine",
+        help="after a warm-up of 5 %%: cosine to a tenth, or constant with a linear end over the "
+        "last 20 %% (default: cosine)",
+    )
+    how("--weight-decay", type=float, default=0.1, metavar="X", help="of matrices (default: 0.1)")
+    how(
+        "--clip",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="largest norm of all gradients together; 0 for no limit (default: 1)",
+    )
+    how("--accumulate", type=count, default=1, metavar="N", help="batches per step (default: 1)")
+    how("--seed", type=int, default=0, metavar="N", help="of weights and data order (default: 0)")
+    how("--device", default="cuda" if gpu else "cpu", help="cpu or cuda[:index] (default: the GPU)")
+    out = parser.add_argument_group("what to write").add_argument
+    out("--out", metavar="DIR", help="folder for all files (default: runs/SIZE)")
+    out(
+        "--eval-every",
+        type=count,
+        metavar="N",
+        help="steps between progress lines with a held-out loss (default: a tenth of --steps)",
+    )
+    out(
+        "--checkpoint-every",
+        type=count_or_none,
+        default=0,
+        metavar="N",
+        help="steps between checkpoints, the last step included; 0 for none (default: 0)",
+    )
+    out(
+        "--resume",
+        type=file,
+        metavar="PATH",
+        help="continue from a checkpoint, to the same bits; its settings are the defaults",
+    )
+    out(
+        "--sample",
+        type=count_or_none,
+        default=0,
+        metavar="N",
+        help="bytes to write at the end (default: 0)",
+    )
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, completed by --size or by the checkpoint to resume."""
+    parser = build_parser()
+    first = parser.parse_args(argv)
+    settings = PRESETS[first.size]
+    if first.resume:
+        settings = torch.load(first.resume, weights_only=True, mmap=True)["settings"]
+    parser.set_defaults(**settings)
+    args = parser.parse_args(argv)
+    args.out = args.out or f"runs/{args.size}"
+    args.eval_every = args.eval_every or max(1, args.steps // 10)
+    check_args(parser, args, settings)
+    return args
+
+
+def check_args(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, settings: dict[str, Any]
+) -> None:
+    """Ends the program if options do not go together, before any time is spent."""
+    if args.compare and args.resume:
+        parser.error("--resume continues one run, got --compare too; leave one of them out")
+    if args.compare and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--compare plots with matplotlib; install it: pip install fp4adam[demo]")
+    if not args.compare and len(args.format) > 1:
+        parser.error(f"--format must be one name, got {','.join(args.format)}; add --compare")
+    if args.optimizer == "adamw" and not set(args.format) <= set(PLAIN):
+        parser.error(f"--optimizer adamw needs bf16 or fp32, got --format {','.join(args.format)}")
+    if not set(args.baseline) <= set(PLAIN):
+        parser.error(f"--baseline must be of bf16, fp32, got {','.join(args.baseline)}")
+    for name in settings.keys() - FREE_ON_RESUME if args.resume else ():
+        if getattr(args, name) != settings[name]:
+            option = "--" + name.replace("_", "-")
+            parser.error(f"{option} must be {settings[name]} to resume, got {getattr(args, name)}")

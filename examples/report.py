@@ -1,0 +1,86 @@
+"""What a training run leaves behind: a table, numbers as JSON, loss curves as PNG."""
+
+import json
+import platform
+import resource
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fp4adam
+
+Result = dict[str, Any]
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of CUDA tensors since the run began, or of the process since it began."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if platform.system() == "Darwin" else 1024  # Linux reports KiB, macOS bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def stored_bytes(tensors: Iterable[Tensor]) -> int:
+    """What tensors take in memory; of a quantized one, its codes and scales."""
+    return sum(
+        t.nbytes_stored if isinstance(t, fp4adam.QuantizedTensor) else t.nbytes for t in tensors
+    )
+
+
+def print_table(results: list[Result]) -> None:
+    """One row per run."""
+    print("\nformat       optimizer  train loss  val loss   tokens/s  weight B/param  peak GiB")
+    for r in results:
+        print(
+            f"{r['format']:<12} {r['optimizer']:<9}  {r['final_train_loss']:>10.4f}  "
+            f"{r['final_validation_loss']:>8.4f}  {r['tokens_per_second']:>9,.0f}  "
+            f"{r['weight_bytes_per_parameter']:>14.3f}  {r['peak_memory_bytes'] / 2**30:>8.2f}"
+        )
+
+
+def write_json(path: Path, settings: dict[str, Any], results: list[Result]) -> None:
+    """Writes settings, versions, device and results."""
+    device = torch.device(settings["device"])
+    cuda = device.type == "cuda"
+    content = {
+        "settings": settings,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "fp4adam": fp4adam.__version__,
+        },
+        "device": torch.cuda.get_device_name(device) if cuda else platform.machine(),
+        "cpu_threads": torch.get_num_threads(),
+        "runs": results,
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def write_plot(path: Path, results: list[Result]) -> None:
+    """Draws the losses, and how far each run's held-out loss is from the first run's."""
+    from matplotlib.figure import Figure  # only here, so that training does without
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    baseline = results[0]["validation_loss"]
+    for number, r in enumerate(results):
+        style = {"color": f"C{number}", "label": f"{r['format']}, {r['optimizer']}"}
+        left.plot(*zip(*enumerate(smooth(r["train_loss"]), start=1), strict=True), **style)
+        steps, losses = zip(*r["validation_loss"].items(), strict=True)
+        left.plot(steps, losses, "o", color=style["color"], markersize=4)
+        gap = [loss - baseline[step] for step, loss in r["validation_loss"].items()]
+        right.plot(steps, gap, "o-", markersize=4, **style)
+    left.set(xlabel="step", ylabel="nats per byte", title="Loss: training (line), held out (dots)")
+    right.set(xlabel="step", ylabel="nats per byte", title="Held-out loss minus the first run's")
+    left.legend()
+    figure.savefig(path, dpi=150)
+
+
+def smooth(values: list[float]) -> list[float]:
+    """Each value's mean with those before it, over a thirtieth of the curve."""
+    width = max(1, len(values) // 30)
+    return [statistics.fmean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]

@@ -1,0 +1,266 @@
+"""Trains a GPT whose linear weights live in 4 or 8 bits, on the source code of Python itself.
+
+    python examples/train_gpt.py --format nvfp4 --sample 400
+    python examples/train_gpt.py --compare --format nvfp4,mxfp8,float8block
+
+The second line trains FP32 weights with torch's AdamW, then each format with FP4Adam, from the same
+starting weights and in the same data order, and writes results.json and comparison.png.
+"""
+
+import argparse
+import gc
+import math
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# Read when torch loads OpenMP. Threads that spin while they wait cost most of the speed of a CPU
+# that has anything else to do.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch
+import torch.nn.functional as F
+from gpt import GPT, GPTConfig
+from options import QUANTIZED, parse_args
+from report import Result, peak_memory, print_table, stored_bytes, write_json, write_plot
+from stdlib_text import cut_batch, load_text
+from torch import Tensor, nn
+
+import fp4adam
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+VALIDATION_BATCHES = 8
+
+
+@dataclass
+class Run:
+    """One model in training, and what was measured so far."""
+
+    format: str
+    optimizer_name: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    train_loss: list[float] = field(default_factory=list)
+    validation_loss: dict[int, float] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def step(self) -> int:
+        """Finished optimizer steps."""
+        return len(self.train_loss)
+
+    @property
+    def label(self) -> str:
+        """What progress lines and files call the run."""
+        return f"{self.format}-{self.optimizer_name}"
+
+
+def learning_rate_share(step: int, steps: int, schedule: str) -> float:
+    """The share of --lr at ``step``: 5 % linear warm-up, then what --schedule says."""
+    warmup = max(1, steps // 20)
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    if schedule == "cosine":
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+    return min(1.0, (1 - progress) / 0.2)
+
+
+def build_run(args: argparse.Namespace, weight_format: str, optimizer_name: str) -> Run:
+    """Model, optimizer and schedule; one --seed gives every format the same starting weights."""
+    torch.manual_seed(args.seed)
+    with torch.device(args.device):
+        model = GPT(GPTConfig(args.layers, args.heads, args.dim, args.context))
+    model.to(DTYPES.get(weight_format, torch.float32))
+    if weight_format in QUANTIZED:
+        fp4adam.quantize_model(model, weight_format)
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": args.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizer_class = {"fp4adam": fp4adam.FP4Adam, "adamw": torch.optim.AdamW}[optimizer_name]
+    optimizer = optimizer_class(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate_share(step, args.steps, args.schedule)
+    )
+    return Run(weight_format, optimizer_name, model, optimizer, scheduler)
+
+
+def autocast(args: argparse.Namespace) -> torch.autocast:
+    """Activations in BF16 on a GPU, as the parameters are on a CPU."""
+    device_type = torch.device(args.device).type
+    return torch.autocast(device_type, torch.bfloat16, enabled=device_type == "cuda")
+
+
+def compute_loss(run: Run, args: argparse.Namespace, text: Tensor, seed: int) -> Tensor:
+    """Cross entropy of the crops that ``seed`` picks, in nats per byte."""
+    inputs, targets = cut_batch(text, args.batch, args.context, seed)
+    with autocast(args):
+        logits = run.model(inputs.to(args.device))
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.to(args.device).flatten())
+
+
+def train_step(run: Run, args: argparse.Namespace, text: Tensor) -> float:
+    """One optimizer step over --accumulate batches; their mean loss."""
+    total = torch.zeros((), device=args.device)
+    for index in range(run.step * args.accumulate, (run.step + 1) * args.accumulate):
+        loss = compute_loss(run, args, text, args.seed * 1_000_003 + index) / args.accumulate
+        loss.backward()
+        total += loss.detach()
+    if args.clip:
+        nn.utils.clip_grad_norm_(run.model.parameters(), args.clip)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.scheduler.step()
+    return total.item()  # waits for the GPU, so that the caller's clock is right
+
+
+@torch.no_grad()
+def validate(run: Run, args: argparse.Namespace, text: Tensor) -> float:
+    """Mean loss over crops that are the same at every call."""
+    losses = (compute_loss(run, args, text, seed) for seed in range(VALIDATION_BATCHES))
+    return statistics.fmean(loss.item() for loss in losses)
+
+
+def train(run: Run, args: argparse.Namespace) -> None:
+    """Takes ``run`` from where it is to --steps."""
+    text, held_out = load_text()
+    while run.step < args.steps:
+        start = time.perf_counter()
+        loss = train_step(run, args, text)
+        run.seconds.append(time.perf_counter() - start)
+        run.train_loss.append(loss)
+        if not math.isfinite(loss):
+            raise SystemExit(f"the loss of {run.label} is {loss} at step {run.step}; lower --lr")
+        if is_due(run, args, args.eval_every):
+            run.validation_loss[run.step] = validate(run, args, held_out)
+            print_progress(run, args)
+        if args.checkpoint_every and is_due(run, args, args.checkpoint_every):
+            save_checkpoint(run, args)
+
+
+def is_due(run: Run, args: argparse.Namespace, every: int) -> bool:
+    """Whether something happens now that happens every so many steps, and after the last."""
+    return run.step % every == 0 or run.step == args.steps
+
+
+def tokens_per_second(args: argparse.Namespace, seconds: list[float]) -> float:
+    """Speed of the median step, which neither compilation nor a hiccup moves."""
+    return args.batch * args.context * args.accumulate / statistics.median(seconds)
+
+
+def print_progress(run: Run, args: argparse.Namespace) -> None:
+    """One line: step, losses, learning rate, speed since the last line, peak memory."""
+    speed = tokens_per_second(args, run.seconds[-args.eval_every :])
+    print(
+        f"{run.label:<19}  step {run.step:>5}/{args.steps}  loss {run.train_loss[-1]:.4f}  "
+        f"val {run.validation_loss[run.step]:.4f}  lr {run.scheduler.get_last_lr()[0]:.2e}  "
+        f"{speed:>9,.0f} tokens/s  {peak_memory(torch.device(args.device)) / 2**30:.2f} GiB",
+        flush=True,
+    )
+
+
+def save_checkpoint(run: Run, args: argparse.Namespace) -> None:
+    """Writes all that resuming needs to a new file, which appears complete or not at all."""
+    settings = vars(args) | {"format": [run.format], "optimizer": run.optimizer_name}
+    on_gpu = torch.device(args.device).type == "cuda"
+    checkpoint = {
+        "settings": settings | {"compare": False},
+        "model": run.model.state_dict(),
+        "optimizer": run.optimizer.state_dict(),
+        "scheduler": run.scheduler.state_dict(),
+        "history": (run.train_loss, run.validation_loss, run.seconds),
+        "cpu_rng": torch.get_rng_state(),
+        "gpu_rng": torch.cuda.get_rng_state(args.device) if on_gpu else None,
+    }
+    path = Path(args.out) / f"{run.label}-step{run.step:06d}.pt"
+    unfinished = path.with_suffix(".unfinished")
+    torch.save(checkpoint, unfinished)
+    os.replace(unfinished, path)
+
+
+def load_checkpoint(run: Run, args: argparse.Namespace) -> None:
+    """Puts the state in --resume into a freshly built run."""
+    checkpoint = torch.load(args.resume, map_location="cpu", weights_only=True)
+    run.model.load_state_dict(checkpoint["model"])
+    run.optimizer.load_state_dict(checkpoint["optimizer"])
+    run.scheduler.load_state_dict(checkpoint["scheduler"])
+    run.train_loss, run.validation_loss, run.seconds = checkpoint["history"]
+    torch.set_rng_state(checkpoint["cpu_rng"])
+    if checkpoint["gpu_rng"] is not None and torch.device(args.device).type == "cuda":
+        torch.cuda.set_rng_state(checkpoint["gpu_rng"], args.device)
+
+
+def summarize(run: Run, args: argparse.Namespace) -> Result:
+    """The numbers of a finished run; the final training loss is the mean of the last tenth."""
+    params = list(run.model.parameters())
+    count = sum(p.numel() for p in params)
+    states = [value for state in run.optimizer.state.values() for value in state.values()]
+    return {
+        "format": run.format,
+        "optimizer": run.optimizer_name,
+        "parameters": count,
+        "final_train_loss": statistics.fmean(run.train_loss[-max(1, args.steps // 10) :]),
+        "final_validation_loss": run.validation_loss[run.step],
+        "tokens_per_second": tokens_per_second(args, run.seconds),
+        "peak_memory_bytes": peak_memory(torch.device(args.device)),
+        "weight_bytes_per_parameter": stored_bytes(params) / count,
+        "optimizer_bytes_per_parameter": stored_bytes(states) / count,
+        "train_loss": run.train_loss,
+        "validation_loss": run.validation_loss,
+    }
+
+
+def print_sample(run: Run, args: argparse.Namespace) -> None:
+    """Prints --sample bytes that the model writes after "def ", as ASCII."""
+    torch.manual_seed(args.seed)
+    prompt = torch.tensor([list(b"\ndef ")], device=args.device)
+    with autocast(args):
+        codes = run.model.generate(prompt, args.sample)[0].tolist()
+    text = "".join(chr(c) if c == 10 or 32 <= c < 127 else "?" for c in codes)
+    print(f"\n{run.label} writes:{text}")
+
+
+def execute(args: argparse.Namespace, weight_format: str, optimizer_name: str) -> Result:
+    """Trains one model from beginning (or --resume) to end."""
+    if torch.device(args.device).type == "cuda":
+        gc.collect()  # the model before this one, or its memory would count as this one's
+        torch.cuda.reset_peak_memory_stats(args.device)
+    run = build_run(args, weight_format, optimizer_name)
+    if args.resume:
+        load_checkpoint(run, args)
+    train(run, args)
+    if args.sample:
+        print_sample(run, args)
+    return summarize(run, args)
+
+
+def main(argv: Sequence[str] | None = None) -> list[Result]:
+    """Runs the command line and returns what results.json holds about each run."""
+    args = parse_args(argv)
+    if torch.device(args.device).type == "cuda":
+        # Attention's backward pass and cuBLAS give the same bits twice only when asked to.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a check that costs bandwidth
+    Path(args.out).mkdir(parents=True, exist_ok=True)
+    plan = [(name, args.optimizer) for name in args.format]
+    if args.compare:
+        plan = [(name, "adamw") for name in args.baseline] + plan
+    results = [execute(args, *names) for names in plan]
+    print_table(results)
+    write_json(Path(args.out) / "results.json", vars(args), results)
+    if args.compare:
+        write_plot(Path(args.out) / "comparison.png", results)
+    print(f"\nwritten to {args.out}")
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""Fused AdamW for models whose weights live in 4 or 8 bits."""
+
+from fp4adam import linear as linear
+from fp4adam.float8_block import Float8BlockQuantizer as Float8BlockQuantizer
+from fp4adam.float8_block import Float8BlockTensor as Float8BlockTensor
+from fp4adam.fp4_adam import FP4Adam as FP4Adam
+from fp4adam.fused_adam import FusedAdam as FusedAdam
+from fp4adam.mxfp8 import MXFP8Quantizer as MXFP8Quantizer
+from fp4adam.mxfp8 import MXFP8Tensor as MXFP8Tensor
+from fp4adam.nvfp4 import NVFP4Quantizer as NVFP4Quantizer
+from fp4adam.nvfp4 import NVFP4Tensor as NVFP4Tensor
+from fp4adam.quantize_model import is_hidden_linear as is_hidden_linear
+from fp4adam.quantize_model import quantize_model as quantize_model
+from fp4adam.quantize_model import quantized_init as quantized_init
+from fp4adam.quantized_tensor import QuantizedTensor as QuantizedTensor
+from fp4adam.quantized_tensor import Quantizer as Quantizer
+
+__version__ = "0.1.0"

@@ -1,0 +1,8 @@
+"""Which implementation serves a device: the Triton kernels on a GPU, plain torch operators elsewhere."""
+
+import torch
+
+
+def uses_kernels(device: torch.device) -> bool:
+    """Whether tensors on ``device`` are handled by ``fp4adam.kernels`` (same bits either way)."""
+    return device.type == "cuda"

@@ -1,0 +1,107 @@
+"""FusedAdam for parameters that live in 4 or 8 bits."""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from fp4adam.fused_adam import FusedAdam
+from fp4adam.quantized_tensor import QuantizedTensor
+
+QUANTIZE_FROM = ("master", "param_dtype")
+
+
+class FP4Adam(FusedAdam):
+    """``torch.optim.AdamW`` for :class:`QuantizedTensor` parameters beside plain ones.
+
+    A quantized parameter has an FP32 master weight in the optimizer's state. One kernel reads the
+    gradient (BF16, FP16 or FP32), updates master and moments in FP32 and writes the re-quantized
+    weight in place. After every step the bytes of a parameter are those of
+    ``param.quantizer.quantize(master_param)``. State: 12 bytes per element.
+
+    The master starts from the value before quantization where the parameter still has it (it is
+    freed then), else from ``param.dequantize()``. A parameter that something else overwrites later
+    (``load_state_dict``, an average) is where its master restarts from. A step with lr = 0 leaves
+    the bytes alone.
+
+    Args:
+        params: As for :class:`FusedAdam`, as are all other arguments.
+        quantize_from: "master" quantizes the FP32 master itself; "param_dtype" rounds it to the
+            parameter's nominal dtype first, as Megatron's distributed optimizer does.
+
+    Raises:
+        NotImplementedError: For ``capturable=True``.
+        ValueError: For ``master_weights=False`` with quantized parameters, or an unknown
+            ``quantize_from``.
+    """
+
+    _option_names = (*FusedAdam._option_names, "quantize_from")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        quantize_from: Literal["master", "param_dtype"] = "master",
+        **kwargs: Any,
+    ) -> None:
+        if quantize_from not in QUANTIZE_FROM:
+            raise ValueError(
+                f"quantize_from must be one of {', '.join(QUANTIZE_FROM)}, got {quantize_from!r}; "
+                "'master' keeps the most precision"
+            )
+        self.quantize_from = quantize_from
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
+
+    def _capturable_error(self) -> str:
+        return (
+            "capturable must be False for FP4Adam, got True: re-quantization takes its scales from "
+            "values that exist on the device only between launches, and a CUDA graph would replay "
+            "the step with the scalars of its capture; capture forward and backward, and call "
+            "step() outside the graph"
+        )
+
+    def _check_param(self, param: Tensor) -> None:
+        super()._check_param(param)
+        if isinstance(param, QuantizedTensor) and not self.master_weights:
+            raise ValueError(
+                f"master_weights must be True for {type(param).__name__} parameters, got False: "
+                "updates are smaller than the steps between codes and would be lost; leave it True"
+            )
+
+    def _needs_master(self, param: Tensor) -> bool:
+        return isinstance(param, QuantizedTensor) or super()._needs_master(param)
+
+    def _new_master(self, param: Tensor) -> Tensor:
+        if not isinstance(param, QuantizedTensor):
+            return super()._new_master(param)
+        value = param.get_high_precision_init_val()
+        if value is None:
+            return param.detach().dequantize(torch.float32)
+        param.clear_high_precision_init_val()
+        return value.to(device=param.device, dtype=torch.float32).contiguous()
+
+    def _write_dtype(self, param: Tensor) -> torch.dtype:
+        if isinstance(param, QuantizedTensor) and self.quantize_from == "master":
+            return torch.float32
+        return param.dtype
+
+    def _write_param(self, param: Tensor, master: Tensor) -> None:
+        if isinstance(param, QuantizedTensor):
+            param.quantize_(master.to(self._write_dtype(param)))
+        else:
+            super()._write_param(param, master)
+
+    def _param_is_of(self, param: Tensor, master: Tensor) -> bool:
+        if not isinstance(param, QuantizedTensor):
+            return super()._param_is_of(param, master)
+        expected = param.quantizer.quantize(master.to(self._write_dtype(param)))
+        return all(
+            torch.equal(inner, expected.storage_tensors()[name])
+            for name, inner in param.storage_tensors().items()
+        )

@@ -1,0 +1,456 @@
+"""AdamW with FP32 master weights and moments, one fused kernel per kind of parameter."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from fp4adam import backend
+from fp4adam.adam import Scalars, adam_, adam_scalars
+from fp4adam.step_plan import StepPlan
+
+STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
+GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Update(NamedTuple):
+    """One parameter's part of a step.
+
+    ``value`` is what Adam reads and writes: the FP32 master weight, or the parameter itself.
+    """
+
+    param: Tensor
+    grad: Tensor
+    value: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor | None
+    scalars: Scalars
+    adam_w_mode: bool
+
+    @property
+    def moves(self) -> bool:
+        """Whether the parameter can change; with lr = 0 only the moments do."""
+        return self.scalars.step_size != 0
+
+
+class FusedAdam(Optimizer):
+    """Drop-in ``torch.optim.AdamW`` that keeps 16-bit parameters exact through FP32 master weights.
+
+    All arithmetic is FP32 (FP64 for FP64 parameters) and gives the same bits on a CPU and on a GPU.
+    State per parameter: ``exp_avg`` and ``exp_avg_sq`` in FP32 (8 bytes per element), one
+    ``step``, ``max_exp_avg_sq`` with ``amsgrad`` (4 bytes), and ``master_param`` for BF16 and FP16
+    parameters (4 bytes).
+
+    Args:
+        params: Parameters, (name, parameter) pairs or dicts of parameter groups.
+        lr: Learning rate, >= 0; a one-element tensor is read at every step.
+        betas: Decay rates of the first and second moment, in [0, 1).
+        eps: Term added to the denominator, >= 0.
+        weight_decay: Weight decay coefficient, >= 0.
+        amsgrad: Divide by the largest second moment so far.
+        bias_correction: Correct the moments for their start at zero; False leaves them as they are.
+        adam_w_mode: Decoupled decay (AdamW); False adds ``weight_decay * param`` to the gradient.
+        master_weights: Keep FP32 masters of BF16 and FP16 parameters.
+        use_decoupled_grad: Read ``param.decoupled_grad`` instead of ``param.grad``; it may have
+            another dtype than the parameter.
+        maximize: Ascend instead of descend.
+        foreach: Accepted for compatibility; updates are always batched.
+        capturable: Not supported: the scalars of a step are computed on the host.
+        differentiable: Not supported.
+        fused: False takes plain torch operators instead of the kernels, with the same results.
+
+    Raises:
+        ValueError: If a hyper-parameter is out of range; the texts are those of ``torch.optim``.
+        NotImplementedError: For ``capturable`` and ``differentiable``.
+        RuntimeError: If ``fused`` and ``foreach`` are both True.
+    """
+
+    # GradScaler then hands over grad_scale and found_inf as attributes for the time of a step.
+    _step_supports_amp_scaling = True
+    # Options of the whole optimizer, which copies and pickles keep.
+    _option_names: tuple[str, ...] = ("master_weights", "use_decoupled_grad")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        master_weights: bool = True,
+        use_decoupled_grad: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "bias_correction": bias_correction,
+            "adam_w_mode": adam_w_mode,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            # What tells AdamW from Adam in a checkpoint of torch.optim.
+            "decoupled_weight_decay": adam_w_mode,
+        }
+        self._check_options(defaults)
+        if isinstance(betas[0], Tensor):
+            defaults["betas"] = tuple(beta.squeeze() for beta in betas)
+        self.master_weights = master_weights
+        self.use_decoupled_grad = use_decoupled_grad
+        self._forget()
+        super().__init__(params, defaults)
+
+    def _forget(self) -> None:
+        """Start without tables of addresses and without knowledge of parameter versions."""
+        self._plans: dict[torch.device, StepPlan] = {}
+        self._versions: dict[Tensor, int] = {}
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise if hyper-parameters or flags of a group are out of range or not supported."""
+        lr, betas, foreach = options["lr"], options["betas"], options["foreach"]
+        if options["fused"] and options["differentiable"]:
+            raise NotImplementedError("`fused` does not support `differentiable`")
+        if options["fused"] and foreach:
+            raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+        if options["capturable"]:
+            raise NotImplementedError(self._capturable_error())
+        if options["differentiable"]:
+            raise NotImplementedError(
+                f"differentiable must be False for {type(self).__name__}, got True: the step is one "
+                "in-place update outside autograd; use torch.optim.AdamW to differentiate through it"
+            )
+        if isinstance(lr, Tensor):
+            if foreach:
+                raise ValueError(
+                    "lr as a Tensor is not supported for capturable=False and foreach=True"
+                )
+            if lr.numel() != 1:
+                raise ValueError("Tensor lr must be 1-element")
+        _check_at_least_0("learning rate", lr)
+        _check_at_least_0("epsilon value", options["eps"])
+        for i, beta in enumerate(betas):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
+        _check_at_least_0("weight_decay value", options["weight_decay"])
+        kinds = {Tensor if isinstance(beta, Tensor) else type(beta) for beta in betas}
+        if len(betas) != 2 or kinds not in ({float}, {Tensor}):
+            raise ValueError("betas must be either both floats or both Tensors")
+        for i, beta in enumerate(betas):
+            if isinstance(beta, Tensor) and foreach:
+                raise ValueError(
+                    f"betas[{i}] as a Tensor is not supported for capturable=False and foreach=True"
+                )
+            if isinstance(beta, Tensor) and beta.numel() != 1:
+                raise ValueError(f"Tensor betas[{i}] must be 1-element")
+
+    def _capturable_error(self) -> str:
+        return (
+            f"capturable must be False for {type(self).__name__}, got True: the scalars of each step "
+            "are computed on the host in float64; run the step outside the CUDA graph"
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its options are checked like those of the constructor."""
+        if isinstance(param_group, dict):
+            self._check_options({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        try:
+            for param in self.param_groups[-1]["params"]:
+                self._check_param(param)
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def _check_param(self, param: Tensor) -> None:
+        """Raise if the optimizer could never update ``param``."""
+        if param.is_complex():
+            raise ValueError(
+                f"parameters must be real for {type(self).__name__}, got {param.dtype}; optimize "
+                "torch.view_as_real(param) instead"
+            )
+        if param.is_sparse or param.layout != torch.strided:
+            raise ValueError(
+                f"parameters must be dense for {type(self).__name__}, got layout {param.layout}; use "
+                "torch.optim.SparseAdam"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        options = {name: getattr(self, name) for name in self._option_names}
+        return {**super().__getstate__(), **options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+            # A checkpoint of torch.optim brings the flags of the implementation that wrote it.
+            group["capturable"] = group["differentiable"] = False
+            group["decoupled_weight_decay"] = group["adam_w_mode"]
+        for param, values in self.state.items():
+            if isinstance(values, dict) and "step" in values:
+                step = torch.as_tensor(values["step"], dtype=torch.float32, device="cpu")
+                values["step"] = step.reshape(()).clone()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, ``decoupled_grad`` included where that is in use."""
+        super().zero_grad(set_to_none)
+        if self.use_decoupled_grad:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if getattr(param, "decoupled_grad", None) is not None:
+                        param.decoupled_grad = None if set_to_none else param.decoupled_grad.zero_()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: Re-evaluates the model and returns the loss, or None.
+
+        Returns:
+            What ``closure`` returned.
+
+        Raises:
+            RuntimeError: If a gradient is sparse, or a parameter is on the meta device.
+            TypeError: If a parameter or gradient has a dtype that Adam cannot update. Nothing has
+                been changed in either case.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and bool(found_inf):
+            return loss
+        members = [
+            (group, param, grad)
+            for group in self.param_groups
+            for param in group["params"]
+            if (grad := self._grad(param)) is not None
+        ]
+        for _, param, grad in members:
+            self._check_gradient(param, grad)
+        self._apply(members, getattr(self, "grad_scale", None))
+        return loss
+
+    def _grad(self, param: Tensor) -> Tensor | None:
+        return getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
+
+    def _check_gradient(self, param: Tensor, grad: Tensor) -> None:
+        name = type(self).__name__
+        if grad.is_sparse:
+            raise RuntimeError(
+                f"{name} does not support sparse gradients; use torch.optim.SparseAdam, or "
+                "sparse=False in the embedding"
+            )
+        if isinstance(param, DTensor):
+            raise NotImplementedError(
+                f"{name} does not update DTensor parameters yet, got one of shape "
+                f"{tuple(param.shape)}; keep the parameters replicated"
+            )
+        if param.is_meta or not param.is_floating_point():
+            raise RuntimeError(
+                "`fused=True` requires all the params to be floating point Tensors of a real "
+                f"device, got {param.dtype} on {param.device}; materialize them with to_empty()"
+            )
+        if param.dtype != torch.float64 and grad.dtype not in GRAD_DTYPES:
+            raise TypeError(
+                f"gradients must be float32, bfloat16 or float16 for {name}, got {grad.dtype}; cast them"
+            )
+        if grad.shape != param.shape or grad.device != param.device:
+            raise ValueError(
+                f"the gradient must have the shape and device of its parameter, {tuple(param.shape)} on "
+                f"{param.device}, got {tuple(grad.shape)} on {grad.device}; recompute it"
+            )
+
+    def _apply(self, members: list[tuple[dict, Tensor, Tensor]], grad_scale: Tensor | None) -> None:
+        scalars: dict[tuple[int, float], Scalars] = {}
+        fused: dict[torch.device, list[Update]] = defaultdict(list)
+        for group, param, grad in members:
+            state = self._state_of(group, param)
+            state["step"] += 1
+            key = id(group), state["step"].item()
+            if key not in scalars:
+                scalars[key] = adam_scalars(group, key[1])
+            update = Update(
+                param=param,
+                grad=grad,
+                value=state.get("master_param", param),
+                exp_avg=state["exp_avg"],
+                exp_avg_sq=state["exp_avg_sq"],
+                max_exp_avg_sq=state["max_exp_avg_sq"] if group["amsgrad"] else None,
+                scalars=scalars[key],
+                adam_w_mode=group["adam_w_mode"],
+            )
+            by_kernel = backend.uses_kernels(param.device) and group["fused"] is not False
+            if by_kernel and StepPlan.can_take(update):
+                fused[param.device].append(update)
+            else:
+                self._update_by_operators(update, grad_scale)
+        for device, updates in fused.items():
+            if device not in self._plans:
+                self._plans[device] = StepPlan(device)
+            self._plans[device].run(updates, grad_scale, self._write_dtype)
+        for _, param, _ in members:
+            if "master_param" in self.state[param]:
+                torch.autograd.graph.increment_version(param)
+                self._versions[param] = param._version
+
+    def _update_by_operators(self, update: Update, grad_scale: Tensor | None) -> None:
+        if grad_scale is not None:
+            grad_scale = grad_scale.to(update.grad.device)
+        adam_(
+            update.value,
+            update.grad,
+            update.exp_avg,
+            update.exp_avg_sq,
+            update.max_exp_avg_sq,
+            update.scalars,
+            update.adam_w_mode,
+            grad_scale,
+        )
+        if update.value is not update.param and update.moves:
+            self._write_param(update.param, update.value)
+
+    def _write_param(self, param: Tensor, master: Tensor) -> None:
+        """Round the master weight to the parameter."""
+        param.copy_(master)
+
+    def _write_dtype(self, param: Tensor) -> torch.dtype:
+        """The dtype that a master weight passes through on its way to the parameter."""
+        return param.dtype
+
+    def _needs_master(self, param: Tensor) -> bool:
+        return self.master_weights and param.dtype in (torch.bfloat16, torch.float16)
+
+    def _new_master(self, param: Tensor) -> Tensor:
+        return param.detach().float()
+
+    def _param_is_of(self, param: Tensor, master: Tensor) -> bool:
+        """Whether ``param`` is what ``master`` rounds to."""
+        return torch.equal(param.detach(), master.to(param.dtype))
+
+    def _state_of(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
+        """The state of a parameter, created or completed where something is missing."""
+        state = self.state[param]
+        if "step" not in state:
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+        moments = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group["amsgrad"]
+        for name in moments:
+            if name not in state:
+                state[name] = _zeros_like(param)
+        if self._needs_master(param):
+            # A parameter that something else has written is where training continues from.
+            known = self._versions.get(param, param._version)
+            if "master_param" not in state or (
+                known != param._version and not self._param_is_of(param, state["master_param"])
+            ):
+                state["master_param"] = self._new_master(param)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state saved by this class or by ``torch.optim.AdamW``.
+
+        FP32 moments and masters stay FP32 whatever the dtype of the parameters, nothing is shared
+        with ``state_dict``, and masters that it lacks start from the parameters at the next step.
+
+        Raises:
+            ValueError: If groups, shapes or dtypes do not fit; nothing has been changed then.
+        """
+        loaded: dict[str, Any] = {}
+
+        def capture(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+            self._check_state_dict(state_dict)
+            loaded.update(state_dict)
+
+        def restore(optimizer: Optimizer) -> None:
+            for param, saved in self._pair(loaded):
+                for name in STATE_NAMES:
+                    if isinstance(saved.get(name), Tensor):
+                        self.state[param][name] = _restored(saved[name], param)
+                if not self._needs_master(param):
+                    self.state[param].pop("master_param", None)
+
+        handles = (
+            self.register_load_state_dict_pre_hook(capture),
+            self.register_load_state_dict_post_hook(restore, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._versions = {
+            param: param._version for param in self.state if isinstance(param, Tensor)
+        }
+
+    def _pair(self, state_dict: dict[str, Any]) -> Iterable[tuple[Tensor, dict[str, Any]]]:
+        """Parameters with the state that ``state_dict`` has for them."""
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for param, key in zip(group["params"], saved["params"], strict=True):
+                if key in state_dict["state"]:
+                    yield param, state_dict["state"][key]
+
+    def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+        if sizes != [len(group["params"]) for group in self.param_groups]:
+            return  # torch.optim refuses it, in its own words.
+        for i, (param, saved) in enumerate(self._pair(state_dict)):
+            if saved and not {"step", "exp_avg", "exp_avg_sq"} <= saved.keys():
+                raise ValueError(
+                    f"state of parameter {i} must hold step, exp_avg and exp_avg_sq, got "
+                    f"{sorted(saved)}; it was saved by another kind of optimizer"
+                )
+            for name in STATE_NAMES:
+                value = saved.get(name)
+                if value is None:
+                    continue
+                if not isinstance(value, Tensor) or not value.is_floating_point():
+                    kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+                    raise ValueError(
+                        f"{name} of parameter {i} must be a floating point tensor, got {kind}; such "
+                        "a checkpoint has to be converted first"
+                    )
+                if value.shape != param.shape:
+                    raise ValueError(
+                        f"{name} of parameter {i} must have shape {tuple(param.shape)}, got "
+                        f"{tuple(value.shape)}; load it into the model that it was saved from"
+                    )
+
+
+def _check_at_least_0(what: str, value: float | Tensor) -> None:
+    if not 0.0 <= value:
+        raise ValueError(f"Invalid {what}: {value}")
+
+
+def _state_dtype(param: Tensor) -> torch.dtype:
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+def _zeros_like(param: Tensor) -> Tensor:
+    """Plain zeros in the layout of the parameter."""
+    return torch.zeros_like(param, dtype=_state_dtype(param), memory_format=torch.preserve_format)
+
+
+def _restored(value: Tensor, param: Tensor) -> Tensor:
+    """A copy of a loaded state in the layout of the parameter, unrounded."""
+    return _zeros_like(param).copy_(value)

@@ -1,0 +1,115 @@
+"""MXFP8: E4M3 codes with one power-of-two (E8M0) scale per 32 elements of each direction."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from fp4adam import backend, minifloat
+from fp4adam.quantized_tensor import QuantizedTensor, Quantizer, round_up
+
+BLOCK = 32
+
+
+class MXFP8Tensor(QuantizedTensor):
+    """A tensor in MXFP8, 8.25 bits per element and direction.
+
+    ``rowwise_data``, ``columnwise_data``: uint8 (E4M3) [rows, cols]; the second is not transposed.
+    ``rowwise_scale_inv``: uint8 (E8M0) [rows to 128, cols / 32 to 4], and
+    ``columnwise_scale_inv``: uint8 (E8M0) [rows / 32 to 4, cols to 128], padding zero.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class MXFP8Quantizer(Quantizer):
+    """Quantize to :class:`MXFP8Tensor`; rows and columns must be multiples of 32.
+
+    Scale = 2**ceil(log2(block_amax / 448)), so nothing saturates; code = E4M3(x / scale).
+
+    Args:
+        rowwise: Keep codes with blocks of 1x32.
+        columnwise: Keep codes with blocks of 32x1.
+
+    Source: OCP Microscaling Formats (MX) v1.0; the scale rounds up as in Transformer Engine.
+    """
+
+    tensor_class = MXFP8Tensor
+
+    def check_matrix(self, rows: int, cols: int) -> str | None:
+        if rows % BLOCK or cols % BLOCK:
+            return "rows and columns of MXFP8 must be multiples of 32"
+        return None
+
+    def storage_layout(
+        self, rows: int, cols: int
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        byte = torch.uint8
+        layout = {}
+        if self.rowwise:
+            layout["_rowwise_data"] = ((rows, cols), byte)
+            layout["_rowwise_scale_inv"] = ((round_up(rows, 128), round_up(cols // BLOCK, 4)), byte)
+        if self.columnwise:
+            layout["_columnwise_data"] = ((rows, cols), byte)
+            layout["_columnwise_scale_inv"] = (
+                (round_up(rows // BLOCK, 4), round_up(cols, 128)),
+                byte,
+            )
+        return layout
+
+    def write(self, x: Tensor, out: MXFP8Tensor) -> None:
+        if backend.uses_kernels(x.device):
+            from fp4adam.kernels import mxfp8
+
+            return mxfp8.quantize(
+                x,
+                rowwise_data=out._rowwise_data,
+                columnwise_data=out._columnwise_data,
+                rowwise_scale=out._rowwise_scale_inv,
+                columnwise_scale=out._columnwise_scale_inv,
+            )
+        x = x.float()
+        for data, scale_inv, block in (
+            (out._rowwise_data, out._rowwise_scale_inv, (1, BLOCK)),
+            (out._columnwise_data, out._columnwise_scale_inv, (BLOCK, 1)),
+        ):
+            if data is not None:
+                codes, scale = _encode(x, block)
+                data.copy_(codes)
+                scale_inv[: scale.shape[0], : scale.shape[1]] = scale
+
+    def read(self, tensor: MXFP8Tensor, dtype: torch.dtype) -> Tensor:
+        if tensor._rowwise_data is not None:
+            return _dequantize(tensor._rowwise_data, tensor._rowwise_scale_inv, True, dtype)
+        return _dequantize(tensor._columnwise_data, tensor._columnwise_scale_inv, False, dtype)
+
+
+def _encode(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Codes [rows, cols] and E8M0 scales [rows / block[0], cols / block[1]] of a float32 matrix."""
+    rows, cols = x.shape
+    blocks = x.view(rows // block[0], block[0], cols // block[1], block[1])
+    scale = minifloat.e8m0_code_up(minifloat.amax(blocks, (1, 3)) * (1 / minifloat.E4M3_MAX))
+    codes = minifloat.e4m3_code(blocks * minifloat.e8m0_reciprocal(scale)[:, None, :, None])
+    return codes.view(rows, cols), scale
+
+
+@torch.library.custom_op("fp4adam::dequantize_mxfp8", mutates_args=())
+def _dequantize(data: Tensor, scale: Tensor, rowwise: bool, dtype: torch.dtype) -> Tensor:
+    """Decode E4M3 codes [rows, cols] with scales per 1x32 (``rowwise``) or 32x1 block."""
+    if backend.uses_kernels(data.device):
+        from fp4adam.kernels import mxfp8
+
+        return mxfp8.dequantize(data, scale, rowwise, dtype)
+    rows, cols = data.shape
+    block = (1, BLOCK) if rowwise else (BLOCK, 1)
+    factor = minifloat.e8m0_value(scale[: rows // block[0], : cols // block[1]])
+    values = minifloat.e4m3_value(data)
+    blocks = values.view(rows // block[0], block[0], cols // block[1], block[1])
+    return (blocks * factor[:, None, :, None]).view(rows, cols).to(dtype)
+
+
+@_dequantize.register_fake
+def _(data: Tensor, scale: Tensor, rowwise: bool, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(data, dtype=dtype)
+
+
+torch.serialization.add_safe_globals([MXFP8Tensor, MXFP8Quantizer])

@@ -1,0 +1,200 @@
+"""NVFP4: E2M1 codes, one E4M3 scale per 16 elements or per 16x16 block, one FP32 amax per tensor."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from fp4adam import backend, minifloat
+from fp4adam.quantized_tensor import QuantizedTensor, Quantizer, round_up
+
+BLOCK = 16
+# The largest code times the largest block scale: what the tensor's amax is mapped to.
+RANGE = minifloat.E2M1_MAX * minifloat.E4M3_MAX
+
+
+class NVFP4Tensor(QuantizedTensor):
+    """A tensor in NVFP4, 4.5 bits per element and direction (4 + 1/32 with 16x16 blocks).
+
+    ``rowwise_data``: uint8 [rows, cols / 2], even elements in the low nibble.
+    ``columnwise_data``: uint8 [cols, rows / 2], the transposed matrix packed the same way.
+    ``rowwise_scale_inv``: uint8 (E4M3) [rows to 128, cols / 16 to 4], and
+    ``columnwise_scale_inv``: uint8 (E4M3) [cols to 128, rows / 16 to 4], padding zero.
+    """
+
+    @property
+    def amax_rowwise(self) -> Tensor | None:
+        """Largest magnitude of the quantized value, float32 [1], or None without rowwise usage."""
+        return self._amax if self.quantizer.rowwise else None
+
+    @property
+    def amax_columnwise(self) -> Tensor | None:
+        """Equal to ``amax_rowwise``, or None without columnwise usage."""
+        return self._amax if self.quantizer.columnwise else None
+
+    @property
+    def rowwise_scale_inv(self) -> Tensor | None:
+        """E4M3 scales of ``rowwise_data``; square blocks repeat theirs on 16 rows."""
+        if self.quantizer.two_dimensional and self.quantizer.rowwise:
+            return _expand_block_scale(self._block_scale_inv)
+        return self._rowwise_scale_inv
+
+    @property
+    def columnwise_scale_inv(self) -> Tensor | None:
+        """E4M3 scales of ``columnwise_data``; square blocks repeat theirs on 16 rows."""
+        if self.quantizer.two_dimensional and self.quantizer.columnwise:
+            return _expand_block_scale(self._block_scale_inv.t())
+        return self._columnwise_scale_inv
+
+
+@dataclasses.dataclass(frozen=True)
+class NVFP4Quantizer(Quantizer):
+    """Quantize to :class:`NVFP4Tensor`; rows and columns must be multiples of 16.
+
+    Block scale = E4M3(block_amax * S / 6) with S = 2688 / amax(tensor); code = E2M1(x / decoded
+    scale), every step one float32 operation in the order of Transformer Engine's kernels.
+
+    Args:
+        rowwise: Keep codes with blocks along the last dimension.
+        columnwise: Keep transposed codes with blocks along the first dimension.
+        two_dimensional: One scale per 16x16 block, the same for both directions (the recipe for
+            weights), instead of one per 16 elements of each direction.
+
+    Source: "Pretraining Large Language Models with NVFP4", arXiv:2509.25149, section 4.
+    """
+
+    two_dimensional: bool = True
+
+    tensor_class = NVFP4Tensor
+
+    def check_matrix(self, rows: int, cols: int) -> str | None:
+        if rows % BLOCK or cols % BLOCK:
+            return "rows and columns of NVFP4 must be multiples of 16"
+        return None
+
+    def storage_layout(
+        self, rows: int, cols: int
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        byte = torch.uint8
+        layout = {"_amax": ((1,), torch.float32)}
+        if self.two_dimensional:
+            layout["_block_scale_inv"] = ((rows // BLOCK, cols // BLOCK), byte)
+        for usage, m, k in (("rowwise", rows, cols), ("columnwise", cols, rows)):
+            if getattr(self, usage):
+                layout[f"_{usage}_data"] = ((m, k // 2), byte)
+                if not self.two_dimensional:
+                    scale_shape = (round_up(m, 128), round_up(k // BLOCK, 4))
+                    layout[f"_{usage}_scale_inv"] = (scale_shape, byte)
+        return layout
+
+    def write(self, x: Tensor, out: NVFP4Tensor) -> None:
+        if backend.uses_kernels(x.device):
+            from fp4adam.kernels import nvfp4
+
+            return nvfp4.quantize(
+                x,
+                rowwise_data=out._rowwise_data,
+                columnwise_data=out._columnwise_data,
+                rowwise_scale=out._block_scale_inv
+                if self.two_dimensional
+                else out._rowwise_scale_inv,
+                columnwise_scale=out._columnwise_scale_inv,
+                amax=out._amax,
+                two_dimensional=self.two_dimensional,
+            )
+        x = x.float()
+        out._amax.copy_(minifloat.amax(x))
+        if self.two_dimensional:
+            codes, scale = _encode(x, out._amax, BLOCK)
+            out._block_scale_inv.copy_(scale)
+        for matrix, data, scale_inv in (
+            (x, out._rowwise_data, out._rowwise_scale_inv),
+            (x.t(), out._columnwise_data, out._columnwise_scale_inv),
+        ):
+            if data is None:
+                continue
+            if self.two_dimensional:
+                codes_here = codes if matrix is x else codes.t()
+            else:
+                codes_here, scale = _encode(matrix, out._amax, 1)
+                scale_inv[: scale.shape[0], : scale.shape[1]] = scale
+            data.copy_(minifloat.pack_e2m1(codes_here))
+
+    def read(self, tensor: NVFP4Tensor, dtype: torch.dtype) -> Tensor:
+        transposed = tensor._rowwise_data is None
+        data = tensor._columnwise_data if transposed else tensor._rowwise_data
+        scale = tensor._columnwise_scale_inv if transposed else tensor._rowwise_scale_inv
+        if self.two_dimensional:
+            scale = tensor._block_scale_inv
+        return _dequantize(data, scale, tensor._amax, self.two_dimensional, transposed, dtype)
+
+
+def _encode(x: Tensor, amax: Tensor, block_rows: int) -> tuple[Tensor, Tensor]:
+    """Codes [rows, cols] and E4M3 scales [rows / block_rows, cols / 16] of a float32 matrix."""
+    rows, cols = x.shape
+    # A Python number over a tensor would be computed as number * (1 / tensor).
+    encode = torch.full_like(amax, RANGE) / amax
+    encode = torch.where((amax == 0) | (encode == 0), 1.0, encode.clamp(max=minifloat.FP32_MAX))
+    decode = 1.0 / encode
+    blocks = x.reshape(rows // block_rows, block_rows, cols // BLOCK, BLOCK)
+    ratio = minifloat.amax(blocks, (1, 3)) * (encode * (1 / 6))
+    scale = minifloat.e4m3_code(ratio)
+    block_encode = (1.0 / (minifloat.e4m3_value(scale) * decode)).clamp(max=minifloat.FP32_MAX)
+    codes = minifloat.e2m1_code(blocks * block_encode[:, None, :, None])
+    return codes.view(rows, cols), scale
+
+
+@torch.library.custom_op("fp4adam::dequantize_nvfp4", mutates_args=())
+def _dequantize(
+    data: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    two_dimensional: bool,
+    transposed: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Decode packed codes to [rows, cols]; ``transposed`` codes are those of the transposed matrix.
+
+    ``scale`` is the grid of 16x16 blocks of the untransposed matrix, or holds one per 16 codes.
+    """
+    if backend.uses_kernels(data.device):
+        from fp4adam.kernels import nvfp4
+
+        return nvfp4.dequantize(data, scale, amax, two_dimensional, transposed, dtype)
+    rows, cols = data.shape[0], data.shape[1] * 2
+    if two_dimensional:
+        grid = scale.t() if transposed else scale
+    else:
+        grid = scale[:rows, : cols // BLOCK]
+    factor = (minifloat.e4m3_value(grid.contiguous()) * amax) * (1 / RANGE)
+    values = minifloat.e2m1_value(minifloat.unpack_e2m1(data))
+    blocks = (
+        values.view(factor.shape[0], BLOCK if two_dimensional else 1, cols // BLOCK, BLOCK)
+        * factor[:, None, :, None]
+    )
+    matrix = blocks.view(rows, cols).to(dtype)
+    return matrix.t().contiguous() if transposed else matrix
+
+
+@_dequantize.register_fake
+def _(
+    data: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    two_dimensional: bool,
+    transposed: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    rows, cols = data.shape[0], data.shape[1] * 2
+    return data.new_empty((cols, rows) if transposed else (rows, cols), dtype=dtype)
+
+
+def _expand_block_scale(grid: Tensor) -> Tensor:
+    """Repeat each block's scale on its 16 rows and pad as the GEMM expects."""
+    rows, cols = grid.shape[0] * BLOCK, grid.shape[1]
+    scale = grid.new_zeros(round_up(rows, 128), round_up(cols, 4))
+    scale[:rows, :cols] = grid.repeat_interleave(BLOCK, dim=0)
+    return scale
+
+
+torch.serialization.add_safe_globals([NVFP4Tensor, NVFP4Quantizer])

@@ -1,0 +1,34 @@
+"""What a kernel is being compiled for, as compile-time constants inside ``@triton.jit`` code.
+
+Triton calls a builtin with the code generator's ``_semantic``, whose options belong to the target
+of this compilation, whatever GPU the machine has. The interpreter calls it as plain Python, without
+``_semantic``. ``triton.language.target_info`` asks the driver instead, so it knows neither the
+target of an ahead-of-time compilation nor whether the kernel is interpreted.
+
+Builtins are not hashed: after a change here, clear Triton's cache.
+"""
+
+from typing import Any
+
+import triton.language as tl
+
+
+def is_compiled(_semantic: Any = None) -> bool | tl.constexpr:
+    """Whether the kernel is compiled, for any GPU, rather than interpreted."""
+    return False if _semantic is None else tl.constexpr(True)
+
+
+def is_compiled_for_sm90(_semantic: Any = None) -> bool | tl.constexpr:
+    """Whether the kernel is compiled for CUDA compute capability 9.0 or higher."""
+    if _semantic is None:
+        return False
+    options = _semantic.builder.options
+    return tl.constexpr(
+        options.backend_name == "cuda" and int(options.arch.removeprefix("sm")) >= 90
+    )
+
+
+# What Triton's code generator looks for. The decorator `triton.language.core.builtin` sets it too,
+# but then refuses the interpreter's calls.
+is_compiled.__triton_builtin__ = True
+is_compiled_for_sm90.__triton_builtin__ = True

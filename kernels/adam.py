@@ -1,0 +1,250 @@
+"""The Adam update on a tile, and the step of plain parameters."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._bfloat16 import round_to_bfloat16, to_float32
+from .tensor_table import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    GRAD,
+    MAX_EXP_AVG_SQ,
+    ROWS,
+    ROWWISE_DATA,
+    TRITON_DTYPES,
+    VALUE,
+    WIDTH,
+    pointer,
+)
+
+BLOCK = 1024
+N_SCALARS = tl.constexpr(8)
+
+
+@triton.jit
+def load_scalars(scalars, tensor, grad_scale_ptr):
+    """The eight scalars of a tensor's update; the gradient's factor includes 1 / grad_scale.
+
+    scalars: float32 [n_tensors, 8], columns as in ``fp4adam.adam.Scalars``. grad_scale_ptr: float32 [1].
+    """
+    row = scalars + tensor * N_SCALARS
+    factor = tl.div_rn(1.0, tl.load(grad_scale_ptr)) * tl.load(row)
+    decay = tl.load(row + 1)
+    lerp_weight = tl.load(row + 2)
+    beta2 = tl.load(row + 3)
+    one_minus_beta2 = tl.load(row + 4)
+    eps = tl.load(row + 5)
+    step_size = tl.load(row + 6)
+    rsqrt_bias_correction2 = tl.load(row + 7)
+    return (
+        factor,
+        decay,
+        lerp_weight,
+        beta2,
+        one_minus_beta2,
+        eps,
+        step_size,
+        rsqrt_bias_correction2,
+    )
+
+
+@triton.jit
+def adam_tile(
+    grad,
+    value,
+    exp_avg,
+    exp_avg_sq,
+    max_exp_avg_sq,
+    scalars,
+    ADAM_W: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+):
+    """One Adam update; every operation is a separate correctly rounded FP32 one.
+
+    grad, value, exp_avg, exp_avg_sq, max_exp_avg_sq: float32 tiles (the last is read with AMSGRAD
+    only). scalars: from :func:`load_scalars`. Returns the four updated tiles.
+    The order is that of ``fp4adam.adam.adam_``: change both or neither.
+    """
+    factor, decay, lerp_weight, beta2, one_minus_beta2, eps, step_size, rsqrt_bias2 = scalars
+    g = grad * factor
+    p = value
+    if ADAM_W:
+        p = p * decay
+    else:
+        g = g + p * decay
+    base = tl.where(lerp_weight > 0, exp_avg, g)
+    m = base + (g - exp_avg) * lerp_weight
+    v = exp_avg_sq * beta2 + (g * one_minus_beta2) * g
+    largest = v
+    if AMSGRAD:
+        # A comparison with NaN is False: a NaN on either side stays.
+        largest = tl.where((v > max_exp_avg_sq) | (v != v), v, max_exp_avg_sq)
+    denominator = tl.sqrt_rn(largest) * rsqrt_bias2 + eps
+    p = p - tl.div_rn(m * step_size, denominator)
+    p = tl.where(step_size != 0, p, value)
+    return p, m, v, largest
+
+
+@triton.jit
+def round_to(x, DTYPE: tl.constexpr):
+    """Round a float32 tile to DTYPE, to nearest even."""
+    if DTYPE == tl.bfloat16:
+        y = round_to_bfloat16(x)
+    else:
+        y = x.to(DTYPE)
+    return y
+
+
+@triton.jit
+def round_through(x, DTYPE: tl.constexpr):
+    """Round a float32 tile to DTYPE and widen it again."""
+    return to_float32(round_to(x, DTYPE))
+
+
+@triton.jit
+def adam_step_tile(
+    table,
+    tensor,
+    start,
+    offs,
+    mask,
+    scalars,
+    GRAD_DTYPE: tl.constexpr,
+    VALUE_DTYPE: tl.constexpr,
+    ADAM_W: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    STORE: tl.constexpr,
+):
+    """Load a tile of a tensor's state, update it, store it unless STORE is False; returns the value.
+
+    start: int64 offset of the tile. offs: int32 tile of offsets from there. The value is float32,
+    unrounded.
+    """
+    grad_ptr = pointer(table, tensor, GRAD, GRAD_DTYPE) + start + offs
+    value_ptr = pointer(table, tensor, VALUE, VALUE_DTYPE) + start + offs
+    exp_avg_ptr = pointer(table, tensor, EXP_AVG, tl.float32) + start + offs
+    exp_avg_sq_ptr = pointer(table, tensor, EXP_AVG_SQ, tl.float32) + start + offs
+    max_exp_avg_sq_ptr = pointer(table, tensor, MAX_EXP_AVG_SQ, tl.float32) + start + offs
+
+    grad = to_float32(tl.load(grad_ptr, mask))
+    value = to_float32(tl.load(value_ptr, mask))
+    exp_avg = tl.load(exp_avg_ptr, mask)
+    exp_avg_sq = tl.load(exp_avg_sq_ptr, mask)
+    max_exp_avg_sq = tl.load(max_exp_avg_sq_ptr, mask) if AMSGRAD else exp_avg_sq
+
+    value, exp_avg, exp_avg_sq, max_exp_avg_sq = adam_tile(
+        grad, value, exp_avg, exp_avg_sq, max_exp_avg_sq, scalars, ADAM_W, AMSGRAD
+    )
+
+    if STORE:
+        tl.store(value_ptr, round_to(value, VALUE_DTYPE), mask)
+        tl.store(exp_avg_ptr, exp_avg, mask)
+        tl.store(exp_avg_sq_ptr, exp_avg_sq, mask)
+        if AMSGRAD:
+            tl.store(max_exp_avg_sq_ptr, max_exp_avg_sq, mask)
+    return value
+
+
+@triton.jit
+def _adam_step_kernel(
+    table,
+    scalars,
+    tiles,
+    grad_scale_ptr,
+    GRAD_DTYPE: tl.constexpr,
+    VALUE_DTYPE: tl.constexpr,
+    PARAM_DTYPE: tl.constexpr,
+    ADAM_W: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Adam on one block of one tensor, read flat; ``rows`` of the table is its number of elements.
+
+    Grid: (n_tiles,). Tile: BLOCK elements. table: int64 [n_tensors, 12]. scalars: float32
+    [n_tensors, 8]. tiles: int32 [n_tiles, 2], (tensor, block of that tensor).
+    PARAM_DTYPE: dtype of the parameter that is rounded from the value, None if it is the value.
+    Reads gradient, value, exp_avg, exp_avg_sq, writes the last three and the parameter: with a BF16
+    gradient and parameter and an FP32 master 28 bytes per element, FP32 throughout 28.
+    """
+    tile = tiles + 2 * tl.program_id(0)
+    tensor = tl.load(tile)
+    start = tl.load(tile + 1).to(tl.int64) * BLOCK
+    numel = tl.load(table + tensor.to(tl.int64) * WIDTH + ROWS)
+    offs = tl.arange(0, BLOCK)
+    constants = load_scalars(scalars, tensor, grad_scale_ptr)
+    # A mask makes every access scalar, so only the last block of a tensor has one.
+    if start + BLOCK <= numel:
+        value = adam_step_tile(
+            table,
+            tensor,
+            start,
+            offs,
+            None,
+            constants,
+            GRAD_DTYPE,
+            VALUE_DTYPE,
+            ADAM_W,
+            AMSGRAD,
+            True,
+        )
+        if PARAM_DTYPE is not None:
+            param_ptr = pointer(table, tensor, ROWWISE_DATA, PARAM_DTYPE) + start + offs
+            tl.store(param_ptr, round_to(value, PARAM_DTYPE))
+    else:
+        mask = start + offs < numel
+        value = adam_step_tile(
+            table,
+            tensor,
+            start,
+            offs,
+            mask,
+            constants,
+            GRAD_DTYPE,
+            VALUE_DTYPE,
+            ADAM_W,
+            AMSGRAD,
+            True,
+        )
+        if PARAM_DTYPE is not None:
+            param_ptr = pointer(table, tensor, ROWWISE_DATA, PARAM_DTYPE) + start + offs
+            tl.store(param_ptr, round_to(value, PARAM_DTYPE), mask)
+
+
+def flat_tiles(numels: list[int]) -> Tensor:
+    """Blocks of all tensors: int32 [n_tiles, 2], (tensor, block of that tensor)."""
+    blocks = torch.tensor([-(-n // BLOCK) for n in numels])
+    tensors = torch.repeat_interleave(torch.arange(len(numels)), blocks)
+    first = blocks.cumsum(0) - blocks
+    numbers = torch.arange(len(tensors)) - first[tensors]
+    return torch.stack((tensors, numbers), dim=1).to(torch.int32)
+
+
+def adam_step(
+    table: Tensor,
+    scalars: Tensor,
+    tiles: Tensor,
+    grad_scale: Tensor,
+    *,
+    grad_dtype: torch.dtype,
+    value_dtype: torch.dtype,
+    param_dtype: torch.dtype | None,
+    adam_w_mode: bool,
+    amsgrad: bool,
+) -> None:
+    """Launch :func:`_adam_step_kernel` on tables that are on the device."""
+    _adam_step_kernel[(tiles.shape[0],)](
+        table,
+        scalars,
+        tiles,
+        grad_scale,
+        GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
+        VALUE_DTYPE=TRITON_DTYPES[value_dtype],
+        PARAM_DTYPE=None if param_dtype is None else TRITON_DTYPES[param_dtype],
+        ADAM_W=adam_w_mode,
+        AMSGRAD=amsgrad,
+        BLOCK=BLOCK,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )

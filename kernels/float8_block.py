@@ -1,0 +1,471 @@
+"""Float8Block: quantize, dequantize, and the fused Adam step that writes the quantized weight."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._bfloat16 import to_float32
+from ._e4m3 import e4m3_code, e4m3_value
+from .adam import adam_step_tile, load_scalars, round_through, round_to
+from .tensor_table import (
+    COLS,
+    COLUMNWISE_DATA,
+    COLUMNWISE_SCALE,
+    ROWS,
+    ROWWISE_DATA,
+    ROWWISE_SCALE,
+    TRITON_DTYPES,
+    VALUE,
+    load_tile,
+    pointer,
+    size,
+    tile_grid,
+    tile_offsets,
+    tile_start,
+)
+
+BLOCK = 128
+# What one iteration of the fused step holds in registers: (rows, columns, stages of the pipeline),
+# for whole blocks and for those that reach past an edge, where masks need registers too.
+SQUARE_PARTS = ((32, 64, 3), (16, 32, 1))
+VECTOR_PARTS = ((16, BLOCK, 3), (8, BLOCK, 1))
+
+
+@triton.jit
+def float8_scale(amax, epsilon, LARGEST: tl.constexpr, POW_2: tl.constexpr):
+    """Encode scales of blocks with the given amaxes, float32.
+
+    LARGEST: the scale where 448 / amax overflows. POW_2: round down to powers of two.
+    """
+    amax = tl.where(amax >= epsilon, amax, epsilon)  # also where all elements are NaN
+    scale = tl.div_rn(448.0, amax)
+    scale = tl.where(scale == float("inf"), LARGEST, scale)
+    scale = tl.where((amax == 0) | (amax == float("inf")), 1.0, scale)
+    if POW_2:
+        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def _bounds(row, col, rows, cols, MASKED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Mask of the elements of a tile that lie inside the matrix, or None."""
+    if MASKED:
+        mask = (row + tl.arange(0, BR) < rows)[:, None] & (col + tl.arange(0, BC) < cols)[None, :]
+    else:
+        mask = None
+    return mask
+
+
+@triton.jit
+def _store_codes(
+    code,
+    rowwise_data,
+    columnwise_data,
+    row,
+    col,
+    rows,
+    cols,
+    mask,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Store a tile of codes [BR, BC] as it is and transposed."""
+    if ROWWISE:
+        ptr = rowwise_data + tile_start(row, col, cols) + tile_offsets(cols, BR, BC)
+        tl.store(ptr, code, mask)
+    if COLUMNWISE:
+        ptr = columnwise_data + tile_start(col, row, rows) + tile_offsets(rows, BC, BR)
+        tl.store(ptr, tl.trans(code), None if mask is None else tl.trans(mask))
+
+
+@triton.jit
+def _store_rowwise_scale(scale, rowwise_scale, row, col, rows, mask, BR: tl.constexpr):
+    """Store the decode scales of BR rows of one column of 1x128 blocks."""
+    ptr = rowwise_scale + tile_start(col // 128, row, (rows + 3) // 4 * 4) + tl.arange(0, BR)
+    tl.store(ptr, tl.div_rn(1.0, scale), mask)
+
+
+@triton.jit
+def _store_columnwise_scale(scale, columnwise_scale, row, col, cols, mask, BC: tl.constexpr):
+    """Store the decode scales of BC columns of one row of 128x1 blocks."""
+    ptr = columnwise_scale + tile_start(row // 128, col, (cols + 3) // 4 * 4) + tl.arange(0, BC)
+    tl.store(ptr, tl.div_rn(1.0, scale), mask)
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr,
+    rowwise_data,
+    rowwise_scale,
+    columnwise_data,
+    columnwise_scale,
+    rows,
+    cols,
+    epsilon,
+    LARGEST: tl.constexpr,
+    POW_2: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    SQUARE: tl.constexpr,
+):
+    """Quantize a matrix of any size.
+
+    Grid: (n_blocks,). Tile: [128, 128]. Reads x (2 or 4 bytes per element), writes one byte per
+    element and direction, and the scales.
+    """
+    block, blocks_per_row = tl.program_id(0), tl.cdiv(cols, 128)
+    row, col = block // blocks_per_row * 128, block % blocks_per_row * 128
+    r, c = row + tl.arange(0, 128) < rows, col + tl.arange(0, 128) < cols
+    mask = r[:, None] & c[None, :]
+    offs = tile_start(row, col, cols) + tile_offsets(cols, 128, 128)
+    x = to_float32(tl.load(x_ptr + offs, mask, 0.0))
+    STORED_ONCE: tl.constexpr = not (ROWWISE and COLUMNWISE)
+    if SQUARE:
+        scale = float8_scale(tl.max(tl.max(tl.abs(x), 1), 0), epsilon, LARGEST, POW_2)
+        tl.store(rowwise_scale + block, tl.div_rn(1.0, scale))
+        code = e4m3_code(x * scale, STORED_ONCE)
+        _store_codes(
+            code, rowwise_data, columnwise_data, row, col, rows, cols, mask,
+            ROWWISE, COLUMNWISE, 128, 128,
+        )  # fmt: skip
+    else:
+        if ROWWISE:
+            scale = float8_scale(tl.max(tl.abs(x), 1), epsilon, LARGEST, POW_2)
+            _store_rowwise_scale(scale, rowwise_scale, row, col, rows, r, 128)
+            code = e4m3_code(x * scale[:, None])
+            _store_codes(
+                code, rowwise_data, columnwise_data, row, col, rows, cols, mask,
+                True, False, 128, 128,
+            )  # fmt: skip
+        if COLUMNWISE:
+            scale = float8_scale(tl.max(tl.abs(x), 0), epsilon, LARGEST, POW_2)
+            _store_columnwise_scale(scale, columnwise_scale, row, col, cols, c, 128)
+            code = e4m3_code(x * scale[None, :])
+            _store_codes(
+                code, rowwise_data, columnwise_data, row, col, rows, cols, mask,
+                False, True, 128, 128,
+            )  # fmt: skip
+
+
+@triton.jit
+def _dequantize_kernel(
+    data_ptr,
+    scale_ptr,
+    out_ptr,
+    rows,
+    cols,
+    stride_scale_row,
+    stride_scale_col,
+    stride_out_row,
+    stride_out_col,
+    SQUARE: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """Decode E4M3 codes [rows, cols] of any size.
+
+    Grid: (n_tiles,). Tile: [BR, 128]. Reads one byte per element and the scales, writes 2 or 4 bytes
+    per element.
+    """
+    tile, tiles_per_row = tl.program_id(0), tl.cdiv(cols, 128)
+    row, col = tile // tiles_per_row * BR, tile % tiles_per_row * 128
+    r, c = row + tl.arange(0, BR), col + tl.arange(0, 128)
+    mask = (r < rows)[:, None] & (c < cols)[None, :]
+    code = tl.load(data_ptr + tile_start(row, col, cols) + tile_offsets(cols, BR, 128), mask, 0)
+    scale_row = (r // 128 if SQUARE else r).to(tl.int64)
+    ptr = scale_ptr + scale_row * stride_scale_row + (col // 128).to(tl.int64) * stride_scale_col
+    value = e4m3_value(code) * tl.load(ptr, r < rows, 0.0)[:, None]
+    out = r.to(tl.int64)[:, None] * stride_out_row + c.to(tl.int64)[None, :] * stride_out_col
+    tl.store(out_ptr + out, round_to(value, out_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _adam_step_square_kernel(
+    table,
+    scalars,
+    tiles,
+    grad_scale_ptr,
+    epsilon,
+    GRAD_DTYPE: tl.constexpr,
+    WRITE_DTYPE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ADAM_W: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    POW_2: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    MASKED: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Adam and re-quantization of one 128x128 block of one tensor.
+
+    Grid: (n_tiles,). Tile: [128, 128] in parts of [BR, BC]. table: int64 [n_tensors, 12]. scalars:
+    float32 [n_tensors, 8]. tiles: int32 [n_tiles, 4]. MASKED: the block may reach past an edge.
+    A power-of-two scale seldom changes, so each part is quantized with the stored scale at once;
+    where the new amax asks for another one, the block is read again. Scales that are no power of
+    two always are: reads gradient (2 bytes if BF16) and three FP32 tensors, writes these and the
+    codes, 28 bytes per element with both directions, and 4 to 6 more from L2 where a block is
+    repeated.
+    """
+    tensor, first_row, first_col = load_tile(tiles, 128)
+    MULTIPLE: tl.constexpr = 1 if MASKED else 16
+    rows, cols = size(table, tensor, ROWS, MULTIPLE), size(table, tensor, COLS, MULTIPLE)
+    constants = load_scalars(scalars, tensor, grad_scale_ptr)
+    rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
+    columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
+    scale_ptr = pointer(table, tensor, ROWWISE_SCALE, tl.float32)
+    scale_ptr += tile_start(first_row // 128, first_col // 128, tl.cdiv(cols, 128))
+    stored_scale = tl.div_rn(1.0, tl.load(scale_ptr))
+    STORED_ONCE: tl.constexpr = not (ROWWISE and COLUMNWISE)
+    PARTS_PER_ROW: tl.constexpr = 128 // BC
+    PARTS: tl.constexpr = (128 // BR) * PARTS_PER_ROW
+
+    largest = tl.zeros((BR, BC), tl.float32)
+    for i in tl.range(0, PARTS, num_stages=STAGES):
+        row, col = first_row + i // PARTS_PER_ROW * BR, first_col + i % PARTS_PER_ROW * BC
+        mask = _bounds(row, col, rows, cols, MASKED, BR, BC)
+        value = adam_step_tile(
+            table,
+            tensor,
+            tile_start(row, col, cols),
+            tile_offsets(cols, BR, BC),
+            mask,
+            constants,
+            GRAD_DTYPE,
+            tl.float32,
+            ADAM_W,
+            AMSGRAD,
+            True,
+        )
+        x = round_through(value, WRITE_DTYPE)
+        if MASKED:
+            x = tl.where(mask, x, 0.0)
+        largest = tl.maximum(largest, tl.abs(x))
+        if POW_2:
+            _store_codes(
+                e4m3_code(x * stored_scale, STORED_ONCE), rowwise_data, columnwise_data, row, col, rows, cols,
+                mask, ROWWISE, COLUMNWISE, BR, BC,
+            )  # fmt: skip
+
+    scale = float8_scale(tl.max(tl.max(largest, 1), 0), epsilon, LARGEST, POW_2)
+    if (not POW_2) | (scale != stored_scale):
+        # Parts are read back by other threads than those that wrote them.
+        tl.debug_barrier()
+        for i in range(PARTS):
+            row, col = first_row + i // PARTS_PER_ROW * BR, first_col + i % PARTS_PER_ROW * BC
+            mask = _bounds(row, col, rows, cols, MASKED, BR, BC)
+            ptr = pointer(table, tensor, VALUE, tl.float32) + tile_start(row, col, cols)
+            value = tl.load(ptr + tile_offsets(cols, BR, BC), mask)
+            x = round_through(value, WRITE_DTYPE)
+            _store_codes(
+                e4m3_code(x * scale, STORED_ONCE), rowwise_data, columnwise_data, row, col, rows, cols,
+                mask, ROWWISE, COLUMNWISE, BR, BC,
+            )  # fmt: skip
+        tl.store(scale_ptr, tl.div_rn(1.0, scale))
+
+
+@triton.jit
+def _adam_step_vector_kernel(
+    table,
+    scalars,
+    tiles,
+    grad_scale_ptr,
+    epsilon,
+    GRAD_DTYPE: tl.constexpr,
+    WRITE_DTYPE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ADAM_W: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    POW_2: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    MASKED: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """As the square kernel, with one scale per 128 elements of each direction.
+
+    Grid, tile and tables as there; BC is 128. Rowwise codes are written with the update; the
+    columnwise scales are known only after the last row, so the block is then read again, from L2.
+    """
+    tensor, first_row, col = load_tile(tiles, 128)
+    MULTIPLE: tl.constexpr = 1 if MASKED else 16
+    rows, cols = size(table, tensor, ROWS, MULTIPLE), size(table, tensor, COLS, MULTIPLE)
+    constants = load_scalars(scalars, tensor, grad_scale_ptr)
+    rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
+    columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
+
+    largest = tl.zeros((BC,), tl.float32)
+    for i in tl.range(0, 128 // BR, num_stages=STAGES):
+        row = first_row + i * BR
+        mask = _bounds(row, col, rows, cols, MASKED, BR, BC)
+        value = adam_step_tile(
+            table,
+            tensor,
+            tile_start(row, col, cols),
+            tile_offsets(cols, BR, BC),
+            mask,
+            constants,
+            GRAD_DTYPE,
+            tl.float32,
+            ADAM_W,
+            AMSGRAD,
+            True,
+        )
+        x = round_through(value, WRITE_DTYPE)
+        if MASKED:
+            x = tl.where(mask, x, 0.0)
+        largest = tl.maximum(largest, tl.max(tl.abs(x), 0))
+        if ROWWISE:
+            scale = float8_scale(tl.max(tl.abs(x), 1), epsilon, LARGEST, POW_2)
+            _store_rowwise_scale(
+                scale, pointer(table, tensor, ROWWISE_SCALE, tl.float32), row, col, rows,
+                row + tl.arange(0, BR) < rows, BR,
+            )  # fmt: skip
+            _store_codes(
+                e4m3_code(x * scale[:, None]), rowwise_data, columnwise_data, row, col, rows, cols,
+                mask, True, False, BR, BC,
+            )  # fmt: skip
+
+    if COLUMNWISE:
+        scale = float8_scale(largest, epsilon, LARGEST, POW_2)
+        _store_columnwise_scale(
+            scale, pointer(table, tensor, COLUMNWISE_SCALE, tl.float32), first_row, col, cols,
+            col + tl.arange(0, BC) < cols, BC,
+        )  # fmt: skip
+        # Rows are read back by other threads than those that wrote them.
+        tl.debug_barrier()
+        for i in range(128 // BR):
+            row = first_row + i * BR
+            mask = _bounds(row, col, rows, cols, MASKED, BR, BC)
+            ptr = pointer(table, tensor, VALUE, tl.float32) + tile_start(row, col, cols)
+            value = tl.load(ptr + tile_offsets(cols, BR, BC), mask)
+            x = round_through(value, WRITE_DTYPE)
+            _store_codes(
+                e4m3_code(x * scale[None, :]), rowwise_data, columnwise_data, row, col, rows, cols,
+                mask, False, True, BR, BC,
+            )  # fmt: skip
+
+
+def step_tiles(shapes: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """Blocks of all tensors: whole ones of aligned matrices, and those that need masks."""
+    whole, masked = [], []
+    for i, (rows, cols) in enumerate(shapes):
+        tiles = tile_grid(i, (0, rows, BLOCK), (0, cols, BLOCK))
+        inside = (tiles[:, 1] + BLOCK <= rows) & (tiles[:, 2] + BLOCK <= cols)
+        # Rows that are no multiple of 16 elements apart have no aligned vectors.
+        inside &= rows % 16 == 0 and cols % 16 == 0
+        whole.append(tiles[inside])
+        masked.append(tiles[~inside])
+    return torch.cat(whole), torch.cat(masked)
+
+
+def quantize(
+    x: Tensor,
+    *,
+    rowwise_data: Tensor | None,
+    columnwise_data: Tensor | None,
+    rowwise_scale: Tensor | None,
+    columnwise_scale: Tensor | None,
+    two_dimensional: bool,
+    force_pow_2_scales: bool,
+    amax_epsilon: float,
+) -> None:
+    """Quantize the contiguous matrix ``x`` into storage; ``rowwise_scale`` is the grid of 128x128
+    blocks if ``two_dimensional``."""
+    rows, cols = x.shape
+    _quantize_kernel[(triton.cdiv(rows, BLOCK) * triton.cdiv(cols, BLOCK),)](
+        x,
+        rowwise_data,
+        rowwise_scale,
+        columnwise_data,
+        columnwise_scale,
+        rows,
+        cols,
+        amax_epsilon,
+        LARGEST=torch.finfo(x.dtype).max,
+        POW_2=force_pow_2_scales,
+        ROWWISE=rowwise_data is not None,
+        COLUMNWISE=columnwise_data is not None,
+        SQUARE=two_dimensional,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+
+
+def dequantize(
+    data: Tensor, scale_inv: Tensor, two_dimensional: bool, transposed: bool, dtype: torch.dtype
+) -> Tensor:
+    """Decode E4M3 codes; the result is transposed if they are.
+
+    ``scale_inv``: the grid of 128x128 blocks of the untransposed matrix, or [ceil(cols / 128), rows
+    to 4] of the codes.
+    """
+    rows, cols = data.shape
+    out = torch.empty((cols, rows) if transposed else (rows, cols), dtype=dtype, device=data.device)
+    if not out.numel():
+        return out
+    scale = scale_inv if two_dimensional and not transposed else scale_inv.t()
+    tile_rows = 32
+    _dequantize_kernel[(triton.cdiv(rows, tile_rows) * triton.cdiv(cols, BLOCK),)](
+        data,
+        scale,
+        out,
+        rows,
+        cols,
+        *scale.stride(),
+        *(out.t() if transposed else out).stride(),
+        SQUARE=two_dimensional,
+        BR=tile_rows,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def adam_step(
+    table: Tensor,
+    scalars: Tensor,
+    tiles: tuple[Tensor, Tensor],
+    grad_scale: Tensor,
+    *,
+    grad_dtype: torch.dtype,
+    write_dtype: torch.dtype,
+    adam_w_mode: bool,
+    amsgrad: bool,
+    rowwise: bool,
+    columnwise: bool,
+    two_dimensional: bool,
+    force_pow_2_scales: bool,
+    amax_epsilon: float,
+) -> None:
+    """Step all tensors of a table; ``tiles`` are the whole blocks and those that reach past an edge."""
+    kernel = _adam_step_square_kernel if two_dimensional else _adam_step_vector_kernel
+    parts = SQUARE_PARTS if two_dimensional else VECTOR_PARTS
+    for part, (br, bc, stages), masked in zip(tiles, parts, (False, True), strict=True):
+        if part.shape[0]:
+            kernel[(part.shape[0],)](
+                table,
+                scalars,
+                part,
+                grad_scale,
+                amax_epsilon,
+                GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
+                WRITE_DTYPE=TRITON_DTYPES[write_dtype],
+                LARGEST=torch.finfo(write_dtype).max,
+                ADAM_W=adam_w_mode,
+                AMSGRAD=amsgrad,
+                POW_2=force_pow_2_scales,
+                ROWWISE=rowwise,
+                COLUMNWISE=columnwise,
+                MASKED=masked,
+                BR=br,
+                BC=bc,
+                STAGES=stages,
+                num_warps=4,
+                enable_fp_fusion=False,
+            )

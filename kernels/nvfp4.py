@@ -1,0 +1,459 @@
+"""NVFP4: quantize, dequantize, and the fused Adam step that writes the quantized weight."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._bfloat16 import to_float32
+from ._e2m1 import e2m1_code, e2m1_value
+from ._e4m3 import e4m3_code, e4m3_value
+from .adam import adam_step_tile, load_scalars, round_through, round_to
+from .tensor_table import (
+    AMAX,
+    COLS,
+    COLUMNWISE_DATA,
+    COLUMNWISE_SCALE,
+    ROWS,
+    ROWWISE_DATA,
+    ROWWISE_SCALE,
+    TRITON_DTYPES,
+    WIDTH,
+    divisor_tile,
+    load_tile,
+    pointer,
+    size,
+    tile_offsets,
+    tile_start,
+)
+
+BLOCK = 16
+FP32_MAX = tl.constexpr(3.4028234663852886e38)
+
+# Tiles of the fused step: (rows, columns, tiles per program). The loop keeps loads of the next tile
+# in flight; the edges of a matrix are covered by single blocks.
+STEP_TILE = (32, 64, 4)
+EDGE_TILE = (16, 16, 1)
+
+
+@triton.jit
+def nvfp4_scale(block_amax, amax):
+    """E4M3 block scales (uint8) and the factors that take values to codes (float32).
+
+    block_amax: float32 tile. amax: float32 scalar, of the whole tensor.
+    """
+    encode = tl.div_rn(2688.0, amax)
+    encode = tl.where((amax == 0) | (encode == 0), 1.0, tl.minimum(encode, FP32_MAX))
+    decode = tl.div_rn(1.0, encode)
+    block_amax = tl.where(block_amax == block_amax, block_amax, 0.0)  # all elements NaN
+    scale = e4m3_code(block_amax * (encode * 0.16666666666666666), HARDWARE=False)
+    factor = tl.minimum(tl.div_rn(1.0, e4m3_value(scale) * decode), FP32_MAX)
+    return scale, factor
+
+
+@triton.jit
+def _pack_rows(code, BR: tl.constexpr, BC: tl.constexpr):
+    """Two codes of neighbouring columns per byte: [BR, BC] to [BR, BC / 2]."""
+    low, high = tl.split(tl.reshape(code, (BR, BC // 2, 2)))
+    return low | (high << 4)
+
+
+@triton.jit
+def _pack_columns(code, BR: tl.constexpr, BC: tl.constexpr):
+    """Two codes of neighbouring rows per byte, transposed: [BR, BC] to [BC, BR / 2].
+
+    Packing first halves the bytes that the transposition moves.
+    """
+    low, high = tl.split(tl.permute(tl.reshape(code, (BR // 2, 2, BC)), (0, 2, 1)))
+    return tl.trans(low | (high << 4))
+
+
+@triton.jit
+def nvfp4_tile(
+    x,
+    amax,
+    row,
+    col,
+    rows,
+    cols,
+    rowwise_data,
+    rowwise_scale,
+    columnwise_data,
+    columnwise_scale,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    SQUARE: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Quantize the float32 tile [BR, BC] at (row, col) and store codes and scales.
+
+    SQUARE: one scale per 16x16 block, in the grid at rowwise_scale, for both directions; else one
+    per 16 elements of each direction, in padded rows.
+    """
+    if ROWWISE:
+        row_ptr = rowwise_data + tile_start(row, col // 2, cols // 2)
+        row_ptr += tile_offsets(cols // 2, BR, BC // 2)
+    if COLUMNWISE:
+        col_ptr = columnwise_data + tile_start(col, row // 2, rows // 2)
+        col_ptr += tile_offsets(rows // 2, BC, BR // 2)
+    if SQUARE:
+        blocks = tl.reshape(x, (BR // 16, 16, BC // 16, 16))
+        scale, factor = nvfp4_scale(tl.max(tl.max(tl.abs(blocks), 3), 1), amax)
+        code = e2m1_code(blocks * factor[:, None, :, None])
+        code = tl.reshape(code, (BR, BC)).to(tl.uint8)
+        grid = rowwise_scale + tile_start(row // 16, col // 16, cols // 16)
+        tl.store(grid + tile_offsets(cols // 16, BR // 16, BC // 16), scale)
+        if ROWWISE:
+            tl.store(row_ptr, _pack_rows(code, BR, BC))
+        if COLUMNWISE:
+            tl.store(col_ptr, _pack_columns(code, BR, BC))
+    else:
+        if ROWWISE:
+            blocks = tl.reshape(x, (BR, BC // 16, 16))
+            scale, factor = nvfp4_scale(tl.max(tl.abs(blocks), 2), amax)
+            code = tl.reshape(e2m1_code(blocks * factor[:, :, None]), (BR, BC)).to(tl.uint8)
+            tl.store(row_ptr, _pack_rows(code, BR, BC))
+            width = (cols // 16 + 3) // 4 * 4
+            grid = rowwise_scale + tile_start(row, col // 16, width)
+            tl.store(grid + tile_offsets(width, BR, BC // 16), scale)
+        if COLUMNWISE:
+            blocks = tl.reshape(x, (BR // 16, 16, BC))
+            scale, factor = nvfp4_scale(tl.max(tl.abs(blocks), 1), amax)
+            code = tl.reshape(e2m1_code(blocks * factor[:, None, :]), (BR, BC)).to(tl.uint8)
+            tl.store(col_ptr, _pack_columns(code, BR, BC))
+            width = (rows // 16 + 3) // 4 * 4
+            grid = columnwise_scale + tile_start(col, row // 16, width)
+            tl.store(grid + tl.trans(tile_offsets(width, BC, BR // 16)), scale)
+
+
+@triton.jit
+def _atomic_amax(amax_ptr, x):
+    """Raise the non-negative float32 at amax_ptr to the largest magnitude of x; NaN is ignored."""
+    amax = tl.max(tl.abs(x))
+    amax = tl.where(amax == amax, amax, 0.0)  # all elements NaN
+    # The bits of non-negative floats order as integers do, and integers take one atomic, not two.
+    bits = amax.to(tl.int32, bitcast=True)
+    tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
+
+
+@triton.jit
+def _amax_kernel(x_ptr, amax_ptr, cols, tiles_per_row, BR: tl.constexpr, BC: tl.constexpr):
+    """Largest magnitude of a matrix. Grid: (n_tiles,). Reads 2 or 4 bytes per element."""
+    tile = tl.program_id(0)
+    row, col = tile // tiles_per_row * BR, tile % tiles_per_row * BC
+    x = to_float32(tl.load(x_ptr + tile_start(row, col, cols) + tile_offsets(cols, BR, BC)))
+    _atomic_amax(amax_ptr, tl.reshape(x, (BR * BC,)))
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr,
+    rowwise_data,
+    rowwise_scale,
+    columnwise_data,
+    columnwise_scale,
+    amax_ptr,
+    rows,
+    cols,
+    tiles_per_row,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    SQUARE: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Quantize a matrix with a known amax.
+
+    Grid: (n_tiles,). Tile: [BR, BC], dividing the matrix. Reads x (2 or 4 bytes per element),
+    writes half a byte per element and direction, and the scales.
+    """
+    tile = tl.program_id(0)
+    row, col = tile // tiles_per_row * BR, tile % tiles_per_row * BC
+    x = to_float32(tl.load(x_ptr + tile_start(row, col, cols) + tile_offsets(cols, BR, BC)))
+    nvfp4_tile(
+        x,
+        tl.load(amax_ptr),
+        row,
+        col,
+        rows,
+        cols,
+        rowwise_data,
+        rowwise_scale,
+        columnwise_data,
+        columnwise_scale,
+        ROWWISE,
+        COLUMNWISE,
+        SQUARE,
+        BR,
+        BC,
+    )
+
+
+@triton.jit
+def _dequantize_kernel(
+    data_ptr,
+    scale_ptr,
+    amax_ptr,
+    out_ptr,
+    cols,
+    tiles_per_row,
+    stride_scale_row,
+    stride_scale_col,
+    stride_out_row,
+    stride_out_col,
+    SQUARE: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Decode packed codes [rows, cols / 2].
+
+    Grid: (n_tiles,). Tile: [BR, BC], dividing the matrix. Reads half a byte per element and the
+    scales, writes 2 or 4 bytes per element.
+    """
+    tile = tl.program_id(0)
+    row, col = tile // tiles_per_row * BR, tile % tiles_per_row * BC
+    r, c = row + tl.arange(0, BR), col + tl.arange(0, BC)
+    start = tile_start(row, col // 2, cols // 2)
+    packed = tl.load(data_ptr + start + tile_offsets(cols // 2, BR, BC // 2))
+    code = tl.interleave(packed & 0xF, packed >> 4)
+    block = (col // 16 + tl.arange(0, BC // 16)).to(tl.int64)
+    scale_row = (r // 16 if SQUARE else r).to(tl.int64)
+    scale_ptrs = scale_row[:, None] * stride_scale_row + block[None, :] * stride_scale_col
+    scale = tl.load(scale_ptr + scale_ptrs)
+    factor = (e4m3_value(scale) * tl.load(amax_ptr)) * 0.00037202380952380951
+    value = tl.reshape(e2m1_value(code), (BR, BC // 16, 16)) * factor[:, :, None]
+    out = r.to(tl.int64)[:, None] * stride_out_row + c.to(tl.int64)[None, :] * stride_out_col
+    value = tl.reshape(value, (BR, BC))
+    tl.store(out_ptr + out, round_to(value, out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _step_amax_kernel(
+    table,
+    scalars,
+    tiles,
+    grad_scale_ptr,
+    amaxes,
+    GRAD_DTYPE: tl.constexpr,
+    WRITE_DTYPE: tl.constexpr,
+    ADAM_W: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    LOOP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Largest magnitude of each weight as the step is going to leave it; nothing else is written.
+
+    Grid: (n_tiles,). Tile: LOOP times [BR, BC] down the rows. amaxes: float32 [n_tensors], zero.
+    Reads gradient, master and moments: 14 bytes per element with a BF16 gradient.
+    """
+    tensor, first_row, col = load_tile(tiles, 16)
+    cols = size(table, tensor, COLS, 16)
+    constants = load_scalars(scalars, tensor, grad_scale_ptr)
+    for i in tl.range(0, LOOP, num_stages=STAGES):
+        start = tile_start(first_row + i * BR, col, cols)
+        value = adam_step_tile(
+            table,
+            tensor,
+            start,
+            tile_offsets(cols, BR, BC),
+            None,
+            constants,
+            GRAD_DTYPE,
+            tl.float32,
+            ADAM_W,
+            AMSGRAD,
+            False,
+        )
+        value = round_through(value, WRITE_DTYPE)
+        _atomic_amax(amaxes + tensor, tl.reshape(value, (BR * BC,)))
+
+
+@triton.jit
+def _adam_step_kernel(
+    table,
+    scalars,
+    tiles,
+    grad_scale_ptr,
+    amaxes,
+    GRAD_DTYPE: tl.constexpr,
+    WRITE_DTYPE: tl.constexpr,
+    ADAM_W: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    SQUARE: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    LOOP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Adam and re-quantization of one column of tiles of one tensor, each byte moved once.
+
+    Grid: (n_tiles,). Tile: LOOP times [BR, BC] down the rows. table: int64 [n_tensors, 12]. scalars:
+    float32 [n_tensors, 8]. tiles: int32 [n_tiles, 4]. amaxes: float32 [n_tensors], of the updated weights.
+    Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these and the codes: 27 bytes per
+    element with both directions, and 1/256 for the scales of 16x16 blocks.
+    """
+    tensor, first_row, col = load_tile(tiles, 16)
+    rows = size(table, tensor, ROWS, 16)
+    cols = size(table, tensor, COLS, 16)
+    constants = load_scalars(scalars, tensor, grad_scale_ptr)
+    amax = tl.load(amaxes + tensor)
+    if (first_row == 0) & (col == 0):
+        amax_ptr = tl.load(table + tensor.to(tl.int64) * WIDTH + AMAX)
+        tl.store(amax_ptr.to(tl.pointer_type(tl.float32)), amax)
+    for i in tl.range(0, LOOP, num_stages=STAGES):
+        row = first_row + i * BR
+        value = adam_step_tile(
+            table,
+            tensor,
+            tile_start(row, col, cols),
+            tile_offsets(cols, BR, BC),
+            None,
+            constants,
+            GRAD_DTYPE,
+            tl.float32,
+            ADAM_W,
+            AMSGRAD,
+            True,
+        )
+        nvfp4_tile(
+            round_through(value, WRITE_DTYPE),
+            amax,
+            row,
+            col,
+            rows,
+            cols,
+            pointer(table, tensor, ROWWISE_DATA, tl.uint8),
+            pointer(table, tensor, ROWWISE_SCALE, tl.uint8),
+            pointer(table, tensor, COLUMNWISE_DATA, tl.uint8),
+            pointer(table, tensor, COLUMNWISE_SCALE, tl.uint8),
+            ROWWISE,
+            COLUMNWISE,
+            SQUARE,
+            BR,
+            BC,
+        )
+
+
+def quantize(
+    x: Tensor,
+    *,
+    rowwise_data: Tensor | None,
+    columnwise_data: Tensor | None,
+    rowwise_scale: Tensor | None,
+    columnwise_scale: Tensor | None,
+    amax: Tensor,
+    two_dimensional: bool,
+) -> None:
+    """Quantize the matrix ``x`` [rows, cols] (contiguous, multiples of 16) into storage.
+
+    ``rowwise_scale`` is the grid of 16x16 blocks if ``two_dimensional``. Two launches: amax, codes.
+    """
+    rows, cols = x.shape
+    tile_rows, tile_cols = divisor_tile(rows, 64, BLOCK), divisor_tile(cols, 64, BLOCK)
+    grid = (rows // tile_rows * (cols // tile_cols),)
+    amax.zero_()
+    _amax_kernel[grid](x, amax, cols, cols // tile_cols, BR=tile_rows, BC=tile_cols)
+    _quantize_kernel[grid](
+        x,
+        rowwise_data,
+        rowwise_scale,
+        columnwise_data,
+        columnwise_scale,
+        amax,
+        rows,
+        cols,
+        cols // tile_cols,
+        ROWWISE=rowwise_data is not None,
+        COLUMNWISE=columnwise_data is not None,
+        SQUARE=two_dimensional,
+        BR=tile_rows,
+        BC=tile_cols,
+        enable_fp_fusion=False,
+    )
+
+
+def dequantize(
+    data: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    two_dimensional: bool,
+    transposed: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Decode packed codes [rows, cols / 2]; the result is transposed if they are."""
+    rows, cols = data.shape[0], data.shape[1] * 2
+    out = torch.empty((cols, rows) if transposed else (rows, cols), dtype=dtype, device=data.device)
+    tile_rows, tile_cols = divisor_tile(rows, 64, BLOCK), divisor_tile(cols, 64, BLOCK)
+    grid = (rows // tile_rows * (cols // tile_cols),)
+    scale = scale.t() if two_dimensional and transposed else scale
+    if not out.numel():
+        return out
+    _dequantize_kernel[grid](
+        data,
+        scale,
+        amax,
+        out,
+        cols,
+        cols // tile_cols,
+        *scale.stride(),
+        *(out.stride() if not transposed else out.t().stride()),
+        SQUARE=two_dimensional,
+        BR=tile_rows,
+        BC=tile_cols,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def adam_step(
+    table: Tensor,
+    scalars: Tensor,
+    tiles: tuple[Tensor, Tensor],
+    grad_scale: Tensor,
+    amaxes: Tensor,
+    *,
+    grad_dtype: torch.dtype,
+    write_dtype: torch.dtype,
+    adam_w_mode: bool,
+    amsgrad: bool,
+    rowwise: bool,
+    columnwise: bool,
+    two_dimensional: bool,
+) -> None:
+    """Step all tensors of a table: amaxes of the updated weights first, then the single pass.
+
+    ``tiles``: lists for STEP_TILE and for EDGE_TILE. ``amaxes``: float32 [n_tensors], overwritten.
+    """
+    amaxes.zero_()
+    shared = dict(
+        GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
+        WRITE_DTYPE=TRITON_DTYPES[write_dtype],
+        ADAM_W=adam_w_mode,
+        AMSGRAD=amsgrad,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    usage = dict(ROWWISE=rowwise, COLUMNWISE=columnwise, SQUARE=two_dimensional)
+    arguments = (table, scalars, grad_scale, amaxes)
+    for kernel, extra in ((_step_amax_kernel, {}), (_adam_step_kernel, usage)):
+        for part, (br, bc, loop) in zip(tiles, (STEP_TILE, EDGE_TILE), strict=True):
+            if part.shape[0]:
+                table, scalars, grad_scale, amaxes = arguments
+                kernel[(part.shape[0],)](
+                    table,
+                    scalars,
+                    part,
+                    grad_scale,
+                    amaxes,
+                    BR=br,
+                    BC=bc,
+                    LOOP=loop,
+                    STAGES=3,
+                    **extra,
+                    **shared,
+                )

@@ -1,0 +1,124 @@
+"""The table of tensors behind one launch: addresses and sizes in one int64 row per tensor.
+
+Tiles are listed beside it, in an int32 row (tensor, first row, first column, 0) each, so that one
+launch covers any number of tensors of any shape with tiles that never reach past an edge.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+COLUMNS = (
+    "grad",
+    "value",
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "rowwise_data",
+    "rowwise_scale",
+    "columnwise_data",
+    "columnwise_scale",
+    "amax",
+    "rows",
+    "cols",
+)
+GRAD = tl.constexpr(0)
+VALUE = tl.constexpr(1)
+EXP_AVG = tl.constexpr(2)
+EXP_AVG_SQ = tl.constexpr(3)
+MAX_EXP_AVG_SQ = tl.constexpr(4)
+ROWWISE_DATA = tl.constexpr(5)
+ROWWISE_SCALE = tl.constexpr(6)
+COLUMNWISE_DATA = tl.constexpr(7)
+COLUMNWISE_SCALE = tl.constexpr(8)
+AMAX = tl.constexpr(9)
+ROWS = tl.constexpr(10)
+COLS = tl.constexpr(11)
+WIDTH = tl.constexpr(len(COLUMNS))
+
+# Every address in the table is a multiple of this many bytes.
+ALIGNMENT = tl.constexpr(16)
+
+TRITON_DTYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+
+
+@triton.jit
+def pointer(table, tensor, COLUMN: tl.constexpr, DTYPE: tl.constexpr):
+    """Pointer from the table; the hint, true by the table's contract, allows 16-byte accesses."""
+    address = tl.load(table + tensor.to(tl.int64) * WIDTH + COLUMN)
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), ALIGNMENT)
+
+
+@triton.jit
+def size(table, tensor, COLUMN: tl.constexpr, MULTIPLE: tl.constexpr):
+    """Number of rows or columns from the table, known to be a multiple of MULTIPLE."""
+    # Inside, because a hint on the result of a call is lost when the call is inlined.
+    return tl.multiple_of(
+        tl.load(table + tensor.to(tl.int64) * WIDTH + COLUMN).to(tl.int32), MULTIPLE
+    )
+
+
+@triton.jit
+def load_tile(tiles, MULTIPLE: tl.constexpr):
+    """This program's (tensor, first row, first column), the last two multiples of MULTIPLE."""
+    tile = tiles + 4 * tl.program_id(0)
+    row, col = tl.load(tile + 1), tl.load(tile + 2)
+    return tl.load(tile), tl.multiple_of(row, MULTIPLE), tl.multiple_of(col, MULTIPLE)
+
+
+@triton.jit
+def tile_start(row, col, cols):
+    """Element offset, int64, of the tile that begins at (row, col) of a row-major matrix."""
+    return row.to(tl.int64) * cols + col
+
+
+@triton.jit
+def tile_offsets(stride, BR: tl.constexpr, BC: tl.constexpr):
+    """Element offsets [BR, BC] from the start of a tile of a matrix with rows ``stride`` apart."""
+    return tl.arange(0, BR)[:, None] * stride + tl.arange(0, BC)[None, :]
+
+
+def divisor_tile(n: int, largest: int, smallest: int) -> int:
+    """The largest power-of-two tile between the bounds that divides ``n``, a multiple of ``smallest``."""
+    tile = largest
+    while tile > smallest and n % tile:
+        tile //= 2
+    return tile
+
+
+def tile_grid(tensor: int, rows: tuple[int, int, int], cols: tuple[int, int, int]) -> Tensor:
+    """Tiles (tensor, first row, first column, 0) of a region; bounds are (start, stop, step)."""
+    starts = torch.cartesian_prod(
+        torch.arange(*rows, dtype=torch.int32), torch.arange(*cols, dtype=torch.int32)
+    ).view(-1, 2)
+    tiles = torch.zeros(len(starts), 4, dtype=torch.int32)
+    tiles[:, 0], tiles[:, 1:3] = tensor, starts
+    return tiles
+
+
+def cover(
+    shapes: list[tuple[int, int]], large: tuple[int, int, int], small: tuple[int, int, int]
+) -> tuple[Tensor, Tensor]:
+    """Cover matrices with large tiles, and what is left at their edges with small ones.
+
+    Args:
+        shapes: [rows, cols] of each tensor, multiples of the small tile.
+        large, small: (rows, columns, repetitions down the rows), the first a multiple of the second.
+
+    Returns:
+        The two int32 tile lists [n, 4].
+    """
+    height, width = large[0] * large[2], large[1]
+    step = small[:2]
+    inner, edge = [], []
+    for i, (rows, cols) in enumerate(shapes):
+        full_rows, full_cols = rows - rows % height, cols - cols % width
+        inner.append(tile_grid(i, (0, full_rows, height), (0, full_cols, width)))
+        edge.append(tile_grid(i, (0, full_rows, step[0]), (full_cols, cols, step[1])))
+        edge.append(tile_grid(i, (full_rows, rows, step[0]), (0, cols, step[1])))
+    return torch.cat(inner), torch.cat(edge)

@@ -1,0 +1,112 @@
+"""Compile kernels ahead of time for a GPU that need not be there, and tell what came out.
+
+As a program: a JSON list of jobs on stdin, the list of their facts on stdout. It runs in a process
+of its own because Triton decides at its import whether it compiles or interprets.
+
+A job names a kernel, the types of its arguments as Triton writes them, and the target:
+    {"module": "fp4adam.kernels.adam", "kernel": "_adam_step_kernel",
+     "signature": {"x_ptr": "*fp32", "numel": "i32"}, "constexprs": {"BLOCK": 1024},
+     "divisible_by_16": ["x_ptr"], "sm": 90}
+and optionally num_warps (4), num_stages (3) and enable_fp_fusion (false). The value of a constexpr
+that JSON cannot express is written {"import": "triton.language.bfloat16"}.
+
+The facts are {"instructions": {PTX opcode: how often}, "registers": per thread,
+"spilled_bytes": per thread, "shared_bytes": per program}.
+"""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+Job = dict[str, Any]
+Facts = dict[str, Any]
+
+
+def compile_ahead_of_time(jobs: list[Job]) -> list[Facts]:
+    """Compile every job in one new process; RuntimeError with the compiler's words if one fails."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # The modules of the jobs must be found as they are here, test modules included.
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    with tempfile.TemporaryDirectory() as cache:
+        process = subprocess.run(
+            [sys.executable, __file__],
+            input=json.dumps(jobs),
+            env=env | {"TRITON_CACHE_DIR": cache},
+            capture_output=True,
+            text=True,
+        )
+    if process.returncode:
+        raise RuntimeError(f"ahead-of-time compilation failed:\n{process.stderr}")
+    return json.loads(process.stdout)
+
+
+def count(facts: Facts, opcode: str) -> int:
+    """How many PTX instructions have an opcode in which the regular expression is found."""
+    return sum(n for name, n in facts["instructions"].items() if re.search(opcode, name))
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def _compile(job: Job) -> Facts:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = getattr(importlib.import_module(job["module"]), job["kernel"])
+    constexprs = {
+        name: _imported(value["import"]) if isinstance(value, dict) else value
+        for name, value in job["constexprs"].items()
+    }
+    signature = {name: job["signature"].get(name, "constexpr") for name in kernel.arg_names}
+    divisible = [(kernel.arg_names.index(name),) for name in job.get("divisible_by_16", ())]
+    source = ASTSource(
+        kernel, signature, constexprs, {path: [["tt.divisibility", 16]] for path in divisible}
+    )
+    options = {
+        "num_warps": job.get("num_warps", 4),
+        "num_stages": job.get("num_stages", 3),
+        "enable_fp_fusion": job.get("enable_fp_fusion", False),
+    }
+    compiled = triton.compile(source, target=GPUTarget("cuda", job["sm"], 32), options=options)
+    ptx = compiled.asm["ptx"]
+    return {
+        "instructions": _opcodes(ptx),
+        **_resources(ptx, job["sm"], options["enable_fp_fusion"]),
+        "shared_bytes": compiled.metadata.shared,
+    }
+
+
+def _opcodes(ptx: str) -> dict[str, int]:
+    code = re.sub(r"//.*|^\s*\.(file|loc)\b.*", "", ptx, flags=re.MULTILINE)
+    return Counter(re.findall(r"(?<![%.$\w])[a-z]\w*(?:\.[\w:]+)+(?=\s)", code))
+
+
+def _resources(ptx: str, sm: int, enable_fp_fusion: bool) -> dict[str, int]:
+    """What the assembler says about the PTX; the compiled kernel would tell only a GPU."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    target = re.search(r"\.target (\w+)", ptx)[1]
+    flags = [] if enable_fp_fusion else ["--fmad=false"]
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "kernel.ptx")
+        path.write_text(ptx)
+        command = [get_ptxas(sm).path, "-v", *flags, f"--gpu-name={target}", path, "-o", os.devnull]
+        log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    return {
+        "registers": int(re.search(r"Used (\d+) registers", log)[1]),
+        "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
+    }
+
+
+if __name__ == "__main__":
+    json.dump([_compile(job) for job in json.load(sys.stdin)], sys.stdout)

@@ -1,0 +1,14 @@
+import os
+
+import pytest
+import torch
+
+# Without a GPU the kernels run in Triton's interpreter, chosen before triton is first imported.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture
+def device() -> str:
+    return DEVICE

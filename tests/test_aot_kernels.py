@@ -1,0 +1,167 @@
+"""What the package's kernels compile to: no spills, exact arithmetic, wide accesses."""
+
+import pytest
+
+from aot import compile_ahead_of_time, count
+from test_aot_tile_functions import INEXACT
+
+CAPABILITIES = (90, 100, 120)
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+TABLES = {"table": "*i64", "scalars": "*fp32", "tiles": "*i32", "grad_scale_ptr": "*fp32"}
+STORAGE = {
+    "rowwise_data": "*u8",
+    "rowwise_scale": "*u8",
+    "columnwise_data": "*u8",
+    "columnwise_scale": "*u8",
+}
+BOTH = {"ROWWISE": True, "COLUMNWISE": True}
+FP32_MAX = 3.4028234663852886e38
+
+
+def dtype(name):
+    return {"import": f"triton.language.{DTYPES[name]}"}
+
+
+def job(path, signature, constexprs, **options):
+    module, kernel = path.split(".")
+    pointers = [name for name, kind in signature.items() if kind.startswith("*")]
+    return {
+        "module": f"fp4adam.kernels.{module}",
+        "kernel": kernel,
+        "signature": signature,
+        "constexprs": constexprs,
+        "divisible_by_16": [*pointers, "rows", "cols"] if "rows" in signature else pointers,
+        **options,
+    }
+
+
+def step_options(grad="bf16", write="fp32", **extra):
+    fixed = {"ADAM_W": True, "AMSGRAD": False, "WRITE_DTYPE": dtype(write)}
+    return {"GRAD_DTYPE": dtype(grad), **fixed, **extra}
+
+
+def kernel_jobs():
+    """Every kernel in the forms that a training run launches most, and in its widest one."""
+    from fp4adam.kernels import float8_block, mxfp8, nvfp4
+
+    jobs = {}
+    plain = {"ADAM_W": True, "AMSGRAD": False, "BLOCK": 1024}
+    for name, grad, value, param in (
+        ("fp32", "fp32", "fp32", None),
+        ("bf16 with master", "bf16", "fp32", "bf16"),
+        ("fp16 without master", "fp16", "fp16", None),
+    ):
+        types = {
+            "GRAD_DTYPE": dtype(grad),
+            "VALUE_DTYPE": dtype(value),
+            "PARAM_DTYPE": None if param is None else dtype(param),
+        }
+        jobs[f"adam {name}"] = job("adam._adam_step_kernel", TABLES, {**plain, **types})
+
+    amaxes = {**TABLES, "amaxes": "*fp32"}
+    for size, (br, bc, loop) in (("step", nvfp4.STEP_TILE), ("edge", nvfp4.EDGE_TILE)):
+        tile = {"BR": br, "BC": bc, "LOOP": loop, "STAGES": 3}
+        jobs[f"nvfp4 amax {size}"] = job("nvfp4._step_amax_kernel", amaxes, step_options(**tile))
+        for square in (True, False):
+            jobs[f"nvfp4 {size} square={square}"] = job(
+                "nvfp4._adam_step_kernel", amaxes, step_options(SQUARE=square, **BOTH, **tile)
+            )
+    for size, (br, bc, loop) in (("step", mxfp8.STEP_TILE), ("edge", mxfp8.EDGE_TILE)):
+        tile = {"BR": br, "BC": bc, "LOOP": loop, "STAGES": 4}
+        jobs[f"mxfp8 {size}"] = job("mxfp8._adam_step_kernel", TABLES, step_options(**BOTH, **tile))
+    epsilon = {**TABLES, "epsilon": "fp32"}
+    for shape, parts in (
+        ("square", float8_block.SQUARE_PARTS),
+        ("vector", float8_block.VECTOR_PARTS),
+    ):
+        for masked, (br, bc, stages) in zip((False, True), parts, strict=True):
+            extra = {"LARGEST": FP32_MAX, "POW_2": True, "MASKED": masked, "STAGES": stages}
+            jobs[f"float8block {shape} masked={masked}"] = job(
+                f"float8_block._adam_step_{shape}_kernel",
+                epsilon,
+                step_options(BR=br, BC=bc, **BOTH, **extra),
+            )
+
+    sizes = {"rows": "i32", "cols": "i32"}
+    tile64 = {"BR": 64, "BC": 64}
+    jobs["nvfp4 amax of"] = job(
+        "nvfp4._amax_kernel",
+        {"x_ptr": "*bf16", "amax_ptr": "*fp32", "cols": "i32", "tiles_per_row": "i32"},
+        tile64,
+    )
+    for square in (True, False):
+        jobs[f"nvfp4 quantize square={square}"] = job(
+            "nvfp4._quantize_kernel",
+            {"x_ptr": "*bf16", **STORAGE, "amax_ptr": "*fp32", **sizes, "tiles_per_row": "i32"},
+            {**BOTH, "SQUARE": square, **tile64},
+        )
+    strides = dict.fromkeys(
+        ("stride_scale_row", "stride_scale_col", "stride_out_row", "stride_out_col"), "i32"
+    )
+    jobs["nvfp4 dequantize"] = job(
+        "nvfp4._dequantize_kernel",
+        {
+            "data_ptr": "*u8",
+            "scale_ptr": "*u8",
+            "amax_ptr": "*fp32",
+            "out_ptr": "*bf16",
+            "cols": "i32",
+            "tiles_per_row": "i32",
+            **strides,
+        },
+        {"SQUARE": True, **tile64},
+    )
+    tile32 = {"BR": 32, "BC": 32}
+    jobs["mxfp8 quantize"] = job(
+        "mxfp8._quantize_kernel", {"x_ptr": "*bf16", **STORAGE, **sizes}, {**BOTH, **tile32}
+    )
+    jobs["mxfp8 dequantize"] = job(
+        "mxfp8._dequantize_kernel",
+        {
+            "data_ptr": "*u8",
+            "scale_ptr": "*u8",
+            "out_ptr": "*bf16",
+            "cols": "i32",
+            "stride_scale_row": "i32",
+        },
+        {"ROWWISE": True, **tile32},
+    )
+    fp32_scales = {**STORAGE, "rowwise_scale": "*fp32", "columnwise_scale": "*fp32"}
+    for square in (True, False):
+        jobs[f"float8block quantize square={square}"] = job(
+            "float8_block._quantize_kernel",
+            {"x_ptr": "*bf16", **fp32_scales, **sizes, "epsilon": "fp32"},
+            {"LARGEST": FP32_MAX, "POW_2": True, **BOTH, "SQUARE": square},
+            num_warps=8,
+        )
+    jobs["float8block dequantize"] = job(
+        "float8_block._dequantize_kernel",
+        {"data_ptr": "*u8", "scale_ptr": "*fp32", "out_ptr": "*bf16", **sizes, **strides},
+        {"SQUARE": True, "BR": 32},
+    )
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    pytest.importorskip("triton", reason="nothing can be compiled without Triton")
+    jobs = {(name, sm): {**j, "sm": sm} for name, j in kernel_jobs().items() for sm in CAPABILITIES}
+    return dict(zip(jobs, compile_ahead_of_time(list(jobs.values())), strict=True))
+
+
+def test_kernels_compile_without_spills(compiled):
+    spilled = {key: facts["spilled_bytes"] for key, facts in compiled.items()}
+    assert not any(spilled.values()), {key: n for key, n in spilled.items() if n}
+
+
+def test_kernels_round_every_operation(compiled):
+    inexact = {key: count(facts, INEXACT) for key, facts in compiled.items()}
+    assert not any(inexact.values()), {key: n for key, n in inexact.items() if n}
+
+
+@pytest.mark.parametrize("name", ["adam", "nvfp4 step square=True", "mxfp8 step"])
+def test_steps_move_sixteen_bytes_at_a_time(compiled, name):
+    for (job_name, _), facts in compiled.items():
+        if job_name.startswith(name):
+            assert count(facts, r"^st\.global\.v4|^st\.global\.v2\.b64") > 0
+            assert count(facts, r"^ld\.global\.v4|^ld\.global\.v2\.b64|^cp\.async\.cg") > 0
