@@ -11,7 +11,7 @@ import torch
 QUANTIZED = ("nvfp4", "mxfp8", "float8block")
 PLAIN = ("bf16", "fp32")
 PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": dict(layers=4, heads=4, dim=128, context=128, batch=16, steps=240, lr=3e-3),
+    "tiny": dict(layers=4, heads=4, dim=128, context=128, batch=16, steps=240, lr=2e-3),
     "small": dict(layers=6, heads=10, dim=640, context=512, batch=64, steps=1000, lr=1.2e-3),
     "100m": dict(layers=14, heads=12, dim=768, context=1024, batch=32, steps=1000, lr=8e-4),
     "1b": dict(layers=20, heads=16, dim=2048, context=1024, batch=16, steps=300, lr=3e-4),
@@ -106,7 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--schedule",
         choices=("cosine", "wsd"),
         default="cosine",
-        help="after a warm-up of 5 %%: cosine to a tenth, or constant with a linear end over the "
+        help="after a warm-up of 10 %%: cosine to a tenth, or constant with a linear end over the "
         "last 20 %% (default: cosine)",
     )
     how("--weight-decay", type=float, default=0.1, metavar="X", help="of matrices (default: 0.1)")

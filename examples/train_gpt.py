@@ -60,8 +60,8 @@ class Run:
 
 
 def learning_rate_share(step: int, steps: int, schedule: str) -> float:
-    """The share of --lr at ``step``: 5 % linear warm-up, then what --schedule says."""
-    warmup = max(1, steps // 20)
+    """The share of --lr at ``step``: 10 % linear warm-up, then what --schedule says."""
+    warmup = max(1, steps // 10)
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)

@@ -51,7 +51,8 @@ def adam_scalars(group: Mapping[str, Any], step: float) -> Scalars:
         beta2=beta2,
         one_minus_beta2=1 - beta2,
         eps=float(group["eps"]),
-        step_size=lr / bias_correction1,
+        # What float32 cannot tell from zero is a step of length zero.
+        step_size=lr / bias_correction1 if lr > 2.0**-149 else 0.0,
         rsqrt_bias_correction2=1 / math.sqrt(bias_correction2),
     )
 
@@ -75,14 +76,16 @@ def adam_(
         exp_avg_sq: Second moment, same dtype.
         max_exp_avg_sq: Largest second moment so far (AMSGrad), or None.
         scalars: See :class:`Scalars`.
-        adam_w_mode: Whether weight decay shrinks the value (AdamW) or is added to the gradient (L2).
+        adam_w_mode: Whether decay shrinks the value (AdamW) or is added to the gradient (L2).
         grad_scale: float32 one-element tensor that the gradient is to be divided by, or None.
 
     Source: arXiv:1711.05101, algorithm 2; arXiv:1904.09237 for AMSGrad.
     """
     s = scalars
     dtype = exp_avg.dtype
-    factor = s.grad_factor if grad_scale is None else grad_scale.reciprocal() * s.grad_factor
+    factor = s.grad_factor
+    if grad_scale is not None:
+        factor = grad_scale.reshape(()).reciprocal() * factor
     g = grad.to(dtype) * factor
     p = value.to(dtype)
     if adam_w_mode:
@@ -104,5 +107,5 @@ def adam_(
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    # torch's float32 square root on the CPU is off by one ulp for 0.6 % of the values (2.11 to 2.13).
+    # torch's float32 square root on the CPU is off by one ulp for 0.6 % of the values (2.11, 2.13).
     return x.sqrt() if x.dtype == torch.float64 else x.double().sqrt().to(x.dtype)

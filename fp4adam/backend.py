@@ -1,4 +1,4 @@
-"""Which implementation serves a device: the Triton kernels on a GPU, plain torch operators elsewhere."""
+"""Which implementation serves a device: Triton kernels on a GPU, torch operators elsewhere."""
 
 import torch
 

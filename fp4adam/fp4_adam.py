@@ -37,6 +37,7 @@ class FP4Adam(FusedAdam):
     """
 
     _option_names = (*FusedAdam._option_names, "quantize_from")
+    _updates_quantized = True
 
     def __init__(
         self,
@@ -83,8 +84,15 @@ class FP4Adam(FusedAdam):
         value = param.get_high_precision_init_val()
         if value is None:
             return param.detach().dequantize(torch.float32)
-        param.clear_high_precision_init_val()
-        return value.to(device=param.device, dtype=torch.float32).contiguous()
+        # A copy, since a state_dict taken before quantize_model may hold the same storage.
+        return value.to(param.device, torch.float32, copy=True).contiguous()
+
+    def _state_of(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
+        state = super()._state_of(group, param)
+        if isinstance(param, QuantizedTensor):
+            # The master is here, from this value or from a checkpoint.
+            param.clear_high_precision_init_val()
+        return state
 
     def _write_dtype(self, param: Tensor) -> torch.dtype:
         if isinstance(param, QuantizedTensor) and self.quantize_from == "master":

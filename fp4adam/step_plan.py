@@ -1,5 +1,6 @@
-"""The tables behind the fused launches: which tensors are stepped, where they are, in which tiles."""
+"""The tables behind the fused launches: which tensors are stepped, where, in which tiles."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -7,10 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fp4adam.adam import Scalars
 from fp4adam.float8_block import Float8BlockQuantizer
 from fp4adam.mxfp8 import MXFP8Quantizer
 from fp4adam.nvfp4 import NVFP4Quantizer
 from fp4adam.quantized_tensor import QuantizedTensor, Quantizer, flat_shape
+from fp4adam.update_bound import largest_update, measured_ratio, next_ratio
 
 if TYPE_CHECKING:
     from fp4adam.fused_adam import Update
@@ -35,97 +38,217 @@ class Kind(NamedTuple):
 
 
 class Launch:
-    """The device tables of one kind; each is uploaded again only when its content changes."""
+    """The device tables of one kind of plain tensors; each is uploaded only when it changes.
+
+    Subclasses do the same for the quantized formats.
+    """
 
     def __init__(self, device: torch.device, kind: Kind) -> None:
         self.device = device
         self.kind = kind
         self._shapes: list[tuple[int, int]] = []
         self._uploaded: dict[str, tuple[list, Tensor]] = {}
-        self._tiles: Any = None
-        self._amaxes: Tensor | None = None
 
     def run(self, updates: list["Update"], grad_scale: Tensor) -> None:
         """Launch the kernels on these tensors."""
-        kind = self.kind
-        shapes = [_table_shape(kind, update) for update in updates]
+        shapes = [self.table_shape(update) for update in updates]
         if shapes != self._shapes:
-            self._shapes, self._tiles = shapes, self._make_tiles(shapes)
-            self._amaxes = torch.empty(len(shapes), dtype=torch.float32, device=self.device)
-        rows = [[*_addresses(kind, u), *s] for u, s in zip(updates, shapes, strict=True)]
-        table = self._upload("table", rows, torch.int64)
-        scalars = self._upload("scalars", [list(u.scalars) for u in updates], torch.float32)
-        options = dict(
-            grad_dtype=kind.grad_dtype, adam_w_mode=kind.adam_w_mode, amsgrad=kind.amsgrad
-        )
-        quantizer = kind.quantizer
-        if quantizer is None:
-            from fp4adam.kernels import adam
+            self.plan_tiles(shapes)
+            self._shapes = shapes
+        rows = [[*self.addresses(u), *s] for u, s in zip(updates, shapes, strict=True)]
+        table = self.upload("table", rows, torch.int64)
+        scalars = self.upload("scalars", [list(u.scalars) for u in updates], torch.float32)
+        self.launch(updates, table, scalars, grad_scale)
 
-            adam.adam_step(
-                table,
-                scalars,
-                self._tiles,
-                grad_scale,
-                value_dtype=kind.value_dtype,
-                param_dtype=kind.write_dtype,
-                **options,
-            )
-            return
-        options.update(
-            write_dtype=kind.write_dtype, rowwise=quantizer.rowwise, columnwise=quantizer.columnwise
-        )
-        if isinstance(quantizer, NVFP4Quantizer):
-            from fp4adam.kernels import nvfp4
-
-            options["two_dimensional"] = quantizer.two_dimensional
-            nvfp4.adam_step(table, scalars, self._tiles, grad_scale, self._amaxes, **options)
-        elif isinstance(quantizer, MXFP8Quantizer):
-            from fp4adam.kernels import mxfp8
-
-            mxfp8.adam_step(table, scalars, self._tiles, grad_scale, **options)
-        elif isinstance(quantizer, Float8BlockQuantizer):
-            from fp4adam.kernels import float8_block
-
-            float8_block.adam_step(
-                table,
-                scalars,
-                self._tiles,
-                grad_scale,
-                two_dimensional=quantizer.two_dimensional,
-                force_pow_2_scales=quantizer.force_pow_2_scales,
-                amax_epsilon=quantizer.amax_epsilon,
-                **options,
-            )
-        else:
-            raise NotImplementedError(
-                f"quantizer must be one of fp4adam's, got {type(quantizer).__name__}; construct "
-                "the optimizer with fused=False to step its tensors by torch operators"
-            )
-
-    def _make_tiles(self, shapes: list[tuple[int, int]]) -> Any:
-        """Tile lists of the kernels, on the device."""
-        quantizer = self.kind.quantizer
-        if quantizer is None:
-            from fp4adam.kernels import adam
-
-            return adam.flat_tiles([n for n, _ in shapes]).to(self.device)
-        from fp4adam.kernels import float8_block, mxfp8, nvfp4, tensor_table
-
-        if isinstance(quantizer, Float8BlockQuantizer):
-            lists = float8_block.step_tiles(shapes)
-        else:
-            module = nvfp4 if isinstance(quantizer, NVFP4Quantizer) else mxfp8
-            lists = tensor_table.cover(shapes, module.STEP_TILE, module.EDGE_TILE)
-        return tuple(tiles.to(self.device) for tiles in lists)
-
-    def _upload(self, name: str, rows: list, dtype: torch.dtype) -> Tensor:
+    def upload(self, name: str, rows: list, dtype: torch.dtype) -> Tensor:
+        """``rows`` on the device, copied only if they differ from those of the last step."""
         known = self._uploaded.get(name)
-        if known is None or known[0] != rows:
-            # A copy from pageable memory has read it all before it returns.
-            known = rows, torch.tensor(rows, dtype=dtype).to(self.device)
-            self._uploaded[name] = known
+        if known is not None and known[0] == rows:
+            return known[1]
+        # The allocator of pinned memory keeps it until the copy has been made.
+        source = torch.tensor(rows, dtype=dtype, pin_memory=self.device.type == "cuda")
+        if known is None or known[1].shape != source.shape:
+            known = rows, torch.empty_like(source, device=self.device)
+        self._uploaded[name] = rows, known[1].copy_(source, non_blocking=True)
         return known[1]
+
+    def step_options(self) -> dict[str, Any]:
+        """What every kernel takes of the kind."""
+        kind = self.kind
+        return dict(grad_dtype=kind.grad_dtype, adam_w_mode=kind.adam_w_mode, amsgrad=kind.amsgrad)
+
+    def addresses(self, update: "Update") -> list[int]:
+        """One row of the table of tensors, without the sizes; what is absent is 0."""
+        states = (update.value, update.exp_avg, update.exp_avg_sq, update.max_exp_avg_sq)
+        tensors = (update.grad, *states, *self.written_tensors(update.param))
+        return [0 if t is None else t.data_ptr() for t in tensors]
+
+    def written_tensors(self, param: Tensor) -> tuple[Tensor | None, ...]:
+        """Where the updated value is written beside the value itself, in the table's order."""
+        return (None if self.kind.write_dtype is None else param, None, None, None, None)
+
+    def table_shape(self, update: "Update") -> tuple[int, int]:
+        """Rows and columns in the table; plain tensors are read flat."""
+        return update.value.numel(), 1
+
+    def plan_tiles(self, shapes: list[tuple[int, int]]) -> None:
+        """Make the tile lists for tensors of these shapes."""
+        from fp4adam.kernels import adam
+
+        self._tiles = adam.flat_tiles([numel for numel, _ in shapes]).to(self.device)
+
+    def launch(
+        self, updates: list["Update"], table: Tensor, scalars: Tensor, grad_scale: Tensor
+    ) -> None:
+        """Call the kernels."""
+        from fp4adam.kernels import adam
+
+        kind = self.kind
+        dtypes = dict(value_dtype=kind.value_dtype, param_dtype=kind.write_dtype)
+        adam.adam_step(table, scalars, self._tiles, grad_scale, **dtypes, **self.step_options())
+
+
+class QuantizedLaunch(Launch):
+    """What the formats share: matrices, and storage that is written in place."""
+
+    def table_shape(self, update: "Update") -> tuple[int, int]:
+        return flat_shape(tuple(update.param.shape))
+
+    def written_tensors(self, param: Tensor) -> tuple[Tensor | None, ...]:
+        square, rowwise = param._block_scale_inv, param._rowwise_scale_inv
+        scale = rowwise if square is None else square
+        data = (param._rowwise_data, scale, param._columnwise_data, param._columnwise_scale_inv)
+        return (*data, param._amax)
+
+    def step_options(self) -> dict[str, Any]:
+        quantizer = self.kind.quantizer
+        usage = dict(rowwise=quantizer.rowwise, columnwise=quantizer.columnwise)
+        return super().step_options() | usage | dict(write_dtype=self.kind.write_dtype)
+
+
+class MXFP8Launch(QuantizedLaunch):
+    """One pass over MXFP8 tensors."""
+
+    def plan_tiles(self, shapes: list[tuple[int, int]]) -> None:
+        from fp4adam.kernels import mxfp8, tensor_table
+
+        lists = tensor_table.cover(shapes, mxfp8.STEP_TILE, mxfp8.EDGE_TILE)
+        self._tiles = tuple(tiles.to(self.device) for tiles in lists)
+
+    def launch(
+        self, updates: list["Update"], table: Tensor, scalars: Tensor, grad_scale: Tensor
+    ) -> None:
+        from fp4adam.kernels import mxfp8
+
+        mxfp8.adam_step(table, scalars, self._tiles, grad_scale, **self.step_options())
+
+
+class Float8BlockLaunch(QuantizedLaunch):
+    """One pass over Float8Block tensors."""
+
+    def plan_tiles(self, shapes: list[tuple[int, int]]) -> None:
+        from fp4adam.kernels import float8_block
+
+        self._tiles = tuple(tiles.to(self.device) for tiles in float8_block.step_tiles(shapes))
+
+    def launch(
+        self, updates: list["Update"], table: Tensor, scalars: Tensor, grad_scale: Tensor
+    ) -> None:
+        from fp4adam.kernels import float8_block
+
+        names = ("two_dimensional", "force_pow_2_scales", "amax_epsilon")
+        scaling = {name: getattr(self.kind.quantizer, name) for name in names}
+        options = self.step_options() | scaling
+        float8_block.adam_step(table, scalars, self._tiles, grad_scale, **options)
+
+
+class History(NamedTuple):
+    """What the last launch left of one tensor, to tell whether anything else has touched it since.
+
+    ``ratio`` bounds |exp_avg| / sqrt(exp_avg_sq), see ``update_bound``.
+    """
+
+    tensors: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+    step: float
+    ratio: float
+
+    def leads_to(self, update: "Update") -> bool:
+        """Whether ``update`` continues from exactly that state."""
+        return (
+            self.step + 1 == update.step
+            and all(a is b for a, b in zip(self.tensors, _state(update), strict=True))
+            and self.versions == tuple(t._version for t in self.tensors)
+        )
+
+
+class NVFP4Launch(QuantizedLaunch):
+    """A look at the tiles that can hold the new amaxes, then one pass over NVFP4 tensors."""
+
+    def plan_tiles(self, shapes: list[tuple[int, int]]) -> None:
+        from fp4adam.kernels import nvfp4
+
+        tiles, self._n_whole = nvfp4.step_tiles(shapes)
+        self._tiles = tiles.to(self.device)
+        self._tile_amaxes = torch.zeros(len(tiles), device=self.device)
+        self._amaxes = torch.zeros(2, len(shapes), device=self.device).unbind()
+        self._history: list[History | None] = [None] * len(shapes)
+
+    def launch(
+        self, updates: list["Update"], table: Tensor, scalars: Tensor, grad_scale: Tensor
+    ) -> None:
+        from fp4adam.kernels import amax_preview, nvfp4
+
+        bounds = self.upload("bounds", self._advance(updates), torch.float32)
+        old_amaxes, amaxes = self._amaxes
+        options = self.step_options()
+        in_step_only = {name: options.pop(name) for name in ("rowwise", "columnwise")}
+        in_step_only["two_dimensional"] = self.kind.quantizer.two_dimensional
+        shared = (table, scalars, self._tiles)
+        amax_preview.preview_amax(
+            *shared, grad_scale, bounds, self._tile_amaxes, old_amaxes, amaxes, **options
+        )
+        nvfp4.adam_step(
+            *shared,
+            self._n_whole,
+            grad_scale,
+            amaxes,
+            old_amaxes,
+            self._tile_amaxes,
+            **options,
+            **in_step_only,
+        )
+        self._amaxes = amaxes, old_amaxes
+
+    def _advance(self, updates: list["Update"]) -> list[list[float]]:
+        """The largest change of a weight and its decay per tensor; notes the new history."""
+        bounds = []
+        ratios: dict[tuple[float, Scalars], float] = {}
+        for i, update in enumerate(updates):
+            history, s = self._history[i], update.scalars
+            known = history is not None and history.leads_to(update)
+            before = history.ratio if known else measured_ratio(update.exp_avg, update.exp_avg_sq)
+            if (before, s) not in ratios:
+                ratios[before, s] = next_ratio(before, s)
+            ratio = ratios[before, s]
+            state = _state(update)
+            versions = tuple(t._version for t in state)
+            self._history[i] = History(state, versions, update.step, ratio)
+            decay = abs(s.decay) if update.adam_w_mode else 1.0
+            bounds.append([largest_update(ratio, s) if known else math.inf, decay])
+        return bounds
+
+
+LAUNCHES: dict[type[Quantizer] | None, type[Launch]] = {
+    None: Launch,
+    NVFP4Quantizer: NVFP4Launch,
+    MXFP8Quantizer: MXFP8Launch,
+    Float8BlockQuantizer: Float8BlockLaunch,
+}
+
+
+def _state(update: "Update") -> tuple[Tensor, ...]:
+    return update.value, update.exp_avg, update.exp_avg_sq
 
 
 class StepPlan:
@@ -138,7 +261,7 @@ class StepPlan:
 
     @staticmethod
     def can_take(update: "Update") -> bool:
-        """Whether the kernels can step it: FP32 state, tensors dense, alike in layout and aligned."""
+        """Whether the kernels can step it: FP32 state; dense, aligned tensors of one layout."""
         tensors = [update.value, update.grad, update.exp_avg, update.exp_avg_sq]
         if update.max_exp_avg_sq is not None:
             tensors.append(update.max_exp_avg_sq)
@@ -147,6 +270,8 @@ class StepPlan:
             tensors.append(update.param)
         value = update.value
         if value.dtype == torch.float64 or value.numel() == 0:
+            return False
+        if quantized and type(update.param.quantizer) not in LAUNCHES:
             return False
         if not all(t.is_contiguous() for t in tensors):
             alike = all(t.stride() == value.stride() for t in tensors)
@@ -180,7 +305,8 @@ class StepPlan:
         with torch.cuda.device_of(grad_scale):
             for kind, members in kinds.items():
                 if kind not in self._launches:
-                    self._launches[kind] = Launch(self.device, kind)
+                    launch = LAUNCHES[None if kind.quantizer is None else type(kind.quantizer)]
+                    self._launches[kind] = launch(self.device, kind)
                 self._launches[kind].run(members, grad_scale)
 
 
@@ -206,22 +332,3 @@ def _kind(update: "Update", write_dtype: torch.dtype) -> Kind:
         adam_w_mode=update.adam_w_mode,
         amsgrad=update.max_exp_avg_sq is not None,
     )
-
-
-def _table_shape(kind: Kind, update: "Update") -> tuple[int, int]:
-    if kind.quantizer is None:
-        return update.value.numel(), 1
-    return flat_shape(tuple(update.param.shape))
-
-
-def _addresses(kind: Kind, update: "Update") -> list[int]:
-    """One row of the table of tensors, without the sizes; what is absent is 0."""
-    tensors = [update.grad, update.value, update.exp_avg, update.exp_avg_sq, update.max_exp_avg_sq]
-    if kind.quantizer is None:
-        tensors += [None if kind.write_dtype is None else update.param, None, None, None, None]
-    else:
-        p = update.param
-        scale = p._block_scale_inv if p._block_scale_inv is not None else p._rowwise_scale_inv
-        amax = p._amax
-        tensors += [p._rowwise_data, scale, p._columnwise_data, p._columnwise_scale_inv, amax]
-    return [0 if t is None else t.data_ptr() for t in tensors]

@@ -16,9 +16,9 @@ def e4m3_code(x, HARDWARE: tl.constexpr = True):
     x: float32. Returns uint8. Overflow and Inf saturate to 448 with their sign, NaN is 0x7F, and
     zero keeps its sign. HARDWARE: take the conversion instruction where it is right.
 
-    Codes that are stored twice, as they are and transposed, need HARDWARE=False: the ptxas 12.9 that
-    Triton 3.6 to 3.8 bring then mixes up bytes of converted values (triton issue 11111; seen on
-    an H200 with Triton 3.6).
+    Codes that are stored twice, as they are and transposed, need HARDWARE=False: the ptxas 12.9
+    that Triton 3.6 to 3.8 bring then mixes up bytes of converted values (triton issue 11111; seen
+    on an H200 with Triton 3.6).
     """
     if HARDWARE and is_compiled_for_sm90():
         code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)

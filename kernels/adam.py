@@ -27,7 +27,8 @@ N_SCALARS = tl.constexpr(8)
 def load_scalars(scalars, tensor, grad_scale_ptr):
     """The eight scalars of a tensor's update; the gradient's factor includes 1 / grad_scale.
 
-    scalars: float32 [n_tensors, 8], columns as in ``fp4adam.adam.Scalars``. grad_scale_ptr: float32 [1].
+    scalars: float32 [n_tensors, 8], columns as in ``fp4adam.adam.Scalars``. grad_scale_ptr: float32
+    [1].
     """
     row = scalars + tensor * N_SCALARS
     factor = tl.div_rn(1.0, tl.load(grad_scale_ptr)) * tl.load(row)
@@ -104,29 +105,40 @@ def round_through(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def state_pointers(table, tensor, GRAD_DTYPE: tl.constexpr, VALUE_DTYPE: tl.constexpr):
+    """Pointers to gradient, value and moments of a tensor; load them before a loop, not in it."""
+    return (
+        pointer(table, tensor, GRAD, GRAD_DTYPE),
+        pointer(table, tensor, VALUE, VALUE_DTYPE),
+        pointer(table, tensor, EXP_AVG, tl.float32),
+        pointer(table, tensor, EXP_AVG_SQ, tl.float32),
+        pointer(table, tensor, MAX_EXP_AVG_SQ, tl.float32),
+    )
+
+
+@triton.jit
 def adam_step_tile(
-    table,
-    tensor,
+    pointers,
     start,
     offs,
     mask,
     scalars,
-    GRAD_DTYPE: tl.constexpr,
     VALUE_DTYPE: tl.constexpr,
     ADAM_W: tl.constexpr,
     AMSGRAD: tl.constexpr,
     STORE: tl.constexpr,
 ):
-    """Load a tile of a tensor's state, update it, store it unless STORE is False; returns the value.
+    """Load a tile of a tensor's state, update it, store it if STORE is set; returns the value.
 
-    start: int64 offset of the tile. offs: int32 tile of offsets from there. The value is float32,
-    unrounded.
+    pointers: from :func:`state_pointers`. start: int64 offset of the tile. offs: int32 tile of
+    offsets from there. The value is float32, unrounded.
     """
-    grad_ptr = pointer(table, tensor, GRAD, GRAD_DTYPE) + start + offs
-    value_ptr = pointer(table, tensor, VALUE, VALUE_DTYPE) + start + offs
-    exp_avg_ptr = pointer(table, tensor, EXP_AVG, tl.float32) + start + offs
-    exp_avg_sq_ptr = pointer(table, tensor, EXP_AVG_SQ, tl.float32) + start + offs
-    max_exp_avg_sq_ptr = pointer(table, tensor, MAX_EXP_AVG_SQ, tl.float32) + start + offs
+    grad_ptr, value_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr = pointers
+    grad_ptr = grad_ptr + start + offs
+    value_ptr = value_ptr + start + offs
+    exp_avg_ptr = exp_avg_ptr + start + offs
+    exp_avg_sq_ptr = exp_avg_sq_ptr + start + offs
+    max_exp_avg_sq_ptr = max_exp_avg_sq_ptr + start + offs
 
     grad = to_float32(tl.load(grad_ptr, mask))
     value = to_float32(tl.load(value_ptr, mask))
@@ -174,20 +186,11 @@ def _adam_step_kernel(
     numel = tl.load(table + tensor.to(tl.int64) * WIDTH + ROWS)
     offs = tl.arange(0, BLOCK)
     constants = load_scalars(scalars, tensor, grad_scale_ptr)
+    pointers = state_pointers(table, tensor, GRAD_DTYPE, VALUE_DTYPE)
     # A mask makes every access scalar, so only the last block of a tensor has one.
     if start + BLOCK <= numel:
         value = adam_step_tile(
-            table,
-            tensor,
-            start,
-            offs,
-            None,
-            constants,
-            GRAD_DTYPE,
-            VALUE_DTYPE,
-            ADAM_W,
-            AMSGRAD,
-            True,
+            pointers, start, offs, None, constants, VALUE_DTYPE, ADAM_W, AMSGRAD, True
         )
         if PARAM_DTYPE is not None:
             param_ptr = pointer(table, tensor, ROWWISE_DATA, PARAM_DTYPE) + start + offs
@@ -195,17 +198,7 @@ def _adam_step_kernel(
     else:
         mask = start + offs < numel
         value = adam_step_tile(
-            table,
-            tensor,
-            start,
-            offs,
-            mask,
-            constants,
-            GRAD_DTYPE,
-            VALUE_DTYPE,
-            ADAM_W,
-            AMSGRAD,
-            True,
+            pointers, start, offs, mask, constants, VALUE_DTYPE, ADAM_W, AMSGRAD, True
         )
         if PARAM_DTYPE is not None:
             param_ptr = pointer(table, tensor, ROWWISE_DATA, PARAM_DTYPE) + start + offs

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ._bfloat16 import to_float32
 from ._e4m3 import e4m3_code, e4m3_value
-from .adam import adam_step_tile, load_scalars, round_through, round_to
+from .adam import adam_step_tile, load_scalars, round_through, round_to, state_pointers
 from .tensor_table import (
     COLS,
     COLUMNWISE_DATA,
@@ -29,7 +29,7 @@ BLOCK = 128
 # What one iteration of the fused step holds in registers: (rows, columns, stages of the pipeline),
 # for whole blocks and for those that reach past an edge, where masks need registers too.
 SQUARE_PARTS = ((32, 64, 3), (16, 32, 1))
-VECTOR_PARTS = ((16, BLOCK, 3), (8, BLOCK, 1))
+VECTOR_PARTS = ((16, BLOCK, 3), (4, BLOCK, 1))
 
 
 @triton.jit
@@ -166,8 +166,8 @@ def _dequantize_kernel(
 ):
     """Decode E4M3 codes [rows, cols] of any size.
 
-    Grid: (n_tiles,). Tile: [BR, 128]. Reads one byte per element and the scales, writes 2 or 4 bytes
-    per element.
+    Grid: (n_tiles,). Tile: [BR, 128]. Reads one byte per element and the scales, writes 2 or 4
+    bytes per element.
     """
     tile, tiles_per_row = tl.program_id(0), tl.cdiv(cols, 128)
     row, col = tile // tiles_per_row * BR, tile % tiles_per_row * 128
@@ -215,6 +215,7 @@ def _adam_step_square_kernel(
     MULTIPLE: tl.constexpr = 1 if MASKED else 16
     rows, cols = size(table, tensor, ROWS, MULTIPLE), size(table, tensor, COLS, MULTIPLE)
     constants = load_scalars(scalars, tensor, grad_scale_ptr)
+    pointers = state_pointers(table, tensor, GRAD_DTYPE, tl.float32)
     rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
     columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
     scale_ptr = pointer(table, tensor, ROWWISE_SCALE, tl.float32)
@@ -229,13 +230,11 @@ def _adam_step_square_kernel(
         row, col = first_row + i // PARTS_PER_ROW * BR, first_col + i % PARTS_PER_ROW * BC
         mask = _bounds(row, col, rows, cols, MASKED, BR, BC)
         value = adam_step_tile(
-            table,
-            tensor,
+            pointers,
             tile_start(row, col, cols),
             tile_offsets(cols, BR, BC),
             mask,
             constants,
-            GRAD_DTYPE,
             tl.float32,
             ADAM_W,
             AMSGRAD,
@@ -247,8 +246,8 @@ def _adam_step_square_kernel(
         largest = tl.maximum(largest, tl.abs(x))
         if POW_2:
             _store_codes(
-                e4m3_code(x * stored_scale, STORED_ONCE), rowwise_data, columnwise_data, row, col, rows, cols,
-                mask, ROWWISE, COLUMNWISE, BR, BC,
+                e4m3_code(x * stored_scale, STORED_ONCE), rowwise_data, columnwise_data,
+                row, col, rows, cols, mask, ROWWISE, COLUMNWISE, BR, BC,
             )  # fmt: skip
 
     scale = float8_scale(tl.max(tl.max(largest, 1), 0), epsilon, LARGEST, POW_2)
@@ -262,8 +261,8 @@ def _adam_step_square_kernel(
             value = tl.load(ptr + tile_offsets(cols, BR, BC), mask)
             x = round_through(value, WRITE_DTYPE)
             _store_codes(
-                e4m3_code(x * scale, STORED_ONCE), rowwise_data, columnwise_data, row, col, rows, cols,
-                mask, ROWWISE, COLUMNWISE, BR, BC,
+                e4m3_code(x * scale, STORED_ONCE), rowwise_data, columnwise_data,
+                row, col, rows, cols, mask, ROWWISE, COLUMNWISE, BR, BC,
             )  # fmt: skip
         tl.store(scale_ptr, tl.div_rn(1.0, scale))
 
@@ -297,6 +296,7 @@ def _adam_step_vector_kernel(
     MULTIPLE: tl.constexpr = 1 if MASKED else 16
     rows, cols = size(table, tensor, ROWS, MULTIPLE), size(table, tensor, COLS, MULTIPLE)
     constants = load_scalars(scalars, tensor, grad_scale_ptr)
+    pointers = state_pointers(table, tensor, GRAD_DTYPE, tl.float32)
     rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
     columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
 
@@ -305,13 +305,11 @@ def _adam_step_vector_kernel(
         row = first_row + i * BR
         mask = _bounds(row, col, rows, cols, MASKED, BR, BC)
         value = adam_step_tile(
-            table,
-            tensor,
+            pointers,
             tile_start(row, col, cols),
             tile_offsets(cols, BR, BC),
             mask,
             constants,
-            GRAD_DTYPE,
             tl.float32,
             ADAM_W,
             AMSGRAD,
@@ -443,7 +441,7 @@ def adam_step(
     force_pow_2_scales: bool,
     amax_epsilon: float,
 ) -> None:
-    """Step all tensors of a table; ``tiles`` are the whole blocks and those that reach past an edge."""
+    """Step all tensors of a table; ``tiles``: whole blocks, and those that reach past an edge."""
     kernel = _adam_step_square_kernel if two_dimensional else _adam_step_vector_kernel
     parts = SQUARE_PARTS if two_dimensional else VECTOR_PARTS
     for part, (br, bc, stages), masked in zip(tiles, parts, (False, True), strict=True):

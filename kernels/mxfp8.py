@@ -8,7 +8,7 @@ from torch import Tensor
 from ._bfloat16 import to_float32
 from ._e4m3 import e4m3_code, e4m3_value
 from ._e8m0 import e8m0_code_up, e8m0_reciprocal, e8m0_value
-from .adam import adam_step_tile, load_scalars, round_through, round_to
+from .adam import adam_step_tile, load_scalars, round_through, round_to, state_pointers
 from .tensor_table import (
     COLS,
     COLUMNWISE_DATA,
@@ -161,25 +161,28 @@ def _adam_step_kernel(
 ):
     """Adam and re-quantization of one column of tiles of one tensor, each byte moved once.
 
-    Grid: (n_tiles,). Tile: LOOP times [BR, BC] down the rows. table: int64 [n_tensors, 12]. scalars:
-    float32 [n_tensors, 8]. tiles: int32 [n_tiles, 4].
-    Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these, codes and scales: 28 + 1/16
-    bytes per element with both directions.
+    Grid: (n_tiles,). Tile: LOOP times [BR, BC] down the rows. table: int64 [n_tensors, 12].
+    scalars: float32 [n_tensors, 8]. tiles: int32 [n_tiles, 4].
+    Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these, codes and scales:
+    28 + 1/16 bytes per element with both directions.
     """
     tensor, first_row, col = load_tile(tiles, 32)
     rows = size(table, tensor, ROWS, 32)
     cols = size(table, tensor, COLS, 32)
     constants = load_scalars(scalars, tensor, grad_scale_ptr)
+    pointers = state_pointers(table, tensor, GRAD_DTYPE, tl.float32)
+    rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
+    rowwise_scale = pointer(table, tensor, ROWWISE_SCALE, tl.uint8)
+    columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
+    columnwise_scale = pointer(table, tensor, COLUMNWISE_SCALE, tl.uint8)
     for i in tl.range(0, LOOP, num_stages=STAGES):
         row = first_row + i * BR
         value = adam_step_tile(
-            table,
-            tensor,
+            pointers,
             tile_start(row, col, cols),
             tile_offsets(cols, BR, BC),
             None,
             constants,
-            GRAD_DTYPE,
             tl.float32,
             ADAM_W,
             AMSGRAD,
@@ -191,10 +194,10 @@ def _adam_step_kernel(
             col,
             rows,
             cols,
-            pointer(table, tensor, ROWWISE_DATA, tl.uint8),
-            pointer(table, tensor, ROWWISE_SCALE, tl.uint8),
-            pointer(table, tensor, COLUMNWISE_DATA, tl.uint8),
-            pointer(table, tensor, COLUMNWISE_SCALE, tl.uint8),
+            rowwise_data,
+            rowwise_scale,
+            columnwise_data,
+            columnwise_scale,
             ROWWISE,
             COLUMNWISE,
             BR,

@@ -8,7 +8,7 @@ from torch import Tensor
 from ._bfloat16 import to_float32
 from ._e2m1 import e2m1_code, e2m1_value
 from ._e4m3 import e4m3_code, e4m3_value
-from .adam import adam_step_tile, load_scalars, round_through, round_to
+from .adam import adam_step_tile, load_scalars, round_through, round_to, state_pointers
 from .tensor_table import (
     AMAX,
     COLS,
@@ -19,6 +19,7 @@ from .tensor_table import (
     ROWWISE_SCALE,
     TRITON_DTYPES,
     WIDTH,
+    cover,
     divisor_tile,
     load_tile,
     pointer,
@@ -45,10 +46,16 @@ def nvfp4_scale(block_amax, amax):
     encode = tl.div_rn(2688.0, amax)
     encode = tl.where((amax == 0) | (encode == 0), 1.0, tl.minimum(encode, FP32_MAX))
     decode = tl.div_rn(1.0, encode)
-    block_amax = tl.where(block_amax == block_amax, block_amax, 0.0)  # all elements NaN
     scale = e4m3_code(block_amax * (encode * 0.16666666666666666), HARDWARE=False)
     factor = tl.minimum(tl.div_rn(1.0, e4m3_value(scale) * decode), FP32_MAX)
     return scale, factor
+
+
+@triton.jit
+def _amax(x, AXIS: tl.constexpr):
+    """Largest magnitude along an axis, ignoring NaN, 0 where all is NaN."""
+    amax = tl.max(tl.abs(x), AXIS)
+    return tl.where(amax == amax, amax, 0.0)
 
 
 @triton.jit
@@ -86,7 +93,7 @@ def nvfp4_tile(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Quantize the float32 tile [BR, BC] at (row, col) and store codes and scales.
+    """Quantize the float32 tile [BR, BC] at (row, col) and store it; return amaxes of its blocks.
 
     SQUARE: one scale per 16x16 block, in the grid at rowwise_scale, for both directions; else one
     per 16 elements of each direction, in padded rows.
@@ -99,7 +106,8 @@ def nvfp4_tile(
         col_ptr += tile_offsets(rows // 2, BC, BR // 2)
     if SQUARE:
         blocks = tl.reshape(x, (BR // 16, 16, BC // 16, 16))
-        scale, factor = nvfp4_scale(tl.max(tl.max(tl.abs(blocks), 3), 1), amax)
+        block_amax = _amax(_amax(blocks, 3), 1)
+        scale, factor = nvfp4_scale(block_amax, amax)
         code = e2m1_code(blocks * factor[:, None, :, None])
         code = tl.reshape(code, (BR, BC)).to(tl.uint8)
         grid = rowwise_scale + tile_start(row // 16, col // 16, cols // 16)
@@ -111,7 +119,8 @@ def nvfp4_tile(
     else:
         if ROWWISE:
             blocks = tl.reshape(x, (BR, BC // 16, 16))
-            scale, factor = nvfp4_scale(tl.max(tl.abs(blocks), 2), amax)
+            block_amax = _amax(blocks, 2)
+            scale, factor = nvfp4_scale(block_amax, amax)
             code = tl.reshape(e2m1_code(blocks * factor[:, :, None]), (BR, BC)).to(tl.uint8)
             tl.store(row_ptr, _pack_rows(code, BR, BC))
             width = (cols // 16 + 3) // 4 * 4
@@ -119,21 +128,23 @@ def nvfp4_tile(
             tl.store(grid + tile_offsets(width, BR, BC // 16), scale)
         if COLUMNWISE:
             blocks = tl.reshape(x, (BR // 16, 16, BC))
-            scale, factor = nvfp4_scale(tl.max(tl.abs(blocks), 1), amax)
+            column_amax = _amax(blocks, 1)
+            scale, factor = nvfp4_scale(column_amax, amax)
+            if not ROWWISE:
+                block_amax = column_amax
             code = tl.reshape(e2m1_code(blocks * factor[:, None, :]), (BR, BC)).to(tl.uint8)
             tl.store(col_ptr, _pack_columns(code, BR, BC))
             width = (rows // 16 + 3) // 4 * 4
             grid = columnwise_scale + tile_start(col, row // 16, width)
             tl.store(grid + tl.trans(tile_offsets(width, BC, BR // 16)), scale)
+    return block_amax
 
 
 @triton.jit
 def _atomic_amax(amax_ptr, x):
     """Raise the non-negative float32 at amax_ptr to the largest magnitude of x; NaN is ignored."""
-    amax = tl.max(tl.abs(x))
-    amax = tl.where(amax == amax, amax, 0.0)  # all elements NaN
     # The bits of non-negative floats order as integers do, and integers take one atomic, not two.
-    bits = amax.to(tl.int32, bitcast=True)
+    bits = _amax(x, 0).to(tl.int32, bitcast=True)
     tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
 
 
@@ -229,55 +240,14 @@ def _dequantize_kernel(
 
 
 @triton.jit
-def _step_amax_kernel(
-    table,
-    scalars,
-    tiles,
-    grad_scale_ptr,
-    amaxes,
-    GRAD_DTYPE: tl.constexpr,
-    WRITE_DTYPE: tl.constexpr,
-    ADAM_W: tl.constexpr,
-    AMSGRAD: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    LOOP: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Largest magnitude of each weight as the step is going to leave it; nothing else is written.
-
-    Grid: (n_tiles,). Tile: LOOP times [BR, BC] down the rows. amaxes: float32 [n_tensors], zero.
-    Reads gradient, master and moments: 14 bytes per element with a BF16 gradient.
-    """
-    tensor, first_row, col = load_tile(tiles, 16)
-    cols = size(table, tensor, COLS, 16)
-    constants = load_scalars(scalars, tensor, grad_scale_ptr)
-    for i in tl.range(0, LOOP, num_stages=STAGES):
-        start = tile_start(first_row + i * BR, col, cols)
-        value = adam_step_tile(
-            table,
-            tensor,
-            start,
-            tile_offsets(cols, BR, BC),
-            None,
-            constants,
-            GRAD_DTYPE,
-            tl.float32,
-            ADAM_W,
-            AMSGRAD,
-            False,
-        )
-        value = round_through(value, WRITE_DTYPE)
-        _atomic_amax(amaxes + tensor, tl.reshape(value, (BR * BC,)))
-
-
-@triton.jit
 def _adam_step_kernel(
     table,
     scalars,
     tiles,
     grad_scale_ptr,
     amaxes,
+    next_amaxes,
+    tile_amaxes,
     GRAD_DTYPE: tl.constexpr,
     WRITE_DTYPE: tl.constexpr,
     ADAM_W: tl.constexpr,
@@ -292,51 +262,66 @@ def _adam_step_kernel(
 ):
     """Adam and re-quantization of one column of tiles of one tensor, each byte moved once.
 
-    Grid: (n_tiles,). Tile: LOOP times [BR, BC] down the rows. table: int64 [n_tensors, 12]. scalars:
-    float32 [n_tensors, 8]. tiles: int32 [n_tiles, 4]. amaxes: float32 [n_tensors], of the updated weights.
-    Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these and the codes: 27 bytes per
-    element with both directions, and 1/256 for the scales of 16x16 blocks.
+    Grid: (n_tiles,). Tile: LOOP times [BR, BC] down the rows. table: int64 [n_tensors, 12].
+    scalars: float32 [n_tensors, 8]. tiles: int32 [n_tiles, 4]. amaxes: float32 [n_tensors], of the
+    updated weights; next_amaxes: the same of the next step, set to zero. tile_amaxes: float32
+    [n_tiles], written: no weight of the tile is larger.
+    Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these and the codes: 27 bytes
+    per element with both directions, and 1/256 for the scales of 16x16 blocks.
     """
     tensor, first_row, col = load_tile(tiles, 16)
     rows = size(table, tensor, ROWS, 16)
     cols = size(table, tensor, COLS, 16)
     constants = load_scalars(scalars, tensor, grad_scale_ptr)
+    pointers = state_pointers(table, tensor, GRAD_DTYPE, tl.float32)
     amax = tl.load(amaxes + tensor)
     if (first_row == 0) & (col == 0):
         amax_ptr = tl.load(table + tensor.to(tl.int64) * WIDTH + AMAX)
         tl.store(amax_ptr.to(tl.pointer_type(tl.float32)), amax)
+        tl.store(next_amaxes + tensor, 0.0)
+    SCALE_ROWS: tl.constexpr = BR if ROWWISE and not SQUARE else BR // 16
+    SCALE_COLS: tl.constexpr = BC if not (ROWWISE or SQUARE) else BC // 16
+    largest = tl.zeros((SCALE_ROWS, SCALE_COLS), tl.float32)
+    rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
+    rowwise_scale = pointer(table, tensor, ROWWISE_SCALE, tl.uint8)
+    columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
+    columnwise_scale = pointer(table, tensor, COLUMNWISE_SCALE, tl.uint8)
     for i in tl.range(0, LOOP, num_stages=STAGES):
         row = first_row + i * BR
         value = adam_step_tile(
-            table,
-            tensor,
+            pointers,
             tile_start(row, col, cols),
             tile_offsets(cols, BR, BC),
             None,
             constants,
-            GRAD_DTYPE,
             tl.float32,
             ADAM_W,
             AMSGRAD,
             True,
         )
-        nvfp4_tile(
+        block_amax = nvfp4_tile(
             round_through(value, WRITE_DTYPE),
             amax,
             row,
             col,
             rows,
             cols,
-            pointer(table, tensor, ROWWISE_DATA, tl.uint8),
-            pointer(table, tensor, ROWWISE_SCALE, tl.uint8),
-            pointer(table, tensor, COLUMNWISE_DATA, tl.uint8),
-            pointer(table, tensor, COLUMNWISE_SCALE, tl.uint8),
+            rowwise_data,
+            rowwise_scale,
+            columnwise_data,
+            columnwise_scale,
             ROWWISE,
             COLUMNWISE,
             SQUARE,
             BR,
             BC,
         )
+        largest = tl.maximum(largest, block_amax)
+    tile_amax = tl.max(tl.max(largest, 1), 0)
+    if WRITE_DTYPE != tl.float32:
+        # The master may be larger than what it is rounded to, by half a step of a 16-bit format.
+        tile_amax = tile_amax * 1.0078125 + 6e-8
+    tl.store(tile_amaxes + tl.program_id(0), tile_amax)
 
 
 def quantize(
@@ -410,12 +395,23 @@ def dequantize(
     return out
 
 
+def step_tiles(shapes: list[tuple[int, int]]) -> tuple[Tensor, int]:
+    """Tiles for :func:`adam_step`, those of STEP_TILE first, and the number of these."""
+    whole, edge = cover(shapes, STEP_TILE, EDGE_TILE)
+    for tiles, (rows, cols, loop) in ((whole, STEP_TILE), (edge, EDGE_TILE)):
+        tiles[:, 3] = (rows * loop) << 16 | cols
+    return torch.cat((whole, edge)), len(whole)
+
+
 def adam_step(
     table: Tensor,
     scalars: Tensor,
-    tiles: tuple[Tensor, Tensor],
+    tiles: Tensor,
+    n_whole: int,
     grad_scale: Tensor,
     amaxes: Tensor,
+    next_amaxes: Tensor,
+    tile_amaxes: Tensor,
     *,
     grad_dtype: torch.dtype,
     write_dtype: torch.dtype,
@@ -425,35 +421,33 @@ def adam_step(
     columnwise: bool,
     two_dimensional: bool,
 ) -> None:
-    """Step all tensors of a table: amaxes of the updated weights first, then the single pass.
+    """Step all tensors of a table in one pass.
 
-    ``tiles``: lists for STEP_TILE and for EDGE_TILE. ``amaxes``: float32 [n_tensors], overwritten.
+    ``tiles``, ``n_whole``: from :func:`step_tiles`. ``amaxes``: of the updated weights, from
+    ``amax_preview``. ``next_amaxes``: zeroed. ``tile_amaxes``: float32 [n_tiles], written.
     """
-    amaxes.zero_()
-    shared = dict(
-        GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
-        WRITE_DTYPE=TRITON_DTYPES[write_dtype],
-        ADAM_W=adam_w_mode,
-        AMSGRAD=amsgrad,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
-    usage = dict(ROWWISE=rowwise, COLUMNWISE=columnwise, SQUARE=two_dimensional)
-    arguments = (table, scalars, grad_scale, amaxes)
-    for kernel, extra in ((_step_amax_kernel, {}), (_adam_step_kernel, usage)):
-        for part, (br, bc, loop) in zip(tiles, (STEP_TILE, EDGE_TILE), strict=True):
-            if part.shape[0]:
-                table, scalars, grad_scale, amaxes = arguments
-                kernel[(part.shape[0],)](
-                    table,
-                    scalars,
-                    part,
-                    grad_scale,
-                    amaxes,
-                    BR=br,
-                    BC=bc,
-                    LOOP=loop,
-                    STAGES=3,
-                    **extra,
-                    **shared,
-                )
+    parts = (slice(0, n_whole), slice(n_whole, tiles.shape[0]))
+    for part, (br, bc, loop) in zip(parts, (STEP_TILE, EDGE_TILE), strict=True):
+        if part.stop > part.start:
+            _adam_step_kernel[(part.stop - part.start,)](
+                table,
+                scalars,
+                tiles[part],
+                grad_scale,
+                amaxes,
+                next_amaxes,
+                tile_amaxes[part],
+                GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
+                WRITE_DTYPE=TRITON_DTYPES[write_dtype],
+                ADAM_W=adam_w_mode,
+                AMSGRAD=amsgrad,
+                ROWWISE=rowwise,
+                COLUMNWISE=columnwise,
+                SQUARE=two_dimensional,
+                BR=br,
+                BC=bc,
+                LOOP=loop,
+                STAGES=3,
+                num_warps=4,
+                enable_fp_fusion=False,
+            )

@@ -84,7 +84,7 @@ def tile_offsets(stride, BR: tl.constexpr, BC: tl.constexpr):
 
 
 def divisor_tile(n: int, largest: int, smallest: int) -> int:
-    """The largest power-of-two tile between the bounds that divides ``n``, a multiple of ``smallest``."""
+    """The largest power-of-two tile within the bounds that divides ``n``."""
     tile = largest
     while tile > smallest and n % tile:
         tile //= 2
@@ -108,7 +108,8 @@ def cover(
 
     Args:
         shapes: [rows, cols] of each tensor, multiples of the small tile.
-        large, small: (rows, columns, repetitions down the rows), the first a multiple of the second.
+        large: (rows, columns, repetitions down the rows) of a large tile.
+        small: The same of a small one, which divides it.
 
     Returns:
         The two int32 tile lists [n, 4].

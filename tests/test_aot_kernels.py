@@ -42,7 +42,7 @@ def step_options(grad="bf16", write="fp32", **extra):
 
 def kernel_jobs():
     """Every kernel in the forms that a training run launches most, and in its widest one."""
-    from fp4adam.kernels import float8_block, mxfp8, nvfp4
+    from fp4adam.kernels import amax_preview, float8_block, mxfp8, nvfp4
 
     jobs = {}
     plain = {"ADAM_W": True, "AMSGRAD": False, "BLOCK": 1024}
@@ -58,10 +58,17 @@ def kernel_jobs():
         }
         jobs[f"adam {name}"] = job("adam._adam_step_kernel", TABLES, {**plain, **types})
 
-    amaxes = {**TABLES, "amaxes": "*fp32"}
+    amaxes = {**TABLES, **dict.fromkeys(("amaxes", "next_amaxes", "tile_amaxes"), "*fp32")}
+    known = dict.fromkeys(("bounds", "tile_amaxes", "old_amaxes", "amaxes"), "*fp32")
+    for rest in (False, True):
+        br, bc = amax_preview.PART
+        jobs[f"amax preview rest={rest}"] = job(
+            "amax_preview._amax_preview_kernel",
+            {**TABLES, **known, "n_tiles": "i32"},
+            step_options(REST=rest, SCAN=amax_preview.SCAN, BR=br, BC=bc),
+        )
     for size, (br, bc, loop) in (("step", nvfp4.STEP_TILE), ("edge", nvfp4.EDGE_TILE)):
         tile = {"BR": br, "BC": bc, "LOOP": loop, "STAGES": 3}
-        jobs[f"nvfp4 amax {size}"] = job("nvfp4._step_amax_kernel", amaxes, step_options(**tile))
         for square in (True, False):
             jobs[f"nvfp4 {size} square={square}"] = job(
                 "nvfp4._adam_step_kernel", amaxes, step_options(SQUARE=square, **BOTH, **tile)
