@@ -123,7 +123,7 @@ class Float8BlockQuantizer(Quantizer):
         return codes.flatten(2).flatten(0, 1)[:rows, :cols], 1.0 / scale
 
     def _scale(self, amax: Tensor, largest: float) -> Tensor:
-        """Encode scales; ``largest`` is the largest finite value of the quantized tensor's dtype."""
+        """Encode scales; ``largest`` is the largest finite value of the input's dtype."""
         epsilon = torch.tensor(self.amax_epsilon, dtype=torch.float32)
         amax = torch.where(amax < epsilon, epsilon, amax)
         # A Python number over a tensor would be computed as number * (1 / tensor).
@@ -134,17 +134,19 @@ class Float8BlockQuantizer(Quantizer):
             scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
         return scale
 
-    def read(self, tensor: Float8BlockTensor, dtype: torch.dtype) -> Tensor:
+    def read(
+        self, tensor: Float8BlockTensor, dtype: torch.dtype, after: Tensor | None = None
+    ) -> Tensor:
         transposed = tensor._rowwise_data is None
         data = tensor._columnwise_data if transposed else tensor._rowwise_data
         scale = tensor._columnwise_scale_inv if transposed else tensor._rowwise_scale_inv
         if self.two_dimensional:
             scale = tensor._block_scale_inv
-        return _dequantize(data, scale, self.two_dimensional, transposed, dtype)
+        return _dequantize(data, scale, self.two_dimensional, transposed, dtype, after)
 
 
 def _blocks(x: Tensor, block_rows: int) -> Tensor:
-    """View [rows, cols] as [block row, row, block column, column], edge blocks filled with zeros."""
+    """View [rows, cols] as [block row, row, block column, column], edges filled with zeros."""
     rows, cols = round_up(x.shape[0], block_rows), round_up(x.shape[1], BLOCK)
     if x.shape != (rows, cols):
         x = torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0]))
@@ -153,12 +155,18 @@ def _blocks(x: Tensor, block_rows: int) -> Tensor:
 
 @torch.library.custom_op("fp4adam::dequantize_float8_block", mutates_args=())
 def _dequantize(
-    data: Tensor, scale_inv: Tensor, two_dimensional: bool, transposed: bool, dtype: torch.dtype
+    data: Tensor,
+    scale_inv: Tensor,
+    two_dimensional: bool,
+    transposed: bool,
+    dtype: torch.dtype,
+    after: Tensor | None = None,
 ) -> Tensor:
     """Decode E4M3 codes to [rows, cols]; ``transposed`` codes are those of the transposed matrix.
 
     ``scale_inv`` is the grid of 128x128 blocks of the untransposed matrix, or holds one scale per
-    128 codes, transposed: [ceil(columns of data / 128), rows of data to 4].
+    128 codes, transposed: [ceil(columns of data / 128), rows of data to 4]. ``after``: see
+    :meth:`Quantizer.read`.
     """
     if backend.uses_kernels(data.device):
         from fp4adam.kernels import float8_block
@@ -177,7 +185,12 @@ def _dequantize(
 
 @_dequantize.register_fake
 def _(
-    data: Tensor, scale_inv: Tensor, two_dimensional: bool, transposed: bool, dtype: torch.dtype
+    data: Tensor,
+    scale_inv: Tensor,
+    two_dimensional: bool,
+    transposed: bool,
+    dtype: torch.dtype,
+    after: Tensor | None = None,
 ) -> Tensor:
     rows, cols = data.shape
     return data.new_empty((cols, rows) if transposed else (rows, cols), dtype=dtype)

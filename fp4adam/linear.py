@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4adam.quantized_tensor import QuantizedTensor, implements_function
+from fp4adam.quantized_tensor import Dequantize, QuantizedTensor, implements_function
 
 
 class _QuantizedLinear(torch.autograd.Function):
@@ -18,25 +18,28 @@ class _QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight.quantizer_read(x.dtype), bias)
+        return F.linear(x, weight._read(x.dtype), bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        x, weight, bias = inputs
-        ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        x, weight, _ = inputs
+        x_needs_grad, weight_needs_grad, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if weight_needs_grad else None, weight if x_needs_grad else None)
+        ctx.weight_dtype = weight.dtype
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ weight.quantizer_read(grad.dtype)
+            # Without a dependence on grad, torch.compile would take the dequantized weight of the
+            # forward pass and keep it until here.
+            grad_x = grad @ Dequantize.apply(weight, grad.dtype, grad)
         rows = grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[1]:
-            grad_weight = (rows.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
+            grad_weight = (rows.t() @ x.reshape(-1, x.shape[-1])).to(ctx.weight_dtype)
         if ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(0).to(ctx.bias_dtype)
+            grad_bias = rows.sum(0)
         return grad_x, grad_weight, grad_bias
 
 
@@ -45,22 +48,34 @@ def quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
     """``F.linear`` for a :class:`QuantizedTensor` weight.
 
     Args:
-        input: [..., in_features] of any dtype that a matmul takes; under autocast it is cast first.
+        input: [..., in_features], floating point; weight and bias are read in its dtype. Under
+            autocast it is cast first.
         weight: Quantized [out_features, in_features].
         bias: [out_features] or None.
+
+    Raises:
+        TypeError: If ``input`` is not floating point.
+        ValueError: If ``weight`` is not a matrix.
     """
     if isinstance(input, QuantizedTensor):
         input = input.dequantize(input.dtype)
     if not isinstance(weight, QuantizedTensor):
         return F.linear(input, weight, bias)
+    if not input.is_floating_point():
+        raise TypeError(
+            f"input must be floating point for a linear layer, got {input.dtype}; convert it first"
+        )
     if weight.dim() != 2:
         raise ValueError(
-            f"weight must be 2-dimensional for a linear layer, got {tuple(weight.shape)}; dequantize "
-            "a stack of expert weights first"
+            f"weight must be 2-dimensional for a linear layer, got {tuple(weight.shape)}; "
+            "dequantize a stack of expert weights first"
         )
     device_type = input.device.type
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        input = input.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    # As for torch's own operators, autocast leaves float64 alone.
+    if torch.is_autocast_enabled(device_type) and input.dtype != torch.float64:
+        input = input.to(torch.get_autocast_dtype(device_type))
+    bias = None if bias is None else bias.to(input.dtype)
+    if torch._C._are_functorch_transforms_active():
+        # torch.func has rules for every operator, but none for an autograd function without them.
+        return F.linear(input, weight.to(input.dtype), bias)
     return _QuantizedLinear.apply(input, weight, bias)

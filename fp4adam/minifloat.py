@@ -1,6 +1,6 @@
 """Conversions between float32 and the small formats, in plain torch operators.
 
-The Triton counterparts are ``fp4adam.kernels._e2m1``, ``_e4m3`` and ``_e8m0``; both give the same codes.
+The Triton counterparts, ``fp4adam.kernels._e2m1``, ``_e4m3`` and ``_e8m0``, give the same codes.
 Source: OCP Microscaling Formats (MX) v1.0, sections 5.3 and 5.4.
 """
 
@@ -84,7 +84,7 @@ def e8m0_value(code: Tensor) -> Tensor:
 
 
 def amax(x: Tensor, dim: tuple[int, ...] | None = None) -> Tensor:
-    """Largest magnitude over ``dim`` (all by default), ignoring NaN as GPU maximum instructions do."""
+    """Largest magnitude over ``dim`` (all by default), ignoring NaN as a GPU's maximum does."""
     dims = tuple(range(x.dim())) if dim is None else dim
     largest = x.abs().amax(dims)
     if largest.isnan().any():

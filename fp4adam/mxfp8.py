@@ -77,10 +77,11 @@ class MXFP8Quantizer(Quantizer):
                 data.copy_(codes)
                 scale_inv[: scale.shape[0], : scale.shape[1]] = scale
 
-    def read(self, tensor: MXFP8Tensor, dtype: torch.dtype) -> Tensor:
-        if tensor._rowwise_data is not None:
-            return _dequantize(tensor._rowwise_data, tensor._rowwise_scale_inv, True, dtype)
-        return _dequantize(tensor._columnwise_data, tensor._columnwise_scale_inv, False, dtype)
+    def read(self, tensor: MXFP8Tensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
+        rowwise = tensor._rowwise_data is not None
+        data = tensor._rowwise_data if rowwise else tensor._columnwise_data
+        scale = tensor._rowwise_scale_inv if rowwise else tensor._columnwise_scale_inv
+        return _dequantize(data, scale, rowwise, dtype, after)
 
 
 def _encode(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -93,8 +94,13 @@ def _encode(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("fp4adam::dequantize_mxfp8", mutates_args=())
-def _dequantize(data: Tensor, scale: Tensor, rowwise: bool, dtype: torch.dtype) -> Tensor:
-    """Decode E4M3 codes [rows, cols] with scales per 1x32 (``rowwise``) or 32x1 block."""
+def _dequantize(
+    data: Tensor, scale: Tensor, rowwise: bool, dtype: torch.dtype, after: Tensor | None = None
+) -> Tensor:
+    """Decode E4M3 codes [rows, cols] with scales per 1x32 (``rowwise``) or 32x1 block.
+
+    ``after``: see :meth:`Quantizer.read`.
+    """
     if backend.uses_kernels(data.device):
         from fp4adam.kernels import mxfp8
 
@@ -108,7 +114,9 @@ def _dequantize(data: Tensor, scale: Tensor, rowwise: bool, dtype: torch.dtype) 
 
 
 @_dequantize.register_fake
-def _(data: Tensor, scale: Tensor, rowwise: bool, dtype: torch.dtype) -> Tensor:
+def _(
+    data: Tensor, scale: Tensor, rowwise: bool, dtype: torch.dtype, after: Tensor | None = None
+) -> Tensor:
     return torch.empty_like(data, dtype=dtype)
 
 

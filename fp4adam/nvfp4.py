@@ -1,4 +1,4 @@
-"""NVFP4: E2M1 codes, one E4M3 scale per 16 elements or per 16x16 block, one FP32 amax per tensor."""
+"""NVFP4: E2M1 codes, an E4M3 scale per 16 elements or 16x16 block, an FP32 amax per tensor."""
 
 import dataclasses
 
@@ -120,13 +120,15 @@ class NVFP4Quantizer(Quantizer):
                 scale_inv[: scale.shape[0], : scale.shape[1]] = scale
             data.copy_(minifloat.pack_e2m1(codes_here))
 
-    def read(self, tensor: NVFP4Tensor, dtype: torch.dtype) -> Tensor:
+    def read(self, tensor: NVFP4Tensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
         transposed = tensor._rowwise_data is None
         data = tensor._columnwise_data if transposed else tensor._rowwise_data
         scale = tensor._columnwise_scale_inv if transposed else tensor._rowwise_scale_inv
         if self.two_dimensional:
             scale = tensor._block_scale_inv
-        return _dequantize(data, scale, tensor._amax, self.two_dimensional, transposed, dtype)
+        return _dequantize(
+            data, scale, tensor._amax, self.two_dimensional, transposed, dtype, after
+        )
 
 
 def _encode(x: Tensor, amax: Tensor, block_rows: int) -> tuple[Tensor, Tensor]:
@@ -152,10 +154,12 @@ def _dequantize(
     two_dimensional: bool,
     transposed: bool,
     dtype: torch.dtype,
+    after: Tensor | None = None,
 ) -> Tensor:
     """Decode packed codes to [rows, cols]; ``transposed`` codes are those of the transposed matrix.
 
     ``scale`` is the grid of 16x16 blocks of the untransposed matrix, or holds one per 16 codes.
+    ``after``: see :meth:`Quantizer.read`.
     """
     if backend.uses_kernels(data.device):
         from fp4adam.kernels import nvfp4
@@ -184,6 +188,7 @@ def _(
     two_dimensional: bool,
     transposed: bool,
     dtype: torch.dtype,
+    after: Tensor | None = None,
 ) -> Tensor:
     rows, cols = data.shape[0], data.shape[1] * 2
     return data.new_empty((cols, rows) if transposed else (rows, cols), dtype=dtype)

@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import nn
 from torch.nn.modules import module as nn_module
@@ -10,7 +10,7 @@ from torch.nn.modules import module as nn_module
 from fp4adam.float8_block import Float8BlockQuantizer
 from fp4adam.mxfp8 import MXFP8Quantizer
 from fp4adam.nvfp4 import NVFP4Quantizer
-from fp4adam.quantized_tensor import QuantizedTensor, Quantizer
+from fp4adam.quantized_tensor import QuantizedTensor, Quantizer, check_dtype
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -64,9 +64,10 @@ def quantize_model(
     """Quantize the weights of the linear layers of ``model``, in place.
 
     Each weight becomes a parameter of the recipe's format with the same name and the same nominal
-    dtype; tied weights stay tied, unless one of the ties is an embedding: then the weight is left
-    alone. The value before quantization is kept until ``FP4Adam`` takes it over as master weight
-    at the first step (``param.clear_high_precision_init_val()`` frees it for inference).
+    dtype. Tied weights stay tied; one that something else uses as well, such as an embedding or a
+    layer that ``filter`` refuses, is left alone. The value before quantization is kept until
+    ``FP4Adam`` takes it over as master weight at the first step
+    (``param.clear_high_precision_init_val()`` frees it for inference).
 
     Args:
         model: Its ``nn.Linear`` modules, subclasses included, are candidates.
@@ -78,44 +79,65 @@ def quantize_model(
         ``model``.
 
     Raises:
-        ValueError: If a selected layer has a shape that the format cannot hold; nothing has been
-            changed then.
+        ValueError: If a selected layer has a shape that the format cannot hold, or a weight that
+            is not a parameter yet (lazy layers) or any more (parametrizations).
+        TypeError: If a selected weight is not float32, bfloat16 or float16.
 
-    Create the optimizer after this call: the parameters are new objects.
+    Nothing has been changed when it raises. Create the optimizer after this call: the parameters
+    are new objects.
     """
     quantizer = resolve_recipe(recipe)
-    selected = filter or is_hidden_linear
-    users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    high_precision = set()
-    for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(module, nn.Linear) and selected(module, name):
-            if not isinstance(weight, QuantizedTensor):
-                _check_layer(quantizer, name, weight)
-                users.setdefault(weight, []).append((module, name))
-        elif isinstance(weight, nn.Parameter):
-            high_precision.add(weight)
-    for weight, modules in users.items():
-        if weight not in high_precision:
-            param = _quantized_parameter(quantizer, weight)
-            for module, _ in modules:
-                module.weight = param
+    _quantize_layers(model.named_modules(), quantizer, filter or is_hidden_linear)
     return model
 
 
-def _check_layer(quantizer: Quantizer, name: str, weight: nn.Parameter) -> None:
+def _quantize_layers(
+    named_modules: Iterable[tuple[str, nn.Module]], quantizer: Quantizer, selected: Filter
+) -> None:
+    layers: dict[nn.Parameter, list[tuple[str, nn.Linear]]] = {}
+    left_alone = set()
+    for name, module in named_modules:
+        params = dict(module.named_parameters(recurse=False))
+        if isinstance(module, nn.Linear) and selected(module, name):
+            weight = params.pop("weight", None)
+            if not isinstance(weight, QuantizedTensor):
+                _check_parameter(name, weight)
+                layers.setdefault(weight, []).append((name, module))
+        left_alone.update(params.values())
+    chosen = [(weight, users) for weight, users in layers.items() if weight not in left_alone]
+    for weight, users in chosen:
+        _check_value(quantizer, users[0][0], weight)
+    for weight, users in chosen:
+        param = _quantized_parameter(quantizer, weight)
+        for _, module in users:
+            module.weight = param
+
+
+def _check_parameter(name: str, weight: nn.Parameter | None) -> None:
+    if weight is None or isinstance(weight, nn.UninitializedParameter):
+        state = "none" if weight is None else "an uninitialized one"
+        raise ValueError(
+            f"weight of layer {name!r} must be a parameter with values, got {state}; quantize before "
+            "a parametrization is added and after a lazy layer's first forward, or leave this layer "
+            "in high precision (filter=...)"
+        )
+
+
+def _check_value(quantizer: Quantizer, name: str, weight: nn.Parameter) -> None:
     try:
+        check_dtype("weight", weight.dtype)
         quantizer.check_shape(tuple(weight.shape))
-    except ValueError as error:
-        raise ValueError(f"layer {name!r}: {error}") from None
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"layer {name!r}: {error}") from None
 
 
 def _quantized_parameter(quantizer: Quantizer, weight: nn.Parameter) -> nn.Parameter:
     value = weight.detach()
     if value.is_meta:
         quantized = quantizer.make_empty(tuple(value.shape), value.dtype, value.device)
-        return nn.Parameter(quantized, weight.requires_grad)
-    param = nn.Parameter(quantizer.quantize(value), weight.requires_grad)
+    else:
+        quantized = quantizer.quantize(value)
+    param = nn.Parameter(quantized, weight.requires_grad)
     param._high_precision_init_val = value
     return param
 
@@ -126,25 +148,33 @@ def quantized_init(recipe: str | Quantizer, filter: Filter | None = None) -> Ite
 
     Building and initialization run in high precision; the weights are quantized when the block
     ends, and their high-precision values are kept for the optimizer, as by :func:`quantize_model`.
+    Nothing is quantized if the block ends by an exception. A module from before the block counts
+    as built inside once it becomes part of one that is.
 
     Args:
         recipe: "nvfp4", "mxfp8", "float8block" or a quantizer.
-        filter: As for :func:`quantize_model`; names are relative to the outermost new module.
+        filter: As for :func:`quantize_model`; names are relative to the outermost module that the
+            block built, or added to.
 
     Raises:
-        ValueError: At the end of the block, if a layer has a shape that the format cannot hold.
+        ValueError, TypeError: At the end of the block, as :func:`quantize_model`.
     """
     quantizer = resolve_recipe(recipe)
-    built: dict[int, weakref.ref[nn.Module]] = {}
-    children: set[int] = set()
+    # Whether each module that still exists is new; the order is that of first sight.
+    is_new: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+    def see(module: nn.Module) -> None:
+        members = (*module._parameters.values(), *module._modules.values())
+        is_new.setdefault(module, all(member is None for member in members))
 
     def on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        built[id(module)] = weakref.ref(module)
+        see(module)
 
     def on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
-        built[id(module)] = weakref.ref(module)
+        see(module)
         if child is not None:
-            children.add(id(child))
+            # Copies are built without registering anything, and have their members already.
+            is_new.setdefault(child, True)
 
     handles = (
         nn_module.register_module_parameter_registration_hook(on_parameter),
@@ -155,7 +185,13 @@ def quantized_init(recipe: str | Quantizer, filter: Filter | None = None) -> Ite
     finally:
         for handle in handles:
             handle.remove()
-    for key, reference in built.items():
-        module = reference()
-        if module is not None and key not in children:
-            quantize_model(module, quantizer, filter)
+    seen = dict(is_new)
+    new = {part for module in seen if seen[module] for part in module.modules()}
+    children = {child for module in seen for child in module.children()}
+    named_modules = [
+        named for module in seen if module not in children for named in module.named_modules()
+    ]
+    selected = filter or is_hidden_linear
+    _quantize_layers(
+        named_modules, quantizer, lambda module, name: module in new and selected(module, name)
+    )

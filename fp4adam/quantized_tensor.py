@@ -1,4 +1,4 @@
-"""The tensor subclass behind every block-scaled format, and the operators that keep it quantized."""
+"""The tensor subclass behind every block-scaled format, and the operators that it implements."""
 
 import copy
 import dataclasses
@@ -116,16 +116,19 @@ class Quantizer:
 
         The result has the shape, device and, as its nominal dtype, the dtype of ``x``.
         """
-        if isinstance(x, QuantizedTensor):
-            x = x.dequantize(x.dtype)
         return self.make_empty(x.shape, dtype=x.dtype, device=x.device).quantize_(x)
 
     def write(self, x: Tensor, out: "QuantizedTensor") -> None:
         """Quantize the contiguous matrix ``x`` into the storage of ``out``."""
         raise NotImplementedError
 
-    def read(self, tensor: "QuantizedTensor", dtype: torch.dtype) -> Tensor:
-        """Decode ``tensor`` to a plain [rows, cols] matrix of ``dtype``."""
+    def read(
+        self, tensor: "QuantizedTensor", dtype: torch.dtype, after: Tensor | None = None
+    ) -> Tensor:
+        """Decode ``tensor`` to a plain [rows, cols] matrix of ``dtype``.
+
+        ``after`` is never read: a graph of torch.compile just cannot decode before it exists.
+        """
         raise NotImplementedError
 
 
@@ -142,7 +145,8 @@ class QuantizedTensor(torch.Tensor):
 
     To autograd and to modules it looks like a dense tensor of its nominal ``dtype``: gradients are
     plain tensors, and operators that do not know the format see the dequantized values. Build one
-    with ``quantizer.quantize(x)``; write to it with :meth:`quantize_` or ``copy_``.
+    with ``quantizer.quantize(x)``; write to it with :meth:`quantize_`, ``copy_`` or another full
+    overwrite such as ``normal_``. Views and slices are copies: writing to one changes nothing.
 
     Attributes:
         quantizer: The :class:`Quantizer` that made it.
@@ -170,7 +174,8 @@ class QuantizedTensor(torch.Tensor):
         requires_grad: bool = False,
     ) -> None:
         self.quantizer = quantizer
-        self._high_precision_init_val: Tensor | None = None
+        # A list, because all tensors on this storage (.data, detach(), a Parameter) share it.
+        self._init_val: list[Tensor | None] = [None]
         self._adopt(storage)
 
     def _adopt(self, storage: dict[str, Tensor]) -> None:
@@ -212,35 +217,61 @@ class QuantizedTensor(torch.Tensor):
         """Overwrite the values with ``x``; storage addresses stay.
 
         Args:
-            x: float32, bfloat16 or float16 tensor of the same shape, any device.
+            x: float32, bfloat16 or float16 tensor of the same shape, any device. A quantized one of
+                the same format is copied byte for byte.
 
         Raises:
             ValueError: If the shape differs.
             TypeError: If the dtype is not one of the three.
         """
-        if isinstance(x, QuantizedTensor):
-            x = x.dequantize(x.dtype)
         if x.shape != self.shape:
             raise ValueError(
                 f"x must have the shape of the tensor, {tuple(self.shape)}, got {tuple(x.shape)}; "
                 "reshape it, or make a new tensor with quantizer.quantize(x)"
             )
         check_dtype("x", x.dtype)
-        with torch.no_grad():
-            matrix = x.detach().to(self.device).reshape(flat_shape(self.shape)).contiguous()
-            if matrix.numel():
-                self.quantizer.write(matrix, self)
-        torch.autograd.graph.increment_version(self)
+        self._write(x)
         return self
 
+    def _write(self, x: Tensor, non_blocking: bool = False) -> None:
+        with torch.no_grad():
+            if same_format(self, x):
+                for name, inner in self.storage_tensors().items():
+                    inner.copy_(getattr(x, name), non_blocking)
+            elif self.numel() and not self.is_meta:
+                value = x._read() if isinstance(x, QuantizedTensor) else x.detach()
+                matrix = value.to(self.device).reshape(flat_shape(self.shape))
+                self.quantizer.write(matrix.contiguous(), self)
+        if self._init_val[0] is not None:
+            # A value loaded before the first step is what the master weights have to start from.
+            plain = not isinstance(x, QuantizedTensor)
+            self._init_val[0] = x.detach().to(self.device, copy=True) if plain else None
+        torch.autograd.graph.increment_version(self)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values as a plain tensor of ``dtype`` (float32, bfloat16 or float16); differentiable."""
+        """The values as a plain float32, bfloat16 or float16 tensor; differentiable."""
         check_dtype("dtype", dtype)
-        return _Dequantize.apply(self, dtype)
+        return Dequantize.apply(self, dtype)
+
+    def _read(self, dtype: torch.dtype | None = None, after: Tensor | None = None) -> Tensor:
+        """The values as a plain tensor of any dtype, below autograd."""
+        dtype = self.dtype if dtype is None else dtype
+        direct = dtype if dtype in HIGH_PRECISION_DTYPES else torch.float32
+        return self.quantizer.read(self, direct, after).view(self.shape).to(dtype)
+
+    @property
+    def _high_precision_init_val(self) -> Tensor | None:
+        return self._init_val[0]
+
+    @_high_precision_init_val.setter
+    def _high_precision_init_val(self, value: Tensor | None) -> None:
+        self._init_val[0] = value
 
     def get_high_precision_init_val(self) -> Tensor | None:
         """The value before quantization, if it was kept for the optimizer and not yet used."""
-        return self._high_precision_init_val
+        # On the meta device it only says that the first value that is written has to be kept.
+        value = self._high_precision_init_val
+        return None if value is None or value.is_meta else value
 
     def clear_high_precision_init_val(self) -> None:
         """Free the value before quantization."""
@@ -251,9 +282,29 @@ class QuantizedTensor(torch.Tensor):
         data = self._rowwise_data if self._rowwise_data is not None else self._columnwise_data
         return data.data_ptr()
 
+    # The next three would otherwise work on the wrapper's own memory, which does not exist.
+    def is_shared(self) -> bool:
+        """Whether the inner tensors are in shared memory."""
+        return all(inner.is_shared() for inner in self.storage_tensors().values())
+
+    def share_memory_(self) -> "QuantizedTensor":
+        """Move the inner tensors to shared memory."""
+        for inner in self.storage_tensors().values():
+            inner.share_memory_()
+        return self
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        raise BufferError(
+            f"a tensor must be plain to be exported through DLPack, got a {type(self).__name__}; "
+            "export tensor.dequantize()"
+        )
+
     @property
     def data(self) -> "QuantizedTensor":
-        """The tensor without autograd, sharing storage; assigning swaps the storage."""
+        """The tensor without autograd, sharing storage.
+
+        Assigning a tensor of the same format swaps the storage; any other is quantized in place.
+        """
         return self.detach()
 
     @data.setter
@@ -263,11 +314,16 @@ class QuantizedTensor(torch.Tensor):
                 f"data must have the shape of the tensor, {tuple(self.shape)}, got "
                 f"{tuple(value.shape)}; make a new parameter instead"
             )
+        check_dtype("data of a quantized tensor", value.dtype)
         if not same_format(self, value):
-            value = self.quantizer.quantize(value.to(self.device))
+            return self._write(value)
+        value = value.to(self.device)
         self._adopt(value.storage_tensors())
-        self._high_precision_init_val = None
+        self._init_val = value._init_val
         torch.autograd.graph.increment_version(self)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise _refusal("item assignment", self)
 
     def _like(
         self, storage: dict[str, Tensor], dtype: torch.dtype | None = None
@@ -326,17 +382,12 @@ class QuantizedTensor(torch.Tensor):
         return new
 
     def __reduce_ex__(self, protocol: int) -> tuple[Callable, tuple]:
-        state = (
-            type(self),
-            tuple(self.shape),
-            self.dtype,
-            self.quantizer,
-            self.storage_tensors(),
-            self.requires_grad,
-            isinstance(self, torch.nn.Parameter),
-            self._high_precision_init_val,
-        )
-        return _rebuild_quantized_tensor, state
+        attributes = dict(self.__dict__)
+        if not isinstance(self, torch.nn.Parameter):
+            # What state_dict() hands out goes into checkpoints, where bytes count.
+            attributes["_init_val"] = [None]
+        shape, grad = tuple(self.shape), self.requires_grad
+        return _rebuild_quantized_tensor, (type(self), shape, self.dtype, grad, attributes)
 
     @classmethod
     def __torch_function__(
@@ -353,14 +404,8 @@ class QuantizedTensor(torch.Tensor):
         if func in _OPERATORS:
             return _OPERATORS[func](func, *args, **kwargs)
         _refuse_in_place(func, args, kwargs)
-        args, kwargs = pytree.tree_map_only(
-            QuantizedTensor, lambda t: t.quantizer_read(), (args, kwargs)
-        )
+        args, kwargs = pytree.tree_map_only(QuantizedTensor, lambda t: t._read(), (args, kwargs))
         return func(*args, **kwargs)
-
-    def quantizer_read(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values as a plain tensor, below autograd."""
-        return self.quantizer.read(self, dtype or self.dtype).view(self.shape)
 
 
 def same_format(a: Tensor, b: Tensor) -> bool:
@@ -372,45 +417,53 @@ def _rebuild_quantized_tensor(
     cls: type[QuantizedTensor],
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    quantizer: Quantizer,
-    storage: dict[str, Tensor],
     requires_grad: bool,
-    is_param: bool,
-    high_precision_init_val: Tensor | None,
+    attributes: dict[str, Any],
 ) -> QuantizedTensor:
-    tensor = cls(shape, dtype, quantizer, storage, requires_grad)
-    if is_param:
-        tensor = torch.nn.Parameter(tensor, requires_grad)
-    tensor._high_precision_init_val = high_precision_init_val
+    names = [name for name in STORAGE_NAMES if attributes[name] is not None]
+    storage = {name: attributes[name] for name in names}
+    tensor = cls(shape, dtype, attributes["quantizer"], storage, requires_grad)
+    tensor.__dict__.update(attributes)
     return tensor
 
 
-class _Dequantize(torch.autograd.Function):
+class Dequantize(torch.autograd.Function):
+    """The values in a dtype, as a differentiable function; ``after`` as in ``Quantizer.read``."""
+
     @staticmethod
-    def forward(tensor: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-        return tensor.quantizer_read(dtype)
+    def forward(tensor: QuantizedTensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
+        return tensor._read(dtype, after)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         ctx.nominal_dtype = inputs[0].dtype
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.to(ctx.nominal_dtype), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.to(ctx.nominal_dtype), None, None
+
+
+def _refusal(what: object, tensor: QuantizedTensor) -> NotImplementedError:
+    return NotImplementedError(
+        f"{what} must not write into a {type(tensor).__name__}: small changes would be rounded "
+        "away. Train with FP4Adam, initialize inside quantized_init() or before quantize_model(), "
+        "or call tensor.quantize_(new_values)"
+    )
 
 
 def _refuse_in_place(func: Callable, args: tuple, kwargs: dict) -> None:
     """Rounding a weight to 4 bits at every in-place operator would lose training silently."""
+    name = func._schema.name
     for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        # Schemas of collectives do not tell that they write into their first argument.
+        writes |= i == 0 and name.startswith("c10d::") and name.endswith("_")
+        if not writes:
             continue
         value = args[i] if i < len(args) else kwargs.get(argument.name)
-        if isinstance(value, QuantizedTensor):
-            raise NotImplementedError(
-                f"{func} must not write into a {type(value).__name__}: small changes would be "
-                "rounded away. Train with FP4Adam, initialize inside quantized_init() or before "
-                "quantize_model(), or call tensor.quantize_(new_values)"
-            )
+        for tensor in pytree.tree_leaves(value):
+            if isinstance(tensor, QuantizedTensor):
+                raise _refusal(func, tensor)
 
 
 def implements_function(function: Callable) -> Callable:
@@ -434,7 +487,9 @@ def _implements(*operators: Callable) -> Callable:
 # nn.Parameter, state_dict and .data share the storage of the tensor that they wrap.
 @_implements(aten.detach.default, aten.alias.default)
 def _detach(func: Callable, tensor: QuantizedTensor) -> QuantizedTensor:
-    return tensor._like(tensor.storage_tensors())
+    detached = tensor._like(tensor.storage_tensors())
+    detached._init_val = tensor._init_val
+    return detached
 
 
 @_implements(aten.clone.default)
@@ -457,14 +512,15 @@ def _to_copy(
     memory_format: torch.memory_format | None = None,
 ) -> Tensor:
     if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
-        return tensor.quantizer_read().to(dtype=dtype, device=device)
+        return tensor._read(dtype).to(device=device)
 
     def move(inner: Tensor) -> Tensor:
         return inner.to(device=device, non_blocking=non_blocking, copy=True)
 
     moved = tensor._map_storage(move, dtype)
-    if tensor._high_precision_init_val is not None:
-        moved._high_precision_init_val = move(tensor._high_precision_init_val)
+    kept = tensor._high_precision_init_val
+    if kept is not None:
+        moved._high_precision_init_val = kept if kept.is_meta else move(kept)
     return moved
 
 
@@ -480,7 +536,10 @@ def _empty_like(
     device = tensor.device if device is None else device
     if dtype is not None:
         return torch.empty(tensor.shape, dtype=dtype, device=device)
-    return tensor.quantizer.make_empty(tuple(tensor.shape), tensor.dtype, device)
+    empty = tensor.quantizer.make_empty(tuple(tensor.shape), tensor.dtype, device)
+    if tensor._high_precision_init_val is not None:
+        empty._high_precision_init_val = tensor._high_precision_init_val.to("meta")
+    return empty
 
 
 # Optimizer state and gradients are made like the parameter, and are plain tensors.
@@ -501,20 +560,19 @@ def _plain_like(func: Callable, tensor: QuantizedTensor, *args: Any, **kwargs: A
 @_implements(aten.copy_.default)
 def _copy_(func: Callable, out: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(out, QuantizedTensor):
-        return out.copy_(source.quantizer_read(), non_blocking)
-    if same_format(out, source):
-        for name, inner in out.storage_tensors().items():
-            inner.copy_(getattr(source, name), non_blocking)
-        kept = source._high_precision_init_val
-    else:
-        kept = None if isinstance(source, QuantizedTensor) else source
-        out.quantize_(source.expand(out.shape))
-    if out._high_precision_init_val is not None:
-        # A value loaded before the first step is what the master weights have to start from.
-        out._high_precision_init_val = (
-            None if kept is None else kept.detach().to(out.device, copy=True)
-        )
+        return out.copy_(source._read(out.dtype), non_blocking)
+    if source.dtype not in HIGH_PRECISION_DTYPES:
+        source = source.float()
+    out._write(source.expand(out.shape) if source.shape != out.shape else source, non_blocking)
     return out
+
+
+@_implements(aten._foreach_copy_.default)
+def _foreach_copy_(
+    func: Callable, outs: list[Tensor], sources: list[Tensor], non_blocking: bool = False
+) -> None:
+    for out, source in zip(outs, sources, strict=True):
+        out.copy_(source, non_blocking)
 
 
 # torch.nn.init on a quantized parameter: a full overwrite, rounded once.

@@ -188,7 +188,7 @@ class NVFP4Launch(QuantizedLaunch):
     def plan_tiles(self, shapes: list[tuple[int, int]]) -> None:
         from fp4adam.kernels import nvfp4
 
-        tiles, self._n_whole = nvfp4.step_tiles(shapes)
+        tiles, self._n_whole = nvfp4.step_tiles(shapes, self.kind.quantizer.two_dimensional)
         self._tiles = tiles.to(self.device)
         self._tile_amaxes = torch.zeros(len(tiles), device=self.device)
         self._amaxes = torch.zeros(2, len(shapes), device=self.device).unbind()

@@ -17,6 +17,7 @@ from .tensor_table import (
     ROWWISE_SCALE,
     TRITON_DTYPES,
     VALUE,
+    Tile,
     load_tile,
     pointer,
     size,
@@ -26,10 +27,12 @@ from .tensor_table import (
 )
 
 BLOCK = 128
-# What one iteration of the fused step holds in registers: (rows, columns, stages of the pipeline),
-# for whole blocks and for those that reach past an edge, where masks need registers too.
-SQUARE_PARTS = ((32, 64, 3), (16, 32, 1))
-VECTOR_PARTS = ((16, BLOCK, 3), (4, BLOCK, 1))
+# How the fused step takes a block apart: whole blocks, and those that reach past an edge, where
+# masks need registers too.
+STEP_PARTS = {
+    True: (Tile(32, 64, 8, 4, 3), Tile(16, 32, 32, 4, 1)),  # two_dimensional
+    False: (Tile(16, BLOCK, 8, 4, 3), Tile(4, BLOCK, 32, 4, 1)),
+}
 
 
 @triton.jit
@@ -443,8 +446,8 @@ def adam_step(
 ) -> None:
     """Step all tensors of a table; ``tiles``: whole blocks, and those that reach past an edge."""
     kernel = _adam_step_square_kernel if two_dimensional else _adam_step_vector_kernel
-    parts = SQUARE_PARTS if two_dimensional else VECTOR_PARTS
-    for part, (br, bc, stages), masked in zip(tiles, parts, (False, True), strict=True):
+    parts = STEP_PARTS[two_dimensional]
+    for part, tile, masked in zip(tiles, parts, (False, True), strict=True):
         if part.shape[0]:
             kernel[(part.shape[0],)](
                 table,
@@ -461,9 +464,9 @@ def adam_step(
                 ROWWISE=rowwise,
                 COLUMNWISE=columnwise,
                 MASKED=masked,
-                BR=br,
-                BC=bc,
-                STAGES=stages,
-                num_warps=4,
+                BR=tile.rows,
+                BC=tile.cols,
+                STAGES=tile.num_stages,
+                num_warps=tile.num_warps,
                 enable_fp_fusion=False,
             )

@@ -17,6 +17,7 @@ from .tensor_table import (
     ROWWISE_DATA,
     ROWWISE_SCALE,
     TRITON_DTYPES,
+    Tile,
     load_tile,
     pointer,
     size,
@@ -25,9 +26,9 @@ from .tensor_table import (
 )
 
 BLOCK = 32
-# Tiles of the fused step: (rows, columns, tiles per program); edges are covered by single blocks.
-STEP_TILE = (32, 32, 4)
-EDGE_TILE = (32, 32, 1)
+# Tiles of the fused step; edges are covered by single blocks.
+STEP_TILE = Tile(32, 32, 4, 4, 4)
+EDGE_TILE = Tile(32, 32, 1, 4, 1)
 
 
 @triton.jit
@@ -264,7 +265,7 @@ def adam_step(
     columnwise: bool,
 ) -> None:
     """Step all tensors of a table; ``tiles`` are the lists for STEP_TILE and for EDGE_TILE."""
-    for part, (br, bc, loop) in zip(tiles, (STEP_TILE, EDGE_TILE), strict=True):
+    for part, tile in zip(tiles, (STEP_TILE, EDGE_TILE), strict=True):
         if part.shape[0]:
             _adam_step_kernel[(part.shape[0],)](
                 table,
@@ -277,10 +278,10 @@ def adam_step(
                 AMSGRAD=amsgrad,
                 ROWWISE=rowwise,
                 COLUMNWISE=columnwise,
-                BR=br,
-                BC=bc,
-                LOOP=loop,
-                STAGES=4,
-                num_warps=4,
+                BR=tile.rows,
+                BC=tile.cols,
+                LOOP=tile.loop,
+                STAGES=tile.num_stages,
+                num_warps=tile.num_warps,
                 enable_fp_fusion=False,
             )

@@ -19,6 +19,7 @@ from .tensor_table import (
     ROWWISE_SCALE,
     TRITON_DTYPES,
     WIDTH,
+    Tile,
     cover,
     divisor_tile,
     load_tile,
@@ -31,10 +32,10 @@ from .tensor_table import (
 BLOCK = 16
 FP32_MAX = tl.constexpr(3.4028234663852886e38)
 
-# Tiles of the fused step: (rows, columns, tiles per program). The loop keeps loads of the next tile
+# Tiles of the fused step. The loop keeps loads of the next tile
 # in flight; the edges of a matrix are covered by single blocks.
-STEP_TILE = (32, 64, 4)
-EDGE_TILE = (16, 16, 1)
+STEP_TILE = {True: Tile(32, 64, 4, 4, 3), False: Tile(32, 64, 4, 4, 3)}  # by two_dimensional
+EDGE_TILE = Tile(16, 16, 1, 4, 1)
 
 
 @triton.jit
@@ -395,11 +396,11 @@ def dequantize(
     return out
 
 
-def step_tiles(shapes: list[tuple[int, int]]) -> tuple[Tensor, int]:
+def step_tiles(shapes: list[tuple[int, int]], two_dimensional: bool) -> tuple[Tensor, int]:
     """Tiles for :func:`adam_step`, those of STEP_TILE first, and the number of these."""
-    whole, edge = cover(shapes, STEP_TILE, EDGE_TILE)
-    for tiles, (rows, cols, loop) in ((whole, STEP_TILE), (edge, EDGE_TILE)):
-        tiles[:, 3] = (rows * loop) << 16 | cols
+    whole, edge = cover(shapes, STEP_TILE[two_dimensional], EDGE_TILE)
+    for tiles, tile in ((whole, STEP_TILE[two_dimensional]), (edge, EDGE_TILE)):
+        tiles[:, 3] = (tile.rows * tile.loop) << 16 | tile.cols
     return torch.cat((whole, edge)), len(whole)
 
 
@@ -427,7 +428,7 @@ def adam_step(
     ``amax_preview``. ``next_amaxes``: zeroed. ``tile_amaxes``: float32 [n_tiles], written.
     """
     parts = (slice(0, n_whole), slice(n_whole, tiles.shape[0]))
-    for part, (br, bc, loop) in zip(parts, (STEP_TILE, EDGE_TILE), strict=True):
+    for part, tile in zip(parts, (STEP_TILE[two_dimensional], EDGE_TILE), strict=True):
         if part.stop > part.start:
             _adam_step_kernel[(part.stop - part.start,)](
                 table,
@@ -444,10 +445,10 @@ def adam_step(
                 ROWWISE=rowwise,
                 COLUMNWISE=columnwise,
                 SQUARE=two_dimensional,
-                BR=br,
-                BC=bc,
-                LOOP=loop,
-                STAGES=3,
-                num_warps=4,
+                BR=tile.rows,
+                BC=tile.cols,
+                LOOP=tile.loop,
+                STAGES=tile.num_stages,
+                num_warps=tile.num_warps,
                 enable_fp_fusion=False,
             )

@@ -4,6 +4,8 @@ Tiles are listed beside it, in an int32 row (tensor, first row, first column, 0)
 launch covers any number of tensors of any shape with tiles that never reach past an edge.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -101,25 +103,32 @@ def tile_grid(tensor: int, rows: tuple[int, int, int], cols: tuple[int, int, int
     return tiles
 
 
-def cover(
-    shapes: list[tuple[int, int]], large: tuple[int, int, int], small: tuple[int, int, int]
-) -> tuple[Tensor, Tensor]:
+class Tile(NamedTuple):
+    """What one program of a fused step covers: ``loop`` tiles [rows, cols] down the rows."""
+
+    rows: int
+    cols: int
+    loop: int
+    num_warps: int
+    num_stages: int
+
+
+def cover(shapes: list[tuple[int, int]], large: Tile, small: Tile) -> tuple[Tensor, Tensor]:
     """Cover matrices with large tiles, and what is left at their edges with small ones.
 
     Args:
         shapes: [rows, cols] of each tensor, multiples of the small tile.
-        large: (rows, columns, repetitions down the rows) of a large tile.
-        small: The same of a small one, which divides it.
+        large: The tile for most of a matrix.
+        small: One that divides it and every matrix.
 
     Returns:
         The two int32 tile lists [n, 4].
     """
-    height, width = large[0] * large[2], large[1]
-    step = small[:2]
+    height, width = large.rows * large.loop, large.cols
     inner, edge = [], []
     for i, (rows, cols) in enumerate(shapes):
         full_rows, full_cols = rows - rows % height, cols - cols % width
         inner.append(tile_grid(i, (0, full_rows, height), (0, full_cols, width)))
-        edge.append(tile_grid(i, (0, full_rows, step[0]), (full_cols, cols, step[1])))
-        edge.append(tile_grid(i, (full_rows, rows, step[0]), (0, cols, step[1])))
+        edge.append(tile_grid(i, (0, full_rows, small.rows), (full_cols, cols, small.cols)))
+        edge.append(tile_grid(i, (full_rows, rows, small.rows), (0, cols, small.cols)))
     return torch.cat(inner), torch.cat(edge)

@@ -40,6 +40,10 @@ def step_options(grad="bf16", write="fp32", **extra):
     return {"GRAD_DTYPE": dtype(grad), **fixed, **extra}
 
 
+def tile_options(tile):
+    return {"BR": tile.rows, "BC": tile.cols, "STAGES": tile.num_stages}
+
+
 def kernel_jobs():
     """Every kernel in the forms that a training run launches most, and in its widest one."""
     from fp4adam.kernels import amax_preview, float8_block, mxfp8, nvfp4
@@ -67,26 +71,30 @@ def kernel_jobs():
             {**TABLES, **known, "n_tiles": "i32"},
             step_options(REST=rest, SCAN=amax_preview.SCAN, BR=br, BC=bc),
         )
-    for size, (br, bc, loop) in (("step", nvfp4.STEP_TILE), ("edge", nvfp4.EDGE_TILE)):
-        tile = {"BR": br, "BC": bc, "LOOP": loop, "STAGES": 3}
-        for square in (True, False):
+    for square in (True, False):
+        for size, tile in (("step", nvfp4.STEP_TILE[square]), ("edge", nvfp4.EDGE_TILE)):
             jobs[f"nvfp4 {size} square={square}"] = job(
-                "nvfp4._adam_step_kernel", amaxes, step_options(SQUARE=square, **BOTH, **tile)
+                "nvfp4._adam_step_kernel",
+                amaxes,
+                step_options(SQUARE=square, LOOP=tile.loop, **BOTH, **tile_options(tile)),
+                num_warps=tile.num_warps,
             )
-    for size, (br, bc, loop) in (("step", mxfp8.STEP_TILE), ("edge", mxfp8.EDGE_TILE)):
-        tile = {"BR": br, "BC": bc, "LOOP": loop, "STAGES": 4}
-        jobs[f"mxfp8 {size}"] = job("mxfp8._adam_step_kernel", TABLES, step_options(**BOTH, **tile))
+    for size, tile in (("step", mxfp8.STEP_TILE), ("edge", mxfp8.EDGE_TILE)):
+        jobs[f"mxfp8 {size}"] = job(
+            "mxfp8._adam_step_kernel",
+            TABLES,
+            step_options(LOOP=tile.loop, **BOTH, **tile_options(tile)),
+            num_warps=tile.num_warps,
+        )
     epsilon = {**TABLES, "epsilon": "fp32"}
-    for shape, parts in (
-        ("square", float8_block.SQUARE_PARTS),
-        ("vector", float8_block.VECTOR_PARTS),
-    ):
-        for masked, (br, bc, stages) in zip((False, True), parts, strict=True):
-            extra = {"LARGEST": FP32_MAX, "POW_2": True, "MASKED": masked, "STAGES": stages}
+    for shape, parts in zip(("square", "vector"), float8_block.STEP_PARTS.values(), strict=True):
+        for masked, tile in zip((False, True), parts, strict=True):
+            extra = {"LARGEST": FP32_MAX, "POW_2": True, "MASKED": masked, **tile_options(tile)}
             jobs[f"float8block {shape} masked={masked}"] = job(
                 f"float8_block._adam_step_{shape}_kernel",
                 epsilon,
-                step_options(BR=br, BC=bc, **BOTH, **extra),
+                step_options(**BOTH, **extra),
+                num_warps=tile.num_warps,
             )
 
     sizes = {"rows": "i32", "cols": "i32"}

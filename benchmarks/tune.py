@@ -1,0 +1,128 @@
+"""Times the fused steps with other tiles than the chosen ones, on an NVIDIA GPU.
+
+    python benchmarks/tune.py [FORMAT ...] [--layers 16]
+
+For every format, the tiles of its table below are put in place of the package's one after another
+and the step is timed as in step.py; the best come first, as share of the copy rate.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+
+import torch
+from fp4adam.kernels import float8_block, mxfp8, nvfp4
+from fp4adam.kernels.tensor_table import Tile
+from step import FORMATS, HYPER, LAYER, Clock, copy_rate, parameters, step_bytes
+
+from fp4adam import FP4Adam
+
+NVFP4_TILES = [
+    Tile(32, 64, 4, 4, 3),
+    Tile(32, 64, 4, 8, 3),
+    Tile(32, 64, 4, 4, 4),
+    Tile(32, 64, 4, 8, 4),
+    Tile(32, 32, 4, 4, 4),
+    Tile(32, 32, 8, 4, 3),
+    Tile(32, 32, 4, 2, 3),
+    Tile(64, 32, 4, 8, 3),
+    Tile(64, 32, 4, 4, 3),
+    Tile(16, 64, 4, 4, 4),
+    Tile(64, 64, 2, 8, 2),
+]
+MXFP8_TILES = [
+    Tile(32, 32, 4, 4, 4),
+    Tile(32, 32, 4, 4, 3),
+    Tile(32, 32, 8, 4, 4),
+    Tile(32, 32, 4, 2, 4),
+    Tile(32, 64, 4, 4, 3),
+    Tile(32, 64, 4, 8, 3),
+    Tile(32, 64, 4, 8, 4),
+    Tile(32, 128, 4, 8, 3),
+]
+FLOAT8_BLOCK_TILES = [
+    Tile(32, 64, 8, 4, 3),
+    Tile(32, 64, 8, 8, 3),
+    Tile(32, 64, 8, 8, 4),
+    Tile(32, 32, 16, 4, 4),
+    Tile(64, 32, 8, 4, 3),
+    Tile(64, 32, 8, 8, 3),
+    Tile(64, 64, 4, 8, 2),
+    Tile(16, 128, 8, 4, 3),
+    Tile(32, 128, 4, 8, 2),
+]
+FLOAT8_BLOCK_1D_TILES = [
+    Tile(16, 128, 8, 4, 3),
+    Tile(16, 128, 8, 8, 3),
+    Tile(32, 128, 4, 8, 2),
+    Tile(32, 128, 4, 8, 3),
+    Tile(8, 128, 16, 4, 4),
+]
+
+
+def put_nvfp4(two_dimensional: bool) -> Callable[[Tile], None]:
+    """What puts a tile in the place of NVFP4's."""
+
+    def put(tile: Tile) -> None:
+        nvfp4.STEP_TILE[two_dimensional] = tile
+
+    return put
+
+
+def put_mxfp8(tile: Tile) -> None:
+    """Put a tile in the place of MXFP8's."""
+    mxfp8.STEP_TILE = tile
+
+
+def put_float8_block(two_dimensional: bool) -> Callable[[Tile], None]:
+    """What puts a tile in the place of Float8Block's for whole blocks."""
+
+    def put(tile: Tile) -> None:
+        edge = float8_block.STEP_PARTS[two_dimensional][1]
+        float8_block.STEP_PARTS[two_dimensional] = (tile, edge)
+
+    return put
+
+
+CANDIDATES = {
+    "NVFP4": (NVFP4_TILES, put_nvfp4(True)),
+    "NVFP4 1D": (NVFP4_TILES, put_nvfp4(False)),
+    "MXFP8": (MXFP8_TILES, put_mxfp8),
+    "Float8Block": (FLOAT8_BLOCK_TILES, put_float8_block(True)),
+    "Float8Block 1D": (FLOAT8_BLOCK_1D_TILES, put_float8_block(False)),
+}
+
+
+def timings(name: str, layers: int, rate: float) -> Iterator[tuple[float, float, Tile]]:
+    """Share of the copy rate, milliseconds and tile, for every tile that compiles."""
+    tiles, put = CANDIDATES[name]
+    params = parameters(LAYER * layers, "cuda", torch.bfloat16, FORMATS[name])
+    numel = sum(p.numel() for p in params)
+    for tile in tiles:
+        put(tile)
+        optimizer = FP4Adam(params, **HYPER)
+        try:
+            optimizer.step()
+        except Exception as error:  # a tile that needs more than the GPU has is no candidate
+            print(f"{name}: {tile} does not run: {str(error)[:80]}")
+            continue
+        optimizer.step()
+        ms = statistics.median(Clock("cuda").samples(optimizer.step, 12))
+        yield step_bytes(optimizer, params) / ms * 1e3 / rate, ms, tile
+    print(f"{name}: {numel / 1e6:.0f} M parameters")
+
+
+def main() -> None:
+    """Time all tiles of the chosen formats."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("formats", nargs="*", default=list(CANDIDATES), metavar="FORMAT")
+    parser.add_argument("--layers", type=int, default=8)
+    args = parser.parse_args()
+    rate = copy_rate(Clock("cuda"), "cuda")
+    for name in args.formats:
+        for share, ms, tile in sorted(timings(name, args.layers, rate), reverse=True):
+            print(f"{name:16s} {share:.3f} of copy  {ms:7.3f} ms  {tile}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

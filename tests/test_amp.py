@@ -1,0 +1,249 @@
+"""FP4Adam under automatic mixed precision: scaled gradients, overflows, clipping, autocast."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import AdamW
+from torch.testing import assert_close
+
+from fp4adam import FP4Adam, QuantizedTensor, Quantizer
+from quantized_training import (
+    RECIPES,
+    all_params,
+    assert_bytes_are_of_masters,
+    assert_identical,
+    make_mlp,
+    make_params,
+    mlp_loss,
+    quantized,
+    random,
+    set_grads,
+    snapshot,
+    take_steps,
+)
+
+every_recipe = pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES.keys())
+half_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+every_dtype = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str
+)
+SCALE = 2.0**10
+
+
+def make_scaler(device: str, **options: Any) -> torch.amp.GradScaler:
+    scaler = torch.amp.GradScaler(device, init_scale=SCALE, **options)
+    # A scaler has its scale on the device once it has scaled something.
+    scaler.scale(torch.zeros((), device=device))
+    return scaler
+
+
+# Scaled gradients
+
+
+@every_recipe
+@every_dtype
+def test_scaled_step_equals_the_unscaled_one(
+    quantizer: Quantizer, dtype: torch.dtype, device: str
+) -> None:
+    """By a power of two, every bit."""
+    params = make_params(quantizer, device, dtype)
+    scaled, expected = FP4Adam(params), FP4Adam(copy.deepcopy(params), use_decoupled_grad=True)
+    scaler = make_scaler(device, growth_interval=2)
+    for seed in range(4):
+        set_grads(params, seed, scale=scaler.get_scale())
+        for param, twin in zip(params, all_params(expected), strict=True):
+            twin.decoupled_grad = param.grad.float() / scaler.get_scale()
+        scaler.step(scaled)
+        scaler.update()
+        expected.step()
+    assert scaler.get_scale() == 4 * SCALE
+    assert_identical(snapshot(scaled), snapshot(expected))
+    assert_bytes_are_of_masters(scaled)
+
+
+@every_recipe
+@half_dtypes
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("first", [True, False], ids=["at the first step", "later"])
+def test_overflow_changes_nothing_at_all(
+    quantizer: Quantizer, dtype: torch.dtype, bad: float, first: bool, device: str
+) -> None:
+    params = make_params(quantizer, device, dtype)
+    optimizer = FP4Adam(params)
+    if not first:
+        take_steps(optimizer, range(2))
+    before = snapshot(optimizer)
+    scaler = make_scaler(device)
+    set_grads(params, seed=2)
+    params[4].grad.view(-1)[17] = bad
+    scaler.step(optimizer)
+    scaler.update()
+    assert_identical(snapshot(optimizer), before)
+    assert scaler.get_scale() == SCALE / 2
+    set_grads(params, seed=2)
+    scaler.step(optimizer)
+    assert all(optimizer.state[param]["step"] == (1 if first else 3) for param in params)
+
+
+@every_recipe
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("overflow", [False, True], ids=["", "overflow"])
+def test_unscaled_and_clipped_gradients_are_not_scaled_again(
+    quantizer: Quantizer, dtype: torch.dtype, overflow: bool, device: str
+) -> None:
+    # Gradients in FP16 cannot be unscaled before the step, with any optimizer.
+    params = quantized(make_params(quantizer, device, dtype))
+    optimizer, expected = FP4Adam(params), FP4Adam(copy.deepcopy(params))
+    scaler = make_scaler(device)
+    before = snapshot(optimizer)
+    set_grads(params, seed=0, scale=SCALE)
+    if overflow:
+        params[0].grad[3, 3] = math.inf
+    scaler.unscale_(optimizer)
+    norm = clip_grad_norm_(params, 0.5)
+    scaler.step(optimizer)
+    scaler.update()
+    if overflow:
+        assert_identical(snapshot(optimizer), before)
+        return
+    set_grads(all_params(expected), seed=0)
+    assert_identical(norm, clip_grad_norm_(all_params(expected), 0.5))
+    expected.step()
+    assert_identical(snapshot(optimizer), snapshot(expected))
+
+
+@pytest.mark.parametrize("clip", [clip_grad_norm_, clip_grad_value_])
+def test_clipping_sees_quantized_parameters(clip: Any, device: str) -> None:
+    params = quantized(make_params(RECIPES["nvfp4"], device, torch.float32))
+    plain = [Parameter(param.detach().dequantize()) for param in params]
+    for each in (params, plain):
+        set_grads(each, seed=0)
+        clip(each, 0.01)
+    assert_identical([param.grad for param in params], [param.grad for param in plain])
+
+
+@every_recipe
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+@pytest.mark.parametrize("on_device", [True, False], ids=["device", "cpu"])
+def test_grad_scale_may_be_any_one_element_tensor(
+    quantizer: Quantizer, shape: tuple[int, ...], on_device: bool, device: str
+) -> None:
+    params = make_params(quantizer, device)
+    scaled, expected = FP4Adam(params), FP4Adam(copy.deepcopy(params))
+    scale = torch.full(shape, 2.0**6, dtype=torch.float64, device=device if on_device else "cpu")
+    for seed in range(2):
+        set_grads(params, seed, scale=2.0**6)
+        grads = [param.grad.clone() for param in params]
+        scaled.grad_scale, scaled.found_inf = scale, torch.zeros_like(scale)
+        scaled.step()
+        assert_identical([param.grad for param in params], grads)
+        take_steps(expected, [seed])
+    assert_identical(snapshot(scaled), snapshot(expected))
+
+
+def test_gradients_out_of_reach_of_fp16_are_unscaled_in_fp32(device: str) -> None:
+    """Dividing by the scale in FP16 would flush them to zero."""
+    params = quantized(make_params(RECIPES["mxfp8"], device, torch.float16))
+    optimizer = FP4Adam(params, betas=(0.0, 0.0), eps=0.0)
+    optimizer.grad_scale = torch.tensor([2.0**16], device=device)
+    for param in params:
+        param.grad = torch.full(param.shape, 2.0**-20, dtype=torch.float16, device=device)
+    optimizer.step()
+    for param in params:
+        state = optimizer.state[param]
+        assert (state["exp_avg"] == 2.0**-36).all()
+        assert (state["exp_avg_sq"] == 2.0**-72).all()
+
+
+# Whole loops
+
+
+@every_recipe
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_training_with_scaler_learns(
+    quantizer: Quantizer, dtype: torch.dtype, device: str
+) -> None:
+    """One overflow on the way costs one step."""
+    model = make_mlp(quantizer, device, dtype)
+    optimizer = FP4Adam(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler(device, init_scale=SCALE, growth_interval=10)
+    losses = []
+    for step in range(20):
+        optimizer.zero_grad()
+        with torch.autocast(device, torch.bfloat16):
+            loss = mlp_loss(model, seed=step % 4)
+        losses.append(loss.item())
+        scaler.scale(loss * (math.inf if step == 5 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    assert losses[-1] < 0.6 * losses[0]
+    assert scaler.get_scale() == SCALE  # halved once, doubled once
+    for param in model.parameters():
+        assert optimizer.state[param]["step"] == 19
+        assert param.grad.dtype == param.dtype == dtype
+        assert isinstance(param, QuantizedTensor) or param.dim() == 1
+    assert_bytes_are_of_masters(optimizer)
+
+
+@pytest.mark.parametrize("scaled", [True, False], ids=["scaler", "no scaler"])
+@half_dtypes
+def test_convolutions_in_channels_last_equal_adamw(
+    scaled: bool, dtype: torch.dtype, device: str
+) -> None:
+    """FP32 parameters whose memory is not in the order of their dimensions."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        layers = (nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+        return nn.Sequential(*layers).to(device, memory_format=torch.channels_last)
+
+    models = [build(), build()]
+    optimizers = [FP4Adam(models[0].parameters()), AdamW(models[1].parameters())]
+    scalers = [torch.amp.GradScaler(device, init_scale=128.0, enabled=scaled) for _ in range(2)]
+    strides = [param.stride() for param in models[0].parameters()]
+    for seed in range(20):
+        x = random((2, 4, 8, 8), seed, device).to(memory_format=torch.channels_last)
+        for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            with torch.autocast(device, dtype):
+                loss = (model(x) - x[..., 2:-2, 2:-2]).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert [param.stride() for param in models[0].parameters()] == strides
+    for param, twin in zip(*(model.parameters() for model in models), strict=True):
+        assert_close(param.detach(), twin.detach(), rtol=1e-3, atol=1e-3)
+        # As with torch's fused optimizers, the scaled gradients are left as they are.
+        grad = param.grad / 128 if scaled else param.grad
+        assert_close(grad, twin.grad, rtol=1e-3, atol=1e-3)
+
+
+@half_dtypes
+def test_half_precision_model_equals_adamw_on_its_masters(dtype: torch.dtype, device: str) -> None:
+    """A whole model in 16 bits: the masters take the steps of an FP32 AdamW."""
+    model = make_mlp(None, device, dtype)
+    optimizer = FP4Adam(model.parameters(), lr=1e-2)
+    twins = [Parameter(param.detach().float()) for param in model.parameters()]
+    adamw = AdamW(twins, lr=1e-2)
+    scaler = torch.amp.GradScaler(device, init_scale=SCALE)
+    for seed in range(10):
+        optimizer.zero_grad()
+        scaler.scale(mlp_loss(model, seed)).backward()
+        for twin, param in zip(twins, model.parameters(), strict=True):
+            twin.grad = param.grad.float() / SCALE
+        scaler.step(optimizer)
+        scaler.update()
+        adamw.step()
+    for twin, param in zip(twins, model.parameters(), strict=True):
+        assert_close(optimizer.state[param]["master_param"], twin.detach())
+        assert_identical(param.detach(), optimizer.state[param]["master_param"].to(dtype))

@@ -1,0 +1,466 @@
+"""Checkpoints: training resumes bit for bit, and what does not fit is refused untouched."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import SGD, Adam, AdamW, RMSprop
+from torch.optim.lr_scheduler import LambdaLR
+from torch.testing import assert_close
+
+from fp4adam import FP4Adam, QuantizedTensor, Quantizer, quantize_model
+from quantized_training import (
+    QUANTIZERS,
+    RECIPES,
+    all_params,
+    assert_bytes_are_of_masters,
+    assert_identical,
+    make_mlp,
+    make_params,
+    make_weight,
+    mlp_loss,
+    quantized,
+    random,
+    set_grads,
+    snapshot,
+    take_steps,
+)
+
+every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS.keys())
+every_recipe = pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES.keys())
+half_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+def through_a_file(saved: Any) -> Any:
+    """What torch.load gives back, without running any code from the file."""
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def train(model: nn.Module, optimizer: FP4Adam, seeds: range) -> None:
+    for seed in seeds:
+        optimizer.zero_grad()
+        mlp_loss(model, seed).backward()
+        optimizer.step()
+
+
+def reseeded(quantizer: Quantizer | None, device: str, dtype: torch.dtype) -> nn.Module:
+    """A model built from scratch, with other weights than those of ``make_mlp``."""
+    model = make_mlp(None, device, dtype)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1.0)
+    return model if quantizer is None else quantize_model(model, quantizer)
+
+
+# Resuming
+
+
+LOAD_ORDERS: dict[str, Callable[[Callable, Callable], Any]] = {
+    "model first": lambda load_model, load_optimizer: (load_model(), load_optimizer()),
+    "optimizer first": lambda load_model, load_optimizer: (load_optimizer(), load_model()),
+}
+
+
+@every_quantizer
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.bfloat16, dict(amsgrad=True, quantize_from="param_dtype", maximize=True)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("order", LOAD_ORDERS.values(), ids=LOAD_ORDERS.keys())
+def test_resumed_training_is_bit_identical(
+    quantizer: Quantizer,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    order: Callable[[Callable, Callable], Any],
+    device: str,
+) -> None:
+    model = make_mlp(quantizer, device, dtype)
+    optimizer = FP4Adam(model.parameters(), lr=1e-2, **options)
+    train(model, optimizer, range(3))
+    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    train(model, optimizer, range(3, 6))
+
+    fresh = reseeded(quantizer, device, dtype)
+    resumed = FP4Adam(fresh.parameters(), lr=0.5, **options)
+    order(
+        lambda: fresh.load_state_dict(saved["model"]),
+        lambda: resumed.load_state_dict(saved["optimizer"]),
+    )
+    train(fresh, resumed, range(3, 6))
+    assert_identical(snapshot(resumed)["params"], snapshot(optimizer)["params"])
+    assert_identical(snapshot(resumed)["state"], snapshot(optimizer)["state"])
+    for param in quantized(fresh.parameters()):
+        assert param.get_high_precision_init_val() is None
+
+
+@every_recipe
+def test_optimizer_checkpoint_alone_restores_the_weights(
+    quantizer: Quantizer, device: str
+) -> None:
+    """The masters are enough: the first step writes the weights that belong to them."""
+    params = quantized(make_params(quantizer, device))
+    optimizer = FP4Adam(params)
+    take_steps(optimizer, range(2))
+    resumed = FP4Adam(
+        [make_weight(quantizer, device, tuple(param.shape), seed=99) for param in params]
+    )
+    resumed.load_state_dict(optimizer.state_dict())
+    for each in (optimizer, resumed):
+        take_steps(each, [2])
+    assert_identical(snapshot(resumed), snapshot(optimizer))
+    assert_bytes_are_of_masters(resumed)
+
+
+@every_recipe
+def test_resuming_in_the_middle_of_a_schedule_is_bit_identical(
+    quantizer: Quantizer, device: str
+) -> None:
+    def build(params: list[Parameter]) -> tuple[FP4Adam, LambdaLR]:
+        optimizer = FP4Adam([{"params": params[:2]}, {"params": params[2:], "lr": 1e-3}])
+        return optimizer, LambdaLR(optimizer, lambda step: 0.7**step)
+
+    params = make_params(quantizer, device)
+    optimizer, scheduler = build(params)
+    for seed in range(3):
+        take_steps(optimizer, [seed])
+        scheduler.step()
+    twins = copy.deepcopy(params)
+    resumed, resumed_scheduler = build(twins)
+    saved = through_a_file([optimizer.state_dict(), scheduler.state_dict()])
+    resumed.load_state_dict(saved[0])
+    resumed_scheduler.load_state_dict(saved[1])
+    for each, its_scheduler in ((optimizer, scheduler), (resumed, resumed_scheduler)):
+        for seed in range(3, 6):
+            take_steps(each, [seed])
+            its_scheduler.step()
+    assert_identical(snapshot(resumed), snapshot(optimizer))
+
+
+def test_late_parameter_resumes_with_its_own_step(device: str) -> None:
+    params = make_params(RECIPES["nvfp4"], device)
+    optimizer = FP4Adam(params)
+    for seed in range(3):
+        set_grads(params, seed)
+        params[1].grad = None
+        params[4].grad = None if seed < 2 else params[4].grad
+        optimizer.step()
+    resumed = FP4Adam(copy.deepcopy(params))
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    for each in (optimizer, resumed):
+        take_steps(each, range(3, 5))
+    assert [optimizer.state[param]["step"].item() for param in params] == [5, 2, 5, 5, 3]
+    assert_identical(snapshot(resumed), snapshot(optimizer))
+
+
+# What is in a checkpoint
+
+
+@every_recipe
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_checkpoint_holds_fp32_moments_and_masters(
+    quantizer: Quantizer, amsgrad: bool, device: str
+) -> None:
+    params = make_params(quantizer, device)
+    optimizer = FP4Adam(params, amsgrad=amsgrad)
+    take_steps(optimizer, [0])
+    for param, state in zip(params, optimizer.state_dict()["state"].values(), strict=True):
+        names = {"step", "exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if amsgrad else set())
+        if isinstance(param, QuantizedTensor) or param.dtype != torch.float32:
+            names.add("master_param")
+        assert state.keys() == names
+        assert all(type(value) is Tensor for value in state.values())
+        assert {value.dtype for value in state.values()} == {torch.float32}
+        assert {state[name].shape for name in names - {"step"}} == {param.shape}
+        assert (state["step"].shape, state["step"].device.type) == ((), "cpu")
+
+
+@every_recipe
+def test_loaded_state_is_unrounded_and_of_its_own(quantizer: Quantizer, device: str) -> None:
+    """FP32 values survive BF16 parameters, and the loaded dictionary is neither kept nor edited."""
+    params = make_params(quantizer, device)
+    optimizer = FP4Adam(params)
+    take_steps(optimizer, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    untouched = copy.deepcopy(saved)
+    resumed = FP4Adam(copy.deepcopy(params), lr=0.3)
+    resumed.load_state_dict(saved)
+    assert_identical(resumed.state_dict()["state"], untouched["state"])
+    theirs = {t.data_ptr() for state in saved["state"].values() for t in state.values()}
+    ours = {
+        value.data_ptr()
+        for param in all_params(resumed)
+        for value in resumed.state[param].values()
+        if value.numel()
+    }
+    assert not theirs & ours
+    take_steps(resumed, range(2))
+    resumed.param_groups[0]["lr"] = 7.0
+    assert_identical(saved, untouched)
+
+
+@every_recipe
+def test_named_parameters_are_saved_by_name(quantizer: Quantizer, device: str) -> None:
+    model = make_mlp(quantizer, device)
+    optimizer = FP4Adam(model.named_parameters())
+    train(model, optimizer, range(2))
+    saved = through_a_file(optimizer.state_dict())
+    names = [name for name, _ in model.named_parameters()]
+    assert saved["param_groups"][0]["param_names"] == names
+    for named in (True, False):
+        twin = copy.deepcopy(model)
+        resumed = FP4Adam(twin.named_parameters() if named else twin.parameters())
+        resumed.load_state_dict(saved)
+        assert resumed.state_dict()["param_groups"][0]["param_names"] == names
+        assert_identical(snapshot(resumed)["state"], snapshot(optimizer)["state"])
+
+
+def test_checkpoint_of_a_fresh_optimizer_loads(device: str) -> None:
+    params = make_params(RECIPES["nvfp4"], device)
+    twins = copy.deepcopy(params)
+    resumed, expected = FP4Adam(params), FP4Adam(twins)
+    resumed.load_state_dict(through_a_file(FP4Adam(copy.deepcopy(params)).state_dict()))
+    for each in (resumed, expected):
+        take_steps(each, range(2))
+    assert_identical(snapshot(resumed), snapshot(expected))
+
+
+def test_trainer_may_load_the_state_it_has_just_saved(device: str) -> None:
+    """Trainers move the state to the device like this, before the first step and with a closure."""
+    model, twin = (make_mlp(RECIPES["mxfp8"], device, torch.bfloat16) for _ in range(2))
+    optimizer, expected = FP4Adam(model.parameters()), FP4Adam(twin.parameters())
+    for seed in range(3):
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.zero_grad()
+        mlp_loss(model, seed).backward()
+        assert optimizer.step(None) is None
+        train(twin, expected, range(seed, seed + 1))
+    assert_identical(snapshot(optimizer), snapshot(expected))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(quantize_from="param_dtype"),
+        dict(use_decoupled_grad=True),
+        dict(master_weights=False),
+    ],
+    ids=str,
+)
+def test_duplicate_of_the_optimizer_keeps_its_options(
+    duplicate: Callable[[FP4Adam], FP4Adam], options: dict[str, Any], device: str
+) -> None:
+    params = make_params(RECIPES["nvfp4"], device)
+    if "master_weights" in options:
+        params = [param for param in params if not isinstance(param, QuantizedTensor)]
+    optimizer = FP4Adam(params, **options)
+
+    def step(each: FP4Adam, seed: int) -> None:
+        dtype = torch.float32 if each.use_decoupled_grad else None
+        set_grads(all_params(each), seed, dtype=dtype)
+        each.step()
+
+    # Before the first step too, when the values before quantization travel along.
+    for seed in range(3):
+        copied = duplicate(optimizer)
+        assert type(copied) is FP4Adam
+        for name in ("quantize_from", "use_decoupled_grad", "master_weights"):
+            assert getattr(copied, name) == getattr(optimizer, name)
+        before = snapshot(optimizer)
+        step(copied, seed)
+        assert_identical(snapshot(optimizer), before)
+        step(optimizer, seed)
+        assert_identical(snapshot(copied), snapshot(optimizer))
+
+
+# To and from torch.optim
+
+
+@every_recipe
+@half_dtypes
+@pytest.mark.parametrize("torch_class", [AdamW, Adam])
+def test_quantized_training_continues_from_adamw(
+    quantizer: Quantizer, dtype: torch.dtype, torch_class: type, device: str
+) -> None:
+    """Moments as saved, masters from the parameters, modes of the new optimizer."""
+    values = [random((64, 96), 1, device).to(dtype), random((7,), 2, device).to(dtype)]
+    theirs = torch_class([Parameter(value.clone()) for value in values], foreach=True)
+    take_steps(theirs, range(2))
+    saved = through_a_file(theirs.state_dict())
+    weights = [param.detach() for param in all_params(theirs)]
+    params = [Parameter(quantizer.quantize(weights[0])), Parameter(weights[1].clone())]
+    params[0]._high_precision_init_val = weights[0]
+    ours = FP4Adam(params, lr=0.0)
+    ours.load_state_dict(saved)
+    assert ours.param_groups[0]["adam_w_mode"] is True
+    ours.param_groups[0]["lr"] = 0.0
+    for i, param in enumerate(params):
+        state = ours.state[param]
+        assert_identical(state["exp_avg"], saved["state"][i]["exp_avg"].float())
+        assert "master_param" not in state
+    take_steps(ours, [2])
+    for param, weight in zip(params, weights, strict=True):
+        assert ours.state[param]["step"] == 3
+        assert_identical(ours.state[param]["master_param"], weight.float())
+    assert params[0].get_high_precision_init_val() is None
+
+
+def test_adamw_continues_from_our_checkpoint(device: str) -> None:
+    params = [Parameter(random(shape, 0, device)) for shape in ((9, 5), ())]
+    ours = FP4Adam(params, lr=1e-2, weight_decay=0.1)
+    take_steps(ours, range(3))
+    theirs = AdamW(copy.deepcopy(params))
+    theirs.load_state_dict(through_a_file(ours.state_dict()))
+    for each in (ours, theirs):
+        take_steps(each, range(3, 6))
+    assert_close([p.detach() for p in params], [p.detach() for p in all_params(theirs)])
+
+
+@every_recipe
+def test_quantized_training_resumes_from_a_plain_model(quantizer: Quantizer, device: str) -> None:
+    """FP32 training first, then the same weights in few bits: masters start unrounded."""
+    model = make_mlp(None, device)
+    before = FP4Adam(model.parameters(), lr=1e-2)
+    train(model, before, range(3))
+    saved = through_a_file({"model": model.state_dict(), "optimizer": before.state_dict()})
+    fresh = reseeded(quantizer, device, torch.float32)
+    resumed = FP4Adam(fresh.parameters())
+    resumed.load_state_dict(saved["optimizer"])
+    fresh.load_state_dict(saved["model"])
+    resumed.param_groups[0]["lr"] = 0.0
+    take_steps(resumed, [0])
+    for i in (0, 2):
+        master = resumed.state[fresh[i].weight]["master_param"]
+        assert_identical(master, saved["model"][f"{i}.weight"])
+
+
+# What does not fit
+
+
+def _edited(saved: dict[str, Any], i: int, name: str, value: Any) -> dict[str, Any]:
+    edited = copy.deepcopy(saved)
+    edited["state"][i][name] = value
+    return edited
+
+
+def _without(saved: dict[str, Any], i: int, name: str) -> dict[str, Any]:
+    edited = copy.deepcopy(saved)
+    del edited["state"][i][name]
+    return edited
+
+
+def _of(optimizer_class: type, params: list[Parameter], **options: Any) -> dict[str, Any]:
+    plain = [Parameter(torch.zeros(param.shape, device=param.device)) for param in params]
+    optimizer = optimizer_class(plain, lr=0.1, **options)
+    take_steps(optimizer, [0])
+    return optimizer.state_dict()
+
+
+WRONG: dict[str, tuple[Callable[[dict, list], dict], str]] = {
+    "moment of another shape": (
+        lambda saved, params: _edited(saved, 4, "exp_avg_sq", torch.zeros(3, 3)),
+        r"exp_avg_sq of parameter 4 must have shape \(32, 160\), got \(3, 3\)",
+    ),
+    "transposed master": (
+        lambda saved, params: _edited(saved, 1, "master_param", torch.zeros(96, 64)),
+        r"master_param of parameter 1 must have shape \(64, 96\), got \(96, 64\)",
+    ),
+    "low bits as master": (
+        lambda saved, params: _edited(
+            saved, 1, "master_param", torch.zeros(64, 96, dtype=torch.int16)
+        ),
+        "master_param of parameter 1 must be a floating point tensor, got torch.int16",
+    ),
+    "no moment": (
+        lambda saved, params: _without(saved, 4, "exp_avg"),
+        "state of parameter 4 must hold step, exp_avg and exp_avg_sq",
+    ),
+    "None as moment": (
+        lambda saved, params: _edited(saved, 1, "exp_avg", None),
+        "exp_avg of parameter 1 must be a floating point tensor, got NoneType",
+    ),
+    "None as master": (
+        lambda saved, params: _edited(saved, 1, "master_param", None),
+        "master_param of parameter 1 must be a floating point tensor, got NoneType",
+    ),
+    "no number as step": (
+        lambda saved, params: _edited(saved, 4, "step", None),
+        "step of parameter 4 must be one number, got None",
+    ),
+    "vector as step": (
+        lambda saved, params: _edited(saved, 4, "step", torch.ones(2)),
+        "step of parameter 4 must be one number",
+    ),
+    "SGD with momentum": (
+        lambda saved, params: _of(SGD, params, momentum=0.9),
+        r"state of parameter 0 must hold.*got \['momentum_buffer'\]; it was saved by another",
+    ),
+    "RMSprop": (
+        lambda saved, params: _of(RMSprop, params),
+        "state of parameter 0 must hold.*it was saved by another",
+    ),
+    "another number of groups": (
+        lambda saved, params: {**saved, "param_groups": saved["param_groups"] * 2},
+        "different number of parameter groups",
+    ),
+    "another number of parameters": (
+        lambda saved, params: FP4Adam(params[:4]).state_dict(),
+        "parameter group that doesn't match",
+    ),
+}
+
+
+@every_recipe
+@pytest.mark.parametrize(("make", "message"), WRONG.values(), ids=WRONG.keys())
+def test_checkpoint_that_does_not_fit_changes_nothing(
+    quantizer: Quantizer, make: Callable[[dict, list], dict], message: str, device: str
+) -> None:
+    params = make_params(quantizer, device)
+    optimizer = FP4Adam(params)
+    take_steps(optimizer, range(2))
+    twin = copy.deepcopy(optimizer)
+    wrong = make(optimizer.state_dict(), params)
+    untouched = copy.deepcopy(wrong)
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(wrong)
+    assert_identical(snapshot(optimizer), before)
+    assert_identical(wrong, untouched)
+    # Neither are hooks left behind.
+    optimizer.load_state_dict(optimizer.state_dict())
+    for each in (optimizer, twin):
+        take_steps(each, range(2, 4))
+    assert_identical(snapshot(optimizer), snapshot(twin))
+
+
+def test_refused_flags_of_a_checkpoint_are_dropped(device: str) -> None:
+    params = make_params(RECIPES["nvfp4"], device)
+    optimizer = FP4Adam(params)
+    take_steps(optimizer, [0])
+    saved = optimizer.state_dict()
+    saved["param_groups"][0].update(capturable=True, differentiable=True)
+    for state in saved["state"].values():
+        state["step"] = state["step"].to(device)
+    resumed = FP4Adam(copy.deepcopy(params))
+    resumed.load_state_dict(saved)
+    group = resumed.param_groups[0]
+    assert (group["capturable"], group["differentiable"]) == (False, False)
+    for each in (optimizer, resumed):
+        take_steps(each, [1])
+    assert_identical(snapshot(resumed)["state"], snapshot(optimizer)["state"])
+    assert {state["step"].device.type for state in resumed.state.values()} == {"cpu"}
