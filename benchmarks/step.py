@@ -132,7 +132,8 @@ def measure(
 
 def count_launches(fn: Callable[[], Any]) -> int:
     """Kernels and memory operations that ``fn`` launches."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         fn()
         torch.cuda.synchronize()
     return sum(1 for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA)

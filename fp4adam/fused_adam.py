@@ -260,6 +260,7 @@ class FusedAdam(Optimizer):
             ]
             for _, param, grad in members:
                 self._check_gradient(param, grad)
+                self._check_state(param)
             self._apply(members, getattr(self, "grad_scale", None))
         return loss
 
@@ -305,6 +306,20 @@ class FusedAdam(Optimizer):
                 f"{grad.device}; recompute it"
             )
 
+    def _check_state(self, param: Tensor) -> None:
+        # The kernels take addresses: they would not notice either.
+        state = self.state[param] if param in self.state else {}
+        exp_avg = state.get("exp_avg", param)
+        if exp_avg.shape != param.shape or exp_avg.device != param.device:
+            raise RuntimeError(
+                "the state must have the shape and device of its parameter, "
+                f"{tuple(param.shape)} on {param.device}, got {tuple(exp_avg.shape)} on "
+                f"{exp_avg.device}; optimizer.load_state_dict(optimizer.state_dict()) moves it, "
+                "for a new shape create a new optimizer"
+            )
+
+    # Addresses and tables are no matter for torch.compile, which would trace into this.
+    @torch._disable_dynamo
     def _apply(self, members: list[tuple[dict, Tensor, Tensor]], grad_scale: Tensor | None) -> None:
         scalars: dict[tuple[int, float], Scalars] = {}
         fused: dict[torch.device, list[Update]] = defaultdict(list)

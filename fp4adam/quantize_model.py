@@ -115,11 +115,11 @@ def _quantize_layers(
 
 def _check_parameter(name: str, weight: nn.Parameter | None) -> None:
     if weight is None or isinstance(weight, nn.UninitializedParameter):
-        state = "none" if weight is None else "an uninitialized one"
+        state = "none" if weight is None else "one without a shape"
         raise ValueError(
-            f"weight of layer {name!r} must be a parameter with values, got {state}; quantize before "
-            "a parametrization is added and after a lazy layer's first forward, or leave this layer "
-            "in high precision (filter=...)"
+            f"weight of layer {name!r} must be an ordinary parameter, got {state}; quantize before "
+            "adding a parametrization and after the first forward pass of a lazy layer, or leave "
+            "this layer in high precision (filter=...)"
         )
 
 

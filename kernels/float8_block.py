@@ -31,7 +31,7 @@ BLOCK = 128
 # masks need registers too.
 STEP_PARTS = {
     True: (Tile(32, 64, 8, 4, 3), Tile(16, 32, 32, 4, 1)),  # two_dimensional
-    False: (Tile(16, BLOCK, 8, 4, 3), Tile(4, BLOCK, 32, 4, 1)),
+    False: (Tile(8, BLOCK, 16, 4, 3), Tile(4, BLOCK, 32, 4, 1)),
 }
 
 
@@ -121,20 +121,31 @@ def _quantize_kernel(
     """
     block, blocks_per_row = tl.program_id(0), tl.cdiv(cols, 128)
     row, col = block // blocks_per_row * 128, block % blocks_per_row * 128
-    r, c = row + tl.arange(0, 128) < rows, col + tl.arange(0, 128) < cols
-    mask = r[:, None] & c[None, :]
-    offs = tile_start(row, col, cols) + tile_offsets(cols, 128, 128)
-    x = to_float32(tl.load(x_ptr + offs, mask, 0.0))
     STORED_ONCE: tl.constexpr = not (ROWWISE and COLUMNWISE)
     if SQUARE:
-        scale = float8_scale(tl.max(tl.max(tl.abs(x), 1), 0), epsilon, LARGEST, POW_2)
+        # In strips, read again from L2 once the amax is known: a block does not fit in registers.
+        largest = tl.zeros((32, 128), tl.float32)
+        for i in range(4):
+            strip = row + 32 * i
+            mask = _bounds(strip, col, rows, cols, True, 32, 128)
+            ptr = x_ptr + tile_start(strip, col, cols) + tile_offsets(cols, 32, 128)
+            largest = tl.maximum(largest, tl.abs(to_float32(tl.load(ptr, mask, 0.0))))
+        scale = float8_scale(tl.max(tl.max(largest, 1), 0), epsilon, LARGEST, POW_2)
         tl.store(rowwise_scale + block, tl.div_rn(1.0, scale))
-        code = e4m3_code(x * scale, STORED_ONCE)
-        _store_codes(
-            code, rowwise_data, columnwise_data, row, col, rows, cols, mask,
-            ROWWISE, COLUMNWISE, 128, 128,
-        )  # fmt: skip
+        for i in range(4):
+            strip = row + 32 * i
+            mask = _bounds(strip, col, rows, cols, True, 32, 128)
+            ptr = x_ptr + tile_start(strip, col, cols) + tile_offsets(cols, 32, 128)
+            code = e4m3_code(to_float32(tl.load(ptr, mask, 0.0)) * scale, STORED_ONCE)
+            _store_codes(
+                code, rowwise_data, columnwise_data, strip, col, rows, cols, mask,
+                ROWWISE, COLUMNWISE, 32, 128,
+            )  # fmt: skip
     else:
+        mask = _bounds(row, col, rows, cols, True, 128, 128)
+        r, c = row + tl.arange(0, 128) < rows, col + tl.arange(0, 128) < cols
+        ptr = x_ptr + tile_start(row, col, cols) + tile_offsets(cols, 128, 128)
+        x = to_float32(tl.load(ptr, mask, 0.0))
         if ROWWISE:
             scale = float8_scale(tl.max(tl.abs(x), 1), epsilon, LARGEST, POW_2)
             _store_rowwise_scale(scale, rowwise_scale, row, col, rows, r, 128)
@@ -394,7 +405,7 @@ def quantize(
         ROWWISE=rowwise_data is not None,
         COLUMNWISE=columnwise_data is not None,
         SQUARE=two_dimensional,
-        num_warps=8,
+        num_warps=4 if two_dimensional else 8,
         enable_fp_fusion=False,
     )
 

@@ -34,7 +34,7 @@ FP32_MAX = tl.constexpr(3.4028234663852886e38)
 
 # Tiles of the fused step. The loop keeps loads of the next tile
 # in flight; the edges of a matrix are covered by single blocks.
-STEP_TILE = {True: Tile(32, 64, 4, 4, 3), False: Tile(32, 64, 4, 4, 3)}  # by two_dimensional
+STEP_TILE = {True: Tile(16, 64, 4, 4, 3), False: Tile(64, 32, 4, 4, 3)}  # by two_dimensional
 EDGE_TILE = Tile(16, 16, 1, 4, 1)
 
 

@@ -38,6 +38,28 @@ every_dtype = pytest.mark.parametrize(
 SCALE = 2.0**10
 
 
+def scaler_takes(dtype: torch.dtype, device: str) -> bool:
+    """On a GPU, torch 2.11 has no check of BF16 gradients; on a CPU it has."""
+    grad = torch.zeros(1, dtype=dtype, device=device)
+    one, found_inf = (torch.full((1,), x, device=device) for x in (1.0, 0.0))
+    try:
+        torch._amp_foreach_non_finite_check_and_unscale_([grad], found_inf, one)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def skip_unless_scaler_takes(dtype: torch.dtype, device: str) -> None:
+    if not scaler_takes(dtype, device):
+        pytest.skip(f"torch {torch.__version__} does not scale {dtype} gradients on this device")
+
+
+def make_scalable_params(quantizer: Quantizer, device: str, dtype: torch.dtype) -> list[Parameter]:
+    skip_unless_scaler_takes(dtype, device)
+    params = make_params(quantizer, device, dtype)
+    return [param for param in params if scaler_takes(param.dtype, device)]
+
+
 def make_scaler(device: str, **options: Any) -> torch.amp.GradScaler:
     scaler = torch.amp.GradScaler(device, init_scale=SCALE, **options)
     # A scaler has its scale on the device once it has scaled something.
@@ -54,7 +76,7 @@ def test_scaled_step_equals_the_unscaled_one(
     quantizer: Quantizer, dtype: torch.dtype, device: str
 ) -> None:
     """By a power of two, every bit."""
-    params = make_params(quantizer, device, dtype)
+    params = make_scalable_params(quantizer, device, dtype)
     scaled, expected = FP4Adam(params), FP4Adam(copy.deepcopy(params), use_decoupled_grad=True)
     scaler = make_scaler(device, growth_interval=2)
     for seed in range(4):
@@ -76,14 +98,14 @@ def test_scaled_step_equals_the_unscaled_one(
 def test_overflow_changes_nothing_at_all(
     quantizer: Quantizer, dtype: torch.dtype, bad: float, first: bool, device: str
 ) -> None:
-    params = make_params(quantizer, device, dtype)
+    params = make_scalable_params(quantizer, device, dtype)
     optimizer = FP4Adam(params)
     if not first:
         take_steps(optimizer, range(2))
     before = snapshot(optimizer)
     scaler = make_scaler(device)
     set_grads(params, seed=2)
-    params[4].grad.view(-1)[17] = bad
+    params[-1].grad.view(-1)[17] = bad
     scaler.step(optimizer)
     scaler.update()
     assert_identical(snapshot(optimizer), before)
@@ -100,7 +122,7 @@ def test_unscaled_and_clipped_gradients_are_not_scaled_again(
     quantizer: Quantizer, dtype: torch.dtype, overflow: bool, device: str
 ) -> None:
     # Gradients in FP16 cannot be unscaled before the step, with any optimizer.
-    params = quantized(make_params(quantizer, device, dtype))
+    params = quantized(make_scalable_params(quantizer, device, dtype))
     optimizer, expected = FP4Adam(params), FP4Adam(copy.deepcopy(params))
     scaler = make_scaler(device)
     before = snapshot(optimizer)
@@ -172,6 +194,7 @@ def test_autocast_training_with_scaler_learns(
     quantizer: Quantizer, dtype: torch.dtype, device: str
 ) -> None:
     """One overflow on the way costs one step."""
+    skip_unless_scaler_takes(dtype, device)
     model = make_mlp(quantizer, device, dtype)
     optimizer = FP4Adam(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler(device, init_scale=SCALE, growth_interval=10)
@@ -231,6 +254,7 @@ def test_convolutions_in_channels_last_equal_adamw(
 @half_dtypes
 def test_half_precision_model_equals_adamw_on_its_masters(dtype: torch.dtype, device: str) -> None:
     """A whole model in 16 bits: the masters take the steps of an FP32 AdamW."""
+    skip_unless_scaler_takes(dtype, device)
     model = make_mlp(None, device, dtype)
     optimizer = FP4Adam(model.parameters(), lr=1e-2)
     twins = [Parameter(param.detach().float()) for param in model.parameters()]

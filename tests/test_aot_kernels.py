@@ -147,7 +147,7 @@ def kernel_jobs():
             "float8_block._quantize_kernel",
             {"x_ptr": "*bf16", **fp32_scales, **sizes, "epsilon": "fp32"},
             {"LARGEST": FP32_MAX, "POW_2": True, **BOTH, "SQUARE": square},
-            num_warps=8,
+            num_warps=4 if square else 8,
         )
     jobs["float8block dequantize"] = job(
         "float8_block._dequantize_kernel",

@@ -109,9 +109,7 @@ def test_resumed_training_is_bit_identical(
 
 
 @every_recipe
-def test_optimizer_checkpoint_alone_restores_the_weights(
-    quantizer: Quantizer, device: str
-) -> None:
+def test_optimizer_checkpoint_alone_restores_the_weights(quantizer: Quantizer, device: str) -> None:
     """The masters are enough: the first step writes the weights that belong to them."""
     params = quantized(make_params(quantizer, device))
     optimizer = FP4Adam(params)
@@ -441,7 +439,8 @@ def test_checkpoint_that_does_not_fit_changes_nothing(
         optimizer.load_state_dict(wrong)
     assert_identical(snapshot(optimizer), before)
     assert_identical(wrong, untouched)
-    # Neither are hooks left behind.
+    assert not optimizer._optimizer_load_state_dict_pre_hooks
+    assert not optimizer._optimizer_load_state_dict_post_hooks
     optimizer.load_state_dict(optimizer.state_dict())
     for each in (optimizer, twin):
         take_steps(each, range(2, 4))

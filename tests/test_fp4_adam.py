@@ -27,7 +27,6 @@ from quantized_training import (
     make_mlp,
     make_params,
     make_weight,
-    mlp_loss,
     quantized,
     random,
     set_grads,
@@ -370,7 +369,7 @@ def test_groups_follow_their_own_schedules(quantizer: Quantizer, device: str) ->
     fp32, exact = (Trajectory(params, AdamW, d) for d in (torch.float32, torch.float64))
     own = [
         dict(lr=1e-2, weight_decay=0.1),
-        dict(lr=3e-3, weight_decay=0.0, betas=(0.5, 0.9), eps=1e-5),
+        dict(lr=3e-3, weight_decay=0.0, betas=(0.5, 0.9), eps=0.05),
     ]
 
     def grouped(optimizer_class: type, params: list[Parameter]) -> tuple[Any, LambdaLR]:
@@ -782,7 +781,7 @@ def test_step_has_a_constant_number_of_launches(quantizer: Quantizer | None, dev
         optimizer.step()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         optimizer.step()
         torch.cuda.synchronize()
     on_device = [e.name for e in profile.events() if e.device_type.name == "CUDA"]
@@ -801,13 +800,13 @@ def test_elements_beyond_32_bit_indices_are_updated(quantizer: Quantizer, device
     param._high_precision_init_val = torch.zeros(shape, dtype=torch.bfloat16, device=device)
     param.grad = torch.zeros(shape, dtype=torch.bfloat16, device=device)
     # In the last tile, so that only an index without overflow finds it.
-    edge = random((128, 128), 0, device)
+    edge = random((128, 128), 0, device).sign()
     param.grad[-128:, -128:] = edge
     optimizer = FP4Adam([param], lr=1.0)
     optimizer.step()
     master = optimizer.state[param]["master_param"]
     expected = torch.zeros(256, 256, device=device)
-    expected[-128:, -128:] = -edge.bfloat16().sign()
+    expected[-128:, -128:] = -edge
     assert_close(master[-256:, -256:], expected, rtol=1e-5, atol=0)
     assert not master[: 2**15].any()
     decoded = quantizer.quantize(master[-256:, -256:])

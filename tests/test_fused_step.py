@@ -17,19 +17,19 @@ from fp4adam import (
 
 # Whole tiles, edges in both directions, and the smallest matrix of each format.
 QUANTIZERS = {
-    "nvfp4": (NVFP4Quantizer(), [(128, 64), (144, 80), (16, 16)]),
+    "nvfp4": (NVFP4Quantizer(), [(64, 64), (80, 80), (16, 16)]),
     "nvfp4-rowwise": (NVFP4Quantizer(columnwise=False), [(48, 80)]),
     "nvfp4-columnwise": (NVFP4Quantizer(rowwise=False), [(48, 80)]),
-    "nvfp4-1d": (NVFP4Quantizer(two_dimensional=False), [(128, 64), (48, 80)]),
-    "mxfp8": (MXFP8Quantizer(), [(128, 64), (160, 96)]),
+    "nvfp4-1d": (NVFP4Quantizer(two_dimensional=False), [(256, 32), (48, 48)]),
+    "mxfp8": (MXFP8Quantizer(), [(128, 32), (160, 64)]),
     "mxfp8-rowwise": (MXFP8Quantizer(columnwise=False), [(32, 64)]),
-    "float8block": (Float8BlockQuantizer(), [(128, 256), (130, 257), (5, 3)]),
+    "float8block": (Float8BlockQuantizer(), [(128, 256), (130, 129), (5, 3)]),
     "float8block-fp32": (
         Float8BlockQuantizer(force_pow_2_scales=False, amax_epsilon=1e-3),
-        [(128, 128), (100, 48)],
+        [(128, 128), (20, 48)],
     ),
-    "float8block-1d": (Float8BlockQuantizer(two_dimensional=False), [(128, 256), (130, 257)]),
-    "float8block-columnwise": (Float8BlockQuantizer(rowwise=False), [(130, 48)]),
+    "float8block-1d": (Float8BlockQuantizer(two_dimensional=False), [(128, 128), (130, 129)]),
+    "float8block-columnwise": (Float8BlockQuantizer(rowwise=False), [(30, 48)]),
 }
 OPTIONS = {
     "adamw": {},
@@ -65,7 +65,7 @@ def make_params(quantizer, shapes, dtype, device):
     return params
 
 
-def train(params, grad_dtype=torch.bfloat16, steps=3, scale=1e-2, grad_scale=None, **options):
+def train(params, grad_dtype=torch.bfloat16, steps=2, scale=1e-2, grad_scale=None, **options):
     generator = torch.Generator().manual_seed(1)
     optimizer = FP4Adam(params, lr=1e-2, weight_decay=0.1, use_decoupled_grad=True, **options)
     for _ in range(steps):
@@ -98,10 +98,15 @@ def assert_same_bits(actual, expected):
         assert not differ.any(), f"{name}: {int(differ.sum())} of {differ.numel()} differ"
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-@pytest.mark.parametrize("name", QUANTIZERS)
-def test_fused_step_gives_the_bits_of_the_torch_path(name, options, choose_path):
+# Options are orthogonal to usages and scalings: all of them for one quantizer of each format.
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [(name, "adamw") for name in QUANTIZERS]
+    + [(name, option) for name in ("nvfp4", "mxfp8", "float8block") for option in [*OPTIONS][1:]],
+)
+def test_fused_step_gives_the_bits_of_the_torch_path(name, option, choose_path):
     quantizer, shapes = QUANTIZERS[name]
+    options = OPTIONS[option]
     results = []
     for kernel in (True, False):
         params = make_params(quantizer, shapes, torch.bfloat16, choose_path(kernel))
@@ -134,12 +139,12 @@ def test_fused_step_of_plain_parameters_gives_the_bits_of_the_torch_path(
     assert_same_bits(*results)
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-1d", "mxfp8", "float8block", "float8block-1d"])
 @pytest.mark.parametrize("quantize_from", ["master", "param_dtype"])
 def test_bytes_after_a_step_are_those_of_the_quantized_master(name, quantize_from, choose_path):
     quantizer, shapes = QUANTIZERS[name]
-    params = make_params(quantizer, shapes, torch.bfloat16, choose_path(True))
-    optimizer = train(params, steps=2, quantize_from=quantize_from)
+    params = make_params(quantizer, shapes[:2], torch.bfloat16, choose_path(True))
+    optimizer = train(params, quantize_from=quantize_from)
     choose_path(False)
     for param in params:
         master = optimizer.state[param]["master_param"].cpu()
@@ -173,12 +178,12 @@ def test_extreme_gradients_give_the_bits_of_the_torch_path(choose_path):
         quantizer = QUANTIZERS[name][0]
         results = []
         for kernel in (True, False):
-            params = make_params(quantizer, [(128, 128)] * 2, torch.float32, choose_path(kernel))
+            params = make_params(quantizer, [(64, 64)] * 2, torch.float32, choose_path(kernel))
             params[1]._high_precision_init_val.zero_()
             optimizer = FP4Adam(params, lr=1e-2)
             for param in params:
                 param.grad = torch.zeros(param.shape, device=param.device)
-            params[0].grad.view(-1)[: 8 * 999 : 999][:7] = specials.to(params[0].device)
+            params[0].grad.view(-1)[: 7 * 555 : 555] = specials.to(params[0].device)
             params[1].grad.view(-1)[::1001] = 1e-30
             optimizer.step()
             codes = [
@@ -232,7 +237,7 @@ def test_strided_and_unaligned_tensors_are_stepped(choose_path):
     assert_same_bits(actual, expected)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_fused_step_holds_for_any_shape(data):
     """Random shapes, formats and hyper-parameters, kernel against torch."""
@@ -240,10 +245,10 @@ def test_fused_step_holds_for_any_shape(data):
     quantizer, unit, largest = data.draw(
         st.sampled_from(
             [
-                (NVFP4Quantizer(), 16, 12),
-                (NVFP4Quantizer(two_dimensional=False), 16, 6),
-                (MXFP8Quantizer(), 32, 6),
-                (Float8BlockQuantizer(), 1, 200),
+                (NVFP4Quantizer(), 16, 6),
+                (NVFP4Quantizer(two_dimensional=False), 16, 5),
+                (MXFP8Quantizer(), 32, 5),
+                (Float8BlockQuantizer(), 1, 140),
                 (None, 1, 60),
             ]
         )

@@ -1,0 +1,462 @@
+"""quantize_model and quantized_init: which weights they quantize, and what they keep."""
+
+import copy
+import gc
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+from torch.nn.utils import parametrizations
+
+from fp4adam import (
+    Float8BlockQuantizer,
+    FP4Adam,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    QuantizedTensor,
+    is_hidden_linear,
+    quantize_model,
+    quantized_init,
+)
+
+RECIPES = {
+    "nvfp4": NVFP4Quantizer(),
+    "mxfp8": MXFP8Quantizer(),
+    "float8block": Float8BlockQuantizer(),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int = 64) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 2 * dim, bias=False)
+        self.down = nn.Linear(2 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Model(nn.Module):
+    """Embedding, blocks, head; the head has a shape that no block format holds."""
+
+    def __init__(self, dim: int = 64, vocabulary: int = 50, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(2))
+        self.norm = nn.LayerNorm(dim)
+        self.lm_head = nn.Linear(dim, vocabulary, bias=False)
+        if tied:
+            self.lm_head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(self.norm(x))
+
+
+HIDDEN = [f"blocks.{i}.{name}.weight" for i in range(2) for name in ("up", "down")]
+
+
+def quantized_names(model: nn.Module) -> list[str]:
+    """Names of the quantized parameters, as often as they are used."""
+    params = model.named_parameters(remove_duplicate=False)
+    return [name for name, param in params if isinstance(param, QuantizedTensor)]
+
+
+def train(model: nn.Module) -> FP4Adam:
+    optimizer = FP4Adam(model.parameters())
+    model(torch.arange(10)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+# quantize_model
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_hidden_linear_layers_are_quantized(recipe, device):
+    model = Model().to(device)
+    values = {name: param.detach().clone() for name, param in model.named_parameters()}
+
+    assert quantize_model(model, recipe) is model
+
+    assert quantized_names(model) == HIDDEN
+    for name, param in model.named_parameters():
+        assert isinstance(param, nn.Parameter)
+        if name not in HIDDEN:
+            assert torch.equal(param, values[name])
+            continue
+        assert param.quantizer == RECIPES[recipe] and param.device.type == device
+        expected = RECIPES[recipe].quantize(values[name])
+        assert torch.equal(param.dequantize(), expected.dequantize())
+        assert torch.equal(param.get_high_precision_init_val(), values[name])
+    model(torch.arange(10, device=device)).sum().backward()
+    assert all(type(param.grad) is Tensor for param in model.parameters())
+
+
+def test_recipe_may_be_a_quantizer():
+    quantizer = NVFP4Quantizer(columnwise=False)
+    model = quantize_model(Model(), quantizer)
+    assert model.blocks[0].up.weight.quantizer is quantizer
+
+
+def test_unknown_recipes_are_refused():
+    for call in (lambda r: quantize_model(Model(), r), lambda r: quantized_init(r).__enter__()):
+        with pytest.raises(ValueError, match="one of nvfp4, mxfp8, float8block .* got 'int4'"):
+            call("int4")
+        with pytest.raises(TypeError, match="recipe must be a format name .* got type; pass one"):
+            call(NVFP4Quantizer)
+
+
+@pytest.mark.parametrize("name", ["lm_head", "head", "decoder.output_layer", "score"])
+def test_output_heads_are_known_by_name(name):
+    layer = nn.Linear(64, 64)
+    assert not is_hidden_linear(layer, name)
+    assert is_hidden_linear(layer, name + ".proj") and is_hidden_linear(layer, "")
+
+
+def test_filter_chooses_among_linear_layers():
+    seen = []
+
+    def only_up(module: nn.Module, name: str) -> bool:
+        seen.append((type(module), name))
+        return name.endswith("up")
+
+    model = quantize_model(Model(), "nvfp4", only_up)
+    assert quantized_names(model) == [name for name in HIDDEN if "up" in name]
+    assert {kind for kind, _ in seen} == {nn.Linear}
+    assert [name for _, name in seen] == [n.removesuffix(".weight") for n in HIDDEN] + ["lm_head"]
+
+
+def test_subclasses_and_single_layers_are_quantized():
+    class MyLinear(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2
+
+    layer = quantize_model(MyLinear(64, 64, bias=False), "nvfp4")
+    x = torch.ones(1, 64)
+    assert torch.equal(layer(x), 2 * (x @ layer.weight.dequantize().t()))
+
+
+def test_attributes_of_the_parameter_are_kept():
+    layer = nn.Linear(64, 64, dtype=torch.bfloat16)
+    layer.weight.requires_grad_(False)
+    quantize_model(layer, "mxfp8")
+    assert not layer.weight.requires_grad and layer.bias.requires_grad
+    assert layer.weight.dtype == torch.bfloat16
+
+
+def test_quantized_layers_are_skipped():
+    model = quantize_model(Model(), "nvfp4", lambda module, name: name.endswith("up"))
+    first = model.blocks[0].up.weight
+    quantize_model(model, "mxfp8")
+    assert model.blocks[0].up.weight is first
+    assert model.blocks[0].down.weight.quantizer == MXFP8Quantizer()
+
+
+def bad_shape(model: Model) -> None:
+    model.blocks[1].down = nn.Linear(130, 64)
+
+
+def bad_dtype(model: Model) -> None:
+    model.blocks[1].down.double()
+
+
+def lazy(model: Model) -> None:
+    model.blocks[1].down = nn.LazyLinear(64)
+
+
+def parametrized(model: Model) -> None:
+    parametrizations.weight_norm(model.blocks[1].down)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "match"),
+    [
+        (
+            bad_shape,
+            ValueError,
+            r"layer 'blocks.1.down': .* multiples of 16, got shape \(64, 130\)",
+        ),
+        (bad_dtype, TypeError, "layer 'blocks.1.down': weight must be .* got torch.float64"),
+        (lazy, ValueError, "layer 'blocks.1.down' must be an ordinary parameter, got .* shape"),
+        (parametrized, ValueError, "layer 'blocks.1.down' must be an ordinary .* got none"),
+    ],
+)
+def test_nothing_changes_when_one_layer_cannot_be_quantized(spoil, error, match):
+    model = Model()
+    spoil(model)
+    params = list(model.parameters())
+    with pytest.raises(error, match=match):
+        quantize_model(model, "nvfp4")
+    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+    # The message's cure.
+    quantize_model(model, "nvfp4", lambda m, n: is_hidden_linear(m, n) and n != "blocks.1.down")
+    assert quantized_names(model) == HIDDEN[:3]
+
+
+def test_tied_layers_stay_tied():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    model[2].weight = model[0].weight
+    quantize_model(model, "nvfp4")
+    assert quantized_names(model) == ["0.weight", "1.weight", "2.weight"]
+    assert model[0].weight is model[2].weight
+    # One master weight and one update for both.
+    optimizer = FP4Adam(model.parameters())
+    model(torch.randn(2, 64)).sum().backward()
+    optimizer.step()
+    assert len(optimizer.state) == 5
+
+
+def everything(module: nn.Module, name: str) -> bool:
+    return True
+
+
+def test_weights_that_others_use_stay_in_high_precision():
+    # The shape of the tied head does not matter then.
+    model = quantize_model(Model(tied=True), "nvfp4", everything)
+    assert model.lm_head.weight is model.embedding.weight
+    assert quantized_names(model) == HIDDEN
+
+    refused = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    refused[1].weight = refused[0].weight
+    quantize_model(refused, "nvfp4", lambda module, name: name == "0")
+    assert refused[1].weight is refused[0].weight and not quantized_names(refused)
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(64, 64)
+            self.projection_matrix = self.proj.weight
+
+    shared = quantize_model(Shared(), "nvfp4")
+    assert shared.proj.weight is shared.projection_matrix and not quantized_names(shared)
+
+
+def test_meta_models_are_quantized_without_values(device):
+    with torch.device("meta"):
+        model = Model()
+    quantize_model(model, "nvfp4")
+    assert quantized_names(model) == HIDDEN
+    assert all(param.is_meta for param in model.parameters())
+
+    source = Model()
+    model.to_empty(device=device).load_state_dict(source.state_dict())
+
+    weight = model.blocks[0].up.weight
+    value = source.blocks[0].up.weight.detach().to(device)
+    assert torch.equal(weight.dequantize(), NVFP4Quantizer().quantize(value).dequantize())
+    # As for a model that had its values from the start.
+    assert torch.equal(weight.get_high_precision_init_val(), value)
+
+
+def test_meta_models_take_quantized_checkpoints_without_a_copy():
+    source = quantize_model(Model(), "nvfp4")
+    with torch.device("meta"):
+        model = quantize_model(Model(), "nvfp4")
+    model.to_empty(device="cpu").load_state_dict(source.state_dict())
+    assert model.blocks[0].up.weight.get_high_precision_init_val() is None
+    model(torch.arange(10))
+
+
+# The value before quantization
+
+
+def test_masters_start_from_the_value_before_quantization():
+    model = Model()
+    value = model.blocks[0].up.weight.detach().clone()
+    quantize_model(model, "nvfp4")
+    weight = model.blocks[0].up.weight
+    optimizer = FP4Adam(model.parameters(), lr=0.0)
+    model(torch.arange(10)).sum().backward()
+    optimizer.step()
+    assert torch.equal(optimizer.state[weight]["master_param"], value)
+    assert weight.get_high_precision_init_val() is None
+
+
+def test_value_before_quantization_is_carried_by_conversions(device):
+    model = Model()
+    value = model.blocks[0].up.weight.detach().clone()
+    quantize_model(model, "nvfp4").to(device).bfloat16()
+    weight = model.blocks[0].up.weight
+    assert weight.dtype == torch.bfloat16
+    assert torch.equal(weight.get_high_precision_init_val().cpu(), value)
+    copied = copy.deepcopy(model).blocks[0].up.weight
+    assert torch.equal(copied.get_high_precision_init_val().cpu(), value)
+
+
+@pytest.mark.parametrize("source", [None, "nvfp4", "mxfp8"])
+def test_value_before_quantization_is_replaced_by_loading(source):
+    model, other = quantize_model(Model(), "nvfp4"), Model()
+    value = other.blocks[0].up.weight.detach().clone()
+    if source:
+        quantize_model(other, source)
+    model.load_state_dict(other.state_dict())
+    kept = model.blocks[0].up.weight.get_high_precision_init_val()
+    assert kept is None if source else torch.equal(kept, value)
+
+
+def test_initialization_after_quantization_is_what_training_starts_from():
+    model = quantize_model(Model(), "nvfp4")
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(std=0.02)
+    weight = model.blocks[0].up.weight
+    value = weight.get_high_precision_init_val().clone()
+    assert value.std().item() == pytest.approx(0.02, rel=0.1)
+    assert torch.equal(weight.dequantize(), weight.quantizer.quantize(value).dequantize())
+
+
+# quantized_init
+
+
+def test_everything_built_inside_is_quantized_at_the_end():
+    torch.manual_seed(0)
+    expected = quantize_model(Model(), "nvfp4")
+    torch.manual_seed(0)
+    with quantized_init("nvfp4"):
+        model = Model()
+        assert not quantized_names(model)
+    assert quantized_names(model) == HIDDEN
+    for a, b in zip(model.parameters(), expected.parameters(), strict=True):
+        assert type(a) is type(b) and torch.equal(a, b)
+        if isinstance(a, QuantizedTensor):
+            init_val = b.get_high_precision_init_val()
+            assert torch.equal(a.get_high_precision_init_val(), init_val)
+    train(model)
+
+
+def test_initialization_runs_in_high_precision():
+    with quantized_init("nvfp4"):
+        model = Model()
+        for name, param in model.named_parameters():
+            if "up" in name:
+                nn.init.orthogonal_(param)
+                # In place, which a quantized weight would refuse.
+                with torch.no_grad():
+                    param.mul_(3).clamp_(-1, 1)
+                    param[0] = 0.5
+    value = model.blocks[0].up.weight.get_high_precision_init_val()
+    assert value[0].eq(0.5).all() and value.abs().max() <= 1
+    assert quantized_names(model) == HIDDEN
+
+
+def test_no_hook_remains():
+    hooks = (
+        nn_module._global_parameter_registration_hooks,
+        nn_module._global_module_registration_hooks,
+    )
+    with quantized_init("nvfp4"):
+        assert all(hooks)
+    with pytest.raises(KeyError), quantized_init("nvfp4"):
+        raise KeyError
+    with pytest.raises(ValueError), quantized_init("nvfp4", everything):
+        model = Model()
+    assert not any(hooks)
+    assert not quantized_names(model) and not quantized_names(Model())
+
+
+def test_exception_inside_leaves_the_models_alone():
+    with pytest.raises(KeyError), quantized_init("nvfp4"):
+        model = Model()
+        raise KeyError
+    assert not quantized_names(model)
+
+
+def test_nothing_changes_when_one_of_several_models_cannot_be_quantized():
+    match = "layer 'lm_head': .* got shape"
+    with pytest.raises(ValueError, match=match), quantized_init("nvfp4", everything):
+        fine, bad = nn.Linear(64, 64), Model()
+    assert not quantized_names(fine) and not quantized_names(bad)
+
+
+def test_blocks_may_be_nested():
+    with quantized_init("nvfp4"):
+        first = Block()
+        with quantized_init("mxfp8"):
+            second = Block()
+        assert second.up.weight.quantizer == MXFP8Quantizer()
+        assert not quantized_names(first)
+        model = nn.ModuleList([first, second])
+    assert model[0].up.weight.quantizer == NVFP4Quantizer()
+    assert model[1].up.weight.quantizer == MXFP8Quantizer()
+
+
+def test_models_may_be_built_by_functions():
+    @quantized_init("nvfp4")
+    def build() -> nn.Module:
+        return Model()
+
+    assert quantized_names(build()) == quantized_names(build()) == HIDDEN
+
+
+def test_discarded_modules_do_not_hide_others():
+    with quantized_init("nvfp4"):
+        kept = []
+        for _ in range(50):
+            # Python gives the address of what is thrown away to what comes next.
+            nn.Sequential(nn.Linear(16, 16))
+            kept.append(nn.Linear(16, 16))
+        gc.collect()
+        # A shape that does not matter, as the layer is gone.
+        nn.Linear(3, 3)
+    assert all(isinstance(layer.weight, QuantizedTensor) for layer in kept)
+
+
+def test_filter_sees_names_from_the_outermost_module():
+    seen = []
+    with quantized_init("nvfp4", lambda module, name: bool(seen.append(name))):
+        model = Model()
+        layer = nn.Linear(16, 16)
+    assert seen == [name.removesuffix(".weight") for name in HIDDEN] + ["lm_head", ""]
+    assert not quantized_names(model) and not quantized_names(layer)
+
+
+def test_copies_and_inserted_modules_are_built_inside_too():
+    with quantized_init("nvfp4"):
+        encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 2, enable_nested_tensor=False
+        )
+        layers = nn.ModuleList([nn.Linear(16, 16)])
+        layers.insert(0, nn.Linear(32, 32))
+        sequence = nn.Sequential(nn.Linear(16, 16))
+        sequence.insert(0, copy.deepcopy(sequence[0]))
+    assert len(quantized_names(encoder)) == 6
+    assert quantized_names(layers) == quantized_names(sequence) == ["0.weight", "1.weight"]
+
+
+def test_models_from_before_keep_their_layers():
+    model, other = Model(), nn.Linear(64, 64)
+    with quantized_init("nvfp4"):
+        model.extra = nn.Linear(64, 64)
+        model.head = nn.Linear(64, 64)
+        model.blocks.append(Block())
+        other.weight = nn.Parameter(torch.zeros(64, 64))
+    expected = ["blocks.2.up.weight", "blocks.2.down.weight", "extra.weight"]
+    assert quantized_names(model) == expected
+    assert not quantized_names(other)
+
+
+def test_ties_between_models_are_kept():
+    with quantized_init("nvfp4"):
+        embedding, head = nn.Embedding(32, 64), nn.Linear(64, 32, bias=False)
+        head.weight = embedding.weight
+        first, second = nn.Linear(64, 64), nn.Linear(64, 64)
+        second.weight = first.weight
+    assert head.weight is embedding.weight and not quantized_names(head)
+    assert first.weight is second.weight and quantized_names(first)
+
+
+def test_models_on_the_meta_device():
+    with torch.device("meta"), quantized_init("nvfp4"):
+        model = Model()
+    assert quantized_names(model) == HIDDEN and model.blocks[0].up.weight.is_meta
+
+
+def test_memory_of_a_quantized_model_is_that_of_its_formats():
+    model = quantize_model(nn.Linear(512, 512, bias=False), "nvfp4")
+    assert model.weight.nbytes_stored < 0.26 * 4 * math.prod(model.weight.shape)
