@@ -21,6 +21,8 @@ ifdef VENV
 
 PY = $(VENV)/bin/python
 READY = $(VENV)/.installed
+# Tests run in parallel where pytest-xdist has been installed with the rest.
+PARALLEL = -n auto --maxprocesses 8
 
 # torch comes first and alone. Without an NVIDIA GPU its CPU build is enough and spares gigabytes of
 # CUDA libraries: 2.13.0+cpu sorts above 2.13.0, so pip prefers it. Where that index cannot be
@@ -48,7 +50,7 @@ demo: $(READY)
 	$(PY) examples/train_gpt.py --compare --format nvfp4 $(ARGS)
 
 test: $(READY)
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest $(PARALLEL) $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff format --check

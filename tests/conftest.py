@@ -8,6 +8,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
+# The tensors are small, and parallel tests share the cores.
+torch.set_num_threads(1)
+
 
 @pytest.fixture
 def device() -> str:

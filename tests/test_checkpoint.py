@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, RMSprop
 from torch.optim.lr_scheduler import LambdaLR
@@ -248,6 +253,36 @@ def test_trainer_may_load_the_state_it_has_just_saved(device: str) -> None:
         assert optimizer.step(None) is None
         train(twin, expected, range(seed, seed + 1))
     assert_identical(snapshot(optimizer), snapshot(expected))
+
+
+@every_recipe
+def test_state_dict_utilities_of_torch_distributed_change_nothing(
+    quantizer: Quantizer, device: str
+) -> None:
+    """They fill an empty state by a step with lr = 0, and name parameters in full."""
+    model = make_mlp(quantizer, device)
+    optimizer = FP4Adam(model.parameters())
+    before = [param.detach().clone() for param in model.parameters()]
+    get_optimizer_state_dict(model, optimizer)
+    assert_identical([param.detach() for param in model.parameters()], before)
+    train(model, optimizer, range(3))
+    saved_model, saved = copy.deepcopy(get_state_dict(model, optimizer))
+    assert saved["state"]["0.weight"].keys() == {"step", "exp_avg", "exp_avg_sq", "master_param"}
+    fresh = reseeded(quantizer, device, torch.float32)
+    resumed = FP4Adam(fresh.parameters())
+    set_state_dict(fresh, resumed, model_state_dict=saved_model, optim_state_dict=saved)
+    for each, its_optimizer in ((model, optimizer), (fresh, resumed)):
+        train(each, its_optimizer, range(3, 5))
+    assert_identical(snapshot(resumed)["params"], snapshot(optimizer)["params"])
+    assert_identical(snapshot(resumed)["state"], snapshot(optimizer)["state"])
+
+
+@pytest.mark.xfail(raises=RuntimeError, reason="detach() of a quantized tensor in inference mode")
+def test_model_may_be_saved_in_inference_mode(device: str) -> None:
+    model = make_mlp(RECIPES["nvfp4"], device)
+    with torch.inference_mode():
+        saved = copy.deepcopy(model.state_dict())
+    assert_identical(saved["0.weight"], model[0].weight.detach())
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])

@@ -188,6 +188,40 @@ def test_wrong_gradient_of_a_new_parameter_creates_no_state(device: str) -> None
     assert_identical(snapshot(optimizer), before)
 
 
+@pytest.mark.parametrize("moved", [True, False], ids=["device", "shape"])
+def test_state_that_does_not_belong_to_its_parameter_is_refused(moved: bool, device: str) -> None:
+    """As after moving or resizing the model under the optimizer."""
+    params = make_params(RECIPES["nvfp4"], device)
+    optimizer = FP4Adam(params)
+    take_steps(optimizer, [0])
+    state = optimizer.state[params[-1]]
+    exp_avg = state["exp_avg"]
+    state["exp_avg"] = exp_avg.to("meta") if moved else exp_avg[:16].clone()
+    others = FP4Adam(params[:-1])
+    others.state = optimizer.state
+    before = snapshot(others)
+    set_grads(params, seed=1)
+    with pytest.raises(RuntimeError, match="the state must have the shape and device of its param"):
+        optimizer.step()
+    assert_identical(snapshot(others), before)
+
+
+@needs_cuda
+def test_state_follows_a_moved_model_when_it_is_loaded_again() -> None:
+    model = make_mlp(RECIPES["nvfp4"], "cpu")
+    optimizer = FP4Adam(model.parameters())
+    take_steps(optimizer, range(2))
+    twin = copy.deepcopy(optimizer)
+    model.cuda()
+    set_grads(model.parameters(), 2)
+    with pytest.raises(RuntimeError, match="load_state_dict.*moves it"):
+        optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    for each in (optimizer, twin):
+        take_steps(each, [2])
+    assert_identical(snapshot(optimizer)["params"], snapshot(twin)["params"])
+
+
 # Masters
 
 
@@ -332,6 +366,29 @@ def test_gradients_of_each_dtype_are_read_without_rounding(
     assert_follows(ours, fp32, exact)
     ours.zero_grad()
     assert all(param.decoupled_grad is None for param in params)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda grad: grad.t().contiguous().t(),
+    "every second column": lambda grad: torch.stack((grad, grad), 2).flatten(1)[:, ::2],
+    "unaligned": lambda grad: torch.cat((grad.new_zeros(1), grad.flatten()))[1:].view(grad.shape),
+    "expanded": lambda grad: grad[:, :1].expand(grad.shape),
+}
+
+
+@every_recipe
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_layout_of_gradients_changes_no_bit(
+    quantizer: Quantizer, layout: Callable[[Tensor], Tensor], device: str
+) -> None:
+    weights = [make_weight(quantizer, device) for _ in range(2)]
+    optimizers = [FP4Adam([weight], use_decoupled_grad=True) for weight in weights]
+    for seed in range(2):
+        grad = layout(random(SHAPES[0], seed, device).bfloat16())
+        weights[0].decoupled_grad, weights[1].decoupled_grad = grad, grad.clone().contiguous()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_identical(*(snapshot(optimizer) for optimizer in optimizers))
 
 
 @every_recipe
@@ -523,6 +580,7 @@ OVERWRITES: dict[str, Callable[[Parameter], Any]] = {
     "data =": lambda p: setattr(p, "data", _other(p)),
     "quantize_": lambda p: p.quantize_(_other(p)),
     "nn.init": lambda p: nn.init.normal_(p),
+    "copy_ in inference mode": torch.inference_mode()(lambda p: p.copy_(_other(p))),
 }
 
 
