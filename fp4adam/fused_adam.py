@@ -44,7 +44,8 @@ class Update(NamedTuple):
 class FusedAdam(Optimizer):
     """Drop-in ``torch.optim.AdamW`` that keeps 16-bit parameters exact through FP32 master weights.
 
-    All arithmetic is FP32 (FP64 for FP64 parameters) and gives the same bits on a CPU and on a GPU.
+    All arithmetic is FP32 and gives the same bits on a CPU and on a GPU (FP64 for FP64 parameters,
+    where torch's own square root differs in the last bit).
     State per parameter: ``exp_avg`` and ``exp_avg_sq`` in FP32 (8 bytes per element), one
     ``step``, ``max_exp_avg_sq`` with ``amsgrad`` (4 bytes), and ``master_param`` for BF16 and FP16
     parameters (4 bytes).
@@ -349,9 +350,10 @@ class FusedAdam(Optimizer):
             if device not in self._plans:
                 self._plans[device] = StepPlan(device)
             self._plans[device].run(updates, grad_scale, self._write_dtype)
+        # Autograd does not see what kernels write.
+        torch.autograd.graph.increment_version([param for _, param, _ in members])
         for _, param, _ in members:
             if "master_param" in self.state[param]:
-                torch.autograd.graph.increment_version(param)
                 self._versions[param] = param._version
 
     def _update_by_operators(self, update: Update, grad_scale: Tensor | None) -> None:

@@ -487,7 +487,8 @@ def _implements(*operators: Callable) -> Callable:
 # nn.Parameter, state_dict and .data share the storage of the tensor that they wrap.
 @_implements(aten.detach.default, aten.alias.default)
 def _detach(func: Callable, tensor: QuantizedTensor) -> QuantizedTensor:
-    detached = tensor._like(tensor.storage_tensors())
+    with torch.inference_mode(False):  # a detached inference tensor could not be versioned
+        detached = tensor._like(tensor.storage_tensors())
     detached._init_val = tensor._init_val
     return detached
 

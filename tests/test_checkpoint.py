@@ -277,7 +277,6 @@ def test_state_dict_utilities_of_torch_distributed_change_nothing(
     assert_identical(snapshot(resumed)["state"], snapshot(optimizer)["state"])
 
 
-@pytest.mark.xfail(raises=RuntimeError, reason="detach() of a quantized tensor in inference mode")
 def test_model_may_be_saved_in_inference_mode(device: str) -> None:
     model = make_mlp(RECIPES["nvfp4"], device)
     with torch.inference_mode():

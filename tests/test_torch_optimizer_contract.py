@@ -1014,7 +1014,12 @@ def test_cpu_equals_cuda(
             if seed == 2:
                 params[0].grad = None
             optimizer.step()
-        assert_same_optimization(*optimizers)
+        if dtype != torch.float64:
+            assert_same_optimization(*optimizers)
+    if dtype == torch.float64:
+        # torch's float64 square roots on the CPU and on the GPU differ in the last bit.
+        found, expected = (o.param_groups[0]["params"] for o in optimizers)
+        torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-15, check_device=False)
 
 
 @needs_cuda
