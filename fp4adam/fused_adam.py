@@ -1,7 +1,7 @@
 """AdamW with FP32 master weights and moments, one fused kernel per kind of parameter."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +11,11 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from fp4adam import backend
 from fp4adam.adam import Scalars, adam_, adam_scalars
+from fp4adam.hyper_parameters import check_hyper_parameters
+from fp4adam.optimizer_state import STATE_NAMES, check_state_dict, saved_states, state_like
 from fp4adam.quantized_tensor import QuantizedTensor
 from fp4adam.step_plan import StepPlan
 
-STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PARAM_DTYPES = (torch.float64, *GRAD_DTYPES)
 
@@ -130,41 +131,9 @@ class FusedAdam(Optimizer):
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         """Raise if hyper-parameters or flags of a group are out of range or not supported."""
-        lr, betas, foreach = options["lr"], options["betas"], options["foreach"]
-        if options["fused"] and options["differentiable"]:
-            raise NotImplementedError("`fused` does not support `differentiable`")
-        if options["fused"] and foreach:
-            raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
         if options["capturable"]:
             raise NotImplementedError(self._capturable_error())
-        if options["differentiable"]:
-            raise NotImplementedError(
-                f"differentiable must be False for {type(self).__name__}, got True: the step is "
-                "one in-place update outside autograd; torch.optim.AdamW can be differentiated"
-            )
-        if isinstance(lr, Tensor):
-            if foreach:
-                raise ValueError(
-                    "lr as a Tensor is not supported for capturable=False and foreach=True"
-                )
-            if lr.numel() != 1:
-                raise ValueError("Tensor lr must be 1-element")
-        _check_at_least_0("learning rate", lr)
-        _check_at_least_0("epsilon value", options["eps"])
-        for i, beta in enumerate(betas):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
-        _check_at_least_0("weight_decay value", options["weight_decay"])
-        kinds = {Tensor if isinstance(beta, Tensor) else type(beta) for beta in betas}
-        if len(betas) != 2 or kinds not in ({float}, {Tensor}):
-            raise ValueError("betas must be either both floats or both Tensors")
-        for i, beta in enumerate(betas):
-            if isinstance(beta, Tensor) and foreach:
-                raise ValueError(
-                    f"betas[{i}] as a Tensor is not supported for capturable=False and foreach=True"
-                )
-            if isinstance(beta, Tensor) and beta.numel() != 1:
-                raise ValueError(f"Tensor betas[{i}] must be 1-element")
+        check_hyper_parameters(type(self).__name__, options)
 
     def _capturable_error(self) -> str:
         return (
@@ -398,7 +367,7 @@ class FusedAdam(Optimizer):
         moments = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group["amsgrad"]
         for name in moments:
             if name not in state:
-                state[name] = _zeros_like(param)
+                state[name] = state_like(param)
         if self._needs_master(param):
             # A parameter that something else has written is where training continues from.
             known = self._versions.get(param, param._version)
@@ -420,14 +389,13 @@ class FusedAdam(Optimizer):
         loaded: dict[str, Any] = {}
 
         def capture(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-            self._check_state_dict(state_dict)
+            check_state_dict(self.param_groups, state_dict)
             loaded.update(state_dict)
 
         def restore(optimizer: Optimizer) -> None:
-            for param, saved in self._pair(loaded):
-                for name in STATE_NAMES:
-                    if isinstance(saved.get(name), Tensor):
-                        self.state[param][name] = _restored(saved[name], param)
+            for param, saved in saved_states(self.param_groups, loaded):
+                for name in STATE_NAMES & saved.keys():
+                    self.state[param][name] = state_like(param).copy_(saved[name])
                 if not self._needs_master(param):
                     self.state[param].pop("master_param", None)
 
@@ -443,66 +411,3 @@ class FusedAdam(Optimizer):
         self._versions = {
             param: param._version for param in self.state if isinstance(param, Tensor)
         }
-
-    def _pair(self, state_dict: dict[str, Any]) -> Iterable[tuple[Tensor, dict[str, Any]]]:
-        """Parameters with the state that ``state_dict`` has for them."""
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            for param, key in zip(group["params"], saved["params"], strict=True):
-                if key in state_dict["state"]:
-                    yield param, state_dict["state"][key]
-
-    def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
-        if sizes != [len(group["params"]) for group in self.param_groups]:
-            return  # torch.optim refuses it, in its own words.
-        for i, (param, saved) in enumerate(self._pair(state_dict)):
-            if saved and not {"step", "exp_avg", "exp_avg_sq"} <= saved.keys():
-                raise ValueError(
-                    f"state of parameter {i} must hold step, exp_avg and exp_avg_sq, got "
-                    f"{sorted(saved)}; it was saved by another kind of optimizer"
-                )
-            if saved and not _is_number(saved["step"]):
-                raise ValueError(
-                    f"step of parameter {i} must be one number, got {saved['step']!r}; the "
-                    "checkpoint is damaged"
-                )
-            for name in STATE_NAMES:
-                if name not in saved:
-                    continue
-                value = saved[name]
-                if not isinstance(value, Tensor) or not value.is_floating_point():
-                    kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-                    raise ValueError(
-                        f"{name} of parameter {i} must be a floating point tensor, got {kind}; "
-                        "such a checkpoint has to be converted first"
-                    )
-                if value.shape != param.shape:
-                    raise ValueError(
-                        f"{name} of parameter {i} must have shape {tuple(param.shape)}, got "
-                        f"{tuple(value.shape)}; load it into the model that it was saved from"
-                    )
-
-
-def _check_at_least_0(what: str, value: float | Tensor) -> None:
-    if not 0.0 <= value:
-        raise ValueError(f"Invalid {what}: {value}")
-
-
-def _is_number(step: Any) -> bool:
-    if isinstance(step, Tensor):
-        return step.numel() == 1 and not step.is_complex()
-    return isinstance(step, (int, float))
-
-
-def _state_dtype(param: Tensor) -> torch.dtype:
-    return torch.float64 if param.dtype == torch.float64 else torch.float32
-
-
-def _zeros_like(param: Tensor) -> Tensor:
-    """Plain zeros in the layout of the parameter."""
-    return torch.zeros_like(param, dtype=_state_dtype(param), memory_format=torch.preserve_format)
-
-
-def _restored(value: Tensor, param: Tensor) -> Tensor:
-    """A copy of a loaded state in the layout of the parameter, unrounded."""
-    return _zeros_like(param).copy_(value)

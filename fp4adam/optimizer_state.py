@@ -1,0 +1,68 @@
+"""The state that an optimizer keeps per parameter, and what a saved one has to look like."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+STATE_NAMES = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param"}
+
+
+def state_like(param: Tensor) -> Tensor:
+    """Plain zeros in the layout of ``param``: float32, or float64 for a float64 parameter."""
+    dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+    return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+
+
+def saved_states(
+    param_groups: list[dict[str, Any]], state_dict: dict[str, Any]
+) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Parameters of ``param_groups`` with the state that ``state_dict`` has for them."""
+    for group, saved in zip(param_groups, state_dict["param_groups"], strict=True):
+        for param, key in zip(group["params"], saved["params"], strict=True):
+            if key in state_dict["state"]:
+                yield param, state_dict["state"][key]
+
+
+def check_state_dict(param_groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
+    """Raise ValueError if ``state_dict`` holds states that these parameters cannot take over.
+
+    Groups of other sizes pass: ``torch.optim`` refuses them, in its own words.
+    """
+    sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+    if sizes != [len(group["params"]) for group in param_groups]:
+        return
+    for i, (param, saved) in enumerate(saved_states(param_groups, state_dict)):
+        if saved and not {"step", "exp_avg", "exp_avg_sq"} <= saved.keys():
+            raise ValueError(
+                f"state of parameter {i} must hold step, exp_avg and exp_avg_sq, got "
+                f"{sorted(saved)}; it was saved by another kind of optimizer"
+            )
+        if saved and not _is_number(saved["step"]):
+            raise ValueError(
+                f"step of parameter {i} must be one number, got {saved['step']!r}; the checkpoint "
+                "is damaged"
+            )
+        for name in sorted(STATE_NAMES & saved.keys()):
+            _check_saved_tensor(f"{name} of parameter {i}", saved[name], param)
+
+
+def _check_saved_tensor(what: str, value: Any, param: Tensor) -> None:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            f"{what} must be a floating point tensor, got {kind}; such a checkpoint has to be "
+            "converted first"
+        )
+    if value.shape != param.shape:
+        raise ValueError(
+            f"{what} must have shape {tuple(param.shape)}, got {tuple(value.shape)}; load it into "
+            "the model that it was saved from"
+        )
+
+
+def _is_number(step: Any) -> bool:
+    if isinstance(step, Tensor):
+        return step.numel() == 1 and not step.is_complex()
+    return isinstance(step, (int, float))
