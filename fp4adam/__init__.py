@@ -1,6 +1,7 @@
 """Fused AdamW for models whose weights live in 4 or 8 bits."""
 
 from fp4adam import linear as linear
+from fp4adam import tensor_operators as tensor_operators
 from fp4adam.float8_block import Float8BlockQuantizer as Float8BlockQuantizer
 from fp4adam.float8_block import Float8BlockTensor as Float8BlockTensor
 from fp4adam.fp4_adam import FP4Adam as FP4Adam
@@ -13,6 +14,6 @@ from fp4adam.quantize_model import is_hidden_linear as is_hidden_linear
 from fp4adam.quantize_model import quantize_model as quantize_model
 from fp4adam.quantize_model import quantized_init as quantized_init
 from fp4adam.quantized_tensor import QuantizedTensor as QuantizedTensor
-from fp4adam.quantized_tensor import Quantizer as Quantizer
+from fp4adam.quantizer import Quantizer as Quantizer
 
 __version__ = "0.1.0"

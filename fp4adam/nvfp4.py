@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fp4adam import backend, minifloat
-from fp4adam.quantized_tensor import QuantizedTensor, Quantizer, round_up
+from fp4adam.quantized_tensor import QuantizedTensor
+from fp4adam.quantizer import Quantizer, round_up
 
 BLOCK = 16
 # The largest code times the largest block scale: what the tensor's amax is mapped to.

@@ -10,7 +10,8 @@ from torch.nn.modules import module as nn_module
 from fp4adam.float8_block import Float8BlockQuantizer
 from fp4adam.mxfp8 import MXFP8Quantizer
 from fp4adam.nvfp4 import NVFP4Quantizer
-from fp4adam.quantized_tensor import QuantizedTensor, Quantizer, check_dtype
+from fp4adam.quantized_tensor import QuantizedTensor
+from fp4adam.quantizer import Quantizer, check_dtype
 
 Filter = Callable[[nn.Module, str], bool]
 

@@ -1,18 +1,14 @@
-"""The tensor subclass behind every block-scaled format, and the operators that it implements."""
+"""The tensor subclass behind every block-scaled format."""
 
 import copy
-import dataclasses
-import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-aten = torch.ops.aten
-
-HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from fp4adam.quantizer import HIGH_PRECISION_DTYPES, Quantizer, check_dtype, flat_shape
 
 # Inner tensors, named as in Transformer Engine. Scales of square blocks are the same for both
 # directions and are kept once, one per block, in _block_scale_inv.
@@ -27,117 +23,6 @@ STORAGE_NAMES = (
 
 _FUNCTIONS: dict[Callable, Callable] = {}
 _OPERATORS: dict[Callable, Callable] = {}
-
-
-def round_up(n: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is not below ``n``."""
-    return -(-n // multiple) * multiple
-
-
-def flat_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Shape of the matrix that a weight is quantized as: [product of leading dimensions, last]."""
-    return math.prod(shape[:-1]), shape[-1]
-
-
-@dataclasses.dataclass(frozen=True)
-class Quantizer:
-    """How tensors become one block-scaled format.
-
-    Args:
-        rowwise: Keep codes with blocks along the last dimension (what the forward GEMM reads).
-        columnwise: Keep codes with blocks along the first dimension (what the backward GEMM reads).
-    """
-
-    rowwise: bool = True
-    columnwise: bool = True
-
-    tensor_class: ClassVar[type["QuantizedTensor"]]
-
-    def __post_init__(self) -> None:
-        if not (self.rowwise or self.columnwise):
-            raise ValueError(
-                "rowwise and columnwise must not both be False, got rowwise=False, "
-                "columnwise=False; keep at least one direction"
-            )
-
-    def storage_layout(
-        self, rows: int, cols: int
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each inner tensor of a [rows, cols] matrix."""
-        raise NotImplementedError
-
-    def check_matrix(self, rows: int, cols: int) -> str | None:
-        """Say which rule of the format a [rows, cols] matrix breaks, or None."""
-        return None
-
-    def check_shape(self, shape: tuple[int, ...]) -> None:
-        """Raise ValueError if the format cannot hold a tensor of ``shape``."""
-        name = self.tensor_class.__name__
-        if len(shape) < 2:
-            raise ValueError(
-                f"shape must have at least 2 dimensions for {name}, got {tuple(shape)}; "
-                "keep vectors such as biases and norms in high precision"
-            )
-        rows, cols = flat_shape(shape)
-        if problem := self.check_matrix(rows, cols):
-            raise ValueError(
-                f"{problem}, got shape {tuple(shape)}, that is a matrix [{rows}, {cols}]; pad the "
-                "weight to such a size or leave this layer in high precision (filter=...)"
-            )
-
-    def make_empty(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> "QuantizedTensor":
-        """Allocate a tensor of this format; it holds zeros.
-
-        Args:
-            shape: Logical shape, at least 2 dimensions.
-            dtype: Nominal dtype, the one that autograd and other code sees.
-            device: Where to allocate, the default device if None.
-
-        Raises:
-            ValueError: If the format cannot hold the shape.
-            TypeError: If ``dtype`` is not float32, bfloat16 or float16.
-        """
-        shape = tuple(shape)
-        self.check_shape(shape)
-        check_dtype("dtype", dtype)
-        storage = {
-            name: torch.zeros(size, dtype=kind, device=device)
-            for name, (size, kind) in self.storage_layout(*flat_shape(shape)).items()
-        }
-        return self.tensor_class(shape, dtype, self, storage)
-
-    def quantize(self, x: Tensor) -> "QuantizedTensor":
-        """Quantize ``x`` (float32, bfloat16 or float16, at least 2 dimensions) to a new tensor.
-
-        The result has the shape, device and, as its nominal dtype, the dtype of ``x``.
-        """
-        return self.make_empty(x.shape, dtype=x.dtype, device=x.device).quantize_(x)
-
-    def write(self, x: Tensor, out: "QuantizedTensor") -> None:
-        """Quantize the contiguous matrix ``x`` into the storage of ``out``."""
-        raise NotImplementedError
-
-    def read(
-        self, tensor: "QuantizedTensor", dtype: torch.dtype, after: Tensor | None = None
-    ) -> Tensor:
-        """Decode ``tensor`` to a plain [rows, cols] matrix of ``dtype``.
-
-        ``after`` is never read: a graph of torch.compile just cannot decode before it exists.
-        """
-        raise NotImplementedError
-
-
-def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raise TypeError unless ``dtype`` is one that quantized tensors convert from and to."""
-    if dtype not in HIGH_PRECISION_DTYPES:
-        raise TypeError(
-            f"{name} must be float32, bfloat16 or float16, got {dtype}; convert the tensor first"
-        )
 
 
 class QuantizedTensor(torch.Tensor):
@@ -476,131 +361,14 @@ def implements_function(function: Callable) -> Callable:
     return register
 
 
-def _implements(*operators: Callable) -> Callable:
+def implements_operator(*operators: Callable) -> Callable:
+    """Register what aten operators do when a quantized tensor is among their arguments."""
+
     def register(fn: Callable) -> Callable:
         _OPERATORS.update(dict.fromkeys(operators, fn))
         return fn
 
     return register
-
-
-# nn.Parameter, state_dict and .data share the storage of the tensor that they wrap.
-@_implements(aten.detach.default, aten.alias.default)
-def _detach(func: Callable, tensor: QuantizedTensor) -> QuantizedTensor:
-    with torch.inference_mode(False):  # a detached inference tensor could not be versioned
-        detached = tensor._like(tensor.storage_tensors())
-    detached._init_val = tensor._init_val
-    return detached
-
-
-@_implements(aten.clone.default)
-def _clone(
-    func: Callable, tensor: QuantizedTensor, memory_format: torch.memory_format | None = None
-) -> QuantizedTensor:
-    return tensor._map_storage(torch.clone)
-
-
-# Module.to, .cuda, .cpu, .bfloat16: bytes move, the nominal dtype changes, nothing is rounded.
-@_implements(aten._to_copy.default)
-def _to_copy(
-    func: Callable,
-    tensor: QuantizedTensor,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout | None = None,
-    device: torch.device | None = None,
-    pin_memory: bool = False,
-    non_blocking: bool = False,
-    memory_format: torch.memory_format | None = None,
-) -> Tensor:
-    if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
-        return tensor._read(dtype).to(device=device)
-
-    def move(inner: Tensor) -> Tensor:
-        return inner.to(device=device, non_blocking=non_blocking, copy=True)
-
-    moved = tensor._map_storage(move, dtype)
-    kept = tensor._high_precision_init_val
-    if kept is not None:
-        moved._high_precision_init_val = kept if kept.is_meta else move(kept)
-    return moved
-
-
-# Module.to_empty; an explicit dtype asks for a plain tensor, as for optimizer state.
-@_implements(aten.empty_like.default)
-def _empty_like(
-    func: Callable,
-    tensor: QuantizedTensor,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    **kwargs: Any,
-) -> Tensor:
-    device = tensor.device if device is None else device
-    if dtype is not None:
-        return torch.empty(tensor.shape, dtype=dtype, device=device)
-    empty = tensor.quantizer.make_empty(tuple(tensor.shape), tensor.dtype, device)
-    if tensor._high_precision_init_val is not None:
-        empty._high_precision_init_val = tensor._high_precision_init_val.to("meta")
-    return empty
-
-
-# Optimizer state and gradients are made like the parameter, and are plain tensors.
-@_implements(
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
-)
-def _plain_like(func: Callable, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Tensor:
-    return func(
-        torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args, **kwargs
-    )
-
-
-# load_state_dict, in both directions and between formats.
-@_implements(aten.copy_.default)
-def _copy_(func: Callable, out: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    if not isinstance(out, QuantizedTensor):
-        return out.copy_(source._read(out.dtype), non_blocking)
-    if source.dtype not in HIGH_PRECISION_DTYPES:
-        source = source.float()
-    out._write(source.expand(out.shape) if source.shape != out.shape else source, non_blocking)
-    return out
-
-
-@_implements(aten._foreach_copy_.default)
-def _foreach_copy_(
-    func: Callable, outs: list[Tensor], sources: list[Tensor], non_blocking: bool = False
-) -> None:
-    for out, source in zip(outs, sources, strict=True):
-        out.copy_(source, non_blocking)
-
-
-# torch.nn.init on a quantized parameter: a full overwrite, rounded once.
-@_implements(
-    aten.zero_.default,
-    aten.fill_.Scalar,
-    aten.fill_.Tensor,
-    aten.normal_.default,
-    aten.uniform_.default,
-)
-def _overwrite(func: Callable, out: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
-    values = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    func(values, *args, **kwargs)
-    return _copy_(aten.copy_.default, out, values)
-
-
-# torch.load and data loaders ask; FSDP2 CPU offload pins.
-@_implements(aten.is_pinned.default)
-def _is_pinned(func: Callable, tensor: QuantizedTensor, device: torch.device | None = None) -> bool:
-    return all(inner.is_pinned() for inner in tensor.storage_tensors().values())
-
-
-@_implements(aten._pin_memory.default)
-def _pin_memory(
-    func: Callable, tensor: QuantizedTensor, device: torch.device | None = None
-) -> QuantizedTensor:
-    return tensor._map_storage(torch.Tensor.pin_memory)
 
 
 torch.serialization.add_safe_globals([_rebuild_quantized_tensor])

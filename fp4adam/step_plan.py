@@ -12,7 +12,8 @@ from fp4adam.adam import Scalars
 from fp4adam.float8_block import Float8BlockQuantizer
 from fp4adam.mxfp8 import MXFP8Quantizer
 from fp4adam.nvfp4 import NVFP4Quantizer
-from fp4adam.quantized_tensor import QuantizedTensor, Quantizer, flat_shape
+from fp4adam.quantized_tensor import QuantizedTensor
+from fp4adam.quantizer import Quantizer, flat_shape
 from fp4adam.update_bound import largest_update, measured_ratio, next_ratio
 
 if TYPE_CHECKING:

@@ -1,0 +1,124 @@
+"""What every block-scaled format has to say about itself, and what it can hold."""
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fp4adam.quantized_tensor import QuantizedTensor
+
+HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is not below ``n``."""
+    return -(-n // multiple) * multiple
+
+
+def flat_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Shape of the matrix that a weight is quantized as: [product of leading dimensions, last]."""
+    return math.prod(shape[:-1]), shape[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantizer:
+    """How tensors become one block-scaled format.
+
+    Args:
+        rowwise: Keep codes with blocks along the last dimension (what the forward GEMM reads).
+        columnwise: Keep codes with blocks along the first dimension (what the backward GEMM reads).
+    """
+
+    rowwise: bool = True
+    columnwise: bool = True
+
+    tensor_class: ClassVar[type["QuantizedTensor"]]
+
+    def __post_init__(self) -> None:
+        if not (self.rowwise or self.columnwise):
+            raise ValueError(
+                "rowwise and columnwise must not both be False, got rowwise=False, "
+                "columnwise=False; keep at least one direction"
+            )
+
+    def storage_layout(
+        self, rows: int, cols: int
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each inner tensor of a [rows, cols] matrix."""
+        raise NotImplementedError
+
+    def check_matrix(self, rows: int, cols: int) -> str | None:
+        """Say which rule of the format a [rows, cols] matrix breaks, or None."""
+        return None
+
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Raise ValueError if the format cannot hold a tensor of ``shape``."""
+        name = self.tensor_class.__name__
+        if len(shape) < 2:
+            raise ValueError(
+                f"shape must have at least 2 dimensions for {name}, got {tuple(shape)}; "
+                "keep vectors such as biases and norms in high precision"
+            )
+        rows, cols = flat_shape(shape)
+        if problem := self.check_matrix(rows, cols):
+            raise ValueError(
+                f"{problem}, got shape {tuple(shape)}, that is a matrix [{rows}, {cols}]; pad the "
+                "weight to such a size or leave this layer in high precision (filter=...)"
+            )
+
+    def make_empty(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> "QuantizedTensor":
+        """Allocate a tensor of this format; it holds zeros.
+
+        Args:
+            shape: Logical shape, at least 2 dimensions.
+            dtype: Nominal dtype, the one that autograd and other code sees.
+            device: Where to allocate, the default device if None.
+
+        Raises:
+            ValueError: If the format cannot hold the shape.
+            TypeError: If ``dtype`` is not float32, bfloat16 or float16.
+        """
+        shape = tuple(shape)
+        self.check_shape(shape)
+        check_dtype("dtype", dtype)
+        storage = {
+            name: torch.zeros(size, dtype=kind, device=device)
+            for name, (size, kind) in self.storage_layout(*flat_shape(shape)).items()
+        }
+        return self.tensor_class(shape, dtype, self, storage)
+
+    def quantize(self, x: Tensor) -> "QuantizedTensor":
+        """Quantize ``x`` (float32, bfloat16 or float16, at least 2 dimensions) to a new tensor.
+
+        The result has the shape, device and, as its nominal dtype, the dtype of ``x``.
+        """
+        return self.make_empty(x.shape, dtype=x.dtype, device=x.device).quantize_(x)
+
+    def write(self, x: Tensor, out: "QuantizedTensor") -> None:
+        """Quantize the contiguous matrix ``x`` into the storage of ``out``."""
+        raise NotImplementedError
+
+    def read(
+        self, tensor: "QuantizedTensor", dtype: torch.dtype, after: Tensor | None = None
+    ) -> Tensor:
+        """Decode ``tensor`` to a plain [rows, cols] matrix of ``dtype``.
+
+        ``after`` is never read: a graph of torch.compile just cannot decode before it exists.
+        """
+        raise NotImplementedError
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raise TypeError unless ``dtype`` is one that quantized tensors convert from and to."""
+    if dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(
+            f"{name} must be float32, bfloat16 or float16, got {dtype}; convert the tensor first"
+        )

@@ -1,0 +1,134 @@
+"""The operators that keep a quantized tensor quantized, each with who needs it.
+
+All others see the dequantized values; those that would write into them are refused.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4adam.quantized_tensor import QuantizedTensor, implements_operator
+from fp4adam.quantizer import HIGH_PRECISION_DTYPES
+
+aten = torch.ops.aten
+
+
+# nn.Parameter, state_dict and .data share the storage of the tensor that they wrap.
+@implements_operator(aten.detach.default, aten.alias.default)
+def _detach(func: Callable, tensor: QuantizedTensor) -> QuantizedTensor:
+    with torch.inference_mode(False):  # a detached inference tensor could not be versioned
+        detached = tensor._like(tensor.storage_tensors())
+    detached._init_val = tensor._init_val
+    return detached
+
+
+@implements_operator(aten.clone.default)
+def _clone(
+    func: Callable, tensor: QuantizedTensor, memory_format: torch.memory_format | None = None
+) -> QuantizedTensor:
+    return tensor._map_storage(torch.clone)
+
+
+# Module.to, .cuda, .cpu, .bfloat16: bytes move, the nominal dtype changes, nothing is rounded.
+@implements_operator(aten._to_copy.default)
+def _to_copy(
+    func: Callable,
+    tensor: QuantizedTensor,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool = False,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
+        return tensor._read(dtype).to(device=device)
+
+    def move(inner: Tensor) -> Tensor:
+        return inner.to(device=device, non_blocking=non_blocking, copy=True)
+
+    moved = tensor._map_storage(move, dtype)
+    kept = tensor._high_precision_init_val
+    if kept is not None:
+        moved._high_precision_init_val = kept if kept.is_meta else move(kept)
+    return moved
+
+
+# Module.to_empty; an explicit dtype asks for a plain tensor, as for optimizer state.
+@implements_operator(aten.empty_like.default)
+def _empty_like(
+    func: Callable,
+    tensor: QuantizedTensor,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    device = tensor.device if device is None else device
+    if dtype is not None:
+        return torch.empty(tensor.shape, dtype=dtype, device=device)
+    empty = tensor.quantizer.make_empty(tuple(tensor.shape), tensor.dtype, device)
+    if tensor._high_precision_init_val is not None:
+        empty._high_precision_init_val = tensor._high_precision_init_val.to("meta")
+    return empty
+
+
+# Optimizer state and gradients are made like the parameter, and are plain tensors.
+@implements_operator(
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+)
+def _plain_like(func: Callable, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Tensor:
+    return func(
+        torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args, **kwargs
+    )
+
+
+# load_state_dict, in both directions and between formats.
+@implements_operator(aten.copy_.default)
+def _copy_(func: Callable, out: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if not isinstance(out, QuantizedTensor):
+        return out.copy_(source._read(out.dtype), non_blocking)
+    if source.dtype not in HIGH_PRECISION_DTYPES:
+        source = source.float()
+    out._write(source.expand(out.shape) if source.shape != out.shape else source, non_blocking)
+    return out
+
+
+@implements_operator(aten._foreach_copy_.default)
+def _foreach_copy_(
+    func: Callable, outs: list[Tensor], sources: list[Tensor], non_blocking: bool = False
+) -> None:
+    for out, source in zip(outs, sources, strict=True):
+        out.copy_(source, non_blocking)
+
+
+# torch.nn.init on a quantized parameter: a full overwrite, rounded once.
+@implements_operator(
+    aten.zero_.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.normal_.default,
+    aten.uniform_.default,
+)
+def _overwrite(func: Callable, out: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
+    values = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    func(values, *args, **kwargs)
+    return _copy_(aten.copy_.default, out, values)
+
+
+# torch.load and data loaders ask; FSDP2 CPU offload pins.
+@implements_operator(aten.is_pinned.default)
+def _is_pinned(func: Callable, tensor: QuantizedTensor, device: torch.device | None = None) -> bool:
+    return all(inner.is_pinned() for inner in tensor.storage_tensors().values())
+
+
+@implements_operator(aten._pin_memory.default)
+def _pin_memory(
+    func: Callable, tensor: QuantizedTensor, device: torch.device | None = None
+) -> QuantizedTensor:
+    return tensor._map_storage(torch.Tensor.pin_memory)
