@@ -1,0 +1,47 @@
+"""What a bare machine gets: the package without Triton, and names without surprises."""
+
+import subprocess
+import sys
+
+import fp4adam
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None  # as if it were not installed: importing it raises ImportError
+import torch
+import fp4adam
+
+model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
+fp4adam.quantize_model(model, "nvfp4")
+optimizer = fp4adam.FP4Adam(model.parameters(), lr=1e-2)
+losses = []
+for _ in range(20):
+    loss = (model(torch.eye(32)) - torch.eye(32)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+assert losses[-1] < losses[0] / 2, losses
+"""
+
+
+def test_training_on_a_cpu_needs_no_triton():
+    subprocess.run([sys.executable, "-c", WITHOUT_TRITON], check=True)
+
+
+def test_public_names_are_those_of_the_readme():
+    names = {
+        "Float8BlockQuantizer",
+        "Float8BlockTensor",
+        "FP4Adam",
+        "FusedAdam",
+        "MXFP8Quantizer",
+        "MXFP8Tensor",
+        "NVFP4Quantizer",
+        "NVFP4Tensor",
+        "QuantizedTensor",
+        "quantize_model",
+        "quantized_init",
+    }
+    assert names <= vars(fp4adam).keys()
+    assert fp4adam.__version__.count(".") == 2
