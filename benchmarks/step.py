@@ -12,6 +12,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -181,6 +182,7 @@ def main() -> None:
     clock = Clock(args.device)
     rate = copy_rate(clock, args.device)
     about = {
+        "command": " ".join(["python", *sys.argv]),
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or "CPU",
         "torch": torch.__version__,
         "triton": triton.__version__,
