@@ -3,9 +3,9 @@
     python benchmarks/step.py [--device cuda] [--layers 16] [--json results.json]
 
 The tensors are the matrices of a GPT with hidden size 2048: 80 of them and 973 M parameters with
-16 layers. Gradients are BF16 unless the parameters are FP32. Rates count the bytes that a step has
-to move (gradient, states, parameter; codes and scales of both directions) and are given as a share
-of what a device-to-device copy of 8 GB (1 GB on a CPU) reaches in the same run.
+16 layers (on a CPU one of hidden size 512). Gradients are BF16 unless the parameters are FP32.
+Rates count the bytes that a step has to move (gradient, states, parameter; codes and scales of both
+directions) and are given as a share of what a copy of 8 GB (1 GB on a CPU) reaches in the same run.
 """
 
 import argparse
@@ -172,13 +172,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, choices=("cuda", "cpu"))
-    parser.add_argument("--layers", type=int, help="of 61 M parameters; 16 on a GPU, 1 on a CPU")
+    parser.add_argument(
+        "--layers", type=int, help="16 of 61 M parameters on a GPU, 1 of 4 M on a CPU"
+    )
     parser.add_argument("--repeats", type=int, help="counted steps; 30 on a GPU, 3 on a CPU")
     parser.add_argument("--only", default="", help="measure only names that contain this")
     parser.add_argument("--json", help="write settings and results to this file")
     args = parser.parse_args()
     cuda = args.device == "cuda"
-    shapes = LAYER * (args.layers or (16 if cuda else 1))
+    # A sixteenth of a layer on a CPU.
+    layer = LAYER if cuda else [(rows // 4, cols // 4) for rows, cols in LAYER]
+    shapes = layer * (args.layers or (16 if cuda else 1))
     clock = Clock(args.device)
     rate = copy_rate(clock, args.device)
     about = {

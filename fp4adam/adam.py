@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# Elements that are updated at a time on a CPU, so that what is in between stays in its cache.
+_CHUNK = 2**15
+
 
 class Scalars(NamedTuple):
     """What one update takes from the hyper-parameters; computed in float64, used in float32.
@@ -81,6 +84,28 @@ def adam_(
 
     Source: arXiv:1711.05101, algorithm 2; arXiv:1904.09237 for AMSGrad.
     """
+    tensors = [value, grad, exp_avg, exp_avg_sq]
+    if max_exp_avg_sq is not None:
+        tensors.append(max_exp_avg_sq)
+    if value.is_cpu and value.numel() > _CHUNK and all(t.is_contiguous() for t in tensors):
+        parts = zip(*(t.view(-1).split(_CHUNK) for t in tensors), strict=True)
+    else:
+        parts = [tensors]
+    for part in parts:
+        _adam_part_(*part, scalars=scalars, adam_w_mode=adam_w_mode, grad_scale=grad_scale)
+
+
+def _adam_part_(
+    value: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor | None = None,
+    *,
+    scalars: Scalars,
+    adam_w_mode: bool,
+    grad_scale: Tensor | None,
+) -> None:
     s = scalars
     dtype = exp_avg.dtype
     factor = s.grad_factor
