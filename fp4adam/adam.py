@@ -39,6 +39,11 @@ class Scalars(NamedTuple):
     rsqrt_bias_correction2: float
 
 
+def moves(group: Mapping[str, Any]) -> bool:
+    """Whether updates of a parameter group change values, and not just moments."""
+    return float(group["lr"]) > 2.0**-149  # float32 cannot tell less from zero
+
+
 def adam_scalars(group: Mapping[str, Any], step: float) -> Scalars:
     """The scalars of a parameter group for its update number ``step`` (1 for the first)."""
     lr = float(group["lr"])
@@ -54,8 +59,7 @@ def adam_scalars(group: Mapping[str, Any], step: float) -> Scalars:
         beta2=beta2,
         one_minus_beta2=1 - beta2,
         eps=float(group["eps"]),
-        # What float32 cannot tell from zero is a step of length zero.
-        step_size=lr / bias_correction1 if lr > 2.0**-149 else 0.0,
+        step_size=lr / bias_correction1 if moves(group) else 0.0,
         rsqrt_bias_correction2=1 / math.sqrt(bias_correction2),
     )
 

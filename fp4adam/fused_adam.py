@@ -1,8 +1,9 @@
 """AdamW with FP32 master weights and moments, one fused kernel per kind of parameter."""
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fp4adam import backend
-from fp4adam.adam import Scalars, adam_, adam_scalars
+from fp4adam.adam import Scalars, adam_, moves
+from fp4adam.fused_batch import Member
 from fp4adam.hyper_parameters import check_hyper_parameters
 from fp4adam.optimizer_state import STATE_NAMES, check_state_dict, saved_states, state_like
 from fp4adam.quantized_tensor import QuantizedTensor
@@ -18,28 +20,6 @@ from fp4adam.step_plan import StepPlan
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PARAM_DTYPES = (torch.float64, *GRAD_DTYPES)
-
-
-class Update(NamedTuple):
-    """One parameter's part of a step.
-
-    ``value`` is what Adam reads and writes: the FP32 master weight, or the parameter itself.
-    """
-
-    param: Tensor
-    grad: Tensor
-    value: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    max_exp_avg_sq: Tensor | None
-    step: float
-    scalars: Scalars
-    adam_w_mode: bool
-
-    @property
-    def moves(self) -> bool:
-        """Whether the parameter can change; with lr = 0 only the moments do."""
-        return self.scalars.step_size != 0
 
 
 class FusedAdam(Optimizer):
@@ -125,9 +105,25 @@ class FusedAdam(Optimizer):
         super().__init__(params, defaults)
 
     def _forget(self) -> None:
-        """Start without tables of addresses and without knowledge of parameter versions."""
-        self._plans: dict[torch.device, StepPlan] = {}
+        """Start without a plan and without knowledge of parameter versions."""
+        self._plan: StepPlan | None = None
+        self._planned: tuple[list[dict], list[Tensor], list[dict]] = ([], [], [])
+        # Of parameters with masters, after the last step or load.
         self._versions: dict[Tensor, int] = {}
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """State per parameter; as in ``torch.optim.Optimizer``.
+
+        Waits for the device if it may have left out the last step, to say the right ``step``.
+        """
+        if getattr(self, "_plan", None) is not None:
+            self._plan.settle()
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, state: dict[Any, Any]) -> None:
+        self.__dict__["state"] = state
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         """Raise if hyper-parameters or flags of a group are out of range or not supported."""
@@ -217,33 +213,119 @@ class FusedAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None and bool(found_inf):
-            return loss
         # Attributes of tensor subclasses are then read directly, which takes a tenth of the time.
         with torch._C.DisableTorchFunctionSubclass():
-            members = [
-                (group, param, grad)
-                for group in self.param_groups
-                for param in group["params"]
-                if (grad := self._grad(param)) is not None
-            ]
-            for _, param, grad in members:
+            self._step()
+        return loss
+
+    # Addresses and tables are no matter for torch.compile, which would trace into this.
+    @torch._disable_dynamo
+    def _step(self) -> None:
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        # The device learns of an overflow in time, without the host waiting for it.
+        if found_inf is not None and not found_inf.is_cuda:
+            if found_inf.item():
+                return
+            found_inf = None
+        plan = self._fitting_plan()
+        unfused = plan.unfused_gradients()
+        for param, grad in unfused:
+            self._check_gradient(param, grad)
+            self._check_state(param)
+        if unfused and found_inf is not None:
+            if found_inf.item():
+                return
+            found_inf = None
+        try:
+            plan.run(self._update_by_operators, grad_scale, None, found_inf)
+        except BaseException:
+            self._forget()
+            raise
+
+    def _fitting_plan(self) -> StepPlan:
+        """The plan of the last step, or a new one if anything that it depends on has changed."""
+        state = self.state
+        groups, params, states = self._planned
+        structure = self._structure()
+        if (
+            self._plan is not None
+            and _are_same(self.param_groups, groups)
+            and _are_same(chain.from_iterable(g["params"] for g in groups), params)
+            and _are_same(state.values(), states)
+            and self._plan.fits(structure)
+        ):
+            return self._plan
+        return self._new_plan(structure)
+
+    def _structure(self) -> list:
+        """What the kernels and the layout of the state depend on, parameters aside."""
+        options = [getattr(self, name) for name in self._option_names]
+        names = ("amsgrad", "adam_w_mode", "fused")
+        for group in self.param_groups:
+            options += [group[name] for name in names]
+            options += [len(group["params"]), moves(group)]
+        return options
+
+    def _new_plan(self, structure: list) -> StepPlan:
+        if self._plan is not None:
+            self._versions.update(self._plan.master_versions())
+        pairs = [(group, param) for group in self.param_groups for param in group["params"]]
+        for _, param in pairs:
+            grad = self._grad(param)
+            if grad is not None:
                 self._check_gradient(param, grad)
                 self._check_state(param)
-            self._apply(members, getattr(self, "grad_scale", None))
-        return loss
+        members, outsiders = [], []
+        for group, param in pairs:
+            if self._grad(param) is None and not self._is_in_training(param):
+                outsiders.append(param)
+                continue
+            state = self._state_of(group, param)
+            members.append(
+                Member(
+                    group=group,
+                    param=param,
+                    state=state,
+                    value=state.get("master_param", param),
+                    moves=moves(group),
+                    write_dtype=self._write_dtype(param),
+                )
+            )
+        self._plan = StepPlan(
+            members,
+            outsiders,
+            structure,
+            read_grad=self._grad if self.use_decoupled_grad else attrgetter("grad"),
+            grads_vary=self.use_decoupled_grad,
+            takes_kernels=lambda member: (
+                backend.uses_kernels(member.param.device) and member.group["fused"] is not False
+            ),
+        )
+        self._planned = (
+            list(self.param_groups),
+            [param for _, param in pairs],
+            list(self.state.values()),
+        )
+        if not self._plan.fits(structure):
+            raise RuntimeError("a step plan must fit what it was made from; please report this")
+        return self._plan
 
     def _grad(self, param: Tensor) -> Tensor | None:
         return getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
 
-    def _check_gradient(self, param: Tensor, grad: Tensor) -> None:
+    def _is_in_training(self, param: Tensor) -> bool:
+        """Whether a parameter without a gradient has a state to go on with when it gets one."""
+        if not {"step", "exp_avg", "exp_avg_sq"} <= self.state.get(param, {}).keys():
+            return False
+        try:
+            self._check_steppable(param)
+            self._check_state(param)
+        except (RuntimeError, TypeError, NotImplementedError):
+            return False  # what is wrong will be said once it matters
+        return True
+
+    def _check_steppable(self, param: Tensor) -> None:
         name = type(self).__name__
-        if grad.is_sparse:
-            raise RuntimeError(
-                f"{name} does not support sparse gradients; use torch.optim.SparseAdam, or "
-                "sparse=False in the embedding"
-            )
         if isinstance(param, DTensor):
             raise NotImplementedError(
                 f"{name} does not update DTensor parameters yet, got one of shape "
@@ -259,6 +341,15 @@ class FusedAdam(Optimizer):
                 f"parameters must be float64, float32, bfloat16 or float16 for {name}, got "
                 f"{param.dtype}; keep 8-bit weights as quantized tensors of FP4Adam"
             )
+
+    def _check_gradient(self, param: Tensor, grad: Tensor) -> None:
+        name = type(self).__name__
+        if grad.is_sparse:
+            raise RuntimeError(
+                f"{name} does not support sparse gradients; use torch.optim.SparseAdam, or "
+                "sparse=False in the embedding"
+            )
+        self._check_steppable(param)
         if isinstance(grad, QuantizedTensor):
             raise TypeError(
                 f"gradients must be plain tensors for {name}, got {type(grad).__name__}; call "
@@ -288,58 +379,29 @@ class FusedAdam(Optimizer):
                 "for a new shape create a new optimizer"
             )
 
-    # Addresses and tables are no matter for torch.compile, which would trace into this.
-    @torch._disable_dynamo
-    def _apply(self, members: list[tuple[dict, Tensor, Tensor]], grad_scale: Tensor | None) -> None:
-        scalars: dict[tuple[int, float], Scalars] = {}
-        fused: dict[torch.device, list[Update]] = defaultdict(list)
-        for group, param, grad in members:
-            state = self._state_of(group, param)
-            state["step"] += 1
-            key = id(group), state["step"].item()
-            if key not in scalars:
-                scalars[key] = adam_scalars(group, key[1])
-            update = Update(
-                param=param,
-                grad=grad,
-                value=state.get("master_param", param),
-                exp_avg=state["exp_avg"],
-                exp_avg_sq=state["exp_avg_sq"],
-                max_exp_avg_sq=state["max_exp_avg_sq"] if group["amsgrad"] else None,
-                step=key[1],
-                scalars=scalars[key],
-                adam_w_mode=group["adam_w_mode"],
-            )
-            by_kernel = backend.uses_kernels(param.device) and group["fused"] is not False
-            if by_kernel and StepPlan.can_take(update):
-                fused[param.device].append(update)
-            else:
-                self._update_by_operators(update, grad_scale)
-        for device, updates in fused.items():
-            if device not in self._plans:
-                self._plans[device] = StepPlan(device)
-            self._plans[device].run(updates, grad_scale, self._write_dtype)
-        # Autograd does not see what kernels write.
-        torch.autograd.graph.increment_version([param for _, param, _ in members])
-        for _, param, _ in members:
-            if "master_param" in self.state[param]:
-                self._versions[param] = param._version
-
-    def _update_by_operators(self, update: Update, grad_scale: Tensor | None) -> None:
+    def _update_by_operators(
+        self,
+        member: Member,
+        grad: Tensor,
+        scalars: Scalars,
+        grad_scale: Tensor | None,
+        clip: Tensor | None,
+    ) -> None:
+        state = member.state
         if grad_scale is not None:
-            grad_scale = grad_scale.to(update.grad.device)
+            grad_scale = grad_scale.to(grad.device)
         adam_(
-            update.value,
-            update.grad,
-            update.exp_avg,
-            update.exp_avg_sq,
-            update.max_exp_avg_sq,
-            update.scalars,
-            update.adam_w_mode,
+            member.value,
+            grad,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            member.max_exp_avg_sq,
+            scalars,
+            member.group["adam_w_mode"],
             grad_scale,
         )
-        if update.value is not update.param and update.moves:
-            self._write_param(update.param, update.value)
+        if member.value is not member.param and member.moves:
+            self._write_param(member.param, member.value)
 
     def _write_param(self, param: Tensor, master: Tensor) -> None:
         """Round the master weight to the parameter."""
@@ -408,6 +470,13 @@ class FusedAdam(Optimizer):
         finally:
             for handle in handles:
                 handle.remove()
+        self._plan = None
         self._versions = {
             param: param._version for param in self.state if isinstance(param, Tensor)
         }
+
+
+def _are_same(actual: Iterable, expected: list) -> bool:
+    """Whether both hold the same objects."""
+    actual = list(actual)
+    return len(actual) == len(expected) and all(map(is_, actual, expected))

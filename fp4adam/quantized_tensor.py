@@ -25,6 +25,19 @@ _FUNCTIONS: dict[Callable, Callable] = {}
 _OPERATORS: dict[Callable, Callable] = {}
 
 
+class _Storage:
+    """An attribute that counts when it is exchanged; to read it takes no longer than others."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __set__(self, tensor: "QuantizedTensor", value: Any) -> None:
+        attributes = tensor.__dict__
+        if attributes.get(self.name, value) is not value:
+            QuantizedTensor.storage_generation += 1
+        attributes[self.name] = value
+
+
 class QuantizedTensor(torch.Tensor):
     """A tensor whose values live as 4- or 8-bit codes with block scales.
 
@@ -36,6 +49,16 @@ class QuantizedTensor(torch.Tensor):
     Attributes:
         quantizer: The :class:`Quantizer` that made it.
     """
+
+    # How often an inner tensor of any of them has been exchanged for another one.
+    storage_generation = 0
+    quantizer = _Storage()
+    _rowwise_data = _Storage()
+    _rowwise_scale_inv = _Storage()
+    _columnwise_data = _Storage()
+    _columnwise_scale_inv = _Storage()
+    _block_scale_inv = _Storage()
+    _amax = _Storage()
 
     def __new__(
         cls,

@@ -1,335 +1,295 @@
-"""The tables behind the fused launches: which tensors are stepped, where, in which tiles."""
+"""What a step does, worked out once and kept while nothing that it depends on changes.
 
-import math
+Most steps are like the one before: the same parameters and states at the same addresses, and new
+gradients. :meth:`StepPlan.fits` finds that out by comparing lists that builtins make, without
+Python code per parameter. Then only the scalars and the gradients' addresses are new.
+"""
+
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import chain, compress, islice
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp4adam.adam import Scalars
-from fp4adam.float8_block import Float8BlockQuantizer
-from fp4adam.mxfp8 import MXFP8Quantizer
-from fp4adam.nvfp4 import NVFP4Quantizer
+from fp4adam.adam import Scalars, adam_scalars
+from fp4adam.device_tables import DeviceTables
+from fp4adam.fused_batch import FusedBatch, Member
+from fp4adam.fused_launch import fused_launch
 from fp4adam.quantized_tensor import QuantizedTensor
-from fp4adam.quantizer import Quantizer, flat_shape
 from fp4adam.update_bound import largest_update, measured_ratio, next_ratio
 
-if TYPE_CHECKING:
-    from fp4adam.fused_adam import Update
+_version = attrgetter("_version")
 
-# Vector accesses of the kernels; torch's allocators give more, views into flat buffers may not.
-ALIGNMENT = 16
-
-
-class Kind(NamedTuple):
-    """What must be equal among tensors that share a launch.
-
-    ``quantizer`` is None for plain parameters. ``write_dtype`` is the dtype that the updated value
-    is rounded to on its way to the parameter, None if nothing is written beside the value.
-    """
-
-    quantizer: Quantizer | None
-    grad_dtype: torch.dtype
-    value_dtype: torch.dtype
-    write_dtype: torch.dtype | None
-    adam_w_mode: bool
-    amsgrad: bool
+# How a member without kernels is stepped: the member, its gradient, scalars and signals.
+Operators = Callable[[Member, Tensor, Scalars, Tensor | None, Tensor | None], None]
 
 
-class Launch:
-    """The device tables of one kind of plain tensors; each is uploaded only when it changes.
+class Cohort:
+    """Members of one group with as many steps behind them: they share the scalars of a step."""
 
-    Subclasses do the same for the quantized formats.
-    """
+    def __init__(self, group: dict[str, Any], step: float) -> None:
+        self.group = group
+        self.step = step
+        self.members: list[int] = []
 
-    def __init__(self, device: torch.device, kind: Kind) -> None:
-        self.device = device
-        self.kind = kind
-        self._shapes: list[tuple[int, int]] = []
-        self._uploaded: dict[str, tuple[list, Tensor]] = {}
-
-    def run(self, updates: list["Update"], grad_scale: Tensor) -> None:
-        """Launch the kernels on these tensors."""
-        shapes = [self.table_shape(update) for update in updates]
-        if shapes != self._shapes:
-            self.plan_tiles(shapes)
-            self._shapes = shapes
-        rows = [[*self.addresses(u), *s] for u, s in zip(updates, shapes, strict=True)]
-        table = self.upload("table", rows, torch.int64)
-        scalars = self.upload("scalars", [list(u.scalars) for u in updates], torch.float32)
-        self.launch(updates, table, scalars, grad_scale)
-
-    def upload(self, name: str, rows: list, dtype: torch.dtype) -> Tensor:
-        """``rows`` on the device, copied only if they differ from those of the last step."""
-        known = self._uploaded.get(name)
-        if known is not None and known[0] == rows:
-            return known[1]
-        # The allocator of pinned memory keeps it until the copy has been made.
-        source = torch.tensor(rows, dtype=dtype, pin_memory=self.device.type == "cuda")
-        if known is None or known[1].shape != source.shape:
-            known = rows, torch.empty_like(source, device=self.device)
-        self._uploaded[name] = rows, known[1].copy_(source, non_blocking=True)
-        return known[1]
-
-    def step_options(self) -> dict[str, Any]:
-        """What every kernel takes of the kind."""
-        kind = self.kind
-        return dict(grad_dtype=kind.grad_dtype, adam_w_mode=kind.adam_w_mode, amsgrad=kind.amsgrad)
-
-    def addresses(self, update: "Update") -> list[int]:
-        """One row of the table of tensors, without the sizes; what is absent is 0."""
-        states = (update.value, update.exp_avg, update.exp_avg_sq, update.max_exp_avg_sq)
-        tensors = (update.grad, *states, *self.written_tensors(update.param))
-        return [0 if t is None else t.data_ptr() for t in tensors]
-
-    def written_tensors(self, param: Tensor) -> tuple[Tensor | None, ...]:
-        """Where the updated value is written beside the value itself, in the table's order."""
-        return (None if self.kind.write_dtype is None else param, None, None, None, None)
-
-    def table_shape(self, update: "Update") -> tuple[int, int]:
-        """Rows and columns in the table; plain tensors are read flat."""
-        return update.value.numel(), 1
-
-    def plan_tiles(self, shapes: list[tuple[int, int]]) -> None:
-        """Make the tile lists for tensors of these shapes."""
-        from fp4adam.kernels import adam
-
-        self._tiles = adam.flat_tiles([numel for numel, _ in shapes]).to(self.device)
-
-    def launch(
-        self, updates: list["Update"], table: Tensor, scalars: Tensor, grad_scale: Tensor
-    ) -> None:
-        """Call the kernels."""
-        from fp4adam.kernels import adam
-
-        kind = self.kind
-        dtypes = dict(value_dtype=kind.value_dtype, param_dtype=kind.write_dtype)
-        adam.adam_step(table, scalars, self._tiles, grad_scale, **dtypes, **self.step_options())
+    def advance(self) -> Scalars:
+        """Count one step; returns its scalars."""
+        self.step += 1
+        return adam_scalars(self.group, self.step)
 
 
-class QuantizedLaunch(Launch):
-    """What the formats share: matrices, and storage that is written in place."""
+class Skip(NamedTuple):
+    """A step that the device may have left out: where it says so, and what has been counted."""
 
-    def table_shape(self, update: "Update") -> tuple[int, int]:
-        return flat_shape(tuple(update.param.shape))
-
-    def written_tensors(self, param: Tensor) -> tuple[Tensor | None, ...]:
-        square, rowwise = param._block_scale_inv, param._rowwise_scale_inv
-        scale = rowwise if square is None else square
-        data = (param._rowwise_data, scale, param._columnwise_data, param._columnwise_scale_inv)
-        return (*data, param._amax)
-
-    def step_options(self) -> dict[str, Any]:
-        quantizer = self.kind.quantizer
-        usage = dict(rowwise=quantizer.rowwise, columnwise=quantizer.columnwise)
-        return super().step_options() | usage | dict(write_dtype=self.kind.write_dtype)
-
-
-class MXFP8Launch(QuantizedLaunch):
-    """One pass over MXFP8 tensors."""
-
-    def plan_tiles(self, shapes: list[tuple[int, int]]) -> None:
-        from fp4adam.kernels import mxfp8, tensor_table
-
-        lists = tensor_table.cover(shapes, mxfp8.STEP_TILE, mxfp8.EDGE_TILE)
-        self._tiles = tuple(tiles.to(self.device) for tiles in lists)
-
-    def launch(
-        self, updates: list["Update"], table: Tensor, scalars: Tensor, grad_scale: Tensor
-    ) -> None:
-        from fp4adam.kernels import mxfp8
-
-        mxfp8.adam_step(table, scalars, self._tiles, grad_scale, **self.step_options())
-
-
-class Float8BlockLaunch(QuantizedLaunch):
-    """One pass over Float8Block tensors."""
-
-    def plan_tiles(self, shapes: list[tuple[int, int]]) -> None:
-        from fp4adam.kernels import float8_block
-
-        self._tiles = tuple(tiles.to(self.device) for tiles in float8_block.step_tiles(shapes))
-
-    def launch(
-        self, updates: list["Update"], table: Tensor, scalars: Tensor, grad_scale: Tensor
-    ) -> None:
-        from fp4adam.kernels import float8_block
-
-        names = ("two_dimensional", "force_pow_2_scales", "amax_epsilon")
-        scaling = {name: getattr(self.kind.quantizer, name) for name in names}
-        options = self.step_options() | scaling
-        float8_block.adam_step(table, scalars, self._tiles, grad_scale, **options)
-
-
-class History(NamedTuple):
-    """What the last launch left of one tensor, to tell whether anything else has touched it since.
-
-    ``ratio`` bounds |exp_avg| / sqrt(exp_avg_sq), see ``update_bound``.
-    """
-
-    tensors: tuple[Tensor, ...]
-    versions: tuple[int, ...]
-    step: float
-    ratio: float
-
-    def leads_to(self, update: "Update") -> bool:
-        """Whether ``update`` continues from exactly that state."""
-        return (
-            self.step + 1 == update.step
-            and all(a is b for a, b in zip(self.tensors, _state(update), strict=True))
-            and self.versions == tuple(t._version for t in self.tensors)
-        )
-
-
-class NVFP4Launch(QuantizedLaunch):
-    """A look at the tiles that can hold the new amaxes, then one pass over NVFP4 tensors."""
-
-    def plan_tiles(self, shapes: list[tuple[int, int]]) -> None:
-        from fp4adam.kernels import nvfp4
-
-        tiles, self._n_whole = nvfp4.step_tiles(shapes, self.kind.quantizer.two_dimensional)
-        self._tiles = tiles.to(self.device)
-        self._tile_amaxes = torch.zeros(len(tiles), device=self.device)
-        self._amaxes = torch.zeros(2, len(shapes), device=self.device).unbind()
-        self._history: list[History | None] = [None] * len(shapes)
-
-    def launch(
-        self, updates: list["Update"], table: Tensor, scalars: Tensor, grad_scale: Tensor
-    ) -> None:
-        from fp4adam.kernels import amax_preview, nvfp4
-
-        bounds = self.upload("bounds", self._advance(updates), torch.float32)
-        old_amaxes, amaxes = self._amaxes
-        options = self.step_options()
-        in_step_only = {name: options.pop(name) for name in ("rowwise", "columnwise")}
-        in_step_only["two_dimensional"] = self.kind.quantizer.two_dimensional
-        shared = (table, scalars, self._tiles)
-        amax_preview.preview_amax(
-            *shared, grad_scale, bounds, self._tile_amaxes, old_amaxes, amaxes, **options
-        )
-        nvfp4.adam_step(
-            *shared,
-            self._n_whole,
-            grad_scale,
-            amaxes,
-            old_amaxes,
-            self._tile_amaxes,
-            **options,
-            **in_step_only,
-        )
-        self._amaxes = amaxes, old_amaxes
-
-    def _advance(self, updates: list["Update"]) -> list[list[float]]:
-        """The largest change of a weight and its decay per tensor; notes the new history."""
-        bounds = []
-        ratios: dict[tuple[float, Scalars], float] = {}
-        for i, update in enumerate(updates):
-            history, s = self._history[i], update.scalars
-            known = history is not None and history.leads_to(update)
-            before = history.ratio if known else measured_ratio(update.exp_avg, update.exp_avg_sq)
-            if (before, s) not in ratios:
-                ratios[before, s] = next_ratio(before, s)
-            ratio = ratios[before, s]
-            state = _state(update)
-            versions = tuple(t._version for t in state)
-            self._history[i] = History(state, versions, update.step, ratio)
-            decay = abs(s.decay) if update.adam_w_mode else 1.0
-            bounds.append([largest_update(ratio, s) if known else math.inf, decay])
-        return bounds
-
-
-LAUNCHES: dict[type[Quantizer] | None, type[Launch]] = {
-    None: Launch,
-    NVFP4Quantizer: NVFP4Launch,
-    MXFP8Quantizer: MXFP8Launch,
-    Float8BlockQuantizer: Float8BlockLaunch,
-}
-
-
-def _state(update: "Update") -> tuple[Tensor, ...]:
-    return update.value, update.exp_avg, update.exp_avg_sq
+    found_inf: Tensor
+    arrival: "torch.cuda.Event | None"
+    cohorts: list[Cohort]
+    counted: Tensor
 
 
 class StepPlan:
-    """Batches the updates of one device into one launch per kind of tensor."""
+    """The launches of a step, and the parameters that take plain operators.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._launches: dict[Kind, Launch] = {}
-        self._no_scale = torch.ones(1, dtype=torch.float32, device=device)
+    Args:
+        members: What the step may update, with gradients or without.
+        outsiders: All other parameters; they have no gradients while the plan holds.
+        structure: What else the step depends on; see :meth:`fits`.
+        read_grad: Gives a parameter's gradient or None.
+        grads_vary: Whether gradients may be of other shapes and devices than their parameters.
+        takes_kernels: Whether kernels are to step a member, provided they can.
+    """
 
-    @staticmethod
-    def can_take(update: "Update") -> bool:
-        """Whether the kernels can step it: FP32 state; dense, aligned tensors of one layout."""
-        tensors = [update.value, update.grad, update.exp_avg, update.exp_avg_sq]
-        if update.max_exp_avg_sq is not None:
-            tensors.append(update.max_exp_avg_sq)
-        quantized = isinstance(update.param, QuantizedTensor)
-        if not quantized:
-            tensors.append(update.param)
-        value = update.value
-        if value.dtype == torch.float64 or value.numel() == 0:
-            return False
-        if quantized and type(update.param.quantizer) not in LAUNCHES:
-            return False
-        if not all(t.is_contiguous() for t in tensors):
-            alike = all(t.stride() == value.stride() for t in tensors)
-            if quantized or not (alike and is_dense(value)):
-                return False
-        if quantized:
-            tensors.extend(update.param.storage_tensors().values())
-        return not any(t.data_ptr() % ALIGNMENT for t in tensors)
+    def __init__(
+        self,
+        members: list[Member],
+        outsiders: list[Tensor],
+        structure: list,
+        read_grad: Callable[[Tensor], Tensor | None],
+        grads_vary: bool,
+        takes_kernels: Callable[[Member], bool],
+    ) -> None:
+        self._outsiders = outsiders
+        self._structure = structure
+        self._storage_generation = QuantizedTensor.storage_generation
+        self._read_grad = read_grad
+        self._takes_kernels = takes_kernels
+        kinds: dict[tuple, list[Member]] = defaultdict(list)
+        self._unfused: list[Member] = []
+        for member in members:
+            grad = read_grad(member.param)
+            if takes_kernels(member) and member.fits_a_launch(grad):
+                key = member.param.device, member.kind(grad), member.state_names
+                kinds[key].append(member)
+            else:
+                self._unfused.append(member)
+        by_device: dict[torch.device, list[FusedBatch]] = defaultdict(list)
+        for (device, kind, _), alike in kinds.items():
+            by_device[device].append(FusedBatch(kind, alike, read_grad, grads_vary))
+        self._parts = [
+            (_make_launches(device, batches, len(members)), batches)
+            for device, batches in by_device.items()
+        ]
+        self._batches = [batch for _, batches in self._parts for batch in batches]
+        fused = chain.from_iterable(batch.members for batch in self._batches)
+        self.members = [*fused, *self._unfused]
+        self._params = [m.param for m in self.members]
+        self._with_master = [m.param for m in self.members if m.value is not m.param]
+        self._share_step_counters()
+        self._previewed = [batch for batch in self._batches if batch.kind.is_previewed]
+        self._moment_versions: list[list[int]] = []
+        self._ratio = 0.0
+        self._present: list[bool] = []
+        self._counted = torch.zeros(0)
+        self._cohorts: list[Cohort] = []
+        self._rows_of_parts: list[list[int]] = [[] for _ in self._parts]
+        self._rows_of_unfused: list[int] = []
+        self._skip: Skip | None = None
+
+    def _share_step_counters(self) -> None:
+        """Make the counters in the state views of one tensor, which one operator counts up."""
+        self._step_of = [m.state["step"].item() for m in self.members]
+        self._steps = torch.tensor(self._step_of, dtype=torch.float32)
+        self._step_views = list(self._steps)
+        for member, step in zip(self.members, self._step_views, strict=True):
+            member.state["step"] = step
+        for batch in self._batches:
+            batch.hold()
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._master_versions = list(map(_version, self._with_master))
+        self._steps_version = self._steps._version
+
+    def master_versions(self) -> dict[Tensor, int]:
+        """Versions of the parameters that have masters, as the last step left them."""
+        return dict(zip(self._with_master, self._master_versions, strict=True))
+
+    def fits(self, structure: list) -> bool:
+        """Whether the plan holds for parameters, states and gradients as they are now.
+
+        Args:
+            structure: Everything else that the step depends on; compared with that of the plan.
+        """
+        return (
+            structure == self._structure
+            and QuantizedTensor.storage_generation == self._storage_generation
+            and self._steps._version == self._steps_version
+            and list(map(_version, self._with_master)) == self._master_versions
+            and all(grad is None for grad in map(self._read_grad, self._outsiders))
+            and all(batch.fits() for batch in self._batches)
+            and all(map(self._fits_unfused, self._unfused, self._unfused_steps()))
+        )
+
+    def _unfused_steps(self) -> list[Tensor]:
+        return self._step_views[len(self.members) - len(self._unfused) :]
+
+    def _fits_unfused(self, member: Member, step: Tensor) -> bool:
+        state = member.state
+        return (
+            state.get("step") is step
+            and state.get("master_param", member.param) is member.value
+            and state.keys() >= set(member.state_names)
+            and not (
+                self._takes_kernels(member) and member.fits_a_launch(self._read_grad(member.param))
+            )
+        )
+
+    def unfused_gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Parameters that take plain operators in this step, and their gradients."""
+        params = [m.param for m in self._unfused]
+        pairs = zip(params, map(self._read_grad, params), strict=True)
+        return [(param, grad) for param, grad in pairs if grad is not None]
 
     def run(
         self,
-        updates: list["Update"],
+        operators: Operators,
         grad_scale: Tensor | None,
-        write_dtype: Callable[[Tensor], torch.dtype],
+        clip: Tensor | None,
+        found_inf: Tensor | None,
     ) -> None:
-        """Step all ``updates`` on the device.
+        """Make the step; :meth:`fits` has just been true.
 
         Args:
-            updates: Each accepted by :meth:`can_take`.
-            grad_scale: One-element float32 tensor that gradients are divided by, or None.
-            write_dtype: The dtype that a master weight is rounded to before the parameter is
-                written.
+            operators: Steps a member without kernels.
+            grad_scale: One-element tensor that gradients are divided by, or None.
+            clip: One-element tensor that gradients are multiplied by after that, or None.
+            found_inf: One-element tensor; if it is not 0, the device does nothing. None if members
+                take operators, which cannot be skipped so.
         """
-        kinds: dict[Kind, list[Update]] = defaultdict(list)
-        for update in updates:
-            kinds[_kind(update, write_dtype(update.param))].append(update)
-        if grad_scale is None:
-            grad_scale = self._no_scale
-        else:
-            grad_scale = grad_scale.to(device=self.device, dtype=torch.float32)
-        with torch.cuda.device_of(grad_scale):
-            for kind, members in kinds.items():
-                if kind not in self._launches:
-                    launch = LAUNCHES[None if kind.quantizer is None else type(kind.quantizer)]
-                    self._launches[kind] = launch(self.device, kind)
-                self._launches[kind].run(members, grad_scale)
+        grads = [self._read_grad(m.param) for m in self._unfused]
+        self._regroup(grads)
+        self._look_at_moments()
+        scalars = [cohort.advance() for cohort in self._cohorts]
+        counted = self._counted
+        self._steps += counted
+        rows = self._scalars_rows(scalars)
+        for (tables, batches), rows_of_part in zip(self._parts, self._rows_of_parts, strict=True):
+            addresses = [*chain.from_iterable(batch.grads for batch in batches)]
+            tables.upload(addresses, rows_of_part, rows)
+            with torch.cuda.device_of(tables.table):
+                signals = tables.signals(grad_scale, clip, found_inf)
+                for batch in batches:
+                    batch.launch(*signals)
+        for member, grad, row in zip(self._unfused, grads, self._rows_of_unfused, strict=True):
+            if grad is not None:
+                operators(member, grad, scalars[row], grad_scale, clip)
+        # Autograd does not see what kernels write.
+        torch.autograd.graph.increment_version([*compress(self._params, self._present)])
+        self._note_versions()
+        if found_inf is not None:
+            self._skip = _skip(found_inf, self._cohorts, counted)
+
+    def _regroup(self, unfused_grads: list[Tensor | None]) -> None:
+        """Make the cohorts of this step, unless those of the last one are together again."""
+        present: list[bool] = []
+        for batch in self._batches:
+            present += batch.present or [True] * len(batch.members)
+        present += [grad is not None for grad in unfused_grads]
+        if present == self._present:
+            return
+        self._catch_up()
+        self._present = present
+        self._counted = torch.tensor(present, dtype=torch.float32)
+        cohorts: dict[tuple[int, float], Cohort] = {}
+        row_of = [0] * len(present)
+        for i in compress(range(len(present)), present):
+            key = id(self.members[i].group), self._step_of[i]
+            if key not in cohorts:
+                cohorts[key] = Cohort(self.members[i].group, self._step_of[i])
+            cohorts[key].members.append(i)
+        self._cohorts = list(cohorts.values())
+        for row, cohort in enumerate(self._cohorts):
+            for i in cohort.members:
+                row_of[i] = row
+        sizes = [sum(len(batch.members) for batch in batches) for _, batches in self._parts]
+        rows = iter(row_of)
+        self._rows_of_parts = [[*islice(rows, size)] for size in sizes]
+        self._rows_of_unfused = [*rows]
+
+    def _catch_up(self) -> None:
+        """Write the cohorts' step counts to their members."""
+        for cohort in self._cohorts:
+            for i in cohort.members:
+                self._step_of[i] = cohort.step
+
+    def _look_at_moments(self) -> None:
+        """Bound the ratio of the moments anew if anything but this plan has touched them."""
+        versions = [batch.moment_versions() for batch in self._previewed]
+        if versions == self._moment_versions:
+            return
+        self._moment_versions = versions
+        members = [m for batch in self._previewed for m in batch.members]
+        moments = [(m.state["exp_avg"], m.state["exp_avg_sq"]) for m in members]
+        self._ratio = measured_ratio(moments)
+        for batch in self._previewed:
+            batch.launch.forget_amaxes()
+
+    def _scalars_rows(self, scalars: list[Scalars]) -> list[float]:
+        """The rows of scalars of all cohorts, with the bound of an update at their ends."""
+        if self._previewed:
+            ratios = [next_ratio(self._ratio, s) for s in scalars]
+            if not all(self._present):
+                ratios.append(self._ratio)  # of moments that stay
+            self._ratio = max(ratios)
+        rows: list[float] = []
+        for cohort, s in zip(self._cohorts, scalars, strict=True):
+            decay = abs(s.decay) if cohort.group["adam_w_mode"] else 1.0
+            rows += s
+            rows += (largest_update(self._ratio, s), decay) if self._previewed else (0.0, 1.0)
+        return rows
+
+    def settle(self) -> None:
+        """Take back the step count if the device has left out the last step."""
+        if self._skip is None:
+            return
+        skip, self._skip = self._skip, None
+        if skip.arrival is not None:
+            skip.arrival.synchronize()
+        if skip.found_inf.item():
+            for cohort in skip.cohorts:
+                cohort.step -= 1
+            self._steps -= skip.counted
+            self._steps_version = self._steps._version
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a stretch of memory without gaps or overlaps, in any order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+def _make_launches(device: torch.device, batches: list[FusedBatch], n_members: int) -> DeviceTables:
+    rows = [batch.table_rows() for batch in batches]
+    tables = DeviceTables(device, [*chain.from_iterable(rows)], n_members)
+    parts = tables.table.split([len(part) for part in rows])
+    for batch, part in zip(batches, parts, strict=True):
+        batch.launch = fused_launch(batch.kind, batch.shapes, part, tables.scalars)
+    return tables
 
 
-def _kind(update: "Update", write_dtype: torch.dtype) -> Kind:
-    has_master = update.value is not update.param
-    quantized = isinstance(update.param, QuantizedTensor)
-    return Kind(
-        # Where the value cannot move, the bytes are left alone and only the moments are updated.
-        quantizer=update.param.quantizer if quantized and update.moves else None,
-        grad_dtype=update.grad.dtype,
-        value_dtype=update.value.dtype,
-        write_dtype=write_dtype if has_master and update.moves else None,
-        adam_w_mode=update.adam_w_mode,
-        amsgrad=update.max_exp_avg_sq is not None,
-    )
+def _skip(found_inf: Tensor, cohorts: list[Cohort], counted: Tensor) -> Skip:
+    """Send ``found_inf`` to the host without waiting for it."""
+    if not found_inf.is_cuda:
+        return Skip(found_inf.clone(), None, cohorts, counted)
+    on_host = torch.empty(1, dtype=torch.float32, pin_memory=True)
+    on_host.copy_(found_inf.reshape(1), non_blocking=True)
+    arrival = torch.cuda.Event()
+    arrival.record(torch.cuda.current_stream(found_inf.device))
+    return Skip(on_host, arrival, cohorts, counted)

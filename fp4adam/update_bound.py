@@ -7,6 +7,7 @@ beta1**2 / beta2 * C + (1 - beta1)**2 / (1 - beta2). F keeps this true where v u
 
 import math
 
+import torch
 from torch import Tensor
 
 from fp4adam.adam import Scalars
@@ -17,16 +18,17 @@ _UNIT_ROUNDOFF = 2.0**-24
 _CHUNK = 2**24
 
 
-def measured_ratio(exp_avg: Tensor, exp_avg_sq: Tensor) -> float:
-    """sqrt(C) of moments whose history is unknown, from a look at them; Inf if not finite."""
-    largest = 0.0
-    chunks = (moment.reshape(-1).split(_CHUNK) for moment in (exp_avg, exp_avg_sq))
-    for m, v in zip(*chunks, strict=True):
-        ratio = (m.abs() / (v + FLOOR).sqrt()).amax().item()
-        if not math.isfinite(ratio):
-            return math.inf
-        largest = max(largest, ratio)
-    return largest * (1 + 1e-5)
+def measured_ratio(moments: list[tuple[Tensor, Tensor]]) -> float:
+    """sqrt(C) of (exp_avg, exp_avg_sq) pairs of unknown history; Inf if they are not finite."""
+    largest = []
+    for pair in moments:
+        for m, v in zip(*(moment.reshape(-1).split(_CHUNK) for moment in pair), strict=True):
+            if m.numel():
+                largest.append((m.abs() / (v + FLOOR).sqrt()).amax())
+    if not largest:
+        return 0.0
+    ratio = torch.stack([each.to(largest[0].device) for each in largest]).amax().item()
+    return ratio * (1 + 1e-5) if math.isfinite(ratio) else math.inf
 
 
 def next_ratio(ratio: float, scalars: Scalars) -> float:

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._bfloat16 import round_to_bfloat16, to_float32
+from ._launch import Launch
 from .tensor_table import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -13,25 +14,38 @@ from .tensor_table import (
     MAX_EXP_AVG_SQ,
     ROWS,
     ROWWISE_DATA,
+    SCALARS,
     TRITON_DTYPES,
     VALUE,
     WIDTH,
     pointer,
+    takes_part,
 )
 
 BLOCK = 1024
-N_SCALARS = tl.constexpr(8)
+# Columns of a row of scalars: those of ``fp4adam.adam.Scalars``, then what bounds the update.
+LARGEST_UPDATE = tl.constexpr(8)
+LARGEST_DECAY = tl.constexpr(9)
+SCALARS_WIDTH = tl.constexpr(10)
+
+# Arguments that may be another tensor at every call, with any alignment.
+SIGNALS = ("grad_scale_ptr", "clip_ptr", "found_inf_ptr")
 
 
 @triton.jit
-def load_scalars(scalars, tensor, grad_scale_ptr):
-    """The eight scalars of a tensor's update; the gradient's factor includes 1 / grad_scale.
+def scalars_row(table, scalars, tensor):
+    """Where the scalars of a tensor's update are."""
+    return scalars + tl.load(table + tensor.to(tl.int64) * WIDTH + SCALARS) * SCALARS_WIDTH
 
-    scalars: float32 [n_tensors, 8], columns as in ``fp4adam.adam.Scalars``. grad_scale_ptr: float32
-    [1].
+
+@triton.jit
+def load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr):
+    """The eight scalars of a tensor's update; the gradient's factor includes clip / grad_scale.
+
+    scalars: float32 [n, 10]. grad_scale_ptr, clip_ptr: float32 [1].
     """
-    row = scalars + tensor * N_SCALARS
-    factor = tl.div_rn(1.0, tl.load(grad_scale_ptr)) * tl.load(row)
+    row = scalars_row(table, scalars, tensor)
+    factor = tl.div_rn(1.0, tl.load(grad_scale_ptr)) * tl.load(row) * tl.load(clip_ptr)
     decay = tl.load(row + 1)
     lerp_weight = tl.load(row + 2)
     beta2 = tl.load(row + 3)
@@ -159,12 +173,14 @@ def adam_step_tile(
     return value
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=SIGNALS)
 def _adam_step_kernel(
+    grad_scale_ptr,
+    clip_ptr,
+    found_inf_ptr,
     table,
     scalars,
     tiles,
-    grad_scale_ptr,
     GRAD_DTYPE: tl.constexpr,
     VALUE_DTYPE: tl.constexpr,
     PARAM_DTYPE: tl.constexpr,
@@ -174,18 +190,21 @@ def _adam_step_kernel(
 ):
     """Adam on one block of one tensor, read flat; ``rows`` of the table is its number of elements.
 
-    Grid: (n_tiles,). Tile: BLOCK elements. table: int64 [n_tensors, 12]. scalars: float32
-    [n_tensors, 8]. tiles: int32 [n_tiles, 2], (tensor, block of that tensor).
+    Grid: (n_tiles,). Tile: BLOCK elements. grad_scale_ptr, clip_ptr, found_inf_ptr: float32 [1].
+    table: int64 [n_tensors, 16]. scalars: float32 [n, 10]. tiles: int32 [n_tiles, 2], (tensor,
+    block of that tensor).
     PARAM_DTYPE: dtype of the parameter that is rounded from the value, None if it is the value.
     Reads gradient, value, exp_avg, exp_avg_sq, writes the last three and the parameter: with a BF16
     gradient and parameter and an FP32 master 28 bytes per element, FP32 throughout 28.
     """
     tile = tiles + 2 * tl.program_id(0)
     tensor = tl.load(tile)
+    if not takes_part(table, tensor, found_inf_ptr):
+        return
     start = tl.load(tile + 1).to(tl.int64) * BLOCK
     numel = tl.load(table + tensor.to(tl.int64) * WIDTH + ROWS)
     offs = tl.arange(0, BLOCK)
-    constants = load_scalars(scalars, tensor, grad_scale_ptr)
+    constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(table, tensor, GRAD_DTYPE, VALUE_DTYPE)
     # A mask makes every access scalar, so only the last block of a tensor has one.
     if start + BLOCK <= numel:
@@ -218,26 +237,28 @@ def adam_step(
     table: Tensor,
     scalars: Tensor,
     tiles: Tensor,
-    grad_scale: Tensor,
     *,
     grad_dtype: torch.dtype,
     value_dtype: torch.dtype,
     param_dtype: torch.dtype | None,
     adam_w_mode: bool,
     amsgrad: bool,
-) -> None:
-    """Launch :func:`_adam_step_kernel` on tables that are on the device."""
-    _adam_step_kernel[(tiles.shape[0],)](
-        table,
-        scalars,
-        tiles,
-        grad_scale,
-        GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
-        VALUE_DTYPE=TRITON_DTYPES[value_dtype],
-        PARAM_DTYPE=None if param_dtype is None else TRITON_DTYPES[param_dtype],
-        ADAM_W=adam_w_mode,
-        AMSGRAD=amsgrad,
-        BLOCK=BLOCK,
+) -> Launch:
+    """The step of plain tensors, to be called with ``grad_scale, clip, found_inf``.
+
+    ``tiles``: from :func:`flat_tiles`.
+    """
+    return Launch(
+        _adam_step_kernel,
+        tiles.shape[0],
+        (table, scalars, tiles),
+        dict(
+            GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
+            VALUE_DTYPE=TRITON_DTYPES[value_dtype],
+            PARAM_DTYPE=None if param_dtype is None else TRITON_DTYPES[param_dtype],
+            ADAM_W=adam_w_mode,
+            AMSGRAD=amsgrad,
+            BLOCK=BLOCK,
+        ),
         num_warps=4,
-        enable_fp_fusion=False,
     )

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ._bfloat16 import to_float32
 from ._e4m3 import e4m3_code, e4m3_value
-from .adam import adam_step_tile, load_scalars, round_through, round_to, state_pointers
+from ._launch import Launch
+from .adam import SIGNALS, adam_step_tile, load_scalars, round_through, round_to, state_pointers
 from .tensor_table import (
     COLS,
     COLUMNWISE_DATA,
@@ -21,6 +22,7 @@ from .tensor_table import (
     load_tile,
     pointer,
     size,
+    takes_part,
     tile_grid,
     tile_offsets,
     tile_start,
@@ -195,12 +197,14 @@ def _dequantize_kernel(
     tl.store(out_ptr + out, round_to(value, out_ptr.dtype.element_ty), mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=SIGNALS)
 def _adam_step_square_kernel(
+    grad_scale_ptr,
+    clip_ptr,
+    found_inf_ptr,
     table,
     scalars,
     tiles,
-    grad_scale_ptr,
     epsilon,
     GRAD_DTYPE: tl.constexpr,
     WRITE_DTYPE: tl.constexpr,
@@ -217,8 +221,8 @@ def _adam_step_square_kernel(
 ):
     """Adam and re-quantization of one 128x128 block of one tensor.
 
-    Grid: (n_tiles,). Tile: [128, 128] in parts of [BR, BC]. table: int64 [n_tensors, 12]. scalars:
-    float32 [n_tensors, 8]. tiles: int32 [n_tiles, 4]. MASKED: the block may reach past an edge.
+    Grid: (n_tiles,). Tile: [128, 128] in parts of [BR, BC]. table: int64 [n_tensors, 16]. scalars:
+    float32 [n, 10]. tiles: int32 [n_tiles, 4]. MASKED: the block may reach past an edge.
     A power-of-two scale seldom changes, so each part is quantized with the stored scale at once;
     where the new amax asks for another one, the block is read again. Scales that are no power of
     two always are: reads gradient (2 bytes if BF16) and three FP32 tensors, writes these and the
@@ -226,9 +230,11 @@ def _adam_step_square_kernel(
     repeated.
     """
     tensor, first_row, first_col = load_tile(tiles, 128)
+    if not takes_part(table, tensor, found_inf_ptr):
+        return
     MULTIPLE: tl.constexpr = 1 if MASKED else 16
     rows, cols = size(table, tensor, ROWS, MULTIPLE), size(table, tensor, COLS, MULTIPLE)
-    constants = load_scalars(scalars, tensor, grad_scale_ptr)
+    constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(table, tensor, GRAD_DTYPE, tl.float32)
     rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
     columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
@@ -281,12 +287,14 @@ def _adam_step_square_kernel(
         tl.store(scale_ptr, tl.div_rn(1.0, scale))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=SIGNALS)
 def _adam_step_vector_kernel(
+    grad_scale_ptr,
+    clip_ptr,
+    found_inf_ptr,
     table,
     scalars,
     tiles,
-    grad_scale_ptr,
     epsilon,
     GRAD_DTYPE: tl.constexpr,
     WRITE_DTYPE: tl.constexpr,
@@ -307,9 +315,11 @@ def _adam_step_vector_kernel(
     columnwise scales are known only after the last row, so the block is then read again, from L2.
     """
     tensor, first_row, col = load_tile(tiles, 128)
+    if not takes_part(table, tensor, found_inf_ptr):
+        return
     MULTIPLE: tl.constexpr = 1 if MASKED else 16
     rows, cols = size(table, tensor, ROWS, MULTIPLE), size(table, tensor, COLS, MULTIPLE)
-    constants = load_scalars(scalars, tensor, grad_scale_ptr)
+    constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(table, tensor, GRAD_DTYPE, tl.float32)
     rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
     columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
@@ -443,7 +453,6 @@ def adam_step(
     table: Tensor,
     scalars: Tensor,
     tiles: tuple[Tensor, Tensor],
-    grad_scale: Tensor,
     *,
     grad_dtype: torch.dtype,
     write_dtype: torch.dtype,
@@ -454,18 +463,19 @@ def adam_step(
     two_dimensional: bool,
     force_pow_2_scales: bool,
     amax_epsilon: float,
-) -> None:
-    """Step all tensors of a table; ``tiles``: whole blocks, and those that reach past an edge."""
+) -> list[Launch]:
+    """The pass over all tensors of a table, to be called with ``grad_scale, clip, found_inf``.
+
+    ``tiles``: whole blocks, and those that reach past an edge.
+    """
     kernel = _adam_step_square_kernel if two_dimensional else _adam_step_vector_kernel
     parts = STEP_PARTS[two_dimensional]
-    for part, tile, masked in zip(tiles, parts, (False, True), strict=True):
-        if part.shape[0]:
-            kernel[(part.shape[0],)](
-                table,
-                scalars,
-                part,
-                grad_scale,
-                amax_epsilon,
+    return [
+        Launch(
+            kernel,
+            part.shape[0],
+            (table, scalars, part, amax_epsilon),
+            dict(
                 GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
                 WRITE_DTYPE=TRITON_DTYPES[write_dtype],
                 LARGEST=torch.finfo(write_dtype).max,
@@ -478,6 +488,8 @@ def adam_step(
                 BR=tile.rows,
                 BC=tile.cols,
                 STAGES=tile.num_stages,
-                num_warps=tile.num_warps,
-                enable_fp_fusion=False,
-            )
+            ),
+            num_warps=tile.num_warps,
+        )
+        for part, tile, masked in zip(tiles, parts, (False, True), strict=True)
+    ]

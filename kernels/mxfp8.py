@@ -8,7 +8,8 @@ from torch import Tensor
 from ._bfloat16 import to_float32
 from ._e4m3 import e4m3_code, e4m3_value
 from ._e8m0 import e8m0_code_up, e8m0_reciprocal, e8m0_value
-from .adam import adam_step_tile, load_scalars, round_through, round_to, state_pointers
+from ._launch import Launch
+from .adam import SIGNALS, adam_step_tile, load_scalars, round_through, round_to, state_pointers
 from .tensor_table import (
     COLS,
     COLUMNWISE_DATA,
@@ -21,6 +22,7 @@ from .tensor_table import (
     load_tile,
     pointer,
     size,
+    takes_part,
     tile_offsets,
     tile_start,
 )
@@ -143,12 +145,14 @@ def _dequantize_kernel(
     tl.store(out_ptr + offs, round_to(value, out_ptr.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=SIGNALS)
 def _adam_step_kernel(
+    grad_scale_ptr,
+    clip_ptr,
+    found_inf_ptr,
     table,
     scalars,
     tiles,
-    grad_scale_ptr,
     GRAD_DTYPE: tl.constexpr,
     WRITE_DTYPE: tl.constexpr,
     ADAM_W: tl.constexpr,
@@ -162,15 +166,17 @@ def _adam_step_kernel(
 ):
     """Adam and re-quantization of one column of tiles of one tensor, each byte moved once.
 
-    Grid: (n_tiles,). Tile: LOOP times [BR, BC] down the rows. table: int64 [n_tensors, 12].
-    scalars: float32 [n_tensors, 8]. tiles: int32 [n_tiles, 4].
+    Grid: (n_tiles,). Tile: LOOP times [BR, BC] down the rows. table: int64 [n_tensors, 16].
+    scalars: float32 [n, 10]. tiles: int32 [n_tiles, 4].
     Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these, codes and scales:
     28 + 1/16 bytes per element with both directions.
     """
     tensor, first_row, col = load_tile(tiles, 32)
+    if not takes_part(table, tensor, found_inf_ptr):
+        return
     rows = size(table, tensor, ROWS, 32)
     cols = size(table, tensor, COLS, 32)
-    constants = load_scalars(scalars, tensor, grad_scale_ptr)
+    constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(table, tensor, GRAD_DTYPE, tl.float32)
     rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
     rowwise_scale = pointer(table, tensor, ROWWISE_SCALE, tl.uint8)
@@ -255,7 +261,6 @@ def adam_step(
     table: Tensor,
     scalars: Tensor,
     tiles: tuple[Tensor, Tensor],
-    grad_scale: Tensor,
     *,
     grad_dtype: torch.dtype,
     write_dtype: torch.dtype,
@@ -263,15 +268,17 @@ def adam_step(
     amsgrad: bool,
     rowwise: bool,
     columnwise: bool,
-) -> None:
-    """Step all tensors of a table; ``tiles`` are the lists for STEP_TILE and for EDGE_TILE."""
-    for part, tile in zip(tiles, (STEP_TILE, EDGE_TILE), strict=True):
-        if part.shape[0]:
-            _adam_step_kernel[(part.shape[0],)](
-                table,
-                scalars,
-                part,
-                grad_scale,
+) -> list[Launch]:
+    """The pass over all tensors of a table, to be called with ``grad_scale, clip, found_inf``.
+
+    ``tiles``: the lists for STEP_TILE and for EDGE_TILE.
+    """
+    return [
+        Launch(
+            _adam_step_kernel,
+            part.shape[0],
+            (table, scalars, part),
+            dict(
                 GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
                 WRITE_DTYPE=TRITON_DTYPES[write_dtype],
                 ADAM_W=adam_w_mode,
@@ -282,6 +289,8 @@ def adam_step(
                 BC=tile.cols,
                 LOOP=tile.loop,
                 STAGES=tile.num_stages,
-                num_warps=tile.num_warps,
-                enable_fp_fusion=False,
-            )
+            ),
+            num_warps=tile.num_warps,
+        )
+        for part, tile in zip(tiles, (STEP_TILE, EDGE_TILE), strict=True)
+    ]

@@ -8,7 +8,8 @@ from torch import Tensor
 from ._bfloat16 import to_float32
 from ._e2m1 import e2m1_code, e2m1_value
 from ._e4m3 import e4m3_code, e4m3_value
-from .adam import adam_step_tile, load_scalars, round_through, round_to, state_pointers
+from ._launch import Launch
+from .adam import SIGNALS, adam_step_tile, load_scalars, round_through, round_to, state_pointers
 from .tensor_table import (
     AMAX,
     COLS,
@@ -25,6 +26,7 @@ from .tensor_table import (
     load_tile,
     pointer,
     size,
+    takes_part,
     tile_offsets,
     tile_start,
 )
@@ -240,12 +242,14 @@ def _dequantize_kernel(
     tl.store(out_ptr + out, round_to(value, out_ptr.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=SIGNALS)
 def _adam_step_kernel(
+    grad_scale_ptr,
+    clip_ptr,
+    found_inf_ptr,
     table,
     scalars,
     tiles,
-    grad_scale_ptr,
     amaxes,
     next_amaxes,
     tile_amaxes,
@@ -263,23 +267,27 @@ def _adam_step_kernel(
 ):
     """Adam and re-quantization of one column of tiles of one tensor, each byte moved once.
 
-    Grid: (n_tiles,). Tile: LOOP times [BR, BC] down the rows. table: int64 [n_tensors, 12].
-    scalars: float32 [n_tensors, 8]. tiles: int32 [n_tiles, 4]. amaxes: float32 [n_tensors], of the
+    Grid: (n_tiles,). Tile: LOOP times [BR, BC] down the rows. table: int64 [n_tensors, 16].
+    scalars: float32 [n, 10]. tiles: int32 [n_tiles, 4]. amaxes: float32 [n_tensors], of the
     updated weights; next_amaxes: the same of the next step, set to zero. tile_amaxes: float32
     [n_tiles], written: no weight of the tile is larger.
     Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these and the codes: 27 bytes
     per element with both directions, and 1/256 for the scales of 16x16 blocks.
     """
     tensor, first_row, col = load_tile(tiles, 16)
+    first_of_tensor = (first_row == 0) & (col == 0)
+    if first_of_tensor:
+        tl.store(next_amaxes + tensor, 0.0)
+    if not takes_part(table, tensor, found_inf_ptr):
+        return
     rows = size(table, tensor, ROWS, 16)
     cols = size(table, tensor, COLS, 16)
-    constants = load_scalars(scalars, tensor, grad_scale_ptr)
+    constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(table, tensor, GRAD_DTYPE, tl.float32)
     amax = tl.load(amaxes + tensor)
-    if (first_row == 0) & (col == 0):
+    if first_of_tensor:
         amax_ptr = tl.load(table + tensor.to(tl.int64) * WIDTH + AMAX)
         tl.store(amax_ptr.to(tl.pointer_type(tl.float32)), amax)
-        tl.store(next_amaxes + tensor, 0.0)
     SCALE_ROWS: tl.constexpr = BR if ROWWISE and not SQUARE else BR // 16
     SCALE_COLS: tl.constexpr = BC if not (ROWWISE or SQUARE) else BC // 16
     largest = tl.zeros((SCALE_ROWS, SCALE_COLS), tl.float32)
@@ -409,7 +417,6 @@ def adam_step(
     scalars: Tensor,
     tiles: Tensor,
     n_whole: int,
-    grad_scale: Tensor,
     amaxes: Tensor,
     next_amaxes: Tensor,
     tile_amaxes: Tensor,
@@ -421,23 +428,19 @@ def adam_step(
     rowwise: bool,
     columnwise: bool,
     two_dimensional: bool,
-) -> None:
-    """Step all tensors of a table in one pass.
+) -> list[Launch]:
+    """The pass over all tensors of a table, to be called with ``grad_scale, clip, found_inf``.
 
     ``tiles``, ``n_whole``: from :func:`step_tiles`. ``amaxes``: of the updated weights, from
     ``amax_preview``. ``next_amaxes``: zeroed. ``tile_amaxes``: float32 [n_tiles], written.
     """
     parts = (slice(0, n_whole), slice(n_whole, tiles.shape[0]))
-    for part, tile in zip(parts, (STEP_TILE[two_dimensional], EDGE_TILE), strict=True):
-        if part.stop > part.start:
-            _adam_step_kernel[(part.stop - part.start,)](
-                table,
-                scalars,
-                tiles[part],
-                grad_scale,
-                amaxes,
-                next_amaxes,
-                tile_amaxes[part],
+    return [
+        Launch(
+            _adam_step_kernel,
+            part.stop - part.start,
+            (table, scalars, tiles[part], amaxes, next_amaxes, tile_amaxes[part]),
+            dict(
                 GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
                 WRITE_DTYPE=TRITON_DTYPES[write_dtype],
                 ADAM_W=adam_w_mode,
@@ -449,6 +452,8 @@ def adam_step(
                 BC=tile.cols,
                 LOOP=tile.loop,
                 STAGES=tile.num_stages,
-                num_warps=tile.num_warps,
-                enable_fp_fusion=False,
-            )
+            ),
+            num_warps=tile.num_warps,
+        )
+        for part, tile in zip(parts, (STEP_TILE[two_dimensional], EDGE_TILE), strict=True)
+    ]

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 COLUMNS = (
-    "grad",
+    "grad",  # 0 if the tensor takes no part in this step
+    "scalars",  # its row of the scalars
     "value",
     "exp_avg",
     "exp_avg_sq",
@@ -24,19 +25,26 @@ COLUMNS = (
     "amax",
     "rows",
     "cols",
+    "value_scale",
+    "exp_avg_scale",
+    "exp_avg_sq_scale",
 )
 GRAD = tl.constexpr(0)
-VALUE = tl.constexpr(1)
-EXP_AVG = tl.constexpr(2)
-EXP_AVG_SQ = tl.constexpr(3)
-MAX_EXP_AVG_SQ = tl.constexpr(4)
-ROWWISE_DATA = tl.constexpr(5)
-ROWWISE_SCALE = tl.constexpr(6)
-COLUMNWISE_DATA = tl.constexpr(7)
-COLUMNWISE_SCALE = tl.constexpr(8)
-AMAX = tl.constexpr(9)
-ROWS = tl.constexpr(10)
-COLS = tl.constexpr(11)
+SCALARS = tl.constexpr(1)
+VALUE = tl.constexpr(2)
+EXP_AVG = tl.constexpr(3)
+EXP_AVG_SQ = tl.constexpr(4)
+MAX_EXP_AVG_SQ = tl.constexpr(5)
+ROWWISE_DATA = tl.constexpr(6)
+ROWWISE_SCALE = tl.constexpr(7)
+COLUMNWISE_DATA = tl.constexpr(8)
+COLUMNWISE_SCALE = tl.constexpr(9)
+AMAX = tl.constexpr(10)
+ROWS = tl.constexpr(11)
+COLS = tl.constexpr(12)
+VALUE_SCALE = tl.constexpr(13)
+EXP_AVG_SCALE = tl.constexpr(14)
+EXP_AVG_SQ_SCALE = tl.constexpr(15)
 WIDTH = tl.constexpr(len(COLUMNS))
 
 # Every address in the table is a multiple of this many bytes.
@@ -63,6 +71,13 @@ def size(table, tensor, COLUMN: tl.constexpr, MULTIPLE: tl.constexpr):
     return tl.multiple_of(
         tl.load(table + tensor.to(tl.int64) * WIDTH + COLUMN).to(tl.int32), MULTIPLE
     )
+
+
+@triton.jit
+def takes_part(table, tensor, found_inf_ptr):
+    """Whether a step changes the tensor: it has a gradient, and found_inf (float32 [1]) is 0."""
+    grad = tl.load(table + tensor.to(tl.int64) * WIDTH + GRAD)
+    return (grad != 0) & (tl.load(found_inf_ptr) == 0)
 
 
 @triton.jit

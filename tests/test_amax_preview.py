@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fp4adam import FP4Adam, NVFP4Quantizer, backend
 from fp4adam.adam import adam_, adam_scalars
+from fp4adam.fused_launch import NVFP4Launch
 from fp4adam.update_bound import FLOOR, largest_update, measured_ratio, next_ratio
 
 # Several tiles of both sizes: whole ones, and single blocks at the edges.
@@ -111,22 +112,17 @@ def test_moments_of_unknown_history_are_bounded(device):
 
 
 def tiles_read(weight, grad, monkeypatch):
-    """Blocks of the weight that the previews of one step have to load, out of all."""
-    from fp4adam.kernels import amax_preview
-
+    """Share of the tiles that the preview of one step looks into."""
     seen = []
-    original = amax_preview.preview_amax
+    original = NVFP4Launch.__call__
 
-    def spy(table, scalars, tiles, grad_scale, bounds, tile_amaxes, old_amaxes, amaxes, **options):
-        threshold = old_amaxes * 0.99999 - 2 * bounds[:, 0] / bounds[:, 1]
-        seen.append((~(tile_amaxes < threshold[tiles[:, 0].long()])).sum().item() / len(tiles))
-        original(
-            table, scalars, tiles, grad_scale, bounds, tile_amaxes, old_amaxes, amaxes, **options
-        )
+    def spy(launch, *signals):
+        seen.append(launch.candidates().float().mean().item())
+        original(launch, *signals)
 
-    monkeypatch.setattr(amax_preview, "preview_amax", spy)
+    monkeypatch.setattr(NVFP4Launch, "__call__", spy)
     weight.step(grad)
-    monkeypatch.setattr(amax_preview, "preview_amax", original)
+    monkeypatch.setattr(NVFP4Launch, "__call__", original)
     return seen[0]
 
 
@@ -168,7 +164,7 @@ def test_no_update_is_larger_than_its_bound(beta1, beta2, eps, seed, scales, cor
         ratio = next_ratio(ratio, scalars)
         assert (m.abs().double() <= ratio * (v.double() + FLOOR).sqrt()).all()
         assert value.abs().max() <= largest_update(ratio, scalars)
-        assert measured_ratio(m, v) <= ratio * (1 + 1e-4)
+        assert measured_ratio([(m, v)]) <= ratio * (1 + 1e-4)
 
 
 def test_bound_is_reached_by_the_gradients_that_it_is_made_for():
@@ -184,5 +180,5 @@ def test_bound_is_reached_by_the_gradients_that_it_is_made_for():
 def test_without_a_bound_everything_is_read():
     assert largest_update(1.0, adam_scalars(OPTIONS | dict(eps=0.0), 1)) == math.inf
     assert next_ratio(1.0, adam_scalars(OPTIONS | dict(betas=(0.9, 0.0)), 1)) == math.inf
-    assert measured_ratio(torch.tensor([math.nan]), torch.ones(1)) == math.inf
-    assert measured_ratio(torch.zeros(1), torch.zeros(1)) == 0.0
+    assert measured_ratio([(torch.tensor([math.nan]), torch.ones(1))]) == math.inf
+    assert measured_ratio([(torch.zeros(1), torch.zeros(1))]) == 0.0

@@ -7,7 +7,13 @@ from test_aot_tile_functions import INEXACT
 
 CAPABILITIES = (90, 100, 120)
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-TABLES = {"table": "*i64", "scalars": "*fp32", "tiles": "*i32", "grad_scale_ptr": "*fp32"}
+SIGNALS = ("grad_scale_ptr", "clip_ptr", "found_inf_ptr")
+TABLES = {
+    **dict.fromkeys(SIGNALS, "*fp32"),
+    "table": "*i64",
+    "scalars": "*fp32",
+    "tiles": "*i32",
+}
 STORAGE = {
     "rowwise_data": "*u8",
     "rowwise_scale": "*u8",
@@ -24,7 +30,9 @@ def dtype(name):
 
 def job(path, signature, constexprs, **options):
     module, kernel = path.split(".")
-    pointers = [name for name, kind in signature.items() if kind.startswith("*")]
+    pointers = [
+        name for name, kind in signature.items() if kind.startswith("*") and name not in SIGNALS
+    ]
     return {
         "module": f"fp4adam.kernels.{module}",
         "kernel": kernel,
@@ -63,14 +71,13 @@ def kernel_jobs():
         jobs[f"adam {name}"] = job("adam._adam_step_kernel", TABLES, {**plain, **types})
 
     amaxes = {**TABLES, **dict.fromkeys(("amaxes", "next_amaxes", "tile_amaxes"), "*fp32")}
-    known = dict.fromkeys(("bounds", "tile_amaxes", "old_amaxes", "amaxes"), "*fp32")
-    for rest in (False, True):
-        br, bc = amax_preview.PART
-        jobs[f"amax preview rest={rest}"] = job(
-            "amax_preview._amax_preview_kernel",
-            {**TABLES, **known, "n_tiles": "i32"},
-            step_options(REST=rest, SCAN=amax_preview.SCAN, BR=br, BC=bc),
-        )
+    known = dict.fromkeys(("tile_amaxes", "old_amaxes", "amaxes"), "*fp32")
+    br, bc = amax_preview.PART
+    jobs["amax preview"] = job(
+        "amax_preview._amax_preview_kernel",
+        {**TABLES, **known, "n_finished": "*i32", "n_tiles": "i32", "n_tensors": "i32"},
+        step_options(SLACK=0.9998, SCAN=amax_preview.SCAN, BR=br, BC=bc),
+    )
     for square in (True, False):
         for size, tile in (("step", nvfp4.STEP_TILE[square]), ("edge", nvfp4.EDGE_TILE)):
             jobs[f"nvfp4 {size} square={square}"] = job(

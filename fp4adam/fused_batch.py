@@ -1,0 +1,211 @@
+"""Parameters of one kind that one launch steps, and whether it still can."""
+
+from collections.abc import Callable
+from functools import reduce
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_, itemgetter, or_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp4adam.fused_launch import LAUNCHES, FusedLaunch, Kind
+from fp4adam.quantized_tensor import QuantizedTensor
+from fp4adam.quantizer import flat_shape
+
+# Vector accesses of the kernels; torch's allocators give more, views into flat buffers may not.
+ALIGNMENT = 16
+
+# Builtins, which map() calls without a Python frame.
+_data_ptr = torch._C.TensorBase.data_ptr
+_numel = torch._C.TensorBase.numel
+_stride = torch._C.TensorBase.stride
+_is_contiguous = torch._C.TensorBase.is_contiguous
+_dtype, _version = attrgetter("dtype"), attrgetter("_version")
+_size_and_place = attrgetter("shape", "device")
+_bounded_states = itemgetter("master_param", "exp_avg", "exp_avg_sq")
+
+
+class Member(NamedTuple):
+    """A parameter that the step updates whenever it has a gradient.
+
+    Attributes:
+        group: Its parameter group.
+        param: The parameter.
+        state: Its state in the optimizer.
+        value: What Adam reads and writes: the FP32 master weight, or the parameter itself.
+        moves: Whether the value can change; with lr = 0 only the moments do.
+        write_dtype: What a master weight is rounded to before the parameter is written.
+    """
+
+    group: dict[str, Any]
+    param: Tensor
+    state: dict[str, Any]
+    value: Tensor
+    moves: bool
+    write_dtype: torch.dtype
+
+    @property
+    def max_exp_avg_sq(self) -> Tensor | None:
+        """The largest second moment so far, or None without AMSGrad."""
+        return self.state["max_exp_avg_sq"] if self.group["amsgrad"] else None
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """What of the state the step reads."""
+        names = ["step", "exp_avg", "exp_avg_sq"]
+        if self.group["amsgrad"]:
+            names.append("max_exp_avg_sq")
+        if self.value is not self.param:
+            names.append("master_param")
+        return tuple(names)
+
+    def kind(self, grad: Tensor | None) -> Kind:
+        """What must be equal among members of a batch."""
+        has_master = self.value is not self.param
+        # Where the value cannot move, the bytes are left alone.
+        quantized = isinstance(self.param, QuantizedTensor) and self.moves
+        return Kind(
+            quantizer=self.param.quantizer if quantized else None,
+            grad_dtype=self.param.dtype if grad is None else grad.dtype,
+            value_dtype=self.value.dtype,
+            write_dtype=self.write_dtype if has_master and self.moves else None,
+            adam_w_mode=self.group["adam_w_mode"],
+            amsgrad=self.group["amsgrad"],
+            is_contiguous=self.value.is_contiguous(),
+        )
+
+    def fits_a_launch(self, grad: Tensor | None) -> bool:
+        """Whether the kernels can step it: FP32 state; dense, aligned tensors of one layout."""
+        value, param = self.value, self.param
+        tensors = [value, self.state["exp_avg"], self.state["exp_avg_sq"]]
+        tensors += [t for t in (grad, self.max_exp_avg_sq) if t is not None]
+        quantized = isinstance(param, QuantizedTensor)
+        if not quantized:
+            tensors.append(param)
+        if value.dtype == torch.float64 or value.numel() == 0:
+            return False
+        if quantized and type(param.quantizer) not in LAUNCHES:
+            return False
+        if not all(t.is_contiguous() for t in tensors):
+            alike = all(t.stride() == value.stride() for t in tensors)
+            if quantized or not (alike and is_dense(value)):
+                return False
+        if quantized:
+            tensors.extend(param.storage_tensors().values())
+        return not any(t.data_ptr() % ALIGNMENT for t in tensors)
+
+
+class FusedBatch:
+    """Members of one kind on one device.
+
+    Args:
+        kind: What they have in common.
+        members: They share ``kind`` and ``state_names`` as well.
+        read_grad: Gives a parameter's gradient or None.
+        grads_vary: Whether gradients may be of other shapes and devices than their parameters.
+
+    Attributes:
+        launch: What steps them; set once the tables exist.
+        grads: Addresses of the gradients when :meth:`fits` was last called, 0 where there is none.
+        present: Which have a gradient; None if all.
+    """
+
+    launch: FusedLaunch
+
+    def __init__(
+        self,
+        kind: Kind,
+        members: list[Member],
+        read_grad: Callable[[Tensor], Tensor | None],
+        grads_vary: bool,
+    ) -> None:
+        self.kind = kind
+        self.members = members
+        self.shapes = [self._table_shape(m) for m in members]
+        self.grads: list[int] = []
+        self.present: list[bool] | None = None
+        self._read_grad = read_grad
+        self._params = [m.param for m in members]
+        self._states = [m.state for m in members]
+        self._state_tensors = itemgetter(*members[0].state_names)
+        values = [m.value for m in members]
+        # torch sees to it that .grad is like its parameter, until someone resizes it.
+        self._size_of = _size_and_place if grads_vary else _numel
+        self._sizes = list(map(self._size_of, values))
+        self._layout_of = _is_contiguous if kind.is_contiguous else _stride
+        self._layouts = list(map(self._layout_of, values))
+        self.hold()
+
+    def hold(self) -> None:
+        """Take the tensors of the state for what the launch is made for."""
+        self._addresses = self._current_addresses()
+        # As long as these live, nothing else can be at their addresses.
+        self._held = list(chain.from_iterable(map(self._state_tensors, self._states)))
+
+    def _current_addresses(self) -> list[int]:
+        tensors = chain.from_iterable(map(self._state_tensors, self._states))
+        return list(map(_data_ptr, chain(tensors, () if self.kind.quantizer else self._params)))
+
+    def moment_versions(self) -> list[int]:
+        """Versions of the three tensors per member that a bound on its update follows from."""
+        return list(map(_version, chain.from_iterable(map(_bounded_states, self._states))))
+
+    def fits(self) -> bool:
+        """Whether the launch is made for the state and gradients as they are; notes the latter."""
+        try:
+            if self._current_addresses() != self._addresses:
+                return False
+            grads = list(map(self._read_grad, self._params))
+            sizes, layouts, self.present = self._sizes, self._layouts, None
+            try:
+                self.grads = list(map(_data_ptr, grads))
+            except TypeError:  # where there is no gradient
+                self.present = [grad is not None for grad in grads]
+                self.grads = [0 if grad is None else _data_ptr(grad) for grad in grads]
+                grads, sizes, layouts = (
+                    list(compress(x, self.present)) for x in (grads, sizes, layouts)
+                )
+        except (KeyError, TypeError, RuntimeError):  # something is gone, or has no address
+            return False
+        return (
+            self.grads.count(0) == len(self._params) - len(grads)
+            and not reduce(or_, self.grads) % ALIGNMENT
+            and all(map(is_, map(_dtype, grads), repeat(self.kind.grad_dtype)))
+            and list(map(self._size_of, grads)) == sizes
+            and list(map(self._layout_of, grads)) == layouts
+        )
+
+    def table_rows(self) -> list[list[int]]:
+        """Rows of the table of tensors; those of gradient and scalars are 0."""
+        return [self._row(m, *shape) for m, shape in zip(self.members, self.shapes, strict=True)]
+
+    def _table_shape(self, member: Member) -> tuple[int, int]:
+        """Rows and columns in the table; plain tensors are read flat."""
+        if self.kind.quantizer is None:
+            return member.value.numel(), 1
+        return flat_shape(tuple(member.param.shape))
+
+    def _row(self, member: Member, rows: int, cols: int) -> list[int]:
+        state, param = member.state, member.param
+        moments = (state["exp_avg"], state["exp_avg_sq"], member.max_exp_avg_sq)
+        written: tuple[Tensor | None, ...] = (None,) * 5
+        if self.kind.quantizer is not None:
+            square, rowwise = param._block_scale_inv, param._rowwise_scale_inv
+            scale = rowwise if square is None else square
+            columnwise = (param._columnwise_data, param._columnwise_scale_inv)
+            written = (param._rowwise_data, scale, *columnwise, param._amax)
+        elif self.kind.write_dtype is not None:
+            written = (param, None, None, None, None)
+        tensors = (member.value, *moments, *written)
+        return [0, 0, *(0 if t is None else t.data_ptr() for t in tensors), rows, cols, 0, 0, 0]
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill a stretch of memory without gaps or overlaps, in any order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,185 @@
+"""The kernels of a step for tensors of one kind: which, on which tiles, with which constants."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp4adam.device_tables import SCALARS, SCALARS_WIDTH
+from fp4adam.float8_block import Float8BlockQuantizer
+from fp4adam.mxfp8 import MXFP8Quantizer
+from fp4adam.nvfp4 import NVFP4Quantizer
+from fp4adam.quantizer import Quantizer
+
+
+class Kind(NamedTuple):
+    """What must be equal among tensors that share a launch.
+
+    ``quantizer`` is None for plain parameters. ``write_dtype`` is the dtype that the updated value
+    is rounded to on its way to the parameter, None if nothing is written beside the value.
+    """
+
+    quantizer: Quantizer | None
+    grad_dtype: torch.dtype
+    value_dtype: torch.dtype
+    write_dtype: torch.dtype | None
+    adam_w_mode: bool
+    amsgrad: bool
+    is_contiguous: bool
+
+    @property
+    def is_previewed(self) -> bool:
+        """Whether the launch has to know how far a step can move a weight."""
+        return isinstance(self.quantizer, NVFP4Quantizer)
+
+    def step_options(self) -> dict[str, Any]:
+        """What the kernels of quantized formats take of it."""
+        return dict(
+            grad_dtype=self.grad_dtype,
+            write_dtype=self.write_dtype,
+            adam_w_mode=self.adam_w_mode,
+            amsgrad=self.amsgrad,
+        )
+
+
+class FusedLaunch:
+    """The step of plain tensors.
+
+    Args:
+        kind: What the tensors have in common.
+        shapes: Rows and columns of each, as in the table; plain ones have one column.
+        table: Their rows of the table of tensors, int64 on the device.
+        scalars: The scalars that these rows point to, float32 on the device.
+    """
+
+    def __init__(
+        self, kind: Kind, shapes: list[tuple[int, int]], table: Tensor, scalars: Tensor
+    ) -> None:
+        from fp4adam.kernels import adam
+
+        tiles = adam.flat_tiles([numel for numel, _ in shapes]).to(table.device)
+        self._step = adam.adam_step(
+            table,
+            scalars,
+            tiles,
+            grad_dtype=kind.grad_dtype,
+            value_dtype=kind.value_dtype,
+            param_dtype=kind.write_dtype,
+            adam_w_mode=kind.adam_w_mode,
+            amsgrad=kind.amsgrad,
+        )
+
+    def __call__(self, *signals: Tensor) -> None:
+        """Step the tensors; ``signals`` are grad_scale, clip and found_inf, float32 [1] each."""
+        self._step(*signals)
+
+
+class MXFP8Launch(FusedLaunch):
+    """One pass over MXFP8 tensors."""
+
+    def __init__(
+        self, kind: Kind, shapes: list[tuple[int, int]], table: Tensor, scalars: Tensor
+    ) -> None:
+        from fp4adam.kernels import mxfp8, tensor_table
+
+        lists = tensor_table.cover(shapes, mxfp8.STEP_TILE, mxfp8.EDGE_TILE)
+        tiles = tuple(part.to(table.device) for part in lists)
+        usage = dict(rowwise=kind.quantizer.rowwise, columnwise=kind.quantizer.columnwise)
+        self._steps = mxfp8.adam_step(table, scalars, tiles, **kind.step_options(), **usage)
+
+    def __call__(self, *signals: Tensor) -> None:
+        for step in self._steps:
+            step(*signals)
+
+
+class Float8BlockLaunch(FusedLaunch):
+    """One pass over Float8Block tensors."""
+
+    def __init__(
+        self, kind: Kind, shapes: list[tuple[int, int]], table: Tensor, scalars: Tensor
+    ) -> None:
+        from fp4adam.kernels import float8_block
+
+        tiles = tuple(part.to(table.device) for part in float8_block.step_tiles(shapes))
+        names = (
+            "rowwise", "columnwise", "two_dimensional", "force_pow_2_scales", "amax_epsilon",
+        )  # fmt: skip
+        options = {name: getattr(kind.quantizer, name) for name in names}
+        self._steps = float8_block.adam_step(
+            table, scalars, tiles, **kind.step_options(), **options
+        )
+
+    def __call__(self, *signals: Tensor) -> None:
+        for step in self._steps:
+            step(*signals)
+
+
+class NVFP4Launch(FusedLaunch):
+    """A look at the tiles that can hold the new amaxes, then one pass over NVFP4 tensors."""
+
+    def __init__(
+        self, kind: Kind, shapes: list[tuple[int, int]], table: Tensor, scalars: Tensor
+    ) -> None:
+        from fp4adam.kernels import amax_preview, nvfp4
+
+        device = table.device
+        quantizer = kind.quantizer
+        tiles, n_whole = nvfp4.step_tiles(shapes, quantizer.two_dimensional)
+        self._tiles = tiles.to(device)
+        self._tile_amaxes = torch.zeros(len(tiles), device=device)
+        amaxes = torch.zeros(2, len(shapes), device=device)
+        n_finished = torch.zeros(1, dtype=torch.int32, device=device)
+        usage = {n: getattr(quantizer, n) for n in ("rowwise", "columnwise", "two_dimensional")}
+        options = kind.step_options()
+        # The amaxes of one step are the old ones of the next: the two take turns.
+        self._table, self._scalars, self._amaxes = table, scalars, amaxes
+        self._slack = amax_preview.slack(kind.write_dtype)
+        self._turns = []
+        for old, new in ((amaxes[0], amaxes[1]), (amaxes[1], amaxes[0])):
+            preview = amax_preview.preview_amax(
+                table, scalars, self._tiles, self._tile_amaxes, old, new, n_finished, **options
+            )
+            steps = nvfp4.adam_step(
+                table,
+                scalars,
+                self._tiles,
+                n_whole,
+                new,
+                old,
+                self._tile_amaxes,
+                **options,
+                **usage,
+            )
+            self._turns.append((old, [preview, *steps]))
+
+    def forget_amaxes(self) -> None:
+        """Look at all tiles in the next step."""
+        self._amaxes.zero_()
+
+    def candidates(self) -> Tensor:
+        """Which tiles the preview looks into at the next call, bool [n_tiles]; for diagnosis."""
+        old_amaxes = self._turns[0][0]
+        bounds = self._scalars.view(-1, SCALARS_WIDTH)[self._table[:, SCALARS], -2:]
+        threshold = old_amaxes * self._slack - 2 * bounds[:, 0] / bounds[:, 1]
+        return ~(self._tile_amaxes < threshold[self._tiles[:, 0].long()])
+
+    def __call__(self, *signals: Tensor) -> None:
+        for launch in self._turns[0][1]:
+            launch(*signals)
+        self._turns.reverse()
+
+
+LAUNCHES: dict[type[Quantizer] | None, type[FusedLaunch]] = {
+    None: FusedLaunch,
+    NVFP4Quantizer: NVFP4Launch,
+    MXFP8Quantizer: MXFP8Launch,
+    Float8BlockQuantizer: Float8BlockLaunch,
+}
+
+
+def fused_launch(
+    kind: Kind, shapes: list[tuple[int, int]], table: Tensor, scalars: Tensor
+) -> FusedLaunch:
+    """The launch for a kind of tensors."""
+    launch = LAUNCHES[None if kind.quantizer is None else type(kind.quantizer)]
+    return launch(kind, shapes, table, scalars)
