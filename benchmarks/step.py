@@ -11,6 +11,7 @@ import argparse
 import gc
 import importlib.metadata
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -21,7 +22,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import triton
 from peers import CONTESTANTS, MODELS, PACKAGES, SHORT_LIST, Contestant, Shape, model_shapes
 from report import header_line, result_line, write_csv, write_json, write_plot
 from torch import Tensor
@@ -203,10 +203,9 @@ def attempt(contestant: Contestant, shapes: list[Shape], *how: Any) -> dict[str,
 
 
 def versions() -> dict[str, str]:
-    """Installed packages that are measured, with their versions."""
-    found = {"torch": torch.__version__, "triton": triton.__version__}
-    found["fp4adam"] = fp4adam.__version__
-    for name in PACKAGES:
+    """What is measured and what runs it, with versions, as far as it is installed."""
+    found = {"torch": torch.__version__, "fp4adam": fp4adam.__version__}
+    for name in ("triton", *PACKAGES):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -258,7 +257,7 @@ def main() -> None:
     cuda = args.device == "cuda"
     rate = copy_rate(Clock(args.device), args.device, 1 if cuda else args.scale)
     about = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": shlex.join(["python", *sys.argv]),
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or "CPU",
         "versions": versions(),
         "date": time.strftime("%Y-%m-%d"),
