@@ -10,6 +10,7 @@ README.md explains the columns.
 import argparse
 import gc
 import importlib.metadata
+import math
 import platform
 import shlex
 import statistics
@@ -265,6 +266,7 @@ def main() -> None:
     }
     print(", ".join(f"{name} {version}" for name, version in about["versions"].items()))
     print(f"{about['device']}, copies {about['copy_TB_per_s']:.3f} TB/s, {about['date']}")
+    gc.freeze()  # so that release() need not look through all that was imported
     rows = []
     for model in MODELS if args.model == "all" else [args.model]:
         print(f"\n{header_line(model)}", flush=True)
@@ -275,7 +277,7 @@ def main() -> None:
                 "name": contestant.name,
                 "kind": contestant.kind,
                 "tensors": len(shapes),
-                "parameters": sum(rows * cols for rows, cols in shapes),
+                "parameters": sum(math.prod(shape) for shape in shapes),
             }
             row |= attempt(contestant, shapes, args.device, rate, args.repeats)
             rows.append(row)
