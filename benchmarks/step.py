@@ -1,38 +1,35 @@
-"""Time, memory and launches of one optimizer step, beside torch's fused AdamW, in the same run.
+"""Time, memory and launches of one optimizer step, beside its peers, in the same run.
 
-    python benchmarks/step.py [--device cuda] [--layers 16] [--json results.json]
+    python benchmarks/step.py [--model gpt] [--device cuda] [--json results.json]
 
-The tensors are the matrices of a GPT with hidden size 2048: 80 of them and 973 M parameters with
-16 layers (on a CPU one of hidden size 512). Gradients are BF16 unless the parameters are FP32.
-Rates count the bytes that a step has to move (gradient, states, parameter; codes and scales of both
-directions) and are given as a share of what a copy of 8 GB (1 GB on a CPU) reaches in the same run.
+Models and optimizers are those of peers.py. An optimizer that cannot run here says why in its row.
+With --json, the file is written anew after every row, and a .csv and a .png beside it at the end.
+README.md explains the columns.
 """
 
 import argparse
-import json
+import gc
+import importlib.metadata
+import math
 import platform
+import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-import triton
+from peers import CONTESTANTS, MODELS, PACKAGES, SHORT_LIST, Contestant, Shape, model_shapes
+from report import header_line, result_line, write_csv, write_json, write_plot
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import fp4adam
-from fp4adam import FP4Adam, FusedAdam, QuantizedTensor
-
-LAYER = [(3072, 2048), (2048, 2048), (8192, 2048), (8192, 2048), (2048, 8192)]
-HYPER = dict(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
-FORMATS = {
-    "NVFP4": fp4adam.NVFP4Quantizer(),
-    "NVFP4 1D": fp4adam.NVFP4Quantizer(two_dimensional=False),
-    "NVFP4 rowwise": fp4adam.NVFP4Quantizer(columnwise=False),
-    "MXFP8": fp4adam.MXFP8Quantizer(),
-    "Float8Block": fp4adam.Float8BlockQuantizer(),
-    "Float8Block 1D": fp4adam.Float8BlockQuantizer(two_dimensional=False),
-}
 
 
 class Clock:
@@ -57,9 +54,15 @@ class Clock:
         torch.cuda.synchronize()
         return [start.elapsed_time(stop) for start, stop in pairs]
 
-    def host(self, fn: Callable[[], Any], repeats: int = 5) -> float:
-        """Median milliseconds until ``fn`` returns, the device idle before."""
-        return statistics.median(self._wall(fn) for _ in range(repeats))
+    def host(
+        self, fn: Callable[[], Any], before: Callable[[], Any] = lambda: None, repeats: int = 5
+    ) -> float:
+        """Median milliseconds until ``fn`` returns, after ``before`` and with the device idle."""
+        times = []
+        for _ in range(repeats):
+            before()
+            times.append(self._wall(fn))
+        return statistics.median(times)
 
     def _wall(self, fn: Callable[[], Any]) -> float:
         if self.cuda:
@@ -69,151 +72,221 @@ class Clock:
         return (time.perf_counter() - start) * 1e3
 
 
-def copy_rate(clock: Clock, device: str) -> float:
+def copy_rate(clock: Clock, device: str, scale: int = 1) -> float:
     """Bytes per second, read and written, of a large copy."""
-    x = torch.randn(2**30 if device == "cuda" else 2**27, device=device)
+    x = torch.randn((2**30 if device == "cuda" else 2**27) // scale, device=device)
     y = torch.empty_like(x)
     ms = statistics.median(clock.samples(lambda: y.copy_(x), 20 if device == "cuda" else 5))
     return 2 * x.numel() * x.element_size() / ms * 1e3
 
 
-def parameters(
-    shapes: list[tuple[int, int]], device: str, dtype: torch.dtype, quantizer: Any = None
-) -> list[torch.nn.Parameter]:
-    """Parameters with gradients, from fixed seeds."""
-    generator = torch.Generator(device).manual_seed(0)
-    params = []
-    for shape in shapes:
-        value = (torch.randn(shape, device=device, generator=generator) * 0.02).to(dtype)
-        param = torch.nn.Parameter(value if quantizer is None else quantizer.quantize(value))
-        grad = torch.randn(shape, device=device, generator=generator) * 1e-3
-        param.grad = grad.to(dtype)
-        params.append(param)
-    return params
+def stored_tensors(value: Any) -> Iterator[Tensor]:
+    """The plain tensors that a state is made of, scalars left out."""
+    if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
+        for name in value.__tensor_flatten__()[0]:
+            yield from stored_tensors(getattr(value, name))
+    elif isinstance(value, Tensor):
+        if value.dim():
+            yield value
+    elif isinstance(value, dict) or hasattr(value, "__dict__"):
+        for part in (value if isinstance(value, dict) else vars(value)).values():
+            yield from stored_tensors(part)
 
 
-def step_bytes(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter]) -> int:
-    """Bytes that one step has to read and write."""
+def stored_bytes(value: Any) -> int:
+    """Bytes of :func:`stored_tensors`."""
+    return sum(t.nbytes for t in stored_tensors(value))
+
+
+def step_bytes(optimizer: Any, params: list[Parameter]) -> int:
+    """Bytes that a step has to read and write, however it does it."""
     total = 0
     for param in params:
-        total += param.grad.nbytes
-        states = [s for s in optimizer.state[param].values() if s.dim()]
-        total += 2 * sum(s.nbytes for s in states)
-        if isinstance(param, QuantizedTensor):
-            total += param.nbytes_stored
-        else:
-            total += param.nbytes * (1 if "master_param" in optimizer.state[param] else 2)
+        state = optimizer.state[param]
+        # Written only, where a master weight is what is updated.
+        passes = 1 if "master_param" in state else 2
+        total += param.grad.nbytes + 2 * stored_bytes(state) + passes * stored_bytes(param)
     return total
 
 
-def measure(
-    name: str, make: Callable[[], tuple[Any, list]], clock: Clock, rate: float, repeats: int
-) -> dict[str, Any]:
-    """One row of the table."""
-    optimizer, params = make()
-    optimizer.step()
-    row: dict[str, Any] = {"name": name}
-    if clock.cuda:
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        optimizer.step()
-        torch.cuda.synchronize()
-        row["allocated_MiB"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-        row["launches"] = count_launches(optimizer.step)
-    samples = clock.samples(optimizer.step, repeats)
-    row["ms"] = statistics.median(samples)
-    row["ms_min"], row["ms_max"] = min(samples), max(samples)
-    row["host_ms"] = clock.host(optimizer.step)
-    numel = sum(p.numel() for p in params)
-    row["bytes_per_param"] = step_bytes(optimizer, params) / numel
-    row["share_of_copy"] = row["bytes_per_param"] * numel / row["ms"] * 1e3 / rate
-    return row
+def renew_gradients(params: list[Parameter]) -> None:
+    """Put every gradient at another address, as training with ``zero_grad()`` does."""
+    for param in params:
+        param.grad = param.grad.clone()
 
 
-def count_launches(fn: Callable[[], Any]) -> int:
-    """Kernels and memory operations that ``fn`` launches."""
+def count_launches(fn: Callable[[], Any]) -> tuple[int, int]:
+    """Kernels, and copies and fills, that ``fn`` launches on the GPU."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         fn()
         torch.cuda.synchronize()
-    return sum(1 for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+    names = [
+        event.name
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+    ]
+    copies = sum(name.startswith(("Memcpy", "Memset")) for name in names)
+    return len(names) - copies, copies
 
 
-def contestants(shapes: list[tuple[int, int]], device: str) -> dict[str, Callable]:
-    """What is measured, by name; each makes an optimizer and its parameters."""
-
-    def plain(optimizer: type, dtype: torch.dtype, **kwargs: Any) -> Callable:
-        def make() -> tuple[Any, list]:
-            params = parameters(shapes, device, dtype)
-            return optimizer(params, **HYPER, **kwargs), params
-
-        return make
-
-    def quantized(quantizer: Any) -> Callable:
-        def make() -> tuple[Any, list]:
-            params = parameters(shapes, device, torch.bfloat16, quantizer)
-            return FP4Adam(params, **HYPER), params
-
-        return make
-
-    adamw = torch.optim.AdamW
-    return {
-        "torch AdamW fused, FP32": plain(adamw, torch.float32, fused=True),
-        "torch AdamW fused, BF16 (no masters)": plain(adamw, torch.bfloat16, fused=True),
-        "FusedAdam, FP32": plain(FusedAdam, torch.float32),
-        "FusedAdam, BF16 + FP32 masters": plain(FusedAdam, torch.bfloat16),
-        **{f"FP4Adam, {name}": quantized(q) for name, q in FORMATS.items()},
-    }
+def count_waits(fn: Callable[[], Any]) -> int:
+    """How often the host waits for the GPU: what torch warns of, and calls of synchronize()."""
+    synchronize = mock.patch.object(torch.cuda, "synchronize", wraps=torch.cuda.synchronize)
+    with synchronize as explicit, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            fn()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    implicit = sum("called a synchronizing" in str(warning.message) for warning in caught)
+    return explicit.call_count + implicit
 
 
-def main() -> None:
-    """Measure every contestant and print one table."""
+def memory(optimizer: Any, before: int) -> dict[str, float]:
+    """MiB that stay allocated between steps, and that a step takes beyond them."""
+    torch.cuda.synchronize()
+    steady = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.step()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    return {"steady_MiB": (steady - before) / 2**20, "temporary_MiB": (peak - steady) / 2**20}
+
+
+def measure(
+    contestant: Contestant, shapes: list[Shape], device: str, rate: float, repeats: int
+) -> dict[str, Any]:
+    """What a row holds about an optimizer that runs."""
+    clock = Clock(device)
+    before = torch.cuda.memory_allocated() if clock.cuda else 0
+    optimizer, params = contestant.make(shapes, device)
+    optimizer.step()
+    row: dict[str, Any] = {}
+    if clock.cuda:
+        row |= memory(optimizer, before)
+        row["kernels"], row["copies"] = count_launches(optimizer.step)
+        row["waits"] = count_waits(optimizer.step)
+    samples = clock.samples(optimizer.step, repeats)
+    row["ms"] = statistics.median(samples)
+    row["ms_min"], row["ms_max"] = min(samples), max(samples)
+    few = min(repeats, 5)
+    row["host_ms"] = clock.host(optimizer.step, repeats=few)
+    row["host_new_grads_ms"] = clock.host(optimizer.step, lambda: renew_gradients(params), few)
+    numel = sum(p.numel() for p in params)
+    moved = step_bytes(optimizer, params)
+    row["bytes_per_param"] = moved / numel
+    row["floor_ms"] = moved / rate * 1e3
+    row["share_of_copy"] = row["floor_ms"] / row["ms"]
+    row["state_bytes_per_param"] = sum(stored_bytes(optimizer.state[p]) for p in params) / numel
+    row["weight_bytes_per_param"] = sum(stored_bytes(p) for p in params) / numel
+    return row
+
+
+def release() -> None:
+    """Free what the optimizer before this one has left."""
+    gc.collect()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def attempt(contestant: Contestant, shapes: list[Shape], *how: Any) -> dict[str, Any]:
+    """The measured values, or the error that kept them from being measured."""
+    try:
+        release()
+        return measure(contestant, shapes, *how)
+    except Exception as error:  # of packages that are not ours, so it can be any
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return {"error": reason[:200]}
+
+
+def versions() -> dict[str, str]:
+    """What is measured and what runs it, with versions, as far as it is installed."""
+    found = {"torch": torch.__version__, "fp4adam": fp4adam.__version__}
+    for name in ("triton", *PACKAGES):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line; what depends on the device is filled in."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, choices=("cuda", "cpu"))
     parser.add_argument(
-        "--layers", type=int, help="16 of 61 M parameters on a GPU, 1 of 4 M on a CPU"
+        "--model",
+        default="gpt",
+        choices=(*MODELS, "all"),
+        help="which matrices; all optimizers are measured on gpt, few on the others",
     )
+    parser.add_argument("--layers", type=int, help="as in peers.py on a GPU, 1 on a CPU")
+    parser.add_argument("--scale", type=int, help="divides all sides; 1 on a GPU, 4 on a CPU")
     parser.add_argument("--repeats", type=int, help="counted steps; 30 on a GPU, 3 on a CPU")
-    parser.add_argument("--only", default="", help="measure only names that contain this")
-    parser.add_argument("--json", help="write settings and results to this file")
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(";"),
+        metavar="TEXT[;TEXT]",
+        help="measure only names that contain one of these, on every model",
+    )
+    parser.add_argument("--json", type=Path, help="write settings and results to this file")
     args = parser.parse_args()
     cuda = args.device == "cuda"
-    # A sixteenth of a layer on a CPU.
-    layer = LAYER if cuda else [(rows // 4, cols // 4) for rows, cols in LAYER]
-    shapes = layer * (args.layers or (16 if cuda else 1))
-    clock = Clock(args.device)
-    rate = copy_rate(clock, args.device)
+    args.layers = args.layers or (None if cuda else 1)
+    args.scale = args.scale or (1 if cuda else 4)
+    args.repeats = args.repeats or (30 if cuda else 3)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+    return args
+
+
+def chosen(args: argparse.Namespace, model: str) -> list[Contestant]:
+    """Who is measured on a model."""
+    if args.only:
+        return [c for c in CONTESTANTS if any(text in c.name for text in args.only)]
+    return [c for c in CONTESTANTS if model == "gpt" or c.name in SHORT_LIST]
+
+
+def main() -> None:
+    """Measure every optimizer on every chosen model, and print a line for each."""
+    args = parse_args()
+    cuda = args.device == "cuda"
+    rate = copy_rate(Clock(args.device), args.device, 1 if cuda else args.scale)
     about = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": shlex.join(["python", *sys.argv]),
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or "CPU",
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "fp4adam": fp4adam.__version__,
+        "versions": versions(),
         "date": time.strftime("%Y-%m-%d"),
-        "parameters": sum(r * c for r, c in shapes),
-        "tensors": len(shapes),
         "copy_TB_per_s": rate / 1e12,
     }
-    print(json.dumps(about))
+    print(", ".join(f"{name} {version}" for name, version in about["versions"].items()))
+    print(f"{about['device']}, copies {about['copy_TB_per_s']:.3f} TB/s, {about['date']}")
+    gc.freeze()  # so that release() need not look through all that was imported
     rows = []
-    titles = ("ms", "min", "max", "B/param", "of copy", "host ms", "launches", "MiB")
-    print(" " * 39, *(f"{title:>8s}" for title in titles))
-    for name, make in contestants(shapes, args.device).items():
-        if args.only not in name:
-            continue
-        row = measure(name, make, clock, rate, args.repeats or (30 if cuda else 3))
-        rows.append(row)
-        print(
-            f"{name:40s} {row['ms']:8.3f} {row['ms_min']:8.3f} {row['ms_max']:8.3f} "
-            f"{row['bytes_per_param']:8.3f} {row['share_of_copy']:8.3f} {row['host_ms']:8.3f} "
-            f"{row.get('launches', '-'):>8} {row.get('allocated_MiB', 0):8.3f}",
-            flush=True,
-        )
+    for model in MODELS if args.model == "all" else [args.model]:
+        print(f"\n{header_line(model)}", flush=True)
+        for contestant in chosen(args, model):
+            shapes = model_shapes(model, args.layers, args.scale, contestant.multiple)
+            row = {
+                "model": model,
+                "name": contestant.name,
+                "kind": contestant.kind,
+                "tensors": len(shapes),
+                "parameters": sum(math.prod(shape) for shape in shapes),
+            }
+            row |= attempt(contestant, shapes, args.device, rate, args.repeats)
+            rows.append(row)
+            print(result_line(row), flush=True)
+            if args.json:
+                write_json(args.json, about, rows)
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"about": about, "results": rows}, file, indent=1)
+        write_csv(args.json.with_suffix(".csv"), rows)
+        write_plot(args.json.with_suffix(".png"), about, rows)
 
 
 if __name__ == "__main__":

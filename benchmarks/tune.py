@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 import torch
 from fp4adam.kernels import float8_block, mxfp8, nvfp4
 from fp4adam.kernels.tensor_table import Tile
-from step import FORMATS, HYPER, LAYER, Clock, copy_rate, parameters, step_bytes
+from peers import FORMATS, HYPER, LAYER, parameters
+from step import Clock, copy_rate, step_bytes
 
 from fp4adam import FP4Adam
 

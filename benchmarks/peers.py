@@ -1,0 +1,214 @@
+"""What is measured: models as lists of matrices, and optimizers by name.
+
+Everyone gets the same values from the same seed. Gradients are BF16 unless the parameters are FP32.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import fp4adam
+from fp4adam import FP4Adam, FusedAdam
+from fp4adam.quantizer import Quantizer
+
+Shape = tuple[int, int]
+
+HYPER = dict(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+FORMATS = {
+    "NVFP4": fp4adam.NVFP4Quantizer(),
+    "NVFP4 1D": fp4adam.NVFP4Quantizer(two_dimensional=False),
+    "NVFP4 rowwise": fp4adam.NVFP4Quantizer(columnwise=False),
+    "MXFP8": fp4adam.MXFP8Quantizer(),
+    "Float8Block": fp4adam.Float8BlockQuantizer(),
+    "Float8Block 1D": fp4adam.Float8BlockQuantizer(two_dimensional=False),
+}
+UNFUSED = ("NVFP4", "MXFP8", "Float8Block")
+# A side of a matrix has to be a multiple of this; 1 where it is not said.
+MULTIPLE = {fp4adam.NVFP4Quantizer: 16, fp4adam.MXFP8Quantizer: 32}
+
+# One layer of a GPT with hidden size 2048.
+LAYER: list[Shape] = [(3072, 2048), (2048, 2048), (8192, 2048), (8192, 2048), (2048, 8192)]
+RAGGED: list[Shape] = [
+    (3000, 2000),
+    (2000, 2100),
+    (700, 5200),
+    (5200, 700),
+    (1100, 1300),
+    (4100, 300),
+    (90, 8200),
+    (8200, 90),
+]
+# The matrices of one layer, and how many layers there are on a GPU.
+MODELS: dict[str, tuple[list[Shape], int]] = {
+    "gpt": (LAYER, 16),
+    "small-tensors": ([(256, 256)] * 125, 16),
+    "ragged": (RAGGED, 16),
+    "large": ([(2 * rows, 2 * cols) for rows, cols in LAYER], 16),
+    "huge": ([(32768, 65792)], 1),  # more than 2**31 elements
+}
+
+
+def model_shapes(
+    model: str, layers: int | None = None, scale: int = 1, multiple: int = 1
+) -> list[Shape]:
+    """The matrices of a model.
+
+    Args:
+        model: A key of MODELS.
+        layers: How many layers, as many as in MODELS if None.
+        scale: What the sides are divided by.
+        multiple: What sides must be multiples of. Those of "ragged" are odd multiples, which leaves
+            tails in any larger tile; all others are multiples of 32 for everyone.
+    """
+    layer, count = MODELS[model]
+    if model == "ragged":
+        layer = [tuple(_odd_multiple(n // scale, multiple) for n in shape) for shape in layer]
+    else:
+        layer = [tuple(max(32, n // scale // 32 * 32) for n in shape) for shape in layer]
+    return layer * (layers or count)
+
+
+def _odd_multiple(n: int, multiple: int) -> int:
+    """The largest odd multiple that is not above ``n``, at least one."""
+    return max(1, (n // multiple - 1) // 2 * 2 + 1) * multiple
+
+
+def parameters(
+    shapes: list[Shape], device: str, dtype: torch.dtype, quantizer: Quantizer | None = None
+) -> list[Parameter]:
+    """Parameters with gradients, from fixed seeds."""
+    generator = torch.Generator(device).manual_seed(0)
+    params = []
+    for shape in shapes:
+        value = torch.randn(shape, device=device, generator=generator).mul_(0.02).to(dtype)
+        param = Parameter(value if quantizer is None else quantizer.quantize(value))
+        grad = torch.randn(shape, device=device, generator=generator).mul_(1e-3)
+        param.grad = grad.to(dtype)
+        params.append(param)
+    return params
+
+
+class UnfusedAdam:
+    """The step of block-scaled weights in separate parts, in the order of Transformer Engine's.
+
+    FP32 copies of all gradients, one fused FP32 Adam over the master weights (torch's), then the
+    weights are quantized one after another by the format's own kernels.
+    """
+
+    def __init__(self, params: list[Parameter]) -> None:
+        self.params = params
+        self.masters = [param.detach().dequantize() for param in params]
+        self.adam = torch.optim.AdamW(self.masters, **HYPER, fused=True)
+
+    @property
+    def state(self) -> dict[Parameter, dict[str, Tensor]]:
+        """The state per parameter, masters included."""
+        pairs = zip(self.params, self.masters, strict=True)
+        return {p: {"master_param": master, **self.adam.state[master]} for p, master in pairs}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update all parameters."""
+        for param, master in zip(self.params, self.masters, strict=True):
+            master.grad = param.grad.float()
+        self.adam.step()
+        for param, master in zip(self.params, self.masters, strict=True):
+            param.quantize_(master)
+        self.adam.zero_grad()  # the copies live as long as a step
+
+
+class Contestant(NamedTuple):
+    """An optimizer to measure; ``make(shapes, device)`` gives it and its parameters."""
+
+    name: str
+    kind: str
+    make: Callable[[list[Shape], str], tuple[Any, list[Parameter]]]
+    multiple: int = 1
+
+
+def plain(optimizer: type, dtype: torch.dtype, **options: Any) -> Callable:
+    """How to make an optimizer of plain parameters."""
+
+    def make(shapes: list[Shape], device: str) -> tuple[Any, list[Parameter]]:
+        params = parameters(shapes, device, dtype)
+        return optimizer(params, **HYPER, **options), params
+
+    return make
+
+
+def quantized(optimizer: type, quantizer: Quantizer, **options: Any) -> Callable:
+    """How to make an optimizer of quantized parameters."""
+
+    def make(shapes: list[Shape], device: str) -> tuple[Any, list[Parameter]]:
+        params = parameters(shapes, device, torch.bfloat16, quantizer)
+        return optimizer(params, **options), params
+
+    return make
+
+
+def installed(module: str, name: str, **options: Any) -> Callable:
+    """How to make another package's optimizer of BF16 parameters; ImportError without it."""
+
+    def make(shapes: list[Shape], device: str) -> tuple[Any, list[Parameter]]:
+        optimizer = getattr(importlib.import_module(module), name)
+        return plain(optimizer, torch.bfloat16, **options)(shapes, device)
+
+    return make
+
+
+def _contestants() -> list[Contestant]:
+    adamw, bf16, fp32 = torch.optim.AdamW, torch.bfloat16, torch.float32
+    result = [
+        Contestant("torch AdamW fused, FP32", "torch", plain(adamw, fp32, fused=True)),
+        Contestant("torch AdamW fused, BF16 (no masters)", "torch", plain(adamw, bf16, fused=True)),
+        Contestant("FusedAdam, FP32", "fp4adam", plain(FusedAdam, fp32)),
+        Contestant("FusedAdam, BF16 + FP32 masters", "fp4adam", plain(FusedAdam, bf16)),
+    ]
+    for name, quantizer in FORMATS.items():
+        make = quantized(FP4Adam, quantizer, **HYPER)
+        result.append(Contestant(f"FP4Adam, {name}", "fp4adam", make, _multiple(quantizer)))
+    for name in UNFUSED:
+        make = quantized(UnfusedAdam, FORMATS[name])
+        result.append(Contestant(f"Unfused, {name}", "unfused", make, _multiple(FORMATS[name])))
+    for name, (module, optimizer, options) in PEERS.items():
+        result.append(Contestant(name, "other packages", installed(module, optimizer, **options)))
+    return result
+
+
+def _multiple(quantizer: Quantizer) -> int:
+    return MULTIPLE.get(type(quantizer), 1)
+
+
+# Other packages' optimizers of BF16 parameters: module, class, options.
+PEERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Transformer Engine FusedAdam, masters": (
+        "transformer_engine.pytorch.optimizers",
+        "FusedAdam",
+        dict(master_weights=True),
+    ),
+    "flashoptim FlashAdamW, 24-bit masters": ("flashoptim", "FlashAdamW", {}),
+    "torchao AdamW8bit": ("torchao.optim", "AdamW8bit", {}),
+    "torchao AdamW4bit": ("torchao.optim", "AdamW4bit", {}),
+    "torchao AdamWFp8": ("torchao.optim", "AdamWFp8", {}),
+    "torchao _AdamW, stochastic rounding": (
+        "torchao.optim",
+        "_AdamW",
+        dict(bf16_stochastic_round=True),
+    ),
+    "bitsandbytes AdamW8bit": ("bitsandbytes.optim", "AdamW8bit", {}),
+    "bitsandbytes AdamW, FP32 states": ("bitsandbytes.optim", "AdamW", {}),
+}
+PACKAGES = sorted({module.split(".")[0] for module, _, _ in PEERS.values()})
+CONTESTANTS = _contestants()
+# Who is measured on other models than "gpt".
+SHORT_LIST = (
+    "torch AdamW fused, FP32",
+    "FusedAdam, BF16 + FP32 masters",
+    "FP4Adam, NVFP4",
+    "FP4Adam, MXFP8",
+    "FP4Adam, Float8Block",
+)

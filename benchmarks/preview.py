@@ -1,0 +1,158 @@
+"""How much of its weights NVFP4's look at the coming amax reads in a real training run.
+
+    python benchmarks/preview.py [--every 10] [--json preview.json] [options of train_gpt.py]
+
+Trains the GPT of examples/ with NVFP4 weights on an NVIDIA GPU. At every so many steps it counts
+the tiles that kernels/amax_preview.py looks into, and times its kernels beside those of the step.
+"""
+
+import argparse
+import contextlib
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import fp4adam
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from options import parse_args
+from stdlib_text import load_text
+from train_gpt import build_run, train_step
+
+
+def tiles_looked_into(
+    tiles: Tensor,
+    bounds: Tensor,
+    tile_amaxes: Tensor,
+    old_amaxes: Tensor,
+    amaxes: Tensor,
+    write_dtype: torch.dtype,
+) -> tuple[int, int]:
+    """Tiles that the first launch of the preview takes, and those left that the second one takes.
+
+    The condition is that of ``_amax_preview_kernel``, with its arguments as they are after both
+    launches: what the second one looks at cannot raise an amax to where it would not have looked.
+    """
+    tensors = tiles[:, 0].long()
+    largest_update, decay = bounds[tensors].unbind(1)
+    threshold = old_amaxes[tensors] * 0.99999 - 2 * largest_update / decay
+    reach = ((threshold * decay + largest_update) * 1.0001).to(write_dtype).float()
+    left_out = tile_amaxes < threshold
+    second = left_out & ~(amaxes[tensors] >= reach)
+    return int((~left_out).sum()), int(second.sum())
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[list[tuple[int, int, int]]]:
+    """Tiles, and those that the two launches look into, of every preview made inside."""
+    from fp4adam.kernels import amax_preview
+
+    counts = []
+    preview = amax_preview.preview_amax
+
+    def counted(
+        table: Tensor,
+        scalars: Tensor,
+        tiles: Tensor,
+        grad_scale: Tensor,
+        bounds: Tensor,
+        tile_amaxes: Tensor,
+        old_amaxes: Tensor,
+        amaxes: Tensor,
+        **options: Any,
+    ) -> None:
+        shared = (bounds, tile_amaxes, old_amaxes, amaxes)
+        preview(table, scalars, tiles, grad_scale, *shared, **options)
+        counts.append((len(tiles), *tiles_looked_into(tiles, *shared, options["write_dtype"])))
+
+    with mock.patch.object(amax_preview, "preview_amax", counted):
+        yield counts
+
+
+def kernel_times(profile: torch.profiler.profile) -> dict[str, float]:
+    """Microseconds on the GPU of the preview's kernels and of those of the step itself."""
+    times = {"preview_us": 0.0, "step_us": 0.0}
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            for key, part in (("preview_us", "_amax_preview"), ("step_us", "_adam_step")):
+                times[key] += event.time_range.elapsed_us() * (part in event.name)
+    return times
+
+
+def observed_step(run: Any, args: argparse.Namespace, text: Tensor) -> dict[str, Any]:
+    """One training step, and what its preview looked at."""
+    lr = run.scheduler.get_last_lr()[0]
+    how = dict(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
+    with counting() as counts, torch.profiler.profile(**how) as profile:
+        loss = train_step(run, args, text)
+    n_tiles, first, second = (sum(column) for column in zip(*counts, strict=True))
+    return {
+        "step": run.step + 1,
+        "loss": loss,
+        "lr": lr,
+        "tiles": n_tiles,
+        "share_of_tiles": first / n_tiles,
+        "share_of_tiles_second": second / n_tiles,
+        **kernel_times(profile),
+    }
+
+
+def main() -> None:
+    """Train, observe, and print one line per observed step and a summary."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--every", type=int, default=10, help="steps from one look to the next")
+    parser.add_argument("--json", type=Path, help="write settings and results to this file")
+    own, rest = parser.parse_known_args()
+    args = parse_args([*rest, "--format", "nvfp4"])
+    if torch.device(args.device).type != "cuda":
+        parser.error(f"--device must be an NVIDIA GPU, got {args.device}; a CPU needs no preview")
+    if own.json:
+        own.json.parent.mkdir(parents=True, exist_ok=True)
+    run = build_run(args, "nvfp4", "fp4adam")
+    text, _ = load_text()
+    rows = []
+    about = {
+        "command": shlex.join(["python", *sys.argv]),
+        "device": torch.cuda.get_device_name(args.device),
+        "versions": {"torch": torch.__version__, "fp4adam": fp4adam.__version__},
+        "date": time.strftime("%Y-%m-%d"),
+        "settings": vars(args),
+    }
+    while run.step < args.steps:
+        if run.step % own.every:
+            run.train_loss.append(train_step(run, args, text))
+            continue
+        row = observed_step(run, args, text)
+        run.train_loss.append(row["loss"])
+        rows.append(row)
+        print(
+            f"step {row['step']:>5}  loss {row['loss']:.4f}  looked into "
+            f"{row['share_of_tiles']:.4%} + {row['share_of_tiles_second']:.4%} of "
+            f"{row['tiles']:,} tiles  preview {row['preview_us']:.1f} us, step "
+            f"{row['step_us']:.1f} us",
+            flush=True,
+        )
+        if own.json:
+            own.json.write_text(json.dumps({"about": about, "results": rows}, indent=1) + "\n")
+    shares = [row["share_of_tiles"] + row["share_of_tiles_second"] for row in rows]
+    later = rows[1:] or rows
+    preview, step = (statistics.median(r[key] for r in later) for key in ("preview_us", "step_us"))
+    print(
+        f"NVFP4's preview over {run.step} steps, {len(rows)} observed: looked into "
+        f"{statistics.median(shares):.3%} of the tiles in the median, {max(shares):.3%} at most; "
+        f"{preview:.1f} us beside {step:.1f} us of the step itself in the median"
+    )
+
+
+if __name__ == "__main__":
+    main()

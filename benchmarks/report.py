@@ -1,0 +1,169 @@
+"""What step.py leaves behind: lines, JSON, CSV, a picture, and the table of the README.
+
+    python benchmarks/report.py results.json [--model gpt] [--only TEXT[;TEXT]] [--png step.png]
+
+prints the results as Markdown, without a device and without torch.
+"""
+
+import argparse
+import csv
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Row = dict[str, Any]
+
+
+class Column(NamedTuple):
+    """A column: its titles in the lines of step.py and in Markdown, and how a value is written."""
+
+    key: str
+    title: str
+    markdown: str | None
+    digits: str
+
+
+COLUMNS = (
+    Column("ms", "ms", "ms", ".2f"),
+    Column("ms_min", "min", None, ".2f"),
+    Column("ms_max", "max", None, ".2f"),
+    Column("bytes_per_param", "B/param", "bytes per parameter", ".2f"),
+    Column("share_of_copy", "of copy", "of the copy", ".2f"),
+    Column("host_ms", "host ms", "host, ms", ".1f"),
+    Column("host_new_grads_ms", "new grads", "host, new grads, ms", ".1f"),
+    Column("kernels", "kernels", "kernels", "d"),
+    Column("copies", "copies", "copies", "d"),
+    Column("waits", "waits", "waits", "d"),
+    Column("state_bytes_per_param", "state B", "state, bytes per parameter", ".2f"),
+    Column("weight_bytes_per_param", "weight B", None, ".2f"),
+    Column("steady_MiB", "steady MiB", None, ".1f"),
+    Column("temporary_MiB", "temp MiB", "temporary, MiB", ".2f"),
+)
+COLORS = {"torch": "C0", "fp4adam": "C2", "unfused": "C3", "other packages": "C7"}
+
+
+def written(row: Row, column: Column) -> str:
+    """A value as text; a dash for what does not exist on the device."""
+    return format(row[column.key], column.digits) if column.key in row else "-"
+
+
+def header_line(model: str) -> str:
+    """The line above those of :func:`result_line`."""
+    return " ".join([f"{model:40s}", *(f"{column.title:>10s}" for column in COLUMNS)])
+
+
+def result_line(row: Row) -> str:
+    """One line of text per measured optimizer."""
+    if "error" in row:
+        return f"{row['name']:40s}   not measured: {row['error']}"
+    values = (f"{written(row, column):>10s}" for column in COLUMNS)
+    return " ".join([f"{row['name']:40s}", *values])
+
+
+def write_json(path: Path, about: dict[str, Any], rows: list[Row]) -> None:
+    """Write settings and results."""
+    path.write_text(json.dumps({"about": about, "results": rows}, indent=1) + "\n")
+
+
+def write_csv(path: Path, rows: list[Row]) -> None:
+    """Write one line per row, with empty cells for what a row lacks."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def by_model(rows: list[Row]) -> dict[str, list[Row]]:
+    """Rows of each model, those without results included."""
+    return {
+        m: [r for r in rows if r["model"] == m] for m in dict.fromkeys(r["model"] for r in rows)
+    }
+
+
+def write_plot(path: Path, about: dict[str, Any], rows: list[Row]) -> None:
+    """Draw the times as bars, grouped by kind, and the time of a copy of the same bytes in each."""
+    try:
+        from matplotlib.figure import Figure  # only here, so that measuring does without
+    except ImportError:
+        print(f"no {path}: install matplotlib to have it drawn (pip install fp4adam[demo])")
+        return
+    models = by_model([row for row in rows if "error" not in row])
+    if not models:
+        return
+    heights = [len(members) + 2 for members in models.values()]
+    figure = Figure(figsize=(9, 0.27 * sum(heights) + 0.6), layout="constrained")
+    panels = figure.subplots(len(models), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for panel, (model, members) in zip(panels, models.items(), strict=True):
+        kinds = [kind for kind in COLORS if any(r["kind"] == kind for r in members)]
+        members = [row for kind in kinds for row in members if row["kind"] == kind]
+        places = range(len(members))
+        for kind in kinds:
+            at = [i for i in places if members[i]["kind"] == kind]
+            times = [members[i]["ms"] for i in at]
+            bars = panel.barh(at, times, color=COLORS[kind], label=kind)
+            panel.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+        floors = [row["floor_ms"] for row in members]
+        panel.scatter(floors, places, marker="|", s=110, color="black", label="copy of these bytes")
+        panel.set_yticks(places, [row["name"] for row in members], fontsize=8)
+        panel.invert_yaxis()
+        panel.margins(x=0.1, y=0.01)
+        panel.spines[["top", "right"]].set_visible(False)
+        count = members[0]["parameters"] / 1e6
+        panel.set_title(f"{model}: {count:,.0f} M parameters", fontsize=9, loc="left")
+    panels[-1].set_xlabel("milliseconds per optimizer step")
+    panels[0].legend(fontsize=8)
+    versions = about["versions"]
+    figure.suptitle(f"{about['device']}, torch {versions['torch']}, {about['date']}", fontsize=10)
+    figure.savefig(path, dpi=150)
+
+
+def markdown(about: dict[str, Any], rows: list[Row]) -> str:
+    """One table per model, and below them where and how it was measured."""
+    columns = [column for column in COLUMNS if column.markdown]
+    lines = []
+    for model, members in by_model(rows).items():
+        measured = [row for row in members if "error" not in row]
+        if measured:
+            first = measured[0]
+            count = f"{first['parameters'] / 1e6:,.0f} M parameters in {first['tensors']:,} tensors"
+            titles = [f"{model}: {count}", *(column.markdown for column in columns)]
+            lines += [_cells(titles), _cells(["---"] * len(titles))]
+        for row in measured:
+            lines.append(_cells([row["name"], *(written(row, column) for column in columns)]))
+        lines += [f"\n{r['name']}: not measured ({r['error']})" for r in members if "error" in r]
+        lines.append("")
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    lines.append(
+        f"{about['device']}, copies {about['copy_TB_per_s']:.2f} TB/s, {versions}, "
+        f"{about['date']}: `{about['command']}`"
+    )
+    return "\n".join(lines)
+
+
+def _cells(values: list[str]) -> str:
+    return f"| {' | '.join(values)} |"
+
+
+def main() -> None:
+    """Print recorded results as Markdown, and draw them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("json", type=Path)
+    parser.add_argument("--model", help="only this one")
+    parser.add_argument("--only", default="", metavar="TEXT[;TEXT]", help="names that contain one")
+    parser.add_argument("--png", type=Path, help="draw the picture to this file too")
+    args = parser.parse_args()
+    content = json.loads(args.json.read_text())
+    rows = [
+        row
+        for row in content["results"]
+        if args.model in (None, row["model"])
+        and any(text in row["name"] for text in args.only.split(";"))
+    ]
+    print(markdown(content["about"], rows))
+    if args.png:
+        write_plot(args.png, content["about"], rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""The programs in benchmarks/: every optimizer is measured, and what must move is counted right."""
+
+import csv
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+if not BENCHMARKS.is_dir():
+    pytest.skip("there is no benchmarks/ beside this copy of tests/", allow_module_level=True)
+
+ONLY = "torch AdamW;FusedAdam, FP32;FusedAdam, BF16;FP4Adam;Unfused;FlashAdamW"
+BROKEN = "flashoptim FlashAdamW, 24-bit masters"
+MODELS = ("gpt", "small-tensors", "ragged", "large", "huge")
+# "gpt" with its sides divided by 64 and rounded down to multiples of 32.
+SHAPES = [(32, 32), (32, 32), (128, 32), (128, 32), (32, 128)]
+TIMES = ("ms", "ms_min", "ms_max", "host_ms", "host_new_grads_ms", "floor_ms", "share_of_copy")
+
+
+def run(program, *options, path=()):
+    places = os.pathsep.join(map(str, (*path, *sys.path)))
+    environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(BENCHMARKS / program), *map(str, options)]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("benchmark")
+    (folder / "flashoptim.py").write_text("raise OSError('a broken\\nbuild')")
+    path = folder / "new" / "step.json"
+    options = "--device cpu --scale 64 --repeats 1 --model all".split()
+    return path, run("step.py", *options, "--only", ONLY, "--json", path, path=[folder])
+
+
+def rows(measured, model):
+    return {
+        r["name"]: r for r in json.loads(measured[0].read_text())["results"] if r["model"] == model
+    }
+
+
+def padded(n, multiple):
+    return -(-n // multiple) * multiple
+
+
+def weight_bytes(name, rows, cols):
+    """Codes of both directions and their scales, padding included."""
+    numel = rows * cols
+    return {
+        "FP32": 4 * numel,
+        "BF16": 2 * numel,
+        "NVFP4": numel + numel // 256 + 4,
+        "NVFP4 rowwise": numel // 2 + numel // 256 + 4,
+        "MXFP8": 2 * numel
+        + padded(rows, 128) * padded(cols // 32, 4)
+        + padded(rows // 32, 4) * padded(cols, 128),
+        "Float8Block": 2 * numel + 4 * padded(rows, 128) // 128 * padded(cols, 128) // 128,
+    }[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "grad", "states", "reads_weight"),
+    [
+        ("torch AdamW fused, FP32", "FP32", 4, 8, True),
+        ("torch AdamW fused, BF16 (no masters)", "BF16", 2, 4, True),
+        ("FusedAdam, FP32", "FP32", 4, 8, True),
+        ("FusedAdam, BF16 + FP32 masters", "BF16", 2, 12, False),
+        ("FP4Adam, NVFP4", "NVFP4", 2, 12, False),
+        ("FP4Adam, NVFP4 rowwise", "NVFP4 rowwise", 2, 12, False),
+        ("FP4Adam, MXFP8", "MXFP8", 2, 12, False),
+        ("FP4Adam, Float8Block", "Float8Block", 2, 12, False),
+        ("Unfused, NVFP4", "NVFP4", 2, 12, False),
+        ("Unfused, MXFP8", "MXFP8", 2, 12, False),
+        ("Unfused, Float8Block", "Float8Block", 2, 12, False),
+    ],
+)
+def test_bytes(name, weight, grad, states, reads_weight, measured):
+    row = rows(measured, "gpt")[name]
+    numel = sum(m * n for m, n in SHAPES)
+    weights = sum(weight_bytes(weight, m, n) for m, n in SHAPES)
+    moved = (grad + 2 * states) * numel + (2 if reads_weight else 1) * weights
+    assert (row["tensors"], row["parameters"]) == (len(SHAPES), numel)
+    assert row["bytes_per_param"] == pytest.approx(moved / numel, rel=1e-12)
+    assert row["weight_bytes_per_param"] == pytest.approx(weights / numel, rel=1e-12)
+    assert row["state_bytes_per_param"] == states
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_optimizer_is_measured_on_every_model(model, measured):
+    results = rows(measured, model)
+    assert len(results) == 14
+    for row in [r for name, r in results.items() if name != BROKEN]:
+        assert all(row[key] > 0 for key in TIMES), row
+        assert row["ms_min"] <= row["ms"] <= row["ms_max"]
+        assert "kernels" not in row  # counted on a GPU only
+
+
+def test_what_cannot_run_says_why_and_the_rest_goes_on(measured):
+    for model in MODELS:
+        assert rows(measured, model)[BROKEN]["error"] == "a broken build"
+    assert measured[1].count(f"{BROKEN:40s}   not measured: a broken build\n") == len(MODELS)
+
+
+def test_ragged_sides_leave_tails_in_every_format(measured):
+    results = rows(measured, "ragged")
+    numels = [results[f"FP4Adam, {n}"]["parameters"] for n in ("Float8Block", "NVFP4", "MXFP8")]
+    # Sums of eight products of odd numbers, of odd multiples of 16, of odd multiples of 32.
+    float8_block, nvfp4, mxfp8 = numels
+    assert nvfp4 % 16**2 == mxfp8 % 32**2 == 0
+    assert len(set(numels)) == 3
+    assert float8_block % 16
+
+
+def test_files(measured):
+    path, _ = measured
+    content = json.loads(path.read_text())
+    assert content["about"]["versions"]["torch"] == torch.__version__
+    with path.with_suffix(".csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["name"] for line in lines] == [row["name"] for row in content["results"]]
+    assert float(lines[0]["ms"]) == content["results"][0]["ms"]
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_markdown(measured):
+    path, _ = measured
+    out = run("report.py", path, "--model", "gpt", "--only", "FP4Adam, NVFP4;FlashAdamW")
+    title, rule, nvfp4, *others = out.splitlines()
+    assert title.startswith("| gpt: 0 M parameters in 5 tensors | ms | bytes per parameter |")
+    assert nvfp4.startswith("| FP4Adam, NVFP4 | ")
+    assert nvfp4.count("|") == title.count("|") == rule.count("|")
+    assert f"{rows(measured, 'gpt')['FP4Adam, NVFP4']['bytes_per_param']:.2f}" in nvfp4
+    assert f"{BROKEN}: not measured (a broken build)" in others
+    assert not any("MXFP8" in line for line in others[:-1])
+
+
+def test_tiles_of_the_preview_are_counted_by_the_condition_of_its_kernel():
+    pytest.importorskip("triton")
+    spec = importlib.util.spec_from_file_location("preview", BENCHMARKS / "preview.py")
+    preview = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(preview)
+    tensors = [0, 0, 0, 1, 1, 2]
+    tiles = torch.tensor([[tensor, 0, 0, 0] for tensor in tensors], dtype=torch.int32)
+    # Of the first tensor only what comes within 2 * 0.1 of 1 matters; of the second, whose largest
+    # weight fell below what the others could reach, all is looked at; of the third all is unknown.
+    tile_amaxes = torch.tensor([1.0, 0.9, 0.7, 1.0, 0.7, 0.0])
+    bounds = torch.tensor([[0.1, 1.0], [0.1, 1.0], [torch.inf, 1.0]])
+    old_amaxes, amaxes = torch.tensor([1.0, 1.0, 1.0]), torch.tensor([1.05, 0.8, 0.0])
+    counts = preview.tiles_looked_into(
+        tiles, bounds, tile_amaxes, old_amaxes, amaxes, torch.float32
+    )
+    assert counts == (4, 1)
