@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 import fp4adam
+from fp4adam.fused_launch import NVFP4Launch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -30,52 +31,18 @@ from stdlib_text import load_text
 from train_gpt import build_run, train_step
 
 
-def tiles_looked_into(
-    tiles: Tensor,
-    bounds: Tensor,
-    tile_amaxes: Tensor,
-    old_amaxes: Tensor,
-    amaxes: Tensor,
-    write_dtype: torch.dtype,
-) -> tuple[int, int]:
-    """Tiles that the first launch of the preview takes, and those left that the second one takes.
-
-    The condition is that of ``_amax_preview_kernel``, with its arguments as they are after both
-    launches: what the second one looks at cannot raise an amax to where it would not have looked.
-    """
-    tensors = tiles[:, 0].long()
-    largest_update, decay = bounds[tensors].unbind(1)
-    threshold = old_amaxes[tensors] * 0.99999 - 2 * largest_update / decay
-    reach = ((threshold * decay + largest_update) * 1.0001).to(write_dtype).float()
-    left_out = tile_amaxes < threshold
-    second = left_out & ~(amaxes[tensors] >= reach)
-    return int((~left_out).sum()), int(second.sum())
-
-
 @contextlib.contextmanager
-def counting() -> Iterator[list[tuple[int, int, int]]]:
-    """Tiles, and those that the two launches look into, of every preview made inside."""
-    from fp4adam.kernels import amax_preview
-
+def counting() -> Iterator[list[tuple[int, int]]]:
+    """Tiles, and those that are looked into, of every preview made inside."""
     counts = []
-    preview = amax_preview.preview_amax
+    launch = NVFP4Launch.__call__
 
-    def counted(
-        table: Tensor,
-        scalars: Tensor,
-        tiles: Tensor,
-        grad_scale: Tensor,
-        bounds: Tensor,
-        tile_amaxes: Tensor,
-        old_amaxes: Tensor,
-        amaxes: Tensor,
-        **options: Any,
-    ) -> None:
-        shared = (bounds, tile_amaxes, old_amaxes, amaxes)
-        preview(table, scalars, tiles, grad_scale, *shared, **options)
-        counts.append((len(tiles), *tiles_looked_into(tiles, *shared, options["write_dtype"])))
+    def counted(self: NVFP4Launch, *signals: Tensor) -> None:
+        candidates = self.candidates()
+        counts.append((candidates.numel(), int(candidates.sum())))
+        launch(self, *signals)
 
-    with mock.patch.object(amax_preview, "preview_amax", counted):
+    with mock.patch.object(NVFP4Launch, "__call__", counted):
         yield counts
 
 
@@ -95,14 +62,13 @@ def observed_step(run: Any, args: argparse.Namespace, text: Tensor) -> dict[str,
     how = dict(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
     with counting() as counts, torch.profiler.profile(**how) as profile:
         loss = train_step(run, args, text)
-    n_tiles, first, second = (sum(column) for column in zip(*counts, strict=True))
+    n_tiles, n_looked_into = (sum(column) for column in zip(*counts, strict=True))
     return {
         "step": run.step + 1,
         "loss": loss,
         "lr": lr,
         "tiles": n_tiles,
-        "share_of_tiles": first / n_tiles,
-        "share_of_tiles_second": second / n_tiles,
+        "share_of_tiles": n_looked_into / n_tiles,
         **kernel_times(profile),
     }
 
@@ -137,14 +103,13 @@ def main() -> None:
         rows.append(row)
         print(
             f"step {row['step']:>5}  loss {row['loss']:.4f}  looked into "
-            f"{row['share_of_tiles']:.4%} + {row['share_of_tiles_second']:.4%} of "
-            f"{row['tiles']:,} tiles  preview {row['preview_us']:.1f} us, step "
-            f"{row['step_us']:.1f} us",
+            f"{row['share_of_tiles']:.4%} of {row['tiles']:,} tiles  "
+            f"preview {row['preview_us']:.1f} us, step {row['step_us']:.1f} us",
             flush=True,
         )
         if own.json:
             own.json.write_text(json.dumps({"about": about, "results": rows}, indent=1) + "\n")
-    shares = [row["share_of_tiles"] + row["share_of_tiles_second"] for row in rows]
+    shares = [row["share_of_tiles"] for row in rows]
     later = rows[1:] or rows
     preview, step = (statistics.median(r[key] for r in later) for key in ("preview_us", "step_us"))
     print(
