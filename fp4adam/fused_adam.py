@@ -222,17 +222,13 @@ class FusedAdam(Optimizer):
     @torch._disable_dynamo
     def _step(self) -> None:
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        # The device learns of an overflow in time, without the host waiting for it.
-        if found_inf is not None and not found_inf.is_cuda:
-            if found_inf.item():
-                return
-            found_inf = None
         plan = self._fitting_plan()
         unfused = plan.unfused_gradients()
         for param, grad in unfused:
             self._check_gradient(param, grad)
             self._check_state(param)
         if unfused and found_inf is not None:
+            # Kernels see for themselves, without the host waiting for it.
             if found_inf.item():
                 return
             found_inf = None

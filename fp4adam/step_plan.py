@@ -181,6 +181,8 @@ class StepPlan:
         """
         grads = [self._read_grad(m.param) for m in self._unfused]
         self._regroup(grads)
+        if not self._cohorts:
+            return
         self._look_at_moments()
         scalars = [cohort.advance() for cohort in self._cohorts]
         counted = self._counted

@@ -123,6 +123,58 @@ def _look_into(
         tl.atomic_max((amaxes + tensor).to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
 
 
+@triton.jit
+def _look_into_the_rest(
+    grad_scale_ptr,
+    clip_ptr,
+    found_inf_ptr,
+    table,
+    scalars,
+    tiles,
+    tile_amaxes,
+    old_amaxes,
+    amaxes,
+    n_tiles,
+    n_tensors,
+    GRAD_DTYPE: tl.constexpr,
+    WRITE_DTYPE: tl.constexpr,
+    ADAM_W: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    SLACK: tl.constexpr,
+    SCAN: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Look into the tiles that were left out, of tensors whose amax so far does not exclude them.
+
+    Where all candidates lost their largest weights, which takes a NaN. One program does it all.
+    """
+    n_open = 0
+    for start in range(0, n_tensors, 1024):
+        tensors = start + tl.arange(0, 1024)
+        inside = tensors < n_tensors
+        part = _tensors_taking_part(table, tensors, inside, found_inf_ptr)
+        threshold, reach = _threshold(table, scalars, tensors, inside, old_amaxes, SLACK)
+        found = tl.load(amaxes + tensors, inside, 0.0)
+        # Below a threshold that is not positive nothing has been left out.
+        is_open = (threshold > 0) & ~(found >= round_through(reach, WRITE_DTYPE))
+        n_open += tl.sum((is_open & part & inside).to(tl.int32))
+    if n_open > 0:
+        for start in range(0, n_tiles, SCAN):
+            index = start + tl.arange(0, SCAN)
+            valid = index < n_tiles
+            owners = tl.load(tiles + 4 * index, valid, 0)
+            taking = _tensors_taking_part(table, owners, valid, found_inf_ptr)
+            lowest, most = _threshold(table, scalars, owners, valid, old_amaxes, SLACK)
+            so_far = tl.load(amaxes + owners, valid, 0.0)
+            wanted = tl.load(tile_amaxes + index, valid, 0.0) < lowest
+            wanted &= ~(so_far >= round_through(most, WRITE_DTYPE))
+            _look_into(
+                wanted & taking & valid, index, grad_scale_ptr, clip_ptr, table, scalars, tiles,
+                amaxes, GRAD_DTYPE, WRITE_DTYPE, ADAM_W, AMSGRAD, BR, BC,
+            )  # fmt: skip
+
+
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
 def _amax_preview_kernel(
     grad_scale_ptr,
@@ -175,30 +227,11 @@ def _amax_preview_kernel(
 
     if tl.atomic_add(n_finished, 1) == tl.num_programs(0) - 1:
         tl.store(n_finished, 0)
-        n_open = 0
-        for start in range(0, n_tensors, 1024):
-            tensors = start + tl.arange(0, 1024)
-            inside = tensors < n_tensors
-            part = _tensors_taking_part(table, tensors, inside, found_inf_ptr)
-            threshold, reach = _threshold(table, scalars, tensors, inside, old_amaxes, SLACK)
-            found = tl.load(amaxes + tensors, inside, 0.0)
-            # Below a threshold that is not positive nothing has been left out.
-            is_open = (threshold > 0) & ~(found >= round_through(reach, WRITE_DTYPE))
-            n_open += tl.sum((is_open & part & inside).to(tl.int32))
-        if n_open > 0:
-            for start in range(0, n_tiles, SCAN):
-                index = start + tl.arange(0, SCAN)
-                inside = index < n_tiles
-                tensors = tl.load(tiles + 4 * index, inside, 0)
-                part = _tensors_taking_part(table, tensors, inside, found_inf_ptr)
-                threshold, reach = _threshold(table, scalars, tensors, inside, old_amaxes, SLACK)
-                found = tl.load(amaxes + tensors, inside, 0.0)
-                tile_amax = tl.load(tile_amaxes + index, inside, 0.0)
-                wanted = (tile_amax < threshold) & ~(found >= round_through(reach, WRITE_DTYPE))
-                _look_into(
-                    wanted & part & inside, index, grad_scale_ptr, clip_ptr, table, scalars, tiles,
-                    amaxes, GRAD_DTYPE, WRITE_DTYPE, ADAM_W, AMSGRAD, BR, BC,
-                )  # fmt: skip
+        _look_into_the_rest(
+            grad_scale_ptr, clip_ptr, found_inf_ptr, table, scalars, tiles, tile_amaxes, old_amaxes,
+            amaxes, n_tiles, n_tensors,
+            GRAD_DTYPE, WRITE_DTYPE, ADAM_W, AMSGRAD, SLACK, SCAN, BR, BC,
+        )  # fmt: skip
 
 
 def preview_amax(
