@@ -21,9 +21,8 @@ _data_ptr = torch._C.TensorBase.data_ptr
 _numel = torch._C.TensorBase.numel
 _stride = torch._C.TensorBase.stride
 _is_contiguous = torch._C.TensorBase.is_contiguous
-_dtype, _version = attrgetter("dtype"), attrgetter("_version")
+_dtype = attrgetter("dtype")
 _size_and_place = attrgetter("shape", "device")
-_bounded_states = itemgetter("master_param", "exp_avg", "exp_avg_sq")
 
 
 class Member(NamedTuple):
@@ -146,10 +145,6 @@ class FusedBatch:
     def _current_addresses(self) -> list[int]:
         tensors = chain.from_iterable(map(self._state_tensors, self._states))
         return list(map(_data_ptr, chain(tensors, () if self.kind.quantizer else self._params)))
-
-    def moment_versions(self) -> list[int]:
-        """Versions of the three tensors per member that a bound on its update follows from."""
-        return list(map(_version, chain.from_iterable(map(_bounded_states, self._states))))
 
     def fits(self) -> bool:
         """Whether the launch is made for the state and gradients as they are; notes the latter."""

@@ -27,11 +27,6 @@ class Kind(NamedTuple):
     amsgrad: bool
     is_contiguous: bool
 
-    @property
-    def is_previewed(self) -> bool:
-        """Whether the launch has to know how far a step can move a weight."""
-        return isinstance(self.quantizer, NVFP4Quantizer)
-
     def step_options(self) -> dict[str, Any]:
         """What the kernels of quantized formats take of it."""
         return dict(
@@ -123,49 +118,43 @@ class NVFP4Launch(FusedLaunch):
         from fp4adam.kernels import amax_preview, nvfp4
 
         device = table.device
-        quantizer = kind.quantizer
-        tiles, n_whole = nvfp4.step_tiles(shapes, quantizer.two_dimensional)
-        self._tiles = tiles.to(device)
-        self._tile_amaxes = torch.zeros(len(tiles), device=device)
-        amaxes = torch.zeros(2, len(shapes), device=device)
-        n_finished = torch.zeros(1, dtype=torch.int32, device=device)
-        usage = {n: getattr(quantizer, n) for n in ("rowwise", "columnwise", "two_dimensional")}
+        names = ("rowwise", "columnwise", "two_dimensional")
+        usage = {name: getattr(kind.quantizer, name) for name in names}
         options = kind.step_options()
+        tiles, n_whole = nvfp4.step_tiles(shapes, kind.quantizer.two_dimensional)
+        tiles = tiles.to(device)
+        # Nothing is known at first: with these, all tiles are looked at.
+        tile_amaxes = torch.zeros(len(tiles), device=device)
+        amaxes = torch.zeros(2, len(shapes), device=device)
+        exceeding = torch.zeros(len(shapes), device=device)
         # The amaxes of one step are the old ones of the next: the two take turns.
-        self._table, self._scalars, self._amaxes = table, scalars, amaxes
-        self._slack = amax_preview.slack(kind.write_dtype)
         self._turns = []
         for old, new in ((amaxes[0], amaxes[1]), (amaxes[1], amaxes[0])):
             preview = amax_preview.preview_amax(
-                table, scalars, self._tiles, self._tile_amaxes, old, new, n_finished, **options
+                table, scalars, tiles, tile_amaxes, old, new, exceeding, **options
             )
             steps = nvfp4.adam_step(
-                table,
-                scalars,
-                self._tiles,
-                n_whole,
-                new,
-                old,
-                self._tile_amaxes,
-                **options,
-                **usage,
+                table, scalars, tiles, n_whole, new, old, tile_amaxes, exceeding, **options, **usage
             )
-            self._turns.append((old, [preview, *steps]))
-
-    def forget_amaxes(self) -> None:
-        """Look at all tiles in the next step."""
-        self._amaxes.zero_()
+            requantize = amax_preview.requantize(
+                table, tiles, new, exceeding, write_dtype=kind.write_dtype, **usage
+            )
+            self._turns.append((old, [preview, *steps], requantize))
+        self._table, self._scalars = table, scalars
+        self._tiles, self._tile_amaxes, self._exceeding = tiles, tile_amaxes, exceeding
 
     def candidates(self) -> Tensor:
         """Which tiles the preview looks into at the next call, bool [n_tiles]; for diagnosis."""
         old_amaxes = self._turns[0][0]
         bounds = self._scalars.view(-1, SCALARS_WIDTH)[self._table[:, SCALARS], -2:]
-        threshold = old_amaxes * self._slack - 2 * bounds[:, 0] / bounds[:, 1]
+        threshold = old_amaxes * 0.9998 - 2 * bounds[:, 0] / bounds[:, 1]
         return ~(self._tile_amaxes < threshold[self._tiles[:, 0].long()])
 
     def __call__(self, *signals: Tensor) -> None:
-        for launch in self._turns[0][1]:
+        _, steps, requantize = self._turns[0]
+        for launch in steps:
             launch(*signals)
+        requantize()
         self._turns.reverse()
 
 

@@ -19,7 +19,7 @@ from fp4adam.device_tables import DeviceTables
 from fp4adam.fused_batch import FusedBatch, Member
 from fp4adam.fused_launch import fused_launch
 from fp4adam.quantized_tensor import QuantizedTensor
-from fp4adam.update_bound import largest_update, measured_ratio, next_ratio
+from fp4adam.update_bound import largest_update
 
 _version = attrgetter("_version")
 
@@ -34,11 +34,12 @@ class Cohort:
         self.group = group
         self.step = step
         self.members: list[int] = []
+        self.scalars: Scalars
 
-    def advance(self) -> Scalars:
-        """Count one step; returns its scalars."""
+    def advance(self) -> None:
+        """Count one step and work out its scalars."""
         self.step += 1
-        return adam_scalars(self.group, self.step)
+        self.scalars = adam_scalars(self.group, self.step)
 
 
 class Skip(NamedTuple):
@@ -98,9 +99,6 @@ class StepPlan:
         self._params = [m.param for m in self.members]
         self._with_master = [m.param for m in self.members if m.value is not m.param]
         self._share_step_counters()
-        self._previewed = [batch for batch in self._batches if batch.kind.is_previewed]
-        self._moment_versions: list[list[int]] = []
-        self._ratio = 0.0
         self._present: list[bool] = []
         self._counted = torch.zeros(0)
         self._cohorts: list[Cohort] = []
@@ -183,11 +181,10 @@ class StepPlan:
         self._regroup(grads)
         if not self._cohorts:
             return
-        self._look_at_moments()
-        scalars = [cohort.advance() for cohort in self._cohorts]
-        counted = self._counted
-        self._steps += counted
-        rows = self._scalars_rows(scalars)
+        for cohort in self._cohorts:
+            cohort.advance()
+        self._steps += self._counted
+        rows = self._scalars_rows()
         for (tables, batches), rows_of_part in zip(self._parts, self._rows_of_parts, strict=True):
             addresses = [*chain.from_iterable(batch.grads for batch in batches)]
             tables.upload(addresses, rows_of_part, rows)
@@ -197,12 +194,12 @@ class StepPlan:
                     batch.launch(*signals)
         for member, grad, row in zip(self._unfused, grads, self._rows_of_unfused, strict=True):
             if grad is not None:
-                operators(member, grad, scalars[row], grad_scale, clip)
+                operators(member, grad, self._cohorts[row].scalars, grad_scale, clip)
         # Autograd does not see what kernels write.
         torch.autograd.graph.increment_version([*compress(self._params, self._present)])
         self._note_versions()
         if found_inf is not None:
-            self._skip = _skip(found_inf, self._cohorts, counted)
+            self._skip = _skip(found_inf, self._cohorts, self._counted)
 
     def _regroup(self, unfused_grads: list[Tensor | None]) -> None:
         """Make the cohorts of this step, unless those of the last one are together again."""
@@ -237,30 +234,14 @@ class StepPlan:
             for i in cohort.members:
                 self._step_of[i] = cohort.step
 
-    def _look_at_moments(self) -> None:
-        """Bound the ratio of the moments anew if anything but this plan has touched them."""
-        versions = [batch.moment_versions() for batch in self._previewed]
-        if versions == self._moment_versions:
-            return
-        self._moment_versions = versions
-        members = [m for batch in self._previewed for m in batch.members]
-        moments = [(m.state["exp_avg"], m.state["exp_avg_sq"]) for m in members]
-        self._ratio = measured_ratio(moments)
-        for batch in self._previewed:
-            batch.launch.forget_amaxes()
-
-    def _scalars_rows(self, scalars: list[Scalars]) -> list[float]:
+    def _scalars_rows(self) -> list[float]:
         """The rows of scalars of all cohorts, with the bound of an update at their ends."""
-        if self._previewed:
-            ratios = [next_ratio(self._ratio, s) for s in scalars]
-            if not all(self._present):
-                ratios.append(self._ratio)  # of moments that stay
-            self._ratio = max(ratios)
         rows: list[float] = []
-        for cohort, s in zip(self._cohorts, scalars, strict=True):
-            decay = abs(s.decay) if cohort.group["adam_w_mode"] else 1.0
-            rows += s
-            rows += (largest_update(self._ratio, s), decay) if self._previewed else (0.0, 1.0)
+        for cohort in self._cohorts:
+            scalars = cohort.scalars
+            decay = abs(scalars.decay) if cohort.group["adam_w_mode"] else 1.0
+            rows += scalars
+            rows += largest_update(scalars, cohort.step), decay
         return rows
 
     def settle(self) -> None:

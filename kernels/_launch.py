@@ -2,6 +2,11 @@
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
+_data_ptr = torch._C.TensorBase.data_ptr
+
 
 class Launch:
     """``kernel`` on a grid of ``n_programs`` with arguments that stay.
@@ -28,19 +33,22 @@ class Launch:
     ) -> None:
         self._kernel = kernel
         self._grid = (n_programs, 1, 1)
-        self._fixed = fixed
+        self._fixed = fixed  # which keeps the tensors alive
         self._constexprs = constexprs
         self._options = dict(enable_fp_fusion=False, **options)
         self._compiled: Any = None
+        self._arguments: tuple = ()
 
-    def __call__(self, *leading: Any) -> None:
+    def __call__(self, *leading: Tensor) -> None:
         """Launch with ``leading`` before the fixed arguments; their alignment may vary."""
-        if not self._grid[0]:
-            return
-        if self._compiled is None:
+        if self._compiled is not None:
+            addresses = map(_data_ptr, leading)
+            self._compiled[self._grid](*addresses, *self._arguments)
+        elif self._grid[0]:
             # The interpreter has nothing to return and comes here every time.
             self._compiled = self._kernel[self._grid](
                 *leading, *self._fixed, **self._constexprs, **self._options
             )
-        else:
-            self._compiled[self._grid](*leading, *self._fixed, *self._constexprs.values())
+            # A launch asks the driver about every tensor, but takes addresses as they are.
+            fixed = (x.data_ptr() if isinstance(x, Tensor) else x for x in self._fixed)
+            self._arguments = (*fixed, *self._constexprs.values())

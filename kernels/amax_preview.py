@@ -1,10 +1,11 @@
 """The amax that weights are going to have after a step, found by looking at few of their tiles.
 
-NVFP4 needs the largest magnitude of the *updated* tensor before its first block can be written. An
-update moves no weight by more than a bound that the host knows, so only tiles whose magnitudes come
-near the tensor's largest can hold the new one. These tiles are updated here, without storing. If
-what they hold turns out below what any other tile could reach (a NaN took the largest weight), the
-program that finishes last looks at the others too, so the result is exact whatever happens.
+NVFP4 needs the largest magnitude of the *updated* tensor before its first block can be written.
+Adam's updates are bounded, so only tiles whose magnitudes come near the tensor's largest can hold
+the new one. These are updated here, without storing. The pass over all tiles then compares what it
+writes with what was found here, and :func:`requantize` writes a tensor again for which it was too
+small. So the bytes are right whatever the bound is worth: NaN may have taken the largest weight, or
+someone else may have written to the state since the last step.
 """
 
 import torch
@@ -23,12 +24,21 @@ from .adam import (
     round_through,
     state_pointers,
 )
+from .nvfp4 import nvfp4_tile
 from .tensor_table import (
+    AMAX,
     COLS,
+    COLUMNWISE_DATA,
+    COLUMNWISE_SCALE,
     GRAD,
+    ROWS,
+    ROWWISE_DATA,
+    ROWWISE_SCALE,
     SCALARS,
     TRITON_DTYPES,
+    VALUE,
     WIDTH,
+    pointer,
     size,
     tile_offsets,
     tile_start,
@@ -37,58 +47,62 @@ from .tensor_table import (
 # Tiles whose amax one program compares at once.
 SCAN = 64
 # What a program updates at once of a tile that it looks into.
-PART = (32, 64)
+PART = (16, 64)
+# Programs that look for tensors to write again: enough for any GPU, few enough to cost nothing.
+N_REQUANTIZE = 512
 
 
-def slack(write_dtype: torch.dtype) -> float:
-    """How far below the old amax the search begins, so that rounding leaves no tensor open.
-
-    The amax of weights that are rounded to 16 bits is half a step from the masters' at most.
-    """
-    return 0.9998 if write_dtype == torch.float32 else 0.99
-
-
-@triton.jit
-def _threshold(table, scalars, tensors, inside, old_amaxes, SLACK: tl.constexpr):
-    """Tile amaxes below it cannot hold the new amax, and what such a weight can become.
-
-    A weight of this size decays and moves to at most `reach`; only above it can the new amax be.
-    Any threshold is right, since what it leaves out is checked; comparisons with NaN take all in.
-    """
-    row = tl.load(table + tensors.to(tl.int64) * WIDTH + SCALARS, inside, 0) * SCALARS_WIDTH
-    largest_update = tl.load(scalars + row + LARGEST_UPDATE, inside, 0.0)
-    decay = tl.load(scalars + row + LARGEST_DECAY, inside, 1.0)
-    threshold = tl.load(old_amaxes + tensors, inside, 0.0) * SLACK
-    threshold -= tl.div_rn(2.0 * largest_update, decay)
-    return threshold, (threshold * decay + largest_update) * 1.0001
-
-
-@triton.jit
-def _tensors_taking_part(table, tensors, inside, found_inf_ptr):
-    """As ``takes_part``, of several tensors."""
-    grads = tl.load(table + tensors.to(tl.int64) * WIDTH + GRAD, inside, 0)
-    # Loaded once per lane, because the interpreter (Triton 3.7) cannot broadcast a boolean.
-    return (grads != 0) & (tl.load(found_inf_ptr + 0 * tensors) == 0)
-
-
-@triton.jit
-def _look_into(
-    wanted,
-    index,
+@triton.jit(do_not_specialize_on_alignment=SIGNALS)
+def _amax_preview_kernel(
     grad_scale_ptr,
     clip_ptr,
+    found_inf_ptr,
     table,
     scalars,
     tiles,
+    tile_amaxes,
+    old_amaxes,
     amaxes,
+    exceeding,
+    n_tiles,
     GRAD_DTYPE: tl.constexpr,
     WRITE_DTYPE: tl.constexpr,
     ADAM_W: tl.constexpr,
     AMSGRAD: tl.constexpr,
+    SCAN: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Raise the amax of each tensor to the largest magnitude in its updated ``wanted`` tiles."""
+    """The largest magnitude that the likely tiles of each tensor are going to hold.
+
+    Grid: (cdiv(n_tiles, SCAN),). table: int64 [n_tensors, 16]. scalars: float32 [n, 10], the last
+    two the largest change of a weight (Inf if unknown) and the factor of its decay. tiles: int32
+    [n_tiles, 4], (tensor, row, column, rows << 16 | columns). tile_amaxes: float32 [n_tiles],
+    old_amaxes: float32 [n_tensors], before the step. amaxes: float32 [n_tensors], zero at first;
+    that of a tensor that takes no part stays the old one. exceeding: float32 [n_tensors], set to 0.
+    Reads 4 bytes per tile, and 14 per element of the tiles that are looked at (BF16 gradient).
+    """
+    index = tl.program_id(0) * SCAN + tl.arange(0, SCAN)
+    inside = index < n_tiles
+    tensors = tl.load(tiles + 4 * index, inside, 0)
+    rows = table + tensors.to(tl.int64) * WIDTH
+    # Loaded once per lane, because the interpreter (Triton 3.7) cannot broadcast a boolean.
+    takes_part = tl.load(found_inf_ptr + 0 * tensors) == 0
+    takes_part &= tl.load(rows + GRAD, inside, 0) != 0
+    old_amax = tl.load(old_amaxes + tensors, inside, 0.0)
+    first = inside & (tl.load(tiles + 4 * index + 1, inside, 1) == 0)
+    first &= tl.load(tiles + 4 * index + 2, inside, 1) == 0
+    tl.store(amaxes + tensors, old_amax, first & ~takes_part)
+    tl.store(exceeding + tensors, tl.zeros((SCAN,), tl.float32), first)
+
+    # A weight of the size of old_amax, and any that could overtake it, is not below the threshold.
+    scalars_row = scalars + tl.load(rows + SCALARS, inside, 0) * SCALARS_WIDTH
+    largest_update = tl.load(scalars_row + LARGEST_UPDATE, inside, 0.0)
+    decay = tl.load(scalars_row + LARGEST_DECAY, inside, 1.0)
+    threshold = old_amax * 0.9998 - tl.div_rn(2.0 * largest_update, decay)
+    # A comparison with NaN takes the tile in.
+    wanted = ~(tl.load(tile_amaxes + index, inside, 0.0) < threshold) & takes_part & inside
+
     left = tl.where(wanted, index, 2147483647)
     for _ in range(tl.sum(wanted.to(tl.int32))):
         chosen = tl.min(left)
@@ -124,114 +138,64 @@ def _look_into(
 
 
 @triton.jit
-def _look_into_the_rest(
-    grad_scale_ptr,
-    clip_ptr,
-    found_inf_ptr,
+def _requantize_kernel(
     table,
-    scalars,
     tiles,
-    tile_amaxes,
-    old_amaxes,
     amaxes,
+    exceeding,
     n_tiles,
     n_tensors,
-    GRAD_DTYPE: tl.constexpr,
     WRITE_DTYPE: tl.constexpr,
-    ADAM_W: tl.constexpr,
-    AMSGRAD: tl.constexpr,
-    SLACK: tl.constexpr,
-    SCAN: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    SQUARE: tl.constexpr,
 ):
-    """Look into the tiles that were left out, of tensors whose amax so far does not exclude them.
+    """Write tensors again that turned out to exceed the amax they were written with.
 
-    Where all candidates lost their largest weights, which takes a NaN. One program does it all.
+    Grid: any. Tile: 16x16. amaxes: float32 [n_tensors], corrected. exceeding: float32 [n_tensors],
+    the amax of such a tensor, 0 of others. Usually reads 4 bytes per tensor and program.
     """
-    n_open = 0
+    n_exceeding = 0
     for start in range(0, n_tensors, 1024):
         tensors = start + tl.arange(0, 1024)
-        inside = tensors < n_tensors
-        part = _tensors_taking_part(table, tensors, inside, found_inf_ptr)
-        threshold, reach = _threshold(table, scalars, tensors, inside, old_amaxes, SLACK)
-        found = tl.load(amaxes + tensors, inside, 0.0)
-        # Below a threshold that is not positive nothing has been left out.
-        is_open = (threshold > 0) & ~(found >= round_through(reach, WRITE_DTYPE))
-        n_open += tl.sum((is_open & part & inside).to(tl.int32))
-    if n_open > 0:
-        for start in range(0, n_tiles, SCAN):
-            index = start + tl.arange(0, SCAN)
-            valid = index < n_tiles
-            owners = tl.load(tiles + 4 * index, valid, 0)
-            taking = _tensors_taking_part(table, owners, valid, found_inf_ptr)
-            lowest, most = _threshold(table, scalars, owners, valid, old_amaxes, SLACK)
-            so_far = tl.load(amaxes + owners, valid, 0.0)
-            wanted = tl.load(tile_amaxes + index, valid, 0.0) < lowest
-            wanted &= ~(so_far >= round_through(most, WRITE_DTYPE))
-            _look_into(
-                wanted & taking & valid, index, grad_scale_ptr, clip_ptr, table, scalars, tiles,
-                amaxes, GRAD_DTYPE, WRITE_DTYPE, ADAM_W, AMSGRAD, BR, BC,
-            )  # fmt: skip
-
-
-@triton.jit(do_not_specialize_on_alignment=SIGNALS)
-def _amax_preview_kernel(
-    grad_scale_ptr,
-    clip_ptr,
-    found_inf_ptr,
-    table,
-    scalars,
-    tiles,
-    tile_amaxes,
-    old_amaxes,
-    amaxes,
-    n_finished,
-    n_tiles,
-    n_tensors,
-    GRAD_DTYPE: tl.constexpr,
-    WRITE_DTYPE: tl.constexpr,
-    ADAM_W: tl.constexpr,
-    AMSGRAD: tl.constexpr,
-    SLACK: tl.constexpr,
-    SCAN: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
-    """The largest magnitude that each tensor is going to hold.
-
-    Grid: (cdiv(n_tiles, SCAN),). table: int64 [n_tensors, 16]. scalars: float32 [n, 10], the last
-    two the largest change of a weight (Inf if unknown) and the factor of its decay. tiles: int32
-    [n_tiles, 4], (tensor, row, column, rows << 16 | columns). tile_amaxes: float32 [n_tiles],
-    old_amaxes: float32 [n_tensors], before the step. amaxes: float32 [n_tensors], zero at first;
-    that of a tensor that takes no part stays the old one. n_finished: int32 [1], zero before and
-    after.
-    Reads 4 bytes per tile, and 14 per element of the tiles that are looked at (BF16 gradient).
-    """
-    index = tl.program_id(0) * SCAN + tl.arange(0, SCAN)
-    inside = index < n_tiles
-    tensors = tl.load(tiles + 4 * index, inside, 0)
-    part = _tensors_taking_part(table, tensors, inside, found_inf_ptr)
-    first = (tl.load(tiles + 4 * index + 1, inside, 1) == 0) & inside
-    first &= tl.load(tiles + 4 * index + 2, inside, 1) == 0
-    old = tl.load(old_amaxes + tensors, first & ~part, 0.0)
-    tl.store(amaxes + tensors, old, first & ~part)
-
-    threshold, _ = _threshold(table, scalars, tensors, inside, old_amaxes, SLACK)
-    tile_amax = tl.load(tile_amaxes + index, inside, 0.0)
-    wanted = ~(tile_amax < threshold) & part & inside
-    _look_into(
-        wanted, index, grad_scale_ptr, clip_ptr, table, scalars, tiles, amaxes,
-        GRAD_DTYPE, WRITE_DTYPE, ADAM_W, AMSGRAD, BR, BC,
-    )  # fmt: skip
-
-    if tl.atomic_add(n_finished, 1) == tl.num_programs(0) - 1:
-        tl.store(n_finished, 0)
-        _look_into_the_rest(
-            grad_scale_ptr, clip_ptr, found_inf_ptr, table, scalars, tiles, tile_amaxes, old_amaxes,
-            amaxes, n_tiles, n_tensors,
-            GRAD_DTYPE, WRITE_DTYPE, ADAM_W, AMSGRAD, SLACK, SCAN, BR, BC,
-        )  # fmt: skip
+        found = tl.load(exceeding + tensors, tensors < n_tensors, 0.0)
+        n_exceeding += tl.sum((found > 0).to(tl.int32))
+    if n_exceeding > 0:
+        for i in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+            tensor = tl.load(tiles + 4 * i)
+            amax = tl.load(exceeding + tensor)
+            if amax > 0:
+                first_row, first_col = tl.load(tiles + 4 * i + 1), tl.load(tiles + 4 * i + 2)
+                extent = tl.load(tiles + 4 * i + 3)
+                height, width = extent >> 16, extent & 0xFFFF
+                rows = size(table, tensor, ROWS, 16)
+                cols = size(table, tensor, COLS, 16)
+                if (first_row == 0) & (first_col == 0):
+                    address = tl.load(table + tensor.to(tl.int64) * WIDTH + AMAX)
+                    tl.store(address.to(tl.pointer_type(tl.float32)), amax)
+                    tl.store(amaxes + tensor, amax)
+                value_ptr = pointer(table, tensor, VALUE, tl.float32)
+                for block in range(height // 16 * (width // 16)):
+                    row = first_row + block // (width // 16) * 16
+                    col = first_col + block % (width // 16) * 16
+                    offs = tile_start(row, col, cols) + tile_offsets(cols, 16, 16)
+                    nvfp4_tile(
+                        round_through(tl.load(value_ptr + offs), WRITE_DTYPE),
+                        amax,
+                        row,
+                        col,
+                        rows,
+                        cols,
+                        pointer(table, tensor, ROWWISE_DATA, tl.uint8),
+                        pointer(table, tensor, ROWWISE_SCALE, tl.uint8),
+                        pointer(table, tensor, COLUMNWISE_DATA, tl.uint8),
+                        pointer(table, tensor, COLUMNWISE_SCALE, tl.uint8),
+                        ROWWISE,
+                        COLUMNWISE,
+                        SQUARE,
+                        16,
+                        16,
+                    )
 
 
 def preview_amax(
@@ -241,32 +205,54 @@ def preview_amax(
     tile_amaxes: Tensor,
     old_amaxes: Tensor,
     amaxes: Tensor,
-    n_finished: Tensor,
+    exceeding: Tensor,
     *,
     grad_dtype: torch.dtype,
     write_dtype: torch.dtype,
     adam_w_mode: bool,
     amsgrad: bool,
 ) -> Launch:
-    """What fills ``amaxes`` (zero before) with the amaxes that the step of all tensors will give.
-
-    It is to be called with ``grad_scale, clip, found_inf``. ``n_finished``: int32 [1], zero.
-    """
+    """What finds ``amaxes`` (zero before), to be called with ``grad_scale, clip, found_inf``."""
     n_tiles = tiles.shape[0]
-    known = (tile_amaxes, old_amaxes, amaxes, n_finished)
     return Launch(
         _amax_preview_kernel,
         triton.cdiv(n_tiles, SCAN),
-        (table, scalars, tiles, *known, n_tiles, table.shape[0]),
+        (table, scalars, tiles, tile_amaxes, old_amaxes, amaxes, exceeding, n_tiles),
         dict(
             GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
             WRITE_DTYPE=TRITON_DTYPES[write_dtype],
             ADAM_W=adam_w_mode,
             AMSGRAD=amsgrad,
-            SLACK=slack(write_dtype),
             SCAN=SCAN,
             BR=PART[0],
             BC=PART[1],
         ),
         num_warps=4,
+    )
+
+
+def requantize(
+    table: Tensor,
+    tiles: Tensor,
+    amaxes: Tensor,
+    exceeding: Tensor,
+    *,
+    write_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    two_dimensional: bool,
+) -> Launch:
+    """What writes the tensors again whose entry in ``exceeding`` is not zero."""
+    n_tiles = tiles.shape[0]
+    return Launch(
+        _requantize_kernel,
+        min(n_tiles, N_REQUANTIZE),
+        (table, tiles, amaxes, exceeding, n_tiles, table.shape[0]),
+        dict(
+            WRITE_DTYPE=TRITON_DTYPES[write_dtype],
+            ROWWISE=rowwise,
+            COLUMNWISE=columnwise,
+            SQUARE=two_dimensional,
+        ),
+        num_warps=1,
     )

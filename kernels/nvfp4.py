@@ -253,6 +253,7 @@ def _adam_step_kernel(
     amaxes,
     next_amaxes,
     tile_amaxes,
+    exceeding,
     GRAD_DTYPE: tl.constexpr,
     WRITE_DTYPE: tl.constexpr,
     ADAM_W: tl.constexpr,
@@ -270,7 +271,8 @@ def _adam_step_kernel(
     Grid: (n_tiles,). Tile: LOOP times [BR, BC] down the rows. table: int64 [n_tensors, 16].
     scalars: float32 [n, 10]. tiles: int32 [n_tiles, 4]. amaxes: float32 [n_tensors], of the
     updated weights; next_amaxes: the same of the next step, set to zero. tile_amaxes: float32
-    [n_tiles], written: no weight of the tile is larger.
+    [n_tiles], written: no weight of the tile is larger. exceeding: float32 [n_tensors], raised to
+    the amax of a tensor that is larger than amaxes says.
     Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these and the codes: 27 bytes
     per element with both directions, and 1/256 for the scales of 16x16 blocks.
     """
@@ -327,6 +329,9 @@ def _adam_step_kernel(
         )
         largest = tl.maximum(largest, block_amax)
     tile_amax = tl.max(tl.max(largest, 1), 0)
+    if tile_amax > amax:
+        bits = tile_amax.to(tl.int32, bitcast=True)
+        tl.atomic_max((exceeding + tensor).to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
     if WRITE_DTYPE != tl.float32:
         # The master may be larger than what it is rounded to, by half a step of a 16-bit format.
         tile_amax = tile_amax * 1.0078125 + 6e-8
@@ -420,6 +425,7 @@ def adam_step(
     amaxes: Tensor,
     next_amaxes: Tensor,
     tile_amaxes: Tensor,
+    exceeding: Tensor,
     *,
     grad_dtype: torch.dtype,
     write_dtype: torch.dtype,
@@ -433,13 +439,14 @@ def adam_step(
 
     ``tiles``, ``n_whole``: from :func:`step_tiles`. ``amaxes``: of the updated weights, from
     ``amax_preview``. ``next_amaxes``: zeroed. ``tile_amaxes``: float32 [n_tiles], written.
+    ``exceeding``: zero, raised for tensors that have to be written again.
     """
     parts = (slice(0, n_whole), slice(n_whole, tiles.shape[0]))
     return [
         Launch(
             _adam_step_kernel,
             part.stop - part.start,
-            (table, scalars, tiles[part], amaxes, next_amaxes, tile_amaxes[part]),
+            (table, scalars, tiles[part], amaxes, next_amaxes, tile_amaxes[part], exceeding),
             dict(
                 GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
                 WRITE_DTYPE=TRITON_DTYPES[write_dtype],

@@ -70,14 +70,29 @@ def kernel_jobs():
         }
         jobs[f"adam {name}"] = job("adam._adam_step_kernel", TABLES, {**plain, **types})
 
-    amaxes = {**TABLES, **dict.fromkeys(("amaxes", "next_amaxes", "tile_amaxes"), "*fp32")}
-    known = dict.fromkeys(("tile_amaxes", "old_amaxes", "amaxes"), "*fp32")
+    names = ("amaxes", "next_amaxes", "tile_amaxes", "exceeding")
+    amaxes = {**TABLES, **dict.fromkeys(names, "*fp32")}
+    known = dict.fromkeys(("tile_amaxes", "old_amaxes", "amaxes", "exceeding"), "*fp32")
     br, bc = amax_preview.PART
     jobs["amax preview"] = job(
         "amax_preview._amax_preview_kernel",
-        {**TABLES, **known, "n_finished": "*i32", "n_tiles": "i32", "n_tensors": "i32"},
-        step_options(SLACK=0.9998, SCAN=amax_preview.SCAN, BR=br, BC=bc),
+        {**TABLES, **known, "n_tiles": "i32"},
+        step_options(SCAN=amax_preview.SCAN, BR=br, BC=bc),
     )
+    for square in (True, False):
+        jobs[f"requantize square={square}"] = job(
+            "amax_preview._requantize_kernel",
+            {
+                "table": "*i64",
+                "tiles": "*i32",
+                "amaxes": "*fp32",
+                "exceeding": "*fp32",
+                "n_tiles": "i32",
+                "n_tensors": "i32",
+            },
+            {"WRITE_DTYPE": dtype("fp32"), **BOTH, "SQUARE": square},
+            num_warps=1,
+        )
     for square in (True, False):
         for size, tile in (("step", nvfp4.STEP_TILE[square]), ("edge", nvfp4.EDGE_TILE)):
             jobs[f"nvfp4 {size} square={square}"] = job(
