@@ -43,7 +43,7 @@ class GradNorm:
 
     The squares of float32 and narrower gradients are exact in float64, and so they are added: a
     norm that float32 can hold does not overflow on the way. Before it is rounded to float32, it is
-    within a relative 2**-47 of the true one for up to 2**34 elements, and therefore correctly
+    within a relative 2**-46 of the true one for up to 2**33 elements, and therefore correctly
     rounded unless the true norm is that close to the middle between two float32 numbers. The order
     of the sum depends on ``sizes`` alone, so the bits are the same on a CPU and on a GPU, in every
     call, wherever the gradients lie in memory. Gradients of float64 are squared in float64, with

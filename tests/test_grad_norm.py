@@ -211,6 +211,17 @@ def test_large_norms_overflow_only_where_float32_does(kernel):
 
 
 @both_paths
+@every_norm
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_subnormal_gradients_count(kernel, norm_type, dtype):
+    info = torch.finfo(dtype)
+    grads = [torch.tensor([3.0, -2.0], dtype=torch.float64).mul(info.smallest_normal * info.eps)]
+    with path(kernel) as device:
+        norm, _ = norm_of([grads[0].to(dtype).to(device)], norm_type=norm_type)
+    assert norm.item() == true_norm(grads, norm_type).item() > 0
+
+
+@both_paths
 def test_nothing_to_measure_has_norm_zero(kernel):
     with path(kernel) as device:
         empty = torch.ones(0, 3, device=device)
@@ -223,7 +234,7 @@ def test_nothing_to_measure_has_norm_zero(kernel):
 @both_paths
 def test_the_coefficient_clips_as_torch_does(kernel):
     with path(kernel) as device:
-        grads = on(device, some_grads())
+        grads = on(device, [*some_grads(), randn(9, torch.float64)])
         before = [grad.clone() for grad in grads]
         for max_norm in (0.0, 0.3, 1.0, 7.0, 1e6, math.inf):
             norm, coefficient = norm_of(grads, max_norm)
