@@ -73,6 +73,7 @@ def adam_(
     scalars: Scalars,
     adam_w_mode: bool,
     grad_scale: Tensor | None = None,
+    clip: Tensor | None = None,
 ) -> None:
     """Update ``value`` and the moments in place by one Adam step.
 
@@ -85,6 +86,7 @@ def adam_(
         scalars: See :class:`Scalars`.
         adam_w_mode: Whether decay shrinks the value (AdamW) or is added to the gradient (L2).
         grad_scale: float32 one-element tensor that the gradient is to be divided by, or None.
+        clip: float32 one-element tensor that it is multiplied by after that, or None.
 
     Source: arXiv:1711.05101, algorithm 2; arXiv:1904.09237 for AMSGrad.
     """

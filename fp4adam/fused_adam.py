@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from fp4adam import backend
 from fp4adam.adam import Scalars, adam_, moves
 from fp4adam.fused_batch import Member
+from fp4adam.grad_norm import GradNorm
 from fp4adam.hyper_parameters import check_hyper_parameters
 from fp4adam.optimizer_state import STATE_NAMES, check_state_dict, saved_states, state_like
 from fp4adam.quantized_tensor import QuantizedTensor
@@ -110,6 +111,9 @@ class FusedAdam(Optimizer):
         self._planned: tuple[list[dict], list[Tensor], list[dict]] = ([], [], [])
         # Of parameters with masters, after the last step or load.
         self._versions: dict[Tensor, int] = {}
+        self._grad_norm: GradNorm | None = None
+        # By device: what the next step multiplies gradients by.
+        self._clip: dict[torch.device, Tensor] = {}
 
     @property
     def state(self) -> dict[Any, Any]:
@@ -188,11 +192,43 @@ class FusedAdam(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, ``decoupled_grad`` included where that is in use."""
         super().zero_grad(set_to_none)
+        self._clip = {}
         if self.use_decoupled_grad:
             for group in self.param_groups:
                 for param in group["params"]:
                     if getattr(param, "decoupled_grad", None) is not None:
                         param.decoupled_grad = None if set_to_none else param.decoupled_grad.zero_()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the norm of all gradients together in the next step.
+
+        As ``torch.nn.utils.clip_grad_norm_`` on all parameters, but the gradients stay as they are:
+        the step multiplies each by min(max_norm / (norm + 1e-6), 1) when it reads it, without
+        rounding the product. So they are read once more, and not written; nothing waits for the
+        device. With a ``GradScaler``, call ``scaler.unscale_(optimizer)`` first.
+
+        Args:
+            max_norm: Largest norm to leave alone, >= 0; infinity only measures.
+            norm_type: 1, 2 or infinity.
+            error_if_nonfinite: Raise if the norm is NaN or infinite, which the host waits for.
+
+        Returns:
+            The norm before clipping, a 0-dim float32 tensor on the device of the first gradient.
+
+        Raises:
+            ValueError: If an argument is out of range.
+            RuntimeError: With ``error_if_nonfinite``, if the norm is not finite.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        with torch._C.DisableTorchFunctionSubclass():
+            sizes = [*map(Tensor.numel, params)]
+            if self._grad_norm is None or self._grad_norm.sizes != sizes:
+                self._grad_norm = GradNorm(sizes)
+            grads = [*map(self._read_grad, params)]
+            norm, self._clip = self._grad_norm(grads, max_norm, norm_type, error_if_nonfinite)
+        return norm
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -222,6 +258,7 @@ class FusedAdam(Optimizer):
     @torch._disable_dynamo
     def _step(self) -> None:
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        clip, self._clip = self._clip, {}
         plan = self._fitting_plan()
         unfused = plan.unfused_gradients()
         for param, grad in unfused:
@@ -233,7 +270,7 @@ class FusedAdam(Optimizer):
                 return
             found_inf = None
         try:
-            plan.run(self._update_by_operators, grad_scale, None, found_inf)
+            plan.run(self._update_by_operators, grad_scale, clip, found_inf)
         except BaseException:
             self._forget()
             raise
@@ -266,14 +303,15 @@ class FusedAdam(Optimizer):
         if self._plan is not None:
             self._versions.update(self._plan.master_versions())
         pairs = [(group, param) for group in self.param_groups for param in group["params"]]
+        read_grad = self._read_grad
         for _, param in pairs:
-            grad = self._grad(param)
+            grad = read_grad(param)
             if grad is not None:
                 self._check_gradient(param, grad)
                 self._check_state(param)
         members, outsiders = [], []
         for group, param in pairs:
-            if self._grad(param) is None and not self._is_in_training(param):
+            if read_grad(param) is None and not self._is_in_training(param):
                 outsiders.append(param)
                 continue
             state = self._state_of(group, param)
@@ -291,7 +329,7 @@ class FusedAdam(Optimizer):
             members,
             outsiders,
             structure,
-            read_grad=self._grad if self.use_decoupled_grad else attrgetter("grad"),
+            read_grad=read_grad,
             grads_vary=self.use_decoupled_grad,
             takes_kernels=lambda member: (
                 backend.uses_kernels(member.param.device) and member.group["fused"] is not False
@@ -306,8 +344,10 @@ class FusedAdam(Optimizer):
             raise RuntimeError("a step plan must fit what it was made from; please report this")
         return self._plan
 
-    def _grad(self, param: Tensor) -> Tensor | None:
-        return getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
+    @property
+    def _read_grad(self) -> Callable[[Tensor], Tensor | None]:
+        """Gives a parameter's gradient or None."""
+        return _decoupled_grad if self.use_decoupled_grad else attrgetter("grad")
 
     def _is_in_training(self, param: Tensor) -> bool:
         """Whether a parameter without a gradient has a state to go on with when it gets one."""
@@ -395,6 +435,7 @@ class FusedAdam(Optimizer):
             scalars,
             member.group["adam_w_mode"],
             grad_scale,
+            clip,
         )
         if member.value is not member.param and member.moves:
             self._write_param(member.param, member.value)
@@ -470,6 +511,10 @@ class FusedAdam(Optimizer):
         self._versions = {
             param: param._version for param in self.state if isinstance(param, Tensor)
         }
+
+
+def _decoupled_grad(param: Tensor) -> Tensor | None:
+    return getattr(param, "decoupled_grad", None)
 
 
 def _are_same(actual: Iterable, expected: list) -> bool:

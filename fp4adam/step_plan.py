@@ -165,7 +165,7 @@ class StepPlan:
         self,
         operators: Operators,
         grad_scale: Tensor | None,
-        clip: Tensor | None,
+        clip: dict[torch.device, Tensor],
         found_inf: Tensor | None,
     ) -> None:
         """Make the step; :meth:`fits` has just been true.
@@ -173,7 +173,7 @@ class StepPlan:
         Args:
             operators: Steps a member without kernels.
             grad_scale: One-element tensor that gradients are divided by, or None.
-            clip: One-element tensor that gradients are multiplied by after that, or None.
+            clip: By device, one-element tensors that gradients are multiplied by after that.
             found_inf: One-element tensor; if it is not 0, the device does nothing. None if members
                 take operators, which cannot be skipped so.
         """
@@ -189,12 +189,14 @@ class StepPlan:
             addresses = [*chain.from_iterable(batch.grads for batch in batches)]
             tables.upload(addresses, rows_of_part, rows)
             with torch.cuda.device_of(tables.table):
-                signals = tables.signals(grad_scale, clip, found_inf)
+                signals = tables.signals(grad_scale, clip.get(tables.device), found_inf)
                 for batch in batches:
                     batch.launch(*signals)
         for member, grad, row in zip(self._unfused, grads, self._rows_of_unfused, strict=True):
             if grad is not None:
-                operators(member, grad, self._cohorts[row].scalars, grad_scale, clip)
+                operators(
+                    member, grad, self._cohorts[row].scalars, grad_scale, clip.get(grad.device)
+                )
         # Autograd does not see what kernels write.
         torch.autograd.graph.increment_version([*compress(self._params, self._present)])
         self._note_versions()

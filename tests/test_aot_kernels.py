@@ -1,8 +1,11 @@
 """What the package's kernels compile to: no spills, exact arithmetic, wide accesses."""
 
+import math
+
 import pytest
 
 from aot import compile_ahead_of_time, count
+from fp4adam.grad_norm import LANES, SPAN, TOTAL_LANES
 from test_aot_tile_functions import INEXACT
 
 CAPABILITIES = (90, 100, 120)
@@ -69,6 +72,26 @@ def kernel_jobs():
             "PARAM_DTYPE": None if param is None else dtype(param),
         }
         jobs[f"adam {name}"] = job("adam._adam_step_kernel", TABLES, {**plain, **types})
+
+    for name, norm_type in (("1", 1.0), ("2", 2.0), ("inf", math.inf)):
+        for grad in DTYPES:
+            jobs[f"grad norm {name} {grad}"] = job(
+                "grad_norm._span_sums_kernel",
+                {"addresses": "*i64", "spans": "*i32", "sums": "*fp64"},
+                {"DTYPE": dtype(grad), "NORM_TYPE": norm_type, "SPAN": SPAN, "LANES": LANES},
+            )
+        jobs[f"total norm {name}"] = job(
+            "grad_norm._total_norm_kernel",
+            {
+                "sums": "*fp64",
+                "n_sums": "i32",
+                "max_norm": "fp32",
+                "total": "*fp64",
+                "result": "*fp32",
+            },
+            {"NORM_TYPE": norm_type, "LANES": TOTAL_LANES},
+            num_warps=16,
+        )
 
     names = ("amaxes", "next_amaxes", "tile_amaxes", "exceeding")
     amaxes = {**TABLES, **dict.fromkeys(names, "*fp32")}
@@ -202,3 +225,13 @@ def test_steps_move_sixteen_bytes_at_a_time(compiled, name):
         if job_name.startswith(name):
             assert count(facts, r"^st\.global\.v4|^st\.global\.v2\.b64") > 0
             assert count(facts, r"^ld\.global\.v4|^ld\.global\.v2\.b64|^cp\.async\.cg") > 0
+
+
+@pytest.mark.parametrize("grad", DTYPES)
+@pytest.mark.parametrize("norm_type", ["1", "2", "inf"])
+def test_norms_read_sixteen_bytes_at_a_time_into_few_registers(compiled, norm_type, grad):
+    for sm in CAPABILITIES:
+        facts = compiled[f"grad norm {norm_type} {grad}", sm]
+        assert count(facts, r"^ld\.global\.v4|^ld\.global\.v2\.b64") > 0
+        # Half the warps that a multiprocessor can hold keep enough bytes in flight.
+        assert facts["registers"] <= 64
