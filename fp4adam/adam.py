@@ -94,6 +94,8 @@ def adam_(
     factor = None if scalars.grad_factor == 1 else scalars.grad_factor
     if grad_scale is not None:
         factor = grad_scale.reshape(()).reciprocal() * scalars.grad_factor
+    if clip is not None:
+        factor = clip.reshape(()) if factor is None else clip.reshape(()) * factor
     tensors = [value, grad, exp_avg, exp_avg_sq]
     if max_exp_avg_sq is not None:
         tensors.append(max_exp_avg_sq)
