@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aot import compile_ahead_of_time, count
 from fp4adam.state_codec import (
     E4M3,
     UE4M4,
@@ -258,6 +259,7 @@ triton = pytest.importorskip("triton", reason="the tile functions need Triton")
 tl = pytest.importorskip("triton.language")
 
 from fp4adam.kernels import _state  # noqa: E402
+from test_aot_tile_functions import INEXACT  # noqa: E402
 
 
 @triton.jit
@@ -353,3 +355,32 @@ def test_tile_functions_split_masters_alike(device):
     _split_kernel[(len(master) // 4096,)](master.to(device), *outs, BLOCK=4096)
     assert same_bits(outs[0].cpu(), param) and torch.equal(outs[1].cpu(), remainder)
     assert same_bits(outs[2].cpu(), join_master(param, remainder))
+
+
+@pytest.mark.parametrize("sm", [80, 90, 100, 120])
+def test_tile_functions_compile_without_inexact_arithmetic_or_spills(sm):
+    pointers = {
+        "x_ptr": "*fp32",
+        "scales_ptr": "*u8",
+        "stored_ptr": "*fp32",
+        "decoded_ptr": "*fp32",
+    }
+    codes = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
+    jobs = [
+        {
+            "module": "test_state_codec",
+            "kernel": "_recode_kernel",
+            "signature": {
+                **pointers,
+                "codes_ptr": codes.get(codec.name, "*u8"),
+                **dict.fromkeys(("step", "rows", "cols"), "i32"),
+            },
+            "constexprs": {"CODEC": codec.name, "MASKED": False, "BR": 16, "BC": 64},
+            "divisible_by_16": [*pointers, "codes_ptr", "rows", "cols"],
+            "sm": sm,
+        }
+        for codec in (Float32(), *NARROW)
+    ]
+    for job, facts in zip(jobs, compile_ahead_of_time(jobs), strict=True):
+        assert facts["spilled_bytes"] == 0, job
+        assert count(facts, INEXACT) == 0, job
