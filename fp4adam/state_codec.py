@@ -173,7 +173,7 @@ class BlockCodec(StateCodec):
 
 
 class Float16(BlockCodec):
-    """FP16 numbers times 2**(scale - 127)."""
+    """FP16 numbers times 2**(scale - 127); what would be subnormal is zero."""
 
     name = "float16"
     dtype = torch.float16
@@ -181,17 +181,20 @@ class Float16(BlockCodec):
     carry = 0x1FFF
 
     def _encode_blocks(self, x: Tensor, scales: Tensor, dither: Tensor | None) -> Tensor:
-        bits = (x * e8m0_reciprocal(scales)).view(torch.int32)
-        # What is left is an FP16 number already, but where that is subnormal.
-        bits = (bits + _upper_bits(dither, 13)).bitwise_and_(-(1 << 13))
-        return bits.view(torch.float32).half()
+        x = x * e8m0_reciprocal(scales)
+        bits = (x.view(torch.int32) + _upper_bits(dither, 13)).bitwise_and_(-(1 << 13))
+        return bits.view(torch.float32).masked_fill_(x.abs() < 2.0**-14, 0.0).half()
 
     def _decode_blocks(self, codes: Tensor, scales: Tensor) -> Tensor:
         return codes.float() * e8m0_value(scales)
 
 
 class E4M3(BlockCodec):
-    """E4M3 numbers times 2**(scale - 127), as in MXFP8: for what has a sign."""
+    """E4M3 numbers times 2**(scale - 127), as in MXFP8; what would be subnormal is zero.
+
+    Rounding a small number up in steps of its block's largest one could make it many times as
+    large, and so the update where the second moment is that small too.
+    """
 
     name = "e4m3"
     dtype = torch.uint8
@@ -201,53 +204,64 @@ class E4M3(BlockCodec):
     def _encode_blocks(self, x: Tensor, scales: Tensor, dither: Tensor | None) -> Tensor:
         x = x * e8m0_reciprocal(scales)
         magnitude = x.abs()
-        # Below 2**-6 codes are linear: adding 2**-6 makes FP32 numbers of one binade of them.
-        linear = (magnitude + 2.0**-6).view(torch.int32) - (121 << 23)
-        code = torch.maximum(magnitude.view(torch.int32) - (120 << 23), linear)
-        code = (code + _upper_bits(dither, 20)) >> 20
+        code = (magnitude.view(torch.int32) + _upper_bits(dither, 20) >> 20) - (120 << 3)
+        code.masked_fill_(magnitude < 2.0**-6, 0)
         return (code | x.view(torch.int32) >> 24 & 0x80).to(torch.uint8)
 
     def _decode_blocks(self, codes: Tensor, scales: Tensor) -> Tensor:
         codes = codes.to(torch.int32)
-        # Exponent and mantissa in FP32's fields, zero exponent included, then the bias corrected.
+        # Exponent and mantissa in FP32's fields, then the bias corrected.
         bits = (codes & 0x80) << 24 | (codes & 0x7F) << 20
         return bits.view(torch.float32) * 2.0**120 * e8m0_value(scales)
 
 
-class UE4M4(BlockCodec):
-    """Unsigned 4-bit exponent and 4-bit mantissa above a base exponent: for squares.
+class UnsignedFloat(BlockCodec):
+    """Exponent and mantissa above the exponent of the scale, for squares, which have no sign.
 
-    Code c is the FP32 number with bits ``(scale << 23) + (c << 19)``: 16 binades, the upper one of
-    the largest number. What is smaller, zero included, is raised to the lowest of them: a too large
-    denominator does no harm, a zero would. A block of zeros has scale 0, where code 0 is zero.
+    Code c is the FP32 number with the bits ``(scale << 23) + (c << (23 - mantissa bits))``: the
+    largest number is in the uppermost binade. What lies below the lowest one, zero included, is
+    raised to it: in a denominator a number that is too large does no harm, and zero does. A block
+    of zeros has scale 0, where code 0 is zero.
     """
 
-    name = "ue4m4"
-    dtype = torch.uint8
-    top = 15
-    carry = 0x7FFFF
-    nan_code = 8
+    def __init__(self, exponent_bits: int, mantissa_bits: int) -> None:
+        self.name = f"ue{exponent_bits}m{mantissa_bits}"
+        self.dtype = {8: torch.uint8, 16: torch.int16}[exponent_bits + mantissa_bits]
+        self.top = 2**exponent_bits - 1
+        self.dropped = 23 - mantissa_bits
+        self.carry = (1 << self.dropped) - 1
+        self.nan_code = 1 << (mantissa_bits - 1)
 
     def _encode_blocks(self, x: Tensor, scales: Tensor, dither: Tensor | None) -> Tensor:
         code = ((x.view(torch.int32) & _MAGNITUDE) - (scales << 23)).clamp_(min=0)
-        return ((code + _upper_bits(dither, 19)) >> 19).to(torch.uint8)
+        return (code + _upper_bits(dither, self.dropped) >> self.dropped).to(self.dtype)
 
     def _decode_blocks(self, codes: Tensor, scales: Tensor) -> Tensor:
-        bits = (scales.to(torch.int32) << 23) + (codes.to(torch.int32) << 19)
+        codes = codes.to(torch.int32) & 0xFFFF
+        bits = (scales.to(torch.int32) << 23) + (codes << self.dropped)
         return bits.view(torch.float32)
 
 
-_FP8 = (torch.float8_e4m3fn, torch.uint8)
+UE4M4 = UnsignedFloat(4, 4)
+UE5M11 = UnsignedFloat(5, 11)
+
 _CODECS: dict[str, dict[torch.dtype, StateCodec]] = {
-    name: {
+    "exp_avg": {
         torch.float32: Float32(),
         torch.bfloat16: BFloat16(),
         torch.float16: Float16(),
-        **dict.fromkeys(_FP8, eight_bits),
-    }
-    for name, eight_bits in (("exp_avg", E4M3()), ("exp_avg_sq", UE4M4()))
+        torch.float8_e4m3fn: E4M3(),
+        torch.uint8: E4M3(),
+    },
+    "exp_avg_sq": {
+        torch.float32: Float32(),
+        torch.bfloat16: BFloat16(),
+        torch.float16: UE5M11,
+        torch.float8_e4m3fn: UE4M4,
+        torch.uint8: UE4M4,
+    },
+    "master_weight": {torch.float32: Float32(), torch.float16: Float16()},
 }
-_CODECS["master_weight"] = {torch.float32: Float32(), torch.float16: Float16()}
 
 
 def state_codec(name: str, dtype: torch.dtype) -> StateCodec:
@@ -255,8 +269,8 @@ def state_codec(name: str, dtype: torch.dtype) -> StateCodec:
 
     Args:
         name: "exp_avg", "exp_avg_sq" or "master_weight".
-        dtype: float32; float16; for the moments also bfloat16, and float8_e4m3fn or uint8, which
-            is what Transformer Engine calls it.
+        dtype: float32 or float16; for the moments also bfloat16, and float8_e4m3fn, which
+            Transformer Engine calls uint8. Squares are stored in that many bits, without a sign.
 
     Raises:
         ValueError: If there is none.

@@ -21,6 +21,7 @@ CODE_DTYPES = {
     "float16": tl.float16,
     "e4m3": tl.uint8,
     "ue4m4": tl.uint8,
+    "ue5m11": tl.uint16,
 }
 
 
@@ -53,22 +54,24 @@ def encode_blocks(x, dither, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.const
         code = tl.maximum(magnitude - (scale << 23)[:, :, None], 0)
         code = (code + (dither >> 13).to(tl.int32)) >> 19
         code = tl.where((scale == 255)[:, :, None], 8, code).to(tl.uint8)
+    elif CODEC == "ue5m11":
+        scale = _block_scale(magnitude, 0xFFF, 31)
+        code = tl.maximum(magnitude - (scale << 23)[:, :, None], 0)
+        code = (code + (dither >> 20).to(tl.int32)) >> 12
+        code = tl.where((scale == 255)[:, :, None], 0x400, code).to(tl.uint16)
     elif CODEC == "e4m3":
         scale = _block_scale(magnitude, 0x1FFFFF, 8)
-        x = x * e8m0_reciprocal(scale)[:, :, None]
-        bits = x.to(tl.int32, bitcast=True)
+        bits = (x * e8m0_reciprocal(scale)[:, :, None]).to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
-        # Below 2^-6 codes are linear: adding 2^-6 makes FP32 numbers of one binade of them.
-        linear = (magnitude.to(tl.float32, bitcast=True) + 0.015625).to(tl.int32, bitcast=True)
-        code = tl.maximum(magnitude - 0x3C000000, linear - 0x3C800000)
-        code = ((code + (dither >> 12).to(tl.int32)) >> 20) | ((bits >> 24) & 0x80)
+        code = ((magnitude + (dither >> 12).to(tl.int32)) >> 20) - (120 << 3)
+        code = tl.where(magnitude < 0x3C800000, 0, code) | ((bits >> 24) & 0x80)
         code = tl.where((scale == 255)[:, :, None], 0, code).to(tl.uint8)
     else:
         tl.static_assert(CODEC == "float16", "CODEC must be one with scales")
         scale = _block_scale(magnitude, 0x1FFF, 15)
         bits = (x * e8m0_reciprocal(scale)[:, :, None]).to(tl.int32, bitcast=True)
-        bits = (bits + (dither >> 19).to(tl.int32)) & -0x2000
-        bits = tl.where((scale == 255)[:, :, None], 0, bits)
+        zero = ((bits & 0x7FFFFFFF) < 0x38800000) | (scale == 255)[:, :, None]
+        bits = tl.where(zero, 0, (bits + (dither >> 19).to(tl.int32)) & -0x2000)
         code = bits.to(tl.float32, bitcast=True).to(tl.float16)
     return tl.reshape(code, (BR, BC)), scale.to(tl.uint8)
 
@@ -79,6 +82,9 @@ def decode_blocks(code, scale, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.con
     code = tl.reshape(code, (BR, BC // 32, 32))
     if CODEC == "ue4m4":
         bits = (scale.to(tl.int32) << 23)[:, :, None] + (code.to(tl.int32) << 19)
+        x = bits.to(tl.float32, bitcast=True)
+    elif CODEC == "ue5m11":
+        bits = (scale.to(tl.int32) << 23)[:, :, None] + (code.to(tl.int32) << 12)
         x = bits.to(tl.float32, bitcast=True)
     else:
         if CODEC == "e4m3":

@@ -11,6 +11,7 @@ from aot import compile_ahead_of_time, count
 from fp4adam.state_codec import (
     E4M3,
     UE4M4,
+    UE5M11,
     BFloat16,
     Float16,
     Float32,
@@ -20,12 +21,26 @@ from fp4adam.state_codec import (
     state_codec,
 )
 
-SCALED = (Float16(), E4M3(), UE4M4())
+SIGNED = (Float16(), E4M3())
+SQUARES = (UE4M4, UE5M11)
+SCALED = (*SIGNED, *SQUARES)
 NARROW = (BFloat16(), *SCALED)
 # Steps between codes, relative to the smaller of two neighbours.
-RESOLUTION = {"bfloat16": 2**-7, "float16": 2**-10, "e4m3": 2**-3, "ue4m4": 2**-4}
+RESOLUTION = {
+    "bfloat16": 2**-7,
+    "float16": 2**-10,
+    "e4m3": 2**-3,
+    "ue4m4": 2**-4,
+    "ue5m11": 2**-11,
+}
 # Magnitudes from here on, relative to the largest of a block, have that resolution.
-NORMAL_RANGE = {"bfloat16": 0.0, "float16": 2**-28, "e4m3": 2**-13, "ue4m4": 2**-15}
+NORMAL_RANGE = {
+    "bfloat16": 0.0,
+    "float16": 2**-28,
+    "e4m3": 2**-13,
+    "ue4m4": 2**-15,
+    "ue5m11": 2**-31,
+}
 
 by_name = pytest.mark.parametrize("codec", NARROW, ids=lambda codec: codec.name)
 scaled_by_name = pytest.mark.parametrize("codec", SCALED, ids=lambda codec: codec.name)
@@ -42,7 +57,7 @@ def numbers(codec, n=32 * 64, spread=5.0, seed=0):
         .expand(-1, 32)
         .reshape(-1)[:n]
     )
-    return x if codec.name == "ue4m4" else x * torch.randn(n, generator=generator).sign()
+    return x if codec in SQUARES else x * torch.randn(n, generator=generator).sign()
 
 
 def any_bits(n=32 * 512, seed=0):
@@ -110,30 +125,40 @@ def test_rounding_stays_within_one_step(codec):
     assert 0.8 * RESOLUTION[codec.name] < error < RESOLUTION[codec.name]
 
 
-@pytest.mark.parametrize("codec", [Float16(), E4M3()], ids=lambda codec: codec.name)
-def test_small_numbers_of_a_block_fade_to_zero(codec):
-    x = numbers(codec)
-    amax = x.abs().view(-1, 32).amax(1, keepdim=True).expand(-1, 32).reshape(-1)
-    error = (codec.decode(*codec.encode(x, random_dither(2048))) - x).abs()
-    small = x.abs() < NORMAL_RANGE[codec.name] * amax
-    assert small.any()
-    assert (error <= RESOLUTION[codec.name] * NORMAL_RANGE[codec.name] * amax)[small].all()
+@pytest.mark.parametrize("codec", [BFloat16(), *SIGNED], ids=lambda codec: codec.name)
+def test_first_moments_grow_by_less_than_one_step(codec):
+    """However small, and whatever else is in the block; the second moment may be small as well."""
+    x = numbers(codec, spread=10.0)
+    up = torch.full((2048,), -1, dtype=torch.int32)
+    grown = codec.decode(*codec.encode(x, up)).abs().double() / x.abs().double()
+    assert 1.0 < grown.amax() < 1 + RESOLUTION[codec.name]
+    assert (grown == 0).any() == codec.scaled
 
 
-def test_small_squares_of_a_block_are_raised_to_its_floor():
+@pytest.mark.parametrize("codec", SQUARES, ids=lambda codec: codec.name)
+def test_second_moments_shrink_by_less_than_one_step(codec):
+    x = numbers(codec, spread=10.0)
+    down = torch.zeros(2048, dtype=torch.int32)
+    shrunk = codec.decode(*codec.encode(x, down)).double() / x.double()
+    assert 1 / (1 + RESOLUTION[codec.name]) < shrunk.amin() < 1
+
+
+@pytest.mark.parametrize(("codec", "floor"), [(UE4M4, 2.0**-15), (UE5M11, 2.0**-31)])
+def test_small_squares_of_a_block_are_raised_to_its_floor(codec, floor):
     x = torch.full((32,), 1e-30)
     x[0], x[1] = 1.5, 0.0
-    y = UE4M4().decode(*UE4M4().encode(x, random_dither(32)))
+    y = codec.decode(*codec.encode(x, random_dither(32)))
     assert y[0] == 1.5
-    assert (y[1:] == 2.0**-15).all()
+    assert (y[1:] == floor).all()
 
 
 @pytest.mark.parametrize(
-    ("codec", "mantissa"), [(Float16(), 2 - 2**-10), (E4M3(), 1.75), (UE4M4(), 2 - 2**-4)]
+    ("codec", "mantissa"),
+    [(Float16(), 2 - 2**-10), (E4M3(), 1.75), (UE4M4, 2 - 2**-4), (UE5M11, 2 - 2**-11)],
 )
 def test_no_dither_rounds_a_block_out_of_range(codec, mantissa):
     """Around the largest mantissa with a code, after which the scale doubles."""
-    for exponent in (-140, -126, -50, 0, 126):
+    for exponent in (-126, -50, 0, 126):
         largest = torch.tensor(mantissa * 2.0**exponent).view(torch.int32)
         for delta in (-1, 0, 1, 2**18):
             x = torch.zeros(32)
@@ -143,20 +168,19 @@ def test_no_dither_rounds_a_block_out_of_range(codec, mantissa):
             for dither in (0, -1):
                 y = codec.decode(*codec.encode(x, torch.full((32,), dither, dtype=torch.int32)))
                 assert y.isfinite().all()
-                step = max(RESOLUTION[codec.name] * x[3].item(), 2.0**-126)
-                assert abs(y[3] - x[3]) < step
+                assert abs(y[3] - x[3]) < RESOLUTION[codec.name] * x[3]
 
 
 @by_name
 def test_dithered_rounding_is_right_on_average(codec):
     x = numbers(codec, n=320, spread=1.0)
-    n_steps = 4096
+    n_steps = 1024
     total = torch.zeros(320, dtype=torch.float64)
     for step in range(n_steps):
         total += codec.decode(*codec.encode(x, dither_bits(0, 320, step)))
     error = (total / n_steps / x - 1).abs().amax()
-    # Independent random numbers would leave 1 / sqrt(4096) / 2 of a step.
-    assert error < 2e-3 * RESOLUTION[codec.name]
+    # Independent random numbers would leave 1 / sqrt(1024) / 2 of a step.
+    assert error < 5e-3 * RESOLUTION[codec.name]
 
 
 def test_dither_depends_on_element_and_step_alone():
@@ -199,7 +223,7 @@ def test_bfloat16_keeps_nan_and_inf_to_themselves():
 )
 def test_any_numbers_are_encoded_in_order(codec, blocks, step):
     x = torch.tensor([number for block in blocks for number in block], dtype=torch.float32)
-    if codec.name == "ue4m4":
+    if codec in SQUARES:
         x = x.abs()
     # The same dither for all: then the codes of a block are in the order of its numbers.
     dither = dither_bits(step, 1, step).expand(len(x)).contiguous()
@@ -226,10 +250,12 @@ def test_a_short_last_block_is_encoded_alone(codec):
 def test_state_codec_knows_the_dtypes_of_each_state():
     for dtype in (torch.uint8, torch.float8_e4m3fn):
         assert isinstance(state_codec("exp_avg", dtype), E4M3)
-        assert isinstance(state_codec("exp_avg_sq", dtype), UE4M4)
+        assert state_codec("exp_avg_sq", dtype) is UE4M4
     for name in ("exp_avg", "exp_avg_sq", "master_weight"):
         assert isinstance(state_codec(name, torch.float32), Float32)
+    for name in ("exp_avg", "master_weight"):
         assert isinstance(state_codec(name, torch.float16), Float16)
+    assert state_codec("exp_avg_sq", torch.float16) is UE5M11
     with pytest.raises(ValueError, match="exp_avg_dtype must be one of float32, .*float64"):
         state_codec("exp_avg", torch.float64)
     with pytest.raises(ValueError, match="master_weight_dtype must be .*, got torch.bfloat16"):
@@ -293,6 +319,10 @@ def _recode_kernel(
     tl.store(decoded_ptr + start + offs, decoded, mask)
 
 
+def kernel_view(codes):
+    return codes.view(torch.uint16) if codes.dtype == torch.int16 else codes
+
+
 @triton.jit
 def _split_kernel(master_ptr, param_ptr, remainder_ptr, joined_ptr, BLOCK: tl.constexpr):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -317,7 +347,7 @@ def test_tile_functions_give_the_bits_of_the_codecs(codec, masked, device):
     out, out_scales = codec.zeros_like(x.to(device))
     results = [torch.zeros(n, device=device) for _ in range(2)]
     _recode_kernel[(triton.cdiv(rows, 16), triton.cdiv(cols, 64))](
-        x.to(device), out, out_scales, *results, step, rows, cols,
+        x.to(device), kernel_view(out), out_scales, *results, step, rows, cols,
         CODEC=codec.name, MASKED=masked, BR=16, BC=64, enable_fp_fusion=False,
     )  # fmt: skip
     nan = decoded.isnan()
@@ -365,7 +395,7 @@ def test_tile_functions_compile_without_inexact_arithmetic_or_spills(sm):
         "stored_ptr": "*fp32",
         "decoded_ptr": "*fp32",
     }
-    codes = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
+    codes = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "ue5m11": "*u16"}
     jobs = [
         {
             "module": "test_state_codec",
