@@ -19,7 +19,8 @@ from .tensor_table import (
     pointer,
 )
 
-BLOCK = 1024
+# Four elements per thread: with more, a BF16 gradient is laid out otherwise than FP32 state.
+BLOCK = 512
 N_SCALARS = tl.constexpr(8)
 
 
