@@ -6,9 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ._bfloat16 import to_float32
-from ._e4m3 import e4m3_code, e4m3_value
+from ._e4m3 import e4m3_code, e4m3_value, e4m3_words
 from ._layout import state_offsets
-from ._words import insert_tile, pack_words, store_words, transpose_words
+from ._words import insert_tile, store_words, transpose_words
 from .adam import adam_step_tile, load_scalars, round_through, round_to, state_pointers
 from .tensor_table import (
     COLS,
@@ -32,7 +32,7 @@ BLOCK = 128
 # How the fused step takes a block apart: whole blocks, and those that reach past an edge, where
 # masks need registers too.
 STEP_PARTS = {
-    True: (Tile(8, BLOCK, 16, 4, 4), Tile(16, 32, 32, 4, 1)),  # two_dimensional
+    True: (Tile(16, BLOCK, 8, 4, 3), Tile(16, 32, 32, 4, 1)),  # two_dimensional
     False: (Tile(8, BLOCK, 16, 4, 3), Tile(4, BLOCK, 32, 4, 1)),
 }
 
@@ -88,7 +88,7 @@ def _store_codes(
 
 @triton.jit
 def _put_codes(
-    code,
+    x,
     column_words,
     i,
     rowwise_data,
@@ -103,19 +103,20 @@ def _put_codes(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Store the codes of part ``i`` of a block, or keep them for :func:`_store_column_words`.
+    """Store codes of ``x``, part ``i`` of a block, or keep them for :func:`_store_column_words`.
 
     column_words: uint32 [parts, BR, BC / 4]. Returns them, with those of this part if COLUMNWISE.
     Words need rows of a multiple of four bytes, so masked parts are stored byte by byte.
     """
     if mask is None:
-        words = pack_words(code, 8, BR, BC)
+        words = e4m3_words(x, BR, BC, HARDWARE=not COLUMNWISE)
         if ROWWISE:
             words_ptr = rowwise_data.to(tl.pointer_type(tl.uint32))
             store_words(words_ptr, row, col // 4, cols // 4, words, BR, BC // 4)
         if COLUMNWISE:
             column_words = insert_tile(column_words, words, i)
     else:
+        code = e4m3_code(x, HARDWARE=not (ROWWISE and COLUMNWISE))
         _store_codes(
             code, rowwise_data, columnwise_data, row, col, rows, cols, mask,
             ROWWISE, COLUMNWISE, BR, BC,
@@ -282,7 +283,6 @@ def _adam_step_square_kernel(
     scale_ptr = pointer(table, tensor, ROWWISE_SCALE, tl.float32)
     scale_ptr += tile_start(first_row // 128, first_col // 128, tl.cdiv(cols, 128))
     stored_scale = tl.div_rn(1.0, tl.load(scale_ptr))
-    STORED_ONCE: tl.constexpr = not (ROWWISE and COLUMNWISE)
     PARTS_PER_ROW: tl.constexpr = 128 // BC
     PARTS: tl.constexpr = (128 // BR) * PARTS_PER_ROW
 
@@ -310,8 +310,8 @@ def _adam_step_square_kernel(
         largest = tl.maximum(largest, tl.max(magnitude, 2))
         if POW_2:
             column_words = _put_codes(
-                e4m3_code(x * stored_scale, STORED_ONCE), column_words, i, rowwise_data,
-                columnwise_data, row, col, rows, cols, mask, ROWWISE, COLUMNWISE, BR, BC,
+                x * stored_scale, column_words, i, rowwise_data, columnwise_data,
+                row, col, rows, cols, mask, ROWWISE, COLUMNWISE, BR, BC,
             )  # fmt: skip
 
     scale = float8_scale(tl.max(tl.max(largest, 1), 0), epsilon, LARGEST, POW_2)
@@ -325,8 +325,8 @@ def _adam_step_square_kernel(
             value = tl.load(ptr + tile_offsets(cols, BR, BC), mask)
             x = round_through(value, WRITE_DTYPE)
             column_words = _put_codes(
-                e4m3_code(x * scale, STORED_ONCE), column_words, i, rowwise_data,
-                columnwise_data, row, col, rows, cols, mask, ROWWISE, COLUMNWISE, BR, BC,
+                x * scale, column_words, i, rowwise_data, columnwise_data,
+                row, col, rows, cols, mask, ROWWISE, COLUMNWISE, BR, BC,
             )  # fmt: skip
         tl.store(scale_ptr, tl.div_rn(1.0, scale))
     if COLUMNWISE and not MASKED:
@@ -394,7 +394,7 @@ def _adam_step_vector_kernel(
                 row + tl.arange(0, BR) < rows, BR,
             )  # fmt: skip
             column_words = _put_codes(
-                e4m3_code(x * scale[:, None]), column_words, i, rowwise_data, columnwise_data,
+                x * scale[:, None], column_words, i, rowwise_data, columnwise_data,
                 row, col, rows, cols, mask, True, False, BR, BC,
             )  # fmt: skip
 
@@ -406,14 +406,14 @@ def _adam_step_vector_kernel(
         )  # fmt: skip
         # Rows are read back by other threads than those that wrote them.
         tl.debug_barrier()
-        for i in tl.range(0, PARTS, num_stages=STAGES):
+        for i in range(PARTS):
             row = first_row + i * BR
             mask = _bounds(row, col, rows, cols, MASKED, BR, BC)
             ptr = pointer(table, tensor, VALUE, tl.float32) + tile_start(row, col, cols)
             value = tl.load(ptr + tile_offsets(cols, BR, BC), mask)
             x = round_through(value, WRITE_DTYPE)
             column_words = _put_codes(
-                e4m3_code(x * scale[None, :]), column_words, i, rowwise_data, columnwise_data,
+                x * scale[None, :], column_words, i, rowwise_data, columnwise_data,
                 row, col, rows, cols, mask, False, True, BR, BC,
             )  # fmt: skip
         if not MASKED:

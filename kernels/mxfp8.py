@@ -6,10 +6,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ._bfloat16 import to_float32
-from ._e4m3 import e4m3_code, e4m3_value
+from ._e4m3 import e4m3_value, e4m3_words
 from ._e8m0 import e8m0_code_up, e8m0_reciprocal, e8m0_value
 from ._layout import state_offsets
-from ._words import insert_tile, pack_words, store_words
+from ._words import insert_tile, store_words
 from .adam import adam_step_tile, load_scalars, round_through, round_to, state_pointers
 from .tensor_table import (
     COLS,
@@ -33,19 +33,25 @@ EDGE_TILE, EDGE_PART = Tile(32, 32, 1, 4, 1), 32
 
 
 @triton.jit
-def mxfp8_codes(blocks, AXIS: tl.constexpr):
-    """E4M3 codes (uint8) and E8M0 scales (uint8) of float32 blocks that lie along AXIS."""
+def mxfp8_scale(blocks, AXIS: tl.constexpr):
+    """Float32 blocks that lie along AXIS, divided by their E8M0 scales; and the scales (uint8)."""
     amax = tl.max(tl.abs(blocks), AXIS)
     amax = tl.where(amax == amax, amax, 0.0)  # all elements NaN
     # 1 / 448 rounded to float32; dividing instead gives the same scales.
     scale = e8m0_code_up(amax * 0.0022321429569274187)
     factor = tl.expand_dims(e8m0_reciprocal(scale), AXIS)
-    return e4m3_code(blocks * factor), scale.to(tl.uint8)
+    return blocks * factor, scale.to(tl.uint8)
 
 
 @triton.jit
-def mxfp8_tile(x, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, BC: tl.constexpr):
-    """Quantize the float32 tile [32, BC].
+def mxfp8_tile(
+    x,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    BC: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Quantize the float32 tile [32, BC]; for HARDWARE see :func:`e4m3_words`.
 
     Returns words of codes (uint32 [32, BC / 4]) and scales (uint8) of the rows ([32, BC / 32]), and
     the same of the columns ([1, BC]); zeros in place of what is not wanted.
@@ -55,11 +61,11 @@ def mxfp8_tile(x, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, BC: tl.conste
     column_words = tl.zeros((32, BC // 4), tl.uint32)
     column_scale = tl.zeros((1, BC), tl.uint8)
     if ROWWISE:
-        code, row_scale = mxfp8_codes(tl.reshape(x, (32, BC // 32, 32)), 2)
-        row_words = pack_words(tl.reshape(code, (32, BC)), 8, 32, BC)
+        scaled, row_scale = mxfp8_scale(tl.reshape(x, (32, BC // 32, 32)), 2)
+        row_words = e4m3_words(tl.reshape(scaled, (32, BC)), 32, BC, HARDWARE)
     if COLUMNWISE:
-        code, column_scale = mxfp8_codes(tl.reshape(x, (1, 32, BC)), 1)
-        column_words = pack_words(tl.reshape(code, (32, BC)), 8, 32, BC)
+        scaled, column_scale = mxfp8_scale(tl.reshape(x, (1, 32, BC)), 1)
+        column_words = e4m3_words(tl.reshape(scaled, (32, BC)), 32, BC, HARDWARE)
     return row_words, row_scale, column_words, column_scale
 
 
@@ -113,7 +119,8 @@ def _quantize_kernel(
     tile, tiles_per_row = tl.program_id(0), cols // BC
     row, col = tile // tiles_per_row * 32, tile % tiles_per_row * BC
     x = to_float32(tl.load(x_ptr + tile_start(row, col, cols) + tile_offsets(cols, 32, BC)))
-    row_words, row_scale, column_words, column_scale = mxfp8_tile(x, ROWWISE, COLUMNWISE, BC)
+    # The storage may have any alignment, so words are taken apart into bytes: no hardware codes.
+    row_words, row_scale, column_words, column_scale = mxfp8_tile(x, ROWWISE, COLUMNWISE, BC, False)
     store_tile(
         row_words,
         row_scale,
@@ -221,7 +228,9 @@ def _adam_step_kernel(
             True,
         )
         x = round_through(value, WRITE_DTYPE)
-        words, scale, words_of_columns, scale_of_columns = mxfp8_tile(x, ROWWISE, COLUMNWISE, PART)
+        words, scale, words_of_columns, scale_of_columns = mxfp8_tile(
+            x, ROWWISE, COLUMNWISE, PART, True
+        )
         row_words = insert_tile(row_words, words, i)
         row_scale = insert_tile(row_scale, scale, i)
         column_words = insert_tile(column_words, words_of_columns, i)

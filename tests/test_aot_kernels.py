@@ -78,6 +78,7 @@ def kernel_jobs():
                 amaxes,
                 step_options(SQUARE=square, LOOP=tile.loop, **BOTH, **tile_options(tile)),
                 num_warps=tile.num_warps,
+                maxnreg=nvfp4.STEP_REGISTERS[square],
             )
     for size, tile, part in (
         ("step", mxfp8.STEP_TILE, mxfp8.STEP_PART),
