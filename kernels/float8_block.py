@@ -267,11 +267,11 @@ def _adam_step_square_kernel(
 
     Grid: (n_tiles,). Tile: [128, 128] in parts of [BR, BC]. table: int64 [n_tensors, 12]. scalars:
     float32 [n_tensors, 8]. tiles: int32 [n_tiles, 4]. MASKED: the block may reach past an edge.
-    A power-of-two scale seldom changes, so each part is quantized with the stored scale at once;
-    where the new amax asks for another one, the block is read again. Scales that are no power of
-    two always are: reads gradient (2 bytes if BF16) and three FP32 tensors, writes these and the
-    codes, 28 bytes per element with both directions, and 4 to 6 more from L2 where a block is
-    repeated.
+    A power-of-two scale seldom changes, so each part is quantized with the stored scale at once,
+    and its codes are kept, to be stored transposed with the whole block's. Where the new amax asks
+    for another scale, the block is read again. Scales that are no power of two always are: reads
+    gradient (2 bytes if BF16) and three FP32 tensors, writes these and the codes, 28 bytes per
+    element with both directions, and 4 to 6 more from L2 where a block is repeated.
     """
     tensor, first_row, first_col = load_tile(tiles, 128)
     MULTIPLE: tl.constexpr = 1 if MASKED else 16
