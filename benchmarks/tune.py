@@ -9,59 +9,49 @@ and the step is timed as in step.py; the best come first, as share of the copy r
 import argparse
 import statistics
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-from fp4adam.kernels import float8_block, mxfp8, nvfp4
-from fp4adam.kernels.tensor_table import Tile
 from peers import FORMATS, HYPER, LAYER, parameters
 from step import Clock, copy_rate, step_bytes
 
 from fp4adam import FP4Adam
+from fp4adam.kernels import float8_block, mxfp8, nvfp4
+from fp4adam.kernels.tensor_table import Tile
 
 NVFP4_TILES = [
-    Tile(32, 64, 4, 4, 3),
-    Tile(32, 64, 4, 8, 3),
-    Tile(32, 64, 4, 4, 4),
-    Tile(32, 64, 4, 8, 4),
-    Tile(32, 32, 4, 4, 4),
-    Tile(32, 32, 8, 4, 3),
-    Tile(32, 32, 4, 2, 3),
-    Tile(64, 32, 4, 8, 3),
-    Tile(64, 32, 4, 4, 3),
     Tile(16, 64, 4, 4, 4),
     Tile(16, 64, 4, 4, 3),
-    Tile(16, 64, 8, 4, 3),
-    Tile(16, 64, 8, 4, 4),
+    Tile(16, 64, 4, 4, 2),
+    Tile(16, 64, 2, 4, 4),
+    Tile(16, 64, 4, 8, 4),
+    Tile(16, 128, 4, 8, 3),
     Tile(16, 128, 4, 4, 3),
-    Tile(64, 64, 2, 8, 2),
-]
-MXFP8_TILES = [
-    Tile(32, 32, 4, 4, 4),
+    Tile(16, 128, 4, 4, 2),
+    Tile(16, 32, 4, 2, 4),
     Tile(32, 32, 4, 4, 3),
-    Tile(32, 32, 8, 4, 4),
-    Tile(32, 32, 4, 2, 4),
-    Tile(32, 64, 4, 4, 3),
-    Tile(32, 64, 4, 8, 3),
-    Tile(32, 64, 4, 8, 4),
-    Tile(32, 128, 4, 8, 3),
+    Tile(32, 64, 2, 4, 2),
+]
+# Each with the columns of a part.
+MXFP8_TILES = [
+    (Tile(32, 256, 1, 4, 3), 64),
+    (Tile(32, 256, 1, 4, 4), 64),
+    (Tile(32, 256, 1, 4, 2), 64),
+    (Tile(32, 512, 1, 4, 3), 64),
+    (Tile(32, 128, 1, 4, 3), 64),
+    (Tile(32, 256, 1, 8, 3), 64),
+    (Tile(32, 128, 1, 4, 4), 32),
+    (Tile(32, 256, 1, 4, 4), 32),
+    (Tile(32, 128, 1, 2, 4), 32),
 ]
 FLOAT8_BLOCK_TILES = [
-    Tile(32, 64, 8, 4, 3),
-    Tile(32, 64, 8, 8, 3),
-    Tile(32, 64, 8, 8, 4),
-    Tile(32, 32, 16, 4, 4),
-    Tile(64, 32, 8, 4, 3),
-    Tile(64, 32, 8, 8, 3),
-    Tile(64, 64, 4, 8, 2),
-    Tile(16, 128, 8, 4, 3),
-    Tile(32, 128, 4, 8, 2),
-]
-FLOAT8_BLOCK_1D_TILES = [
+    Tile(8, 128, 16, 4, 4),
+    Tile(8, 128, 16, 4, 3),
+    Tile(8, 128, 16, 4, 5),
+    Tile(8, 128, 16, 8, 3),
+    Tile(8, 128, 16, 8, 4),
     Tile(16, 128, 8, 4, 3),
     Tile(16, 128, 8, 8, 3),
-    Tile(32, 128, 4, 8, 2),
-    Tile(32, 128, 4, 8, 3),
-    Tile(8, 128, 16, 4, 4),
 ]
 
 
@@ -74,9 +64,9 @@ def put_nvfp4(two_dimensional: bool) -> Callable[[Tile], None]:
     return put
 
 
-def put_mxfp8(tile: Tile) -> None:
-    """Put a tile in the place of MXFP8's."""
-    mxfp8.STEP_TILE = tile
+def put_mxfp8(tile_and_part: tuple[Tile, int]) -> None:
+    """Put a tile and its part in the place of MXFP8's."""
+    mxfp8.STEP_TILE, mxfp8.STEP_PART = tile_and_part
 
 
 def put_float8_block(two_dimensional: bool) -> Callable[[Tile], None]:
@@ -94,11 +84,11 @@ CANDIDATES = {
     "NVFP4 1D": (NVFP4_TILES, put_nvfp4(False)),
     "MXFP8": (MXFP8_TILES, put_mxfp8),
     "Float8Block": (FLOAT8_BLOCK_TILES, put_float8_block(True)),
-    "Float8Block 1D": (FLOAT8_BLOCK_1D_TILES, put_float8_block(False)),
+    "Float8Block 1D": (FLOAT8_BLOCK_TILES, put_float8_block(False)),
 }
 
 
-def timings(name: str, layers: int, rate: float) -> Iterator[tuple[float, float, Tile]]:
+def timings(name: str, layers: int, rate: float) -> Iterator[tuple[float, float, Any]]:
     """Share of the copy rate, milliseconds and tile, for every tile that compiles."""
     tiles, put = CANDIDATES[name]
     params = parameters(LAYER * layers, "cuda", torch.bfloat16, FORMATS[name])

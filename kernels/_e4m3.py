@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from ._target import is_compiled_for_sm90
+from ._words import pack_words
 
 # float8e4nv is trusted only when compiled for sm_90 or later: sm_80 refuses it, sm_89 rounds
 # twice (Triton 3.6, 3.7), the interpreter loses ties, carries and subnormals (3.6 to 3.9).
@@ -16,9 +17,9 @@ def e4m3_code(x, HARDWARE: tl.constexpr = True):
     x: float32. Returns uint8. Overflow and Inf saturate to 448 with their sign, NaN is 0x7F, and
     zero keeps its sign. HARDWARE: take the conversion instruction where it is right.
 
-    Codes that are stored twice, as they are and transposed, need HARDWARE=False: the ptxas 12.9
-    that Triton 3.6 to 3.8 bring then mixes up bytes of converted values (triton issue 11111; seen
-    on an H200 with Triton 3.6).
+    Codes that are stored twice, as they are and transposed, or packed into words, need
+    HARDWARE=False: the ptxas 12.9 that Triton 3.6 to 3.8 bring then mixes up bytes of converted
+    values (triton issue 11111; seen on an H200 with Triton 3.6).
     """
     if HARDWARE and is_compiled_for_sm90():
         code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -33,6 +34,34 @@ def e4m3_code(x, HARDWARE: tl.constexpr = True):
         # As integers, -Inf and all negative numbers lie below the negative NaNs: NaN has no sign.
         code = (code | tl.where(bits <= -0x800000, 0x80, 0)).to(tl.uint8)
     return code
+
+
+@triton.jit
+def e4m3_words(x, R: tl.constexpr, C: tl.constexpr, HARDWARE: tl.constexpr = True):
+    """Words of the codes of neighbouring columns, as ``pack_words`` makes them.
+
+    x: float32 [R, C]. Returns uint32 [R, C / 4]. HARDWARE: take the conversion instruction where it
+    is right; only for words that are not taken apart again, for the reason given above.
+    """
+    if HARDWARE and is_compiled_for_sm90():
+        even, odd = tl.split(tl.reshape(x, (R, C // 4, 2, 2)))
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+        # Converted in pairs and joined by one instruction, the codes are never single bytes.
+        words = tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high;"
+            " cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
+            " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
+            " mov.b32 $0, {low, high}; }",
+            "=r,f,f,f,f",
+            [x0, x1, x2, x3],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        words = pack_words(e4m3_code(x, HARDWARE=False), 8, R, C)
+    return words
 
 
 @triton.jit

@@ -22,7 +22,8 @@ from .tensor_table import (
     takes_part,
 )
 
-BLOCK = 1024
+# Four elements per thread: with more, a BF16 gradient is laid out otherwise than FP32 state.
+BLOCK = 512
 # Columns of a row of scalars: those of ``fp4adam.adam.Scalars``, then what bounds the update.
 LARGEST_UPDATE = tl.constexpr(8)
 LARGEST_DECAY = tl.constexpr(9)

@@ -24,7 +24,7 @@ from .adam import (
     round_through,
     state_pointers,
 )
-from .nvfp4 import nvfp4_tile
+from .nvfp4 import nvfp4_tile, store_columnwise
 from .tensor_table import (
     AMAX,
     COLS,
@@ -179,23 +179,33 @@ def _requantize_kernel(
                     row = first_row + block // (width // 16) * 16
                     col = first_col + block % (width // 16) * 16
                     offs = tile_start(row, col, cols) + tile_offsets(cols, 16, 16)
-                    nvfp4_tile(
+                    _, words, scale = nvfp4_tile(
                         round_through(tl.load(value_ptr + offs), WRITE_DTYPE),
                         amax,
                         row,
                         col,
-                        rows,
                         cols,
-                        pointer(table, tensor, ROWWISE_DATA, tl.uint8),
+                        pointer(table, tensor, ROWWISE_DATA, tl.uint32),
                         pointer(table, tensor, ROWWISE_SCALE, tl.uint8),
-                        pointer(table, tensor, COLUMNWISE_DATA, tl.uint8),
-                        pointer(table, tensor, COLUMNWISE_SCALE, tl.uint8),
                         ROWWISE,
                         COLUMNWISE,
                         SQUARE,
                         16,
                         16,
                     )
+                    if COLUMNWISE:
+                        store_columnwise(
+                            words,
+                            scale,
+                            row,
+                            col,
+                            rows,
+                            pointer(table, tensor, COLUMNWISE_DATA, tl.uint32),
+                            pointer(table, tensor, COLUMNWISE_SCALE, tl.uint8),
+                            SQUARE,
+                            16,
+                            16,
+                        )
 
 
 def preview_amax(

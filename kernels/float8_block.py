@@ -6,8 +6,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ._bfloat16 import to_float32
-from ._e4m3 import e4m3_code, e4m3_value
+from ._e4m3 import e4m3_code, e4m3_value, e4m3_words
 from ._launch import Launch
+from ._layout import state_offsets
+from ._words import insert_tile, store_words, transpose_words
 from .adam import SIGNALS, adam_step_tile, load_scalars, round_through, round_to, state_pointers
 from .tensor_table import (
     COLS,
@@ -32,7 +34,7 @@ BLOCK = 128
 # How the fused step takes a block apart: whole blocks, and those that reach past an edge, where
 # masks need registers too.
 STEP_PARTS = {
-    True: (Tile(32, 64, 8, 4, 3), Tile(16, 32, 32, 4, 1)),  # two_dimensional
+    True: (Tile(16, BLOCK, 8, 4, 3), Tile(16, 32, 32, 4, 1)),  # two_dimensional
     False: (Tile(8, BLOCK, 16, 4, 3), Tile(4, BLOCK, 32, 4, 1)),
 }
 
@@ -84,6 +86,52 @@ def _store_codes(
     if COLUMNWISE:
         ptr = columnwise_data + tile_start(col, row, rows) + tile_offsets(rows, BC, BR)
         tl.store(ptr, tl.trans(code), None if mask is None else tl.trans(mask))
+
+
+@triton.jit
+def _put_codes(
+    x,
+    column_words,
+    i,
+    rowwise_data,
+    columnwise_data,
+    row,
+    col,
+    rows,
+    cols,
+    mask,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Store codes of ``x``, part ``i`` of a block, or keep them for :func:`_store_column_words`.
+
+    column_words: uint32 [parts, BR, BC / 4]. Returns them, with those of this part if COLUMNWISE.
+    Words need rows of a multiple of four bytes, so masked parts are stored byte by byte.
+    """
+    if mask is None:
+        words = e4m3_words(x, BR, BC, HARDWARE=not COLUMNWISE)
+        if ROWWISE:
+            words_ptr = rowwise_data.to(tl.pointer_type(tl.uint32))
+            store_words(words_ptr, row, col // 4, cols // 4, words, BR, BC // 4)
+        if COLUMNWISE:
+            column_words = insert_tile(column_words, words, i)
+    else:
+        code = e4m3_code(x, HARDWARE=not (ROWWISE and COLUMNWISE))
+        _store_codes(
+            code, rowwise_data, columnwise_data, row, col, rows, cols, mask,
+            ROWWISE, COLUMNWISE, BR, BC,
+        )  # fmt: skip
+    return column_words
+
+
+@triton.jit
+def _store_column_words(column_words, columnwise_data, row, col, rows):
+    """Store the codes of the block at (row, col) transposed. column_words: uint32 [n, R, 32]."""
+    words = transpose_words(tl.reshape(column_words, (128, 32)), 8, 128, 128)
+    words_ptr = columnwise_data.to(tl.pointer_type(tl.uint32))
+    store_words(words_ptr, col, row // 4, rows // 4, words, 128, 32)
 
 
 @triton.jit
@@ -223,11 +271,11 @@ def _adam_step_square_kernel(
 
     Grid: (n_tiles,). Tile: [128, 128] in parts of [BR, BC]. table: int64 [n_tensors, 16]. scalars:
     float32 [n, 10]. tiles: int32 [n_tiles, 4]. MASKED: the block may reach past an edge.
-    A power-of-two scale seldom changes, so each part is quantized with the stored scale at once;
-    where the new amax asks for another one, the block is read again. Scales that are no power of
-    two always are: reads gradient (2 bytes if BF16) and three FP32 tensors, writes these and the
-    codes, 28 bytes per element with both directions, and 4 to 6 more from L2 where a block is
-    repeated.
+    A power-of-two scale seldom changes, so each part is quantized with the stored scale at once,
+    and its codes are kept, to be stored transposed with the whole block's. Where the new amax asks
+    for another scale, the block is read again. Scales that are no power of two always are: reads
+    gradient (2 bytes if BF16) and three FP32 tensors, writes these and the codes, 28 bytes per
+    element with both directions, and 4 to 6 more from L2 where a block is repeated.
     """
     tensor, first_row, first_col = load_tile(tiles, 128)
     if not takes_part(table, tensor, found_inf_ptr):
@@ -241,18 +289,19 @@ def _adam_step_square_kernel(
     scale_ptr = pointer(table, tensor, ROWWISE_SCALE, tl.float32)
     scale_ptr += tile_start(first_row // 128, first_col // 128, tl.cdiv(cols, 128))
     stored_scale = tl.div_rn(1.0, tl.load(scale_ptr))
-    STORED_ONCE: tl.constexpr = not (ROWWISE and COLUMNWISE)
     PARTS_PER_ROW: tl.constexpr = 128 // BC
     PARTS: tl.constexpr = (128 // BR) * PARTS_PER_ROW
 
-    largest = tl.zeros((BR, BC), tl.float32)
+    # A maximum over each thread's four neighbours needs a quarter of the registers.
+    largest = tl.zeros((BR, BC // 4), tl.float32)
+    column_words = tl.zeros((PARTS, BR, BC // 4), tl.uint32)
     for i in tl.range(0, PARTS, num_stages=STAGES):
         row, col = first_row + i // PARTS_PER_ROW * BR, first_col + i % PARTS_PER_ROW * BC
         mask = _bounds(row, col, rows, cols, MASKED, BR, BC)
         value = adam_step_tile(
             pointers,
             tile_start(row, col, cols),
-            tile_offsets(cols, BR, BC),
+            state_offsets(cols, BR, BC),
             mask,
             constants,
             tl.float32,
@@ -263,10 +312,11 @@ def _adam_step_square_kernel(
         x = round_through(value, WRITE_DTYPE)
         if MASKED:
             x = tl.where(mask, x, 0.0)
-        largest = tl.maximum(largest, tl.abs(x))
+        magnitude = tl.reshape(tl.abs(x), (BR, BC // 4, 4))
+        largest = tl.maximum(largest, tl.max(magnitude, 2))
         if POW_2:
-            _store_codes(
-                e4m3_code(x * stored_scale, STORED_ONCE), rowwise_data, columnwise_data,
+            column_words = _put_codes(
+                x * stored_scale, column_words, i, rowwise_data, columnwise_data,
                 row, col, rows, cols, mask, ROWWISE, COLUMNWISE, BR, BC,
             )  # fmt: skip
 
@@ -280,11 +330,13 @@ def _adam_step_square_kernel(
             ptr = pointer(table, tensor, VALUE, tl.float32) + tile_start(row, col, cols)
             value = tl.load(ptr + tile_offsets(cols, BR, BC), mask)
             x = round_through(value, WRITE_DTYPE)
-            _store_codes(
-                e4m3_code(x * scale, STORED_ONCE), rowwise_data, columnwise_data,
+            column_words = _put_codes(
+                x * scale, column_words, i, rowwise_data, columnwise_data,
                 row, col, rows, cols, mask, ROWWISE, COLUMNWISE, BR, BC,
             )  # fmt: skip
         tl.store(scale_ptr, tl.div_rn(1.0, scale))
+    if COLUMNWISE and not MASKED:
+        _store_column_words(column_words, columnwise_data, first_row, first_col, rows)
 
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
@@ -324,14 +376,16 @@ def _adam_step_vector_kernel(
     rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
     columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
 
+    PARTS: tl.constexpr = 128 // BR
     largest = tl.zeros((BC,), tl.float32)
-    for i in tl.range(0, 128 // BR, num_stages=STAGES):
+    column_words = tl.zeros((PARTS, BR, BC // 4), tl.uint32)
+    for i in tl.range(0, PARTS, num_stages=STAGES):
         row = first_row + i * BR
         mask = _bounds(row, col, rows, cols, MASKED, BR, BC)
         value = adam_step_tile(
             pointers,
             tile_start(row, col, cols),
-            tile_offsets(cols, BR, BC),
+            state_offsets(cols, BR, BC),
             mask,
             constants,
             tl.float32,
@@ -349,9 +403,9 @@ def _adam_step_vector_kernel(
                 scale, pointer(table, tensor, ROWWISE_SCALE, tl.float32), row, col, rows,
                 row + tl.arange(0, BR) < rows, BR,
             )  # fmt: skip
-            _store_codes(
-                e4m3_code(x * scale[:, None]), rowwise_data, columnwise_data, row, col, rows, cols,
-                mask, True, False, BR, BC,
+            column_words = _put_codes(
+                x * scale[:, None], column_words, i, rowwise_data, columnwise_data,
+                row, col, rows, cols, mask, True, False, BR, BC,
             )  # fmt: skip
 
     if COLUMNWISE:
@@ -362,16 +416,18 @@ def _adam_step_vector_kernel(
         )  # fmt: skip
         # Rows are read back by other threads than those that wrote them.
         tl.debug_barrier()
-        for i in range(128 // BR):
+        for i in range(PARTS):
             row = first_row + i * BR
             mask = _bounds(row, col, rows, cols, MASKED, BR, BC)
             ptr = pointer(table, tensor, VALUE, tl.float32) + tile_start(row, col, cols)
             value = tl.load(ptr + tile_offsets(cols, BR, BC), mask)
             x = round_through(value, WRITE_DTYPE)
-            _store_codes(
-                e4m3_code(x * scale[None, :]), rowwise_data, columnwise_data, row, col, rows, cols,
-                mask, False, True, BR, BC,
+            column_words = _put_codes(
+                x * scale[None, :], column_words, i, rowwise_data, columnwise_data,
+                row, col, rows, cols, mask, False, True, BR, BC,
             )  # fmt: skip
+        if not MASKED:
+            _store_column_words(column_words, columnwise_data, first_row, col, rows)
 
 
 def step_tiles(shapes: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:

@@ -6,15 +6,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ._bfloat16 import to_float32
-from ._e4m3 import e4m3_code, e4m3_value
+from ._e4m3 import e4m3_value, e4m3_words
 from ._e8m0 import e8m0_code_up, e8m0_reciprocal, e8m0_value
 from ._launch import Launch
+from ._layout import state_offsets
+from ._words import insert_tile, store_words
 from .adam import SIGNALS, adam_step_tile, load_scalars, round_through, round_to, state_pointers
 from .tensor_table import (
     COLS,
     COLUMNWISE_DATA,
     COLUMNWISE_SCALE,
-    ROWS,
     ROWWISE_DATA,
     ROWWISE_SCALE,
     TRITON_DTYPES,
@@ -28,28 +29,56 @@ from .tensor_table import (
 )
 
 BLOCK = 32
-# Tiles of the fused step; edges are covered by single blocks.
-STEP_TILE = Tile(32, 32, 4, 4, 4)
-EDGE_TILE = Tile(32, 32, 1, 4, 1)
+# Tiles of the fused step, taken in parts of so many columns; edges are covered by single blocks.
+STEP_TILE, STEP_PART = Tile(32, 256, 1, 4, 3), 64
+EDGE_TILE, EDGE_PART = Tile(32, 32, 1, 4, 1), 32
 
 
 @triton.jit
-def mxfp8_codes(blocks, AXIS: tl.constexpr):
-    """E4M3 codes (uint8) and E8M0 scales (uint8) of float32 blocks that lie along AXIS."""
+def mxfp8_scale(blocks, AXIS: tl.constexpr):
+    """Float32 blocks that lie along AXIS, divided by their E8M0 scales; and the scales (uint8)."""
     amax = tl.max(tl.abs(blocks), AXIS)
     amax = tl.where(amax == amax, amax, 0.0)  # all elements NaN
     # 1 / 448 rounded to float32; dividing instead gives the same scales.
     scale = e8m0_code_up(amax * 0.0022321429569274187)
     factor = tl.expand_dims(e8m0_reciprocal(scale), AXIS)
-    return e4m3_code(blocks * factor), scale.to(tl.uint8)
+    return blocks * factor, scale.to(tl.uint8)
 
 
 @triton.jit
 def mxfp8_tile(
     x,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    BC: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Quantize the float32 tile [32, BC]; for HARDWARE see :func:`e4m3_words`.
+
+    Returns words of codes (uint32 [32, BC / 4]) and scales (uint8) of the rows ([32, BC / 32]), and
+    the same of the columns ([1, BC]); zeros in place of what is not wanted.
+    """
+    row_words = tl.zeros((32, BC // 4), tl.uint32)
+    row_scale = tl.zeros((32, BC // 32), tl.uint8)
+    column_words = tl.zeros((32, BC // 4), tl.uint32)
+    column_scale = tl.zeros((1, BC), tl.uint8)
+    if ROWWISE:
+        scaled, row_scale = mxfp8_scale(tl.reshape(x, (32, BC // 32, 32)), 2)
+        row_words = e4m3_words(tl.reshape(scaled, (32, BC)), 32, BC, HARDWARE)
+    if COLUMNWISE:
+        scaled, column_scale = mxfp8_scale(tl.reshape(x, (1, 32, BC)), 1)
+        column_words = e4m3_words(tl.reshape(scaled, (32, BC)), 32, BC, HARDWARE)
+    return row_words, row_scale, column_words, column_scale
+
+
+@triton.jit
+def store_tile(
+    row_words,
+    row_scale,
+    column_words,
+    column_scale,
     row,
     col,
-    rows,
     cols,
     rowwise_data,
     rowwise_scale,
@@ -57,23 +86,19 @@ def mxfp8_tile(
     columnwise_scale,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
-    BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Quantize the float32 tile [BR, BC] at (row, col) and store codes and scales."""
-    start, offs = tile_start(row, col, cols), tile_offsets(cols, BR, BC)
+    """Store what :func:`mxfp8_tile` gives for the tile [32, BC] at (row, col)."""
     if ROWWISE:
-        code, scale = mxfp8_codes(tl.reshape(x, (BR, BC // 32, 32)), 2)
-        tl.store(rowwise_data + start + offs, tl.reshape(code, (BR, BC)))
+        store_words(rowwise_data, row, col // 4, cols // 4, row_words, 32, BC // 4)
         width = (cols // 32 + 3) // 4 * 4
         grid = rowwise_scale + tile_start(row, col // 32, width)
-        tl.store(grid + tile_offsets(width, BR, BC // 32), scale)
+        tl.store(grid + tile_offsets(width, 32, BC // 32), row_scale)
     if COLUMNWISE:
-        code, scale = mxfp8_codes(tl.reshape(x, (BR // 32, 32, BC)), 1)
-        tl.store(columnwise_data + start + offs, tl.reshape(code, (BR, BC)))
+        store_words(columnwise_data, row, col // 4, cols // 4, column_words, 32, BC // 4)
         width = (cols + 127) // 128 * 128
         grid = columnwise_scale + tile_start(row // 32, col, width)
-        tl.store(grid + tile_offsets(width, BR // 32, BC), scale)
+        tl.store(grid + tile_offsets(width, 1, BC), column_scale)
 
 
 @triton.jit
@@ -83,26 +108,28 @@ def _quantize_kernel(
     rowwise_scale,
     columnwise_data,
     columnwise_scale,
-    rows,
     cols,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
-    BR: tl.constexpr,
     BC: tl.constexpr,
 ):
     """Quantize a matrix.
 
-    Grid: (n_tiles,). Tile: [BR, BC], dividing the matrix. Reads x (2 or 4 bytes per element),
+    Grid: (n_tiles,). Tile: [32, BC], dividing the matrix. Reads x (2 or 4 bytes per element),
     writes one byte per element and direction, and the scales.
     """
     tile, tiles_per_row = tl.program_id(0), cols // BC
-    row, col = tile // tiles_per_row * BR, tile % tiles_per_row * BC
-    x = to_float32(tl.load(x_ptr + tile_start(row, col, cols) + tile_offsets(cols, BR, BC)))
-    mxfp8_tile(
-        x,
+    row, col = tile // tiles_per_row * 32, tile % tiles_per_row * BC
+    x = to_float32(tl.load(x_ptr + tile_start(row, col, cols) + tile_offsets(cols, 32, BC)))
+    # The storage may have any alignment, so words are taken apart into bytes: no hardware codes.
+    row_words, row_scale, column_words, column_scale = mxfp8_tile(x, ROWWISE, COLUMNWISE, BC, False)
+    store_tile(
+        row_words,
+        row_scale,
+        column_words,
+        column_scale,
         row,
         col,
-        rows,
         cols,
         rowwise_data,
         rowwise_scale,
@@ -110,7 +137,6 @@ def _quantize_kernel(
         columnwise_scale,
         ROWWISE,
         COLUMNWISE,
-        BR,
         BC,
     )
 
@@ -145,6 +171,15 @@ def _dequantize_kernel(
     tl.store(out_ptr + offs, round_to(value, out_ptr.dtype.element_ty))
 
 
+@triton.jit
+def _side_by_side(tiles):
+    """Tiles [n, R, C] as one [R, n * C]."""
+    n: tl.constexpr = tiles.shape[0]
+    R: tl.constexpr = tiles.shape[1]
+    C: tl.constexpr = tiles.shape[2]
+    return tl.reshape(tl.permute(tiles, (1, 0, 2)), (R, n * C))
+
+
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
 def _adam_step_kernel(
     grad_scale_ptr,
@@ -159,35 +194,38 @@ def _adam_step_kernel(
     AMSGRAD: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
-    BR: tl.constexpr,
     BC: tl.constexpr,
-    LOOP: tl.constexpr,
+    PART: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Adam and re-quantization of one column of tiles of one tensor, each byte moved once.
+    """Adam and re-quantization of one tile of one tensor, each byte moved once.
 
-    Grid: (n_tiles,). Tile: LOOP times [BR, BC] down the rows. table: int64 [n_tensors, 16].
-    scalars: float32 [n, 10]. tiles: int32 [n_tiles, 4].
+    Grid: (n_tiles,). Tile: [32, BC] in parts of [32, PART], codes and scales of which are kept and
+    stored together. table: int64 [n_tensors, 16]. scalars: float32 [n, 10]. tiles: int32
+    [n_tiles, 4].
     Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these, codes and scales:
     28 + 1/16 bytes per element with both directions.
     """
-    tensor, first_row, col = load_tile(tiles, 32)
+    tensor, row, first_col = load_tile(tiles, 32)
     if not takes_part(table, tensor, found_inf_ptr):
         return
-    rows = size(table, tensor, ROWS, 32)
     cols = size(table, tensor, COLS, 32)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(table, tensor, GRAD_DTYPE, tl.float32)
-    rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
+    rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint32)
     rowwise_scale = pointer(table, tensor, ROWWISE_SCALE, tl.uint8)
-    columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
+    columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint32)
     columnwise_scale = pointer(table, tensor, COLUMNWISE_SCALE, tl.uint8)
-    for i in tl.range(0, LOOP, num_stages=STAGES):
-        row = first_row + i * BR
+    PARTS: tl.constexpr = BC // PART
+    row_words = tl.zeros((PARTS, 32, PART // 4), tl.uint32)
+    row_scale = tl.zeros((PARTS, 32, PART // 32), tl.uint8)
+    column_words = tl.zeros((PARTS, 32, PART // 4), tl.uint32)
+    column_scale = tl.zeros((PARTS, 1, PART), tl.uint8)
+    for i in tl.range(0, PARTS, num_stages=STAGES):
         value = adam_step_tile(
             pointers,
-            tile_start(row, col, cols),
-            tile_offsets(cols, BR, BC),
+            tile_start(row, first_col + i * PART, cols),
+            state_offsets(cols, 32, PART),
             None,
             constants,
             tl.float32,
@@ -195,21 +233,30 @@ def _adam_step_kernel(
             AMSGRAD,
             True,
         )
-        mxfp8_tile(
-            round_through(value, WRITE_DTYPE),
-            row,
-            col,
-            rows,
-            cols,
-            rowwise_data,
-            rowwise_scale,
-            columnwise_data,
-            columnwise_scale,
-            ROWWISE,
-            COLUMNWISE,
-            BR,
-            BC,
+        x = round_through(value, WRITE_DTYPE)
+        words, scale, words_of_columns, scale_of_columns = mxfp8_tile(
+            x, ROWWISE, COLUMNWISE, PART, True
         )
+        row_words = insert_tile(row_words, words, i)
+        row_scale = insert_tile(row_scale, scale, i)
+        column_words = insert_tile(column_words, words_of_columns, i)
+        column_scale = insert_tile(column_scale, scale_of_columns, i)
+    store_tile(
+        _side_by_side(row_words),
+        _side_by_side(row_scale),
+        _side_by_side(column_words),
+        _side_by_side(column_scale),
+        row,
+        first_col,
+        cols,
+        rowwise_data,
+        rowwise_scale,
+        columnwise_data,
+        columnwise_scale,
+        ROWWISE,
+        COLUMNWISE,
+        BC,
+    )
 
 
 def quantize(
@@ -228,11 +275,9 @@ def quantize(
         rowwise_scale,
         columnwise_data,
         columnwise_scale,
-        rows,
         cols,
         ROWWISE=rowwise_data is not None,
         COLUMNWISE=columnwise_data is not None,
-        BR=BLOCK,
         BC=BLOCK,
         enable_fp_fusion=False,
     )
@@ -273,11 +318,12 @@ def adam_step(
 
     ``tiles``: the lists for STEP_TILE and for EDGE_TILE.
     """
+    forms = ((STEP_TILE, STEP_PART), (EDGE_TILE, EDGE_PART))
     return [
         Launch(
             _adam_step_kernel,
-            part.shape[0],
-            (table, scalars, part),
+            listed.shape[0],
+            (table, scalars, listed),
             dict(
                 GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
                 WRITE_DTYPE=TRITON_DTYPES[write_dtype],
@@ -285,12 +331,11 @@ def adam_step(
                 AMSGRAD=amsgrad,
                 ROWWISE=rowwise,
                 COLUMNWISE=columnwise,
-                BR=tile.rows,
                 BC=tile.cols,
-                LOOP=tile.loop,
+                PART=part,
                 STAGES=tile.num_stages,
             ),
             num_warps=tile.num_warps,
         )
-        for part, tile in zip(tiles, (STEP_TILE, EDGE_TILE), strict=True)
+        for listed, (tile, part) in zip(tiles, forms, strict=True)
     ]

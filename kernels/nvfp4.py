@@ -9,6 +9,8 @@ from ._bfloat16 import to_float32
 from ._e2m1 import e2m1_code, e2m1_value
 from ._e4m3 import e4m3_code, e4m3_value
 from ._launch import Launch
+from ._layout import state_offsets
+from ._words import insert_tile, pack_words, store_words, transpose_words
 from .adam import SIGNALS, adam_step_tile, load_scalars, round_through, round_to, state_pointers
 from .tensor_table import (
     AMAX,
@@ -36,7 +38,9 @@ FP32_MAX = tl.constexpr(3.4028234663852886e38)
 
 # Tiles of the fused step. The loop keeps loads of the next tile
 # in flight; the edges of a matrix are covered by single blocks.
-STEP_TILE = {True: Tile(16, 64, 4, 4, 3), False: Tile(64, 32, 4, 4, 3)}  # by two_dimensional
+STEP_TILE = {True: Tile(16, 64, 4, 4, 4), False: Tile(16, 64, 4, 4, 3)}  # by two_dimensional
+# Most registers per thread; 128 let a fourth program run on each multiprocessor of an H200.
+STEP_REGISTERS = {True: None, False: 128}
 EDGE_TILE = Tile(16, 16, 1, 4, 1)
 
 
@@ -62,70 +66,45 @@ def _amax(x, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _pack_rows(code, BR: tl.constexpr, BC: tl.constexpr):
-    """Two codes of neighbouring columns per byte: [BR, BC] to [BR, BC / 2]."""
-    low, high = tl.split(tl.reshape(code, (BR, BC // 2, 2)))
-    return low | (high << 4)
-
-
-@triton.jit
-def _pack_columns(code, BR: tl.constexpr, BC: tl.constexpr):
-    """Two codes of neighbouring rows per byte, transposed: [BR, BC] to [BC, BR / 2].
-
-    Packing first halves the bytes that the transposition moves.
-    """
-    low, high = tl.split(tl.permute(tl.reshape(code, (BR // 2, 2, BC)), (0, 2, 1)))
-    return tl.trans(low | (high << 4))
-
-
-@triton.jit
 def nvfp4_tile(
     x,
     amax,
     row,
     col,
-    rows,
     cols,
     rowwise_data,
     rowwise_scale,
-    columnwise_data,
-    columnwise_scale,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     SQUARE: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Quantize the float32 tile [BR, BC] at (row, col) and store it; return amaxes of its blocks.
+    """Quantize the float32 tile [BR, BC] at (row, col) and store the rowwise part.
 
     SQUARE: one scale per 16x16 block, in the grid at rowwise_scale, for both directions; else one
     per 16 elements of each direction, in padded rows.
+    Returns amaxes of its blocks, and what :func:`store_columnwise` takes: words of codes
+    [BR, BC / 8] and scales [BR / 16, BC] (of no use without COLUMNWISE; scales if not SQUARE).
     """
-    if ROWWISE:
-        row_ptr = rowwise_data + tile_start(row, col // 2, cols // 2)
-        row_ptr += tile_offsets(cols // 2, BR, BC // 2)
-    if COLUMNWISE:
-        col_ptr = columnwise_data + tile_start(col, row // 2, rows // 2)
-        col_ptr += tile_offsets(rows // 2, BC, BR // 2)
     if SQUARE:
         blocks = tl.reshape(x, (BR // 16, 16, BC // 16, 16))
         block_amax = _amax(_amax(blocks, 3), 1)
         scale, factor = nvfp4_scale(block_amax, amax)
         code = e2m1_code(blocks * factor[:, None, :, None])
-        code = tl.reshape(code, (BR, BC)).to(tl.uint8)
+        words = pack_words(tl.reshape(code, (BR, BC)), 4, BR, BC)
         grid = rowwise_scale + tile_start(row // 16, col // 16, cols // 16)
         tl.store(grid + tile_offsets(cols // 16, BR // 16, BC // 16), scale)
         if ROWWISE:
-            tl.store(row_ptr, _pack_rows(code, BR, BC))
-        if COLUMNWISE:
-            tl.store(col_ptr, _pack_columns(code, BR, BC))
+            store_words(rowwise_data, row, col // 8, cols // 8, words, BR, BC // 8)
     else:
         if ROWWISE:
             blocks = tl.reshape(x, (BR, BC // 16, 16))
             block_amax = _amax(blocks, 2)
             scale, factor = nvfp4_scale(block_amax, amax)
-            code = tl.reshape(e2m1_code(blocks * factor[:, :, None]), (BR, BC)).to(tl.uint8)
-            tl.store(row_ptr, _pack_rows(code, BR, BC))
+            code = e2m1_code(blocks * factor[:, :, None])
+            words = pack_words(tl.reshape(code, (BR, BC)), 4, BR, BC)
+            store_words(rowwise_data, row, col // 8, cols // 8, words, BR, BC // 8)
             width = (cols // 16 + 3) // 4 * 4
             grid = rowwise_scale + tile_start(row, col // 16, width)
             tl.store(grid + tile_offsets(width, BR, BC // 16), scale)
@@ -135,12 +114,31 @@ def nvfp4_tile(
             scale, factor = nvfp4_scale(column_amax, amax)
             if not ROWWISE:
                 block_amax = column_amax
-            code = tl.reshape(e2m1_code(blocks * factor[:, None, :]), (BR, BC)).to(tl.uint8)
-            tl.store(col_ptr, _pack_columns(code, BR, BC))
-            width = (rows // 16 + 3) // 4 * 4
-            grid = columnwise_scale + tile_start(col, row // 16, width)
-            tl.store(grid + tl.trans(tile_offsets(width, BC, BR // 16)), scale)
-    return block_amax
+            code = e2m1_code(blocks * factor[:, None, :])
+            words = pack_words(tl.reshape(code, (BR, BC)), 4, BR, BC)
+    return block_amax, words, scale
+
+
+@triton.jit
+def store_columnwise(
+    words,
+    scale,
+    row,
+    col,
+    rows,
+    columnwise_data,
+    columnwise_scale,
+    SQUARE: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Store columnwise codes and scales of R rows and C columns at (row, col)."""
+    words = transpose_words(words, 4, R, C)
+    store_words(columnwise_data, col, row // 8, rows // 8, words, C, R // 8)
+    if not SQUARE:
+        width = (rows // 16 + 3) // 4 * 4
+        grid = columnwise_scale + tile_start(col, row // 16, width)
+        tl.store(grid + tile_offsets(width, C, R // 16), tl.trans(scale))
 
 
 @triton.jit
@@ -185,23 +183,24 @@ def _quantize_kernel(
     tile = tl.program_id(0)
     row, col = tile // tiles_per_row * BR, tile % tiles_per_row * BC
     x = to_float32(tl.load(x_ptr + tile_start(row, col, cols) + tile_offsets(cols, BR, BC)))
-    nvfp4_tile(
+    _, words, scale = nvfp4_tile(
         x,
         tl.load(amax_ptr),
         row,
         col,
-        rows,
         cols,
         rowwise_data,
         rowwise_scale,
-        columnwise_data,
-        columnwise_scale,
         ROWWISE,
         COLUMNWISE,
         SQUARE,
         BR,
         BC,
     )
+    if COLUMNWISE:
+        store_columnwise(
+            words, scale, row, col, rows, columnwise_data, columnwise_scale, SQUARE, BR, BC
+        )
 
 
 @triton.jit
@@ -293,16 +292,18 @@ def _adam_step_kernel(
     SCALE_ROWS: tl.constexpr = BR if ROWWISE and not SQUARE else BR // 16
     SCALE_COLS: tl.constexpr = BC if not (ROWWISE or SQUARE) else BC // 16
     largest = tl.zeros((SCALE_ROWS, SCALE_COLS), tl.float32)
-    rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
+    column_words = tl.zeros((LOOP, BR, BC // 8), tl.uint32)
+    column_scale = tl.zeros((BR // 16, BC), tl.uint32)  # one tile's in each byte
+    rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint32)
     rowwise_scale = pointer(table, tensor, ROWWISE_SCALE, tl.uint8)
-    columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
+    columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint32)
     columnwise_scale = pointer(table, tensor, COLUMNWISE_SCALE, tl.uint8)
     for i in tl.range(0, LOOP, num_stages=STAGES):
         row = first_row + i * BR
         value = adam_step_tile(
             pointers,
             tile_start(row, col, cols),
-            tile_offsets(cols, BR, BC),
+            state_offsets(cols, BR, BC),
             None,
             constants,
             tl.float32,
@@ -310,17 +311,14 @@ def _adam_step_kernel(
             AMSGRAD,
             True,
         )
-        block_amax = nvfp4_tile(
+        block_amax, words, scale = nvfp4_tile(
             round_through(value, WRITE_DTYPE),
             amax,
             row,
             col,
-            rows,
             cols,
             rowwise_data,
             rowwise_scale,
-            columnwise_data,
-            columnwise_scale,
             ROWWISE,
             COLUMNWISE,
             SQUARE,
@@ -328,6 +326,25 @@ def _adam_step_kernel(
             BC,
         )
         largest = tl.maximum(largest, block_amax)
+        if COLUMNWISE:
+            column_words = insert_tile(column_words, words, i)
+            if not SQUARE:
+                column_scale |= scale.to(tl.uint32) << (8 * i)
+    if COLUMNWISE:
+        tl.static_assert(LOOP <= 4)
+        column_scale = column_scale[None, :, :] >> (8 * tl.arange(0, LOOP))[:, None, None]
+        store_columnwise(
+            tl.reshape(column_words, (LOOP * BR, BC // 8)),
+            tl.reshape((column_scale & 0xFF).to(tl.uint8), (LOOP * BR // 16, BC)),
+            first_row,
+            col,
+            rows,
+            columnwise_data,
+            columnwise_scale,
+            SQUARE,
+            LOOP * BR,
+            BC,
+        )
     tile_amax = tl.max(tl.max(largest, 1), 0)
     if tile_amax > amax:
         bits = tile_amax.to(tl.int32, bitcast=True)
@@ -461,6 +478,7 @@ def adam_step(
                 STAGES=tile.num_stages,
             ),
             num_warps=tile.num_warps,
+            maxnreg=STEP_REGISTERS[two_dimensional],
         )
         for part, tile in zip(parts, (STEP_TILE[two_dimensional], EDGE_TILE), strict=True)
     ]

@@ -7,8 +7,8 @@ A job names a kernel, the types of its arguments as Triton writes them, and the 
     {"module": "fp4adam.kernels.adam", "kernel": "_adam_step_kernel",
      "signature": {"x_ptr": "*fp32", "numel": "i32"}, "constexprs": {"BLOCK": 1024},
      "divisible_by_16": ["x_ptr"], "sm": 90}
-and optionally num_warps (4), num_stages (3) and enable_fp_fusion (false). The value of a constexpr
-that JSON cannot express is written {"import": "triton.language.bfloat16"}.
+and optionally num_warps (4), num_stages (3), enable_fp_fusion (false) and maxnreg (none). The value
+of a constexpr that JSON cannot express is written {"import": "triton.language.bfloat16"}.
 
 The facts are {"instructions": {PTX opcode: how often}, "registers": per thread,
 "spilled_bytes": per thread, "shared_bytes": per program}.
@@ -76,6 +76,7 @@ def _compile(job: Job) -> Facts:
         "num_warps": job.get("num_warps", 4),
         "num_stages": job.get("num_stages", 3),
         "enable_fp_fusion": job.get("enable_fp_fusion", False),
+        "maxnreg": job.get("maxnreg"),
     }
     compiled = triton.compile(source, target=GPUTarget("cuda", job["sm"], 32), options=options)
     ptx = compiled.asm["ptx"]

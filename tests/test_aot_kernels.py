@@ -41,7 +41,7 @@ def job(path, signature, constexprs, **options):
         "kernel": kernel,
         "signature": signature,
         "constexprs": constexprs,
-        "divisible_by_16": [*pointers, "rows", "cols"] if "rows" in signature else pointers,
+        "divisible_by_16": [*pointers, *(n for n in ("rows", "cols") if n in signature)],
         **options,
     }
 
@@ -57,10 +57,10 @@ def tile_options(tile):
 
 def kernel_jobs():
     """Every kernel in the forms that a training run launches most, and in its widest one."""
-    from fp4adam.kernels import amax_preview, float8_block, mxfp8, nvfp4
+    from fp4adam.kernels import adam, amax_preview, float8_block, mxfp8, nvfp4
 
     jobs = {}
-    plain = {"ADAM_W": True, "AMSGRAD": False, "BLOCK": 1024}
+    plain = {"ADAM_W": True, "AMSGRAD": False, "BLOCK": adam.BLOCK}
     for name, grad, value, param in (
         ("fp32", "fp32", "fp32", None),
         ("bf16 with master", "bf16", "fp32", "bf16"),
@@ -123,12 +123,16 @@ def kernel_jobs():
                 amaxes,
                 step_options(SQUARE=square, LOOP=tile.loop, **BOTH, **tile_options(tile)),
                 num_warps=tile.num_warps,
+                maxnreg=nvfp4.STEP_REGISTERS[square],
             )
-    for size, tile in (("step", mxfp8.STEP_TILE), ("edge", mxfp8.EDGE_TILE)):
+    for size, tile, part in (
+        ("step", mxfp8.STEP_TILE, mxfp8.STEP_PART),
+        ("edge", mxfp8.EDGE_TILE, mxfp8.EDGE_PART),
+    ):
         jobs[f"mxfp8 {size}"] = job(
             "mxfp8._adam_step_kernel",
             TABLES,
-            step_options(LOOP=tile.loop, **BOTH, **tile_options(tile)),
+            step_options(PART=part, BC=tile.cols, STAGES=tile.num_stages, **BOTH),
             num_warps=tile.num_warps,
         )
     epsilon = {**TABLES, "epsilon": "fp32"}
@@ -171,9 +175,8 @@ def kernel_jobs():
         },
         {"SQUARE": True, **tile64},
     )
-    tile32 = {"BR": 32, "BC": 32}
     jobs["mxfp8 quantize"] = job(
-        "mxfp8._quantize_kernel", {"x_ptr": "*bf16", **STORAGE, **sizes}, {**BOTH, **tile32}
+        "mxfp8._quantize_kernel", {"x_ptr": "*bf16", **STORAGE, "cols": "i32"}, {**BOTH, "BC": 32}
     )
     jobs["mxfp8 dequantize"] = job(
         "mxfp8._dequantize_kernel",
@@ -184,7 +187,7 @@ def kernel_jobs():
             "cols": "i32",
             "stride_scale_row": "i32",
         },
-        {"ROWWISE": True, **tile32},
+        {"ROWWISE": True, "BR": 32, "BC": 32},
     )
     fp32_scales = {**STORAGE, "rowwise_scale": "*fp32", "columnwise_scale": "*fp32"}
     for square in (True, False):

@@ -17,12 +17,13 @@ from fp4adam import (
 
 # Whole tiles, edges in both directions, and the smallest matrix of each format.
 QUANTIZERS = {
-    "nvfp4": (NVFP4Quantizer(), [(64, 64), (80, 80), (16, 16)]),
+    "nvfp4": (NVFP4Quantizer(), [(64, 64), (144, 80), (16, 16)]),
     "nvfp4-rowwise": (NVFP4Quantizer(columnwise=False), [(48, 80)]),
     "nvfp4-columnwise": (NVFP4Quantizer(rowwise=False), [(48, 80)]),
-    "nvfp4-1d": (NVFP4Quantizer(two_dimensional=False), [(256, 32), (48, 48)]),
-    "mxfp8": (MXFP8Quantizer(), [(128, 32), (160, 64)]),
-    "mxfp8-rowwise": (MXFP8Quantizer(columnwise=False), [(32, 64)]),
+    "nvfp4-1d": (NVFP4Quantizer(two_dimensional=False), [(64, 128), (48, 80)]),
+    "mxfp8": (MXFP8Quantizer(), [(32, 256), (64, 288)]),
+    "mxfp8-rowwise": (MXFP8Quantizer(columnwise=False), [(32, 288)]),
+    "mxfp8-columnwise": (MXFP8Quantizer(rowwise=False), [(32, 288)]),
     "float8block": (Float8BlockQuantizer(), [(128, 256), (130, 129), (5, 3)]),
     "float8block-fp32": (
         Float8BlockQuantizer(force_pow_2_scales=False, amax_epsilon=1e-3),

@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
-from fp4adam.kernels import _launch
 from torch.nn.utils import clip_grad_norm_
 
 from fp4adam import Float8BlockQuantizer, FP4Adam, MXFP8Quantizer, NVFP4Quantizer, backend
+from fp4adam.kernels import _launch
 
 NEEDS_GPU = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="the host's waits and the GPU's memory need a GPU"

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
+
+from elementwise import elementwise
 from fp4adam.kernels._bfloat16 import round_to_bfloat16
 from fp4adam.kernels._e2m1 import e2m1_code, e2m1_value
 from fp4adam.kernels._e4m3 import e4m3_code, e4m3_value
 from fp4adam.kernels._e8m0 import e8m0_code_up, e8m0_reciprocal, e8m0_value
-
-from elementwise import elementwise
 
 # Non-negative values in the order of their codes. In float64 their midpoints are exact.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
