@@ -3,6 +3,7 @@
 Everyone gets the same values from the same seed. Gradients are BF16 unless the parameters are FP32.
 """
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -121,6 +122,28 @@ class UnfusedAdam:
         self.adam.zero_grad()  # the copies live as long as a step
 
 
+class ClippedSteps:
+    """Steps of an optimizer after clipping the norm of the gradients: all read once more."""
+
+    grad_reads = 2
+
+    def __init__(self, optimizer: torch.optim.Optimizer, params: list[Parameter]) -> None:
+        self.optimizer = optimizer
+        # fp4adam's method leaves the gradients alone; torch's function scales them in place.
+        ours = getattr(optimizer, "clip_grad_norm_", None)
+        self.clip = ours or functools.partial(torch.nn.utils.clip_grad_norm_, params)
+
+    @property
+    def state(self) -> dict[Parameter, dict[str, Tensor]]:
+        """The state of the optimizer."""
+        return self.optimizer.state
+
+    def step(self) -> None:
+        """Clip to a norm that is never exceeded, which takes as long, and step."""
+        self.clip(1e6)
+        self.optimizer.step()
+
+
 class Contestant(NamedTuple):
     """An optimizer to measure; ``make(shapes, device)`` gives it and its parameters."""
 
@@ -150,6 +173,16 @@ def quantized(optimizer: type, quantizer: Quantizer, **options: Any) -> Callable
     return make
 
 
+def clipped(make: Callable) -> Callable:
+    """How to make an optimizer that clips before each step."""
+
+    def make_clipped(shapes: list[Shape], device: str) -> tuple[Any, list[Parameter]]:
+        optimizer, params = make(shapes, device)
+        return ClippedSteps(optimizer, params), params
+
+    return make_clipped
+
+
 def installed(module: str, name: str, **options: Any) -> Callable:
     """How to make another package's optimizer of BF16 parameters; ImportError without it."""
 
@@ -171,6 +204,12 @@ def _contestants() -> list[Contestant]:
     for name, quantizer in FORMATS.items():
         make = quantized(FP4Adam, quantizer, **HYPER)
         result.append(Contestant(f"FP4Adam, {name}", "fp4adam", make, _multiple(quantizer)))
+    for name, kind, make in (
+        ("torch AdamW fused, FP32, clipped", "torch", result[0].make),
+        ("FusedAdam, FP32, clipped", "fp4adam", result[2].make),
+        ("FP4Adam, NVFP4, clipped", "fp4adam", result[4].make),
+    ):
+        result.append(Contestant(name, kind, clipped(make), 16))
     for name in UNFUSED:
         make = quantized(UnfusedAdam, FORMATS[name])
         result.append(Contestant(f"Unfused, {name}", "unfused", make, _multiple(FORMATS[name])))

@@ -53,20 +53,22 @@ class DeviceTables:
             scalars: The rows, one after the other.
         """
         old_grads, old_rows, old_scalars = self._uploaded
-        start, stop = self._table_words, self._table_words + len(scalars) // 2
         if scalars_rows is not old_rows or grads != old_grads:
             self._host_table[:, GRAD] = _tensor("q", torch.int64, grads)
             self._host_table[:, SCALARS] = _tensor("q", torch.int64, scalars_rows)
-            start = 0
-        elif scalars == old_scalars:
-            return
-        self._host_scalars[: len(scalars)] = _tensor("f", torch.float32, scalars)
+            self._host_scalars[: len(scalars)] = _tensor("f", torch.float32, scalars)
+            used = self._table_words + len(scalars) // 2
+            self._copy(self._device_words[:used], self._host_words[:used])
+        elif scalars != old_scalars:
+            self._copy(self.scalars[: len(scalars)], _tensor("f", torch.float32, scalars))
         self._uploaded = grads, scalars_rows, scalars
-        # The allocator of pinned memory does not give it away before the copy has been made.
-        cuda = self.device.type == "cuda"
-        pinned = torch.empty(stop - start, dtype=torch.int64, pin_memory=cuda)
-        pinned.copy_(self._host_words[start:stop])
-        self._device_words[start:stop].copy_(pinned, non_blocking=True)
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy asynchronously; ``source`` may change at once."""
+        if self.device.type == "cuda":
+            # The allocator of pinned memory does not give it away before the copy has been made.
+            source = source.pin_memory()
+        target.copy_(source, non_blocking=True)
 
     def signals(
         self, grad_scale: Tensor | None, clip: Tensor | None, found_inf: Tensor | None

@@ -51,8 +51,8 @@ class Member(NamedTuple):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """What of the state the step reads."""
-        names = ["step", "exp_avg", "exp_avg_sq"]
+        """The tensors of the state that the step reads and writes."""
+        names = ["exp_avg", "exp_avg_sq"]
         if self.group["amsgrad"]:
             names.append("max_exp_avg_sq")
         if self.value is not self.param:
@@ -138,18 +138,24 @@ class FusedBatch:
 
     def hold(self) -> None:
         """Take the tensors of the state for what the launch is made for."""
-        self._addresses = self._current_addresses()
-        # As long as these live, nothing else can be at their addresses.
-        self._held = list(chain.from_iterable(map(self._state_tensors, self._states)))
-
-    def _current_addresses(self) -> list[int]:
+        self._held = list(chain.from_iterable(map(dict.values, self._states)))
         tensors = chain.from_iterable(map(self._state_tensors, self._states))
-        return list(map(_data_ptr, chain(tensors, () if self.kind.quantizer else self._params)))
+        self._watched = [*tensors, *(() if self.kind.quantizer else self._params)]
+        self._addresses = list(map(_data_ptr, self._watched))
+
+    def _holds(self) -> bool:
+        """Whether the state consists of the same tensors, at the same addresses."""
+        now = list(chain.from_iterable(map(dict.values, self._states)))
+        return (
+            len(now) == len(self._held)
+            and all(map(is_, now, self._held))
+            and list(map(_data_ptr, self._watched)) == self._addresses
+        )
 
     def fits(self) -> bool:
         """Whether the launch is made for the state and gradients as they are; notes the latter."""
         try:
-            if self._current_addresses() != self._addresses:
+            if not self._holds():
                 return False
             grads = list(map(self._read_grad, self._params))
             sizes, layouts, self.present = self._sizes, self._layouts, None
@@ -161,7 +167,7 @@ class FusedBatch:
                 grads, sizes, layouts = (
                     list(compress(x, self.present)) for x in (grads, sizes, layouts)
                 )
-        except (KeyError, TypeError, RuntimeError):  # something is gone, or has no address
+        except (TypeError, RuntimeError):  # something has no address
             return False
         return (
             self.grads.count(0) == len(self._params) - len(grads)

@@ -199,7 +199,11 @@ class StepPlan:
                 )
         # Autograd does not see what kernels write.
         torch.autograd.graph.increment_version([*compress(self._params, self._present)])
-        self._note_versions()
+        if self._unfused or not all(self._present):
+            self._note_versions()
+        else:  # which need not be read then
+            self._master_versions = [version + 1 for version in self._master_versions]
+            self._steps_version = self._steps._version
         if found_inf is not None:
             self._skip = _skip(found_inf, self._cohorts, self._counted)
 

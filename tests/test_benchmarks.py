@@ -21,7 +21,10 @@ BROKEN = "flashoptim FlashAdamW, 24-bit masters"
 MODELS = ("gpt", "small-tensors", "ragged", "large", "huge")
 # "gpt" with its sides divided by 64 and rounded down to multiples of 32.
 SHAPES = [(32, 32), (32, 32), (128, 32), (128, 32), (32, 128)]
-TIMES = ("ms", "ms_min", "ms_max", "host_ms", "host_new_grads_ms", "floor_ms", "share_of_copy")
+TIMES = (
+    "ms", "ms_min", "ms_max", "host_ms", "host_idle_ms", "host_new_grads_ms", "floor_ms",
+    "share_of_copy",
+)  # fmt: skip
 
 
 def run(program, *options, path=()):
