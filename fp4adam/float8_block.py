@@ -178,7 +178,7 @@ def _dequantize(
         grid = scale_inv[:, :rows].t()
     values = minifloat.e4m3_value(data)
     blocks = _blocks(values, (BLOCK if two_dimensional else 1, BLOCK))
-    matrix = (blocks * grid[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :cols].to(dtype)
+    matrix = blocks.mul_(grid[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :cols].to(dtype)
     return matrix.t().contiguous() if transposed else matrix.contiguous()
 
 

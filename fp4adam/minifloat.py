@@ -7,6 +7,8 @@ Source: OCP Microscaling Formats (MX) v1.0, sections 5.3 and 5.4.
 import torch
 from torch import Tensor
 
+from fp4adam import pieces
+
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 FP32_MAX = torch.finfo(torch.float32).max
@@ -67,8 +69,12 @@ def e4m3_value(code: Tensor) -> Tensor:
 
 
 def _look_up(table: Tensor, code: Tensor) -> Tensor:
-    # Of all ways to look up, the one that is fast and uses every thread.
-    return table.expand(*code.shape[:-1], -1).gather(-1, code.long())
+    values = torch.empty(code.shape, dtype=table.dtype, device=code.device)
+    rows = max(1, pieces.numel() // max(1, code.shape[-1]))
+    # In pieces for the sake of the index, which is wider than all else.
+    for value, index in zip(values.split(rows), code.split(rows), strict=True):
+        torch.gather(table.expand(len(index), -1), -1, index.long(), out=value)
+    return values
 
 
 def e8m0_code_up(x: Tensor) -> Tensor:
@@ -107,5 +113,5 @@ def _amax(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
         return x.amax()
     # One dimension at a time is faster, above all if the first leaves little to the last.
     for i, dim in enumerate(sorted(dims)):
-        x = x.amax(dim - i)
+        x = x.squeeze(dim - i) if x.shape[dim - i] == 1 else x.amax(dim - i)
     return x

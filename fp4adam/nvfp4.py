@@ -175,11 +175,10 @@ def _dequantize(
         grid = scale[:rows, : cols // BLOCK]
     factor = (minifloat.e4m3_value(grid.contiguous()) * amax) * (1 / RANGE)
     values = minifloat.unpack_e2m1(data)
-    blocks = (
-        values.view(factor.shape[0], BLOCK if two_dimensional else 1, cols // BLOCK, BLOCK)
-        * factor[:, None, :, None]
-    )
-    matrix = blocks.view(rows, cols).to(dtype)
+    block_rows = BLOCK if two_dimensional else 1
+    blocks = values.view(rows // block_rows, block_rows, cols // BLOCK, BLOCK)
+    blocks.mul_(factor[:, None, :, None])
+    matrix = values.to(dtype)
     return matrix.t().contiguous() if transposed else matrix
 
 
