@@ -2,9 +2,9 @@
 
 import torch
 
-# Per thread: two or three such float32 tensors fill a core's cache, and an operator works longer on
-# one than it takes to start.
-PER_THREAD = 2**16
+# The few float32 tensors that an operator reads and writes stay near a core, and it works longer on
+# them than it takes to start.
+PER_THREAD = 2**17
 
 
 def numel() -> int:
