@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Elements that each thread of a CPU updates at a time: what is in between stays in its cache, and
-# an operator's start costs little beside its work.
-_PIECE = 2**16
+from fp4adam import pieces
 
 
 class Scalars(NamedTuple):
@@ -99,23 +97,23 @@ def adam_(
     tensors = [value, grad, exp_avg, exp_avg_sq]
     if max_exp_avg_sq is not None:
         tensors.append(max_exp_avg_sq)
-    pieces = _pieces(tensors)
-    # All pieces share this memory, which stays unmapped where an update does without it.
-    shape = pieces[0][0].shape
+    parts = _cut(tensors)
+    # All parts share this memory, which stays unmapped where an update does without it.
+    shape = parts[0][0].shape
     scratch = (
         exp_avg.new_empty(shape, dtype=torch.float64),
         *exp_avg.new_empty(4, *shape).unbind(),
     )
-    for piece in pieces:
-        if piece[0].shape != shape:
-            scratch = tuple(t[: len(piece[0])] for t in scratch)
-        _update_(piece, scratch, scalars, adam_w_mode, factor)
+    for part in parts:
+        if part[0].shape != shape:
+            scratch = tuple(t[: len(part[0])] for t in scratch)
+        _update_(part, scratch, scalars, adam_w_mode, factor)
 
 
-def _pieces(tensors: list[Tensor]) -> list[tuple[Tensor, ...]]:
+def _cut(tensors: list[Tensor]) -> list[tuple[Tensor, ...]]:
     """Cut tensors of one shape alike into views for a CPU; only the last may be smaller."""
     value = tensors[0]
-    size = _PIECE * torch.get_num_threads()
+    size = pieces.numel()
     if not value.is_cpu or value.numel() <= size:
         return [tuple(tensors)]
     dims = sorted(range(value.dim()), key=value.stride, reverse=True)
@@ -134,7 +132,7 @@ def _update_(
     adam_w_mode: bool,
     factor: float | Tensor | None,
 ) -> None:
-    """Update one piece. ``scratch``: a float64 tensor and four in the dtype of the moments."""
+    """Update one part. ``scratch``: a float64 tensor and four in the dtype of the moments."""
     value, grad, exp_avg, exp_avg_sq, *max_exp_avg_sq = tensors
     wide, denominator, change, g, p = scratch
     dtype = exp_avg.dtype

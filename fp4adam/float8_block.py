@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp4adam import backend, minifloat
 from fp4adam.quantized_tensor import QuantizedTensor
-from fp4adam.quantizer import Quantizer, round_up
+from fp4adam.quantizer import Quantizer, in_blocks, round_up, strips
 
 BLOCK = 128
 
@@ -98,27 +98,25 @@ class Float8BlockQuantizer(Quantizer):
                 amax_epsilon=self.amax_epsilon,
             )
         largest = torch.finfo(x.dtype).max
-        x = x.float()
-        if self.two_dimensional:
-            codes, scale_inv = self._encode(x, BLOCK, largest)
-            out._block_scale_inv.copy_(scale_inv)
-            for matrix, data in ((codes, out._rowwise_data), (codes.t(), out._columnwise_data)):
-                if data is not None:
-                    data.copy_(matrix)
-            return
-        for matrix, data, stored in (
-            (x, out._rowwise_data, out._rowwise_scale_inv),
-            (x.t(), out._columnwise_data, out._columnwise_scale_inv),
-        ):
-            if data is not None:
-                codes, scale_inv = self._encode(matrix, 1, largest)
-                data.copy_(codes)
-                stored[:, : scale_inv.shape[0]] = scale_inv.t()
+        for rows, strip in strips(x, BLOCK):
+            blocks = in_blocks(rows, BLOCK)
+            if self.two_dimensional:
+                codes, out._block_scale_inv[blocks] = self._encode(strip, (BLOCK, BLOCK), largest)
+            if out._rowwise_data is not None:
+                if not self.two_dimensional:
+                    codes, scale_inv = self._encode(strip, (1, BLOCK), largest)
+                    out._rowwise_scale_inv[:, rows] = scale_inv.t()
+                out._rowwise_data[rows] = codes
+            if out._columnwise_data is not None:
+                if not self.two_dimensional:
+                    codes, scale_inv = self._encode(strip, (BLOCK, 1), largest)
+                    out._columnwise_scale_inv[blocks, : x.shape[1]] = scale_inv
+                out._columnwise_data[:, rows] = codes.t()
 
-    def _encode(self, x: Tensor, block_rows: int, largest: float) -> tuple[Tensor, Tensor]:
-        """Codes [rows, cols] and decode scales, one per block, of a float32 matrix."""
+    def _encode(self, x: Tensor, block: tuple[int, int], largest: float) -> tuple[Tensor, Tensor]:
+        """Codes [rows, cols] and decode scales, one per block, of float32 rows."""
         rows, cols = x.shape
-        blocks = _blocks(x, block_rows)
+        blocks = _blocks(x, block)
         scale = self._scale(minifloat.amax(blocks, (1, 3)), largest)
         codes = minifloat.e4m3_code(blocks * scale[:, None, :, None])
         return codes.flatten(2).flatten(0, 1)[:rows, :cols], 1.0 / scale
@@ -146,12 +144,12 @@ class Float8BlockQuantizer(Quantizer):
         return _dequantize(data, scale, self.two_dimensional, transposed, dtype, after)
 
 
-def _blocks(x: Tensor, block_rows: int) -> Tensor:
+def _blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
     """View [rows, cols] as [block row, row, block column, column], edges filled with zeros."""
-    rows, cols = round_up(x.shape[0], block_rows), round_up(x.shape[1], BLOCK)
+    rows, cols = (round_up(n, size) for n, size in zip(x.shape, block, strict=True))
     if x.shape != (rows, cols):
         x = torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0]))
-    return x.reshape(rows // block_rows, block_rows, cols // BLOCK, BLOCK)
+    return x.view(rows // block[0], block[0], cols // block[1], block[1])
 
 
 @torch.library.custom_op("fp4adam::dequantize_float8_block", mutates_args=())
@@ -178,9 +176,9 @@ def _dequantize(
         grid = scale_inv.t() if transposed else scale_inv
     else:
         grid = scale_inv[:, :rows].t()
-    blocks = _blocks(minifloat.e4m3_value(data), BLOCK if two_dimensional else 1)
-    values = blocks * grid[:, None, :, None]
-    matrix = values.flatten(2).flatten(0, 1)[:rows, :cols].to(dtype)
+    values = minifloat.e4m3_value(data)
+    blocks = _blocks(values, (BLOCK if two_dimensional else 1, BLOCK))
+    matrix = blocks.mul_(grid[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :cols].to(dtype)
     return matrix.t().contiguous() if transposed else matrix.contiguous()
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fp4adam import backend, minifloat
 from fp4adam.quantized_tensor import QuantizedTensor
-from fp4adam.quantizer import Quantizer, round_up
+from fp4adam.quantizer import Quantizer, in_blocks, round_up, strips
 
 BLOCK = 32
 
@@ -68,15 +68,13 @@ class MXFP8Quantizer(Quantizer):
                 rowwise_scale=out._rowwise_scale_inv,
                 columnwise_scale=out._columnwise_scale_inv,
             )
-        x = x.float()
-        for data, scale_inv, block in (
-            (out._rowwise_data, out._rowwise_scale_inv, (1, BLOCK)),
-            (out._columnwise_data, out._columnwise_scale_inv, (BLOCK, 1)),
-        ):
-            if data is not None:
-                codes, scale = _encode(x, block)
-                data.copy_(codes)
-                scale_inv[: scale.shape[0], : scale.shape[1]] = scale
+        for rows, strip in strips(x, BLOCK):
+            if out._rowwise_data is not None:
+                out._rowwise_data[rows], scale = _encode(strip, (1, BLOCK))
+                out._rowwise_scale_inv[rows, : scale.shape[1]] = scale
+            if out._columnwise_data is not None:
+                out._columnwise_data[rows], scale = _encode(strip, (BLOCK, 1))
+                out._columnwise_scale_inv[in_blocks(rows, BLOCK), : scale.shape[1]] = scale
 
     def read(self, tensor: MXFP8Tensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
         rowwise = tensor._rowwise_data is not None
@@ -86,7 +84,7 @@ class MXFP8Quantizer(Quantizer):
 
 
 def _encode(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Codes [rows, cols] and E8M0 scales [rows / block[0], cols / block[1]] of a float32 matrix."""
+    """Codes [rows, cols] and E8M0 scales [rows / block[0], cols / block[1]] of float32 rows."""
     rows, cols = x.shape
     blocks = x.view(rows // block[0], block[0], cols // block[1], block[1])
     scale = minifloat.e8m0_code_up(minifloat.amax(blocks, (1, 3)) * (1 / minifloat.E4M3_MAX))
@@ -111,7 +109,8 @@ def _dequantize(
     factor = minifloat.e8m0_value(scale[: rows // block[0], : cols // block[1]])
     values = minifloat.e4m3_value(data)
     blocks = values.view(rows // block[0], block[0], cols // block[1], block[1])
-    return (blocks * factor[:, None, :, None]).view(rows, cols).to(dtype)
+    blocks.mul_(factor[:, None, :, None])
+    return values.to(dtype)
 
 
 @_dequantize.register_fake

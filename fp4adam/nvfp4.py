@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fp4adam import backend, minifloat
 from fp4adam.quantized_tensor import QuantizedTensor
-from fp4adam.quantizer import Quantizer, round_up
+from fp4adam.quantizer import Quantizer, in_blocks, round_up, strips
 
 BLOCK = 16
 # The largest code times the largest block scale: what the tensor's amax is mapped to.
@@ -103,23 +103,25 @@ class NVFP4Quantizer(Quantizer):
                 amax=out._amax,
                 two_dimensional=self.two_dimensional,
             )
-        x = x.float()
-        out._amax.copy_(minifloat.amax(x))
-        if self.two_dimensional:
-            codes, scale = _encode(x, out._amax, BLOCK)
-            out._block_scale_inv.copy_(scale)
-        for matrix, data, scale_inv in (
-            (x, out._rowwise_data, out._rowwise_scale_inv),
-            (x.t(), out._columnwise_data, out._columnwise_scale_inv),
-        ):
-            if data is None:
-                continue
+        amax = torch.stack([minifloat.amax(strip) for _, strip in strips(x, BLOCK)]).amax()
+        out._amax.copy_(amax)
+        cols = x.shape[1]
+        for rows, strip in strips(x, BLOCK):
+            blocks = in_blocks(rows, BLOCK)
             if self.two_dimensional:
-                codes_here = codes if matrix is x else codes.t()
-            else:
-                codes_here, scale = _encode(matrix, out._amax, 1)
-                scale_inv[: scale.shape[0], : scale.shape[1]] = scale
-            data.copy_(minifloat.pack_e2m1(codes_here))
+                codes, out._block_scale_inv[blocks] = _encode(strip, amax, (BLOCK, BLOCK))
+            if out._rowwise_data is not None:
+                if not self.two_dimensional:
+                    codes, scale = _encode(strip, amax, (1, BLOCK))
+                    out._rowwise_scale_inv[rows, : cols // BLOCK] = scale
+                out._rowwise_data[rows] = minifloat.pack_e2m1(codes)
+            if out._columnwise_data is not None:
+                if not self.two_dimensional:
+                    codes, scale = _encode(strip, amax, (BLOCK, 1))
+                    out._columnwise_scale_inv[:cols, blocks] = scale.t()
+                # Packing rows before transposing moves half the bytes.
+                packed = codes[0::2] | codes[1::2] << 4
+                out._columnwise_data[:, in_blocks(rows, 2)] = packed.t()
 
     def read(self, tensor: NVFP4Tensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
         transposed = tensor._rowwise_data is None
@@ -132,14 +134,14 @@ class NVFP4Quantizer(Quantizer):
         )
 
 
-def _encode(x: Tensor, amax: Tensor, block_rows: int) -> tuple[Tensor, Tensor]:
-    """Codes [rows, cols] and E4M3 scales [rows / block_rows, cols / 16] of a float32 matrix."""
+def _encode(x: Tensor, amax: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Codes [rows, cols] and E4M3 scales [rows / block[0], cols / block[1]] of float32 rows."""
     rows, cols = x.shape
     # A Python number over a tensor would be computed as number * (1 / tensor).
     encode = torch.full_like(amax, RANGE) / amax
     encode = torch.where((amax == 0) | (encode == 0), 1.0, encode.clamp(max=minifloat.FP32_MAX))
     decode = 1.0 / encode
-    blocks = x.reshape(rows // block_rows, block_rows, cols // BLOCK, BLOCK)
+    blocks = x.view(rows // block[0], block[0], cols // block[1], block[1])
     ratio = minifloat.amax(blocks, (1, 3)) * (encode * (1 / 6))
     scale = minifloat.e4m3_code(ratio)
     block_encode = (1.0 / (minifloat.e4m3_value(scale) * decode)).clamp(max=minifloat.FP32_MAX)
@@ -172,12 +174,11 @@ def _dequantize(
     else:
         grid = scale[:rows, : cols // BLOCK]
     factor = (minifloat.e4m3_value(grid.contiguous()) * amax) * (1 / RANGE)
-    values = minifloat.e2m1_value(minifloat.unpack_e2m1(data))
-    blocks = (
-        values.view(factor.shape[0], BLOCK if two_dimensional else 1, cols // BLOCK, BLOCK)
-        * factor[:, None, :, None]
-    )
-    matrix = blocks.view(rows, cols).to(dtype)
+    values = minifloat.unpack_e2m1(data)
+    block_rows = BLOCK if two_dimensional else 1
+    blocks = values.view(rows // block_rows, block_rows, cols // BLOCK, BLOCK)
+    blocks.mul_(factor[:, None, :, None])
+    matrix = values.to(dtype)
     return matrix.t().contiguous() if transposed else matrix
 
 

@@ -2,10 +2,13 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
+
+from fp4adam import pieces
 
 if TYPE_CHECKING:
     from fp4adam.quantized_tensor import QuantizedTensor
@@ -21,6 +24,19 @@ def round_up(n: int, multiple: int) -> int:
 def flat_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """Shape of the matrix that a weight is quantized as: [product of leading dimensions, last]."""
     return math.prod(shape[:-1]), shape[-1]
+
+
+def strips(x: Tensor, block: int) -> Iterator[tuple[slice, Tensor]]:
+    """Cut a matrix into strips of whole blocks of ``block`` rows, as float32, that suit a cache."""
+    rows = max(1, pieces.numel() // (block * x.shape[1])) * block
+    for start in range(0, x.shape[0], rows):
+        span = slice(start, min(start + rows, x.shape[0]))
+        yield span, x[span].float()
+
+
+def in_blocks(span: slice, block: int) -> slice:
+    """The blocks that cover the rows ``span``, which starts at the edge of one."""
+    return slice(span.start // block, -(-span.stop // block))
 
 
 @dataclasses.dataclass(frozen=True)
