@@ -35,7 +35,7 @@ BLOCK = 128
 # masks need registers too.
 STEP_PARTS = {
     True: (Tile(16, BLOCK, 8, 4, 3), Tile(16, 32, 32, 4, 1)),  # two_dimensional
-    False: (Tile(8, BLOCK, 16, 4, 3), Tile(4, BLOCK, 32, 4, 1)),
+    False: (Tile(8, BLOCK, 16, 4, 3), Tile(4, BLOCK, 32, 8, 1)),
 }
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp4adam import FP4Adam, NVFP4Quantizer, backend
+
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 if not BENCHMARKS.is_dir():
@@ -100,7 +102,7 @@ def test_bytes(name, weight, grad, states, reads_weight, measured):
 @pytest.mark.parametrize("model", MODELS)
 def test_every_optimizer_is_measured_on_every_model(model, measured):
     results = rows(measured, model)
-    assert len(results) == 14
+    assert len(results) == 17
     for row in [r for name, r in results.items() if name != BROKEN]:
         assert all(row[key] > 0 for key in TIMES), row
         assert row["ms_min"] <= row["ms"] <= row["ms_max"]
@@ -147,19 +149,20 @@ def test_markdown(measured):
     assert not any("MXFP8" in line for line in others[:-1])
 
 
-def test_tiles_of_the_preview_are_counted_by_the_condition_of_its_kernel():
+def test_tiles_of_the_preview_are_counted(monkeypatch):
     pytest.importorskip("triton")
     spec = importlib.util.spec_from_file_location("preview", BENCHMARKS / "preview.py")
     preview = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(preview)
-    tensors = [0, 0, 0, 1, 1, 2]
-    tiles = torch.tensor([[tensor, 0, 0, 0] for tensor in tensors], dtype=torch.int32)
-    # Of the first tensor only what comes within 2 * 0.1 of 1 matters; of the second, whose largest
-    # weight fell below what the others could reach, all is looked at; of the third all is unknown.
-    tile_amaxes = torch.tensor([1.0, 0.9, 0.7, 1.0, 0.7, 0.0])
-    bounds = torch.tensor([[0.1, 1.0], [0.1, 1.0], [torch.inf, 1.0]])
-    old_amaxes, amaxes = torch.tensor([1.0, 1.0, 1.0]), torch.tensor([1.05, 0.8, 0.0])
-    counts = preview.tiles_looked_into(
-        tiles, bounds, tile_amaxes, old_amaxes, amaxes, torch.float32
-    )
-    assert counts == (4, 1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
+    value = torch.full((64, 128), 0.01, device=device)
+    value[3, 5] = 1.0
+    param = torch.nn.Parameter(NVFP4Quantizer().quantize(value))
+    param.grad = torch.ones_like(value)
+    optimizer = FP4Adam([param], lr=1e-3)
+    with preview.counting() as counts:
+        optimizer.step()
+        optimizer.step()
+    tiles = counts[0][0]
+    assert counts == [(tiles, tiles), (tiles, 1)]

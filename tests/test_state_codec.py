@@ -360,7 +360,7 @@ def test_tile_functions_give_the_bits_of_the_codecs(codec, masked, device):
         assert same_bits(result.cpu()[~nan], decoded[~nan])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step"])
 def _dither_kernel(out_ptr, start, step):
     dither = _state.dither_tile(start, 32, step, 4, 32)
     offs = tl.arange(0, 4)[:, None] * 32 + tl.arange(0, 32)[None, :]
