@@ -10,6 +10,13 @@ import torch
 
 QUANTIZED = ("nvfp4", "mxfp8", "float8block")
 PLAIN = ("bf16", "fp32")
+# How the optimizer stores its moments; FP8 with scales of blocks.
+STATES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": dict(layers=4, heads=4, dim=128, context=128, batch=16, steps=240, lr=2e-3),
     "small": dict(layers=6, heads=10, dim=640, context=512, batch=64, steps=1000, lr=1.2e-3),
@@ -116,6 +123,12 @@ def build_parser() -> argparse.ArgumentParser:
         default=1.0,
         metavar="X",
         help="largest norm of all gradients together; 0 for no limit (default: 1)",
+    )
+    how(
+        "--states",
+        choices=tuple(STATES),
+        default="fp32",
+        help="how fp4adam stores its moments: fp32, bf16, fp16, fp8 (default: fp32)",
     )
     how("--accumulate", type=count, default=1, metavar="N", help="batches per step (default: 1)")
     how("--seed", type=int, default=0, metavar="N", help="of weights and data order (default: 0)")

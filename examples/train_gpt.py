@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 import torch.nn.functional as F
 from gpt import GPT, GPTConfig
-from options import QUANTIZED, parse_args
+from options import QUANTIZED, STATES, parse_args
 from report import Result, peak_memory, print_table, stored_bytes, write_json, write_plot
 from stdlib_text import cut_batch, load_text
 from torch import Tensor, nn
@@ -84,8 +84,12 @@ def build_run(args: argparse.Namespace, weight_format: str, optimizer_name: str)
         {"params": matrices, "weight_decay": args.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    optimizer_class = {"fp4adam": fp4adam.FP4Adam, "adamw": torch.optim.AdamW}[optimizer_name]
-    optimizer = optimizer_class(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+    options = dict(lr=args.lr, betas=(0.9, 0.95), fused=True)
+    if optimizer_name == "adamw":
+        optimizer = torch.optim.AdamW(groups, **options)
+    else:
+        moments = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), STATES[args.states])
+        optimizer = fp4adam.FP4Adam(groups, **options, **moments)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_share(step, args.steps, args.schedule)
     )
@@ -113,7 +117,9 @@ def train_step(run: Run, args: argparse.Namespace, text: Tensor) -> float:
         loss = compute_loss(run, args, text, args.seed * 1_000_003 + index) / args.accumulate
         loss.backward()
         total += loss.detach()
-    if args.clip:
+    if args.clip and run.optimizer_name == "fp4adam":
+        run.optimizer.clip_grad_norm_(args.clip)  # as the next, without writing the gradients
+    elif args.clip:
         nn.utils.clip_grad_norm_(run.model.parameters(), args.clip)
     run.optimizer.step()
     run.optimizer.zero_grad()

@@ -11,13 +11,21 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fp4adam import backend
-from fp4adam.adam import Scalars, adam_, moves
-from fp4adam.fused_batch import Member
+from fp4adam.adam import Scalars, moves
+from fp4adam.fused_batch import Member, is_dense
 from fp4adam.grad_norm import GradNorm
 from fp4adam.hyper_parameters import check_hyper_parameters
-from fp4adam.optimizer_state import STATE_NAMES, check_state_dict, saved_states, state_like
+from fp4adam.optimizer_state import (
+    STATE_NAMES,
+    check_state_dict,
+    saved_keys,
+    saved_states,
+    state_like,
+)
 from fp4adam.quantized_tensor import QuantizedTensor
+from fp4adam.state_codec import Float64, StateCodec, state_codec
 from fp4adam.step_plan import StepPlan
+from fp4adam.stored_state import StoredState, adam_stored_
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PARAM_DTYPES = (torch.float64, *GRAD_DTYPES)
@@ -28,9 +36,25 @@ class FusedAdam(Optimizer):
 
     All arithmetic is FP32 and gives the same bits on a CPU and on a GPU (FP64 for FP64 parameters,
     where torch's own square root differs in the last bit).
-    State per parameter: ``exp_avg`` and ``exp_avg_sq`` in FP32 (8 bytes per element), one
+    State per parameter: ``exp_avg`` and ``exp_avg_sq`` in FP32 (4 bytes per element each), one
     ``step``, ``max_exp_avg_sq`` with ``amsgrad`` (4 bytes), and ``master_param`` for BF16 and FP16
     parameters (4 bytes).
+
+    Moments can be stored in less. The kernels decode, update in FP32 and encode again within the
+    one pass, and round so that the expected value is exact: what a code has no room for decides how
+    often it is rounded up, the same in every run. Blocks of 32 elements in the order of memory
+    share a power of two, in ``exp_avg_scale`` and ``exp_avg_sq_scale`` (uint8):
+
+    =================  =====================  ==============================================
+    dtype              bytes per element      ``exp_avg``; ``exp_avg_sq``
+    =================  =====================  ==============================================
+    float32            4                      FP32
+    bfloat16           2                      BF16
+    float16            2 + 1/32               FP16; 16-bit floats without sign
+    float8_e4m3fn      1 + 1/32               E4M3; 8-bit floats without sign
+    =================  =====================  ==============================================
+
+    FP64 parameters keep FP64 moments.
 
     Args:
         params: Parameters, (name, parameter) pairs or dicts of parameter groups.
@@ -42,6 +66,9 @@ class FusedAdam(Optimizer):
         bias_correction: Correct the moments for their start at zero; False leaves them as they are.
         adam_w_mode: Decoupled decay (AdamW); False adds ``weight_decay * param`` to the gradient.
         master_weights: Keep FP32 masters of BF16 and FP16 parameters.
+        exp_avg_dtype: Storage of first moments: float32, bfloat16, float16 or float8_e4m3fn, which
+            may also be called uint8.
+        exp_avg_sq_dtype: The same of second moments; not with ``amsgrad`` unless float32.
         use_decoupled_grad: Read ``param.decoupled_grad`` instead of ``param.grad``; it may have
             another dtype than the parameter.
         maximize: Ascend instead of descend.
@@ -51,8 +78,10 @@ class FusedAdam(Optimizer):
         fused: False takes plain torch operators instead of the kernels, with the same results.
 
     Raises:
-        ValueError: If a hyper-parameter is out of range; the texts are those of ``torch.optim``.
-        NotImplementedError: For ``capturable`` and ``differentiable``.
+        ValueError: If a hyper-parameter is out of range; the texts are those of ``torch.optim``. If
+            there is no such storage of a moment.
+        NotImplementedError: For ``capturable`` and ``differentiable``, and for ``amsgrad`` with
+            second moments that are not float32.
         RuntimeError: If ``fused`` and ``foreach`` are both True.
     """
 
@@ -60,7 +89,9 @@ class FusedAdam(Optimizer):
     _step_supports_amp_scaling = True
     _updates_quantized = False
     # Options of the whole optimizer, which copies and pickles keep.
-    _option_names: tuple[str, ...] = ("master_weights", "use_decoupled_grad")
+    _option_names: tuple[str, ...] = (
+        "master_weights", "use_decoupled_grad", "exp_avg_dtype", "exp_avg_sq_dtype",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -74,6 +105,8 @@ class FusedAdam(Optimizer):
         bias_correction: bool = True,
         adam_w_mode: bool = True,
         master_weights: bool = True,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
         use_decoupled_grad: bool = False,
         maximize: bool = False,
         foreach: bool | None = None,
@@ -97,6 +130,7 @@ class FusedAdam(Optimizer):
             # What tells AdamW from Adam in a checkpoint of torch.optim.
             "decoupled_weight_decay": adam_w_mode,
         }
+        self.exp_avg_dtype, self.exp_avg_sq_dtype = exp_avg_dtype, exp_avg_sq_dtype
         self._check_options(defaults)
         if isinstance(betas[0], Tensor):
             defaults["betas"] = tuple(beta.squeeze() for beta in betas)
@@ -134,6 +168,25 @@ class FusedAdam(Optimizer):
         if options["capturable"]:
             raise NotImplementedError(self._capturable_error())
         check_hyper_parameters(type(self).__name__, options)
+        self._check_storage(options)
+
+    def _check_storage(self, options: Mapping[str, Any]) -> None:
+        """Raise if the moments cannot be stored as they are to be."""
+        codecs = self._codecs(torch.float32)
+        if options["amsgrad"] and not codecs["exp_avg_sq"].exact:
+            raise NotImplementedError(
+                f"exp_avg_sq_dtype must be float32 with amsgrad, got {self.exp_avg_sq_dtype}: the "
+                "largest of many rounded numbers is too large; leave amsgrad False"
+            )
+
+    def _codecs(self, param_dtype: torch.dtype) -> dict[str, StateCodec]:
+        """How the states of a parameter are stored that can be stored in several ways."""
+        if param_dtype == torch.float64:
+            return dict.fromkeys(("exp_avg", "exp_avg_sq"), Float64())
+        return {
+            "exp_avg": state_codec("exp_avg", self.exp_avg_dtype),
+            "exp_avg_sq": state_codec("exp_avg_sq", self.exp_avg_sq_dtype),
+        }
 
     def _capturable_error(self) -> str:
         return (
@@ -302,6 +355,8 @@ class FusedAdam(Optimizer):
     def _new_plan(self, structure: list) -> StepPlan:
         if self._plan is not None:
             self._versions.update(self._plan.master_versions())
+        for group in self.param_groups:
+            self._check_storage(group)
         pairs = [(group, param) for group in self.param_groups for param in group["params"]]
         read_grad = self._read_grad
         for _, param in pairs:
@@ -315,6 +370,7 @@ class FusedAdam(Optimizer):
                 outsiders.append(param)
                 continue
             state = self._state_of(group, param)
+            codecs = self._codecs(param.dtype)
             members.append(
                 Member(
                     group=group,
@@ -323,6 +379,8 @@ class FusedAdam(Optimizer):
                     value=state.get("master_param", param),
                     moves=moves(group),
                     write_dtype=self._write_dtype(param),
+                    exp_avg_codec=codecs["exp_avg"],
+                    exp_avg_sq_codec=codecs["exp_avg_sq"],
                 )
             )
         self._plan = StepPlan(
@@ -414,6 +472,20 @@ class FusedAdam(Optimizer):
                 f"{exp_avg.device}; optimizer.load_state_dict(optimizer.state_dict()) moves it, "
                 "for a new shape create a new optimizer"
             )
+        for name, codec in self._codecs(param.dtype).items():
+            if name not in state:
+                continue
+            codes = state[name]
+            if codes.dtype != codec.dtype or not (codec.exact or is_dense(codes)):
+                raise RuntimeError(
+                    f"{name} must be dense and stored as {codec.dtype}, got {codes.dtype} with "
+                    f"strides {codes.stride()}; load states with load_state_dict()"
+                )
+            if codec.scaled and f"{name}_scale" not in state:
+                raise RuntimeError(
+                    f"{name}_scale must be there beside {name}, got {sorted(state)}; load states "
+                    "with load_state_dict()"
+                )
 
     def _update_by_operators(
         self,
@@ -426,11 +498,13 @@ class FusedAdam(Optimizer):
         state = member.state
         if grad_scale is not None:
             grad_scale = grad_scale.to(grad.device)
-        adam_(
+        exp_avg = StoredState.of(state, "exp_avg", member.exp_avg_codec)
+        exp_avg_sq = StoredState.of(state, "exp_avg_sq", member.exp_avg_sq_codec)
+        adam_stored_(
             member.value,
             grad,
-            state["exp_avg"],
-            state["exp_avg_sq"],
+            exp_avg,
+            exp_avg_sq,
             member.max_exp_avg_sq,
             scalars,
             member.group["adam_w_mode"],
@@ -463,10 +537,11 @@ class FusedAdam(Optimizer):
         state = self.state[param]
         if "step" not in state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
-        moments = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group["amsgrad"]
-        for name in moments:
+        for name, codec in self._codecs(param.dtype).items():
             if name not in state:
-                state[name] = state_like(param)
+                StoredState(codec, *codec.zeros_like(param)).put_into(state, name)
+        if group["amsgrad"] and "max_exp_avg_sq" not in state:
+            state["max_exp_avg_sq"] = state_like(param)
         if self._needs_master(param):
             # A parameter that something else has written is where training continues from.
             known = self._versions.get(param, param._version)
@@ -476,11 +551,34 @@ class FusedAdam(Optimizer):
                 state["master_param"] = self._new_master(param)
         return state
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state in FP32 under the names of ``torch.optim.AdamW``, whatever it is stored in.
+
+        As there, the tensors are those of the optimizer where these are FP32.
+        """
+
+        def decode(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+            states = state_dict["state"]
+            for param, key in saved_keys(self.param_groups, state_dict):
+                for name, codec in self._codecs(param.dtype).items():
+                    if name in states[key] and not codec.exact:
+                        stored = StoredState.of(states[key], name, codec)
+                        scale = f"{name}_scale"
+                        others = {n: x for n, x in states[key].items() if n != scale}
+                        states[key] = {**others, name: stored.decode()}
+
+        handle = self.register_state_dict_post_hook(decode, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state saved by this class or by ``torch.optim.AdamW``.
 
-        FP32 moments and masters stay FP32 whatever the dtype of the parameters, nothing is shared
-        with ``state_dict``, and masters that it lacks start from the parameters at the next step.
+        Moments and masters are taken unrounded whatever the dtype of the parameters, and stored as
+        this optimizer stores them. Nothing is shared with ``state_dict``, and masters that it lacks
+        start from the parameters at the next step.
 
         Raises:
             ValueError: If groups, shapes or dtypes do not fit; nothing has been changed then.
@@ -489,12 +587,19 @@ class FusedAdam(Optimizer):
 
         def capture(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             check_state_dict(self.param_groups, state_dict)
+            for group in state_dict["param_groups"]:
+                self._check_storage({"amsgrad": False, **group})
             loaded.update(state_dict)
 
         def restore(optimizer: Optimizer) -> None:
             for param, saved in saved_states(self.param_groups, loaded):
+                codecs = self._codecs(param.dtype)
                 for name in STATE_NAMES & saved.keys():
-                    self.state[param][name] = state_like(param).copy_(saved[name])
+                    x = state_like(param).copy_(saved[name])
+                    if name in codecs:
+                        StoredState.encode(codecs[name], x).put_into(self.state[param], name)
+                    else:
+                        self.state[param][name] = x
                 if not self._needs_master(param):
                     self.state[param].pop("master_param", None)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from fp4adam.fused_launch import LAUNCHES, FusedLaunch, Kind
 from fp4adam.quantized_tensor import QuantizedTensor
 from fp4adam.quantizer import flat_shape
+from fp4adam.state_codec import STATE_BLOCK, StateCodec
 
 # Vector accesses of the kernels; torch's allocators give more, views into flat buffers may not.
 ALIGNMENT = 16
@@ -35,6 +36,8 @@ class Member(NamedTuple):
         value: What Adam reads and writes: the FP32 master weight, or the parameter itself.
         moves: Whether the value can change; with lr = 0 only the moments do.
         write_dtype: What a master weight is rounded to before the parameter is written.
+        exp_avg_codec: How its first moment is stored.
+        exp_avg_sq_codec: How its second moment is stored.
     """
 
     group: dict[str, Any]
@@ -43,6 +46,8 @@ class Member(NamedTuple):
     value: Tensor
     moves: bool
     write_dtype: torch.dtype
+    exp_avg_codec: StateCodec
+    exp_avg_sq_codec: StateCodec
 
     @property
     def max_exp_avg_sq(self) -> Tensor | None:
@@ -53,11 +58,24 @@ class Member(NamedTuple):
     def state_names(self) -> tuple[str, ...]:
         """The tensors of the state that the step reads and writes."""
         names = ["exp_avg", "exp_avg_sq"]
+        if self.exp_avg_codec.scaled:
+            names.append("exp_avg_scale")
+        if self.exp_avg_sq_codec.scaled:
+            names.append("exp_avg_sq_scale")
         if self.group["amsgrad"]:
             names.append("max_exp_avg_sq")
         if self.value is not self.param:
             names.append("master_param")
         return tuple(names)
+
+    @property
+    def state_scales(self) -> tuple[Tensor | None, Tensor | None]:
+        """Scales of the two moments, where these have some."""
+        state = self.state
+        return (
+            state["exp_avg_scale"] if self.exp_avg_codec.scaled else None,
+            state["exp_avg_sq_scale"] if self.exp_avg_sq_codec.scaled else None,
+        )
 
     def kind(self, grad: Tensor | None) -> Kind:
         """What must be equal among members of a batch."""
@@ -69,13 +87,15 @@ class Member(NamedTuple):
             grad_dtype=self.param.dtype if grad is None else grad.dtype,
             value_dtype=self.value.dtype,
             write_dtype=self.write_dtype if has_master and self.moves else None,
+            exp_avg_codec=self.exp_avg_codec,
+            exp_avg_sq_codec=self.exp_avg_sq_codec,
             adam_w_mode=self.group["adam_w_mode"],
             amsgrad=self.group["amsgrad"],
             is_contiguous=self.value.is_contiguous(),
         )
 
     def fits_a_launch(self, grad: Tensor | None) -> bool:
-        """Whether the kernels can step it: FP32 state; dense, aligned tensors of one layout."""
+        """Whether the kernels can step it: no FP64; dense, aligned tensors of one layout."""
         value, param = self.value, self.param
         tensors = [value, self.state["exp_avg"], self.state["exp_avg_sq"]]
         tensors += [t for t in (grad, self.max_exp_avg_sq) if t is not None]
@@ -90,8 +110,12 @@ class Member(NamedTuple):
             alike = all(t.stride() == value.stride() for t in tensors)
             if quantized or not (alike and is_dense(value)):
                 return False
+        scales = [t for t in self.state_scales if t is not None]
         if quantized:
+            if scales and param.shape[-1] % STATE_BLOCK:
+                return False  # blocks would reach from row to row
             tensors.extend(param.storage_tensors().values())
+        tensors.extend(scales)
         return not any(t.data_ptr() % ALIGNMENT for t in tensors)
 
 
@@ -198,8 +222,12 @@ class FusedBatch:
             written = (param._rowwise_data, scale, *columnwise, param._amax)
         elif self.kind.write_dtype is not None:
             written = (param, None, None, None, None)
-        tensors = (member.value, *moments, *written)
-        return [0, 0, *(0 if t is None else t.data_ptr() for t in tensors), rows, cols, 0, 0, 0]
+        tensors = map(_address, (member.value, *moments, *written))
+        return [0, 0, *tensors, rows, cols, 0, *map(_address, member.state_scales)]
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def is_dense(tensor: Tensor) -> bool:

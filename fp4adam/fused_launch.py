@@ -10,6 +10,7 @@ from fp4adam.float8_block import Float8BlockQuantizer
 from fp4adam.mxfp8 import MXFP8Quantizer
 from fp4adam.nvfp4 import NVFP4Quantizer
 from fp4adam.quantizer import Quantizer
+from fp4adam.state_codec import StateCodec
 
 
 class Kind(NamedTuple):
@@ -23,15 +24,24 @@ class Kind(NamedTuple):
     grad_dtype: torch.dtype
     value_dtype: torch.dtype
     write_dtype: torch.dtype | None
+    exp_avg_codec: StateCodec
+    exp_avg_sq_codec: StateCodec
     adam_w_mode: bool
     amsgrad: bool
     is_contiguous: bool
+
+    @property
+    def has_scaled_states(self) -> bool:
+        """Whether 32 elements of a state share a scale."""
+        return self.exp_avg_codec.scaled or self.exp_avg_sq_codec.scaled
 
     def step_options(self) -> dict[str, Any]:
         """What the kernels of quantized formats take of it."""
         return dict(
             grad_dtype=self.grad_dtype,
             write_dtype=self.write_dtype,
+            exp_avg_codec=self.exp_avg_codec.name,
+            exp_avg_sq_codec=self.exp_avg_sq_codec.name,
             adam_w_mode=self.adam_w_mode,
             amsgrad=self.amsgrad,
         )
@@ -60,6 +70,8 @@ class FusedLaunch:
             grad_dtype=kind.grad_dtype,
             value_dtype=kind.value_dtype,
             param_dtype=kind.write_dtype,
+            exp_avg_codec=kind.exp_avg_codec.name,
+            exp_avg_sq_codec=kind.exp_avg_sq_codec.name,
             adam_w_mode=kind.adam_w_mode,
             amsgrad=kind.amsgrad,
         )
@@ -121,7 +133,9 @@ class NVFP4Launch(FusedLaunch):
         names = ("rowwise", "columnwise", "two_dimensional")
         usage = {name: getattr(kind.quantizer, name) for name in names}
         options = kind.step_options()
-        tiles, n_whole = nvfp4.step_tiles(shapes, kind.quantizer.two_dimensional)
+        tiles, n_whole = nvfp4.step_tiles(
+            shapes, kind.quantizer.two_dimensional, kind.has_scaled_states
+        )
         tiles = tiles.to(device)
         # Nothing is known at first: with these, all tiles are looked at.
         tile_amaxes = torch.zeros(len(tiles), device=device)
@@ -146,7 +160,7 @@ class NVFP4Launch(FusedLaunch):
     def candidates(self) -> Tensor:
         """Which tiles the preview looks into at the next call, bool [n_tiles]; for diagnosis."""
         old_amaxes = self._turns[0][0]
-        bounds = self._scalars.view(-1, SCALARS_WIDTH)[self._table[:, SCALARS], -2:]
+        bounds = self._scalars.view(-1, SCALARS_WIDTH)[self._table[:, SCALARS], -3:-1]
         threshold = old_amaxes * 0.9998 - 2 * bounds[:, 0] / bounds[:, 1]
         return ~(self._tile_amaxes < threshold[self._tiles[:, 0].long()])
 

@@ -19,10 +19,18 @@ def saved_states(
     param_groups: list[dict[str, Any]], state_dict: dict[str, Any]
 ) -> Iterator[tuple[Tensor, dict[str, Any]]]:
     """Parameters of ``param_groups`` with the state that ``state_dict`` has for them."""
+    for param, key in saved_keys(param_groups, state_dict):
+        yield param, state_dict["state"][key]
+
+
+def saved_keys(
+    param_groups: list[dict[str, Any]], state_dict: dict[str, Any]
+) -> Iterator[tuple[Tensor, Any]]:
+    """Parameters that ``state_dict`` has a state for, with the key of that state."""
     for group, saved in zip(param_groups, state_dict["param_groups"], strict=True):
         for param, key in zip(group["params"], saved["params"], strict=True):
             if key in state_dict["state"]:
-                yield param, state_dict["state"][key]
+                yield param, key
 
 
 def check_state_dict(param_groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:

@@ -63,11 +63,13 @@ class StateCodec(ABC):
         name: What the kernels call it.
         dtype: Of the codes.
         scaled: Whether every 32 codes share a scale.
+        exact: Whether the codes are the numbers themselves.
     """
 
     name: str
     dtype: torch.dtype
     scaled = False
+    exact = False
 
     @abstractmethod
     def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -99,12 +101,20 @@ class Float32(StateCodec):
 
     name = "float32"
     dtype = torch.float32
+    exact = True
 
     def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, None]:
         return x, None
 
     def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
         return codes
+
+
+class Float64(Float32):
+    """The numbers of FP64 parameters."""
+
+    name = "float64"
+    dtype = torch.float64
 
 
 class BFloat16(StateCodec):

@@ -241,13 +241,13 @@ class StepPlan:
                 self._step_of[i] = cohort.step
 
     def _scalars_rows(self) -> list[float]:
-        """The rows of scalars of all cohorts, with the bound of an update at their ends."""
+        """The rows of scalars of all cohorts; the bound of an update and a zero complete each."""
         rows: list[float] = []
         for cohort in self._cohorts:
             scalars = cohort.scalars
             decay = abs(scalars.decay) if cohort.group["adam_w_mode"] else 1.0
             rows += scalars
-            rows += largest_update(scalars, cohort.step), decay
+            rows += largest_update(scalars, cohort.step), decay, 0.0
         return rows
 
     def settle(self) -> None:

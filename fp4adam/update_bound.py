@@ -4,8 +4,8 @@ With m and v the moments, started at zero and updated t times with the same beta
 bounds m**2 / v by a number C that depends on betas and t alone: C_0 = 0 and
 C_t = beta1**2 / beta2 * C_(t-1) + (1 - beta1)**2 / (1 - beta2).
 
-Betas that change, or a state that something else has written, can break the bound. Nothing is wrong
-then but where to look first: see ``kernels.amax_preview``.
+Betas that change, moments that are rounded to 8 bits, or a state that something else has written
+can break the bound. Nothing is wrong then but where to look first: see ``kernels.amax_preview``.
 """
 
 import math

@@ -9,7 +9,8 @@ import triton.language as tl
 from ._bfloat16 import to_float32
 from ._e4m3 import e4m3_value
 from ._e8m0 import e8m0_reciprocal, e8m0_value
-from .tensor_table import tile_offsets
+from ._layout import state_offsets
+from .tensor_table import pointer, tile_offsets
 
 PER_ELEMENT = tl.constexpr(0xC13FA9A9)
 PER_STEP = tl.constexpr(0x91E10DA5)
@@ -25,6 +26,16 @@ CODE_DTYPES = {
 }
 
 
+def has_scales(*codecs: str) -> bool:
+    """Whether 32 neighbours in a row share a scale, so that tiles must not cut between them."""
+    return not {"float32", "bfloat16"}.issuperset(codecs)
+
+
+def most_registers(*codecs: str) -> int | None:
+    """What lets ptxas take the registers that codecs need; left alone it may rather spill a few."""
+    return None if {"float32"}.issuperset(codecs) else 128
+
+
 @triton.jit
 def dither_tile(start, stride, step, BR: tl.constexpr, BC: tl.constexpr):
     """Dither, uint32 [BR, BC], of the elements from ``start`` on in rows ``stride`` apart.
@@ -32,7 +43,7 @@ def dither_tile(start, stride, step, BR: tl.constexpr, BC: tl.constexpr):
     start: int64. step: int32, number of the update.
     """
     origin = start.to(tl.uint32) * PER_ELEMENT + step.to(tl.uint32) * PER_STEP
-    return origin + tile_offsets(stride, BR, BC).to(tl.uint32) * PER_ELEMENT
+    return origin + state_offsets(stride, BR, BC).to(tl.uint32) * PER_ELEMENT
 
 
 @triton.jit
@@ -104,6 +115,23 @@ def encode_bfloat16(x, dither):
 
 
 @triton.jit
+def state_pointer(table, tensor, COLUMN: tl.constexpr, CODEC: tl.constexpr):
+    """Pointer to the codes of a state from the table."""
+    if CODEC == "float32":
+        ptr = pointer(table, tensor, COLUMN, tl.float32)
+    elif CODEC == "bfloat16":
+        ptr = pointer(table, tensor, COLUMN, tl.bfloat16)
+    elif CODEC == "float16":
+        ptr = pointer(table, tensor, COLUMN, tl.float16)
+    elif CODEC == "ue5m11":
+        ptr = pointer(table, tensor, COLUMN, tl.uint16)
+    else:
+        tl.static_assert((CODEC == "e4m3") | (CODEC == "ue4m4"), "CODEC must be that of a state")
+        ptr = pointer(table, tensor, COLUMN, tl.uint8)
+    return ptr
+
+
+@triton.jit
 def _block_mask(mask, BR: tl.constexpr, BC: tl.constexpr):
     """Mask [BR, BC / 32] of the blocks of which any element is in the mask [BR, BC], or None."""
     if mask is None:
@@ -130,7 +158,7 @@ def load_state(
     if the codec has scales, of which there is one per 32 elements of the flattened tensor.
     scale_ptr: uint8, not touched otherwise. mask: [BR, BC] or None.
     """
-    code = tl.load(ptr + start + tile_offsets(stride, BR, BC), mask)
+    code = tl.load(ptr + start + state_offsets(stride, BR, BC), mask)
     if CODEC == "float32":
         x = code
     elif CODEC == "bfloat16":
@@ -159,7 +187,7 @@ def store_state(
 
     dither: uint32 [BR, BC] from :func:`dither_tile`, not touched for float32.
     """
-    ptr += start + tile_offsets(stride, BR, BC)
+    ptr = ptr + start + state_offsets(stride, BR, BC)
     if CODEC == "float32":
         tl.store(ptr, x, mask)
         stored = x

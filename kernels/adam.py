@@ -7,9 +7,13 @@ from torch import Tensor
 
 from ._bfloat16 import round_to_bfloat16, to_float32
 from ._launch import Launch
+from ._layout import state_offsets
+from ._state import dither_tile, load_state, most_registers, state_pointer, store_state
 from .tensor_table import (
     EXP_AVG,
+    EXP_AVG_SCALE,
     EXP_AVG_SQ,
+    EXP_AVG_SQ_SCALE,
     GRAD,
     MAX_EXP_AVG_SQ,
     ROWS,
@@ -25,9 +29,9 @@ from .tensor_table import (
 # Four elements per thread: with more, a BF16 gradient is laid out otherwise than FP32 state.
 BLOCK = 512
 # Columns of a row of scalars: those of ``fp4adam.adam.Scalars``, then what bounds the update.
-LARGEST_UPDATE = tl.constexpr(8)
-LARGEST_DECAY = tl.constexpr(9)
-SCALARS_WIDTH = tl.constexpr(10)
+LARGEST_UPDATE = tl.constexpr(9)
+LARGEST_DECAY = tl.constexpr(10)
+SCALARS_WIDTH = tl.constexpr(12)
 
 # Arguments that may be another tensor at every call, with any alignment.
 SIGNALS = ("grad_scale_ptr", "clip_ptr", "found_inf_ptr")
@@ -41,9 +45,9 @@ def scalars_row(table, scalars, tensor):
 
 @triton.jit
 def load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr):
-    """The eight scalars of a tensor's update; the gradient's factor includes clip / grad_scale.
+    """The nine scalars of a tensor's update; the gradient's factor includes clip / grad_scale.
 
-    scalars: float32 [n, 10]. grad_scale_ptr, clip_ptr: float32 [1].
+    scalars: float32 [n, 12]. grad_scale_ptr, clip_ptr: float32 [1].
     """
     row = scalars_row(table, scalars, tensor)
     factor = tl.div_rn(1.0, tl.load(grad_scale_ptr)) * tl.load(row) * tl.load(clip_ptr)
@@ -54,6 +58,7 @@ def load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr):
     eps = tl.load(row + 5)
     step_size = tl.load(row + 6)
     rsqrt_bias_correction2 = tl.load(row + 7)
+    dither_step = tl.load(row + 8)
     return (
         factor,
         decay,
@@ -63,6 +68,7 @@ def load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr):
         eps,
         step_size,
         rsqrt_bias_correction2,
+        dither_step,
     )
 
 
@@ -83,7 +89,7 @@ def adam_tile(
     only). scalars: from :func:`load_scalars`. Returns the four updated tiles.
     The order is that of ``fp4adam.adam.adam_``: change both or neither.
     """
-    factor, decay, lerp_weight, beta2, one_minus_beta2, eps, step_size, rsqrt_bias2 = scalars
+    factor, decay, lerp_weight, beta2, one_minus_beta2, eps, step_size, rsqrt_bias2, _ = scalars
     g = grad * factor
     p = value
     if ADAM_W:
@@ -120,13 +126,22 @@ def round_through(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def state_pointers(table, tensor, GRAD_DTYPE: tl.constexpr, VALUE_DTYPE: tl.constexpr):
+def state_pointers(
+    table,
+    tensor,
+    GRAD_DTYPE: tl.constexpr,
+    VALUE_DTYPE: tl.constexpr,
+    EXP_AVG_CODEC: tl.constexpr,
+    EXP_AVG_SQ_CODEC: tl.constexpr,
+):
     """Pointers to gradient, value and moments of a tensor; load them before a loop, not in it."""
     return (
         pointer(table, tensor, GRAD, GRAD_DTYPE),
         pointer(table, tensor, VALUE, VALUE_DTYPE),
-        pointer(table, tensor, EXP_AVG, tl.float32),
-        pointer(table, tensor, EXP_AVG_SQ, tl.float32),
+        state_pointer(table, tensor, EXP_AVG, EXP_AVG_CODEC),
+        pointer(table, tensor, EXP_AVG_SCALE, tl.uint8),
+        state_pointer(table, tensor, EXP_AVG_SQ, EXP_AVG_SQ_CODEC),
+        pointer(table, tensor, EXP_AVG_SQ_SCALE, tl.uint8),
         pointer(table, tensor, MAX_EXP_AVG_SQ, tl.float32),
     )
 
@@ -135,30 +150,37 @@ def state_pointers(table, tensor, GRAD_DTYPE: tl.constexpr, VALUE_DTYPE: tl.cons
 def adam_step_tile(
     pointers,
     start,
-    offs,
+    stride,
     mask,
     scalars,
     VALUE_DTYPE: tl.constexpr,
+    EXP_AVG_CODEC: tl.constexpr,
+    EXP_AVG_SQ_CODEC: tl.constexpr,
     ADAM_W: tl.constexpr,
     AMSGRAD: tl.constexpr,
     STORE: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
 ):
     """Load a tile of a tensor's state, update it, store it if STORE is set; returns the value.
 
-    pointers: from :func:`state_pointers`. start: int64 offset of the tile. offs: int32 tile of
-    offsets from there. The value is float32, unrounded.
+    pointers: from :func:`state_pointers`. start: int64 offset of the tile [BR, BC], whose rows are
+    ``stride`` apart: multiples of 32, as BC, if a codec has scales. scalars: from
+    :func:`load_scalars`. The value is float32, unrounded.
     """
-    grad_ptr, value_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr = pointers
+    grad_ptr, value_ptr, exp_avg_ptr, exp_avg_scale = pointers[:4]
+    exp_avg_sq_ptr, exp_avg_sq_scale, max_exp_avg_sq_ptr = pointers[4:]
+    offs = state_offsets(stride, BR, BC)
     grad_ptr = grad_ptr + start + offs
     value_ptr = value_ptr + start + offs
-    exp_avg_ptr = exp_avg_ptr + start + offs
-    exp_avg_sq_ptr = exp_avg_sq_ptr + start + offs
     max_exp_avg_sq_ptr = max_exp_avg_sq_ptr + start + offs
 
     grad = to_float32(tl.load(grad_ptr, mask))
     value = to_float32(tl.load(value_ptr, mask))
-    exp_avg = tl.load(exp_avg_ptr, mask)
-    exp_avg_sq = tl.load(exp_avg_sq_ptr, mask)
+    exp_avg = load_state(exp_avg_ptr, exp_avg_scale, start, stride, mask, EXP_AVG_CODEC, BR, BC)
+    exp_avg_sq = load_state(
+        exp_avg_sq_ptr, exp_avg_sq_scale, start, stride, mask, EXP_AVG_SQ_CODEC, BR, BC
+    )
     max_exp_avg_sq = tl.load(max_exp_avg_sq_ptr, mask) if AMSGRAD else exp_avg_sq
 
     value, exp_avg, exp_avg_sq, max_exp_avg_sq = adam_tile(
@@ -167,8 +189,14 @@ def adam_step_tile(
 
     if STORE:
         tl.store(value_ptr, round_to(value, VALUE_DTYPE), mask)
-        tl.store(exp_avg_ptr, exp_avg, mask)
-        tl.store(exp_avg_sq_ptr, exp_avg_sq, mask)
+        dither = dither_tile(start, stride, scalars[8].to(tl.int32), BR, BC)
+        store_state(
+            exp_avg_ptr, exp_avg_scale, start, stride, mask, exp_avg, dither, EXP_AVG_CODEC, BR, BC
+        )
+        store_state(
+            exp_avg_sq_ptr, exp_avg_sq_scale, start, stride, mask, exp_avg_sq, dither,
+            EXP_AVG_SQ_CODEC, BR, BC,
+        )  # fmt: skip
         if AMSGRAD:
             tl.store(max_exp_avg_sq_ptr, max_exp_avg_sq, mask)
     return value
@@ -185,6 +213,8 @@ def _adam_step_kernel(
     GRAD_DTYPE: tl.constexpr,
     VALUE_DTYPE: tl.constexpr,
     PARAM_DTYPE: tl.constexpr,
+    EXP_AVG_CODEC: tl.constexpr,
+    EXP_AVG_SQ_CODEC: tl.constexpr,
     ADAM_W: tl.constexpr,
     AMSGRAD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -192,7 +222,7 @@ def _adam_step_kernel(
     """Adam on one block of one tensor, read flat; ``rows`` of the table is its number of elements.
 
     Grid: (n_tiles,). Tile: BLOCK elements. grad_scale_ptr, clip_ptr, found_inf_ptr: float32 [1].
-    table: int64 [n_tensors, 16]. scalars: float32 [n, 10]. tiles: int32 [n_tiles, 2], (tensor,
+    table: int64 [n_tensors, 16]. scalars: float32 [n, 12]. tiles: int32 [n_tiles, 2], (tensor,
     block of that tensor).
     PARAM_DTYPE: dtype of the parameter that is rounded from the value, None if it is the value.
     Reads gradient, value, exp_avg, exp_avg_sq, writes the last three and the parameter: with a BF16
@@ -204,22 +234,26 @@ def _adam_step_kernel(
         return
     start = tl.load(tile + 1).to(tl.int64) * BLOCK
     numel = tl.load(table + tensor.to(tl.int64) * WIDTH + ROWS)
-    offs = tl.arange(0, BLOCK)
+    offs = state_offsets(0, 1, BLOCK)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
-    pointers = state_pointers(table, tensor, GRAD_DTYPE, VALUE_DTYPE)
+    pointers = state_pointers(
+        table, tensor, GRAD_DTYPE, VALUE_DTYPE, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
+    )
     # A mask makes every access scalar, so only the last block of a tensor has one.
     if start + BLOCK <= numel:
         value = adam_step_tile(
-            pointers, start, offs, None, constants, VALUE_DTYPE, ADAM_W, AMSGRAD, True
-        )
+            pointers, start, 0, None, constants, VALUE_DTYPE, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC,
+            ADAM_W, AMSGRAD, True, 1, BLOCK,
+        )  # fmt: skip
         if PARAM_DTYPE is not None:
             param_ptr = pointer(table, tensor, ROWWISE_DATA, PARAM_DTYPE) + start + offs
             tl.store(param_ptr, round_to(value, PARAM_DTYPE))
     else:
         mask = start + offs < numel
         value = adam_step_tile(
-            pointers, start, offs, mask, constants, VALUE_DTYPE, ADAM_W, AMSGRAD, True
-        )
+            pointers, start, 0, mask, constants, VALUE_DTYPE, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC,
+            ADAM_W, AMSGRAD, True, 1, BLOCK,
+        )  # fmt: skip
         if PARAM_DTYPE is not None:
             param_ptr = pointer(table, tensor, ROWWISE_DATA, PARAM_DTYPE) + start + offs
             tl.store(param_ptr, round_to(value, PARAM_DTYPE), mask)
@@ -242,6 +276,8 @@ def adam_step(
     grad_dtype: torch.dtype,
     value_dtype: torch.dtype,
     param_dtype: torch.dtype | None,
+    exp_avg_codec: str,
+    exp_avg_sq_codec: str,
     adam_w_mode: bool,
     amsgrad: bool,
 ) -> Launch:
@@ -257,9 +293,12 @@ def adam_step(
             GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
             VALUE_DTYPE=TRITON_DTYPES[value_dtype],
             PARAM_DTYPE=None if param_dtype is None else TRITON_DTYPES[param_dtype],
+            EXP_AVG_CODEC=exp_avg_codec,
+            EXP_AVG_SQ_CODEC=exp_avg_sq_codec,
             ADAM_W=adam_w_mode,
             AMSGRAD=amsgrad,
             BLOCK=BLOCK,
         ),
         num_warps=4,
+        maxnreg=most_registers(exp_avg_codec, exp_avg_sq_codec),
     )

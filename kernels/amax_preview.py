@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch import Launch
+from ._state import most_registers
 from .adam import (
     LARGEST_DECAY,
     LARGEST_UPDATE,
@@ -67,6 +68,8 @@ def _amax_preview_kernel(
     n_tiles,
     GRAD_DTYPE: tl.constexpr,
     WRITE_DTYPE: tl.constexpr,
+    EXP_AVG_CODEC: tl.constexpr,
+    EXP_AVG_SQ_CODEC: tl.constexpr,
     ADAM_W: tl.constexpr,
     AMSGRAD: tl.constexpr,
     SCAN: tl.constexpr,
@@ -75,7 +78,7 @@ def _amax_preview_kernel(
 ):
     """The largest magnitude that the likely tiles of each tensor are going to hold.
 
-    Grid: (cdiv(n_tiles, SCAN),). table: int64 [n_tensors, 16]. scalars: float32 [n, 10], the last
+    Grid: (cdiv(n_tiles, SCAN),). table: int64 [n_tensors, 16]. scalars: float32 [n, 12], the last
     two the largest change of a weight (Inf if unknown) and the factor of its decay. tiles: int32
     [n_tiles, 4], (tensor, row, column, rows << 16 | columns). tile_amaxes: float32 [n_tiles],
     old_amaxes: float32 [n_tensors], before the step. amaxes: float32 [n_tensors], zero at first;
@@ -113,7 +116,9 @@ def _amax_preview_kernel(
         height, width = extent >> 16, extent & 0xFFFF
         cols = size(table, tensor, COLS, 16)
         constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
-        pointers = state_pointers(table, tensor, GRAD_DTYPE, tl.float32)
+        pointers = state_pointers(
+            table, tensor, GRAD_DTYPE, tl.float32, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
+        )
         amax = tl.zeros((BR, BC), tl.float32)
         for done in range(0, height, BR):
             rows_left = height - done
@@ -121,13 +126,17 @@ def _amax_preview_kernel(
             value = adam_step_tile(
                 pointers,
                 tile_start(first_row + done, col, cols),
-                tile_offsets(cols, BR, BC),
+                cols,
                 mask,
                 constants,
                 tl.float32,
+                EXP_AVG_CODEC,
+                EXP_AVG_SQ_CODEC,
                 ADAM_W,
                 AMSGRAD,
                 False,
+                BR,
+                BC,
             )
             magnitude = tl.abs(round_through(value, WRITE_DTYPE))
             # Also drops NaN, which no amax counts.
@@ -219,6 +228,8 @@ def preview_amax(
     *,
     grad_dtype: torch.dtype,
     write_dtype: torch.dtype,
+    exp_avg_codec: str,
+    exp_avg_sq_codec: str,
     adam_w_mode: bool,
     amsgrad: bool,
 ) -> Launch:
@@ -231,6 +242,8 @@ def preview_amax(
         dict(
             GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
             WRITE_DTYPE=TRITON_DTYPES[write_dtype],
+            EXP_AVG_CODEC=exp_avg_codec,
+            EXP_AVG_SQ_CODEC=exp_avg_sq_codec,
             ADAM_W=adam_w_mode,
             AMSGRAD=amsgrad,
             SCAN=SCAN,
@@ -238,6 +251,7 @@ def preview_amax(
             BC=PART[1],
         ),
         num_warps=4,
+        maxnreg=most_registers(exp_avg_codec, exp_avg_sq_codec),
     )
 
 

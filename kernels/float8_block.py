@@ -8,7 +8,7 @@ from torch import Tensor
 from ._bfloat16 import to_float32
 from ._e4m3 import e4m3_code, e4m3_value, e4m3_words
 from ._launch import Launch
-from ._layout import state_offsets
+from ._state import has_scales
 from ._words import insert_tile, store_words, transpose_words
 from .adam import SIGNALS, adam_step_tile, load_scalars, round_through, round_to, state_pointers
 from .tensor_table import (
@@ -31,11 +31,13 @@ from .tensor_table import (
 )
 
 BLOCK = 128
-# How the fused step takes a block apart: whole blocks, and those that reach past an edge, where
-# masks need registers too.
-STEP_PARTS = {
-    True: (Tile(16, BLOCK, 8, 4, 3), Tile(16, 32, 32, 4, 1)),  # two_dimensional
-    False: (Tile(8, BLOCK, 16, 4, 3), Tile(4, BLOCK, 32, 8, 1)),
+# How the fused step takes a block apart: whole blocks, and those that reach past an edge. Masks,
+# and to encode states, need registers too.
+STEP_PARTS = {  # by two_dimensional and scaled_states
+    (True, False): (Tile(16, BLOCK, 8, 4, 3), Tile(16, 32, 32, 4, 1)),
+    (True, True): (Tile(8, BLOCK, 16, 4, 3), Tile(16, 32, 32, 4, 1)),
+    (False, False): (Tile(8, BLOCK, 16, 4, 3), Tile(4, BLOCK, 32, 8, 1)),
+    (False, True): (Tile(8, BLOCK, 16, 4, 3), Tile(4, BLOCK, 32, 8, 1)),
 }
 
 
@@ -257,6 +259,8 @@ def _adam_step_square_kernel(
     GRAD_DTYPE: tl.constexpr,
     WRITE_DTYPE: tl.constexpr,
     LARGEST: tl.constexpr,
+    EXP_AVG_CODEC: tl.constexpr,
+    EXP_AVG_SQ_CODEC: tl.constexpr,
     ADAM_W: tl.constexpr,
     AMSGRAD: tl.constexpr,
     POW_2: tl.constexpr,
@@ -270,7 +274,7 @@ def _adam_step_square_kernel(
     """Adam and re-quantization of one 128x128 block of one tensor.
 
     Grid: (n_tiles,). Tile: [128, 128] in parts of [BR, BC]. table: int64 [n_tensors, 16]. scalars:
-    float32 [n, 10]. tiles: int32 [n_tiles, 4]. MASKED: the block may reach past an edge.
+    float32 [n, 12]. tiles: int32 [n_tiles, 4]. MASKED: the block may reach past an edge.
     A power-of-two scale seldom changes, so each part is quantized with the stored scale at once,
     and its codes are kept, to be stored transposed with the whole block's. Where the new amax asks
     for another scale, the block is read again. Scales that are no power of two always are: reads
@@ -283,7 +287,9 @@ def _adam_step_square_kernel(
     MULTIPLE: tl.constexpr = 1 if MASKED else 16
     rows, cols = size(table, tensor, ROWS, MULTIPLE), size(table, tensor, COLS, MULTIPLE)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
-    pointers = state_pointers(table, tensor, GRAD_DTYPE, tl.float32)
+    pointers = state_pointers(
+        table, tensor, GRAD_DTYPE, tl.float32, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
+    )
     rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
     columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
     scale_ptr = pointer(table, tensor, ROWWISE_SCALE, tl.float32)
@@ -301,13 +307,17 @@ def _adam_step_square_kernel(
         value = adam_step_tile(
             pointers,
             tile_start(row, col, cols),
-            state_offsets(cols, BR, BC),
+            cols,
             mask,
             constants,
             tl.float32,
+            EXP_AVG_CODEC,
+            EXP_AVG_SQ_CODEC,
             ADAM_W,
             AMSGRAD,
             True,
+            BR,
+            BC,
         )
         x = round_through(value, WRITE_DTYPE)
         if MASKED:
@@ -351,6 +361,8 @@ def _adam_step_vector_kernel(
     GRAD_DTYPE: tl.constexpr,
     WRITE_DTYPE: tl.constexpr,
     LARGEST: tl.constexpr,
+    EXP_AVG_CODEC: tl.constexpr,
+    EXP_AVG_SQ_CODEC: tl.constexpr,
     ADAM_W: tl.constexpr,
     AMSGRAD: tl.constexpr,
     POW_2: tl.constexpr,
@@ -372,7 +384,9 @@ def _adam_step_vector_kernel(
     MULTIPLE: tl.constexpr = 1 if MASKED else 16
     rows, cols = size(table, tensor, ROWS, MULTIPLE), size(table, tensor, COLS, MULTIPLE)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
-    pointers = state_pointers(table, tensor, GRAD_DTYPE, tl.float32)
+    pointers = state_pointers(
+        table, tensor, GRAD_DTYPE, tl.float32, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
+    )
     rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
     columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
 
@@ -385,13 +399,17 @@ def _adam_step_vector_kernel(
         value = adam_step_tile(
             pointers,
             tile_start(row, col, cols),
-            state_offsets(cols, BR, BC),
+            cols,
             mask,
             constants,
             tl.float32,
+            EXP_AVG_CODEC,
+            EXP_AVG_SQ_CODEC,
             ADAM_W,
             AMSGRAD,
             True,
+            BR,
+            BC,
         )
         x = round_through(value, WRITE_DTYPE)
         if MASKED:
@@ -512,6 +530,8 @@ def adam_step(
     *,
     grad_dtype: torch.dtype,
     write_dtype: torch.dtype,
+    exp_avg_codec: str,
+    exp_avg_sq_codec: str,
     adam_w_mode: bool,
     amsgrad: bool,
     rowwise: bool,
@@ -525,7 +545,7 @@ def adam_step(
     ``tiles``: whole blocks, and those that reach past an edge.
     """
     kernel = _adam_step_square_kernel if two_dimensional else _adam_step_vector_kernel
-    parts = STEP_PARTS[two_dimensional]
+    parts = STEP_PARTS[two_dimensional, has_scales(exp_avg_codec, exp_avg_sq_codec)]
     return [
         Launch(
             kernel,
@@ -535,6 +555,8 @@ def adam_step(
                 GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
                 WRITE_DTYPE=TRITON_DTYPES[write_dtype],
                 LARGEST=torch.finfo(write_dtype).max,
+                EXP_AVG_CODEC=exp_avg_codec,
+                EXP_AVG_SQ_CODEC=exp_avg_sq_codec,
                 ADAM_W=adam_w_mode,
                 AMSGRAD=amsgrad,
                 POW_2=force_pow_2_scales,

@@ -9,7 +9,7 @@ from ._bfloat16 import to_float32
 from ._e4m3 import e4m3_value, e4m3_words
 from ._e8m0 import e8m0_code_up, e8m0_reciprocal, e8m0_value
 from ._launch import Launch
-from ._layout import state_offsets
+from ._state import has_scales
 from ._words import insert_tile, store_words
 from .adam import SIGNALS, adam_step_tile, load_scalars, round_through, round_to, state_pointers
 from .tensor_table import (
@@ -30,7 +30,8 @@ from .tensor_table import (
 
 BLOCK = 32
 # Tiles of the fused step, taken in parts of so many columns; edges are covered by single blocks.
-STEP_TILE, STEP_PART = Tile(32, 256, 1, 4, 3), 64
+# Encoding states needs registers, hence the smaller parts of states with scales.
+STEP_TILE, STEP_PART = Tile(32, 256, 1, 4, 3), {False: 64, True: 32}  # by scaled_states
 EDGE_TILE, EDGE_PART = Tile(32, 32, 1, 4, 1), 32
 
 
@@ -190,6 +191,8 @@ def _adam_step_kernel(
     tiles,
     GRAD_DTYPE: tl.constexpr,
     WRITE_DTYPE: tl.constexpr,
+    EXP_AVG_CODEC: tl.constexpr,
+    EXP_AVG_SQ_CODEC: tl.constexpr,
     ADAM_W: tl.constexpr,
     AMSGRAD: tl.constexpr,
     ROWWISE: tl.constexpr,
@@ -201,7 +204,7 @@ def _adam_step_kernel(
     """Adam and re-quantization of one tile of one tensor, each byte moved once.
 
     Grid: (n_tiles,). Tile: [32, BC] in parts of [32, PART], codes and scales of which are kept and
-    stored together. table: int64 [n_tensors, 16]. scalars: float32 [n, 10]. tiles: int32
+    stored together. table: int64 [n_tensors, 16]. scalars: float32 [n, 12]. tiles: int32
     [n_tiles, 4].
     Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these, codes and scales:
     28 + 1/16 bytes per element with both directions.
@@ -211,7 +214,9 @@ def _adam_step_kernel(
         return
     cols = size(table, tensor, COLS, 32)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
-    pointers = state_pointers(table, tensor, GRAD_DTYPE, tl.float32)
+    pointers = state_pointers(
+        table, tensor, GRAD_DTYPE, tl.float32, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
+    )
     rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint32)
     rowwise_scale = pointer(table, tensor, ROWWISE_SCALE, tl.uint8)
     columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint32)
@@ -225,13 +230,17 @@ def _adam_step_kernel(
         value = adam_step_tile(
             pointers,
             tile_start(row, first_col + i * PART, cols),
-            state_offsets(cols, 32, PART),
+            cols,
             None,
             constants,
             tl.float32,
+            EXP_AVG_CODEC,
+            EXP_AVG_SQ_CODEC,
             ADAM_W,
             AMSGRAD,
             True,
+            32,
+            PART,
         )
         x = round_through(value, WRITE_DTYPE)
         words, scale, words_of_columns, scale_of_columns = mxfp8_tile(
@@ -309,6 +318,8 @@ def adam_step(
     *,
     grad_dtype: torch.dtype,
     write_dtype: torch.dtype,
+    exp_avg_codec: str,
+    exp_avg_sq_codec: str,
     adam_w_mode: bool,
     amsgrad: bool,
     rowwise: bool,
@@ -318,7 +329,8 @@ def adam_step(
 
     ``tiles``: the lists for STEP_TILE and for EDGE_TILE.
     """
-    forms = ((STEP_TILE, STEP_PART), (EDGE_TILE, EDGE_PART))
+    scaled_states = has_scales(exp_avg_codec, exp_avg_sq_codec)
+    forms = ((STEP_TILE, STEP_PART[scaled_states]), (EDGE_TILE, EDGE_PART))
     return [
         Launch(
             _adam_step_kernel,
@@ -327,6 +339,8 @@ def adam_step(
             dict(
                 GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
                 WRITE_DTYPE=TRITON_DTYPES[write_dtype],
+                EXP_AVG_CODEC=exp_avg_codec,
+                EXP_AVG_SQ_CODEC=exp_avg_sq_codec,
                 ADAM_W=adam_w_mode,
                 AMSGRAD=amsgrad,
                 ROWWISE=rowwise,

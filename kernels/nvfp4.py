@@ -9,7 +9,7 @@ from ._bfloat16 import to_float32
 from ._e2m1 import e2m1_code, e2m1_value
 from ._e4m3 import e4m3_code, e4m3_value
 from ._launch import Launch
-from ._layout import state_offsets
+from ._state import has_scales
 from ._words import insert_tile, pack_words, store_words, transpose_words
 from .adam import SIGNALS, adam_step_tile, load_scalars, round_through, round_to, state_pointers
 from .tensor_table import (
@@ -39,9 +39,10 @@ FP32_MAX = tl.constexpr(3.4028234663852886e38)
 # Tiles of the fused step. The loop keeps loads of the next tile
 # in flight; the edges of a matrix are covered by single blocks.
 STEP_TILE = {True: Tile(16, 64, 4, 4, 4), False: Tile(16, 64, 4, 4, 3)}  # by two_dimensional
-# Most registers per thread; 128 let a fourth program run on each multiprocessor of an H200.
+# Most registers per thread; 128 let a fourth program run on each multiprocessor of an H200, but are
+# too few to encode states as well.
 STEP_REGISTERS = {True: None, False: 128}
-EDGE_TILE = Tile(16, 16, 1, 4, 1)
+EDGE_TILE = {False: Tile(16, 16, 1, 4, 1), True: Tile(16, 32, 1, 4, 1)}  # by scaled_states
 
 
 @triton.jit
@@ -255,6 +256,8 @@ def _adam_step_kernel(
     exceeding,
     GRAD_DTYPE: tl.constexpr,
     WRITE_DTYPE: tl.constexpr,
+    EXP_AVG_CODEC: tl.constexpr,
+    EXP_AVG_SQ_CODEC: tl.constexpr,
     ADAM_W: tl.constexpr,
     AMSGRAD: tl.constexpr,
     ROWWISE: tl.constexpr,
@@ -268,7 +271,7 @@ def _adam_step_kernel(
     """Adam and re-quantization of one column of tiles of one tensor, each byte moved once.
 
     Grid: (n_tiles,). Tile: LOOP times [BR, BC] down the rows. table: int64 [n_tensors, 16].
-    scalars: float32 [n, 10]. tiles: int32 [n_tiles, 4]. amaxes: float32 [n_tensors], of the
+    scalars: float32 [n, 12]. tiles: int32 [n_tiles, 4]. amaxes: float32 [n_tensors], of the
     updated weights; next_amaxes: the same of the next step, set to zero. tile_amaxes: float32
     [n_tiles], written: no weight of the tile is larger. exceeding: float32 [n_tensors], raised to
     the amax of a tensor that is larger than amaxes says.
@@ -284,7 +287,9 @@ def _adam_step_kernel(
     rows = size(table, tensor, ROWS, 16)
     cols = size(table, tensor, COLS, 16)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
-    pointers = state_pointers(table, tensor, GRAD_DTYPE, tl.float32)
+    pointers = state_pointers(
+        table, tensor, GRAD_DTYPE, tl.float32, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
+    )
     amax = tl.load(amaxes + tensor)
     if first_of_tensor:
         amax_ptr = tl.load(table + tensor.to(tl.int64) * WIDTH + AMAX)
@@ -303,13 +308,17 @@ def _adam_step_kernel(
         value = adam_step_tile(
             pointers,
             tile_start(row, col, cols),
-            state_offsets(cols, BR, BC),
+            cols,
             None,
             constants,
             tl.float32,
+            EXP_AVG_CODEC,
+            EXP_AVG_SQ_CODEC,
             ADAM_W,
             AMSGRAD,
             True,
+            BR,
+            BC,
         )
         block_amax, words, scale = nvfp4_tile(
             round_through(value, WRITE_DTYPE),
@@ -426,10 +435,16 @@ def dequantize(
     return out
 
 
-def step_tiles(shapes: list[tuple[int, int]], two_dimensional: bool) -> tuple[Tensor, int]:
-    """Tiles for :func:`adam_step`, those of STEP_TILE first, and the number of these."""
-    whole, edge = cover(shapes, STEP_TILE[two_dimensional], EDGE_TILE)
-    for tiles, tile in ((whole, STEP_TILE[two_dimensional]), (edge, EDGE_TILE)):
+def step_tiles(
+    shapes: list[tuple[int, int]], two_dimensional: bool, scaled_states: bool
+) -> tuple[Tensor, int]:
+    """Tiles for :func:`adam_step`, those of STEP_TILE first, and the number of these.
+
+    ``scaled_states``: Whether states have scales; columns must be multiples of 32 then.
+    """
+    forms = STEP_TILE[two_dimensional], EDGE_TILE[scaled_states]
+    whole, edge = cover(shapes, *forms)
+    for tiles, tile in zip((whole, edge), forms, strict=True):
         tiles[:, 3] = (tile.rows * tile.loop) << 16 | tile.cols
     return torch.cat((whole, edge)), len(whole)
 
@@ -446,6 +461,8 @@ def adam_step(
     *,
     grad_dtype: torch.dtype,
     write_dtype: torch.dtype,
+    exp_avg_codec: str,
+    exp_avg_sq_codec: str,
     adam_w_mode: bool,
     amsgrad: bool,
     rowwise: bool,
@@ -459,6 +476,9 @@ def adam_step(
     ``exceeding``: zero, raised for tensors that have to be written again.
     """
     parts = (slice(0, n_whole), slice(n_whole, tiles.shape[0]))
+    codecs = exp_avg_codec, exp_avg_sq_codec
+    edge_tile = EDGE_TILE[has_scales(*codecs)]
+    registers = STEP_REGISTERS[two_dimensional] if set(codecs) == {"float32"} else None
     return [
         Launch(
             _adam_step_kernel,
@@ -467,6 +487,8 @@ def adam_step(
             dict(
                 GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
                 WRITE_DTYPE=TRITON_DTYPES[write_dtype],
+                EXP_AVG_CODEC=exp_avg_codec,
+                EXP_AVG_SQ_CODEC=exp_avg_sq_codec,
                 ADAM_W=adam_w_mode,
                 AMSGRAD=amsgrad,
                 ROWWISE=rowwise,
@@ -478,7 +500,7 @@ def adam_step(
                 STAGES=tile.num_stages,
             ),
             num_warps=tile.num_warps,
-            maxnreg=STEP_REGISTERS[two_dimensional],
+            maxnreg=registers,
         )
-        for part, tile in zip(parts, (STEP_TILE[two_dimensional], EDGE_TILE), strict=True)
+        for part, tile in zip(parts, (STEP_TILE[two_dimensional], edge_tile), strict=True)
     ]

@@ -24,6 +24,13 @@ STORAGE = {
     "columnwise_scale": "*u8",
 }
 BOTH = {"ROWWISE": True, "COLUMNWISE": True}
+# Of the moments, with what tells the names of the kernels apart.
+STATE_CODECS = {
+    ("float32", "float32"): "",
+    ("bfloat16", "bfloat16"): " BF16 states",
+    ("float16", "ue5m11"): " FP16 states",
+    ("e4m3", "ue4m4"): " FP8 states",
+}
 FP32_MAX = 3.4028234663852886e38
 
 
@@ -46,21 +53,28 @@ def job(path, signature, constexprs, **options):
     }
 
 
-def step_options(grad="bf16", write="fp32", **extra):
-    fixed = {"ADAM_W": True, "AMSGRAD": False, "WRITE_DTYPE": dtype(write)}
-    return {"GRAD_DTYPE": dtype(grad), **fixed, **extra}
+def codec_options(codecs):
+    return dict(zip(("EXP_AVG_CODEC", "EXP_AVG_SQ_CODEC"), codecs, strict=True))
+
+
+def step_options(codecs, **extra):
+    fixed = {"ADAM_W": True, "AMSGRAD": False, "WRITE_DTYPE": dtype("fp32")}
+    return {"GRAD_DTYPE": dtype("bf16"), **fixed, **codec_options(codecs), **extra}
 
 
 def tile_options(tile):
     return {"BR": tile.rows, "BC": tile.cols, "STAGES": tile.num_stages}
 
 
-def kernel_jobs():
-    """Every kernel in the forms that a training run launches most, and in its widest one."""
+def step_jobs(codecs):
+    """The kernels of a step, with the states in some codecs."""
     from fp4adam.kernels import adam, amax_preview, float8_block, mxfp8, nvfp4
+    from fp4adam.kernels._state import has_scales, most_registers
 
     jobs = {}
-    plain = {"ADAM_W": True, "AMSGRAD": False, "BLOCK": adam.BLOCK}
+    scaled = has_scales(*codecs)
+    registers = most_registers(*codecs)
+    plain = {"ADAM_W": True, "AMSGRAD": False, "BLOCK": adam.BLOCK, **codec_options(codecs)}
     for name, grad, value, param in (
         ("fp32", "fp32", "fp32", None),
         ("bf16 with master", "bf16", "fp32", "bf16"),
@@ -71,8 +85,58 @@ def kernel_jobs():
             "VALUE_DTYPE": dtype(value),
             "PARAM_DTYPE": None if param is None else dtype(param),
         }
-        jobs[f"adam {name}"] = job("adam._adam_step_kernel", TABLES, {**plain, **types})
+        jobs[f"adam {name}"] = job(
+            "adam._adam_step_kernel", TABLES, {**plain, **types}, maxnreg=registers
+        )
 
+    names = ("amaxes", "next_amaxes", "tile_amaxes", "exceeding")
+    amaxes = {**TABLES, **dict.fromkeys(names, "*fp32")}
+    known = dict.fromkeys(("tile_amaxes", "old_amaxes", "amaxes", "exceeding"), "*fp32")
+    br, bc = amax_preview.PART
+    jobs["amax preview"] = job(
+        "amax_preview._amax_preview_kernel",
+        {**TABLES, **known, "n_tiles": "i32"},
+        step_options(codecs, SCAN=amax_preview.SCAN, BR=br, BC=bc),
+        maxnreg=registers,
+    )
+    for square in (True, False):
+        for size, tile in (("step", nvfp4.STEP_TILE[square]), ("edge", nvfp4.EDGE_TILE[scaled])):
+            jobs[f"nvfp4 {size} square={square}"] = job(
+                "nvfp4._adam_step_kernel",
+                amaxes,
+                step_options(codecs, SQUARE=square, LOOP=tile.loop, **BOTH, **tile_options(tile)),
+                num_warps=tile.num_warps,
+                maxnreg=nvfp4.STEP_REGISTERS[square] if registers is None else None,
+            )
+    for size, tile, part in (
+        ("step", mxfp8.STEP_TILE, mxfp8.STEP_PART[scaled]),
+        ("edge", mxfp8.EDGE_TILE, mxfp8.EDGE_PART),
+    ):
+        jobs[f"mxfp8 {size}"] = job(
+            "mxfp8._adam_step_kernel",
+            TABLES,
+            step_options(codecs, PART=part, BC=tile.cols, STAGES=tile.num_stages, **BOTH),
+            num_warps=tile.num_warps,
+        )
+    epsilon = {**TABLES, "epsilon": "fp32"}
+    for shape, square in (("square", True), ("vector", False)):
+        parts = float8_block.STEP_PARTS[square, scaled]
+        for masked, tile in zip((False, True), parts, strict=True):
+            extra = {"LARGEST": FP32_MAX, "POW_2": True, "MASKED": masked, **tile_options(tile)}
+            jobs[f"float8block {shape} masked={masked}"] = job(
+                f"float8_block._adam_step_{shape}_kernel",
+                epsilon,
+                step_options(codecs, **BOTH, **extra),
+                num_warps=tile.num_warps,
+            )
+    return {f"{name}{STATE_CODECS[codecs]}": found for name, found in jobs.items()}
+
+
+def kernel_jobs():
+    """Every kernel in the forms that a training run launches most, and in its widest one."""
+    jobs = {}
+    for codecs in STATE_CODECS:
+        jobs |= step_jobs(codecs)
     for name, norm_type in (("1", 1.0), ("2", 2.0), ("inf", math.inf)):
         for grad in DTYPES:
             jobs[f"grad norm {name} {grad}"] = job(
@@ -93,15 +157,6 @@ def kernel_jobs():
             num_warps=16,
         )
 
-    names = ("amaxes", "next_amaxes", "tile_amaxes", "exceeding")
-    amaxes = {**TABLES, **dict.fromkeys(names, "*fp32")}
-    known = dict.fromkeys(("tile_amaxes", "old_amaxes", "amaxes", "exceeding"), "*fp32")
-    br, bc = amax_preview.PART
-    jobs["amax preview"] = job(
-        "amax_preview._amax_preview_kernel",
-        {**TABLES, **known, "n_tiles": "i32"},
-        step_options(SCAN=amax_preview.SCAN, BR=br, BC=bc),
-    )
     for square in (True, False):
         jobs[f"requantize square={square}"] = job(
             "amax_preview._requantize_kernel",
@@ -116,36 +171,6 @@ def kernel_jobs():
             {"WRITE_DTYPE": dtype("fp32"), **BOTH, "SQUARE": square},
             num_warps=1,
         )
-    for square in (True, False):
-        for size, tile in (("step", nvfp4.STEP_TILE[square]), ("edge", nvfp4.EDGE_TILE)):
-            jobs[f"nvfp4 {size} square={square}"] = job(
-                "nvfp4._adam_step_kernel",
-                amaxes,
-                step_options(SQUARE=square, LOOP=tile.loop, **BOTH, **tile_options(tile)),
-                num_warps=tile.num_warps,
-                maxnreg=nvfp4.STEP_REGISTERS[square],
-            )
-    for size, tile, part in (
-        ("step", mxfp8.STEP_TILE, mxfp8.STEP_PART),
-        ("edge", mxfp8.EDGE_TILE, mxfp8.EDGE_PART),
-    ):
-        jobs[f"mxfp8 {size}"] = job(
-            "mxfp8._adam_step_kernel",
-            TABLES,
-            step_options(PART=part, BC=tile.cols, STAGES=tile.num_stages, **BOTH),
-            num_warps=tile.num_warps,
-        )
-    epsilon = {**TABLES, "epsilon": "fp32"}
-    for shape, parts in zip(("square", "vector"), float8_block.STEP_PARTS.values(), strict=True):
-        for masked, tile in zip((False, True), parts, strict=True):
-            extra = {"LARGEST": FP32_MAX, "POW_2": True, "MASKED": masked, **tile_options(tile)}
-            jobs[f"float8block {shape} masked={masked}"] = job(
-                f"float8_block._adam_step_{shape}_kernel",
-                epsilon,
-                step_options(**BOTH, **extra),
-                num_warps=tile.num_warps,
-            )
-
     sizes = {"rows": "i32", "cols": "i32"}
     tile64 = {"BR": 64, "BC": 64}
     jobs["nvfp4 amax of"] = job(

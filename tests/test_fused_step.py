@@ -39,6 +39,12 @@ OPTIONS = {
     "L2, betas of zero and below a half": dict(adam_w_mode=False, betas=(0.0, 0.4)),
     "no bias correction": dict(bias_correction=False, eps=1e-3),
 }
+NARROW = {
+    "bf16": dict(exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16),
+    "fp16": dict(exp_avg_dtype=torch.float16, exp_avg_sq_dtype=torch.float16),
+    "fp8": dict(exp_avg_dtype=torch.float8_e4m3fn, exp_avg_sq_dtype=torch.uint8),
+    "fp8, fp32": dict(exp_avg_dtype=torch.float8_e4m3fn, amsgrad=True),
+}
 
 
 @pytest.fixture
@@ -112,6 +118,29 @@ def test_fused_step_gives_the_bits_of_the_torch_path(name, option, choose_path):
     for kernel in (True, False):
         params = make_params(quantizer, shapes, torch.bfloat16, choose_path(kernel))
         results.append(tensors_of(params, train(params, **options)))
+    assert_same_bits(*results)
+
+
+# Whole tiles and edges; a matrix that has no whole blocks of 32 in a row.
+@pytest.mark.parametrize("states", NARROW)
+@pytest.mark.parametrize(
+    ("quantizer", "shapes"),
+    [
+        (NVFP4Quantizer(), [(64, 64), (16, 96), (16, 48)]),
+        (MXFP8Quantizer(), [(32, 256), (32, 32)]),
+        (Float8BlockQuantizer(), [(128, 128), (20, 160), (5, 3)]),
+        (Float8BlockQuantizer(two_dimensional=False), [(130, 32)]),
+        (None, [(1024,), (3, 5), (33,), (700,)]),
+    ],
+    ids=["nvfp4", "mxfp8", "float8block", "float8block-1d", "plain"],
+)
+def test_narrow_states_have_the_bits_of_the_torch_path(quantizer, shapes, states, choose_path):
+    results = []
+    for kernel in (True, False):
+        params = make_params(quantizer, shapes, torch.bfloat16, choose_path(kernel))
+        optimizer = train(params, **NARROW[states])
+        assert bool(optimizer._plan._batches) == kernel
+        results.append(tensors_of(params, optimizer))
     assert_same_bits(*results)
 
 
