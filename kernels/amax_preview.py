@@ -48,7 +48,7 @@ from .tensor_table import (
 # Tiles whose amax one program compares at once.
 SCAN = 64
 # What a program updates at once of a tile that it looks into.
-PART = (32, 64)
+PART = (8, 64)
 # Programs that look for tensors to write again: enough for any GPU, few enough to cost nothing.
 N_REQUANTIZE = 512
 
