@@ -110,6 +110,25 @@ class Float32(StateCodec):
         return codes
 
 
+class Plain(Float32):
+    """What Adam updates, in its own dtype, rounded to nearest."""
+
+    name = "plain"
+
+
+class Remainder(StateCodec):
+    """BF16 parameters; what they lack of their FP32 masters takes the place of the scales."""
+
+    name = "remainder"
+    dtype = torch.bfloat16
+
+    def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return split_master(x)
+
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return join_master(codes, scales)
+
+
 class Float64(Float32):
     """The numbers of FP64 parameters."""
 
