@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from fp4adam.adam import Scalars, adam_
-from fp4adam.state_codec import STATE_BLOCK, Remainder, StateCodec, dither_bits
+from fp4adam.optimizer_state import state_like
+from fp4adam.state_codec import (
+    PLAIN,
+    REMAINDER,
+    STATE_BLOCK,
+    StateCodec,
+    codec_of_codes,
+    dither_bits,
+)
 
 # Elements of which a step has FP32 copies at a time: per thread of a CPU, and on another device.
 _CPU_PIECE = 2**16
@@ -36,6 +44,13 @@ class StoredState(NamedTuple):
     def of(cls, state: dict[str, Any], name: str, codec: StateCodec) -> "StoredState":
         """The state ``name`` of a parameter's state in the optimizer."""
         return cls(codec, state[name], state[f"{name}_scale"] if codec.scaled else None)
+
+    @classmethod
+    def of_saved(cls, saved: dict[str, Any], name: str) -> "StoredState":
+        """The state ``name`` of a checkpoint, of codes and scales or of plain numbers."""
+        scales = saved.get(f"{name}_scale")
+        codec = PLAIN if scales is None else codec_of_codes(name, saved[name].dtype)
+        return cls(codec, saved[name], scales)
 
     def put_into(self, state: dict[str, Any], name: str) -> None:
         """Make it the state ``name``."""
@@ -62,6 +77,17 @@ class StoredState(NamedTuple):
         codes, scales = codec.encode(x.permute(order).reshape(-1))
         codes = codes.view(x.permute(order).shape).permute(_inverse(order))
         return cls(codec, codes, scales)
+
+
+def restored(saved: StoredState, codec: StateCodec, param: Tensor) -> StoredState:
+    """A saved state of ``param`` as ``codec`` stores it, in memory of its own."""
+    codes, scales = codec.zeros_like(param)
+    if saved.codec.name == codec.name and saved.codes.stride() == codes.stride():
+        codes.copy_(saved.codes)
+        if scales is not None:
+            scales.copy_(saved.scales)
+        return StoredState(codec, codes, scales)
+    return StoredState.encode(codec, state_like(param).copy_(saved.decode()))
 
 
 def memory_order(tensor: Tensor) -> list[int]:
@@ -92,7 +118,7 @@ def adam_stored_(
         return adam_(value.codes, grad, *codes, max_exp_avg_sq, *options)
     order = memory_order(exp_avg.codes)
     # A remainder is cut like the numbers, and not like scales.
-    remainder = value.scales if isinstance(value.codec, Remainder) else None
+    remainder = value.scales if value.codec is REMAINDER else None
     tensors = [
         None if t is None else t.permute(order)
         for t in (*(s.codes for s in stored), grad, max_exp_avg_sq, remainder)

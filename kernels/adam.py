@@ -207,8 +207,8 @@ def adam_step_tile(
     grad_ptr = grad_ptr + start + offs
     max_exp_avg_sq_ptr = max_exp_avg_sq_ptr + start + offs
 
-    grad = to_float32(tl.load(grad_ptr, mask))
     value = load_value(value_ptr, value_extra, start, stride, mask, VALUE_CODEC, BR, BC)
+    grad = to_float32(tl.load(grad_ptr, mask))
     exp_avg = load_state(exp_avg_ptr, exp_avg_scale, start, stride, mask, EXP_AVG_CODEC, BR, BC)
     exp_avg_sq = load_state(
         exp_avg_sq_ptr, exp_avg_sq_scale, start, stride, mask, EXP_AVG_SQ_CODEC, BR, BC

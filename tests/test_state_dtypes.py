@@ -268,6 +268,110 @@ def test_checkpoint_goes_through_a_file(dtype, device):
     assert_same_params(resumed, optimizer)
 
 
+@pytest.mark.parametrize("target", [torch.float32, *NARROW], ids=str)
+@by_dtype
+def test_compact_checkpoint_loads_into_any_storage(dtype, target, device):
+    optimizer = make(dtype, device)
+    take_steps(optimizer, range(2))
+    file = io.BytesIO()
+    torch.save(optimizer.compact_state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = make(target, device, copy.deepcopy(all_params(optimizer)))
+    resumed.load_state_dict(saved)
+    if target == dtype:
+        assert_same_states(resumed, optimizer)
+        take_steps(optimizer, [4, 5])
+        take_steps(resumed, [4, 5])
+        assert_same_states(resumed, optimizer)
+        assert_same_params(resumed, optimizer)
+    else:
+        # As if the numbers had been saved.
+        again = make(target, device, copy.deepcopy(all_params(optimizer)))
+        again.load_state_dict(optimizer.state_dict())
+        assert_same_states(resumed, again)
+
+
+def test_compact_checkpoint_shares_nothing_with_what_loads_it(device):
+    optimizer = make(torch.float8_e4m3fn, device)
+    take_steps(optimizer, [0])
+    saved = copy.deepcopy(optimizer.compact_state_dict())
+    resumed = make(torch.float8_e4m3fn, device, copy.deepcopy(all_params(optimizer)))
+    resumed.load_state_dict(saved)
+    kept = copy.deepcopy(saved["state"])
+    take_steps(resumed, [1])
+    for key, values in kept.items():
+        for name, value in values.items():
+            assert torch.equal(bits(saved["state"][key][name]), bits(value)), name
+
+
+def test_compact_checkpoint_takes_the_promised_bytes(device):
+    param = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16, device=device))
+    for dtype, size in (
+        (torch.bfloat16, 4),
+        (torch.float16, 4 + 2 / 32),
+        (torch.uint8, 2 + 2 / 32),
+    ):
+        optimizer = make(dtype, device, [param], store_param_remainders=True)
+        take_steps(optimizer, [0])
+        values = optimizer.compact_state_dict()["state"][0]
+        del values["step"]
+        assert sum(t.nbytes for t in values.values()) == (size + 2) * param.numel()
+
+
+DAMAGE = {
+    "scales lost": (lambda v: v.pop("exp_avg_scale"), "floating point tensor, got torch.uint8"),
+    "scales cut": (
+        lambda v: v.update(exp_avg_scale=v["exp_avg_scale"][1:]),
+        "scales of exp_avg of",
+    ),
+    "scales cast": (
+        lambda v: v.update(exp_avg_scale=v["exp_avg_scale"].float()),
+        "uint8 scales, got torch.float32",
+    ),
+    "codes cast": (lambda v: v.update(exp_avg=v["exp_avg"].int()), "known dtype beside exp_avg_sc"),
+    "codes cut": (lambda v: v.update(exp_avg_sq=v["exp_avg_sq"][1:]), "must have shape"),
+    "remainder cast": (
+        lambda v: v.update(param_remainder=v["param_remainder"].float()),
+        "param_remainder of parameter 0 must be int16, got torch.float32",
+    ),
+    "remainder cut": (
+        lambda v: v.update(param_remainder=v["param_remainder"][1:]),
+        "param_remainder of parameter 0 must have shape",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_damaged_compact_checkpoint_changes_nothing(damage, message, device):
+    optimizer = make(
+        torch.float8_e4m3fn, device, bfloat16_params(device, 1), store_param_remainders=True
+    )
+    take_steps(optimizer, [0])
+    before = copy.deepcopy(optimizer)
+    wrong = copy.deepcopy(optimizer.compact_state_dict())
+    damage(wrong["state"][0])
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(wrong)
+    assert_same_states(optimizer, before)
+
+
+@pytest.mark.parametrize("target", [True, False], ids=["to remainders", "to masters"])
+def test_compact_masters_resume_bit_for_bit(target, device):
+    params = bfloat16_params(device)
+    optimizer = FusedAdam(params, lr=1e-2, store_param_remainders=True)
+    take_steps(optimizer, range(3))
+    saved = copy.deepcopy(optimizer.compact_state_dict())
+    resumed = FusedAdam(copy.deepcopy(params), lr=1e-2, store_param_remainders=target)
+    resumed.load_state_dict(saved)
+    take_steps(optimizer, [9])
+    take_steps(resumed, [9])
+    for mine, theirs in zip(masters(resumed), masters(optimizer), strict=True):
+        assert torch.equal(bits(mine), bits(theirs))
+    with pytest.raises(ValueError, match="must belong to a bfloat16 parameter, got torch.float32"):
+        FusedAdam([torch.nn.Parameter(p.detach().float()) for p in params]).load_state_dict(saved)
+
+
 def bfloat16_params(device, n=2):
     generator = torch.Generator().manual_seed(0)
     return [
