@@ -23,9 +23,17 @@ from fp4adam.optimizer_state import (
     state_like,
 )
 from fp4adam.quantized_tensor import QuantizedTensor
-from fp4adam.state_codec import Float64, StateCodec, state_codec
+from fp4adam.state_codec import (
+    FLOAT64,
+    PLAIN,
+    REMAINDER,
+    StateCodec,
+    join_master,
+    split_master,
+    state_codec,
+)
 from fp4adam.step_plan import StepPlan
-from fp4adam.stored_state import StoredState, adam_stored_
+from fp4adam.stored_state import StoredState, adam_stored_, restored
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PARAM_DTYPES = (torch.float64, *GRAD_DTYPES)
@@ -54,7 +62,8 @@ class FusedAdam(Optimizer):
     float8_e4m3fn      1 + 1/32               E4M3; 8-bit floats without sign
     =================  =====================  ==============================================
 
-    FP64 parameters keep FP64 moments.
+    FP64 parameters keep FP64 moments. With ``store_param_remainders`` a BF16 parameter is the upper
+    half of its master, and ``param_remainder`` (int16, 2 bytes) what is to be added to the bits.
 
     Args:
         params: Parameters, (name, parameter) pairs or dicts of parameter groups.
@@ -69,6 +78,9 @@ class FusedAdam(Optimizer):
         exp_avg_dtype: Storage of first moments: float32, bfloat16, float16 or float8_e4m3fn, which
             may also be called uint8.
         exp_avg_sq_dtype: The same of second moments; not with ``amsgrad`` unless float32.
+        store_param_remainders: Keep of the FP32 master of a BF16 parameter only what the parameter
+            lacks, which is then the master rounded with ties away from zero. Quantized parameters
+            keep their masters.
         use_decoupled_grad: Read ``param.decoupled_grad`` instead of ``param.grad``; it may have
             another dtype than the parameter.
         maximize: Ascend instead of descend.
@@ -79,7 +91,7 @@ class FusedAdam(Optimizer):
 
     Raises:
         ValueError: If a hyper-parameter is out of range; the texts are those of ``torch.optim``. If
-            there is no such storage of a moment.
+            there is no such storage of a moment, or for ``store_param_remainders`` without masters.
         NotImplementedError: For ``capturable`` and ``differentiable``, and for ``amsgrad`` with
             second moments that are not float32.
         RuntimeError: If ``fused`` and ``foreach`` are both True.
@@ -91,6 +103,7 @@ class FusedAdam(Optimizer):
     # Options of the whole optimizer, which copies and pickles keep.
     _option_names: tuple[str, ...] = (
         "master_weights", "use_decoupled_grad", "exp_avg_dtype", "exp_avg_sq_dtype",
+        "store_param_remainders",
     )  # fmt: skip
 
     def __init__(
@@ -107,6 +120,7 @@ class FusedAdam(Optimizer):
         master_weights: bool = True,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
+        store_param_remainders: bool = False,
         use_decoupled_grad: bool = False,
         maximize: bool = False,
         foreach: bool | None = None,
@@ -131,6 +145,12 @@ class FusedAdam(Optimizer):
             "decoupled_weight_decay": adam_w_mode,
         }
         self.exp_avg_dtype, self.exp_avg_sq_dtype = exp_avg_dtype, exp_avg_sq_dtype
+        self.store_param_remainders = store_param_remainders
+        if store_param_remainders and not master_weights:
+            raise ValueError(
+                "store_param_remainders must be False with master_weights=False, got True: there "
+                "are no masters to keep a part of; leave master_weights True"
+            )
         self._check_options(defaults)
         if isinstance(betas[0], Tensor):
             defaults["betas"] = tuple(beta.squeeze() for beta in betas)
@@ -182,7 +202,7 @@ class FusedAdam(Optimizer):
     def _codecs(self, param_dtype: torch.dtype) -> dict[str, StateCodec]:
         """How the states of a parameter are stored that can be stored in several ways."""
         if param_dtype == torch.float64:
-            return dict.fromkeys(("exp_avg", "exp_avg_sq"), Float64())
+            return dict.fromkeys(("exp_avg", "exp_avg_sq"), FLOAT64)
         return {
             "exp_avg": state_codec("exp_avg", self.exp_avg_dtype),
             "exp_avg_sq": state_codec("exp_avg_sq", self.exp_avg_sq_dtype),
@@ -376,9 +396,10 @@ class FusedAdam(Optimizer):
                     group=group,
                     param=param,
                     state=state,
-                    value=state.get("master_param", param),
+                    value=state["master_param"] if self._needs_master(param) else param,
                     moves=moves(group),
                     write_dtype=self._write_dtype(param),
+                    value_codec=REMAINDER if self._keeps_remainder(param) else PLAIN,
                     exp_avg_codec=codecs["exp_avg"],
                     exp_avg_sq_codec=codecs["exp_avg_sq"],
                 )
@@ -472,6 +493,12 @@ class FusedAdam(Optimizer):
                 f"{exp_avg.device}; optimizer.load_state_dict(optimizer.state_dict()) moves it, "
                 "for a new shape create a new optimizer"
             )
+        remainder = state.get("param_remainder")
+        if remainder is not None and remainder.dtype != torch.int16:
+            raise RuntimeError(
+                f"param_remainder must be int16, got {remainder.dtype}; load states with "
+                "load_state_dict()"
+            )
         for name, codec in self._codecs(param.dtype).items():
             if name not in state:
                 continue
@@ -500,8 +527,9 @@ class FusedAdam(Optimizer):
             grad_scale = grad_scale.to(grad.device)
         exp_avg = StoredState.of(state, "exp_avg", member.exp_avg_codec)
         exp_avg_sq = StoredState.of(state, "exp_avg_sq", member.exp_avg_sq_codec)
+        value = StoredState(member.value_codec, member.value, member.remainder)
         adam_stored_(
-            member.value,
+            value,
             grad,
             exp_avg,
             exp_avg_sq,
@@ -523,7 +551,17 @@ class FusedAdam(Optimizer):
         return param.dtype
 
     def _needs_master(self, param: Tensor) -> bool:
+        if self._keeps_remainder(param):
+            return False
         return self.master_weights and param.dtype in (torch.bfloat16, torch.float16)
+
+    def _keeps_remainder(self, param: Tensor) -> bool:
+        """Whether the parameter itself is a part of its master."""
+        return (
+            self.store_param_remainders
+            and param.dtype == torch.bfloat16
+            and not isinstance(param, QuantizedTensor)
+        )
 
     def _new_master(self, param: Tensor) -> Tensor:
         return param.detach().float()
@@ -542,6 +580,15 @@ class FusedAdam(Optimizer):
                 StoredState(codec, *codec.zeros_like(param)).put_into(state, name)
         if group["amsgrad"] and "max_exp_avg_sq" not in state:
             state["max_exp_avg_sq"] = state_like(param)
+        if self._keeps_remainder(param):
+            if "param_remainder" not in state:
+                state["param_remainder"] = torch.zeros_like(param, dtype=torch.int16)
+            elif self._versions.get(param, param._version) != param._version:
+                # Where another value has been written, what remains of the old one is less than
+                # half a step, but next to zero or infinity it would make a NaN.
+                upper, _ = split_master(join_master(param.detach(), state["param_remainder"]))
+                written = upper.view(torch.int16) != param.detach().view(torch.int16)
+                state["param_remainder"].masked_fill_(written, 0)
         if self._needs_master(param):
             # A parameter that something else has written is where training continues from.
             known = self._versions.get(param, param._version)
@@ -566,6 +613,10 @@ class FusedAdam(Optimizer):
                         scale = f"{name}_scale"
                         others = {n: x for n, x in states[key].items() if n != scale}
                         states[key] = {**others, name: stored.decode()}
+                if "param_remainder" in states[key]:
+                    others = dict(states[key])
+                    master = join_master(param.detach(), others.pop("param_remainder"))
+                    states[key] = {**others, "master_param": master}
 
         handle = self.register_state_dict_post_hook(decode, prepend=True)
         try:
@@ -573,12 +624,25 @@ class FusedAdam(Optimizer):
         finally:
             handle.remove()
 
+    def compact_state_dict(self) -> dict[str, Any]:
+        """The state as it is stored; :meth:`load_state_dict` takes it back, bit for bit.
+
+        Moments are what the attributes ``exp_avg_dtype`` and ``exp_avg_sq_dtype`` say, with
+        ``exp_avg_scale`` and ``exp_avg_sq_scale`` where 32 elements share a scale; 2 + 2/32 bytes
+        per element in place of 8 with two float8_e4m3fn. ``param_remainder`` is 2 bytes in place of
+        the 4 of ``master_param``; it belongs to the parameters of the same step, which have to be
+        loaded first. Any optimizer of this class can load it, whatever it stores its own state in;
+        ``torch.optim.AdamW`` cannot. The tensors are those of the optimizer.
+        """
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state saved by this class or by ``torch.optim.AdamW``.
+        """Load a state saved by this class, compact or not, or by ``torch.optim.AdamW``.
 
         Moments and masters are taken unrounded whatever the dtype of the parameters, and stored as
-        this optimizer stores them. Nothing is shared with ``state_dict``, and masters that it lacks
-        start from the parameters at the next step.
+        this optimizer stores them; parameters that are a part of their masters are written. Nothing
+        is shared with ``state_dict``, and masters that it lacks start from the parameters at the
+        next step.
 
         Raises:
             ValueError: If groups, shapes or dtypes do not fit; nothing has been changed then.
@@ -594,14 +658,14 @@ class FusedAdam(Optimizer):
         def restore(optimizer: Optimizer) -> None:
             for param, saved in saved_states(self.param_groups, loaded):
                 codecs = self._codecs(param.dtype)
+                state = self.state[param]
                 for name in STATE_NAMES & saved.keys():
-                    x = state_like(param).copy_(saved[name])
                     if name in codecs:
-                        StoredState.encode(codecs[name], x).put_into(self.state[param], name)
+                        stored = restored(StoredState.of_saved(saved, name), codecs[name], param)
+                        stored.put_into(state, name)
                     else:
-                        self.state[param][name] = x
-                if not self._needs_master(param):
-                    self.state[param].pop("master_param", None)
+                        state[name] = state_like(param).copy_(saved[name])
+                self._restore_master(param, state, saved)
 
         handles = (
             self.register_load_state_dict_pre_hook(capture),
@@ -616,6 +680,23 @@ class FusedAdam(Optimizer):
         self._versions = {
             param: param._version for param in self.state if isinstance(param, Tensor)
         }
+
+    def _restore_master(self, param: Tensor, state: dict[str, Any], saved: dict[str, Any]) -> None:
+        """Make what ``saved`` has of a master what this optimizer keeps of it."""
+        state.pop("param_remainder", None)
+        remainder = saved.get("param_remainder")
+        if self._keeps_remainder(param):
+            if remainder is not None:
+                zeros = torch.zeros_like(param, dtype=torch.int16)
+                state["param_remainder"] = zeros.copy_(remainder)
+            elif "master_param" in saved:
+                upper, state["param_remainder"] = split_master(state["master_param"])
+                param.detach().copy_(upper)
+        elif remainder is not None and self._needs_master(param):
+            master = join_master(param.detach(), remainder.to(param.device))
+            state["master_param"] = state_like(param).copy_(master)
+        if not self._needs_master(param):
+            state.pop("master_param", None)
 
 
 def _decoupled_grad(param: Tensor) -> Tensor | None:

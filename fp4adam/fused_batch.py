@@ -36,6 +36,7 @@ class Member(NamedTuple):
         value: What Adam reads and writes: the FP32 master weight, or the parameter itself.
         moves: Whether the value can change; with lr = 0 only the moments do.
         write_dtype: What a master weight is rounded to before the parameter is written.
+        value_codec: How the value is stored.
         exp_avg_codec: How its first moment is stored.
         exp_avg_sq_codec: How its second moment is stored.
     """
@@ -46,8 +47,14 @@ class Member(NamedTuple):
     value: Tensor
     moves: bool
     write_dtype: torch.dtype
+    value_codec: StateCodec
     exp_avg_codec: StateCodec
     exp_avg_sq_codec: StateCodec
+
+    @property
+    def has_master(self) -> bool:
+        """Whether there is more of the value than the parameter holds."""
+        return self.value is not self.param or self.remainder is not None
 
     @property
     def max_exp_avg_sq(self) -> Tensor | None:
@@ -66,7 +73,14 @@ class Member(NamedTuple):
             names.append("max_exp_avg_sq")
         if self.value is not self.param:
             names.append("master_param")
+        if self.value_codec.name == "remainder":
+            names.append("param_remainder")
         return tuple(names)
+
+    @property
+    def remainder(self) -> Tensor | None:
+        """What the BF16 parameter lacks of its FP32 master, if that is how it is stored."""
+        return self.state["param_remainder"] if self.value_codec.name == "remainder" else None
 
     @property
     def state_scales(self) -> tuple[Tensor | None, Tensor | None]:
@@ -87,6 +101,7 @@ class Member(NamedTuple):
             grad_dtype=self.param.dtype if grad is None else grad.dtype,
             value_dtype=self.value.dtype,
             write_dtype=self.write_dtype if has_master and self.moves else None,
+            value_codec=self.value_codec,
             exp_avg_codec=self.exp_avg_codec,
             exp_avg_sq_codec=self.exp_avg_sq_codec,
             adam_w_mode=self.group["adam_w_mode"],
@@ -98,7 +113,7 @@ class Member(NamedTuple):
         """Whether the kernels can step it: no FP64; dense, aligned tensors of one layout."""
         value, param = self.value, self.param
         tensors = [value, self.state["exp_avg"], self.state["exp_avg_sq"]]
-        tensors += [t for t in (grad, self.max_exp_avg_sq) if t is not None]
+        tensors += [t for t in (grad, self.max_exp_avg_sq, self.remainder) if t is not None]
         quantized = isinstance(param, QuantizedTensor)
         if not quantized:
             tensors.append(param)
@@ -223,7 +238,8 @@ class FusedBatch:
         elif self.kind.write_dtype is not None:
             written = (param, None, None, None, None)
         tensors = map(_address, (member.value, *moments, *written))
-        return [0, 0, *tensors, rows, cols, 0, *map(_address, member.state_scales)]
+        extra = map(_address, (member.remainder, *member.state_scales))
+        return [0, 0, *tensors, rows, cols, *extra]
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -24,6 +24,7 @@ class Kind(NamedTuple):
     grad_dtype: torch.dtype
     value_dtype: torch.dtype
     write_dtype: torch.dtype | None
+    value_codec: StateCodec
     exp_avg_codec: StateCodec
     exp_avg_sq_codec: StateCodec
     adam_w_mode: bool
@@ -70,6 +71,7 @@ class FusedLaunch:
             grad_dtype=kind.grad_dtype,
             value_dtype=kind.value_dtype,
             param_dtype=kind.write_dtype,
+            value_codec=kind.value_codec.name,
             exp_avg_codec=kind.exp_avg_codec.name,
             exp_avg_sq_codec=kind.exp_avg_sq_codec.name,
             adam_w_mode=kind.adam_w_mode,

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp4adam.state_codec import STATE_BLOCK, codec_of_codes
+
 STATE_NAMES = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param"}
 
 
@@ -53,7 +55,13 @@ def check_state_dict(param_groups: list[dict[str, Any]], state_dict: dict[str, A
                 "is damaged"
             )
         for name in sorted(STATE_NAMES & saved.keys()):
-            _check_saved_tensor(f"{name} of parameter {i}", saved[name], param)
+            what = f"{name} of parameter {i}"
+            if f"{name}_scale" in saved:
+                _check_saved_codes(what, name, saved, param)
+            else:
+                _check_saved_tensor(what, saved[name], param)
+        if "param_remainder" in saved:
+            _check_saved_remainder(f"param_remainder of parameter {i}", saved, param)
 
 
 def _check_saved_tensor(what: str, value: Any, param: Tensor) -> None:
@@ -63,10 +71,43 @@ def _check_saved_tensor(what: str, value: Any, param: Tensor) -> None:
             f"{what} must be a floating point tensor, got {kind}; such a checkpoint has to be "
             "converted first"
         )
-    if value.shape != param.shape:
+    _check_shape(what, value, param.shape)
+
+
+def _check_saved_codes(what: str, name: str, saved: dict[str, Any], param: Tensor) -> None:
+    codes, scales = saved[name], saved[f"{name}_scale"]
+    dtype = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
+    if not isinstance(codes, Tensor) or codec_of_codes(name, dtype) is None:
         raise ValueError(
-            f"{what} must have shape {tuple(param.shape)}, got {tuple(value.shape)}; load it into "
-            "the model that it was saved from"
+            f"{what} must be codes of a known dtype beside {name}_scale, got {dtype}; the "
+            "checkpoint is damaged"
+        )
+    _check_shape(what, codes, param.shape)
+    n_blocks = -(-param.numel() // STATE_BLOCK)
+    if not isinstance(scales, Tensor) or scales.dtype != torch.uint8:
+        kind = scales.dtype if isinstance(scales, Tensor) else type(scales).__name__
+        raise ValueError(f"{what} must have uint8 scales, got {kind}; the checkpoint is damaged")
+    _check_shape(f"the scales of {what}", scales, (n_blocks,))
+
+
+def _check_saved_remainder(what: str, saved: dict[str, Any], param: Tensor) -> None:
+    remainder = saved["param_remainder"]
+    if not isinstance(remainder, Tensor) or remainder.dtype != torch.int16:
+        kind = remainder.dtype if isinstance(remainder, Tensor) else type(remainder).__name__
+        raise ValueError(f"{what} must be int16, got {kind}; the checkpoint is damaged")
+    if param.dtype != torch.bfloat16:
+        raise ValueError(
+            f"{what} must belong to a bfloat16 parameter, got {param.dtype}; save state_dict(), "
+            "which has whole masters, to change the dtype"
+        )
+    _check_shape(what, remainder, param.shape)
+
+
+def _check_shape(what: str, value: Tensor, shape: tuple[int, ...]) -> None:
+    if value.shape != shape:
+        raise ValueError(
+            f"{what} must have shape {tuple(shape)}, got {tuple(value.shape)}; load it into the "
+            "model that it was saved from"
         )
 
 

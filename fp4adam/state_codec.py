@@ -110,6 +110,25 @@ class Float32(StateCodec):
         return codes
 
 
+class Plain(Float32):
+    """What Adam updates, in its own dtype, rounded to nearest."""
+
+    name = "plain"
+
+
+class Remainder(StateCodec):
+    """BF16 parameters; what they lack of their FP32 masters takes the place of the scales."""
+
+    name = "remainder"
+    dtype = torch.bfloat16
+
+    def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return split_master(x)
+
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return join_master(codes, scales)
+
+
 class Float64(Float32):
     """The numbers of FP64 parameters."""
 
@@ -252,6 +271,9 @@ class UnsignedFloat(BlockCodec):
         return bits.view(torch.float32)
 
 
+PLAIN = Plain()
+REMAINDER = Remainder()
+FLOAT64 = Float64()
 UE4M4 = UnsignedFloat(4, 4)
 UE5M11 = UnsignedFloat(5, 11)
 
@@ -292,6 +314,12 @@ def state_codec(name: str, dtype: torch.dtype) -> StateCodec:
             f"{name}_dtype must be one of {known}, got {dtype}; torch.float32 loses nothing"
         )
     return codecs[dtype]
+
+
+def codec_of_codes(name: str, dtype: torch.dtype) -> StateCodec | None:
+    """The codec that stores a state in codes of this dtype and scales, if there is one."""
+    scaled = (codec for codec in _CODECS.get(name, {}).values() if codec.scaled)
+    return next((codec for codec in scaled if codec.dtype == dtype), None)
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:

@@ -97,7 +97,7 @@ class StepPlan:
         fused = chain.from_iterable(batch.members for batch in self._batches)
         self.members = [*fused, *self._unfused]
         self._params = [m.param for m in self.members]
-        self._with_master = [m.param for m in self.members if m.value is not m.param]
+        self._with_master = [m.param for m in self.members if m.has_master]
         self._share_step_counters()
         self._present: list[bool] = []
         self._counted = torch.zeros(0)

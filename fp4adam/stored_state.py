@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from fp4adam.adam import Scalars, adam_
-from fp4adam.state_codec import STATE_BLOCK, StateCodec, dither_bits
+from fp4adam.optimizer_state import state_like
+from fp4adam.state_codec import (
+    PLAIN,
+    REMAINDER,
+    STATE_BLOCK,
+    StateCodec,
+    codec_of_codes,
+    dither_bits,
+)
 
 # Elements of which a step has FP32 copies at a time: per thread of a CPU, and on another device.
 _CPU_PIECE = 2**16
@@ -36,6 +44,13 @@ class StoredState(NamedTuple):
     def of(cls, state: dict[str, Any], name: str, codec: StateCodec) -> "StoredState":
         """The state ``name`` of a parameter's state in the optimizer."""
         return cls(codec, state[name], state[f"{name}_scale"] if codec.scaled else None)
+
+    @classmethod
+    def of_saved(cls, saved: dict[str, Any], name: str) -> "StoredState":
+        """The state ``name`` of a checkpoint, of codes and scales or of plain numbers."""
+        scales = saved.get(f"{name}_scale")
+        codec = PLAIN if scales is None else codec_of_codes(name, saved[name].dtype)
+        return cls(codec, saved[name], scales)
 
     def put_into(self, state: dict[str, Any], name: str) -> None:
         """Make it the state ``name``."""
@@ -64,6 +79,17 @@ class StoredState(NamedTuple):
         return cls(codec, codes, scales)
 
 
+def restored(saved: StoredState, codec: StateCodec, param: Tensor) -> StoredState:
+    """A saved state of ``param`` as ``codec`` stores it, in memory of its own."""
+    codes, scales = codec.zeros_like(param)
+    if saved.codec.name == codec.name and saved.codes.stride() == codes.stride():
+        codes.copy_(saved.codes)
+        if scales is not None:
+            scales.copy_(saved.scales)
+        return StoredState(codec, codes, scales)
+    return StoredState.encode(codec, state_like(param).copy_(saved.decode()))
+
+
 def memory_order(tensor: Tensor) -> list[int]:
     """Dimensions, the one with the largest stride first."""
     return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
@@ -74,7 +100,7 @@ def _inverse(order: list[int]) -> list[int]:
 
 
 def adam_stored_(
-    value: Tensor,
+    value: StoredState,
     grad: Tensor,
     exp_avg: StoredState,
     exp_avg_sq: StoredState,
@@ -84,63 +110,54 @@ def adam_stored_(
     grad_scale: Tensor | None = None,
     clip: Tensor | None = None,
 ) -> None:
-    """:func:`fp4adam.adam.adam_` on stored moments, which exist in FP32 a piece at a time only."""
-    if exp_avg.codec.exact and exp_avg_sq.codec.exact:
-        return adam_(
-            value,
-            grad,
-            exp_avg.codes,
-            exp_avg_sq.codes,
-            max_exp_avg_sq,
-            scalars,
-            adam_w_mode,
-            grad_scale,
-            clip,
-        )
+    """:func:`fp4adam.adam.adam_` on what is stored, which exists in FP32 a piece at a time only."""
+    stored = (value, exp_avg, exp_avg_sq)
+    options = (scalars, adam_w_mode, grad_scale, clip)
+    if all(s.codec.exact for s in stored):
+        codes = (s.codes for s in stored[1:])
+        return adam_(value.codes, grad, *codes, max_exp_avg_sq, *options)
     order = memory_order(exp_avg.codes)
-    plain = [value, grad] if max_exp_avg_sq is None else [value, grad, max_exp_avg_sq]
-    tensors = [t.permute(order) for t in (exp_avg.codes, exp_avg_sq.codes, *plain)]
-    if all(t.is_contiguous() for t in tensors):
-        tensors = [t.view(-1) for t in tensors]
+    # A remainder is cut like the numbers, and not like scales.
+    remainder = value.scales if value.codec is REMAINDER else None
+    tensors = [
+        None if t is None else t.permute(order)
+        for t in (*(s.codes for s in stored), grad, max_exp_avg_sq, remainder)
+    ]
     first = 0
-    for codes, codes_sq, value_piece, grad_piece, *max_piece in _pieces(tensors):
-        shape, n = codes.shape, codes.numel()
+    for *codes, g, largest, rest in _pieces(tensors):
+        shape, n = g.shape, g.numel()
         blocks = slice(first // STATE_BLOCK, -(-(first + n) // STATE_BLOCK))
-        parts = [
-            s._replace(
-                codes=piece.reshape(-1), scales=None if s.scales is None else s.scales[blocks]
-            )
-            for s, piece in ((exp_avg, codes), (exp_avg_sq, codes_sq))
+        scales = [None if s.scales is None else s.scales[blocks] for s in stored]
+        if rest is not None:
+            scales[0] = rest.reshape(-1)
+        numbers = [
+            piece if s.codec.exact else s.codec.decode(piece.reshape(-1), scale).view(shape)
+            for s, piece, scale in zip(stored, codes, scales, strict=True)
         ]
-        m, v = (part.codec.decode(part.codes, part.scales) for part in parts)
-        adam_(
-            value_piece,
-            grad_piece,
-            m.view(shape),
-            v.view(shape),
-            *(max_piece or [None]),
-            scalars,
-            adam_w_mode,
-            grad_scale,
-            clip,
-        )
-        dither = dither_bits(first, n, int(scalars.dither_step), value.device)
-        for part, piece, x in zip(parts, (codes, codes_sq), (m, v), strict=True):
-            new_codes, new_scales = part.codec.encode(x, dither)
-            piece.copy_(new_codes.view(shape))
-            if part.scales is not None:
-                part.scales.copy_(new_scales)
+        adam_(numbers[0], g, *numbers[1:], largest, *options)
+        dither = dither_bits(first, n, int(scalars.dither_step), g.device)
+        for s, piece, scale, x in zip(stored, codes, scales, numbers, strict=True):
+            if not s.codec.exact:
+                new_codes, new_scales = s.codec.encode(x.view(-1), dither)
+                piece.copy_(new_codes.view(shape))
+                if s is value and rest is not None:
+                    rest.copy_(new_scales.view(shape))
+                elif scale is not None:
+                    scale.copy_(new_scales)
         first += n
 
 
-def _pieces(tensors: list[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """Cut tensors of one shape alike, the first one contiguous, into views of whole blocks."""
-    first = tensors[0]
-    if first.dim() == 0 or first.numel() == 0:
-        yield tuple(tensors)
-        return
-    per_row = first[0].numel()
+def _pieces(tensors: list[Tensor | None]) -> Iterator[tuple[Tensor | None, ...]]:
+    """Cut tensors of one shape alike into views of whole blocks; None stays None."""
+    given = [t for t in tensors if t is not None]
+    if all(t.is_contiguous() for t in given):
+        tensors = [None if t is None else t.view(-1) for t in tensors]
+    first = next(t for t in tensors if t is not None)
+    per_row = first[0].numel() if first.numel() else 1
     size = torch.get_num_threads() * _CPU_PIECE if first.is_cpu else _DEVICE_PIECE
     rows_per_block = STATE_BLOCK // math.gcd(STATE_BLOCK, per_row)
     rows = max(size // per_row // rows_per_block, 1) * rows_per_block
-    yield from zip(*(t.split(rows) for t in tensors), strict=True)
+    n_pieces = -(-first.shape[0] // rows)
+    yield from zip(
+        *([None] * n_pieces if t is None else t.split(rows) for t in tensors), strict=True
+    )

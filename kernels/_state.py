@@ -182,26 +182,31 @@ def store_state(
     CODEC: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
+    STORE: tl.constexpr = True,
 ):
     """Store a float32 tile of a state, as :func:`load_state` loads it; returns what that would.
 
-    dither: uint32 [BR, BC] from :func:`dither_tile`, not touched for float32.
+    STORE: False only says what would be stored. dither: uint32 [BR, BC] from :func:`dither_tile`,
+    not touched for float32.
     """
     ptr = ptr + start + state_offsets(stride, BR, BC)
     if CODEC == "float32":
-        tl.store(ptr, x, mask)
+        if STORE:
+            tl.store(ptr, x, mask)
         stored = x
     elif CODEC == "bfloat16":
         code = encode_bfloat16(x, dither)
-        tl.store(ptr, code, mask)
+        if STORE:
+            tl.store(ptr, code, mask)
         stored = to_float32(code)
     else:
         if mask is not None:
             x = tl.where(mask, x, 0.0)
         code, scale = encode_blocks(x, dither, CODEC, BR, BC)
-        tl.store(ptr, code, mask)
-        scale_ptr += (start >> 5) + tile_offsets(stride >> 5, BR, BC // 32)
-        tl.store(scale_ptr, scale, _block_mask(mask, BR, BC))
+        if STORE:
+            tl.store(ptr, code, mask)
+            scale_ptr += (start >> 5) + tile_offsets(stride >> 5, BR, BC // 32)
+            tl.store(scale_ptr, scale, _block_mask(mask, BR, BC))
         stored = decode_blocks(code, scale, CODEC, BR, BC)
     return stored
 
@@ -221,3 +226,30 @@ def join_master(param, remainder):
     """The float32 tile that :func:`split_master` has split. param: bfloat16, remainder: int16."""
     upper = param.to(tl.int16, bitcast=True).to(tl.int32)
     return ((upper << 16) + remainder.to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_value(
+    ptr,
+    extra_ptr,
+    start,
+    stride,
+    mask,
+    CODEC: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Load a tile of what Adam updates, float32 [BR, BC].
+
+    CODEC: "plain" for numbers of any floating type, "remainder" for BF16 with the int16 of
+    :func:`split_master` at extra_ptr, or one of a state, the scales of which are at extra_ptr.
+    """
+    offs = state_offsets(stride, BR, BC)
+    if CODEC == "plain":
+        x = to_float32(tl.load(ptr + start + offs, mask))
+    elif CODEC == "remainder":
+        remainder = tl.load(extra_ptr + start + offs, mask)
+        x = join_master(tl.load(ptr + start + offs, mask), remainder)
+    else:
+        x = load_state(ptr, extra_ptr, start, stride, mask, CODEC, BR, BC)
+    return x

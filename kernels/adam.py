@@ -8,7 +8,15 @@ from torch import Tensor
 from ._bfloat16 import round_to_bfloat16, to_float32
 from ._launch import Launch
 from ._layout import state_offsets
-from ._state import dither_tile, load_state, most_registers, state_pointer, store_state
+from ._state import (
+    dither_tile,
+    load_state,
+    load_value,
+    most_registers,
+    split_master,
+    state_pointer,
+    store_state,
+)
 from .tensor_table import (
     EXP_AVG,
     EXP_AVG_SCALE,
@@ -21,6 +29,7 @@ from .tensor_table import (
     SCALARS,
     TRITON_DTYPES,
     VALUE,
+    VALUE_EXTRA,
     WIDTH,
     pointer,
     takes_part,
@@ -126,11 +135,34 @@ def round_through(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def store_value(
+    ptr,
+    extra_ptr,
+    start,
+    stride,
+    mask,
+    x,
+    CODEC: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Store a float32 tile of what Adam has updated, as ``load_value`` loads it."""
+    offs = state_offsets(stride, BR, BC)
+    if CODEC == "remainder":
+        x, remainder = split_master(x)
+        tl.store(extra_ptr + start + offs, remainder, mask)
+    else:
+        x = round_to(x, ptr.dtype.element_ty)
+    tl.store(ptr + start + offs, x, mask)
+
+
+@triton.jit
 def state_pointers(
     table,
     tensor,
     GRAD_DTYPE: tl.constexpr,
     VALUE_DTYPE: tl.constexpr,
+    VALUE_CODEC: tl.constexpr,
     EXP_AVG_CODEC: tl.constexpr,
     EXP_AVG_SQ_CODEC: tl.constexpr,
 ):
@@ -138,6 +170,7 @@ def state_pointers(
     return (
         pointer(table, tensor, GRAD, GRAD_DTYPE),
         pointer(table, tensor, VALUE, VALUE_DTYPE),
+        pointer(table, tensor, VALUE_EXTRA, tl.int16 if VALUE_CODEC == "remainder" else tl.uint8),
         state_pointer(table, tensor, EXP_AVG, EXP_AVG_CODEC),
         pointer(table, tensor, EXP_AVG_SCALE, tl.uint8),
         state_pointer(table, tensor, EXP_AVG_SQ, EXP_AVG_SQ_CODEC),
@@ -153,7 +186,7 @@ def adam_step_tile(
     stride,
     mask,
     scalars,
-    VALUE_DTYPE: tl.constexpr,
+    VALUE_CODEC: tl.constexpr,
     EXP_AVG_CODEC: tl.constexpr,
     EXP_AVG_SQ_CODEC: tl.constexpr,
     ADAM_W: tl.constexpr,
@@ -168,15 +201,14 @@ def adam_step_tile(
     ``stride`` apart: multiples of 32, as BC, if a codec has scales. scalars: from
     :func:`load_scalars`. The value is float32, unrounded.
     """
-    grad_ptr, value_ptr, exp_avg_ptr, exp_avg_scale = pointers[:4]
-    exp_avg_sq_ptr, exp_avg_sq_scale, max_exp_avg_sq_ptr = pointers[4:]
+    grad_ptr, value_ptr, value_extra, exp_avg_ptr, exp_avg_scale = pointers[:5]
+    exp_avg_sq_ptr, exp_avg_sq_scale, max_exp_avg_sq_ptr = pointers[5:]
     offs = state_offsets(stride, BR, BC)
     grad_ptr = grad_ptr + start + offs
-    value_ptr = value_ptr + start + offs
     max_exp_avg_sq_ptr = max_exp_avg_sq_ptr + start + offs
 
+    value = load_value(value_ptr, value_extra, start, stride, mask, VALUE_CODEC, BR, BC)
     grad = to_float32(tl.load(grad_ptr, mask))
-    value = to_float32(tl.load(value_ptr, mask))
     exp_avg = load_state(exp_avg_ptr, exp_avg_scale, start, stride, mask, EXP_AVG_CODEC, BR, BC)
     exp_avg_sq = load_state(
         exp_avg_sq_ptr, exp_avg_sq_scale, start, stride, mask, EXP_AVG_SQ_CODEC, BR, BC
@@ -188,8 +220,8 @@ def adam_step_tile(
     )
 
     if STORE:
-        tl.store(value_ptr, round_to(value, VALUE_DTYPE), mask)
         dither = dither_tile(start, stride, scalars[8].to(tl.int32), BR, BC)
+        store_value(value_ptr, value_extra, start, stride, mask, value, VALUE_CODEC, BR, BC)
         store_state(
             exp_avg_ptr, exp_avg_scale, start, stride, mask, exp_avg, dither, EXP_AVG_CODEC, BR, BC
         )
@@ -213,6 +245,7 @@ def _adam_step_kernel(
     GRAD_DTYPE: tl.constexpr,
     VALUE_DTYPE: tl.constexpr,
     PARAM_DTYPE: tl.constexpr,
+    VALUE_CODEC: tl.constexpr,
     EXP_AVG_CODEC: tl.constexpr,
     EXP_AVG_SQ_CODEC: tl.constexpr,
     ADAM_W: tl.constexpr,
@@ -237,12 +270,12 @@ def _adam_step_kernel(
     offs = state_offsets(0, 1, BLOCK)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(
-        table, tensor, GRAD_DTYPE, VALUE_DTYPE, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
+        table, tensor, GRAD_DTYPE, VALUE_DTYPE, VALUE_CODEC, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
     )
     # A mask makes every access scalar, so only the last block of a tensor has one.
     if start + BLOCK <= numel:
         value = adam_step_tile(
-            pointers, start, 0, None, constants, VALUE_DTYPE, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC,
+            pointers, start, 0, None, constants, VALUE_CODEC, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC,
             ADAM_W, AMSGRAD, True, 1, BLOCK,
         )  # fmt: skip
         if PARAM_DTYPE is not None:
@@ -251,7 +284,7 @@ def _adam_step_kernel(
     else:
         mask = start + offs < numel
         value = adam_step_tile(
-            pointers, start, 0, mask, constants, VALUE_DTYPE, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC,
+            pointers, start, 0, mask, constants, VALUE_CODEC, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC,
             ADAM_W, AMSGRAD, True, 1, BLOCK,
         )  # fmt: skip
         if PARAM_DTYPE is not None:
@@ -276,6 +309,7 @@ def adam_step(
     grad_dtype: torch.dtype,
     value_dtype: torch.dtype,
     param_dtype: torch.dtype | None,
+    value_codec: str,
     exp_avg_codec: str,
     exp_avg_sq_codec: str,
     adam_w_mode: bool,
@@ -293,6 +327,7 @@ def adam_step(
             GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
             VALUE_DTYPE=TRITON_DTYPES[value_dtype],
             PARAM_DTYPE=None if param_dtype is None else TRITON_DTYPES[param_dtype],
+            VALUE_CODEC=value_codec,
             EXP_AVG_CODEC=exp_avg_codec,
             EXP_AVG_SQ_CODEC=exp_avg_sq_codec,
             ADAM_W=adam_w_mode,

@@ -117,7 +117,7 @@ def _amax_preview_kernel(
         cols = size(table, tensor, COLS, 16)
         constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
         pointers = state_pointers(
-            table, tensor, GRAD_DTYPE, tl.float32, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
+            table, tensor, GRAD_DTYPE, tl.float32, "plain", EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
         )
         amax = tl.zeros((BR, BC), tl.float32)
         for done in range(0, height, BR):
@@ -129,7 +129,7 @@ def _amax_preview_kernel(
                 cols,
                 mask,
                 constants,
-                tl.float32,
+                "plain",
                 EXP_AVG_CODEC,
                 EXP_AVG_SQ_CODEC,
                 ADAM_W,

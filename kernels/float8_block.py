@@ -288,7 +288,7 @@ def _adam_step_square_kernel(
     rows, cols = size(table, tensor, ROWS, MULTIPLE), size(table, tensor, COLS, MULTIPLE)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(
-        table, tensor, GRAD_DTYPE, tl.float32, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
+        table, tensor, GRAD_DTYPE, tl.float32, "plain", EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
     )
     rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
     columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
@@ -310,7 +310,7 @@ def _adam_step_square_kernel(
             cols,
             mask,
             constants,
-            tl.float32,
+            "plain",
             EXP_AVG_CODEC,
             EXP_AVG_SQ_CODEC,
             ADAM_W,
@@ -385,7 +385,7 @@ def _adam_step_vector_kernel(
     rows, cols = size(table, tensor, ROWS, MULTIPLE), size(table, tensor, COLS, MULTIPLE)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(
-        table, tensor, GRAD_DTYPE, tl.float32, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
+        table, tensor, GRAD_DTYPE, tl.float32, "plain", EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
     )
     rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
     columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
@@ -402,7 +402,7 @@ def _adam_step_vector_kernel(
             cols,
             mask,
             constants,
-            tl.float32,
+            "plain",
             EXP_AVG_CODEC,
             EXP_AVG_SQ_CODEC,
             ADAM_W,

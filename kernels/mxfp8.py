@@ -215,7 +215,7 @@ def _adam_step_kernel(
     cols = size(table, tensor, COLS, 32)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(
-        table, tensor, GRAD_DTYPE, tl.float32, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
+        table, tensor, GRAD_DTYPE, tl.float32, "plain", EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
     )
     rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint32)
     rowwise_scale = pointer(table, tensor, ROWWISE_SCALE, tl.uint8)
@@ -233,7 +233,7 @@ def _adam_step_kernel(
             cols,
             None,
             constants,
-            tl.float32,
+            "plain",
             EXP_AVG_CODEC,
             EXP_AVG_SQ_CODEC,
             ADAM_W,

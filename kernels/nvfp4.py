@@ -288,7 +288,7 @@ def _adam_step_kernel(
     cols = size(table, tensor, COLS, 16)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(
-        table, tensor, GRAD_DTYPE, tl.float32, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
+        table, tensor, GRAD_DTYPE, tl.float32, "plain", EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
     )
     amax = tl.load(amaxes + tensor)
     if first_of_tensor:
@@ -311,7 +311,7 @@ def _adam_step_kernel(
             cols,
             None,
             constants,
-            tl.float32,
+            "plain",
             EXP_AVG_CODEC,
             EXP_AVG_SQ_CODEC,
             ADAM_W,

@@ -25,7 +25,7 @@ COLUMNS = (
     "amax",
     "rows",
     "cols",
-    "value_scale",
+    "value_extra",  # scales or remainders
     "exp_avg_scale",
     "exp_avg_sq_scale",
 )
@@ -42,7 +42,7 @@ COLUMNWISE_SCALE = tl.constexpr(9)
 AMAX = tl.constexpr(10)
 ROWS = tl.constexpr(11)
 COLS = tl.constexpr(12)
-VALUE_SCALE = tl.constexpr(13)
+VALUE_EXTRA = tl.constexpr(13)
 EXP_AVG_SCALE = tl.constexpr(14)
 EXP_AVG_SQ_SCALE = tl.constexpr(15)
 WIDTH = tl.constexpr(len(COLUMNS))

@@ -75,15 +75,17 @@ def step_jobs(codecs):
     scaled = has_scales(*codecs)
     registers = most_registers(*codecs)
     plain = {"ADAM_W": True, "AMSGRAD": False, "BLOCK": adam.BLOCK, **codec_options(codecs)}
-    for name, grad, value, param in (
-        ("fp32", "fp32", "fp32", None),
-        ("bf16 with master", "bf16", "fp32", "bf16"),
-        ("fp16 without master", "fp16", "fp16", None),
+    for name, grad, value, param, codec in (
+        ("fp32", "fp32", "fp32", None, "plain"),
+        ("bf16 with master", "bf16", "fp32", "bf16", "plain"),
+        ("bf16 with remainder", "bf16", "bf16", None, "remainder"),
+        ("fp16 without master", "fp16", "fp16", None, "plain"),
     ):
         types = {
             "GRAD_DTYPE": dtype(grad),
             "VALUE_DTYPE": dtype(value),
             "PARAM_DTYPE": None if param is None else dtype(param),
+            "VALUE_CODEC": codec,
         }
         jobs[f"adam {name}"] = job(
             "adam._adam_step_kernel", TABLES, {**plain, **types}, maxnreg=registers

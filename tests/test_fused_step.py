@@ -169,6 +169,21 @@ def test_fused_step_of_plain_parameters_gives_the_bits_of_the_torch_path(
     assert_same_bits(*results)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, OPTIONS["amsgrad, ascending"], NARROW["bf16"], NARROW["fp8"]],
+    ids=["adamw", "amsgrad, ascending", "bf16", "fp8"],
+)
+def test_remainders_have_the_bits_of_the_torch_path(options, choose_path):
+    results = []
+    for kernel in (True, False):
+        params = make_params(None, [(1024,), (3, 5), (2049,)], torch.bfloat16, choose_path(kernel))
+        optimizer = train(params, store_param_remainders=True, **options)
+        assert bool(optimizer._plan._batches) == kernel
+        results.append(tensors_of(params, optimizer))
+    assert_same_bits(*results)
+
+
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4-1d", "mxfp8", "float8block", "float8block-1d"])
 @pytest.mark.parametrize("quantize_from", ["master", "param_dtype"])
 def test_bytes_after_a_step_are_those_of_the_quantized_master(name, quantize_from, choose_path):

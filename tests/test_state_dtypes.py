@@ -1,4 +1,4 @@
-"""Moments in 8 and 16 bits: what they take, how they are saved, and that training gets on."""
+"""Moments and masters in 8 and 16 bits: their sizes, checkpoints, and that training gets on."""
 
 import copy
 import io
@@ -10,6 +10,7 @@ import torch
 from torch.optim import AdamW
 
 from fp4adam import FP4Adam, FusedAdam, NVFP4Quantizer
+from fp4adam.state_codec import join_master
 from quantized_training import (
     all_params,
     make_mlp,
@@ -265,3 +266,189 @@ def test_checkpoint_goes_through_a_file(dtype, device):
     take_steps(optimizer, [1])
     take_steps(resumed, [1])
     assert_same_params(resumed, optimizer)
+
+
+@pytest.mark.parametrize("target", [torch.float32, *NARROW], ids=str)
+@by_dtype
+def test_compact_checkpoint_loads_into_any_storage(dtype, target, device):
+    optimizer = make(dtype, device)
+    take_steps(optimizer, range(2))
+    file = io.BytesIO()
+    torch.save(optimizer.compact_state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = make(target, device, copy.deepcopy(all_params(optimizer)))
+    resumed.load_state_dict(saved)
+    if target == dtype:
+        assert_same_states(resumed, optimizer)
+        take_steps(optimizer, [4, 5])
+        take_steps(resumed, [4, 5])
+        assert_same_states(resumed, optimizer)
+        assert_same_params(resumed, optimizer)
+    else:
+        # As if the numbers had been saved.
+        again = make(target, device, copy.deepcopy(all_params(optimizer)))
+        again.load_state_dict(optimizer.state_dict())
+        assert_same_states(resumed, again)
+
+
+def test_compact_checkpoint_shares_nothing_with_what_loads_it(device):
+    optimizer = make(torch.float8_e4m3fn, device)
+    take_steps(optimizer, [0])
+    saved = copy.deepcopy(optimizer.compact_state_dict())
+    resumed = make(torch.float8_e4m3fn, device, copy.deepcopy(all_params(optimizer)))
+    resumed.load_state_dict(saved)
+    kept = copy.deepcopy(saved["state"])
+    take_steps(resumed, [1])
+    for key, values in kept.items():
+        for name, value in values.items():
+            assert torch.equal(bits(saved["state"][key][name]), bits(value)), name
+
+
+def test_compact_checkpoint_takes_the_promised_bytes(device):
+    param = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16, device=device))
+    for dtype, size in (
+        (torch.bfloat16, 4),
+        (torch.float16, 4 + 2 / 32),
+        (torch.uint8, 2 + 2 / 32),
+    ):
+        optimizer = make(dtype, device, [param], store_param_remainders=True)
+        take_steps(optimizer, [0])
+        values = optimizer.compact_state_dict()["state"][0]
+        del values["step"]
+        assert sum(t.nbytes for t in values.values()) == (size + 2) * param.numel()
+
+
+DAMAGE = {
+    "scales lost": (lambda v: v.pop("exp_avg_scale"), "floating point tensor, got torch.uint8"),
+    "scales cut": (
+        lambda v: v.update(exp_avg_scale=v["exp_avg_scale"][1:]),
+        "scales of exp_avg of",
+    ),
+    "scales cast": (
+        lambda v: v.update(exp_avg_scale=v["exp_avg_scale"].float()),
+        "uint8 scales, got torch.float32",
+    ),
+    "codes cast": (lambda v: v.update(exp_avg=v["exp_avg"].int()), "known dtype beside exp_avg_sc"),
+    "codes cut": (lambda v: v.update(exp_avg_sq=v["exp_avg_sq"][1:]), "must have shape"),
+    "remainder cast": (
+        lambda v: v.update(param_remainder=v["param_remainder"].float()),
+        "param_remainder of parameter 0 must be int16, got torch.float32",
+    ),
+    "remainder cut": (
+        lambda v: v.update(param_remainder=v["param_remainder"][1:]),
+        "param_remainder of parameter 0 must have shape",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_damaged_compact_checkpoint_changes_nothing(damage, message, device):
+    optimizer = make(
+        torch.float8_e4m3fn, device, bfloat16_params(device, 1), store_param_remainders=True
+    )
+    take_steps(optimizer, [0])
+    before = copy.deepcopy(optimizer)
+    wrong = copy.deepcopy(optimizer.compact_state_dict())
+    damage(wrong["state"][0])
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(wrong)
+    assert_same_states(optimizer, before)
+
+
+@pytest.mark.parametrize("target", [True, False], ids=["to remainders", "to masters"])
+def test_compact_masters_resume_bit_for_bit(target, device):
+    params = bfloat16_params(device)
+    optimizer = FusedAdam(params, lr=1e-2, store_param_remainders=True)
+    take_steps(optimizer, range(3))
+    saved = copy.deepcopy(optimizer.compact_state_dict())
+    resumed = FusedAdam(copy.deepcopy(params), lr=1e-2, store_param_remainders=target)
+    resumed.load_state_dict(saved)
+    take_steps(optimizer, [9])
+    take_steps(resumed, [9])
+    for mine, theirs in zip(masters(resumed), masters(optimizer), strict=True):
+        assert torch.equal(bits(mine), bits(theirs))
+    with pytest.raises(ValueError, match="must belong to a bfloat16 parameter, got torch.float32"):
+        FusedAdam([torch.nn.Parameter(p.detach().float()) for p in params]).load_state_dict(saved)
+
+
+def bfloat16_params(device, n=2):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.nn.Parameter(torch.randn(40, 3, generator=generator).bfloat16().to(device))
+        for _ in range(n)
+    ]
+
+
+def masters(optimizer):
+    return [values["master_param"] for values in optimizer.state_dict()["state"].values()]
+
+
+def test_remainders_complete_the_masters(device):
+    """The masters are those of a run that keeps them whole, bit for bit."""
+    whole = FusedAdam(bfloat16_params(device), lr=1e-2)
+    parts = FusedAdam(bfloat16_params(device), lr=1e-2, store_param_remainders=True)
+    for seed in range(5):
+        take_steps(whole, [seed])
+        take_steps(parts, [seed])
+        for mine, theirs in zip(masters(parts), masters(whole), strict=True):
+            assert torch.equal(bits(mine), bits(theirs))
+    for param in all_params(parts):
+        state = parts.state[param]
+        assert state["param_remainder"].dtype == torch.int16 and "master_param" not in state
+        assert torch.equal(param, join_master(param, state["param_remainder"]).bfloat16())
+
+
+def test_remainders_are_for_plain_bfloat16_parameters(device):
+    optimizer = FP4Adam(make_params(QUANTIZER, device), store_param_remainders=True)
+    take_steps(optimizer, [0])
+    for param in all_params(optimizer):
+        is_plain = param.dtype == torch.bfloat16 and not quantized([param])
+        assert ("param_remainder" in optimizer.state[param]) == is_plain
+        has_master = param.dtype != torch.float32 and not is_plain or bool(quantized([param]))
+        assert ("master_param" in optimizer.state[param]) == has_master
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+@pytest.mark.parametrize("source", [True, False], ids=["from remainders", "from masters"])
+@pytest.mark.parametrize("target", [True, False], ids=["to remainders", "to masters"])
+def test_masters_survive_a_checkpoint_in_float32(model_first, source, target, device):
+    params = bfloat16_params(device)
+    optimizer = FusedAdam(params, lr=1e-2, store_param_remainders=source)
+    take_steps(optimizer, range(3))
+    saved = copy.deepcopy(optimizer.state_dict())
+    weights = [param.detach().clone() for param in params]
+    fresh = [torch.nn.Parameter(torch.ones_like(param)) for param in params]
+    resumed = FusedAdam(fresh, lr=1e-2, store_param_remainders=target)
+    for is_model in (model_first, not model_first):
+        if is_model:
+            for param, weight in zip(fresh, weights, strict=True):
+                param.data.copy_(weight)
+        else:
+            resumed.load_state_dict(saved)
+    take_steps(optimizer, [9])
+    take_steps(resumed, [9])
+    for mine, theirs in zip(masters(resumed), masters(optimizer), strict=True):
+        assert torch.equal(bits(mine), bits(theirs))
+
+
+def test_overwritten_parameters_are_where_training_goes_on(device):
+    """Beside a remainder, zero and infinity could become NaN."""
+    param = bfloat16_params(device, 1)[0]
+    optimizer = FusedAdam([param], lr=1e-3, store_param_remainders=True)
+    take_steps(optimizer, range(2))
+    with torch.no_grad():
+        param.zero_()
+        param[0] = -0.0
+        param[1] = 3.0
+        param[2] = math.inf
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert param.abs().max() == math.inf and not param.isnan().any()
+    assert (param[1].float() - 3.0).abs().max() < 0.02
+    assert param[3:].abs().max() < 0.02
+
+
+def test_remainders_need_masters():
+    with pytest.raises(ValueError, match="store_param_remainders must be False with master_weigh"):
+        FusedAdam([torch.zeros(3)], store_param_remainders=True, master_weights=False)
