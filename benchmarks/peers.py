@@ -205,6 +205,8 @@ def _contestants() -> list[Contestant]:
     for name, quantizer in FORMATS.items():
         make = quantized(FP4Adam, quantizer, **HYPER)
         result.append(Contestant(f"FP4Adam, {name}", "fp4adam", make, _multiple(quantizer)))
+    make = plain(FusedAdam, bf16, store_param_remainders=True)
+    result.append(Contestant("FusedAdam, BF16 + 16-bit remainders", "fp4adam", make))
     for name, dtype in MOMENTS.items():
         moments = dict(exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
         make = plain(FusedAdam, bf16, **moments)
