@@ -28,6 +28,7 @@ FORMATS = {
     "Float8Block 1D": fp4adam.Float8BlockQuantizer(two_dimensional=False),
 }
 UNFUSED = ("NVFP4", "MXFP8", "Float8Block")
+MOMENTS = {"BF16": torch.bfloat16, "FP8": torch.float8_e4m3fn}
 # A side of a matrix has to be a multiple of this; 1 where it is not said.
 MULTIPLE = {fp4adam.NVFP4Quantizer: 16, fp4adam.MXFP8Quantizer: 32}
 
@@ -204,6 +205,14 @@ def _contestants() -> list[Contestant]:
     for name, quantizer in FORMATS.items():
         make = quantized(FP4Adam, quantizer, **HYPER)
         result.append(Contestant(f"FP4Adam, {name}", "fp4adam", make, _multiple(quantizer)))
+    for name, dtype in MOMENTS.items():
+        moments = dict(exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
+        make = plain(FusedAdam, bf16, **moments)
+        result.append(
+            Contestant(f"FusedAdam, BF16 + FP32 masters, {name} moments", "fp4adam", make)
+        )
+        make = quantized(FP4Adam, FORMATS["NVFP4"], **HYPER, **moments)
+        result.append(Contestant(f"FP4Adam, NVFP4, {name} moments", "fp4adam", make, 16))
     for name, kind, make in (
         ("torch AdamW fused, FP32, clipped", "torch", result[0].make),
         ("FusedAdam, FP32, clipped", "fp4adam", result[2].make),

@@ -242,7 +242,7 @@ def parse_args() -> argparse.Namespace:
         "--only",
         type=lambda text: text.split(";"),
         metavar="TEXT[;TEXT]",
-        help="measure only names that contain one of these, on every model",
+        help="measure only names that contain one of these",
     )
     parser.add_argument("--json", type=Path, help="write settings and results to this file")
     args = parser.parse_args()
@@ -256,10 +256,10 @@ def parse_args() -> argparse.Namespace:
 
 
 def chosen(args: argparse.Namespace, model: str) -> list[Contestant]:
-    """Who is measured on a model."""
-    if args.only:
-        return [c for c in CONTESTANTS if any(text in c.name for text in args.only)]
-    return [c for c in CONTESTANTS if model == "gpt" or c.name in SHORT_LIST]
+    """Who is measured on a model: everyone on gpt, few on the others, --only aside."""
+    named = args.only and model == args.model
+    everyone = [c for c in CONTESTANTS if named or model == "gpt" or c.name in SHORT_LIST]
+    return [c for c in everyone if any(text in c.name for text in args.only or [""])]
 
 
 def main() -> None:

@@ -73,8 +73,8 @@ def put_float8_block(two_dimensional: bool) -> Callable[[Tile], None]:
     """What puts a tile in the place of Float8Block's for whole blocks."""
 
     def put(tile: Tile) -> None:
-        edge = float8_block.STEP_PARTS[two_dimensional][1]
-        float8_block.STEP_PARTS[two_dimensional] = (tile, edge)
+        edge = float8_block.STEP_PARTS[two_dimensional, False][1]
+        float8_block.STEP_PARTS[two_dimensional, False] = (tile, edge)
 
     return put
 

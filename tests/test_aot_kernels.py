@@ -267,12 +267,14 @@ def test_kernels_round_every_operation(compiled):
     assert not any(inexact.values()), {key: n for key, n in inexact.items() if n}
 
 
-@pytest.mark.parametrize("name", ["adam", "nvfp4 step square=True", "mxfp8 step"])
-def test_steps_move_sixteen_bytes_at_a_time(compiled, name):
-    for (job_name, _), facts in compiled.items():
-        if job_name.startswith(name):
-            assert count(facts, r"^st\.global\.v4|^st\.global\.v2\.b64") > 0
-            assert count(facts, r"^ld\.global\.v4|^ld\.global\.v2\.b64|^cp\.async\.cg") > 0
+@pytest.mark.parametrize("sm", CAPABILITIES)
+@pytest.mark.parametrize(
+    "name", ["adam fp32", "adam bf16 with master", "nvfp4 step square=True", "mxfp8 step"]
+)
+def test_steps_move_sixteen_bytes_at_a_time(compiled, name, sm):
+    facts = compiled[name, sm]
+    assert count(facts, r"^st\.global\.v4|^st\.global\.v2\.b64") > 0
+    assert count(facts, r"^ld\.global\.v4|^ld\.global\.v2\.b64|^cp\.async\.cg") > 0
 
 
 @pytest.mark.parametrize("grad", DTYPES)

@@ -102,7 +102,7 @@ def test_bytes(name, weight, grad, states, reads_weight, measured):
 @pytest.mark.parametrize("model", MODELS)
 def test_every_optimizer_is_measured_on_every_model(model, measured):
     results = rows(measured, model)
-    assert len(results) == 17
+    assert len(results) == (21 if model == "gpt" else 5)
     for row in [r for name, r in results.items() if name != BROKEN]:
         assert all(row[key] > 0 for key in TIMES), row
         assert row["ms_min"] <= row["ms"] <= row["ms_max"]
@@ -110,9 +110,8 @@ def test_every_optimizer_is_measured_on_every_model(model, measured):
 
 
 def test_what_cannot_run_says_why_and_the_rest_goes_on(measured):
-    for model in MODELS:
-        assert rows(measured, model)[BROKEN]["error"] == "a broken build"
-    assert measured[1].count(f"{BROKEN:40s}   not measured: a broken build\n") == len(MODELS)
+    assert rows(measured, "gpt")[BROKEN]["error"] == "a broken build"
+    assert measured[1].count(f"{BROKEN:40s}   not measured: a broken build\n") == 1
 
 
 def test_ragged_sides_leave_tails_in_every_format(measured):
