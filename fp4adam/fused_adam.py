@@ -62,8 +62,10 @@ class FusedAdam(Optimizer):
     float8_e4m3fn      1 + 1/32               E4M3; 8-bit floats without sign
     =================  =====================  ==============================================
 
-    FP64 parameters keep FP64 moments. With ``store_param_remainders`` a BF16 parameter is the upper
-    half of its master, and ``param_remainder`` (int16, 2 bytes) what is to be added to the bits.
+    ``master_weight_dtype=torch.float16`` stores ``master_param`` as first moments in float16, with
+    ``master_param_scale``. With ``store_param_remainders`` a BF16 parameter is the upper half of
+    its master, and ``param_remainder`` (int16, 2 bytes) what is to be added to the bits. FP64
+    parameters keep FP64 moments.
 
     Args:
         params: Parameters, (name, parameter) pairs or dicts of parameter groups.
@@ -78,6 +80,8 @@ class FusedAdam(Optimizer):
         exp_avg_dtype: Storage of first moments: float32, bfloat16, float16 or float8_e4m3fn, which
             may also be called uint8.
         exp_avg_sq_dtype: The same of second moments; not with ``amsgrad`` unless float32.
+        master_weight_dtype: Storage of masters, those of quantized parameters included: float32, or
+            float16.
         store_param_remainders: Keep of the FP32 master of a BF16 parameter only what the parameter
             lacks, which is then the master rounded with ties away from zero. Quantized parameters
             keep their masters.
@@ -91,7 +95,8 @@ class FusedAdam(Optimizer):
 
     Raises:
         ValueError: If a hyper-parameter is out of range; the texts are those of ``torch.optim``. If
-            there is no such storage of a moment, or for ``store_param_remainders`` without masters.
+            there is no such storage of a moment, or for ``store_param_remainders`` without FP32
+            masters.
         NotImplementedError: For ``capturable`` and ``differentiable``, and for ``amsgrad`` with
             second moments that are not float32.
         RuntimeError: If ``fused`` and ``foreach`` are both True.
@@ -103,7 +108,7 @@ class FusedAdam(Optimizer):
     # Options of the whole optimizer, which copies and pickles keep.
     _option_names: tuple[str, ...] = (
         "master_weights", "use_decoupled_grad", "exp_avg_dtype", "exp_avg_sq_dtype",
-        "store_param_remainders",
+        "master_weight_dtype", "store_param_remainders",
     )  # fmt: skip
 
     def __init__(
@@ -120,6 +125,7 @@ class FusedAdam(Optimizer):
         master_weights: bool = True,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
+        master_weight_dtype: torch.dtype = torch.float32,
         store_param_remainders: bool = False,
         use_decoupled_grad: bool = False,
         maximize: bool = False,
@@ -145,7 +151,13 @@ class FusedAdam(Optimizer):
             "decoupled_weight_decay": adam_w_mode,
         }
         self.exp_avg_dtype, self.exp_avg_sq_dtype = exp_avg_dtype, exp_avg_sq_dtype
+        self.master_weight_dtype = master_weight_dtype
         self.store_param_remainders = store_param_remainders
+        if store_param_remainders and master_weight_dtype != torch.float32:
+            raise ValueError(
+                "master_weight_dtype must be torch.float32 with store_param_remainders, got "
+                f"{master_weight_dtype}: remainders complete FP32 masters; leave one of the two out"
+            )
         if store_param_remainders and not master_weights:
             raise ValueError(
                 "store_param_remainders must be False with master_weights=False, got True: there "
@@ -202,8 +214,9 @@ class FusedAdam(Optimizer):
     def _codecs(self, param_dtype: torch.dtype) -> dict[str, StateCodec]:
         """How the states of a parameter are stored that can be stored in several ways."""
         if param_dtype == torch.float64:
-            return dict.fromkeys(("exp_avg", "exp_avg_sq"), FLOAT64)
+            return dict.fromkeys(("exp_avg", "exp_avg_sq", "master_param"), FLOAT64)
         return {
+            "master_param": state_codec("master_weight", self.master_weight_dtype),
             "exp_avg": state_codec("exp_avg", self.exp_avg_dtype),
             "exp_avg_sq": state_codec("exp_avg_sq", self.exp_avg_sq_dtype),
         }
@@ -399,7 +412,7 @@ class FusedAdam(Optimizer):
                     value=state["master_param"] if self._needs_master(param) else param,
                     moves=moves(group),
                     write_dtype=self._write_dtype(param),
-                    value_codec=REMAINDER if self._keeps_remainder(param) else PLAIN,
+                    value_codec=self._value_codec(param),
                     exp_avg_codec=codecs["exp_avg"],
                     exp_avg_sq_codec=codecs["exp_avg_sq"],
                 )
@@ -527,7 +540,8 @@ class FusedAdam(Optimizer):
             grad_scale = grad_scale.to(grad.device)
         exp_avg = StoredState.of(state, "exp_avg", member.exp_avg_codec)
         exp_avg_sq = StoredState.of(state, "exp_avg_sq", member.exp_avg_sq_codec)
-        value = StoredState(member.value_codec, member.value, member.remainder)
+        extra = member.state_scales[0] if member.remainder is None else member.remainder
+        value = StoredState(member.value_codec, member.value, extra)
         adam_stored_(
             value,
             grad,
@@ -540,7 +554,7 @@ class FusedAdam(Optimizer):
             clip,
         )
         if member.value is not member.param and member.moves:
-            self._write_param(member.param, member.value)
+            self._write_param(member.param, self._master_of(member.param, state))
 
     def _write_param(self, param: Tensor, master: Tensor) -> None:
         """Round the master weight to the parameter."""
@@ -554,6 +568,18 @@ class FusedAdam(Optimizer):
         if self._keeps_remainder(param):
             return False
         return self.master_weights and param.dtype in (torch.bfloat16, torch.float16)
+
+    def _value_codec(self, param: Tensor) -> StateCodec:
+        """How what Adam updates is stored."""
+        if self._keeps_remainder(param):
+            return REMAINDER
+        codec = self._codecs(param.dtype)["master_param"]
+        return codec if self._needs_master(param) and not codec.exact else PLAIN
+
+    def _master_of(self, param: Tensor, state: dict[str, Any]) -> Tensor:
+        """The master weight in FP32."""
+        codec = self._codecs(param.dtype)["master_param"]
+        return StoredState.of(state, "master_param", codec).decode()
 
     def _keeps_remainder(self, param: Tensor) -> bool:
         """Whether the parameter itself is a part of its master."""
@@ -576,7 +602,7 @@ class FusedAdam(Optimizer):
         if "step" not in state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
         for name, codec in self._codecs(param.dtype).items():
-            if name not in state:
+            if name not in state and name != "master_param":
                 StoredState(codec, *codec.zeros_like(param)).put_into(state, name)
         if group["amsgrad"] and "max_exp_avg_sq" not in state:
             state["max_exp_avg_sq"] = state_like(param)
@@ -593,9 +619,11 @@ class FusedAdam(Optimizer):
             # A parameter that something else has written is where training continues from.
             known = self._versions.get(param, param._version)
             if "master_param" not in state or (
-                known != param._version and not self._param_is_of(param, state["master_param"])
+                known != param._version
+                and not self._param_is_of(param, self._master_of(param, state))
             ):
-                state["master_param"] = self._new_master(param)
+                codec = self._codecs(param.dtype)["master_param"]
+                StoredState.encode(codec, self._new_master(param)).put_into(state, "master_param")
         return state
 
     def state_dict(self) -> dict[str, Any]:
@@ -694,9 +722,12 @@ class FusedAdam(Optimizer):
                 param.detach().copy_(upper)
         elif remainder is not None and self._needs_master(param):
             master = join_master(param.detach(), remainder.to(param.device))
-            state["master_param"] = state_like(param).copy_(master)
+            codec = self._codecs(param.dtype)["master_param"]
+            stored = StoredState.encode(codec, state_like(param).copy_(master))
+            stored.put_into(state, "master_param")
         if not self._needs_master(param):
             state.pop("master_param", None)
+            state.pop("master_param_scale", None)
 
 
 def _decoupled_grad(param: Tensor) -> Tensor | None:

@@ -73,6 +73,8 @@ class Member(NamedTuple):
             names.append("max_exp_avg_sq")
         if self.value is not self.param:
             names.append("master_param")
+        if self.value_codec.scaled:
+            names.append("master_param_scale")
         if self.value_codec.name == "remainder":
             names.append("param_remainder")
         return tuple(names)
@@ -83,10 +85,11 @@ class Member(NamedTuple):
         return self.state["param_remainder"] if self.value_codec.name == "remainder" else None
 
     @property
-    def state_scales(self) -> tuple[Tensor | None, Tensor | None]:
-        """Scales of the two moments, where these have some."""
+    def state_scales(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Scales of the value and the two moments, where these have some."""
         state = self.state
         return (
+            state["master_param_scale"] if self.value_codec.scaled else None,
             state["exp_avg_scale"] if self.exp_avg_codec.scaled else None,
             state["exp_avg_sq_scale"] if self.exp_avg_sq_codec.scaled else None,
         )
@@ -238,8 +241,10 @@ class FusedBatch:
         elif self.kind.write_dtype is not None:
             written = (param, None, None, None, None)
         tensors = map(_address, (member.value, *moments, *written))
-        extra = map(_address, (member.remainder, *member.state_scales))
-        return [0, 0, *tensors, rows, cols, *extra]
+        extra, *scales = member.state_scales
+        if member.remainder is not None:
+            extra = member.remainder
+        return [0, 0, *tensors, rows, cols, *map(_address, (extra, *scales))]
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -34,13 +34,15 @@ class Kind(NamedTuple):
     @property
     def has_scaled_states(self) -> bool:
         """Whether 32 elements of a state share a scale."""
-        return self.exp_avg_codec.scaled or self.exp_avg_sq_codec.scaled
+        codecs = (self.value_codec, self.exp_avg_codec, self.exp_avg_sq_codec)
+        return any(codec.scaled for codec in codecs)
 
     def step_options(self) -> dict[str, Any]:
         """What the kernels of quantized formats take of it."""
         return dict(
             grad_dtype=self.grad_dtype,
             write_dtype=self.write_dtype,
+            value_codec=self.value_codec.name,
             exp_avg_codec=self.exp_avg_codec.name,
             exp_avg_sq_codec=self.exp_avg_sq_codec.name,
             adam_w_mode=self.adam_w_mode,
@@ -153,7 +155,13 @@ class NVFP4Launch(FusedLaunch):
                 table, scalars, tiles, n_whole, new, old, tile_amaxes, exceeding, **options, **usage
             )
             requantize = amax_preview.requantize(
-                table, tiles, new, exceeding, write_dtype=kind.write_dtype, **usage
+                table,
+                tiles,
+                new,
+                exceeding,
+                write_dtype=kind.write_dtype,
+                value_codec=kind.value_codec.name,
+                **usage,
             )
             self._turns.append((old, [preview, *steps], requantize))
         self._table, self._scalars = table, scalars

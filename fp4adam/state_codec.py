@@ -295,6 +295,9 @@ _CODECS: dict[str, dict[torch.dtype, StateCodec]] = {
     "master_weight": {torch.float32: Float32(), torch.float16: Float16()},
 }
 
+# As the state is called whose dtype is master_weight_dtype.
+_CODECS["master_param"] = _CODECS["master_weight"]
+
 
 def state_codec(name: str, dtype: torch.dtype) -> StateCodec:
     """The codec of a state.

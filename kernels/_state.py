@@ -10,7 +10,7 @@ from ._bfloat16 import to_float32
 from ._e4m3 import e4m3_value
 from ._e8m0 import e8m0_reciprocal, e8m0_value
 from ._layout import state_offsets
-from .tensor_table import pointer, tile_offsets
+from .tensor_table import VALUE, VALUE_EXTRA, pointer, tile_offsets
 
 PER_ELEMENT = tl.constexpr(0xC13FA9A9)
 PER_STEP = tl.constexpr(0x91E10DA5)
@@ -28,12 +28,12 @@ CODE_DTYPES = {
 
 def has_scales(*codecs: str) -> bool:
     """Whether 32 neighbours in a row share a scale, so that tiles must not cut between them."""
-    return not {"float32", "bfloat16"}.issuperset(codecs)
+    return not {"plain", "remainder", "float32", "bfloat16"}.issuperset(codecs)
 
 
 def most_registers(*codecs: str) -> int | None:
     """What lets ptxas take the registers that codecs need; left alone it may rather spill a few."""
-    return None if {"float32"}.issuperset(codecs) else 128
+    return None if {"plain", "float32"}.issuperset(codecs) else 255
 
 
 @triton.jit
@@ -253,3 +253,23 @@ def load_value(
     else:
         x = load_state(ptr, extra_ptr, start, stride, mask, CODEC, BR, BC)
     return x
+
+
+@triton.jit
+def value_pointers(table, tensor, DTYPE: tl.constexpr, CODEC: tl.constexpr):
+    """Pointers to what Adam updates and to what completes it, for :func:`load_value`."""
+    if CODEC == "remainder":
+        extra_ptr = pointer(table, tensor, VALUE_EXTRA, tl.int16)
+    else:
+        extra_ptr = pointer(table, tensor, VALUE_EXTRA, tl.uint8)
+    return pointer(table, tensor, VALUE, DTYPE), extra_ptr
+
+
+@triton.jit
+def master_pointers(table, tensor, CODEC: tl.constexpr):
+    """:func:`value_pointers` of a master weight, which is FP32 if plain."""
+    if CODEC == "plain":
+        pointers = value_pointers(table, tensor, tl.float32, CODEC)
+    else:
+        pointers = value_pointers(table, tensor, tl.float16, CODEC)
+    return pointers

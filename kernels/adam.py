@@ -12,10 +12,12 @@ from ._state import (
     dither_tile,
     load_state,
     load_value,
+    master_pointers,
     most_registers,
     split_master,
     state_pointer,
     store_state,
+    value_pointers,
 )
 from .tensor_table import (
     EXP_AVG,
@@ -28,8 +30,6 @@ from .tensor_table import (
     ROWWISE_DATA,
     SCALARS,
     TRITON_DTYPES,
-    VALUE,
-    VALUE_EXTRA,
     WIDTH,
     pointer,
     takes_part,
@@ -142,18 +142,29 @@ def store_value(
     stride,
     mask,
     x,
+    dither,
     CODEC: tl.constexpr,
+    STORE: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Store a float32 tile of what Adam has updated, as ``load_value`` loads it."""
+    """Store a float32 tile of what Adam has updated, as ``load_value`` loads it.
+
+    STORE: False stores nothing. Returns what a parameter is to be rounded from: the tile, or what
+    is left of it in a codec with scales.
+    """
     offs = state_offsets(stride, BR, BC)
     if CODEC == "remainder":
-        x, remainder = split_master(x)
-        tl.store(extra_ptr + start + offs, remainder, mask)
+        if STORE:
+            upper, remainder = split_master(x)
+            tl.store(extra_ptr + start + offs, remainder, mask)
+            tl.store(ptr + start + offs, upper, mask)
+    elif CODEC == "plain":
+        if STORE:
+            tl.store(ptr + start + offs, round_to(x, ptr.dtype.element_ty), mask)
     else:
-        x = round_to(x, ptr.dtype.element_ty)
-    tl.store(ptr + start + offs, x, mask)
+        x = store_state(ptr, extra_ptr, start, stride, mask, x, dither, CODEC, BR, BC, STORE)
+    return x
 
 
 @triton.jit
@@ -166,11 +177,19 @@ def state_pointers(
     EXP_AVG_CODEC: tl.constexpr,
     EXP_AVG_SQ_CODEC: tl.constexpr,
 ):
-    """Pointers to gradient, value and moments of a tensor; load them before a loop, not in it."""
+    """Pointers to gradient, value and moments of a tensor; load them before a loop, not in it.
+
+    VALUE_DTYPE: None for a master weight.
+    """
+    grad_ptr = pointer(table, tensor, GRAD, GRAD_DTYPE)
+    if VALUE_DTYPE is None:
+        value_ptr, value_extra = master_pointers(table, tensor, VALUE_CODEC)
+    else:
+        value_ptr, value_extra = value_pointers(table, tensor, VALUE_DTYPE, VALUE_CODEC)
     return (
-        pointer(table, tensor, GRAD, GRAD_DTYPE),
-        pointer(table, tensor, VALUE, VALUE_DTYPE),
-        pointer(table, tensor, VALUE_EXTRA, tl.int16 if VALUE_CODEC == "remainder" else tl.uint8),
+        grad_ptr,
+        value_ptr,
+        value_extra,
         state_pointer(table, tensor, EXP_AVG, EXP_AVG_CODEC),
         pointer(table, tensor, EXP_AVG_SCALE, tl.uint8),
         state_pointer(table, tensor, EXP_AVG_SQ, EXP_AVG_SQ_CODEC),
@@ -199,7 +218,8 @@ def adam_step_tile(
 
     pointers: from :func:`state_pointers`. start: int64 offset of the tile [BR, BC], whose rows are
     ``stride`` apart: multiples of 32, as BC, if a codec has scales. scalars: from
-    :func:`load_scalars`. The value is float32, unrounded.
+    :func:`load_scalars`. The value is float32: what is stored if its codec has scales, else
+    unrounded.
     """
     grad_ptr, value_ptr, value_extra, exp_avg_ptr, exp_avg_scale = pointers[:5]
     exp_avg_sq_ptr, exp_avg_sq_scale, max_exp_avg_sq_ptr = pointers[5:]
@@ -219,9 +239,11 @@ def adam_step_tile(
         grad, value, exp_avg, exp_avg_sq, max_exp_avg_sq, scalars, ADAM_W, AMSGRAD
     )
 
+    dither = dither_tile(start, stride, scalars[8].to(tl.int32), BR, BC)
+    value = store_value(
+        value_ptr, value_extra, start, stride, mask, value, dither, VALUE_CODEC, STORE, BR, BC
+    )
     if STORE:
-        dither = dither_tile(start, stride, scalars[8].to(tl.int32), BR, BC)
-        store_value(value_ptr, value_extra, start, stride, mask, value, VALUE_CODEC, BR, BC)
         store_state(
             exp_avg_ptr, exp_avg_scale, start, stride, mask, exp_avg, dither, EXP_AVG_CODEC, BR, BC
         )
@@ -335,5 +357,5 @@ def adam_step(
             BLOCK=BLOCK,
         ),
         num_warps=4,
-        maxnreg=most_registers(exp_avg_codec, exp_avg_sq_codec),
+        maxnreg=most_registers(value_codec, exp_avg_codec, exp_avg_sq_codec),
     )

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch import Launch
-from ._state import most_registers
+from ._state import has_scales, load_value, master_pointers, most_registers
 from .adam import (
     LARGEST_DECAY,
     LARGEST_UPDATE,
@@ -37,11 +37,9 @@ from .tensor_table import (
     ROWWISE_SCALE,
     SCALARS,
     TRITON_DTYPES,
-    VALUE,
     WIDTH,
     pointer,
     size,
-    tile_offsets,
     tile_start,
 )
 
@@ -68,6 +66,7 @@ def _amax_preview_kernel(
     n_tiles,
     GRAD_DTYPE: tl.constexpr,
     WRITE_DTYPE: tl.constexpr,
+    VALUE_CODEC: tl.constexpr,
     EXP_AVG_CODEC: tl.constexpr,
     EXP_AVG_SQ_CODEC: tl.constexpr,
     ADAM_W: tl.constexpr,
@@ -117,7 +116,7 @@ def _amax_preview_kernel(
         cols = size(table, tensor, COLS, 16)
         constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
         pointers = state_pointers(
-            table, tensor, GRAD_DTYPE, tl.float32, "plain", EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
+            table, tensor, GRAD_DTYPE, None, VALUE_CODEC, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
         )
         amax = tl.zeros((BR, BC), tl.float32)
         for done in range(0, height, BR):
@@ -129,7 +128,7 @@ def _amax_preview_kernel(
                 cols,
                 mask,
                 constants,
-                "plain",
+                VALUE_CODEC,
                 EXP_AVG_CODEC,
                 EXP_AVG_SQ_CODEC,
                 ADAM_W,
@@ -155,14 +154,17 @@ def _requantize_kernel(
     n_tiles,
     n_tensors,
     WRITE_DTYPE: tl.constexpr,
+    VALUE_CODEC: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     SQUARE: tl.constexpr,
+    BC: tl.constexpr,
 ):
     """Write tensors again that turned out to exceed the amax they were written with.
 
-    Grid: any. Tile: 16x16. amaxes: float32 [n_tensors], corrected. exceeding: float32 [n_tensors],
-    the amax of such a tensor, 0 of others. Usually reads 4 bytes per tensor and program.
+    Grid: any. Tile: [16, BC]. amaxes: float32 [n_tensors], corrected. exceeding: float32
+    [n_tensors], the amax of such a tensor, 0 of others. Usually reads 4 bytes per tensor and
+    program.
     """
     n_exceeding = 0
     for start in range(0, n_tensors, 1024):
@@ -183,13 +185,16 @@ def _requantize_kernel(
                     address = tl.load(table + tensor.to(tl.int64) * WIDTH + AMAX)
                     tl.store(address.to(tl.pointer_type(tl.float32)), amax)
                     tl.store(amaxes + tensor, amax)
-                value_ptr = pointer(table, tensor, VALUE, tl.float32)
-                for block in range(height // 16 * (width // 16)):
-                    row = first_row + block // (width // 16) * 16
-                    col = first_col + block % (width // 16) * 16
-                    offs = tile_start(row, col, cols) + tile_offsets(cols, 16, 16)
+                value_ptr, value_extra = master_pointers(table, tensor, VALUE_CODEC)
+                for block in range(height // 16 * (width // BC)):
+                    row = first_row + block // (width // BC) * 16
+                    col = first_col + block % (width // BC) * BC
+                    block_start = tile_start(row, col, cols)
+                    value = load_value(
+                        value_ptr, value_extra, block_start, cols, None, VALUE_CODEC, 16, BC
+                    )
                     _, words, scale = nvfp4_tile(
-                        round_through(tl.load(value_ptr + offs), WRITE_DTYPE),
+                        round_through(value, WRITE_DTYPE),
                         amax,
                         row,
                         col,
@@ -200,7 +205,7 @@ def _requantize_kernel(
                         COLUMNWISE,
                         SQUARE,
                         16,
-                        16,
+                        BC,
                     )
                     if COLUMNWISE:
                         store_columnwise(
@@ -213,7 +218,7 @@ def _requantize_kernel(
                             pointer(table, tensor, COLUMNWISE_SCALE, tl.uint8),
                             SQUARE,
                             16,
-                            16,
+                            BC,
                         )
 
 
@@ -228,6 +233,7 @@ def preview_amax(
     *,
     grad_dtype: torch.dtype,
     write_dtype: torch.dtype,
+    value_codec: str,
     exp_avg_codec: str,
     exp_avg_sq_codec: str,
     adam_w_mode: bool,
@@ -235,6 +241,7 @@ def preview_amax(
 ) -> Launch:
     """What finds ``amaxes`` (zero before), to be called with ``grad_scale, clip, found_inf``."""
     n_tiles = tiles.shape[0]
+    registers = most_registers(value_codec, exp_avg_codec, exp_avg_sq_codec)
     return Launch(
         _amax_preview_kernel,
         triton.cdiv(n_tiles, SCAN),
@@ -242,6 +249,7 @@ def preview_amax(
         dict(
             GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
             WRITE_DTYPE=TRITON_DTYPES[write_dtype],
+            VALUE_CODEC=value_codec,
             EXP_AVG_CODEC=exp_avg_codec,
             EXP_AVG_SQ_CODEC=exp_avg_sq_codec,
             ADAM_W=adam_w_mode,
@@ -251,7 +259,7 @@ def preview_amax(
             BC=PART[1],
         ),
         num_warps=4,
-        maxnreg=most_registers(exp_avg_codec, exp_avg_sq_codec),
+        maxnreg=registers,
     )
 
 
@@ -262,6 +270,7 @@ def requantize(
     exceeding: Tensor,
     *,
     write_dtype: torch.dtype,
+    value_codec: str,
     rowwise: bool,
     columnwise: bool,
     two_dimensional: bool,
@@ -274,9 +283,11 @@ def requantize(
         (table, tiles, amaxes, exceeding, n_tiles, table.shape[0]),
         dict(
             WRITE_DTYPE=TRITON_DTYPES[write_dtype],
+            VALUE_CODEC=value_codec,
             ROWWISE=rowwise,
             COLUMNWISE=columnwise,
             SQUARE=two_dimensional,
+            BC=32 if has_scales(value_codec) else 16,
         ),
         num_warps=1,
     )

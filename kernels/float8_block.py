@@ -8,7 +8,7 @@ from torch import Tensor
 from ._bfloat16 import to_float32
 from ._e4m3 import e4m3_code, e4m3_value, e4m3_words
 from ._launch import Launch
-from ._state import has_scales
+from ._state import has_scales, load_value, master_pointers, most_registers
 from ._words import insert_tile, store_words, transpose_words
 from .adam import SIGNALS, adam_step_tile, load_scalars, round_through, round_to, state_pointers
 from .tensor_table import (
@@ -19,7 +19,6 @@ from .tensor_table import (
     ROWWISE_DATA,
     ROWWISE_SCALE,
     TRITON_DTYPES,
-    VALUE,
     Tile,
     load_tile,
     pointer,
@@ -259,6 +258,7 @@ def _adam_step_square_kernel(
     GRAD_DTYPE: tl.constexpr,
     WRITE_DTYPE: tl.constexpr,
     LARGEST: tl.constexpr,
+    VALUE_CODEC: tl.constexpr,
     EXP_AVG_CODEC: tl.constexpr,
     EXP_AVG_SQ_CODEC: tl.constexpr,
     ADAM_W: tl.constexpr,
@@ -288,7 +288,7 @@ def _adam_step_square_kernel(
     rows, cols = size(table, tensor, ROWS, MULTIPLE), size(table, tensor, COLS, MULTIPLE)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(
-        table, tensor, GRAD_DTYPE, tl.float32, "plain", EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
+        table, tensor, GRAD_DTYPE, None, VALUE_CODEC, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
     )
     rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
     columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
@@ -310,7 +310,7 @@ def _adam_step_square_kernel(
             cols,
             mask,
             constants,
-            "plain",
+            VALUE_CODEC,
             EXP_AVG_CODEC,
             EXP_AVG_SQ_CODEC,
             ADAM_W,
@@ -337,8 +337,9 @@ def _adam_step_square_kernel(
         for i in range(PARTS):
             row, col = first_row + i // PARTS_PER_ROW * BR, first_col + i % PARTS_PER_ROW * BC
             mask = _bounds(row, col, rows, cols, MASKED, BR, BC)
-            ptr = pointer(table, tensor, VALUE, tl.float32) + tile_start(row, col, cols)
-            value = tl.load(ptr + tile_offsets(cols, BR, BC), mask)
+            value_ptr, value_extra = master_pointers(table, tensor, VALUE_CODEC)
+            start = tile_start(row, col, cols)
+            value = load_value(value_ptr, value_extra, start, cols, mask, VALUE_CODEC, BR, BC)
             x = round_through(value, WRITE_DTYPE)
             column_words = _put_codes(
                 x * scale, column_words, i, rowwise_data, columnwise_data,
@@ -361,6 +362,7 @@ def _adam_step_vector_kernel(
     GRAD_DTYPE: tl.constexpr,
     WRITE_DTYPE: tl.constexpr,
     LARGEST: tl.constexpr,
+    VALUE_CODEC: tl.constexpr,
     EXP_AVG_CODEC: tl.constexpr,
     EXP_AVG_SQ_CODEC: tl.constexpr,
     ADAM_W: tl.constexpr,
@@ -385,7 +387,7 @@ def _adam_step_vector_kernel(
     rows, cols = size(table, tensor, ROWS, MULTIPLE), size(table, tensor, COLS, MULTIPLE)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(
-        table, tensor, GRAD_DTYPE, tl.float32, "plain", EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
+        table, tensor, GRAD_DTYPE, None, VALUE_CODEC, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
     )
     rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
     columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
@@ -402,7 +404,7 @@ def _adam_step_vector_kernel(
             cols,
             mask,
             constants,
-            "plain",
+            VALUE_CODEC,
             EXP_AVG_CODEC,
             EXP_AVG_SQ_CODEC,
             ADAM_W,
@@ -437,8 +439,9 @@ def _adam_step_vector_kernel(
         for i in range(PARTS):
             row = first_row + i * BR
             mask = _bounds(row, col, rows, cols, MASKED, BR, BC)
-            ptr = pointer(table, tensor, VALUE, tl.float32) + tile_start(row, col, cols)
-            value = tl.load(ptr + tile_offsets(cols, BR, BC), mask)
+            value_ptr, value_extra = master_pointers(table, tensor, VALUE_CODEC)
+            start = tile_start(row, col, cols)
+            value = load_value(value_ptr, value_extra, start, cols, mask, VALUE_CODEC, BR, BC)
             x = round_through(value, WRITE_DTYPE)
             column_words = _put_codes(
                 x * scale[None, :], column_words, i, rowwise_data, columnwise_data,
@@ -530,6 +533,7 @@ def adam_step(
     *,
     grad_dtype: torch.dtype,
     write_dtype: torch.dtype,
+    value_codec: str,
     exp_avg_codec: str,
     exp_avg_sq_codec: str,
     adam_w_mode: bool,
@@ -545,7 +549,8 @@ def adam_step(
     ``tiles``: whole blocks, and those that reach past an edge.
     """
     kernel = _adam_step_square_kernel if two_dimensional else _adam_step_vector_kernel
-    parts = STEP_PARTS[two_dimensional, has_scales(exp_avg_codec, exp_avg_sq_codec)]
+    codecs = value_codec, exp_avg_codec, exp_avg_sq_codec
+    parts = STEP_PARTS[two_dimensional, has_scales(*codecs)]
     return [
         Launch(
             kernel,
@@ -555,6 +560,7 @@ def adam_step(
                 GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
                 WRITE_DTYPE=TRITON_DTYPES[write_dtype],
                 LARGEST=torch.finfo(write_dtype).max,
+                VALUE_CODEC=value_codec,
                 EXP_AVG_CODEC=exp_avg_codec,
                 EXP_AVG_SQ_CODEC=exp_avg_sq_codec,
                 ADAM_W=adam_w_mode,
@@ -568,6 +574,7 @@ def adam_step(
                 STAGES=tile.num_stages,
             ),
             num_warps=tile.num_warps,
+            maxnreg=most_registers(*codecs),
         )
         for part, tile, masked in zip(tiles, parts, (False, True), strict=True)
     ]

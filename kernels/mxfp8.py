@@ -191,6 +191,7 @@ def _adam_step_kernel(
     tiles,
     GRAD_DTYPE: tl.constexpr,
     WRITE_DTYPE: tl.constexpr,
+    VALUE_CODEC: tl.constexpr,
     EXP_AVG_CODEC: tl.constexpr,
     EXP_AVG_SQ_CODEC: tl.constexpr,
     ADAM_W: tl.constexpr,
@@ -215,7 +216,7 @@ def _adam_step_kernel(
     cols = size(table, tensor, COLS, 32)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(
-        table, tensor, GRAD_DTYPE, tl.float32, "plain", EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
+        table, tensor, GRAD_DTYPE, None, VALUE_CODEC, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
     )
     rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint32)
     rowwise_scale = pointer(table, tensor, ROWWISE_SCALE, tl.uint8)
@@ -233,7 +234,7 @@ def _adam_step_kernel(
             cols,
             None,
             constants,
-            "plain",
+            VALUE_CODEC,
             EXP_AVG_CODEC,
             EXP_AVG_SQ_CODEC,
             ADAM_W,
@@ -318,6 +319,7 @@ def adam_step(
     *,
     grad_dtype: torch.dtype,
     write_dtype: torch.dtype,
+    value_codec: str,
     exp_avg_codec: str,
     exp_avg_sq_codec: str,
     adam_w_mode: bool,
@@ -329,7 +331,7 @@ def adam_step(
 
     ``tiles``: the lists for STEP_TILE and for EDGE_TILE.
     """
-    scaled_states = has_scales(exp_avg_codec, exp_avg_sq_codec)
+    scaled_states = has_scales(value_codec, exp_avg_codec, exp_avg_sq_codec)
     forms = ((STEP_TILE, STEP_PART[scaled_states]), (EDGE_TILE, EDGE_PART))
     return [
         Launch(
@@ -339,6 +341,7 @@ def adam_step(
             dict(
                 GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
                 WRITE_DTYPE=TRITON_DTYPES[write_dtype],
+                VALUE_CODEC=value_codec,
                 EXP_AVG_CODEC=exp_avg_codec,
                 EXP_AVG_SQ_CODEC=exp_avg_sq_codec,
                 ADAM_W=adam_w_mode,

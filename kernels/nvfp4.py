@@ -9,7 +9,7 @@ from ._bfloat16 import to_float32
 from ._e2m1 import e2m1_code, e2m1_value
 from ._e4m3 import e4m3_code, e4m3_value
 from ._launch import Launch
-from ._state import has_scales
+from ._state import has_scales, most_registers
 from ._words import insert_tile, pack_words, store_words, transpose_words
 from .adam import SIGNALS, adam_step_tile, load_scalars, round_through, round_to, state_pointers
 from .tensor_table import (
@@ -256,6 +256,7 @@ def _adam_step_kernel(
     exceeding,
     GRAD_DTYPE: tl.constexpr,
     WRITE_DTYPE: tl.constexpr,
+    VALUE_CODEC: tl.constexpr,
     EXP_AVG_CODEC: tl.constexpr,
     EXP_AVG_SQ_CODEC: tl.constexpr,
     ADAM_W: tl.constexpr,
@@ -288,7 +289,7 @@ def _adam_step_kernel(
     cols = size(table, tensor, COLS, 16)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(
-        table, tensor, GRAD_DTYPE, tl.float32, "plain", EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
+        table, tensor, GRAD_DTYPE, None, VALUE_CODEC, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
     )
     amax = tl.load(amaxes + tensor)
     if first_of_tensor:
@@ -311,7 +312,7 @@ def _adam_step_kernel(
             cols,
             None,
             constants,
-            "plain",
+            VALUE_CODEC,
             EXP_AVG_CODEC,
             EXP_AVG_SQ_CODEC,
             ADAM_W,
@@ -461,6 +462,7 @@ def adam_step(
     *,
     grad_dtype: torch.dtype,
     write_dtype: torch.dtype,
+    value_codec: str,
     exp_avg_codec: str,
     exp_avg_sq_codec: str,
     adam_w_mode: bool,
@@ -476,9 +478,9 @@ def adam_step(
     ``exceeding``: zero, raised for tensors that have to be written again.
     """
     parts = (slice(0, n_whole), slice(n_whole, tiles.shape[0]))
-    codecs = exp_avg_codec, exp_avg_sq_codec
+    codecs = value_codec, exp_avg_codec, exp_avg_sq_codec
     edge_tile = EDGE_TILE[has_scales(*codecs)]
-    registers = STEP_REGISTERS[two_dimensional] if set(codecs) == {"float32"} else None
+    registers = STEP_REGISTERS[two_dimensional] if most_registers(*codecs) is None else None
     return [
         Launch(
             _adam_step_kernel,
@@ -487,6 +489,7 @@ def adam_step(
             dict(
                 GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
                 WRITE_DTYPE=TRITON_DTYPES[write_dtype],
+                VALUE_CODEC=value_codec,
                 EXP_AVG_CODEC=exp_avg_codec,
                 EXP_AVG_SQ_CODEC=exp_avg_sq_codec,
                 ADAM_W=adam_w_mode,

@@ -24,12 +24,13 @@ STORAGE = {
     "columnwise_scale": "*u8",
 }
 BOTH = {"ROWWISE": True, "COLUMNWISE": True}
-# Of the moments, with what tells the names of the kernels apart.
+# Of masters and moments, with what tells the names of the kernels apart.
 STATE_CODECS = {
-    ("float32", "float32"): "",
-    ("bfloat16", "bfloat16"): " BF16 states",
-    ("float16", "ue5m11"): " FP16 states",
-    ("e4m3", "ue4m4"): " FP8 states",
+    ("plain", "float32", "float32"): "",
+    ("plain", "bfloat16", "bfloat16"): " BF16 states",
+    ("float16", "float16", "ue5m11"): " FP16 states and masters",
+    ("plain", "e4m3", "ue4m4"): " FP8 states",
+    ("float16", "e4m3", "ue4m4"): " FP8 states, FP16 masters",
 }
 FP32_MAX = 3.4028234663852886e38
 
@@ -54,7 +55,7 @@ def job(path, signature, constexprs, **options):
 
 
 def codec_options(codecs):
-    return dict(zip(("EXP_AVG_CODEC", "EXP_AVG_SQ_CODEC"), codecs, strict=True))
+    return dict(zip(("VALUE_CODEC", "EXP_AVG_CODEC", "EXP_AVG_SQ_CODEC"), codecs, strict=True))
 
 
 def step_options(codecs, **extra):
@@ -77,7 +78,13 @@ def step_jobs(codecs):
     plain = {"ADAM_W": True, "AMSGRAD": False, "BLOCK": adam.BLOCK, **codec_options(codecs)}
     for name, grad, value, param, codec in (
         ("fp32", "fp32", "fp32", None, "plain"),
-        ("bf16 with master", "bf16", "fp32", "bf16", "plain"),
+        (
+            "bf16 with master",
+            "bf16",
+            "fp16" if has_scales(codecs[0]) else "fp32",
+            "bf16",
+            codecs[0],
+        ),
         ("bf16 with remainder", "bf16", "bf16", None, "remainder"),
         ("fp16 without master", "fp16", "fp16", None, "plain"),
     ):
@@ -88,7 +95,10 @@ def step_jobs(codecs):
             "VALUE_CODEC": codec,
         }
         jobs[f"adam {name}"] = job(
-            "adam._adam_step_kernel", TABLES, {**plain, **types}, maxnreg=registers
+            "adam._adam_step_kernel",
+            TABLES,
+            {**plain, **types},
+            maxnreg=most_registers(codec, *codecs[1:]),
         )
 
     names = ("amaxes", "next_amaxes", "tile_amaxes", "exceeding")
@@ -130,6 +140,7 @@ def step_jobs(codecs):
                 epsilon,
                 step_options(codecs, **BOTH, **extra),
                 num_warps=tile.num_warps,
+                maxnreg=registers,
             )
     return {f"{name}{STATE_CODECS[codecs]}": found for name, found in jobs.items()}
 
@@ -160,19 +171,26 @@ def kernel_jobs():
         )
 
     for square in (True, False):
-        jobs[f"requantize square={square}"] = job(
-            "amax_preview._requantize_kernel",
-            {
-                "table": "*i64",
-                "tiles": "*i32",
-                "amaxes": "*fp32",
-                "exceeding": "*fp32",
-                "n_tiles": "i32",
-                "n_tensors": "i32",
-            },
-            {"WRITE_DTYPE": dtype("fp32"), **BOTH, "SQUARE": square},
-            num_warps=1,
-        )
+        for codec, width in (("plain", 16), ("float16", 32)):
+            jobs[f"requantize square={square} {codec}"] = job(
+                "amax_preview._requantize_kernel",
+                {
+                    "table": "*i64",
+                    "tiles": "*i32",
+                    "amaxes": "*fp32",
+                    "exceeding": "*fp32",
+                    "n_tiles": "i32",
+                    "n_tensors": "i32",
+                },
+                {
+                    "WRITE_DTYPE": dtype("fp32"),
+                    "VALUE_CODEC": codec,
+                    **BOTH,
+                    "SQUARE": square,
+                    "BC": width,
+                },
+                num_warps=1,
+            )
     sizes = {"rows": "i32", "cols": "i32"}
     tile64 = {"BR": 64, "BC": 64}
     jobs["nvfp4 amax of"] = job(

@@ -449,6 +449,96 @@ def test_overwritten_parameters_are_where_training_goes_on(device):
     assert param[3:].abs().max() < 0.02
 
 
+def narrow_masters(device, params=None, dtype=torch.float16, **kwargs):
+    params = make_params(QUANTIZER, device) if params is None else params
+    return FP4Adam(params, lr=1e-2, master_weight_dtype=dtype, **kwargs)
+
+
+@pytest.mark.parametrize("quantize_from", ["master", "param_dtype"])
+def test_narrow_masters_are_what_parameters_are_rounded_from(quantize_from, device):
+    optimizer = narrow_masters(device, quantize_from=quantize_from)
+    take_steps(optimizer, range(3))
+    for param, values in zip(
+        all_params(optimizer), optimizer.state_dict()["state"].values(), strict=True
+    ):
+        state = optimizer.state[param]
+        assert ("master_param" in state) == (param.dtype != torch.float32)
+        if "master_param" not in state:
+            continue
+        assert state["master_param"].dtype == torch.float16
+        assert state["master_param_scale"].shape == (math.ceil(param.numel() / 32),)
+        master = values["master_param"]
+        assert master.dtype == torch.float32 and "master_param_scale" not in values
+        if quantized([param]):
+            source = master if quantize_from == "master" else master.to(param.dtype)
+            expected = param.quantizer.quantize(source).storage_tensors()
+            for name, inner in param.storage_tensors().items():
+                assert torch.equal(inner, expected[name])
+        else:
+            assert torch.equal(param, master.to(param.dtype))
+
+
+@pytest.mark.parametrize("target", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("source", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("compact", [True, False])
+def test_masters_go_from_one_storage_to_another(compact, source, target, device):
+    optimizer = narrow_masters(device, dtype=source)
+    take_steps(optimizer, range(2))
+    saved = optimizer.compact_state_dict() if compact else optimizer.state_dict()
+    resumed = narrow_masters(device, copy.deepcopy(all_params(optimizer)), target)
+    resumed.load_state_dict(copy.deepcopy(saved))
+    mine, theirs = (o.state_dict()["state"] for o in (resumed, optimizer))
+    for key, values in theirs.items():
+        if "master_param" in values:
+            exact = source == torch.float16 or target == torch.float32
+            torch.testing.assert_close(
+                mine[key]["master_param"],
+                values["master_param"],
+                rtol=0 if exact else 2**-11,
+                atol=0,
+            )
+    if source == target:
+        take_steps(optimizer, [5])
+        take_steps(resumed, [5])
+        assert_same_params(resumed, optimizer)
+        if compact:
+            assert_same_states(resumed, optimizer)
+
+
+def test_overwritten_parameters_are_where_narrow_masters_go_on(device):
+    param = bfloat16_params(device, 1)[0]
+    optimizer = narrow_masters(device, [param])
+    take_steps(optimizer, range(2))
+    with torch.no_grad():
+        param.fill_(3.0)
+    take_steps(optimizer, [2])
+    assert (param - 3.0).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("quantizer", [None, QUANTIZER], ids=["plain", "nvfp4"])
+def test_training_with_narrow_masters_converges_as_in_float32(quantizer, device):
+    losses = {}
+    for dtype in (torch.float32, torch.float16):
+        model = make_mlp(quantizer, device, torch.bfloat16)
+        optimizer = FP4Adam(model.parameters(), lr=3e-3, master_weight_dtype=dtype)
+        for seed in range(150):
+            optimizer.zero_grad()
+            mlp_loss(model, seed).backward()
+            optimizer.step()
+        losses[dtype] = sum(mlp_loss(model, 1000 + i).item() for i in range(8)) / 8
+    start = mlp_loss(make_mlp(quantizer, device, torch.bfloat16)).item()
+    assert losses[torch.float32] < 0.6 * start
+    assert losses[torch.float16] < losses[torch.float32] + 0.05 * start
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float64, None])
+def test_masters_are_float32_or_float16(dtype):
+    with pytest.raises(ValueError, match="master_weight_dtype must be one of float32, float16"):
+        FusedAdam([torch.zeros(3)], master_weight_dtype=dtype)
+    with pytest.raises(ValueError, match="master_weight_dtype must be torch.float32 with store_"):
+        FusedAdam([torch.zeros(3)], master_weight_dtype=torch.float16, store_param_remainders=True)
+
+
 def test_remainders_need_masters():
     with pytest.raises(ValueError, match="store_param_remainders must be False with master_weigh"):
         FusedAdam([torch.zeros(3)], store_param_remainders=True, master_weights=False)
