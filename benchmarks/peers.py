@@ -207,6 +207,15 @@ def _contestants() -> list[Contestant]:
         result.append(Contestant(f"FP4Adam, {name}", "fp4adam", make, _multiple(quantizer)))
     make = plain(FusedAdam, bf16, store_param_remainders=True)
     result.append(Contestant("FusedAdam, BF16 + 16-bit remainders", "fp4adam", make))
+    make = quantized(
+        FP4Adam,
+        FORMATS["NVFP4"],
+        **HYPER,
+        exp_avg_dtype=torch.float8_e4m3fn,
+        exp_avg_sq_dtype=torch.float8_e4m3fn,
+        master_weight_dtype=torch.float16,
+    )
+    result.append(Contestant("FP4Adam, NVFP4, FP8 moments, FP16 masters", "fp4adam", make, 16))
     for name, dtype in MOMENTS.items():
         moments = dict(exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
         make = plain(FusedAdam, bf16, **moments)
