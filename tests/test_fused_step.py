@@ -24,12 +24,12 @@ QUANTIZERS = {
     "mxfp8": (MXFP8Quantizer(), [(32, 256), (64, 288)]),
     "mxfp8-rowwise": (MXFP8Quantizer(columnwise=False), [(32, 288)]),
     "mxfp8-columnwise": (MXFP8Quantizer(rowwise=False), [(32, 288)]),
-    "float8block": (Float8BlockQuantizer(), [(128, 256), (130, 129), (5, 3)]),
+    "float8block": (Float8BlockQuantizer(), [(128, 128), (130, 20), (5, 3)]),
     "float8block-fp32": (
         Float8BlockQuantizer(force_pow_2_scales=False, amax_epsilon=1e-3),
         [(128, 128), (20, 48)],
     ),
-    "float8block-1d": (Float8BlockQuantizer(two_dimensional=False), [(128, 128), (130, 129)]),
+    "float8block-1d": (Float8BlockQuantizer(two_dimensional=False), [(128, 128), (130, 20)]),
     "float8block-columnwise": (Float8BlockQuantizer(rowwise=False), [(30, 48)]),
 }
 OPTIONS = {
