@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fp4adam import pieces
+from fp4adam.memory_layout import memory_order
 
 
 class Scalars(NamedTuple):
@@ -119,8 +120,8 @@ def _cut(tensors: list[Tensor]) -> list[tuple[Tensor, ...]]:
     size = pieces.numel()
     if not value.is_cpu or value.numel() <= size:
         return [tuple(tensors)]
-    dims = sorted(range(value.dim()), key=value.stride, reverse=True)
-    tensors = [t.permute(dims) for t in tensors]
+    order = memory_order(value)
+    tensors = [t.permute(order) for t in tensors]
     if all(t.is_contiguous() for t in tensors):
         parts = [t.view(-1).split(size) for t in tensors]
     else:

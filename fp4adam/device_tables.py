@@ -58,17 +58,10 @@ class DeviceTables:
             self._host_table[:, SCALARS] = _tensor("q", torch.int64, scalars_rows)
             self._host_scalars[: len(scalars)] = _tensor("f", torch.float32, scalars)
             used = self._table_words + len(scalars) // 2
-            self._copy(self._device_words[:used], self._host_words[:used])
+            upload(self._host_words[:used], self._device_words[:used])
         elif scalars != old_scalars:
-            self._copy(self.scalars[: len(scalars)], _tensor("f", torch.float32, scalars))
+            upload(_tensor("f", torch.float32, scalars), self.scalars[: len(scalars)])
         self._uploaded = grads, scalars_rows, scalars
-
-    def _copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy asynchronously; ``source`` may change at once."""
-        if self.device.type == "cuda":
-            # The allocator of pinned memory does not give it away before the copy has been made.
-            source = source.pin_memory()
-        target.copy_(source, non_blocking=True)
 
     def signals(
         self, grad_scale: Tensor | None, clip: Tensor | None, found_inf: Tensor | None
@@ -79,6 +72,14 @@ class DeviceTables:
             default if x is None else x.to(self.device, torch.float32, non_blocking=True)
             for x, default in given
         )
+
+
+def upload(source: Tensor, target: Tensor) -> None:
+    """Copy from the host to a device without waiting; ``source`` may change at once."""
+    if target.is_cuda:
+        # The allocator of pinned memory does not give it away before the copy has been made.
+        source = source.pin_memory()
+    target.copy_(source, non_blocking=True)
 
 
 def _tensor(typecode: str, dtype: torch.dtype, values: list) -> Tensor:

@@ -12,9 +12,10 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from fp4adam import backend
 from fp4adam.adam import Scalars, moves
-from fp4adam.fused_batch import Member, is_dense
+from fp4adam.fused_batch import Member
 from fp4adam.grad_norm import GradNorm
 from fp4adam.hyper_parameters import check_hyper_parameters
+from fp4adam.memory_layout import is_dense
 from fp4adam.optimizer_state import (
     STATE_NAMES,
     check_state_dict,

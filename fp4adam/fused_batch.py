@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.fused_launch import LAUNCHES, FusedLaunch, Kind
+from fp4adam.memory_layout import is_dense
 from fp4adam.quantized_tensor import QuantizedTensor
 from fp4adam.quantizer import flat_shape
 from fp4adam.state_codec import STATE_BLOCK, StateCodec
@@ -96,14 +97,13 @@ class Member(NamedTuple):
 
     def kind(self, grad: Tensor | None) -> Kind:
         """What must be equal among members of a batch."""
-        has_master = self.value is not self.param
         # Where the value cannot move, the bytes are left alone.
         quantized = isinstance(self.param, QuantizedTensor) and self.moves
         return Kind(
             quantizer=self.param.quantizer if quantized else None,
             grad_dtype=self.param.dtype if grad is None else grad.dtype,
             value_dtype=self.value.dtype,
-            write_dtype=self.write_dtype if has_master and self.moves else None,
+            write_dtype=self.write_dtype if self.moves and self.value is not self.param else None,
             value_codec=self.value_codec,
             exp_avg_codec=self.exp_avg_codec,
             exp_avg_sq_codec=self.exp_avg_sq_codec,
@@ -249,13 +249,3 @@ class FusedBatch:
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a stretch of memory without gaps or overlaps, in any order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True

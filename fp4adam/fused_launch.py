@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp4adam.device_tables import SCALARS, SCALARS_WIDTH
 from fp4adam.float8_block import Float8BlockQuantizer
 from fp4adam.mxfp8 import MXFP8Quantizer
 from fp4adam.nvfp4 import NVFP4Quantizer
@@ -38,7 +37,7 @@ class Kind(NamedTuple):
         return any(codec.scaled for codec in codecs)
 
     def step_options(self) -> dict[str, Any]:
-        """What the kernels of quantized formats take of it."""
+        """What all kernels take of it."""
         return dict(
             grad_dtype=self.grad_dtype,
             write_dtype=self.write_dtype,
@@ -66,23 +65,15 @@ class FusedLaunch:
         from fp4adam.kernels import adam
 
         tiles = adam.flat_tiles([numel for numel, _ in shapes]).to(table.device)
-        self._step = adam.adam_step(
-            table,
-            scalars,
-            tiles,
-            grad_dtype=kind.grad_dtype,
-            value_dtype=kind.value_dtype,
-            param_dtype=kind.write_dtype,
-            value_codec=kind.value_codec.name,
-            exp_avg_codec=kind.exp_avg_codec.name,
-            exp_avg_sq_codec=kind.exp_avg_sq_codec.name,
-            adam_w_mode=kind.adam_w_mode,
-            amsgrad=kind.amsgrad,
+        step = adam.adam_step(
+            table, scalars, tiles, value_dtype=kind.value_dtype, **kind.step_options()
         )
+        self._launches = [step]
 
     def __call__(self, *signals: Tensor) -> None:
         """Step the tensors; ``signals`` are grad_scale, clip and found_inf, float32 [1] each."""
-        self._step(*signals)
+        for launch in self._launches:
+            launch(*signals)
 
 
 class MXFP8Launch(FusedLaunch):
@@ -96,11 +87,7 @@ class MXFP8Launch(FusedLaunch):
         lists = tensor_table.cover(shapes, mxfp8.STEP_TILE, mxfp8.EDGE_TILE)
         tiles = tuple(part.to(table.device) for part in lists)
         usage = dict(rowwise=kind.quantizer.rowwise, columnwise=kind.quantizer.columnwise)
-        self._steps = mxfp8.adam_step(table, scalars, tiles, **kind.step_options(), **usage)
-
-    def __call__(self, *signals: Tensor) -> None:
-        for step in self._steps:
-            step(*signals)
+        self._launches = mxfp8.adam_step(table, scalars, tiles, **kind.step_options(), **usage)
 
 
 class Float8BlockLaunch(FusedLaunch):
@@ -116,13 +103,9 @@ class Float8BlockLaunch(FusedLaunch):
             "rowwise", "columnwise", "two_dimensional", "force_pow_2_scales", "amax_epsilon",
         )  # fmt: skip
         options = {name: getattr(kind.quantizer, name) for name in names}
-        self._steps = float8_block.adam_step(
+        self._launches = float8_block.adam_step(
             table, scalars, tiles, **kind.step_options(), **options
         )
-
-    def __call__(self, *signals: Tensor) -> None:
-        for step in self._steps:
-            step(*signals)
 
 
 class NVFP4Launch(FusedLaunch):
@@ -169,10 +152,11 @@ class NVFP4Launch(FusedLaunch):
 
     def candidates(self) -> Tensor:
         """Which tiles the preview looks into at the next call, bool [n_tiles]; for diagnosis."""
+        from fp4adam.kernels import amax_preview
+
         old_amaxes = self._turns[0][0]
-        bounds = self._scalars.view(-1, SCALARS_WIDTH)[self._table[:, SCALARS], -3:-1]
-        threshold = old_amaxes * 0.9998 - 2 * bounds[:, 0] / bounds[:, 1]
-        return ~(self._tile_amaxes < threshold[self._tiles[:, 0].long()])
+        known = (self._table, self._scalars, self._tiles, self._tile_amaxes)
+        return amax_preview.candidates(*known, old_amaxes)
 
     def __call__(self, *signals: Tensor) -> None:
         _, steps, requantize = self._turns[0]

@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from fp4adam import backend
+from fp4adam.device_tables import upload
+from fp4adam.memory_layout import memory_order
 from fp4adam.quantized_tensor import QuantizedTensor
 
 NORM_TYPES = (1.0, 2.0, math.inf)
@@ -195,15 +197,10 @@ class _Tables:
                 spans = self._all_spans[torch.tensor([d == dtype for d in dtypes])[tensors]]
                 if len(spans):
                     self._spans[dtype] = torch.empty_like(spans, device=self.device)
-                    self._upload(spans, self._spans[dtype])
+                    upload(spans, self._spans[dtype])
         if addresses != self._uploaded:
-            self._upload(torch.frombuffer(addresses, dtype=torch.int64), self._addresses)
+            upload(torch.frombuffer(addresses, dtype=torch.int64), self._addresses)
             self._uploaded = addresses
-
-    def _upload(self, source: Tensor, target: Tensor) -> None:
-        # The allocator of pinned memory keeps it until the copy has been made.
-        source = source.pin_memory() if self.device.type == "cuda" else source
-        target.copy_(source, non_blocking=True)
 
 
 def _check_norm(max_norm: float, norm_type: float) -> tuple[float, float]:
@@ -251,8 +248,7 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
         raise TypeError(
             f"gradients must be dense for their norm, got layout {tensor.layout}; call to_dense()"
         )
-    slowest_first = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(slowest_first).contiguous()
+    return tensor.permute(memory_order(tensor)).contiguous()
 
 
 def _devices(tensors: list[Tensor]) -> list[torch.device]:

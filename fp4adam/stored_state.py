@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.adam import Scalars, adam_
+from fp4adam.memory_layout import memory_order
 from fp4adam.optimizer_state import state_like
 from fp4adam.state_codec import (
     PLAIN,
@@ -88,11 +89,6 @@ def restored(saved: StoredState, codec: StateCodec, param: Tensor) -> StoredStat
             scales.copy_(saved.scales)
         return StoredState(codec, codes, scales)
     return StoredState.encode(codec, state_like(param).copy_(saved.decode()))
-
-
-def memory_order(tensor: Tensor) -> list[int]:
-    """Dimensions, the one with the largest stride first."""
-    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
 
 
 def _inverse(order: list[int]) -> list[int]:

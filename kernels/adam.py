@@ -330,7 +330,7 @@ def adam_step(
     *,
     grad_dtype: torch.dtype,
     value_dtype: torch.dtype,
-    param_dtype: torch.dtype | None,
+    write_dtype: torch.dtype | None,
     value_codec: str,
     exp_avg_codec: str,
     exp_avg_sq_codec: str,
@@ -348,7 +348,7 @@ def adam_step(
         dict(
             GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
             VALUE_DTYPE=TRITON_DTYPES[value_dtype],
-            PARAM_DTYPE=None if param_dtype is None else TRITON_DTYPES[param_dtype],
+            PARAM_DTYPE=None if write_dtype is None else TRITON_DTYPES[write_dtype],
             VALUE_CODEC=value_codec,
             EXP_AVG_CODEC=exp_avg_codec,
             EXP_AVG_SQ_CODEC=exp_avg_sq_codec,

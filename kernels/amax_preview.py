@@ -47,6 +47,8 @@ from .tensor_table import (
 SCAN = 64
 # What a program updates at once of a tile that it looks into.
 PART = (8, 64)
+# How near a tile must come to the old amax; rounding is far smaller.
+SLACK = tl.constexpr(0.9998)
 # Programs that look for tensors to write again: enough for any GPU, few enough to cost nothing.
 N_REQUANTIZE = 512
 
@@ -77,8 +79,8 @@ def _amax_preview_kernel(
 ):
     """The largest magnitude that the likely tiles of each tensor are going to hold.
 
-    Grid: (cdiv(n_tiles, SCAN),). table: int64 [n_tensors, 16]. scalars: float32 [n, 12], the last
-    two the largest change of a weight (Inf if unknown) and the factor of its decay. tiles: int32
+    Grid: (cdiv(n_tiles, SCAN),). table: int64 [n_tensors, 16]. scalars: float32 [n, 12], with
+    the largest change of a weight (Inf if unknown) and the factor of its decay. tiles: int32
     [n_tiles, 4], (tensor, row, column, rows << 16 | columns). tile_amaxes: float32 [n_tiles],
     old_amaxes: float32 [n_tensors], before the step. amaxes: float32 [n_tensors], zero at first;
     that of a tensor that takes no part stays the old one. exceeding: float32 [n_tensors], set to 0.
@@ -101,7 +103,7 @@ def _amax_preview_kernel(
     scalars_row = scalars + tl.load(rows + SCALARS, inside, 0) * SCALARS_WIDTH
     largest_update = tl.load(scalars_row + LARGEST_UPDATE, inside, 0.0)
     decay = tl.load(scalars_row + LARGEST_DECAY, inside, 1.0)
-    threshold = old_amax * 0.9998 - tl.div_rn(2.0 * largest_update, decay)
+    threshold = old_amax * SLACK - tl.div_rn(2.0 * largest_update, decay)
     # A comparison with NaN takes the tile in.
     wanted = ~(tl.load(tile_amaxes + index, inside, 0.0) < threshold) & takes_part & inside
 
@@ -220,6 +222,16 @@ def _requantize_kernel(
                             16,
                             BC,
                         )
+
+
+def candidates(
+    table: Tensor, scalars: Tensor, tiles: Tensor, tile_amaxes: Tensor, old_amaxes: Tensor
+) -> Tensor:
+    """Which tiles :func:`_amax_preview_kernel` looks into if all take part, bool [n_tiles]."""
+    rows = scalars.view(-1, SCALARS_WIDTH.value)[table[:, SCALARS.value]]
+    reach = 2 * rows[:, LARGEST_UPDATE.value] / rows[:, LARGEST_DECAY.value]
+    threshold = old_amaxes * SLACK.value - reach
+    return ~(tile_amaxes < threshold[tiles[:, 0].long()])
 
 
 def preview_amax(

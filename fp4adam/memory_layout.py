@@ -1,0 +1,18 @@
+"""In which order the elements of a tensor lie in memory."""
+
+from torch import Tensor
+
+
+def memory_order(tensor: Tensor) -> list[int]:
+    """Dimensions, the one with the largest stride first."""
+    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill a stretch of memory without gaps or overlaps, in any order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
