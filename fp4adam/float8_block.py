@@ -59,6 +59,7 @@ class Float8BlockQuantizer(Quantizer):
     amax_epsilon: float = 0.0
 
     tensor_class = Float8BlockTensor
+    block_rows = BLOCK
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,6 +67,15 @@ class Float8BlockQuantizer(Quantizer):
             raise ValueError(
                 f"amax_epsilon must be finite and >= 0, got {self.amax_epsilon}; 0 turns it off"
             )
+
+    @property
+    def row_pitch(self) -> dict[str, int]:
+        if not (self.two_dimensional and self.rowwise):
+            return {}
+        return {"_rowwise_data": 1, "_block_scale_inv": BLOCK}
+
+    def without_derived(self) -> Quantizer:
+        return dataclasses.replace(self, columnwise=False) if self.row_pitch else self
 
     def storage_layout(
         self, rows: int, cols: int

@@ -35,6 +35,16 @@ class MXFP8Quantizer(Quantizer):
     """
 
     tensor_class = MXFP8Tensor
+    block_rows = BLOCK
+
+    @property
+    def row_pitch(self) -> dict[str, int]:
+        pitch = {}
+        if self.rowwise:
+            pitch.update(_rowwise_data=1, _rowwise_scale_inv=1)
+        if self.columnwise:
+            pitch.update(_columnwise_data=1, _columnwise_scale_inv=BLOCK)
+        return pitch
 
     def check_matrix(self, rows: int, cols: int) -> str | None:
         if rows % BLOCK or cols % BLOCK:

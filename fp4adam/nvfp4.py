@@ -67,11 +67,22 @@ class NVFP4Quantizer(Quantizer):
     two_dimensional: bool = True
 
     tensor_class = NVFP4Tensor
+    block_rows = BLOCK
+    scales_tensor = True
 
     def check_matrix(self, rows: int, cols: int) -> str | None:
         if rows % BLOCK or cols % BLOCK:
             return "rows and columns of NVFP4 must be multiples of 16"
         return None
+
+    @property
+    def row_pitch(self) -> dict[str, int]:
+        if not (self.two_dimensional and self.rowwise):
+            return {}
+        return {"_rowwise_data": 1, "_block_scale_inv": BLOCK}
+
+    def without_derived(self) -> Quantizer:
+        return dataclasses.replace(self, columnwise=False) if self.row_pitch else self
 
     def storage_layout(
         self, rows: int, cols: int
