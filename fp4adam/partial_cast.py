@@ -109,7 +109,7 @@ class Shard:
         return -(-self.stop // per_byte) - self.start // per_byte if self.stop > self.start else 0
 
     def targets(self, out: Out) -> dict[str, tuple[Tensor, int]]:
-        """By direction, the flat bytes that codes are written to, and which byte of all is first."""
+        """By direction, the flat bytes that codes go to, and which byte of all is the first."""
         given = dict(zip(("rowwise", "columnwise"), _as_pair(out), strict=True))
         return {
             usage: (getattr(self.weight, f"_{usage}_data").view(-1), 0)
@@ -131,9 +131,10 @@ class PartialCast:
         cast.write(values)
 
     Once every shard has been written, ``rowwise_data``, scales and amaxes are those of
-    ``weight.quantizer.quantize(values.to(dtype))``, bit for bit. MXFP8 columnwise data are written as
-    well; those of the other formats follow from the rowwise ones (``build_columnwise``). The number
-    of launches does not depend on the number of weights, and nothing waits for the device.
+    ``weight.quantizer.quantize(values.to(dtype))``, bit for bit. MXFP8 columnwise data are written
+    as well; those of the other formats follow from the rowwise ones (``build_columnwise``). The
+    number of launches does not depend on the number of weights, and nothing waits for the device.
+    Values and outs may be other tensors at every call.
 
     Args:
         weights: :class:`QuantizedTensor` s on one device, formats may differ. NVFP4 and Float8Block
@@ -150,8 +151,8 @@ class PartialCast:
         rowwise_amaxes: Per weight a view of it, a grid: [rows / 16, cols / 16] (NVFP4),
             [ceil(rows / 128), ceil(cols / 128)] (Float8Block), or [rows, cols / 32] (MXFP8, None
             without rowwise usage).
-        columnwise_amaxes: Per weight a view [rows / 32, cols] of it for MXFP8 with columnwise usage,
-            else None.
+        columnwise_amaxes: Per weight a view [rows / 32, cols] of it for MXFP8 with columnwise
+            usage, else None.
 
     Raises:
         ValueError: If lists differ in length, devices differ, a shard reaches past its weight, a
@@ -178,7 +179,6 @@ class PartialCast:
         ]
         self.device = weights[0].device if weights else torch.device("cpu")
         self._lay_out_amaxes()
-        self._launch = None
 
     def _lay_out_amaxes(self) -> None:
         n = sum(shard.format.name == "nvfp4" for shard in self._shards)
@@ -213,7 +213,9 @@ class PartialCast:
         self.check_values(values)
         self.amaxes.zero_()
         if backend.uses_kernels(self.device):
-            return self._kernels().measure(values)
+            from fp4adam import partial_cast_launch
+
+            return partial_cast_launch.measure(self._shards, values, self.device)
         for shard, value in zip(self._shards, values, strict=True):
             _measure(shard, value)
 
@@ -236,19 +238,14 @@ class PartialCast:
         outs = [None] * len(self._shards) if outs is None else outs
         self.check_outs(outs)
         if backend.uses_kernels(self.device):
-            self._kernels().write(values, outs)
+            from fp4adam import partial_cast_launch
+
+            partial_cast_launch.write(self._shards, values, outs, self.device)
         else:
             for shard, value, out in zip(self._shards, values, outs, strict=True):
                 _write_scales(shard)
                 _write_codes(shard, value, shard.targets(out))
         torch.autograd.graph.increment_version([shard.weight for shard in self._shards])
-
-    def _kernels(self) -> "PartialCastLaunch":
-        from fp4adam.partial_cast_launch import PartialCastLaunch
-
-        if self._launch is None:
-            self._launch = PartialCastLaunch(self._shards, self.device)
-        return self._launch
 
     def check_values(self, values: Sequence[Tensor | None], name: str = "values") -> None:
         """Raise ValueError unless ``values`` fit the shards; ``name`` is what they are called."""

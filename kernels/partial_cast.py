@@ -212,9 +212,9 @@ def _scales_kernel(
 ):
     """Scales of all blocks of matrices, also of those that the shard has nothing of.
 
-    Grid: (n_chunks,). Tile: CHUNK blocks. table: int64 [n_tensors, 16]. chunks: int32 [n_chunks, 4],
-    (tensor, first block, 1 for columnwise blocks, 0). epsilon, LARGEST, POW_2: of Float8Block.
-    Reads 4 bytes per block, writes 1 or 4.
+    Grid: (n_chunks,). Tile: CHUNK blocks. table: int64 [n_tensors, 16]. chunks: int32
+    [n_chunks, 4], (tensor, first block, 1 for columnwise blocks, 0). epsilon, LARGEST, POW_2: of
+    Float8Block. Reads 4 bytes per block, writes 1 or 4.
     """
     chunk = chunks + 4 * tl.program_id(0)
     tensor, first = tl.load(chunk), tl.load(chunk + 1)
@@ -303,7 +303,7 @@ def _store_e4m3(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Store codes of the scaled tile [BR, BC] at (row, col) of bytes, which are words if unmasked."""
+    """Store codes of the scaled tile [BR, BC] at (row, col). data: uint32, or uint8 with a mask."""
     if mask is None:
         store_words(data, row, col // 4, cols // 4, e4m3_words(x, BR, BC), BR, BC // 4)
     else:
