@@ -34,6 +34,14 @@ def strips(x: Tensor, block: int) -> Iterator[tuple[slice, Tensor]]:
         yield span, x[span].float()
 
 
+def blocks_of(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """View [rows, cols] as [block row, row, block column, column], edges filled with zeros."""
+    rows, cols = (round_up(n, size) for n, size in zip(x.shape, block, strict=True))
+    if x.shape != (rows, cols):
+        x = torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0]))
+    return x.view(rows // block[0], block[0], cols // block[1], block[1])
+
+
 def in_blocks(span: slice, block: int) -> slice:
     """The blocks that cover the rows ``span``, which starts at the edge of one."""
     return slice(span.start // block, -(-span.stop // block))
