@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fp4adam import columnwise
 from fp4adam.quantizer import Quantizer, flat_shape, round_up
 
 if TYPE_CHECKING:
@@ -207,7 +206,9 @@ def copy_bytes(tensor: "QuantizedTensor", source: "QuantizedTensor", non_blockin
     if tensor._amax is not None and rows:
         tensor._amax.copy_(source._amax, non_blocking)
     if tensor.quantizer != tensor.quantizer.without_derived():
-        columnwise.build_columnwise([_every_row(tensor)])
+        from fp4adam.columnwise import build_columnwise
+
+        build_columnwise([_every_row(tensor)])
     return True
 
 
