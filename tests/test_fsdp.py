@@ -1,0 +1,119 @@
+"""FSDP2: sharded training gives the same bits as training in one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from fp4adam import FP4Adam, FusedAdam, QuantizedTensor, quantize_model
+from fp4adam.local_tensor import like, local
+
+FORMATS = ("nvfp4", "mxfp8", "float8block")
+OPTIONS = dict(lr=1e-2, weight_decay=0.1)
+
+
+def build(
+    rows: int, cols: int, recipe: str | None, dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(cols, rows), nn.Tanh(), nn.Linear(rows, cols, bias=False))
+    return quantize_model(model.to(dtype), recipe) if recipe else model.to(dtype)
+
+
+def fixed_grads(model: nn.Module, seed: int, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Gradients of whole parameters, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(param.shape, generator=generator).mul_(10.0 ** (i - 1)).to(dtype or param.dtype)
+        for i, param in enumerate(model.parameters())
+    ]
+
+
+def set_grads(model: nn.Module, grads: list[Tensor]) -> None:
+    """Give each parameter its part of its gradient."""
+    for param, grad in zip(model.parameters(), grads, strict=True):
+        if local(param) is not param:
+            chunks = grad.chunk(dist.get_world_size())
+            rank = dist.get_rank()
+            part = chunks[rank] if rank < len(chunks) else grad[:0]
+            grad = like(param, part.clone())
+        param.grad = grad
+
+
+def gathered_bytes(model: nn.Module) -> list[dict[str, Tensor]]:
+    """The inner tensors of the whole parameters; of plain ones their values."""
+    model.unshard()
+    tensors = [
+        {name: inner.clone() for name, inner in param.storage_tensors().items()}
+        if isinstance(param, QuantizedTensor)
+        else {"value": param.detach().clone()}
+        for param in model.parameters()
+    ]
+    model.reshard()
+    return tensors
+
+
+def whole_bytes(model: nn.Module) -> list[dict[str, Tensor]]:
+    return [
+        param.storage_tensors() if isinstance(param, QuantizedTensor) else {"value": param.detach()}
+        for param in model.parameters()
+    ]
+
+
+def assert_same(actual: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
+    for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        assert a.keys() == b.keys()
+        for name in a:
+            assert torch.equal(a[name], b[name]), (i, name)
+
+
+def full(value: Tensor) -> Tensor:
+    return value.full_tensor() if local(value) is not value else value
+
+
+def step_in_parallel(rank: int, rows: int, cols: int, recipe: str, options: dict) -> None:
+    whole, sharded = (build(rows, cols, recipe, torch.bfloat16) for _ in range(2))
+    fully_shard(sharded)
+    expected = FP4Adam(whole.parameters(), **OPTIONS, **options)
+    optimizer = FP4Adam(sharded.parameters(), **OPTIONS, **options)
+    for step in range(20):
+        grads = fixed_grads(whole, step)
+        set_grads(whole, grads)
+        set_grads(sharded, grads)
+        expected.step()
+        optimizer.step()
+        if step in (0, 1, 19):
+            assert_same(gathered_bytes(sharded), whole_bytes(whole))
+    for a, b in zip(optimizer.state.values(), expected.state.values(), strict=True):
+        assert a["step"] == b["step"] == 20
+        for name in b.keys() - {"step"}:
+            assert torch.equal(full(a[name]), b[name]), name
+
+
+@pytest.mark.parametrize("recipe", FORMATS)
+@pytest.mark.parametrize(
+    "world_size, rows, cols",
+    [
+        (1, 64, 32),
+        (2, 256, 128),  # whole blocks
+        (3, 96, 64),  # whole blocks of NVFP4 and MXFP8
+        (3, 64, 32),  # 22, 22 and 20 rows: boundaries cut blocks
+        (2, 288, 64),
+    ],
+)
+def test_shards_have_the_bits_of_one_process(recipe, world_size, rows, cols):
+    run_ranks(step_in_parallel, world_size, rows, cols, recipe, {})
+
+
+@pytest.mark.parametrize("options", [{"quantize_from": "param_dtype"}, {"amsgrad": True}], ids=str)
+@pytest.mark.parametrize("recipe", FORMATS)
+def test_options_of_the_step(recipe, options):
+    run_ranks(step_in_parallel, 2, 64, 32, recipe, options)
+
+
+def test_empty_shards():
+    # Two rows each on three ranks, one on the fourth, none on the fifth and sixth.
+    run_ranks(step_in_parallel, 6, 7, 16, "float8block", {})
