@@ -67,7 +67,8 @@ def assert_same(actual: list[dict[str, Tensor]], expected: list[dict[str, Tensor
     for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
         assert a.keys() == b.keys()
         for name in a:
-            assert torch.equal(a[name], b[name]), (i, name)
+            difference = dict(rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(a[name], b[name], msg=f"{name} of {i}", **difference)
 
 
 def full(value: Tensor) -> Tensor:
@@ -81,6 +82,10 @@ def step_in_parallel(rank: int, rows: int, cols: int, recipe: str, options: dict
     optimizer = FP4Adam(sharded.parameters(), **OPTIONS, **options)
     for step in range(20):
         grads = fixed_grads(whole, step)
+        if step == 1:
+            # The largest weight becomes NaN, which is on one rank.
+            largest = whole[0].weight.dequantize().abs().argmax()
+            grads[0].view(-1)[largest] = float("nan")
         set_grads(whole, grads)
         set_grads(sharded, grads)
         expected.step()
@@ -90,7 +95,7 @@ def step_in_parallel(rank: int, rows: int, cols: int, recipe: str, options: dict
     for a, b in zip(optimizer.state.values(), expected.state.values(), strict=True):
         assert a["step"] == b["step"] == 20
         for name in b.keys() - {"step"}:
-            assert torch.equal(full(a[name]), b[name]), name
+            assert_same([{name: full(a[name])}], [{name: b[name]}])
 
 
 @pytest.mark.parametrize("recipe", FORMATS)
@@ -117,3 +122,32 @@ def test_options_of_the_step(recipe, options):
 def test_empty_shards():
     # Two rows each on three ranks, one on the fourth, none on the fifth and sixth.
     run_ranks(step_in_parallel, 6, 7, 16, "float8block", {})
+
+
+def clip_in_parallel(rank: int) -> None:
+    whole, sharded = build(64, 32, "nvfp4"), build(64, 32, "nvfp4")
+    whole[0].bias.requires_grad_(False)
+    fully_shard(sharded, ignored_params={sharded[0].bias})
+    sharded[0].bias.requires_grad_(False)
+    expected, optimizer = FP4Adam(whole.parameters()), FP4Adam(sharded.parameters())
+    reference = build(64, 32, None)
+    for step, norm_type in enumerate((2.0, 1.0, float("inf"), 2.0)):
+        grads = fixed_grads(whole, step)
+        if step == 3:
+            grads[0][40, 3] = float("nan")
+        for model in (whole, sharded, reference):
+            set_grads(model, grads)
+        norm = optimizer.clip_grad_norm_(1.0, norm_type)
+        assert torch.equal(norm, expected.clip_grad_norm_(1.0, norm_type)) or step == 3
+        torch.testing.assert_close(
+            norm, nn.utils.clip_grad_norm_(reference.parameters(), 1.0, norm_type), equal_nan=True
+        )
+        expected.step()
+        optimizer.step()
+    # NaN is in no amax, on no rank.
+    assert_same(gathered_bytes(sharded), whole_bytes(whole))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_clipping_by_the_norm_of_all_ranks(world_size):
+    run_ranks(clip_in_parallel, world_size)
