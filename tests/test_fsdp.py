@@ -151,3 +151,90 @@ def clip_in_parallel(rank: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_clipping_by_the_norm_of_all_ranks(world_size):
     run_ranks(clip_in_parallel, world_size)
+
+
+def train(model: nn.Module, optimizer: FP4Adam, steps: int, microbatches: int = 1) -> list[Tensor]:
+    """Losses of a few steps; the same batch on every rank, so that the mean gradient is exact."""
+    losses = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        for i in range(microbatches):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(i == microbatches - 1)
+            x = torch.randn(8, model[0].in_features, generator=generator)
+            loss = model(x).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def initialize(model: nn.Module) -> None:
+    """Fill in parameters; shards take their part of what a whole one would get."""
+    generator = torch.Generator().manual_seed(1)
+    for param in model.parameters():
+        value = torch.randn(param.shape, generator=generator).mul_(0.1)
+        with torch.no_grad():
+            own = local(param)
+            chunks = value.chunk(dist.get_world_size()) if own is not param else [value]
+            own.copy_(chunks[dist.get_rank() % len(chunks)])
+
+
+def train_variant(rank: int, recipe: str, rows: int, variant: str) -> None:
+    whole = build(rows, 32, recipe)
+    options, microbatches, mesh = {}, 1, init_device_mesh("cpu", (dist.get_world_size(),))
+    if variant == "meta":
+        with torch.device("meta"):
+            sharded = build(rows, 32, recipe)
+        initialize(whole)
+    else:
+        sharded = build(rows, 32, recipe)
+    if variant == "kept":
+        options["reshard_after_forward"] = False
+    elif variant == "hybrid":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    elif variant == "accumulated":
+        microbatches = 2
+    elif variant == "bfloat16":
+        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+        options["mp_policy"] = policy
+    for layer in sharded:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh, **options)
+    fully_shard(sharded, mesh=mesh, **options)
+    if variant == "meta":
+        sharded.to_empty(device="cpu")
+        initialize(sharded)
+    expected, optimizer = (FP4Adam(model.parameters(), lr=1e-2) for model in (whole, sharded))
+    actual = train(sharded, optimizer, 4, microbatches)
+    for a, b in zip(actual, train(whole, expected, 4, microbatches), strict=True):
+        # The same values in BF16 where activations are rounded to it.
+        tolerance = 0.02 if variant == "bfloat16" else 0
+        torch.testing.assert_close(a.float(), b, rtol=tolerance, atol=0)
+    if variant != "bfloat16":
+        assert_same(gathered_layers(sharded), whole_bytes(whole))
+
+
+def gathered_layers(model: nn.Module) -> list[dict[str, Tensor]]:
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            layer.unshard()
+    tensors = [
+        {name: inner.clone() for name, inner in tensor.items()} for tensor in whole_bytes(model)
+    ]
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            layer.reshard()
+    return tensors
+
+
+@pytest.mark.parametrize("rows", [256, 48])
+@pytest.mark.parametrize(
+    "variant, world_size",
+    [("", 2), ("kept", 2), ("meta", 2), ("accumulated", 2), ("bfloat16", 2), ("hybrid", 4)],
+)
+def test_fully_shard_variants(variant, world_size, rows):
+    for recipe in FORMATS:
+        if rows == 256 or recipe != "mxfp8":
+            run_ranks(train_variant, world_size, recipe, rows, variant)
