@@ -1,5 +1,6 @@
 """What the package's kernels compile to: no spills, exact arithmetic, wide accesses."""
 
+import itertools
 import math
 
 import pytest
@@ -145,11 +146,62 @@ def step_jobs(codecs):
     return {f"{name}{STATE_CODECS[codecs]}": found for name, found in jobs.items()}
 
 
+def shard_jobs():
+    """The kernels of a partial cast and of transposes, on tiles with masks and without."""
+    from fp4adam.kernels import transpose
+    from fp4adam.kernels.partial_cast import SCALES, TILES
+
+    jobs = {}
+    listed = {"table": "*i64", "tiles": "*i32"}
+    block = {"LARGEST": FP32_MAX, "POW_2": True}
+    for value, whole in itertools.product(DTYPES, (True, False)):
+        types = {"VALUE_DTYPE": dtype(value), "WRITE_DTYPE": dtype("bf16"), "WHOLE": whole}
+        name = f"{value} whole={whole}"
+        for format in ("nvfp4", "float8_block"):
+            tile = TILES[format]
+            square = {"BLOCK": tile.rows * tile.loop, "OF_TENSOR": format == "nvfp4"}
+            jobs[f"{format} partial amax {name}"] = job(
+                "partial_cast._square_amax_kernel",
+                listed,
+                {**types, **square, **tile_options(tile)},
+            )
+        width = {"BC": TILES["mxfp8"].cols}
+        for step, kernel in (("amax", "_mxfp8_amax_kernel"), ("codes", "_mxfp8_codes_kernel")):
+            jobs[f"mxfp8 partial {step} {name}"] = job(
+                f"partial_cast.{kernel}", listed, {**types, **BOTH, **width}
+            )
+        jobs[f"nvfp4 partial codes {name}"] = job(
+            "partial_cast._nvfp4_codes_kernel", listed, {**types, "BC": TILES["nvfp4"].cols}
+        )
+        tile = TILES["float8_block"]
+        jobs[f"float8_block partial codes {name}"] = job(
+            "partial_cast._float8_block_codes_kernel",
+            {**listed, "epsilon": "fp32"},
+            {**types, **block, "BR": tile.rows, "STAGES": tile.num_stages},
+        )
+    for format in TILES:
+        jobs[f"{format} scales"] = job(
+            "partial_cast._scales_kernel",
+            {"table": "*i64", "chunks": "*i32", "epsilon": "fp32"},
+            {**block, "FORMAT": format, "CHUNK": SCALES},
+        )
+    for bits, side in transpose.TILE.items():
+        for kernel, size in (
+            ("_transpose_kernel", side),
+            ("_transpose_edge_kernel", transpose.EDGE),
+        ):
+            jobs[f"{kernel} {bits}"] = job(
+                f"transpose.{kernel}", listed, {"BITS": bits, "SIDE": size}
+            )
+    return jobs
+
+
 def kernel_jobs():
     """Every kernel in the forms that a training run launches most, and in its widest one."""
     jobs = {}
     for codecs in STATE_CODECS:
         jobs |= step_jobs(codecs)
+    jobs |= shard_jobs()
     for name, norm_type in (("1", 1.0), ("2", 2.0), ("inf", math.inf)):
         for grad in DTYPES:
             jobs[f"grad norm {name} {grad}"] = job(
