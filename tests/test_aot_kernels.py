@@ -1,6 +1,5 @@
 """What the package's kernels compile to: no spills, exact arithmetic, wide accesses."""
 
-import itertools
 import math
 
 import pytest
@@ -153,45 +152,36 @@ def shard_jobs():
 
     jobs = {}
     listed = {"table": "*i64", "tiles": "*i32"}
+    epsilon = {"epsilon": "fp32"}
     block = {"LARGEST": FP32_MAX, "POW_2": True}
-    for value, whole in itertools.product(DTYPES, (True, False)):
+    for value, whole in (("fp32", True), ("fp32", False), ("bf16", True)):
         types = {"VALUE_DTYPE": dtype(value), "WRITE_DTYPE": dtype("bf16"), "WHOLE": whole}
-        name = f"{value} whole={whole}"
-        for format in ("nvfp4", "float8_block"):
-            tile = TILES[format]
-            square = {"BLOCK": tile.rows * tile.loop, "OF_TENSOR": format == "nvfp4"}
-            jobs[f"{format} partial amax {name}"] = job(
-                "partial_cast._square_amax_kernel",
-                listed,
-                {**types, **square, **tile_options(tile)},
+        tiles = {format: tiles[0 if whole else 1] for format, tiles in TILES.items()}
+        e4m3, nvfp4, mxfp8 = tiles["float8_block"], tiles["nvfp4"], tiles["mxfp8"]
+        sixteen = {"BLOCK": 16, "OF_TENSOR": True, **tile_options(nvfp4)}
+        square = {"BLOCK": 128, "OF_TENSOR": False, **tile_options(e4m3)}
+        parts = {"BR": e4m3.rows, "STAGES": e4m3.num_stages, **block}
+        for name, kernel, signature, options in (
+            ("nvfp4 amax", "square_amax", {}, sixteen),
+            ("nvfp4 codes", "nvfp4_codes", {}, {"BC": nvfp4.cols}),
+            ("mxfp8 amax", "mxfp8_amax", {}, {"BC": mxfp8.cols, **BOTH}),
+            ("mxfp8 codes", "mxfp8_codes", {}, {"BC": mxfp8.cols, **BOTH}),
+            ("float8block amax", "square_amax", {}, square),
+            ("float8block codes", "float8_block_codes", epsilon, parts),
+        ):
+            jobs[f"partial {name} {value} whole={whole}"] = job(
+                f"partial_cast._{kernel}_kernel", {**listed, **signature}, {**types, **options}
             )
-        width = {"BC": TILES["mxfp8"].cols}
-        for step, kernel in (("amax", "_mxfp8_amax_kernel"), ("codes", "_mxfp8_codes_kernel")):
-            jobs[f"mxfp8 partial {step} {name}"] = job(
-                f"partial_cast.{kernel}", listed, {**types, **BOTH, **width}
-            )
-        jobs[f"nvfp4 partial codes {name}"] = job(
-            "partial_cast._nvfp4_codes_kernel", listed, {**types, "BC": TILES["nvfp4"].cols}
-        )
-        tile = TILES["float8_block"]
-        jobs[f"float8_block partial codes {name}"] = job(
-            "partial_cast._float8_block_codes_kernel",
-            {**listed, "epsilon": "fp32"},
-            {**types, **block, "BR": tile.rows, "STAGES": tile.num_stages},
-        )
     for format in TILES:
-        jobs[f"{format} scales"] = job(
+        jobs[f"partial {format} scales"] = job(
             "partial_cast._scales_kernel",
-            {"table": "*i64", "chunks": "*i32", "epsilon": "fp32"},
+            {"table": "*i64", "chunks": "*i32", **epsilon},
             {**block, "FORMAT": format, "CHUNK": SCALES},
         )
     for bits, side in transpose.TILE.items():
-        for kernel, size in (
-            ("_transpose_kernel", side),
-            ("_transpose_edge_kernel", transpose.EDGE),
-        ):
-            jobs[f"{kernel} {bits}"] = job(
-                f"transpose.{kernel}", listed, {"BITS": bits, "SIDE": size}
+        for name, size in (("transpose", side), ("transpose_edge", transpose.EDGE)):
+            jobs[f"{name} {bits}"] = job(
+                f"transpose._{name}_kernel", listed, {"BITS": bits, "SIDE": size}
             )
     return jobs
 
@@ -316,7 +306,9 @@ def test_kernels_compile_to_exact_and_wide_code_without_spills(sm):
     assert not any(inexact.values()), {name: n for name, n in inexact.items() if n}
 
     loads = r"^ld\.global\.v4|^ld\.global\.v2\.b64|^cp\.async\.cg"
-    for name in ("adam fp32", "adam bf16 with master", "nvfp4 step square=True", "mxfp8 step"):
+    wide = ["adam fp32", "adam bf16 with master", "nvfp4 step square=True", "mxfp8 step"]
+    wide += [f"partial {name} codes fp32 whole=True" for name in ("mxfp8", "float8block")]
+    for name in wide:
         assert count(compiled[name], r"^st\.global\.v4|^st\.global\.v2\.b64") > 0, name
         assert count(compiled[name], loads) > 0, name
     for name, each in compiled.items():
