@@ -16,12 +16,14 @@ from fp4adam import (
     NVFP4Quantizer,
     PartialCast,
     QuantizedTensor,
+    Quantizer,
     backend,
     build_columnwise,
     pieces,
 )
 from fp4adam.columnwise import transpose_codes
 from golden_vectors import golden_cases, read_arrays, read_index, sha16
+from test_pieces import Allocations
 from test_quantizer_properties import examples, matrices
 
 FORMATS = {
@@ -42,11 +44,17 @@ SPLITS = [(case, i) for case, splits in read_index()["shards"].items() for i in 
 def path_device(request, monkeypatch, device) -> Iterator[str]:
     """Where the path under test runs: torch operators on the CPU, or the kernels on ``device``."""
     kernel = request.param == "kernel"
-    monkeypatch.setattr(backend, "uses_kernels", lambda _: kernel)
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: kernel and d.type == device)
     # The interpreter works on NaN and Inf in NumPy, which warns of it.
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All-NaN slice encountered", RuntimeWarning)
         yield device if kernel else "cpu"
+
+
+def quantized_by_torch(quantizer: Quantizer, x: Tensor) -> QuantizedTensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "uses_kernels", lambda _: False)
+        return quantizer.quantize(x.cpu())
 
 
 def assert_same_storage(tensor: QuantizedTensor, expected: QuantizedTensor) -> None:
@@ -84,7 +92,7 @@ def test_shards_give_the_golden_amaxes_and_bytes(name, split, path_device):
     format = name.split("_")[1]
     (case,) = (c for c in golden_cases(GOLDEN_FORMATS[format]) if c.case == name)
     golden = read_index()["shards"][name][split]
-    full = case.quantizer().quantize(case.input)
+    full = quantized_by_torch(case.quantizer(), case.input)
     weight = case.quantizer().make_empty(case.shape, torch.bfloat16, path_device)
     values = case.input.float().to(path_device).view(-1)
     casts = []
@@ -140,9 +148,7 @@ def test_union_of_shards_is_the_full_cast(format, path_device, data):
     cast_in_shards([weight], [x.to(path_device).view(-1)], [cuts], [dtype])
     if quantizer.columnwise and not format.startswith("mxfp8"):
         build_columnwise([weight])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "uses_kernels", lambda _: False)
-        assert_same_storage(weight, quantizer.quantize(x.to(dtype)))
+    assert_same_storage(weight, quantized_by_torch(quantizer, x.to(dtype)))
 
 
 def test_whole_tiles_and_cut_ones_give_the_full_cast(path_device):
@@ -163,8 +169,8 @@ def test_whole_tiles_and_cut_ones_give_the_full_cast(path_device):
     cast_in_shards(weights, values, cuts, [torch.bfloat16] * 4)
     build_columnwise([w for w in weights if not isinstance(w.quantizer, MXFP8Quantizer)])
     for weight, value in zip(weights, values, strict=True):
-        expected = weight.quantizer.quantize(value.view(weight.shape).bfloat16())
-        assert_same_storage(weight, expected)
+        expected = value.view(weight.shape).bfloat16()
+        assert_same_storage(weight, quantized_by_torch(weight.quantizer, expected))
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "float8block"])
@@ -172,7 +178,7 @@ def test_whole_tiles_and_cut_ones_give_the_full_cast(path_device):
 def test_outs_get_the_codes_in_place_of_the_weight(format, start, stop, path_device):
     quantizer, _ = FORMATS[format]
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
-    full = quantizer.quantize(x)
+    full = quantized_by_torch(quantizer, x)
     weight = quantizer.make_empty(x.shape, device=path_device)
     cast = PartialCast([weight], [0], [x.numel()], [torch.float32])
     cast.measure([x.view(-1).to(path_device)])
@@ -200,7 +206,8 @@ def test_values_of_any_alignment_and_dtype(path_device):
         weight = NVFP4Quantizer().make_empty((32, 160), device=path_device)
         cast_in_shards([weight], [value], [[0, 32 * 160]], [torch.float32])
         build_columnwise([weight])
-        assert_same_storage(weight, NVFP4Quantizer().quantize(value.view(32, 160).float()))
+        expected = value.view(32, 160).float()
+        assert_same_storage(weight, quantized_by_torch(NVFP4Quantizer(), expected))
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -254,6 +261,18 @@ def test_pieces_of_a_shard_give_the_same_bytes(monkeypatch):
         if not isinstance(quantizer, MXFP8Quantizer):
             build_columnwise([weight])
         assert_same_storage(weight, quantizer.quantize(x))
+
+
+def test_a_cast_allocates_no_more_than_a_piece_needs(monkeypatch):
+    monkeypatch.setattr(pieces, "numel", lambda: 2**13)
+    weight = NVFP4Quantizer().make_empty((256, 512))
+    value = torch.ones(weight.numel() - 1)
+    with Allocations() as allocations:
+        cast = PartialCast([weight], [1], [len(value)], [torch.bfloat16])
+        cast.measure([value])
+        cast.write([value])
+        build_columnwise([weight])
+    assert allocations.largest <= 4 * 2**13
 
 
 def test_a_write_counts_as_one_to_autograd():
@@ -368,7 +387,7 @@ def test_transposed_codes_are_the_golden_ones(size, path_device):
 )
 def test_columnwise_codes_are_built_in_place(quantizer, shape, path_device):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    full = quantizer.quantize(x)
+    full = quantized_by_torch(quantizer, x)
     tensor = quantizer.quantize(x.to(path_device))
     address = tensor._columnwise_data.fill_(0xAA).data_ptr()
     rowwise = type(quantizer)(columnwise=False).quantize(x.to(path_device))
