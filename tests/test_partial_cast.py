@@ -133,7 +133,7 @@ def in_scale_shape(weight: QuantizedTensor, usage: str, amaxes: Tensor) -> Tenso
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@settings(examples, max_examples=8)
+@settings(examples, max_examples=5)
 @given(data=st.data())
 def test_union_of_shards_is_the_full_cast(format, path_device, data):
     quantizer, multiple = FORMATS[format]
