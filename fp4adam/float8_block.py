@@ -143,6 +143,15 @@ class Float8BlockQuantizer(Quantizer):
             scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
         return scale
 
+    def recode(self, x: Tensor, tensor: Float8BlockTensor) -> Tensor:
+        factor = 1.0 / tensor._block_scale_inv
+        codes = minifloat.e4m3_code(blocks_of(x, (BLOCK, BLOCK)) * factor[:, None, :, None])
+        return codes.flatten(2).flatten(0, 1)[: x.shape[0], : x.shape[1]]
+
+    @property
+    def recodes_exactly(self) -> bool:
+        return self.force_pow_2_scales
+
     def read(
         self, tensor: Float8BlockTensor, dtype: torch.dtype, after: Tensor | None = None
     ) -> Tensor:

@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from fp4adam import row_window
+from fp4adam.adam import moves
 from fp4adam.fused_adam import FusedAdam
 from fp4adam.local_tensor import local
 from fp4adam.quantized_tensor import QuantizedTensor
+from fp4adam.shared_scales import Place, write_shards
 
 QUANTIZE_FROM = ("master", "param_dtype")
 
@@ -95,7 +98,10 @@ class FP4Adam(FusedAdam):
         state = super()._state_of(group, owner)
         if isinstance(local(owner), QuantizedTensor):
             # The master is here, from this value or from a checkpoint.
-            local(owner).clear_high_precision_init_val()
+            if moves(group):
+                local(owner).clear_high_precision_init_val()
+            else:
+                _free_init_val(local(owner))
         return state
 
     def _write_dtype(self, param: Tensor) -> torch.dtype:
@@ -109,11 +115,38 @@ class FP4Adam(FusedAdam):
         else:
             super()._write_param(param, master)
 
+    def _write_params(self, owners: list[Tensor]) -> None:
+        # Whether a rank has something to write or not, others wait for it.
+        every_owner = [param for group in self.param_groups for param in group["params"]]
+        sharing = {owner: place for owner in every_owner if (place := Place.of(owner)) is not None}
+        super()._write_params([owner for owner in owners if owner not in sharing])
+        shards, written = [*map(local, sharing)], set(owners)
+        values = [
+            self._master_of(shard, self.state[owner]).contiguous() if owner in written else None
+            for owner, shard in zip(sharing, shards, strict=True)
+        ]
+        dtypes = [*map(self._write_dtype, shards)]
+        with torch.no_grad():
+            write_shards(shards, [*sharing.values()], values, dtypes)
+        for owner in owners:
+            if isinstance(local(owner), QuantizedTensor):
+                _free_init_val(local(owner))
+
     def _param_is_of(self, param: Tensor, master: Tensor) -> bool:
         if not isinstance(param, QuantizedTensor):
             return super()._param_is_of(param, master)
-        expected = param.quantizer.quantize(master.to(self._write_dtype(param)))
+        value = master.to(self._write_dtype(param))
+        if param._origin.whole is not None:
+            return row_window.is_of(param, value)
+        expected = param.quantizer.quantize(value)
         return all(
             torch.equal(inner, expected.storage_tensors()[name])
-            for name, inner in param.storage_tensors().items()
+            for name, inner in param.settled().storage_tensors().items()
         )
+
+
+def _free_init_val(param: QuantizedTensor) -> None:
+    """Free the value before quantization; the next one that is written is kept instead."""
+    value = param._high_precision_init_val
+    if value is not None:
+        param._high_precision_init_val = value.to("meta")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4adam import backend
 from fp4adam.adam import Scalars, moves
@@ -180,6 +181,8 @@ class FusedAdam(Optimizer):
         self._planned: tuple[list[dict], list[Tensor], list[dict]] = ([], [], [])
         # Of parameters with masters, after the last step or load.
         self._versions: dict[Tensor, int] = {}
+        # Of masters that state_dict() has returned: their versions, and those of their parameters.
+        self._handed_out = WeakTensorKeyDictionary()
         self._grad_norm: GradNorm | None = None
         # By device: what the next step multiplies gradients by.
         self._clip: dict[torch.device, Tensor] = {}
@@ -679,9 +682,14 @@ class FusedAdam(Optimizer):
 
         handle = self.register_state_dict_post_hook(decode, prepend=True)
         try:
-            return super().state_dict()
+            saved = super().state_dict()
         finally:
             handle.remove()
+        for param, key in saved_keys(self.param_groups, saved):
+            if "master_param" in saved["state"][key]:
+                master = saved["state"][key]["master_param"]
+                self._handed_out[master] = local(master)._version, written(param)
+        return saved
 
     def compact_state_dict(self) -> dict[str, Any]:
         """The state as it is stored; :meth:`load_state_dict` takes it back, bit for bit.
@@ -692,21 +700,38 @@ class FusedAdam(Optimizer):
         the 4 of ``master_param``; it belongs to the parameters of the same step, which have to be
         loaded first. Any optimizer of this class can load it, whatever it stores its own state in;
         ``torch.optim.AdamW`` cannot. The tensors are those of the optimizer.
+
+        Raises:
+            NotImplementedError: For sharded parameters with a state that has scales: 32 elements
+                share one in the memory of each rank, which other shards would not fit.
         """
+        for param, state in self.state.items():
+            scaled = sorted(name for name in state if name.endswith("_scale"))
+            if scaled and isinstance(param, DTensor):
+                raise NotImplementedError(
+                    f"states of sharded parameters must have no scales to be saved as they are, "
+                    f"got {', '.join(scaled)}, which belong to the shards of this number of ranks; "
+                    "save state_dict(), or store moments in bfloat16"
+                )
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state saved by this class, compact or not, or by ``torch.optim.AdamW``.
 
         Moments and masters are taken unrounded whatever the dtype of the parameters, and stored as
-        this optimizer stores them; parameters that are a part of their masters are written. Nothing
+        this optimizer stores them, and parameters become what their masters are rounded to. Nothing
         is shared with ``state_dict``, and masters that it lacks start from the parameters at the
-        next step.
+        next step. So do those that come back as :meth:`state_dict` returned them, if their
+        parameters have been overwritten since: then what was loaded had no masters.
+
+        With sharded parameters every rank has to call it, with states of its shards or of whole
+        parameters.
 
         Raises:
             ValueError: If groups, shapes or dtypes do not fit; nothing has been changed then.
         """
         loaded: dict[str, Any] = {}
+        with_master: list[Tensor] = []
 
         def capture(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             check_state_dict(self.param_groups, state_dict)
@@ -718,7 +743,7 @@ class FusedAdam(Optimizer):
             for owner, saved in saved_states(self.param_groups, loaded):
                 param = local(owner)
                 codecs = self._codecs(param.dtype)
-                saved = {name: _part_for(owner, name, value) for name, value in saved.items()}
+                saved = _part_of(owner, self._without_old_master(owner, saved))
                 state: dict[str, Any] = {}
                 for name in STATE_NAMES & saved.keys():
                     if name in codecs:
@@ -731,6 +756,8 @@ class FusedAdam(Optimizer):
                     self.state[owner].pop(name, None)
                     self.state[owner].pop(f"{name}_scale", None)
                 self._put(self.state[owner], state, owner)
+                if "master_param" in saved or "param_remainder" in saved:
+                    with_master.append(owner)
 
         handles = (
             self.register_load_state_dict_pre_hook(capture),
@@ -742,9 +769,28 @@ class FusedAdam(Optimizer):
             for handle in handles:
                 handle.remove()
         self._plan = None
+        self._write_params([owner for owner in with_master if self._needs_master(local(owner))])
         self._versions = {
             param: written(param) for param in self.state if isinstance(param, Tensor)
         }
+
+    def _without_old_master(self, owner: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
+        """What has been loaded: not a master that is the one from before, and older than that."""
+        master = saved.get("master_param")
+        if master is None or master not in self._handed_out:
+            return saved
+        version, writes = self._handed_out[master]
+        if version != local(master)._version or writes == written(owner):
+            return saved
+        return {name: x for name, x in saved.items() if not name.startswith("master_param")}
+
+    @torch.no_grad()
+    def _write_params(self, owners: list[Tensor]) -> None:
+        """Round masters to their parameters."""
+        for owner in owners:
+            if not owner.is_meta:
+                own = local(owner)
+                self._write_param(own, self._master_of(own, self.state[owner]))
 
     def _restore_master(self, param: Tensor, state: dict[str, Any], saved: dict[str, Any]) -> None:
         """Make what ``saved`` has of a master what this optimizer keeps of it."""
@@ -776,9 +822,20 @@ def written(param: Tensor) -> int:
     return own._origin.writes if isinstance(own, QuantizedTensor) else param._version
 
 
-def _part_for(owner: Tensor, name: str, value: Any) -> Any:
-    is_number = name == "step" or name.endswith("_scale")
-    return value if is_number or not isinstance(value, Tensor) else part_for(owner, value)
+def _part_of(owner: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
+    """What this rank has of a saved state."""
+    if not isinstance(owner, DTensor):
+        return saved
+    # Scales belong to the whole.
+    numbers = {
+        name: StoredState.of_saved(saved, name).decode() for name in STATE_NAMES & saved.keys()
+    }
+    parts = {**saved, **numbers}
+    return {
+        name: part_for(owner, value) if isinstance(value, Tensor) and name != "step" else value
+        for name, value in parts.items()
+        if not name.endswith("_scale")
+    }
 
 
 def _decoupled_grad(param: Tensor) -> Tensor | None:

@@ -141,6 +141,8 @@ class Member(NamedTuple):
             return False
         if quantized and not (type(param.quantizer) in LAUNCHES and is_whole_blocks(param)):
             return False
+        if quantized and param.pending_value() is not None:
+            return False
         if not all(t.is_contiguous() for t in tensors):
             alike = all(t.stride() == value.stride() for t in tensors)
             if quantized or not (alike and is_dense(value)):

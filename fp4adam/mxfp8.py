@@ -86,6 +86,12 @@ class MXFP8Quantizer(Quantizer):
                 out._columnwise_data[rows], scale = _encode(strip, (BLOCK, 1))
                 out._columnwise_scale_inv[in_blocks(rows, BLOCK), : scale.shape[1]] = scale
 
+    def recode(self, x: Tensor, tensor: MXFP8Tensor) -> Tensor:
+        blocks = blocks_of(x, (1, BLOCK) if self.rowwise else (BLOCK, 1))
+        scale = tensor._rowwise_scale_inv if self.rowwise else tensor._columnwise_scale_inv
+        factor = minifloat.e8m0_reciprocal(scale[: blocks.shape[0], : blocks.shape[2]])
+        return minifloat.e4m3_code(blocks * factor[:, None, :, None]).view(x.shape)
+
     def read(self, tensor: MXFP8Tensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
         rowwise = tensor._rowwise_data is not None
         data = tensor._rowwise_data if rowwise else tensor._columnwise_data

@@ -134,6 +134,11 @@ class NVFP4Quantizer(Quantizer):
                 packed = codes[0::2] | codes[1::2] << 4
                 out._columnwise_data[:, in_blocks(rows, 2)] = packed.t()
 
+    def recode(self, x: Tensor, tensor: NVFP4Tensor) -> Tensor:
+        factor = _factors(tensor._block_scale_inv, tensor._amax)
+        blocks = blocks_of(x, (BLOCK, BLOCK)) * factor[:, None, :, None]
+        return minifloat.pack_e2m1(minifloat.e2m1_code(blocks).view(x.shape))
+
     def read(self, tensor: NVFP4Tensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
         transposed = tensor._rowwise_data is None
         data = tensor._columnwise_data if transposed else tensor._rowwise_data
@@ -157,13 +162,20 @@ def block_scales(block_amax: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
 
     ``block_amax``: float32, of each block. ``amax``: float32 with one element, of the whole tensor.
     """
+    scale = minifloat.e4m3_code(block_amax * (_encode_scale(amax) * (1 / 6)))
+    return scale, _factors(scale, amax)
+
+
+def _encode_scale(amax: Tensor) -> Tensor:
     # A Python number over a tensor would be computed as number * (1 / tensor).
     encode = torch.full_like(amax, RANGE) / amax
-    encode = torch.where((amax == 0) | (encode == 0), 1.0, encode.clamp(max=minifloat.FP32_MAX))
-    decode = 1.0 / encode
-    scale = minifloat.e4m3_code(block_amax * (encode * (1 / 6)))
-    factor = (1.0 / (minifloat.e4m3_value(scale) * decode)).clamp(max=minifloat.FP32_MAX)
-    return scale, factor
+    return torch.where((amax == 0) | (encode == 0), 1.0, encode.clamp(max=minifloat.FP32_MAX))
+
+
+def _factors(scale: Tensor, amax: Tensor) -> Tensor:
+    """The factors that take values to codes in blocks with these scales."""
+    decode = 1.0 / _encode_scale(amax)
+    return (1.0 / (minifloat.e4m3_value(scale) * decode)).clamp(max=minifloat.FP32_MAX)
 
 
 @torch.library.custom_op("fp4adam::dequantize_nvfp4", mutates_args=())

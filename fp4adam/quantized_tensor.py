@@ -41,6 +41,14 @@ class _Storage:
         attributes[self.name] = value
 
 
+class _NoStorage(torch.UntypedStorage):
+    def data_ptr(self) -> int:
+        raise RuntimeError(
+            "a tensor must be plain to have one storage, got a quantized one; export "
+            "tensor.dequantize(), or save it with torch.save"
+        )
+
+
 class QuantizedTensor(torch.Tensor):
     """A tensor whose values live as 4- or 8-bit codes with block scales.
 
@@ -57,6 +65,8 @@ class QuantizedTensor(torch.Tensor):
 
     # How often an inner tensor of any of them has been exchanged for another one.
     storage_generation = 0
+    # One for all, since storages are told apart by their identity.
+    _no_storage = _NoStorage(0)
     quantizer = _Storage()
     _rowwise_data = _Storage()
     _rowwise_scale_inv = _Storage()
@@ -151,13 +161,16 @@ class QuantizedTensor(torch.Tensor):
 
     def _write(self, x: Tensor, non_blocking: bool = False) -> None:
         plain, is_new = not isinstance(x, QuantizedTensor), self._origin.first_row is None
+        if not plain and x._origin is self._origin and x._start == self._start:
+            return  # what state_dict() handed out is loaded again
         with torch.no_grad():
+            value = x.detach() if plain else x.pending_value()
             if plain or not row_window.copy_bytes(self, x, non_blocking):
-                row_window.write(self, (x.detach() if plain else x._read()).to(self.device))
+                row_window.write(self, (x._read() if value is None else value).to(self.device))
             if self._origin.init_val is not None and not is_new and row_window.is_all(self):
                 # A value loaded before the first step is what the master weights start from.
-                self._origin.init_val = x.detach().to(self.device, copy=True) if plain else None
-        self._origin.writes += 1
+                self._origin.init_val = None if value is None else value.to(self.device, copy=True)
+        self._origin.writes += not is_new
         torch.autograd.graph.increment_version(self)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -198,7 +211,7 @@ class QuantizedTensor(torch.Tensor):
     def pending_value(self) -> Tensor | None:
         """What has been written and cannot be quantized before other ranks join in, or None."""
         pending = self.settled()._origin.pending
-        return None if pending is None else pending.view(self.shape)
+        return None if pending is None else row_window.rows_of(self, pending).view(self.shape)
 
     def clear_high_precision_init_val(self) -> None:
         """Free the value before quantization."""
@@ -218,6 +231,18 @@ class QuantizedTensor(torch.Tensor):
         """Move the inner tensors to shared memory."""
         for inner in self.storage_tensors().values():
             inner.share_memory_()
+        return self
+
+    # Asynchronous checkpoints copy the storage of a tensor that has an address, then its attributes.
+    # These, the inner tensors among them, are all that there is.
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """An empty storage; the inner tensors have some."""
+        return self._no_storage
+
+    def set_(self, *args: Any) -> "QuantizedTensor":
+        """Refused, but for the empty storage."""
+        if not (isinstance(args[0], torch.UntypedStorage) and args[0].nbytes() == 0):
+            raise _refusal("set_", self)
         return self
 
     def __dlpack__(self, **kwargs: Any) -> Any:

@@ -147,6 +147,18 @@ class Quantizer:
         """Quantize the contiguous matrix ``x`` into the storage of ``out``."""
         raise NotImplementedError
 
+    def recode(self, x: Tensor, tensor: "QuantizedTensor") -> Tensor:
+        """The codes that the float32 matrix ``x`` has with the scales of ``tensor``.
+
+        For tensors that rows can be cut off from, in the direction that :meth:`read` reads.
+        """
+        raise NotImplementedError
+
+    @property
+    def recodes_exactly(self) -> bool:
+        """Whether :meth:`recode` gives the codes of :meth:`write`, or may be off by one."""
+        return True
+
     def read(
         self, tensor: "QuantizedTensor", dtype: torch.dtype, after: Tensor | None = None
     ) -> Tensor:

@@ -132,7 +132,7 @@ def own_blocks(tensor: "QuantizedTensor") -> "QuantizedTensor":
     part._origin = dataclasses.replace(
         tensor._origin,
         init_val=None,
-        pending=None if pending is None else _rows_of(tensor, pending),
+        pending=None if pending is None else rows_of(tensor, pending),
         rows=rows,
         first_row=first - low,
     )
@@ -143,7 +143,7 @@ def read(tensor: "QuantizedTensor", dtype: torch.dtype, after: Tensor | None = N
     """Decode a tensor to a plain matrix of ``dtype``; ``after`` as in :meth:`Quantizer.read`."""
     pending = tensor.settled()._origin.pending
     if pending is not None:
-        return _rows_of(tensor, pending).to(dtype, copy=True)
+        return rows_of(tensor, pending).to(dtype, copy=True)
     part, rows = own_blocks(tensor), matrix_shape(tensor)[0]
     values = part.quantizer.read(part, dtype, after)
     return values if len(values) == rows else values[part._first_row :][:rows].contiguous()
@@ -164,7 +164,7 @@ def write(tensor: "QuantizedTensor", value: Tensor) -> None:
             origin.pending = read(every, every.dtype)
         elif origin.pending.dtype != matrix.dtype:
             origin.pending = origin.pending.float()
-        _rows_of(tensor, origin.pending).copy_(matrix)
+        rows_of(tensor, origin.pending).copy_(matrix)
     elif waits:
         origin.pending = matrix.clone()
     else:
@@ -186,10 +186,11 @@ def settle(tensor: "QuantizedTensor") -> None:
 def copy_bytes(tensor: "QuantizedTensor", source: "QuantizedTensor", non_blocking: bool) -> bool:
     """Copy codes and scales of ``source``; False if they would not mean the same here."""
     origin, other = tensor._origin, source.settled()._origin
-    if other.pending is not None or type(tensor) is not type(source):
+    if type(tensor) is not type(source):
         return False
     if origin.whole is None and other.whole is None:
-        if not (tensor.quantizer == source.quantizer and is_all(tensor) and is_all(source)):
+        same = tensor.quantizer == source.quantizer and is_all(tensor) and is_all(source)
+        if other.pending is not None or not same:
             return False
         for name, inner in tensor.storage_tensors().items():
             inner.copy_(getattr(source, name), non_blocking)
@@ -202,7 +203,12 @@ def copy_bytes(tensor: "QuantizedTensor", source: "QuantizedTensor", non_blockin
     if origin.first_row is None:
         origin.first_row = source._first_row % tensor.quantizer.block_rows
         origin.rows = rows
+        # FSDP2 moves shards to larger memory, which does not make the values new.
+        origin.writes = other.writes
         _take_init_val(tensor, source)
+    if other.pending is not None or (origin.pending is not None and not is_all(tensor)):
+        return False
+    origin.pending = None
     to, start = tensor._first_row, source._first_row
     if (to - start) % tensor.quantizer.block_rows:
         return False
@@ -218,6 +224,29 @@ def copy_bytes(tensor: "QuantizedTensor", source: "QuantizedTensor", non_blockin
 
         build_columnwise([_every_row(tensor)])
     return True
+
+
+def is_of(tensor: "QuantizedTensor", value: Tensor) -> bool:
+    """Whether a tensor is what plain values are quantized to, if the scales that it has are right.
+
+    Of shards that share scales, a rank can tell no more without the others.
+    """
+    pending = tensor.settled()._origin.pending
+    part, (rows, cols) = own_blocks(tensor), matrix_shape(tensor)
+    own = slice(part._first_row, part._first_row + rows)
+
+    def codes(matrix: Tensor) -> Tensor:
+        every_row = torch.zeros((stored_rows(part), cols), device=tensor.device)
+        every_row[own] = matrix.view(rows, cols)
+        return part.quantizer.recode(every_row, part)[own].short()
+
+    if pending is None:
+        name = "_rowwise_data" if part.quantizer.rowwise else "_columnwise_data"
+        actual = getattr(part, name)[own].short()
+    else:
+        actual = codes(rows_of(tensor, pending))
+    slack = 0 if part.quantizer.recodes_exactly else 1
+    return bool(((codes(value) - actual).abs() <= slack).all())
 
 
 def make_shard(tensor: "QuantizedTensor", shape: tuple[int, ...]) -> "QuantizedTensor":
@@ -258,11 +287,11 @@ def make_shard(tensor: "QuantizedTensor", shape: tuple[int, ...]) -> "QuantizedT
 def _take_init_val(tensor: "QuantizedTensor", source: "QuantizedTensor") -> None:
     value = source._origin.init_val
     if value is not None:
-        rows = _rows_of(source, value).reshape(tensor.shape)
+        rows = rows_of(source, value).reshape(tensor.shape)
         tensor._origin.init_val = rows.clone()
 
 
-def _rows_of(tensor: "QuantizedTensor", value: Tensor) -> Tensor:
+def rows_of(tensor: "QuantizedTensor", value: Tensor) -> Tensor:
     """The rows of a window, [rows, cols], of a value of all rows of its origin."""
     rows, cols = matrix_shape(tensor)
     return value.reshape(-1, cols)[tensor._start : tensor._start + rows]

@@ -4,7 +4,9 @@ NVFP4 scales a whole tensor by its amax, and a block that a shard boundary cuts 
 both sides. Amaxes of what each rank has are enough: their maximum is the amax of the whole.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -33,6 +35,12 @@ class Place(NamedTuple):
     number: int
     n_shards: int
     device_type: str
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this rank communicates from."""
+        index = torch.cuda.current_device() if self.device_type == "cuda" else None
+        return torch.device(self.device_type, index)
 
     @classmethod
     def in_mesh(cls, mesh: DeviceMesh, dim: int = 0) -> "Place":
@@ -166,25 +174,49 @@ class ShardCast:
                 shard._origin.first_row = 0
 
 
+def write_shards(
+    shards: Sequence[QuantizedTensor],
+    places: Sequence[Place],
+    values: Sequence[Tensor | None],
+    dtypes: Sequence[torch.dtype],
+) -> None:
+    """Quantize new values of shards that share scales; every rank joins in, with the same shards.
+
+    Args:
+        shards: Local tensors on one device.
+        places: Of each shard.
+        values: Per shard a contiguous tensor of its shape, or None on a rank that has no new value:
+            it keeps what it has if another rank has one.
+        dtypes: What values are rounded to first.
+    """
+    groups: dict[tuple[dist.ProcessGroup, torch.device], list[int]] = defaultdict(list)
+    for i, place in enumerate(places):
+        groups[place.group, place.device].append(i)
+    for (group, device), members in groups.items():
+        # Not every rank need have been written to, nor know that another one has.
+        written = torch.tensor([float(values[i] is not None) for i in members], device=device)
+        dist.all_reduce(written, dist.ReduceOp.MAX, group)
+        chosen = [*compress(members, written.tolist())]
+        if not chosen:
+            continue
+        cast = ShardCast([shards[i] for i in chosen], [dtypes[i] for i in chosen])
+        new = [shards[i]._read(torch.float32) if values[i] is None else values[i] for i in chosen]
+        cast.measure(new)
+        wholes = [shards[i]._origin.whole for i in chosen]
+        at = [places[i] for i in chosen]
+        exchanged = zip(wholes, at, *zip(*cast.exchanged, strict=True), strict=True)
+        AmaxExchange(group, device, [*exchanged])()
+        cast.write(new)
+
+
 def settle_shard(shard: QuantizedTensor, mesh: DeviceMesh) -> None:
     """Quantize what has been written to a shard; every rank of the 1-dimensional mesh joins in."""
     origin = shard._origin
     if not (origin.unsettled and origin.whole.shares_scales):
         return
-    place = Place.in_mesh(mesh)
-    # Not every rank need have been written to, nor know that another one has.
-    pending = torch.full((1,), float(origin.pending is not None), device=shard.device)
-    dist.all_reduce(pending, dist.ReduceOp.MAX, place.group)
-    origin.unsettled = False
-    if not pending.item():
-        return
-    value = shard._read(torch.float32 if origin.pending is None else origin.pending.dtype)
-    cast = ShardCast([shard], [torch.float32])
-    cast.measure([value])
-    amax, grids = cast.exchanged[0]
-    AmaxExchange(place.group, shard.device, [(origin.whole, place, amax, grids)])()
     written = origin.pending
-    cast.write([value])
+    write_shards([shard], [Place.in_mesh(mesh)], [written], [torch.float32])
+    origin.unsettled = False
     if origin.init_val is not None and written is not None:
         # What the master weight has to start from.
         origin.init_val = written.view(shard.shape)

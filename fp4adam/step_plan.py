@@ -164,12 +164,9 @@ class StepPlan:
         groups: dict[tuple, list] = defaultdict(list)
         for m in sharing:
             whole = m.param._origin.whole
-            groups[m.place.group, m.place.device_type].append(
-                (whole, m.place, *exchanged[id(m.owner)])
-            )
+            groups[m.place.group, m.place.device].append((whole, m.place, *exchanged[id(m.owner)]))
         self._exchanges = [
-            AmaxExchange(group, torch.device(kind, _device_index(kind)), shards)
-            for (group, kind), shards in groups.items()
+            AmaxExchange(group, device, shards) for (group, device), shards in groups.items()
         ]
 
     def _share_step_counters(self) -> None:
@@ -362,10 +359,6 @@ def _ratio(member: Member, step: float) -> float:
         return math.inf
     moments = member.tensors["exp_avg"], member.tensors["exp_avg_sq"]
     return measured_ratio(*moments, float(member.group["eps"]))
-
-
-def _device_index(kind: str) -> int | None:
-    return torch.cuda.current_device() if kind == "cuda" else None
 
 
 def _make_launches(device: torch.device, batches: list[FusedBatch], n_members: int) -> DeviceTables:

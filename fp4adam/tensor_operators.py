@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp4adam import row_window
-from fp4adam.quantized_tensor import QuantizedTensor, implements_operator
+from fp4adam.quantized_tensor import QuantizedTensor, implements_function, implements_operator
 from fp4adam.quantizer import HIGH_PRECISION_DTYPES
 
 aten = torch.ops.aten
@@ -109,6 +109,15 @@ def _rows(tensor: QuantizedTensor, start: int, end: int) -> QuantizedTensor:
     return tensor._alias(shape, start * math.prod(tensor.shape[1:-1]))
 
 
+@implements_function(torch.Tensor.new_empty)
+def _new_empty(tensor: Tensor, size: Any, *args: Any, **kwargs: Any) -> Tensor:
+    if isinstance(tensor, QuantizedTensor) and size == [] and kwargs == {"device": "cpu"}:
+        # What asynchronous checkpoints set to the copy of a storage, and give copied attributes.
+        shape, dtype = tuple(tensor.shape), tensor.dtype
+        return torch.Tensor._make_wrapper_subclass(type(tensor), shape, dtype=dtype, device="cpu")
+    return torch.Tensor.new_empty(tensor, size, *args, **kwargs)
+
+
 @implements_operator(aten.new_zeros.default, aten.new_empty.default)
 def _new_zeros(
     func: Callable,
@@ -119,8 +128,9 @@ def _new_zeros(
     **kwargs: Any,
 ) -> Tensor:
     # A tensor that has just been split is being sharded; anyone else wants plain zeros.
-    is_shard = tensor._origin.whole is not None or tensor._shard_rows == size[0]
-    if is_shard and dtype is None and tuple(size) != (0,):
+    rows = size[0] if len(size) > 1 else -1
+    is_shard = tensor._origin.whole is not None or tensor._shard_rows == rows
+    if is_shard and dtype is None and rows >= 0:
         return row_window.make_shard(tensor, tuple(size))
     return torch.zeros(size, dtype=dtype or tensor.dtype, device=device or tensor.device)
 
