@@ -94,7 +94,7 @@ def _run_rank(
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     os.environ["WORLD_SIZE"] = str(world_size)
     torch.set_num_threads(1)
-    stack = open(f"{folder}/stack{rank}", "w")  # noqa: SIM115
+    stack = open(f"{folder}/stack{rank}", "w")
     faulthandler.dump_traceback_later(0.9 * 2 * timeout, file=stack)
     if device == "cuda":
         torch.cuda.set_device(rank)
