@@ -1,7 +1,9 @@
 """Fused AdamW for models whose weights live in 4 or 8 bits."""
 
+from fp4adam import fp4_utils as fp4_utils
 from fp4adam import linear as linear
 from fp4adam import tensor_operators as tensor_operators
+from fp4adam.columnwise import build_columnwise as build_columnwise
 from fp4adam.float8_block import Float8BlockQuantizer as Float8BlockQuantizer
 from fp4adam.float8_block import Float8BlockTensor as Float8BlockTensor
 from fp4adam.fp4_adam import FP4Adam as FP4Adam
@@ -10,10 +12,13 @@ from fp4adam.mxfp8 import MXFP8Quantizer as MXFP8Quantizer
 from fp4adam.mxfp8 import MXFP8Tensor as MXFP8Tensor
 from fp4adam.nvfp4 import NVFP4Quantizer as NVFP4Quantizer
 from fp4adam.nvfp4 import NVFP4Tensor as NVFP4Tensor
+from fp4adam.partial_cast import PartialCast as PartialCast
 from fp4adam.quantize_model import is_hidden_linear as is_hidden_linear
 from fp4adam.quantize_model import quantize_model as quantize_model
 from fp4adam.quantize_model import quantized_init as quantized_init
 from fp4adam.quantized_tensor import QuantizedTensor as QuantizedTensor
 from fp4adam.quantizer import Quantizer as Quantizer
+from fp4adam.zero import post_all_gather_processing as post_all_gather_processing
+from fp4adam.zero import quantize_master_weights as quantize_master_weights
 
 __version__ = "0.1.0"

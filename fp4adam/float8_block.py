@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp4adam import backend, minifloat
 from fp4adam.quantized_tensor import QuantizedTensor
-from fp4adam.quantizer import Quantizer, in_blocks, round_up, strips
+from fp4adam.quantizer import Quantizer, blocks_of, in_blocks, round_up, strips
 
 BLOCK = 128
 
@@ -59,6 +59,7 @@ class Float8BlockQuantizer(Quantizer):
     amax_epsilon: float = 0.0
 
     tensor_class = Float8BlockTensor
+    block_rows = BLOCK
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,6 +67,15 @@ class Float8BlockQuantizer(Quantizer):
             raise ValueError(
                 f"amax_epsilon must be finite and >= 0, got {self.amax_epsilon}; 0 turns it off"
             )
+
+    @property
+    def row_pitch(self) -> dict[str, int]:
+        if not (self.two_dimensional and self.rowwise):
+            return {}
+        return {"_rowwise_data": 1, "_block_scale_inv": BLOCK}
+
+    def without_derived(self) -> Quantizer:
+        return dataclasses.replace(self, columnwise=False) if self.row_pitch else self
 
     def storage_layout(
         self, rows: int, cols: int
@@ -116,12 +126,12 @@ class Float8BlockQuantizer(Quantizer):
     def _encode(self, x: Tensor, block: tuple[int, int], largest: float) -> tuple[Tensor, Tensor]:
         """Codes [rows, cols] and decode scales, one per block, of float32 rows."""
         rows, cols = x.shape
-        blocks = _blocks(x, block)
-        scale = self._scale(minifloat.amax(blocks, (1, 3)), largest)
+        blocks = blocks_of(x, block)
+        scale = self.encode_scale(minifloat.amax(blocks, (1, 3)), largest)
         codes = minifloat.e4m3_code(blocks * scale[:, None, :, None])
         return codes.flatten(2).flatten(0, 1)[:rows, :cols], 1.0 / scale
 
-    def _scale(self, amax: Tensor, largest: float) -> Tensor:
+    def encode_scale(self, amax: Tensor, largest: float) -> Tensor:
         """Encode scales; ``largest`` is the largest finite value of the input's dtype."""
         epsilon = torch.tensor(self.amax_epsilon, dtype=torch.float32)
         amax = torch.where(amax < epsilon, epsilon, amax)
@@ -142,14 +152,6 @@ class Float8BlockQuantizer(Quantizer):
         if self.two_dimensional:
             scale = tensor._block_scale_inv
         return _dequantize(data, scale, self.two_dimensional, transposed, dtype, after)
-
-
-def _blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """View [rows, cols] as [block row, row, block column, column], edges filled with zeros."""
-    rows, cols = (round_up(n, size) for n, size in zip(x.shape, block, strict=True))
-    if x.shape != (rows, cols):
-        x = torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0]))
-    return x.view(rows // block[0], block[0], cols // block[1], block[1])
 
 
 @torch.library.custom_op("fp4adam::dequantize_float8_block", mutates_args=())
@@ -177,7 +179,7 @@ def _dequantize(
     else:
         grid = scale_inv[:, :rows].t()
     values = minifloat.e4m3_value(data)
-    blocks = _blocks(values, (BLOCK if two_dimensional else 1, BLOCK))
+    blocks = blocks_of(values, (BLOCK if two_dimensional else 1, BLOCK))
     matrix = blocks.mul_(grid[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :cols].to(dtype)
     return matrix.t().contiguous() if transposed else matrix.contiguous()
 

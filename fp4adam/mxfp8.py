@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fp4adam import backend, minifloat
 from fp4adam.quantized_tensor import QuantizedTensor
-from fp4adam.quantizer import Quantizer, in_blocks, round_up, strips
+from fp4adam.quantizer import Quantizer, blocks_of, in_blocks, round_up, strips
 
 BLOCK = 32
 
@@ -35,6 +35,16 @@ class MXFP8Quantizer(Quantizer):
     """
 
     tensor_class = MXFP8Tensor
+    block_rows = BLOCK
+
+    @property
+    def row_pitch(self) -> dict[str, int]:
+        pitch = {}
+        if self.rowwise:
+            pitch.update(_rowwise_data=1, _rowwise_scale_inv=1)
+        if self.columnwise:
+            pitch.update(_columnwise_data=1, _columnwise_scale_inv=BLOCK)
+        return pitch
 
     def check_matrix(self, rows: int, cols: int) -> str | None:
         if rows % BLOCK or cols % BLOCK:
@@ -85,11 +95,15 @@ class MXFP8Quantizer(Quantizer):
 
 def _encode(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Codes [rows, cols] and E8M0 scales [rows / block[0], cols / block[1]] of float32 rows."""
-    rows, cols = x.shape
-    blocks = x.view(rows // block[0], block[0], cols // block[1], block[1])
-    scale = minifloat.e8m0_code_up(minifloat.amax(blocks, (1, 3)) * (1 / minifloat.E4M3_MAX))
-    codes = minifloat.e4m3_code(blocks * minifloat.e8m0_reciprocal(scale)[:, None, :, None])
-    return codes.view(rows, cols), scale
+    blocks = blocks_of(x, block)
+    scale, factor = block_scales(minifloat.amax(blocks, (1, 3)))
+    return minifloat.e4m3_code(blocks * factor[:, None, :, None]).view(x.shape), scale
+
+
+def block_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
+    """E8M0 scales (uint8) of blocks with the float32 amaxes, and their float32 reciprocals."""
+    scale = minifloat.e8m0_code_up(amax * (1 / minifloat.E4M3_MAX))
+    return scale, minifloat.e8m0_reciprocal(scale)
 
 
 @torch.library.custom_op("fp4adam::dequantize_mxfp8", mutates_args=())

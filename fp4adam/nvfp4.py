@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fp4adam import backend, minifloat
 from fp4adam.quantized_tensor import QuantizedTensor
-from fp4adam.quantizer import Quantizer, in_blocks, round_up, strips
+from fp4adam.quantizer import Quantizer, blocks_of, in_blocks, round_up, strips
 
 BLOCK = 16
 # The largest code times the largest block scale: what the tensor's amax is mapped to.
@@ -67,11 +67,22 @@ class NVFP4Quantizer(Quantizer):
     two_dimensional: bool = True
 
     tensor_class = NVFP4Tensor
+    block_rows = BLOCK
+    scales_tensor = True
 
     def check_matrix(self, rows: int, cols: int) -> str | None:
         if rows % BLOCK or cols % BLOCK:
             return "rows and columns of NVFP4 must be multiples of 16"
         return None
+
+    @property
+    def row_pitch(self) -> dict[str, int]:
+        if not (self.two_dimensional and self.rowwise):
+            return {}
+        return {"_rowwise_data": 1, "_block_scale_inv": BLOCK}
+
+    def without_derived(self) -> Quantizer:
+        return dataclasses.replace(self, columnwise=False) if self.row_pitch else self
 
     def storage_layout(
         self, rows: int, cols: int
@@ -136,17 +147,23 @@ class NVFP4Quantizer(Quantizer):
 
 def _encode(x: Tensor, amax: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Codes [rows, cols] and E4M3 scales [rows / block[0], cols / block[1]] of float32 rows."""
-    rows, cols = x.shape
+    blocks = blocks_of(x, block)
+    scale, factor = block_scales(minifloat.amax(blocks, (1, 3)), amax)
+    return minifloat.e2m1_code(blocks * factor[:, None, :, None]).view(x.shape), scale
+
+
+def block_scales(block_amax: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3 scales (uint8) and the float32 factors that take values to codes.
+
+    ``block_amax``: float32, of each block. ``amax``: float32 with one element, of the whole tensor.
+    """
     # A Python number over a tensor would be computed as number * (1 / tensor).
     encode = torch.full_like(amax, RANGE) / amax
     encode = torch.where((amax == 0) | (encode == 0), 1.0, encode.clamp(max=minifloat.FP32_MAX))
     decode = 1.0 / encode
-    blocks = x.view(rows // block[0], block[0], cols // block[1], block[1])
-    ratio = minifloat.amax(blocks, (1, 3)) * (encode * (1 / 6))
-    scale = minifloat.e4m3_code(ratio)
-    block_encode = (1.0 / (minifloat.e4m3_value(scale) * decode)).clamp(max=minifloat.FP32_MAX)
-    codes = minifloat.e2m1_code(blocks * block_encode[:, None, :, None])
-    return codes.view(rows, cols), scale
+    scale = minifloat.e4m3_code(block_amax * (encode * (1 / 6)))
+    factor = (1.0 / (minifloat.e4m3_value(scale) * decode)).clamp(max=minifloat.FP32_MAX)
+    return scale, factor
 
 
 @torch.library.custom_op("fp4adam::dequantize_nvfp4", mutates_args=())

@@ -1,6 +1,7 @@
 """The tensor subclass behind every block-scaled format."""
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fp4adam.quantizer import HIGH_PRECISION_DTYPES, Quantizer, check_dtype, flat_shape
+from fp4adam import row_window
+from fp4adam.quantizer import HIGH_PRECISION_DTYPES, Quantizer, check_dtype
+from fp4adam.row_window import Origin
 
 # Inner tensors, named as in Transformer Engine. Scales of square blocks are the same for both
 # directions and are kept once, one per block, in _block_scale_inv.
@@ -44,7 +47,9 @@ class QuantizedTensor(torch.Tensor):
     To autograd and to modules it looks like a dense tensor of its nominal ``dtype``: gradients are
     plain tensors, and operators that do not know the format see the dequantized values. Build one
     with ``quantizer.quantize(x)``; write to it with :meth:`quantize_`, ``copy_`` or another full
-    overwrite such as ``normal_``. Views and slices are copies: writing to one changes nothing.
+    overwrite such as ``normal_``. Pieces that ``split``, ``narrow`` and slices cut off along the
+    first dimension stay quantized and share memory with it, if the quantizer's ``row_pitch`` says
+    how; all other views are copies: writing to one changes nothing.
 
     Attributes:
         quantizer: The :class:`Quantizer` that made it.
@@ -82,8 +87,11 @@ class QuantizedTensor(torch.Tensor):
         requires_grad: bool = False,
     ) -> None:
         self.quantizer = quantizer
-        # A list, because all tensors on this storage (.data, detach(), a Parameter) share it.
-        self._init_val: list[Tensor | None] = [None]
+        self._origin = Origin()
+        # Of its rows, counted from the first one of the origin.
+        self._start = 0
+        # Size of the pieces that it has been split into.
+        self._shard_rows: int | None = None
         self._adopt(storage)
 
     def _adopt(self, storage: dict[str, Tensor]) -> None:
@@ -99,22 +107,22 @@ class QuantizedTensor(torch.Tensor):
     @property
     def rowwise_data(self) -> Tensor | None:
         """uint8 codes with blocks along the last dimension, or None without rowwise usage."""
-        return self._rowwise_data
+        return self.settled()._rowwise_data
 
     @property
     def columnwise_data(self) -> Tensor | None:
         """uint8 codes with blocks along the first dimension, or None without columnwise usage."""
-        return self._columnwise_data
+        return self.settled()._columnwise_data
 
     @property
     def rowwise_scale_inv(self) -> Tensor | None:
         """Decode scales of ``rowwise_data`` in Transformer Engine's layout, padding zero."""
-        return self._rowwise_scale_inv
+        return self.settled()._rowwise_scale_inv
 
     @property
     def columnwise_scale_inv(self) -> Tensor | None:
         """Decode scales of ``columnwise_data`` in Transformer Engine's layout, padding zero."""
-        return self._columnwise_scale_inv
+        return self.settled()._columnwise_scale_inv
 
     @property
     def nbytes_stored(self) -> int:
@@ -142,18 +150,13 @@ class QuantizedTensor(torch.Tensor):
         return self
 
     def _write(self, x: Tensor, non_blocking: bool = False) -> None:
+        plain = not isinstance(x, QuantizedTensor)
         with torch.no_grad():
-            if same_format(self, x):
-                for name, inner in self.storage_tensors().items():
-                    inner.copy_(getattr(x, name), non_blocking)
-            elif self.numel() and not self.is_meta:
-                value = x._read() if isinstance(x, QuantizedTensor) else x.detach()
-                matrix = value.to(self.device).reshape(flat_shape(self.shape))
-                self.quantizer.write(matrix.contiguous(), self)
-        if self._init_val[0] is not None:
-            # A value loaded before the first step is what the master weights have to start from.
-            plain = not isinstance(x, QuantizedTensor)
-            self._init_val[0] = x.detach().to(self.device, copy=True) if plain else None
+            if plain or not row_window.copy_bytes(self, x, non_blocking):
+                row_window.write(self, (x.detach() if plain else x._read()).to(self.device))
+            if self._origin.init_val is not None and row_window.is_all(self):
+                # A value loaded before the first step is what the master weights start from.
+                self._origin.init_val = x.detach().to(self.device, copy=True) if plain else None
         torch.autograd.graph.increment_version(self)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -165,15 +168,25 @@ class QuantizedTensor(torch.Tensor):
         """The values as a plain tensor of any dtype, below autograd."""
         dtype = self.dtype if dtype is None else dtype
         direct = dtype if dtype in HIGH_PRECISION_DTYPES else torch.float32
-        return self.quantizer.read(self, direct, after).view(self.shape).to(dtype)
+        return row_window.read(self, direct, after).view(self.shape).to(dtype)
+
+    def settled(self) -> "QuantizedTensor":
+        """The tensor, after rows that were written one after the other have been quantized.
+
+        Rows of a shard stay as they are if their scales depend on other ranks, until these join in:
+        at the next all-gather, or step of the optimizer.
+        """
+        if self._origin.pending is not None:
+            row_window.settle(self)
+        return self
 
     @property
     def _high_precision_init_val(self) -> Tensor | None:
-        return self._init_val[0]
+        return self._origin.init_val
 
     @_high_precision_init_val.setter
     def _high_precision_init_val(self, value: Tensor | None) -> None:
-        self._init_val[0] = value
+        self._origin.init_val = value
 
     def get_high_precision_init_val(self) -> Tensor | None:
         """The value before quantization, if it was kept for the optimizer and not yet used."""
@@ -227,21 +240,57 @@ class QuantizedTensor(torch.Tensor):
             return self._write(value)
         value = value.to(self.device)
         self._adopt(value.storage_tensors())
-        self._init_val = value._init_val
+        self._origin, self._start = value._origin, value._start
         torch.autograd.graph.increment_version(self)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise _refusal("item assignment", self)
 
-    def _like(
-        self, storage: dict[str, Tensor], dtype: torch.dtype | None = None
-    ) -> "QuantizedTensor":
-        return type(self)(tuple(self.shape), dtype or self.dtype, self.quantizer, storage)
+    def _alias(self, shape: tuple[int, ...] | None = None, start: int = 0) -> "QuantizedTensor":
+        """A tensor on the same storage; ``start``: its first row, counted from the own one."""
+        shape = tuple(self.shape) if shape is None else shape
+        with torch.inference_mode(False):  # an inference tensor could not be versioned
+            alias = type(self)(shape, self.dtype, self.quantizer, self.storage_tensors())
+        alias._origin, alias._start = self._origin, self._start + start
+        return alias
 
     def _map_storage(
         self, fn: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
     ) -> "QuantizedTensor":
-        return self._like({name: fn(t) for name, t in self.storage_tensors().items()}, dtype)
+        """A tensor with storage of its own, that of its own blocks mapped by ``fn``."""
+        source = row_window.own_blocks(self.settled())
+        storage = {name: fn(inner) for name, inner in source.storage_tensors().items()}
+        new = type(self)(tuple(self.shape), dtype or self.dtype, source.quantizer, storage)
+        pending = source._origin.pending
+        new._origin = dataclasses.replace(
+            source._origin, init_val=None, pending=None if pending is None else fn(pending)
+        )
+        return new
+
+    @property
+    def _first_row(self) -> int:
+        """Where its rows begin in the matrix that the inner tensors hold."""
+        return (self._origin.first_row or 0) + self._start
+
+    # FSDP2 passes more than the mesh to a hook that takes it, and then refuses uneven shards.
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        """What FSDP2 gathers of a shard; see :mod:`fp4adam.fsdp`."""
+        from fp4adam import fsdp
+
+        return fsdp.pre_all_gather(self, mesh)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: "QuantizedTensor | None" = None,
+    ) -> "tuple[QuantizedTensor, tuple[Tensor, ...]] | None":
+        """The whole tensor from what has been gathered; see :mod:`fp4adam.fsdp`."""
+        from fp4adam import fsdp
+
+        return fsdp.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         usages = [u for u in ("rowwise", "columnwise") if getattr(self.quantizer, u)]
@@ -290,10 +339,13 @@ class QuantizedTensor(torch.Tensor):
         return new
 
     def __reduce_ex__(self, protocol: int) -> tuple[Callable, tuple]:
-        attributes = dict(self.__dict__)
+        stored = row_window.own_blocks(self.settled())
+        if stored is not self.settled():
+            stored = stored._map_storage(torch.clone)
+        attributes = {**self.__dict__, **stored.__dict__}
         if not isinstance(self, torch.nn.Parameter):
             # What state_dict() hands out goes into checkpoints, where bytes count.
-            attributes["_init_val"] = [None]
+            attributes["_origin"] = dataclasses.replace(stored._origin, init_val=None)
         shape, grad = tuple(self.shape), self.requires_grad
         return _rebuild_quantized_tensor, (type(self), shape, self.dtype, grad, attributes)
 

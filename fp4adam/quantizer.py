@@ -34,6 +34,14 @@ def strips(x: Tensor, block: int) -> Iterator[tuple[slice, Tensor]]:
         yield span, x[span].float()
 
 
+def blocks_of(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """View [rows, cols] as [block row, row, block column, column], edges filled with zeros."""
+    rows, cols = (round_up(n, size) for n, size in zip(x.shape, block, strict=True))
+    if x.shape != (rows, cols):
+        x = torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0]))
+    return x.view(rows // block[0], block[0], cols // block[1], block[1])
+
+
 def in_blocks(span: slice, block: int) -> slice:
     """The blocks that cover the rows ``span``, which starts at the edge of one."""
     return slice(span.start // block, -(-span.stop // block))
@@ -52,6 +60,10 @@ class Quantizer:
     columnwise: bool = True
 
     tensor_class: ClassVar[type["QuantizedTensor"]]
+    # Rows that a block spans.
+    block_rows: ClassVar[int]
+    # Whether one number scales the whole tensor.
+    scales_tensor: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not (self.rowwise or self.columnwise):
@@ -65,6 +77,19 @@ class Quantizer:
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each inner tensor of a [rows, cols] matrix."""
         raise NotImplementedError
+
+    @property
+    def row_pitch(self) -> dict[str, int]:
+        """The inner tensors that rows can be cut off from, with the rows per entry of each.
+
+        What is not among them, but for the scale of the tensor, can be derived from these. Empty if
+        rows cannot be cut off: scales of single rows lie otherwise.
+        """
+        return {}
+
+    def without_derived(self) -> "Quantizer":
+        """The quantizer of a tensor that consists of what ``row_pitch`` names."""
+        return self
 
     def check_matrix(self, rows: int, cols: int) -> str | None:
         """Say which rule of the format a [rows, cols] matrix breaks, or None."""

@@ -3,12 +3,14 @@
 All others see the dequantized values; those that would write into them are refused.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fp4adam import row_window
 from fp4adam.quantized_tensor import QuantizedTensor, implements_operator
 from fp4adam.quantizer import HIGH_PRECISION_DTYPES
 
@@ -18,10 +20,7 @@ aten = torch.ops.aten
 # nn.Parameter, state_dict and .data share the storage of the tensor that they wrap.
 @implements_operator(aten.detach.default, aten.alias.default)
 def _detach(func: Callable, tensor: QuantizedTensor) -> QuantizedTensor:
-    with torch.inference_mode(False):  # a detached inference tensor could not be versioned
-        detached = tensor._like(tensor.storage_tensors())
-    detached._init_val = tensor._init_val
-    return detached
+    return tensor._alias()
 
 
 @implements_operator(aten.clone.default)
@@ -68,10 +67,95 @@ def _empty_like(
     device = tensor.device if device is None else device
     if dtype is not None:
         return torch.empty(tensor.shape, dtype=dtype, device=device)
-    empty = tensor.quantizer.make_empty(tuple(tensor.shape), tensor.dtype, device)
+    if tensor._origin.whole is not None:
+        empty = tensor._map_storage(lambda inner: torch.zeros_like(inner, device=device))
+    else:
+        empty = tensor.quantizer.make_empty(tuple(tensor.shape), tensor.dtype, device)
     if tensor._high_precision_init_val is not None:
         empty._high_precision_init_val = tensor._high_precision_init_val.to("meta")
     return empty
+
+
+# FSDP2 splits a parameter and allocates each shard; checkpoints are resharded by slices.
+@implements_operator(aten.split.Tensor)
+def _split(func: Callable, tensor: QuantizedTensor, size: int, dim: int = 0) -> Any:
+    if dim % tensor.dim() or not tensor.quantizer.row_pitch:
+        return func(tensor._read(), size, dim)
+    tensor._shard_rows = size
+    starts = range(0, max(tensor.shape[0], 1), max(size, 1))
+    return [_rows(tensor, start, min(start + size, tensor.shape[0])) for start in starts]
+
+
+@implements_operator(aten.slice.Tensor)
+def _slice(
+    func: Callable,
+    tensor: QuantizedTensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Tensor:
+    start, end, step = slice(start, end, step).indices(tensor.shape[dim])
+    if (start, step) == (0, 1) and end >= tensor.shape[dim]:
+        return tensor._alias()
+    if dim % tensor.dim() or step != 1 or not tensor.quantizer.row_pitch:
+        return func(tensor._read(), dim, start, end, step)
+    return _rows(tensor, start, max(start, end))
+
+
+def _rows(tensor: QuantizedTensor, start: int, end: int) -> QuantizedTensor:
+    """The window on indices of the first dimension."""
+    shape = (end - start, *tensor.shape[1:])
+    return tensor._alias(shape, start * math.prod(tensor.shape[1:-1]))
+
+
+@implements_operator(aten.new_zeros.default, aten.new_empty.default)
+def _new_zeros(
+    func: Callable,
+    tensor: QuantizedTensor,
+    size: tuple[int, ...],
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    # A tensor that has just been split is being sharded; anyone else wants plain zeros.
+    is_shard = tensor._origin.whole is not None or tensor._shard_rows == size[0]
+    if is_shard and dtype is None and tuple(size) != (0,):
+        return row_window.make_shard(tensor, tuple(size))
+    return torch.zeros(size, dtype=dtype or tensor.dtype, device=device or tensor.device)
+
+
+# FSDP2 keeps a shard flat, and gives what it has gathered its size and strides.
+@implements_operator(aten.view.default)
+def _view(func: Callable, tensor: QuantizedTensor, shape: tuple[int, ...]) -> Tensor:
+    if tensor._origin.whole is not None and tuple(shape) in ((-1,), (tensor.numel(),)):
+        # Also after a checkpoint has been loaded, on every rank.
+        tensor._origin.unsettled = True
+        return tensor._alias((tensor.numel(),))
+    return func(tensor._read(), shape)
+
+
+@implements_operator(aten.as_strided.default)
+def _as_strided(
+    func: Callable,
+    tensor: QuantizedTensor,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    storage_offset: int | None = None,
+) -> Tensor:
+    if (tuple(size), tuple(stride), storage_offset or 0) == (*_geometry(tensor), 0):
+        return tensor._alias()
+    return func(tensor._read(), size, stride, storage_offset)
+
+
+def _geometry(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(tensor.shape), tuple(tensor.stride())
+
+
+@implements_operator(aten.record_stream.default)
+def _record_stream(func: Callable, tensor: QuantizedTensor, stream: torch.Stream) -> None:
+    for inner in tensor.storage_tensors().values():
+        func(inner, stream)
 
 
 # Optimizer state and gradients are made like the parameter, and are plain tensors.

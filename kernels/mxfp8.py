@@ -36,14 +36,20 @@ EDGE_TILE, EDGE_PART = Tile(32, 32, 1, 4, 1), 32
 
 
 @triton.jit
-def mxfp8_scale(blocks, AXIS: tl.constexpr):
+def mxfp8_scale(amax):
+    """E8M0 scales (int32) of blocks with the given float32 amaxes, and their reciprocals."""
+    # 1 / 448 rounded to float32; dividing instead gives the same scales.
+    scale = e8m0_code_up(amax * 0.0022321429569274187)
+    return scale, e8m0_reciprocal(scale)
+
+
+@triton.jit
+def scale_blocks(blocks, AXIS: tl.constexpr):
     """Float32 blocks that lie along AXIS, divided by their E8M0 scales; and the scales (uint8)."""
     amax = tl.max(tl.abs(blocks), AXIS)
     amax = tl.where(amax == amax, amax, 0.0)  # all elements NaN
-    # 1 / 448 rounded to float32; dividing instead gives the same scales.
-    scale = e8m0_code_up(amax * 0.0022321429569274187)
-    factor = tl.expand_dims(e8m0_reciprocal(scale), AXIS)
-    return blocks * factor, scale.to(tl.uint8)
+    scale, factor = mxfp8_scale(amax)
+    return blocks * tl.expand_dims(factor, AXIS), scale.to(tl.uint8)
 
 
 @triton.jit
@@ -64,10 +70,10 @@ def mxfp8_tile(
     column_words = tl.zeros((32, BC // 4), tl.uint32)
     column_scale = tl.zeros((1, BC), tl.uint8)
     if ROWWISE:
-        scaled, row_scale = mxfp8_scale(tl.reshape(x, (32, BC // 32, 32)), 2)
+        scaled, row_scale = scale_blocks(tl.reshape(x, (32, BC // 32, 32)), 2)
         row_words = e4m3_words(tl.reshape(scaled, (32, BC)), 32, BC, HARDWARE)
     if COLUMNWISE:
-        scaled, column_scale = mxfp8_scale(tl.reshape(x, (1, 32, BC)), 1)
+        scaled, column_scale = scale_blocks(tl.reshape(x, (1, 32, BC)), 1)
         column_words = e4m3_words(tl.reshape(scaled, (32, BC)), 32, BC, HARDWARE)
     return row_words, row_scale, column_words, column_scale
 

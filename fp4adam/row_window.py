@@ -1,0 +1,280 @@
+"""Tensors that are some rows of what their inner tensors hold: slices, pieces, and shards.
+
+The inner tensors hold a matrix of whole blocks. A window on it has the same inner tensors, and
+knows its first row and how many there are. So a slice costs nothing, what is written to it is
+written to the tensor, and a shard that begins in the middle of a block is like any other one.
+"""
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fp4adam import columnwise
+from fp4adam.quantizer import Quantizer, flat_shape, round_up
+
+if TYPE_CHECKING:
+    from fp4adam.quantized_tensor import QuantizedTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """The tensor that a shard is a part of.
+
+    Attributes:
+        shape: Its shape.
+        quantizer: How it is quantized; a shard may do without what can be derived.
+        chunk: How much of the first dimension each shard holds; the last ones may hold less.
+    """
+
+    shape: tuple[int, ...]
+    quantizer: Quantizer
+    chunk: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the matrix that it is quantized as."""
+        return flat_shape(self.shape)[0]
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of one shard."""
+        return self.chunk * (self.rows // self.shape[0]) if self.shape[0] else 0
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether shards end within blocks, whose scales they have to agree on."""
+        return self.chunk_rows < self.rows and self.chunk_rows % self.quantizer.block_rows != 0
+
+    @property
+    def shares_scales(self) -> bool:
+        """Whether a shard cannot be quantized without knowing the others."""
+        return self.chunk_rows < self.rows and (self.is_cut or self.quantizer.scales_tensor)
+
+
+@dataclasses.dataclass
+class Origin:
+    """What all tensors on one storage share beside its bytes.
+
+    Attributes:
+        init_val: The value before quantization, if it was kept for the optimizer; on the meta
+            device it only says that the first value that is written has to be kept.
+        pending: Rows that have been written and could not be quantized yet, because that takes all
+            rows of the tensor; plain, [rows, cols].
+        rows: How many rows of the stored matrix are values; None for all of them.
+        first_row: Where these begin; None for a shard that has not been written yet.
+        whole: What this is a shard of, or None.
+        unsettled: Whether a shard may have been written since the ranks last agreed on its scales.
+    """
+
+    init_val: Tensor | None = None
+    pending: Tensor | None = None
+    rows: int | None = None
+    first_row: int | None = 0
+    whole: Whole | None = None
+    unsettled: bool = False
+
+
+def matrix_shape(tensor: "QuantizedTensor") -> tuple[int, int]:
+    """Rows and columns of the matrix that a tensor is quantized as."""
+    whole = tensor._origin.whole
+    if whole is None:
+        return flat_shape(tuple(tensor.shape))
+    # A shard may have been flattened, or be empty.
+    cols = whole.shape[-1]
+    return tensor.numel() // max(cols, 1), cols
+
+
+def stored_rows(tensor: "QuantizedTensor") -> int:
+    """Rows of the matrix that the inner tensors hold."""
+    for name, pitch in tensor.quantizer.row_pitch.items():
+        if pitch == 1 and name.endswith("_data"):
+            return getattr(tensor, name).shape[0]
+    return matrix_shape(tensor)[0]
+
+
+def is_all(tensor: "QuantizedTensor") -> bool:
+    """Whether a tensor has all rows of its origin."""
+    rows = tensor._origin.rows
+    rows = stored_rows(tensor) if rows is None else rows
+    return tensor._start == 0 and matrix_shape(tensor)[0] == rows
+
+
+def own_blocks(tensor: "QuantizedTensor") -> "QuantizedTensor":
+    """The tensor on a storage without blocks of which it has no row; itself if it has all rows.
+
+    What can be derived is left out.
+    """
+    if is_all(tensor):
+        return tensor
+    (rows, _), block = matrix_shape(tensor), tensor.quantizer.block_rows
+    total, first = stored_rows(tensor), tensor._first_row
+    low = first // block * block
+    high = max(min(round_up(first + rows, block), total), low)
+    storage = {} if tensor._amax is None else {"_amax": tensor._amax}
+    for name, pitch in tensor.quantizer.row_pitch.items():
+        inner = getattr(tensor, name)
+        # The last one keeps its padding.
+        stop = inner.shape[0] if high == total else -(-high // pitch)
+        storage[name] = inner[low // pitch : stop]
+    quantizer = tensor.quantizer.without_derived()
+    part = type(tensor)(tuple(tensor.shape), tensor.dtype, quantizer, storage)
+    pending = tensor._origin.pending
+    part._origin = dataclasses.replace(
+        tensor._origin,
+        init_val=None,
+        pending=None if pending is None else _rows_of(tensor, pending),
+        rows=rows,
+        first_row=first - low,
+    )
+    return part
+
+
+def read(tensor: "QuantizedTensor", dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
+    """Decode a tensor to a plain matrix of ``dtype``; ``after`` as in :meth:`Quantizer.read`."""
+    pending = tensor.settled()._origin.pending
+    if pending is not None:
+        return _rows_of(tensor, pending).to(dtype, copy=True)
+    part, rows = own_blocks(tensor), matrix_shape(tensor)[0]
+    values = part.quantizer.read(part, dtype, after)
+    return values if len(values) == rows else values[part._first_row :][:rows].contiguous()
+
+
+def write(tensor: "QuantizedTensor", value: Tensor) -> None:
+    """Overwrite a tensor by plain values on its device."""
+    origin = tensor._origin
+    whole = origin.whole
+    waits = whole is not None and whole.shares_scales
+    origin.unsettled |= waits
+    if tensor.is_meta or not value.numel():
+        return
+    matrix = value.reshape(matrix_shape(tensor))
+    if not is_all(tensor):
+        if origin.pending is None:
+            every = _every_row(tensor)
+            origin.pending = read(every, every.dtype)
+        elif origin.pending.dtype != matrix.dtype:
+            origin.pending = origin.pending.float()
+        _rows_of(tensor, origin.pending).copy_(matrix)
+    elif waits:
+        origin.pending = matrix.clone()
+    else:
+        origin.pending = None
+        _quantize(tensor, matrix)
+
+
+def settle(tensor: "QuantizedTensor") -> None:
+    """Quantize pending rows, unless that takes what other ranks have."""
+    origin = tensor._origin
+    if origin.whole is not None and origin.whole.shares_scales:
+        return
+    pending, origin.pending = origin.pending, None
+    _quantize(_every_row(tensor), pending)
+    if origin.init_val is not None:
+        origin.init_val = pending
+
+
+def copy_bytes(tensor: "QuantizedTensor", source: "QuantizedTensor", non_blocking: bool) -> bool:
+    """Copy codes and scales of ``source``; False if they would not mean the same here."""
+    origin, other = tensor._origin, source.settled()._origin
+    if other.pending is not None or type(tensor) is not type(source):
+        return False
+    if origin.whole is None and other.whole is None:
+        if not (tensor.quantizer == source.quantizer and is_all(tensor) and is_all(source)):
+            return False
+        for name, inner in tensor.storage_tensors().items():
+            inner.copy_(getattr(source, name), non_blocking)
+        origin.pending = None
+        return True
+    pitch = tensor.quantizer.row_pitch
+    if tensor.quantizer.without_derived() != source.quantizer.without_derived() or not pitch:
+        return False
+    rows = matrix_shape(tensor)[0]
+    if origin.first_row is None:
+        origin.first_row = source._first_row % tensor.quantizer.block_rows
+        origin.rows = rows
+        _take_init_val(tensor, source)
+    to, start = tensor._first_row, source._first_row
+    if (to - start) % tensor.quantizer.block_rows:
+        return False
+    for name, step in pitch.items():
+        targets = getattr(tensor, name)[to // step : -(-(to + rows) // step)]
+        values = getattr(source, name)[start // step : -(-(start + rows) // step)]
+        width = min(targets.shape[-1], values.shape[-1])
+        targets[..., :width].copy_(values[..., :width], non_blocking)
+    if tensor._amax is not None and rows:
+        tensor._amax.copy_(source._amax, non_blocking)
+    if tensor.quantizer != tensor.quantizer.without_derived():
+        columnwise.build_columnwise([_every_row(tensor)])
+    return True
+
+
+def make_shard(tensor: "QuantizedTensor", shape: tuple[int, ...]) -> "QuantizedTensor":
+    """A shard of ``tensor``, or of what that is a shard of, that has not been written yet.
+
+    Raises:
+        ValueError: If the tensor can only be sharded otherwise, or not at all.
+    """
+    whole = tensor._origin.whole
+    if whole is None:
+        whole = Whole(tuple(tensor.shape), tensor.quantizer, shape[0])
+    quantizer = whole.quantizer.without_derived()
+    name = type(tensor).__name__
+    if not quantizer.row_pitch:
+        raise ValueError(
+            f"a {name} must have rowwise=True and two_dimensional=True to be sharded, got "
+            f"{whole.quantizer}; quantize it so, or leave it in high precision (filter=...)"
+        )
+    if tuple(shape[1:]) != tuple(whole.shape[1:]):
+        raise ValueError(
+            f"a {name} must be sharded along its first dimension, got shards {tuple(shape)} of "
+            f"{tuple(whole.shape)}; use Shard(0)"
+        )
+    block, rows = quantizer.block_rows, math.prod(shape[:-1])
+    if whole.is_cut:
+        # Wherever in a block it is going to begin.
+        rows = round_up(rows + block - 1, block)
+    layout = quantizer.storage_layout(rows, shape[-1])
+    storage = {
+        name: torch.zeros(size, dtype=dtype, device=tensor.device)
+        for name, (size, dtype) in layout.items()
+    }
+    shard = type(tensor)(tuple(shape), tensor.dtype, quantizer, storage)
+    shard._origin = Origin(rows=None, first_row=None, whole=whole, unsettled=True)
+    return shard
+
+
+def _take_init_val(tensor: "QuantizedTensor", source: "QuantizedTensor") -> None:
+    value = source._origin.init_val
+    if value is not None:
+        rows = _rows_of(source, value).reshape(tensor.shape)
+        tensor._origin.init_val = rows.clone()
+
+
+def _rows_of(tensor: "QuantizedTensor", value: Tensor) -> Tensor:
+    """The rows of a window, [rows, cols], of a value of all rows of its origin."""
+    rows, cols = matrix_shape(tensor)
+    return value.reshape(-1, cols)[tensor._start : tensor._start + rows]
+
+
+def _every_row(tensor: "QuantizedTensor") -> "QuantizedTensor":
+    """The window on all rows of the origin, as a matrix."""
+    rows = tensor._origin.rows
+    shape = (stored_rows(tensor) if rows is None else rows, matrix_shape(tensor)[1])
+    return tensor._alias(shape, -tensor._start)
+
+
+def _quantize(tensor: "QuantizedTensor", matrix: Tensor) -> None:
+    """Quantize all rows of an origin that shares no scales with another one."""
+    rows = len(matrix)
+    if rows < stored_rows(tensor):
+        storage = {} if tensor._amax is None else {"_amax": tensor._amax}
+        for name, pitch in tensor.quantizer.row_pitch.items():
+            storage[name] = getattr(tensor, name)[: -(-rows // pitch)]
+        tensor = type(tensor)(tuple(matrix.shape), tensor.dtype, tensor.quantizer, storage)
+    tensor.quantizer.write(matrix.contiguous(), tensor)
+
+
+torch.serialization.add_safe_globals([Origin, Whole])

@@ -1,0 +1,190 @@
+"""Scales that shards on different ranks share, found by one MAX all-reduce for all of them.
+
+NVFP4 scales a whole tensor by its amax, and a block that a shard boundary cuts has one scale on both
+sides. Amaxes of what each rank has are enough: their maximum is the amax of the whole.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from fp4adam import row_window
+from fp4adam.partial_cast import PartialCast
+from fp4adam.quantized_tensor import QuantizedTensor
+from fp4adam.row_window import Whole
+
+
+class Place(NamedTuple):
+    """Which of the shards of a tensor one is, and who has the others.
+
+    Attributes:
+        group: The ranks that have the shards.
+        number: The own number among them.
+        n_shards: How many there are.
+        device_type: Of the devices that the ranks communicate between.
+    """
+
+    group: dist.ProcessGroup
+    number: int
+    n_shards: int
+    device_type: str
+
+    @classmethod
+    def in_mesh(cls, mesh: DeviceMesh, dim: int = 0) -> "Place":
+        """The place of this rank in one dimension of a mesh."""
+        return cls(mesh.get_group(dim), mesh.get_local_rank(dim), mesh.size(dim), mesh.device_type)
+
+    @classmethod
+    def of(cls, param: Tensor) -> "Place | None":
+        """The place of a parameter's shard, or None if it shares no scales with others.
+
+        Raises:
+            NotImplementedError: If it is a quantized tensor that is sharded in another way than
+                that of ``fully_shard``.
+        """
+        if not isinstance(param, DTensor) or not isinstance(param._local_tensor, QuantizedTensor):
+            return None
+        sharded = [dim for dim, place in enumerate(param.placements) if not place.is_replicate()]
+        if not sharded:
+            return None
+        whole = param._local_tensor._origin.whole
+        if len(sharded) > 1 or type(param.placements[sharded[0]]) is not Shard or whole is None:
+            raise NotImplementedError(
+                "quantized parameters must be replicated, or sharded by fully_shard along one "
+                f"dimension of the mesh, got placements {param.placements}; leave parameters that "
+                "are split otherwise in high precision (filter=...)"
+            )
+        return cls.in_mesh(param.device_mesh, sharded[0]) if whole.shares_scales else None
+
+
+def cut_blocks(whole: Whole, n_shards: int) -> list[int]:
+    """Numbers of the rows of blocks that shard boundaries cut."""
+    block = whole.quantizer.block_rows
+    ends = range(whole.chunk_rows, min(n_shards * whole.chunk_rows, whole.rows), whole.chunk_rows)
+    return sorted({end // block for end in ends if end % block})
+
+
+class AmaxExchange:
+    """Makes amaxes on all ranks of a group the largest of them, in one all-reduce.
+
+    Every rank has to join in, whatever it has.
+
+    Args:
+        group: The ranks.
+        device: Where they communicate.
+        shards: A shard's whole, its place, and what is exchanged of it: its tensor amax, and the
+            grids of block amaxes by what a row of them spans; all float32, on any device. The same
+            wholes in the same order on every rank.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        shards: Sequence[tuple[Whole, Place, Tensor | None, Sequence[Tensor]]],
+    ) -> None:
+        self._group = group
+        self._amaxes: list[Tensor] = []
+        spans: list[tuple[int, int]] = []
+        size = 0
+        for whole, place, amax, grids in shards:
+            if whole.quantizer.scales_tensor:
+                self._amaxes.append(amax)
+                spans.append((size, size + 1))
+                size += 1
+            first = place.number * whole.chunk_rows
+            last = min(first + whole.chunk_rows, whole.rows) - 1
+            block = whole.quantizer.block_rows
+            for number in cut_blocks(whole, place.n_shards):
+                for grid in grids:
+                    width = grid.shape[1]
+                    if first // block <= number <= last // block and first <= last:
+                        self._amaxes.append(grid[number - first // block])
+                        spans.append((size, size + width))
+                    size += width
+        self._buffer = torch.zeros(size, device=device)
+        self._slots = [self._buffer[start:stop] for start, stop in spans]
+
+    def __call__(self) -> None:
+        """Exchange the amaxes, in place."""
+        self._buffer.zero_()
+        if self._slots:
+            torch._foreach_copy_(self._slots, self._amaxes)
+        dist.all_reduce(self._buffer, dist.ReduceOp.MAX, self._group)
+        if self._slots:
+            torch._foreach_copy_(self._amaxes, self._slots)
+
+
+class ShardCast:
+    """Quantizes shards that share scales; all shards together are the full cast, bit for bit.
+
+    Args:
+        shards: Local tensors on one device.
+        dtypes: What values are rounded to first.
+
+    Attributes:
+        exchanged: Per shard its tensor amax and its grids, for :class:`AmaxExchange`.
+    """
+
+    def __init__(self, shards: Sequence[QuantizedTensor], dtypes: Sequence[torch.dtype]) -> None:
+        self._shards = list(shards)
+        matrices, starts, sizes = [], [], []
+        for shard in shards:
+            rows, cols = row_window.matrix_shape(shard)
+            shape = (row_window.stored_rows(shard), cols)
+            matrix = type(shard)(shape, shard.dtype, shard.quantizer, shard.storage_tensors())
+            matrices.append(matrix)
+            starts.append(shard._first_row * cols)
+            sizes.append(rows * cols)
+        self._cast = PartialCast(matrices, starts, sizes, dtypes)
+        columnwise = self._cast.columnwise_amaxes
+        square = [m.quantizer.without_derived().row_pitch.get("_block_scale_inv") for m in matrices]
+        # Blocks of single rows are not cut.
+        self.exchanged = [
+            (amax, [rowwise] if is_square else [] if column is None else [column])
+            for amax, rowwise, column, is_square in zip(
+                self._cast.tensor_amaxes, self._cast.rowwise_amaxes, columnwise, square, strict=True
+            )
+        ]
+
+    def measure(self, values: Sequence[Tensor]) -> None:
+        """Find the amaxes of the values; one contiguous tensor per shard, of its shape."""
+        self._cast.measure([value.view(-1) for value in values])
+
+    def write(self, values: Sequence[Tensor]) -> None:
+        """Write scales and codes, after the exchange."""
+        self._cast.write([value.view(-1) for value in values])
+        for shard in self._shards:
+            shard._origin.pending = None
+            shard._origin.unsettled = False
+            if shard._origin.first_row is None:
+                shard._origin.first_row = 0
+
+
+def settle_shard(shard: QuantizedTensor, mesh: DeviceMesh) -> None:
+    """Quantize what has been written to a shard; every rank of the 1-dimensional mesh joins in."""
+    origin = shard._origin
+    if not (origin.unsettled and origin.whole.shares_scales):
+        return
+    place = Place.in_mesh(mesh)
+    # Not every rank need have been written to, nor know that another one has.
+    pending = torch.full((1,), float(origin.pending is not None), device=shard.device)
+    dist.all_reduce(pending, dist.ReduceOp.MAX, place.group)
+    origin.unsettled = False
+    if not pending.item():
+        return
+    value = shard._read(torch.float32 if origin.pending is None else origin.pending.dtype)
+    cast = ShardCast([shard], [torch.float32])
+    cast.measure([value])
+    amax, grids = cast.exchanged[0]
+    AmaxExchange(place.group, shard.device, [(origin.whole, place, amax, grids)])()
+    written = origin.pending
+    cast.write([value])
+    if origin.init_val is not None and written is not None:
+        # What the master weight has to start from.
+        origin.init_val = written.view(shard.shape)

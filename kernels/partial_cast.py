@@ -1,0 +1,497 @@
+"""Quantize flat shards of any number of matrices: amaxes of blocks, scales, and codes.
+
+A shard is a run of elements of a row-major matrix and may begin and end inside a block, a row or a
+byte. Tiles that it fills are told apart from those that it cuts: these are masked, element by
+element, and keep what is not theirs. A block, and a byte, belong to one tile.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._bfloat16 import to_float32
+from ._e2m1 import e2m1_code
+from ._e4m3 import e4m3_code, e4m3_words
+from ._words import pack_words, store_words
+from .adam import round_through
+from .float8_block import float8_scale
+from .mxfp8 import mxfp8_scale
+from .nvfp4 import nvfp4_scale
+from .tensor_table import (
+    AMAX,
+    COLS,
+    COLUMNWISE_DATA,
+    COLUMNWISE_SCALE,
+    ROWS,
+    ROWWISE_DATA,
+    ROWWISE_SCALE,
+    TRITON_DTYPES,
+    VALUE,
+    WIDTH,
+    Tile,
+    load_tile,
+    pointer,
+    size,
+    tile_offsets,
+    tile_start,
+)
+
+# Columns of the table; from VALUE on, all others are those of ``tensor_table``. Addresses of values
+# and codes are those that the first element of the matrix would have.
+COLUMNS = {
+    "start": 0,
+    "stop": 1,
+    "value": 2,
+    "tensor_amax": 3,
+    "rowwise_amax": 4,
+    "columnwise_amax": 5,
+    "rowwise_data": 6,
+    "rowwise_scale": 7,
+    "columnwise_data": 8,
+    "columnwise_scale": 9,
+    "amax": 10,
+    "rows": 11,
+    "cols": 12,
+}
+START = tl.constexpr(0)
+STOP = tl.constexpr(1)
+TENSOR_AMAX = tl.constexpr(3)
+ROWWISE_AMAX = tl.constexpr(4)
+COLUMNWISE_AMAX = tl.constexpr(5)
+
+# How a program takes its tile: parts of so many rows down the block, all columns of the tile.
+TILES = {
+    "nvfp4": Tile(16, 128, 1, 4, 1),
+    "mxfp8": Tile(32, 64, 1, 4, 1),
+    "float8_block": Tile(16, 128, 8, 4, 3),
+}
+# Block scales that one program writes.
+SCALES = 1024
+
+
+@triton.jit
+def _load(table, tensor, COLUMN: tl.constexpr):
+    """An int64 of the table."""
+    return tl.load(table + tensor.to(tl.int64) * WIDTH + COLUMN)
+
+
+@triton.jit
+def _pointer(table, tensor, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Pointer from the table, which may be no multiple of anything unless ALIGNED."""
+    if ALIGNED:
+        ptr = pointer(table, tensor, COLUMN, DTYPE)
+    else:
+        ptr = _load(table, tensor, COLUMN).to(tl.pointer_type(DTYPE))
+    return ptr
+
+
+@triton.jit
+def _bounds(table, tensor):
+    """First element of the shard, and the one behind the last."""
+    return _load(table, tensor, START), _load(table, tensor, STOP)
+
+
+@triton.jit
+def _own(bounds, row, col, cols, WHOLE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Mask of a tile's elements that belong to the shard, or None if all do (WHOLE)."""
+    if WHOLE:
+        mask = None
+    else:
+        index = tile_start(row, col, cols) + tile_offsets(cols, BR, BC)
+        mask = (index >= bounds[0]) & (index < bounds[1])
+        mask = mask & (col + tl.arange(0, BC) < cols)[None, :]
+    return mask
+
+
+@triton.jit
+def _load_value(
+    ptr, row, col, cols, mask, WRITE_DTYPE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
+    """Float32 tile [BR, BC], rounded to WRITE_DTYPE; zeros outside of the shard."""
+    ptr += tile_start(row, col, cols) + tile_offsets(cols, BR, BC)
+    if mask is None:
+        x = tl.load(ptr)
+    else:
+        x = tl.load(ptr, mask, 0.0)
+    return round_through(to_float32(x), WRITE_DTYPE)
+
+
+@triton.jit
+def _magnitude(x):
+    """|x|, and 0 for NaN."""
+    return tl.where(x == x, tl.abs(x), 0.0)
+
+
+@triton.jit
+def _square_amax_kernel(
+    table,
+    tiles,
+    VALUE_DTYPE: tl.constexpr,
+    WRITE_DTYPE: tl.constexpr,
+    OF_TENSOR: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Amaxes of the square blocks of one tile, and with OF_TENSOR of the tensor, as to the shard.
+
+    Grid: (n_tiles,). Tile: [BLOCK, BC] in parts of [BR, BC]. table: int64 [n_tensors, 16]. tiles:
+    int32 [n_tiles, 4]. Reads the shard (2 or 4 bytes per element), writes 4 bytes per block.
+    """
+    tensor, first_row, col = load_tile(tiles, 16)
+    cols = size(table, tensor, COLS, 16 if WHOLE else 1)
+    ptr = _pointer(table, tensor, VALUE, VALUE_DTYPE, WHOLE)
+    bounds = _bounds(table, tensor)
+    largest = tl.zeros((BR, BC), tl.float32)
+    for i in tl.range(0, BLOCK // BR, num_stages=STAGES):
+        row = first_row + i * BR
+        mask = _own(bounds, row, col, cols, WHOLE, BR, BC)
+        x = _load_value(ptr, row, col, cols, mask, WRITE_DTYPE, BR, BC)
+        largest = tl.maximum(largest, _magnitude(x))
+    amax = tl.max(tl.reshape(tl.max(largest, 0), (BC // BLOCK, BLOCK)), 1)
+    blocks_per_row = tl.cdiv(cols, BLOCK)
+    block = col // BLOCK + tl.arange(0, BC // BLOCK)
+    grid = _pointer(table, tensor, ROWWISE_AMAX, tl.float32, False)
+    grid += tile_start(first_row // BLOCK, 0, blocks_per_row)
+    tl.store(grid + block, amax, block < blocks_per_row)
+    if OF_TENSOR:
+        # The bits of non-negative floats order as integers do, and these take one atomic, not two.
+        bits = tl.max(amax, 0).to(tl.int32, bitcast=True)
+        ptr = _pointer(table, tensor, TENSOR_AMAX, tl.int32, False)
+        tl.atomic_max(ptr, bits, sem="relaxed")
+
+
+@triton.jit
+def _mxfp8_amax_kernel(
+    table,
+    tiles,
+    VALUE_DTYPE: tl.constexpr,
+    WRITE_DTYPE: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Amaxes of the 1x32 and of the 32x1 blocks of one tile, as to the shard.
+
+    Grid: (n_tiles,). Tile: [32, BC]. Tables as for the square blocks. Reads the shard (2 or 4 bytes
+    per element), writes 4 bytes per block.
+    """
+    tensor, row, col = load_tile(tiles, 32)
+    cols = size(table, tensor, COLS, 32)
+    ptr = _pointer(table, tensor, VALUE, VALUE_DTYPE, WHOLE)
+    bounds = _bounds(table, tensor)
+    mask = _own(bounds, row, col, cols, WHOLE, 32, BC)
+    magnitude = _magnitude(_load_value(ptr, row, col, cols, mask, WRITE_DTYPE, 32, BC))
+    if ROWWISE:
+        amax = tl.max(tl.reshape(magnitude, (32, BC // 32, 32)), 2)
+        grid = _pointer(table, tensor, ROWWISE_AMAX, tl.float32, False)
+        grid += tile_start(row, col // 32, cols // 32) + tile_offsets(cols // 32, 32, BC // 32)
+        tl.store(grid, amax, (col // 32 + tl.arange(0, BC // 32) < cols // 32)[None, :])
+    if COLUMNWISE:
+        amax = tl.max(magnitude, 0)
+        grid = _pointer(table, tensor, COLUMNWISE_AMAX, tl.float32, False)
+        grid += tile_start(row // 32, col, cols) + tl.arange(0, BC)
+        tl.store(grid, amax, col + tl.arange(0, BC) < cols)
+
+
+@triton.jit
+def _scales_kernel(
+    table,
+    chunks,
+    epsilon,
+    FORMAT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POW_2: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Scales of all blocks of matrices, also of those that the shard has nothing of.
+
+    Grid: (n_chunks,). Tile: CHUNK blocks. table: int64 [n_tensors, 16]. chunks: int32
+    [n_chunks, 4], (tensor, first block, 1 for columnwise blocks, 0). epsilon, LARGEST, POW_2: of
+    Float8Block. Reads 4 bytes per block, writes 1 or 4.
+    """
+    chunk = chunks + 4 * tl.program_id(0)
+    tensor, first = tl.load(chunk), tl.load(chunk + 1)
+    columnwise = tl.load(chunk + 2) == 1
+    rows, cols = _load(table, tensor, ROWS), _load(table, tensor, COLS)
+    block = first.to(tl.int64) + tl.arange(0, CHUNK)
+    grid, out = _load(table, tensor, ROWWISE_AMAX), _load(table, tensor, ROWWISE_SCALE)
+    if FORMAT == "mxfp8":
+        width = tl.where(columnwise, cols, cols // 32)
+        numel = rows // 32 * cols  # in either direction
+        grid = tl.where(columnwise, _load(table, tensor, COLUMNWISE_AMAX), grid)
+        out = tl.where(columnwise, _load(table, tensor, COLUMNWISE_SCALE), out)
+    else:
+        BLOCK: tl.constexpr = 16 if FORMAT == "nvfp4" else 128
+        width = tl.cdiv(cols, BLOCK)
+        numel = tl.cdiv(rows, BLOCK) * width
+    inside = block < numel
+    amax = tl.load(grid.to(tl.pointer_type(tl.float32)) + block, inside, 0.0)
+    if FORMAT == "nvfp4":
+        tensor_amax = tl.load(_pointer(table, tensor, TENSOR_AMAX, tl.float32, False))
+        scale, _ = nvfp4_scale(amax, tensor_amax)
+        tl.store(out.to(tl.pointer_type(tl.uint8)) + block, scale, inside)
+        if first == 0:
+            tl.store(_pointer(table, tensor, AMAX, tl.float32, False), tensor_amax)
+    elif FORMAT == "mxfp8":
+        scale, _ = mxfp8_scale(amax)
+        stored_width = tl.where(columnwise, (width + 127) // 128 * 128, (width + 3) // 4 * 4)
+        at = block // width * stored_width + block % width
+        tl.store(out.to(tl.pointer_type(tl.uint8)) + at, scale.to(tl.uint8), inside)
+    else:
+        scale = tl.div_rn(1.0, float8_scale(amax, epsilon, LARGEST, POW_2))
+        tl.store(out.to(tl.pointer_type(tl.float32)) + block, scale, inside)
+
+
+@triton.jit
+def _nvfp4_codes_kernel(
+    table,
+    tiles,
+    VALUE_DTYPE: tl.constexpr,
+    WRITE_DTYPE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """E2M1 codes of one tile, as to the shard; the other nibble of a byte that it shares stays.
+
+    Grid: (n_tiles,). Tile: [16, BC]. table: int64 [n_tensors, 16]. tiles: int32 [n_tiles, 4]. Reads
+    the shard (2 or 4 bytes per element) and amaxes, writes half a byte per element.
+    """
+    tensor, row, col = load_tile(tiles, 16)
+    cols = size(table, tensor, COLS, 16)
+    ptr = _pointer(table, tensor, VALUE, VALUE_DTYPE, WHOLE)
+    bounds = _bounds(table, tensor)
+    mask = _own(bounds, row, col, cols, WHOLE, 16, BC)
+    x = _load_value(ptr, row, col, cols, mask, WRITE_DTYPE, 16, BC)
+    block = col // 16 + tl.arange(0, BC // 16)
+    grid = _pointer(table, tensor, ROWWISE_AMAX, tl.float32, False)
+    grid += tile_start(row // 16, 0, cols // 16)
+    amax = tl.load(grid + block, block < cols // 16, 0.0)
+    tensor_amax = tl.load(_pointer(table, tensor, TENSOR_AMAX, tl.float32, False))
+    _, factor = nvfp4_scale(amax, tensor_amax)
+    code = e2m1_code(tl.reshape(x, (16, BC // 16, 16)) * factor[None, :, None])
+    code = tl.reshape(code, (16, BC))
+    if WHOLE:
+        data = pointer(table, tensor, ROWWISE_DATA, tl.uint32)
+        words = pack_words(code, 4, 16, BC)
+        store_words(data, row, col // 8, cols // 8, words, 16, BC // 8)
+    else:
+        data = _pointer(table, tensor, ROWWISE_DATA, tl.uint8, False)
+        data += tile_start(row, col // 2, cols // 2) + tile_offsets(cols // 2, 16, BC // 2)
+        low, high = tl.split(tl.reshape(code, (16, BC // 2, 2)))
+        own_low, own_high = tl.split(tl.reshape(mask.to(tl.int32), (16, BC // 2, 2)))
+        own = own_low * 0x0F | own_high * 0xF0
+        old = tl.load(data, (own == 0x0F) | (own == 0xF0), 0).to(tl.int32)
+        new = ((low | (high << 4)) & own) | (old & (0xFF - own))
+        tl.store(data, new.to(tl.uint8), own != 0)
+
+
+@triton.jit
+def _store_e4m3(
+    x,
+    data,
+    row,
+    col,
+    cols,
+    mask,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Store codes of the scaled tile [BR, BC] at (row, col). data: uint32, or uint8 with a mask."""
+    if mask is None:
+        store_words(data, row, col // 4, cols // 4, e4m3_words(x, BR, BC), BR, BC // 4)
+    else:
+        data += tile_start(row, col, cols) + tile_offsets(cols, BR, BC)
+        tl.store(data, e4m3_code(x, HARDWARE=False), mask)
+
+
+@triton.jit
+def _mxfp8_codes_kernel(
+    table,
+    tiles,
+    VALUE_DTYPE: tl.constexpr,
+    WRITE_DTYPE: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """E4M3 codes of one tile in both directions, as to the shard.
+
+    Grid: (n_tiles,). Tile: [32, BC]. Tables as for NVFP4. Reads the shard (2 or 4 bytes per
+    element) and amaxes, writes one byte per element and direction.
+    """
+    tensor, row, col = load_tile(tiles, 32)
+    cols = size(table, tensor, COLS, 32)
+    ptr = _pointer(table, tensor, VALUE, VALUE_DTYPE, WHOLE)
+    bounds = _bounds(table, tensor)
+    mask = _own(bounds, row, col, cols, WHOLE, 32, BC)
+    x = _load_value(ptr, row, col, cols, mask, WRITE_DTYPE, 32, BC)
+    CODES: tl.constexpr = tl.uint32 if WHOLE else tl.uint8
+    if ROWWISE:
+        grid = _pointer(table, tensor, ROWWISE_AMAX, tl.float32, False)
+        grid += tile_start(row, col // 32, cols // 32) + tile_offsets(cols // 32, 32, BC // 32)
+        inside = (col // 32 + tl.arange(0, BC // 32) < cols // 32)[None, :]
+        _, factor = mxfp8_scale(tl.load(grid, inside, 0.0))
+        scaled = tl.reshape(x, (32, BC // 32, 32)) * factor[:, :, None]
+        scaled = tl.reshape(scaled, (32, BC))
+        data = _pointer(table, tensor, ROWWISE_DATA, CODES, WHOLE)
+        _store_e4m3(scaled, data, row, col, cols, mask, 32, BC)
+    if COLUMNWISE:
+        grid = _pointer(table, tensor, COLUMNWISE_AMAX, tl.float32, False)
+        grid += tile_start(row // 32, col, cols) + tl.arange(0, BC)
+        _, factor = mxfp8_scale(tl.load(grid, col + tl.arange(0, BC) < cols, 0.0))
+        data = _pointer(table, tensor, COLUMNWISE_DATA, CODES, WHOLE)
+        _store_e4m3(x * factor[None, :], data, row, col, cols, mask, 32, BC)
+
+
+@triton.jit
+def _float8_block_codes_kernel(
+    table,
+    tiles,
+    epsilon,
+    VALUE_DTYPE: tl.constexpr,
+    WRITE_DTYPE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POW_2: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BR: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """E4M3 codes of one 128x128 block, as to the shard.
+
+    Grid: (n_tiles,). Tile: [128, 128] in parts of [BR, 128]. Tables as for NVFP4. Reads the shard
+    (2 or 4 bytes per element) and one amax, writes one byte per element.
+    """
+    tensor, first_row, col = load_tile(tiles, 128)
+    cols = size(table, tensor, COLS, 16 if WHOLE else 1)
+    ptr = _pointer(table, tensor, VALUE, VALUE_DTYPE, WHOLE)
+    bounds = _bounds(table, tensor)
+    grid = _pointer(table, tensor, ROWWISE_AMAX, tl.float32, False)
+    grid += tile_start(first_row // 128, col // 128, tl.cdiv(cols, 128))
+    scale = float8_scale(tl.load(grid), epsilon, LARGEST, POW_2)
+    data = _pointer(table, tensor, ROWWISE_DATA, tl.uint32 if WHOLE else tl.uint8, WHOLE)
+    for i in tl.range(0, 128 // BR, num_stages=STAGES):
+        row = first_row + i * BR
+        mask = _own(bounds, row, col, cols, WHOLE, BR, 128)
+        x = _load_value(ptr, row, col, cols, mask, WRITE_DTYPE, BR, 128) * scale
+        _store_e4m3(x, data, row, col, cols, mask, BR, 128)
+
+
+def measure(
+    table: Tensor,
+    tiles: Sequence[Tensor],
+    *,
+    format: str,
+    value_dtype: torch.dtype,
+    write_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+) -> None:
+    """Write the amaxes of all blocks that tiles touch.
+
+    ``tiles``: lists of those that shards fill and of those that they cut. ``format``: a key of
+    TILES; tensor amaxes must be zero before. ``rowwise``, ``columnwise``: of MXFP8.
+    """
+    tile = TILES[format]
+    dtypes = dict(VALUE_DTYPE=TRITON_DTYPES[value_dtype], WRITE_DTYPE=TRITON_DTYPES[write_dtype])
+    for listed, whole in zip(tiles, (True, False), strict=True):
+        if not len(listed):
+            continue
+        if format == "mxfp8":
+            _mxfp8_amax_kernel[(len(listed),)](
+                table,
+                listed,
+                **dtypes,
+                ROWWISE=rowwise,
+                COLUMNWISE=columnwise,
+                WHOLE=whole,
+                BC=tile.cols,
+                num_warps=tile.num_warps,
+                enable_fp_fusion=False,
+            )
+        else:
+            _square_amax_kernel[(len(listed),)](
+                table,
+                listed,
+                **dtypes,
+                OF_TENSOR=format == "nvfp4",
+                WHOLE=whole,
+                BLOCK=tile.rows * tile.loop,
+                BR=tile.rows,
+                BC=tile.cols,
+                STAGES=tile.num_stages,
+                num_warps=tile.num_warps,
+                enable_fp_fusion=False,
+            )
+
+
+def write_scales(
+    table: Tensor,
+    chunks: Tensor,
+    *,
+    format: str,
+    write_dtype: torch.dtype,
+    force_pow_2_scales: bool,
+    amax_epsilon: float,
+) -> None:
+    """Write scales, and tensor amaxes of NVFP4, from amaxes. ``chunks``: of SCALES blocks each."""
+    if len(chunks):
+        _scales_kernel[(len(chunks),)](
+            table,
+            chunks,
+            amax_epsilon,
+            FORMAT=format,
+            LARGEST=torch.finfo(write_dtype).max,
+            POW_2=force_pow_2_scales,
+            CHUNK=SCALES,
+            enable_fp_fusion=False,
+        )
+
+
+def write_codes(
+    table: Tensor,
+    tiles: Sequence[Tensor],
+    *,
+    format: str,
+    value_dtype: torch.dtype,
+    write_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    force_pow_2_scales: bool,
+    amax_epsilon: float,
+) -> None:
+    """Write the codes of shards from amaxes; arguments as for the other two."""
+    tile = TILES[format]
+    dtypes = dict(VALUE_DTYPE=TRITON_DTYPES[value_dtype], WRITE_DTYPE=TRITON_DTYPES[write_dtype])
+    options = dict(num_warps=tile.num_warps, enable_fp_fusion=False)
+    for listed, whole in zip(tiles, (True, False), strict=True):
+        if not len(listed):
+            continue
+        grid = (len(listed),)
+        if format == "nvfp4":
+            _nvfp4_codes_kernel[grid](table, listed, **dtypes, WHOLE=whole, BC=tile.cols, **options)
+        elif format == "mxfp8":
+            usage = dict(ROWWISE=rowwise, COLUMNWISE=columnwise)
+            _mxfp8_codes_kernel[grid](
+                table, listed, **dtypes, **usage, WHOLE=whole, BC=tile.cols, **options
+            )
+        else:
+            _float8_block_codes_kernel[grid](
+                table,
+                listed,
+                amax_epsilon,
+                **dtypes,
+                LARGEST=torch.finfo(write_dtype).max,
+                POW_2=force_pow_2_scales,
+                WHOLE=whole,
+                BR=tile.rows,
+                STAGES=tile.num_stages,
+                **options,
+            )
