@@ -61,7 +61,7 @@ class Contestant(NamedTuple):
 CONTESTANTS = (
     Contestant("torch AdamW fused, BF16 (no masters)", torch.optim.AdamW),
     Contestant("FusedAdam, BF16 + FP32 masters", FusedAdam),
-    Contestant("FP4Adam, NVFP4", FP4Adam, "nvfp4", 1 / 2 + 1 / 16),
+    Contestant("FP4Adam, NVFP4", FP4Adam, "nvfp4", 1 / 2 + 1 / 16**2),
     Contestant("FP4Adam, MXFP8", FP4Adam, "mxfp8", 2 + 2 / 32),
     Contestant("FP4Adam, Float8Block", FP4Adam, "float8block", 1 + 4 / 128**2),
 )
