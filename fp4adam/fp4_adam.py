@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fp4adam.fused_adam import FusedAdam
+from fp4adam.local_tensor import local
 from fp4adam.quantized_tensor import QuantizedTensor
 
 QUANTIZE_FROM = ("master", "param_dtype")
@@ -69,9 +70,9 @@ class FP4Adam(FusedAdam):
 
     def _check_param(self, param: Tensor) -> None:
         super()._check_param(param)
-        if isinstance(param, QuantizedTensor) and not self.master_weights:
+        if isinstance(local(param), QuantizedTensor) and not self.master_weights:
             raise ValueError(
-                f"master_weights must be True for {type(param).__name__} parameters, got False: "
+                f"master_weights must be True for {type(local(param)).__name__} parameters, got False: "
                 "updates are smaller than the steps between codes and would be lost; leave it True"
             )
 
@@ -81,17 +82,19 @@ class FP4Adam(FusedAdam):
     def _new_master(self, param: Tensor) -> Tensor:
         if not isinstance(param, QuantizedTensor):
             return super()._new_master(param)
-        value = param.get_high_precision_init_val()
+        value = param.pending_value()
+        if value is None:
+            value = param.get_high_precision_init_val()
         if value is None:
             return param.detach().dequantize(torch.float32)
         # A copy, since a state_dict taken before quantize_model may hold the same storage.
         return value.to(param.device, torch.float32, copy=True).contiguous()
 
-    def _state_of(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
-        state = super()._state_of(group, param)
-        if isinstance(param, QuantizedTensor):
+    def _state_of(self, group: dict[str, Any], owner: Tensor) -> dict[str, Any]:
+        state = super()._state_of(group, owner)
+        if isinstance(local(owner), QuantizedTensor):
             # The master is here, from this value or from a checkpoint.
-            param.clear_high_precision_init_val()
+            local(owner).clear_high_precision_init_val()
         return state
 
     def _write_dtype(self, param: Tensor) -> torch.dtype:

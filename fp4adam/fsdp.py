@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp4adam import row_window
-from fp4adam.columnwise import build_columnwise
+from fp4adam.columnwise import BITS, transpose_codes
 from fp4adam.quantizer import flat_shape
 from fp4adam.row_window import Whole
 
@@ -67,7 +66,9 @@ def post_all_gather(
     whole = shard._origin.whole
     derived = _Derived(None if out is None else out.storage_tensors())
     storage = {}
-    for name, inner in zip(gathered.names, outputs, strict=True):
+    # Of a single shard, FSDP2 hands over the first tensor only.
+    inputs = [*outputs, *(getattr(shard, name) for name in gathered.names[len(outputs) :])]
+    for name, inner in zip(gathered.names, inputs, strict=True):
         storage[name] = _assembled(name, inner, whole, gathered.n_shards, derived)
     quantizer = whole.quantizer
     layout = quantizer.storage_layout(*flat_shape(whole.shape))
@@ -78,7 +79,9 @@ def post_all_gather(
     if out is None:
         tensor = type(shard)(whole.shape, dtype, quantizer, storage)
     if quantizer != quantizer.without_derived():
-        build_columnwise([tensor])
+        # Not through the tensor, whose version would tell autograd that its value has changed.
+        codes = (tensor._rowwise_data, tensor._columnwise_data)
+        transpose_codes([codes], BITS[type(quantizer)], outputs[0].device)
     return None if out is not None else (tensor, tuple(derived.tensors))
 
 

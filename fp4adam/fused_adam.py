@@ -15,6 +15,7 @@ from fp4adam.adam import Scalars, moves
 from fp4adam.fused_batch import Member
 from fp4adam.grad_norm import GradNorm
 from fp4adam.hyper_parameters import check_hyper_parameters
+from fp4adam.local_tensor import like, local, part_for
 from fp4adam.memory_layout import is_dense
 from fp4adam.optimizer_state import (
     STATE_NAMES,
@@ -24,6 +25,7 @@ from fp4adam.optimizer_state import (
     state_like,
 )
 from fp4adam.quantized_tensor import QuantizedTensor
+from fp4adam.shared_scales import Place
 from fp4adam.state_codec import (
     FLOAT64,
     PLAIN,
@@ -242,10 +244,10 @@ class FusedAdam(Optimizer):
 
     def _check_param(self, param: Tensor) -> None:
         """Raise if the optimizer could never update ``param``."""
-        if isinstance(param, QuantizedTensor) and not self._updates_quantized:
+        if isinstance(local(param), QuantizedTensor) and not self._updates_quantized:
             raise TypeError(
                 f"parameters must be plain tensors for {type(self).__name__}, got "
-                f"{type(param).__name__}; use FP4Adam"
+                f"{type(local(param)).__name__}; use FP4Adam"
             )
         if param.is_complex():
             raise ValueError(
@@ -388,7 +390,7 @@ class FusedAdam(Optimizer):
 
     def _new_plan(self, structure: list) -> StepPlan:
         if self._plan is not None:
-            self._versions.update(self._plan.master_versions())
+            self._versions.update(self._plan.known_writes())
         for group in self.param_groups:
             self._check_storage(group)
         pairs = [(group, param) for group in self.param_groups for param in group["params"]]
@@ -405,15 +407,22 @@ class FusedAdam(Optimizer):
                 continue
             state = self._state_of(group, param)
             codecs = self._codecs(param.dtype)
+            own = local(param)
+            tensors = state
+            if own is not param:
+                tensors = {name: local(value) for name, value in state.items()}
             members.append(
                 Member(
                     group=group,
-                    param=param,
+                    owner=param,
+                    param=own,
                     state=state,
-                    value=state["master_param"] if self._needs_master(param) else param,
+                    tensors=tensors,
+                    place=Place.of(param) if moves(group) else None,
+                    value=tensors["master_param"] if self._needs_master(own) else own,
                     moves=moves(group),
-                    write_dtype=self._write_dtype(param),
-                    value_codec=self._value_codec(param),
+                    write_dtype=self._write_dtype(own),
+                    value_codec=self._value_codec(own),
                     exp_avg_codec=codecs["exp_avg"],
                     exp_avg_sq_codec=codecs["exp_avg_sq"],
                 )
@@ -439,8 +448,12 @@ class FusedAdam(Optimizer):
 
     @property
     def _read_grad(self) -> Callable[[Tensor], Tensor | None]:
-        """Gives a parameter's gradient or None."""
-        return _decoupled_grad if self.use_decoupled_grad else attrgetter("grad")
+        """Gives a parameter's gradient, or what this rank has of it, or None."""
+        read = _decoupled_grad if self.use_decoupled_grad else attrgetter("grad")
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        if any(isinstance(param, DTensor) for param in params):
+            return lambda param: local(read(param))
+        return read
 
     def _is_in_training(self, param: Tensor) -> bool:
         """Whether a parameter without a gradient has a state to go on with when it gets one."""
@@ -455,11 +468,12 @@ class FusedAdam(Optimizer):
 
     def _check_steppable(self, param: Tensor) -> None:
         name = type(self).__name__
-        if isinstance(param, DTensor):
+        if isinstance(param, DTensor) and any(place.is_partial() for place in param.placements):
             raise NotImplementedError(
-                f"{name} does not update DTensor parameters yet, got one of shape "
-                f"{tuple(param.shape)}; keep the parameters replicated"
+                f"parameters must be replicated or sharded for {name}, got placements "
+                f"{param.placements}; redistribute them"
             )
+        Place.of(param)
         if param.is_meta or not param.is_floating_point():
             raise RuntimeError(
                 "`fused=True` requires all the params to be floating point Tensors of a real "
@@ -472,6 +486,7 @@ class FusedAdam(Optimizer):
             )
 
     def _check_gradient(self, param: Tensor, grad: Tensor) -> None:
+        """Raise if ``grad``, what this rank has of the gradient, cannot update ``param``."""
         name = type(self).__name__
         if grad.is_sparse:
             raise RuntimeError(
@@ -489,11 +504,12 @@ class FusedAdam(Optimizer):
                 f"gradients must be float32, bfloat16 or float16 for {name}, got {grad.dtype}; "
                 "cast them"
             )
-        if grad.shape != param.shape or grad.device != param.device:
+        own = local(param)
+        if grad.shape != own.shape or grad.device != own.device:
             raise ValueError(
                 f"the gradient must have the shape and device of its parameter, "
-                f"{tuple(param.shape)} on {param.device}, got {tuple(grad.shape)} on "
-                f"{grad.device}; recompute it"
+                f"{tuple(own.shape)} on {own.device}, got {tuple(grad.shape)} on "
+                f"{grad.device}; recompute it, or redistribute a DTensor as its parameter is"
             )
 
     def _check_state(self, param: Tensor) -> None:
@@ -516,7 +532,7 @@ class FusedAdam(Optimizer):
         for name, codec in self._codecs(param.dtype).items():
             if name not in state:
                 continue
-            codes = state[name]
+            codes = local(state[name])
             if codes.dtype != codec.dtype or not (codec.exact or is_dense(codes)):
                 raise RuntimeError(
                     f"{name} must be dense and stored as {codec.dtype}, got {codes.dtype} with "
@@ -536,7 +552,7 @@ class FusedAdam(Optimizer):
         grad_scale: Tensor | None,
         clip: Tensor | None,
     ) -> None:
-        state = member.state
+        state = member.tensors
         if grad_scale is not None:
             grad_scale = grad_scale.to(grad.device)
         exp_avg = StoredState.of(state, "exp_avg", member.exp_avg_codec)
@@ -554,7 +570,7 @@ class FusedAdam(Optimizer):
             grad_scale,
             clip,
         )
-        if member.value is not member.param and member.moves:
+        if member.value is not member.param and member.moves and not member.casts_apart:
             self._write_param(member.param, self._master_of(member.param, state))
 
     def _write_param(self, param: Tensor, master: Tensor) -> None:
@@ -578,9 +594,10 @@ class FusedAdam(Optimizer):
         return codec if self._needs_master(param) and not codec.exact else PLAIN
 
     def _master_of(self, param: Tensor, state: dict[str, Any]) -> Tensor:
-        """The master weight in FP32."""
+        """What this rank has of the master weight, in FP32."""
         codec = self._codecs(param.dtype)["master_param"]
-        return StoredState.of(state, "master_param", codec).decode()
+        own = {name: local(value) for name, value in state.items()}
+        return StoredState.of(own, "master_param", codec).decode()
 
     def _keeps_remainder(self, param: Tensor) -> bool:
         """Whether the parameter itself is a part of its master."""
@@ -597,35 +614,43 @@ class FusedAdam(Optimizer):
         """Whether ``param`` is what ``master`` rounds to."""
         return torch.equal(param.detach(), master.to(param.dtype))
 
-    def _state_of(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    def _state_of(self, group: dict[str, Any], owner: Tensor) -> dict[str, Any]:
         """The state of a parameter, created or completed where something is missing."""
-        state = self.state[param]
+        state, param = self.state[owner], local(owner)
+        new: dict[str, Any] = {}
         if "step" not in state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
         for name, codec in self._codecs(param.dtype).items():
             if name not in state and name != "master_param":
-                StoredState(codec, *codec.zeros_like(param)).put_into(state, name)
+                StoredState(codec, *codec.zeros_like(param)).put_into(new, name)
         if group["amsgrad"] and "max_exp_avg_sq" not in state:
-            state["max_exp_avg_sq"] = state_like(param)
+            new["max_exp_avg_sq"] = state_like(param)
+        is_known = self._versions.get(owner, written(owner)) == written(owner)
         if self._keeps_remainder(param):
             if "param_remainder" not in state:
-                state["param_remainder"] = torch.zeros_like(param, dtype=torch.int16)
-            elif self._versions.get(param, param._version) != param._version:
+                new["param_remainder"] = torch.zeros_like(param, dtype=torch.int16)
+            elif not is_known:
                 # Where another value has been written, what remains of the old one is less than
                 # half a step, but next to zero or infinity it would make a NaN.
-                upper, _ = split_master(join_master(param.detach(), state["param_remainder"]))
-                written = upper.view(torch.int16) != param.detach().view(torch.int16)
-                state["param_remainder"].masked_fill_(written, 0)
+                remainder = local(state["param_remainder"])
+                upper, _ = split_master(join_master(param.detach(), remainder))
+                changed = upper.view(torch.int16) != param.detach().view(torch.int16)
+                remainder.masked_fill_(changed, 0)
         if self._needs_master(param):
             # A parameter that something else has written is where training continues from.
-            known = self._versions.get(param, param._version)
-            if "master_param" not in state or (
-                known != param._version
-                and not self._param_is_of(param, self._master_of(param, state))
+            if "master_param" not in state or not (
+                is_known or self._param_is_of(param, self._master_of(param, state))
             ):
                 codec = self._codecs(param.dtype)["master_param"]
-                StoredState.encode(codec, self._new_master(param)).put_into(state, "master_param")
+                StoredState.encode(codec, self._new_master(param)).put_into(new, "master_param")
+        self._put(state, new, owner)
         return state
+
+    def _put(self, state: dict[str, Any], new: dict[str, Any], owner: Tensor) -> None:
+        """Put what this rank has of new states where those of a parameter are."""
+        for name, value in new.items():
+            # Scales follow the memory of each rank, and not the shape of the parameter.
+            state[name] = value if name.endswith("_scale") else like(owner, value)
 
     def state_dict(self) -> dict[str, Any]:
         """The state in FP32 under the names of ``torch.optim.AdamW``, whatever it is stored in.
@@ -638,13 +663,15 @@ class FusedAdam(Optimizer):
             for param, key in saved_keys(self.param_groups, state_dict):
                 for name, codec in self._codecs(param.dtype).items():
                     if name in states[key] and not codec.exact:
-                        stored = StoredState.of(states[key], name, codec)
+                        own = {n: local(x) for n, x in states[key].items()}
+                        value = StoredState.of(own, name, codec).decode()
                         scale = f"{name}_scale"
                         others = {n: x for n, x in states[key].items() if n != scale}
-                        states[key] = {**others, name: stored.decode()}
+                        states[key] = {**others, name: like(param, value)}
                 if "param_remainder" in states[key]:
                     others = dict(states[key])
-                    master = join_master(param.detach(), others.pop("param_remainder"))
+                    remainder = local(others.pop("param_remainder"))
+                    master = like(param, join_master(local(param).detach(), remainder))
                     states[key] = {**others, "master_param": master}
 
         handle = self.register_state_dict_post_hook(decode, prepend=True)
@@ -685,9 +712,11 @@ class FusedAdam(Optimizer):
             loaded.update(state_dict)
 
         def restore(optimizer: Optimizer) -> None:
-            for param, saved in saved_states(self.param_groups, loaded):
+            for owner, saved in saved_states(self.param_groups, loaded):
+                param = local(owner)
                 codecs = self._codecs(param.dtype)
-                state = self.state[param]
+                saved = {name: _part_for(owner, name, value) for name, value in saved.items()}
+                state: dict[str, Any] = {}
                 for name in STATE_NAMES & saved.keys():
                     if name in codecs:
                         stored = restored(StoredState.of_saved(saved, name), codecs[name], param)
@@ -695,6 +724,10 @@ class FusedAdam(Optimizer):
                     else:
                         state[name] = state_like(param).copy_(saved[name])
                 self._restore_master(param, state, saved)
+                for name in (*STATE_NAMES, "param_remainder"):
+                    self.state[owner].pop(name, None)
+                    self.state[owner].pop(f"{name}_scale", None)
+                self._put(self.state[owner], state, owner)
 
         handles = (
             self.register_load_state_dict_pre_hook(capture),
@@ -707,7 +740,7 @@ class FusedAdam(Optimizer):
                 handle.remove()
         self._plan = None
         self._versions = {
-            param: param._version for param in self.state if isinstance(param, Tensor)
+            param: written(param) for param in self.state if isinstance(param, Tensor)
         }
 
     def _restore_master(self, param: Tensor, state: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -729,6 +762,20 @@ class FusedAdam(Optimizer):
         if not self._needs_master(param):
             state.pop("master_param", None)
             state.pop("master_param_scale", None)
+
+
+def written(param: Tensor) -> int:
+    """A number that changes when something other than this optimizer writes to a parameter.
+
+    Kernels leave the count of a quantized tensor alone, and raise the version of others.
+    """
+    own = local(param)
+    return own._origin.writes if isinstance(own, QuantizedTensor) else param._version
+
+
+def _part_for(owner: Tensor, name: str, value: Any) -> Any:
+    is_number = name == "step" or name.endswith("_scale")
+    return value if is_number or not isinstance(value, Tensor) else part_for(owner, value)
 
 
 def _decoupled_grad(param: Tensor) -> Tensor | None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import reduce
 from itertools import chain, compress, repeat
-from operator import attrgetter, is_, itemgetter, or_
+from operator import attrgetter, is_, or_
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +12,10 @@ from torch import Tensor
 from fp4adam.fused_launch import LAUNCHES, FusedLaunch, Kind
 from fp4adam.memory_layout import is_dense
 from fp4adam.quantized_tensor import QuantizedTensor
-from fp4adam.quantizer import flat_shape
+from fp4adam.row_window import is_whole_blocks, matrix_shape
+from fp4adam.shared_scales import Place
 from fp4adam.state_codec import STATE_BLOCK, StateCodec
+from fp4adam.stored_state import StoredState
 
 # Vector accesses of the kernels; torch's allocators give more, views into flat buffers may not.
 ALIGNMENT = 16
@@ -32,8 +34,12 @@ class Member(NamedTuple):
 
     Attributes:
         group: Its parameter group.
-        param: The parameter.
+        owner: The parameter, which may be a DTensor.
+        param: What this rank has of it; the parameter itself if that is no DTensor.
         state: Its state in the optimizer.
+        tensors: What this rank has of the state.
+        place: Of a shard that shares scales with others; else None.
+        casts_apart: Whether it is quantized from its value after the update, and not by that.
         value: What Adam reads and writes: the FP32 master weight, or the parameter itself.
         moves: Whether the value can change; with lr = 0 only the moments do.
         write_dtype: What a master weight is rounded to before the parameter is written.
@@ -43,14 +49,18 @@ class Member(NamedTuple):
     """
 
     group: dict[str, Any]
+    owner: Tensor
     param: Tensor
     state: dict[str, Any]
+    tensors: dict[str, Any]
+    place: Place | None
     value: Tensor
     moves: bool
     write_dtype: torch.dtype
     value_codec: StateCodec
     exp_avg_codec: StateCodec
     exp_avg_sq_codec: StateCodec
+    casts_apart: bool = False
 
     @property
     def has_master(self) -> bool:
@@ -60,7 +70,7 @@ class Member(NamedTuple):
     @property
     def max_exp_avg_sq(self) -> Tensor | None:
         """The largest second moment so far, or None without AMSGrad."""
-        return self.state["max_exp_avg_sq"] if self.group["amsgrad"] else None
+        return self.tensors["max_exp_avg_sq"] if self.group["amsgrad"] else None
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -83,27 +93,34 @@ class Member(NamedTuple):
     @property
     def remainder(self) -> Tensor | None:
         """What the BF16 parameter lacks of its FP32 master, if that is how it is stored."""
-        return self.state["param_remainder"] if self.value_codec.name == "remainder" else None
+        return self.tensors["param_remainder"] if self.value_codec.name == "remainder" else None
 
     @property
     def state_scales(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Scales of the value and the two moments, where these have some."""
-        state = self.state
+        state = self.tensors
         return (
             state["master_param_scale"] if self.value_codec.scaled else None,
             state["exp_avg_scale"] if self.exp_avg_codec.scaled else None,
             state["exp_avg_sq_scale"] if self.exp_avg_sq_codec.scaled else None,
         )
 
+    def whole_value(self) -> Tensor:
+        """The value in FP32."""
+        extra = self.state_scales[0] if self.remainder is None else self.remainder
+        return StoredState(self.value_codec, self.value, extra).decode().contiguous()
+
     def kind(self, grad: Tensor | None) -> Kind:
         """What must be equal among members of a batch."""
         # Where the value cannot move, the bytes are left alone.
-        quantized = isinstance(self.param, QuantizedTensor) and self.moves
+        writes = self.moves and self.value is not self.param and not self.casts_apart
+        quantized = isinstance(self.param, QuantizedTensor) and writes
         return Kind(
             quantizer=self.param.quantizer if quantized else None,
+            group=self.place.group if quantized and self.place is not None else None,
             grad_dtype=self.param.dtype if grad is None else grad.dtype,
             value_dtype=self.value.dtype,
-            write_dtype=self.write_dtype if self.moves and self.value is not self.param else None,
+            write_dtype=self.write_dtype if writes else None,
             value_codec=self.value_codec,
             exp_avg_codec=self.exp_avg_codec,
             exp_avg_sq_codec=self.exp_avg_sq_codec,
@@ -115,14 +132,14 @@ class Member(NamedTuple):
     def fits_a_launch(self, grad: Tensor | None) -> bool:
         """Whether the kernels can step it: no FP64; dense, aligned tensors of one layout."""
         value, param = self.value, self.param
-        tensors = [value, self.state["exp_avg"], self.state["exp_avg_sq"]]
+        tensors = [value, self.tensors["exp_avg"], self.tensors["exp_avg_sq"]]
         tensors += [t for t in (grad, self.max_exp_avg_sq, self.remainder) if t is not None]
-        quantized = isinstance(param, QuantizedTensor)
-        if not quantized:
+        quantized = isinstance(param, QuantizedTensor) and not self.casts_apart
+        if not isinstance(param, QuantizedTensor):
             tensors.append(param)
         if value.dtype == torch.float64 or value.numel() == 0:
             return False
-        if quantized and type(param.quantizer) not in LAUNCHES:
+        if quantized and not (type(param.quantizer) in LAUNCHES and is_whole_blocks(param)):
             return False
         if not all(t.is_contiguous() for t in tensors):
             alike = all(t.stride() == value.stride() for t in tensors)
@@ -168,8 +185,10 @@ class FusedBatch:
         self.present: list[bool] | None = None
         self._read_grad = read_grad
         self._params = [m.param for m in members]
+        self._owners = [m.owner for m in members]
         self._states = [m.state for m in members]
-        self._state_tensors = itemgetter(*members[0].state_names)
+        names = members[0].state_names
+        self._state_tensors = [m.tensors[name] for m in members for name in names]
         values = [m.value for m in members]
         # torch sees to it that .grad is like its parameter, until someone resizes it.
         self._size_of = _size_and_place if grads_vary else _numel
@@ -181,8 +200,8 @@ class FusedBatch:
     def hold(self) -> None:
         """Take the tensors of the state for what the launch is made for."""
         self._held = list(chain.from_iterable(map(dict.values, self._states)))
-        tensors = chain.from_iterable(map(self._state_tensors, self._states))
-        self._watched = [*tensors, *(() if self.kind.quantizer else self._params)]
+        plain = [param for param in self._params if not isinstance(param, QuantizedTensor)]
+        self._watched = [*self._state_tensors, *plain]
         self._addresses = list(map(_data_ptr, self._watched))
 
     def _holds(self) -> bool:
@@ -199,7 +218,7 @@ class FusedBatch:
         try:
             if not self._holds():
                 return False
-            grads = list(map(self._read_grad, self._params))
+            grads = list(map(self._read_grad, self._owners))
             sizes, layouts, self.present = self._sizes, self._layouts, None
             try:
                 self.grads = list(map(_data_ptr, grads))
@@ -227,10 +246,10 @@ class FusedBatch:
         """Rows and columns in the table; plain tensors are read flat."""
         if self.kind.quantizer is None:
             return member.value.numel(), 1
-        return flat_shape(tuple(member.param.shape))
+        return matrix_shape(member.param)
 
     def _row(self, member: Member, rows: int, cols: int) -> list[int]:
-        state, param = member.state, member.param
+        state, param = member.tensors, member.param
         moments = (state["exp_avg"], state["exp_avg_sq"], member.max_exp_avg_sq)
         written: tuple[Tensor | None, ...] = (None,) * 5
         if self.kind.quantizer is not None:

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fp4adam.float8_block import Float8BlockQuantizer
@@ -15,11 +16,13 @@ from fp4adam.state_codec import StateCodec
 class Kind(NamedTuple):
     """What must be equal among tensors that share a launch.
 
-    ``quantizer`` is None for plain parameters. ``write_dtype`` is the dtype that the updated value
+    ``quantizer`` is None for plain parameters. ``group``: the ranks that have the other shards of
+    tensors with a common scale, None if there is nothing to agree on. ``write_dtype`` is the dtype that the updated value
     is rounded to on its way to the parameter, None if nothing is written beside the value.
     """
 
     quantizer: Quantizer | None
+    group: dist.ProcessGroup | None
     grad_dtype: torch.dtype
     value_dtype: torch.dtype
     write_dtype: torch.dtype | None
@@ -70,6 +73,9 @@ class FusedLaunch:
         )
         self._launches = [step]
 
+    def prepare(self, *signals: Tensor) -> None:
+        """Find what other ranks have to know before the step; ``signals`` as for the call."""
+
     def __call__(self, *signals: Tensor) -> None:
         """Step the tensors; ``signals`` are grad_scale, clip and found_inf, float32 [1] each."""
         for launch in self._launches:
@@ -109,7 +115,14 @@ class Float8BlockLaunch(FusedLaunch):
 
 
 class NVFP4Launch(FusedLaunch):
-    """A look at the tiles that can hold the new amaxes, then one pass over NVFP4 tensors."""
+    """A look at the tiles that can hold the new amaxes, then one pass over NVFP4 tensors.
+
+    Shards look for the amaxes of their own rows, twice, so that these are certain; the largest ones
+    among the ranks are what the pass takes.
+
+    Attributes:
+        amaxes: float32 [n_tensors], those of shards between :meth:`prepare` and the call.
+    """
 
     def __init__(
         self, kind: Kind, shapes: list[tuple[int, int]], table: Tensor, scalars: Tensor
@@ -128,14 +141,29 @@ class NVFP4Launch(FusedLaunch):
         tile_amaxes = torch.zeros(len(tiles), device=device)
         amaxes = torch.zeros(2, len(shapes), device=device)
         exceeding = torch.zeros(len(shapes), device=device)
+        self.amaxes = torch.zeros(len(shapes), device=device)
+        self._is_shared = kind.group is not None
         # The amaxes of one step are the old ones of the next: the two take turns.
         self._turns = []
         for old, new in ((amaxes[0], amaxes[1]), (amaxes[1], amaxes[0])):
-            preview = amax_preview.preview_amax(
-                table, scalars, tiles, tile_amaxes, old, new, exceeding, **options
-            )
+            looks = [
+                amax_preview.preview_amax(
+                    table, scalars, tiles, tile_amaxes, old, new, exceeding, again=again, **options
+                )
+                for again in ((False, True) if self._is_shared else (False,))
+            ]
+            written = self.amaxes if self._is_shared else new
             steps = nvfp4.adam_step(
-                table, scalars, tiles, n_whole, new, old, tile_amaxes, exceeding, **options, **usage
+                table,
+                scalars,
+                tiles,
+                n_whole,
+                written,
+                old,
+                tile_amaxes,
+                exceeding,
+                **options,
+                **usage,
             )
             requantize = amax_preview.requantize(
                 table,
@@ -146,7 +174,7 @@ class NVFP4Launch(FusedLaunch):
                 value_codec=kind.value_codec.name,
                 **usage,
             )
-            self._turns.append((old, [preview, *steps], requantize))
+            self._turns.append((old, new, looks, steps, requantize))
         self._table, self._scalars = table, scalars
         self._tiles, self._tile_amaxes, self._exceeding = tiles, tile_amaxes, exceeding
 
@@ -158,11 +186,23 @@ class NVFP4Launch(FusedLaunch):
         known = (self._table, self._scalars, self._tiles, self._tile_amaxes)
         return amax_preview.candidates(*known, old_amaxes)
 
+    def _look(self, *signals: Tensor) -> None:
+        for launch in self._turns[0][2]:
+            launch(*signals)
+
+    def prepare(self, *signals: Tensor) -> None:
+        if self._is_shared:
+            self._look(*signals)
+            self.amaxes.copy_(self._turns[0][1])
+
     def __call__(self, *signals: Tensor) -> None:
-        _, steps, requantize = self._turns[0]
+        if not self._is_shared:
+            self._look(*signals)
+        _, _, _, steps, requantize = self._turns[0]
         for launch in steps:
             launch(*signals)
-        requantize()
+        if not self._is_shared:
+            requantize()
         self._turns.reverse()
 
 

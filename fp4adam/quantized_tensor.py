@@ -157,6 +157,7 @@ class QuantizedTensor(torch.Tensor):
             if self._origin.init_val is not None and row_window.is_all(self):
                 # A value loaded before the first step is what the master weights start from.
                 self._origin.init_val = x.detach().to(self.device, copy=True) if plain else None
+        self._origin.writes += 1
         torch.autograd.graph.increment_version(self)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -193,6 +194,11 @@ class QuantizedTensor(torch.Tensor):
         # On the meta device it only says that the first value that is written has to be kept.
         value = self._high_precision_init_val
         return None if value is None or value.is_meta else value
+
+    def pending_value(self) -> Tensor | None:
+        """What has been written and cannot be quantized before other ranks join in, or None."""
+        pending = self.settled()._origin.pending
+        return None if pending is None else pending.view(self.shape)
 
     def clear_high_precision_init_val(self) -> None:
         """Free the value before quantization."""

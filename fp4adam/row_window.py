@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fp4adam import columnwise
 from fp4adam.quantizer import Quantizer, flat_shape, round_up
 
 if TYPE_CHECKING:
@@ -67,6 +66,7 @@ class Origin:
         first_row: Where these begin; None for a shard that has not been written yet.
         whole: What this is a shard of, or None.
         unsettled: Whether a shard may have been written since the ranks last agreed on its scales.
+        writes: How often something other than an optimizer has written to it.
     """
 
     init_val: Tensor | None = None
@@ -75,6 +75,7 @@ class Origin:
     first_row: int | None = 0
     whole: Whole | None = None
     unsettled: bool = False
+    writes: int = 0
 
 
 def matrix_shape(tensor: "QuantizedTensor") -> tuple[int, int]:
@@ -100,6 +101,12 @@ def is_all(tensor: "QuantizedTensor") -> bool:
     rows = tensor._origin.rows
     rows = stored_rows(tensor) if rows is None else rows
     return tensor._start == 0 and matrix_shape(tensor)[0] == rows
+
+
+def is_whole_blocks(tensor: "QuantizedTensor") -> bool:
+    """Whether a tensor begins where its storage does, and no other one has a part of its blocks."""
+    whole = tensor._origin.whole
+    return tensor._first_row == 0 and is_all(tensor) and not (whole is not None and whole.is_cut)
 
 
 def own_blocks(tensor: "QuantizedTensor") -> "QuantizedTensor":
@@ -207,7 +214,9 @@ def copy_bytes(tensor: "QuantizedTensor", source: "QuantizedTensor", non_blockin
     if tensor._amax is not None and rows:
         tensor._amax.copy_(source._amax, non_blocking)
     if tensor.quantizer != tensor.quantizer.without_derived():
-        columnwise.build_columnwise([_every_row(tensor)])
+        from fp4adam.columnwise import build_columnwise
+
+        build_columnwise([_every_row(tensor)])
     return True
 
 

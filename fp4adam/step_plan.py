@@ -5,10 +5,11 @@ gradients. :meth:`StepPlan.fits` finds that out by comparing lists that builtins
 Python code per parameter. Then only the scalars and the gradients' addresses are new.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import chain, compress, islice
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -17,22 +18,31 @@ from torch import Tensor
 from fp4adam.adam import Scalars, adam_scalars
 from fp4adam.device_tables import DeviceTables
 from fp4adam.fused_batch import FusedBatch, Member
-from fp4adam.fused_launch import fused_launch
+from fp4adam.fused_launch import NVFP4Launch, fused_launch
+from fp4adam.local_tensor import local
 from fp4adam.quantized_tensor import QuantizedTensor
-from fp4adam.update_bound import largest_update
+from fp4adam.shared_scales import AmaxExchange, ShardCast
+from fp4adam.update_bound import largest_update, measured_ratio, next_ratio, ratio_after
 
 _version = attrgetter("_version")
+_writes = attrgetter("_origin.writes")
+_local = attrgetter("_local_tensor")
 
 # How a member without kernels is stepped: the member, its gradient, scalars and signals.
 Operators = Callable[[Member, Tensor, Scalars, Tensor | None, Tensor | None], None]
 
 
 class Cohort:
-    """Members of one group with as many steps behind them: they share the scalars of a step."""
+    """Members of one group with as many steps behind them: they share the scalars of a step.
+
+    Attributes:
+        ratio: Bounds their moments; see ``update_bound``.
+    """
 
     def __init__(self, group: dict[str, Any], step: float) -> None:
         self.group = group
         self.step = step
+        self.ratio = 0.0
         self.members: list[int] = []
         self.scalars: Scalars
 
@@ -40,6 +50,7 @@ class Cohort:
         """Count one step and work out its scalars."""
         self.step += 1
         self.scalars = adam_scalars(self.group, self.step)
+        self.ratio = next_ratio(self.ratio, self.scalars)
 
 
 class Skip(NamedTuple):
@@ -77,10 +88,11 @@ class StepPlan:
         self._storage_generation = QuantizedTensor.storage_generation
         self._read_grad = read_grad
         self._takes_kernels = takes_kernels
+        members = [m._replace(casts_apart=self._casts_apart(m)) for m in members]
         kinds: dict[tuple, list[Member]] = defaultdict(list)
         self._unfused: list[Member] = []
         for member in members:
-            grad = read_grad(member.param)
+            grad = read_grad(member.owner)
             if takes_kernels(member) and member.fits_a_launch(grad):
                 key = member.param.device, member.kind(grad), member.state_names
                 kinds[key].append(member)
@@ -96,8 +108,26 @@ class StepPlan:
         self._batches = [batch for _, batches in self._parts for batch in batches]
         fused = chain.from_iterable(batch.members for batch in self._batches)
         self.members = [*fused, *self._unfused]
-        self._params = [m.param for m in self.members]
-        self._with_master = [m.param for m in self.members if m.has_master]
+        self._owners = [m.owner for m in self.members]
+        quantized = [isinstance(m.param, QuantizedTensor) for m in self.members]
+        # What tells that something else has written to a parameter that has a master.
+        self._quantized = [*compress((m.param for m in self.members), quantized)]
+        self._quantized_owners = [*compress(self._owners, quantized)]
+        self._with_master = [
+            m.owner
+            for m, is_quantized in zip(self.members, quantized, strict=True)
+            if m.has_master and not is_quantized
+        ]
+        sharded = [m for m in self.members if m.owner is not m.param]
+        self._sharded, self._locals = [m.owner for m in sharded], [m.param for m in sharded]
+        self._bounded = [
+            m.tensors[name]
+            for batch in self._batches
+            if batch.kind.group is not None
+            for m in batch.members
+            for name in ("exp_avg", "exp_avg_sq")
+        ]
+        self._share_scales(members)
         self._share_step_counters()
         self._present: list[bool] = []
         self._counted = torch.zeros(0)
@@ -106,24 +136,64 @@ class StepPlan:
         self._rows_of_unfused: list[int] = []
         self._skip: Skip | None = None
 
+    def _casts_apart(self, member: Member) -> bool:
+        """Whether a shard has to be updated first, for its scales to be agreed on."""
+        if member.place is None:
+            return False
+        grad = self._read_grad(member.owner)
+        return not (self._takes_kernels(member) and member.fits_a_launch(grad))
+
+    def _share_scales(self, members: list[Member]) -> None:
+        """Make what agrees on scales with other ranks; the same, in the same order, on each."""
+        sharing = [m for m in members if m.place is not None]
+        apart: dict[torch.device, list[Member]] = defaultdict(list)
+        for member in sharing:
+            if member.casts_apart:
+                apart[member.param.device].append(member)
+        self._casts = []
+        exchanged: dict[int, tuple] = {}
+        for alike in apart.values():
+            cast = ShardCast([m.param for m in alike], [m.write_dtype for m in alike])
+            self._casts.append((cast, alike))
+            for member, amaxes in zip(alike, cast.exchanged, strict=True):
+                exchanged[id(member.owner)] = amaxes
+        for batch in self._batches:
+            if batch.kind.group is not None:
+                for member, amax in zip(batch.members, batch.launch.amaxes.split(1), strict=True):
+                    exchanged[id(member.owner)] = (amax, [])
+        groups: dict[tuple, list] = defaultdict(list)
+        for m in sharing:
+            whole = m.param._origin.whole
+            groups[m.place.group, m.place.device_type].append(
+                (whole, m.place, *exchanged[id(m.owner)])
+            )
+        self._exchanges = [
+            AmaxExchange(group, torch.device(kind, _device_index(kind)), shards)
+            for (group, kind), shards in groups.items()
+        ]
+
     def _share_step_counters(self) -> None:
         """Make the counters in the state views of one tensor, which one operator counts up."""
         self._step_of = [m.state["step"].item() for m in self.members]
+        self._ratio_of = list(map(_ratio, self.members, self._step_of))
         self._steps = torch.tensor(self._step_of, dtype=torch.float32)
         self._step_views = list(self._steps)
         for member, step in zip(self.members, self._step_views, strict=True):
-            member.state["step"] = step
+            member.state["step"] = member.tensors["step"] = step
         for batch in self._batches:
             batch.hold()
         self._note_versions()
 
     def _note_versions(self) -> None:
         self._master_versions = list(map(_version, self._with_master))
+        self._written = list(map(_writes, self._quantized))
+        self._bounded_versions = list(map(_version, self._bounded))
         self._steps_version = self._steps._version
 
-    def master_versions(self) -> dict[Tensor, int]:
-        """Versions of the parameters that have masters, as the last step left them."""
-        return dict(zip(self._with_master, self._master_versions, strict=True))
+    def known_writes(self) -> dict[Tensor, int]:
+        """How often parameters that have masters had been written to when the last step ended."""
+        plain = zip(self._with_master, self._master_versions, strict=True)
+        return dict(chain(plain, zip(self._quantized_owners, self._written, strict=True)))
 
     def fits(self, structure: list) -> bool:
         """Whether the plan holds for parameters, states and gradients as they are now.
@@ -136,6 +206,9 @@ class StepPlan:
             and QuantizedTensor.storage_generation == self._storage_generation
             and self._steps._version == self._steps_version
             and list(map(_version, self._with_master)) == self._master_versions
+            and list(map(_writes, self._quantized)) == self._written
+            and list(map(_version, self._bounded)) == self._bounded_versions
+            and all(map(is_, map(_local, self._sharded), self._locals))
             and all(grad is None for grad in map(self._read_grad, self._outsiders))
             and all(batch.fits() for batch in self._batches)
             and all(map(self._fits_unfused, self._unfused, self._unfused_steps()))
@@ -148,16 +221,16 @@ class StepPlan:
         state = member.state
         return (
             state.get("step") is step
-            and state.get("master_param", member.param) is member.value
+            and local(state.get("master_param", member.owner)) is member.value
             and state.keys() >= set(member.state_names)
             and not (
-                self._takes_kernels(member) and member.fits_a_launch(self._read_grad(member.param))
+                self._takes_kernels(member) and member.fits_a_launch(self._read_grad(member.owner))
             )
         )
 
     def unfused_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Parameters that take plain operators in this step, and their gradients."""
-        params = [m.param for m in self._unfused]
+        params = [m.owner for m in self._unfused]
         pairs = zip(params, map(self._read_grad, params), strict=True)
         return [(param, grad) for param, grad in pairs if grad is not None]
 
@@ -177,7 +250,7 @@ class StepPlan:
             found_inf: One-element tensor; if it is not 0, the device does nothing. None if members
                 take operators, which cannot be skipped so.
         """
-        grads = [self._read_grad(m.param) for m in self._unfused]
+        grads = [self._read_grad(m.owner) for m in self._unfused]
         self._regroup(grads)
         if not self._cohorts:
             return
@@ -185,27 +258,42 @@ class StepPlan:
             cohort.advance()
         self._steps += self._counted
         rows = self._scalars_rows()
+        launches = []
         for (tables, batches), rows_of_part in zip(self._parts, self._rows_of_parts, strict=True):
             addresses = [*chain.from_iterable(batch.grads for batch in batches)]
             tables.upload(addresses, rows_of_part, rows)
             with torch.cuda.device_of(tables.table):
                 signals = tables.signals(grad_scale, clip.get(tables.device), found_inf)
                 for batch in batches:
-                    batch.launch(*signals)
+                    if batch.kind.group is None:
+                        batch.launch(*signals)
+                    else:
+                        batch.launch.prepare(*signals)
+                        launches.append((batch.launch, signals))
         for member, grad, row in zip(self._unfused, grads, self._rows_of_unfused, strict=True):
             if grad is not None:
                 operators(
                     member, grad, self._cohorts[row].scalars, grad_scale, clip.get(grad.device)
                 )
+        self._finish_shards(launches)
         # Autograd does not see what kernels write.
-        torch.autograd.graph.increment_version([*compress(self._params, self._present)])
-        if self._unfused or not all(self._present):
-            self._note_versions()
-        else:  # which need not be read then
-            self._master_versions = [version + 1 for version in self._master_versions]
-            self._steps_version = self._steps._version
+        changed = [*compress(self._owners, self._present), *self._locals]
+        torch.autograd.graph.increment_version(changed)
+        self._note_versions()
         if found_inf is not None:
             self._skip = _skip(found_inf, self._cohorts, self._counted)
+
+    def _finish_shards(self, launches: list[tuple[NVFP4Launch, tuple[Tensor, ...]]]) -> None:
+        """Agree with the other ranks, and write the shards that had to wait for that."""
+        for cast, members in self._casts:
+            cast.measure([m.whole_value() for m in members])
+        for exchange in self._exchanges:
+            exchange()
+        for launch, signals in launches:
+            with torch.cuda.device_of(launch.amaxes):
+                launch(*signals)
+        for cast, members in self._casts:
+            cast.write([m.whole_value() for m in members])
 
     def _regroup(self, unfused_grads: list[Tensor | None]) -> None:
         """Make the cohorts of this step, unless those of the last one are together again."""
@@ -225,6 +313,7 @@ class StepPlan:
             if key not in cohorts:
                 cohorts[key] = Cohort(self.members[i].group, self._step_of[i])
             cohorts[key].members.append(i)
+            cohorts[key].ratio = max(cohorts[key].ratio, self._ratio_of[i])
         self._cohorts = list(cohorts.values())
         for row, cohort in enumerate(self._cohorts):
             for i in cohort.members:
@@ -239,6 +328,7 @@ class StepPlan:
         for cohort in self._cohorts:
             for i in cohort.members:
                 self._step_of[i] = cohort.step
+                self._ratio_of[i] = cohort.ratio
 
     def _scalars_rows(self) -> list[float]:
         """The rows of scalars of all cohorts; the bound of an update and a zero complete each."""
@@ -247,7 +337,7 @@ class StepPlan:
             scalars = cohort.scalars
             decay = abs(scalars.decay) if cohort.group["adam_w_mode"] else 1.0
             rows += scalars
-            rows += largest_update(scalars, cohort.step), decay, 0.0
+            rows += largest_update(scalars, cohort.ratio), decay, 0.0
         return rows
 
     def settle(self) -> None:
@@ -262,6 +352,20 @@ class StepPlan:
                 cohort.step -= 1
             self._steps -= skip.counted
             self._steps_version = self._steps._version
+
+
+def _ratio(member: Member, step: float) -> float:
+    """What bounds the moments of a member so far; exact where other ranks rely on it."""
+    if step == 0 or member.place is None or member.casts_apart:
+        return ratio_after(step, adam_scalars(member.group, 1))
+    if not (member.exp_avg_codec.exact and member.exp_avg_sq_codec.exact):
+        return math.inf
+    moments = member.tensors["exp_avg"], member.tensors["exp_avg_sq"]
+    return measured_ratio(*moments, float(member.group["eps"]))
+
+
+def _device_index(kind: str) -> int | None:
+    return torch.cuda.current_device() if kind == "cuda" else None
 
 
 def _make_launches(device: torch.device, batches: list[FusedBatch], n_members: int) -> DeviceTables:

@@ -128,11 +128,15 @@ def _new_zeros(
 # FSDP2 keeps a shard flat, and gives what it has gathered its size and strides.
 @implements_operator(aten.view.default)
 def _view(func: Callable, tensor: QuantizedTensor, shape: tuple[int, ...]) -> Tensor:
-    if tensor._origin.whole is not None and tuple(shape) in ((-1,), (tensor.numel(),)):
-        # Also after a checkpoint has been loaded, on every rank.
-        tensor._origin.unsettled = True
-        return tensor._alias((tensor.numel(),))
-    return func(tensor._read(), shape)
+    if tensor._origin.whole is None:
+        return func(tensor._read(), shape)
+    if tuple(shape) == tuple(tensor.shape):  # DTensor.to_local()
+        return tensor._alias()
+    if tuple(shape) not in ((-1,), (tensor.numel(),)):
+        return func(tensor._read(), shape)
+    # Also after a checkpoint has been loaded, on every rank.
+    tensor._origin.unsettled = True
+    return tensor._alias((tensor.numel(),))
 
 
 @implements_operator(aten.as_strided.default)

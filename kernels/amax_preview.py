@@ -73,11 +73,15 @@ def _amax_preview_kernel(
     EXP_AVG_SQ_CODEC: tl.constexpr,
     ADAM_W: tl.constexpr,
     AMSGRAD: tl.constexpr,
+    AGAIN: tl.constexpr,
     SCAN: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
     """The largest magnitude that the likely tiles of each tensor are going to hold.
+
+    AGAIN: look at those that have been left out and can be larger than what has been found, because
+    the weight that was the largest has become NaN.
 
     Grid: (cdiv(n_tiles, SCAN),). table: int64 [n_tensors, 16]. scalars: float32 [n, 12], with
     the largest change of a weight (Inf if unknown) and the factor of its decay. tiles: int32
@@ -96,8 +100,9 @@ def _amax_preview_kernel(
     old_amax = tl.load(old_amaxes + tensors, inside, 0.0)
     first = inside & (tl.load(tiles + 4 * index + 1, inside, 1) == 0)
     first &= tl.load(tiles + 4 * index + 2, inside, 1) == 0
-    tl.store(amaxes + tensors, old_amax, first & ~takes_part)
-    tl.store(exceeding + tensors, tl.zeros((SCAN,), tl.float32), first)
+    if not AGAIN:
+        tl.store(amaxes + tensors, old_amax, first & ~takes_part)
+        tl.store(exceeding + tensors, tl.zeros((SCAN,), tl.float32), first)
 
     # A weight of the size of old_amax, and any that could overtake it, is not below the threshold.
     scalars_row = scalars + tl.load(rows + SCALARS, inside, 0) * SCALARS_WIDTH
@@ -105,7 +110,13 @@ def _amax_preview_kernel(
     decay = tl.load(scalars_row + LARGEST_DECAY, inside, 1.0)
     threshold = old_amax * SLACK - tl.div_rn(2.0 * largest_update, decay)
     # A comparison with NaN takes the tile in.
-    wanted = ~(tl.load(tile_amaxes + index, inside, 0.0) < threshold) & takes_part & inside
+    tile_amax = tl.load(tile_amaxes + index, inside, 0.0)
+    wanted = ~(tile_amax < threshold) & takes_part & inside
+    if AGAIN:
+        # A little more than that, for rounding to a 16-bit format.
+        reach = (tile_amax * decay + largest_update) * 1.01
+        found = tl.load(amaxes + tensors, inside, 0.0)
+        wanted = ~wanted & ~(reach < found) & takes_part & inside
 
     left = tl.where(wanted, index, 2147483647)
     for _ in range(tl.sum(wanted.to(tl.int32))):
@@ -243,6 +254,7 @@ def preview_amax(
     amaxes: Tensor,
     exceeding: Tensor,
     *,
+    again: bool,
     grad_dtype: torch.dtype,
     write_dtype: torch.dtype,
     value_codec: str,
@@ -251,7 +263,10 @@ def preview_amax(
     adam_w_mode: bool,
     amsgrad: bool,
 ) -> Launch:
-    """What finds ``amaxes`` (zero before), to be called with ``grad_scale, clip, found_inf``."""
+    """What finds ``amaxes`` (zero before), to be called with ``grad_scale, clip, found_inf``.
+
+    ``again``: A second look makes them certain, if the bound of the update is.
+    """
     n_tiles = tiles.shape[0]
     registers = most_registers(value_codec, exp_avg_codec, exp_avg_sq_codec)
     return Launch(
@@ -266,6 +281,7 @@ def preview_amax(
             EXP_AVG_SQ_CODEC=exp_avg_sq_codec,
             ADAM_W=adam_w_mode,
             AMSGRAD=amsgrad,
+            AGAIN=again,
             SCAN=SCAN,
             BR=PART[0],
             BC=PART[1],

@@ -1,0 +1,51 @@
+"""What a rank has of a DTensor, and DTensors of what it computes from that."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+
+def local(tensor: Any) -> Any:
+    """The local tensor of a DTensor; anything else as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def like(param: Tensor, value: Tensor) -> Tensor:
+    """A local tensor of the local shape of ``param``, as a DTensor if that is one."""
+    if not isinstance(param, DTensor):
+        return value
+    meta = TensorMeta(param.shape, param.stride(), value.dtype)
+    spec = DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta)
+    # from_local() would communicate to learn the global shape of uneven shards.
+    return DTensor(value, spec, requires_grad=False)
+
+
+def part_for(param: Tensor, value: Tensor) -> Tensor:
+    """What the local tensor of ``param`` corresponds to in a saved value of the whole.
+
+    Raises:
+        ValueError: If ``value`` is a DTensor that is distributed otherwise.
+    """
+    if isinstance(value, DTensor):
+        if isinstance(param, DTensor) and (value.device_mesh, value.placements) == (
+            param.device_mesh,
+            param.placements,
+        ):
+            return value._local_tensor
+        if all(place.is_replicate() for place in value.placements):
+            value = value._local_tensor
+        else:
+            raise ValueError(
+                "a saved state must be whole, or distributed as its parameter, got placements "
+                f"{value.placements}; load it with torch.distributed.checkpoint, or call "
+                "full_tensor() on every rank"
+            )
+    if not isinstance(param, DTensor) or value.shape != param.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    # Every rank has the whole, so there is nothing to send.
+    mesh, placements = param.device_mesh, param.placements
+    return distribute_tensor(value, mesh, placements, src_data_rank=None)._local_tensor
