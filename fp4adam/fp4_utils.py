@@ -36,11 +36,11 @@ def get_nvfp4_rowwise_packed_shape(shape: Sequence[int]) -> torch.Size:
     return torch.Size((*shape[:-1], shape[-1] // 2))
 
 
-def modify_nvfp4_rowwise_storage(tensor: NVFP4Tensor, new_rowwise_data: Tensor) -> None:
+def modify_nvfp4_rowwise_storage(fp4_tensor: NVFP4Tensor, new_rowwise_data: Tensor) -> None:
     """Move the rowwise codes of a tensor to other memory, such as a slice of a parameter buffer.
 
     Args:
-        tensor: Its ``rowwise_data`` lies in ``new_rowwise_data`` afterwards.
+        fp4_tensor: Its ``rowwise_data`` lies in ``new_rowwise_data`` afterwards.
         new_rowwise_data: Contiguous uint8 with as many bytes, on the same device; overwritten. At a
             multiple of 16 bytes the fused kernels can step it.
 
@@ -48,16 +48,16 @@ def modify_nvfp4_rowwise_storage(tensor: NVFP4Tensor, new_rowwise_data: Tensor) 
         ValueError: If either is none of these.
         RuntimeError: If the tensor has no rowwise data.
     """
-    if not is_nvfp4tensor(tensor):
+    if not is_nvfp4tensor(fp4_tensor):
         raise ValueError(
-            f"tensor must be an NVFP4Tensor, got a {type(tensor).__name__}; other formats have "
-            "codes of whole bytes"
+            f"fp4_tensor must be an NVFP4Tensor, got a {type(fp4_tensor).__name__}; other formats "
+            "have codes of whole bytes"
         )
-    old = tensor._rowwise_data
+    old = fp4_tensor._rowwise_data
     if old is None:
         raise RuntimeError(
-            "tensor must have rowwise data to be moved, got one with rowwise=False; make it with "
-            "NVFP4Quantizer(rowwise=True)"
+            "fp4_tensor must have rowwise data to be moved, got one with rowwise=False; make it "
+            "with NVFP4Quantizer(rowwise=True)"
         )
     new = new_rowwise_data
     if (
@@ -69,11 +69,11 @@ def modify_nvfp4_rowwise_storage(tensor: NVFP4Tensor, new_rowwise_data: Tensor) 
         raise ValueError(
             f"new_rowwise_data must be contiguous uint8 of {old.numel()} bytes on {old.device}, "
             f"got {tuple(new.shape)} of {new.dtype} with strides {new.stride()} on {new.device}; "
-            "slice get_nvfp4_rowwise_packed_shape(tensor.shape) out of the buffer"
+            "slice get_nvfp4_rowwise_packed_shape(shape) out of the buffer"
         )
     new = new.detach().view(old.shape)
     new.copy_(old)
-    tensor._rowwise_data = new
+    fp4_tensor._rowwise_data = new
 
 
 def quantize_nvfp4_param_shard(

@@ -15,7 +15,7 @@ from fp4adam.adam import Scalars, moves
 from fp4adam.fused_batch import Member
 from fp4adam.grad_norm import GradNorm
 from fp4adam.hyper_parameters import check_hyper_parameters
-from fp4adam.local_tensor import like, local, part_for
+from fp4adam.local_tensor import like, local, part_for, sharding_groups
 from fp4adam.memory_layout import is_dense
 from fp4adam.optimizer_state import (
     STATE_NAMES,
@@ -296,7 +296,8 @@ class FusedAdam(Optimizer):
         As ``torch.nn.utils.clip_grad_norm_`` on all parameters, but the gradients stay as they are:
         the step multiplies each by min(max_norm / (norm + 1e-6), 1) when it reads it, without
         rounding the product. So they are read once more, and not written; nothing waits for the
-        device. With a ``GradScaler``, call ``scaler.unscale_(optimizer)`` first.
+        device. With a ``GradScaler``, call ``scaler.unscale_(optimizer)`` first. With sharded
+        parameters every rank has to call it.
 
         Args:
             max_norm: Largest norm to leave alone, >= 0; infinity only measures.
@@ -312,9 +313,11 @@ class FusedAdam(Optimizer):
         """
         params = [param for group in self.param_groups for param in group["params"]]
         with torch._C.DisableTorchFunctionSubclass():
-            sizes = [*map(Tensor.numel, params)]
-            if self._grad_norm is None or self._grad_norm.sizes != sizes:
-                self._grad_norm = GradNorm(sizes)
+            groups = [*map(sharding_groups, params)]
+            sizes = [*map(Tensor.numel, map(local, params))]
+            known = self._grad_norm
+            if known is None or (known.sizes, known.groups) != (sizes, groups):
+                self._grad_norm = GradNorm(sizes, groups)
             grads = [*map(self._read_grad, params)]
             norm, self._clip = self._grad_norm(grads, max_norm, norm_type, error_if_nonfinite)
         return norm

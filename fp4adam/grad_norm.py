@@ -14,6 +14,7 @@ from itertools import islice
 from operator import attrgetter
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
@@ -33,6 +34,8 @@ TOTAL_LANES = 2**12
 _CHUNK = 4 * SPAN
 
 MaybeTensors = Sequence[Tensor | None]
+# Groups of ranks, and the kind of device that each communicates between.
+Groups = tuple[tuple[dist.ProcessGroup, str], ...]
 
 
 class GradNorm:
@@ -51,15 +54,23 @@ class GradNorm:
     call, wherever the gradients lie in memory. Gradients of float64 are squared in float64, with
     its rounding and range.
 
+    Of a gradient that ranks have shards of, each adds up its own; then the sums of all are gathered
+    (8 bytes per rank) and added in the same order on each. A norm over ranks is as close to the true
+    one, so its bits are the same however many there are, unless it is that close to a middle.
+
     Attributes:
-        sizes: Number of elements of each gradient; if they change, make a new instance.
+        sizes: Number of elements of each gradient here; if they change, make a new instance.
+        groups: For each gradient the groups of ranks that it is distributed over, one per dimension
+            of a mesh; none if this rank has all of it.
     """
 
-    def __init__(self, sizes: Iterable[int]) -> None:
+    def __init__(self, sizes: Iterable[int], groups: Sequence[Groups] | None = None) -> None:
         self.sizes = list(sizes)
+        self.groups = [()] * len(self.sizes) if groups is None else list(groups)
+        self._parts = list(dict.fromkeys(self.groups))
         self._sizes = array("q", self.sizes)
         self._spans = _plan_spans(self._sizes)
-        self._tables: dict[torch.device, _Tables] = {}
+        self._tables: dict[tuple[torch.device, Groups], _Tables] = {}
 
     @torch.no_grad()
     def __call__(
@@ -88,7 +99,7 @@ class GradNorm:
             ValueError: If ``norm_type`` or ``max_norm`` is out of range, or the gradients do not
                 have the sizes.
             TypeError: If a gradient is not a plain, dense tensor of these dtypes.
-            NotImplementedError: If one is a DTensor.
+            NotImplementedError: If one is a DTensor; pass the local tensors.
             RuntimeError: With ``error_if_nonfinite``, if the norm is not finite.
         """
         max_norm, norm_type = _check_norm(max_norm, norm_type)
@@ -96,13 +107,12 @@ class GradNorm:
         if not present:
             return torch.tensor(0.0), {}
         devices = _devices(present)
-        if len(devices) == 1:
+        if len(devices) == 1 and self._parts == [()]:
             sums = self._span_sums(grads, devices[0], norm_type)
         else:
             totals = []
-            for device in devices:
-                there = [g if g is not None and g.device == device else None for g in grads]
-                total, _ = _finish(self._span_sums(there, device, norm_type), max_norm, norm_type)
+            for part in self._parts:
+                total = self._total_of(part, grads, devices, norm_type)
                 totals.append(total.to(devices[0], non_blocking=True))
             sums = torch.cat(totals)
         _, result = _finish(sums, max_norm, norm_type)
@@ -113,6 +123,29 @@ class GradNorm:
                 f"{norm_type}; look for what overflowed, or pass error_if_nonfinite=False"
             )
         return norm, {d: coefficient.to(d, non_blocking=True) for d in devices}
+
+    def _total_of(
+        self, part: Groups, grads: MaybeTensors, devices: list[torch.device], norm_type: float
+    ) -> Tensor:
+        """The float64 total [1] of the gradients that are distributed over the same ranks."""
+        totals = []
+        for device in devices:
+            there = [
+                g if g is not None and g.device == device and groups == part else None
+                for g, groups in zip(grads, self.groups, strict=True)
+            ]
+            sums = self._span_sums(there, device, norm_type, part)
+            totals.append(_finish(sums, math.inf, norm_type)[0])
+        total = torch.cat([t.to(devices[0], non_blocking=True) for t in totals])
+        for group, device_type in part:
+            if len(total) > 1:
+                total, _ = _finish(total, math.inf, norm_type)
+            # Not reduced: what a maximum makes of NaN, and the order of a sum, are left open.
+            total = total.to(device_type)
+            gathered = total.new_empty(group.size())
+            dist.all_gather(list(gathered.split(1)), total, group)
+            total = gathered
+        return _finish(total, math.inf, norm_type)[0]
 
     def _check_grads(self, grads: MaybeTensors) -> tuple[MaybeTensors, list[Tensor]]:
         """The gradients, flat where they were not contiguous, and those of them that are there."""
@@ -148,13 +181,15 @@ class GradNorm:
             )
         return grads, present
 
-    def _span_sums(self, grads: MaybeTensors, device: torch.device, norm_type: float) -> Tensor:
+    def _span_sums(
+        self, grads: MaybeTensors, device: torch.device, norm_type: float, part: Groups = ()
+    ) -> Tensor:
         """One float64 sum per span on the device, zero for gradients that are None."""
         if not backend.uses_kernels(device):
             return _span_sums(grads, self._sizes, device, norm_type)
-        if device not in self._tables:
-            self._tables[device] = _Tables(device, self._spans, len(self._sizes))
-        return self._tables[device].span_sums(grads, norm_type)
+        if (device, part) not in self._tables:
+            self._tables[device, part] = _Tables(device, self._spans, len(self._sizes))
+        return self._tables[device, part].span_sums(grads, norm_type)
 
 
 class _Tables:
@@ -220,8 +255,8 @@ def _check_subclasses(grads: list[Tensor]) -> None:
         name = type(grad).__name__
         if isinstance(grad, DTensor):
             raise NotImplementedError(
-                "the norm of DTensor gradients is not supported yet, got one of shape "
-                f"{tuple(grad.shape)}; keep the parameters replicated"
+                "gradients must be local tensors for their norm, got a DTensor of shape "
+                f"{tuple(grad.shape)}; pass grad.to_local(), and the groups that have the others"
             )
         if isinstance(grad, QuantizedTensor):
             raise TypeError(

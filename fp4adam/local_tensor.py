@@ -2,8 +2,9 @@
 
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
@@ -20,6 +21,18 @@ def like(param: Tensor, value: Tensor) -> Tensor:
     spec = DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta)
     # from_local() would communicate to learn the global shape of uneven shards.
     return DTensor(value, spec, requires_grad=False)
+
+
+def sharding_groups(tensor: Tensor) -> tuple[tuple[dist.ProcessGroup, str], ...]:
+    """The groups of ranks that have other parts of a DTensor, and the devices of its mesh."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh = tensor.device_mesh
+    return tuple(
+        (mesh.get_group(dim), mesh.device_type)
+        for dim, place in enumerate(tensor.placements)
+        if not place.is_replicate()
+    )
 
 
 def part_for(param: Tensor, value: Tensor) -> Tensor:
@@ -44,8 +57,6 @@ def part_for(param: Tensor, value: Tensor) -> Tensor:
             )
     if not isinstance(param, DTensor) or value.shape != param.shape:
         return value
-    from torch.distributed.tensor import distribute_tensor
-
     # Every rank has the whole, so there is nothing to send.
     mesh, placements = param.device_mesh, param.placements
     return distribute_tensor(value, mesh, placements, src_data_rank=None)._local_tensor

@@ -181,7 +181,8 @@ class PartialCast:
         self._lay_out_amaxes()
 
     def _lay_out_amaxes(self) -> None:
-        n = sum(shard.format.name == "nvfp4" for shard in self._shards)
+        of_tensors = [shard for shard in self._shards if shard.format.name == "nvfp4"]
+        n = len(of_tensors)
         spans = []
         for shard in self._shards:
             for usage in shard.blocks:
@@ -190,10 +191,8 @@ class PartialCast:
                 spans.append((shard, usage, n, shape))
                 n += shape[0] * shape[1]
         self.amaxes = torch.zeros(n, device=self.device)
-        of_tensors = iter(self.amaxes)
-        for shard in self._shards:
-            if shard.format.name == "nvfp4":
-                shard.amax = next(of_tensors).view(1)
+        for i, shard in enumerate(of_tensors):
+            shard.amax = self.amaxes[i : i + 1]
         for shard, usage, first, shape in spans:
             shard.grids[usage] = self.amaxes[first : first + shape[0] * shape[1]].view(shape)
         self.tensor_amaxes = [shard.amax for shard in self._shards]

@@ -112,7 +112,7 @@ def _tiles(
 
 
 def _tile(format: str) -> tuple[int, int]:
-    tile = TILES[format]
+    tile, _ = TILES[format]
     return tile.rows * tile.loop, tile.cols
 
 

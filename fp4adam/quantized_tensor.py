@@ -150,11 +150,11 @@ class QuantizedTensor(torch.Tensor):
         return self
 
     def _write(self, x: Tensor, non_blocking: bool = False) -> None:
-        plain = not isinstance(x, QuantizedTensor)
+        plain, is_new = not isinstance(x, QuantizedTensor), self._origin.first_row is None
         with torch.no_grad():
             if plain or not row_window.copy_bytes(self, x, non_blocking):
                 row_window.write(self, (x.detach() if plain else x._read()).to(self.device))
-            if self._origin.init_val is not None and row_window.is_all(self):
+            if self._origin.init_val is not None and not is_new and row_window.is_all(self):
                 # A value loaded before the first step is what the master weights start from.
                 self._origin.init_val = x.detach().to(self.device, copy=True) if plain else None
         self._origin.writes += 1

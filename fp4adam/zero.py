@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -24,8 +23,8 @@ def quantize_master_weights(
     """Quantize this rank's slices of the masters into weights that every rank has in full.
 
     Masters are rounded to the nominal dtype of their weight, then quantized with scales that all
-    ranks of ``group`` agree on in one all-reduce. Every rank then has all scales and amaxes, and the
-    codes of its own slices: what is left is an all-gather of ``rowwise_data`` (for MXFP8 of
+    ranks of ``group`` agree on in one all-reduce. Every rank then has all scales and amaxes, and
+    the codes of its own slices: what is left is an all-gather of ``rowwise_data`` (for MXFP8 of
     ``columnwise_data`` too) and :func:`post_all_gather_processing`. The weights are then those of
     ``FP4Adam(quantize_from="param_dtype")`` on one process, bit for bit.
 

@@ -62,11 +62,11 @@ TENSOR_AMAX = tl.constexpr(3)
 ROWWISE_AMAX = tl.constexpr(4)
 COLUMNWISE_AMAX = tl.constexpr(5)
 
-# How a program takes its tile: parts of so many rows down the block, all columns of the tile.
+# Tiles that shards fill, in parts of so many rows, and the same with masks, which need registers.
 TILES = {
-    "nvfp4": Tile(16, 128, 1, 4, 1),
-    "mxfp8": Tile(32, 64, 1, 4, 1),
-    "float8_block": Tile(16, 128, 8, 4, 3),
+    "nvfp4": (Tile(16, 128, 1, 4, 1), Tile(16, 128, 1, 4, 1)),
+    "mxfp8": (Tile(32, 64, 1, 4, 1), Tile(32, 64, 1, 4, 1)),
+    "float8_block": (Tile(16, 128, 8, 4, 3), Tile(8, 128, 16, 4, 1)),
 }
 # Block scales that one program writes.
 SCALES = 1024
@@ -399,9 +399,8 @@ def measure(
     ``tiles``: lists of those that shards fill and of those that they cut. ``format``: a key of
     TILES; tensor amaxes must be zero before. ``rowwise``, ``columnwise``: of MXFP8.
     """
-    tile = TILES[format]
     dtypes = dict(VALUE_DTYPE=TRITON_DTYPES[value_dtype], WRITE_DTYPE=TRITON_DTYPES[write_dtype])
-    for listed, whole in zip(tiles, (True, False), strict=True):
+    for listed, tile, whole in zip(tiles, TILES[format], (True, False), strict=True):
         if not len(listed):
             continue
         if format == "mxfp8":
@@ -468,13 +467,11 @@ def write_codes(
     amax_epsilon: float,
 ) -> None:
     """Write the codes of shards from amaxes; arguments as for the other two."""
-    tile = TILES[format]
     dtypes = dict(VALUE_DTYPE=TRITON_DTYPES[value_dtype], WRITE_DTYPE=TRITON_DTYPES[write_dtype])
-    options = dict(num_warps=tile.num_warps, enable_fp_fusion=False)
-    for listed, whole in zip(tiles, (True, False), strict=True):
+    for listed, tile, whole in zip(tiles, TILES[format], (True, False), strict=True):
         if not len(listed):
             continue
-        grid = (len(listed),)
+        grid, options = (len(listed),), dict(num_warps=tile.num_warps, enable_fp_fusion=False)
         if format == "nvfp4":
             _nvfp4_codes_kernel[grid](table, listed, **dtypes, WHOLE=whole, BC=tile.cols, **options)
         elif format == "mxfp8":

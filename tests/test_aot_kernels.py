@@ -145,11 +145,53 @@ def step_jobs(codecs):
     return {f"{name}{STATE_CODECS[codecs]}": found for name, found in jobs.items()}
 
 
+def shard_jobs():
+    """The kernels of a partial cast and of transposes, on tiles with masks and without."""
+    from fp4adam.kernels import transpose
+    from fp4adam.kernels.partial_cast import SCALES, TILES
+
+    jobs = {}
+    listed = {"table": "*i64", "tiles": "*i32"}
+    epsilon = {"epsilon": "fp32"}
+    block = {"LARGEST": FP32_MAX, "POW_2": True}
+    for value, whole in (("fp32", True), ("fp32", False), ("bf16", True)):
+        types = {"VALUE_DTYPE": dtype(value), "WRITE_DTYPE": dtype("bf16"), "WHOLE": whole}
+        tiles = {format: tiles[0 if whole else 1] for format, tiles in TILES.items()}
+        e4m3, nvfp4, mxfp8 = tiles["float8_block"], tiles["nvfp4"], tiles["mxfp8"]
+        sixteen = {"BLOCK": 16, "OF_TENSOR": True, **tile_options(nvfp4)}
+        square = {"BLOCK": 128, "OF_TENSOR": False, **tile_options(e4m3)}
+        parts = {"BR": e4m3.rows, "STAGES": e4m3.num_stages, **block}
+        for name, kernel, signature, options in (
+            ("nvfp4 amax", "square_amax", {}, sixteen),
+            ("nvfp4 codes", "nvfp4_codes", {}, {"BC": nvfp4.cols}),
+            ("mxfp8 amax", "mxfp8_amax", {}, {"BC": mxfp8.cols, **BOTH}),
+            ("mxfp8 codes", "mxfp8_codes", {}, {"BC": mxfp8.cols, **BOTH}),
+            ("float8block amax", "square_amax", {}, square),
+            ("float8block codes", "float8_block_codes", epsilon, parts),
+        ):
+            jobs[f"partial {name} {value} whole={whole}"] = job(
+                f"partial_cast._{kernel}_kernel", {**listed, **signature}, {**types, **options}
+            )
+    for format in TILES:
+        jobs[f"partial {format} scales"] = job(
+            "partial_cast._scales_kernel",
+            {"table": "*i64", "chunks": "*i32", **epsilon},
+            {**block, "FORMAT": format, "CHUNK": SCALES},
+        )
+    for bits, side in transpose.TILE.items():
+        for name, size in (("transpose", side), ("transpose_edge", transpose.EDGE)):
+            jobs[f"{name} {bits}"] = job(
+                f"transpose._{name}_kernel", listed, {"BITS": bits, "SIDE": size}
+            )
+    return jobs
+
+
 def kernel_jobs():
     """Every kernel in the forms that a training run launches most, and in its widest one."""
     jobs = {}
     for codecs in STATE_CODECS:
         jobs |= step_jobs(codecs)
+    jobs |= shard_jobs()
     for name, norm_type in (("1", 1.0), ("2", 2.0), ("inf", math.inf)):
         for grad in DTYPES:
             jobs[f"grad norm {name} {grad}"] = job(
@@ -264,7 +306,9 @@ def test_kernels_compile_to_exact_and_wide_code_without_spills(sm):
     assert not any(inexact.values()), {name: n for name, n in inexact.items() if n}
 
     loads = r"^ld\.global\.v4|^ld\.global\.v2\.b64|^cp\.async\.cg"
-    for name in ("adam fp32", "adam bf16 with master", "nvfp4 step square=True", "mxfp8 step"):
+    wide = ["adam fp32", "adam bf16 with master", "nvfp4 step square=True", "mxfp8 step"]
+    wide += [f"partial {name} codes fp32 whole=True" for name in ("mxfp8", "float8block")]
+    for name in wide:
         assert count(compiled[name], r"^st\.global\.v4|^st\.global\.v2\.b64") > 0, name
         assert count(compiled[name], loads) > 0, name
     for name, each in compiled.items():

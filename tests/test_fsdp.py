@@ -1,0 +1,240 @@
+"""FSDP2: sharded training gives the same bits as training in one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from fp4adam import FP4Adam, FusedAdam, QuantizedTensor, quantize_model
+from fp4adam.local_tensor import like, local
+
+FORMATS = ("nvfp4", "mxfp8", "float8block")
+OPTIONS = dict(lr=1e-2, weight_decay=0.1)
+
+
+def build(
+    rows: int, cols: int, recipe: str | None, dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(cols, rows), nn.Tanh(), nn.Linear(rows, cols, bias=False))
+    return quantize_model(model.to(dtype), recipe) if recipe else model.to(dtype)
+
+
+def fixed_grads(model: nn.Module, seed: int, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Gradients of whole parameters, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(param.shape, generator=generator).mul_(10.0 ** (i - 1)).to(dtype or param.dtype)
+        for i, param in enumerate(model.parameters())
+    ]
+
+
+def set_grads(model: nn.Module, grads: list[Tensor]) -> None:
+    """Give each parameter its part of its gradient."""
+    for param, grad in zip(model.parameters(), grads, strict=True):
+        if local(param) is not param:
+            chunks = grad.chunk(dist.get_world_size())
+            rank = dist.get_rank()
+            part = chunks[rank] if rank < len(chunks) else grad[:0]
+            grad = like(param, part.clone())
+        param.grad = grad
+
+
+def gathered_bytes(model: nn.Module) -> list[dict[str, Tensor]]:
+    """The inner tensors of the whole parameters; of plain ones their values."""
+    model.unshard()
+    tensors = [
+        {name: inner.clone() for name, inner in param.storage_tensors().items()}
+        if isinstance(param, QuantizedTensor)
+        else {"value": param.detach().clone()}
+        for param in model.parameters()
+    ]
+    model.reshard()
+    return tensors
+
+
+def whole_bytes(model: nn.Module) -> list[dict[str, Tensor]]:
+    return [
+        param.storage_tensors() if isinstance(param, QuantizedTensor) else {"value": param.detach()}
+        for param in model.parameters()
+    ]
+
+
+def assert_same(actual: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
+    for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        assert a.keys() == b.keys()
+        for name in a:
+            difference = dict(rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(a[name], b[name], msg=f"{name} of {i}", **difference)
+
+
+def full(value: Tensor) -> Tensor:
+    return value.full_tensor() if local(value) is not value else value
+
+
+def step_in_parallel(rank: int, rows: int, cols: int, recipe: str, options: dict) -> None:
+    whole, sharded = (build(rows, cols, recipe, torch.bfloat16) for _ in range(2))
+    fully_shard(sharded)
+    expected = FP4Adam(whole.parameters(), **OPTIONS, **options)
+    optimizer = FP4Adam(sharded.parameters(), **OPTIONS, **options)
+    for step in range(20):
+        grads = fixed_grads(whole, step)
+        if step == 1:
+            # The largest weight becomes NaN, which is on one rank.
+            largest = whole[0].weight.dequantize().abs().argmax()
+            grads[0].view(-1)[largest] = float("nan")
+        set_grads(whole, grads)
+        set_grads(sharded, grads)
+        expected.step()
+        optimizer.step()
+        if step in (0, 1, 19):
+            assert_same(gathered_bytes(sharded), whole_bytes(whole))
+    for a, b in zip(optimizer.state.values(), expected.state.values(), strict=True):
+        assert a["step"] == b["step"] == 20
+        for name in b.keys() - {"step"}:
+            assert_same([{name: full(a[name])}], [{name: b[name]}])
+
+
+@pytest.mark.parametrize("recipe", FORMATS)
+@pytest.mark.parametrize(
+    "world_size, rows, cols",
+    [
+        (1, 64, 32),
+        (2, 256, 128),  # whole blocks
+        (3, 96, 64),  # whole blocks of NVFP4 and MXFP8
+        (3, 64, 32),  # 22, 22 and 20 rows: boundaries cut blocks
+        (2, 288, 64),
+    ],
+)
+def test_shards_have_the_bits_of_one_process(recipe, world_size, rows, cols):
+    run_ranks(step_in_parallel, world_size, rows, cols, recipe, {})
+
+
+@pytest.mark.parametrize("options", [{"quantize_from": "param_dtype"}, {"amsgrad": True}], ids=str)
+@pytest.mark.parametrize("recipe", FORMATS)
+def test_options_of_the_step(recipe, options):
+    run_ranks(step_in_parallel, 2, 64, 32, recipe, options)
+
+
+def test_empty_shards():
+    # Two rows each on three ranks, one on the fourth, none on the fifth and sixth.
+    run_ranks(step_in_parallel, 6, 7, 16, "float8block", {})
+
+
+def clip_in_parallel(rank: int) -> None:
+    whole, sharded = build(64, 32, "nvfp4"), build(64, 32, "nvfp4")
+    whole[0].bias.requires_grad_(False)
+    fully_shard(sharded, ignored_params={sharded[0].bias})
+    sharded[0].bias.requires_grad_(False)
+    expected, optimizer = FP4Adam(whole.parameters()), FP4Adam(sharded.parameters())
+    reference = build(64, 32, None)
+    for step, norm_type in enumerate((2.0, 1.0, float("inf"), 2.0)):
+        grads = fixed_grads(whole, step)
+        if step == 3:
+            grads[0][40, 3] = float("nan")
+        for model in (whole, sharded, reference):
+            set_grads(model, grads)
+        norm = optimizer.clip_grad_norm_(1.0, norm_type)
+        assert torch.equal(norm, expected.clip_grad_norm_(1.0, norm_type)) or step == 3
+        torch.testing.assert_close(
+            norm, nn.utils.clip_grad_norm_(reference.parameters(), 1.0, norm_type), equal_nan=True
+        )
+        expected.step()
+        optimizer.step()
+    # NaN is in no amax, on no rank.
+    assert_same(gathered_bytes(sharded), whole_bytes(whole))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_clipping_by_the_norm_of_all_ranks(world_size):
+    run_ranks(clip_in_parallel, world_size)
+
+
+def train(model: nn.Module, optimizer: FP4Adam, steps: int, microbatches: int = 1) -> list[Tensor]:
+    """Losses of a few steps; the same batch on every rank, so that the mean gradient is exact."""
+    losses = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        for i in range(microbatches):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(i == microbatches - 1)
+            x = torch.randn(8, model[0].in_features, generator=generator)
+            loss = model(x).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def initialize(model: nn.Module) -> None:
+    """Fill in parameters; shards take their part of what a whole one would get."""
+    generator = torch.Generator().manual_seed(1)
+    for param in model.parameters():
+        value = torch.randn(param.shape, generator=generator).mul_(0.1)
+        with torch.no_grad():
+            own = local(param)
+            chunks = value.chunk(dist.get_world_size()) if own is not param else [value]
+            own.copy_(chunks[dist.get_rank() % len(chunks)])
+
+
+def train_variant(rank: int, recipe: str, rows: int, variant: str) -> None:
+    whole = build(rows, 32, recipe)
+    options, microbatches, mesh = {}, 1, init_device_mesh("cpu", (dist.get_world_size(),))
+    if variant == "meta":
+        with torch.device("meta"):
+            sharded = build(rows, 32, recipe)
+        initialize(whole)
+    else:
+        sharded = build(rows, 32, recipe)
+    if variant == "kept":
+        options["reshard_after_forward"] = False
+    elif variant == "hybrid":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    elif variant == "accumulated":
+        microbatches = 2
+    elif variant == "bfloat16":
+        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+        options["mp_policy"] = policy
+    for layer in sharded:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh, **options)
+    fully_shard(sharded, mesh=mesh, **options)
+    if variant == "meta":
+        sharded.to_empty(device="cpu")
+        initialize(sharded)
+    expected, optimizer = (FP4Adam(model.parameters(), lr=1e-2) for model in (whole, sharded))
+    actual = train(sharded, optimizer, 4, microbatches)
+    for a, b in zip(actual, train(whole, expected, 4, microbatches), strict=True):
+        # The same values in BF16 where activations are rounded to it.
+        tolerance = 0.02 if variant == "bfloat16" else 0
+        torch.testing.assert_close(a.float(), b, rtol=tolerance, atol=0)
+    if variant != "bfloat16":
+        assert_same(gathered_layers(sharded), whole_bytes(whole))
+
+
+def gathered_layers(model: nn.Module) -> list[dict[str, Tensor]]:
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            layer.unshard()
+    tensors = [
+        {name: inner.clone() for name, inner in tensor.items()} for tensor in whole_bytes(model)
+    ]
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            layer.reshard()
+    return tensors
+
+
+@pytest.mark.parametrize("rows", [256, 48])
+@pytest.mark.parametrize(
+    "variant, world_size",
+    [("", 2), ("kept", 2), ("meta", 2), ("accumulated", 2), ("bfloat16", 2), ("hybrid", 4)],
+)
+def test_fully_shard_variants(variant, world_size, rows):
+    for recipe in FORMATS:
+        if rows == 256 or recipe != "mxfp8":
+            run_ranks(train_variant, world_size, recipe, rows, variant)
