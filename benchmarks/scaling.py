@@ -114,7 +114,7 @@ class Training:
     """A model and its optimizer, from the same weights on any number of processes."""
 
     def __init__(self, contestant: Contestant, args: argparse.Namespace) -> None:
-        preset = PRESETS[args.size]
+        preset = PRESETS[args.size] | ({"layers": args.layers} if args.layers else {})
         self.config = GPTConfig(*(preset[name] for name in ("layers", "heads", "dim", "context")))
         self.device, self.batch = args.device, args.batch
         torch.manual_seed(0)
@@ -263,6 +263,7 @@ def parse_args() -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser.add_argument("--device", default="cuda" if cuda else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--size", choices=tuple(PRESETS), help="1b on a GPU, tiny on a CPU")
+    parser.add_argument("--layers", type=int, help="as --size says")
     parser.add_argument("--batch", type=int, help="sequences per process; 8 on a GPU, 1 on a CPU")
     parser.add_argument("--repeats", type=int, help="counted steps; 30 on a GPU, 3 on a CPU")
     parser.add_argument(
@@ -300,7 +301,9 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
         "device": gpu or platform.processor() or "CPU",
         "versions": versions(),
         "date": time.strftime("%Y-%m-%d"),
-        "settings": {name: getattr(args, name) for name in ("size", "batch", "repeats", "exact")},
+        "settings": {
+            name: getattr(args, name) for name in ("size", "layers", "batch", "repeats", "exact")
+        },
     }
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,6 @@ FORMATS = ("nvfp4", "mxfp8", "float8block", "bf16", "fp32")
 TINY = (
     "--size tiny --device cpu --layers 1 --heads 2 --dim 64 --context 32 --batch 4 --lr 1e-2"
 ).split()
-SHARED = [*TINY, "--batch", "6", "--format", "fp32", "--optimizer", "adamw"]
 
 
 @pytest.fixture(autouse=True)
@@ -129,37 +129,44 @@ def test_killed_save_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def on_two_processes(tmp_path_factory):
+    pytest.importorskip("matplotlib")
     out = tmp_path_factory.mktemp("two")
-    options = ("--steps", 20, "--eval-every", 10, "--checkpoint-every", 10)
-    return out, run_processes(2, out, *SHARED, *options)
+    options = ("--batch", 6, "--steps", 20, "--eval-every", 10, "--checkpoint-every", 10)
+    return out, run_processes(2, out, *TINY, *options, "--compare")
+
+
+def results(folder):
+    content = json.loads((folder / "results.json").read_text())
+    return {f"{r['format']}-{r['optimizer']}": r for r in content["runs"]}
 
 
 def test_torchrun_trains_and_one_process_writes(on_two_processes):
     out, printed = on_two_processes
-    checkpoints = [f"fp32-adamw-step{step:06d}" for step in (10, 20)]
-    assert sorted(os.listdir(out)) == [*checkpoints, "results.json"]
-    assert printed.count("step    10/20") == printed.count("written to") == 1
-    report = json.loads((out / "results.json").read_text())
-    losses = report["runs"][0]["train_loss"]
-    assert report["processes"] == 2
-    assert all(map(math.isfinite, losses))
-    assert sum(losses[-5:]) / 5 < losses[0] - 1
+    runs = ("fp32-adamw", "nvfp4-fp4adam")
+    checkpoints = [f"{name}-step{step:06d}" for name in runs for step in (10, 20)]
+    files = {*checkpoints, "comparison.png", "results.json"}
+    assert set(os.listdir(out)) == files
+    for name in runs:
+        assert len(re.findall(rf"^{name} .* 10/20 ", printed, re.MULTILINE)) == 1
+        losses = results(out)[name]["train_loss"]
+        assert all(map(math.isfinite, losses))
+        assert sum(losses[-5:]) / 5 < losses[0] - 1
 
 
-@pytest.mark.parametrize("processes", [1, 3])
-def test_checkpoint_resumes_on_other_numbers_of_processes(processes, on_two_processes, tmp_path):
+@pytest.mark.parametrize(
+    ("processes", "name"),
+    [(1, "fp32-adamw"), (1, "nvfp4-fp4adam"), (2, "nvfp4-fp4adam"), (3, "nvfp4-fp4adam")],
+)
+def test_resuming_on_any_number_of_processes(processes, name, on_two_processes, tmp_path):
     out, _ = on_two_processes
-    options = ("--resume", str(out / "fp32-adamw-step000010"))
+    options = ("--resume", str(out / f"{name}-step000010"))
     if processes == 1:
         train_gpt.main([*options, "--out", str(tmp_path)])
     else:
         run_processes(processes, tmp_path, *options)
-    expected, actual = (
-        json.loads((folder / "results.json").read_text())["runs"][0]["train_loss"]
-        for folder in (out, tmp_path)
-    )
-    # Means of the same numbers, added up in another order.
-    assert actual == pytest.approx(expected, rel=1e-4)
+    expected, actual = (results(folder)[name]["train_loss"] for folder in (out, tmp_path))
+    # Gradients of other parts of a batch are rounded, and added up, otherwise.
+    assert actual == pytest.approx(expected, rel=0 if processes == 2 else 1e-3)
 
 
 def test_batch_that_does_not_divide_is_refused(tmp_path, capsys, monkeypatch):
