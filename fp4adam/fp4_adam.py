@@ -70,9 +70,10 @@ class FP4Adam(FusedAdam):
 
     def _check_param(self, param: Tensor) -> None:
         super()._check_param(param)
-        if isinstance(local(param), QuantizedTensor) and not self.master_weights:
+        own = local(param)
+        if isinstance(own, QuantizedTensor) and not self.master_weights:
             raise ValueError(
-                f"master_weights must be True for {type(local(param)).__name__} parameters, got False: "
+                f"master_weights must be True for {type(own).__name__} parameters, got False: "
                 "updates are smaller than the steps between codes and would be lost; leave it True"
             )
 

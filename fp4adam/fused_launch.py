@@ -17,8 +17,9 @@ class Kind(NamedTuple):
     """What must be equal among tensors that share a launch.
 
     ``quantizer`` is None for plain parameters. ``group``: the ranks that have the other shards of
-    tensors with a common scale, None if there is nothing to agree on. ``write_dtype`` is the dtype that the updated value
-    is rounded to on its way to the parameter, None if nothing is written beside the value.
+    tensors with a common scale, None if there is nothing to agree on. ``write_dtype`` is the dtype
+    that the updated value is rounded to on its way to the parameter, None if nothing is written
+    beside the value.
     """
 
     quantizer: Quantizer | None

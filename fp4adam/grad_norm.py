@@ -55,8 +55,8 @@ class GradNorm:
     its rounding and range.
 
     Of a gradient that ranks have shards of, each adds up its own; then the sums of all are gathered
-    (8 bytes per rank) and added in the same order on each. A norm over ranks is as close to the true
-    one, so its bits are the same however many there are, unless it is that close to a middle.
+    (8 bytes per rank) and added in the same order on each. A norm over ranks is as close to the
+    true one: its bits are the same however many there are, unless it is that close to a middle.
 
     Attributes:
         sizes: Number of elements of each gradient here; if they change, make a new instance.

@@ -1,7 +1,7 @@
 """Scales that shards on different ranks share, found by one MAX all-reduce for all of them.
 
-NVFP4 scales a whole tensor by its amax, and a block that a shard boundary cuts has one scale on both
-sides. Amaxes of what each rank has are enough: their maximum is the amax of the whole.
+NVFP4 scales a whole tensor by its amax, and a block that a shard boundary cuts has one scale on
+both sides. Amaxes of what each rank has are enough: their maximum is the amax of the whole.
 """
 
 from collections.abc import Sequence

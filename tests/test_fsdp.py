@@ -1,18 +1,32 @@
 """FSDP2: sharded training gives the same bits as training in one process."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from fp4adam import FP4Adam, FusedAdam, QuantizedTensor, quantize_model
+from fp4adam import FP4Adam, QuantizedTensor, backend, quantize_model
 from fp4adam.local_tensor import like, local
+from ranks import run_ranks
 
 FORMATS = ("nvfp4", "mxfp8", "float8block")
 OPTIONS = dict(lr=1e-2, weight_decay=0.1)
+
+
+def run(function: Callable[..., None], world_size: int, *args: Any) -> None:
+    """On GPUs where there are as many, else on the CPU."""
+    device = "cuda" if torch.cuda.device_count() >= world_size else "cpu"
+    run_ranks(function, world_size, *args, device=device)
+
+
+def home() -> torch.device:
+    """Where this rank computes."""
+    return torch.device("cuda" if "nccl" in dist.get_backend_config() else "cpu")
 
 
 def build(
@@ -20,14 +34,19 @@ def build(
 ) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(cols, rows), nn.Tanh(), nn.Linear(rows, cols, bias=False))
-    return quantize_model(model.to(dtype), recipe) if recipe else model.to(dtype)
+    model.to(dtype)
+    if not model[0].weight.is_meta:
+        model.to(home())
+    return quantize_model(model, recipe) if recipe else model
 
 
 def fixed_grads(model: nn.Module, seed: int, dtype: torch.dtype | None = None) -> list[Tensor]:
     """Gradients of whole parameters, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        torch.randn(param.shape, generator=generator).mul_(10.0 ** (i - 1)).to(dtype or param.dtype)
+        torch.randn(param.shape, generator=generator)
+        .mul_(10.0 ** (i - 1))
+        .to(param.device, dtype or param.dtype)
         for i, param in enumerate(model.parameters())
     ]
 
@@ -75,12 +94,20 @@ def full(value: Tensor) -> Tensor:
     return value.full_tensor() if local(value) is not value else value
 
 
-def step_in_parallel(rank: int, rows: int, cols: int, recipe: str, options: dict) -> None:
+def step_by_kernels(rank: int, *args) -> None:
+    """:func:`step_in_parallel` with the kernels of a GPU, in Triton's interpreter on a CPU."""
+    backend.uses_kernels = lambda device: True
+    step_in_parallel(rank, *args, last=3)
+
+
+def step_in_parallel(
+    rank: int, rows: int, cols: int, recipe: str, options: dict, last: int = 19
+) -> None:
     whole, sharded = (build(rows, cols, recipe, torch.bfloat16) for _ in range(2))
     fully_shard(sharded)
     expected = FP4Adam(whole.parameters(), **OPTIONS, **options)
     optimizer = FP4Adam(sharded.parameters(), **OPTIONS, **options)
-    for step in range(20):
+    for step in range(last + 1):
         grads = fixed_grads(whole, step)
         if step == 1:
             # The largest weight becomes NaN, which is on one rank.
@@ -90,10 +117,10 @@ def step_in_parallel(rank: int, rows: int, cols: int, recipe: str, options: dict
         set_grads(sharded, grads)
         expected.step()
         optimizer.step()
-        if step in (0, 1, 19):
+        if step in (0, 1, last):
             assert_same(gathered_bytes(sharded), whole_bytes(whole))
     for a, b in zip(optimizer.state.values(), expected.state.values(), strict=True):
-        assert a["step"] == b["step"] == 20
+        assert a["step"] == b["step"] == last + 1
         for name in b.keys() - {"step"}:
             assert_same([{name: full(a[name])}], [{name: b[name]}])
 
@@ -110,18 +137,24 @@ def step_in_parallel(rank: int, rows: int, cols: int, recipe: str, options: dict
     ],
 )
 def test_shards_have_the_bits_of_one_process(recipe, world_size, rows, cols):
-    run_ranks(step_in_parallel, world_size, rows, cols, recipe, {})
+    run(step_in_parallel, world_size, rows, cols, recipe, {})
 
 
 @pytest.mark.parametrize("options", [{"quantize_from": "param_dtype"}, {"amsgrad": True}], ids=str)
 @pytest.mark.parametrize("recipe", FORMATS)
 def test_options_of_the_step(recipe, options):
-    run_ranks(step_in_parallel, 2, 64, 32, recipe, options)
+    run(step_in_parallel, 2, 64, 32, recipe, options)
 
 
 def test_empty_shards():
     # Two rows each on three ranks, one on the fourth, none on the fifth and sixth.
-    run_ranks(step_in_parallel, 6, 7, 16, "float8block", {})
+    run(step_in_parallel, 6, 7, 16, "float8block", {})
+
+
+@pytest.mark.parametrize("recipe", FORMATS)
+@pytest.mark.parametrize("world_size, rows", [(2, 256), (3, 64)])
+def test_kernels_have_the_bits_of_one_process(recipe, world_size, rows):
+    run(step_by_kernels, world_size, rows, 32, recipe, {})
 
 
 def clip_in_parallel(rank: int) -> None:
@@ -150,7 +183,7 @@ def clip_in_parallel(rank: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_clipping_by_the_norm_of_all_ranks(world_size):
-    run_ranks(clip_in_parallel, world_size)
+    run(clip_in_parallel, world_size)
 
 
 def train(model: nn.Module, optimizer: FP4Adam, steps: int, microbatches: int = 1) -> list[Tensor]:
@@ -161,7 +194,7 @@ def train(model: nn.Module, optimizer: FP4Adam, steps: int, microbatches: int = 
         for i in range(microbatches):
             if hasattr(model, "set_requires_gradient_sync"):
                 model.set_requires_gradient_sync(i == microbatches - 1)
-            x = torch.randn(8, model[0].in_features, generator=generator)
+            x = torch.randn(8, model[0].in_features, generator=generator).to(home())
             loss = model(x).square().mean()
             loss.backward()
             losses.append(loss.detach())
@@ -183,7 +216,7 @@ def initialize(model: nn.Module) -> None:
 
 def train_variant(rank: int, recipe: str, rows: int, variant: str) -> None:
     whole = build(rows, 32, recipe)
-    options, microbatches, mesh = {}, 1, init_device_mesh("cpu", (dist.get_world_size(),))
+    options, microbatches, mesh = {}, 1, init_device_mesh(home().type, (dist.get_world_size(),))
     if variant == "meta":
         with torch.device("meta"):
             sharded = build(rows, 32, recipe)
@@ -193,7 +226,7 @@ def train_variant(rank: int, recipe: str, rows: int, variant: str) -> None:
     if variant == "kept":
         options["reshard_after_forward"] = False
     elif variant == "hybrid":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(home().type, (2, 2), mesh_dim_names=("replicate", "shard"))
     elif variant == "accumulated":
         microbatches = 2
     elif variant == "bfloat16":
@@ -204,7 +237,7 @@ def train_variant(rank: int, recipe: str, rows: int, variant: str) -> None:
             fully_shard(layer, mesh=mesh, **options)
     fully_shard(sharded, mesh=mesh, **options)
     if variant == "meta":
-        sharded.to_empty(device="cpu")
+        sharded.to_empty(device=home())
         initialize(sharded)
     expected, optimizer = (FP4Adam(model.parameters(), lr=1e-2) for model in (whole, sharded))
     actual = train(sharded, optimizer, 4, microbatches)
@@ -237,4 +270,4 @@ def gathered_layers(model: nn.Module) -> list[dict[str, Tensor]]:
 def test_fully_shard_variants(variant, world_size, rows):
     for recipe in FORMATS:
         if rows == 256 or recipe != "mxfp8":
-            run_ranks(train_variant, world_size, recipe, rows, variant)
+            run(train_variant, world_size, recipe, rows, variant)
