@@ -90,8 +90,8 @@ class QuantizedTensor(torch.Tensor):
         self._origin = Origin()
         # Of its rows, counted from the first one of the origin.
         self._start = 0
-        # Size of the pieces that it has been split into.
-        self._shard_rows: int | None = None
+        # Shape of the pieces that it has been split into.
+        self._piece: tuple[int, ...] | None = None
         self._adopt(storage)
 
     def _adopt(self, storage: dict[str, Tensor]) -> None:
