@@ -60,6 +60,9 @@ def process_group(device_type: str) -> Iterator[None]:
 def shard(model: nn.Module, **options: Any) -> None:
     """Leaves each process its part of every parameter, in place; the optimizer comes after this.
 
+    Every process has built the whole model from the same seed, so that starting weights do not
+    depend on how many there are.
+
     Args:
         model: Gathers the weights of one of its ``blocks`` at a time.
         options: Of ``fully_shard``.
