@@ -48,16 +48,16 @@ def written(row: Row, column: Column) -> str:
     return format(row[column.key], column.digits) if column.key in row else "-"
 
 
-def header_line(model: str) -> str:
+def header_line(model: str, columns: tuple[Column, ...] = COLUMNS) -> str:
     """The line above those of :func:`result_line`."""
-    return " ".join([f"{model:40s}", *(f"{column.title:>10s}" for column in COLUMNS)])
+    return " ".join([f"{model:40s}", *(f"{column.title:>10s}" for column in columns)])
 
 
-def result_line(row: Row) -> str:
+def result_line(row: Row, columns: tuple[Column, ...] = COLUMNS) -> str:
     """One line of text per measured optimizer."""
     if "error" in row:
         return f"{row['name']:40s}   not measured: {row['error']}"
-    values = (f"{written(row, column):>10s}" for column in COLUMNS)
+    values = (f"{written(row, column):>10s}" for column in columns)
     return " ".join([f"{row['name']:40s}", *values])
 
 
@@ -129,9 +129,9 @@ def markdown(about: dict[str, Any], rows: list[Row]) -> str:
             first = measured[0]
             count = f"{first['parameters'] / 1e6:,.0f} M parameters in {first['tensors']:,} tensors"
             titles = [f"{model}: {count}", *(column.markdown for column in columns)]
-            lines += [_cells(titles), _cells(["---"] * len(titles))]
+            lines += [cells(titles), cells(["---"] * len(titles))]
         for row in measured:
-            lines.append(_cells([row["name"], *(written(row, column) for column in columns)]))
+            lines.append(cells([row["name"], *(written(row, column) for column in columns)]))
         lines += [f"\n{r['name']}: not measured ({r['error']})" for r in members if "error" in r]
         lines.append("")
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
@@ -142,7 +142,8 @@ def markdown(about: dict[str, Any], rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def _cells(values: list[str]) -> str:
+def cells(values: list[str]) -> str:
+    """A row of a Markdown table."""
     return f"| {' | '.join(values)} |"
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from distributed import EXTRA, load_extra, world_size
 
 QUANTIZED = ("nvfp4", "mxfp8", "float8block")
 PLAIN = ("bf16", "fp32")
@@ -49,10 +50,10 @@ def count_or_none(text: str) -> int:
     return count(text, least=0)
 
 
-def file(text: str) -> str:
-    """The path of a file that exists (argparse type)."""
-    if not Path(text).is_file():
-        raise argparse.ArgumentTypeError(f"must be a file that exists, got {text!r}")
+def checkpoint(text: str) -> str:
+    """The path of a checkpoint (argparse type)."""
+    if not Path(text, EXTRA).is_file():
+        raise argparse.ArgumentTypeError(f"must be the folder of a checkpoint, got {text!r}")
     return text
 
 
@@ -150,9 +151,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     out(
         "--resume",
-        type=file,
-        metavar="PATH",
-        help="continue from a checkpoint, to the same bits; its settings are the defaults",
+        type=checkpoint,
+        metavar="DIR",
+        help="continue from a checkpoint, to the same bits on as many processes as wrote it; its "
+        "settings are the defaults",
     )
     out(
         "--sample",
@@ -170,7 +172,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     first = parser.parse_args(argv)
     settings = PRESETS[first.size]
     if first.resume:
-        settings = torch.load(first.resume, weights_only=True, mmap=True)["settings"]
+        settings = load_extra(Path(first.resume))["settings"]
     parser.set_defaults(**settings)
     args = parser.parse_args(argv)
     args.out = args.out or f"runs/{args.size}"
@@ -193,6 +195,16 @@ def check_args(
         parser.error(f"--optimizer adamw needs bf16 or fp32, got --format {','.join(args.format)}")
     if not set(args.baseline) <= set(PLAIN):
         parser.error(f"--baseline must be of bf16, fp32, got {','.join(args.baseline)}")
+    if args.batch % world_size():
+        parser.error(
+            f"--batch must be a multiple of the {world_size()} processes, got {args.batch}; change "
+            "it or torchrun's --nproc-per-node"
+        )
+    if world_size() > 1 and args.device not in ("cpu", "cuda"):
+        parser.error(
+            f"--device must be cpu or cuda under torchrun, got {args.device}; each process takes "
+            "the GPU of its local rank"
+        )
     for name in settings.keys() - FREE_ON_RESUME if args.resume else ():
         if getattr(args, name) != settings[name]:
             option = "--" + name.replace("_", "-")

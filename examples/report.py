@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from distributed import total, world_size
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import fp4adam
 
@@ -24,11 +26,14 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+@torch.no_grad()
 def stored_bytes(tensors: Iterable[Tensor]) -> int:
-    """What tensors take in memory; of a quantized one, its codes and scales."""
-    return sum(
-        t.nbytes_stored if isinstance(t, fp4adam.QuantizedTensor) else t.nbytes for t in tensors
+    """What tensors take in memory, on all processes; of a quantized one, its codes and scales."""
+    parts = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    count = sum(
+        t.nbytes_stored if isinstance(t, fp4adam.QuantizedTensor) else t.nbytes for t in parts
     )
+    return int(total(torch.tensor(count, device=parts[0].device)))
 
 
 def print_table(results: list[Result]) -> None:
@@ -55,6 +60,7 @@ def write_json(path: Path, settings: dict[str, Any], results: list[Result]) -> N
         },
         "device": torch.cuda.get_device_name(device) if cuda else platform.machine(),
         "cpu_threads": torch.get_num_threads(),
+        "processes": world_size(),
         "runs": results,
     }
     path.write_text(json.dumps(content, indent=1) + "\n")

@@ -2,9 +2,11 @@
 
     python examples/train_gpt.py --format nvfp4 --sample 400
     python examples/train_gpt.py --compare --format nvfp4,mxfp8,float8block
+    torchrun --nproc-per-node 8 examples/train_gpt.py --size 1b --checkpoint-every 100
 
 The second line trains FP32 weights with torch's AdamW, then each format with FP4Adam, from the same
-starting weights and in the same data order, and writes results.json and comparison.png.
+starting weights and in the same data order, and writes results.json and comparison.png. The third
+spreads the model and each batch over eight GPUs; data order and starting weights stay the same.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from pathlib import Path
 # that has anything else to do.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import distributed
 import torch
 import torch.nn.functional as F
 from gpt import GPT, GPTConfig
@@ -78,6 +81,7 @@ def build_run(args: argparse.Namespace, weight_format: str, optimizer_name: str)
     model.to(DTYPES.get(weight_format, torch.float32))
     if weight_format in QUANTIZED:
         fp4adam.quantize_model(model, weight_format)
+    distributed.shard(model)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [
@@ -103,8 +107,9 @@ def autocast(args: argparse.Namespace) -> torch.autocast:
 
 
 def compute_loss(run: Run, args: argparse.Namespace, text: Tensor, seed: int) -> Tensor:
-    """Cross entropy of the crops that ``seed`` picks, in nats per byte."""
-    inputs, targets = cut_batch(text, args.batch, args.context, seed)
+    """Cross entropy of this process's crops of those that ``seed`` picks, in nats per byte."""
+    crops = cut_batch(text, args.batch, args.context, seed)
+    inputs, targets = map(distributed.local_part, crops)
     with autocast(args):
         logits = run.model(inputs.to(args.device))
     return F.cross_entropy(logits.float().flatten(0, 1), targets.to(args.device).flatten())
@@ -124,14 +129,14 @@ def train_step(run: Run, args: argparse.Namespace, text: Tensor) -> float:
     run.optimizer.step()
     run.optimizer.zero_grad()
     run.scheduler.step()
-    return total.item()  # waits for the GPU, so that the caller's clock is right
+    return distributed.mean(total).item()  # waits for the GPU, so that the caller's clock is right
 
 
 @torch.no_grad()
 def validate(run: Run, args: argparse.Namespace, text: Tensor) -> float:
     """Mean loss over crops that are the same at every call."""
     losses = (compute_loss(run, args, text, seed) for seed in range(VALIDATION_BATCHES))
-    return statistics.fmean(loss.item() for loss in losses)
+    return statistics.fmean(distributed.mean(loss).item() for loss in losses)
 
 
 def train(run: Run, args: argparse.Namespace) -> None:
@@ -173,39 +178,34 @@ def print_progress(run: Run, args: argparse.Namespace) -> None:
 
 
 def save_checkpoint(run: Run, args: argparse.Namespace) -> None:
-    """Writes all that resuming needs to a new file, which appears complete or not at all."""
+    """Writes all that resuming needs."""
     settings = vars(args) | {"format": [run.format], "optimizer": run.optimizer_name}
     on_gpu = torch.device(args.device).type == "cuda"
-    checkpoint = {
+    extra = {
         "settings": settings | {"compare": False},
-        "model": run.model.state_dict(),
-        "optimizer": run.optimizer.state_dict(),
         "scheduler": run.scheduler.state_dict(),
         "history": (run.train_loss, run.validation_loss, run.seconds),
         "cpu_rng": torch.get_rng_state(),
         "gpu_rng": torch.cuda.get_rng_state(args.device) if on_gpu else None,
     }
-    path = Path(args.out) / f"{run.label}-step{run.step:06d}.pt"
-    unfinished = path.with_suffix(".unfinished")
-    torch.save(checkpoint, unfinished)
-    os.replace(unfinished, path)
+    path = Path(args.out) / f"{run.label}-step{run.step:06d}"
+    distributed.save(path, run.model, run.optimizer, extra)
 
 
 def load_checkpoint(run: Run, args: argparse.Namespace) -> None:
     """Puts the state in --resume into a freshly built run."""
-    checkpoint = torch.load(args.resume, map_location="cpu", weights_only=True)
-    run.model.load_state_dict(checkpoint["model"])
-    run.optimizer.load_state_dict(checkpoint["optimizer"])
-    run.scheduler.load_state_dict(checkpoint["scheduler"])
-    run.train_loss, run.validation_loss, run.seconds = checkpoint["history"]
-    torch.set_rng_state(checkpoint["cpu_rng"])
-    if checkpoint["gpu_rng"] is not None and torch.device(args.device).type == "cuda":
-        torch.cuda.set_rng_state(checkpoint["gpu_rng"], args.device)
+    distributed.load(Path(args.resume), run.model, run.optimizer)
+    extra = distributed.load_extra(Path(args.resume))
+    run.scheduler.load_state_dict(extra["scheduler"])
+    run.train_loss, run.validation_loss, run.seconds = extra["history"]
+    torch.set_rng_state(extra["cpu_rng"])
+    if extra["gpu_rng"] is not None and torch.device(args.device).type == "cuda":
+        torch.cuda.set_rng_state(extra["gpu_rng"], args.device)
 
 
 def summarize(run: Run, args: argparse.Namespace) -> Result:
     """The numbers of a finished run; the final training loss is the mean of the last tenth."""
-    params = list(run.model.parameters())
+    params = list(run.optimizer.state)  # the model's own can be gathered after a forward pass
     count = sum(p.numel() for p in params)
     states = [value for state in run.optimizer.state.values() for value in state.values()]
     return {
@@ -259,12 +259,14 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
     plan = [(name, args.optimizer) for name in args.format]
     if args.compare:
         plan = [(name, "adamw") for name in args.baseline] + plan
-    results = [execute(args, *names) for names in plan]
-    print_table(results)
-    write_json(Path(args.out) / "results.json", vars(args), results)
-    if args.compare:
-        write_plot(Path(args.out) / "comparison.png", results)
-    print(f"\nwritten to {args.out}")
+    with distributed.process_group(torch.device(args.device).type):
+        results = [execute(args, *names) for names in plan]
+        print_table(results)
+        if distributed.rank() == 0:
+            write_json(Path(args.out) / "results.json", vars(args), results)
+            if args.compare:
+                write_plot(Path(args.out) / "comparison.png", results)
+        print(f"\nwritten to {args.out}")
     return results
 
 

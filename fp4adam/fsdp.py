@@ -29,7 +29,7 @@ class Gathered(NamedTuple):
 
 def pre_all_gather(shard: "QuantizedTensor", mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
     """The inner tensors to gather, of one size on every rank, and what they are."""
-    from fp4adam.shared_scales import settle_shard
+    from fp4adam.shared_scales import Place, settle_shard
 
     origin = shard._origin
     whole = origin.whole
@@ -38,7 +38,8 @@ def pre_all_gather(shard: "QuantizedTensor", mesh: DeviceMesh) -> tuple[tuple[Te
             f"a {type(shard).__name__} must have been sharded by fully_shard to be gathered, got "
             f"one of shape {tuple(shard.shape)}; quantize the model first, then call fully_shard"
         )
-    settle_shard(shard, mesh)
+    if whole.shares_scales:
+        settle_shard(shard, Place.in_mesh(mesh))
     first = origin.first_row or 0
     inputs = {}
     for name, pitch in shard.quantizer.row_pitch.items():

@@ -16,7 +16,7 @@ from fp4adam.adam import Scalars, moves
 from fp4adam.fused_batch import Member
 from fp4adam.grad_norm import GradNorm
 from fp4adam.hyper_parameters import check_hyper_parameters
-from fp4adam.local_tensor import like, local, part_for, sharding_groups
+from fp4adam.local_tensor import first_element, like, local, part_for, sharding_groups
 from fp4adam.memory_layout import is_dense
 from fp4adam.optimizer_state import (
     STATE_NAMES,
@@ -431,6 +431,7 @@ class FusedAdam(Optimizer):
                     value_codec=self._value_codec(own),
                     exp_avg_codec=codecs["exp_avg"],
                     exp_avg_sq_codec=codecs["exp_avg_sq"],
+                    first_element=first_element(param),
                 )
             )
         self._plan = StepPlan(
@@ -575,6 +576,7 @@ class FusedAdam(Optimizer):
             member.group["adam_w_mode"],
             grad_scale,
             clip,
+            member.first_element,
         )
         if member.value is not member.param and member.moves and not member.casts_apart:
             self._write_param(member.param, self._master_of(member.param, state))

@@ -39,6 +39,7 @@ class Member(NamedTuple):
         state: Its state in the optimizer.
         tensors: What this rank has of the state.
         place: Of a shard that shares scales with others; else None.
+        first_element: Index of its first element in the flattened parameter.
         casts_apart: Whether it is quantized from its value after the update, and not by that.
         value: What Adam reads and writes: the FP32 master weight, or the parameter itself.
         moves: Whether the value can change; with lr = 0 only the moments do.
@@ -60,6 +61,7 @@ class Member(NamedTuple):
     value_codec: StateCodec
     exp_avg_codec: StateCodec
     exp_avg_sq_codec: StateCodec
+    first_element: int = 0
     casts_apart: bool = False
 
     @property
@@ -71,6 +73,13 @@ class Member(NamedTuple):
     def max_exp_avg_sq(self) -> Tensor | None:
         """The largest second moment so far, or None without AMSGrad."""
         return self.tensors["max_exp_avg_sq"] if self.group["amsgrad"] else None
+
+    @property
+    def is_dithered(self) -> bool:
+        """Whether its rounding depends on where its elements are."""
+        return not all(
+            codec.exact for codec in (self.value_codec, self.exp_avg_codec, self.exp_avg_sq_codec)
+        )
 
     @property
     def state_names(self) -> tuple[str, ...]:

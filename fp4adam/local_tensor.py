@@ -4,7 +4,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
@@ -21,6 +21,23 @@ def like(param: Tensor, value: Tensor) -> Tensor:
     spec = DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta)
     # from_local() would communicate to learn the global shape of uneven shards.
     return DTensor(value, spec, requires_grad=False)
+
+
+def first_element(param: Tensor) -> int:
+    """Index, in the flattened parameter, of the first element of what this rank has of it.
+
+    0 if that does not say where the others are, because another dimension than the first is cut.
+    """
+    sharded = sharding_groups(param)
+    if len(sharded) != 1:
+        return 0
+    dim = next(i for i, place in enumerate(param.placements) if not place.is_replicate())
+    if type(param.placements[dim]) is not Shard or param.placements[dim].dim != 0:
+        return 0
+    mesh = param.device_mesh
+    chunk = -(-param.shape[0] // mesh.size(dim))
+    per_index = param.numel() // max(param.shape[0], 1)
+    return min(mesh.get_local_rank(dim) * chunk * per_index, param.numel())
 
 
 def sharding_groups(tensor: Tensor) -> tuple[tuple[dist.ProcessGroup, str], ...]:

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as nn_module
 
 from fp4adam.float8_block import Float8BlockQuantizer
@@ -110,11 +111,17 @@ def _quantize_layers(
         _check_value(quantizer, users[0][0], weight)
     for weight, users in chosen:
         param = _quantized_parameter(quantizer, weight)
+        param._origin.name = f"{users[0][0]}.weight"
         for _, module in users:
             module.weight = param
 
 
 def _check_parameter(name: str, weight: nn.Parameter | None) -> None:
+    if isinstance(weight, DTensor):
+        raise ValueError(
+            f"weight of layer {name!r} must be whole to be quantized, got a DTensor; call "
+            "fully_shard after quantize_model"
+        )
     if weight is None or isinstance(weight, nn.UninitializedParameter):
         state = "none" if weight is None else "one without a shape"
         raise ValueError(

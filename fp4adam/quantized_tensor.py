@@ -100,8 +100,8 @@ class QuantizedTensor(torch.Tensor):
         self._origin = Origin()
         # Of its rows, counted from the first one of the origin.
         self._start = 0
-        # Size of the pieces that it has been split into.
-        self._shard_rows: int | None = None
+        # Shape of the pieces that it has been split into.
+        self._piece: tuple[int, ...] | None = None
         self._adopt(storage)
 
     def _adopt(self, storage: dict[str, Tensor]) -> None:
@@ -233,7 +233,7 @@ class QuantizedTensor(torch.Tensor):
             inner.share_memory_()
         return self
 
-    # Asynchronous checkpoints copy the storage of a tensor that has an address, then its attributes.
+    # Asynchronous checkpoints copy the storage of a tensor that has an address, then attributes.
     # These, the inner tensors among them, are all that there is.
     def untyped_storage(self) -> torch.UntypedStorage:
         """An empty storage; the inner tensors have some."""

@@ -66,6 +66,7 @@ class Origin:
         first_row: Where these begin; None for a shard that has not been written yet.
         whole: What this is a shard of, or None.
         unsettled: Whether a shard may have been written since the ranks last agreed on its scales.
+        name: Of the parameter in its model, for errors.
         writes: How often something other than an optimizer has written to it.
     """
 
@@ -75,6 +76,7 @@ class Origin:
     first_row: int | None = 0
     whole: Whole | None = None
     unsettled: bool = False
+    name: str | None = None
     writes: int = 0
 
 
@@ -259,15 +261,16 @@ def make_shard(tensor: "QuantizedTensor", shape: tuple[int, ...]) -> "QuantizedT
     if whole is None:
         whole = Whole(tuple(tensor.shape), tensor.quantizer, shape[0])
     quantizer = whole.quantizer.without_derived()
-    name = type(tensor).__name__
+    name = tensor._origin.name
+    what = type(tensor).__name__ if name is None else f"parameter {name!r}"
     if not quantizer.row_pitch:
         raise ValueError(
-            f"a {name} must have rowwise=True and two_dimensional=True to be sharded, got "
+            f"{what} must have rowwise=True and two_dimensional=True to be sharded, got "
             f"{whole.quantizer}; quantize it so, or leave it in high precision (filter=...)"
         )
     if tuple(shape[1:]) != tuple(whole.shape[1:]):
         raise ValueError(
-            f"a {name} must be sharded along its first dimension, got shards {tuple(shape)} of "
+            f"{what} must be sharded along its first dimension, got shards {tuple(shape)} of "
             f"{tuple(whole.shape)}; use Shard(0)"
         )
     block, rows = quantizer.block_rows, math.prod(shape[:-1])
@@ -280,7 +283,7 @@ def make_shard(tensor: "QuantizedTensor", shape: tuple[int, ...]) -> "QuantizedT
         for name, (size, dtype) in layout.items()
     }
     shard = type(tensor)(tuple(shape), tensor.dtype, quantizer, storage)
-    shard._origin = Origin(rows=None, first_row=None, whole=whole, unsettled=True)
+    shard._origin = Origin(rows=None, first_row=None, whole=whole, unsettled=True, name=name)
     return shard
 
 

@@ -4,6 +4,7 @@ NVFP4 scales a whole tensor by its amax, and a block that a shard boundary cuts 
 both sides. Amaxes of what each rank has are enough: their maximum is the amax of the whole.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import compress
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -118,12 +119,18 @@ class AmaxExchange:
         self._buffer = torch.zeros(size, device=device)
         self._slots = [self._buffer[start:stop] for start, stop in spans]
 
-    def __call__(self) -> None:
-        """Exchange the amaxes, in place."""
-        self._buffer.zero_()
+    def largest(self) -> Tensor:
+        """The largest of each amax, one after the other; valid until the next call."""
+        # What a rank has nothing of is up to the others.
+        self._buffer.fill_(-math.inf)
         if self._slots:
             torch._foreach_copy_(self._slots, self._amaxes)
         dist.all_reduce(self._buffer, dist.ReduceOp.MAX, self._group)
+        return self._buffer
+
+    def __call__(self) -> None:
+        """Exchange the amaxes, in place."""
+        self.largest()
         if self._slots:
             torch._foreach_copy_(self._amaxes, self._slots)
 
@@ -209,14 +216,51 @@ def write_shards(
         cast.write(new)
 
 
-def settle_shard(shard: QuantizedTensor, mesh: DeviceMesh) -> None:
-    """Quantize what has been written to a shard; every rank of the 1-dimensional mesh joins in."""
+def settle_shard(shard: QuantizedTensor, place: Place) -> None:
+    """Quantize what has been written to a shard that shares scales; every rank joins in."""
     origin = shard._origin
-    if not (origin.unsettled and origin.whole.shares_scales):
+    if not origin.unsettled:
         return
     written = origin.pending
-    write_shards([shard], [Place.in_mesh(mesh)], [written], [torch.float32])
+    write_shards([shard], [place], [written], [torch.float32])
     origin.unsettled = False
     if origin.init_val is not None and written is not None:
         # What the master weight has to start from.
         origin.init_val = written.view(shard.shape)
+
+
+@torch.no_grad()
+def check_shards(model: nn.Module) -> None:
+    """Check that all ranks have the same scales for what their shards of a weight share.
+
+    For diagnosis: every rank has to call it, between a step and the next backward pass, and waits
+    for the others. Codes that were made with different scales mean nothing together, and only
+    something other than an optimizer of this package can have written such.
+
+    Raises:
+        RuntimeError: On every rank, naming the first parameter whose scales differ.
+    """
+    for name, param in model.named_parameters():
+        place = Place.of(param)
+        if place is None:
+            continue
+        shard = param._local_tensor
+        settle_shard(shard, place)
+        pitch = shard.quantizer.row_pitch
+        grids = [
+            getattr(shard, inner).float()
+            for inner, rows in pitch.items()
+            if rows == shard.quantizer.block_rows
+        ]
+        found = []
+        for sign in (1, -1):
+            amax = None if shard._amax is None else shard._amax * sign
+            signed = [grid * sign for grid in grids]
+            exchanged = [(shard._origin.whole, place, amax, signed)]
+            found.append(AmaxExchange(place.group, place.device, exchanged).largest() * sign)
+        if not torch.equal(*found):
+            raise RuntimeError(
+                f"shards of parameter {name!r} must have the same scales on all ranks, got up to "
+                f"{found[0].max().item()} and down to {found[1].min().item()}; write to sharded "
+                "weights on every rank, as load_state_dict does"
+            )

@@ -36,11 +36,13 @@ class Cohort:
     """Members of one group with as many steps behind them: they share the scalars of a step.
 
     Attributes:
+        first_element: Index of the first one of each in its flattened parameter, if that matters.
         ratio: Bounds their moments; see ``update_bound``.
     """
 
-    def __init__(self, group: dict[str, Any], step: float) -> None:
+    def __init__(self, group: dict[str, Any], step: float, first_element: int) -> None:
         self.group = group
+        self.first_element = first_element
         self.step = step
         self.ratio = 0.0
         self.members: list[int] = []
@@ -303,12 +305,14 @@ class StepPlan:
         self._catch_up()
         self._present = present
         self._counted = torch.tensor(present, dtype=torch.float32)
-        cohorts: dict[tuple[int, float], Cohort] = {}
+        cohorts: dict[tuple[int, float, int], Cohort] = {}
         row_of = [0] * len(present)
         for i in compress(range(len(present)), present):
-            key = id(self.members[i].group), self._step_of[i]
+            member = self.members[i]
+            first_element = member.first_element if member.is_dithered else 0
+            key = id(member.group), self._step_of[i], first_element
             if key not in cohorts:
-                cohorts[key] = Cohort(self.members[i].group, self._step_of[i])
+                cohorts[key] = Cohort(member.group, self._step_of[i], first_element)
             cohorts[key].members.append(i)
             cohorts[key].ratio = max(cohorts[key].ratio, self._ratio_of[i])
         self._cohorts = list(cohorts.values())
@@ -328,13 +332,14 @@ class StepPlan:
                 self._ratio_of[i] = cohort.ratio
 
     def _scalars_rows(self) -> list[float]:
-        """The rows of scalars of all cohorts; the bound of an update and a zero complete each."""
+        """The rows of scalars of all cohorts: bounds of the update and the first element follow."""
         rows: list[float] = []
         for cohort in self._cohorts:
             scalars = cohort.scalars
             decay = abs(scalars.decay) if cohort.group["adam_w_mode"] else 1.0
             rows += scalars
-            rows += largest_update(scalars, cohort.ratio), decay, 0.0
+            rows += largest_update(scalars, cohort.ratio), decay
+            rows += cohort.first_element >> 16 & 0xFFFF, cohort.first_element & 0xFFFF, 0.0
         return rows
 
     def settle(self) -> None:

@@ -105,8 +105,12 @@ def adam_stored_(
     adam_w_mode: bool,
     grad_scale: Tensor | None = None,
     clip: Tensor | None = None,
+    first_element: int = 0,
 ) -> None:
-    """:func:`fp4adam.adam.adam_` on what is stored, which exists in FP32 a piece at a time only."""
+    """:func:`fp4adam.adam.adam_` on what is stored, which exists in FP32 a piece at a time only.
+
+    ``first_element``: Index of the first one in what this is a shard of, for the dither.
+    """
     stored = (value, exp_avg, exp_avg_sq)
     options = (scalars, adam_w_mode, grad_scale, clip)
     if all(s.codec.exact for s in stored):
@@ -131,7 +135,7 @@ def adam_stored_(
             for s, piece, scale in zip(stored, codes, scales, strict=True)
         ]
         adam_(numbers[0], g, *numbers[1:], largest, *options)
-        dither = dither_bits(first, n, int(scalars.dither_step), g.device)
+        dither = dither_bits(first_element + first, n, int(scalars.dither_step), g.device)
         for s, piece, scale, x in zip(stored, codes, scales, numbers, strict=True):
             if not s.codec.exact:
                 new_codes, new_scales = s.codec.encode(x.view(-1), dither)

@@ -79,9 +79,11 @@ def _empty_like(
 # FSDP2 splits a parameter and allocates each shard; checkpoints are resharded by slices.
 @implements_operator(aten.split.Tensor)
 def _split(func: Callable, tensor: QuantizedTensor, size: int, dim: int = 0) -> Any:
+    tensor._piece = tuple(
+        min(size, n) if i == dim % tensor.dim() else n for i, n in enumerate(tensor.shape)
+    )
     if dim % tensor.dim() or not tensor.quantizer.row_pitch:
         return func(tensor._read(), size, dim)
-    tensor._shard_rows = size
     starts = range(0, max(tensor.shape[0], 1), max(size, 1))
     return [_rows(tensor, start, min(start + size, tensor.shape[0])) for start in starts]
 
@@ -128,9 +130,8 @@ def _new_zeros(
     **kwargs: Any,
 ) -> Tensor:
     # A tensor that has just been split is being sharded; anyone else wants plain zeros.
-    rows = size[0] if len(size) > 1 else -1
-    is_shard = tensor._origin.whole is not None or tensor._shard_rows == rows
-    if is_shard and dtype is None and rows >= 0:
+    is_shard = tensor._origin.whole is not None or tuple(size) == tensor._piece
+    if is_shard and dtype is None and len(size) > 1:
         return row_window.make_shard(tensor, tuple(size))
     return torch.zeros(size, dtype=dtype or tensor.dtype, device=device or tensor.device)
 

@@ -40,7 +40,7 @@ BLOCK = 512
 # Columns of a row of scalars: those of ``fp4adam.adam.Scalars``, then what bounds the update.
 LARGEST_UPDATE = tl.constexpr(9)
 LARGEST_DECAY = tl.constexpr(10)
-SCALARS_WIDTH = tl.constexpr(12)
+SCALARS_WIDTH = tl.constexpr(14)
 
 # Arguments that may be another tensor at every call, with any alignment.
 SIGNALS = ("grad_scale_ptr", "clip_ptr", "found_inf_ptr")
@@ -54,9 +54,10 @@ def scalars_row(table, scalars, tensor):
 
 @triton.jit
 def load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr):
-    """The nine scalars of a tensor's update; the gradient's factor includes clip / grad_scale.
+    """The scalars of a tensor's update; the gradient's factor includes clip / grad_scale.
 
-    scalars: float32 [n, 12]. grad_scale_ptr, clip_ptr: float32 [1].
+    The last one is an int64, the index of the tensor's first element in what it is a shard of, of
+    which 32 bits are kept. scalars: float32 [n, 14]. grad_scale_ptr, clip_ptr: float32 [1].
     """
     row = scalars_row(table, scalars, tensor)
     factor = tl.div_rn(1.0, tl.load(grad_scale_ptr)) * tl.load(row) * tl.load(clip_ptr)
@@ -68,6 +69,7 @@ def load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr):
     step_size = tl.load(row + 6)
     rsqrt_bias_correction2 = tl.load(row + 7)
     dither_step = tl.load(row + 8)
+    first_element = (tl.load(row + 11).to(tl.int64) << 16) + tl.load(row + 12).to(tl.int64)
     return (
         factor,
         decay,
@@ -78,6 +80,7 @@ def load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr):
         step_size,
         rsqrt_bias_correction2,
         dither_step,
+        first_element,
     )
 
 
@@ -98,7 +101,7 @@ def adam_tile(
     only). scalars: from :func:`load_scalars`. Returns the four updated tiles.
     The order is that of ``fp4adam.adam.adam_``: change both or neither.
     """
-    factor, decay, lerp_weight, beta2, one_minus_beta2, eps, step_size, rsqrt_bias2, _ = scalars
+    factor, decay, lerp_weight, beta2, one_minus_beta2, eps, step_size, rsqrt_bias2, _, _ = scalars
     g = grad * factor
     p = value
     if ADAM_W:
@@ -239,7 +242,7 @@ def adam_step_tile(
         grad, value, exp_avg, exp_avg_sq, max_exp_avg_sq, scalars, ADAM_W, AMSGRAD
     )
 
-    dither = dither_tile(start, stride, scalars[8].to(tl.int32), BR, BC)
+    dither = dither_tile(start + scalars[9], stride, scalars[8].to(tl.int32), BR, BC)
     value = store_value(
         value_ptr, value_extra, start, stride, mask, value, dither, VALUE_CODEC, STORE, BR, BC
     )
@@ -277,7 +280,7 @@ def _adam_step_kernel(
     """Adam on one block of one tensor, read flat; ``rows`` of the table is its number of elements.
 
     Grid: (n_tiles,). Tile: BLOCK elements. grad_scale_ptr, clip_ptr, found_inf_ptr: float32 [1].
-    table: int64 [n_tensors, 16]. scalars: float32 [n, 12]. tiles: int32 [n_tiles, 2], (tensor,
+    table: int64 [n_tensors, 16]. scalars: float32 [n, 14]. tiles: int32 [n_tiles, 2], (tensor,
     block of that tensor).
     PARAM_DTYPE: dtype of the parameter that is rounded from the value, None if it is the value.
     Reads gradient, value, exp_avg, exp_avg_sq, writes the last three and the parameter: with a BF16

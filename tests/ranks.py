@@ -1,6 +1,7 @@
 """Functions on several ranks, each in a process of its own, that cannot hang."""
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -76,7 +77,8 @@ def run_ranks(
         results = [Path(folder, f"result{rank}") for rank in range(world_size)]
         missing = [rank for rank, path in enumerate(results) if not path.exists()]
         if late and set(late) & set(missing):
-            raise TimeoutError(f"ranks {missing} did not end within {timeout} s")
+            stacks = "\n".join(path.read_text() for path in sorted(Path(folder).glob("stack*")))
+            raise TimeoutError(f"ranks {missing} did not end within {timeout} s:\n{stacks}")
         if missing and not survives:
             codes = [processes[rank].exitcode for rank in missing]
             raise RankError(f"ranks {missing} died with exit codes {codes}")
@@ -92,6 +94,8 @@ def _run_rank(
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     os.environ["WORLD_SIZE"] = str(world_size)
     torch.set_num_threads(1)
+    stack = open(f"{folder}/stack{rank}", "w")
+    faulthandler.dump_traceback_later(0.9 * 2 * timeout, file=stack)
     if device == "cuda":
         torch.cuda.set_device(rank)
     try:

@@ -105,12 +105,13 @@ def step_jobs(codecs):
     amaxes = {**TABLES, **dict.fromkeys(names, "*fp32")}
     known = dict.fromkeys(("tile_amaxes", "old_amaxes", "amaxes", "exceeding"), "*fp32")
     br, bc = amax_preview.PART
-    jobs["amax preview"] = job(
-        "amax_preview._amax_preview_kernel",
-        {**TABLES, **known, "n_tiles": "i32"},
-        step_options(codecs, SCAN=amax_preview.SCAN, BR=br, BC=bc),
-        maxnreg=registers,
-    )
+    for again in (False, True):
+        jobs[f"amax preview again={again}"] = job(
+            "amax_preview._amax_preview_kernel",
+            {**TABLES, **known, "n_tiles": "i32"},
+            step_options(codecs, AGAIN=again, SCAN=amax_preview.SCAN, BR=br, BC=bc),
+            maxnreg=registers,
+        )
     for square in (True, False):
         for size, tile in (("step", nvfp4.STEP_TILE[square]), ("edge", nvfp4.EDGE_TILE[scaled])):
             jobs[f"nvfp4 {size} square={square}"] = job(

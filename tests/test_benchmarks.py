@@ -29,11 +29,13 @@ TIMES = (
 )  # fmt: skip
 
 
-def run(program, *options, path=()):
+def run(program, *options, path=(), processes=None):
     places = os.pathsep.join(map(str, (*path, *sys.path)))
     environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(BENCHMARKS / program), *map(str, options)]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(launcher if processes else ()), str(BENCHMARKS / program)]
+    command += map(str, options)
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
 
@@ -165,3 +167,60 @@ def test_tiles_of_the_preview_are_counted(monkeypatch):
         optimizer.step()
     tiles = counts[0][0]
     assert counts == [(tiles, tiles), (tiles, 1)]
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory):
+    """A file of times on two processes, and of bits on one and on two."""
+    path = tmp_path_factory.mktemp("scaling") / "new" / "scaling.json"
+    for processes, options in ((2, "--repeats 1"), (None, "--exact 3"), (2, "--exact 3")):
+        common = ("--device", "cpu", "--layers", 1, "--out", path)
+        run("scaling.py", *common, *options.split(), processes=processes)
+    return path, [run["results"] for run in json.loads(path.read_text())["runs"]]
+
+
+def test_bytes_between_processes(scaled):
+    rows = scaled[1][0]
+    assert len(rows) == 5
+    for row in rows:
+        assert row["processes"] == 2
+        assert row["step_ms"] > 0
+        assert row["train_ms"] > row["step_ms"]
+        # Half of all FP32 gradients is sent away; what is not in the root is gathered once more.
+        root = row["forward_all_gather_MB"] - row["backward_all_gather_MB"]
+        assert root == pytest.approx((2 * 256 * 128 + 128) * 2 / 2 / 1e6)
+        assert row["backward_reduce_scatter_MB"] == row["parameters"] * 4 / 2 / 1e6
+        # Scales of less than a block per process, and amaxes, are not in the formula.
+        assert row["forward_all_gather_MB"] == pytest.approx(row["formula_MB"], rel=0.01)
+    assert rows[0]["forward_all_gather_MB"] == rows[0]["parameters"] * 2 / 2 / 1e6
+    # In Float8Block, 384 rows on two processes cut a block of 128.
+    reducing = [row["name"] for row in rows if "reduce_ms" in row]
+    assert reducing == ["FP4Adam, NVFP4", "FP4Adam, Float8Block"]
+
+
+def test_bits_do_not_depend_on_the_number_of_processes(scaled):
+    _, one, two = scaled[1]
+    for alone, shared in zip(one, two, strict=True):
+        assert (alone.pop("processes"), shared.pop("processes")) == (1, 2)
+        assert alone == shared
+        assert len(set(alone["losses"])) == 3
+        expected = {"step", "exp_avg", "exp_avg_sq", "weights"}
+        expected |= set() if alone["name"].startswith("torch") else {"master_param"}
+        assert alone["digests"].keys() == expected
+    assert len({row["digests"]["weights"] for row in one}) == 5
+
+
+def test_tables_of_several_processes(scaled, tmp_path):
+    path, runs = scaled
+    out = run("scaling_report.py", path)
+    assert out.count("| FP4Adam, NVFP4 | 2 | ") == 2
+    assert f"{runs[0][2]['forward_all_gather_MB']:.1f}" in out
+    assert out.count("| all 3 | ") == 5
+    assert "torchrun --nproc-per-node 2" in out
+    content = json.loads(path.read_text())
+    row = content["runs"][2]["results"][0]
+    row["losses"][1] = "0x0p+0"
+    row["digests"]["exp_avg"] = "changed"
+    (tmp_path / "changed.json").write_text(json.dumps(content))
+    out = run("scaling_report.py", tmp_path / "changed.json")
+    assert "| differ from step 2 | differ: exp_avg |" in out

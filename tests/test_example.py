@@ -2,19 +2,23 @@
 
 import json
 import math
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-from fp4adam import QuantizedTensor
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 if not EXAMPLES.is_dir():
     pytest.skip("there is no examples/ beside this copy of tests/", allow_module_level=True)
 sys.path.insert(0, str(EXAMPLES))
 
+import options as command_line  # noqa: E402
 import train_gpt  # noqa: E402
 from stdlib_text import cut_batch, load_text  # noqa: E402
 
@@ -36,13 +40,30 @@ def run(out, *options):
     return train_gpt.main([*TINY, "--out", str(out), *map(str, options)])
 
 
+def run_processes(count, out, *options):
+    """What the example prints when torchrun starts it."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, "--nproc-per-node", count, EXAMPLES / "train_gpt.py", "--out", out]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(
+        [str(word) for word in (*command, *options)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
 def load(path):
-    return torch.load(path, weights_only=True)
+    """All of a checkpoint as plain tensors, without the help of the example."""
+    whole = path.with_suffix(".pt")
+    dcp_to_torch_save(path, whole)
+    return torch.load(whole, weights_only=True) | torch.load(path / "extra.pt", weights_only=True)
 
 
 def assert_same_bits(actual, expected):
-    if isinstance(expected, QuantizedTensor):
-        actual, expected = actual.storage_tensors(), expected.storage_tensors()
     if isinstance(expected, dict):
         assert actual.keys() == expected.keys()
         for key in expected:
@@ -68,9 +89,9 @@ def test_resumed_run_has_the_bits_of_an_uninterrupted_one(name, tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     options = ("--format", name, "--steps", 6, "--eval-every", 6, "--accumulate", 2)
     run(whole, *options, "--checkpoint-every", 3)
-    middle, end = (f"{name}-fp4adam-step{step:06d}.pt" for step in (3, 6))
+    middle, end = (f"{name}-fp4adam-step{step:06d}" for step in (3, 6))
     train_gpt.main(["--resume", str(whole / middle), "--out", str(resumed)])
-    assert sorted(path.name for path in whole.glob("*.*")) == [middle, end, "results.json"]
+    assert sorted(os.listdir(whole)) == [middle, end, "results.json"]
     expected, actual = load(whole / end), load(resumed / end)
     for part in ("model", "optimizer", "scheduler"):
         assert_same_bits(actual[part], expected[part])
@@ -79,10 +100,83 @@ def test_resumed_run_has_the_bits_of_an_uninterrupted_one(name, tmp_path):
 
 def test_resuming_keeps_the_settings(tmp_path, capsys):
     run(tmp_path, "--steps", 2, "--checkpoint-every", 1)
-    checkpoint = str(tmp_path / "nvfp4-fp4adam-step000001.pt")
+    checkpoint = str(tmp_path / "nvfp4-fp4adam-step000001")
     with pytest.raises(SystemExit):
         train_gpt.main(["--resume", checkpoint, "--weight-decay", "0"])
     assert "--weight-decay must be 0.1 to resume, got 0.0" in capsys.readouterr().err
+
+
+def test_killed_save_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
+    options = ("--format", "fp32", "--steps", 1, "--checkpoint-every", 1)
+    run(tmp_path, *options)
+    (good,) = tmp_path.glob("*-step000001")
+    expected = load(good)
+
+    def killed(state, checkpoint_id):
+        checkpoint_id.mkdir()
+        (checkpoint_id / "__0_0.distcp").write_text("half of it")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dcp, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, *options, "--seed", 1)
+    assert_same_bits(load(good), expected)
+    monkeypatch.undo()
+    run(tmp_path, *options, "--seed", 1)
+    assert load(good)["settings"]["seed"] == 1
+    assert sorted(os.listdir(tmp_path)) == [good.name, f"{good.name}.pt", "results.json"]
+
+
+@pytest.fixture(scope="module")
+def on_two_processes(tmp_path_factory):
+    pytest.importorskip("matplotlib")
+    out = tmp_path_factory.mktemp("two")
+    options = ("--batch", 6, "--steps", 20, "--eval-every", 10, "--checkpoint-every", 10)
+    return out, run_processes(2, out, *TINY, *options, "--compare")
+
+
+def results(folder):
+    content = json.loads((folder / "results.json").read_text())
+    return {f"{r['format']}-{r['optimizer']}": r for r in content["runs"]}
+
+
+def test_torchrun_trains_and_one_process_writes(on_two_processes):
+    out, printed = on_two_processes
+    runs = ("fp32-adamw", "nvfp4-fp4adam")
+    checkpoints = [f"{name}-step{step:06d}" for name in runs for step in (10, 20)]
+    files = {*checkpoints, "comparison.png", "results.json"}
+    assert set(os.listdir(out)) == files
+    for name in runs:
+        assert len(re.findall(rf"^{name} .* 10/20 ", printed, re.MULTILINE)) == 1
+        losses = results(out)[name]["train_loss"]
+        assert all(map(math.isfinite, losses))
+        assert sum(losses[-5:]) / 5 < losses[0] - 1
+
+
+@pytest.mark.parametrize(
+    ("processes", "name"),
+    [(1, "fp32-adamw"), (1, "nvfp4-fp4adam"), (2, "nvfp4-fp4adam"), (3, "nvfp4-fp4adam")],
+)
+def test_resuming_on_any_number_of_processes(processes, name, on_two_processes, tmp_path):
+    out, _ = on_two_processes
+    options = ("--resume", str(out / f"{name}-step000010"))
+    if processes == 1:
+        train_gpt.main([*options, "--out", str(tmp_path)])
+    else:
+        run_processes(processes, tmp_path, *options)
+    expected, actual = (results(folder)[name]["train_loss"] for folder in (out, tmp_path))
+    # Gradients of other parts of a batch are rounded, and added up, otherwise.
+    assert actual == pytest.approx(expected, rel=0 if processes == 2 else 1e-3)
+
+
+def test_batch_that_does_not_divide_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command_line, "world_size", lambda: 3)
+    with pytest.raises(SystemExit):
+        run(tmp_path, "--steps", 1)
+    assert "--batch must be a multiple of the 3 processes, got 4; change" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(tmp_path, "--batch", 6, "--device", "cuda:1")
+    assert "--device must be cpu or cuda under torchrun, got cuda:1" in capsys.readouterr().err
 
 
 def test_compare_writes_numbers_and_curves(tmp_path, capsys):
@@ -118,7 +212,7 @@ def test_compare_without_matplotlib_says_so_before_training(tmp_path, capsys, mo
         (["--format", "fp8"], "must be of nvfp4, mxfp8, float8block, bf16, fp32, got 'fp8'"),
         (["--baseline", "nvfp4"], "--baseline must be of bf16, fp32, got nvfp4"),
         (["--steps", "0"], "must be a whole number from 1, got '0'"),
-        (["--resume", "nothing.pt"], "must be a file that exists, got 'nothing.pt'"),
+        (["--resume", "nothing"], "must be the folder of a checkpoint, got 'nothing'"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, message, tmp_path, capsys):

@@ -8,9 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
-from fp4adam import FP4Adam, QuantizedTensor, backend, quantize_model
+from fp4adam import (
+    Float8BlockQuantizer,
+    FP4Adam,
+    NVFP4Quantizer,
+    QuantizedTensor,
+    backend,
+    check_shards,
+    quantize_model,
+)
 from fp4adam.local_tensor import like, local
 from ranks import run_ranks
 
@@ -104,7 +114,7 @@ def step_in_parallel(
     rank: int, rows: int, cols: int, recipe: str, options: dict, last: int = 19
 ) -> None:
     whole, sharded = (build(rows, cols, recipe, torch.bfloat16) for _ in range(2))
-    fully_shard(sharded)
+    fully_shard(sharded, mesh=init_device_mesh(home().type, (dist.get_world_size(),)))
     expected = FP4Adam(whole.parameters(), **OPTIONS, **options)
     optimizer = FP4Adam(sharded.parameters(), **OPTIONS, **options)
     for step in range(last + 1):
@@ -119,9 +129,10 @@ def step_in_parallel(
         optimizer.step()
         if step in (0, 1, last):
             assert_same(gathered_bytes(sharded), whole_bytes(whole))
+    check_shards(sharded)
     for a, b in zip(optimizer.state.values(), expected.state.values(), strict=True):
         assert a["step"] == b["step"] == last + 1
-        for name in b.keys() - {"step"}:
+        for name in b.keys() - {"step", "exp_avg_sq_scale"}:  # scales are of each rank's memory
             assert_same([{name: full(a[name])}], [{name: b[name]}])
 
 
@@ -140,7 +151,12 @@ def test_shards_have_the_bits_of_one_process(recipe, world_size, rows, cols):
     run(step_in_parallel, world_size, rows, cols, recipe, {})
 
 
-@pytest.mark.parametrize("options", [{"quantize_from": "param_dtype"}, {"amsgrad": True}], ids=str)
+NARROW = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float8_e4m3fn}
+
+
+@pytest.mark.parametrize(
+    "options", [{"quantize_from": "param_dtype"}, {"amsgrad": True}, NARROW], ids=str
+)
 @pytest.mark.parametrize("recipe", FORMATS)
 def test_options_of_the_step(recipe, options):
     run(step_in_parallel, 2, 64, 32, recipe, options)
@@ -160,7 +176,8 @@ def test_kernels_have_the_bits_of_one_process(recipe, world_size, rows):
 def clip_in_parallel(rank: int) -> None:
     whole, sharded = build(64, 32, "nvfp4"), build(64, 32, "nvfp4")
     whole[0].bias.requires_grad_(False)
-    fully_shard(sharded, ignored_params={sharded[0].bias})
+    mesh = init_device_mesh(home().type, (dist.get_world_size(),))
+    fully_shard(sharded, mesh=mesh, ignored_params={sharded[0].bias})
     sharded[0].bias.requires_grad_(False)
     expected, optimizer = FP4Adam(whole.parameters()), FP4Adam(sharded.parameters())
     reference = build(64, 32, None)
@@ -232,6 +249,8 @@ def train_variant(rank: int, recipe: str, rows: int, variant: str) -> None:
     elif variant == "bfloat16":
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
         options["mp_policy"] = policy
+    elif variant == "offloaded":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=home().type == "cuda")
     for layer in sharded:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh, **options)
@@ -265,9 +284,66 @@ def gathered_layers(model: nn.Module) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize("rows", [256, 48])
 @pytest.mark.parametrize(
     "variant, world_size",
-    [("", 2), ("kept", 2), ("meta", 2), ("accumulated", 2), ("bfloat16", 2), ("hybrid", 4)],
+    [
+        ("", 2),
+        ("kept", 2),
+        ("offloaded", 2),
+        ("meta", 2),
+        ("accumulated", 2),
+        ("bfloat16", 2),
+        ("hybrid", 4),
+    ],
 )
 def test_fully_shard_variants(variant, world_size, rows):
     for recipe in FORMATS:
         if rows == 256 or recipe != "mxfp8":
             run(train_variant, world_size, recipe, rows, variant)
+
+
+def disagree(rank: int) -> None:
+    model = build(64, 32, "nvfp4")
+    fully_shard(model, mesh=init_device_mesh(home().type, (2,)))
+    check_shards(model)
+    if rank == 1:
+        local(model[2].weight)._amax.mul_(2)
+    with pytest.raises(RuntimeError, match=r"parameter '2\.weight' must have the same scales"):
+        check_shards(model)
+
+
+def test_shards_that_disagree_are_found_on_every_rank():
+    run(disagree, 2)
+
+
+def shard_otherwise(rank: int) -> None:
+    mesh = init_device_mesh(home().type, (2,))
+    for quantizer in (NVFP4Quantizer(two_dimensional=False), Float8BlockQuantizer(rowwise=False)):
+        with pytest.raises(ValueError, match="parameter '0.weight' must have rowwise=True and two"):
+            fully_shard(build(64, 32, quantizer), mesh=mesh)
+    with pytest.raises(ValueError, match="must be sharded along its first dimension"):
+        fully_shard(build(64, 32, "nvfp4"), mesh=mesh, shard_placement_fn=lambda _: Shard(1))
+    plain = build(64, 32, None)
+    fully_shard(plain, mesh=mesh)
+    with pytest.raises(ValueError, match="layer '0' must be whole.*fully_shard after"):
+        quantize_model(plain, "nvfp4")
+    # Nobody waits for anybody.
+    dist.barrier()
+
+
+def test_what_cannot_be_sharded_is_refused_on_every_rank():
+    run(shard_otherwise, 2)
+
+
+def count_collectives(rank: int) -> None:
+    model = build(64, 32, "nvfp4")
+    fully_shard(model, mesh=init_device_mesh(home().type, (dist.get_world_size(),)))
+    optimizer = FP4Adam(model.parameters())
+    for step in range(3):
+        set_grads(model, fixed_grads(model, step))
+        with CommDebugMode() as mode:
+            optimizer.step()
+        assert dict(mode.get_comm_counts()) == {torch.ops.c10d.allreduce_: 1}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_one_collective_per_step(world_size):
+    run(count_collectives, world_size)

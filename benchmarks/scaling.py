@@ -1,0 +1,333 @@
+"""A GPT that FSDP2 spreads over GPUs: times, bytes on the wire, memory, and whether bits agree.
+
+    torchrun --nproc-per-node 4 benchmarks/scaling.py [--size 1b] [--out scaling.json]
+    torchrun --nproc-per-node 4 benchmarks/scaling.py --exact 20 [--out exact.json]
+
+Each run adds what it finds to --out, and scaling_report.py makes tables of one or several of these
+files. One process trains without FSDP. README.md explains what is measured and how.
+"""
+
+import argparse
+import hashlib
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from report import header_line, result_line
+from scaling_report import COLUMNS, add_run, exact_line
+from step import Clock, release, versions
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fp4adam import FP4Adam, FusedAdam, QuantizedTensor, quantize_model
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+
+from distributed import process_group, rank, shard, world_size
+from gpt import GPT, GPTConfig
+from options import PRESETS
+from stdlib_text import cut_batch, load_text
+
+HYPER = dict(betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+Row = dict[str, Any]
+
+
+class Contestant(NamedTuple):
+    """An optimizer of a model in BF16, its linear weights quantized where there is a recipe.
+
+    ``gathered`` is what a forward pass gathers of such weights, in bytes per element: codes and
+    scales, those of both directions where one does not follow from the other.
+    """
+
+    name: str
+    optimizer: Callable[..., Optimizer]
+    recipe: str | None = None
+    gathered: float = 2
+
+
+CONTESTANTS = (
+    Contestant("torch AdamW fused, BF16 (no masters)", torch.optim.AdamW),
+    Contestant("FusedAdam, BF16 + FP32 masters", FusedAdam),
+    Contestant("FP4Adam, NVFP4", FP4Adam, "nvfp4", 1 / 2 + 1 / 16**2),
+    Contestant("FP4Adam, MXFP8", FP4Adam, "mxfp8", 2 + 2 / 32),
+    Contestant("FP4Adam, Float8Block", FP4Adam, "float8block", 1 + 4 / 128**2),
+)
+
+
+class Traffic(TorchDispatchMode):
+    """Counts what collectives move inside, those of FSDP2's hooks and of DTensor included.
+
+    ``bytes`` says for each kind of collective what this process receives from the others (gather),
+    sends to them (scatter) or hands in (reduce), by the sizes of the tensors that it works on;
+    ``reduced`` has the shape and dtype of each tensor that is handed in to be reduced.
+    """
+
+    KINDS = {
+        "allgather": "all_gather",
+        "reducescatter": "reduce_scatter",
+        "allreduce": "all_reduce",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = dict.fromkeys(self.KINDS.values(), 0)
+        self.reduced: list[tuple[torch.Size, torch.dtype]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: tuple, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if any(issubclass(kind, (DTensor, QuantizedTensor)) for kind in types):
+            return NotImplemented  # they are taken apart first, and what they call comes here
+        result = func(*args, **(kwargs or {}))
+        if "c10d" in func.namespace:
+            name = func.__name__.replace("_", "")
+            for start, kind in self.KINDS.items():
+                if name.startswith(start):
+                    self._count(kind, *args[:2], result)
+        return result
+
+    def _count(self, kind: str, *involved: Any) -> None:
+        # Some collectives write into an argument, others return what they have made.
+        tensors = [[t for t in tree_leaves(part) if isinstance(t, Tensor)] for part in involved]
+        sizes = sorted(sum(t.nbytes for t in part) for part in tensors if part)
+        if kind == "all_reduce":
+            self.bytes[kind] += sizes[0]
+            self.reduced += [(t.shape, t.dtype) for t in tensors[0]]
+        else:
+            self.bytes[kind] += sizes[-1] - sizes[0]
+
+
+class Training:
+    """A model and its optimizer, from the same weights on any number of processes."""
+
+    def __init__(self, contestant: Contestant, args: argparse.Namespace) -> None:
+        preset = PRESETS[args.size] | ({"layers": args.layers} if args.layers else {})
+        self.config = GPTConfig(*(preset[name] for name in ("layers", "heads", "dim", "context")))
+        self.device, self.batch = args.device, args.batch
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            self.model = GPT(self.config).bfloat16()
+        if contestant.recipe:
+            quantize_model(self.model, contestant.recipe)
+        self.bytes_to_gather = sum(
+            p.numel()
+            * (contestant.gathered if isinstance(p, QuantizedTensor) else p.element_size())
+            for p in self.model.parameters()
+        )
+        if world_size() > 1:
+            # The mean of equal BF16 gradients is then exact where their number is a power of two.
+            shard(self.model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        self.optimizer = contestant.optimizer(self.model.parameters(), lr=preset["lr"], **HYPER)
+
+    def crops(self, seed: int) -> list[Tensor]:
+        """Inputs and targets, int64 [batch, context]."""
+        text, _ = load_text()
+        crops = cut_batch(text, self.batch, self.config.context, seed)
+        return [crop.to(self.device) for crop in crops]
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Cross entropy, in nats per byte."""
+        return F.cross_entropy(self.model(inputs).float().flatten(0, 1), targets.flatten())
+
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """A whole training step; the loss before it."""
+        loss = self.loss(inputs, targets)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def measure(contestant: Contestant, args: argparse.Namespace) -> Row:
+    """Times, bytes and memory; times and memory are those of the process with the largest."""
+    clock = Clock(args.device)
+    training = Training(contestant, args)
+    crops = training.crops(seed=rank())
+    row: Row = {"name": contestant.name, "processes": world_size()}
+    row["parameters"] = sum(p.numel() for p in training.model.parameters())
+
+    def median(fn: Callable[[], Any]) -> float:
+        return largest(statistics.median(clock.samples(fn, args.repeats)), args.device)
+
+    training.step(*crops)
+    if clock.cuda:
+        row["steady_GiB"] = largest(torch.cuda.memory_allocated() / 2**30, args.device)
+        torch.cuda.reset_peak_memory_stats()
+    row["train_ms"] = median(lambda: training.step(*crops))
+    if clock.cuda:
+        row["peak_GiB"] = largest(torch.cuda.max_memory_allocated() / 2**30, args.device)
+    row["tokens_per_second"] = world_size() * crops[0].numel() / row["train_ms"] * 1e3
+    with Traffic() as forward:
+        loss = training.loss(*crops)
+    with Traffic() as backward:
+        loss.backward()
+    with Traffic() as step:
+        training.optimizer.step()
+    for part, traffic in (("forward", forward), ("backward", backward), ("step", step)):
+        row |= {f"{part}_{kind}_MB": n / 1e6 for kind, n in traffic.bytes.items()}
+    row["formula_MB"] = training.bytes_to_gather * (1 - 1 / world_size()) / 1e6
+    row["step_ms"] = median(training.optimizer.step)
+    if step.reduced:
+        row["reduce_ms"] = median(all_reduces(step.reduced, args.device))
+        row["reduce_share"] = row["reduce_ms"] / row["step_ms"]
+    return row
+
+
+def all_reduces(reduced: list[tuple[torch.Size, torch.dtype]], device: str) -> Callable[[], None]:
+    """A function that reduces tensors like these and does nothing else."""
+    tensors = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype in reduced]
+
+    def call() -> None:
+        for tensor in tensors:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+
+    return call
+
+
+def largest(value: float, device: str) -> float:
+    """The largest of all processes' values."""
+    tensor = torch.tensor(value, dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.item()
+
+
+def train_exactly(contestant: Contestant, args: argparse.Namespace) -> Row:
+    """The bits of every loss, and digests of all weights and of the optimizer's state at the end.
+
+    Every process takes the same batches, so that the result does not depend on their number.
+    """
+    training = Training(contestant, args)
+    losses = [training.step(*training.crops(seed)).item().hex() for seed in range(args.exact)]
+    check_agreement(contestant.name, losses)
+    states = training.optimizer.state.values()
+    digests = {
+        name: digest(state[name] for state in states if name in state)
+        for name in dict.fromkeys(name for state in states for name in state)
+    }
+    for module in training.model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+    digests["weights"] = digest(training.model.parameters())
+    return {
+        "name": contestant.name,
+        "processes": world_size(),
+        "losses": losses,
+        "digests": digests,
+    }
+
+
+def check_agreement(name: str, losses: list[str]) -> None:
+    """Ends the program unless all processes have the same losses."""
+    if not dist.is_initialized():
+        return
+    everyone = [losses] * world_size()
+    dist.all_gather_object(everyone, losses)
+    for number, others in enumerate(everyone):
+        if others != everyone[0]:
+            raise SystemExit(
+                f"{name}: all processes must have the losses of the first, {everyone[0]}, got "
+                f"{others} on process {number}"
+            )
+
+
+@torch.no_grad()
+def digest(tensors: Iterable[Tensor]) -> str:
+    """SHA-256 of the bytes of tensors: gathered, and of quantized ones the codes and scales."""
+    result = hashlib.sha256()
+    for tensor in tensors:
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        parts = whole.storage_tensors() if isinstance(whole, QuantizedTensor) else {"": whole}
+        for name, part in parts.items():
+            result.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
+            result.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return result.hexdigest()
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line; what depends on the device is filled in."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--device", default="cuda" if cuda else "cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--size", choices=tuple(PRESETS), help="1b on a GPU, tiny on a CPU")
+    parser.add_argument("--layers", type=int, help="as --size says")
+    parser.add_argument("--batch", type=int, help="sequences per process; 8 on a GPU, 1 on a CPU")
+    parser.add_argument("--repeats", type=int, help="counted steps; 30 on a GPU, 3 on a CPU")
+    parser.add_argument(
+        "--exact", type=int, metavar="STEPS", help="train so many steps and record bits, not times"
+    )
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(";"),
+        metavar="TEXT[;TEXT]",
+        help="only names that contain one of these",
+    )
+    parser.add_argument("--out", type=Path, help="add settings and results to this JSON file")
+    args = parser.parse_args()
+    cuda = args.device == "cuda"
+    args.size = args.size or ("1b" if cuda else "tiny")
+    args.batch = args.batch or (8 if cuda else 1)
+    args.repeats = args.repeats or (30 if cuda else 3)
+    return args
+
+
+def be_deterministic() -> None:
+    """The same bits twice, also from attention's backward pass and cuBLAS."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def describe(args: argparse.Namespace) -> dict[str, Any]:
+    """What was run, on what, with which settings."""
+    launcher = f"torchrun --nproc-per-node {world_size()}" if dist.is_initialized() else "python"
+    gpu = torch.cuda.get_device_name() if args.device == "cuda" else None
+    return {
+        "command": f"{launcher} {shlex.join(sys.argv)}",
+        "processes": world_size(),
+        "device": gpu or platform.processor() or "CPU",
+        "versions": versions(),
+        "date": time.strftime("%Y-%m-%d"),
+        "settings": {
+            name: getattr(args, name) for name in ("size", "layers", "batch", "repeats", "exact")
+        },
+    }
+
+
+def main() -> None:
+    """Measure every optimizer, or record its bits, and print a line for each."""
+    args = parse_args()
+    if args.exact:
+        be_deterministic()
+    with process_group(args.device):
+        about, rows = describe(args), []
+        print(", ".join(f"{name} {version}" for name, version in about["versions"].items()))
+        print(f"{world_size()} x {about['device']}, {about['date']}")
+        if not args.exact:
+            print(f"\n{header_line(args.size, COLUMNS)}", flush=True)
+        for contestant in CONTESTANTS:
+            if not any(text in contestant.name for text in args.only or [""]):
+                continue
+            release()
+            row = (train_exactly if args.exact else measure)(contestant, args)
+            rows.append(row)
+            print(exact_line(row) if args.exact else result_line(row, COLUMNS), flush=True)
+        if args.out and rank() == 0:
+            add_run(args.out, about, rows)
+
+
+if __name__ == "__main__":
+    main()

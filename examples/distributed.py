@@ -1,0 +1,146 @@
+"""Training on several GPUs: torchrun starts a process for each, and FSDP2 shares the model out.
+
+A process that torchrun has not started is alone; it calls the same functions and talks to nobody.
+"""
+
+import contextlib
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
+
+EXTRA = "extra.pt"  # beside the shards of a checkpoint: what is not a part of the model
+
+
+def rank() -> int:
+    """The number of this process, from 0."""
+    return int(os.environ["RANK"]) if dist.is_torchelastic_launched() else 0
+
+
+def world_size() -> int:
+    """How many processes train together."""
+    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+
+
+@contextlib.contextmanager
+def process_group(device_type: str) -> Iterator[None]:
+    """Connects the processes inside the ``with`` block; only the first one prints.
+
+    Args:
+        device_type: "cpu", or "cuda", where each process takes the GPU of its local rank.
+    """
+    if not dist.is_torchelastic_launched():
+        yield
+        return
+    gpu = None
+    if device_type == "cuda":
+        gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(gpu)
+    dist.init_process_group("gloo" if gpu is None else "nccl", device_id=gpu)
+    with contextlib.ExitStack() as stack:
+        if rank() > 0:
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+        yield
+    # Not after an error, which the other processes know nothing of: torchrun ends them.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def shard(model: nn.Module, **options: Any) -> None:
+    """Leaves each process its part of every parameter, in place; the optimizer comes after this.
+
+    Every process has built the whole model from the same seed, so that starting weights do not
+    depend on how many there are.
+
+    Args:
+        model: Gathers the weights of one of its ``blocks`` at a time.
+        options: Of ``fully_shard``.
+    """
+    if dist.is_initialized():
+        for block in model.blocks:
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+
+
+def local_part(batch: Tensor) -> Tensor:
+    """The rows of a batch that are this process's to compute."""
+    return batch.chunk(world_size())[rank()]
+
+
+def total(value: Tensor) -> Tensor:
+    """The sum of all processes' values."""
+    value = value.clone()
+    if dist.is_initialized():
+        dist.all_reduce(value)
+    return value
+
+
+def mean(value: Tensor) -> Tensor:
+    """The mean of all processes' values."""
+    return total(value) / world_size()
+
+
+def save(path: Path, model: nn.Module, optimizer: Optimizer, extra: dict[str, Any]) -> None:
+    """Writes a checkpoint, a folder that appears complete or not at all.
+
+    Any number of processes can :func:`load` it.
+
+    Args:
+        path: The folder; one from an earlier run is replaced.
+        model: Each process writes its part of the parameters,
+        optimizer: and of their state.
+        extra: What else the first process has to say; for :func:`load_extra`.
+    """
+    unfinished, previous = (path.with_name(path.name + end) for end in (".unfinished", ".previous"))
+    if rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    _barrier()
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    with _one_process_is_fine():
+        dcp.save(state, checkpoint_id=unfinished)
+    if rank() == 0:
+        torch.save(extra, unfinished / EXTRA)
+        shutil.rmtree(previous, ignore_errors=True)
+        if path.exists():
+            path.rename(previous)
+        unfinished.rename(path)
+        shutil.rmtree(previous, ignore_errors=True)
+    _barrier()
+
+
+def load(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Puts the model and the optimizer of a checkpoint into those of this run."""
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    with _one_process_is_fine():
+        dcp.load(state, checkpoint_id=path)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+
+
+def load_extra(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds beside model and optimizer."""
+    return torch.load(path / EXTRA, map_location="cpu", weights_only=True)
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+@contextlib.contextmanager
+def _one_process_is_fine() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
