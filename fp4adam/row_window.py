@@ -154,8 +154,7 @@ def read(tensor: "QuantizedTensor", dtype: torch.dtype, after: Tensor | None = N
 def write(tensor: "QuantizedTensor", value: Tensor) -> None:
     """Overwrite a tensor by plain values on its device."""
     origin = tensor._origin
-    whole = origin.whole
-    waits = whole is not None and whole.shares_scales
+    waits = _waits(origin)
     origin.unsettled |= waits
     if tensor.is_meta or not value.numel():
         return
@@ -163,7 +162,7 @@ def write(tensor: "QuantizedTensor", value: Tensor) -> None:
     if not is_all(tensor):
         if origin.pending is None:
             every = _every_row(tensor)
-            origin.pending = read(every, every.dtype)
+            origin.pending = read(every, matrix.dtype)
         elif origin.pending.dtype != matrix.dtype:
             origin.pending = origin.pending.float()
         rows_of(tensor, origin.pending).copy_(matrix)
@@ -177,7 +176,7 @@ def write(tensor: "QuantizedTensor", value: Tensor) -> None:
 def settle(tensor: "QuantizedTensor") -> None:
     """Quantize pending rows, unless that takes what other ranks have."""
     origin = tensor._origin
-    if origin.whole is not None and origin.whole.shares_scales:
+    if _waits(origin):
         return
     pending, origin.pending = origin.pending, None
     _quantize(_every_row(tensor), pending)
@@ -292,6 +291,13 @@ def _take_init_val(tensor: "QuantizedTensor", source: "QuantizedTensor") -> None
     if value is not None:
         rows = rows_of(source, value).reshape(tensor.shape)
         tensor._origin.init_val = rows.clone()
+
+
+def _waits(origin: Origin) -> bool:
+    """Whether all rows of an origin are not enough to quantize them."""
+    if origin.whole is not None:
+        return origin.whole.shares_scales
+    return origin.rows is not None  # a copy of rows that were cut off
 
 
 def rows_of(tensor: "QuantizedTensor", value: Tensor) -> Tensor:

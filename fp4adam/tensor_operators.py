@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fp4adam import row_window
@@ -67,7 +68,7 @@ def _empty_like(
     device = tensor.device if device is None else device
     if dtype is not None:
         return torch.empty(tensor.shape, dtype=dtype, device=device)
-    if tensor._origin.whole is not None:
+    if tensor._origin.whole is not None or not row_window.is_all(tensor):
         empty = tensor._map_storage(lambda inner: torch.zeros_like(inner, device=device))
     else:
         empty = tensor.quantizer.make_empty(tuple(tensor.shape), tensor.dtype, device)
@@ -194,8 +195,52 @@ def _copy_(func: Callable, out: Tensor, source: Tensor, non_blocking: bool = Fal
         return out.copy_(source._read(out.dtype), non_blocking)
     if source.dtype not in HIGH_PRECISION_DTYPES:
         source = source.float()
-    out._write(source.expand(out.shape) if source.shape != out.shape else source, non_blocking)
+    source = source.expand(out.shape) if source.shape != out.shape else source
+    value = source.pending_value() if isinstance(source, QuantizedTensor) else source
+    if value is None or not _reads_as(out, value):
+        out._write(source, non_blocking)
     return out
+
+
+def _reads_as(tensor: QuantizedTensor, value: Tensor) -> bool:
+    """Whether a tensor has just these values, as when its own ones are loaded again.
+
+    To quantize them once more could give other scales.
+    """
+    is_new = tensor._origin.first_row is None
+    if is_new or tensor.is_meta or value.is_meta or tensor.device != value.device:
+        return False
+    bits = torch.int32 if value.dtype == torch.float32 else torch.int16
+    values = value.detach().contiguous(), tensor.detach()._read(value.dtype)
+    return torch.equal(*(x.view(bits) for x in values))
+
+
+# Full state dicts are spread over the ranks as values; where they come from, bytes stay.
+@implements_operator(torch.ops.c10d.broadcast_.default)
+def _broadcast_(
+    func: Callable, outs: list[Tensor], group: Any, root: int, *args: Any
+) -> tuple[list[Tensor], Any]:
+    values = _values(outs)
+    _, work = func(values, group, root, *args)
+    work.wait()
+    if dist.ProcessGroup.unbox(group).rank() != root:
+        torch._foreach_copy_(outs, values)
+    return outs, work
+
+
+@implements_operator(torch.ops.c10d.scatter_.default)
+def _scatter_(
+    func: Callable, outs: list[Tensor], parts: list[list[Tensor]], group: Any, root: int, *args: Any
+) -> tuple[list[Tensor], Any]:
+    values, rank = _values(outs), dist.ProcessGroup.unbox(group).rank()
+    _, work = func(values, [*map(_values, parts)], group, root, *args)
+    work.wait()
+    torch._foreach_copy_(outs, [own[rank] for own in parts] if rank == root else values)
+    return outs, work
+
+
+def _values(tensors: list[Tensor]) -> list[Tensor]:
+    return [t._read() if isinstance(t, QuantizedTensor) else t for t in tensors]
 
 
 @implements_operator(aten._foreach_copy_.default)
