@@ -181,7 +181,7 @@ class FusedAdam(Optimizer):
         self._planned: tuple[list[dict], list[Tensor], list[dict]] = ([], [], [])
         # Of parameters with masters, after the last step or load.
         self._versions: dict[Tensor, int] = {}
-        # Of masters that state_dict() has returned: their versions, and those of their parameters.
+        # Versions of the masters that state_dict() has returned.
         self._handed_out = WeakTensorKeyDictionary()
         self._grad_norm: GradNorm | None = None
         # By device: what the next step multiplies gradients by.
@@ -620,6 +620,8 @@ class FusedAdam(Optimizer):
 
     def _param_is_of(self, param: Tensor, master: Tensor) -> bool:
         """Whether ``param`` is what ``master`` rounds to."""
+        if self._keeps_remainder(param):
+            master, _ = split_master(master)
         return torch.equal(param.detach(), master.to(param.dtype))
 
     def _state_of(self, group: dict[str, Any], owner: Tensor) -> dict[str, Any]:
@@ -687,10 +689,10 @@ class FusedAdam(Optimizer):
             saved = super().state_dict()
         finally:
             handle.remove()
-        for param, key in saved_keys(self.param_groups, saved):
-            if "master_param" in saved["state"][key]:
-                master = saved["state"][key]["master_param"]
-                self._handed_out[master] = local(master)._version, written(param)
+        for _, state in saved_states(self.param_groups, saved):
+            if "master_param" in state:
+                master = local(state["master_param"])
+                self._handed_out[master] = master._version
         return saved
 
     def compact_state_dict(self) -> dict[str, Any]:
@@ -734,6 +736,7 @@ class FusedAdam(Optimizer):
         """
         loaded: dict[str, Any] = {}
         with_master: list[Tensor] = []
+        handed_out = self._handed_out
 
         def capture(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             check_state_dict(self.param_groups, state_dict)
@@ -745,7 +748,11 @@ class FusedAdam(Optimizer):
             for owner, saved in saved_states(self.param_groups, loaded):
                 param = local(owner)
                 codecs = self._codecs(param.dtype)
-                saved = _part_of(owner, self._without_old_master(owner, saved))
+                master = local(saved.get("master_param"))
+                untouched = master is not None and handed_out.get(master) == master._version
+                if untouched and not self._param_is_of(param, master):
+                    saved = {name: x for name, x in saved.items() if name != "master_param"}
+                saved = _part_of(owner, saved)
                 state: dict[str, Any] = {}
                 for name in STATE_NAMES & saved.keys():
                     if name in codecs:
@@ -775,16 +782,6 @@ class FusedAdam(Optimizer):
         self._versions = {
             param: written(param) for param in self.state if isinstance(param, Tensor)
         }
-
-    def _without_old_master(self, owner: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
-        """What has been loaded: not a master that is the one from before, and older than that."""
-        master = saved.get("master_param")
-        if master is None or master not in self._handed_out:
-            return saved
-        version, writes = self._handed_out[master]
-        if version != local(master)._version or writes == written(owner):
-            return saved
-        return {name: x for name, x in saved.items() if not name.startswith("master_param")}
 
     @torch.no_grad()
     def _write_params(self, owners: list[Tensor]) -> None:

@@ -517,7 +517,7 @@ def test_collectives_in_place_are_refused(tmp_path):
     dist = torch.distributed
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:
-        for collective in (dist.all_reduce, lambda t: dist.broadcast(t, 0)):
+        for collective in (dist.all_reduce, lambda t: dist.reduce(t, 0)):
             with pytest.raises(NotImplementedError, match="must not write into a NVFP4Tensor"):
                 collective(new_param().detach())
         layer = quantize_model(nn.Linear(96, 64), "nvfp4")
