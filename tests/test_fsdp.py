@@ -72,24 +72,32 @@ def set_grads(model: nn.Module, grads: list[Tensor]) -> None:
         param.grad = grad
 
 
+PARTS = (
+    "rowwise_data",
+    "rowwise_scale_inv",
+    "columnwise_data",
+    "columnwise_scale_inv",
+    "_amax",
+)
+
+
+def bytes_of(param: Tensor) -> dict[str, Tensor]:
+    """What a whole parameter consists of; of a plain one its value."""
+    if not isinstance(param, QuantizedTensor):
+        return {"value": param.detach().clone()}
+    parts = {name: getattr(param, name) for name in PARTS}
+    return {name: part.clone() for name, part in parts.items() if part is not None}
+
+
 def gathered_bytes(model: nn.Module) -> list[dict[str, Tensor]]:
-    """The inner tensors of the whole parameters; of plain ones their values."""
     model.unshard()
-    tensors = [
-        {name: inner.clone() for name, inner in param.storage_tensors().items()}
-        if isinstance(param, QuantizedTensor)
-        else {"value": param.detach().clone()}
-        for param in model.parameters()
-    ]
+    parts = whole_bytes(model)
     model.reshard()
-    return tensors
+    return parts
 
 
 def whole_bytes(model: nn.Module) -> list[dict[str, Tensor]]:
-    return [
-        param.storage_tensors() if isinstance(param, QuantizedTensor) else {"value": param.detach()}
-        for param in model.parameters()
-    ]
+    return list(map(bytes_of, model.parameters()))
 
 
 def assert_same(actual: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
@@ -272,9 +280,7 @@ def gathered_layers(model: nn.Module) -> list[dict[str, Tensor]]:
     for layer in model:
         if isinstance(layer, nn.Linear):
             layer.unshard()
-    tensors = [
-        {name: inner.clone() for name, inner in tensor.items()} for tensor in whole_bytes(model)
-    ]
+    tensors = whole_bytes(model)
     for layer in model:
         if isinstance(layer, nn.Linear):
             layer.reshard()
