@@ -115,7 +115,7 @@ def full(value: Tensor) -> Tensor:
 def step_by_kernels(rank: int, *args) -> None:
     """:func:`step_in_parallel` with the kernels of a GPU, in Triton's interpreter on a CPU."""
     backend.uses_kernels = lambda device: True
-    step_in_parallel(rank, *args, last=3)
+    step_in_parallel(rank, *args, last=1)
 
 
 def step_in_parallel(
@@ -176,8 +176,9 @@ def test_empty_shards():
 
 
 @pytest.mark.parametrize("recipe", FORMATS)
-@pytest.mark.parametrize("world_size, rows", [(2, 256), (3, 64)])
-def test_kernels_have_the_bits_of_one_process(recipe, world_size, rows):
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_kernels_have_the_bits_of_one_process(recipe, world_size):
+    rows = 256 if (recipe, world_size) == ("float8block", 2) else 64  # whole blocks on two ranks
     run(step_by_kernels, world_size, rows, 32, recipe, {})
 
 
