@@ -250,8 +250,11 @@ def digest(tensors: Iterable[Tensor]) -> str:
     result = hashlib.sha256()
     for tensor in tensors:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-        parts = whole.storage_tensors() if isinstance(whole, QuantizedTensor) else {"": whole}
-        for name, part in parts.items():
+        parts = {"": whole}
+        if isinstance(whole, QuantizedTensor):
+            # The columnwise codes that were not gathered are derived.
+            parts = whole.storage_tensors() | {"_columnwise_data": whole.columnwise_data}
+        for name, part in sorted(parts.items()):
             result.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
             result.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return result.hexdigest()

@@ -38,6 +38,15 @@ def build_columnwise(tensors: Sequence[QuantizedTensor]) -> None:
     torch.autograd.graph.increment_version([t for t in tensors if t.quantizer.columnwise])
 
 
+def derived_columnwise(tensor: QuantizedTensor) -> Tensor:
+    """New columnwise codes of an NVFP4 or Float8Block tensor with square blocks."""
+    bits = BITS[type(tensor.quantizer)]
+    rows, cols = tensor._rowwise_data.shape[0], tensor._rowwise_data.shape[1] * 8 // bits
+    data = tensor._rowwise_data.new_empty(cols, rows * bits // 8)
+    transpose_codes([(tensor._rowwise_data, data)], bits, tensor.device)
+    return data
+
+
 def check_square(i: int, tensor: QuantizedTensor, name: str = "tensors") -> None:
     """Raise ValueError unless columnwise codes, if any, can be built from rowwise ones."""
     kind = type(tensor).__name__

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp4adam import backend, minifloat
 from fp4adam.quantized_tensor import QuantizedTensor
-from fp4adam.quantizer import Quantizer, blocks_of, in_blocks, round_up, strips
+from fp4adam.quantizer import Quantizer, blocks_of, in_blocks, round_up, runs_eagerly, strips
 
 BLOCK = 128
 
@@ -160,11 +160,11 @@ class Float8BlockQuantizer(Quantizer):
         scale = tensor._columnwise_scale_inv if transposed else tensor._rowwise_scale_inv
         if self.two_dimensional:
             scale = tensor._block_scale_inv
-        return _dequantize(data, scale, self.two_dimensional, transposed, dtype, after)
+        decode = _decode if runs_eagerly(data) else _dequantize
+        return decode(data, scale, self.two_dimensional, transposed, dtype, after)
 
 
-@torch.library.custom_op("fp4adam::dequantize_float8_block", mutates_args=())
-def _dequantize(
+def _decode(
     data: Tensor,
     scale_inv: Tensor,
     two_dimensional: bool,
@@ -191,6 +191,9 @@ def _dequantize(
     blocks = blocks_of(values, (BLOCK if two_dimensional else 1, BLOCK))
     matrix = blocks.mul_(grid[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :cols].to(dtype)
     return matrix.t().contiguous() if transposed else matrix.contiguous()
+
+
+_dequantize = torch.library.custom_op("fp4adam::dequantize_float8_block", mutates_args=())(_decode)
 
 
 @_dequantize.register_fake

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fp4adam import backend, minifloat
 from fp4adam.quantized_tensor import QuantizedTensor
-from fp4adam.quantizer import Quantizer, blocks_of, in_blocks, round_up, strips
+from fp4adam.quantizer import Quantizer, blocks_of, in_blocks, round_up, runs_eagerly, strips
 
 BLOCK = 32
 
@@ -96,7 +96,8 @@ class MXFP8Quantizer(Quantizer):
         rowwise = tensor._rowwise_data is not None
         data = tensor._rowwise_data if rowwise else tensor._columnwise_data
         scale = tensor._rowwise_scale_inv if rowwise else tensor._columnwise_scale_inv
-        return _dequantize(data, scale, rowwise, dtype, after)
+        decode = _decode if runs_eagerly(data) else _dequantize
+        return decode(data, scale, rowwise, dtype, after)
 
 
 def _encode(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -112,8 +113,7 @@ def block_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
     return scale, minifloat.e8m0_reciprocal(scale)
 
 
-@torch.library.custom_op("fp4adam::dequantize_mxfp8", mutates_args=())
-def _dequantize(
+def _decode(
     data: Tensor, scale: Tensor, rowwise: bool, dtype: torch.dtype, after: Tensor | None = None
 ) -> Tensor:
     """Decode E4M3 codes [rows, cols] with scales per 1x32 (``rowwise``) or 32x1 block.
@@ -131,6 +131,9 @@ def _dequantize(
     blocks = values.view(rows // block[0], block[0], cols // block[1], block[1])
     blocks.mul_(factor[:, None, :, None])
     return values.to(dtype)
+
+
+_dequantize = torch.library.custom_op("fp4adam::dequantize_mxfp8", mutates_args=())(_decode)
 
 
 @_dequantize.register_fake

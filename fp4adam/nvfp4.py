@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fp4adam import backend, minifloat
 from fp4adam.quantized_tensor import QuantizedTensor
-from fp4adam.quantizer import Quantizer, blocks_of, in_blocks, round_up, strips
+from fp4adam.quantizer import Quantizer, blocks_of, in_blocks, round_up, runs_eagerly, strips
 
 BLOCK = 16
 # The largest code times the largest block scale: what the tensor's amax is mapped to.
@@ -145,9 +145,8 @@ class NVFP4Quantizer(Quantizer):
         scale = tensor._columnwise_scale_inv if transposed else tensor._rowwise_scale_inv
         if self.two_dimensional:
             scale = tensor._block_scale_inv
-        return _dequantize(
-            data, scale, tensor._amax, self.two_dimensional, transposed, dtype, after
-        )
+        decode = _decode if runs_eagerly(data) else _dequantize
+        return decode(data, scale, tensor._amax, self.two_dimensional, transposed, dtype, after)
 
 
 def _encode(x: Tensor, amax: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -178,8 +177,7 @@ def _factors(scale: Tensor, amax: Tensor) -> Tensor:
     return (1.0 / (minifloat.e4m3_value(scale) * decode)).clamp(max=minifloat.FP32_MAX)
 
 
-@torch.library.custom_op("fp4adam::dequantize_nvfp4", mutates_args=())
-def _dequantize(
+def _decode(
     data: Tensor,
     scale: Tensor,
     amax: Tensor,
@@ -209,6 +207,9 @@ def _dequantize(
     blocks.mul_(factor[:, None, :, None])
     matrix = values.to(dtype)
     return matrix.t().contiguous() if transposed else matrix
+
+
+_dequantize = torch.library.custom_op("fp4adam::dequantize_nvfp4", mutates_args=())(_decode)
 
 
 @_dequantize.register_fake

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -121,8 +122,16 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def columnwise_data(self) -> Tensor | None:
-        """uint8 codes with blocks along the first dimension, or None without columnwise usage."""
-        return self.settled()._columnwise_data
+        """uint8 codes with blocks along the first dimension, or None without columnwise usage.
+
+        A tensor that FSDP2 has gathered derives them from the rowwise ones, if asked.
+        """
+        data = self.settled()._columnwise_data
+        if data is None and self.quantizer.columnwise:
+            from fp4adam.columnwise import derived_columnwise
+
+            data = derived_columnwise(self)
+        return data
 
     @property
     def rowwise_scale_inv(self) -> Tensor | None:
@@ -309,6 +318,9 @@ class QuantizedTensor(torch.Tensor):
         from fp4adam import fsdp
 
         return fsdp.pre_all_gather(self, mesh)
+
+    # FSDP2 asks for it each time, and it takes longer to find out than the hook takes to run.
+    fsdp_pre_all_gather.__signature__ = inspect.signature(fsdp_pre_all_gather)
 
     def fsdp_post_all_gather(
         self,

@@ -26,6 +26,11 @@ def flat_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return math.prod(shape[:-1]), shape[-1]
 
 
+def runs_eagerly(tensor: Tensor) -> bool:
+    """Whether nobody traces what is done to a tensor: then a function is as good as an operator."""
+    return type(tensor) is Tensor and not torch.compiler.is_compiling()
+
+
 def strips(x: Tensor, block: int) -> Iterator[tuple[slice, Tensor]]:
     """Cut a matrix into strips of whole blocks of ``block`` rows, as float32, that suit a cache."""
     rows = max(1, pieces.numel() // (block * x.shape[1])) * block

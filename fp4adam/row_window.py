@@ -6,8 +6,10 @@ written to the tensor, and a shard that begins in the middle of a block is like 
 """
 
 import dataclasses
+import functools
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,22 +34,22 @@ class Whole:
     quantizer: Quantizer
     chunk: int
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         """Rows of the matrix that it is quantized as."""
         return flat_shape(self.shape)[0]
 
-    @property
+    @functools.cached_property
     def chunk_rows(self) -> int:
         """Rows of one shard."""
         return self.chunk * (self.rows // self.shape[0]) if self.shape[0] else 0
 
-    @property
+    @functools.cached_property
     def is_cut(self) -> bool:
         """Whether shards end within blocks, whose scales they have to agree on."""
         return self.chunk_rows < self.rows and self.chunk_rows % self.quantizer.block_rows != 0
 
-    @property
+    @functools.cached_property
     def shares_scales(self) -> bool:
         """Whether a shard cannot be quantized without knowing the others."""
         return self.chunk_rows < self.rows and (self.is_cut or self.quantizer.scales_tensor)
@@ -68,6 +70,8 @@ class Origin:
         unsettled: Whether a shard may have been written since the ranks last agreed on its scales.
         name: Of the parameter in its model, for errors.
         writes: How often something other than an optimizer has written to it.
+        gathering: What FSDP2 gathers of a shard, worked out once; of this storage alone.
+        refills: What has to be done when FSDP2 has gathered the tensor again.
     """
 
     init_val: Tensor | None = None
@@ -78,6 +82,11 @@ class Origin:
     unsettled: bool = False
     name: str | None = None
     writes: int = 0
+    gathering: Any = dataclasses.field(default=None, init=False)
+    refills: tuple[Callable[[], object], ...] = dataclasses.field(default=(), init=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "gathering": None, "refills": ()}
 
 
 def matrix_shape(tensor: "QuantizedTensor") -> tuple[int, int]:
@@ -193,8 +202,11 @@ def copy_bytes(tensor: "QuantizedTensor", source: "QuantizedTensor", non_blockin
         same = tensor.quantizer == source.quantizer and is_all(tensor) and is_all(source)
         if other.pending is not None or not same:
             return False
+        values = source.storage_tensors()
         for name, inner in tensor.storage_tensors().items():
-            inner.copy_(getattr(source, name), non_blocking)
+            # What has been gathered may have to be derived.
+            value = values.get(name)
+            inner.copy_(source.columnwise_data if value is None else value, non_blocking)
         origin.pending = None
         return True
     pitch = tensor.quantizer.row_pitch

@@ -37,13 +37,23 @@ def most_registers(*codecs: str) -> int | None:
 
 
 @triton.jit
-def dither_tile(start, stride, step, BR: tl.constexpr, BC: tl.constexpr):
+def dither_origin(step, first_element):
+    """Dither, uint32, of the first element of a tensor.
+
+    step: number of the update. first_element: index of that element in what the tensor is a shard
+    of. Both are integers of which 32 bits count.
+    """
+    return step.to(tl.uint32) * PER_STEP + first_element.to(tl.uint32) * PER_ELEMENT
+
+
+@triton.jit
+def dither_tile(start, stride, origin, BR: tl.constexpr, BC: tl.constexpr):
     """Dither, uint32 [BR, BC], of the elements from ``start`` on in rows ``stride`` apart.
 
-    start: int64. step: int32, number of the update.
+    start: int64. origin: from :func:`dither_origin`.
     """
-    origin = start.to(tl.uint32) * PER_ELEMENT + step.to(tl.uint32) * PER_STEP
-    return origin + state_offsets(stride, BR, BC).to(tl.uint32) * PER_ELEMENT
+    offs = state_offsets(stride, BR, BC).to(tl.uint32)
+    return origin + start.to(tl.uint32) * PER_ELEMENT + offs * PER_ELEMENT
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from ._bfloat16 import round_to_bfloat16, to_float32
 from ._launch import Launch
 from ._layout import state_offsets
 from ._state import (
+    dither_origin,
     dither_tile,
     load_state,
     load_value,
@@ -56,8 +57,8 @@ def scalars_row(table, scalars, tensor):
 def load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr):
     """The scalars of a tensor's update; the gradient's factor includes clip / grad_scale.
 
-    The last one is an int64, the index of the tensor's first element in what it is a shard of, of
-    which 32 bits are kept. scalars: float32 [n, 14]. grad_scale_ptr, clip_ptr: float32 [1].
+    The last one is the origin of the dither, uint32. scalars: float32 [n, 14]. grad_scale_ptr,
+    clip_ptr: float32 [1].
     """
     row = scalars_row(table, scalars, tensor)
     factor = tl.div_rn(1.0, tl.load(grad_scale_ptr)) * tl.load(row) * tl.load(clip_ptr)
@@ -68,8 +69,8 @@ def load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr):
     eps = tl.load(row + 5)
     step_size = tl.load(row + 6)
     rsqrt_bias_correction2 = tl.load(row + 7)
-    dither_step = tl.load(row + 8)
-    first_element = (tl.load(row + 11).to(tl.int64) << 16) + tl.load(row + 12).to(tl.int64)
+    first_element = (tl.load(row + 11).to(tl.int32) << 16) + tl.load(row + 12).to(tl.int32)
+    dither = dither_origin(tl.load(row + 8).to(tl.int32), first_element)
     return (
         factor,
         decay,
@@ -79,8 +80,7 @@ def load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr):
         eps,
         step_size,
         rsqrt_bias_correction2,
-        dither_step,
-        first_element,
+        dither,
     )
 
 
@@ -101,7 +101,7 @@ def adam_tile(
     only). scalars: from :func:`load_scalars`. Returns the four updated tiles.
     The order is that of ``fp4adam.adam.adam_``: change both or neither.
     """
-    factor, decay, lerp_weight, beta2, one_minus_beta2, eps, step_size, rsqrt_bias2, _, _ = scalars
+    factor, decay, lerp_weight, beta2, one_minus_beta2, eps, step_size, rsqrt_bias2, _ = scalars
     g = grad * factor
     p = value
     if ADAM_W:
@@ -242,7 +242,7 @@ def adam_step_tile(
         grad, value, exp_avg, exp_avg_sq, max_exp_avg_sq, scalars, ADAM_W, AMSGRAD
     )
 
-    dither = dither_tile(start + scalars[9], stride, scalars[8].to(tl.int32), BR, BC)
+    dither = dither_tile(start, stride, scalars[8], BR, BC)
     value = store_value(
         value_ptr, value_extra, start, stride, mask, value, dither, VALUE_CODEC, STORE, BR, BC
     )

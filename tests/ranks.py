@@ -17,7 +17,15 @@ import torch
 import torch.distributed as dist
 
 # Imported once, before processes are forked off, which then takes milliseconds in place of seconds.
-_PRELOADED = ["torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "fp4adam"]
+_PRELOADED = [
+    "pytest",
+    "hypothesis",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.debug",
+    "fp4adam.kernels.nvfp4",
+]
 
 
 class RankError(Exception):

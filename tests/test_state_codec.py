@@ -311,7 +311,7 @@ def _recode_kernel(
     if MASKED:
         mask = (row + tl.arange(0, BR) < rows)[:, None] & (col + tl.arange(0, BC) < cols)[None, :]
     x = tl.load(x_ptr + start + offs, mask)
-    dither = _state.dither_tile(start, cols, step, BR, BC)
+    dither = _state.dither_tile(start, cols, _state.dither_origin(step, 0 * step), BR, BC)
     stored = _state.store_state(codes_ptr, scales_ptr, start, cols, mask, x, dither, CODEC, BR, BC)
     tl.store(stored_ptr + start + offs, stored, mask)
     tl.debug_barrier()
@@ -360,9 +360,9 @@ def test_tile_functions_give_the_bits_of_the_codecs(codec, masked, device):
         assert same_bits(result.cpu()[~nan], decoded[~nan])
 
 
-@triton.jit(do_not_specialize=["step"])
-def _dither_kernel(out_ptr, start, step):
-    dither = _state.dither_tile(start, 32, step, 4, 32)
+@triton.jit(do_not_specialize=["step", "first"])
+def _dither_kernel(out_ptr, start, step, first):
+    dither = _state.dither_tile(start - first, 32, _state.dither_origin(step, first), 4, 32)
     offs = tl.arange(0, 4)[:, None] * 32 + tl.arange(0, 32)[None, :]
     tl.store(out_ptr + offs, dither.to(tl.int32, bitcast=True))
 
@@ -371,7 +371,7 @@ def _dither_kernel(out_ptr, start, step):
 @pytest.mark.parametrize("step", [1, 2**24 - 1])
 def test_tile_dither_is_that_of_the_codecs(start, step, device):
     out = torch.zeros(128, dtype=torch.int32, device=device)
-    _dither_kernel[(1,)](out, start, step)
+    _dither_kernel[(1,)](out, start, step, start // 3)
     assert torch.equal(out.cpu(), dither_bits(start, 128, step))
 
 
