@@ -5,6 +5,7 @@ knows its first row and how many there are. So a slice costs nothing, what is wr
 written to the tensor, and a shard that begins in the middle of a block is like any other one.
 """
 
+import copy
 import dataclasses
 import functools
 import math
@@ -87,6 +88,11 @@ class Origin:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "gathering": None, "refills": ()}
+
+    # Asynchronous checkpoints, too, copy by this; what is on the meta device they could not.
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Origin":
+        init_val, pending = copy.deepcopy((self.init_val, self.pending), memo)
+        return dataclasses.replace(self, init_val=init_val, pending=pending)
 
 
 def matrix_shape(tensor: "QuantizedTensor") -> tuple[int, int]:

@@ -116,6 +116,7 @@ def _rows(tensor: QuantizedTensor, start: int, end: int) -> QuantizedTensor:
 def _new_empty(tensor: Tensor, size: Any, *args: Any, **kwargs: Any) -> Tensor:
     if isinstance(tensor, QuantizedTensor) and size == [] and kwargs == {"device": "cpu"}:
         # What asynchronous checkpoints set to the copy of a storage, and give copied attributes.
+        tensor.settled()
         shape, dtype = tuple(tensor.shape), tensor.dtype
         return torch.Tensor._make_wrapper_subclass(type(tensor), shape, dtype=dtype, device="cpu")
     return torch.Tensor.new_empty(tensor, size, *args, **kwargs)
