@@ -31,6 +31,7 @@ from fp4adam import (
     MXFP8Quantizer,
     NVFP4Quantizer,
     QuantizedTensor,
+    backend,
     row_window,
 )
 from fp4adam.local_tensor import like, local, part_for
@@ -408,6 +409,54 @@ def assert_continues(pair: Pair, weights: dict[str, Tensor], states: dict | None
 def test_plain_weights_and_states_of_adamw_load_into_quantized_shards(tmp_path):
     saved = run(save_plain, 2, tmp_path)[0]
     run(load_plain, 3, tmp_path, saved)
+
+
+def other_weights(model: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Float32 values of the whole parameters."""
+    generator = torch.Generator().manual_seed(seed)
+    named = model.named_parameters()
+    return {name: torch.randn(param.shape, generator=generator) for name, param in named}
+
+
+def save_what_waits(rank: int, path: Path) -> None:
+    """Weights that have not been quantized yet, for want of an all-gather, are saved unrounded."""
+    group = dist.new_group(backend="gloo")
+    for i, case in enumerate(CASES):
+        pair, resumed = (make(case, seed=seed) for seed in (0, 1))
+        weights = other_weights(pair[0], 1)
+        set_model_state_dict(pair[0], copy.deepcopy(weights), options=FULL)
+        state = {"model": get_model_state_dict(pair[0])}
+        saving = dcp.async_save(state, checkpoint_id=path / str(i), process_group=group)
+        set_model_state_dict(pair[0], other_weights(pair[0], 2), options=FULL)
+        saving.result()
+        state = {"model": get_model_state_dict(resumed[0])}
+        dcp.load(state, checkpoint_id=path / str(i))
+        set_model_state_dict(pair[0], weights, options=FULL)
+        assert_same(gathered_bytes(resumed[0]), gathered_bytes(pair[0]))
+
+
+def test_weights_that_wait_for_their_scales_are_saved(tmp_path):
+    run(save_what_waits, 3, tmp_path)
+
+
+def load_and_step(rank: int, by_kernels: bool) -> list[list[dict[str, Tensor]]]:
+    """Weights and states are loaded after steps, and there are more steps, without all-gathers."""
+    if by_kernels:
+        backend.uses_kernels = lambda device: True
+    pair = take_steps(make(CASES[0]), range(2))
+    saved = copy.deepcopy(pair[1].state_dict())
+    set_model_state_dict(pair[0], other_weights(pair[0], 1), options=FULL)
+    results = [snapshot(take_steps(pair, range(2, 4)))]
+    pair[1].load_state_dict(saved)
+    results.append(snapshot(pair))
+    return [*results, snapshot(take_steps(pair, range(2, 3)))]
+
+
+def test_kernels_step_what_has_been_loaded():
+    for a, b in zip(
+        *(run(load_and_step, 2, by_kernels)[0] for by_kernels in (False, True)), strict=True
+    ):
+        assert_same(a, b)
 
 
 # States in fewer bits
