@@ -181,7 +181,7 @@ class FusedAdam(Optimizer):
         self._planned: tuple[list[dict], list[Tensor], list[dict]] = ([], [], [])
         # Of parameters with masters, after the last step or load.
         self._versions: dict[Tensor, int] = {}
-        # Versions of the masters that state_dict() has returned.
+        # Of masters that state_dict() has returned: their versions, and marks of their parameters.
         self._handed_out = WeakTensorKeyDictionary()
         self._grad_norm: GradNorm | None = None
         # By device: what the next step multiplies gradients by.
@@ -689,11 +689,29 @@ class FusedAdam(Optimizer):
             saved = super().state_dict()
         finally:
             handle.remove()
-        for _, state in saved_states(self.param_groups, saved):
+        for param, state in saved_states(self.param_groups, saved):
             if "master_param" in state:
                 master = local(state["master_param"])
-                self._handed_out[master] = master._version
+                self._handed_out[master] = master._version, self._mark(param, master)
         return saved
+
+    def _mark(self, owner: Tensor, master: Tensor) -> int:
+        """What changes when another value is written to a parameter that has this master.
+
+        Versions do not: what ``state_dict()`` hands out of a DTensor has versions of its own.
+        """
+        param = local(owner)
+        is_quantized = isinstance(param, QuantizedTensor)
+        return written(owner) if is_quantized else self._param_is_of(param, master)
+
+    def _is_outdated(self, owner: Tensor, master: Tensor, handed_out: Mapping) -> bool:
+        """Whether a master is as it was handed out, before its parameter was overwritten."""
+        version, mark = handed_out.get(master, (None, None))
+        return (
+            version == master._version
+            and mark != self._mark(owner, master)
+            and not self._param_is_of(local(owner), master)
+        )
 
     def compact_state_dict(self) -> dict[str, Any]:
         """The state as it is stored; :meth:`load_state_dict` takes it back, bit for bit.
@@ -749,8 +767,7 @@ class FusedAdam(Optimizer):
                 param = local(owner)
                 codecs = self._codecs(param.dtype)
                 master = local(saved.get("master_param"))
-                untouched = master is not None and handed_out.get(master) == master._version
-                if untouched and not self._param_is_of(param, master):
+                if master is not None and self._is_outdated(owner, master, handed_out):
                     saved = {name: x for name, x in saved.items() if name != "master_param"}
                 saved = _part_of(owner, saved)
                 state: dict[str, Any] = {}
