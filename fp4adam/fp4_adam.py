@@ -86,9 +86,7 @@ class FP4Adam(FusedAdam):
     def _new_master(self, param: Tensor) -> Tensor:
         if not isinstance(param, QuantizedTensor):
             return super()._new_master(param)
-        value = param.pending_value()
-        if value is None:
-            value = param.get_high_precision_init_val()
+        value = _written_value(param)
         if value is None:
             return param.detach().dequantize(torch.float32)
         # A copy, since a state_dict taken before quantize_model may hold the same storage.
@@ -135,6 +133,9 @@ class FP4Adam(FusedAdam):
     def _param_is_of(self, param: Tensor, master: Tensor) -> bool:
         if not isinstance(param, QuantizedTensor):
             return super()._param_is_of(param, master)
+        written = _written_value(param)
+        if written is not None and torch.equal(written, master.to(written.dtype)):
+            return True  # a high-precision copy of the weights, beside their masters
         value = master.to(self._write_dtype(param))
         if param._origin.whole is not None:
             return row_window.is_of(param, value)
@@ -143,6 +144,12 @@ class FP4Adam(FusedAdam):
             torch.equal(inner, expected.storage_tensors()[name])
             for name, inner in param.settled().storage_tensors().items()
         )
+
+
+def _written_value(param: QuantizedTensor) -> Tensor | None:
+    """The value that a parameter has got before any step, where it still has it unrounded."""
+    pending = param.pending_value()
+    return param.get_high_precision_init_val() if pending is None else pending
 
 
 def _free_init_val(param: QuantizedTensor) -> None:

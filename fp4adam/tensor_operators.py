@@ -208,11 +208,12 @@ def _reads_as(tensor: QuantizedTensor, value: Tensor) -> bool:
 
     To quantize them once more could give other scales.
     """
-    is_new = tensor._origin.first_row is None
-    if is_new or tensor.is_meta or value.is_meta or tensor.device != value.device:
+    origin = tensor._origin
+    # To read rows would end the wait for others.
+    if origin.first_row is None or origin.pending is not None or tensor.is_meta or value.is_meta:
         return False
     bits = torch.int32 if value.dtype == torch.float32 else torch.int16
-    values = value.detach().contiguous(), tensor.detach()._read(value.dtype)
+    values = value.detach().to(tensor.device).contiguous(), tensor.detach()._read(value.dtype)
     return torch.equal(*(x.view(bits) for x in values))
 
 

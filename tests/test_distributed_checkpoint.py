@@ -25,7 +25,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import AdamW, Optimizer
 
-from fp4adam import Float8BlockQuantizer, FP4Adam, QuantizedTensor
+from fp4adam import (
+    Float8BlockQuantizer,
+    FP4Adam,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    QuantizedTensor,
+    backend,
+    row_window,
+)
 from fp4adam.local_tensor import like, local, part_for
 from ranks import run_ranks
 from test_fsdp import build, bytes_of, fixed_grads, full, gathered_bytes, home, whole_bytes
@@ -34,10 +42,11 @@ OPTIONS = dict(lr=1e-2, weight_decay=0.1)
 FULL = StateDictOptions(full_state_dict=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
-# On three ranks the boundaries of 64 rows cut blocks; of 5 rows, a fourth rank has none.
+# On three ranks the boundaries of 64 rows cut blocks, and those of 96 do not; of 5 rows, a fourth
+# rank has none.
 CASES = [
     ("nvfp4", 64, 32),
-    ("mxfp8", 64, 32),
+    ("mxfp8", 96, 64),
     ("float8block", 64, 32),
     (Float8BlockQuantizer(force_pow_2_scales=False), 5, 16),
 ]
@@ -198,6 +207,15 @@ def transfers(saved: Pair, alone: Pair, case: tuple[Any, int, int]) -> Iterator[
     optimizer.load_state_dict(copy.deepcopy(alone[1].state_dict()))
     yield "the whole state of the optimizer is enough", (model, optimizer)
 
+    # Masters beside weights that have been rounded to the nominal dtype in place of the format.
+    rounded, states = dict(alone[0].state_dict()), copy.deepcopy(alone[1].state_dict())
+    for name, state in zip(rounded, states["state"].values(), strict=True):
+        rounded[name] = state["master_param"].bfloat16()
+    pair = make(case, seed=1)
+    set_model_state_dict(pair[0], rounded, options=FULL)
+    pair[1].load_state_dict(states)
+    yield "plain weights, then masters", pair
+
     for forward in (False, True):
         model, optimizer = make(case, seed=1)
         optimizer.load_state_dict(saved[1].state_dict())
@@ -205,6 +223,25 @@ def transfers(saved: Pair, alone: Pair, case: tuple[Any, int, int]) -> Iterator[
         if forward:
             forward_alone(model)
         yield f"model after optimizer, forward={forward}", (model, optimizer)
+
+
+def load_rounded_weights(rank: int) -> None:
+    """Masters first, then weights that are these in fewer bits: masters lose nothing."""
+    for case in CASES:
+        alone = take_steps(make(case, "alone"), range(3))
+        for dtype in (torch.bfloat16, torch.float32):
+            pair = make(case, seed=1)
+            pair[1].load_state_dict(copy.deepcopy(alone[1].state_dict()))
+            states = alone[1].state_dict()["state"].values()
+            masters = [state["master_param"].to(dtype) for state in states]
+            weights = dict(zip(alone[0].state_dict(), masters, strict=True))
+            set_model_state_dict(pair[0], weights, options=FULL)
+            expected = snapshot(take_steps(copy.deepcopy(alone), range(3, 5)))
+            assert_same(snapshot(take_steps(pair, range(3, 5))), expected)
+
+
+def test_weights_in_high_precision_do_not_replace_masters():
+    run(load_rounded_weights, 3)
 
 
 @torch.no_grad()
@@ -247,6 +284,34 @@ def restart(rank: int) -> None:
 
 def test_another_model_restarts_the_masters_of_shards():
     run(restart, 3)
+
+
+@pytest.mark.parametrize(
+    "quantizer",
+    [
+        NVFP4Quantizer(),
+        MXFP8Quantizer(),
+        MXFP8Quantizer(rowwise=False),
+        Float8BlockQuantizer(),
+        Float8BlockQuantizer(force_pow_2_scales=False),
+    ],
+    ids=str,
+)
+def test_codes_show_what_they_were_made_from(quantizer, device):
+    """Without other ranks: by the scales that a tensor has, whatever these should be."""
+    generator = torch.Generator().manual_seed(0)
+    largest = torch.rand(8, 1, 8, 1, generator=generator).expand(8, 128, 8, 128)
+    # Odd sixteenths lie halfway between codes of E4M3.
+    steps = torch.randint(-14, 15, (8, 128, 8, 128), generator=generator) * 2 + 1
+    x = (steps / 16 * largest / 448).reshape(1024, 1024)
+    x.view(8, 128, 8, 128)[:, 0, :, 0] = largest[:, 0, :, 0]
+    x = x.to(device)
+    tensor = quantizer.quantize(x)
+    assert row_window.is_of(tensor, x)
+    assert row_window.is_of(tensor[16:48], x[16:48])
+    x[30, 7] = -x[30, 7] - 0.5
+    assert not row_window.is_of(tensor, x)
+    assert not row_window.is_of(tensor[16:48], x[16:48])
 
 
 # Plain weights, and states without masters
@@ -344,6 +409,54 @@ def assert_continues(pair: Pair, weights: dict[str, Tensor], states: dict | None
 def test_plain_weights_and_states_of_adamw_load_into_quantized_shards(tmp_path):
     saved = run(save_plain, 2, tmp_path)[0]
     run(load_plain, 3, tmp_path, saved)
+
+
+def other_weights(model: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Float32 values of the whole parameters."""
+    generator = torch.Generator().manual_seed(seed)
+    named = model.named_parameters()
+    return {name: torch.randn(param.shape, generator=generator) for name, param in named}
+
+
+def save_what_waits(rank: int, path: Path) -> None:
+    """Weights that have not been quantized yet, for want of an all-gather, are saved unrounded."""
+    group = dist.new_group(backend="gloo")
+    for i, case in enumerate(CASES):
+        pair, resumed = (make(case, seed=seed) for seed in (0, 1))
+        weights = other_weights(pair[0], 1)
+        set_model_state_dict(pair[0], copy.deepcopy(weights), options=FULL)
+        state = {"model": get_model_state_dict(pair[0])}
+        saving = dcp.async_save(state, checkpoint_id=path / str(i), process_group=group)
+        set_model_state_dict(pair[0], other_weights(pair[0], 2), options=FULL)
+        saving.result()
+        state = {"model": get_model_state_dict(resumed[0])}
+        dcp.load(state, checkpoint_id=path / str(i))
+        set_model_state_dict(pair[0], weights, options=FULL)
+        assert_same(gathered_bytes(resumed[0]), gathered_bytes(pair[0]))
+
+
+def test_weights_that_wait_for_their_scales_are_saved(tmp_path):
+    run(save_what_waits, 3, tmp_path)
+
+
+def load_and_step(rank: int, by_kernels: bool) -> list[list[dict[str, Tensor]]]:
+    """Weights and states are loaded after steps, and there are more steps, without all-gathers."""
+    if by_kernels:
+        backend.uses_kernels = lambda device: True
+    pair = take_steps(make(CASES[0]), range(2))
+    saved = copy.deepcopy(pair[1].state_dict())
+    set_model_state_dict(pair[0], other_weights(pair[0], 1), options=FULL)
+    results = [snapshot(take_steps(pair, range(2, 4)))]
+    pair[1].load_state_dict(saved)
+    results.append(snapshot(pair))
+    return [*results, snapshot(take_steps(pair, range(2, 3)))]
+
+
+def test_kernels_step_what_has_been_loaded():
+    for a, b in zip(
+        *(run(load_and_step, 2, by_kernels)[0] for by_kernels in (False, True)), strict=True
+    ):
+        assert_same(a, b)
 
 
 # States in fewer bits
