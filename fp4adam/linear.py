@@ -1,5 +1,6 @@
 """Forward and backward of a linear layer whose weight is quantized."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -41,6 +42,10 @@ class _QuantizedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0)
         return grad_x, grad_weight, grad_bias
+
+
+# Autograd asks for it at every call, and takes as long to find it out as a launch takes.
+_QuantizedLinear.forward.__signature__ = inspect.signature(_QuantizedLinear.forward)
 
 
 @implements_function(F.linear)

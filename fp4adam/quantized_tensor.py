@@ -446,6 +446,10 @@ class Dequantize(torch.autograd.Function):
         return grad.to(ctx.nominal_dtype), None, None
 
 
+# As for quantized linear layers.
+Dequantize.forward.__signature__ = inspect.signature(Dequantize.forward)
+
+
 def _refusal(what: object, tensor: QuantizedTensor) -> NotImplementedError:
     return NotImplementedError(
         f"{what} must not write into a {type(tensor).__name__}: small changes would be rounded "

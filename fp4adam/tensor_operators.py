@@ -277,4 +277,6 @@ def _is_pinned(func: Callable, tensor: QuantizedTensor, device: torch.device | N
 def _pin_memory(
     func: Callable, tensor: QuantizedTensor, device: torch.device | None = None
 ) -> QuantizedTensor:
-    return tensor._map_storage(torch.Tensor.pin_memory)
+    pinned = tensor._map_storage(torch.Tensor.pin_memory)
+    pinned._high_precision_init_val = tensor._high_precision_init_val
+    return pinned

@@ -178,6 +178,8 @@ def test_empty_shards():
 @pytest.mark.parametrize("recipe", FORMATS)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_kernels_have_the_bits_of_one_process(recipe, world_size):
+    if 0 < torch.cuda.device_count() < world_size:
+        pytest.skip("needs as many GPUs as ranks, or Triton's interpreter")
     rows = 256 if (recipe, world_size) == ("float8block", 2) else 64  # whole blocks on two ranks
     run(step_by_kernels, world_size, rows, 32, recipe, {})
 
