@@ -116,7 +116,8 @@ class FP4Adam(FusedAdam):
     def _write_params(self, owners: list[Tensor]) -> None:
         # Whether a rank has something to write or not, others wait for it.
         every_owner = [param for group in self.param_groups for param in group["params"]]
-        sharing = {owner: place for owner in every_owner if (place := Place.of(owner)) is not None}
+        places = {owner: Place.of(owner) for owner in every_owner if not owner.is_meta}
+        sharing = {owner: place for owner, place in places.items() if place is not None}
         super()._write_params([owner for owner in owners if owner not in sharing])
         shards, written = [*map(local, sharing)], set(owners)
         values = [

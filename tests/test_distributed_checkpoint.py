@@ -395,13 +395,19 @@ def load_plain(rank: int, path: Path, saved: list[Any]) -> None:
             for name, with_moments, pair in plain_loads(source, weights, states, CASES[i], layout):
                 try:
                     assert_same(gathered_bytes(pair[0]), list(expected.values()))
-                    assert_continues(pair, weights, states if with_moments else None)
+                    moments = states if with_moments else None
+                    assert_continues(pair, weights, moments, rounded="copies" in name)
                 except AssertionError as error:
                     raise AssertionError(f"{CASES[i]}, {dtype}, {layout}, {name}") from error
 
 
-def assert_continues(pair: Pair, weights: dict[str, Tensor], states: dict | None) -> None:
-    """Moments are what was loaded, and masters start from the weights, which are not rounded."""
+def assert_continues(
+    pair: Pair, weights: dict[str, Tensor], states: dict | None, rounded: bool
+) -> None:
+    """Moments are what was loaded, and masters start from the weights, which are not rounded.
+
+    ``rounded``: They may be what the codes stand for.
+    """
     model, optimizer = pair
     named = dict(zip(weights, optimizer.param_groups[0]["params"], strict=True))
     for name, param in named.items() if states else ():
@@ -411,10 +417,13 @@ def assert_continues(pair: Pair, weights: dict[str, Tensor], states: dict | None
     optimizer.param_groups[0]["lr"] = 0.0
     take_steps(pair, [0])
     for name, param in named.items():
-        start = weights[name].float()
+        start, master = weights[name].float(), optimizer.state[param]["master_param"]
         if not isinstance(local(param), QuantizedTensor):
             start = start.to(param.dtype).float()
-        assert torch.equal(full(optimizer.state[param]["master_param"]).cpu(), start), name
+        elif rounded:
+            assert row_window.is_of(local(param), local(master)), name
+            continue
+        assert torch.equal(full(master).cpu(), start), name
 
 
 def test_plain_weights_and_states_of_adamw_load_into_quantized_shards(tmp_path):
