@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -181,7 +181,7 @@ class FusedAdam(Optimizer):
         self._planned: tuple[list[dict], list[Tensor], list[dict]] = ([], [], [])
         # Of parameters with masters, after the last step or load.
         self._versions: dict[Tensor, int] = {}
-        # Versions of the masters that state_dict() has returned.
+        # Of masters that state_dict() has returned: their versions, and marks of their parameters.
         self._handed_out = WeakTensorKeyDictionary()
         self._grad_norm: GradNorm | None = None
         # By device: what the next step multiplies gradients by.
@@ -622,7 +622,7 @@ class FusedAdam(Optimizer):
         """Whether ``param`` is what ``master`` rounds to."""
         if self._keeps_remainder(param):
             master, _ = split_master(master)
-        return torch.equal(param.detach(), master.to(param.dtype))
+        return _are_equal(param, master.to(param.dtype))
 
     def _state_of(self, group: dict[str, Any], owner: Tensor) -> dict[str, Any]:
         """The state of a parameter, created or completed where something is missing."""
@@ -689,11 +689,34 @@ class FusedAdam(Optimizer):
             saved = super().state_dict()
         finally:
             handle.remove()
-        for _, state in saved_states(self.param_groups, saved):
+        for param, state in saved_states(self.param_groups, saved):
             if "master_param" in state:
                 master = local(state["master_param"])
-                self._handed_out[master] = master._version
+                self._handed_out[master] = master._version, self._mark(param, master)
         return saved
+
+    def _mark(self, owner: Tensor, master: Tensor) -> int:
+        """What changes when another value is written to a parameter that has this master.
+
+        Versions do not: what ``state_dict()`` hands out of a DTensor has versions of its own.
+        """
+        param = local(owner)
+        is_quantized = isinstance(param, QuantizedTensor)
+        return written(owner) if is_quantized else self._param_is_of(param, master)
+
+    def _is_outdated(self, owner: Tensor, master: Tensor, before: "_Before") -> bool:
+        """Whether a master is the one from before, and its parameter has been overwritten."""
+        param = local(owner)
+        if master in before.handed_out:
+            version, mark = before.handed_out[master]
+            came_back = version == master._version and mark != self._mark(owner, master)
+        else:
+            state = before.states.get(owner, {})
+            overwritten = before.writes.get(owner, written(owner)) != written(owner)
+            came_back = overwritten and "master_param" in state
+            master = master.to(param.device)
+            came_back = came_back and _are_equal(self._master_of(param, state), master)
+        return came_back and not self._param_is_of(param, master)
 
     def compact_state_dict(self) -> dict[str, Any]:
         """The state as it is stored; :meth:`load_state_dict` takes it back, bit for bit.
@@ -725,8 +748,8 @@ class FusedAdam(Optimizer):
         Moments and masters are taken unrounded whatever the dtype of the parameters, and stored as
         this optimizer stores them, and parameters become what their masters are rounded to. Nothing
         is shared with ``state_dict``, and masters that it lacks start from the parameters at the
-        next step. So do those that come back as :meth:`state_dict` returned them, if their
-        parameters have been overwritten since: then what was loaded had no masters.
+        next step. So do those that it has already, if their parameters have been overwritten since
+        then: what was loaded into the result of :meth:`state_dict` had no masters.
 
         With sharded parameters every rank has to call it, with states of its shards or of whole
         parameters.
@@ -736,7 +759,10 @@ class FusedAdam(Optimizer):
         """
         loaded: dict[str, Any] = {}
         with_master: list[Tensor] = []
-        handed_out = self._handed_out
+        writes = dict(self._versions)
+        if self._plan is not None:
+            writes.update(self._plan.known_writes())
+        before = _Before(self.state, writes, self._handed_out)
 
         def capture(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             check_state_dict(self.param_groups, state_dict)
@@ -748,11 +774,10 @@ class FusedAdam(Optimizer):
             for owner, saved in saved_states(self.param_groups, loaded):
                 param = local(owner)
                 codecs = self._codecs(param.dtype)
-                master = local(saved.get("master_param"))
-                untouched = master is not None and handed_out.get(master) == master._version
-                if untouched and not self._param_is_of(param, master):
-                    saved = {name: x for name, x in saved.items() if name != "master_param"}
                 saved = _part_of(owner, saved)
+                if "master_param" in saved and "master_param_scale" not in saved:
+                    if self._is_outdated(owner, saved["master_param"], before):
+                        del saved["master_param"]
                 state: dict[str, Any] = {}
                 for name in STATE_NAMES & saved.keys():
                     if name in codecs:
@@ -812,6 +837,20 @@ class FusedAdam(Optimizer):
             state.pop("master_param_scale", None)
 
 
+class _Before(NamedTuple):
+    """What an optimizer had before it loads a state.
+
+    Attributes:
+        states: By parameter.
+        writes: What :func:`written` gave for parameters that have masters after the last step.
+        handed_out: See ``FusedAdam._handed_out``.
+    """
+
+    states: dict[Any, Any]
+    writes: dict[Tensor, int]
+    handed_out: Mapping[Tensor, tuple[int, int]]
+
+
 def written(param: Tensor) -> int:
     """A number that changes when something other than this optimizer writes to a parameter.
 
@@ -822,9 +861,9 @@ def written(param: Tensor) -> int:
 
 
 def _part_of(owner: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
-    """What this rank has of a saved state."""
+    """What this rank has of a saved state; a dictionary of its own."""
     if not isinstance(owner, DTensor):
-        return saved
+        return dict(saved)
     # Scales belong to the whole.
     numbers = {
         name: StoredState.of_saved(saved, name).decode() for name in STATE_NAMES & saved.keys()
@@ -835,6 +874,12 @@ def _part_of(owner: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
         for name, value in parts.items()
         if not name.endswith("_scale")
     }
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    """As ``torch.equal``, but NaN, which uninitialized memory may hold, equals itself."""
+    alike = (a.dtype, a.shape) == (b.dtype, b.shape)
+    return alike and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _decoupled_grad(param: Tensor) -> Tensor | None:

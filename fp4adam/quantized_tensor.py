@@ -178,6 +178,8 @@ class QuantizedTensor(torch.Tensor):
                 row_window.write(self, (x._read() if value is None else value).to(self.device))
             if self._origin.init_val is not None and not is_new and row_window.is_all(self):
                 # A value loaded before the first step is what the master weights start from.
+                if value is None and x.get_high_precision_init_val() is not None:
+                    value = row_window.rows_of(x, x._origin.init_val).view(self.shape)
                 self._origin.init_val = None if value is None else value.to(self.device, copy=True)
         self._origin.writes += not is_new
         torch.autograd.graph.increment_version(self)

@@ -163,7 +163,8 @@ def read(tensor: "QuantizedTensor", dtype: torch.dtype, after: Tensor | None = N
         return rows_of(tensor, pending).to(dtype, copy=True)
     part, rows = own_blocks(tensor), matrix_shape(tensor)[0]
     values = part.quantizer.read(part, dtype, after)
-    return values if len(values) == rows else values[part._first_row :][:rows].contiguous()
+    # In memory of its own, where that begins: it may become a state of a DTensor.
+    return values if len(values) == rows else values[part._first_row :][:rows].clone()
 
 
 def write(tensor: "QuantizedTensor", value: Tensor) -> None:

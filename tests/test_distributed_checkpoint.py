@@ -360,6 +360,17 @@ def plain_loads(
     yield "weights from rank 0", False, pair
 
     yield "all", True, load(fresh(), path, partly=True)
+    for order in ("model first", "optimizer first"):
+        pair = fresh()
+        state = copy.deepcopy(state_of(pair))
+        planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+        dcp.load(state, checkpoint_id=path, planner=planner)
+        if order == "model first":
+            set_model_state_dict(pair[0], state["model"])
+        set_optimizer_state_dict(*pair, state["optimizer"])
+        if order == "optimizer first":
+            set_model_state_dict(pair[0], state["model"])
+        yield f"all into copies, {order}", True, pair
     yield "optimizer after weights", True, loaded_optimizer(loaded_model(fresh()))
     yield "weights after optimizer", True, loaded_model(loaded_optimizer(fresh()))
     pair = fresh()
