@@ -9,7 +9,7 @@ from torch import Tensor
 # As in fp4adam.kernels, which a machine without Triton cannot import.
 TABLE_WIDTH = 16
 GRAD, SCALARS = 0, 1
-SCALARS_WIDTH = 14
+SCALARS_WIDTH = 12
 
 
 class DeviceTables:
@@ -23,7 +23,7 @@ class DeviceTables:
 
     Attributes:
         table: int64 [n_tensors, 16] on the device.
-        scalars: float32 on the device, rows of 14.
+        scalars: float32 on the device, rows of 12.
     """
 
     def __init__(self, device: torch.device, rows: list[list[int]], n_scalars: int) -> None:

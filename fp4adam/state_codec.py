@@ -30,6 +30,11 @@ _PER_ELEMENT = 0xC13FA9A9
 _PER_STEP = 0x91E10DA5
 
 
+def dither_origin(first: int, step: int) -> int:
+    """The dither of element ``first`` of a flattened tensor in update number ``step``, 32 bits."""
+    return (first * _PER_ELEMENT + step * _PER_STEP) % 2**32
+
+
 def dither_bits(first: int, count: int, step: int, device: torch.device | None = None) -> Tensor:
     """Dither of the elements ``first`` to ``first + count - 1`` of a flattened tensor.
 
@@ -42,7 +47,7 @@ def dither_bits(first: int, count: int, step: int, device: torch.device | None =
     Returns:
         int32 [count]; its bits, read as an unsigned number over 2**32, are the dither in [0, 1).
     """
-    origin = _as_int32(first * _PER_ELEMENT + step * _PER_STEP)
+    origin = _as_int32(dither_origin(first, step))
     index = torch.arange(count, dtype=torch.int32, device=device)
     return index.mul_(_as_int32(_PER_ELEMENT)).add_(origin)
 

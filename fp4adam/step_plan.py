@@ -22,6 +22,7 @@ from fp4adam.fused_launch import NVFP4Launch, fused_launch
 from fp4adam.local_tensor import local
 from fp4adam.quantized_tensor import QuantizedTensor
 from fp4adam.shared_scales import AmaxExchange, ShardCast
+from fp4adam.state_codec import dither_origin
 from fp4adam.update_bound import largest_update, measured_ratio, next_ratio, ratio_after
 
 _version = attrgetter("_version")
@@ -332,14 +333,15 @@ class StepPlan:
                 self._ratio_of[i] = cohort.ratio
 
     def _scalars_rows(self) -> list[float]:
-        """The rows of scalars of all cohorts: bounds of the update and the first element follow."""
+        """The rows of scalars of all cohorts, with what bounds the update and begins the dither."""
         rows: list[float] = []
         for cohort in self._cohorts:
             scalars = cohort.scalars
             decay = abs(scalars.decay) if cohort.group["adam_w_mode"] else 1.0
-            rows += scalars
-            rows += largest_update(scalars, cohort.ratio), decay
-            rows += cohort.first_element >> 16 & 0xFFFF, cohort.first_element & 0xFFFF, 0.0
+            dither = dither_origin(cohort.first_element, int(scalars.dither_step))
+            # In two halves, which float32 holds.
+            rows += *scalars[:8], dither >> 16
+            rows += largest_update(scalars, cohort.ratio), decay, dither & 0xFFFF
         return rows
 
     def settle(self) -> None:

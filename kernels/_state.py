@@ -13,7 +13,6 @@ from ._layout import state_offsets
 from .tensor_table import VALUE, VALUE_EXTRA, pointer, tile_offsets
 
 PER_ELEMENT = tl.constexpr(0xC13FA9A9)
-PER_STEP = tl.constexpr(0x91E10DA5)
 
 # Of the codes, by the name of the codec.
 CODE_DTYPES = {
@@ -37,23 +36,13 @@ def most_registers(*codecs: str) -> int | None:
 
 
 @triton.jit
-def dither_origin(step, first_element):
-    """Dither, uint32, of the first element of a tensor.
-
-    step: number of the update. first_element: index of that element in what the tensor is a shard
-    of. Both are integers of which 32 bits count.
-    """
-    return step.to(tl.uint32) * PER_STEP + first_element.to(tl.uint32) * PER_ELEMENT
-
-
-@triton.jit
 def dither_tile(start, stride, origin, BR: tl.constexpr, BC: tl.constexpr):
     """Dither, uint32 [BR, BC], of the elements from ``start`` on in rows ``stride`` apart.
 
-    start: int64. origin: from :func:`dither_origin`.
+    start: int64. origin: that of the tensor's first element, of which 32 bits count.
     """
-    offs = state_offsets(stride, BR, BC).to(tl.uint32)
-    return origin + start.to(tl.uint32) * PER_ELEMENT + offs * PER_ELEMENT
+    first = start.to(tl.uint32) * PER_ELEMENT + origin.to(tl.uint32)
+    return first + state_offsets(stride, BR, BC).to(tl.uint32) * PER_ELEMENT
 
 
 @triton.jit

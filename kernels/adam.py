@@ -9,7 +9,6 @@ from ._bfloat16 import round_to_bfloat16, to_float32
 from ._launch import Launch
 from ._layout import state_offsets
 from ._state import (
-    dither_origin,
     dither_tile,
     load_state,
     load_value,
@@ -41,7 +40,7 @@ BLOCK = 512
 # Columns of a row of scalars: those of ``fp4adam.adam.Scalars``, then what bounds the update.
 LARGEST_UPDATE = tl.constexpr(9)
 LARGEST_DECAY = tl.constexpr(10)
-SCALARS_WIDTH = tl.constexpr(14)
+SCALARS_WIDTH = tl.constexpr(12)
 
 # Arguments that may be another tensor at every call, with any alignment.
 SIGNALS = ("grad_scale_ptr", "clip_ptr", "found_inf_ptr")
@@ -57,7 +56,7 @@ def scalars_row(table, scalars, tensor):
 def load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr):
     """The scalars of a tensor's update; the gradient's factor includes clip / grad_scale.
 
-    The last one is the origin of the dither, uint32. scalars: float32 [n, 14]. grad_scale_ptr,
+    The last one is the origin of the dither, int32. scalars: float32 [n, 12]. grad_scale_ptr,
     clip_ptr: float32 [1].
     """
     row = scalars_row(table, scalars, tensor)
@@ -69,8 +68,7 @@ def load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr):
     eps = tl.load(row + 5)
     step_size = tl.load(row + 6)
     rsqrt_bias_correction2 = tl.load(row + 7)
-    first_element = (tl.load(row + 11).to(tl.int32) << 16) + tl.load(row + 12).to(tl.int32)
-    dither = dither_origin(tl.load(row + 8).to(tl.int32), first_element)
+    dither = (tl.load(row + 8).to(tl.int32) << 16) + tl.load(row + 11).to(tl.int32)
     return (
         factor,
         decay,
@@ -280,7 +278,7 @@ def _adam_step_kernel(
     """Adam on one block of one tensor, read flat; ``rows`` of the table is its number of elements.
 
     Grid: (n_tiles,). Tile: BLOCK elements. grad_scale_ptr, clip_ptr, found_inf_ptr: float32 [1].
-    table: int64 [n_tensors, 16]. scalars: float32 [n, 14]. tiles: int32 [n_tiles, 2], (tensor,
+    table: int64 [n_tensors, 16]. scalars: float32 [n, 12]. tiles: int32 [n_tiles, 2], (tensor,
     block of that tensor).
     PARAM_DTYPE: dtype of the parameter that is rounded from the value, None if it is the value.
     Reads gradient, value, exp_avg, exp_avg_sq, writes the last three and the parameter: with a BF16

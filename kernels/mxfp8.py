@@ -33,6 +33,8 @@ BLOCK = 32
 # Encoding states needs registers, hence the smaller parts of states with scales.
 STEP_TILE, STEP_PART = Tile(32, 256, 1, 4, 3), {False: 64, True: 32}  # by scaled_states
 EDGE_TILE, EDGE_PART = Tile(32, 32, 1, 4, 1), 32
+# Left alone, the compiler saves registers for edges, of which there are few, and spills.
+EDGE_REGISTERS = 128
 
 
 @triton.jit
@@ -211,7 +213,7 @@ def _adam_step_kernel(
     """Adam and re-quantization of one tile of one tensor, each byte moved once.
 
     Grid: (n_tiles,). Tile: [32, BC] in parts of [32, PART], codes and scales of which are kept and
-    stored together. table: int64 [n_tensors, 16]. scalars: float32 [n, 14]. tiles: int32
+    stored together. table: int64 [n_tensors, 16]. scalars: float32 [n, 12]. tiles: int32
     [n_tiles, 4].
     Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these, codes and scales:
     28 + 1/16 bytes per element with both directions.
@@ -338,7 +340,10 @@ def adam_step(
     ``tiles``: the lists for STEP_TILE and for EDGE_TILE.
     """
     scaled_states = has_scales(value_codec, exp_avg_codec, exp_avg_sq_codec)
-    forms = ((STEP_TILE, STEP_PART[scaled_states]), (EDGE_TILE, EDGE_PART))
+    forms = (
+        (STEP_TILE, STEP_PART[scaled_states], None),
+        (EDGE_TILE, EDGE_PART, EDGE_REGISTERS),
+    )
     return [
         Launch(
             _adam_step_kernel,
@@ -359,6 +364,7 @@ def adam_step(
                 STAGES=tile.num_stages,
             ),
             num_warps=tile.num_warps,
+            maxnreg=registers,
         )
-        for listed, (tile, part) in zip(tiles, forms, strict=True)
+        for listed, (tile, part, registers) in zip(tiles, forms, strict=True)
     ]

@@ -121,15 +121,16 @@ def step_jobs(codecs):
                 num_warps=tile.num_warps,
                 maxnreg=nvfp4.STEP_REGISTERS[square] if registers is None else None,
             )
-    for size, tile, part in (
-        ("step", mxfp8.STEP_TILE, mxfp8.STEP_PART[scaled]),
-        ("edge", mxfp8.EDGE_TILE, mxfp8.EDGE_PART),
+    for size, tile, part, most in (
+        ("step", mxfp8.STEP_TILE, mxfp8.STEP_PART[scaled], None),
+        ("edge", mxfp8.EDGE_TILE, mxfp8.EDGE_PART, mxfp8.EDGE_REGISTERS),
     ):
         jobs[f"mxfp8 {size}"] = job(
             "mxfp8._adam_step_kernel",
             TABLES,
             step_options(codecs, PART=part, BC=tile.cols, STAGES=tile.num_stages, **BOTH),
             num_warps=tile.num_warps,
+            maxnreg=most,
         )
     epsilon = {**TABLES, "epsilon": "fp32"}
     for shape, square in (("square", True), ("vector", False)):

@@ -16,6 +16,7 @@ from fp4adam.state_codec import (
     Float16,
     Float32,
     dither_bits,
+    dither_origin,
     join_master,
     split_master,
     state_codec,
@@ -295,7 +296,7 @@ def _recode_kernel(
     scales_ptr,
     stored_ptr,
     decoded_ptr,
-    step,
+    origin,
     rows,
     cols,
     CODEC: tl.constexpr,
@@ -311,7 +312,7 @@ def _recode_kernel(
     if MASKED:
         mask = (row + tl.arange(0, BR) < rows)[:, None] & (col + tl.arange(0, BC) < cols)[None, :]
     x = tl.load(x_ptr + start + offs, mask)
-    dither = _state.dither_tile(start, cols, _state.dither_origin(step, 0 * step), BR, BC)
+    dither = _state.dither_tile(start, cols, origin, BR, BC)
     stored = _state.store_state(codes_ptr, scales_ptr, start, cols, mask, x, dither, CODEC, BR, BC)
     tl.store(stored_ptr + start + offs, stored, mask)
     tl.debug_barrier()
@@ -347,7 +348,7 @@ def test_tile_functions_give_the_bits_of_the_codecs(codec, masked, device):
     out, out_scales = codec.zeros_like(x.to(device))
     results = [torch.zeros(n, device=device) for _ in range(2)]
     _recode_kernel[(triton.cdiv(rows, 16), triton.cdiv(cols, 64))](
-        x.to(device), kernel_view(out), out_scales, *results, step, rows, cols,
+        x.to(device), kernel_view(out), out_scales, *results, dither_origin(0, step), rows, cols,
         CODEC=codec.name, MASKED=masked, BR=16, BC=64, enable_fp_fusion=False,
     )  # fmt: skip
     nan = decoded.isnan()
@@ -360,9 +361,9 @@ def test_tile_functions_give_the_bits_of_the_codecs(codec, masked, device):
         assert same_bits(result.cpu()[~nan], decoded[~nan])
 
 
-@triton.jit(do_not_specialize=["step", "first"])
-def _dither_kernel(out_ptr, start, step, first):
-    dither = _state.dither_tile(start - first, 32, _state.dither_origin(step, first), 4, 32)
+@triton.jit(do_not_specialize=["origin"])
+def _dither_kernel(out_ptr, start, origin):
+    dither = _state.dither_tile(start, 32, origin, 4, 32)
     offs = tl.arange(0, 4)[:, None] * 32 + tl.arange(0, 32)[None, :]
     tl.store(out_ptr + offs, dither.to(tl.int32, bitcast=True))
 
@@ -371,8 +372,9 @@ def _dither_kernel(out_ptr, start, step, first):
 @pytest.mark.parametrize("step", [1, 2**24 - 1])
 def test_tile_dither_is_that_of_the_codecs(start, step, device):
     out = torch.zeros(128, dtype=torch.int32, device=device)
-    _dither_kernel[(1,)](out, start, step, start // 3)
-    assert torch.equal(out.cpu(), dither_bits(start, 128, step))
+    for first in (0, 2**34 + 7):
+        _dither_kernel[(1,)](out, start, dither_origin(first, step))
+        assert torch.equal(out.cpu(), dither_bits(first + start, 128, step))
 
 
 def test_tile_functions_split_masters_alike(device):
@@ -403,7 +405,7 @@ def test_tile_functions_compile_without_inexact_arithmetic_or_spills(sm):
             "signature": {
                 **pointers,
                 "codes_ptr": codes.get(codec.name, "*u8"),
-                **dict.fromkeys(("step", "rows", "cols"), "i32"),
+                **dict.fromkeys(("origin", "rows", "cols"), "i32"),
             },
             "constexprs": {"CODEC": codec.name, "MASKED": False, "BR": 16, "BC": 64},
             "divisible_by_16": [*pointers, "codes_ptr", "rows", "cols"],
