@@ -8,7 +8,14 @@ from torch import Tensor
 
 from fp4adam import backend, minifloat
 from fp4adam.quantized_tensor import QuantizedTensor
-from fp4adam.quantizer import Quantizer, blocks_of, in_blocks, round_up, runs_eagerly, strips
+from fp4adam.quantizer import (
+    SquareBlockQuantizer,
+    blocks_of,
+    in_blocks,
+    round_up,
+    runs_eagerly,
+    strips,
+)
 
 BLOCK = 128
 
@@ -39,7 +46,7 @@ class Float8BlockTensor(QuantizedTensor):
 
 
 @dataclasses.dataclass(frozen=True)
-class Float8BlockQuantizer(Quantizer):
+class Float8BlockQuantizer(SquareBlockQuantizer):
     """Quantize to :class:`Float8BlockTensor`; any rows and columns (edge blocks are partial).
 
     Scale = 448 / max(block_amax, amax_epsilon), 1 for a block of zeros; code = E4M3(x * scale).
@@ -54,7 +61,6 @@ class Float8BlockQuantizer(Quantizer):
     Source: DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.2.
     """
 
-    two_dimensional: bool = True
     force_pow_2_scales: bool = True
     amax_epsilon: float = 0.0
 
@@ -67,15 +73,6 @@ class Float8BlockQuantizer(Quantizer):
             raise ValueError(
                 f"amax_epsilon must be finite and >= 0, got {self.amax_epsilon}; 0 turns it off"
             )
-
-    @property
-    def row_pitch(self) -> dict[str, int]:
-        if not (self.two_dimensional and self.rowwise):
-            return {}
-        return {"_rowwise_data": 1, "_block_scale_inv": BLOCK}
-
-    def without_derived(self) -> Quantizer:
-        return dataclasses.replace(self, columnwise=False) if self.row_pitch else self
 
     def storage_layout(
         self, rows: int, cols: int

@@ -28,10 +28,10 @@ def first_element(param: Tensor) -> int:
 
     0 if that does not say where the others are, because another dimension than the first is cut.
     """
-    sharded = sharding_groups(param)
+    sharded = sharded_dims(param)
     if len(sharded) != 1:
         return 0
-    dim = next(i for i, place in enumerate(param.placements) if not place.is_replicate())
+    dim = sharded[0]
     if type(param.placements[dim]) is not Shard or param.placements[dim].dim != 0:
         return 0
     mesh = param.device_mesh
@@ -40,15 +40,17 @@ def first_element(param: Tensor) -> int:
     return min(mesh.get_local_rank(dim) * chunk * per_index, param.numel())
 
 
+def sharded_dims(tensor: Tensor) -> list[int]:
+    """The dimensions of its mesh that a DTensor is not replicated along; none of another tensor."""
+    placements = tensor.placements if isinstance(tensor, DTensor) else ()
+    return [dim for dim, place in enumerate(placements) if not place.is_replicate()]
+
+
 def sharding_groups(tensor: Tensor) -> tuple[tuple[dist.ProcessGroup, str], ...]:
     """The groups of ranks that have other parts of a DTensor, and the devices of its mesh."""
-    if not isinstance(tensor, DTensor):
-        return ()
-    mesh = tensor.device_mesh
     return tuple(
-        (mesh.get_group(dim), mesh.device_type)
-        for dim, place in enumerate(tensor.placements)
-        if not place.is_replicate()
+        (tensor.device_mesh.get_group(dim), tensor.device_mesh.device_type)
+        for dim in sharded_dims(tensor)
     )
 
 

@@ -7,7 +7,14 @@ from torch import Tensor
 
 from fp4adam import backend, minifloat
 from fp4adam.quantized_tensor import QuantizedTensor
-from fp4adam.quantizer import Quantizer, blocks_of, in_blocks, round_up, runs_eagerly, strips
+from fp4adam.quantizer import (
+    SquareBlockQuantizer,
+    blocks_of,
+    in_blocks,
+    round_up,
+    runs_eagerly,
+    strips,
+)
 
 BLOCK = 16
 # The largest code times the largest block scale: what the tensor's amax is mapped to.
@@ -49,7 +56,7 @@ class NVFP4Tensor(QuantizedTensor):
 
 
 @dataclasses.dataclass(frozen=True)
-class NVFP4Quantizer(Quantizer):
+class NVFP4Quantizer(SquareBlockQuantizer):
     """Quantize to :class:`NVFP4Tensor`; rows and columns must be multiples of 16.
 
     Block scale = E4M3(block_amax * S / 6) with S = 2688 / amax(tensor); code = E2M1(x / decoded
@@ -64,8 +71,6 @@ class NVFP4Quantizer(Quantizer):
     Source: "Pretraining Large Language Models with NVFP4", arXiv:2509.25149, section 4.
     """
 
-    two_dimensional: bool = True
-
     tensor_class = NVFP4Tensor
     block_rows = BLOCK
     scales_tensor = True
@@ -74,15 +79,6 @@ class NVFP4Quantizer(Quantizer):
         if rows % BLOCK or cols % BLOCK:
             return "rows and columns of NVFP4 must be multiples of 16"
         return None
-
-    @property
-    def row_pitch(self) -> dict[str, int]:
-        if not (self.two_dimensional and self.rowwise):
-            return {}
-        return {"_rowwise_data": 1, "_block_scale_inv": BLOCK}
-
-    def without_derived(self) -> Quantizer:
-        return dataclasses.replace(self, columnwise=False) if self.row_pitch else self
 
     def storage_layout(
         self, rows: int, cols: int

@@ -135,11 +135,16 @@ class Quantizer:
         shape = tuple(shape)
         self.check_shape(shape)
         check_dtype("dtype", dtype)
-        storage = {
+        return self.tensor_class(shape, dtype, self, self.zeros(*flat_shape(shape), device))
+
+    def zeros(
+        self, rows: int, cols: int, device: torch.device | str | None = None
+    ) -> dict[str, Tensor]:
+        """The inner tensors of a [rows, cols] matrix, by name."""
+        return {
             name: torch.zeros(size, dtype=kind, device=device)
-            for name, (size, kind) in self.storage_layout(*flat_shape(shape)).items()
+            for name, (size, kind) in self.storage_layout(rows, cols).items()
         }
-        return self.tensor_class(shape, dtype, self, storage)
 
     def quantize(self, x: Tensor) -> "QuantizedTensor":
         """Quantize ``x`` (float32, bfloat16 or float16, at least 2 dimensions) to a new tensor.
@@ -172,6 +177,26 @@ class Quantizer:
         ``after`` is never read: a graph of torch.compile just cannot decode before it exists.
         """
         raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class SquareBlockQuantizer(Quantizer):
+    """A format whose blocks may be square; both directions then share codes and scales.
+
+    Args:
+        two_dimensional: Whether they are square.
+    """
+
+    two_dimensional: bool = True
+
+    @property
+    def row_pitch(self) -> dict[str, int]:
+        if not (self.two_dimensional and self.rowwise):
+            return {}
+        return {"_rowwise_data": 1, "_block_scale_inv": self.block_rows}
+
+    def without_derived(self) -> Quantizer:
+        return dataclasses.replace(self, columnwise=False) if self.row_pitch else self
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:

@@ -137,14 +137,10 @@ def own_blocks(tensor: "QuantizedTensor") -> "QuantizedTensor":
     total, first = stored_rows(tensor), tensor._first_row
     low = first // block * block
     high = max(min(round_up(first + rows, block), total), low)
-    storage = {} if tensor._amax is None else {"_amax": tensor._amax}
-    for name, pitch in tensor.quantizer.row_pitch.items():
-        inner = getattr(tensor, name)
-        # The last one keeps its padding.
-        stop = inner.shape[0] if high == total else -(-high // pitch)
-        storage[name] = inner[low // pitch : stop]
     quantizer = tensor.quantizer.without_derived()
-    part = type(tensor)(tuple(tensor.shape), tensor.dtype, quantizer, storage)
+    part = type(tensor)(
+        tuple(tensor.shape), tensor.dtype, quantizer, _stored_between(tensor, low, high)
+    )
     pending = tensor._origin.pending
     part._origin = dataclasses.replace(
         tensor._origin,
@@ -154,6 +150,17 @@ def own_blocks(tensor: "QuantizedTensor") -> "QuantizedTensor":
         first_row=first - low,
     )
     return part
+
+
+def _stored_between(tensor: "QuantizedTensor", low: int, high: int) -> dict[str, Tensor]:
+    """Views of the inner tensors on the blocks of stored rows; without what can be derived."""
+    storage = {} if tensor._amax is None else {"_amax": tensor._amax}
+    for name, pitch in tensor.quantizer.row_pitch.items():
+        inner = getattr(tensor, name)
+        # The last one keeps its padding.
+        stop = inner.shape[0] if high == stored_rows(tensor) else -(-high // pitch)
+        storage[name] = inner[low // pitch : stop]
+    return storage
 
 
 def read(tensor: "QuantizedTensor", dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
@@ -295,11 +302,7 @@ def make_shard(tensor: "QuantizedTensor", shape: tuple[int, ...]) -> "QuantizedT
     if whole.is_cut:
         # Wherever in a block it is going to begin.
         rows = round_up(rows + block - 1, block)
-    layout = quantizer.storage_layout(rows, shape[-1])
-    storage = {
-        name: torch.zeros(size, dtype=dtype, device=tensor.device)
-        for name, (size, dtype) in layout.items()
-    }
+    storage = quantizer.zeros(rows, shape[-1], tensor.device)
     shard = type(tensor)(tuple(shape), tensor.dtype, quantizer, storage)
     shard._origin = Origin(rows=None, first_row=None, whole=whole, unsettled=True, name=name)
     return shard
@@ -336,9 +339,7 @@ def _quantize(tensor: "QuantizedTensor", matrix: Tensor) -> None:
     """Quantize all rows of an origin that shares no scales with another one."""
     rows = len(matrix)
     if rows < stored_rows(tensor):
-        storage = {} if tensor._amax is None else {"_amax": tensor._amax}
-        for name, pitch in tensor.quantizer.row_pitch.items():
-            storage[name] = getattr(tensor, name)[: -(-rows // pitch)]
+        storage = _stored_between(tensor, 0, rows)
         tensor = type(tensor)(tuple(matrix.shape), tensor.dtype, tensor.quantizer, storage)
     tensor.quantizer.write(matrix.contiguous(), tensor)
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fp4adam import row_window
+from fp4adam.local_tensor import sharded_dims
 from fp4adam.partial_cast import PartialCast
 from fp4adam.quantized_tensor import QuantizedTensor
 from fp4adam.row_window import Whole
@@ -58,7 +59,7 @@ class Place(NamedTuple):
         """
         if not isinstance(param, DTensor) or not isinstance(param._local_tensor, QuantizedTensor):
             return None
-        sharded = [dim for dim, place in enumerate(param.placements) if not place.is_replicate()]
+        sharded = sharded_dims(param)
         if not sharded:
             return None
         whole = param._local_tensor._origin.whole
