@@ -36,7 +36,7 @@ from fp4adam import FP4Adam, FusedAdam, QuantizedTensor, quantize_model
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
-from distributed import process_group, rank, shard, world_size
+from distributed import leave, process_group, rank, shard, world_size
 from gpt import GPT, GPTConfig
 from options import PRESETS
 from stdlib_text import cut_batch, load_text
@@ -334,3 +334,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

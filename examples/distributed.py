@@ -6,6 +6,7 @@ A process that torchrun has not started is alone; it calls the same functions an
 import contextlib
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +56,18 @@ def process_group(device_type: str) -> Iterator[None]:
     # Not after an error, which the other processes know nothing of: torchrun ends them.
     dist.barrier()
     dist.destroy_process_group()
+
+
+def leave() -> None:
+    """Ends a process that torchrun started, without Python's own way out.
+
+    Threads of gloo outlive their group, which caches of DTensor keep. Once in a while one of them
+    needs Python when that is gone, and aborts.
+    """
+    if dist.is_torchelastic_launched():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def shard(model: nn.Module, **options: Any) -> None:

@@ -272,3 +272,4 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
 
 if __name__ == "__main__":
     main()
+    distributed.leave()
