@@ -83,7 +83,7 @@ def _amax_preview_kernel(
     AGAIN: look at those that have been left out and can be larger than what has been found, because
     the weight that was the largest has become NaN.
 
-    Grid: (cdiv(n_tiles, SCAN),). table: int64 [n_tensors, 16]. scalars: float32 [n, 12], with
+    Grid: (cdiv(n_tiles, SCAN),). table: int64 [n_tensors, 18]. scalars: float32 [n, 12], with
     the largest change of a weight (Inf if unknown) and the factor of its decay. tiles: int32
     [n_tiles, 4], (tensor, row, column, rows << 16 | columns). tile_amaxes: float32 [n_tiles],
     old_amaxes: float32 [n_tensors], before the step. amaxes: float32 [n_tensors], zero at first;

@@ -271,7 +271,7 @@ def _adam_step_kernel(
 ):
     """Adam and re-quantization of one column of tiles of one tensor, each byte moved once.
 
-    Grid: (n_tiles,). Tile: LOOP times [BR, BC] down the rows. table: int64 [n_tensors, 16].
+    Grid: (n_tiles,). Tile: LOOP times [BR, BC] down the rows. table: int64 [n_tensors, 18].
     scalars: float32 [n, 12]. tiles: int32 [n_tiles, 4]. amaxes: float32 [n_tensors], of the
     updated weights; next_amaxes: the same of the next step, set to zero. tile_amaxes: float32
     [n_tiles], written: no weight of the tile is larger. exceeding: float32 [n_tensors], raised to
