@@ -18,6 +18,7 @@ from fp4adam.mxfp8 import MXFP8Tensor
 from fp4adam.quantized_tensor import QuantizedTensor
 from fp4adam.quantizer import round_up
 
+
 class Scales(NamedTuple):
     """The same scales in two orders.
 
