@@ -49,8 +49,8 @@ def swizzle_scales(scales: Sequence[Tensor]) -> list[Tensor]:
     pairs = []
     for i, scale in enumerate(scales):
         _check("scales", i, scale, scales[0].device)
-        pairs.append(_pair(scale))
-    write_gemm_scales(pairs)
+        pairs.append(Scales(scale, _room_for(scale)))
+    write_scales(pairs)
     return [pair.swizzled for pair in pairs]
 
 
@@ -87,7 +87,7 @@ def unswizzle_scales(
                 "padded to 128 and blocks to 4"
             )
         pairs.append(Scales(tensor.new_empty(rows, blocks), tensor))
-    write_gemm_scales(pairs, undo=True)
+    write_scales(pairs, undo=True)
     return [pair.plain for pair in pairs]
 
 
@@ -108,51 +108,44 @@ def build_gemm_scales(tensors: Sequence[QuantizedTensor]) -> None:
     by_device: dict[torch.device, list[Scales]] = defaultdict(list)
     for tensor in tensors:
         if tensor.quantizer.optimize_for_gemm:
-            for usage in _usages(tensor):
-                stored = getattr(tensor, f"_{usage}_gemm_scale_inv")
-                by_device[tensor.device].append(_scales(tensor, usage, stored))
+            by_device[tensor.device] += scales_of(tensor).values()
     for pairs in by_device.values():
-        write_gemm_scales(pairs)
-
-
-def new_gemm_scales(tensor: QuantizedTensor) -> dict[str, Scales]:
-    """By the names of inner tensors, scales for the GEMM of an NVFP4 or MXFP8 tensor without."""
-    found = {f"_{usage}_gemm_scale_inv": _scales(tensor, usage) for usage in _usages(tensor)}
-    write_gemm_scales([*found.values()])
-    return found
+        write_scales(pairs)
 
 
 def new_gemm_scale(tensor: QuantizedTensor, usage: str) -> Tensor:
-    """New scales for the GEMM in one direction that a tensor has."""
+    """New scales for the GEMM in a direction that a tensor has; Float8Block needs no others."""
     if isinstance(tensor, Float8BlockTensor):
         return getattr(tensor, f"{usage}_scale_inv")
-    pair = _scales(tensor, usage)
-    write_gemm_scales([pair])
+    pair = _scales_in(tensor, usage)
+    write_scales([pair])
     return pair.swizzled
 
 
-def _usages(tensor: QuantizedTensor) -> list[str]:
-    return [usage for usage in ("rowwise", "columnwise") if getattr(tensor.quantizer, usage)]
+def scales_of(tensor: QuantizedTensor) -> dict[str, Scales]:
+    """The scales of an NVFP4 or MXFP8 tensor by the names of the inner tensors for the GEMM.
+
+    Where it has no such inner tensor, ``swizzled`` is new and yet to be written.
+    """
+    usages = [usage for usage in ("rowwise", "columnwise") if getattr(tensor.quantizer, usage)]
+    return {f"_{usage}_gemm_scale_inv": _scales_in(tensor, usage) for usage in usages}
 
 
-def _scales(tensor: QuantizedTensor, usage: str, swizzled: Tensor | None = None) -> Scales:
-    """The scales of one direction, to be written to ``swizzled`` or to a new tensor."""
+def _scales_in(tensor: QuantizedTensor, usage: str) -> Scales:
     is_square = tensor._block_scale_inv is not None
     plain = tensor._block_scale_inv if is_square else getattr(tensor, f"_{usage}_scale_inv")
     if usage == "columnwise" and (is_square or isinstance(tensor, MXFP8Tensor)):
         plain = plain.t()
     repeats = tensor.quantizer.block_rows if is_square else 1
-    return _pair(plain, repeats, swizzled)
+    stored = getattr(tensor, f"_{usage}_gemm_scale_inv")
+    return Scales(plain, _room_for(plain, repeats) if stored is None else stored, repeats)
 
 
-def _pair(plain: Tensor, repeats: int = 1, swizzled: Tensor | None = None) -> Scales:
-    if swizzled is None:
-        shape = (round_up(plain.shape[0] * repeats, 128), round_up(plain.shape[1], 4))
-        swizzled = plain.new_empty(shape)
-    return Scales(plain, swizzled, repeats)
+def _room_for(plain: Tensor, repeats: int = 1) -> Tensor:
+    return plain.new_empty(round_up(plain.shape[0] * repeats, 128), round_up(plain.shape[1], 4))
 
 
-def write_gemm_scales(pairs: list[Scales], undo: bool = False) -> None:
+def write_scales(pairs: list[Scales], undo: bool = False) -> None:
     """Fill in ``swizzled`` from ``plain`` of pairs on one device; if ``undo``, the other way.
 
     Padding of ``swizzled`` becomes zero.
@@ -180,7 +173,6 @@ def write_gemm_scales(pairs: list[Scales], undo: bool = False) -> None:
 def _write(pair: Scales, undo: bool) -> None:
     plain, swizzled = pair.plain.view(torch.uint8), pair.swizzled.view(torch.uint8)
     rows, blocks = swizzled.shape
-    # Of which the last two are a word, and neighbours: row of words and byte.
     tiles = swizzled.view(rows // 128, blocks // 4, 32, 4, 4).permute(0, 3, 2, 1, 4)
     if undo:
         plain.copy_(tiles.reshape(rows, blocks)[: plain.shape[0], : plain.shape[1]])
