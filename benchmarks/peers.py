@@ -23,7 +23,9 @@ FORMATS = {
     "NVFP4": fp4adam.NVFP4Quantizer(),
     "NVFP4 1D": fp4adam.NVFP4Quantizer(two_dimensional=False),
     "NVFP4 rowwise": fp4adam.NVFP4Quantizer(columnwise=False),
+    "NVFP4 swizzled": fp4adam.NVFP4Quantizer(optimize_for_gemm=True),
     "MXFP8": fp4adam.MXFP8Quantizer(),
+    "MXFP8 swizzled": fp4adam.MXFP8Quantizer(optimize_for_gemm=True),
     "Float8Block": fp4adam.Float8BlockQuantizer(),
     "Float8Block 1D": fp4adam.Float8BlockQuantizer(two_dimensional=False),
 }

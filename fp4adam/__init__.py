@@ -8,6 +8,8 @@ from fp4adam.float8_block import Float8BlockQuantizer as Float8BlockQuantizer
 from fp4adam.float8_block import Float8BlockTensor as Float8BlockTensor
 from fp4adam.fp4_adam import FP4Adam as FP4Adam
 from fp4adam.fused_adam import FusedAdam as FusedAdam
+from fp4adam.gemm_scales import swizzle_scales as swizzle_scales
+from fp4adam.gemm_scales import unswizzle_scales as unswizzle_scales
 from fp4adam.mxfp8 import MXFP8Quantizer as MXFP8Quantizer
 from fp4adam.mxfp8 import MXFP8Tensor as MXFP8Tensor
 from fp4adam.nvfp4 import NVFP4Quantizer as NVFP4Quantizer

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 # As in fp4adam.kernels, which a machine without Triton cannot import.
-TABLE_WIDTH = 16
+TABLE_WIDTH = 18
 GRAD, SCALARS = 0, 1
 SCALARS_WIDTH = 12
 
@@ -22,7 +22,7 @@ class DeviceTables:
         n_scalars: The most rows of scalars that a step can have.
 
     Attributes:
-        table: int64 [n_tensors, 16] on the device.
+        table: int64 [n_tensors, 18] on the device.
         scalars: float32 on the device, rows of 12.
     """
 

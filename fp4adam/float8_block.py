@@ -69,6 +69,11 @@ class Float8BlockQuantizer(SquareBlockQuantizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.optimize_for_gemm:
+            raise ValueError(
+                "optimize_for_gemm must be False for Float8Block, got True: its GEMM reads scales "
+                "as rowwise_scale_inv and columnwise_scale_inv have them; leave it out"
+            )
         if not (self.amax_epsilon >= 0 and math.isfinite(self.amax_epsilon)):
             raise ValueError(
                 f"amax_epsilon must be finite and >= 0, got {self.amax_epsilon}; 0 turns it off"

@@ -8,6 +8,7 @@ FSDP2 calls both hooks for every weight, forward and backward, and the GPU waits
 what they do is worked out once: as a rule, nothing is left to do.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fp4adam.gemm_scales import scales_of, write_scales
 from fp4adam.quantizer import flat_shape
 from fp4adam.row_window import Whole
 from fp4adam.shared_scales import Place, settle_shard
@@ -79,8 +81,8 @@ def post_all_gather(
 ) -> "tuple[QuantizedTensor, tuple[Tensor, ...]] | None":
     """The whole tensor, and those of its inner tensors that are not views of ``outputs``.
 
-    Codes that can be derived are left to who wants them. With ``out``, a tensor from here, what is
-    no view is filled in again.
+    Codes that can be derived are left to who wants them; scales for GEMMs are written, in a launch.
+    With ``out``, a tensor from here, what is no view is filled in again.
     """
     if out is not None:
         for refill in out._origin.refills:
@@ -91,10 +93,18 @@ def post_all_gather(
     inputs = [*outputs, *(getattr(shard, name) for name in names[len(outputs) :])]
     assembled = [_assemble(name, inner, whole) for name, inner in zip(names, inputs, strict=True)]
     storage = {name: part.tensor for name, part in zip(names, assembled, strict=True)}
+    filled = [part.tensor for part in assembled if part.refill is not None]
+    refills = [part.refill for part in assembled if part.refill is not None]
     tensor = type(shard)(whole.shape, dtype, whole.quantizer, storage)
-    refills = [part.refill for part in assembled]
-    tensor._origin.refills = tuple(refill for refill in refills if refill is not None)
-    return tensor, tuple(part.tensor for part in assembled if part.refill is not None)
+    if whole.quantizer.optimize_for_gemm:
+        scales = scales_of(tensor)
+        gemm_scales = {name: pair.swizzled for name, pair in scales.items()}
+        tensor = type(shard)(whole.shape, dtype, whole.quantizer, storage | gemm_scales)
+        filled += gemm_scales.values()
+        refills.append(functools.partial(write_scales, [*scales.values()]))
+        refills[-1]()
+    tensor._origin.refills = tuple(refills)
+    return tensor, tuple(filled)
 
 
 class _Part(NamedTuple):

@@ -93,7 +93,8 @@ class MXFP8Launch(FusedLaunch):
 
         lists = tensor_table.cover(shapes, mxfp8.STEP_TILE, mxfp8.EDGE_TILE)
         tiles = tuple(part.to(table.device) for part in lists)
-        usage = dict(rowwise=kind.quantizer.rowwise, columnwise=kind.quantizer.columnwise)
+        names = ("rowwise", "columnwise", "optimize_for_gemm")
+        usage = {name: getattr(kind.quantizer, name) for name in names}
         self._launches = mxfp8.adam_step(table, scalars, tiles, **kind.step_options(), **usage)
 
 
@@ -131,7 +132,7 @@ class NVFP4Launch(FusedLaunch):
         from fp4adam.kernels import amax_preview, nvfp4
 
         device = table.device
-        names = ("rowwise", "columnwise", "two_dimensional")
+        names = ("rowwise", "columnwise", "two_dimensional", "optimize_for_gemm")
         usage = {name: getattr(kind.quantizer, name) for name in names}
         options = kind.step_options()
         tiles, n_whole = nvfp4.step_tiles(

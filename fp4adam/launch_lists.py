@@ -12,7 +12,7 @@ Region = tuple[int, int, int, int, int]
 
 
 def table(rows: list[dict[int, int]], device: torch.device) -> Tensor:
-    """int64 [n_tensors, 16] of rows that map columns to what is in them; 0 elsewhere."""
+    """int64 [n_tensors, 18] of rows that map columns to what is in them; 0 elsewhere."""
     words = tuple(row.get(column, 0) for row in rows for column in range(TABLE_WIDTH))
     return _table(words, device, _stream(device))
 

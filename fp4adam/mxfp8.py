@@ -18,6 +18,8 @@ class MXFP8Tensor(QuantizedTensor):
     ``rowwise_data``, ``columnwise_data``: uint8 (E4M3) [rows, cols]; the second is not transposed.
     ``rowwise_scale_inv``: uint8 (E8M0) [rows to 128, cols / 32 to 4], and
     ``columnwise_scale_inv``: uint8 (E8M0) [rows / 32 to 4, cols to 128], padding zero.
+    ``rowwise_gemm_scale_inv``: those of rows in the GEMM's order, and
+    ``columnwise_gemm_scale_inv``: uint8 (E8M0) [cols to 128, rows / 32 to 4] in that order.
     """
 
 
@@ -30,6 +32,8 @@ class MXFP8Quantizer(Quantizer):
     Args:
         rowwise: Keep codes with blocks of 1x32.
         columnwise: Keep codes with blocks of 32x1.
+        optimize_for_gemm: Keep ``rowwise_gemm_scale_inv`` and ``columnwise_gemm_scale_inv``, 1/32
+            byte per weight and direction, which whatever writes the tensor then writes as well.
 
     Source: OCP Microscaling Formats (MX) v1.0; the scale rounds up as in Transformer Engine.
     """
@@ -56,15 +60,14 @@ class MXFP8Quantizer(Quantizer):
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         byte = torch.uint8
         layout = {}
-        if self.rowwise:
-            layout["_rowwise_data"] = ((rows, cols), byte)
-            layout["_rowwise_scale_inv"] = ((round_up(rows, 128), round_up(cols // BLOCK, 4)), byte)
-        if self.columnwise:
-            layout["_columnwise_data"] = ((rows, cols), byte)
-            layout["_columnwise_scale_inv"] = (
-                (round_up(rows // BLOCK, 4), round_up(cols, 128)),
-                byte,
-            )
+        for usage, m, k in (("rowwise", rows, cols), ("columnwise", cols, rows)):
+            if getattr(self, usage):
+                layout[f"_{usage}_data"] = ((rows, cols), byte)
+                scale_shape = (round_up(m, 128), round_up(k // BLOCK, 4))
+                compact = scale_shape if usage == "rowwise" else scale_shape[::-1]
+                layout[f"_{usage}_scale_inv"] = (compact, byte)
+                if self.optimize_for_gemm:
+                    layout[f"_{usage}_gemm_scale_inv"] = (scale_shape, byte)
         return layout
 
     def write(self, x: Tensor, out: MXFP8Tensor) -> None:

@@ -28,6 +28,7 @@ class NVFP4Tensor(QuantizedTensor):
     ``columnwise_data``: uint8 [cols, rows / 2], the transposed matrix packed the same way.
     ``rowwise_scale_inv``: uint8 (E4M3) [rows to 128, cols / 16 to 4], and
     ``columnwise_scale_inv``: uint8 (E4M3) [cols to 128, rows / 16 to 4], padding zero.
+    ``rowwise_gemm_scale_inv``, ``columnwise_gemm_scale_inv``: the same in the GEMM's order.
     """
 
     @property
@@ -67,6 +68,8 @@ class NVFP4Quantizer(SquareBlockQuantizer):
         columnwise: Keep transposed codes with blocks along the first dimension.
         two_dimensional: One scale per 16x16 block, the same for both directions (the recipe for
             weights), instead of one per 16 elements of each direction.
+        optimize_for_gemm: Keep ``rowwise_gemm_scale_inv`` and ``columnwise_gemm_scale_inv``, 1/16
+            byte per weight and direction, which whatever writes the tensor then writes as well.
 
     Source: "Pretraining Large Language Models with NVFP4", arXiv:2509.25149, section 4.
     """
@@ -90,9 +93,11 @@ class NVFP4Quantizer(SquareBlockQuantizer):
         for usage, m, k in (("rowwise", rows, cols), ("columnwise", cols, rows)):
             if getattr(self, usage):
                 layout[f"_{usage}_data"] = ((m, k // 2), byte)
+                scale_shape = (round_up(m, 128), round_up(k // BLOCK, 4))
                 if not self.two_dimensional:
-                    scale_shape = (round_up(m, 128), round_up(k // BLOCK, 4))
                     layout[f"_{usage}_scale_inv"] = (scale_shape, byte)
+                if self.optimize_for_gemm:
+                    layout[f"_{usage}_gemm_scale_inv"] = (scale_shape, byte)
         return layout
 
     def write(self, x: Tensor, out: NVFP4Tensor) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from fp4adam import backend, minifloat, mxfp8, nvfp4, pieces
 from fp4adam.float8_block import BLOCK as FLOAT8_BLOCK
 from fp4adam.float8_block import Float8BlockQuantizer
+from fp4adam.gemm_scales import build_gemm_scales
 from fp4adam.mxfp8 import MXFP8Quantizer
 from fp4adam.nvfp4 import NVFP4Quantizer
 from fp4adam.quantized_tensor import QuantizedTensor
@@ -244,7 +245,9 @@ class PartialCast:
             for shard, value, out in zip(self._shards, values, outs, strict=True):
                 _write_scales(shard)
                 _write_codes(shard, value, shard.targets(out))
-        torch.autograd.graph.increment_version([shard.weight for shard in self._shards])
+        weights = [shard.weight for shard in self._shards]
+        build_gemm_scales(weights)
+        torch.autograd.graph.increment_version(weights)
 
     def check_values(self, values: Sequence[Tensor | None], name: str = "values") -> None:
         """Raise ValueError unless ``values`` fit the shards; ``name`` is what they are called."""

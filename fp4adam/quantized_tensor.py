@@ -15,7 +15,8 @@ from fp4adam.quantizer import HIGH_PRECISION_DTYPES, Quantizer, check_dtype
 from fp4adam.row_window import Origin
 
 # Inner tensors, named as in Transformer Engine. Scales of square blocks are the same for both
-# directions and are kept once, one per block, in _block_scale_inv.
+# directions and are kept once, one per block, in _block_scale_inv. The last two hold them once more,
+# for GEMMs alone, and are derived from what everything else reads.
 STORAGE_NAMES = (
     "_rowwise_data",
     "_rowwise_scale_inv",
@@ -23,6 +24,8 @@ STORAGE_NAMES = (
     "_columnwise_scale_inv",
     "_block_scale_inv",
     "_amax",
+    "_rowwise_gemm_scale_inv",
+    "_columnwise_gemm_scale_inv",
 )
 
 _FUNCTIONS: dict[Callable, Callable] = {}
@@ -75,6 +78,8 @@ class QuantizedTensor(torch.Tensor):
     _columnwise_scale_inv = _Storage()
     _block_scale_inv = _Storage()
     _amax = _Storage()
+    _rowwise_gemm_scale_inv = _Storage()
+    _columnwise_gemm_scale_inv = _Storage()
 
     def __new__(
         cls,
@@ -142,6 +147,30 @@ class QuantizedTensor(torch.Tensor):
     def columnwise_scale_inv(self) -> Tensor | None:
         """Decode scales of ``columnwise_data`` in Transformer Engine's layout, padding zero."""
         return self.settled()._columnwise_scale_inv
+
+    @property
+    def rowwise_gemm_scale_inv(self) -> Tensor | None:
+        """Scales of ``rowwise_data`` as the block-scaled GEMM reads them.
+
+        NVFP4 and MXFP8: uint8 [rows to 128, blocks per row to 4], whose memory is in tiles of 128x4
+        (cuBLAS; ``SWIZZLE_32_4_4`` in torch), padding zero. With ``optimize_for_gemm`` they are
+        stored and stay where they are; else this is a new tensor, which takes a launch.
+        Float8Block: ``rowwise_scale_inv``.
+        """
+        return self._gemm_scale_inv("rowwise")
+
+    @property
+    def columnwise_gemm_scale_inv(self) -> Tensor | None:
+        """The same for the transposed matrix and its blocks: [cols to 128, blocks to 4]."""
+        return self._gemm_scale_inv("columnwise")
+
+    def _gemm_scale_inv(self, usage: str) -> Tensor | None:
+        stored = getattr(self.settled(), f"_{usage}_gemm_scale_inv")
+        if stored is not None or not getattr(self.quantizer, usage):
+            return stored
+        from fp4adam.gemm_scales import new_gemm_scale
+
+        return new_gemm_scale(self, usage)
 
     @property
     def nbytes_stored(self) -> int:

@@ -59,10 +59,12 @@ class Quantizer:
     Args:
         rowwise: Keep codes with blocks along the last dimension (what the forward GEMM reads).
         columnwise: Keep codes with blocks along the first dimension (what the backward GEMM reads).
+        optimize_for_gemm: Keep the scales of both in the order of the block-scaled GEMM as well.
     """
 
     rowwise: bool = True
     columnwise: bool = True
+    optimize_for_gemm: bool = dataclasses.field(default=False, kw_only=True)
 
     tensor_class: ClassVar[type["QuantizedTensor"]]
     # Rows that a block spans.
@@ -94,7 +96,11 @@ class Quantizer:
 
     def without_derived(self) -> "Quantizer":
         """The quantizer of a tensor that consists of what ``row_pitch`` names."""
-        return self
+        return self.with_compact_scales()
+
+    def with_compact_scales(self) -> "Quantizer":
+        """The quantizer of a tensor without scales in the order of the GEMM."""
+        return dataclasses.replace(self, optimize_for_gemm=False)
 
     def check_matrix(self, rows: int, cols: int) -> str | None:
         """Say which rule of the format a [rows, cols] matrix breaks, or None."""
@@ -196,7 +202,8 @@ class SquareBlockQuantizer(Quantizer):
         return {"_rowwise_data": 1, "_block_scale_inv": self.block_rows}
 
     def without_derived(self) -> Quantizer:
-        return dataclasses.replace(self, columnwise=False) if self.row_pitch else self
+        compact = self.with_compact_scales()
+        return dataclasses.replace(compact, columnwise=False) if self.row_pitch else compact
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:

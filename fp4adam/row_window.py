@@ -213,14 +213,16 @@ def copy_bytes(tensor: "QuantizedTensor", source: "QuantizedTensor", non_blockin
     if type(tensor) is not type(source):
         return False
     if origin.whole is None and other.whole is None:
-        same = tensor.quantizer == source.quantizer and is_all(tensor) and is_all(source)
+        mine, others = tensor.quantizer, source.quantizer
+        same = mine.with_compact_scales() == others.with_compact_scales()
+        same &= is_all(tensor) and is_all(source)
         if other.pending is not None or not same:
             return False
         values = source.storage_tensors()
         for name, inner in tensor.storage_tensors().items():
-            # What has been gathered may have to be derived.
-            value = values.get(name)
-            inner.copy_(source.columnwise_data if value is None else value, non_blocking)
+            # What is not stored can be derived.
+            value = values[name] if name in values else getattr(source, name.removeprefix("_"))
+            inner.copy_(value, non_blocking)
         origin.pending = None
         return True
     pitch = tensor.quantizer.row_pitch
@@ -246,11 +248,24 @@ def copy_bytes(tensor: "QuantizedTensor", source: "QuantizedTensor", non_blockin
         targets[..., :width].copy_(values[..., :width], non_blocking)
     if tensor._amax is not None and rows:
         tensor._amax.copy_(source._amax, non_blocking)
-    if tensor.quantizer != tensor.quantizer.without_derived():
-        from fp4adam.columnwise import build_columnwise
-
-        build_columnwise([_every_row(tensor)])
+    _build_derived(_every_row(tensor))
     return True
+
+
+def _build_derived(tensor: "QuantizedTensor") -> None:
+    """Write again what follows from the other inner tensors."""
+    from fp4adam.columnwise import build_columnwise
+
+    if tensor.quantizer.with_compact_scales() != tensor.quantizer.without_derived():
+        build_columnwise([tensor])
+    _build_gemm_scales(tensor)
+
+
+def _build_gemm_scales(tensor: "QuantizedTensor") -> None:
+    if tensor.quantizer.optimize_for_gemm:
+        from fp4adam.gemm_scales import build_gemm_scales
+
+        build_gemm_scales([tensor])
 
 
 def is_of(tensor: "QuantizedTensor", value: Tensor) -> bool:
@@ -342,6 +357,7 @@ def _quantize(tensor: "QuantizedTensor", matrix: Tensor) -> None:
         storage = _stored_between(tensor, 0, rows)
         tensor = type(tensor)(tuple(matrix.shape), tensor.dtype, tensor.quantizer, storage)
     tensor.quantizer.write(matrix.contiguous(), tensor)
+    _build_gemm_scales(tensor)
 
 
 torch.serialization.add_safe_globals([Origin, Whole])

@@ -102,7 +102,7 @@ def _check_part(i: int, master: Tensor | None, start: int | None) -> None:
 
 def _drop_columnwise(weight: QuantizedTensor) -> None:
     if FORMATS[type(weight.quantizer)].is_square and weight.quantizer.columnwise:
-        weight._columnwise_data = None
+        weight._columnwise_data = weight._columnwise_gemm_scale_inv = None
         weight.quantizer = dataclasses.replace(weight.quantizer, columnwise=False)
 
 

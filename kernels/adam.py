@@ -278,7 +278,7 @@ def _adam_step_kernel(
     """Adam on one block of one tensor, read flat; ``rows`` of the table is its number of elements.
 
     Grid: (n_tiles,). Tile: BLOCK elements. grad_scale_ptr, clip_ptr, found_inf_ptr: float32 [1].
-    table: int64 [n_tensors, 16]. scalars: float32 [n, 12]. tiles: int32 [n_tiles, 2], (tensor,
+    table: int64 [n_tensors, 18]. scalars: float32 [n, 12]. tiles: int32 [n_tiles, 2], (tensor,
     block of that tensor).
     PARAM_DTYPE: dtype of the parameter that is rounded from the value, None if it is the value.
     Reads gradient, value, exp_avg, exp_avg_sq, writes the last three and the parameter: with a BF16

@@ -25,15 +25,17 @@ from .adam import (
     round_through,
     state_pointers,
 )
-from .nvfp4 import nvfp4_tile, store_columnwise
+from .nvfp4 import nvfp4_tile, store_columnwise, store_square_scales
 from .tensor_table import (
     AMAX,
     COLS,
     COLUMNWISE_DATA,
+    COLUMNWISE_GEMM_SCALE,
     COLUMNWISE_SCALE,
     GRAD,
     ROWS,
     ROWWISE_DATA,
+    ROWWISE_GEMM_SCALE,
     ROWWISE_SCALE,
     SCALARS,
     TRITON_DTYPES,
@@ -83,7 +85,7 @@ def _amax_preview_kernel(
     AGAIN: look at those that have been left out and can be larger than what has been found, because
     the weight that was the largest has become NaN.
 
-    Grid: (cdiv(n_tiles, SCAN),). table: int64 [n_tensors, 16]. scalars: float32 [n, 12], with
+    Grid: (cdiv(n_tiles, SCAN),). table: int64 [n_tensors, 18]. scalars: float32 [n, 12], with
     the largest change of a weight (Inf if unknown) and the factor of its decay. tiles: int32
     [n_tiles, 4], (tensor, row, column, rows << 16 | columns). tile_amaxes: float32 [n_tiles],
     old_amaxes: float32 [n_tensors], before the step. amaxes: float32 [n_tensors], zero at first;
@@ -171,6 +173,7 @@ def _requantize_kernel(
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     SQUARE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
     BC: tl.constexpr,
 ):
     """Write tensors again that turned out to exceed the amax they were written with.
@@ -214,9 +217,11 @@ def _requantize_kernel(
                         cols,
                         pointer(table, tensor, ROWWISE_DATA, tl.uint32),
                         pointer(table, tensor, ROWWISE_SCALE, tl.uint8),
+                        pointer(table, tensor, ROWWISE_GEMM_SCALE, tl.uint8),
                         ROWWISE,
                         COLUMNWISE,
                         SQUARE,
+                        SWIZZLED,
                         16,
                         BC,
                     )
@@ -229,7 +234,23 @@ def _requantize_kernel(
                             rows,
                             pointer(table, tensor, COLUMNWISE_DATA, tl.uint32),
                             pointer(table, tensor, COLUMNWISE_SCALE, tl.uint8),
+                            pointer(table, tensor, COLUMNWISE_GEMM_SCALE, tl.uint8),
                             SQUARE,
+                            SWIZZLED,
+                            16,
+                            BC,
+                        )
+                    if SQUARE and SWIZZLED:
+                        store_square_scales(
+                            scale,
+                            row,
+                            col,
+                            rows,
+                            cols,
+                            pointer(table, tensor, ROWWISE_GEMM_SCALE, tl.uint8),
+                            pointer(table, tensor, COLUMNWISE_GEMM_SCALE, tl.uint8),
+                            ROWWISE,
+                            COLUMNWISE,
                             16,
                             BC,
                         )
@@ -302,6 +323,7 @@ def requantize(
     rowwise: bool,
     columnwise: bool,
     two_dimensional: bool,
+    optimize_for_gemm: bool,
 ) -> Launch:
     """What writes the tensors again whose entry in ``exceeding`` is not zero."""
     n_tiles = tiles.shape[0]
@@ -315,6 +337,7 @@ def requantize(
             ROWWISE=rowwise,
             COLUMNWISE=columnwise,
             SQUARE=two_dimensional,
+            SWIZZLED=optimize_for_gemm,
             BC=32 if has_scales(value_codec) else 16,
         ),
         num_warps=1,

@@ -273,7 +273,7 @@ def _adam_step_square_kernel(
 ):
     """Adam and re-quantization of one 128x128 block of one tensor.
 
-    Grid: (n_tiles,). Tile: [128, 128] in parts of [BR, BC]. table: int64 [n_tensors, 16]. scalars:
+    Grid: (n_tiles,). Tile: [128, 128] in parts of [BR, BC]. table: int64 [n_tensors, 18]. scalars:
     float32 [n, 12]. tiles: int32 [n_tiles, 4]. MASKED: the block may reach past an edge.
     A power-of-two scale seldom changes, so each part is quantized with the stored scale at once,
     and its codes are kept, to be stored transposed with the whole block's. Where the new amax asks

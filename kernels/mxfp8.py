@@ -12,11 +12,15 @@ from ._launch import Launch
 from ._state import has_scales
 from ._words import insert_tile, store_words
 from .adam import SIGNALS, adam_step_tile, load_scalars, round_through, round_to, state_pointers
+from .swizzle import store_swizzled
 from .tensor_table import (
     COLS,
     COLUMNWISE_DATA,
+    COLUMNWISE_GEMM_SCALE,
     COLUMNWISE_SCALE,
+    ROWS,
     ROWWISE_DATA,
+    ROWWISE_GEMM_SCALE,
     ROWWISE_SCALE,
     TRITON_DTYPES,
     Tile,
@@ -108,6 +112,28 @@ def store_tile(
         width = (cols + 127) // 128 * 128
         grid = columnwise_scale + tile_start(row // 32, col, width)
         tl.store(grid + tile_offsets(width, 1, BC), column_scale)
+
+
+@triton.jit
+def store_gemm_scales(
+    row_scale,
+    column_scale,
+    row,
+    col,
+    rows,
+    cols,
+    rowwise_gemm_scale,
+    columnwise_gemm_scale,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Store the scales of the tile [32, BC] at (row, col) in the order of the GEMM."""
+    if ROWWISE:
+        store_swizzled(rowwise_gemm_scale, row, col // 32, cols // 32, row_scale, 32, BC // 32)
+    if COLUMNWISE:
+        scale = tl.trans(column_scale)
+        store_swizzled(columnwise_gemm_scale, col, row // 32, rows // 32, scale, BC, 1)
 
 
 @triton.jit
@@ -206,6 +232,7 @@ def _adam_step_kernel(
     AMSGRAD: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
     BC: tl.constexpr,
     PART: tl.constexpr,
     STAGES: tl.constexpr,
@@ -213,10 +240,10 @@ def _adam_step_kernel(
     """Adam and re-quantization of one tile of one tensor, each byte moved once.
 
     Grid: (n_tiles,). Tile: [32, BC] in parts of [32, PART], codes and scales of which are kept and
-    stored together. table: int64 [n_tensors, 16]. scalars: float32 [n, 12]. tiles: int32
+    stored together. table: int64 [n_tensors, 18]. scalars: float32 [n, 12]. tiles: int32
     [n_tiles, 4].
     Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these, codes and scales:
-    28 + 1/16 bytes per element with both directions.
+    28 + 1/16 bytes per element with both directions; 1/16 more if SWIZZLED.
     """
     tensor, row, first_col = load_tile(tiles, 32)
     if not takes_part(table, tensor, found_inf_ptr):
@@ -259,11 +286,12 @@ def _adam_step_kernel(
         row_scale = insert_tile(row_scale, scale, i)
         column_words = insert_tile(column_words, words_of_columns, i)
         column_scale = insert_tile(column_scale, scale_of_columns, i)
+    row_scale, column_scale = _side_by_side(row_scale), _side_by_side(column_scale)
     store_tile(
         _side_by_side(row_words),
-        _side_by_side(row_scale),
+        row_scale,
         _side_by_side(column_words),
-        _side_by_side(column_scale),
+        column_scale,
         row,
         first_col,
         cols,
@@ -275,6 +303,20 @@ def _adam_step_kernel(
         COLUMNWISE,
         BC,
     )
+    if SWIZZLED:
+        store_gemm_scales(
+            row_scale,
+            column_scale,
+            row,
+            first_col,
+            size(table, tensor, ROWS, 32),
+            cols,
+            pointer(table, tensor, ROWWISE_GEMM_SCALE, tl.uint8),
+            pointer(table, tensor, COLUMNWISE_GEMM_SCALE, tl.uint8),
+            ROWWISE,
+            COLUMNWISE,
+            BC,
+        )
 
 
 def quantize(
@@ -334,6 +376,7 @@ def adam_step(
     amsgrad: bool,
     rowwise: bool,
     columnwise: bool,
+    optimize_for_gemm: bool,
 ) -> list[Launch]:
     """The pass over all tensors of a table, to be called with ``grad_scale, clip, found_inf``.
 
@@ -359,6 +402,7 @@ def adam_step(
                 AMSGRAD=amsgrad,
                 ROWWISE=rowwise,
                 COLUMNWISE=columnwise,
+                SWIZZLED=optimize_for_gemm,
                 BC=tile.cols,
                 PART=part,
                 STAGES=tile.num_stages,

@@ -12,13 +12,16 @@ from ._launch import Launch
 from ._state import has_scales, most_registers
 from ._words import insert_tile, pack_words, store_words, transpose_words
 from .adam import SIGNALS, adam_step_tile, load_scalars, round_through, round_to, state_pointers
+from .swizzle import store_swizzled
 from .tensor_table import (
     AMAX,
     COLS,
     COLUMNWISE_DATA,
+    COLUMNWISE_GEMM_SCALE,
     COLUMNWISE_SCALE,
     ROWS,
     ROWWISE_DATA,
+    ROWWISE_GEMM_SCALE,
     ROWWISE_SCALE,
     TRITON_DTYPES,
     WIDTH,
@@ -40,7 +43,7 @@ FP32_MAX = tl.constexpr(3.4028234663852886e38)
 # in flight; the edges of a matrix are covered by single blocks.
 STEP_TILE = {True: Tile(16, 64, 4, 4, 4), False: Tile(16, 64, 4, 4, 3)}  # by two_dimensional
 # Most registers per thread; 128 let a fourth program run on each multiprocessor of an H200, but are
-# too few to encode states as well.
+# too few to encode states, or to store scales in two orders, as well.
 STEP_REGISTERS = {True: None, False: 128}
 EDGE_TILE = {False: Tile(16, 16, 1, 4, 1), True: Tile(16, 32, 1, 4, 1)}  # by scaled_states
 
@@ -75,18 +78,22 @@ def nvfp4_tile(
     cols,
     rowwise_data,
     rowwise_scale,
+    rowwise_gemm_scale,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     SQUARE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
     """Quantize the float32 tile [BR, BC] at (row, col) and store the rowwise part.
 
     SQUARE: one scale per 16x16 block, in the grid at rowwise_scale, for both directions; else one
-    per 16 elements of each direction, in padded rows.
-    Returns amaxes of its blocks, and what :func:`store_columnwise` takes: words of codes
-    [BR, BC / 8] and scales [BR / 16, BC] (of no use without COLUMNWISE; scales if not SQUARE).
+    per 16 elements of each direction, in padded rows. SWIZZLED: also in the order of the GEMM, but
+    for those of square blocks, which :func:`store_square_scales` takes.
+    Returns amaxes of its blocks, words of codes [BR, BC / 8], and scales [BR / 16, BC / 16] if
+    SQUARE, else columnwise ones [BR / 16, BC]; codes and columnwise scales, of no use without
+    COLUMNWISE, are what :func:`store_columnwise` takes.
     """
     if SQUARE:
         blocks = tl.reshape(x, (BR // 16, 16, BC // 16, 16))
@@ -109,6 +116,8 @@ def nvfp4_tile(
             width = (cols // 16 + 3) // 4 * 4
             grid = rowwise_scale + tile_start(row, col // 16, width)
             tl.store(grid + tile_offsets(width, BR, BC // 16), scale)
+            if SWIZZLED:
+                store_swizzled(rowwise_gemm_scale, row, col // 16, cols // 16, scale, BR, BC // 16)
         if COLUMNWISE:
             blocks = tl.reshape(x, (BR // 16, 16, BC))
             column_amax = _amax(blocks, 1)
@@ -129,17 +138,51 @@ def store_columnwise(
     rows,
     columnwise_data,
     columnwise_scale,
+    columnwise_gemm_scale,
     SQUARE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Store columnwise codes and scales of R rows and C columns at (row, col)."""
+    """Store columnwise codes of R rows and C columns at (row, col), and scales if not SQUARE."""
     words = transpose_words(words, 4, R, C)
     store_words(columnwise_data, col, row // 8, rows // 8, words, C, R // 8)
     if not SQUARE:
         width = (rows // 16 + 3) // 4 * 4
         grid = columnwise_scale + tile_start(col, row // 16, width)
         tl.store(grid + tile_offsets(width, C, R // 16), tl.trans(scale))
+        if SWIZZLED:
+            store_swizzled(
+                columnwise_gemm_scale, col, row // 16, rows // 16, tl.trans(scale), C, R // 16
+            )
+
+
+@triton.jit
+def _store_repeated(out, row, col, cols, scale, R: tl.constexpr, C: tl.constexpr):
+    """Store the scales [R / 16, C / 16] of 16x16 blocks at (row, col), each for 16 rows."""
+    scale = tl.broadcast_to(scale[:, None, :], (R // 16, 16, C // 16))
+    store_swizzled(out, row, col // 16, cols // 16, tl.reshape(scale, (R, C // 16)), R, C // 16)
+
+
+@triton.jit
+def store_square_scales(
+    scale,
+    row,
+    col,
+    rows,
+    cols,
+    rowwise_gemm_scale,
+    columnwise_gemm_scale,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Store the scales [R / 16, C / 16] of 16x16 blocks at (row, col) in the order of the GEMM."""
+    if ROWWISE:
+        _store_repeated(rowwise_gemm_scale, row, col, cols, scale, R, C)
+    if COLUMNWISE:
+        _store_repeated(columnwise_gemm_scale, col, row, rows, tl.trans(scale), C, R)
 
 
 @triton.jit
@@ -192,15 +235,28 @@ def _quantize_kernel(
         cols,
         rowwise_data,
         rowwise_scale,
+        None,
         ROWWISE,
         COLUMNWISE,
         SQUARE,
+        False,
         BR,
         BC,
     )
     if COLUMNWISE:
         store_columnwise(
-            words, scale, row, col, rows, columnwise_data, columnwise_scale, SQUARE, BR, BC
+            words,
+            scale,
+            row,
+            col,
+            rows,
+            columnwise_data,
+            columnwise_scale,
+            None,
+            SQUARE,
+            False,
+            BR,
+            BC,
         )
 
 
@@ -264,6 +320,7 @@ def _adam_step_kernel(
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     SQUARE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
     LOOP: tl.constexpr,
@@ -271,13 +328,14 @@ def _adam_step_kernel(
 ):
     """Adam and re-quantization of one column of tiles of one tensor, each byte moved once.
 
-    Grid: (n_tiles,). Tile: LOOP times [BR, BC] down the rows. table: int64 [n_tensors, 16].
+    Grid: (n_tiles,). Tile: LOOP times [BR, BC] down the rows. table: int64 [n_tensors, 18].
     scalars: float32 [n, 12]. tiles: int32 [n_tiles, 4]. amaxes: float32 [n_tensors], of the
     updated weights; next_amaxes: the same of the next step, set to zero. tile_amaxes: float32
     [n_tiles], written: no weight of the tile is larger. exceeding: float32 [n_tensors], raised to
     the amax of a tensor that is larger than amaxes says.
     Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these and the codes: 27 bytes
-    per element with both directions, and 1/256 for the scales of 16x16 blocks.
+    per element with both directions, and 1/256 for the scales of 16x16 blocks, 1/8 more if
+    SWIZZLED.
     """
     tensor, first_row, col = load_tile(tiles, 16)
     first_of_tensor = (first_row == 0) & (col == 0)
@@ -299,11 +357,15 @@ def _adam_step_kernel(
     SCALE_COLS: tl.constexpr = BC if not (ROWWISE or SQUARE) else BC // 16
     largest = tl.zeros((SCALE_ROWS, SCALE_COLS), tl.float32)
     column_words = tl.zeros((LOOP, BR, BC // 8), tl.uint32)
-    column_scale = tl.zeros((BR // 16, BC), tl.uint32)  # one tile's in each byte
+    # Scales that are stored last, one tile's in each byte.
+    KEEPS_SCALE: tl.constexpr = SWIZZLED if SQUARE else COLUMNWISE
+    kept_scale = tl.zeros((BR // 16, BC // 16 if SQUARE else BC), tl.uint32)
     rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint32)
     rowwise_scale = pointer(table, tensor, ROWWISE_SCALE, tl.uint8)
     columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint32)
     columnwise_scale = pointer(table, tensor, COLUMNWISE_SCALE, tl.uint8)
+    rowwise_gemm_scale = pointer(table, tensor, ROWWISE_GEMM_SCALE, tl.uint8)
+    columnwise_gemm_scale = pointer(table, tensor, COLUMNWISE_GEMM_SCALE, tl.uint8)
     for i in tl.range(0, LOOP, num_stages=STAGES):
         row = first_row + i * BR
         value = adam_step_tile(
@@ -329,29 +391,49 @@ def _adam_step_kernel(
             cols,
             rowwise_data,
             rowwise_scale,
+            rowwise_gemm_scale,
             ROWWISE,
             COLUMNWISE,
             SQUARE,
+            SWIZZLED,
             BR,
             BC,
         )
         largest = tl.maximum(largest, block_amax)
         if COLUMNWISE:
             column_words = insert_tile(column_words, words, i)
-            if not SQUARE:
-                column_scale |= scale.to(tl.uint32) << (8 * i)
+        if KEEPS_SCALE:
+            kept_scale |= scale.to(tl.uint32) << (8 * i)
+    tl.static_assert(LOOP <= 4)
+    kept_scale = kept_scale[None, :, :] >> (8 * tl.arange(0, LOOP))[:, None, None]
+    kept_scale = (kept_scale & 0xFF).to(tl.uint8)
+    kept_scale = tl.reshape(kept_scale, (LOOP * BR // 16, kept_scale.shape[2]))
     if COLUMNWISE:
-        tl.static_assert(LOOP <= 4)
-        column_scale = column_scale[None, :, :] >> (8 * tl.arange(0, LOOP))[:, None, None]
         store_columnwise(
             tl.reshape(column_words, (LOOP * BR, BC // 8)),
-            tl.reshape((column_scale & 0xFF).to(tl.uint8), (LOOP * BR // 16, BC)),
+            kept_scale,
             first_row,
             col,
             rows,
             columnwise_data,
             columnwise_scale,
+            columnwise_gemm_scale,
             SQUARE,
+            SWIZZLED,
+            LOOP * BR,
+            BC,
+        )
+    if SQUARE and SWIZZLED:
+        store_square_scales(
+            kept_scale,
+            first_row,
+            col,
+            rows,
+            cols,
+            rowwise_gemm_scale,
+            columnwise_gemm_scale,
+            ROWWISE,
+            COLUMNWISE,
             LOOP * BR,
             BC,
         )
@@ -470,6 +552,7 @@ def adam_step(
     rowwise: bool,
     columnwise: bool,
     two_dimensional: bool,
+    optimize_for_gemm: bool,
 ) -> list[Launch]:
     """The pass over all tensors of a table, to be called with ``grad_scale, clip, found_inf``.
 
@@ -480,7 +563,8 @@ def adam_step(
     parts = (slice(0, n_whole), slice(n_whole, tiles.shape[0]))
     codecs = value_codec, exp_avg_codec, exp_avg_sq_codec
     edge_tile = EDGE_TILE[has_scales(*codecs)]
-    registers = STEP_REGISTERS[two_dimensional] if most_registers(*codecs) is None else None
+    is_wide = optimize_for_gemm or most_registers(*codecs) is not None
+    registers = None if is_wide else STEP_REGISTERS[two_dimensional]
     return [
         Launch(
             _adam_step_kernel,
@@ -497,6 +581,7 @@ def adam_step(
                 ROWWISE=rowwise,
                 COLUMNWISE=columnwise,
                 SQUARE=two_dimensional,
+                SWIZZLED=optimize_for_gemm,
                 BR=tile.rows,
                 BC=tile.cols,
                 LOOP=tile.loop,

@@ -140,7 +140,7 @@ def _square_amax_kernel(
 ):
     """Amaxes of the square blocks of one tile, and with OF_TENSOR of the tensor, as to the shard.
 
-    Grid: (n_tiles,). Tile: [BLOCK, BC] in parts of [BR, BC]. table: int64 [n_tensors, 16]. tiles:
+    Grid: (n_tiles,). Tile: [BLOCK, BC] in parts of [BR, BC]. table: int64 [n_tensors, 18]. tiles:
     int32 [n_tiles, 4]. Reads the shard (2 or 4 bytes per element), writes 4 bytes per block.
     """
     tensor, first_row, col = load_tile(tiles, 16)
@@ -212,7 +212,7 @@ def _scales_kernel(
 ):
     """Scales of all blocks of matrices, also of those that the shard has nothing of.
 
-    Grid: (n_chunks,). Tile: CHUNK blocks. table: int64 [n_tensors, 16]. chunks: int32
+    Grid: (n_chunks,). Tile: CHUNK blocks. table: int64 [n_tensors, 18]. chunks: int32
     [n_chunks, 4], (tensor, first block, 1 for columnwise blocks, 0). epsilon, LARGEST, POW_2: of
     Float8Block. Reads 4 bytes per block, writes 1 or 4.
     """
@@ -260,7 +260,7 @@ def _nvfp4_codes_kernel(
 ):
     """E2M1 codes of one tile, as to the shard; the other nibble of a byte that it shares stays.
 
-    Grid: (n_tiles,). Tile: [16, BC]. table: int64 [n_tensors, 16]. tiles: int32 [n_tiles, 4]. Reads
+    Grid: (n_tiles,). Tile: [16, BC]. table: int64 [n_tensors, 18]. tiles: int32 [n_tiles, 4]. Reads
     the shard (2 or 4 bytes per element) and amaxes, writes half a byte per element.
     """
     tensor, row, col = load_tile(tiles, 16)

@@ -28,6 +28,8 @@ COLUMNS = (
     "value_extra",  # scales or remainders
     "exp_avg_scale",
     "exp_avg_sq_scale",
+    "rowwise_gemm_scale",
+    "columnwise_gemm_scale",
 )
 GRAD = tl.constexpr(0)
 SCALARS = tl.constexpr(1)
@@ -45,6 +47,8 @@ COLS = tl.constexpr(12)
 VALUE_EXTRA = tl.constexpr(13)
 EXP_AVG_SCALE = tl.constexpr(14)
 EXP_AVG_SQ_SCALE = tl.constexpr(15)
+ROWWISE_GEMM_SCALE = tl.constexpr(16)
+COLUMNWISE_GEMM_SCALE = tl.constexpr(17)
 WIDTH = tl.constexpr(len(COLUMNS))
 
 # Every address in the table is a multiple of this many bytes.

@@ -142,9 +142,9 @@ def test_only_tiles_near_the_maximum_are_read(device, monkeypatch):
 @pytest.mark.parametrize(
     ("two_dimensional", "usage", "quantize_from"),
     [
-        (True, {}, "master"),
+        (True, dict(optimize_for_gemm=True), "master"),
         (True, dict(rowwise=False), "param_dtype"),
-        (False, {}, "master"),
+        (False, dict(optimize_for_gemm=True), "master"),
         (False, dict(columnwise=False), "master"),
     ],
     ids=str,

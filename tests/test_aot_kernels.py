@@ -32,6 +32,7 @@ STATE_CODECS = {
     ("plain", "e4m3", "ue4m4"): " FP8 states",
     ("float16", "e4m3", "ue4m4"): " FP8 states, FP16 masters",
 }
+PLAIN = next(iter(STATE_CODECS))
 FP32_MAX = 3.4028234663852886e38
 
 
@@ -75,6 +76,9 @@ def step_jobs(codecs):
     jobs = {}
     scaled = has_scales(*codecs)
     registers = most_registers(*codecs)
+    # Of scales in one order or in two; where states need registers as well, of two.
+    is_wide = codecs != PLAIN
+    orders = {"step": {is_wide, True}, "edge": {is_wide}}
     plain = {"ADAM_W": True, "AMSGRAD": False, "BLOCK": adam.BLOCK, **codec_options(codecs)}
     for name, grad, value, param, codec in (
         ("fp32", "fp32", "fp32", None, "plain"),
@@ -114,24 +118,28 @@ def step_jobs(codecs):
         )
     for square in (True, False):
         for size, tile in (("step", nvfp4.STEP_TILE[square]), ("edge", nvfp4.EDGE_TILE[scaled])):
-            jobs[f"nvfp4 {size} square={square}"] = job(
-                "nvfp4._adam_step_kernel",
-                amaxes,
-                step_options(codecs, SQUARE=square, LOOP=tile.loop, **BOTH, **tile_options(tile)),
-                num_warps=tile.num_warps,
-                maxnreg=nvfp4.STEP_REGISTERS[square] if registers is None else None,
-            )
+            shape = {"SQUARE": square, "LOOP": tile.loop, **tile_options(tile)}
+            for swizzled in orders[size]:
+                jobs[f"nvfp4 {size} square={square} swizzled={swizzled}"] = job(
+                    "nvfp4._adam_step_kernel",
+                    amaxes,
+                    step_options(codecs, SWIZZLED=swizzled, **shape, **BOTH),
+                    num_warps=tile.num_warps,
+                    maxnreg=None if swizzled else nvfp4.STEP_REGISTERS[square],
+                )
     for size, tile, part, most in (
         ("step", mxfp8.STEP_TILE, mxfp8.STEP_PART[scaled], None),
         ("edge", mxfp8.EDGE_TILE, mxfp8.EDGE_PART, mxfp8.EDGE_REGISTERS),
     ):
-        jobs[f"mxfp8 {size}"] = job(
-            "mxfp8._adam_step_kernel",
-            TABLES,
-            step_options(codecs, PART=part, BC=tile.cols, STAGES=tile.num_stages, **BOTH),
-            num_warps=tile.num_warps,
-            maxnreg=most,
-        )
+        shape = {"PART": part, "BC": tile.cols, "STAGES": tile.num_stages}
+        for swizzled in orders[size]:
+            jobs[f"mxfp8 {size} swizzled={swizzled}"] = job(
+                "mxfp8._adam_step_kernel",
+                TABLES,
+                step_options(codecs, SWIZZLED=swizzled, **shape, **BOTH),
+                num_warps=tile.num_warps,
+                maxnreg=most,
+            )
     epsilon = {**TABLES, "epsilon": "fp32"}
     for shape, square in (("square", True), ("vector", False)):
         parts = float8_block.STEP_PARTS[square, scaled]
@@ -190,6 +198,8 @@ def shard_jobs():
 
 def kernel_jobs():
     """Every kernel in the forms that a training run launches most, and in its widest one."""
+    from fp4adam.kernels import swizzle
+
     jobs = {}
     for codecs in STATE_CODECS:
         jobs |= step_jobs(codecs)
@@ -231,10 +241,17 @@ def kernel_jobs():
                     "VALUE_CODEC": codec,
                     **BOTH,
                     "SQUARE": square,
+                    "SWIZZLED": True,
                     "BC": width,
                 },
                 num_warps=1,
             )
+    for undo in (False, True):
+        jobs[f"swizzle undo={undo}"] = job(
+            "swizzle._swizzle_kernel",
+            {"table": "*i64", "tiles": "*i32"},
+            {"UNDO": undo, **dict(zip(("BR", "BC"), swizzle.TILE, strict=True))},
+        )
     sizes = {"rows": "i32", "cols": "i32"}
     tile64 = {"BR": 64, "BC": 64}
     jobs["nvfp4 amax of"] = job(
@@ -308,7 +325,9 @@ def test_kernels_compile_to_exact_and_wide_code_without_spills(sm):
     assert not any(inexact.values()), {name: n for name, n in inexact.items() if n}
 
     loads = r"^ld\.global\.v4|^ld\.global\.v2\.b64|^cp\.async\.cg"
-    wide = ["adam fp32", "adam bf16 with master", "nvfp4 step square=True", "mxfp8 step"]
+    wide = ["adam fp32", "adam bf16 with master"]
+    for swizzled in (False, True):
+        wide += [f"{name} swizzled={swizzled}" for name in ("nvfp4 step square=True", "mxfp8 step")]
     wide += [f"partial {name} codes fp32 whole=True" for name in ("mxfp8", "float8block")]
     for name in wide:
         assert count(compiled[name], r"^st\.global\.v4|^st\.global\.v2\.b64") > 0, name

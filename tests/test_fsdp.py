@@ -15,8 +15,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from fp4adam import (
     Float8BlockQuantizer,
     FP4Adam,
+    MXFP8Quantizer,
     NVFP4Quantizer,
     QuantizedTensor,
+    Quantizer,
     backend,
     check_shards,
     quantize_model,
@@ -25,6 +27,10 @@ from fp4adam.local_tensor import like, local
 from ranks import run_ranks
 
 FORMATS = ("nvfp4", "mxfp8", "float8block")
+WITH_GEMM_SCALES = {
+    "nvfp4": NVFP4Quantizer(optimize_for_gemm=True),
+    "mxfp8": MXFP8Quantizer(optimize_for_gemm=True),
+}
 OPTIONS = dict(lr=1e-2, weight_decay=0.1)
 
 
@@ -40,7 +46,7 @@ def home() -> torch.device:
 
 
 def build(
-    rows: int, cols: int, recipe: str | None, dtype: torch.dtype = torch.float32
+    rows: int, cols: int, recipe: str | Quantizer | None, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(cols, rows), nn.Tanh(), nn.Linear(rows, cols, bias=False))
@@ -77,6 +83,8 @@ PARTS = (
     "rowwise_scale_inv",
     "columnwise_data",
     "columnwise_scale_inv",
+    "_rowwise_gemm_scale_inv",
+    "_columnwise_gemm_scale_inv",
     "_amax",
 )
 
@@ -121,7 +129,8 @@ def step_by_kernels(rank: int, *args) -> None:
 def step_in_parallel(
     rank: int, rows: int, cols: int, recipe: str, options: dict, last: int = 19
 ) -> None:
-    whole, sharded = (build(rows, cols, recipe, torch.bfloat16) for _ in range(2))
+    quantizer = WITH_GEMM_SCALES.get(recipe, recipe)
+    whole, sharded = (build(rows, cols, quantizer, torch.bfloat16) for _ in range(2))
     fully_shard(sharded, mesh=init_device_mesh(home().type, (dist.get_world_size(),)))
     expected = FP4Adam(whole.parameters(), **OPTIONS, **options)
     optimizer = FP4Adam(sharded.parameters(), **OPTIONS, **options)

@@ -19,11 +19,17 @@ from fp4adam import (
 QUANTIZERS = {
     "nvfp4": (NVFP4Quantizer(), [(64, 64), (144, 80), (16, 16)]),
     "nvfp4-rowwise": (NVFP4Quantizer(columnwise=False), [(48, 80)]),
-    "nvfp4-columnwise": (NVFP4Quantizer(rowwise=False), [(48, 80)]),
+    "nvfp4-columnwise": (NVFP4Quantizer(rowwise=False, optimize_for_gemm=True), [(48, 80)]),
+    "nvfp4-swizzled": (NVFP4Quantizer(optimize_for_gemm=True), [(64, 64), (144, 16)]),
     "nvfp4-1d": (NVFP4Quantizer(two_dimensional=False), [(64, 128), (48, 80)]),
+    "nvfp4-1d-swizzled": (
+        NVFP4Quantizer(two_dimensional=False, optimize_for_gemm=True),
+        [(64, 80)],
+    ),
     "mxfp8": (MXFP8Quantizer(), [(32, 256), (64, 288)]),
     "mxfp8-rowwise": (MXFP8Quantizer(columnwise=False), [(32, 288)]),
-    "mxfp8-columnwise": (MXFP8Quantizer(rowwise=False), [(32, 288)]),
+    "mxfp8-columnwise": (MXFP8Quantizer(rowwise=False, optimize_for_gemm=True), [(32, 288)]),
+    "mxfp8-swizzled": (MXFP8Quantizer(optimize_for_gemm=True), [(32, 256), (160, 32)]),
     "float8block": (Float8BlockQuantizer(), [(128, 128), (130, 20), (5, 3)]),
     "float8block-fp32": (
         Float8BlockQuantizer(force_pow_2_scales=False, amax_epsilon=1e-3),

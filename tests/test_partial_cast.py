@@ -28,7 +28,7 @@ from test_quantizer_properties import examples, matrices
 
 FORMATS = {
     "nvfp4": (NVFP4Quantizer(), 16),
-    "nvfp4-rowwise": (NVFP4Quantizer(columnwise=False), 16),
+    "nvfp4-rowwise": (NVFP4Quantizer(columnwise=False, optimize_for_gemm=True), 16),
     "mxfp8": (MXFP8Quantizer(), 32),
     "mxfp8-rowwise": (MXFP8Quantizer(columnwise=False), 32),
     "mxfp8-columnwise": (MXFP8Quantizer(rowwise=False), 32),
@@ -155,8 +155,8 @@ def test_whole_tiles_and_cut_ones_give_the_full_cast(path_device):
     weights, values, cuts = [], [], []
     for i, (quantizer, shape) in enumerate(
         [
-            (NVFP4Quantizer(), (80, 144)),
-            (MXFP8Quantizer(), (96, 160)),
+            (NVFP4Quantizer(optimize_for_gemm=True), (80, 144)),
+            (MXFP8Quantizer(optimize_for_gemm=True), (96, 160)),
             (Float8BlockQuantizer(), (280, 144)),
             (NVFP4Quantizer(), (16, 16)),
         ]

@@ -1,0 +1,68 @@
+"""Block scales in tiles of 128 rows and 4 blocks, the order in which block-scaled GEMMs read them.
+
+A row of a tile is a word of 4 bytes, and rows that are 32 apart are neighbours.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .tensor_table import WIDTH, load_tile
+
+# Columns of the table: addresses; of the plain matrix its sizes, its strides in bytes, and how many
+# rows each of its rows is for.
+PLAIN = tl.constexpr(0)
+SWIZZLED = tl.constexpr(1)
+ROWS = tl.constexpr(2)
+BLOCKS = tl.constexpr(3)
+ROW_STRIDE = tl.constexpr(4)
+BLOCK_STRIDE = tl.constexpr(5)
+REPEATS = tl.constexpr(6)
+
+# Rows and blocks that one program takes: tiles that follow each other.
+TILE = (128, 32)
+
+
+@triton.jit
+def store_swizzled(out, row, block, blocks, scale, R: tl.constexpr, C: tl.constexpr):
+    """Store scales (uint8 [R, C]) at (row, block) of a matrix with so many blocks in a row.
+
+    C is a power of two, and ``block`` a multiple of it. out: aligned to 4 bytes.
+    """
+    i, j = row + tl.arange(0, R)[:, None], block + tl.arange(0, C)[None, :]
+    # Shifts take fewer registers than divisions of what could be negative.
+    tile = (i >> 7).to(tl.int64) * ((blocks + 3) >> 2) + (j >> 2)
+    offs = tile * 512 + ((i & 31) * 16 + ((i >> 5) & 3) * 4 + (j & 3))
+    WORD: tl.constexpr = min(C, 4)
+    tl.store(out + tl.max_contiguous(tl.multiple_of(offs, (1, WORD)), (1, WORD)), scale)
+
+
+@triton.jit
+def _swizzle_kernel(table, tiles, UNDO: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Copy one tile of scales from a plain matrix to a swizzled one, or back if UNDO.
+
+    Grid: (n_tiles,). Tile: [BR, BC], BR = 128. table: int64 [n_tensors, 18]. tiles: int32
+    [n_tiles, 4]. Reads and writes a byte per scale; padding of swizzled ones becomes zero.
+    """
+    tensor, row, block = load_tile(tiles, BC)
+    fields = table + tensor.to(tl.int64) * WIDTH
+    rows, blocks = tl.load(fields + ROWS).to(tl.int32), tl.load(fields + BLOCKS).to(tl.int32)
+    offs = tl.arange(0, BR * BC)
+    i, j = row + offs // 4 % 4 * 32 + offs // 16 % 32, block + offs // 512 * 4 + offs % 4
+    inside = (i < rows) & (j < blocks)
+    plain = tl.load(fields + PLAIN).to(tl.pointer_type(tl.uint8))
+    plain += i // tl.load(fields + REPEATS) * tl.load(fields + ROW_STRIDE)
+    plain += j * tl.load(fields + BLOCK_STRIDE)
+    swizzled = tl.load(fields + SWIZZLED).to(tl.pointer_type(tl.uint8))
+    first_tile = (row // 128).to(tl.int64) * ((blocks + 3) // 4) + block // 4
+    swizzled += first_tile * 512 + offs
+    if UNDO:
+        tl.store(plain, tl.load(swizzled, inside), inside)
+    else:
+        tl.store(swizzled, tl.load(plain, inside, 0), j < (blocks + 3) // 4 * 4)
+
+
+def swizzle(table: Tensor, tiles: Tensor, *, undo: bool) -> None:
+    """Write the swizzled matrices of a table from the plain ones, or these if ``undo``."""
+    if len(tiles):
+        _swizzle_kernel[(len(tiles),)](table, tiles, UNDO=undo, BR=TILE[0], BC=TILE[1])
