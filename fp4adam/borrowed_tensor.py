@@ -15,7 +15,6 @@ from torch import Tensor
 from fp4adam.float8_block import Float8BlockQuantizer
 from fp4adam.mxfp8 import MXFP8Quantizer
 from fp4adam.nvfp4 import RANGE, NVFP4Quantizer
-from fp4adam.quantized_tensor import QuantizedTensor
 from fp4adam.quantizer import Quantizer, flat_shape
 from fp4adam.tensor_adapter import (
     FIELDS,
@@ -59,12 +58,6 @@ class BorrowedTensor:
         with torch.no_grad():
             for target, own in self._copies:
                 own.copy_(target[tuple(map(slice, own.shape))])
-            init_val = self._adapter.get_high_precision_init_val(source)
-            if init_val is not None and not source.is_meta:
-                init_val = init_val.to(source.device)
-                # Who loads a checkpoint into the tensor leaves the value behind.
-                if self._holds(quantizer.quantize(init_val)):
-                    self.tensor._high_precision_init_val = init_val
         self.note()
 
     def _storage(self, quantizer: Quantizer, fields: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -182,9 +175,9 @@ class BorrowedTensor:
         fits = field.shape[0] >= rows and field.shape[1] >= cols
         self._check(name, field, fits, f"at least [{rows}, {cols}]")
 
-    def _holds(self, expected: QuantizedTensor) -> bool:
-        """Whether the memory has the bytes of a tensor of the same format."""
-        wanted = expected.storage_tensors()
+    def is_of(self, value: Tensor) -> bool:
+        """Whether the tensor is what a plain tensor of its shape is quantized to."""
+        wanted = self.tensor.quantizer.quantize(value).storage_tensors()
         if self._per_tensor_scale is not None:
             # Many an amax has the same quotient.
             quotient = wanted.pop("_amax") / self._range
@@ -200,20 +193,20 @@ class BorrowedTensor:
                 return False
         return True
 
-    def is_of(self, value: Tensor) -> bool:
-        """Whether the tensor is what a plain tensor of its shape is quantized to."""
-        return self._holds(self.tensor.quantizer.quantize(value))
-
-    def dequantize(self) -> Tensor:
-        """The values in float32, a new tensor."""
-        value = self._adapter.dequantize(self.source)
+    def value(self) -> Tensor:
+        """What a master weight starts from, a new float32 tensor."""
+        value = self._adapter.get_high_precision_init_val(self.source)
+        if value is not None:
+            value = value.detach().to(self.source.device)
+        # Who loads a checkpoint into the tensor leaves the first value behind.
+        if value is None or not self.is_of(value):
+            value = self._adapter.dequantize(self.source)
         if value is None:
             return self.tensor.dequantize(torch.float32)
         return value.detach().to(torch.float32, copy=True).contiguous()
 
     def clear_high_precision_init_val(self) -> None:
         """Free the value before quantization."""
-        self.tensor.clear_high_precision_init_val()
         self._adapter.clear_high_precision_init_val(self.source)
 
     def is_current(self) -> bool:

@@ -77,11 +77,11 @@ class FP4Adam(FusedAdam):
 
     def _check_param(self, param: Tensor) -> None:
         super()._check_param(param)
-        own = self._own(param)
-        if isinstance(own, QuantizedTensor) and not self.master_weights:
+        if isinstance(self._own(param), QuantizedTensor) and not self.master_weights:
+            kind = type(local(param)).__name__
             raise ValueError(
-                f"master_weights must be True for {type(local(param)).__name__} parameters, got False: "
-                "updates are smaller than the steps between codes and would be lost; leave it True"
+                f"master_weights must be True for {kind} parameters, got False: updates "
+                "are smaller than the steps between codes and would be lost; leave it True"
             )
 
     def _needs_master(self, param: Tensor) -> bool:
@@ -91,9 +91,9 @@ class FP4Adam(FusedAdam):
         param = self._own(owner)
         if not isinstance(param, QuantizedTensor):
             return super()._new_master(owner)
+        if owner in self._borrowed:
+            return self._borrowed[owner].value()
         value = _written_value(param)
-        if value is None and owner in self._borrowed:
-            return self._borrowed[owner].dequantize()
         if value is None:
             return param.detach().dequantize(torch.float32)
         # A copy, since a state_dict taken before quantize_model may hold the same storage.

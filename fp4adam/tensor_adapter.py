@@ -163,5 +163,5 @@ def memory(tensor: Tensor, adapter: TensorAdapter) -> list[Tensor | None]:
 
 
 def count_writes(tensor: Tensor, parts: list[Tensor | None]) -> int:
-    """A number that grows with each write, of torch's, to a tensor or to the parts of its memory."""
+    """A number that grows when torch writes to a tensor or to a part of its memory."""
     return tensor._version + sum(part._version for part in parts if part is not None)
