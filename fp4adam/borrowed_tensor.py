@@ -210,9 +210,13 @@ class BorrowedTensor:
         self._adapter.clear_high_precision_init_val(self.source)
 
     def is_current(self) -> bool:
-        """Whether the source has the same memory, unwritten since :meth:`note`."""
+        """Whether the source has the same dtype and memory, unwritten since :meth:`note`."""
         now = memory(self.source, self._adapter)
-        return all(map(is_, now, self._memory)) and count_writes(self.source, now) == self.writes
+        return (
+            self.source.dtype == self.tensor.dtype
+            and all(map(is_, now, self._memory))
+            and count_writes(self.source, now) == self.writes
+        )
 
     def note(self) -> None:
         """Take what has been written for what the optimizer has written."""
