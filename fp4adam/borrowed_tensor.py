@@ -16,6 +16,7 @@ from fp4adam.float8_block import Float8BlockQuantizer
 from fp4adam.mxfp8 import MXFP8Quantizer
 from fp4adam.nvfp4 import RANGE, NVFP4Quantizer
 from fp4adam.quantizer import Quantizer, flat_shape
+from fp4adam.strided_copy import StridedCopies
 from fp4adam.tensor_adapter import (
     FIELDS,
     adapter_of,
@@ -34,6 +35,8 @@ class BorrowedTensor:
     Attributes:
         source: The tensor of the other package.
         tensor: The one of this package.
+        copies: Pairs of views: of scales of the source, and of where the tensor has them.
+        per_tensor_scale: What the source has in place of an amax, or None.
     """
 
     def __init__(self, source: Tensor) -> None:
@@ -50,13 +53,12 @@ class BorrowedTensor:
         shape = tuple(source.shape)
         quantizer.check_shape(shape)
         self._rows, self._cols = flat_shape(shape)
-        # Pairs of what is copied after a step: where to, and what from.
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self._per_tensor_scale: Tensor | None = None
+        self.copies: list[tuple[Tensor, Tensor]] = []
+        self.per_tensor_scale: Tensor | None = None
         storage = self._storage(quantizer, dict(self._adapter.fields(source)))
         self.tensor = quantizer.tensor_class(shape, source.dtype, quantizer, storage)
         with torch.no_grad():
-            for target, own in self._copies:
+            for target, own in self.copies:
                 own.copy_(target[tuple(map(slice, own.shape))])
         self.note()
 
@@ -96,12 +98,11 @@ class BorrowedTensor:
         amaxes = [self._number(fields, name) for name in names]
         shared = amaxes[0] if amaxes and _is_aligned(amaxes[0]) else None
         amax = torch.zeros(1, device=self.source.device) if shared is None else shared
-        self._copies += [(other, amax) for other in amaxes if other is not amax]
+        self.copies += [(other, amax) for other in amaxes if other is not amax]
         if "per_tensor_scale" in fields:
-            self._per_tensor_scale = self._number(fields, "per_tensor_scale")
-            self._range = torch.full_like(amax, RANGE)
+            self.per_tensor_scale = self._number(fields, "per_tensor_scale")
             if not amaxes:
-                amax.copy_(_amax_of(self._per_tensor_scale))
+                amax.copy_(_amax_of(self.per_tensor_scale))
         return amax
 
     def _copy_grid(self, quantizer: Quantizer, fields: dict[str, Tensor], grid: Tensor) -> None:
@@ -116,7 +117,7 @@ class BorrowedTensor:
             self._check(name, field, field.dim() == 2, "of two dimensions")
             self._check_extent(name, field, rows, cols)
             target = field[:rows, :cols].unflatten(0, (blocks.shape[0], repeats))
-            self._copies.append((target, blocks[:, None]))
+            self.copies.append((target, blocks[:, None]))
 
     def _scale(
         self,
@@ -137,9 +138,9 @@ class BorrowedTensor:
             self._check_numel(name, field, size)
         scale = torch.zeros(size, dtype=dtype, device=self.source.device)
         if field.dim() == 2:
-            self._copies.append((field[:rows, :cols], scale[:rows, :cols]))
+            self.copies.append((field[:rows, :cols], scale[:rows, :cols]))
         else:
-            self._copies.append((field, scale.view(field.shape)))
+            self.copies.append((field, scale.view(field.shape)))
         return scale
 
     def _field(self, fields: dict[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
@@ -178,10 +179,10 @@ class BorrowedTensor:
     def is_of(self, value: Tensor) -> bool:
         """Whether the tensor is what a plain tensor of its shape is quantized to."""
         wanted = self.tensor.quantizer.quantize(value).storage_tensors()
-        if self._per_tensor_scale is not None:
+        if self.per_tensor_scale is not None:
             # Many an amax has the same quotient.
-            quotient = wanted.pop("_amax") / self._range
-            if not torch.equal(quotient, self._per_tensor_scale):
+            quotient = _per_tensor_scale_of(wanted.pop("_amax"))
+            if not torch.equal(quotient, self.per_tensor_scale):
                 return False
         for name, inner in wanted.items():
             actual = getattr(self.tensor, name)
@@ -223,16 +224,26 @@ class BorrowedTensor:
         self.writes = count_writes(self.source, self._memory)
 
 
-def publish(borrowed: Sequence[BorrowedTensor]) -> None:
-    """Copy to the sources what has been written to buffers of their tensors' own."""
-    copies = [pair for one in borrowed for pair in one._copies]
-    if copies:
-        torch._foreach_copy_(*map(list, zip(*copies, strict=True)))
-    scaled = [one for one in borrowed if one._per_tensor_scale is not None]
-    if scaled:
-        # By a number, torch would multiply by its reciprocal.
-        quotients = torch._foreach_div([b.tensor._amax for b in scaled], [b._range for b in scaled])
-        torch._foreach_copy_([b._per_tensor_scale for b in scaled], quotients)
+class Publication:
+    """Brings to the sources of tensors what kernels have written to buffers of the tensors' own.
+
+    Args:
+        borrowed: What to do it for, time and again.
+    """
+
+    def __init__(self, borrowed: Sequence[BorrowedTensor]) -> None:
+        self._copies = StridedCopies([pair for one in borrowed for pair in one.copies])
+        scaled = [one for one in borrowed if one.per_tensor_scale is not None]
+        self._scales = [one.per_tensor_scale for one in scaled]
+        self._amaxes = [one.tensor._amax for one in scaled]
+        self._ranges = [torch.full_like(amax, RANGE) for amax in self._amaxes]
+
+    def __call__(self) -> None:
+        """Copy all of it."""
+        self._copies()
+        if self._scales:
+            quotients = torch._foreach_div(self._amaxes, self._ranges)
+            torch._foreach_copy_(self._scales, quotients)
 
 
 def _extent(quantizer: Quantizer, name: str, rows: int, cols: int) -> tuple[int, int]:
@@ -252,9 +263,14 @@ def _amax_of(per_tensor_scale: Tensor) -> Tensor:
     infinity = torch.full_like(middle, torch.inf)
     candidates = [middle, middle.nextafter(infinity), middle.nextafter(-infinity)]
     for candidate in reversed(candidates):
-        is_exact = candidate / torch.full_like(candidate, RANGE) == per_tensor_scale
+        is_exact = _per_tensor_scale_of(candidate) == per_tensor_scale
         middle = torch.where(is_exact, candidate, middle)
     return middle
+
+
+def _per_tensor_scale_of(amax: Tensor) -> Tensor:
+    # By a number, torch would multiply by its reciprocal.
+    return amax / torch.full_like(amax, RANGE)
 
 
 def _is_aligned(tensor: Tensor) -> bool:

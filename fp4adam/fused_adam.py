@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4adam import backend
 from fp4adam.adam import Scalars, moves
-from fp4adam.borrowed_tensor import BorrowedTensor, publish
+from fp4adam.borrowed_tensor import BorrowedTensor, Publication
 from fp4adam.fused_batch import Member
 from fp4adam.grad_norm import GradNorm
 from fp4adam.hyper_parameters import check_hyper_parameters
@@ -841,7 +841,7 @@ class FusedAdam(Optimizer):
                 own = self._own(owner)
                 self._write_param(own, self._master_of(own, self.state[owner]))
         borrowed = [self._borrowed[owner] for owner in owners if owner in self._borrowed]
-        publish(borrowed)
+        Publication(borrowed)()
         torch.autograd.graph.increment_version([one.source for one in borrowed])
 
     def _restore_master(self, param: Tensor, state: dict[str, Any], saved: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fp4adam.adam import Scalars, adam_scalars
-from fp4adam.borrowed_tensor import BorrowedTensor, publish
+from fp4adam.borrowed_tensor import Publication
 from fp4adam.device_tables import DeviceTables
 from fp4adam.fused_batch import FusedBatch, Member
 from fp4adam.fused_launch import NVFP4Launch, fused_launch
@@ -116,7 +116,7 @@ class StepPlan:
         self.members = [*fused, *self._unfused]
         self._owners = [m.owner for m in self.members]
         self._borrowed = {m.owner: m.borrowed for m in self.members if m.borrowed is not None}
-        self._published: list[BorrowedTensor] = []
+        self._publish = Publication([])
         quantized = [
             isinstance(m.param, QuantizedTensor) and m.borrowed is None for m in self.members
         ]
@@ -291,7 +291,7 @@ class StepPlan:
         # Autograd does not see what kernels write.
         changed = [*compress(self._owners, self._present), *self._locals]
         torch.autograd.graph.increment_version(changed)
-        publish(self._published)
+        self._publish()
         self._note_versions()
         if found_inf is not None:
             self._skip = _skip(found_inf, self._cohorts, self._counted)
@@ -318,9 +318,8 @@ class StepPlan:
             return
         self._catch_up()
         self._present = present
-        self._published = [
-            m.borrowed for m in compress(self.members, present) if m.borrowed and m.moves
-        ]
+        written = (m for m in compress(self.members, present) if m.moves)
+        self._publish = Publication([m.borrowed for m in written if m.borrowed is not None])
         self._counted = torch.tensor(present, dtype=torch.float32)
         cohorts: dict[tuple[int, float, int], Cohort] = {}
         row_of = [0] * len(present)

@@ -27,6 +27,7 @@ from fp4adam import (
     TensorAdapter,
     backend,
 )
+from fp4adam.strided_copy import StridedCopies
 from golden_vectors import FORMATS, GoldenCase, golden_cases
 from quantized_training import random
 
@@ -449,3 +450,25 @@ def test_an_amax_or_a_scale_of_the_tensor_is_needed(registry, monkeypatch):
     monkeypatch.setattr(PackedAdapter, "fields", lambda self, x: {"rowwise_data": x.packed})
     with pytest.raises(ValueError, match="amax_columnwise or per_tensor_scale, got rowwise_data"):
         FP4Adam([packed(random(SHAPE, 0).bfloat16())])
+
+
+def test_views_are_copied_whatever_their_strides(path):
+    byte, number = torch.uint8, torch.float32
+    swizzled = torch.zeros(2, 3, 32, 4, 4, dtype=byte)
+    rows = torch.zeros(40, 21, dtype=byte)
+    column = torch.zeros(7, 5, dtype=number)
+    single = torch.zeros(1, dtype=number)
+    pairs = [
+        (swizzled.permute(0, 3, 2, 1, 4), random((2, 4, 32, 3, 4), 0, scale=99)),
+        (rows[:, :20].unflatten(0, (8, 5)), random((20, 8), 1, scale=99).t()[:, None]),
+        (column[:, 1], random((7,), 2)),
+        (single, random((1,), 3)),
+    ]
+    pairs = [(target, source.abs().to(target.dtype)) for target, source in pairs]
+    copies = StridedCopies(pairs)
+    for _ in range(2):
+        copies()
+        for target, source in pairs:
+            assert torch.equal(target, source.expand_as(target))
+            source += 1
+    assert not rows[:, 20].any() and not column[:, 0].any()
