@@ -15,15 +15,9 @@ from torch import Tensor
 from fp4adam.float8_block import Float8BlockQuantizer
 from fp4adam.mxfp8 import MXFP8Quantizer
 from fp4adam.nvfp4 import RANGE, NVFP4Quantizer
-from fp4adam.quantizer import Quantizer, flat_shape
+from fp4adam.quantizer import Quantizer, check_dtype, flat_shape
 from fp4adam.strided_copy import StridedCopies
-from fp4adam.tensor_adapter import (
-    FIELDS,
-    adapter_of,
-    class_name,
-    count_writes,
-    memory,
-)
+from fp4adam.tensor_adapter import FIELDS, adapter_of, class_name, count_writes, memory
 
 ALIGNMENT = 16  # bytes, of what kernels read and write
 USAGES = ("rowwise", "columnwise")
@@ -52,6 +46,7 @@ class BorrowedTensor:
         quantizer = self._adapter.quantizer(source)
         shape = tuple(source.shape)
         quantizer.check_shape(shape)
+        check_dtype(f"the dtype of a {class_name(type(source))}", source.dtype)
         self._rows, self._cols = flat_shape(shape)
         self.copies: list[tuple[Tensor, Tensor]] = []
         self.per_tensor_scale: Tensor | None = None
@@ -135,6 +130,7 @@ class BorrowedTensor:
             if field.is_contiguous() and field.shape[1] == size[1] and _is_aligned(field):
                 return field
         else:
+            self._check(name, field, field.dim() <= 5, "of at most five dimensions")
             self._check_numel(name, field, size)
         scale = torch.zeros(size, dtype=dtype, device=self.source.device)
         if field.dim() == 2:
@@ -225,10 +221,10 @@ class BorrowedTensor:
 
 
 class Publication:
-    """Brings to the sources of tensors what kernels have written to buffers of the tensors' own.
+    """Brings to sources what kernels have written to buffers of their tensors' own.
 
     Args:
-        borrowed: What to do it for, time and again.
+        borrowed: The tensors and their sources.
     """
 
     def __init__(self, borrowed: Sequence[BorrowedTensor]) -> None:
@@ -239,7 +235,7 @@ class Publication:
         self._ranges = [torch.full_like(amax, RANGE) for amax in self._amaxes]
 
     def __call__(self) -> None:
-        """Copy all of it."""
+        """Make all copies, in a few launches."""
         self._copies()
         if self._scales:
             quotients = torch._foreach_div(self._amaxes, self._ranges)

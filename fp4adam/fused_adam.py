@@ -256,6 +256,8 @@ class FusedAdam(Optimizer):
             return own
         borrowed = self._borrowed.get(param)
         if borrowed is None or not borrowed.is_current():
+            if borrowed is not None:
+                self._versions[param] = -1  # other memory may have been written as often
             borrowed = self._borrowed[param] = BorrowedTensor(own)
         return borrowed.tensor
 
@@ -843,6 +845,8 @@ class FusedAdam(Optimizer):
         borrowed = [self._borrowed[owner] for owner in owners if owner in self._borrowed]
         Publication(borrowed)()
         torch.autograd.graph.increment_version([one.source for one in borrowed])
+        for one in borrowed:
+            one.note()
 
     def _restore_master(self, param: Tensor, state: dict[str, Any], saved: dict[str, Any]) -> None:
         """Make what ``saved`` has of a master what this optimizer keeps of it."""

@@ -48,7 +48,7 @@ def _launch(device: torch.device, dtype: torch.dtype, pairs: list[Pair]) -> "Lau
 
     rows, chunks = [], []
     for i, (target, source) in enumerate(pairs):
-        missing = int(strided_copy.RANK) - target.dim()
+        missing = strided_copy.RANK.value - target.dim()
         shapes = ((1, target.shape), (0, source.stride()), (0, target.stride()))
         columns = [n for fill, values in shapes for n in (*[fill] * missing, *values)]
         rows.append([source.data_ptr(), target.data_ptr(), *columns])

@@ -76,8 +76,9 @@ class TensorAdapter:
         ``columnwise_data``      :class:`MXFP8Tensor`, :class:`Float8BlockTensor`): contiguous, one
                                  byte per entry
         ``rowwise_scale_inv``,   scales as there, in two dimensions with any padding. Or in more
-        ``columnwise_scale_inv`` dimensions, if they lie otherwise: then a view that counts the
-                                 padded ones row by row (not with ``two_dimensional=True``)
+        ``columnwise_scale_inv`` dimensions, up to five, if they lie otherwise: then a view that
+                                 counts the padded ones row by row (not with
+                                 ``two_dimensional=True``)
         ``amax_rowwise``,        NVFP4: one float32, the largest magnitude
         ``amax_columnwise``
         ``per_tensor_scale``     NVFP4: one float32, the largest magnitude / 2688, if that is kept
