@@ -39,9 +39,10 @@ class FP4Adam(FusedAdam):
             parameter's nominal dtype first, as Megatron's distributed optimizer does.
 
     Raises:
-        NotImplementedError: For ``capturable=True``.
-        ValueError: For ``master_weights=False`` with quantized parameters, or an unknown
-            ``quantize_from``.
+        NotImplementedError: For ``capturable=True``, and DTensors of other packages' tensors.
+        TypeError: For tensors of a class that only an adapter could know, and that has none.
+        ValueError: For ``master_weights=False`` with quantized parameters, an unknown
+            ``quantize_from``, or a tensor of another package that no kernel can write.
     """
 
     _option_names = (*FusedAdam._option_names, "quantize_from")

@@ -318,8 +318,8 @@ class StepPlan:
             return
         self._catch_up()
         self._present = present
-        written = (m for m in compress(self.members, present) if m.moves)
-        self._publish = Publication([m.borrowed for m in written if m.borrowed is not None])
+        written = [m.borrowed for m in compress(self.members, present) if m.moves]
+        self._publish = Publication([borrowed for borrowed in written if borrowed is not None])
         self._counted = torch.tensor(present, dtype=torch.float32)
         cohorts: dict[tuple[int, float, int], Cohort] = {}
         row_of = [0] * len(present)
