@@ -46,7 +46,8 @@ class Wrapper(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, **attributes: Any) -> Wrapper:
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        device = next(x.device for x in attributes.values() if isinstance(x, Tensor))
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, **attributes: Any) -> None:
         self.attributes = list(attributes)
@@ -127,7 +128,7 @@ def te_bytes(tensor: Tensor) -> dict[str, Tensor]:
 
 def assert_same(actual: Tensor, expected: Tensor, name: str) -> None:
     assert actual.shape == expected.shape, name
-    bits = [x.contiguous().view(-1).view(torch.uint8) for x in (actual, expected)]
+    bits = [x.cpu().contiguous().view(-1).view(torch.uint8) for x in (actual, expected)]
     assert torch.equal(*bits), name
 
 
@@ -142,7 +143,7 @@ def assert_bytes(actual: Tensor, expected: Tensor) -> None:
 def step(optimizer: FP4Adam, seed: int) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
-            param.grad = random(tuple(param.shape), seed).to(param.dtype)
+            param.grad = random(tuple(param.shape), seed, param.device).to(param.dtype)
     optimizer.step()
 
 
@@ -151,12 +152,11 @@ def master_of(optimizer: FP4Adam, param: Tensor) -> Tensor:
 
 
 @pytest.fixture(params=["torch", "kernel"])
-def path(request, monkeypatch) -> str:
-    """Plain torch operators, or the kernels in Triton's interpreter."""
-    if request.param == "kernel" and torch.cuda.is_available():
-        pytest.skip("stand-ins are on the CPU, where kernels need the interpreter")
-    monkeypatch.setattr(backend, "uses_kernels", lambda device: request.param == "kernel")
-    return request.param
+def path_device(request, monkeypatch, device) -> str:
+    """Where the path under test runs: torch operators on the CPU, or the kernels on ``device``."""
+    kernel = request.param == "kernel"
+    monkeypatch.setattr(backend, "uses_kernels", lambda _: kernel)
+    return device if kernel else "cpu"
 
 
 GOLDEN_INPUTS = {
@@ -173,14 +173,14 @@ GOLDEN = [
 ]
 
 
-@pytest.mark.parametrize(("path", "case"), GOLDEN, indirect=["path"])
-def test_a_step_writes_what_transformer_engine_does(case: GoldenCase, path):
-    value, quantizer = case.input, case.quantizer()
-    param = te_tensor(quantizer, torch.zeros(case.shape, dtype=value.dtype))
+@pytest.mark.parametrize(("path_device", "case"), GOLDEN, indirect=["path_device"])
+def test_a_step_writes_what_transformer_engine_does(case: GoldenCase, path_device):
+    value, quantizer = case.input.to(path_device), case.quantizer()
+    param = te_tensor(quantizer, torch.zeros_like(value))
     # Without a gradient and decay the value stays as it is.
     optimizer = FP4Adam([param], weight_decay=0.0)
     param.grad = torch.zeros_like(value)
-    moments = {name: torch.zeros(case.shape) for name in ("exp_avg", "exp_avg_sq")}
+    moments = {name: torch.zeros_like(value).float() for name in ("exp_avg", "exp_avg_sq")}
     optimizer.state[param] = {"step": torch.tensor(0.0), "master_param": value.float(), **moments}
     optimizer.step()
     expected = case.expected
@@ -320,17 +320,18 @@ def test_copies_of_a_model_have_memory_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("path", "reason"),
+    ("path_device", "reason"),
     [("torch", "lr"), ("torch", "overflow"), ("torch", "no gradient"), ("kernel", "overflow")],
-    indirect=["path"],
+    indirect=["path_device"],
 )
-def test_a_step_that_changes_nothing_leaves_the_bytes_alone(reason, path):
-    params = [te_tensor(NVFP4Quantizer(), random(SHAPE, i).bfloat16()) for i in range(2)]
+def test_a_step_that_changes_nothing_leaves_the_bytes_alone(reason, path_device):
+    values = [random(SHAPE, i, path_device).bfloat16() for i in range(2)]
+    params = [te_tensor(NVFP4Quantizer(), value) for value in values]
     optimizer = FP4Adam(params, lr=0.0 if reason == "lr" else 1e-2)
     before = [*map(te_bytes, params)]
-    params[0].grad = torch.ones(SHAPE, dtype=torch.bfloat16)
+    params[0].grad = torch.ones_like(values[0])
     if reason == "overflow":
-        optimizer.found_inf = torch.ones(())
+        optimizer.found_inf = torch.ones((), device=path_device)
     optimizer.step()
     i = int(reason == "no gradient")
     assert all(torch.equal(x, before[i][name]) for name, x in te_bytes(params[i]).items())
@@ -474,19 +475,23 @@ def test_an_amax_or_a_scale_of_the_tensor_is_needed(registry, monkeypatch):
         FP4Adam([packed(random(SHAPE, 0).bfloat16())])
 
 
-def test_views_are_copied_whatever_their_strides(path):
-    byte, number = torch.uint8, torch.float32
-    swizzled = torch.zeros(2, 3, 32, 4, 4, dtype=byte)
-    rows = torch.zeros(40, 21, dtype=byte)
-    column = torch.zeros(7, 5, dtype=number)
-    single = torch.zeros(1, dtype=number)
+def test_views_are_copied_whatever_their_strides(path_device):
+    swizzled, rows, column, single = (
+        torch.zeros(shape, dtype=dtype, device=path_device)
+        for shape, dtype in (
+            ((2, 3, 32, 4, 4), torch.uint8),
+            ((40, 21), torch.uint8),
+            ((7, 5), torch.float32),
+            ((1,), torch.float32),
+        )
+    )
     pairs = [
         (swizzled.permute(0, 3, 2, 1, 4), random((2, 4, 32, 3, 4), 0, scale=99)),
         (rows[:, :20].unflatten(0, (8, 5)), random((20, 8), 1, scale=99).t()[:, None]),
         (column[:, 1], random((7,), 2)),
         (single, random((1,), 3)),
     ]
-    pairs = [(target, source.abs().to(target.dtype)) for target, source in pairs]
+    pairs = [(target, source.abs().to(target)) for target, source in pairs]
     copies = StridedCopies(pairs)
     for _ in range(2):
         copies()
