@@ -140,8 +140,6 @@ class FP4Adam(FusedAdam):
         for owner in owners:
             if isinstance(local(owner), QuantizedTensor):
                 _free_init_val(local(owner))
-            if owner in self._borrowed:
-                self._borrowed[owner].clear_high_precision_init_val()
 
     def _param_is_of(self, owner: Tensor, master: Tensor) -> bool:
         param = self._own(owner)

@@ -846,6 +846,7 @@ class FusedAdam(Optimizer):
         Publication(borrowed)()
         torch.autograd.graph.increment_version([one.source for one in borrowed])
         for one in borrowed:
+            one.clear_high_precision_init_val()
             one.note()
 
     def _restore_master(self, param: Tensor, state: dict[str, Any], saved: dict[str, Any]) -> None:
