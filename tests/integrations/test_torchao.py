@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from fp4adam import FP4Adam, MXFP8Quantizer, NVFP4Quantizer
+from fp4adam import FP4Adam, MXFP8Quantizer, NVFP4Quantizer, backend
 
 pytest.importorskip("torchao")
 
@@ -69,10 +69,10 @@ def test_torchao_decodes_what_a_step_writes(format, swizzled, shape):
     assert torch.equal(master, start)
 
     optimizer.param_groups[0]["lr"] = 1e-3
-    inner = [getattr(param, name) for name in param.__tensor_flatten__()[0]]
+    inner = [id(getattr(param, name)) for name in param.__tensor_flatten__()[0]]
     for seed in range(1, 3):
         step(optimizer, seed)
-    assert [getattr(param, name) for name in param.__tensor_flatten__()[0]] == inner
+    assert [id(getattr(param, name)) for name in param.__tensor_flatten__()[0]] == inner
     expected = QUANTIZERS[format].quantize(master)
     decoded = param.dequantize(torch.float32)
     assert not torch.equal(decoded, start)
@@ -81,6 +81,18 @@ def test_torchao_decodes_what_a_step_writes(format, swizzled, shape):
     rtol = 0 if format == "mxfp8" else 2**-22
     torch.testing.assert_close(decoded, expected.dequantize(), rtol=rtol, atol=0)
     assert torch.equal(param.qdata.view(torch.uint8).flatten(), expected.rowwise_data.flatten())
+
+
+@every_format
+@every_layout
+def test_kernels_write_the_same_bytes(format, swizzled, monkeypatch):
+    written = []
+    for kernel in (False, True):
+        monkeypatch.setattr(backend, "uses_kernels", lambda _, kernel=kernel: kernel)
+        param = quantized(format, values((32, 96), 0), swizzled)
+        step(FP4Adam([param], lr=1e-3), 1)
+        written.append(bytes_of(param))
+    assert all(map(torch.equal, *written))
 
 
 def test_small_scales_are_kept():
