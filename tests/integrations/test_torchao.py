@@ -48,13 +48,13 @@ def quantized(format: str, x: Tensor, swizzled: bool = False) -> Parameter:
 
 def step(optimizer: FP4Adam, seed: int) -> None:
     (param,) = optimizer.param_groups[0]["params"]
-    param.grad = values(tuple(param.shape), seed).flip(0)
+    param.grad = values(tuple(param.shape), seed).flip(0).to(param.device)
     optimizer.step()
 
 
 def bytes_of(param: Tensor) -> list[Tensor]:
     inner = (getattr(param, name) for name in param.__tensor_flatten__()[0])
-    return [x.detach().clone().view(-1).view(torch.uint8) for x in inner]
+    return [x.detach().cpu().clone().view(-1).view(torch.uint8) for x in inner]
 
 
 @every_format
@@ -85,11 +85,12 @@ def test_torchao_decodes_what_a_step_writes(format, swizzled, shape):
 
 @every_format
 @every_layout
-def test_kernels_write_the_same_bytes(format, swizzled, monkeypatch):
+def test_kernels_write_the_same_bytes(format, swizzled, monkeypatch, device):
     written = []
     for kernel in (False, True):
         monkeypatch.setattr(backend, "uses_kernels", lambda _, kernel=kernel: kernel)
-        param = quantized(format, values((32, 96), 0), swizzled)
+        param = quantized(format, values((32, 96), 0), swizzled).detach()
+        param = Parameter(param.to(device if kernel else "cpu"))
         step(FP4Adam([param], lr=1e-3), 1)
         written.append(bytes_of(param))
     assert all(map(torch.equal, *written))
