@@ -3,6 +3,8 @@
 from fp4adam import fp4_utils as fp4_utils
 from fp4adam import linear as linear
 from fp4adam import tensor_operators as tensor_operators
+from fp4adam import torchao_tensors as torchao_tensors
+from fp4adam import transformer_engine_tensors as transformer_engine_tensors
 from fp4adam.columnwise import build_columnwise as build_columnwise
 from fp4adam.float8_block import Float8BlockQuantizer as Float8BlockQuantizer
 from fp4adam.float8_block import Float8BlockTensor as Float8BlockTensor
@@ -21,6 +23,8 @@ from fp4adam.quantize_model import quantized_init as quantized_init
 from fp4adam.quantized_tensor import QuantizedTensor as QuantizedTensor
 from fp4adam.quantizer import Quantizer as Quantizer
 from fp4adam.shared_scales import check_shards as check_shards
+from fp4adam.tensor_adapter import TensorAdapter as TensorAdapter
+from fp4adam.tensor_adapter import register_adapter as register_adapter
 from fp4adam.zero import post_all_gather_processing as post_all_gather_processing
 from fp4adam.zero import quantize_master_weights as quantize_master_weights
 

@@ -19,6 +19,10 @@ QUANTIZE_FROM = ("master", "param_dtype")
 class FP4Adam(FusedAdam):
     """``torch.optim.AdamW`` for :class:`QuantizedTensor` parameters beside plain ones.
 
+    So are ``NVFP4Tensor``, ``MXFP8Tensor`` and ``Float8BlockwiseQTensor`` parameters of Transformer
+    Engine, ``NVFP4Tensor`` and ``MXTensor`` of torchao, and other classes that have a
+    :class:`TensorAdapter`: their memory is written in place.
+
     A quantized parameter has an FP32 master weight in the optimizer's state. One kernel reads the
     gradient (BF16, FP16 or FP32), updates master and moments in FP32 and writes the re-quantized
     weight in place. After every step the bytes of a parameter are those of
@@ -35,9 +39,10 @@ class FP4Adam(FusedAdam):
             parameter's nominal dtype first, as Megatron's distributed optimizer does.
 
     Raises:
-        NotImplementedError: For ``capturable=True``.
-        ValueError: For ``master_weights=False`` with quantized parameters, or an unknown
-            ``quantize_from``.
+        NotImplementedError: For ``capturable=True``, and DTensors of other packages' tensors.
+        TypeError: For tensors of a class that only an adapter could know, and that has none.
+        ValueError: For ``master_weights=False`` with quantized parameters, an unknown
+            ``quantize_from``, or a tensor of another package that no kernel can write.
     """
 
     _option_names = (*FusedAdam._option_names, "quantize_from")
@@ -73,19 +78,22 @@ class FP4Adam(FusedAdam):
 
     def _check_param(self, param: Tensor) -> None:
         super()._check_param(param)
-        own = local(param)
-        if isinstance(own, QuantizedTensor) and not self.master_weights:
+        if isinstance(self._own(param), QuantizedTensor) and not self.master_weights:
+            kind = type(local(param)).__name__
             raise ValueError(
-                f"master_weights must be True for {type(own).__name__} parameters, got False: "
-                "updates are smaller than the steps between codes and would be lost; leave it True"
+                f"master_weights must be True for {kind} parameters, got False: updates "
+                "are smaller than the steps between codes and would be lost; leave it True"
             )
 
     def _needs_master(self, param: Tensor) -> bool:
         return isinstance(param, QuantizedTensor) or super()._needs_master(param)
 
-    def _new_master(self, param: Tensor) -> Tensor:
+    def _new_master(self, owner: Tensor) -> Tensor:
+        param = self._own(owner)
         if not isinstance(param, QuantizedTensor):
-            return super()._new_master(param)
+            return super()._new_master(owner)
+        if owner in self._borrowed:
+            return self._borrowed[owner].value()
         value = _written_value(param)
         if value is None:
             return param.detach().dequantize(torch.float32)
@@ -100,6 +108,8 @@ class FP4Adam(FusedAdam):
                 local(owner).clear_high_precision_init_val()
             else:
                 _free_init_val(local(owner))
+        if owner in self._borrowed:
+            self._borrowed[owner].clear_high_precision_init_val()
         return state
 
     def _write_dtype(self, param: Tensor) -> torch.dtype:
@@ -131,13 +141,16 @@ class FP4Adam(FusedAdam):
             if isinstance(local(owner), QuantizedTensor):
                 _free_init_val(local(owner))
 
-    def _param_is_of(self, param: Tensor, master: Tensor) -> bool:
+    def _param_is_of(self, owner: Tensor, master: Tensor) -> bool:
+        param = self._own(owner)
         if not isinstance(param, QuantizedTensor):
-            return super()._param_is_of(param, master)
+            return super()._param_is_of(owner, master)
         written = _written_value(param)
         if written is not None and torch.equal(written, master.to(written.dtype)):
             return True  # a high-precision copy of the weights, beside their masters
         value = master.to(self._write_dtype(param))
+        if owner in self._borrowed:
+            return self._borrowed[owner].is_of(value)
         if param._origin.whole is not None:
             return row_window.is_of(param, value)
         expected = param.quantizer.quantize(value)

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4adam import backend
 from fp4adam.adam import Scalars, moves
+from fp4adam.borrowed_tensor import BorrowedTensor, Publication
 from fp4adam.fused_batch import Member
 from fp4adam.grad_norm import GradNorm
 from fp4adam.hyper_parameters import check_hyper_parameters
@@ -38,6 +39,7 @@ from fp4adam.state_codec import (
 )
 from fp4adam.step_plan import StepPlan
 from fp4adam.stored_state import StoredState, adam_stored_, restored
+from fp4adam.tensor_adapter import adapter_of, count_writes, is_foreign, memory
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PARAM_DTYPES = (torch.float64, *GRAD_DTYPES)
@@ -184,6 +186,8 @@ class FusedAdam(Optimizer):
         # Of masters that state_dict() has returned: their versions, and marks of their parameters.
         self._handed_out = WeakTensorKeyDictionary()
         self._grad_norm: GradNorm | None = None
+        # Of parameters of other packages.
+        self._borrowed: dict[Tensor, BorrowedTensor] = {}
         # By device: what the next step multiplies gradients by.
         self._clip: dict[torch.device, Tensor] = {}
 
@@ -245,12 +249,33 @@ class FusedAdam(Optimizer):
             self.param_groups.pop()
             raise
 
+    def _own(self, param: Tensor) -> Tensor:
+        """What this rank has of a parameter, as a plain or quantized tensor of this package."""
+        own = local(param)
+        if not is_foreign(own):
+            return own
+        borrowed = self._borrowed.get(param)
+        if borrowed is None or not borrowed.is_current():
+            if borrowed is not None:
+                self._versions[param] = -1  # other memory may have been written as often
+            borrowed = self._borrowed[param] = BorrowedTensor(own)
+        return borrowed.tensor
+
     def _check_param(self, param: Tensor) -> None:
         """Raise if the optimizer could never update ``param``."""
-        if isinstance(local(param), QuantizedTensor) and not self._updates_quantized:
+        own = local(param)
+        foreign = is_foreign(own)
+        if foreign:
+            adapter_of(own)
+        if (foreign or isinstance(own, QuantizedTensor)) and not self._updates_quantized:
             raise TypeError(
                 f"parameters must be plain tensors for {type(self).__name__}, got "
-                f"{type(local(param)).__name__}; use FP4Adam"
+                f"{type(own).__name__}; use FP4Adam"
+            )
+        if foreign and own is not param:
+            raise NotImplementedError(
+                "sharded quantized parameters must be made by quantize_model, got a DTensor of "
+                f"{type(own).__name__}; the ranks would have to agree on its scales"
             )
         if param.is_complex():
             raise ValueError(
@@ -413,7 +438,7 @@ class FusedAdam(Optimizer):
                 continue
             state = self._state_of(group, param)
             codecs = self._codecs(param.dtype)
-            own = local(param)
+            own = self._own(param)
             tensors = state
             if own is not param:
                 tensors = {name: local(value) for name, value in state.items()}
@@ -432,6 +457,7 @@ class FusedAdam(Optimizer):
                     exp_avg_codec=codecs["exp_avg"],
                     exp_avg_sq_codec=codecs["exp_avg_sq"],
                     first_element=first_element(param),
+                    borrowed=self._borrowed.get(param),
                 )
             )
         self._plan = StepPlan(
@@ -615,18 +641,19 @@ class FusedAdam(Optimizer):
             and not isinstance(param, QuantizedTensor)
         )
 
-    def _new_master(self, param: Tensor) -> Tensor:
-        return param.detach().float()
+    def _new_master(self, owner: Tensor) -> Tensor:
+        return local(owner).detach().float()
 
-    def _param_is_of(self, param: Tensor, master: Tensor) -> bool:
-        """Whether ``param`` is what ``master`` rounds to."""
+    def _param_is_of(self, owner: Tensor, master: Tensor) -> bool:
+        """Whether this rank has of a parameter what ``master`` rounds to."""
+        param = local(owner)
         if self._keeps_remainder(param):
             master, _ = split_master(master)
         return _are_equal(param, master.to(param.dtype))
 
     def _state_of(self, group: dict[str, Any], owner: Tensor) -> dict[str, Any]:
         """The state of a parameter, created or completed where something is missing."""
-        state, param = self.state[owner], local(owner)
+        state, param = self.state[owner], self._own(owner)
         new: dict[str, Any] = {}
         if "step" not in state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
@@ -649,10 +676,10 @@ class FusedAdam(Optimizer):
         if self._needs_master(param):
             # A parameter that something else has written is where training continues from.
             if "master_param" not in state or not (
-                is_known or self._param_is_of(param, self._master_of(param, state))
+                is_known or self._param_is_of(owner, self._master_of(param, state))
             ):
                 codec = self._codecs(param.dtype)["master_param"]
-                StoredState.encode(codec, self._new_master(param)).put_into(new, "master_param")
+                StoredState.encode(codec, self._new_master(owner)).put_into(new, "master_param")
         self._put(state, new, owner)
         return state
 
@@ -702,11 +729,11 @@ class FusedAdam(Optimizer):
         """
         param = local(owner)
         is_quantized = isinstance(param, QuantizedTensor)
-        return written(owner) if is_quantized else self._param_is_of(param, master)
+        return written(owner) if is_quantized else self._param_is_of(owner, master)
 
     def _is_outdated(self, owner: Tensor, master: Tensor, before: "_Before") -> bool:
         """Whether a master is the one from before, and its parameter has been overwritten."""
-        param = local(owner)
+        param = self._own(owner)
         if master in before.handed_out:
             version, mark = before.handed_out[master]
             came_back = version == master._version and mark != self._mark(owner, master)
@@ -716,7 +743,7 @@ class FusedAdam(Optimizer):
             came_back = overwritten and "master_param" in state
             master = master.to(param.device)
             came_back = came_back and _are_equal(self._master_of(param, state), master)
-        return came_back and not self._param_is_of(param, master)
+        return came_back and not self._param_is_of(owner, master)
 
     def compact_state_dict(self) -> dict[str, Any]:
         """The state as it is stored; :meth:`load_state_dict` takes it back, bit for bit.
@@ -772,7 +799,7 @@ class FusedAdam(Optimizer):
 
         def restore(optimizer: Optimizer) -> None:
             for owner, saved in saved_states(self.param_groups, loaded):
-                param = local(owner)
+                param = self._own(owner)
                 codecs = self._codecs(param.dtype)
                 saved = _part_of(owner, saved)
                 if "master_param" in saved and "master_param_scale" not in saved:
@@ -803,7 +830,7 @@ class FusedAdam(Optimizer):
             for handle in handles:
                 handle.remove()
         self._plan = None
-        self._write_params([owner for owner in with_master if self._needs_master(local(owner))])
+        self._write_params([owner for owner in with_master if self._needs_master(self._own(owner))])
         self._versions = {
             param: written(param) for param in self.state if isinstance(param, Tensor)
         }
@@ -813,8 +840,14 @@ class FusedAdam(Optimizer):
         """Round masters to their parameters."""
         for owner in owners:
             if not owner.is_meta:
-                own = local(owner)
+                own = self._own(owner)
                 self._write_param(own, self._master_of(own, self.state[owner]))
+        borrowed = [self._borrowed[owner] for owner in owners if owner in self._borrowed]
+        Publication(borrowed)()
+        torch.autograd.graph.increment_version([one.source for one in borrowed])
+        for one in borrowed:
+            one.clear_high_precision_init_val()
+            one.note()
 
     def _restore_master(self, param: Tensor, state: dict[str, Any], saved: dict[str, Any]) -> None:
         """Make what ``saved`` has of a master what this optimizer keeps of it."""
@@ -854,10 +887,15 @@ class _Before(NamedTuple):
 def written(param: Tensor) -> int:
     """A number that changes when something other than this optimizer writes to a parameter.
 
-    Kernels leave the count of a quantized tensor alone, and raise the version of others.
+    Kernels leave the count of a quantized tensor alone, and raise the version of others; of tensors
+    of other packages, that of the memory counts as well.
     """
     own = local(param)
-    return own._origin.writes if isinstance(own, QuantizedTensor) else param._version
+    if isinstance(own, QuantizedTensor):
+        return own._origin.writes
+    if is_foreign(own):
+        return count_writes(own, memory(own, adapter_of(own)))
+    return param._version
 
 
 def _part_of(owner: Tensor, saved: dict[str, Any]) -> dict[str, Any]:

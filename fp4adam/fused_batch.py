@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fp4adam.borrowed_tensor import BorrowedTensor
 from fp4adam.fused_launch import LAUNCHES, FusedLaunch, Kind
 from fp4adam.memory_layout import is_dense
 from fp4adam.quantized_tensor import QuantizedTensor
@@ -41,6 +42,7 @@ class Member(NamedTuple):
         place: Of a shard that shares scales with others; else None.
         first_element: Index of its first element in the flattened parameter.
         casts_apart: Whether it is quantized from its value after the update, and not by that.
+        borrowed: What ``param`` is the tensor of, if the owner is one of another package.
         value: What Adam reads and writes: the FP32 master weight, or the parameter itself.
         moves: Whether the value can change; with lr = 0 only the moments do.
         write_dtype: What a master weight is rounded to before the parameter is written.
@@ -63,6 +65,7 @@ class Member(NamedTuple):
     exp_avg_sq_codec: StateCodec
     first_element: int = 0
     casts_apart: bool = False
+    borrowed: BorrowedTensor | None = None
 
     @property
     def has_master(self) -> bool:

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fp4adam.adam import Scalars, adam_scalars
+from fp4adam.borrowed_tensor import Publication
 from fp4adam.device_tables import DeviceTables
 from fp4adam.fused_batch import FusedBatch, Member
 from fp4adam.fused_launch import NVFP4Launch, fused_launch
@@ -28,6 +30,7 @@ from fp4adam.update_bound import largest_update, measured_ratio, next_ratio, rat
 _version = attrgetter("_version")
 _writes = attrgetter("_origin.writes")
 _local = attrgetter("_local_tensor")
+_noted = attrgetter("writes")
 
 # How a member without kernels is stepped: the member, its gradient, scalars and signals.
 Operators = Callable[[Member, Tensor, Scalars, Tensor | None, Tensor | None], None]
@@ -112,16 +115,20 @@ class StepPlan:
         fused = chain.from_iterable(batch.members for batch in self._batches)
         self.members = [*fused, *self._unfused]
         self._owners = [m.owner for m in self.members]
-        quantized = [isinstance(m.param, QuantizedTensor) for m in self.members]
+        self._borrowed = {m.owner: m.borrowed for m in self.members if m.borrowed is not None}
+        self._publish = Publication([])
+        quantized = [
+            isinstance(m.param, QuantizedTensor) and m.borrowed is None for m in self.members
+        ]
         # What tells that something else has written to a parameter that has a master.
         self._quantized = [*compress((m.param for m in self.members), quantized)]
         self._quantized_owners = [*compress(self._owners, quantized)]
         self._with_master = [
             m.owner
             for m, is_quantized in zip(self.members, quantized, strict=True)
-            if m.has_master and not is_quantized
+            if m.has_master and not is_quantized and m.borrowed is None
         ]
-        sharded = [m for m in self.members if m.owner is not m.param]
+        sharded = [m for m in self.members if isinstance(m.owner, DTensor)]
         self._sharded, self._locals = [m.owner for m in sharded], [m.param for m in sharded]
         self._bounded = [
             m.tensors[name]
@@ -187,13 +194,17 @@ class StepPlan:
     def _note_versions(self) -> None:
         self._master_versions = list(map(_version, self._with_master))
         self._written = list(map(_writes, self._quantized))
+        for borrowed in self._borrowed.values():
+            borrowed.note()
         self._bounded_versions = list(map(_version, self._bounded))
         self._steps_version = self._steps._version
 
     def known_writes(self) -> dict[Tensor, int]:
         """How often parameters that have masters had been written to when the last step ended."""
         plain = zip(self._with_master, self._master_versions, strict=True)
-        return dict(chain(plain, zip(self._quantized_owners, self._written, strict=True)))
+        quantized = zip(self._quantized_owners, self._written, strict=True)
+        borrowed = zip(self._borrowed, map(_noted, self._borrowed.values()), strict=True)
+        return dict(chain(plain, quantized, borrowed))
 
     def fits(self, structure: list) -> bool:
         """Whether the plan holds for parameters, states and gradients as they are now.
@@ -209,6 +220,7 @@ class StepPlan:
             and list(map(_writes, self._quantized)) == self._written
             and list(map(_version, self._bounded)) == self._bounded_versions
             and all(map(is_, map(_local, self._sharded), self._locals))
+            and all(borrowed.is_current() for borrowed in self._borrowed.values())
             and all(grad is None for grad in map(self._read_grad, self._outsiders))
             and all(batch.fits() for batch in self._batches)
             and all(map(self._fits_unfused, self._unfused, self._unfused_steps()))
@@ -279,6 +291,7 @@ class StepPlan:
         # Autograd does not see what kernels write.
         changed = [*compress(self._owners, self._present), *self._locals]
         torch.autograd.graph.increment_version(changed)
+        self._publish()
         self._note_versions()
         if found_inf is not None:
             self._skip = _skip(found_inf, self._cohorts, self._counted)
@@ -305,6 +318,8 @@ class StepPlan:
             return
         self._catch_up()
         self._present = present
+        written = [m.borrowed for m in compress(self.members, present) if m.moves]
+        self._publish = Publication([borrowed for borrowed in written if borrowed is not None])
         self._counted = torch.tensor(present, dtype=torch.float32)
         cohorts: dict[tuple[int, float, int], Cohort] = {}
         row_of = [0] * len(present)

@@ -37,7 +37,7 @@ FP32_MAX = 3.4028234663852886e38
 
 
 def dtype(name):
-    return {"import": f"triton.language.{DTYPES[name]}"}
+    return {"import": f"triton.language.{DTYPES.get(name, name)}"}
 
 
 def job(path, signature, constexprs, **options):
@@ -156,8 +156,8 @@ def step_jobs(codecs):
 
 
 def shard_jobs():
-    """The kernels of a partial cast and of transposes, on tiles with masks and without."""
-    from fp4adam.kernels import transpose
+    """The kernels of a partial cast, of transposes and of copies, with masks and without."""
+    from fp4adam.kernels import strided_copy, transpose
     from fp4adam.kernels.partial_cast import SCALES, TILES
 
     jobs = {}
@@ -193,6 +193,12 @@ def shard_jobs():
             jobs[f"{name} {bits}"] = job(
                 f"transpose._{name}_kernel", listed, {"BITS": bits, "SIDE": size}
             )
+    for name in ("uint8", "float32"):
+        jobs[f"strided copy {name}"] = job(
+            "strided_copy._strided_copy_kernel",
+            {"table": "*i64", "chunks": "*i32"},
+            {"DTYPE": dtype(name), "CHUNK": strided_copy.CHUNK},
+        )
     return jobs
 
 

@@ -42,6 +42,8 @@ def test_public_names_are_those_of_the_readme():
         "QuantizedTensor",
         "quantize_model",
         "quantized_init",
+        "register_adapter",
+        "TensorAdapter",
     }
     assert names <= vars(fp4adam).keys()
     assert fp4adam.__version__.count(".") == 2

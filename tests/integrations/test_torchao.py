@@ -1,0 +1,205 @@
+"""FP4Adam with torchao's NVFP4Tensor and MXTensor parameters, on a CPU."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from fp4adam import FP4Adam, MXFP8Quantizer, NVFP4Quantizer, backend
+
+pytest.importorskip("torchao")
+
+from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig
+from torchao.prototype.mx_formats.mx_tensor import MXTensor
+from torchao.prototype.mx_formats.nvfp4_tensor import (
+    NVFP4Tensor,
+    per_tensor_amax_to_scale,
+)
+from torchao.quantization import quantize_
+
+QUANTIZERS = {
+    "nvfp4": NVFP4Quantizer(columnwise=False, two_dimensional=False),
+    "mxfp8": MXFP8Quantizer(columnwise=False),
+}
+every_layout = pytest.mark.parametrize("swizzled", [False, True])
+every_format = pytest.mark.parametrize("format", QUANTIZERS)
+
+
+def values(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Normal values of any size, so that blocks of NVFP4 have scales below torchao's smallest."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    return (x * torch.logspace(0, -6, shape[0])[(..., *[None] * (len(shape) - 1))]).bfloat16()
+
+
+def quantized(format: str, x: Tensor, swizzled: bool = False) -> Parameter:
+    """What torchao makes of a value."""
+    if format == "mxfp8":
+        return Parameter(MXTensor.to_mx(x, torch.float8_e4m3fn, is_swizzled_scales=swizzled))
+    scale = per_tensor_amax_to_scale(x.abs().amax())
+    return Parameter(NVFP4Tensor.to_nvfp4(x, per_tensor_scale=scale, is_swizzled_scales=swizzled))
+
+
+def step(optimizer: FP4Adam, seed: int) -> None:
+    (param,) = optimizer.param_groups[0]["params"]
+    param.grad = values(tuple(param.shape), seed).flip(0).to(param.device)
+    optimizer.step()
+
+
+def bytes_of(param: Tensor) -> list[Tensor]:
+    inner = (getattr(param, name) for name in param.__tensor_flatten__()[0])
+    return [x.detach().cpu().clone().view(-1).view(torch.uint8) for x in inner]
+
+
+@every_format
+@every_layout
+@pytest.mark.parametrize("shape", [(32, 96), (160, 256), (2, 128, 64)], ids=str)
+def test_torchao_decodes_what_a_step_writes(format, swizzled, shape):
+    param = quantized(format, values(shape, 0), swizzled)
+    start = param.dequantize(torch.float32)
+    optimizer = FP4Adam([param], lr=0.0)
+    step(optimizer, 0)
+    master = optimizer.state[param]["master_param"]
+    assert torch.equal(master, start)
+
+    optimizer.param_groups[0]["lr"] = 1e-3
+    inner = [id(getattr(param, name)) for name in param.__tensor_flatten__()[0]]
+    for seed in range(1, 3):
+        step(optimizer, seed)
+    assert [id(getattr(param, name)) for name in param.__tensor_flatten__()[0]] == inner
+    expected = QUANTIZERS[format].quantize(master)
+    decoded = param.dequantize(torch.float32)
+    assert not torch.equal(decoded, start)
+    assert torch.equal(param.dequantize(torch.bfloat16), expected.dequantize(torch.bfloat16))
+    # torchao multiplies NVFP4's scales in another order.
+    rtol = 0 if format == "mxfp8" else 2**-22
+    torch.testing.assert_close(decoded, expected.dequantize(), rtol=rtol, atol=0)
+    assert torch.equal(param.qdata.view(torch.uint8).flatten(), expected.rowwise_data.flatten())
+
+
+@every_format
+@every_layout
+def test_kernels_write_the_same_bytes(format, swizzled, monkeypatch, device):
+    written = []
+    for kernel in (False, True):
+        monkeypatch.setattr(backend, "uses_kernels", lambda _, kernel=kernel: kernel)
+        param = quantized(format, values((32, 96), 0), swizzled).detach()
+        param = Parameter(param.to(device if kernel else "cpu"))
+        step(FP4Adam([param], lr=1e-3), 1)
+        written.append(bytes_of(param))
+    assert all(map(torch.equal, *written))
+
+
+def test_small_scales_are_kept():
+    param = quantized("nvfp4", values((32, 96), 0))
+    optimizer = FP4Adam([param], lr=1e-8, weight_decay=0.0)
+    value = values((32, 96), 1).float()
+    step(optimizer, 0)
+    optimizer.state[param]["master_param"].copy_(value)
+    step(optimizer, 1)
+    assert param.scale.float()[param.scale.float() > 0].min() < 2**-6
+
+    def error(x: Tensor) -> float:
+        return (x.dequantize(torch.float32) - value).norm(dim=1)[16:].sum().item()
+
+    assert error(param) < error(quantized("nvfp4", value.bfloat16()))
+
+
+@every_format
+@every_layout
+def test_a_step_that_changes_nothing_leaves_the_bytes_alone(format, swizzled):
+    param = quantized(format, values((32, 96), 0), swizzled)
+    before = bytes_of(param)
+    optimizer = FP4Adam([param], lr=0.0)
+    step(optimizer, 0)
+    optimizer.param_groups[0]["lr"], optimizer.found_inf = 1e-2, torch.ones(())
+    step(optimizer, 1)
+    assert all(map(torch.equal, bytes_of(param), before))
+
+
+def make_model(seed: int) -> tuple[nn.Module, FP4Adam]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).bfloat16()
+    quantize_(model, NVFP4WeightOnlyConfig())
+    model.requires_grad_(True)  # quantize_() makes models for inference
+    assert isinstance(model[0].weight, NVFP4Tensor)
+    return model, FP4Adam(model.parameters(), lr=1e-2)
+
+
+def train(model: nn.Module, optimizer: FP4Adam, steps: int) -> float:
+    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = (model(x) - x.flip(1)).float().square().mean()
+        loss.backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+    return loss.item()
+
+
+def test_a_model_of_quantize_is_trained():
+    model, optimizer = make_model(0)
+    before = bytes_of(model[2].weight)
+    assert train(model, optimizer, 60) < 0.1 * train(*make_model(0), 1)
+    assert not torch.equal(bytes_of(model[2].weight)[0], before[0])
+    clone = copy.deepcopy(model)
+    kept = bytes_of(clone[0].weight)
+    train(model, optimizer, 1)
+    assert all(map(torch.equal, bytes_of(clone[0].weight), kept))
+
+
+@pytest.mark.parametrize("model_first", [False, True])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_checkpoints_resume_bit_for_bit(model_first, seed, tmp_path):
+    model, optimizer = make_model(0)
+    train(model, optimizer, 3)
+    torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / "checkpoint.pt")
+    train(model, optimizer, 3)
+    resumed, other = make_model(seed)
+    train(resumed, other, 2)
+    states = torch.load(tmp_path / "checkpoint.pt", weights_only=False)
+    pairs = [*zip((resumed, other), states, strict=True)]
+    for target, state in pairs if model_first else reversed(pairs):
+        target.load_state_dict(state)
+    train(resumed, other, 3)
+    for a, b in zip(model.parameters(), resumed.parameters(), strict=True):
+        if isinstance(a, NVFP4Tensor):
+            assert all(map(torch.equal, bytes_of(a), bytes_of(b)))
+        else:
+            assert torch.equal(a, b)
+
+
+REFUSED = {
+    "one scale": (
+        lambda x: NVFP4Tensor.to_nvfp4(x),
+        "per_tensor_scale .* got None; quantize with use_dynamic_per_tensor_scale=True",
+    ),
+    "mxfp4": (
+        lambda x: MXTensor.to_mx(x, torch.float4_e2m1fn_x2),
+        "must be torch.float8_e4m3fn and 32 to be stepped, got torch.float4_e2m1fn_x2 and 32",
+    ),
+    "e5m2": (lambda x: MXTensor.to_mx(x, torch.float8_e5m2), "got torch.float8_e5m2 and 32"),
+    "transposed": (
+        lambda x: quantized("mxfp8", x).t(),
+        "must be contiguous to be stepped, got strides .* not its transpose",
+    ),
+    "odd rows": (lambda x: quantized("mxfp8", x[:24]), r"multiples of 32, got shape \(24, 96\)"),
+}
+
+
+@pytest.mark.parametrize(("make", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_no_kernel_writes_is_refused(make, words):
+    param = Parameter(make(values((32, 96), 0)).detach())
+    with pytest.raises(ValueError, match=words):
+        FP4Adam([param])
+
+
+def test_torchao_is_not_imported_unless_the_user_does():
+    code = "import sys, fp4adam; assert not any(name.startswith('torchao') for name in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
