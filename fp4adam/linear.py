@@ -1,6 +1,5 @@
 """Forward and backward of a linear layer whose weight is quantized."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -17,16 +16,13 @@ class _QuantizedLinear(torch.autograd.Function):
     the matmul that reads it.
     """
 
+    # One function, because autograd inspects the signature at every call of two.
     @staticmethod
-    def forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight._read(x.dtype), bias)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        x, weight, _ = inputs
+    def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
         x_needs_grad, weight_needs_grad, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if weight_needs_grad else None, weight if x_needs_grad else None)
         ctx.weight_dtype = weight.dtype
+        return F.linear(x, weight._read(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -42,10 +38,6 @@ class _QuantizedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0)
         return grad_x, grad_weight, grad_bias
-
-
-# Autograd asks for it at every call, and takes as long to find it out as a launch takes.
-_QuantizedLinear.forward.__signature__ = inspect.signature(_QuantizedLinear.forward)
 
 
 @implements_function(F.linear)

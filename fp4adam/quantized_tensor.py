@@ -15,8 +15,8 @@ from fp4adam.quantizer import HIGH_PRECISION_DTYPES, Quantizer, check_dtype
 from fp4adam.row_window import Origin
 
 # Inner tensors, named as in Transformer Engine. Scales of square blocks are the same for both
-# directions and are kept once, one per block, in _block_scale_inv. The last two hold them once more,
-# for GEMMs alone, and are derived from what everything else reads.
+# directions and are kept once, one per block, in _block_scale_inv. The last two hold them once
+# more, for GEMMs alone, and are derived from what everything else reads.
 STORAGE_NAMES = (
     "_rowwise_data",
     "_rowwise_scale_inv",
@@ -462,21 +462,17 @@ def _rebuild_quantized_tensor(
 class Dequantize(torch.autograd.Function):
     """The values in a dtype, as a differentiable function; ``after`` as in ``Quantizer.read``."""
 
+    # One function, because autograd inspects the signature at every call of two.
     @staticmethod
-    def forward(tensor: QuantizedTensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
+    def forward(
+        ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype, after: Tensor | None = None
+    ) -> Tensor:
+        ctx.nominal_dtype = tensor.dtype
         return tensor._read(dtype, after)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        ctx.nominal_dtype = inputs[0].dtype
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.to(ctx.nominal_dtype), None, None
-
-
-# As for quantized linear layers.
-Dequantize.forward.__signature__ = inspect.signature(Dequantize.forward)
 
 
 def _refusal(what: object, tensor: QuantizedTensor) -> NotImplementedError:
