@@ -4,10 +4,13 @@ from fp4adam import fp4_utils as fp4_utils
 from fp4adam import linear as linear
 from fp4adam import tensor_operators as tensor_operators
 from fp4adam.columnwise import build_columnwise as build_columnwise
+from fp4adam.export import export_checkpoint as export_checkpoint
+from fp4adam.export import export_masters as export_masters
 from fp4adam.float8_block import Float8BlockQuantizer as Float8BlockQuantizer
 from fp4adam.float8_block import Float8BlockTensor as Float8BlockTensor
 from fp4adam.fp4_adam import FP4Adam as FP4Adam
 from fp4adam.fused_adam import FusedAdam as FusedAdam
+from fp4adam.import_checkpoint import import_checkpoint as import_checkpoint
 from fp4adam.mxfp8 import MXFP8Quantizer as MXFP8Quantizer
 from fp4adam.mxfp8 import MXFP8Tensor as MXFP8Tensor
 from fp4adam.nvfp4 import NVFP4Quantizer as NVFP4Quantizer
