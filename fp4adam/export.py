@@ -27,8 +27,16 @@ from fp4adam.shared_scales import Place
 
 MAX_SHARD_BYTES = 5 * 10**9  # as on the Hugging Face hub
 
-# Layers that engines serve as one matrix, by the names that Hugging Face models give them.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+# The layers of Hugging Face models that engines serve as one matrix, and what they call that.
+SERVED_AS = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+    "w1": "w13",
+    "w3": "w13",
+}
 
 
 def export_checkpoint(
@@ -78,19 +86,18 @@ def export_checkpoint(
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     model = _unwrapped(model)
-    state = _state_of(model)
-    weights = _first_named(state)
+    weights = _first_named(_state_of(model))
     quantized = {n: local(w) for n, w in weights.items() if isinstance(local(w), QuantizedTensor)}
     encoding = _encoding_for(LAYOUTS[layout], quantized)
-    linear = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear)}
-    for name in quantized:
-        _check_whole_linear(name, weights[name], linear)
+    linear = {
+        _plain_name(name): layer
+        for name, layer in model.named_modules(remove_duplicate=False)
+        if isinstance(layer, nn.Linear)
+    }
+    for name, weight in quantized.items():
+        _check_whole_linear(name, weight, linear)
     _warn_of_readers(quantized, weights)
-    excluded = [
-        name.removesuffix(".weight")
-        for name, weight in state.items()
-        if id(weight) in linear and name not in quantized
-    ]
+    excluded = [name for name in linear if f"{name}.weight" not in quantized]
     documents = LAYOUTS[layout].documents(encoding, excluded)
     dtype = next(iter(quantized.values())).dtype
     content = _config_of(model, config, dtype)
@@ -155,14 +162,21 @@ def export_masters(
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of ``torch.compile`` and ``DistributedDataParallel``, by its own names."""
-    model = getattr(model, "_orig_mod", model)
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    """The model without what PyTorch has put around it."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    return getattr(model, "_orig_mod", model)
+
+
+def _plain_name(name: str) -> str:
+    """The name of something in a model that ``torch.compile`` or checkpointing has wrapped."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def _state_of(model: nn.Module) -> dict[str, Tensor]:
     """All that a checkpoint holds, under all of its names."""
     state = model.state_dict(keep_vars=True)
+    state = {_plain_name(name): value for name, value in state.items()}
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise TypeError(
@@ -230,46 +244,43 @@ def _fits(encoding: Encoding, weight: QuantizedTensor) -> bool:
     return encoding.quantizer_class is type(weight.quantizer)
 
 
-def _check_whole_linear(name: str, weight: Tensor, linear: set[int]) -> None:
-    if id(weight) not in linear or not name.endswith(".weight"):
+def _check_whole_linear(name: str, weight: QuantizedTensor, linear: dict[str, nn.Linear]) -> None:
+    layer, _, kind = name.rpartition(".")
+    if kind != "weight" or layer not in linear:
         raise ValueError(
             f"quantized weights must be those of nn.Linear layers, got {name!r}; leave it in high "
             "precision (filter=...)"
         )
-    own = local(weight)
-    if own._origin.whole is None and not row_window.is_whole_blocks(own):
+    if weight._origin.whole is None and not row_window.is_whole_blocks(weight):
         raise ValueError(f"{name!r} must be a whole tensor, got rows of another one; clone it")
 
 
 def _warn_of_readers(quantized: dict[str, QuantizedTensor], weights: dict[str, Tensor]) -> None:
-    """Warn of what a reader makes something else of than it means."""
-    amaxes: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
+    """Warn of weights that a reader takes for something else than they are."""
+    groups: dict[str, dict[str, float]] = defaultdict(dict)
     partial = []
     for name, weight in quantized.items():
         layer = name.removesuffix(".weight")
         parent, _, own = layer.rpartition(".")
-        for i, group in enumerate(FUSED):
-            if isinstance(weight, NVFP4Tensor) and own in group:
-                amaxes[parent, i][own] = weight.settled()._amax.item()
-        shape = weights[name].shape
+        if isinstance(weight, NVFP4Tensor) and own in SERVED_AS:
+            groups[f"{parent}.{SERVED_AS[own]}"][own] = weight.settled()._amax.item()
         if isinstance(weight, Float8BlockTensor):
-            partial += [layer] * any(n % FLOAT8_BLOCK and n > FLOAT8_BLOCK for n in shape)
-    unequal = [
-        (parent, group) for (parent, _), group in amaxes.items() if len({*group.values()}) > 1
-    ]
+            sides = weights[name].shape
+            partial += [layer] * any(n > FLOAT8_BLOCK and n % FLOAT8_BLOCK for n in sides)
+    unequal = [name for name, amaxes in groups.items() if len({*amaxes.values()}) > 1]
     if unequal:
-        parent, group = unequal[0]
         warnings.warn(
-            f"weights that engines serve as one matrix should have one amax, got {group} in "
-            f"{parent!r}, and {len(unequal) - 1} such groups more: vLLM would decode them all by "
-            "the largest one (transformers reads them one by one); train them with one amax",
+            "weights that are served as one matrix should have one amax, got "
+            f"{groups[unequal[0]]} for {unequal[0]!r}, and {len(unequal)} such groups: engines "
+            "that fuse them, as vLLM does, decode them all by the largest and lose precision "
+            "(transformers does not); train with scale_groups=hf_scale_groups",
             stacklevel=3,
         )
     if partial:
         warnings.warn(
-            f"sides of weights should be at most {FLOAT8_BLOCK} or multiples of it, got others in "
-            f"{len(partial)} layers such as {partial[0]!r}: where transformers has no GPU to run "
-            "FP8 on, it takes the blocks of these to be smaller than they are",
+            f"sides of Float8Block weights should be multiples of {FLOAT8_BLOCK}, or less, got "
+            f"others in {len(partial)} layers such as {partial[0]!r}: transformers reads these "
+            "wrongly where it decodes them, without a GPU; pad them, or serve with another engine",
             stacklevel=3,
         )
 
@@ -306,7 +317,7 @@ def _gathered(weight: Tensor) -> Tensor:
     for inner in inputs:
         own = inner.to(place.device).contiguous()
         out = own.new_empty(place.n_shards * len(own), *own.shape[1:])
-        dist.all_gather_into_tensor(out, own, place.group)
+        dist.all_gather([*out.chunk(place.n_shards)], own, place.group)
         outputs.append(out)
     whole, _ = fsdp.post_all_gather(shard, tuple(outputs), names, weight.dtype)
     return whole

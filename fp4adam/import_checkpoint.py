@@ -150,11 +150,12 @@ class _Import:
             scale = self.encoding.scale
             scales = (self.checkpoint.read(f"{layer}.{scale}") for layer in self.layers)
             return self.encoding.quantizer_for(scales)
-        problem = self.encoding.refusal(chosen) if isinstance(chosen, kind) else ""
-        if problem is not None:
+        fits = isinstance(chosen, kind)
+        problem = self.encoding.refusal(chosen) if fits else "leave it out"
+        if problem:
             raise ValueError(
-                f"quantizer must be a {kind.__name__} for {self.encoding.format!r}, got {chosen}; "
-                f"{problem or 'leave it out'}"
+                f"quantizer must be a {kind.__name__} that {self.encoding.format!r} suits, got "
+                f"{chosen}; {problem}"
             )
         return chosen
 
