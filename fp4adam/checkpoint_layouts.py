@@ -325,7 +325,6 @@ class ModelOpt(Layout):
         config = {
             "quant_method": self.name,
             "quant_algo": encoding.format,
-            "group_size": group_size,
             "ignore": [*excluded],
             "producer": producer,
         }
