@@ -11,6 +11,7 @@ compressed-tensors: pip install 'fp4adam[integrations]'.
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 # Read when torch loads OpenMP, as in train_gpt.py.
@@ -28,7 +29,7 @@ LAYOUTS = {"nvfp4": "compressed-tensors", "mxfp8": "compressed-tensors", "float8
 PROMPT = b"    def __init__(self"
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--format", choices=tuple(LAYOUTS), default="nvfp4")
@@ -39,7 +40,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=128, metavar="N", help="default: 128")
     parser.add_argument("--lr", type=float, default=3e-3, metavar="X", help="default: 3e-3")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.out = args.out or Path("runs", f"llama-{args.format}")
     return args
 
@@ -91,9 +92,9 @@ def write(model: PreTrainedModel, count: int = 200) -> Tensor:
     return model.eval().generate(tokens, attention_mask=mask, **options)[0].cpu()
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Train, export, read, compare."""
-    args = parse_args()
+    args = parse_args(argv)
     model = build(args)
     train(model, args)
     kinds = {type(p) for p in model.parameters()} - {torch.nn.Parameter}

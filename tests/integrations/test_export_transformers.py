@@ -25,6 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:weights that are served as one matrix:UserWarning"),
 ]
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CASES = [
     ("nvfp4", "compressed-tensors"),
     (NVFP4Quantizer(two_dimensional=False, columnwise=False), "compressed-tensors"),
@@ -147,3 +148,15 @@ def test_checkpoints_that_transformers_wrote_are_imported(tmp_path):
     other = import_checkpoint(llama(), tmp_path / "theirs")
     with torch.no_grad():
         assert torch.equal(other(text()).logits, model(text()).logits)
+
+
+@pytest.mark.parametrize("weight_format", ["nvfp4", "float8block"])
+def test_the_example_writes_the_same_text_twice(weight_format, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import finetune_and_export
+
+    options = f"--format {weight_format} --steps 2 --batch 2 --context 16 --device cpu".split()
+    finetune_and_export.main([*options, "--out", str(tmp_path / "first")])
+    start = ["--start", str(tmp_path / "first"), "--out", str(tmp_path / "second")]
+    finetune_and_export.main([*options, *start])
+    assert capsys.readouterr().out.count("the same text as the trained model") == 2
