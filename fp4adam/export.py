@@ -18,7 +18,9 @@ from fp4adam.checkpoint_folder import CONFIG, Entry
 from fp4adam.checkpoint_layouts import LAYOUTS, Encoding, Layout
 from fp4adam.float8_block import BLOCK as FLOAT8_BLOCK
 from fp4adam.float8_block import Float8BlockTensor
-from fp4adam.local_tensor import local, sharded_dims
+from fp4adam.fp4_adam import written_value
+from fp4adam.fused_adam import FusedAdam, written
+from fp4adam.local_tensor import like, local, sharded_dims, sharding_groups
 from fp4adam.nvfp4 import NVFP4Tensor
 from fp4adam.optimizer_state import saved_states
 from fp4adam.quantized_tensor import QuantizedTensor
@@ -125,8 +127,9 @@ def export_masters(
 ) -> None:
     """Write a model in high precision, its parameters rounded once from their master weights.
 
-    A parameter without a master in the optimizer is written as it is, or, if it is quantized, as
-    the value that its master would start from.
+    A parameter without a master in the optimizer, or to which something else has been written
+    since, is written as it is, or, if it is quantized, as the value that its master would start
+    from.
 
     Args:
         model: Any; sharded ones as for :func:`export_checkpoint`.
@@ -141,24 +144,51 @@ def export_masters(
     check_dtype("dtype", dtype)
     model = _unwrapped(model)
     weights = _first_named(_state_of(model))
-    saved = saved_states(optimizer.param_groups, optimizer.state_dict())
-    masters = {param: state["master_param"] for param, state in saved if "master_param" in state}
+    masters = _current_masters(optimizer)
     parameters = set(model.parameters())
 
     def entries() -> Iterator[Entry]:
         for name, weight in weights.items():
-            value = masters.get(weight)
-            if value is None and isinstance(weight, QuantizedTensor):
-                value = weight.get_high_precision_init_val()
-            whole = _gathered(weight if value is None else value)
-            if isinstance(whole, QuantizedTensor):
-                whole = whole.dequantize()
+            own = local(weight)
+            if weight in masters:
+                source = masters[weight]
+            elif isinstance(own, QuantizedTensor):
+                value = written_value(own)
+                value = own.detach().dequantize() if value is None else value.view(own.shape)
+                source = like(weight, value)
+            else:
+                source = weight
+            whole = _gathered(source)
             if weight in parameters and weight.is_floating_point():
                 whole = whole.to(dtype)
             yield Entry({name: whole.cpu().contiguous()}, {})
 
     documents = {CONFIG: _config_of(model, config, dtype)}
     _write(Path(folder), entries(), documents, max_shard_bytes, weights)
+
+
+def _current_masters(optimizer: Optimizer) -> dict[Tensor, Tensor]:
+    """FP32 masters of the parameters that nothing else has been written to since."""
+    if not isinstance(optimizer, FusedAdam):
+        return {}
+    writes, masters = optimizer._known_writes(), {}
+    for param, state in saved_states(optimizer.param_groups, optimizer.state_dict()):
+        if "master_param" in state:
+            master, own = state["master_param"], local(param)
+            is_known = writes.get(param, written(param)) == written(param)
+            is_current = is_known or optimizer._param_is_of(own, local(master))
+            if _everywhere(is_current, param):
+                masters[param] = master
+    return masters
+
+
+def _everywhere(flag: bool, param: Tensor) -> bool:
+    """Whether all ranks that have parts of a parameter say so; one without rows cannot tell."""
+    for group, device_type in sharding_groups(param):
+        flags = torch.tensor(float(flag), device=device_type)
+        dist.all_reduce(flags, dist.ReduceOp.MIN, group)
+        flag = bool(flags)
+    return flag
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

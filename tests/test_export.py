@@ -276,6 +276,17 @@ def test_masters_before_the_first_step_are_the_values_before_quantization(tmp_pa
     assert torch.equal(stored["down.weight"], model.down.weight.dequantize())
 
 
+def test_masters_of_overwritten_parameters_are_what_was_written(tmp_path):
+    model, optimizer = trained("nvfp4")
+    other = trained("nvfp4")[0].requires_grad_(False)
+    model.load_state_dict(model.state_dict())  # nothing new
+    model.up.weight.data.copy_(other.down.weight.t().contiguous())
+    export_masters(model, optimizer, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(stored["up.weight"], model.up.weight.dequantize())
+    assert torch.equal(stored["down.weight"], optimizer.state[model.down.weight]["master_param"])
+
+
 def test_masters_of_another_optimizer_are_the_parameters(tmp_path):
     model = build(None)
     optimizer = AdamW(model.parameters())
@@ -527,9 +538,10 @@ def export_shards(rank: int, folder: str) -> None:
         if is_sharded:
             fully_shard(model)
         optimizer = FP4Adam(model.parameters(), lr=1e-2)
+        name = "sharded" if is_sharded else f"whole{rank}"
+        export_masters(model, optimizer, f"{folder}/{name}-before")
         set_grads(model, fixed_grads(model, seed=0))
         optimizer.step()
-        name = "sharded" if is_sharded else f"whole{rank}"
         export_checkpoint(model, f"{folder}/{name}")
         export_masters(model, optimizer, f"{folder}/{name}-masters")
     with pytest.raises(FileExistsError, match="must not hold a checkpoint"):
@@ -540,7 +552,7 @@ def export_shards(rank: int, folder: str) -> None:
 
 def test_shards_are_gathered_as_they_are(tmp_path):
     run_ranks(export_shards, 3, str(tmp_path))  # 96 and 64 rows: whole blocks, and cut ones
-    for kind in ("", "-masters"):
+    for kind in ("", "-before", "-masters"):
         whole, sharded = (tmp_path / f"{name}{kind}" for name in ("whole0", "sharded"))
         with checkpoint_folder.CheckpointReader(whole) as expected:
             with checkpoint_folder.CheckpointReader(sharded) as actual:
