@@ -30,7 +30,7 @@ from fp4adam.shared_scales import Place
 MAX_SHARD_BYTES = 5 * 10**9  # as on the Hugging Face hub
 
 # The layers of Hugging Face models that engines serve as one matrix, and what they call that.
-SERVED_AS = {
+_FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
     "v_proj": "qkv_proj",
@@ -193,9 +193,10 @@ def _everywhere(flag: bool, param: Tensor) -> bool:
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     """The model without what PyTorch has put around it."""
+    model = getattr(model, "_orig_mod", model)
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
-    return getattr(model, "_orig_mod", model)
+        model = getattr(model.module, "_orig_mod", model.module)
+    return model
 
 
 def _plain_name(name: str) -> str:
@@ -285,15 +286,21 @@ def _check_whole_linear(name: str, weight: QuantizedTensor, linear: dict[str, nn
         raise ValueError(f"{name!r} must be a whole tensor, got rows of another one; clone it")
 
 
+def _served_as(name: str) -> str | None:
+    """The matrix that a weight is a part of when it is served, or None."""
+    parent, dot, layer = name.removesuffix(".weight").rpartition(".")
+    return f"{parent}{dot}{_FUSED[layer]}" if layer in _FUSED else None
+
+
 def _warn_of_readers(quantized: dict[str, QuantizedTensor], weights: dict[str, Tensor]) -> None:
     """Warn of weights that a reader takes for something else than they are."""
     groups: dict[str, dict[str, float]] = defaultdict(dict)
     partial = []
     for name, weight in quantized.items():
         layer = name.removesuffix(".weight")
-        parent, _, own = layer.rpartition(".")
-        if isinstance(weight, NVFP4Tensor) and own in SERVED_AS:
-            groups[f"{parent}.{SERVED_AS[own]}"][own] = weight.settled()._amax.item()
+        matrix = _served_as(name)
+        if isinstance(weight, NVFP4Tensor) and matrix is not None:
+            groups[matrix][layer.rpartition(".")[2]] = weight.settled()._amax.item()
         if isinstance(weight, Float8BlockTensor):
             sides = weights[name].shape
             partial += [layer] * any(n > FLOAT8_BLOCK and n % FLOAT8_BLOCK for n in sides)

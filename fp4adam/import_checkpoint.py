@@ -121,7 +121,7 @@ class _Import:
         if unknown:
             raise ValueError(
                 f"the model must have all that the checkpoint has, lacks {len(unknown)}, such as "
-                f"{unknown[0]!r}; build it from the checkpoint's {'config.json'!r}"
+                f"{unknown[0]!r}; build it from the checkpoint's config.json"
             )
         # A tied weight has one name there.
         given = {id(self.state[name]) for name in weights | self.plain}
@@ -129,13 +129,13 @@ class _Import:
         if missing:
             raise ValueError(
                 f"the checkpoint must have all that the model has, lacks {len(missing)}, such as "
-                f"{missing[0]!r}; build the model from its {'config.json'!r}"
+                f"{missing[0]!r}; build the model from its config.json"
             )
         for layer in self.layers:
             if layer not in self.linear:
                 raise ValueError(
                     f"{layer!r} of the model must be an nn.Linear to have a quantized weight, got "
-                    f"another module; build it from the checkpoint's {'config.json'!r}"
+                    f"another module; build it from the checkpoint's config.json"
                 )
             names = [name for name, x in self.state.items() if x is self.linear[layer].weight]
             if len(names) > 1:
@@ -173,7 +173,7 @@ class _Import:
             if actual != shape and not (actual in ((), (1,)) and shape in ((), (1,))):
                 raise ValueError(
                     f"{name!r} must have shape {shape} for a weight {tuple(old.shape)}, got "
-                    f"{actual}; build the model from the checkpoint's {'config.json'!r}"
+                    f"{actual}; build the model from the checkpoint's config.json"
                 )
             stored[key] = self.checkpoint.read(name)
             if stored[key].dtype != dtype:
@@ -197,7 +197,7 @@ class _Import:
             if shape != tuple(old.shape):
                 raise ValueError(
                     f"{name!r} must have shape {tuple(old.shape)}, got {shape} in the checkpoint; "
-                    f"build the model from its {'config.json'!r}"
+                    f"build the model from its config.json"
                 )
             value = self.checkpoint.read(name)
             if isinstance(old, QuantizedTensor):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
@@ -295,6 +296,18 @@ def test_masters_of_another_optimizer_are_the_parameters(tmp_path):
     assert torch.equal(
         load_file(tmp_path / "model.safetensors")["up.weight"], model.up.weight.float()
     )
+
+
+def test_names_are_those_without_wrappers(tmp_path):
+    model = build("nvfp4")
+    export_checkpoint(model, tmp_path / "plain")
+    model.up, compiled = checkpoint_wrapper(model.up), nn.Module()
+    compiled._orig_mod = model  # as torch.compile does
+    export_checkpoint(compiled, tmp_path / "wrapped")
+    plain, wrapped = (load_file(tmp_path / n / "model.safetensors") for n in ("plain", "wrapped"))
+    assert_same(wrapped, plain)
+    configs = [(tmp_path / n / "config.json").read_text() for n in ("plain", "wrapped")]
+    assert configs[0] == configs[1]
 
 
 class Fused(nn.Module):
