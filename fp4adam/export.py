@@ -91,15 +91,15 @@ def export_checkpoint(
     weights = _first_named(_state_of(model))
     quantized = {n: local(w) for n, w in weights.items() if isinstance(local(w), QuantizedTensor)}
     encoding = _encoding_for(LAYOUTS[layout], quantized)
-    linear = {
-        _plain_name(name): layer
+    linear = [
+        _plain_name(f"{name}.weight")
         for name, layer in model.named_modules(remove_duplicate=False)
         if isinstance(layer, nn.Linear)
-    }
+    ]
     for name, weight in quantized.items():
         _check_whole_linear(name, weight, linear)
     _warn_of_readers(quantized, weights)
-    excluded = [name for name in linear if f"{name}.weight" not in quantized]
+    excluded = [name.removesuffix(".weight") for name in linear if name not in quantized]
     documents = LAYOUTS[layout].documents(encoding, excluded)
     dtype = next(iter(quantized.values())).dtype
     content = _config_of(model, config, dtype)
@@ -275,9 +275,8 @@ def _fits(encoding: Encoding, weight: QuantizedTensor) -> bool:
     return encoding.quantizer_class is type(weight.quantizer)
 
 
-def _check_whole_linear(name: str, weight: QuantizedTensor, linear: dict[str, nn.Linear]) -> None:
-    layer, _, kind = name.rpartition(".")
-    if kind != "weight" or layer not in linear:
+def _check_whole_linear(name: str, weight: QuantizedTensor, linear: list[str]) -> None:
+    if name not in linear:
         raise ValueError(
             f"quantized weights must be those of nn.Linear layers, got {name!r}; leave it in high "
             "precision (filter=...)"
