@@ -6,12 +6,15 @@ from fp4adam import tensor_operators as tensor_operators
 from fp4adam import torchao_tensors as torchao_tensors
 from fp4adam import transformer_engine_tensors as transformer_engine_tensors
 from fp4adam.columnwise import build_columnwise as build_columnwise
+from fp4adam.export import export_checkpoint as export_checkpoint
+from fp4adam.export import export_masters as export_masters
 from fp4adam.float8_block import Float8BlockQuantizer as Float8BlockQuantizer
 from fp4adam.float8_block import Float8BlockTensor as Float8BlockTensor
 from fp4adam.fp4_adam import FP4Adam as FP4Adam
 from fp4adam.fused_adam import FusedAdam as FusedAdam
 from fp4adam.gemm_scales import swizzle_scales as swizzle_scales
 from fp4adam.gemm_scales import unswizzle_scales as unswizzle_scales
+from fp4adam.import_checkpoint import import_checkpoint as import_checkpoint
 from fp4adam.mxfp8 import MXFP8Quantizer as MXFP8Quantizer
 from fp4adam.mxfp8 import MXFP8Tensor as MXFP8Tensor
 from fp4adam.nvfp4 import NVFP4Quantizer as NVFP4Quantizer

@@ -94,7 +94,7 @@ class FP4Adam(FusedAdam):
             return super()._new_master(owner)
         if owner in self._borrowed:
             return self._borrowed[owner].value()
-        value = _written_value(param)
+        value = written_value(param)
         if value is None:
             return param.detach().dequantize(torch.float32)
         # A copy, since a state_dict taken before quantize_model may hold the same storage.
@@ -145,7 +145,7 @@ class FP4Adam(FusedAdam):
         param = self._own(owner)
         if not isinstance(param, QuantizedTensor):
             return super()._param_is_of(owner, master)
-        written = _written_value(param)
+        written = written_value(param)
         if written is not None and torch.equal(written, master.to(written.dtype)):
             return True  # a high-precision copy of the weights, beside their masters
         value = master.to(self._write_dtype(param))
@@ -160,7 +160,7 @@ class FP4Adam(FusedAdam):
         )
 
 
-def _written_value(param: QuantizedTensor) -> Tensor | None:
+def written_value(param: QuantizedTensor) -> Tensor | None:
     """The value that a parameter has got before any step, where it still has it unrounded."""
     pending = param.pending_value()
     return param.get_high_precision_init_val() if pending is None else pending

@@ -419,9 +419,13 @@ class FusedAdam(Optimizer):
             options += [len(group["params"]), moves(group)]
         return options
 
+    def _known_writes(self) -> dict[Tensor, int]:
+        """How often parameters had been written to when their masters last were theirs."""
+        known = self._plan.known_writes() if self._plan is not None else {}
+        return {**self._versions, **known}
+
     def _new_plan(self, structure: list) -> StepPlan:
-        if self._plan is not None:
-            self._versions.update(self._plan.known_writes())
+        self._versions = self._known_writes()
         for group in self.param_groups:
             self._check_storage(group)
         pairs = [(group, param) for group in self.param_groups for param in group["params"]]
@@ -786,10 +790,7 @@ class FusedAdam(Optimizer):
         """
         loaded: dict[str, Any] = {}
         with_master: list[Tensor] = []
-        writes = dict(self._versions)
-        if self._plan is not None:
-            writes.update(self._plan.known_writes())
-        before = _Before(self.state, writes, self._handed_out)
+        before = _Before(self.state, self._known_writes(), self._handed_out)
 
         def capture(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             check_state_dict(self.param_groups, state_dict)

@@ -1,0 +1,162 @@
+"""Exported checkpoints, read back by transformers and compressed-tensors: the bits of training."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers.utils.quantization_config import CompressedTensorsConfig
+
+from fp4adam import (
+    FP4Adam,
+    NVFP4Quantizer,
+    QuantizedTensor,
+    export_checkpoint,
+    export_masters,
+    import_checkpoint,
+    quantize_model,
+)
+
+pytestmark = [
+    # transformers, of a configuration that is passed beside that of the checkpoint.
+    pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning"),
+    # q, k and v of these models have amaxes of their own, which transformers does not mind.
+    pytest.mark.filterwarnings("ignore:weights that are served as one matrix:UserWarning"),
+]
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+CASES = [
+    ("nvfp4", "compressed-tensors"),
+    (NVFP4Quantizer(two_dimensional=False, columnwise=False), "compressed-tensors"),
+    ("mxfp8", "compressed-tensors"),
+    ("float8block", "fp8"),
+]
+
+
+def llama(tied: bool = False) -> PreTrainedModel:
+    """Two layers of everything that a Llama has, in BF16, with random weights."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    # As from_pretrained does it: model.to(torch.bfloat16) would round the rotary frequencies, too.
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def text() -> Tensor:
+    """Four lines of 64 bytes of real text."""
+    content = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8)
+    return content[: 4 * 64].view(4, 64).long()
+
+
+def train(model: PreTrainedModel, steps: int = 3) -> FP4Adam:
+    optimizer = FP4Adam(model.parameters(), lr=3e-3)
+    for _ in range(steps):
+        model(text(), labels=text()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    return optimizer
+
+
+def assert_is(read: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Logits, weights and greedy text are the same, bit for bit."""
+    with torch.no_grad():
+        # The first forward pass decompresses weights that were loaded as they are.
+        assert torch.equal(read(text()).logits, model(text()).logits)
+    params = dict(read.named_parameters())
+    for name, param in model.named_parameters():
+        is_quantized = isinstance(param, QuantizedTensor)
+        value = param.dequantize(torch.bfloat16) if is_quantized else param
+        assert torch.equal(params[name], value), name
+    prompt = text()[:1, :8]
+    options = dict(max_new_tokens=16, do_sample=False, attention_mask=torch.ones_like(prompt))
+    written = [m.generate(prompt, pad_token_id=0, **options) for m in (read, model)]
+    assert torch.equal(*written)
+
+
+@pytest.mark.parametrize("dequantize", [False, True])
+@pytest.mark.parametrize(("recipe", "layout"), CASES)
+def test_transformers_reads_what_was_trained(recipe, layout, dequantize, tmp_path):
+    model = quantize_model(llama(), recipe)
+    train(model)
+    export_checkpoint(model, tmp_path, layout)
+    options = {}
+    if dequantize and layout == "compressed-tensors":
+        options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, **options).eval()
+    assert read.dtype == torch.bfloat16
+    assert_is(read, model)
+
+
+def test_transformers_reads_several_files_and_ties(tmp_path):
+    model = quantize_model(llama(tied=True), "nvfp4")
+    train(model)
+    export_checkpoint(model, tmp_path, max_shard_bytes=100_000)
+    assert len([*tmp_path.glob("*.safetensors")]) > 1
+    read = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert read.lm_head.weight is read.model.embed_tokens.weight
+    assert_is(read, model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_transformers_reads_masters(dtype, tmp_path):
+    model = quantize_model(llama(), "nvfp4")
+    optimizer = train(model)
+    export_masters(model, optimizer, tmp_path, dtype)
+    read = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
+    for name, param in model.named_parameters():
+        assert torch.equal(read[name], optimizer.state[param]["master_param"].to(dtype)), name
+
+
+@pytest.mark.parametrize(("recipe", "layout"), CASES)
+def test_training_goes_on_from_what_was_exported(recipe, layout, tmp_path):
+    model = quantize_model(llama(), recipe)
+    train(model)
+    export_checkpoint(model, tmp_path, layout)
+    other = import_checkpoint(llama(), tmp_path)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        if isinstance(a, QuantizedTensor):
+            assert torch.equal(a.rowwise_data, b.rowwise_data)
+            assert torch.equal(a.rowwise_scale_inv, b.rowwise_scale_inv)
+        else:
+            assert torch.equal(a, b)
+    with torch.no_grad():
+        assert torch.equal(other(text()).logits, model(text()).logits)
+        before = other(text(), labels=text()).loss
+    train(other)
+    with torch.no_grad():
+        assert other(text(), labels=text()).loss < before
+
+
+def test_checkpoints_that_transformers_wrote_are_imported(tmp_path):
+    model = quantize_model(llama(), "nvfp4")
+    train(model)
+    export_checkpoint(model, tmp_path / "ours")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    read.save_pretrained(tmp_path / "theirs")
+    other = import_checkpoint(llama(), tmp_path / "theirs")
+    with torch.no_grad():
+        assert torch.equal(other(text()).logits, model(text()).logits)
+
+
+@pytest.mark.parametrize("weight_format", ["nvfp4", "float8block"])
+def test_the_example_writes_the_same_text_twice(weight_format, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import finetune_and_export
+
+    options = f"--format {weight_format} --steps 2 --batch 2 --context 16 --device cpu".split()
+    finetune_and_export.main([*options, "--out", str(tmp_path / "first")])
+    start = ["--start", str(tmp_path / "first"), "--out", str(tmp_path / "second")]
+    finetune_and_export.main([*options, *start])
+    assert capsys.readouterr().out.count("the same text as the trained model") == 2
