@@ -38,9 +38,8 @@ class Training:
         model = quantize_model(GPT(GPTConfig(2, 2, 128, CONTEXT)), "nvfp4")
         use_plain_state_dict(model)  # save_state() writes safetensors
         optimizer = FP4Adam(model.parameters(), lr=3e-3, weight_decay=0.1)
-        # Accelerate steps the schedule once per process.
-        warmup *= accelerator.num_processes
-        schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
+        count = accelerator.num_processes  # as often, Accelerate steps the schedule at a time
+        schedule = LambdaLR(optimizer, lambda step: min(1.0, (step // count + 1) / warmup))
         self.model, self.optimizer, self.schedule = accelerator.prepare(model, optimizer, schedule)
 
     def step(self, rows: Tensor) -> float:
