@@ -72,6 +72,7 @@ def test_scaled_steps_go_through_the_patched_step():
     prepared.step()
     assert_identical(snapshot(optimizer), snapshot(expected))
     assert scaler.get_scale() == 2.0**9
+    assert not prepared.step_was_skipped  # what it says of all optimizers that unscale themselves
 
 
 def accelerator_of_rank(**options):
