@@ -1,10 +1,11 @@
 # make demo     train a small GPT with quantized weights beside one with torch's AdamW
 # make test     run the tests
+# make test-integrations   those with Transformers, Accelerate, Lightning and torchtitan
 # make lint     check format and style
 # make bench    time one optimizer step (on an NVIDIA GPU)
 # make clean    remove .venv, builds and caches; runs/ stays
 #
-# ARGS="..." is handed on to the command behind demo, test and bench.
+# ARGS="..." is handed on to the command behind demo, tests and bench.
 # PYTHON=python3.12 chooses the interpreter that .venv is made from.
 # VENV= (empty) makes no .venv and installs nothing: PYTHON runs it all with what it has.
 
@@ -12,7 +13,7 @@ PYTHON ?= python3
 VENV = .venv
 ARGS =
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test test-integrations lint bench clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -34,10 +35,18 @@ $(READY): pyproject.toml constraints.txt
 	$(PY) -m pip install -c constraints.txt -e '.[dev]'
 	touch $@
 
+# torchtitan asks for data loaders, loggers and the file systems of last year; its optimizers do not.
+INTEGRATIONS = $(VENV)/.integrations
+$(INTEGRATIONS): $(READY)
+	$(PY) -m pip install -c constraints.txt -e '.[integrations]'
+	$(PY) -m pip install --no-deps -c constraints.txt "torchtitan; python_version >= '3.11'"
+	touch $@
+
 else
 
 PY = $(PYTHON)
 READY = fp4adam/kernels
+INTEGRATIONS = $(READY)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 # The link does what an install would: it puts kernels/ where fp4adam.kernels is looked for.
@@ -51,6 +60,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(PY) -m pytest $(PARALLEL) $(ARGS)
+
+test-integrations: $(INTEGRATIONS)
+	$(PY) -m pytest $(PARALLEL) tests/integrations $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff format --check

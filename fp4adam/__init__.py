@@ -23,6 +23,7 @@ from fp4adam.partial_cast import PartialCast as PartialCast
 from fp4adam.quantize_model import is_hidden_linear as is_hidden_linear
 from fp4adam.quantize_model import quantize_model as quantize_model
 from fp4adam.quantize_model import quantized_init as quantized_init
+from fp4adam.quantize_model import use_plain_state_dict as use_plain_state_dict
 from fp4adam.quantized_tensor import QuantizedTensor as QuantizedTensor
 from fp4adam.quantizer import Quantizer as Quantizer
 from fp4adam.shared_scales import check_shards as check_shards

@@ -37,8 +37,8 @@ class DeviceTables:
         self._device_words = torch.zeros(n_words, dtype=torch.int64, device=device)
         self.table, self.scalars = self._split(self._device_words)
         self._uploaded: tuple[Any, ...] = (None, None, None)
-        self._one = torch.ones(1, device=device)
-        self._zero = torch.zeros(1, device=device)
+        self._one = torch.ones(1, dtype=torch.float32, device=device)
+        self._zero = torch.zeros(1, dtype=torch.float32, device=device)
 
     def _split(self, words: Tensor) -> tuple[Tensor, Tensor]:
         n = self._table_words

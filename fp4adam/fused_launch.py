@@ -140,10 +140,10 @@ class NVFP4Launch(FusedLaunch):
         )
         tiles = tiles.to(device)
         # Nothing is known at first: with these, all tiles are looked at.
-        tile_amaxes = torch.zeros(len(tiles), device=device)
-        amaxes = torch.zeros(2, len(shapes), device=device)
-        exceeding = torch.zeros(len(shapes), device=device)
-        self.amaxes = torch.zeros(len(shapes), device=device)
+        tile_amaxes = torch.zeros(len(tiles), dtype=torch.float32, device=device)
+        amaxes = torch.zeros(2, len(shapes), dtype=torch.float32, device=device)
+        exceeding = torch.zeros(len(shapes), dtype=torch.float32, device=device)
+        self.amaxes = torch.zeros(len(shapes), dtype=torch.float32, device=device)
         self._is_shared = kind.group is not None
         # The amaxes of one step are the old ones of the next: the two take turns.
         self._turns = []

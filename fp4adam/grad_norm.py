@@ -105,7 +105,7 @@ class GradNorm:
         max_norm, norm_type = _check_norm(max_norm, norm_type)
         grads, present = self._check_grads(grads)
         if not present:
-            return torch.tensor(0.0), {}
+            return torch.tensor(0.0, dtype=torch.float32), {}
         devices = _devices(present)
         if len(devices) == 1 and self._parts == [()]:
             sums = self._span_sums(grads, devices[0], norm_type)
@@ -325,7 +325,7 @@ def _lane_sums(
     grads: MaybeTensors, sizes: Sequence[int], device: torch.device, norm_type: float
 ) -> Iterator[Tensor]:
     """The lanes of a few spans at a time, float64 [n, LANES]."""
-    zero = torch.zeros((), device=device)
+    zero = torch.zeros((), dtype=torch.float32, device=device)
     for grad, size in zip(grads, sizes, strict=True):
         flat = zero.expand(size) if grad is None else grad.view(-1)
         for chunk in flat.split(_CHUNK):

@@ -46,7 +46,7 @@ def pack_e2m1(codes: Tensor) -> Tensor:
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
     """float32 values [..., 2n] of packed E2M1 codes [..., n]."""
-    magnitudes = torch.tensor(_E2M1_MAGNITUDES, device=packed.device)
+    magnitudes = torch.tensor(_E2M1_MAGNITUDES, dtype=torch.float32, device=packed.device)
     values = torch.cat([magnitudes, -magnitudes])
     # All pairs that a byte can stand for, each looked up as one number.
     pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)

@@ -191,7 +191,7 @@ class PartialCast:
                 n = round_up(n, 4)
                 spans.append((shard, usage, n, shape))
                 n += shape[0] * shape[1]
-        self.amaxes = torch.zeros(n, device=self.device)
+        self.amaxes = torch.zeros(n, dtype=torch.float32, device=self.device)
         for i, shard in enumerate(of_tensors):
             shard.amax = self.amaxes[i : i + 1]
         for shard, usage, first, shape in spans:

@@ -3,12 +3,14 @@
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as nn_module
 
 from fp4adam.float8_block import Float8BlockQuantizer
+from fp4adam.local_tensor import local
 from fp4adam.mxfp8 import MXFP8Quantizer
 from fp4adam.nvfp4 import NVFP4Quantizer
 from fp4adam.quantized_tensor import QuantizedTensor
@@ -148,6 +150,54 @@ def _quantized_parameter(quantizer: Quantizer, weight: nn.Parameter) -> nn.Param
     param = nn.Parameter(quantized, weight.requires_grad)
     param._high_precision_init_val = value
     return param
+
+
+def use_plain_state_dict(model: nn.Module) -> nn.Module:
+    """Make ``model.state_dict()`` return plain tensors of the nominal dtypes, in place.
+
+    For programs that save models by memory address, as safetensors does. Loaded into a quantized
+    model, and the optimizer's state after them, such values give back every byte: the masters say
+    what the weights are. DTensors stay as they are.
+
+    Args:
+        model: Its quantized parameters, those of later calls of :func:`quantize_model` included.
+
+    Returns:
+        ``model``. Its ``load_state_dict`` raises a ValueError where plain values would take the
+        place of quantized parameters (``assign=True``).
+    """
+    model.register_state_dict_post_hook(_dequantize_values)
+    model.register_load_state_dict_pre_hook(_refuse_plain_parameters)
+    return model
+
+
+def _dequantize_values(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    for name, value in state_dict.items():
+        if isinstance(value, QuantizedTensor) and name.startswith(prefix):
+            state_dict[name] = value.dequantize(value.dtype)
+
+
+def _refuse_plain_parameters(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    *args: Any,
+) -> None:
+    if not local_metadata.get("assign_to_params_buffers"):
+        return
+    for name, param in module.named_parameters(prefix.removesuffix(".")):
+        value = state_dict.get(name)
+        if isinstance(local(param), QuantizedTensor) and not (
+            value is None or isinstance(local(value), QuantizedTensor)
+        ):
+            raise ValueError(
+                f"assign must be False to load plain values of the quantized {name!r}, got True: "
+                "they would take its place and be trained in its stead; leave assign out (in "
+                "Accelerate, set cpu_ram_efficient_loading=False)"
+            )
 
 
 @contextlib.contextmanager

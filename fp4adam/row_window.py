@@ -278,7 +278,8 @@ def is_of(tensor: "QuantizedTensor", value: Tensor) -> bool:
     own = slice(part._first_row, part._first_row + rows)
 
     def codes(matrix: Tensor) -> Tensor:
-        every_row = torch.zeros((stored_rows(part), cols), device=tensor.device)
+        shape = (stored_rows(part), cols)
+        every_row = torch.zeros(shape, dtype=torch.float32, device=tensor.device)
         every_row[own] = matrix.view(rows, cols)
         return part.quantizer.recode(every_row, part)[own].short()
 

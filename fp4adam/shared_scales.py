@@ -117,7 +117,7 @@ class AmaxExchange:
                         self._amaxes.append(grid[number - first // block])
                         spans.append((size, size + width))
                     size += width
-        self._buffer = torch.zeros(size, device=device)
+        self._buffer = torch.zeros(size, dtype=torch.float32, device=device)
         self._slots = [self._buffer[start:stop] for start, stop in spans]
 
     def largest(self) -> Tensor:
@@ -202,7 +202,7 @@ def write_shards(
         groups[place.group, place.device].append(i)
     for (group, device), members in groups.items():
         # Not every rank need have been written to, nor know that another one has.
-        written = torch.tensor([float(values[i] is not None) for i in members], device=device)
+        written = torch.tensor([values[i] is not None for i in members], device=device).float()
         dist.all_reduce(written, dist.ReduceOp.MAX, group)
         chosen = [*compress(members, written.tolist())]
         if not chosen:

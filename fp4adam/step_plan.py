@@ -140,7 +140,7 @@ class StepPlan:
         self._share_scales(members)
         self._share_step_counters()
         self._present: list[bool] = []
-        self._counted = torch.zeros(0)
+        self._counted = torch.zeros(0, dtype=torch.float32)
         self._cohorts: list[Cohort] = []
         self._rows_of_parts: list[list[int]] = [[] for _ in self._parts]
         self._rows_of_unfused: list[int] = []

@@ -1,0 +1,80 @@
+"""The Trainer of Hugging Face with NVFP4 weights: a small Llama learns to write Python.
+
+    pip install 'fp4adam[integrations]'
+    python examples/with_transformers.py
+
+Checkpoints are what the Trainer makes of any model: plain weights, which ``from_pretrained`` takes,
+and beside them the optimizer's masters and moments, from which training resumes with every bit.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from stdlib_text import load_text
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from fp4adam import FP4Adam, quantize_model, use_plain_state_dict
+
+CONTEXT = 64
+
+
+def build_model() -> LlamaForCausalLM:
+    """A Llama of bytes with quantized linear layers."""
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+    )
+    model = quantize_model(LlamaForCausalLM(config), "nvfp4")
+    return use_plain_state_dict(model)  # the Trainer saves with safetensors
+
+
+def collate(rows: list[Tensor]) -> dict[str, Tensor]:
+    """A batch as the model takes it; it shifts the labels itself."""
+    tokens = torch.stack(rows).long()
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def build_trainer(out: str | Path, lr: float = 3e-3, **arguments: Any) -> Trainer:
+    """A Trainer of a new model, that reads the text in its order.
+
+    Args:
+        out: Folder of the checkpoints.
+        lr: Peak learning rate; what TrainingArguments says about it does not reach the optimizer.
+        arguments: Of TrainingArguments.
+    """
+    text, _ = load_text()
+    return Trainer(
+        build_model(),
+        TrainingArguments(str(out), **arguments),
+        train_dataset=text[: len(text) // CONTEXT * CONTEXT].view(-1, CONTEXT),
+        data_collator=collate,
+        optimizer_cls_and_kwargs=(FP4Adam, {"lr": lr, "betas": (0.9, 0.95)}),
+    )
+
+
+def main() -> None:
+    """Trains, in the middle of which it could be stopped and resumed."""
+    trainer = build_trainer(
+        "runs/transformers",
+        max_steps=200,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=2,
+        lr_scheduler_type="cosine",
+        warmup_steps=20,
+        weight_decay=0.1,
+        save_steps=100,
+        logging_steps=20,
+        report_to=[],
+    )
+    trainer.train()  # or trainer.train(resume_from_checkpoint=True)
+
+
+if __name__ == "__main__":
+    main()

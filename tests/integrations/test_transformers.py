@@ -1,0 +1,78 @@
+"""Trainer: schedules, accumulation, checkpoints; a Llama from its configuration on real text."""
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+from with_transformers import build_trainer
+
+from fp4adam import FP4Adam, QuantizedTensor
+from quantized_training import assert_bytes_are_of_masters, assert_identical, quantized, snapshot
+
+ARGUMENTS = dict(
+    max_steps=6,
+    save_steps=3,
+    per_device_train_batch_size=4,
+    gradient_accumulation_steps=2,
+    lr_scheduler_type="cosine",
+    warmup_steps=2,
+    weight_decay=0.1,
+    logging_steps=1,
+    report_to=[],
+    use_cpu=True,
+    disable_tqdm=True,
+)
+
+
+def train(out, seed=0, resume=None, **options):
+    torch.manual_seed(seed)
+    trainer = build_trainer(out, lr=1e-2, **ARGUMENTS, **options)
+    trainer.train(resume_from_checkpoint=resume and str(resume))
+    return trainer
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["fp32", "bf16"])
+def trained(request, tmp_path_factory):
+    out = tmp_path_factory.mktemp("trainer")
+    return train(out, bf16=request.param), out, request.param
+
+
+def logged(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def test_training(trained):
+    trainer, _, _ = trained
+    optimizer = trainer.optimizer.optimizer
+    assert type(optimizer) is FP4Adam
+    assert len(quantized(trainer.model.parameters())) == 2 * 7
+    losses = logged(trainer, "loss")
+    assert losses[-1] < losses[0] - 1
+    shares = [1e-2 * share for share in (0, 0.5, 1, 0.853553, 0.5, 0.146447)]
+    assert logged(trainer, "learning_rate") == pytest.approx(shares, rel=1e-5)
+    decays = {group["weight_decay"]: group["params"] for group in optimizer.param_groups}
+    assert decays.keys() == {0.1, 0.0}
+    assert all(param.dim() == 1 for param in decays[0.0])
+    # One step for two batches.
+    assert {state["step"].item() for state in optimizer.state.values()} == {6}
+    assert_bytes_are_of_masters(optimizer)
+
+
+def test_resumed_run_has_the_bits_of_an_uninterrupted_one(trained, tmp_path):
+    trainer, out, bf16 = trained
+    resumed = train(tmp_path, seed=1, resume=out / "checkpoint-3", bf16=bf16)
+    assert logged(resumed, "loss") == logged(trainer, "loss")
+    pair = (snapshot(run.optimizer.optimizer) for run in (resumed, trainer))
+    assert_identical(*({part: s[part] for part in ("params", "state", "options")} for s in pair))
+
+
+def test_checkpoints_hold_plain_tensors(trained):
+    trainer, out, bf16 = trained
+    saved = torch.load(out / "checkpoint-6" / "optimizer.pt", weights_only=True)
+    names = {name for state in saved["state"].values() for name in state}
+    assert names == {"step", "exp_avg", "exp_avg_sq", "master_param"}
+    plain = LlamaForCausalLM.from_pretrained(out / "checkpoint-6")
+    assert not any(isinstance(param, QuantizedTensor) for param in plain.parameters())
+    tokens = torch.arange(64).view(1, -1)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        logits = [model.eval()(tokens).logits.float() for model in (plain, trainer.model)]
+    assert_identical(*logits)
