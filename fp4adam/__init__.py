@@ -18,6 +18,7 @@ from fp4adam.quantize_model import quantize_model as quantize_model
 from fp4adam.quantize_model import quantized_init as quantized_init
 from fp4adam.quantized_tensor import QuantizedTensor as QuantizedTensor
 from fp4adam.quantizer import Quantizer as Quantizer
+from fp4adam.scale_groups import hf_scale_groups as hf_scale_groups
 from fp4adam.shared_scales import check_shards as check_shards
 from fp4adam.zero import post_all_gather_processing as post_all_gather_processing
 from fp4adam.zero import quantize_master_weights as quantize_master_weights

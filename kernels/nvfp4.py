@@ -250,6 +250,7 @@ def _adam_step_kernel(
     table,
     scalars,
     tiles,
+    slots,
     amaxes,
     next_amaxes,
     tile_amaxes,
@@ -272,17 +273,19 @@ def _adam_step_kernel(
     """Adam and re-quantization of one column of tiles of one tensor, each byte moved once.
 
     Grid: (n_tiles,). Tile: LOOP times [BR, BC] down the rows. table: int64 [n_tensors, 16].
-    scalars: float32 [n, 12]. tiles: int32 [n_tiles, 4]. amaxes: float32 [n_tensors], of the
-    updated weights; next_amaxes: the same of the next step, set to zero. tile_amaxes: float32
-    [n_tiles], written: no weight of the tile is larger. exceeding: float32 [n_tensors], raised to
-    the amax of a tensor that is larger than amaxes says.
+    scalars: float32 [n, 12]. tiles: int32 [n_tiles, 4]. slots: int32 [n_tensors], where the amax of
+    each tensor is; several may share one. amaxes: float32 [n_slots], of the updated weights;
+    next_amaxes: the same of the next step, set to zero. tile_amaxes: float32 [n_tiles], written: no
+    weight of the tile is larger. exceeding: float32 [n_slots], raised to the amax of a tensor that
+    is larger than amaxes says.
     Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these and the codes: 27 bytes
     per element with both directions, and 1/256 for the scales of 16x16 blocks.
     """
     tensor, first_row, col = load_tile(tiles, 16)
     first_of_tensor = (first_row == 0) & (col == 0)
+    slot = tl.load(slots + tensor)
     if first_of_tensor:
-        tl.store(next_amaxes + tensor, 0.0)
+        tl.store(next_amaxes + slot, 0.0)
     if not takes_part(table, tensor, found_inf_ptr):
         return
     rows = size(table, tensor, ROWS, 16)
@@ -291,7 +294,7 @@ def _adam_step_kernel(
     pointers = state_pointers(
         table, tensor, GRAD_DTYPE, None, VALUE_CODEC, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
     )
-    amax = tl.load(amaxes + tensor)
+    amax = tl.load(amaxes + slot)
     if first_of_tensor:
         amax_ptr = tl.load(table + tensor.to(tl.int64) * WIDTH + AMAX)
         tl.store(amax_ptr.to(tl.pointer_type(tl.float32)), amax)
@@ -358,11 +361,20 @@ def _adam_step_kernel(
     tile_amax = tl.max(tl.max(largest, 1), 0)
     if tile_amax > amax:
         bits = tile_amax.to(tl.int32, bitcast=True)
-        tl.atomic_max((exceeding + tensor).to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
+        tl.atomic_max((exceeding + slot).to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
     if WRITE_DTYPE != tl.float32:
         # The master may be larger than what it is rounded to, by half a step of a 16-bit format.
         tile_amax = tile_amax * 1.0078125 + 6e-8
     tl.store(tile_amaxes + tl.program_id(0), tile_amax)
+
+
+def measure(x: Tensor, amax: Tensor) -> None:
+    """Overwrite ``amax`` [1] with the largest magnitude of ``x`` (as for :func:`quantize`)."""
+    rows, cols = x.shape
+    tile_rows, tile_cols = divisor_tile(rows, 64, BLOCK), divisor_tile(cols, 64, BLOCK)
+    grid = (rows // tile_rows * (cols // tile_cols),)
+    amax.zero_()
+    _amax_kernel[grid](x, amax, cols, cols // tile_cols, BR=tile_rows, BC=tile_cols)
 
 
 def quantize(
@@ -377,13 +389,11 @@ def quantize(
 ) -> None:
     """Quantize the matrix ``x`` [rows, cols] (contiguous, multiples of 16) into storage.
 
-    ``rowwise_scale`` is the grid of 16x16 blocks if ``two_dimensional``. Two launches: amax, codes.
+    ``rowwise_scale`` is the grid of 16x16 blocks if ``two_dimensional``. ``amax``: [1], known.
     """
     rows, cols = x.shape
     tile_rows, tile_cols = divisor_tile(rows, 64, BLOCK), divisor_tile(cols, 64, BLOCK)
     grid = (rows // tile_rows * (cols // tile_cols),)
-    amax.zero_()
-    _amax_kernel[grid](x, amax, cols, cols // tile_cols, BR=tile_rows, BC=tile_cols)
     _quantize_kernel[grid](
         x,
         rowwise_data,
@@ -455,6 +465,7 @@ def adam_step(
     scalars: Tensor,
     tiles: Tensor,
     n_whole: int,
+    slots: Tensor,
     amaxes: Tensor,
     next_amaxes: Tensor,
     tile_amaxes: Tensor,
@@ -473,9 +484,10 @@ def adam_step(
 ) -> list[Launch]:
     """The pass over all tensors of a table, to be called with ``grad_scale, clip, found_inf``.
 
-    ``tiles``, ``n_whole``: from :func:`step_tiles`. ``amaxes``: of the updated weights, from
-    ``amax_preview``. ``next_amaxes``: zeroed. ``tile_amaxes``: float32 [n_tiles], written.
-    ``exceeding``: zero, raised for tensors that have to be written again.
+    ``tiles``, ``n_whole``: from :func:`step_tiles`. ``slots``: where the amax of each tensor is.
+    ``amaxes``: of the updated weights, from ``amax_preview``. ``next_amaxes``: zeroed.
+    ``tile_amaxes``: float32 [n_tiles], written. ``exceeding``: zero, raised for tensors that have
+    to be written again.
     """
     parts = (slice(0, n_whole), slice(n_whole, tiles.shape[0]))
     codecs = value_codec, exp_avg_codec, exp_avg_sq_codec
@@ -485,7 +497,16 @@ def adam_step(
         Launch(
             _adam_step_kernel,
             part.stop - part.start,
-            (table, scalars, tiles[part], amaxes, next_amaxes, tile_amaxes[part], exceeding),
+            (
+                table,
+                scalars,
+                tiles[part],
+                slots,
+                amaxes,
+                next_amaxes,
+                tile_amaxes[part],
+                exceeding,
+            ),  # fmt: skip
             dict(
                 GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
                 WRITE_DTYPE=TRITON_DTYPES[write_dtype],

@@ -102,13 +102,14 @@ def step_jobs(codecs):
         )
 
     names = ("amaxes", "next_amaxes", "tile_amaxes", "exceeding")
-    amaxes = {**TABLES, **dict.fromkeys(names, "*fp32")}
+    slots = {**TABLES, "slots": "*i32"}
+    amaxes = {**slots, **dict.fromkeys(names, "*fp32")}
     known = dict.fromkeys(("tile_amaxes", "old_amaxes", "amaxes", "exceeding"), "*fp32")
     br, bc = amax_preview.PART
     for again in (False, True):
         jobs[f"amax preview again={again}"] = job(
             "amax_preview._amax_preview_kernel",
-            {**TABLES, **known, "n_tiles": "i32"},
+            {**slots, **known, "n_tiles": "i32"},
             step_options(codecs, AGAIN=again, SCAN=amax_preview.SCAN, BR=br, BC=bc),
             maxnreg=registers,
         )
@@ -221,10 +222,11 @@ def kernel_jobs():
                 {
                     "table": "*i64",
                     "tiles": "*i32",
+                    "slots": "*i32",
                     "amaxes": "*fp32",
                     "exceeding": "*fp32",
                     "n_tiles": "i32",
-                    "n_tensors": "i32",
+                    "n_slots": "i32",
                 },
                 {
                     "WRITE_DTYPE": dtype("fp32"),
