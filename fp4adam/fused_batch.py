@@ -179,6 +179,7 @@ class FusedBatch:
 
     Attributes:
         launch: What steps them; set once the tables exist.
+        slots: A number for each, the same for members that share an amax.
         grads: Addresses of the gradients when :meth:`fits` was last called, 0 where there is none.
         present: Which have a gradient; None if all.
     """
@@ -195,18 +196,18 @@ class FusedBatch:
         self.kind = kind
         self.members = members
         self.shapes = [self._table_shape(m) for m in members]
-        numbers: dict[Hashable, int] = {}
-        self.slots = [numbers.setdefault(m.scales, len(numbers)) for m in members]
+        mates: dict[Hashable, list[int]] = defaultdict(list)
+        for i, member in enumerate(members):
+            mates[member.scales].append(i)
+        slots = {scales: slot for slot, scales in enumerate(mates)}
+        self.slots = [slots[m.scales] for m in members]
+        # Members that the launch steps together, or not at all.
+        self._mates = [m for m in mates.values() if len(m) > 1 and kind.quantizer is not None]
         self.grads: list[int] = []
         self.present: list[bool] | None = None
         self._read_grad = read_grad
         self._params = [m.param for m in members]
         self._owners = [m.owner for m in members]
-        mates: dict[int, list[int]] = defaultdict(list)
-        for i, slot in enumerate(self.slots):
-            mates[slot].append(i)
-        # Members that the launch steps together, or not at all.
-        self._mates = [m for m in mates.values() if len(m) > 1 and kind.quantizer is not None]
         self._states = [m.state for m in members]
         names = members[0].state_names
         self._state_tensors = [m.tensors[name] for m in members for name in names]

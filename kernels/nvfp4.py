@@ -283,9 +283,8 @@ def _adam_step_kernel(
     """
     tensor, first_row, col = load_tile(tiles, 16)
     first_of_tensor = (first_row == 0) & (col == 0)
-    slot = tl.load(slots + tensor)
     if first_of_tensor:
-        tl.store(next_amaxes + slot, 0.0)
+        tl.store(next_amaxes + tl.load(slots + tensor), 0.0)
     if not takes_part(table, tensor, found_inf_ptr):
         return
     rows = size(table, tensor, ROWS, 16)
@@ -294,7 +293,7 @@ def _adam_step_kernel(
     pointers = state_pointers(
         table, tensor, GRAD_DTYPE, None, VALUE_CODEC, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
     )
-    amax = tl.load(amaxes + slot)
+    amax = tl.load(amaxes + tl.load(slots + tensor))
     if first_of_tensor:
         amax_ptr = tl.load(table + tensor.to(tl.int64) * WIDTH + AMAX)
         tl.store(amax_ptr.to(tl.pointer_type(tl.float32)), amax)
@@ -361,7 +360,8 @@ def _adam_step_kernel(
     tile_amax = tl.max(tl.max(largest, 1), 0)
     if tile_amax > amax:
         bits = tile_amax.to(tl.int32, bitcast=True)
-        tl.atomic_max((exceeding + slot).to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
+        exceeding_ptr = exceeding + tl.load(slots + tensor)
+        tl.atomic_max(exceeding_ptr.to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
     if WRITE_DTYPE != tl.float32:
         # The master may be larger than what it is rounded to, by half a step of a 16-bit format.
         tile_amax = tile_amax * 1.0078125 + 6e-8
@@ -492,6 +492,7 @@ def adam_step(
     parts = (slice(0, n_whole), slice(n_whole, tiles.shape[0]))
     codecs = value_codec, exp_avg_codec, exp_avg_sq_codec
     edge_tile = EDGE_TILE[has_scales(*codecs)]
+    edge_registers = most_registers(*codecs) or STEP_REGISTERS[two_dimensional]
     registers = STEP_REGISTERS[two_dimensional] if most_registers(*codecs) is None else None
     return [
         Launch(
@@ -524,7 +525,12 @@ def adam_step(
                 STAGES=tile.num_stages,
             ),
             num_warps=tile.num_warps,
-            maxnreg=registers,
+            maxnreg=most,
         )
-        for part, tile in zip(parts, (STEP_TILE[two_dimensional], edge_tile), strict=True)
+        for part, tile, most in zip(
+            parts,
+            (STEP_TILE[two_dimensional], edge_tile),
+            (registers, edge_registers),
+            strict=True,
+        )
     ]

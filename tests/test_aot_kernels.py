@@ -114,13 +114,17 @@ def step_jobs(codecs):
             maxnreg=registers,
         )
     for square in (True, False):
-        for size, tile in (("step", nvfp4.STEP_TILE[square]), ("edge", nvfp4.EDGE_TILE[scaled])):
+        most = nvfp4.STEP_REGISTERS[square]
+        for size, tile, most in (
+            ("step", nvfp4.STEP_TILE[square], most if registers is None else None),
+            ("edge", nvfp4.EDGE_TILE[scaled], registers or most),
+        ):
             jobs[f"nvfp4 {size} square={square}"] = job(
                 "nvfp4._adam_step_kernel",
                 amaxes,
                 step_options(codecs, SQUARE=square, LOOP=tile.loop, **BOTH, **tile_options(tile)),
                 num_warps=tile.num_warps,
-                maxnreg=nvfp4.STEP_REGISTERS[square] if registers is None else None,
+                maxnreg=most,
             )
     for size, tile, part, most in (
         ("step", mxfp8.STEP_TILE, mxfp8.STEP_PART[scaled], None),
