@@ -114,10 +114,10 @@ def step_jobs(codecs):
             maxnreg=registers,
         )
     for square in (True, False):
-        most = nvfp4.STEP_REGISTERS[square]
+        limit = nvfp4.STEP_REGISTERS[square]
         for size, tile, most in (
-            ("step", nvfp4.STEP_TILE[square], most if registers is None else None),
-            ("edge", nvfp4.EDGE_TILE[scaled], registers or most),
+            ("step", nvfp4.STEP_TILE[square], limit if registers is None else None),
+            ("edge", nvfp4.EDGE_TILE[scaled], registers or limit),
         ):
             jobs[f"nvfp4 {size} square={square}"] = job(
                 "nvfp4._adam_step_kernel",
