@@ -1,6 +1,7 @@
 """Members of a scale group have the bytes of their rows of one fused weight."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -127,14 +128,14 @@ def test_every_step_writes_rows_of_a_fused_weight(
         assert_fused(model, masters(model, optimizer))
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     scales=st.lists(st.sampled_from([1e-3, 1.0, 30.0]), min_size=3, max_size=3),
     steps=st.lists(st.sets(st.sampled_from(FUSED)), min_size=1, max_size=2),
     lr=st.sampled_from([1e-4, 1.0]),
 )
 def test_kernels_and_operators_agree_whatever_has_gradients(scales, steps, lr):
-    rows = dict.fromkeys(ROWS, 16)
+    rows = dict.fromkeys(["q_proj", "k_proj", "v_proj"], 16)
     models = []
     for by_kernels in (False, True):
         with pytest.MonkeyPatch.context() as patch:
@@ -147,14 +148,11 @@ def test_kernels_and_operators_agree_whatever_has_gradients(scales, steps, lr):
                         torch.randn(16, COLS, generator=torch.Generator().manual_seed(seed))
                     )
                     param.mul_(scale)
-                model.o_proj.weight.zero_()
             models.append(quantize_model(model, "nvfp4", scale_groups=[FUSED]))
             optimizer = FP4Adam(model.parameters(), lr=lr)
             for seed, without in enumerate(steps):
                 set_grads(model, seed, without)
                 optimizer.step()
-                if optimizer.state[model.q_proj.weight]:
-                    assert_fused(model, masters(model, optimizer))
     assert_same_bytes(*models)
 
 
@@ -246,12 +244,16 @@ def test_copies_and_checkpoints_go_on_with_the_same_bits(device):
     optimizer = FP4Adam(model.parameters(), **OPTIONS)
     set_grads(model, 0)
     optimizer.step()
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    weights = torch.load(file, weights_only=True)
     copies = [copy.deepcopy((model, optimizer))]
     for weights_first in (True, False):
         new = make_model(device)
         restored = FP4Adam(new.parameters(), **OPTIONS)
         loads = [
-            lambda new=new: new.load_state_dict(model.state_dict()),
+            lambda new=new: new.load_state_dict(weights),
             lambda restored=restored: restored.load_state_dict(optimizer.state_dict()),
         ]
         for load in loads if weights_first else reversed(loads):
