@@ -16,6 +16,7 @@ from fp4adam.quantized_tensor import QuantizedTensor
 from fp4adam.scale_groups import (
     ScaleGroup,
     ScaleGroups,
+    form_scale_group,
     lists_of_members,
     resolve_scale_groups,
     write_together,
@@ -113,9 +114,8 @@ class FP4Adam(FusedAdam):
             if own is not None:
                 own._origin.scale_group = None
         for group in groups:
-            shared = ScaleGroup(tuple(names[i] if names else f"parameter {i}" for i in group))
-            for i in group:
-                quantized[i]._origin.scale_group = shared
+            members = [quantized[i] for i in group]
+            form_scale_group(members, [names[i] if names else f"parameter {i}" for i in group])
 
     def _scales_of(self, param: Tensor) -> Hashable:
         own = local(param)

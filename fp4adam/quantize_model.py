@@ -14,8 +14,8 @@ from fp4adam.nvfp4 import NVFP4Quantizer
 from fp4adam.quantized_tensor import QuantizedTensor
 from fp4adam.quantizer import Quantizer, check_dtype
 from fp4adam.scale_groups import (
-    ScaleGroup,
     ScaleGroups,
+    form_scale_group,
     resolve_scale_groups,
     write_together,
 )
@@ -134,9 +134,7 @@ def _quantize_layers(
     for param, name in zip(params, names, strict=True):
         param._origin.name = name
     for group in groups:
-        shared = ScaleGroup(tuple(names[i] for i in group))
-        for i in group:
-            params[i]._origin.scale_group = shared
+        form_scale_group([params[i] for i in group], [names[i] for i in group])
     alone = sorted({*range(len(chosen))}.difference(*groups))
     for members in (*groups, *([i] for i in alone)):
         real = [i for i in members if not weights[i].is_meta]

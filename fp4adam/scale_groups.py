@@ -165,6 +165,13 @@ def _check_disjoint(groups: list[list[int]], names: list[str] | None) -> None:
         seen.add(i)
 
 
+def form_scale_group(members: Sequence[QuantizedTensor], names: Iterable[str]) -> None:
+    """Make NVFP4 tensors members of one new group; what they hold stays as it is."""
+    group = ScaleGroup(tuple(names))
+    for member in members:
+        member._origin.scale_group = group
+
+
 def write_together(tensors: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> None:
     """Quantize new values of all members of a group, or of a tensor that is in none.
 
