@@ -26,6 +26,7 @@ from fp4adam.quantize_model import quantized_init as quantized_init
 from fp4adam.quantize_model import use_plain_state_dict as use_plain_state_dict
 from fp4adam.quantized_tensor import QuantizedTensor as QuantizedTensor
 from fp4adam.quantizer import Quantizer as Quantizer
+from fp4adam.scale_groups import hf_scale_groups as hf_scale_groups
 from fp4adam.shared_scales import check_shards as check_shards
 from fp4adam.tensor_adapter import TensorAdapter as TensorAdapter
 from fp4adam.tensor_adapter import register_adapter as register_adapter

@@ -1,5 +1,7 @@
 """FusedAdam for parameters that live in 4 or 8 bits."""
 
+from collections import defaultdict
+from collections.abc import Hashable
 from typing import Any, Literal
 
 import torch
@@ -11,6 +13,14 @@ from fp4adam.adam import moves
 from fp4adam.fused_adam import FusedAdam
 from fp4adam.local_tensor import local
 from fp4adam.quantized_tensor import QuantizedTensor
+from fp4adam.scale_groups import (
+    ScaleGroup,
+    ScaleGroups,
+    form_scale_group,
+    lists_of_members,
+    resolve_scale_groups,
+    write_together,
+)
 from fp4adam.shared_scales import Place, write_shards
 
 QUANTIZE_FROM = ("master", "param_dtype")
@@ -33,19 +43,29 @@ class FP4Adam(FusedAdam):
     (``load_state_dict``, an average) is where its master restarts from. A step with lr = 0 leaves
     the bytes alone.
 
+    NVFP4 weights of a scale group are quantized with one amax, the largest of their masters, which
+    each of them stores: a server that fuses them needs no other one. When some of them have
+    gradients, all are written, and have a state; the step is fastest if all have.
+
     Args:
         params: As for :class:`FusedAdam`, as are all other arguments.
         quantize_from: "master" quantizes the FP32 master itself; "param_dtype" rounds it to the
             parameter's nominal dtype first, as Megatron's distributed optimizer does.
+        scale_groups: Which NVFP4 weights share one amax, from the first step on: lists of lists of
+            parameters or names, or a rule such as :func:`hf_scale_groups`; names are those of
+            ``model.named_parameters()``, which ``params`` has to be then. None leaves it at the
+            groups that ``quantize_model(..., scale_groups=...)`` made, () at none.
 
     Raises:
         NotImplementedError: For ``capturable=True``, and DTensors of other packages' tensors.
-        TypeError: For tensors of a class that only an adapter could know, and that has none.
+        TypeError: For tensors of a class that only an adapter could know, and that has none; if
+            ``scale_groups`` is neither lists nor a rule.
         ValueError: For ``master_weights=False`` with quantized parameters, an unknown
-            ``quantize_from``, or a tensor of another package that no kernel can write.
+            ``quantize_from``, or a tensor of another package that no kernel can write. If a member
+            of a scale group is unknown, not NVFP4, or in two groups.
     """
 
-    _option_names = (*FusedAdam._option_names, "quantize_from")
+    _option_names = (*FusedAdam._option_names, "quantize_from", "scale_groups")
     _updates_quantized = True
 
     def __init__(
@@ -58,6 +78,7 @@ class FP4Adam(FusedAdam):
         amsgrad: bool = False,
         *,
         quantize_from: Literal["master", "param_dtype"] = "master",
+        scale_groups: ScaleGroups | None = None,
         **kwargs: Any,
     ) -> None:
         if quantize_from not in QUANTIZE_FROM:
@@ -66,7 +87,71 @@ class FP4Adam(FusedAdam):
                 "'master' keeps the most precision"
             )
         self.quantize_from = quantize_from
+        self.scale_groups = None
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
+        if scale_groups is not None and not callable(scale_groups):
+            scale_groups = lists_of_members(scale_groups)
+        self.scale_groups = scale_groups
+        self._form_scale_groups()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        try:
+            self._form_scale_groups()
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def _form_scale_groups(self) -> None:
+        if self.scale_groups is None:
+            return
+        params = [param for group in self.param_groups for param in group["params"]]
+        names = [name for group in self.param_groups for name in group.get("param_names", ())]
+        quantized = [
+            own if isinstance(own, QuantizedTensor) else None for own in map(local, params)
+        ]
+        groups = resolve_scale_groups(
+            self.scale_groups,
+            params,
+            names or None,
+            [None if own is None else own.quantizer for own in quantized],
+        )
+        for own in quantized:
+            if own is not None:
+                own._origin.scale_group = None
+        for group in groups:
+            members = [quantized[i] for i in group]
+            form_scale_group(members, [names[i] if names else f"parameter {i}" for i in group])
+
+    def _scales_of(self, param: Tensor) -> Hashable:
+        own = local(param)
+        group = own._origin.scale_group if isinstance(own, QuantizedTensor) else None
+        return param if group is None else group
+
+    def _check_sharing(self, mates: list[Tensor]) -> None:
+        group = self._scales_of(mates[0])
+        if not isinstance(group, ScaleGroup):
+            return
+        if len(mates) != len(group.names):
+            raise ValueError(
+                "all members of a scale group must be parameters of one optimizer, got "
+                f"{len(mates)} of {', '.join(group.names)}; pass those without gradients as well, "
+                "or scale_groups=()"
+            )
+        for param in mates:
+            self._check_steppable(param)
+            self._check_state(param)
+            own = local(param)
+            if own._origin.whole is None and not row_window.is_all(own):
+                raise NotImplementedError(
+                    "members of a scale group must be whole tensors, got some rows of one, of "
+                    f"shape {tuple(own.shape)}; leave it out"
+                )
+        if len({place and place.group for place in map(Place.of, mates)}) > 1:
+            raise NotImplementedError(
+                "members of a scale group must be sharded over the same ranks, got "
+                f"{', '.join(group.names)} sharded differently; shard them by one fully_shard"
+            )
 
     def _capturable_error(self) -> str:
         return (
@@ -123,23 +208,39 @@ class FP4Adam(FusedAdam):
         else:
             super()._write_param(param, master)
 
+    @torch.no_grad()
     def _write_params(self, owners: list[Tensor]) -> None:
-        # Whether a rank has something to write or not, others wait for it.
-        every_owner = [param for group in self.param_groups for param in group["params"]]
-        places = {owner: Place.of(owner) for owner in every_owner if not owner.is_meta}
-        sharing = {owner: place for owner, place in places.items() if place is not None}
-        super()._write_params([owner for owner in owners if owner not in sharing])
-        shards, written = [*map(local, sharing)], set(owners)
-        values = [
-            self._master_of(shard, self.state[owner]).contiguous() if owner in written else None
-            for owner, shard in zip(sharing, shards, strict=True)
-        ]
-        dtypes = [*map(self._write_dtype, shards)]
-        with torch.no_grad():
-            write_shards(shards, [*sharing.values()], values, dtypes)
-        for owner in owners:
-            if isinstance(local(owner), QuantizedTensor):
-                _free_init_val(local(owner))
+        quantized = {owner for owner in owners if isinstance(local(owner), QuantizedTensor)}
+        super()._write_params([owner for owner in owners if owner not in quantized])
+        sharing: dict[Hashable, list[Tensor]] = defaultdict(list)
+        for group in self.param_groups:
+            for owner in group["params"]:
+                if isinstance(local(owner), QuantizedTensor) and not owner.is_meta:
+                    sharing[self._scales_of(owner)].append(owner)
+        shards = []
+        for scales, mates in sharing.items():
+            own = [*map(local, mates)]
+            is_new = not quantized.isdisjoint(mates)
+            values = [self._value_of(owner) if is_new else None for owner in mates]
+            dtypes = [*map(self._write_dtype, own)]
+            place = Place.of(mates[0])
+            if place is not None:
+                # Whether a rank has something to write or not, others wait for it.
+                alike = [[place] * len(own), values, dtypes, [scales] * len(own)]
+                shards += zip(own, *alike, strict=True)
+            elif is_new:
+                write_together(own, [*map(Tensor.to, values, dtypes)])
+        if shards:
+            write_shards(*zip(*shards, strict=True))
+        for owner in quantized:
+            _free_init_val(local(owner))
+
+    def _value_of(self, owner: Tensor) -> Tensor:
+        """What this rank has of the master weight of a parameter, or of what that starts from."""
+        param, state = local(owner), self.state.get(owner, {})
+        has_master = "master_param" in state
+        value = self._master_of(param, state) if has_master else self._new_master(param)
+        return value.contiguous()
 
     def _param_is_of(self, owner: Tensor, master: Tensor) -> bool:
         param = self._own(owner)
@@ -153,7 +254,9 @@ class FP4Adam(FusedAdam):
             return self._borrowed[owner].is_of(value)
         if param._origin.whole is not None:
             return row_window.is_of(param, value)
-        expected = param.quantizer.quantize(value)
+        expected = param.quantizer.make_empty(tuple(value.shape), value.dtype, value.device)
+        # The amax may be that of another member of its scale group.
+        expected._write(value, amax=param.settled()._amax)
         return all(
             torch.equal(inner, expected.storage_tensors()[name])
             for name, inner in param.settled().storage_tensors().items()

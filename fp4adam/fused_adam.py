@@ -1,6 +1,7 @@
 """AdamW with FP32 master weights and moments, one fused kernel per kind of parameter."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
@@ -435,9 +436,21 @@ class FusedAdam(Optimizer):
             if grad is not None:
                 self._check_gradient(param, grad)
                 self._check_state(param)
+        # A new amax changes all that share it, even what has no gradient.
+        sharing: dict[Hashable, list[tuple[dict[str, Any], Tensor]]] = defaultdict(list)
+        for group, param in pairs:
+            sharing[self._scales_of(param)].append((group, param))
+        stepped, moving = set(), set()
+        for scales, mates in sharing.items():
+            if any(read_grad(p) is not None or self._is_in_training(p) for _, p in mates):
+                stepped.add(scales)
+                self._check_sharing([p for _, p in mates])
+            if any(moves(group) for group, _ in mates):
+                moving.add(scales)
         members, outsiders = [], []
         for group, param in pairs:
-            if read_grad(param) is None and not self._is_in_training(param):
+            scales = self._scales_of(param)
+            if scales not in stepped:
                 outsiders.append(param)
                 continue
             state = self._state_of(group, param)
@@ -453,9 +466,10 @@ class FusedAdam(Optimizer):
                     param=own,
                     state=state,
                     tensors=tensors,
-                    place=Place.of(param) if moves(group) else None,
+                    place=Place.of(param) if scales in moving else None,
+                    scales=scales,
                     value=tensors["master_param"] if self._needs_master(own) else own,
-                    moves=moves(group),
+                    moves=scales in moving,
                     write_dtype=self._write_dtype(own),
                     value_codec=self._value_codec(own),
                     exp_avg_codec=codecs["exp_avg"],
@@ -491,6 +505,13 @@ class FusedAdam(Optimizer):
         if any(isinstance(param, DTensor) for param in params):
             return lambda param: local(read(param))
         return read
+
+    def _scales_of(self, param: Tensor) -> Hashable:
+        """What is equal for parameters that share the amax of the tensor."""
+        return param
+
+    def _check_sharing(self, mates: list[Tensor]) -> None:
+        """Raise if parameters that share an amax cannot be stepped so."""
 
     def _is_in_training(self, param: Tensor) -> bool:
         """Whether a parameter without a gradient has a state to go on with when it gets one."""

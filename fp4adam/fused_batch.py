@@ -1,6 +1,7 @@
 """Parameters of one kind that one launch steps, and whether it still can."""
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Hashable
 from functools import reduce
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_, or_
@@ -40,6 +41,7 @@ class Member(NamedTuple):
         state: Its state in the optimizer.
         tensors: What this rank has of the state.
         place: Of a shard that shares scales with others; else None.
+        scales: Members with the same one share the amax of the tensor, if their formats have one.
         first_element: Index of its first element in the flattened parameter.
         casts_apart: Whether it is quantized from its value after the update, and not by that.
         borrowed: What ``param`` is the tensor of, if the owner is one of another package.
@@ -57,6 +59,7 @@ class Member(NamedTuple):
     state: dict[str, Any]
     tensors: dict[str, Any]
     place: Place | None
+    scales: Hashable
     value: Tensor
     moves: bool
     write_dtype: torch.dtype
@@ -179,6 +182,7 @@ class FusedBatch:
 
     Attributes:
         launch: What steps them; set once the tables exist.
+        slots: A number for each, the same for members that share an amax.
         grads: Addresses of the gradients when :meth:`fits` was last called, 0 where there is none.
         present: Which have a gradient; None if all.
     """
@@ -195,6 +199,13 @@ class FusedBatch:
         self.kind = kind
         self.members = members
         self.shapes = [self._table_shape(m) for m in members]
+        mates: dict[Hashable, list[int]] = defaultdict(list)
+        for i, member in enumerate(members):
+            mates[member.scales].append(i)
+        slots = {scales: slot for slot, scales in enumerate(mates)}
+        self.slots = [slots[m.scales] for m in members]
+        # Members that the launch steps together, or not at all.
+        self._mates = [m for m in mates.values() if len(m) > 1 and kind.quantizer is not None]
         self.grads: list[int] = []
         self.present: list[bool] | None = None
         self._read_grad = read_grad
@@ -246,11 +257,16 @@ class FusedBatch:
             return False
         return (
             self.grads.count(0) == len(self._params) - len(grads)
+            and (self.present is None or all(map(self._are_alike, self._mates)))
             and not reduce(or_, self.grads) % ALIGNMENT
             and all(map(is_, map(_dtype, grads), repeat(self.kind.grad_dtype)))
             and list(map(self._size_of, grads)) == sizes
             and list(map(self._layout_of, grads)) == layouts
         )
+
+    def _are_alike(self, mates: list[int]) -> bool:
+        """Whether all of some members have a gradient, or none of them."""
+        return len({self.present[i] for i in mates}) == 1
 
     def table_rows(self) -> list[list[int]]:
         """Rows of the table of tensors; those of gradient and scalars are 0."""

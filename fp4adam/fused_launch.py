@@ -59,12 +59,18 @@ class FusedLaunch:
     Args:
         kind: What the tensors have in common.
         shapes: Rows and columns of each, as in the table; plain ones have one column.
+        slots: A number for each: those with the same one share an amax, if they have some.
         table: Their rows of the table of tensors, int64 on the device.
         scalars: The scalars that these rows point to, float32 on the device.
     """
 
     def __init__(
-        self, kind: Kind, shapes: list[tuple[int, int]], table: Tensor, scalars: Tensor
+        self,
+        kind: Kind,
+        shapes: list[tuple[int, int]],
+        slots: list[int],
+        table: Tensor,
+        scalars: Tensor,
     ) -> None:
         from fp4adam.kernels import adam
 
@@ -87,7 +93,12 @@ class MXFP8Launch(FusedLaunch):
     """One pass over MXFP8 tensors."""
 
     def __init__(
-        self, kind: Kind, shapes: list[tuple[int, int]], table: Tensor, scalars: Tensor
+        self,
+        kind: Kind,
+        shapes: list[tuple[int, int]],
+        slots: list[int],
+        table: Tensor,
+        scalars: Tensor,
     ) -> None:
         from fp4adam.kernels import mxfp8, tensor_table
 
@@ -102,7 +113,12 @@ class Float8BlockLaunch(FusedLaunch):
     """One pass over Float8Block tensors."""
 
     def __init__(
-        self, kind: Kind, shapes: list[tuple[int, int]], table: Tensor, scalars: Tensor
+        self,
+        kind: Kind,
+        shapes: list[tuple[int, int]],
+        slots: list[int],
+        table: Tensor,
+        scalars: Tensor,
     ) -> None:
         from fp4adam.kernels import float8_block
 
@@ -123,11 +139,16 @@ class NVFP4Launch(FusedLaunch):
     among the ranks are what the pass takes.
 
     Attributes:
-        amaxes: float32 [n_tensors], those of shards between :meth:`prepare` and the call.
+        amaxes: float32 [n_slots], those of shards between :meth:`prepare` and the call.
     """
 
     def __init__(
-        self, kind: Kind, shapes: list[tuple[int, int]], table: Tensor, scalars: Tensor
+        self,
+        kind: Kind,
+        shapes: list[tuple[int, int]],
+        slots: list[int],
+        table: Tensor,
+        scalars: Tensor,
     ) -> None:
         from fp4adam.kernels import amax_preview, nvfp4
 
@@ -141,16 +162,27 @@ class NVFP4Launch(FusedLaunch):
         tiles = tiles.to(device)
         # Nothing is known at first: with these, all tiles are looked at.
         tile_amaxes = torch.zeros(len(tiles), dtype=torch.float32, device=device)
-        amaxes = torch.zeros(2, len(shapes), dtype=torch.float32, device=device)
-        exceeding = torch.zeros(len(shapes), dtype=torch.float32, device=device)
-        self.amaxes = torch.zeros(len(shapes), dtype=torch.float32, device=device)
+        n_slots = max(slots) + 1
+        slots = torch.tensor(slots, dtype=torch.int32, device=device)
+        amaxes = torch.zeros(2, n_slots, dtype=torch.float32, device=device)
+        exceeding = torch.zeros(n_slots, dtype=torch.float32, device=device)
+        self.amaxes = torch.zeros(n_slots, dtype=torch.float32, device=device)
         self._is_shared = kind.group is not None
         # The amaxes of one step are the old ones of the next: the two take turns.
         self._turns = []
         for old, new in ((amaxes[0], amaxes[1]), (amaxes[1], amaxes[0])):
             looks = [
                 amax_preview.preview_amax(
-                    table, scalars, tiles, tile_amaxes, old, new, exceeding, again=again, **options
+                    table,
+                    scalars,
+                    tiles,
+                    slots,
+                    tile_amaxes,
+                    old,
+                    new,
+                    exceeding,
+                    again=again,
+                    **options,
                 )
                 for again in ((False, True) if self._is_shared else (False,))
             ]
@@ -160,6 +192,7 @@ class NVFP4Launch(FusedLaunch):
                 scalars,
                 tiles,
                 n_whole,
+                slots,
                 written,
                 old,
                 tile_amaxes,
@@ -170,6 +203,7 @@ class NVFP4Launch(FusedLaunch):
             requantize = amax_preview.requantize(
                 table,
                 tiles,
+                slots,
                 new,
                 exceeding,
                 write_dtype=kind.write_dtype,
@@ -177,16 +211,14 @@ class NVFP4Launch(FusedLaunch):
                 **usage,
             )
             self._turns.append((old, new, looks, steps, requantize))
-        self._table, self._scalars = table, scalars
-        self._tiles, self._tile_amaxes, self._exceeding = tiles, tile_amaxes, exceeding
+        self._known = table, scalars, tiles, slots, tile_amaxes
+        self._exceeding = exceeding
 
     def candidates(self) -> Tensor:
         """Which tiles the preview looks into at the next call, bool [n_tiles]; for diagnosis."""
         from fp4adam.kernels import amax_preview
 
-        old_amaxes = self._turns[0][0]
-        known = (self._table, self._scalars, self._tiles, self._tile_amaxes)
-        return amax_preview.candidates(*known, old_amaxes)
+        return amax_preview.candidates(*self._known, self._turns[0][0])
 
     def _look(self, *signals: Tensor) -> None:
         for launch in self._turns[0][2]:
@@ -217,8 +249,12 @@ LAUNCHES: dict[type[Quantizer] | None, type[FusedLaunch]] = {
 
 
 def fused_launch(
-    kind: Kind, shapes: list[tuple[int, int]], table: Tensor, scalars: Tensor
+    kind: Kind,
+    shapes: list[tuple[int, int]],
+    slots: list[int],
+    table: Tensor,
+    scalars: Tensor,
 ) -> FusedLaunch:
     """The launch for a kind of tensors."""
     launch = LAUNCHES[None if kind.quantizer is None else type(kind.quantizer)]
-    return launch(kind, shapes, table, scalars)
+    return launch(kind, shapes, slots, table, scalars)

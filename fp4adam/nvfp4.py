@@ -100,7 +100,20 @@ class NVFP4Quantizer(SquareBlockQuantizer):
                     layout[f"_{usage}_gemm_scale_inv"] = (scale_shape, byte)
         return layout
 
-    def write(self, x: Tensor, out: NVFP4Tensor) -> None:
+    def measure(self, x: Tensor, amax: Tensor) -> None:
+        """Overwrite ``amax``, float32 [1], with the largest magnitude in the contiguous matrix."""
+        if backend.uses_kernels(x.device):
+            from fp4adam.kernels import nvfp4
+
+            nvfp4.measure(x, amax)
+        else:
+            amax.copy_(torch.stack([minifloat.amax(strip) for _, strip in strips(x, BLOCK)]).amax())
+
+    def write(self, x: Tensor, out: NVFP4Tensor, amax: Tensor | None = None) -> None:
+        if amax is None:
+            self.measure(x, out._amax)
+        else:
+            out._amax.copy_(amax)
         if backend.uses_kernels(x.device):
             from fp4adam.kernels import nvfp4
 
@@ -115,9 +128,7 @@ class NVFP4Quantizer(SquareBlockQuantizer):
                 amax=out._amax,
                 two_dimensional=self.two_dimensional,
             )
-        amax = torch.stack([minifloat.amax(strip) for _, strip in strips(x, BLOCK)]).amax()
-        out._amax.copy_(amax)
-        cols = x.shape[1]
+        amax, cols = out._amax, x.shape[1]
         for rows, strip in strips(x, BLOCK):
             blocks = in_blocks(rows, BLOCK)
             if self.two_dimensional:

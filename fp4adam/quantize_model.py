@@ -15,6 +15,12 @@ from fp4adam.mxfp8 import MXFP8Quantizer
 from fp4adam.nvfp4 import NVFP4Quantizer
 from fp4adam.quantized_tensor import QuantizedTensor
 from fp4adam.quantizer import Quantizer, check_dtype
+from fp4adam.scale_groups import (
+    ScaleGroups,
+    form_scale_group,
+    resolve_scale_groups,
+    write_together,
+)
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -64,6 +70,8 @@ def quantize_model(
     model: nn.Module,
     recipe: str | Quantizer,
     filter: Filter | None = None,
+    *,
+    scale_groups: ScaleGroups = (),
 ) -> nn.Module:
     """Quantize the weights of the linear layers of ``model``, in place.
 
@@ -78,25 +86,35 @@ def quantize_model(
         recipe: "nvfp4", "mxfp8", "float8block" or a quantizer.
         filter: ``filter(module, name) -> bool`` says which candidates are quantized;
             :func:`is_hidden_linear` by default. Names are those of ``model.named_modules()``.
+        scale_groups: Which NVFP4 weights share one amax, the largest of theirs, from now on, in
+            training by ``FP4Adam`` as well: lists of names (of ``model.named_parameters()``), or a
+            rule ``rule(name) -> key`` that gives members of a group the same key and others None.
+            :func:`hf_scale_groups` joins what servers of Hugging Face models fuse. Other formats
+            have nothing to share, and a rule changes nothing then.
 
     Returns:
         ``model``.
 
     Raises:
         ValueError: If a selected layer has a shape that the format cannot hold, or a weight that
-            is not a parameter yet (lazy layers) or any more (parametrizations).
+            is not a parameter yet (lazy layers) or any more (parametrizations). If a member of a
+            scale group is not a weight that becomes NVFP4, or is in two groups.
         TypeError: If a selected weight is not float32, bfloat16 or float16.
 
     Nothing has been changed when it raises. Create the optimizer after this call: the parameters
     are new objects.
     """
     quantizer = resolve_recipe(recipe)
-    _quantize_layers(model.named_modules(), quantizer, filter or is_hidden_linear)
+    selected = filter or is_hidden_linear
+    _quantize_layers(model.named_modules(), quantizer, selected, scale_groups)
     return model
 
 
 def _quantize_layers(
-    named_modules: Iterable[tuple[str, nn.Module]], quantizer: Quantizer, selected: Filter
+    named_modules: Iterable[tuple[str, nn.Module]],
+    quantizer: Quantizer,
+    selected: Filter,
+    scale_groups: ScaleGroups,
 ) -> None:
     layers: dict[nn.Parameter, list[tuple[str, nn.Linear]]] = {}
     left_alone = set()
@@ -111,9 +129,20 @@ def _quantize_layers(
     chosen = [(weight, users) for weight, users in layers.items() if weight not in left_alone]
     for weight, users in chosen:
         _check_value(quantizer, users[0][0], weight)
-    for weight, users in chosen:
-        param = _quantized_parameter(quantizer, weight)
-        param._origin.name = f"{users[0][0]}.weight"
+    weights = [weight for weight, _ in chosen]
+    names = [f"{users[0][0]}.weight" for _, users in chosen]
+    groups = resolve_scale_groups(scale_groups, weights, names, [quantizer] * len(chosen))
+    params = [_empty_parameter(quantizer, weight) for weight in weights]
+    for param, name in zip(params, names, strict=True):
+        param._origin.name = name
+    for group in groups:
+        form_scale_group([params[i] for i in group], [names[i] for i in group])
+    alone = sorted({*range(len(chosen))}.difference(*groups))
+    for members in (*groups, *([i] for i in alone)):
+        real = [i for i in members if not weights[i].is_meta]
+        write_together([params[i] for i in real], [weights[i].detach() for i in real])
+    for param, (weight, users) in zip(params, chosen, strict=True):
+        param._high_precision_init_val = weight.detach()
         for _, module in users:
             module.weight = param
 
@@ -141,15 +170,9 @@ def _check_value(quantizer: Quantizer, name: str, weight: nn.Parameter) -> None:
         raise type(error)(f"layer {name!r}: {error}") from None
 
 
-def _quantized_parameter(quantizer: Quantizer, weight: nn.Parameter) -> nn.Parameter:
-    value = weight.detach()
-    if value.is_meta:
-        quantized = quantizer.make_empty(tuple(value.shape), value.dtype, value.device)
-    else:
-        quantized = quantizer.quantize(value)
-    param = nn.Parameter(quantized, weight.requires_grad)
-    param._high_precision_init_val = value
-    return param
+def _empty_parameter(quantizer: Quantizer, weight: nn.Parameter) -> nn.Parameter:
+    empty = quantizer.make_empty(tuple(weight.shape), weight.dtype, weight.device)
+    return nn.Parameter(empty, weight.requires_grad)
 
 
 def use_plain_state_dict(model: nn.Module) -> nn.Module:
@@ -201,7 +224,9 @@ def _refuse_plain_parameters(
 
 
 @contextlib.contextmanager
-def quantized_init(recipe: str | Quantizer, filter: Filter | None = None) -> Iterator[None]:
+def quantized_init(
+    recipe: str | Quantizer, filter: Filter | None = None, *, scale_groups: ScaleGroups = ()
+) -> Iterator[None]:
     """Quantize the linear layers of every module that is built inside the ``with`` block.
 
     Building and initialization run in high precision; the weights are quantized when the block
@@ -213,6 +238,7 @@ def quantized_init(recipe: str | Quantizer, filter: Filter | None = None) -> Ite
         recipe: "nvfp4", "mxfp8", "float8block" or a quantizer.
         filter: As for :func:`quantize_model`; names are relative to the outermost module that the
             block built, or added to.
+        scale_groups: As for :func:`quantize_model`, with names as for ``filter``.
 
     Raises:
         ValueError, TypeError: At the end of the block, as :func:`quantize_model`.
@@ -251,5 +277,8 @@ def quantized_init(recipe: str | Quantizer, filter: Filter | None = None) -> Ite
     ]
     selected = filter or is_hidden_linear
     _quantize_layers(
-        named_modules, quantizer, lambda module, name: module in new and selected(module, name)
+        named_modules,
+        quantizer,
+        lambda module, name: module in new and selected(module, name),
+        scale_groups,
     )

@@ -197,14 +197,15 @@ class QuantizedTensor(torch.Tensor):
         self._write(x)
         return self
 
-    def _write(self, x: Tensor, non_blocking: bool = False) -> None:
+    def _write(self, x: Tensor, non_blocking: bool = False, amax: Tensor | None = None) -> None:
         plain, is_new = not isinstance(x, QuantizedTensor), self._origin.first_row is None
         if not plain and x._origin is self._origin and x._start == self._start:
             return  # what state_dict() handed out is loaded again
         with torch.no_grad():
             value = x.detach() if plain else x.pending_value()
             if plain or not row_window.copy_bytes(self, x, non_blocking):
-                row_window.write(self, (x._read() if value is None else value).to(self.device))
+                source = (x._read() if value is None else value).to(self.device)
+                row_window.write(self, source, amax)
             if self._origin.init_val is not None and not is_new and row_window.is_all(self):
                 # A value loaded before the first step is what the master weights start from.
                 self._origin.init_val = None if value is None else value.to(self.device, copy=True)

@@ -160,7 +160,10 @@ class Quantizer:
         return self.make_empty(x.shape, dtype=x.dtype, device=x.device).quantize_(x)
 
     def write(self, x: Tensor, out: "QuantizedTensor") -> None:
-        """Quantize the contiguous matrix ``x`` into the storage of ``out``."""
+        """Quantize the contiguous matrix ``x`` into the storage of ``out``.
+
+        A format that ``scales_tensor`` takes an ``amax`` (float32 [1]) in place of that of ``x``.
+        """
         raise NotImplementedError
 
     def recode(self, x: Tensor, tensor: "QuantizedTensor") -> Tensor:

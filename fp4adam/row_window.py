@@ -71,6 +71,7 @@ class Origin:
         unsettled: Whether a shard may have been written since the ranks last agreed on its scales.
         name: Of the parameter in its model, for errors.
         writes: How often something other than an optimizer has written to it.
+        scale_group: The weights that it shares its amax with, a ``ScaleGroup``, or None.
         gathering: What FSDP2 gathers of a shard, worked out once; of this storage alone.
         refills: What has to be done when FSDP2 has gathered the tensor again.
     """
@@ -83,6 +84,7 @@ class Origin:
     unsettled: bool = False
     name: str | None = None
     writes: int = 0
+    scale_group: Any = None
     gathering: Any = dataclasses.field(default=None, init=False)
     refills: tuple[Callable[[], object], ...] = dataclasses.field(default=(), init=False)
 
@@ -91,8 +93,9 @@ class Origin:
 
     # Asynchronous checkpoints, too, copy by this; what is on the meta device they could not.
     def __deepcopy__(self, memo: dict[int, Any]) -> "Origin":
-        init_val, pending = copy.deepcopy((self.init_val, self.pending), memo)
-        return dataclasses.replace(self, init_val=init_val, pending=pending)
+        names = ("init_val", "pending", "scale_group")
+        copies = {name: copy.deepcopy(getattr(self, name), memo) for name in names}
+        return dataclasses.replace(self, **copies)
 
 
 def matrix_shape(tensor: "QuantizedTensor") -> tuple[int, int]:
@@ -174,8 +177,8 @@ def read(tensor: "QuantizedTensor", dtype: torch.dtype, after: Tensor | None = N
     return values if len(values) == rows else values[part._first_row :][:rows].clone()
 
 
-def write(tensor: "QuantizedTensor", value: Tensor) -> None:
-    """Overwrite a tensor by plain values on its device."""
+def write(tensor: "QuantizedTensor", value: Tensor, amax: Tensor | None = None) -> None:
+    """Overwrite a tensor by plain values on its device; ``amax`` as for ``Quantizer.write``."""
     origin = tensor._origin
     waits = _waits(origin)
     origin.unsettled |= waits
@@ -193,7 +196,7 @@ def write(tensor: "QuantizedTensor", value: Tensor) -> None:
         origin.pending = matrix.clone()
     else:
         origin.pending = None
-        _quantize(tensor, matrix)
+        _quantize(tensor, matrix, amax)
 
 
 def settle(tensor: "QuantizedTensor") -> None:
@@ -320,7 +323,14 @@ def make_shard(tensor: "QuantizedTensor", shape: tuple[int, ...]) -> "QuantizedT
         rows = round_up(rows + block - 1, block)
     storage = quantizer.zeros(rows, shape[-1], tensor.device)
     shard = type(tensor)(tuple(shape), tensor.dtype, quantizer, storage)
-    shard._origin = Origin(rows=None, first_row=None, whole=whole, unsettled=True, name=name)
+    shard._origin = Origin(
+        rows=None,
+        first_row=None,
+        whole=whole,
+        unsettled=True,
+        name=name,
+        scale_group=tensor._origin.scale_group,
+    )
     return shard
 
 
@@ -351,13 +361,14 @@ def _every_row(tensor: "QuantizedTensor") -> "QuantizedTensor":
     return tensor._alias(shape, -tensor._start)
 
 
-def _quantize(tensor: "QuantizedTensor", matrix: Tensor) -> None:
+def _quantize(tensor: "QuantizedTensor", matrix: Tensor, amax: Tensor | None = None) -> None:
     """Quantize all rows of an origin that shares no scales with another one."""
     rows = len(matrix)
     if rows < stored_rows(tensor):
         storage = _stored_between(tensor, 0, rows)
         tensor = type(tensor)(tuple(matrix.shape), tensor.dtype, tensor.quantizer, storage)
-    tensor.quantizer.write(matrix.contiguous(), tensor)
+    options = {} if amax is None else {"amax": amax}
+    tensor.quantizer.write(matrix.contiguous(), tensor, **options)
     _build_gemm_scales(tensor)
 
 

@@ -6,8 +6,8 @@ both sides. Amaxes of what each rank has are enough: their maximum is the amax o
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from itertools import compress
+from collections.abc import Hashable, Sequence
+from itertools import chain, compress
 from typing import NamedTuple
 
 import torch
@@ -79,6 +79,24 @@ def cut_blocks(whole: Whole, n_shards: int) -> list[int]:
     return sorted({end // block for end in ends if end % block})
 
 
+class Exchanged(NamedTuple):
+    """What ranks tell each other of a shard.
+
+    Attributes:
+        whole: What it is a shard of.
+        place: Which one it is.
+        amax: Of the tensor, float32 [1] on any device, or None.
+        grids: Amaxes of blocks, by what a row of them spans; float32 on any device.
+        scales: Shards of tensors with the same one share the amax of the tensor.
+    """
+
+    whole: Whole
+    place: Place
+    amax: Tensor | None
+    grids: Sequence[Tensor]
+    scales: Hashable
+
+
 class AmaxExchange:
     """Makes amaxes on all ranks of a group the largest of them, in one all-reduce.
 
@@ -87,25 +105,22 @@ class AmaxExchange:
     Args:
         group: The ranks.
         device: Where they communicate.
-        shards: A shard's whole, its place, and what is exchanged of it: its tensor amax, and the
-            grids of block amaxes by what a row of them spans; all float32, on any device. The same
-            wholes in the same order on every rank.
+        shards: The same wholes in the same order on every rank.
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        shards: Sequence[tuple[Whole, Place, Tensor | None, Sequence[Tensor]]],
+        self, group: dist.ProcessGroup, device: torch.device, shards: Sequence[Exchanged]
     ) -> None:
         self._group = group
         self._amaxes: list[Tensor] = []
         spans: list[tuple[int, int]] = []
+        mates: dict[Hashable, list[int]] = defaultdict(list)
         size = 0
-        for whole, place, amax, grids in shards:
+        for whole, place, amax, grids, scales in shards:
             if whole.quantizer.scales_tensor:
                 self._amaxes.append(amax)
                 spans.append((size, size + 1))
+                mates[scales].append(size)
                 size += 1
             first = place.number * whole.chunk_rows
             last = min(first + whole.chunk_rows, whole.rows) - 1
@@ -119,6 +134,12 @@ class AmaxExchange:
                     size += width
         self._buffer = torch.zeros(size, dtype=torch.float32, device=device)
         self._slots = [self._buffer[start:stop] for start, stop in spans]
+        # Of tensors that share theirs: where it is, and those of all of them, one repeated.
+        shared = [slots for slots in mates.values() if len(slots) > 1]
+        most = max(map(len, shared), default=0)
+        rows = [slots + slots[:1] * (most - len(slots)) for slots in shared for _ in slots]
+        self._shared = torch.tensor([*chain(*shared)], dtype=torch.int64, device=device)
+        self._mates = torch.tensor(rows, dtype=torch.int64, device=device)
 
     def largest(self) -> Tensor:
         """The largest of each amax, one after the other; valid until the next call."""
@@ -127,6 +148,8 @@ class AmaxExchange:
         if self._slots:
             torch._foreach_copy_(self._slots, self._amaxes)
         dist.all_reduce(self._buffer, dist.ReduceOp.MAX, self._group)
+        if len(self._shared):
+            self._buffer[self._shared] = self._buffer[self._mates].amax(1)
         return self._buffer
 
     def __call__(self) -> None:
@@ -144,7 +167,7 @@ class ShardCast:
         dtypes: What values are rounded to first.
 
     Attributes:
-        exchanged: Per shard its tensor amax and its grids, for :class:`AmaxExchange`.
+        exchanged: Per shard its tensor amax and its grids, for :class:`Exchanged`.
     """
 
     def __init__(self, shards: Sequence[QuantizedTensor], dtypes: Sequence[torch.dtype]) -> None:
@@ -187,6 +210,7 @@ def write_shards(
     places: Sequence[Place],
     values: Sequence[Tensor | None],
     dtypes: Sequence[torch.dtype],
+    scales: Sequence[Hashable],
 ) -> None:
     """Quantize new values of shards that share scales; every rank joins in, with the same shards.
 
@@ -196,6 +220,7 @@ def write_shards(
         values: Per shard a contiguous tensor of its shape, or None on a rank that has no new value:
             it keeps what it has if another rank has one.
         dtypes: What values are rounded to first.
+        scales: As in :class:`Exchanged`; if one of several has a new value, all are quantized.
     """
     groups: dict[tuple[dist.ProcessGroup, torch.device], list[int]] = defaultdict(list)
     for i, place in enumerate(places):
@@ -204,16 +229,18 @@ def write_shards(
         # Not every rank need have been written to, nor know that another one has.
         written = torch.tensor([values[i] is not None for i in members], device=device).float()
         dist.all_reduce(written, dist.ReduceOp.MAX, group)
-        chosen = [*compress(members, written.tolist())]
+        concerned = {scales[i] for i in compress(members, written.tolist())}
+        chosen = [i for i in members if scales[i] in concerned]
         if not chosen:
             continue
         cast = ShardCast([shards[i] for i in chosen], [dtypes[i] for i in chosen])
         new = [shards[i]._read(torch.float32) if values[i] is None else values[i] for i in chosen]
         cast.measure(new)
-        wholes = [shards[i]._origin.whole for i in chosen]
-        at = [places[i] for i in chosen]
-        exchanged = zip(wholes, at, *zip(*cast.exchanged, strict=True), strict=True)
-        AmaxExchange(group, device, [*exchanged])()
+        exchanged = [
+            Exchanged(shards[i]._origin.whole, places[i], *amaxes, scales[i])
+            for i, amaxes in zip(chosen, cast.exchanged, strict=True)
+        ]
+        AmaxExchange(group, device, exchanged)()
         cast.write(new)
 
 
@@ -223,7 +250,7 @@ def settle_shard(shard: QuantizedTensor, place: Place) -> None:
     if not origin.unsettled:
         return
     written = origin.pending
-    write_shards([shard], [place], [written], [torch.float32])
+    write_shards([shard], [place], [written], [torch.float32], [shard])
     origin.unsettled = False
     if origin.init_val is not None and written is not None:
         # What the master weight has to start from.
@@ -257,8 +284,8 @@ def check_shards(model: nn.Module) -> None:
         for sign in (1, -1):
             amax = None if shard._amax is None else shard._amax * sign
             signed = [grid * sign for grid in grids]
-            exchanged = [(shard._origin.whole, place, amax, signed)]
-            found.append(AmaxExchange(place.group, place.device, exchanged).largest() * sign)
+            exchanged = Exchanged(shard._origin.whole, place, amax, signed, shard)
+            found.append(AmaxExchange(place.group, place.device, [exchanged]).largest() * sign)
         if not torch.equal(*found):
             raise RuntimeError(
                 f"shards of parameter {name!r} must have the same scales on all ranks, got up to "

@@ -7,7 +7,7 @@ Python code per parameter. Then only the scalars and the gradients' addresses ar
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from itertools import chain, compress, islice
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
@@ -23,7 +23,8 @@ from fp4adam.fused_batch import FusedBatch, Member
 from fp4adam.fused_launch import NVFP4Launch, fused_launch
 from fp4adam.local_tensor import local
 from fp4adam.quantized_tensor import QuantizedTensor
-from fp4adam.shared_scales import AmaxExchange, ShardCast
+from fp4adam.scale_groups import write_together
+from fp4adam.shared_scales import AmaxExchange, Exchanged, ShardCast
 from fp4adam.state_codec import dither_origin
 from fp4adam.update_bound import largest_update, measured_ratio, next_ratio, ratio_after
 
@@ -94,14 +95,17 @@ class StepPlan:
         self._storage_generation = QuantizedTensor.storage_generation
         self._read_grad = read_grad
         self._takes_kernels = takes_kernels
-        members = [m._replace(casts_apart=self._casts_apart(m)) for m in members]
+        mates: dict[Hashable, list[Member]] = defaultdict(list)
+        for member in members:
+            mates[member.scales].append(member)
+        apart = {scales for scales, group in mates.items() if self._cast_apart(group)}
+        members = [m._replace(casts_apart=m.scales in apart) for m in members]
         kinds: dict[tuple, list[Member]] = defaultdict(list)
         self._unfused: list[Member] = []
         for member in members:
             grad = read_grad(member.owner)
             if takes_kernels(member) and member.fits_a_launch(grad):
-                key = member.param.device, member.kind(grad), member.state_names
-                kinds[key].append(member)
+                kinds[_launch_key(member, grad)].append(member)
             else:
                 self._unfused.append(member)
         by_device: dict[torch.device, list[FusedBatch]] = defaultdict(list)
@@ -146,15 +150,28 @@ class StepPlan:
         self._rows_of_unfused: list[int] = []
         self._skip: Skip | None = None
 
-    def _casts_apart(self, member: Member) -> bool:
-        """Whether a shard has to be updated first, for its scales to be agreed on."""
-        if member.place is None:
+    def _cast_apart(self, mates: list[Member]) -> bool:
+        """Whether members that share an amax have to be updated first, for it to be known.
+
+        No launch can find it unless it steps all of them.
+        """
+        if mates[0].place is None and len(mates) == 1 or not mates[0].moves:
             return False
-        grad = self._read_grad(member.owner)
-        return not (self._takes_kernels(member) and member.fits_a_launch(grad))
+        grads = [self._read_grad(m.owner) for m in mates]
+        return not (
+            all(map(self._takes_kernels, mates))
+            and all(map(Member.fits_a_launch, mates, grads))
+            and len({*map(_launch_key, mates, grads)}) == 1
+            and len({grad is None for grad in grads}) == 1
+        )
 
     def _share_scales(self, members: list[Member]) -> None:
         """Make what agrees on scales with other ranks; the same, in the same order, on each."""
+        together: dict[Hashable, list[Member]] = defaultdict(list)
+        for member in members:
+            if member.casts_apart and member.place is None:
+                together[member.scales].append(member)
+        self._together = [*together.values()]
         sharing = [m for m in members if m.place is not None]
         apart: dict[torch.device, list[Member]] = defaultdict(list)
         for member in sharing:
@@ -169,12 +186,12 @@ class StepPlan:
                 exchanged[id(member.owner)] = amaxes
         for batch in self._batches:
             if batch.kind.group is not None:
-                for member, amax in zip(batch.members, batch.launch.amaxes.split(1), strict=True):
-                    exchanged[id(member.owner)] = (amax, [])
-        groups: dict[tuple, list] = defaultdict(list)
+                for member, slot in zip(batch.members, batch.slots, strict=True):
+                    exchanged[id(member.owner)] = (batch.launch.amaxes[slot : slot + 1], [])
+        groups: dict[tuple, list[Exchanged]] = defaultdict(list)
         for m in sharing:
-            whole = m.param._origin.whole
-            groups[m.place.group, m.place.device].append((whole, m.place, *exchanged[id(m.owner)]))
+            told = Exchanged(m.param._origin.whole, m.place, *exchanged[id(m.owner)], m.scales)
+            groups[m.place.group, m.place.device].append(told)
         self._exchanges = [
             AmaxExchange(group, device, shards) for (group, device), shards in groups.items()
         ]
@@ -287,7 +304,7 @@ class StepPlan:
                 operators(
                     member, grad, self._cohorts[row].scalars, grad_scale, clip.get(grad.device)
                 )
-        self._finish_shards(launches)
+        self._finish(launches)
         # Autograd does not see what kernels write.
         changed = [*compress(self._owners, self._present), *self._locals]
         torch.autograd.graph.increment_version(changed)
@@ -296,8 +313,12 @@ class StepPlan:
         if found_inf is not None:
             self._skip = _skip(found_inf, self._cohorts, self._counted)
 
-    def _finish_shards(self, launches: list[tuple[NVFP4Launch, tuple[Tensor, ...]]]) -> None:
-        """Agree with the other ranks, and write the shards that had to wait for that."""
+    def _finish(self, launches: list[tuple[NVFP4Launch, tuple[Tensor, ...]]]) -> None:
+        """Write what had to wait for others: of its group, and on other ranks."""
+        for mates in self._together:
+            if any(self._read_grad(m.owner) is not None for m in mates):
+                values = [m.whole_value().to(m.write_dtype) for m in mates]
+                write_together([m.param for m in mates], values)
         for cast, members in self._casts:
             cast.measure([m.whole_value() for m in members])
         for exchange in self._exchanges:
@@ -383,12 +404,17 @@ def _ratio(member: Member, step: float) -> float:
     return measured_ratio(*moments, float(member.group["eps"]))
 
 
+def _launch_key(member: Member, grad: Tensor | None) -> Hashable:
+    """What is equal among members of a launch."""
+    return member.param.device, member.kind(grad), member.state_names
+
+
 def _make_launches(device: torch.device, batches: list[FusedBatch], n_members: int) -> DeviceTables:
     rows = [batch.table_rows() for batch in batches]
     tables = DeviceTables(device, [*chain.from_iterable(rows)], n_members)
     parts = tables.table.split([len(part) for part in rows])
     for batch, part in zip(batches, parts, strict=True):
-        batch.launch = fused_launch(batch.kind, batch.shapes, part, tables.scalars)
+        batch.launch = fused_launch(batch.kind, batch.shapes, batch.slots, part, tables.scalars)
     return tables
 
 

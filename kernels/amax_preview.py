@@ -63,6 +63,7 @@ def _amax_preview_kernel(
     table,
     scalars,
     tiles,
+    slots,
     tile_amaxes,
     old_amaxes,
     amaxes,
@@ -87,24 +88,27 @@ def _amax_preview_kernel(
 
     Grid: (cdiv(n_tiles, SCAN),). table: int64 [n_tensors, 18]. scalars: float32 [n, 12], with
     the largest change of a weight (Inf if unknown) and the factor of its decay. tiles: int32
-    [n_tiles, 4], (tensor, row, column, rows << 16 | columns). tile_amaxes: float32 [n_tiles],
-    old_amaxes: float32 [n_tensors], before the step. amaxes: float32 [n_tensors], zero at first;
-    that of a tensor that takes no part stays the old one. exceeding: float32 [n_tensors], set to 0.
+    [n_tiles, 4], (tensor, row, column, rows << 16 | columns). slots: int32 [n_tensors], where the
+    amax of each tensor is; tensors that share one take part together. tile_amaxes: float32
+    [n_tiles], old_amaxes: float32 [n_slots], before the step. amaxes: float32 [n_slots], zero at
+    first; that of a tensor that takes no part stays the old one. exceeding: float32 [n_slots], set
+    to 0.
     Reads 4 bytes per tile, and 14 per element of the tiles that are looked at (BF16 gradient).
     """
     index = tl.program_id(0) * SCAN + tl.arange(0, SCAN)
     inside = index < n_tiles
     tensors = tl.load(tiles + 4 * index, inside, 0)
     rows = table + tensors.to(tl.int64) * WIDTH
+    slot = tl.load(slots + tensors, inside, 0)
     # Loaded once per lane, because the interpreter (Triton 3.7) cannot broadcast a boolean.
     takes_part = tl.load(found_inf_ptr + 0 * tensors) == 0
     takes_part &= tl.load(rows + GRAD, inside, 0) != 0
-    old_amax = tl.load(old_amaxes + tensors, inside, 0.0)
+    old_amax = tl.load(old_amaxes + slot, inside, 0.0)
     first = inside & (tl.load(tiles + 4 * index + 1, inside, 1) == 0)
     first &= tl.load(tiles + 4 * index + 2, inside, 1) == 0
     if not AGAIN:
-        tl.store(amaxes + tensors, old_amax, first & ~takes_part)
-        tl.store(exceeding + tensors, tl.zeros((SCAN,), tl.float32), first)
+        tl.store(amaxes + slot, old_amax, first & ~takes_part)
+        tl.store(exceeding + slot, tl.zeros((SCAN,), tl.float32), first)
 
     # A weight of the size of old_amax, and any that could overtake it, is not below the threshold.
     scalars_row = scalars + tl.load(rows + SCALARS, inside, 0) * SCALARS_WIDTH
@@ -117,7 +121,7 @@ def _amax_preview_kernel(
     if AGAIN:
         # A little more than that, for rounding to a 16-bit format.
         reach = (tile_amax * decay + largest_update) * 1.01
-        found = tl.load(amaxes + tensors, inside, 0.0)
+        found = tl.load(amaxes + slot, inside, 0.0)
         wanted = ~wanted & ~(reach < found) & takes_part & inside
 
     left = tl.where(wanted, index, 2147483647)
@@ -157,17 +161,19 @@ def _amax_preview_kernel(
             amax = tl.where(mask & (magnitude > amax), magnitude, amax)
         # The bits of non-negative floats order as integers do: one atomic instead of two.
         bits = tl.max(tl.max(amax, 1), 0).to(tl.int32, bitcast=True)
-        tl.atomic_max((amaxes + tensor).to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
+        amax_ptr = amaxes + tl.load(slots + tensor)
+        tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
 
 
 @triton.jit
 def _requantize_kernel(
     table,
     tiles,
+    slots,
     amaxes,
     exceeding,
     n_tiles,
-    n_tensors,
+    n_slots,
     WRITE_DTYPE: tl.constexpr,
     VALUE_CODEC: tl.constexpr,
     ROWWISE: tl.constexpr,
@@ -178,19 +184,20 @@ def _requantize_kernel(
 ):
     """Write tensors again that turned out to exceed the amax they were written with.
 
-    Grid: any. Tile: [16, BC]. amaxes: float32 [n_tensors], corrected. exceeding: float32
-    [n_tensors], the amax of such a tensor, 0 of others. Usually reads 4 bytes per tensor and
-    program.
+    Grid: any. Tile: [16, BC]. slots: int32 [n_tensors], where the amax of each tensor is. amaxes:
+    float32 [n_slots], corrected. exceeding: float32 [n_slots], the amax of such a tensor and of
+    those that share it, 0 of others. Usually reads 4 bytes per slot and program.
     """
     n_exceeding = 0
-    for start in range(0, n_tensors, 1024):
-        tensors = start + tl.arange(0, 1024)
-        found = tl.load(exceeding + tensors, tensors < n_tensors, 0.0)
+    for start in range(0, n_slots, 1024):
+        index = start + tl.arange(0, 1024)
+        found = tl.load(exceeding + index, index < n_slots, 0.0)
         n_exceeding += tl.sum((found > 0).to(tl.int32))
     if n_exceeding > 0:
         for i in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
             tensor = tl.load(tiles + 4 * i)
-            amax = tl.load(exceeding + tensor)
+            slot = tl.load(slots + tensor)
+            amax = tl.load(exceeding + slot)
             if amax > 0:
                 first_row, first_col = tl.load(tiles + 4 * i + 1), tl.load(tiles + 4 * i + 2)
                 extent = tl.load(tiles + 4 * i + 3)
@@ -200,7 +207,7 @@ def _requantize_kernel(
                 if (first_row == 0) & (first_col == 0):
                     address = tl.load(table + tensor.to(tl.int64) * WIDTH + AMAX)
                     tl.store(address.to(tl.pointer_type(tl.float32)), amax)
-                    tl.store(amaxes + tensor, amax)
+                    tl.store(amaxes + slot, amax)
                 value_ptr, value_extra = master_pointers(table, tensor, VALUE_CODEC)
                 for block in range(height // 16 * (width // BC)):
                     row = first_row + block // (width // BC) * 16
@@ -257,12 +264,17 @@ def _requantize_kernel(
 
 
 def candidates(
-    table: Tensor, scalars: Tensor, tiles: Tensor, tile_amaxes: Tensor, old_amaxes: Tensor
+    table: Tensor,
+    scalars: Tensor,
+    tiles: Tensor,
+    slots: Tensor,
+    tile_amaxes: Tensor,
+    old_amaxes: Tensor,
 ) -> Tensor:
     """Which tiles :func:`_amax_preview_kernel` looks into if all take part, bool [n_tiles]."""
     rows = scalars.view(-1, SCALARS_WIDTH.value)[table[:, SCALARS.value]]
     reach = 2 * rows[:, LARGEST_UPDATE.value] / rows[:, LARGEST_DECAY.value]
-    threshold = old_amaxes * SLACK.value - reach
+    threshold = old_amaxes[slots] * SLACK.value - reach
     return ~(tile_amaxes < threshold[tiles[:, 0].long()])
 
 
@@ -270,6 +282,7 @@ def preview_amax(
     table: Tensor,
     scalars: Tensor,
     tiles: Tensor,
+    slots: Tensor,
     tile_amaxes: Tensor,
     old_amaxes: Tensor,
     amaxes: Tensor,
@@ -293,7 +306,7 @@ def preview_amax(
     return Launch(
         _amax_preview_kernel,
         triton.cdiv(n_tiles, SCAN),
-        (table, scalars, tiles, tile_amaxes, old_amaxes, amaxes, exceeding, n_tiles),
+        (table, scalars, tiles, slots, tile_amaxes, old_amaxes, amaxes, exceeding, n_tiles),
         dict(
             GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
             WRITE_DTYPE=TRITON_DTYPES[write_dtype],
@@ -315,6 +328,7 @@ def preview_amax(
 def requantize(
     table: Tensor,
     tiles: Tensor,
+    slots: Tensor,
     amaxes: Tensor,
     exceeding: Tensor,
     *,
@@ -325,12 +339,12 @@ def requantize(
     two_dimensional: bool,
     optimize_for_gemm: bool,
 ) -> Launch:
-    """What writes the tensors again whose entry in ``exceeding`` is not zero."""
+    """What writes the tensors again whose slot of ``exceeding`` is not zero."""
     n_tiles = tiles.shape[0]
     return Launch(
         _requantize_kernel,
         min(n_tiles, N_REQUANTIZE),
-        (table, tiles, amaxes, exceeding, n_tiles, table.shape[0]),
+        (table, tiles, slots, amaxes, exceeding, n_tiles, amaxes.shape[0]),
         dict(
             WRITE_DTYPE=TRITON_DTYPES[write_dtype],
             VALUE_CODEC=value_codec,

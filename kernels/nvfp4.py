@@ -306,6 +306,7 @@ def _adam_step_kernel(
     table,
     scalars,
     tiles,
+    slots,
     amaxes,
     next_amaxes,
     tile_amaxes,
@@ -329,10 +330,11 @@ def _adam_step_kernel(
     """Adam and re-quantization of one column of tiles of one tensor, each byte moved once.
 
     Grid: (n_tiles,). Tile: LOOP times [BR, BC] down the rows. table: int64 [n_tensors, 18].
-    scalars: float32 [n, 12]. tiles: int32 [n_tiles, 4]. amaxes: float32 [n_tensors], of the
-    updated weights; next_amaxes: the same of the next step, set to zero. tile_amaxes: float32
-    [n_tiles], written: no weight of the tile is larger. exceeding: float32 [n_tensors], raised to
-    the amax of a tensor that is larger than amaxes says.
+    scalars: float32 [n, 12]. tiles: int32 [n_tiles, 4]. slots: int32 [n_tensors], where the amax of
+    each tensor is; several may share one. amaxes: float32 [n_slots], of the updated weights;
+    next_amaxes: the same of the next step, set to zero. tile_amaxes: float32 [n_tiles], written: no
+    weight of the tile is larger. exceeding: float32 [n_slots], raised to the amax of a tensor that
+    is larger than amaxes says.
     Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these and the codes: 27 bytes
     per element with both directions, and 1/256 for the scales of 16x16 blocks, 1/8 more if
     SWIZZLED.
@@ -340,7 +342,7 @@ def _adam_step_kernel(
     tensor, first_row, col = load_tile(tiles, 16)
     first_of_tensor = (first_row == 0) & (col == 0)
     if first_of_tensor:
-        tl.store(next_amaxes + tensor, 0.0)
+        tl.store(next_amaxes + tl.load(slots + tensor), 0.0)
     if not takes_part(table, tensor, found_inf_ptr):
         return
     rows = size(table, tensor, ROWS, 16)
@@ -349,7 +351,7 @@ def _adam_step_kernel(
     pointers = state_pointers(
         table, tensor, GRAD_DTYPE, None, VALUE_CODEC, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
     )
-    amax = tl.load(amaxes + tensor)
+    amax = tl.load(amaxes + tl.load(slots + tensor))
     if first_of_tensor:
         amax_ptr = tl.load(table + tensor.to(tl.int64) * WIDTH + AMAX)
         tl.store(amax_ptr.to(tl.pointer_type(tl.float32)), amax)
@@ -440,11 +442,21 @@ def _adam_step_kernel(
     tile_amax = tl.max(tl.max(largest, 1), 0)
     if tile_amax > amax:
         bits = tile_amax.to(tl.int32, bitcast=True)
-        tl.atomic_max((exceeding + tensor).to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
+        exceeding_ptr = exceeding + tl.load(slots + tensor)
+        tl.atomic_max(exceeding_ptr.to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
     if WRITE_DTYPE != tl.float32:
         # The master may be larger than what it is rounded to, by half a step of a 16-bit format.
         tile_amax = tile_amax * 1.0078125 + 6e-8
     tl.store(tile_amaxes + tl.program_id(0), tile_amax)
+
+
+def measure(x: Tensor, amax: Tensor) -> None:
+    """Overwrite ``amax`` [1] with the largest magnitude of ``x`` (as for :func:`quantize`)."""
+    rows, cols = x.shape
+    tile_rows, tile_cols = divisor_tile(rows, 64, BLOCK), divisor_tile(cols, 64, BLOCK)
+    grid = (rows // tile_rows * (cols // tile_cols),)
+    amax.zero_()
+    _amax_kernel[grid](x, amax, cols, cols // tile_cols, BR=tile_rows, BC=tile_cols)
 
 
 def quantize(
@@ -459,13 +471,11 @@ def quantize(
 ) -> None:
     """Quantize the matrix ``x`` [rows, cols] (contiguous, multiples of 16) into storage.
 
-    ``rowwise_scale`` is the grid of 16x16 blocks if ``two_dimensional``. Two launches: amax, codes.
+    ``rowwise_scale`` is the grid of 16x16 blocks if ``two_dimensional``. ``amax``: [1], known.
     """
     rows, cols = x.shape
     tile_rows, tile_cols = divisor_tile(rows, 64, BLOCK), divisor_tile(cols, 64, BLOCK)
     grid = (rows // tile_rows * (cols // tile_cols),)
-    amax.zero_()
-    _amax_kernel[grid](x, amax, cols, cols // tile_cols, BR=tile_rows, BC=tile_cols)
     _quantize_kernel[grid](
         x,
         rowwise_data,
@@ -532,11 +542,21 @@ def step_tiles(
     return torch.cat((whole, edge)), len(whole)
 
 
+def step_registers(
+    codecs: tuple[str, str, str], two_dimensional: bool, optimize_for_gemm: bool
+) -> tuple[int | None, int | None]:
+    """The most registers per thread of STEP_TILE and of edges; None leaves it to ptxas."""
+    limit = None if optimize_for_gemm else STEP_REGISTERS[two_dimensional]
+    of_codecs = most_registers(*codecs)
+    return (limit, limit) if of_codecs is None else (None, of_codecs)
+
+
 def adam_step(
     table: Tensor,
     scalars: Tensor,
     tiles: Tensor,
     n_whole: int,
+    slots: Tensor,
     amaxes: Tensor,
     next_amaxes: Tensor,
     tile_amaxes: Tensor,
@@ -556,20 +576,29 @@ def adam_step(
 ) -> list[Launch]:
     """The pass over all tensors of a table, to be called with ``grad_scale, clip, found_inf``.
 
-    ``tiles``, ``n_whole``: from :func:`step_tiles`. ``amaxes``: of the updated weights, from
-    ``amax_preview``. ``next_amaxes``: zeroed. ``tile_amaxes``: float32 [n_tiles], written.
-    ``exceeding``: zero, raised for tensors that have to be written again.
+    ``tiles``, ``n_whole``: from :func:`step_tiles`. ``slots``: where the amax of each tensor is.
+    ``amaxes``: of the updated weights, from ``amax_preview``. ``next_amaxes``: zeroed.
+    ``tile_amaxes``: float32 [n_tiles], written. ``exceeding``: zero, raised for tensors that have
+    to be written again.
     """
     parts = (slice(0, n_whole), slice(n_whole, tiles.shape[0]))
     codecs = value_codec, exp_avg_codec, exp_avg_sq_codec
     edge_tile = EDGE_TILE[has_scales(*codecs)]
-    is_wide = optimize_for_gemm or most_registers(*codecs) is not None
-    registers = None if is_wide else STEP_REGISTERS[two_dimensional]
+    registers = step_registers(codecs, two_dimensional, optimize_for_gemm)
     return [
         Launch(
             _adam_step_kernel,
             part.stop - part.start,
-            (table, scalars, tiles[part], amaxes, next_amaxes, tile_amaxes[part], exceeding),
+            (
+                table,
+                scalars,
+                tiles[part],
+                slots,
+                amaxes,
+                next_amaxes,
+                tile_amaxes[part],
+                exceeding,
+            ),  # fmt: skip
             dict(
                 GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
                 WRITE_DTYPE=TRITON_DTYPES[write_dtype],
@@ -588,7 +617,9 @@ def adam_step(
                 STAGES=tile.num_stages,
             ),
             num_warps=tile.num_warps,
-            maxnreg=registers,
+            maxnreg=most,
         )
-        for part, tile in zip(parts, (STEP_TILE[two_dimensional], edge_tile), strict=True)
+        for part, tile, most in zip(
+            parts, (STEP_TILE[two_dimensional], edge_tile), registers, strict=True
+        )
     ]

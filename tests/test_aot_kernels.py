@@ -106,18 +106,22 @@ def step_jobs(codecs):
         )
 
     names = ("amaxes", "next_amaxes", "tile_amaxes", "exceeding")
-    amaxes = {**TABLES, **dict.fromkeys(names, "*fp32")}
+    slots = {**TABLES, "slots": "*i32"}
+    amaxes = {**slots, **dict.fromkeys(names, "*fp32")}
     known = dict.fromkeys(("tile_amaxes", "old_amaxes", "amaxes", "exceeding"), "*fp32")
     br, bc = amax_preview.PART
     for again in (False, True):
         jobs[f"amax preview again={again}"] = job(
             "amax_preview._amax_preview_kernel",
-            {**TABLES, **known, "n_tiles": "i32"},
+            {**slots, **known, "n_tiles": "i32"},
             step_options(codecs, AGAIN=again, SCAN=amax_preview.SCAN, BR=br, BC=bc),
             maxnreg=registers,
         )
     for square in (True, False):
-        for size, tile in (("step", nvfp4.STEP_TILE[square]), ("edge", nvfp4.EDGE_TILE[scaled])):
+        for size, tile, at in (
+            ("step", nvfp4.STEP_TILE[square], 0),
+            ("edge", nvfp4.EDGE_TILE[scaled], 1),
+        ):
             shape = {"SQUARE": square, "LOOP": tile.loop, **tile_options(tile)}
             for swizzled in orders[size]:
                 jobs[f"nvfp4 {size} square={square} swizzled={swizzled}"] = job(
@@ -125,7 +129,7 @@ def step_jobs(codecs):
                     amaxes,
                     step_options(codecs, SWIZZLED=swizzled, **shape, **BOTH),
                     num_warps=tile.num_warps,
-                    maxnreg=None if swizzled else nvfp4.STEP_REGISTERS[square],
+                    maxnreg=nvfp4.step_registers(codecs, square, swizzled)[at],
                 )
     for size, tile, part, most in (
         ("step", mxfp8.STEP_TILE, mxfp8.STEP_PART[scaled], None),
@@ -237,10 +241,11 @@ def kernel_jobs():
                 {
                     "table": "*i64",
                     "tiles": "*i32",
+                    "slots": "*i32",
                     "amaxes": "*fp32",
                     "exceeding": "*fp32",
                     "n_tiles": "i32",
-                    "n_tensors": "i32",
+                    "n_slots": "i32",
                 },
                 {
                     "WRITE_DTYPE": dtype("fp32"),
