@@ -63,13 +63,19 @@ def build(args: argparse.Namespace) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(args.device)
     if args.start:
         return fp4adam.import_checkpoint(model, args.start)
-    return fp4adam.quantize_model(model, args.format)
+    # What is served as one matrix then has one scale.
+    return fp4adam.quantize_model(model, args.format, scale_groups=fp4adam.hf_scale_groups)
 
 
 def train(model: PreTrainedModel, args: argparse.Namespace) -> None:
     """Takes --steps steps, and prints the loss in nats per byte."""
     text, _ = load_text()
-    optimizer = fp4adam.FP4Adam(model.parameters(), lr=args.lr, weight_decay=0.1)
+    optimizer = fp4adam.FP4Adam(
+        model.named_parameters(),
+        lr=args.lr,
+        weight_decay=0.1,
+        scale_groups=fp4adam.hf_scale_groups,
+    )
     model.train()
     for step in range(1, args.steps + 1):
         tokens, _ = cut_batch(text, args.batch, args.context, seed=step)

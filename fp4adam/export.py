@@ -25,20 +25,10 @@ from fp4adam.nvfp4 import NVFP4Tensor
 from fp4adam.optimizer_state import saved_states
 from fp4adam.quantized_tensor import QuantizedTensor
 from fp4adam.quantizer import check_dtype
+from fp4adam.scale_groups import hf_scale_groups
 from fp4adam.shared_scales import Place
 
 MAX_SHARD_BYTES = 5 * 10**9  # as on the Hugging Face hub
-
-# The layers of Hugging Face models that engines serve as one matrix, and what they call that.
-_FUSED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-    "w1": "w13",
-    "w3": "w13",
-}
 
 
 def export_checkpoint(
@@ -285,19 +275,13 @@ def _check_whole_linear(name: str, weight: QuantizedTensor, linear: list[str]) -
         raise ValueError(f"{name!r} must be a whole tensor, got rows of another one; clone it")
 
 
-def _served_as(name: str) -> str | None:
-    """The matrix that a weight is a part of when it is served, or None."""
-    parent, dot, layer = name.removesuffix(".weight").rpartition(".")
-    return f"{parent}{dot}{_FUSED[layer]}" if layer in _FUSED else None
-
-
 def _warn_of_readers(quantized: dict[str, QuantizedTensor], weights: dict[str, Tensor]) -> None:
     """Warn of weights that a reader takes for something else than they are."""
     groups: dict[str, dict[str, float]] = defaultdict(dict)
     partial = []
     for name, weight in quantized.items():
         layer = name.removesuffix(".weight")
-        matrix = _served_as(name)
+        matrix = hf_scale_groups(name)
         if isinstance(weight, NVFP4Tensor) and matrix is not None:
             groups[matrix][layer.rpartition(".")[2]] = weight.settled()._amax.item()
         if isinstance(weight, Float8BlockTensor):
