@@ -3,6 +3,7 @@
 # make test-integrations   those with Transformers, Accelerate, Lightning and torchtitan
 # make lint     check format and style
 # make bench    time one optimizer step (on an NVIDIA GPU)
+# make docs     build the documentation to site/; to read it with its search: python -m http.server -d site
 # make clean    remove .venv, builds and caches; runs/ stays
 #
 # ARGS="..." is handed on to the command behind demo, tests and bench.
@@ -13,7 +14,7 @@ PYTHON ?= python3
 VENV = .venv
 ARGS =
 
-.PHONY: help demo test test-integrations lint bench clean
+.PHONY: help demo test test-integrations lint bench docs clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -42,11 +43,17 @@ $(INTEGRATIONS): $(READY)
 	$(PY) -m pip install --no-deps -c constraints.txt "torchtitan; python_version >= '3.11'"
 	touch $@
 
+DOCS = $(VENV)/.docs
+$(DOCS): $(READY)
+	$(PY) -m pip install -c constraints.txt -e '.[docs]'
+	touch $@
+
 else
 
 PY = $(PYTHON)
 READY = fp4adam/kernels
 INTEGRATIONS = $(READY)
+DOCS = $(READY)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 # The link does what an install would: it puts kernels/ where fp4adam.kernels is looked for.
@@ -71,7 +78,10 @@ lint: $(READY)
 bench: $(READY)
 	$(PY) benchmarks/step.py $(ARGS)
 
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 clean:
-	rm -rf .venv build dist fp4adam.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site fp4adam.egg-info .pytest_cache .ruff_cache .hypothesis
 	rm -f fp4adam/kernels
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -124,7 +124,7 @@ def export_masters(
     Args:
         model: Any; sharded ones as for :func:`export_checkpoint`.
         optimizer: What trains it.
-        folder, config, max_shard_bytes: As for :func:`export_checkpoint`.
+        folder: As for :func:`export_checkpoint`, as are ``config`` and ``max_shard_bytes``.
         dtype: Of all floating-point parameters: float32, bfloat16 or float16.
 
     Raises:
