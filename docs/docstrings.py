@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from griffe import Extension, Object
+from griffe import Alias, Extension, Module, Object
 
 INIT = Path(__file__).resolve().parents[1] / "fp4adam" / "__init__.py"
 PUBLIC = frozenset(re.findall(r" as (\w+)$", INIT.read_text(), re.MULTILINE))
@@ -18,12 +18,18 @@ TABLE = re.compile(
 
 
 class MarkdownDocstrings(Extension):
-    """Rewrites every docstring of the package."""
+    """Rewrites the docstrings of the package."""
 
     def on_instance(self, *, obj: Object, **kwargs: Any) -> None:
         """Called by griffe for each module, class, function and attribute."""
         if obj.docstring:
             obj.docstring.value = markdown(obj.docstring.value)
+
+    def on_package(self, *, pkg: Module, **kwargs: Any) -> None:
+        """A public function hides the module of the same name, as it does when it is imported."""
+        for name in PUBLIC.intersection(pkg.modules):
+            if name in pkg[name].members:
+                pkg.set_member(name, Alias(name, pkg[name][name]))
 
 
 def markdown(text: str) -> str:

@@ -29,9 +29,9 @@ QUANTIZE_FROM = ("master", "param_dtype")
 class FP4Adam(FusedAdam):
     """``torch.optim.AdamW`` for :class:`QuantizedTensor` parameters beside plain ones.
 
-    So are ``NVFP4Tensor``, ``MXFP8Tensor`` and ``Float8BlockwiseQTensor`` parameters of Transformer
-    Engine, ``NVFP4Tensor`` and ``MXTensor`` of torchao, and other classes that have a
-    :class:`TensorAdapter`: their memory is written in place.
+    Parameters may also be ``NVFP4Tensor``, ``MXFP8Tensor`` and ``Float8BlockwiseQTensor`` of
+    Transformer Engine, ``NVFP4Tensor`` and ``MXTensor`` of torchao, and of other classes that have
+    a :class:`TensorAdapter`: their memory is written in place.
 
     A quantized parameter has an FP32 master weight in the optimizer's state. One kernel reads the
     gradient (BF16, FP16 or FP32), updates master and moments in FP32 and writes the re-quantized

@@ -2,8 +2,13 @@
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 import fp4adam
+
+API = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 
 WITHOUT_TRITON = """
 import sys
@@ -47,3 +52,16 @@ def test_public_names_are_those_of_the_readme():
     }
     assert names <= vars(fp4adam).keys()
     assert fp4adam.__version__.count(".") == 2
+
+
+@pytest.mark.skipif(not API.is_file(), reason="there is no docs/ beside this copy of tests/")
+def test_api_reference_has_every_public_name():
+    documented = {
+        line.rpartition(".")[2] for line in API.read_text().splitlines() if line.startswith("::: ")
+    }
+    public = {
+        name
+        for name, value in vars(fp4adam).items()
+        if getattr(value, "__module__", "").startswith("fp4adam.") and not name.startswith("_")
+    }
+    assert documented - {"fp4_utils"} == public
