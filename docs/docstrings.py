@@ -29,7 +29,7 @@ class MarkdownDocstrings(Extension):
         """A public function hides the module of the same name, as it does when it is imported."""
         for name in PUBLIC.intersection(pkg.modules):
             if name in pkg[name].members:
-                pkg.set_member(name, Alias(name, pkg[name][name]))
+                pkg.members[name] = Alias(name, pkg[name][name], parent=pkg)
 
 
 def markdown(text: str) -> str:
