@@ -3,7 +3,7 @@
 # make test-integrations   those with Transformers, Accelerate, Lightning and torchtitan
 # make lint     check format and style
 # make bench    time one optimizer step (on an NVIDIA GPU)
-# make docs     build the documentation to site/; to read it with its search: python -m http.server -d site
+# make docs     build the documentation to site/ (its search needs: python -m http.server -d site)
 # make clean    remove .venv, builds and caches; runs/ stays
 #
 # ARGS="..." is handed on to the command behind demo, tests and bench.
