@@ -15,8 +15,8 @@ from fp4adam.quantizer import HIGH_PRECISION_DTYPES, Quantizer, check_dtype
 from fp4adam.row_window import Origin
 
 # Inner tensors, named as in Transformer Engine. Scales of square blocks are the same for both
-# directions and are kept once, one per block, in _block_scale_inv. The last two hold them once
-# more, for GEMMs alone, and are derived from what everything else reads.
+# directions and are kept once, one per block, in _block_scale_inv. The last two repeat the scales
+# for GEMMs alone, and are derived from those that everything else reads.
 STORAGE_NAMES = (
     "_rowwise_data",
     "_rowwise_scale_inv",
