@@ -244,9 +244,7 @@ class FusedAdam(Optimizer):
             self._check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         try:
-            params = self.param_groups[-1]["params"]
-            _check_distinct(params)
-            for param in params:
+            for param in self.param_groups[-1]["params"]:
                 self._check_param(param)
         except Exception:
             self.param_groups.pop()
@@ -373,8 +371,8 @@ class FusedAdam(Optimizer):
         Raises:
             RuntimeError: If a gradient is sparse, or a parameter is on the meta device.
             TypeError: If a parameter or gradient has a dtype that Adam cannot update.
-            ValueError: If a hyper-parameter of a group has become NaN or is out of range. Nothing
-                has been changed in any of these cases.
+            ValueError: If a hyper-parameter of a group has become NaN or is out of range, or a
+                parameter is in the groups twice. Nothing has been changed in any of these cases.
         """
         loss = None
         if closure is not None:
@@ -447,6 +445,7 @@ class FusedAdam(Optimizer):
         for group in self.param_groups:
             self._check_storage(group)
         pairs = [(group, param) for group in self.param_groups for param in group["params"]]
+        _check_distinct([param for _, param in pairs])
         read_grad = self._read_grad
         for _, param in pairs:
             grad = read_grad(param)
@@ -967,8 +966,8 @@ def _check_distinct(params: list[Tensor]) -> None:
     for i, param in enumerate(params):
         if param in seen:
             raise ValueError(
-                f"parameters must be in a group once, got number {i}, of shape "
-                f"{tuple(param.shape)}, twice: both updates would write the same memory; remove it"
+                f"parameters must be in their groups once, got number {i}, of shape "
+                f"{tuple(param.shape)}, twice: both updates would write its memory; remove one"
             )
         seen.add(param)
 
