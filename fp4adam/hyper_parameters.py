@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+_NUMBERS = (float, Tensor, Real)  # the most frequent first
+
 
 def check_hyper_parameters(name: str, options: Mapping[str, Any]) -> None:
     """Check the options of the optimizer class ``name``, the group's own over the defaults.
@@ -79,5 +81,5 @@ def check_at_least_0(what: str, value: float | Tensor, least: float = 0.0) -> No
 
 
 def _check_number(what: str, value: float | Tensor) -> None:
-    if not isinstance(value, Real | Tensor):
+    if not isinstance(value, _NUMBERS):
         raise TypeError(f"Invalid {what}: {value!r}; it must be a number, or a one-element tensor")
