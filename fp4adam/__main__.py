@@ -10,7 +10,7 @@ from fp4adam import backend
 FORMATS = ("NVFP4", "MXFP8", "Float8Block")
 PARTS = ("fused step", "quantize, dequantize", "matmul")
 WHY = {
-    "native": "one Triton kernel for all tensors of a kind",
+    "native": "Triton kernels",
     "emulated": "plain torch operators, with the bits of the kernels: they need a CUDA device",
     "missing": "the kernels of CUDA devices need Triton 3.6 or newer: pip install triton",
     "dequantized": "weights are decoded to the dtype of the activations for torch's own matmul, as "

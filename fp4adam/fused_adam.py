@@ -552,7 +552,7 @@ class FusedAdam(Optimizer):
             raise RuntimeError(
                 "`fused=True` requires all the params to be floating point Tensors of a real "
                 f"device, got {param.dtype} on {param.device}; materialize them with to_empty(), "
-                "leave integers out"
+                "leave out integers"
             )
         if param.dtype not in PARAM_DTYPES:
             raise TypeError(
@@ -831,7 +831,7 @@ class FusedAdam(Optimizer):
         Raises:
             ValueError: If groups, shapes, dtypes or numbers do not fit; nothing has been changed
                 then.
-            TypeError: If a hyper-parameter is no number, or a state no dictionary.
+            TypeError: If a hyper-parameter is no number.
         """
         loaded: dict[str, Any] = {}
         with_master: list[Tensor] = []

@@ -37,7 +37,7 @@ def check_hyper_parameters(name: str, options: Mapping[str, Any]) -> None:
             )
         if lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
-    check_at_least_0("learning rate", lr)
+    _check_at_least(0.0, "learning rate", lr)
     check_numbers(options)
     kinds = {Tensor if isinstance(beta, Tensor) else type(beta) for beta in betas}
     if len(betas) != 2 or kinds not in ({float}, {Tensor}):
@@ -60,8 +60,8 @@ def check_numbers(options: Mapping[str, Any]) -> None:
         ValueError: If a number is NaN or out of range.
         TypeError: If something else is in its place.
     """
-    check_at_least_0("learning rate", options["lr"], least=-math.inf)
-    check_at_least_0("epsilon value", options["eps"])
+    _check_at_least(-math.inf, "learning rate", options["lr"])
+    _check_at_least(0.0, "epsilon value", options["eps"])
     if not isinstance(options["betas"], Iterable):
         raise TypeError(f"betas must be two numbers, got {options['betas']!r}; pass (0.9, 0.999)")
     for i, beta in enumerate(options["betas"]):
@@ -70,11 +70,10 @@ def check_numbers(options: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"Invalid beta parameter at index {i}: {beta}; it must be at least 0 and below 1"
             )
-    check_at_least_0("weight_decay value", options["weight_decay"])
+    _check_at_least(0.0, "weight_decay value", options["weight_decay"])
 
 
-def check_at_least_0(what: str, value: float | Tensor, least: float = 0.0) -> None:
-    """Raise ValueError if a number is NaN or below ``least``, TypeError if it is none."""
+def _check_at_least(least: float, what: str, value: float | Tensor) -> None:
     _check_number(what, value)
     if not least <= value:
         raise ValueError(f"Invalid {what}: {value}; it must be a number >= 0")
