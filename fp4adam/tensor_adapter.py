@@ -116,7 +116,8 @@ def register_adapter(tensor_class: type[Tensor] | str, adapter: TensorAdapter) -
         adapter: How its tensors lie in memory.
 
     Raises:
-        TypeError: If ``adapter`` is not a :class:`TensorAdapter`, or ``tensor_class`` neither.
+        TypeError: If ``adapter`` is not a :class:`TensorAdapter`, or ``tensor_class`` neither a
+            class nor a name.
     """
     if not isinstance(adapter, TensorAdapter):
         raise TypeError(
