@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fp4adam import row_window
-from fp4adam.quantizer import HIGH_PRECISION_DTYPES, Quantizer, check_dtype
+from fp4adam.quantizer import HIGH_PRECISION_DTYPES, Quantizer, check_dtype, check_tensor
 from fp4adam.row_window import Origin
 
 # Inner tensors, named as in Transformer Engine. Scales of square blocks are the same for both
@@ -186,8 +186,9 @@ class QuantizedTensor(torch.Tensor):
 
         Raises:
             ValueError: If the shape differs.
-            TypeError: If the dtype is not one of the three.
+            TypeError: If the dtype is not one of the three, or ``x`` is no dense tensor.
         """
+        check_tensor(x)
         if x.shape != self.shape:
             raise ValueError(
                 f"x must have the shape of the tensor, {tuple(self.shape)}, got {tuple(x.shape)}; "
