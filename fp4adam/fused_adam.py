@@ -392,7 +392,7 @@ class FusedAdam(Optimizer):
                 "state could not be updated outside; call it in torch.no_grad(), or just so"
             )
         for group in self.param_groups:
-            check_numbers(group)
+            check_numbers(group, may_wait=False)
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         clip, self._clip = self._clip, {}
         plan = self._fitting_plan()

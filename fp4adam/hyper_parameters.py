@@ -51,15 +51,18 @@ def check_hyper_parameters(name: str, options: Mapping[str, Any]) -> None:
             raise ValueError(f"Tensor betas[{i}] must be 1-element")
 
 
-def check_numbers(options: Mapping[str, Any]) -> None:
+def check_numbers(options: Mapping[str, Any], may_wait: bool = True) -> None:
     """Check what may have been written to a group since it was added, or saved with it.
 
-    Schedules may leave a learning rate just below zero, which is as good as zero.
+    Schedules may leave a learning rate just below zero, which is as good as zero. Unless the host
+    ``may_wait`` for a device, tensors there are taken on trust.
 
     Raises:
         ValueError: If a number is NaN or out of range.
         TypeError: If something else is in its place.
     """
+    if not may_wait:
+        options = {name: _on_host(options[name]) for name in ("lr", "eps", "betas", "weight_decay")}
     _check_at_least(-math.inf, "learning rate", options["lr"])
     _check_at_least(0.0, "epsilon value", options["eps"])
     if not isinstance(options["betas"], Iterable):
@@ -71,6 +74,13 @@ def check_numbers(options: Mapping[str, Any]) -> None:
                 f"Invalid beta parameter at index {i}: {beta}; it must be at least 0 and below 1"
             )
     _check_at_least(0.0, "weight_decay value", options["weight_decay"])
+
+
+def _on_host(value: Any) -> Any:
+    """A number, or 0 for each tensor on a device."""
+    if type(value) is tuple:
+        return tuple(map(_on_host, value))
+    return 0.0 if isinstance(value, Tensor) and value.device.type != "cpu" else value
 
 
 def _check_at_least(least: float, what: str, value: float | Tensor) -> None:

@@ -40,6 +40,7 @@ from fp4adam import (
     unswizzle_scales,
     use_plain_state_dict,
 )
+from fp4adam.hyper_parameters import check_numbers
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 NAN = math.nan
@@ -516,3 +517,11 @@ def test_misuse_is_refused_and_changes_nothing(name, tmp_path, capsys):
     text = capsys.readouterr().err if error is SystemExit else str(caught.value)
     assert [word for word in words if word not in text] == [], text
     assert scene.contents() == before
+
+
+def test_a_step_does_not_look_at_numbers_on_a_device():
+    there = torch.zeros((), device="meta")  # to look at it raises, where a GPU would be waited for
+    numbers = {"lr": there, "eps": 1e-8, "betas": (0.9, there), "weight_decay": 0.1}
+    check_numbers(numbers, may_wait=False)
+    with pytest.raises(ValueError, match="weight_decay"):
+        check_numbers({**numbers, "weight_decay": math.nan}, may_wait=False)
