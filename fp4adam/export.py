@@ -23,6 +23,7 @@ from fp4adam.fused_adam import FusedAdam, written
 from fp4adam.local_tensor import like, local, sharded_dims, sharding_groups
 from fp4adam.nvfp4 import NVFP4Tensor
 from fp4adam.optimizer_state import saved_states
+from fp4adam.quantize_model import check_module
 from fp4adam.quantized_tensor import QuantizedTensor
 from fp4adam.quantizer import check_dtype
 from fp4adam.scale_groups import hf_scale_groups
@@ -77,6 +78,7 @@ def export_checkpoint(
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    check_module(model)
     model = _unwrapped(model)
     weights = _first_named(_state_of(model))
     quantized = {n: local(w) for n, w in weights.items() if isinstance(local(w), QuantizedTensor)}
@@ -128,10 +130,16 @@ def export_masters(
         dtype: Of all floating-point parameters: float32, bfloat16 or float16.
 
     Raises:
-        TypeError: If ``dtype`` is another one.
+        TypeError: If ``dtype`` is another one, or model or optimizer is none.
         FileExistsError, ImportError, NotImplementedError: As :func:`export_checkpoint`.
     """
     check_dtype("dtype", dtype)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer must be the one that trains the model, got {type(optimizer).__name__}; "
+            "pass the FP4Adam that has its masters"
+        )
+    check_module(model)
     model = _unwrapped(model)
     weights = _first_named(_state_of(model))
     masters = _current_masters(optimizer)

@@ -54,12 +54,7 @@ def pre_all_gather(
 
 
 def _make_gathering(shard: "QuantizedTensor") -> Gathering:
-    whole, first = shard._origin.whole, shard._first_row
-    if whole is None:
-        raise RuntimeError(
-            f"a {type(shard).__name__} must have been sharded by fully_shard to be gathered, got "
-            f"one of shape {tuple(shard.shape)}; quantize the model first, then call fully_shard"
-        )
+    whole, first = _whole_of(shard), shard._first_row
     inputs = {}
     for name, pitch in shard.quantizer.row_pitch.items():
         inner = getattr(shard, name)
@@ -70,6 +65,16 @@ def _make_gathering(shard: "QuantizedTensor") -> Gathering:
     if shard._amax is not None:
         inputs["_amax"] = shard._amax
     return Gathering(shard.storage_generation, tuple(inputs.values()), tuple(inputs))
+
+
+def _whole_of(shard: "QuantizedTensor") -> Whole:
+    whole = shard._origin.whole
+    if whole is None:
+        raise RuntimeError(
+            f"a {type(shard).__name__} must have been sharded by fully_shard to be gathered, got "
+            f"one of shape {tuple(shard.shape)}; quantize the model first, then call fully_shard"
+        )
+    return whole
 
 
 def post_all_gather(
@@ -88,7 +93,7 @@ def post_all_gather(
         for refill in out._origin.refills:
             refill()
         return None
-    whole = shard._origin.whole
+    whole = _whole_of(shard)
     # Of a single shard, FSDP2 hands over the first tensor only.
     inputs = [*outputs, *(getattr(shard, name) for name in names[len(outputs) :])]
     assembled = [_assemble(name, inner, whole) for name, inner in zip(names, inputs, strict=True)]

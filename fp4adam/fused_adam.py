@@ -17,7 +17,7 @@ from fp4adam.adam import Scalars, moves
 from fp4adam.borrowed_tensor import BorrowedTensor, Publication
 from fp4adam.fused_batch import Member
 from fp4adam.grad_norm import GradNorm
-from fp4adam.hyper_parameters import check_hyper_parameters
+from fp4adam.hyper_parameters import check_hyper_parameters, check_numbers
 from fp4adam.local_tensor import first_element, like, local, part_for, sharding_groups
 from fp4adam.memory_layout import is_dense
 from fp4adam.optimizer_state import (
@@ -288,6 +288,13 @@ class FusedAdam(Optimizer):
                 f"parameters must be dense for {type(self).__name__}, got layout {param.layout}; "
                 "use torch.optim.SparseAdam"
             )
+        inner = own.storage_tensors().values() if isinstance(own, QuantizedTensor) else (own,)
+        if any(map(Tensor.is_inference, inner)):
+            raise RuntimeError(
+                f"parameters must be ordinary tensors for {type(self).__name__}, got one that was "
+                "made in inference mode; build or quantize the model outside "
+                "torch.inference_mode(), or clone the parameter there"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         options = {name: getattr(self, name) for name in self._option_names}
@@ -363,8 +370,9 @@ class FusedAdam(Optimizer):
 
         Raises:
             RuntimeError: If a gradient is sparse, or a parameter is on the meta device.
-            TypeError: If a parameter or gradient has a dtype that Adam cannot update. Nothing has
-                been changed in either case.
+            TypeError: If a parameter or gradient has a dtype that Adam cannot update.
+            ValueError: If a hyper-parameter of a group has become NaN or is out of range, or a
+                parameter is in the groups twice. Nothing has been changed in any of these cases.
         """
         loss = None
         if closure is not None:
@@ -378,6 +386,13 @@ class FusedAdam(Optimizer):
     # Addresses and tables are no matter for torch.compile, which would trace into this.
     @torch._disable_dynamo
     def _step(self) -> None:
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "step() must not be called in inference mode, got torch.inference_mode(): its "
+                "state could not be updated outside; call it in torch.no_grad(), or just so"
+            )
+        for group in self.param_groups:
+            check_numbers(group, may_wait=False)
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         clip, self._clip = self._clip, {}
         plan = self._fitting_plan()
@@ -430,6 +445,7 @@ class FusedAdam(Optimizer):
         for group in self.param_groups:
             self._check_storage(group)
         pairs = [(group, param) for group in self.param_groups for param in group["params"]]
+        _check_distinct([param for _, param in pairs])
         read_grad = self._read_grad
         for _, param in pairs:
             grad = read_grad(param)
@@ -535,7 +551,8 @@ class FusedAdam(Optimizer):
         if param.is_meta or not param.is_floating_point():
             raise RuntimeError(
                 "`fused=True` requires all the params to be floating point Tensors of a real "
-                f"device, got {param.dtype} on {param.device}; materialize them with to_empty()"
+                f"device, got {param.dtype} on {param.device}; materialize them with to_empty(), "
+                "leave out integers"
             )
         if param.dtype not in PARAM_DTYPES:
             raise TypeError(
@@ -546,10 +563,15 @@ class FusedAdam(Optimizer):
     def _check_gradient(self, param: Tensor, grad: Tensor) -> None:
         """Raise if ``grad``, what this rank has of the gradient, cannot update ``param``."""
         name = type(self).__name__
-        if grad.is_sparse:
+        if not isinstance(grad, Tensor):
+            raise TypeError(
+                f"gradients must be tensors for {name}, got a {type(grad).__name__}; assign a "
+                "tensor of the shape of the parameter, or None"
+            )
+        if grad.layout != torch.strided:
             raise RuntimeError(
-                f"{name} does not support sparse gradients; use torch.optim.SparseAdam, or "
-                "sparse=False in the embedding"
+                f"{name} does not support sparse gradients, got layout {grad.layout}; use "
+                "torch.optim.SparseAdam, or sparse=False in the embedding"
             )
         self._check_steppable(param)
         if isinstance(grad, QuantizedTensor):
@@ -807,7 +829,9 @@ class FusedAdam(Optimizer):
         parameters.
 
         Raises:
-            ValueError: If groups, shapes or dtypes do not fit; nothing has been changed then.
+            ValueError: If groups, shapes, dtypes or numbers do not fit; nothing has been changed
+                then.
+            TypeError: If a hyper-parameter is no number.
         """
         loaded: dict[str, Any] = {}
         with_master: list[Tensor] = []
@@ -816,6 +840,7 @@ class FusedAdam(Optimizer):
         def capture(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             check_state_dict(self.param_groups, state_dict)
             for group in state_dict["param_groups"]:
+                check_numbers({**self.defaults, **group})
                 self._check_storage({"amsgrad": False, **group})
             loaded.update(state_dict)
 
@@ -934,6 +959,17 @@ def _part_of(owner: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
         for name, value in parts.items()
         if not name.endswith("_scale")
     }
+
+
+def _check_distinct(params: list[Tensor]) -> None:
+    seen: set[Tensor] = set()
+    for i, param in enumerate(params):
+        if param in seen:
+            raise ValueError(
+                f"parameters must be in their groups once, got number {i}, of shape "
+                f"{tuple(param.shape)}, twice: both updates would write its memory; remove one"
+            )
+        seen.add(param)
 
 
 def _are_equal(a: Tensor, b: Tensor) -> bool:

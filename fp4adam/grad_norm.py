@@ -11,6 +11,7 @@ import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from numbers import Real
 from operator import attrgetter
 
 import torch
@@ -170,8 +171,8 @@ class GradNorm:
         if sizes != self._sizes:
             i = next(i for i, n in enumerate(sizes) if n != self._sizes[i])
             raise ValueError(
-                f"gradient {i} must have {self._sizes[i]} elements, got {sizes[i]}; make a new "
-                "GradNorm"
+                f"gradient {i} must have {self._sizes[i]} elements, got {sizes[i]}; recompute it, "
+                "or make a new GradNorm"
             )
         dtypes = list(map(attrgetter("dtype"), present))
         if unknown := set(dtypes) - set(DTYPES):
@@ -239,6 +240,9 @@ class _Tables:
 
 
 def _check_norm(max_norm: float, norm_type: float) -> tuple[float, float]:
+    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if not isinstance(value, Real | Tensor):
+            raise TypeError(f"{name} must be a number, got {value!r}; inf is one as well")
     max_norm, norm_type = float(max_norm), float(norm_type)
     if norm_type not in NORM_TYPES:
         raise ValueError(

@@ -1,9 +1,13 @@
 """What the hyper-parameters of a parameter group may be, in the words of ``torch.optim``."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
+
+_NUMBERS = (float, Tensor, Real)  # the most frequent first
 
 
 def check_hyper_parameters(name: str, options: Mapping[str, Any]) -> None:
@@ -12,6 +16,7 @@ def check_hyper_parameters(name: str, options: Mapping[str, Any]) -> None:
     Raises:
         ValueError: If a number is out of range, or a tensor has more than one element or comes
             with ``foreach=True``.
+        TypeError: If something else is in the place of a number.
         NotImplementedError: For ``differentiable``.
         RuntimeError: If ``fused`` and ``foreach`` are both True.
     """
@@ -32,12 +37,8 @@ def check_hyper_parameters(name: str, options: Mapping[str, Any]) -> None:
             )
         if lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
-    _check_at_least_0("learning rate", lr)
-    _check_at_least_0("epsilon value", options["eps"])
-    for i, beta in enumerate(betas):
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
-    _check_at_least_0("weight_decay value", options["weight_decay"])
+    _check_at_least(0.0, "learning rate", lr)
+    check_numbers(options)
     kinds = {Tensor if isinstance(beta, Tensor) else type(beta) for beta in betas}
     if len(betas) != 2 or kinds not in ({float}, {Tensor}):
         raise ValueError("betas must be either both floats or both Tensors")
@@ -50,6 +51,44 @@ def check_hyper_parameters(name: str, options: Mapping[str, Any]) -> None:
             raise ValueError(f"Tensor betas[{i}] must be 1-element")
 
 
-def _check_at_least_0(what: str, value: float | Tensor) -> None:
-    if not 0.0 <= value:
-        raise ValueError(f"Invalid {what}: {value}")
+def check_numbers(options: Mapping[str, Any], may_wait: bool = True) -> None:
+    """Check what may have been written to a group since it was added, or saved with it.
+
+    Schedules may leave a learning rate just below zero, which is as good as zero. Unless the host
+    ``may_wait`` for a device, tensors there are taken on trust.
+
+    Raises:
+        ValueError: If a number is NaN or out of range.
+        TypeError: If something else is in its place.
+    """
+    if not may_wait:
+        options = {name: _on_host(options[name]) for name in ("lr", "eps", "betas", "weight_decay")}
+    _check_at_least(-math.inf, "learning rate", options["lr"])
+    _check_at_least(0.0, "epsilon value", options["eps"])
+    if not isinstance(options["betas"], Iterable):
+        raise TypeError(f"betas must be two numbers, got {options['betas']!r}; pass (0.9, 0.999)")
+    for i, beta in enumerate(options["betas"]):
+        _check_number(f"beta parameter at index {i}", beta)
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(
+                f"Invalid beta parameter at index {i}: {beta}; it must be at least 0 and below 1"
+            )
+    _check_at_least(0.0, "weight_decay value", options["weight_decay"])
+
+
+def _on_host(value: Any) -> Any:
+    """A number, or 0 for each tensor on a device."""
+    if type(value) is tuple:
+        return tuple(map(_on_host, value))
+    return 0.0 if isinstance(value, Tensor) and value.device.type != "cpu" else value
+
+
+def _check_at_least(least: float, what: str, value: float | Tensor) -> None:
+    _check_number(what, value)
+    if not least <= value:
+        raise ValueError(f"Invalid {what}: {value}; it must be a number >= 0")
+
+
+def _check_number(what: str, value: float | Tensor) -> None:
+    if not isinstance(value, _NUMBERS):
+        raise TypeError(f"Invalid {what}: {value!r}; it must be a number, or a one-element tensor")

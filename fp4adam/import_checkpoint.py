@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from fp4adam.checkpoint_folder import CheckpointReader
 from fp4adam.checkpoint_layouts import LAYOUTS, Encoding, Layout
+from fp4adam.quantize_model import check_module
 from fp4adam.quantized_tensor import QuantizedTensor
 from fp4adam.quantizer import Quantizer, check_dtype
 
@@ -49,6 +50,7 @@ def import_checkpoint(
             f"quantizer must be a Quantizer, got {type(quantizer).__name__}; leave it out, or pass "
             "say NVFP4Quantizer()"
         )
+    check_module(model)
     with CheckpointReader(Path(folder)) as checkpoint:
         reading = _Import(model, checkpoint, quantizer)
         quantized, plain = reading.quantized_weights(), reading.plain_values()

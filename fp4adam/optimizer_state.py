@@ -1,5 +1,6 @@
 """The state that an optimizer keeps per parameter, and what a saved one has to look like."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,6 +41,11 @@ def check_state_dict(param_groups: list[dict[str, Any]], state_dict: dict[str, A
 
     Groups of other sizes pass: ``torch.optim`` refuses them, in its own words.
     """
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            f"state_dict must have state and param_groups, got {sorted(map(str, state_dict))[:3]}; "
+            "pass what optimizer.state_dict() returned, a model's goes to the model"
+        )
     sizes = [len(group["params"]) for group in state_dict["param_groups"]]
     if sizes != [len(group["params"]) for group in param_groups]:
         return
@@ -51,8 +57,8 @@ def check_state_dict(param_groups: list[dict[str, Any]], state_dict: dict[str, A
             )
         if saved and not _is_number(saved["step"]):
             raise ValueError(
-                f"step of parameter {i} must be one number, got {saved['step']!r}; the checkpoint "
-                "is damaged"
+                f"step of parameter {i} must be one number >= 0, got {saved['step']!r}; the "
+                "checkpoint is damaged"
             )
         for name in sorted(STATE_NAMES & saved.keys()):
             what = f"{name} of parameter {i}"
@@ -70,6 +76,11 @@ def _check_saved_tensor(what: str, value: Any, param: Tensor) -> None:
         raise ValueError(
             f"{what} must be a floating point tensor, got {kind}; such a checkpoint has to be "
             "converted first"
+        )
+    if value.layout != torch.strided or (value.is_meta and not param.is_meta):
+        raise ValueError(
+            f"{what} must be a dense tensor with a value, got {value.layout} on {value.device}; "
+            "the checkpoint is damaged"
         )
     _check_shape(what, value, param.shape)
 
@@ -113,5 +124,7 @@ def _check_shape(what: str, value: Tensor, shape: tuple[int, ...]) -> None:
 
 def _is_number(step: Any) -> bool:
     if isinstance(step, Tensor):
-        return step.numel() == 1 and not step.is_complex()
-    return isinstance(step, (int, float))
+        if step.numel() != 1 or step.is_complex():
+            return False
+        return step.is_meta or 0 <= step.item() < math.inf
+    return isinstance(step, (int, float)) and 0 <= step < math.inf

@@ -57,6 +57,22 @@ def resolve_recipe(recipe: str | Quantizer) -> Quantizer:
     return RECIPES[recipe]
 
 
+def check_module(model: nn.Module) -> None:
+    """Raise TypeError if something else is given for a model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be an nn.Module, got {type(model).__name__}; pass the model itself"
+        )
+
+
+def _check_filter(filter: Filter | None) -> None:
+    if not (filter is None or callable(filter)):
+        raise TypeError(
+            f"filter must be a function of a module and its name, got {filter!r}; pass "
+            "lambda module, name: name != 'head'"
+        )
+
+
 def is_hidden_linear(module: nn.Module, name: str) -> bool:
     """The default filter: every linear layer but an output head.
 
@@ -99,12 +115,15 @@ def quantize_model(
         ValueError: If a selected layer has a shape that the format cannot hold, or a weight that
             is not a parameter yet (lazy layers) or any more (parametrizations). If a member of a
             scale group is not a weight that becomes NVFP4, or is in two groups.
-        TypeError: If a selected weight is not float32, bfloat16 or float16.
+        TypeError: If a selected weight is not float32, bfloat16 or float16, or an argument is of
+            another kind.
 
     Nothing has been changed when it raises. Create the optimizer after this call: the parameters
     are new objects.
     """
     quantizer = resolve_recipe(recipe)
+    check_module(model)
+    _check_filter(filter)
     selected = filter or is_hidden_linear
     _quantize_layers(model.named_modules(), quantizer, selected, scale_groups)
     return model
@@ -244,6 +263,7 @@ def quantized_init(
         ValueError, TypeError: At the end of the block, as :func:`quantize_model`.
     """
     quantizer = resolve_recipe(recipe)
+    _check_filter(filter)
     # Whether each module that still exists is new; the order is that of first sight.
     is_new: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 

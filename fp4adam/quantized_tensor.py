@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fp4adam import row_window
-from fp4adam.quantizer import HIGH_PRECISION_DTYPES, Quantizer, check_dtype
+from fp4adam.quantizer import HIGH_PRECISION_DTYPES, Quantizer, check_dtype, check_tensor
 from fp4adam.row_window import Origin
 
 # Inner tensors, named as in Transformer Engine. Scales of square blocks are the same for both
-# directions and are kept once, one per block, in _block_scale_inv. The last two hold them once
-# more, for GEMMs alone, and are derived from what everything else reads.
+# directions and are kept once, one per block, in _block_scale_inv. The last two repeat the scales
+# for GEMMs alone, and are derived from those that everything else reads.
 STORAGE_NAMES = (
     "_rowwise_data",
     "_rowwise_scale_inv",
@@ -186,8 +186,9 @@ class QuantizedTensor(torch.Tensor):
 
         Raises:
             ValueError: If the shape differs.
-            TypeError: If the dtype is not one of the three.
+            TypeError: If the dtype is not one of the three, or ``x`` is no dense tensor.
         """
+        check_tensor(x)
         if x.shape != self.shape:
             raise ValueError(
                 f"x must have the shape of the tensor, {tuple(self.shape)}, got {tuple(x.shape)}; "

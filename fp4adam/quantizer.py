@@ -157,6 +157,7 @@ class Quantizer:
 
         The result has the shape, device and, as its nominal dtype, the dtype of ``x``.
         """
+        check_tensor(x)
         return self.make_empty(x.shape, dtype=x.dtype, device=x.device).quantize_(x)
 
     def write(self, x: Tensor, out: "QuantizedTensor") -> None:
@@ -207,6 +208,15 @@ class SquareBlockQuantizer(Quantizer):
     def without_derived(self) -> Quantizer:
         compact = self.with_compact_scales()
         return dataclasses.replace(compact, columnwise=False) if self.row_pitch else compact
+
+
+def check_tensor(x: Tensor) -> None:
+    """Raise TypeError unless ``x`` is a tensor whose values lie in memory one by one."""
+    if not isinstance(x, Tensor) or x.layout != torch.strided:
+        kind = f"one of layout {x.layout}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        raise TypeError(
+            f"x must be a dense tensor, got {kind}; pass torch.tensor(x), or x.to_dense()"
+        )
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:

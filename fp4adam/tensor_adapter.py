@@ -116,12 +116,17 @@ def register_adapter(tensor_class: type[Tensor] | str, adapter: TensorAdapter) -
         adapter: How its tensors lie in memory.
 
     Raises:
-        TypeError: If ``adapter`` is not a :class:`TensorAdapter`.
+        TypeError: If ``adapter`` is not a :class:`TensorAdapter`, or ``tensor_class`` neither a
+            class nor a name.
     """
     if not isinstance(adapter, TensorAdapter):
         raise TypeError(
             f"adapter must be an instance of a class derived from TensorAdapter, got {adapter!r}; "
             "see its documentation for what to implement"
+        )
+    if not isinstance(tensor_class, str | type):
+        raise TypeError(
+            f"tensor_class must be a class or its name, got {tensor_class!r}; pass 'module.Class'"
         )
     name = tensor_class if isinstance(tensor_class, str) else class_name(tensor_class)
     _ADAPTERS[name] = adapter

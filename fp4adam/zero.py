@@ -48,6 +48,7 @@ def quantize_master_weights(
 
     Raises:
         ValueError: If an argument is none of these, before any rank is waited for.
+        RuntimeError: Without a process group. Nothing has been changed in either case.
     """
     for name, given in (
         ("master_weights", master_weights),
@@ -74,6 +75,11 @@ def quantize_master_weights(
     if fsdp_shard_model_weights is not None:
         cast.check_outs(fsdp_shard_model_weights, "fsdp_shard_model_weights")
 
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "quantize_master_weights must be called on the ranks of a process group, got none; "
+            "call torch.distributed.init_process_group first, on a single process as well"
+        )
     for weight in model_weights:
         weight.clear_high_precision_init_val()
     cast.measure(master_weights)

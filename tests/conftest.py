@@ -1,3 +1,4 @@
+import importlib.util
 import os
 
 import pytest
@@ -7,20 +8,10 @@ import torch
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
+    if importlib.util.find_spec("triton") is not None:
+        import interpreter
 
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    patch_language = interpreter._patch_lang
-
-    def patch_language_once(function):
-        """Without what is done again for each function that a kernel calls: half of the time."""
-        modules = [m for m in function.__globals__.values() if m is tl or m is tl.core]
-        if any(tl.core.is_builtin(module.load) for module in modules):
-            return patch_language(function)
-        return interpreter._LangPatchScope()
-
-    interpreter._patch_lang = patch_language_once
+        interpreter.install()
 
 # The tensors are small, and parallel tests share the cores.
 torch.set_num_threads(1)

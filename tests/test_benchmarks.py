@@ -104,7 +104,7 @@ def test_bytes(name, weight, grad, states, reads_weight, measured):
 @pytest.mark.parametrize("model", MODELS)
 def test_every_optimizer_is_measured_on_every_model(model, measured):
     results = rows(measured, model)
-    assert len(results) == (23 if model == "gpt" else 5)
+    assert len(results) == (25 if model == "gpt" else 5)
     for row in [r for name, r in results.items() if name != BROKEN]:
         assert all(row[key] > 0 for key in TIMES), row
         assert row["ms_min"] <= row["ms"] <= row["ms_max"]

@@ -432,11 +432,11 @@ WRONG: dict[str, tuple[Callable[[dict, list], dict], str]] = {
     ),
     "no number as step": (
         lambda saved, params: _edited(saved, 4, "step", None),
-        "step of parameter 4 must be one number, got None",
+        "step of parameter 4 must be one number >= 0, got None",
     ),
     "vector as step": (
         lambda saved, params: _edited(saved, 4, "step", torch.ones(2)),
-        "step of parameter 4 must be one number",
+        "step of parameter 4 must be one number >= 0",
     ),
     "SGD with momentum": (
         lambda saved, params: _of(SGD, params, momentum=0.9),

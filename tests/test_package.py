@@ -1,12 +1,16 @@
 """What a bare machine gets: the package without Triton, and names without surprises."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import fp4adam
+from fp4adam import __main__
 
 API = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 
@@ -32,6 +36,38 @@ assert losses[-1] < losses[0] / 2, losses
 
 def test_training_on_a_cpu_needs_no_triton():
     subprocess.run([sys.executable, "-c", WITHOUT_TRITON], check=True)
+
+
+def test_report_runs_without_triton_and_without_a_gpu():
+    script = (
+        "import sys, runpy; sys.modules['triton'] = None;"
+        "runpy.run_module('fp4adam', run_name='__main__')"
+    )
+    for command in (["-m", "fp4adam"], ["-c", script]):
+        done = subprocess.run(
+            [sys.executable, *command], check=True, capture_output=True, text=True
+        )
+        assert done.stdout.startswith(f"fp4adam {fp4adam.__version__}, torch {torch.__version__}")
+        assert re.search(r"cpu: .*Float8Block +emulated +emulated +deq", done.stdout, re.DOTALL)
+    assert "triton missing" in done.stdout and "could not be imported" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("problem", "word"), [("", "native"), ("no module named 'triton'", "missing")]
+)
+def test_report_of_a_gpu(problem, word, monkeypatch):
+    gpu = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=141 * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: gpu)
+    monkeypatch.setattr(__main__, "_triton", lambda: ("3.7.1", problem))
+    of_cpu, of_gpu = __main__.report().split("cuda:0: ")
+    assert of_gpu.startswith("NVIDIA H200, capability 9.0, 141.0 GiB\n")
+    for name in ("NVFP4", "MXFP8", "Float8Block"):
+        assert re.search(rf"{name} +{word} +{word} +dequantized\n", of_gpu)
+        assert re.search(rf"{name} +emulated +emulated +dequantized\n", of_cpu)
+    # A line says why for each of the words.
+    assert all(f"\n{why}: " in of_gpu for why in (word, "emulated", "dequantized"))
 
 
 def test_public_names_are_those_of_the_readme():

@@ -12,6 +12,7 @@ OTHERS = [
     "ignore::DeprecationWarning",
     "ignore::FutureWarning",
     "ignore::PendingDeprecationWarning",
+    "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning",
 ]
 
 

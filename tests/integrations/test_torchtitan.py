@@ -65,19 +65,13 @@ def test_state_dict_before_the_first_step_leaves_weights_alone():
     """The state is made by a step with lr = 0 and gradients of zeros_like()."""
     training = Training(STEPS)
     before = [param.detach().clone() for param in training.model.parameters()]
-    values = [
-        param.get_high_precision_init_val().clone() for param in quantized(parameters(training))
-    ]
+    weights = quantized(training.model.parameters())
+    values = [weight.get_high_precision_init_val().clone() for weight in weights]
     flat = training.optimizers.state_dict()
     assert_identical([param.detach() for param in training.model.parameters()], before)
     (optimizer,) = training.optimizers
-    masters = [optimizer.state[param]["master_param"] for param in quantized(parameters(training))]
-    assert_identical(masters, values)
+    assert_identical([optimizer.state[weight]["master_param"] for weight in weights], values)
     assert "state.blocks.0.mlp.up.weight.master_param" in flat
-
-
-def parameters(training):
-    return list(training.model.parameters())
 
 
 def test_llama3_of_torchtitan():
