@@ -42,9 +42,6 @@ FP32_MAX = tl.constexpr(3.4028234663852886e38)
 # Tiles of the fused step. The loop keeps loads of the next tile
 # in flight; the edges of a matrix are covered by single blocks.
 STEP_TILE = {True: Tile(16, 64, 4, 4, 4), False: Tile(16, 64, 4, 4, 3)}  # by two_dimensional
-# Most registers per thread; 128 let a fourth program run on each multiprocessor of an H200, but are
-# too few to encode states, or to store scales in two orders, as well.
-STEP_REGISTERS = {True: None, False: 128}
 EDGE_TILE = {False: Tile(16, 16, 1, 4, 1), True: Tile(16, 32, 1, 4, 1)}  # by scaled_states
 
 
@@ -545,8 +542,12 @@ def step_tiles(
 def step_registers(
     codecs: tuple[str, str, str], two_dimensional: bool, optimize_for_gemm: bool
 ) -> tuple[int | None, int | None]:
-    """The most registers per thread of STEP_TILE and of edges; None leaves it to ptxas."""
-    limit = None if optimize_for_gemm else STEP_REGISTERS[two_dimensional]
+    """The most registers per thread of STEP_TILE and of edges; None leaves it to ptxas.
+
+    128 let a fourth program run on each multiprocessor of an H200. So ptxas takes no more where it
+    can, and for sm_120 spills a few to get there, unless it is told.
+    """
+    limit = 128 if two_dimensional and optimize_for_gemm else None
     of_codecs = most_registers(*codecs)
     return (limit, limit) if of_codecs is None else (None, of_codecs)
 

@@ -104,4 +104,6 @@ def _resources(log: str) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    json.dump([_compile(job) for job in json.load(sys.stdin)], sys.stdout)
+    jobs = [json.dumps(job) for job in json.load(sys.stdin)]
+    facts = {job: _compile(json.loads(job)) for job in dict.fromkeys(jobs)}
+    json.dump([facts[job] for job in jobs], sys.stdout)

@@ -208,7 +208,7 @@ def shard_jobs():
 
 def kernel_jobs():
     """Every kernel in the forms that a training run launches most, and in its widest one."""
-    from fp4adam.kernels import swizzle
+    from fp4adam.kernels import float8_block, swizzle
 
     jobs = {}
     for codecs in STATE_CODECS:
@@ -313,6 +313,7 @@ def kernel_jobs():
             {"x_ptr": "*bf16", **fp32_scales, **sizes, "epsilon": "fp32"},
             {"LARGEST": FP32_MAX, "POW_2": True, **BOTH, "SQUARE": square},
             num_warps=4 if square else 8,
+            maxnreg=float8_block.QUANTIZE_REGISTERS[square],
         )
     jobs["float8block dequantize"] = job(
         "float8_block._dequantize_kernel",
