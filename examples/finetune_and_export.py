@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 # Read when torch loads OpenMP, as in train_gpt.py.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -24,15 +25,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import fp4adam
 
-# Float8Block has a layout of its own.
-LAYOUTS = {"nvfp4": "compressed-tensors", "mxfp8": "compressed-tensors", "float8block": "fp8"}
+FORMATS = ("nvfp4", "mxfp8", "float8block")
 PROMPT = b"    def __init__(self"
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--format", choices=tuple(LAYOUTS), default="nvfp4")
+    parser.add_argument("--format", choices=FORMATS, default="nvfp4")
     parser.add_argument("--start", type=Path, metavar="DIR", help="an export to go on from")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/llama-FORMAT")
     parser.add_argument("--steps", type=int, default=200, metavar="N", help="default: 200")
@@ -45,10 +45,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def build(args: argparse.Namespace) -> PreTrainedModel:
-    """A Llama of 1 M parameters that reads bytes; new, or with the bytes of --start."""
+def llama(**changes: Any) -> PreTrainedModel:
+    """A new Llama of 1 M parameters in BF16 that reads bytes; ``changes`` its configuration."""
     torch.manual_seed(0)
-    config = LlamaConfig(
+    options = dict(
         vocab_size=256,
         hidden_size=128,
         intermediate_size=384,
@@ -59,8 +59,14 @@ def build(args: argparse.Namespace) -> PreTrainedModel:
         bos_token_id=None,
         eos_token_id=None,
     )
-    # Not model.to(torch.bfloat16), which would round the rotary frequencies as well.
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(args.device)
+    config = LlamaConfig(**{**options, **changes})
+    # As from_pretrained does it: model.to(torch.bfloat16) would round the rotary frequencies, too.
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def build(args: argparse.Namespace) -> PreTrainedModel:
+    """The model to train: new, or with the bytes of --start."""
+    model = llama().to(args.device)
     if args.start:
         return fp4adam.import_checkpoint(model, args.start)
     # What is served as one matrix then has one scale.
@@ -104,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = build(args)
     train(model, args)
     kinds = {type(p) for p in model.parameters()} - {torch.nn.Parameter}
+    # Float8Block has a layout of its own.
     layout = "fp8" if kinds == {fp4adam.Float8BlockTensor} else "compressed-tensors"
     fp4adam.export_checkpoint(model, args.out, layout)
     config = json.loads((args.out / "config.json").read_text())["quantization_config"]

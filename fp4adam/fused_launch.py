@@ -53,27 +53,34 @@ class Kind(NamedTuple):
         )
 
 
-class FusedLaunch:
-    """The step of plain tensors.
+class Listed(NamedTuple):
+    """Tensors of one kind, for a launch.
 
-    Args:
-        kind: What the tensors have in common.
+    Attributes:
         shapes: Rows and columns of each, as in the table; plain ones have one column.
         slots: A number for each: those with the same one share an amax, if they have some.
         table: Their rows of the table of tensors, int64 on the device.
         scalars: The scalars that these rows point to, float32 on the device.
     """
 
-    def __init__(
-        self,
-        kind: Kind,
-        shapes: list[tuple[int, int]],
-        slots: list[int],
-        table: Tensor,
-        scalars: Tensor,
-    ) -> None:
+    shapes: list[tuple[int, int]]
+    slots: list[int]
+    table: Tensor
+    scalars: Tensor
+
+
+class FusedLaunch:
+    """The step of plain tensors.
+
+    Args:
+        kind: What the tensors have in common.
+        tensors: Which they are.
+    """
+
+    def __init__(self, kind: Kind, tensors: Listed) -> None:
         from fp4adam.kernels import adam
 
+        shapes, _, table, scalars = tensors
         tiles = adam.flat_tiles([numel for numel, _ in shapes]).to(table.device)
         step = adam.adam_step(
             table, scalars, tiles, value_dtype=kind.value_dtype, **kind.step_options()
@@ -92,16 +99,10 @@ class FusedLaunch:
 class MXFP8Launch(FusedLaunch):
     """One pass over MXFP8 tensors."""
 
-    def __init__(
-        self,
-        kind: Kind,
-        shapes: list[tuple[int, int]],
-        slots: list[int],
-        table: Tensor,
-        scalars: Tensor,
-    ) -> None:
+    def __init__(self, kind: Kind, tensors: Listed) -> None:
         from fp4adam.kernels import mxfp8, tensor_table
 
+        shapes, _, table, scalars = tensors
         lists = tensor_table.cover(shapes, mxfp8.STEP_TILE, mxfp8.EDGE_TILE)
         tiles = tuple(part.to(table.device) for part in lists)
         names = ("rowwise", "columnwise", "optimize_for_gemm")
@@ -112,16 +113,10 @@ class MXFP8Launch(FusedLaunch):
 class Float8BlockLaunch(FusedLaunch):
     """One pass over Float8Block tensors."""
 
-    def __init__(
-        self,
-        kind: Kind,
-        shapes: list[tuple[int, int]],
-        slots: list[int],
-        table: Tensor,
-        scalars: Tensor,
-    ) -> None:
+    def __init__(self, kind: Kind, tensors: Listed) -> None:
         from fp4adam.kernels import float8_block
 
+        shapes, _, table, scalars = tensors
         tiles = tuple(part.to(table.device) for part in float8_block.step_tiles(shapes))
         names = (
             "rowwise", "columnwise", "two_dimensional", "force_pow_2_scales", "amax_epsilon",
@@ -142,16 +137,10 @@ class NVFP4Launch(FusedLaunch):
         amaxes: float32 [n_slots], those of shards between :meth:`prepare` and the call.
     """
 
-    def __init__(
-        self,
-        kind: Kind,
-        shapes: list[tuple[int, int]],
-        slots: list[int],
-        table: Tensor,
-        scalars: Tensor,
-    ) -> None:
+    def __init__(self, kind: Kind, tensors: Listed) -> None:
         from fp4adam.kernels import amax_preview, nvfp4
 
+        shapes, slots, table, scalars = tensors
         device = table.device
         names = ("rowwise", "columnwise", "two_dimensional", "optimize_for_gemm")
         usage = {name: getattr(kind.quantizer, name) for name in names}
@@ -248,13 +237,6 @@ LAUNCHES: dict[type[Quantizer] | None, type[FusedLaunch]] = {
 }
 
 
-def fused_launch(
-    kind: Kind,
-    shapes: list[tuple[int, int]],
-    slots: list[int],
-    table: Tensor,
-    scalars: Tensor,
-) -> FusedLaunch:
-    """The launch for a kind of tensors."""
-    launch = LAUNCHES[None if kind.quantizer is None else type(kind.quantizer)]
-    return launch(kind, shapes, slots, table, scalars)
+def fused_launch(kind: Kind, tensors: Listed) -> FusedLaunch:
+    """The launch for tensors of a kind."""
+    return LAUNCHES[None if kind.quantizer is None else type(kind.quantizer)](kind, tensors)

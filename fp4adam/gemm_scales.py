@@ -170,10 +170,25 @@ def write_scales(pairs: list[Scales], undo: bool = False) -> None:
     swizzle.swizzle(launch_lists.table(rows, device), tiles, undo=undo)
 
 
+def row_by_row(swizzled: Tensor, rows: int, blocks: int) -> Tensor:
+    """A view of swizzled scales that counts them row by row, the padded ones included.
+
+    Args:
+        swizzled: Contiguous, of any shape.
+        rows: Of the matrix, with padding or without.
+        blocks: Per row, likewise.
+
+    Returns:
+        [rows to 128 / 128, 4, 32, blocks to 4 / 4, 4].
+    """
+    tiles = round_up(rows, 128) // 128, round_up(blocks, 4) // 4
+    return swizzled.view(*tiles, 32, 4, 4).permute(0, 3, 2, 1, 4)
+
+
 def _write(pair: Scales, undo: bool) -> None:
     plain, swizzled = pair.plain.view(torch.uint8), pair.swizzled.view(torch.uint8)
     rows, blocks = swizzled.shape
-    tiles = swizzled.view(rows // 128, blocks // 4, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    tiles = row_by_row(swizzled, rows, blocks)
     if undo:
         plain.copy_(tiles.reshape(rows, blocks)[: plain.shape[0], : plain.shape[1]])
         return

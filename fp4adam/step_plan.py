@@ -20,7 +20,7 @@ from fp4adam.adam import Scalars, adam_scalars
 from fp4adam.borrowed_tensor import Publication
 from fp4adam.device_tables import DeviceTables
 from fp4adam.fused_batch import FusedBatch, Member
-from fp4adam.fused_launch import NVFP4Launch, fused_launch
+from fp4adam.fused_launch import Listed, NVFP4Launch, fused_launch
 from fp4adam.local_tensor import local
 from fp4adam.quantized_tensor import QuantizedTensor
 from fp4adam.scale_groups import write_together
@@ -414,7 +414,8 @@ def _make_launches(device: torch.device, batches: list[FusedBatch], n_members: i
     tables = DeviceTables(device, [*chain.from_iterable(rows)], n_members)
     parts = tables.table.split([len(part) for part in rows])
     for batch, part in zip(batches, parts, strict=True):
-        batch.launch = fused_launch(batch.kind, batch.shapes, batch.slots, part, tables.scalars)
+        listed = Listed(batch.shapes, batch.slots, part, tables.scalars)
+        batch.launch = fused_launch(batch.kind, listed)
     return tables
 
 

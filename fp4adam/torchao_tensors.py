@@ -5,14 +5,13 @@ those of this package: E8M0 ones rounded up, where torchao rounds down by defaul
 below 2**-6 as they are, where torchao writes 2**-6. It decodes either as they are.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
+from fp4adam.gemm_scales import row_by_row
 from fp4adam.mxfp8 import MXFP8Quantizer
 from fp4adam.nvfp4 import NVFP4Quantizer
-from fp4adam.quantizer import Quantizer, flat_shape, round_up
+from fp4adam.quantizer import Quantizer, flat_shape
 from fp4adam.tensor_adapter import TensorAdapter, register_adapter
 
 
@@ -77,10 +76,7 @@ def _scale(tensor: Tensor) -> Tensor:
     n_blocks = cols // tensor.block_size
     if not tensor.is_swizzled_scales:
         return tensor.scale.view(rows, n_blocks)
-    # Tiles of 128 x 4 scales lie one after the other; in each of them, the four rows that are 32
-    # apart lie side by side.
-    tiles = math.ceil(rows / 128), round_up(n_blocks, 4) // 4
-    return tensor.scale.view(*tiles, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return row_by_row(tensor.scale, rows, n_blocks)
 
 
 _MODULE = "torchao.prototype.mx_formats"

@@ -15,8 +15,6 @@ from fp4adam import FP4Adam, NVFP4Quantizer, backend
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-if not BENCHMARKS.is_dir():
-    pytest.skip("there is no benchmarks/ beside this copy of tests/", allow_module_level=True)
 
 ONLY = "torch AdamW;FusedAdam, FP32;FusedAdam, BF16;FP4Adam;Unfused;FlashAdamW"
 BROKEN = "flashoptim FlashAdamW, 24-bit masters"

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+import finetune_and_export
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from fp4adam import (
@@ -25,7 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:weights that are served as one matrix:UserWarning"),
 ]
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CASES = [
     ("nvfp4", "compressed-tensors"),
     (NVFP4Quantizer(two_dimensional=False, columnwise=False), "compressed-tensors"),
@@ -36,21 +36,9 @@ CASES = [
 
 def llama(tied: bool = False) -> PreTrainedModel:
     """Two layers of everything that a Llama has, in BF16, with random weights."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=None,
+    return finetune_and_export.llama(
+        num_hidden_layers=2, max_position_embeddings=128, tie_word_embeddings=tied
     )
-    # As from_pretrained does it: model.to(torch.bfloat16) would round the rotary frequencies, too.
-    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
 def text() -> Tensor:
@@ -151,10 +139,7 @@ def test_checkpoints_that_transformers_wrote_are_imported(tmp_path):
 
 
 @pytest.mark.parametrize("weight_format", ["nvfp4", "float8block"])
-def test_the_example_writes_the_same_text_twice(weight_format, tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    import finetune_and_export
-
+def test_the_example_writes_the_same_text_twice(weight_format, tmp_path, capsys):
     options = f"--format {weight_format} --steps 2 --batch 2 --context 16 --device cpu".split()
     finetune_and_export.main([*options, "--out", str(tmp_path / "first")])
     start = ["--start", str(tmp_path / "first"), "--out", str(tmp_path / "second")]

@@ -10,11 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-
-from fp4adam import FP4Adam, MXFP8Quantizer, NVFP4Quantizer, backend
-
-pytest.importorskip("torchao")
-
 from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig
 from torchao.prototype.mx_formats.mx_tensor import MXTensor
 from torchao.prototype.mx_formats.nvfp4_tensor import (
@@ -22,6 +17,8 @@ from torchao.prototype.mx_formats.nvfp4_tensor import (
     per_tensor_amax_to_scale,
 )
 from torchao.quantization import quantize_
+
+from fp4adam import FP4Adam, MXFP8Quantizer, NVFP4Quantizer, backend
 
 QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(columnwise=False, two_dimensional=False),
