@@ -1,5 +1,7 @@
 """Float8Block: quantize, dequantize, and the fused Adam step that writes the quantized weight."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -213,6 +215,50 @@ def _quantize_kernel(
                 code, rowwise_data, columnwise_data, row, col, rows, cols, mask,
                 False, True, 128, 128,
             )  # fmt: skip
+
+
+@triton.jit
+def _quantize_vectors_kernel(
+    x_ptr,
+    rowwise_data,
+    rowwise_scale,
+    columnwise_data,
+    columnwise_scale,
+    x_rows,
+    rows,
+    cols,
+    epsilon,
+    LARGEST: tl.constexpr,
+    POW_2: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+):
+    """Quantize a matrix [x_rows, cols], below which there are zeros, with a scale per 128 elements.
+
+    Grid: (rows / 128 * cols / 128,). Tile: [128, 128], dividing rows and cols. Reads x (2 or 4
+    bytes per element) once, writes one byte per element and direction, and the scales, in words.
+    """
+    block, blocks_per_row = tl.program_id(0), cols // 128
+    row, col = block // blocks_per_row * 128, block % blocks_per_row * 128
+    # Constant along a row, so that rows are still read 16 bytes at a time.
+    inside = (row + tl.arange(0, 128) < x_rows)[:, None]
+    ptr = x_ptr + tile_start(row, col, cols) + tile_offsets(cols, 128, 128)
+    x = tl.load(ptr, inside, 0.0)
+    if ROWWISE:
+        value = to_float32(x)
+        scale = float8_scale(tl.max(tl.abs(value), 1), epsilon, LARGEST, POW_2)
+        _store_rowwise_scale(scale, rowwise_scale, row, col, rows, None, 128)
+        words = e4m3_words(value * scale[:, None], 128, 128)
+        words_ptr = rowwise_data.to(tl.pointer_type(tl.uint32))
+        store_words(words_ptr, row, col // 4, cols // 4, words, 128, 32)
+    if COLUMNWISE:
+        # Values change places rather than codes, which come out of the instruction in words.
+        value = to_float32(tl.trans(x))
+        scale = float8_scale(tl.max(tl.abs(value), 1), epsilon, LARGEST, POW_2)
+        _store_columnwise_scale(scale, columnwise_scale, row, col, cols, None, 128)
+        words = e4m3_words(value * scale[:, None], 128, 128)
+        words_ptr = columnwise_data.to(tl.pointer_type(tl.uint32))
+        store_words(words_ptr, col, row // 4, rows // 4, words, 128, 32)
 
 
 @triton.jit
@@ -494,6 +540,62 @@ def quantize(
         SQUARE=two_dimensional,
         num_warps=4 if two_dimensional else 8,
         enable_fp_fusion=False,
+    )
+
+
+def quantize_vectors(
+    x: Tensor,
+    *,
+    rowwise_data: Tensor | None,
+    columnwise_data: Tensor | None,
+    rowwise_scale: Tensor | None,
+    columnwise_scale: Tensor | None,
+    rows: int,
+    force_pow_2_scales: bool,
+    amax_epsilon: float,
+) -> None:
+    """Quantize the contiguous matrix ``x`` with a scale per 128 elements into new storage.
+
+    Storage is that of ``rows``, at least those of ``x``; what ``x`` lacks is zero. Rows and columns
+    are multiples of 128.
+    """
+    storage = (rowwise_data, rowwise_scale, columnwise_data, columnwise_scale)
+    launch = _vectors_launch(
+        tuple(x.shape),
+        rows,
+        x.dtype,
+        x.device.index,
+        tuple(t is not None for t in storage),
+        x.data_ptr() % 16 == 0,
+        force_pow_2_scales,
+        amax_epsilon,
+    )
+    launch(x, *(x if t is None else t for t in storage))
+
+
+@functools.lru_cache(maxsize=4096)
+def _vectors_launch(
+    shape: tuple[int, int],
+    rows: int,
+    dtype: torch.dtype,
+    device: int | None,
+    stored: tuple[bool, bool, bool, bool],
+    aligned: bool,
+    force_pow_2_scales: bool,
+    amax_epsilon: float,
+) -> Launch:
+    """The launch for all matrices of a shape; ``device`` and ``aligned`` tell kernels apart."""
+    return Launch(
+        _quantize_vectors_kernel,
+        rows // BLOCK * (shape[1] // BLOCK),
+        (shape[0], rows, shape[1], amax_epsilon),
+        dict(
+            LARGEST=torch.finfo(dtype).max,
+            POW_2=force_pow_2_scales,
+            ROWWISE=stored[0],
+            COLUMNWISE=stored[2],
+        ),
+        num_warps=8,
     )
 
 
