@@ -79,9 +79,7 @@ def has_weight_gradient(quantizer: Quantizer) -> bool:
     """
     operands = quantizer.operands
     return (
-        operands.activations
-        and operands.gradients
-        and isinstance(quantizer, Float8BlockQuantizer)
+        operands.activations and operands.gradients and isinstance(quantizer, Float8BlockQuantizer)
     )
 
 
@@ -106,9 +104,12 @@ def runs_natively(quantizer: Quantizer, device: torch.device) -> bool:
     )
 
 
-@functools.lru_cache
+_cached_capability = functools.lru_cache(torch.cuda.get_device_capability)
+
+
+@torch.compiler.assume_constant_result
 def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    return _cached_capability(device)
 
 
 def check_weight(weight: QuantizedTensor) -> None:

@@ -197,7 +197,10 @@ def _refuse_plain_parameters(
 
 @contextlib.contextmanager
 def quantized_init(
-    recipe: str | Quantizer | Recipe, filter: Filter | None = None, *, scale_groups: ScaleGroups = ()
+    recipe: str | Quantizer | Recipe,
+    filter: Filter | None = None,
+    *,
+    scale_groups: ScaleGroups = (),
 ) -> Iterator[None]:
     """Quantize the linear layers of every module that is built inside the ``with`` block.
 

@@ -52,3 +52,8 @@ class Launch:
             # A launch asks the driver about every tensor, but takes addresses as they are.
             fixed = (x.data_ptr() if isinstance(x, Tensor) else x for x in self._fixed)
             self._arguments = (*fixed, *self._constexprs.values())
+
+
+def alignment(*tensors: Tensor) -> tuple[bool, ...]:
+    """Which tensors are aligned to 16 bytes: launches that others than these take are others."""
+    return tuple(_data_ptr(tensor) % 16 == 0 for tensor in tensors)
