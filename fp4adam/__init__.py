@@ -14,6 +14,7 @@ from fp4adam.fp4_adam import FP4Adam as FP4Adam
 from fp4adam.fused_adam import FusedAdam as FusedAdam
 from fp4adam.gemm_scales import swizzle_scales as swizzle_scales
 from fp4adam.gemm_scales import unswizzle_scales as unswizzle_scales
+from fp4adam.grouped_linear import grouped_linear as grouped_linear
 from fp4adam.import_checkpoint import import_checkpoint as import_checkpoint
 from fp4adam.kept_weights import kept_weights as kept_weights
 from fp4adam.mxfp8 import MXFP8Quantizer as MXFP8Quantizer

@@ -12,7 +12,8 @@ from fp4adam.kept_weights import keep
 from fp4adam.quantized_tensor import Dequantize, QuantizedTensor, implements_function
 
 
-def _dequantized(weight: QuantizedTensor, dtype: torch.dtype, after: Tensor | None) -> Tensor:
+def dequantized(weight: QuantizedTensor, dtype: torch.dtype, after: Tensor | None) -> Tensor:
+    """The weight in ``dtype``, not to be written to; ``after`` as in ``Quantizer.read``."""
     return keep(weight, dtype, lambda: weight._read(dtype, after))
 
 
@@ -29,7 +30,7 @@ class _QuantizedLinear(torch.autograd.Function):
         x_needs_grad, weight_needs_grad, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if weight_needs_grad else None, weight if x_needs_grad else None)
         ctx.weight_dtype = weight.dtype
-        return F.linear(x, _dequantized(weight, x.dtype, None), bias)
+        return F.linear(x, dequantized(weight, x.dtype, None), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -38,7 +39,7 @@ class _QuantizedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             # Without a dependence on grad, torch.compile would take the dequantized weight of the
             # forward pass and keep it until here.
-            dense = Dequantize.apply if torch.is_grad_enabled() else _dequantized
+            dense = Dequantize.apply if torch.is_grad_enabled() else dequantized
             grad_x = grad @ dense(weight, grad.dtype, grad)
         rows = grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[1]:
@@ -69,7 +70,7 @@ class _ScaledLinear(torch.autograd.Function):
             y = matmul.matmul(rows, of_weight, x.dtype, ctx.native).narrow(0, 0, len(tokens))
             y = y if bias is None else y + bias
         else:
-            y = F.linear(tokens, _dequantized(weight, x.dtype, None), bias)
+            y = F.linear(tokens, dequantized(weight, x.dtype, None), bias)
         saved = columns[:2] if ctx.weight_of_codes else (x if weight_needs_grad else None, None)
         ctx.save_for_backward(*saved, weight if x_needs_grad else None)
         ctx.quantizer, ctx.weight_dtype, ctx.x_shape = quantizer, weight.dtype, x.shape
@@ -89,7 +90,7 @@ class _ScaledLinear(torch.autograd.Function):
             grad_x = matmul.matmul(along, of_weight, grad.dtype, ctx.native)
             grad_x = grad_x.narrow(0, 0, len(rows)).view(ctx.x_shape)
         elif ctx.needs_input_grad[0]:
-            grad_x = grad @ _dequantized(weight, grad.dtype, grad)
+            grad_x = grad @ dequantized(weight, grad.dtype, grad)
         if ctx.weight_of_codes:
             of_x = matmul.Operand(x, scales, across.kind)
             grad_weight = matmul.matmul(across, of_x, grad.dtype, ctx.native)
@@ -130,7 +131,7 @@ def quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
     if weight.dim() != 2:
         raise ValueError(
             f"weight must be 2-dimensional for a linear layer, got {tuple(weight.shape)}; "
-            "dequantize a stack of expert weights first"
+            "multiply by a stack of expert weights with fp4adam.grouped_linear"
         )
     device_type = input.device.type
     # As for torch's own operators, autocast leaves float64 alone.

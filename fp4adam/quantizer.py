@@ -53,7 +53,7 @@ def in_blocks(span: slice, block: int) -> slice:
 
 
 class Operands(NamedTuple):
-    """What the matmuls of a linear layer quantize beside its weight; see :class:`fp4adam.Recipe`."""
+    """What a linear layer quantizes beside its weight; see :class:`fp4adam.Recipe`."""
 
     activations: bool = False
     gradients: bool = False
