@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp4adam.linear import dequantized
-from fp4adam.matmul import is_quantized
+from fp4adam.matmul import has_quantized_operands
 from fp4adam.quantized_tensor import Dequantize, QuantizedTensor
 
 
@@ -81,10 +81,9 @@ def grouped_linear(input: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         )
     if not isinstance(weight, QuantizedTensor):
         return F.grouped_mm(input, weight.to(input.dtype).transpose(1, 2), offs=offsets)
-    if is_quantized(weight):
+    if has_quantized_operands(weight):
         raise NotImplementedError(
             "weight must be quantized alone for grouped matmuls, got one with "
-            f"{weight.quantizer.operands}: no GPU has them for groups of 128x128 blocks; make the "
-            "stack with Recipe(weights)"
+            f"{weight.quantizer.operands}; make the stack with Recipe(weights)"
         )
     return _GroupedLinear.apply(input, weight, offsets)

@@ -67,7 +67,7 @@ class _ScaledLinear(torch.autograd.Function):
         if activations:
             rows, columns = matmul.quantize(tokens, quantizer, True, ctx.weight_of_codes)
             of_weight = matmul.weight_operand(weight, "rowwise")
-            y = matmul.matmul(rows, of_weight, x.dtype, ctx.native).narrow(0, 0, len(tokens))
+            y = matmul.matmul(rows, of_weight, x.dtype, ctx.native).narrow(0, 0, tokens.shape[0])
             y = y if bias is None else y + bias
         else:
             y = F.linear(tokens, dequantized(weight, x.dtype, None), bias)
@@ -88,7 +88,7 @@ class _ScaledLinear(torch.autograd.Function):
         if row_codes:
             of_weight = matmul.weight_operand(weight, "columnwise")
             grad_x = matmul.matmul(along, of_weight, grad.dtype, ctx.native)
-            grad_x = grad_x.narrow(0, 0, len(rows)).view(ctx.x_shape)
+            grad_x = grad_x.narrow(0, 0, rows.shape[0]).view(ctx.x_shape)
         elif ctx.needs_input_grad[0]:
             grad_x = grad @ dequantized(weight, grad.dtype, grad)
         if ctx.weight_of_codes:
@@ -138,7 +138,7 @@ def quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
     if torch.is_autocast_enabled(device_type) and input.dtype != torch.float64:
         input = input.to(torch.get_autocast_dtype(device_type))
     bias = None if bias is None else bias.to(input.dtype)
-    is_scaled = matmul.is_quantized(weight)
+    is_scaled = matmul.has_quantized_operands(weight)
     if torch._C._are_functorch_transforms_active():
         if is_scaled:
             raise NotImplementedError(

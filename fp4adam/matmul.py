@@ -21,7 +21,7 @@ from fp4adam.nvfp4 import NVFP4Quantizer
 from fp4adam.quantized_tensor import QuantizedTensor
 from fp4adam.quantizer import Quantizer, check_dtype, round_up, runs_eagerly
 
-# Tokens are padded with zeros to so many: the blocks of a weight gradient lie along them, scales
+# Tokens are padded with zeros to a multiple: blocks of a weight gradient lie along them, scales
 # come in tiles of so many rows, and units multiply no fewer at a time.
 TOKENS = 128
 
@@ -67,8 +67,8 @@ class Operand(NamedTuple):
     amax: Tensor | None = None
 
 
-def is_quantized(weight: QuantizedTensor) -> bool:
-    """Whether products with this weight may have a second quantized operand."""
+def has_quantized_operands(weight: QuantizedTensor) -> bool:
+    """Whether something else than this weight is quantized for its products."""
     return weight.quantizer.operands.activations or weight.quantizer.operands.gradients
 
 
@@ -130,6 +130,11 @@ def check_weight(weight: QuantizedTensor) -> None:
 
 
 # Operands
+
+
+def padded_tokens(n: int) -> int:
+    """How many tokens are multiplied; without any, those of the padding."""
+    return round_up(max(n, 1), TOKENS)
 
 
 def quantize(
@@ -195,7 +200,7 @@ def _quantize_float8_block(
         force_pow_2_scales=force_pow_2_scales,
         amax_epsilon=amax_epsilon,
     )
-    rows, cols = round_up(x.shape[0], TOKENS), x.shape[1]
+    rows, cols = padded_tokens(x.shape[0]), x.shape[1]
     if not backend.uses_kernels(x.device):
         padded = F.pad(x.detach(), (0, 0, 0, rows - x.shape[0]))
         made = quantizer.quantize(padded).storage_tensors()
@@ -229,7 +234,7 @@ _quantize_float8_block_op = torch.library.custom_op(
 def _(
     x: Tensor, rowwise: bool, columnwise: bool, force_pow_2_scales: bool, amax_epsilon: float
 ) -> list[Tensor]:
-    rows, cols = round_up(x.shape[0], TOKENS), x.shape[1]
+    rows, cols = padded_tokens(x.shape[0]), x.shape[1]
     made = []
     for wanted, m, k in ((rowwise, rows, cols), (columnwise, cols, rows)):
         if wanted:
@@ -244,7 +249,7 @@ def _quantize_swizzled(x: Tensor, kind: str) -> list[Tensor]:
         quantizer = NVFP4Quantizer(columnwise=False, two_dimensional=False, optimize_for_gemm=True)
     else:
         quantizer = MXFP8Quantizer(columnwise=False, optimize_for_gemm=True)
-    rows = round_up(x.shape[0], TOKENS)
+    rows = padded_tokens(x.shape[0])
     made = quantizer.quantize(F.pad(x.detach(), (0, 0, 0, rows - x.shape[0])))
     tensors = [made._rowwise_data, made._rowwise_gemm_scale_inv, made._amax]
     return [tensor for tensor in tensors if tensor is not None]
@@ -257,7 +262,7 @@ _quantize_swizzled_op = torch.library.custom_op(
 
 @_quantize_swizzled_op.register_fake
 def _(x: Tensor, kind: str) -> list[Tensor]:
-    rows, cols = round_up(x.shape[0], TOKENS), x.shape[1]
+    rows, cols = padded_tokens(x.shape[0]), x.shape[1]
     per_byte, block = (2, nvfp4.BLOCK) if kind == "nvfp4" else (1, mxfp8.BLOCK)
     made = [
         x.new_empty(rows, cols // per_byte, dtype=torch.uint8),

@@ -40,7 +40,10 @@ class Launch:
         self._arguments: tuple = ()
 
     def __call__(self, *leading: Tensor) -> None:
-        """Launch with ``leading`` before the fixed arguments; their alignment may vary."""
+        """Launch with ``leading`` before the fixed arguments.
+
+        From call to call their alignment may vary where the kernel does not specialize on it.
+        """
         if self._compiled is not None:
             addresses = map(_data_ptr, leading)
             self._compiled[self._grid](*addresses, *self._arguments)

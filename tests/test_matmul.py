@@ -209,9 +209,10 @@ def test_compiles_in_one_graph(weights):
     layer = layer_in(Recipe(weights, activations=True, gradients=True))
     eager = copy.deepcopy(layer)
     backend_ = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(layer, backend=backend_, fullgraph=True)
-    for module in (compiled, eager):
-        module(randn(3, IN)).pow(2).sum().backward()
+    compiled = torch.compile(layer, backend=backend_, fullgraph=True, dynamic=True)
+    for tokens in (130, 300):
+        for module in (compiled, eager):
+            module(randn(tokens, IN)).pow(2).sum().backward()
     assert backend_.frame_count == 1
     torch.testing.assert_close(layer.weight.grad, eager.weight.grad)
 
