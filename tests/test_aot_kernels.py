@@ -324,23 +324,21 @@ def kernel_jobs():
     types = {"data_ptr": "*u8", "scale_ptr": "*u8", "out_ptr": "*bf16"}
     amax = {"data_ptr": "*u8", "scale_ptr": "*u8", "amax_ptr": "*fp32", "out_ptr": "*bf16"}
     fp32 = {**types, "scale_ptr": "*fp32"}
-    for name, signature, option, values in (
-        ("nvfp4", {**amax, **words}, "SQUARE", (True, False)),
-        ("mxfp8", {**types, **words}, "ROWWISE", (True, False)),
-        ("float8_block", {**fp32, **words, "stride_scale_col": "i32"}, "SQUARE", (True, False)),
+    for name, signature, options in (
+        ("nvfp4", {**amax, **words}, {"SQUARE": True}),
+        ("mxfp8", {**types, **words}, {"ROWWISE": True}),
+        ("float8_block", {**fp32, **words, "stride_scale_col": "i32"}, {"SQUARE": True}),
     ):
-        for value in values:
-            jobs[f"dequantize words {name} {option}={value}"] = job(
-                f"{name}._dequantize_words_kernel", signature, {option: value, "N": WORDS}
-            )
-    for direction in (BOTH, {**BOTH, "COLUMNWISE": False}, {**BOTH, "ROWWISE": False}):
-        for x in ("bf16", "fp32"):
-            jobs[f"quantize vectors {x} {direction}"] = job(
-                "float8_block._quantize_vectors_kernel",
-                {"x_ptr": f"*{x}", **fp32_scales, "x_rows": "i32", **sizes, "epsilon": "fp32"},
-                {"LARGEST": FP32_MAX, "POW_2": True, **direction},
-                num_warps=8,
-            )
+        jobs[f"dequantize words {name}"] = job(
+            f"{name}._dequantize_words_kernel", signature, {**options, "N": WORDS}
+        )
+    for x in ("bf16", "fp32"):
+        jobs[f"quantize vectors {x}"] = job(
+            "float8_block._quantize_vectors_kernel",
+            {"x_ptr": f"*{x}", **fp32_scales, "x_rows": "i32", **sizes, "epsilon": "fp32"},
+            {"LARGEST": FP32_MAX, "POW_2": True, **BOTH},
+            num_warps=8,
+        )
     return jobs
 
 

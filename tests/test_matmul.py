@@ -1,6 +1,7 @@
 """Linear layers whose activations and gradients are quantized as well: values, layouts, errors."""
 
 import copy
+import io
 from types import SimpleNamespace
 from unittest import mock
 
@@ -136,6 +137,28 @@ def test_native_matmuls_pass_the_checks_of_torch(weights, capability, tokens, sh
     assert scaled_mm.call_count == (3 if weights not in ("mxfp8", "nvfp4") else 2)
 
 
+@every_format
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 1000])
+def test_native_matmuls_give_what_the_emulation_gives(weights, dtype, tokens):
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    needed = matmul.REQUIREMENTS[type(FORMATS[weights])]
+    if capability < needed.capability or (needed.is_only and capability > needed.capability):
+        pytest.skip(f"needs a GPU of compute capability {needed.capability}")
+    results = []
+    for emulate in (False, True):
+        recipe = Recipe(weights, activations=True, gradients=True, emulate=emulate)
+        layer = layer_in(recipe, bias=True).cuda()
+        x = randn(tokens, IN, dtype=dtype).cuda().requires_grad_()
+        y = F.linear(x, layer.weight, layer.bias)
+        y.backward(randn(tokens, OUT, dtype=dtype).cuda())
+        results.append((y.detach(), x.grad, layer.weight.grad))
+    for native, emulated in zip(*results, strict=True):
+        # The same products, summed in another order and by adders of fewer bits.
+        largest = emulated.abs().max().item()
+        torch.testing.assert_close(native, emulated, rtol=0, atol=0.01 * largest)
+
+
 @pytest.mark.parametrize(
     ("weights", "found", "needed"),
     [
@@ -200,6 +223,23 @@ def test_training_with_quantized_operands(weights):
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < 0.6 * losses[0]
+
+
+def test_recipe_stays_with_the_weight():
+    weight = layer_in(Recipe("nvfp4", activations=True)).weight
+    buffer = io.BytesIO()
+    torch.save(weight, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(weight), torch.load(buffer, weights_only=True), weight.detach()):
+        assert other.quantizer.operands == weight.quantizer.operands == (True, False, False)
+        assert other.quantizer.optimize_for_gemm
+    # Bytes are the same without one, and are copied as they are.
+    plain = layer_in(Recipe("nvfp4")).weight
+    assert plain.quantizer.operands == (False, False, False)
+    with torch.no_grad():
+        plain.zero_()
+        plain.copy_(weight)
+    assert torch.equal(plain.rowwise_data, weight.rowwise_data)
 
 
 @compiles
