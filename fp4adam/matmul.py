@@ -193,36 +193,39 @@ def _quantize_float8_block(
     x: Tensor, rowwise: bool, columnwise: bool, force_pow_2_scales: bool, amax_epsilon: float
 ) -> list[Tensor]:
     """Codes and scales per 1x128 block of the matrix, and of the transposed one, as wanted."""
-    quantizer = Float8BlockQuantizer(
-        rowwise,
-        columnwise,
-        two_dimensional=False,
-        force_pow_2_scales=force_pow_2_scales,
-        amax_epsilon=amax_epsilon,
-    )
-    rows, cols = padded_tokens(x.shape[0]), x.shape[1]
-    if not backend.uses_kernels(x.device):
-        padded = F.pad(x.detach(), (0, 0, 0, rows - x.shape[0]))
-        made = quantizer.quantize(padded).storage_tensors()
-    else:
+    options = dict(force_pow_2_scales=force_pow_2_scales, amax_epsilon=amax_epsilon)
+    if backend.uses_kernels(x.device):
         from fp4adam.kernels import float8_block as kernels
 
-        made = {
-            name: x.new_empty(size, dtype=kind)
-            for name, (size, kind) in quantizer.storage_layout(rows, cols).items()
-        }
+        made = _room_for_float8_block(x, rowwise, columnwise)
+        along = made[:2] if rowwise else (None, None)
+        across = made[-2:] if columnwise else (None, None)
         kernels.quantize_vectors(
             x,
-            rowwise_data=made.get("_rowwise_data"),
-            columnwise_data=made.get("_columnwise_data"),
-            rowwise_scale=made.get("_rowwise_scale_inv"),
-            columnwise_scale=made.get("_columnwise_scale_inv"),
-            rows=rows,
-            force_pow_2_scales=force_pow_2_scales,
-            amax_epsilon=amax_epsilon,
+            rowwise_data=along[0],
+            columnwise_data=across[0],
+            rowwise_scale=along[1],
+            columnwise_scale=across[1],
+            rows=padded_tokens(x.shape[0]),
+            **options,
         )
-    usages = [name for name in ("rowwise", "columnwise") if getattr(quantizer, name)]
-    return [made[f"_{usage}_{part}"] for usage in usages for part in ("data", "scale_inv")]
+        return made
+    quantizer = Float8BlockQuantizer(rowwise, columnwise, two_dimensional=False, **options)
+    padding = padded_tokens(x.shape[0]) - x.shape[0]
+    made = quantizer.quantize(F.pad(x.detach(), (0, 0, 0, padding)))
+    parts = made._rowwise_data, made._rowwise_scale_inv
+    parts += made._columnwise_data, made._columnwise_scale_inv
+    return [part for part in parts if part is not None]
+
+
+def _room_for_float8_block(x: Tensor, rowwise: bool, columnwise: bool) -> list[Tensor]:
+    rows, cols = padded_tokens(x.shape[0]), x.shape[1]
+    room = []
+    for wanted, m, k in ((rowwise, rows, cols), (columnwise, cols, rows)):
+        if wanted:
+            room.append(x.new_empty(m, k, dtype=torch.uint8))
+            room.append(x.new_empty(k // float8_block.BLOCK, m, dtype=torch.float32))
+    return room
 
 
 _quantize_float8_block_op = torch.library.custom_op(
@@ -234,13 +237,7 @@ _quantize_float8_block_op = torch.library.custom_op(
 def _(
     x: Tensor, rowwise: bool, columnwise: bool, force_pow_2_scales: bool, amax_epsilon: float
 ) -> list[Tensor]:
-    rows, cols = padded_tokens(x.shape[0]), x.shape[1]
-    made = []
-    for wanted, m, k in ((rowwise, rows, cols), (columnwise, cols, rows)):
-        if wanted:
-            made.append(x.new_empty(m, k, dtype=torch.uint8))
-            made.append(x.new_empty(k // float8_block.BLOCK, m, dtype=torch.float32))
-    return made
+    return _room_for_float8_block(x, rowwise, columnwise)
 
 
 def _quantize_swizzled(x: Tensor, kind: str) -> list[Tensor]:
