@@ -14,7 +14,9 @@ from fp4adam.fp4_adam import FP4Adam as FP4Adam
 from fp4adam.fused_adam import FusedAdam as FusedAdam
 from fp4adam.gemm_scales import swizzle_scales as swizzle_scales
 from fp4adam.gemm_scales import unswizzle_scales as unswizzle_scales
+from fp4adam.grouped_linear import grouped_linear as grouped_linear
 from fp4adam.import_checkpoint import import_checkpoint as import_checkpoint
+from fp4adam.kept_weights import kept_weights as kept_weights
 from fp4adam.mxfp8 import MXFP8Quantizer as MXFP8Quantizer
 from fp4adam.mxfp8 import MXFP8Tensor as MXFP8Tensor
 from fp4adam.nvfp4 import NVFP4Quantizer as NVFP4Quantizer
@@ -26,6 +28,7 @@ from fp4adam.quantize_model import quantized_init as quantized_init
 from fp4adam.quantize_model import use_plain_state_dict as use_plain_state_dict
 from fp4adam.quantized_tensor import QuantizedTensor as QuantizedTensor
 from fp4adam.quantizer import Quantizer as Quantizer
+from fp4adam.recipe import Recipe as Recipe
 from fp4adam.scale_groups import hf_scale_groups as hf_scale_groups
 from fp4adam.shared_scales import check_shards as check_shards
 from fp4adam.tensor_adapter import TensorAdapter as TensorAdapter

@@ -10,6 +10,7 @@ from fp4adam.float8_block import Float8BlockQuantizer
 from fp4adam.launch_lists import Region
 from fp4adam.nvfp4 import NVFP4Quantizer
 from fp4adam.quantized_tensor import QuantizedTensor
+from fp4adam.quantizer import runs_eagerly
 
 # Bits per code of the formats whose columnwise codes are the transposed rowwise ones.
 BITS = {NVFP4Quantizer: 4, Float8BlockQuantizer: 8}
@@ -40,11 +41,28 @@ def build_columnwise(tensors: Sequence[QuantizedTensor]) -> None:
 
 def derived_columnwise(tensor: QuantizedTensor) -> Tensor:
     """New columnwise codes of an NVFP4 or Float8Block tensor with square blocks."""
-    bits = BITS[type(tensor.quantizer)]
-    rows, cols = tensor._rowwise_data.shape[0], tensor._rowwise_data.shape[1] * 8 // bits
-    data = tensor._rowwise_data.new_empty(cols, rows * bits // 8)
-    transpose_codes([(tensor._rowwise_data, data)], bits, tensor.device)
-    return data
+    return transposed_codes(tensor._rowwise_data, BITS[type(tensor.quantizer)])
+
+
+def transposed_codes(codes: Tensor, bits: int) -> Tensor:
+    """Codes [rows, cols * bits / 8] transposed in new memory: [cols, rows * bits / 8]."""
+    return (_transposed if runs_eagerly(codes) else _transposed_op)(codes, bits)
+
+
+def _transposed(codes: Tensor, bits: int) -> Tensor:
+    rows, width = codes.shape
+    transposed = codes.new_empty(width * 8 // bits, rows * bits // 8)
+    transpose_codes([(codes, transposed)], bits, codes.device)
+    return transposed
+
+
+_transposed_op = torch.library.custom_op("fp4adam::transposed_codes", mutates_args=())(_transposed)
+
+
+@_transposed_op.register_fake
+def _(codes: Tensor, bits: int) -> Tensor:
+    rows, width = codes.shape
+    return codes.new_empty(width * 8 // bits, rows * bits // 8)
 
 
 def check_square(i: int, tensor: QuantizedTensor, name: str = "tensors") -> None:

@@ -92,6 +92,7 @@ def post_all_gather(
     if out is not None:
         for refill in out._origin.refills:
             refill()
+        out._origin.writes += 1  # what has been made of it is out of date
         return None
     whole = _whole_of(shard)
     # Of a single shard, FSDP2 hands over the first tensor only.

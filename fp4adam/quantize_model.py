@@ -9,12 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as nn_module
 
-from fp4adam.float8_block import Float8BlockQuantizer
 from fp4adam.local_tensor import local
-from fp4adam.mxfp8 import MXFP8Quantizer
-from fp4adam.nvfp4 import NVFP4Quantizer
 from fp4adam.quantized_tensor import QuantizedTensor
 from fp4adam.quantizer import Quantizer, check_dtype
+from fp4adam.recipe import Recipe, resolve_recipe
 from fp4adam.scale_groups import (
     ScaleGroups,
     form_scale_group,
@@ -24,37 +22,10 @@ from fp4adam.scale_groups import (
 
 Filter = Callable[[nn.Module, str], bool]
 
-RECIPES: dict[str, Quantizer] = {
-    "nvfp4": NVFP4Quantizer(),
-    "mxfp8": MXFP8Quantizer(),
-    "float8block": Float8BlockQuantizer(),
-}
-
 # The names that GPT, Llama, Megatron, GPT-NeoX, timm and Hugging Face heads go by.
 OUTPUT_HEADS = frozenset(
     ("lm_head", "head", "output", "output_layer", "embed_out", "classifier", "score", "logits")
 )
-
-
-def resolve_recipe(recipe: str | Quantizer) -> Quantizer:
-    """The quantizer that a recipe stands for.
-
-    Raises:
-        ValueError: If the name is unknown.
-        TypeError: If it is neither a name nor a quantizer.
-    """
-    if isinstance(recipe, Quantizer):
-        return recipe
-    if not isinstance(recipe, str):
-        raise TypeError(
-            f"recipe must be a format name or a quantizer, got {type(recipe).__name__}; "
-            f"pass one of {', '.join(RECIPES)}"
-        )
-    if recipe not in RECIPES:
-        raise ValueError(
-            f"recipe must be one of {', '.join(RECIPES)} or a quantizer, got {recipe!r}"
-        )
-    return RECIPES[recipe]
 
 
 def check_module(model: nn.Module) -> None:
@@ -84,7 +55,7 @@ def is_hidden_linear(module: nn.Module, name: str) -> bool:
 
 def quantize_model(
     model: nn.Module,
-    recipe: str | Quantizer,
+    recipe: str | Quantizer | Recipe,
     filter: Filter | None = None,
     *,
     scale_groups: ScaleGroups = (),
@@ -99,7 +70,8 @@ def quantize_model(
 
     Args:
         model: Its ``nn.Linear`` modules, subclasses included, are candidates.
-        recipe: "nvfp4", "mxfp8", "float8block" or a quantizer.
+        recipe: "nvfp4", "mxfp8", "float8block", a quantizer, or a :class:`fp4adam.Recipe`, which
+            says what the matmuls quantize beside the weights.
         filter: ``filter(module, name) -> bool`` says which candidates are quantized;
             :func:`is_hidden_linear` by default. Names are those of ``model.named_modules()``.
         scale_groups: Which NVFP4 weights share one amax, the largest of theirs, from now on, in
@@ -244,7 +216,10 @@ def _refuse_plain_parameters(
 
 @contextlib.contextmanager
 def quantized_init(
-    recipe: str | Quantizer, filter: Filter | None = None, *, scale_groups: ScaleGroups = ()
+    recipe: str | Quantizer | Recipe,
+    filter: Filter | None = None,
+    *,
+    scale_groups: ScaleGroups = (),
 ) -> Iterator[None]:
     """Quantize the linear layers of every module that is built inside the ``with`` block.
 
@@ -254,7 +229,8 @@ def quantized_init(
     as built inside once it becomes part of one that is.
 
     Args:
-        recipe: "nvfp4", "mxfp8", "float8block" or a quantizer.
+        recipe: "nvfp4", "mxfp8", "float8block", a quantizer, or a :class:`fp4adam.Recipe`, which
+            says what the matmuls quantize beside the weights.
         filter: As for :func:`quantize_model`; names are relative to the outermost module that the
             block built, or added to.
         scale_groups: As for :func:`quantize_model`, with names as for ``filter``.

@@ -11,7 +11,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fp4adam import row_window
-from fp4adam.quantizer import HIGH_PRECISION_DTYPES, Quantizer, check_dtype, check_tensor
+from fp4adam.quantizer import (
+    HIGH_PRECISION_DTYPES,
+    Operands,
+    Quantizer,
+    check_dtype,
+    check_tensor,
+)
 from fp4adam.row_window import Origin
 
 # Inner tensors, named as in Transformer Engine. Scales of square blocks are the same for both
@@ -376,18 +382,20 @@ class QuantizedTensor(torch.Tensor):
         )
 
     # torch.compile, FSDP2 and swap_tensors take a subclass apart with these two.
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Quantizer, torch.dtype]]:
-        return list(self.storage_tensors()), (self.quantizer, self.dtype)
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Quantizer, torch.dtype, Operands]]:
+        # The operands for torch.compile to compare, which quantizers leave out.
+        context = (self.quantizer, self.dtype, self.quantizer.operands)
+        return list(self.storage_tensors()), context
 
     @classmethod
     def __tensor_unflatten__(
         cls,
         inner: dict[str, Tensor],
-        context: tuple[Quantizer, torch.dtype],
+        context: tuple[Quantizer, torch.dtype, Operands],
         outer_size: tuple[int, ...],
         outer_stride: tuple[int, ...],
     ) -> "QuantizedTensor":
-        quantizer, dtype = context
+        quantizer, dtype, _ = context
         return cls(outer_size, dtype, quantizer, inner)
 
     # torch's own two assume that a tensor with an address owns a storage of its logical size.

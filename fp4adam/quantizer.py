@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +52,14 @@ def in_blocks(span: slice, block: int) -> slice:
     return slice(span.start // block, -(-span.stop // block))
 
 
+class Operands(NamedTuple):
+    """What a linear layer quantizes beside its weight; see :class:`fp4adam.Recipe`."""
+
+    activations: bool = False
+    gradients: bool = False
+    emulate: bool = False
+
+
 @dataclasses.dataclass(frozen=True)
 class Quantizer:
     """How tensors become one block-scaled format.
@@ -60,11 +68,16 @@ class Quantizer:
         rowwise: Keep codes with blocks along the last dimension (what the forward GEMM reads).
         columnwise: Keep codes with blocks along the first dimension (what the backward GEMM reads).
         optimize_for_gemm: Keep the scales of both in the order of the block-scaled GEMM as well.
+        operands: What linear layers with such a weight quantize beside it. It changes no byte of
+            the tensor, so quantizers that differ in it alone are equal.
     """
 
     rowwise: bool = True
     columnwise: bool = True
     optimize_for_gemm: bool = dataclasses.field(default=False, kw_only=True)
+    operands: Operands = dataclasses.field(
+        default=Operands(), kw_only=True, compare=False, repr=False
+    )
 
     tensor_class: ClassVar[type["QuantizedTensor"]]
     # Rows that a block spans.
@@ -225,3 +238,6 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
         raise TypeError(
             f"{name} must be float32, bfloat16 or float16, got {dtype}; convert the tensor first"
         )
+
+
+torch.serialization.add_safe_globals([Operands])

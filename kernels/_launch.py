@@ -40,7 +40,10 @@ class Launch:
         self._arguments: tuple = ()
 
     def __call__(self, *leading: Tensor) -> None:
-        """Launch with ``leading`` before the fixed arguments; their alignment may vary."""
+        """Launch with ``leading`` before the fixed arguments.
+
+        From call to call their alignment may vary where the kernel does not specialize on it.
+        """
         if self._compiled is not None:
             addresses = map(_data_ptr, leading)
             self._compiled[self._grid](*addresses, *self._arguments)
@@ -52,3 +55,8 @@ class Launch:
             # A launch asks the driver about every tensor, but takes addresses as they are.
             fixed = (x.data_ptr() if isinstance(x, Tensor) else x for x in self._fixed)
             self._arguments = (*fixed, *self._constexprs.values())
+
+
+def alignment(*tensors: Tensor) -> tuple[bool, ...]:
+    """Which tensors are aligned to 16 bytes: launches that others than these take are others."""
+    return tuple(_data_ptr(tensor) % 16 == 0 for tensor in tensors)

@@ -10,6 +10,29 @@ import triton.language as tl
 
 from .tensor_table import tile_offsets, tile_start
 
+# Groups of eight codes that a program of a dequantize kernel takes: four per thread.
+WORDS = 512
+
+
+@triton.jit
+def word_positions(n_words, words_per_row, N: tl.constexpr):
+    """This program's N groups of eight neighbouring codes, and where they are in a matrix.
+
+    Returns their numbers, whether they exist, their rows, and their places in the rows: int32 [N].
+    """
+    # Neighbours go to different threads, of which each has its own 16 bytes of BF16 to write.
+    lane = tl.max_contiguous(tl.arange(0, N), 1)
+    word = tl.program_id(0) * N + lane
+    row = word // words_per_row
+    return word, word < n_words, row, word - row * words_per_row
+
+
+@triton.jit
+def word_offsets(word):
+    """Offsets [N, 8], int64, of the elements of groups of eight."""
+    offs = word.to(tl.int64)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    return tl.max_contiguous(tl.multiple_of(offs, (1, 8)), (1, 8))
+
 
 @triton.jit
 def pack_words(code, BITS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):

@@ -1,5 +1,7 @@
 """Float8Block: quantize, dequantize, and the fused Adam step that writes the quantized weight."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -7,9 +9,16 @@ from torch import Tensor
 
 from ._bfloat16 import to_float32
 from ._e4m3 import e4m3_code, e4m3_value, e4m3_words
-from ._launch import Launch
+from ._launch import Launch, alignment
 from ._state import has_scales, load_value, master_pointers, most_registers
-from ._words import insert_tile, store_words, transpose_words
+from ._words import (
+    WORDS,
+    insert_tile,
+    store_words,
+    transpose_words,
+    word_offsets,
+    word_positions,
+)
 from .adam import SIGNALS, adam_step_tile, load_scalars, round_through, round_to, state_pointers
 from .tensor_table import (
     COLS,
@@ -182,7 +191,9 @@ def _quantize_kernel(
             strip = row + 32 * i
             mask = _bounds(strip, col, rows, cols, True, 32, 128)
             ptr = x_ptr + tile_start(strip, col, cols) + tile_offsets(cols, 32, 128)
-            largest = tl.maximum(largest, tl.abs(to_float32(tl.load(ptr, mask, 0.0))))
+            magnitude = tl.abs(to_float32(tl.load(ptr, mask, 0.0)))
+            # Not tl.maximum, with which a NaN stays in the interpreter.
+            largest = tl.where(magnitude > largest, magnitude, largest)
         scale = float8_scale(tl.max(tl.max(largest, 1), 0), epsilon, LARGEST, POW_2)
         tl.store(rowwise_scale + block, tl.div_rn(1.0, scale))
         for i in range(4):
@@ -218,6 +229,50 @@ def _quantize_kernel(
 
 
 @triton.jit
+def _quantize_vectors_kernel(
+    x_ptr,
+    rowwise_data,
+    rowwise_scale,
+    columnwise_data,
+    columnwise_scale,
+    x_rows,
+    rows,
+    cols,
+    epsilon,
+    LARGEST: tl.constexpr,
+    POW_2: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+):
+    """Quantize a matrix [x_rows, cols], below which there are zeros, with a scale per 128 elements.
+
+    Grid: (rows / 128 * cols / 128,). Tile: [128, 128], dividing rows and cols. Reads x (2 or 4
+    bytes per element) once, writes one byte per element and direction, and the scales, in words.
+    """
+    block, blocks_per_row = tl.program_id(0), cols // 128
+    row, col = block // blocks_per_row * 128, block % blocks_per_row * 128
+    # Constant along a row, so that rows are still read 16 bytes at a time.
+    inside = (row + tl.arange(0, 128) < x_rows)[:, None]
+    ptr = x_ptr + tile_start(row, col, cols) + tile_offsets(cols, 128, 128)
+    x = tl.load(ptr, inside, 0.0)
+    if ROWWISE:
+        value = to_float32(x)
+        scale = float8_scale(tl.max(tl.abs(value), 1), epsilon, LARGEST, POW_2)
+        _store_rowwise_scale(scale, rowwise_scale, row, col, rows, None, 128)
+        words = e4m3_words(value * scale[:, None], 128, 128)
+        words_ptr = rowwise_data.to(tl.pointer_type(tl.uint32))
+        store_words(words_ptr, row, col // 4, cols // 4, words, 128, 32)
+    if COLUMNWISE:
+        # Values change places rather than codes, which come out of the instruction in words.
+        value = to_float32(tl.trans(x))
+        scale = float8_scale(tl.max(tl.abs(value), 1), epsilon, LARGEST, POW_2)
+        _store_columnwise_scale(scale, columnwise_scale, row, col, cols, None, 128)
+        words = e4m3_words(value * scale[:, None], 128, 128)
+        words_ptr = columnwise_data.to(tl.pointer_type(tl.uint32))
+        store_words(words_ptr, col, row // 4, rows // 4, words, 128, 32)
+
+
+@triton.jit
 def _dequantize_kernel(
     data_ptr,
     scale_ptr,
@@ -246,6 +301,32 @@ def _dequantize_kernel(
     value = e4m3_value(code) * tl.load(ptr, r < rows, 0.0)[:, None]
     out = r.to(tl.int64)[:, None] * stride_out_row + c.to(tl.int64)[None, :] * stride_out_col
     tl.store(out_ptr + out, round_to(value, out_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _dequantize_words_kernel(
+    data_ptr,
+    scale_ptr,
+    out_ptr,
+    n_words,
+    words_per_row,
+    stride_scale_row,
+    stride_scale_col,
+    SQUARE: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Decode N groups of eight codes of a matrix with whole ones in a row; as the kernel above.
+
+    Grid: (ceil(n_words / N),). A thread reads 8 bytes and writes their values, 16 bytes of BF16.
+    """
+    word, inside, row, i = word_positions(n_words, words_per_row, N)
+    offs = word_offsets(word)
+    code = tl.load(data_ptr + offs, inside[:, None], 0)
+    scale_row = (row // 128 if SQUARE else row).to(tl.int64)
+    scales = scale_row * stride_scale_row + (i // 16).to(tl.int64) * stride_scale_col
+    scale = tl.load(scale_ptr + scales, inside, 0.0)
+    value = round_to(e4m3_value(code) * scale[:, None], out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offs, value, inside[:, None])
 
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
@@ -500,6 +581,62 @@ def quantize(
     )
 
 
+def quantize_vectors(
+    x: Tensor,
+    *,
+    rowwise_data: Tensor | None,
+    columnwise_data: Tensor | None,
+    rowwise_scale: Tensor | None,
+    columnwise_scale: Tensor | None,
+    rows: int,
+    force_pow_2_scales: bool,
+    amax_epsilon: float,
+) -> None:
+    """Quantize the contiguous matrix ``x`` with a scale per 128 elements into new storage.
+
+    Storage is that of ``rows``, at least those of ``x``; what ``x`` lacks is zero. Rows and columns
+    are multiples of 128.
+    """
+    storage = (rowwise_data, rowwise_scale, columnwise_data, columnwise_scale)
+    launch = _vectors_launch(
+        tuple(x.shape),
+        rows,
+        x.dtype,
+        x.device.index,
+        tuple(t is not None for t in storage),
+        alignment(x),
+        force_pow_2_scales,
+        amax_epsilon,
+    )
+    launch(x, *(x if t is None else t for t in storage))
+
+
+@functools.lru_cache(maxsize=4096)
+def _vectors_launch(
+    shape: tuple[int, int],
+    rows: int,
+    dtype: torch.dtype,
+    device: int | None,
+    stored: tuple[bool, bool, bool, bool],
+    aligned: tuple[bool, ...],
+    force_pow_2_scales: bool,
+    amax_epsilon: float,
+) -> Launch:
+    """The launch for all matrices of a shape; ``device`` and ``aligned`` tell kernels apart."""
+    return Launch(
+        _quantize_vectors_kernel,
+        rows // BLOCK * (shape[1] // BLOCK),
+        (shape[0], rows, shape[1], amax_epsilon),
+        dict(
+            LARGEST=torch.finfo(dtype).max,
+            POW_2=force_pow_2_scales,
+            ROWWISE=stored[0],
+            COLUMNWISE=stored[2],
+        ),
+        num_warps=8,
+    )
+
+
 def dequantize(
     data: Tensor, scale_inv: Tensor, two_dimensional: bool, transposed: bool, dtype: torch.dtype
 ) -> Tensor:
@@ -513,6 +650,18 @@ def dequantize(
     if not out.numel():
         return out
     scale = scale_inv if two_dimensional and not transposed else scale_inv.t()
+    if not transposed and cols % 8 == 0 and data.data_ptr() % 16 == 0:
+        launch = _dequantize_launch(
+            rows,
+            cols,
+            scale.stride(),
+            two_dimensional,
+            dtype,
+            data.device.index,
+            alignment(scale),
+        )
+        launch(data, scale, out)
+        return out
     tile_rows = 32
     _dequantize_kernel[(triton.cdiv(rows, tile_rows) * triton.cdiv(cols, BLOCK),)](
         data,
@@ -527,6 +676,26 @@ def dequantize(
         enable_fp_fusion=False,
     )
     return out
+
+
+@functools.lru_cache(maxsize=4096)
+def _dequantize_launch(
+    rows: int,
+    cols: int,
+    scale_strides: tuple[int, int],
+    two_dimensional: bool,
+    dtype: torch.dtype,
+    device: int | None,
+    aligned: tuple[bool, ...],
+) -> Launch:
+    """The launch for all matrices of a shape; the last three tell kernels apart."""
+    n_words = rows * cols // 8
+    return Launch(
+        _dequantize_words_kernel,
+        triton.cdiv(n_words, WORDS),
+        (n_words, cols // 8, *scale_strides),
+        dict(SQUARE=two_dimensional, N=WORDS),
+    )
 
 
 def adam_step(

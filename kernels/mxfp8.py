@@ -1,5 +1,7 @@
 """MXFP8: quantize, dequantize, and the fused Adam step that writes the quantized weight."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -8,9 +10,9 @@ from torch import Tensor
 from ._bfloat16 import to_float32
 from ._e4m3 import e4m3_value, e4m3_words
 from ._e8m0 import e8m0_code_up, e8m0_reciprocal, e8m0_value
-from ._launch import Launch
+from ._launch import Launch, alignment
 from ._state import has_scales
-from ._words import insert_tile, store_words
+from ._words import WORDS, insert_tile, store_words, word_offsets, word_positions
 from .adam import SIGNALS, adam_step_tile, load_scalars, round_through, round_to, state_pointers
 from .swizzle import store_swizzled
 from .tensor_table import (
@@ -207,6 +209,35 @@ def _dequantize_kernel(
 
 
 @triton.jit
+def _dequantize_words_kernel(
+    data_ptr,
+    scale_ptr,
+    out_ptr,
+    n_words,
+    words_per_row,
+    stride_scale_row,
+    ROWWISE: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Decode N groups of eight codes of a matrix; as the kernel above.
+
+    Grid: (ceil(n_words / N),). A thread reads 8 bytes and writes their values, 16 bytes of BF16.
+    """
+    word, inside, row, i = word_positions(n_words, words_per_row, N)
+    offs = word_offsets(word)
+    code = tl.load(data_ptr + offs, inside[:, None], 0)
+    if ROWWISE:
+        scales = scale_ptr + row.to(tl.int64) * stride_scale_row + i // 4
+        scale = e8m0_value(tl.load(scales, inside, 0))[:, None]
+    else:
+        scales = (row // 32).to(tl.int64)[:, None] * stride_scale_row
+        column = tl.multiple_of(8 * i, 8)[:, None] + tl.arange(0, 8)[None, :]
+        scale = e8m0_value(tl.load(scale_ptr + scales + column, inside[:, None], 0))
+    value = round_to(e4m3_value(code) * scale, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offs, value, inside[:, None])
+
+
+@triton.jit
 def _side_by_side(tiles):
     """Tiles [n, R, C] as one [R, n * C]."""
     n: tl.constexpr = tiles.shape[0]
@@ -347,7 +378,14 @@ def dequantize(data: Tensor, scale: Tensor, rowwise: bool, dtype: torch.dtype) -
     """Decode E4M3 codes [rows, cols] with scales per 1x32 (``rowwise``) or 32x1 block."""
     rows, cols = data.shape
     out = torch.empty_like(data, dtype=dtype)
-    if out.numel():
+    if not out.numel():
+        return out
+    if data.data_ptr() % 16 == 0:
+        launch = _dequantize_launch(
+            rows, cols, scale.stride(0), rowwise, dtype, data.device.index, alignment(scale)
+        )
+        launch(data, scale, out)
+    else:
         _dequantize_kernel[(rows // BLOCK * (cols // BLOCK),)](
             data,
             scale,
@@ -360,6 +398,26 @@ def dequantize(data: Tensor, scale: Tensor, rowwise: bool, dtype: torch.dtype) -
             enable_fp_fusion=False,
         )
     return out
+
+
+@functools.lru_cache(maxsize=4096)
+def _dequantize_launch(
+    rows: int,
+    cols: int,
+    stride_scale_row: int,
+    rowwise: bool,
+    dtype: torch.dtype,
+    device: int | None,
+    aligned: tuple[bool, ...],
+) -> Launch:
+    """The launch for all matrices of a shape; the last three tell kernels apart."""
+    n_words = rows * cols // 8
+    return Launch(
+        _dequantize_words_kernel,
+        triton.cdiv(n_words, WORDS),
+        (n_words, cols // 8, stride_scale_row),
+        dict(ROWWISE=rowwise, N=WORDS),
+    )
 
 
 def adam_step(

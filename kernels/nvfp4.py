@@ -1,5 +1,7 @@
 """NVFP4: quantize, dequantize, and the fused Adam step that writes the quantized weight."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -8,9 +10,17 @@ from torch import Tensor
 from ._bfloat16 import to_float32
 from ._e2m1 import e2m1_code, e2m1_value
 from ._e4m3 import e4m3_code, e4m3_value
-from ._launch import Launch
+from ._launch import Launch, alignment
 from ._state import has_scales, most_registers
-from ._words import insert_tile, pack_words, store_words, transpose_words
+from ._words import (
+    WORDS,
+    insert_tile,
+    pack_words,
+    store_words,
+    transpose_words,
+    word_offsets,
+    word_positions,
+)
 from .adam import SIGNALS, adam_step_tile, load_scalars, round_through, round_to, state_pointers
 from .swizzle import store_swizzled
 from .tensor_table import (
@@ -295,6 +305,32 @@ def _dequantize_kernel(
     tl.store(out_ptr + out, round_to(value, out_ptr.dtype.element_ty))
 
 
+@triton.jit
+def _dequantize_words_kernel(
+    data_ptr,
+    scale_ptr,
+    amax_ptr,
+    out_ptr,
+    n_words,
+    words_per_row,
+    stride_scale_row,
+    SQUARE: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Decode N words of packed codes of a matrix, eight codes each; as the kernel above.
+
+    Grid: (ceil(n_words / N),). A thread reads a word and writes its values, 16 bytes of BF16.
+    """
+    word, inside, row, i = word_positions(n_words, words_per_row, N)
+    packed = tl.load(data_ptr.to(tl.pointer_type(tl.uint32)) + word, inside, 0)
+    scale_row = (row // 16 if SQUARE else row).to(tl.int64)
+    scale = tl.load(scale_ptr + scale_row * stride_scale_row + i // 2, inside, 0)
+    factor = (e4m3_value(scale) * tl.load(amax_ptr)) * 0.00037202380952380951
+    code = (packed[:, None] >> (4 * tl.arange(0, 8))[None, :]) & 0xF
+    value = round_to(e2m1_value(code) * factor[:, None], out_ptr.dtype.element_ty)
+    tl.store(out_ptr + word_offsets(word), value, inside[:, None])
+
+
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
 def _adam_step_kernel(
     grad_scale_ptr,
@@ -505,9 +541,21 @@ def dequantize(
     out = torch.empty((cols, rows) if transposed else (rows, cols), dtype=dtype, device=data.device)
     tile_rows, tile_cols = divisor_tile(rows, 64, BLOCK), divisor_tile(cols, 64, BLOCK)
     grid = (rows // tile_rows * (cols // tile_cols),)
-    scale = scale.t() if two_dimensional and transposed else scale
     if not out.numel():
         return out
+    if not transposed and data.data_ptr() % 16 == 0:
+        launch = _dequantize_launch(
+            rows,
+            cols,
+            scale.stride(0),
+            two_dimensional,
+            dtype,
+            data.device.index,
+            alignment(scale, amax),
+        )
+        launch(data, scale, amax, out)
+        return out
+    scale = scale.t() if two_dimensional and transposed else scale
     _dequantize_kernel[grid](
         data,
         scale,
@@ -523,6 +571,26 @@ def dequantize(
         enable_fp_fusion=False,
     )
     return out
+
+
+@functools.lru_cache(maxsize=4096)
+def _dequantize_launch(
+    rows: int,
+    cols: int,
+    stride_scale_row: int,
+    two_dimensional: bool,
+    dtype: torch.dtype,
+    device: int | None,
+    aligned: tuple[bool, ...],
+) -> Launch:
+    """The launch for all matrices of a shape; the last three tell kernels apart."""
+    n_words = rows * cols // 8
+    return Launch(
+        _dequantize_words_kernel,
+        triton.cdiv(n_words, WORDS),
+        (n_words, cols // 8, stride_scale_row),
+        dict(SQUARE=two_dimensional, N=WORDS),
+    )
 
 
 def step_tiles(

@@ -209,6 +209,7 @@ def shard_jobs():
 def kernel_jobs():
     """Every kernel in the forms that a training run launches most, and in its widest one."""
     from fp4adam.kernels import float8_block, swizzle
+    from fp4adam.kernels._words import WORDS
 
     jobs = {}
     for codecs in STATE_CODECS:
@@ -320,6 +321,25 @@ def kernel_jobs():
         {"data_ptr": "*u8", "scale_ptr": "*fp32", "out_ptr": "*bf16", **sizes, **strides},
         {"SQUARE": True, "BR": 32},
     )
+    words = {"n_words": "i32", "words_per_row": "i32", "stride_scale_row": "i32"}
+    types = {"data_ptr": "*u8", "scale_ptr": "*u8", "out_ptr": "*bf16"}
+    amax = {"data_ptr": "*u8", "scale_ptr": "*u8", "amax_ptr": "*fp32", "out_ptr": "*bf16"}
+    fp32 = {**types, "scale_ptr": "*fp32"}
+    for name, signature, options in (
+        ("nvfp4", {**amax, **words}, {"SQUARE": True}),
+        ("mxfp8", {**types, **words}, {"ROWWISE": True}),
+        ("float8_block", {**fp32, **words, "stride_scale_col": "i32"}, {"SQUARE": True}),
+    ):
+        jobs[f"dequantize words {name}"] = job(
+            f"{name}._dequantize_words_kernel", signature, {**options, "N": WORDS}
+        )
+    for x in ("bf16", "fp32"):
+        jobs[f"quantize vectors {x}"] = job(
+            "float8_block._quantize_vectors_kernel",
+            {"x_ptr": f"*{x}", **fp32_scales, "x_rows": "i32", **sizes, "epsilon": "fp32"},
+            {"LARGEST": FP32_MAX, "POW_2": True, **BOTH},
+            num_warps=8,
+        )
     return jobs
 
 
@@ -341,6 +361,12 @@ def test_kernels_compile_to_exact_and_wide_code_without_spills(sm):
     for swizzled in (False, True):
         wide += [f"{name} swizzled={swizzled}" for name in ("nvfp4 step square=True", "mxfp8 step")]
     wide += [f"partial {name} codes fp32 whole=True" for name in ("mxfp8", "float8block")]
+    wide += [name for name in jobs if name.startswith("quantize vectors")]
+    for name, each in compiled.items():
+        if name.startswith("dequantize words"):
+            # A thread writes 16 bytes at a time, and reads what they are from in one go as well.
+            assert count(each, r"^st\.global\.v4|^st\.global\.v2\.b64") == 4, name
+            assert not count(each, r"^st\.global\.b|^bar"), name
     for name in wide:
         assert count(compiled[name], r"^st\.global\.v4|^st\.global\.v2\.b64") > 0, name
         assert count(compiled[name], loads) > 0, name

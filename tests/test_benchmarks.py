@@ -222,3 +222,22 @@ def test_tables_of_several_processes(scaled, tmp_path):
     (tmp_path / "changed.json").write_text(json.dumps(content))
     out = run("scaling_report.py", tmp_path / "changed.json")
     assert "| differ from step 2 | differ: exp_avg |" in out
+
+
+def test_layers_and_what_they_are_made_of(tmp_path):
+    path = tmp_path / "new" / "matmul.json"
+    run("matmul.py", "--device", "cpu", "--repeats", 1, "--json", path)
+    rows = json.loads(path.read_text())["results"]
+    assert not [row for row in rows if "error" in row]
+    by_name = {(row["kind"], row["name"]): row for row in rows}
+    assert by_name["kernel", "nvfp4 to bfloat16"]["bytes"] == 128 * 128 * 5 // 2 + 64 + 4
+    assert by_name["kernel", "mxfp8 to float32"]["bytes"] == 128 * 128 * 5 + 128 * 4
+    both = by_name["kernel", "float8block operands, 2 ways"]
+    assert both["bytes"] == 128 * 128 * 4 + 2 * 4 * 128
+    layers = [row for row in rows if row["kind"] == "layer"]
+    assert [(row["out"], row["in"]) for row in layers[::10]] == [(128, 128), (512, 128), (128, 512)]
+    for row in rows:
+        assert row["ms"] > 0
+        if row["name"].endswith("native"):
+            # A CPU emulates, twice the same.
+            assert row["error_y"] == row["error_dx"] == row["error_dw"] == 0

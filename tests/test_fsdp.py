@@ -19,8 +19,10 @@ from fp4adam import (
     NVFP4Quantizer,
     QuantizedTensor,
     Quantizer,
+    Recipe,
     backend,
     check_shards,
+    kept_weights,
     quantize_model,
 )
 from fp4adam.local_tensor import like, local
@@ -365,3 +367,32 @@ def count_collectives(rank: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_one_collective_per_step(world_size):
     run(count_collectives, world_size)
+
+
+def train_quantized_matmuls(rank: int) -> None:
+    for weights in FORMATS:
+        recipe = Recipe(weights, activations=True, gradients=True, emulate=True)
+        losses = []
+        for sharded in (True, False):
+            model = build(256, 128, recipe)
+            if sharded:
+                for layer in (model[0], model[2]):
+                    fully_shard(layer)
+                fully_shard(model)
+            optimizer = FP4Adam(model.parameters(), **OPTIONS)
+            x = torch.randn(20, 128, generator=torch.Generator().manual_seed(1)).to(home())
+            of_model = []
+            # A gathered weight is the same tensor at every step, with other values.
+            with kept_weights():
+                for _ in range(3):
+                    loss = (model(x) - x).pow(2).mean()
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    of_model.append(loss.detach())
+            losses.append(torch.stack(of_model))
+        assert torch.equal(*losses) and losses[0][-1] < losses[0][0]
+
+
+def test_gathered_weights_are_multiplied_as_whole_ones():
+    run(train_quantized_matmuls, 2)

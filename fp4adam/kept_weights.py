@@ -1,0 +1,47 @@
+"""What matmuls make of quantized weights, kept from one microbatch to the next."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fp4adam.quantized_tensor import QuantizedTensor
+
+# By weight: what it was when something was made of it, and by name what that is. A module's own
+# variable rather than a thread's, because backward passes run in threads of autograd.
+_kept: WeakTensorKeyDictionary | None = None
+
+
+@contextlib.contextmanager
+def kept_weights() -> Iterator[None]:
+    """Decode each weight once for all microbatches of a step, rather than for every matmul.
+
+    Around the microbatches of a step, or a whole training loop: what is kept is made again once
+    the weight has changed, by the optimizer or any other write to it, and freed at the end. A
+    dequantized weight takes 2 bytes per element in BF16 (4 in FP32), for as long as it is kept, on
+    top of the codes: as much as a BF16 model. Of weights that are multiplied natively, only what
+    they do not store is kept: transposed MXFP8 codes (1 byte per element), scales of Float8Block
+    (1/4096). Compiled graphs keep nothing, and neither do weights that FSDP2 gathers anew.
+    """
+    global _kept
+    before, _kept = _kept, WeakTensorKeyDictionary()
+    try:
+        yield
+    finally:
+        _kept = before
+
+
+def keep(weight: QuantizedTensor, name: object, make: Callable[[], Any]) -> Any:
+    """``make()``, or what it gave for this weight and name, if it is kept and still right."""
+    if _kept is None or torch.compiler.is_compiling():
+        return make()
+    state = (weight._version, weight._origin.writes, QuantizedTensor.storage_generation)
+    then, made = _kept.get(weight, (None, {}))
+    if then != state:
+        made = {}
+        _kept[weight] = state, made
+    if name not in made:
+        made[name] = make()
+    return made[name]

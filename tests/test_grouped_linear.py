@@ -1,0 +1,99 @@
+"""Stacks of expert weights: values, gradients, and a mixture of experts that trains."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp4adam import (
+    Float8BlockQuantizer,
+    FP4Adam,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Recipe,
+    grouped_linear,
+)
+
+EXPERTS, OUT, IN = 3, 64, 32
+every_format = pytest.mark.parametrize(
+    "quantizer", [NVFP4Quantizer(), MXFP8Quantizer(), Float8BlockQuantizer()]
+)
+
+
+def stack_in(quantizer) -> nn.Parameter:
+    torch.manual_seed(0)
+    return nn.Parameter(quantizer.quantize(torch.randn(EXPERTS, OUT, IN) / IN**0.5))
+
+
+def ends(*counts: int, device: str = "cpu") -> Tensor:
+    return torch.tensor(counts, device=device).cumsum(0).int()
+
+
+@every_format
+@pytest.mark.parametrize("counts", [(4, 0, 6), (16, 16, 16), (0, 0, 0)])
+def test_it_is_a_dense_layer_per_expert(quantizer, counts, device):
+    weight = nn.Parameter(stack_in(quantizer).detach().to(device))
+    dense = weight.dequantize(torch.bfloat16).detach().requires_grad_()
+    x, grad = (torch.randn(sum(counts), n, dtype=torch.bfloat16, device=device) for n in (IN, OUT))
+    twin = x.clone().requires_grad_()
+    x.requires_grad_()
+    y = grouped_linear(x, weight, ends(*counts, device=device))
+    groups = zip(twin.split(counts), dense.unbind(), strict=True)
+    expected = torch.cat([F.linear(tokens, of_expert) for tokens, of_expert in groups])
+    y.backward(grad)
+    expected.backward(grad)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(x.grad, twin.grad)
+    torch.testing.assert_close(weight.grad, dense.grad.float())
+
+
+@every_format
+def test_mixture_of_experts_trains(quantizer, device):
+    torch.manual_seed(0)
+    up = nn.Parameter(quantizer.quantize(torch.randn(EXPERTS, OUT, IN, device=device) / 6))
+    down = nn.Parameter(quantizer.quantize(torch.randn(EXPERTS, IN, OUT, device=device) / 8))
+    router = nn.Linear(IN, EXPERTS, device=device)
+    optimizer = FP4Adam([up, down, *router.parameters()], lr=1e-2)
+    x = torch.randn(96, IN, device=device)
+    target = torch.roll(x, 1, 1)
+    losses = []
+    for _ in range(30):
+        gate, expert = router(x).softmax(1).max(1)
+        order = expert.argsort(stable=True)
+        offsets = torch.bincount(expert, minlength=EXPERTS).cumsum(0).int()
+        with torch.autocast(device, torch.bfloat16):
+            hidden = grouped_linear(x[order], up, offsets).relu()
+            made = grouped_linear(hidden, down, offsets)
+        loss = F.mse_loss(made.float() * gate[order, None], target[order])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_compiles_in_one_graph():
+    torch._dynamo.reset()
+    weight, offsets = stack_in(NVFP4Quantizer()), ends(4, 0, 6)
+    compiled = torch.compile(grouped_linear, backend="aot_eager", fullgraph=True)
+    x = torch.randn(10, IN, dtype=torch.bfloat16)
+    y = compiled(x, weight, offsets)
+    assert torch.equal(y, grouped_linear(x, weight, offsets))
+    y.sum().backward()
+    assert weight.grad.shape == weight.shape
+
+
+def test_bad_input_is_refused():
+    weight, x = stack_in(NVFP4Quantizer()), torch.randn(10, IN)
+    with pytest.raises(ValueError, match=r"got \(2, 5, 32\) and \(3, 64, 32\); flatten"):
+        grouped_linear(x.view(2, 5, IN), weight, ends(4, 0, 6))
+    with pytest.raises(ValueError, match=r"one entry per expert, 3, got \(2,\)"):
+        grouped_linear(x, weight, ends(4, 6))
+    with pytest.raises(TypeError, match="offsets must be int32, got torch.int64"):
+        grouped_linear(x, weight, ends(4, 0, 6).long())
+    with pytest.raises(ValueError, match=r"multiples of 8 .* got \(12, 32\); pad"):
+        grouped_linear(x.bfloat16(), torch.randn(3, 12, IN), ends(4, 0, 6))
+    scaled = stack_in(Recipe("float8block", activations=True).quantizer)
+    with pytest.raises(NotImplementedError, match="quantized alone for grouped matmuls"):
+        grouped_linear(x, scaled, ends(4, 0, 6))
