@@ -1,8 +1,9 @@
-"""What step.py leaves behind: lines, JSON, CSV, a picture, and the table of the README.
+"""What step.py leaves behind: lines, JSON, CSV, pictures, and the table of the README.
 
     python benchmarks/report.py results.json [--model gpt] [--only TEXT[;TEXT]] [--png step.png]
 
-prints the results as Markdown, without a device and without torch.
+prints the results as Markdown, and draws step.png (times) and step_memory.png, without a device and
+without torch.
 """
 
 import argparse
@@ -41,6 +42,13 @@ COLUMNS = (
     Column("temporary_MiB", "temp MiB", "temporary, MiB", ".2f"),
 )
 COLORS = {"torch": "C0", "fp4adam": "C2", "unfused": "C3", "other packages": "C7"}
+# What memory goes to, the last only while a step runs.
+PARTS: dict[str, dict[str, Any]] = {
+    "weight": {"color": "C9"},
+    "gradient": {"color": "C8"},
+    "state (moments, masters)": {"color": "C1"},
+    "temporary, in a step": {"color": "white", "edgecolor": "C3", "hatch": "/////", "linewidth": 0},
+}
 
 
 def written(row: Row, column: Column) -> str:
@@ -82,8 +90,8 @@ def by_model(rows: list[Row]) -> dict[str, list[Row]]:
     }
 
 
-def write_plot(path: Path, about: dict[str, Any], rows: list[Row]) -> None:
-    """Draw the times as bars, grouped by kind, and the time of a copy of the same bytes in each."""
+def write_plots(path: Path, about: dict[str, Any], rows: list[Row]) -> None:
+    """Draw times to ``path`` and memory beside it, to the same name with ``_memory``."""
     try:
         from matplotlib.figure import Figure  # only here, so that measuring does without
     except ImportError:
@@ -92,31 +100,65 @@ def write_plot(path: Path, about: dict[str, Any], rows: list[Row]) -> None:
     models = by_model([row for row in rows if "error" not in row])
     if not models:
         return
-    heights = [len(members) + 2 for members in models.values()]
-    figure = Figure(figsize=(9, 0.27 * sum(heights) + 0.6), layout="constrained")
-    panels = figure.subplots(len(models), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for panel, (model, members) in zip(panels, models.items(), strict=True):
-        kinds = [kind for kind in COLORS if any(r["kind"] == kind for r in members)]
-        members = [row for kind in kinds for row in members if row["kind"] == kind]
-        places = range(len(members))
-        for kind in kinds:
-            at = [i for i in places if members[i]["kind"] == kind]
-            times = [members[i]["ms"] for i in at]
-            bars = panel.barh(at, times, color=COLORS[kind], label=kind)
-            panel.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
-        floors = [row["floor_ms"] for row in members]
-        panel.scatter(floors, places, marker="|", s=110, color="black", label="copy of these bytes")
-        panel.set_yticks(places, [row["name"] for row in members], fontsize=8)
-        panel.invert_yaxis()
-        panel.margins(x=0.1, y=0.01)
-        panel.spines[["top", "right"]].set_visible(False)
-        count = members[0]["parameters"] / 1e6
-        panel.set_title(f"{model}: {count:,.0f} M parameters", fontsize=9, loc="left")
-    panels[-1].set_xlabel("milliseconds per optimizer step")
-    panels[0].legend(fontsize=8)
     versions = about["versions"]
-    figure.suptitle(f"{about['device']}, torch {versions['torch']}, {about['date']}", fontsize=10)
-    figure.savefig(path, dpi=150)
+    heights = [len(members) + 2 for members in models.values()]
+    for target, draw, label in (
+        (path, _draw_times, "milliseconds per optimizer step"),
+        (path.with_stem(f"{path.stem}_memory"), _draw_memory, "bytes per parameter"),
+    ):
+        figure = Figure(figsize=(9, 0.27 * sum(heights) + 0.6), layout="constrained")
+        panels = figure.subplots(len(models), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for panel, (model, members) in zip(panels, models.items(), strict=True):
+            members = [row for kind in COLORS for row in members if row["kind"] == kind]
+            draw(panel, members)
+            panel.set_yticks(range(len(members)), [row["name"] for row in members], fontsize=8)
+            panel.invert_yaxis()
+            panel.margins(x=0.1, y=0.01)
+            panel.spines[["top", "right"]].set_visible(False)
+            count = members[0]["parameters"] / 1e6
+            panel.set_title(f"{model}: {count:,.0f} M parameters", fontsize=9, loc="left")
+        panels[-1].set_xlabel(label)
+        panels[0].legend(fontsize=8)
+        title = f"{about['device']}, torch {versions['torch']}, {about['date']}"
+        figure.suptitle(title, fontsize=10)
+        figure.savefig(target, dpi=150)
+
+
+def _draw_times(panel: Any, members: list[Row]) -> None:
+    """Bars in the colour of their kind, and the time of a copy of the same bytes in each."""
+    places = range(len(members))
+    for kind, color in COLORS.items():
+        at = [i for i in places if members[i]["kind"] == kind]
+        if at:
+            bars = panel.barh(at, [members[i]["ms"] for i in at], color=color, label=kind)
+            panel.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+    floors = [row["floor_ms"] for row in members]
+    panel.scatter(floors, places, marker="|", s=110, color="black", label="copy of these bytes")
+
+
+def _draw_memory(panel: Any, members: list[Row]) -> None:
+    """Stacked bars of what lives between steps, and of what a step allocates beyond it."""
+    parts = [memory(row) for row in members]
+    left = [0.0] * len(members)
+    for part, style in PARTS.items():
+        widths = [of[part] for of in parts]
+        bars = panel.barh(range(len(members)), widths, left=left, label=part, **style)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    texts = []
+    for of in parts:
+        *living, temporary = of.values()
+        extra = f" + {temporary:.2f}" if temporary >= 0.005 else ""
+        texts.append(f"{sum(living):.2f}{extra}")
+    panel.bar_label(bars, texts, padding=3, fontsize=8)
+
+
+def memory(row: Row) -> dict[str, float]:
+    """Bytes per parameter of each of ``PARTS``."""
+    weight = row["weight_bytes_per_param"]
+    gradient = 4 if weight == 4 else 2  # FP32 where the parameters are, else BF16: peers.py
+    temporary = row.get("temporary_MiB", 0) * 2**20 / row["parameters"]  # measured on a GPU only
+    sizes = (weight, gradient, row["state_bytes_per_param"], temporary)
+    return dict(zip(PARTS, sizes, strict=True))
 
 
 def markdown(about: dict[str, Any], rows: list[Row]) -> str:
@@ -153,7 +195,7 @@ def main() -> None:
     parser.add_argument("json", type=Path)
     parser.add_argument("--model", help="only this one")
     parser.add_argument("--only", default="", metavar="TEXT[;TEXT]", help="names that contain one")
-    parser.add_argument("--png", type=Path, help="draw the picture to this file too")
+    parser.add_argument("--png", type=Path, help="draw times to this file, memory beside it")
     args = parser.parse_args()
     content = json.loads(args.json.read_text())
     rows = [
@@ -164,7 +206,7 @@ def main() -> None:
     ]
     print(markdown(content["about"], rows))
     if args.png:
-        write_plot(args.png, content["about"], rows)
+        write_plots(args.png, content["about"], rows)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python benchmarks/step.py [--model gpt] [--device cuda] [--json results.json]
 
 Models and optimizers are those of peers.py. An optimizer that cannot run here says why in its row.
-With --json, the file is written anew after every row, and a .csv and a .png beside it at the end.
+With --json, the file is written anew after every row, and at the end a .csv and two pictures beside
+it, .png and _memory.png.
 README.md explains the columns.
 """
 
@@ -24,7 +25,7 @@ from unittest import mock
 
 import torch
 from peers import CONTESTANTS, MODELS, PACKAGES, SHORT_LIST, Contestant, Shape, model_shapes
-from report import header_line, result_line, write_csv, write_json, write_plot
+from report import header_line, result_line, write_csv, write_json, write_plots
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -296,7 +297,7 @@ def main() -> None:
                 write_json(args.json, about, rows)
     if args.json:
         write_csv(args.json.with_suffix(".csv"), rows)
-        write_plot(args.json.with_suffix(".png"), about, rows)
+        write_plots(args.json.with_suffix(".png"), about, rows)
 
 
 if __name__ == "__main__":

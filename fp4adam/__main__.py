@@ -6,16 +6,26 @@ import torch
 
 import fp4adam
 from fp4adam import backend
+from fp4adam.matmul import REQUIREMENTS
+from fp4adam.quantizer import Quantizer
 
-FORMATS = ("NVFP4", "MXFP8", "Float8Block")
-PARTS = ("fused step", "quantize, dequantize", "matmul")
-WHY = {
-    "native": "Triton kernels",
-    "emulated": "plain torch operators, with the bits of the kernels: they need a CUDA device",
-    "missing": "the kernels of CUDA devices need Triton 3.6 or newer: pip install triton",
-    "dequantized": "weights are decoded to the dtype of the activations for torch's own matmul, as "
-    "no block-scaled GEMM is used yet",
+FORMATS: dict[str, type[Quantizer]] = {
+    "NVFP4": fp4adam.NVFP4Quantizer,
+    "MXFP8": fp4adam.MXFP8Quantizer,
+    "Float8Block": fp4adam.Float8BlockQuantizer,
 }
+PARTS = ("fused step", "quantize, dequantize", "weight-only matmul", "quantized matmul")
+WHY = {
+    "native": "Triton kernels, and torch.nn.functional.scaled_mm for quantized matmuls",
+    "emulated": "plain torch operators, as kernels need a CUDA device; steps and codes have their "
+    "bits, sums of matmuls another order",
+    "missing": "the kernels of CUDA devices need Triton 3.6 or newer: pip install triton",
+    "dequantized": "weights are decoded to the dtype of the activations for torch's own matmul",
+}
+RECIPE = (
+    "quantized matmul: what Recipe(..., activations=True, gradients=True) takes; with emulate=True "
+    "it is emulated on any device"
+)
 
 
 def main() -> None:
@@ -26,10 +36,11 @@ def main() -> None:
 def report() -> str:
     """Versions, devices, and a table of formats and parts per device; computes nothing."""
     triton, problem = _triton()
-    devices = [(torch.device("cpu"), f"{platform.machine()}, {torch.get_num_threads()} threads")]
+    threads = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    devices = [(torch.device("cpu"), threads, (0, 0))]
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
-            devices.append((torch.device("cuda", i), _describe(i)))
+            devices.append((torch.device("cuda", i), *_describe(i)))
     lines = [
         f"fp4adam {fp4adam.__version__}, torch {torch.__version__}, triton {triton}, "
         f"Python {platform.python_version()}, CUDA {torch.version.cuda or 'none'}"
@@ -39,21 +50,27 @@ def report() -> str:
     if len(devices) == 1:
         lines.append(f"no CUDA device: {_why_no_cuda()}")
     met: set[str] = set()
-    for device, description in devices:
-        cells = support(device, has_triton=not problem)
-        met.update(cells)
+    for device, description, capability in devices:
         lines += ["", f"{device}: {description}", _row("", PARTS)]
-        lines += [_row(name, cells) for name in FORMATS]
-    lines += ["", *(f"{word}: {why}" for word, why in WHY.items() if word in met)]
+        for name, quantizer in FORMATS.items():
+            cells = support(quantizer, device, capability, has_triton=not problem)
+            met.update(cells)
+            lines.append(_row(name, cells))
+    lines += ["", *(f"{word}: {why}" for word, why in WHY.items() if word in met), RECIPE]
     return "\n".join(lines)
 
 
-def support(device: torch.device, has_triton: bool) -> tuple[str, str, str]:
-    """What takes the place of each of ``PARTS`` on a device, the same for all formats."""
+def support(
+    quantizer: type[Quantizer], device: torch.device, capability: tuple[int, int], has_triton: bool
+) -> tuple[str, ...]:
+    """What takes the place of each of ``PARTS`` for a format on a device."""
     cast = "emulated"
     if backend.uses_kernels(device):
         cast = "native" if has_triton else "missing"
-    return cast, cast, "dequantized"
+    matmul, needed = cast, REQUIREMENTS[quantizer]
+    if backend.uses_kernels(device) and not needed.is_met_by(capability):
+        matmul = f"missing: needs capability {needed.capabilities}"
+    return cast, cast, "missing" if cast == "missing" else "dequantized", matmul
 
 
 def _row(name: str, cells: tuple[str, ...]) -> str:
@@ -69,9 +86,11 @@ def _triton() -> tuple[str, str]:
     return triton.__version__, ""
 
 
-def _describe(i: int) -> str:
+def _describe(i: int) -> tuple[str, tuple[int, int]]:
     gpu = torch.cuda.get_device_properties(i)
-    return f"{gpu.name}, capability {gpu.major}.{gpu.minor}, {gpu.total_memory / 2**30:.1f} GiB"
+    gib = gpu.total_memory / 2**30
+    description = f"{gpu.name}, capability {gpu.major}.{gpu.minor}, {gib:.1f} GiB"
+    return description, (gpu.major, gpu.minor)
 
 
 def _why_no_cuda() -> str:

@@ -39,6 +39,17 @@ class Requirement(NamedTuple):
     is_only: bool
     multiple: int
 
+    def is_met_by(self, capability: tuple[int, int]) -> bool:
+        """Whether GPUs of this compute capability have these products."""
+        is_later = capability > self.capability and not self.is_only
+        return capability == self.capability or is_later
+
+    @property
+    def capabilities(self) -> str:
+        """In words: "9.0", or "10.0 or later"."""
+        first = ".".join(map(str, self.capability))
+        return first if self.is_only else f"{first} or later"
+
 
 REQUIREMENTS: dict[type[Quantizer], Requirement] = {
     # cuBLAS has 128x128 blocks for compute capability 9.0 alone, from CUDA 12.9 on.
@@ -93,12 +104,11 @@ def runs_natively(quantizer: Quantizer, device: torch.device) -> bool:
         return False
     needed = REQUIREMENTS[type(quantizer)]
     found = _capability(device)
-    if found == needed.capability or (found > needed.capability and not needed.is_only):
+    if needed.is_met_by(found):
         return True
     name = quantizer.tensor_class.__name__.removesuffix("Tensor")
     raise RuntimeError(
-        f"matmuls of {name} operands need CUDA compute capability "
-        f"{'.'.join(map(str, needed.capability))}{'' if needed.is_only else ' or later'}, got "
+        f"matmuls of {name} operands need CUDA compute capability {needed.capabilities}, got "
         f"{'.'.join(map(str, found))} ({device}); quantize the weights alone with "
         "Recipe(weights), or set emulate=True"
     )

@@ -133,7 +133,21 @@ def test_files(measured):
     assert [line["name"] for line in lines] == [row["name"] for row in content["results"]]
     assert float(lines[0]["ms"]) == content["results"][0]["ms"]
     if importlib.util.find_spec("matplotlib") is not None:
-        assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+        for name in ("step.png", "step_memory.png"):
+            assert path.with_name(name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_memory_of_the_picture():
+    spec = importlib.util.spec_from_file_location("report", BENCHMARKS / "report.py")
+    report = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(report)
+    rows = json.loads((BENCHMARKS / "h200" / "step.json").read_text())["results"]
+    for row in [r for r in rows if r["model"] == "gpt" and "error" not in r]:
+        weight, gradient, state, temporary = report.memory(row).values()
+        # What the GPU had allocated: that, and tables.
+        steady = row["steady_MiB"] * 2**20 / row["parameters"]
+        assert weight + gradient + state == pytest.approx(steady, abs=0.05)
+        assert temporary == pytest.approx(4 if row["kind"] == "unfused" else 0, abs=0.2)
 
 
 def test_markdown(measured):

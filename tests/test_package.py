@@ -48,24 +48,38 @@ def test_report_runs_without_triton_and_without_a_gpu():
             [sys.executable, *command], check=True, capture_output=True, text=True
         )
         assert done.stdout.startswith(f"fp4adam {fp4adam.__version__}, torch {torch.__version__}")
-        assert re.search(r"cpu: .*Float8Block +emulated +emulated +deq", done.stdout, re.DOTALL)
+        assert re.search(
+            r"cpu: .*Float8Block +emulated +emulated +deq\w+ +emul", done.stdout, re.DOTALL
+        )
     assert "triton missing" in done.stdout and "could not be imported" in done.stdout
 
 
 @pytest.mark.parametrize(
     ("problem", "word"), [("", "native"), ("no module named 'triton'", "missing")]
 )
-def test_report_of_a_gpu(problem, word, monkeypatch):
-    gpu = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=141 * 2**30)
+@pytest.mark.parametrize(
+    ("capability", "float8_block", "others"),
+    [
+        ((8, 9), "9.0", "10.0 or later"),
+        ((9, 0), None, "10.0 or later"),
+        ((10, 0), "9.0", None),
+        ((12, 0), "9.0", None),
+    ],
+)
+def test_report_of_a_gpu(problem, word, capability, float8_block, others, monkeypatch):
+    major, minor = capability
+    gpu = SimpleNamespace(name="NVIDIA X", major=major, minor=minor, total_memory=141 * 2**30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: gpu)
     monkeypatch.setattr(__main__, "_triton", lambda: ("3.7.1", problem))
     of_cpu, of_gpu = __main__.report().split("cuda:0: ")
-    assert of_gpu.startswith("NVIDIA H200, capability 9.0, 141.0 GiB\n")
-    for name in ("NVFP4", "MXFP8", "Float8Block"):
-        assert re.search(rf"{name} +{word} +{word} +dequantized\n", of_gpu)
-        assert re.search(rf"{name} +emulated +emulated +dequantized\n", of_cpu)
+    assert of_gpu.startswith(f"NVIDIA X, capability {major}.{minor}, 141.0 GiB\n")
+    weight_only = "missing" if problem else "dequantized"
+    for name, needed in (("NVFP4", others), ("MXFP8", others), ("Float8Block", float8_block)):
+        matmul = f"missing: needs capability {needed}" if needed else word
+        assert re.search(rf"{name} +{word} +{word} +{weight_only} +{matmul}\n", of_gpu)
+        assert re.search(rf"{name} +emulated +emulated +dequantized +emulated\n", of_cpu)
     # A line says why for each of the words.
     assert all(f"\n{why}: " in of_gpu for why in (word, "emulated", "dequantized"))
 
