@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
@@ -459,7 +461,7 @@ def export_shards(rank: int, folder: str) -> None:
     for is_sharded in (False, True):
         model = build("nvfp4", dtype=torch.float32)
         if is_sharded:
-            fully_shard(model)
+            fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         optimizer = FP4Adam(model.parameters(), lr=1e-2)
         name = "sharded" if is_sharded else f"whole{rank}"
         export_masters(model, optimizer, f"{folder}/{name}-before")
