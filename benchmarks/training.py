@@ -78,7 +78,7 @@ def gpu_times(training: Training, batches: list[Batch]) -> Row:
 
 
 def step_memory(training: Training, batches: list[Batch]) -> tuple[int, int, int]:
-    """Bytes allocated between steps, beyond them by gradients, and by a step at its peak."""
+    """Bytes allocated between steps, and beyond these by gradients, and by a step at its peak."""
     training.step(*batches)  # compiles, and makes what stays
     torch.cuda.synchronize()
     steady = torch.cuda.memory_allocated()
@@ -92,7 +92,7 @@ def step_memory(training: Training, batches: list[Batch]) -> tuple[int, int, int
 
 
 def memory(training: Training, args: argparse.Namespace, before: int, n_params: int) -> Row:
-    """What is allocated, by two numbers of sequences apart: the line through their peaks."""
+    """What is allocated; a step's part as a line through its peaks at two numbers of sequences."""
     sizes = args.batch, args.batch // 2
     all_batches = [microbatches(training, size, args.accumulate) for size in sizes]
     (steady, gradients, peak), (_, _, less) = (step_memory(training, b) for b in all_batches)
@@ -147,7 +147,7 @@ def measure(contestant: Contestant, args: argparse.Namespace, row: Row) -> None:
     samples = clock.samples(lambda: training.step(*batches), args.repeats)
     row["ms"] = statistics.median(samples)
     row["ms_min"], row["ms_max"] = min(samples), max(samples)
-    row["tokens_per_second"] = sum(len(x.flatten()) for x, _ in batches) / row["ms"] * 1e3
+    row["tokens_per_second"] = sum(x.numel() for x, _ in batches) / row["ms"] * 1e3
     if clock.cuda:
         row |= memory(training, args, before, n_params)
         row |= gpu_times(training, batches)
