@@ -27,6 +27,13 @@ TIMES = (
 )  # fmt: skip
 
 
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def run(program, *options, path=(), processes=None):
     places = os.pathsep.join(map(str, (*path, *sys.path)))
     environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
@@ -150,9 +157,7 @@ def test_markdown(measured):
 
 def test_tiles_of_the_preview_are_counted(monkeypatch):
     pytest.importorskip("triton")
-    spec = importlib.util.spec_from_file_location("preview", BENCHMARKS / "preview.py")
-    preview = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(preview)
+    preview = load("preview")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
     value = torch.full((64, 128), 0.01, device=device)
@@ -241,3 +246,69 @@ def test_layers_and_what_they_are_made_of(tmp_path):
         if row["name"].endswith("native"):
             # A CPU emulates, twice the same.
             assert row["error_y"] == row["error_dx"] == row["error_dw"] == 0
+
+
+def test_training_steps(tmp_path):
+    path = tmp_path / "new" / "training.json"
+    options = ["--device", "cpu", "--layers", 1, "--accumulate", 2, "--checkpoint"]
+    run("training.py", *options, "--only", "torch;FusedAdam;NVFP4", "--json", path)
+    rows = {row["name"]: row for row in json.loads(path.read_text())["results"]}
+    linear = [(384, 128), (128, 128), (384, 128), (384, 128), (128, 384)]
+    high_precision = 2 * 256 * 128 + 3 * 128
+    numel = sum(m * n for m, n in linear) + high_precision
+    nvfp4 = sum(weight_bytes("NVFP4", m, n) for m, n in linear) + 2 * high_precision
+    expected = {
+        "torch AdamW fused, FP32, BF16 autocast": (4 * numel, 8),
+        "torch AdamW fused, BF16 (no masters)": (2 * numel, 4),
+        "FusedAdam, BF16 + FP32 masters": (2 * numel, 12),
+        "FP4Adam, NVFP4": (nvfp4, 12),
+        "FP4Adam, NVFP4, kept": (nvfp4, 12),
+    }
+    for name, (weights, states) in expected.items():
+        row = rows[name]
+        assert row["parameters"] == numel
+        assert row["weight_B"] * numel == pytest.approx(weights, rel=1e-12)
+        assert row["state_B"] == states
+        assert row["ms_min"] <= row["ms"] <= row["ms_max"]
+        assert row["tokens_per_second"] * row["ms"] == pytest.approx(2 * 2 * 128 * 1e3)
+        assert not {"steady_B", "gpu_ms"} & row.keys()  # on a GPU only
+    assert rows.keys() - expected.keys() == {"FP4Adam, NVFP4, quantized matmuls"}
+    assert "ms" in rows["FP4Adam, NVFP4, quantized matmuls"]  # emulated on a CPU
+    out = run("training_report.py", path)
+    assert "1 layers of 128, 2 x 256 tokens, eager, checkpointed | training step, ms |" in out
+    assert f"| FP4Adam, NVFP4 | {nvfp4 / numel:.2f} | 12.00 | - |" in out
+
+
+def test_rows_that_would_not_be_what_they_say_are_not_measured(tmp_path):
+    path = tmp_path / "training.json"
+    run("training.py", "--device", "cpu", "--compile", "--only", "MXFP8, kept", "--json", path)
+    (row,) = json.loads(path.read_text())["results"]
+    assert row == {"name": "FP4Adam, MXFP8, kept", "error": "compiled graphs keep no weights"}
+    assert f"- {row['name']}: not measured ({row['error']})" in run("training_report.py", path)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("_dequantize_kernel", "dequantize"),
+        ("_dequantize_words_kernel", "dequantize"),
+        ("_quantize_kernel", "operand"),
+        ("_quantize_vectors_kernel", "operand"),
+        ("_amax_kernel", "operand"),
+        ("_transpose_kernel", "operand"),
+        ("_swizzle_kernel", "operand"),
+        ("_adam_step_kernel", "other"),
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "matmul"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int>", "matmul"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16>", "matmul"),
+        ("void pytorch_flash::flash_fwd_kernel<cutlass::bfloat16_t>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma", "attention"),
+        ("triton_poi_fused__scaled_dot_product_flash_attention_transpose_0", "other"),
+        ("void at::native::vectorized_elementwise_kernel<4>", "other"),
+    ],
+)
+def test_kinds_of_kernels(kernel, kind):
+    assert load("kernel_kinds").kind_of(kernel) == kind
+    if kernel.startswith("_"):
+        sources = (path.read_text() for path in (ROOT / "kernels").glob("*.py"))
+        assert any(f"def {kernel}(" in source for source in sources)
