@@ -239,6 +239,7 @@ def load_checkpoint(run: Run, args: argparse.Namespace) -> None:
 
 def summarize(run: Run, args: argparse.Namespace) -> Result:
     """The numbers of a finished run; the final training loss is the mean of the last tenth."""
+    device = torch.device(args.device)
     params = list(run.optimizer.state)  # the model's own can be gathered after a forward pass
     count = sum(p.numel() for p in params)
     states = [value for state in run.optimizer.state.values() for value in state.values()]
@@ -249,9 +250,9 @@ def summarize(run: Run, args: argparse.Namespace) -> Result:
         "final_train_loss": statistics.fmean(run.train_loss[-max(1, args.steps // 10) :]),
         "final_validation_loss": run.validation_loss[run.step],
         "tokens_per_second": tokens_per_second(args, run.seconds),
-        "peak_memory_bytes": peak_memory(torch.device(args.device)),
-        "weight_bytes_per_parameter": stored_bytes(params) / count,
-        "optimizer_bytes_per_parameter": stored_bytes(states) / count,
+        "peak_memory_bytes": peak_memory(device),
+        "weight_bytes_per_parameter": stored_bytes(params, device) / count,
+        "optimizer_bytes_per_parameter": stored_bytes(states, device) / count,
         "train_loss": run.train_loss,
         "validation_loss": run.validation_loss,
     }

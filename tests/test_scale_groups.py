@@ -5,11 +5,9 @@ import io
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fp4adam import (
@@ -24,7 +22,7 @@ from fp4adam import (
 )
 from fp4adam.kernels import _launch
 from fp4adam.local_tensor import like, local
-from ranks import run_ranks
+from ranks import all_ranks, home, run_ranks
 
 COLS = 32
 ROWS = {"q_proj": 32, "k_proj": 16, "v_proj": 16, "o_proj": 16}
@@ -362,9 +360,9 @@ def test_a_part_of_a_group_is_refused_before_anything_changes():
 
 
 def step_sharded(rank, by_kernels, rows):
-    device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+    device = home()
     whole, sharded = (make_model(device, rows=rows) for _ in range(2))
-    fully_shard(sharded, mesh=init_device_mesh(device, (2,)))
+    fully_shard(sharded, mesh=all_ranks())
     expected = FP4Adam(whole.parameters(), **OPTIONS)
     optimizer = FP4Adam(sharded.parameters(), **OPTIONS)
     for step, without in enumerate([(), (), FUSED[1:]]):
