@@ -16,6 +16,7 @@ import shlex
 import statistics
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -187,8 +188,8 @@ def main() -> None:
         release()
         try:
             row = measure(contestant, args)
-        except RuntimeError as error:  # no such matmul on this device, no memory, no finite loss
-            print(f"{contestant.name:24s}  {error}", flush=True)
+        except Exception:  # also of compilers: no such matmul on this device, no memory
+            traceback.print_exc()
             failed.append(contestant.name)
             continue
         add_run(own.out, row | {"about": about})
