@@ -205,7 +205,7 @@ def test_resuming_on_any_number_of_processes(processes, name, on_two_processes, 
     assert actual == pytest.approx(expected, rel=0 if processes == 2 else 1e-3)
 
 
-def test_batch_that_does_not_divide_is_refused(tmp_path, capsys, monkeypatch):
+def test_what_several_processes_cannot_do_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command_line, "world_size", lambda: 3)
     with pytest.raises(SystemExit):
         run(tmp_path, "--steps", 1)
@@ -213,6 +213,9 @@ def test_batch_that_does_not_divide_is_refused(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         run(tmp_path, "--batch", 6, "--device", "cuda:1")
     assert "--device must be cpu or cuda under torchrun, got cuda:1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(tmp_path, "--batch", 6, "--matmul", "kept")
+    assert "--matmul kept needs one process, got 3: weights" in capsys.readouterr().err
 
 
 def test_compare_writes_numbers_and_curves(tmp_path, capsys):
