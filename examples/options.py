@@ -72,7 +72,8 @@ def checkpoint(text: str) -> str:
 def build_parser() -> argparse.ArgumentParser:
     """All options; None stands for the value that --size or --steps implies."""
     parser = argparse.ArgumentParser(
-        description="Trains a GPT with quantized weights, on the source code of Python itself."
+        description="Trains a GPT with quantized weights, on the source code of Python itself or "
+        "other --text."
     )
     gpu = torch.cuda.is_available()
     what = parser.add_argument_group("what to train").add_argument

@@ -1,4 +1,4 @@
-"""Text to train on, as bytes: Python's standard library, which every machine has, or any folders."""
+"""Text to train on, as bytes: the standard library, which every machine has, or any folders."""
 
 import functools
 import sysconfig

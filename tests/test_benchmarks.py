@@ -1,5 +1,6 @@
 """The programs in benchmarks/: every optimizer is measured, and what must move is counted right."""
 
+import copy
 import csv
 import importlib.util
 import json
@@ -248,6 +249,7 @@ def test_layers_and_what_they_are_made_of(tmp_path):
             assert row["error_y"] == row["error_dx"] == row["error_dw"] == 0
 
 
+<<<<<<< HEAD
 def test_training_steps(tmp_path):
     path = tmp_path / "new" / "training.json"
     options = ["--device", "cpu", "--layers", 1, "--accumulate", 2, "--checkpoint"]
@@ -312,3 +314,59 @@ def test_kinds_of_kernels(kernel, kind):
     if kernel.startswith("_"):
         sources = (path.read_text() for path in (ROOT / "kernels").glob("*.py"))
         assert any(f"def {kernel}(" in source for source in sources)
+=======
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A file of four runs, of which one was trained twice."""
+    path = tmp_path_factory.mktemp("numerics") / "new" / "numerics.json"
+    small = (
+        "--device cpu --layers 1 --heads 2 --dim 64 --context 32 --batch 4 --tokens 5120".split()
+    )
+    for only in ("AdamW;NVFP4 2D", "NVFP4 2D;masters"):
+        run("numerics.py", *small, "--lr", 4e-3, "--only", only, "--out", path)
+    return path, json.loads(path.read_text())
+
+
+def test_losses_beside_bf16(trained):
+    runs = trained[1]["runs"]
+    names = ["BF16 + AdamW, seed 0", "BF16 + AdamW, seed 1", "NVFP4 2D", "NVFP4 without masters"]
+    assert [run["name"] for run in runs] == names
+    for trained_run in runs:
+        losses = trained_run["train_loss"]
+        assert len(losses) == 40
+        assert losses[-1] < losses[0] - 1
+        assert [*trained_run["validation_loss"]] == [str(step) for step in range(2, 41, 2)]
+        # Means over the same text, of a quarter of it and of all.
+        first = sum(trained_run["last_validation_losses"][:16]) / 16
+        assert trained_run["validation_loss"]["40"] == pytest.approx(first)
+    # Seeds differ from the start; masters have been forgotten after the first step.
+    seed_0, seed_1, nvfp4, without_masters = (run["train_loss"] for run in runs)
+    assert seed_0[0] != seed_1[0]
+    assert nvfp4[0] == without_masters[0] and nvfp4[2:] != without_masters[2:]
+
+
+def test_table_and_picture_of_losses(trained, tmp_path):
+    picture = ("--png", tmp_path / "numerics.png") if importlib.util.find_spec("matplotlib") else ()
+    path, content = trained
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, part in zip(files, (slice(1), slice(1, None)), strict=True):
+        file.write_text(json.dumps({"runs": content["runs"][part]}))
+    out = run("numerics_report.py", *files, *picture)
+    assert out == run("numerics_report.py", path)
+    held_out = [sum(run["last_validation_losses"]) / 64 for run in content["runs"]]
+    line = next(line for line in out.splitlines() if line.startswith("| NVFP4 2D | "))
+    gap = held_out[2] - (held_out[0] + held_out[1]) / 2
+    assert f"| {held_out[2]:.4f} | {gap:+.4f} ± " in line
+    assert f"two seeds: {abs(held_out[0] - held_out[1]):.4f} nats" in out
+    assert not picture or picture[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_losses_of_other_settings_are_not_compared(trained, tmp_path):
+    path, content = trained
+    other = content["runs"][2]
+    other = other | {"about": copy.deepcopy(other["about"])}
+    other["about"]["settings"]["batch"] = 8
+    (tmp_path / "other.json").write_text(json.dumps({"runs": [other]}))
+    with pytest.raises(AssertionError, match="must have the batch of BF16 .* 4, got 8 of NVFP4 2D"):
+        run("numerics_report.py", path, tmp_path / "other.json")
+>>>>>>> training
