@@ -249,7 +249,6 @@ def test_layers_and_what_they_are_made_of(tmp_path):
             assert row["error_y"] == row["error_dx"] == row["error_dw"] == 0
 
 
-<<<<<<< HEAD
 def test_training_steps(tmp_path):
     path = tmp_path / "new" / "training.json"
     options = ["--device", "cpu", "--layers", 1, "--accumulate", 2, "--checkpoint"]
@@ -314,7 +313,8 @@ def test_kinds_of_kernels(kernel, kind):
     if kernel.startswith("_"):
         sources = (path.read_text() for path in (ROOT / "kernels").glob("*.py"))
         assert any(f"def {kernel}(" in source for source in sources)
-=======
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A file of four runs, of which one was trained twice."""
@@ -369,4 +369,3 @@ def test_losses_of_other_settings_are_not_compared(trained, tmp_path):
     (tmp_path / "other.json").write_text(json.dumps({"runs": [other]}))
     with pytest.raises(AssertionError, match="must have the batch of BF16 .* 4, got 8 of NVFP4 2D"):
         run("numerics_report.py", path, tmp_path / "other.json")
->>>>>>> training
