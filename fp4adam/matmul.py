@@ -1,5 +1,7 @@
 """Matmuls whose two operands are quantized: what they are made of, and where which one runs.
 
+Those of a stack of weights, each for its own tokens, are in ``grouped_matmul.py``.
+
 Every product is ``a @ b.T`` of two :class:`Operand`: forward x [tokens, K] with W [N, K]; input
 gradient dy [tokens, N] with W^T [K, N]; weight gradient dy^T [N, tokens] with x^T [K, tokens].
 """

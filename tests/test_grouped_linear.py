@@ -48,6 +48,16 @@ def test_it_is_a_dense_layer_per_expert(quantizer, counts, device):
     torch.testing.assert_close(weight.grad, dense.grad.float())
 
 
+def test_gradients_may_lie_in_any_way():
+    weight, x = stack_in(NVFP4Quantizer()), torch.randn(10, IN, requires_grad=True)
+    # The gradient of a sum is one number with strides of zero, which torch's grouped_mm refuses.
+    grouped_linear(x, weight, ends(4, 0, 6)).sum().backward()
+    dense = weight.dequantize().detach().sum(1)
+    torch.testing.assert_close(
+        x.grad, torch.cat([dense[:1].expand(4, -1), dense[2:].expand(6, -1)])
+    )
+
+
 @pytest.mark.parametrize(
     "recipe",
     ["nvfp4", "mxfp8", "float8block"]
