@@ -26,7 +26,7 @@ from fp4adam import (
 from fp4adam.grouped_linear import _ScaledGroupedLinear
 from waits import refusing_waits
 
-EXPERTS, OUT, IN = 3, 256, 128
+EXPERTS, OUT, IN = 3, 128, 256
 # What activations and gradients are quantized by.
 FORMATS = {"mxfp8": MXFP8Quantizer(), "nvfp4": NVFP4Quantizer(two_dimensional=False)}
 BLOCK = {"mxfp8": 32, "nvfp4": 16}
@@ -121,7 +121,7 @@ def test_each_expert_has_tiles_of_its_own(weights):
 
 @every_format
 def test_kernels_make_the_operands_of_the_torch_path(weights, monkeypatch, device):
-    quantizer, offsets, x = both(weights).quantizer, ends(4, 0, 66), randn(70, 128)
+    quantizer, offsets, x = both(weights).quantizer, ends(4, 0, 66), randn(70, IN)
     stack = stack_in(both(weights))
     expected = matmul.quantize(x, quantizer, True, offsets=offsets)[:1]
     expected += [grouped_matmul.stack_operand(stack, use) for use in ("rowwise", "columnwise")]
