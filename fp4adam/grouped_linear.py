@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from fp4adam import grouped_matmul
 from fp4adam.linear import dequantized
-from fp4adam.matmul import has_quantized_operands, quantize
+from fp4adam.matmul import has_quantized_operands, quantize, without_padding
 from fp4adam.quantized_tensor import Dequantize, QuantizedTensor
 
 
@@ -83,7 +83,7 @@ def _product(
     tokens, _ = quantize(x, weight.quantizer, rowwise=True, offsets=offsets)
     stack = grouped_matmul.stack_operand(weight, usage)
     y = grouped_matmul.grouped_matmul(tokens, stack, offsets, x.dtype, native)
-    return y.narrow(0, 0, x.shape[0])
+    return without_padding(y, (x.shape[0], stack.codes.shape[1]))
 
 
 def grouped_linear(input: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

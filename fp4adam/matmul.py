@@ -7,6 +7,7 @@ gradient dy [tokens, N] with W^T [K, N]; weight gradient dy^T [N, tokens] with x
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -310,6 +311,16 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, native: bool) -> Tensor:
         return scaled_mm(a, b, dtype)
     run = _emulated if runs_eagerly(a.codes) else _emulated_op
     return run(*a, *b, dtype)
+
+
+def without_padding(product: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The first rows of a new product in its memory, as ``shape``.
+
+    It is no view to autograd, which lets nobody write in place to a view that a function returns.
+    """
+    rows = math.prod(shape[:-1])
+    first, _ = torch.unsafe_split_with_sizes(product, (rows, product.shape[0] - rows))
+    return torch.ops.aten._unsafe_view(first, shape)
 
 
 def scaled_mm(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:

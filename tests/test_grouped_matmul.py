@@ -277,6 +277,13 @@ def test_compiles_in_one_graph_for_any_offsets(weights):
     assert counter.frame_count == 1
 
 
+def test_output_may_be_written_in_place():
+    stack, (x, twin) = stack_in(both("mxfp8")), (randn(10, IN).requires_grad_() for _ in range(2))
+    grouped_linear(x, stack, ends(4, 0, 6)).relu_().sum().backward()
+    grouped_linear(twin, stack, ends(4, 0, 6)).relu().sum().backward()
+    assert torch.equal(x.grad, twin.grad)
+
+
 def test_activation_checkpointing_and_autocast():
     stack, offsets = stack_in(both("nvfp4")), ends(4, 0, 6)
     twin = copy.deepcopy(stack)

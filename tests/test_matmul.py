@@ -201,6 +201,16 @@ def test_what_cannot_be_multiplied_is_refused():
         grad.sum().backward()
 
 
+@pytest.mark.parametrize("shape", [(5, IN), (2, 64, IN)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_output_may_be_written_in_place(shape, bias):
+    layer = layer_in(Recipe("float8block", activations=True, gradients=True), bias)
+    x, twin = (randn(*shape).requires_grad_() for _ in range(2))
+    layer(x).relu_().sum().backward()
+    layer(twin).relu().sum().backward()
+    assert torch.equal(x.grad, twin.grad)
+
+
 def test_no_tokens_give_no_output():
     layer = layer_in(Recipe("float8block", activations=True, gradients=True), bias=True)
     x = randn(2, 0, IN).requires_grad_()
