@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from fp4adam import (
+    FP4Adam,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Recipe,
@@ -24,6 +26,7 @@ from fp4adam import (
     unswizzle_scales,
 )
 from fp4adam.grouped_linear import _ScaledGroupedLinear
+from ranks import run_ranks
 from waits import refusing_waits
 
 EXPERTS, OUT, IN = 3, 128, 256
@@ -313,3 +316,25 @@ def test_operands_of_a_stack_are_kept(weights, monkeypatch):
             stack.quantize_(randn(EXPERTS, OUT, IN))
         grouped_linear(x, stack, ends(4, 0, 6))
     assert made == ["rowwise", "columnwise", "rowwise"]
+
+
+def train_shards(rank: int) -> None:
+    for weights in FORMATS:
+        losses = []
+        for sharded in (True, False):
+            experts = Experts(weights)
+            if sharded:
+                fully_shard(experts)
+            optimizer = FP4Adam(experts.parameters(), lr=1e-2)
+            x = randn(20, IN)
+            for _ in range(2):
+                loss = (experts(x, ends(4, 0, 16)) - x[:, :OUT]).pow(2).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        assert losses[:2] == losses[2:] and losses[1] < losses[0]
+
+
+def test_gathered_stacks_are_multiplied_as_whole_ones():
+    run_ranks(train_shards, 2)
