@@ -109,7 +109,8 @@ def grouped_linear(input: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
             of 128 where operands are quantized.
         TypeError: If ``offsets`` is not int32, or quantized operands are not bfloat16 on a GPU.
         RuntimeError: If the recipe wants matmuls that the GPU does not have.
-        NotImplementedError: If it wants matmuls of Float8Block operands, which torch does not have.
+        NotImplementedError: If it wants matmuls of Float8Block operands, which torch does not have,
+            or torch was built without those of the others (MSLK).
     """
     if weight.dim() != 3 or input.dim() != 2 or input.shape[1] != weight.shape[2]:
         raise ValueError(

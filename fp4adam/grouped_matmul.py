@@ -145,8 +145,8 @@ def _(
 
 def scaled_grouped_mm(tokens: Operand, stack: Operand, offsets: Tensor) -> Tensor:
     """The same in bfloat16 as ``torch.nn.functional.scaled_grouped_mm`` does it."""
-    parts = zip(matmul.for_torch(tokens), matmul.for_torch(stack), strict=True)
-    codes, scales, recipes, swizzles = parts
+    operands = matmul.for_torch(tokens), matmul.for_torch(stack)
+    codes, scales, recipes, swizzles = zip(*operands, strict=True)
     return F.scaled_grouped_mm(
         codes[0],
         codes[1].transpose(1, 2),

@@ -107,15 +107,12 @@ def runs_natively(quantizer: Quantizer, device: torch.device, grouped: bool = Fa
         wanted = f"{'.'.join(map(str, needed.capability))}{'' if needed.is_only else ' or later'}"
     if fits:
         return True
+    name = quantizer.tensor_class.__name__.removesuffix("Tensor")
     raise RuntimeError(
-        f"{'grouped ' * grouped}matmuls of {_name(quantizer)} operands need CUDA compute "
+        f"{'grouped ' * grouped}matmuls of {name} operands need CUDA compute "
         f"capability {wanted}, got {'.'.join(map(str, found))} ({device}); quantize the weights "
         "alone with Recipe(weights), or set emulate=True"
     )
-
-
-def _name(quantizer: Quantizer) -> str:
-    return quantizer.tensor_class.__name__.removesuffix("Tensor")
 
 
 _cached_capability = functools.lru_cache(torch.cuda.get_device_capability)
