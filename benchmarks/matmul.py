@@ -6,8 +6,9 @@
 format (dequantized for each matmul, or kept), and with quantized activations and gradients where
 the GPU has such matmuls; `error` then compares these with the emulation, as the largest difference
 over the largest value of y, dx and dW. "kernel" rows: dequantizing and quantizing, their bytes, and
-these over the time as a share of what a copy reaches; "matmul" rows: one product alone. Times are
-of CUDA graphs, without the host (`ms`), and as Python calls them (`eager_ms`).
+these over the time as a share of what a copy reaches, one of as many bytes and one of 8 GB;
+"matmul" rows: one product alone. Times are of CUDA graphs, without the host (`ms`), and as Python
+calls them (`eager_ms`).
 """
 
 import argparse
@@ -32,6 +33,7 @@ from torch.nn import Parameter
 
 from fp4adam import Recipe, kept_weights, matmul
 from fp4adam.quantized_tensor import QuantizedTensor
+from fp4adam.quantizer import round_up
 
 FORMATS = ("nvfp4", "mxfp8", "float8block")
 # Shapes [out, in]: of attention, and of the two matrices of an MLP.
@@ -74,12 +76,19 @@ class Bench:
         return statistics.median(samples) / steps
 
     def kernel(self, fns: list[Callable[[], Any]], n_bytes: int) -> dict[str, float]:
-        """Times of a kernel that moves so many bytes, and its share of a copy's rate."""
+        """Times of a kernel that moves so many bytes, and its shares of copies' rates."""
         ms = self.ms(fns)
+        half = round_up(n_bytes // 2, 16)
+        room = [
+            torch.empty(2, half, dtype=torch.uint8, device=self.device)
+            for _ in range(cold_copies(self, n_bytes))
+        ]
+        copies = [functools.partial(target.copy_, source) for target, source in room]
         return {
             "ms": ms,
             "eager_ms": self.eager_ms(fns[0]),
             "bytes": n_bytes,
+            "share_of_equal_copy": self.ms(copies) / ms,
             "share_of_copy": n_bytes / self.rate / ms * 1e3,
         }
 

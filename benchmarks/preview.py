@@ -27,8 +27,7 @@ from fp4adam.fused_launch import NVFP4Launch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from options import parse_args
-from stdlib_text import load_text
-from train_gpt import build_run, train_step
+from train_gpt import build_run, text_parts, train_step
 
 
 @contextlib.contextmanager
@@ -61,10 +60,10 @@ def observed_step(run: Any, args: argparse.Namespace, text: Tensor) -> dict[str,
     lr = run.scheduler.get_last_lr()[0]
     how = dict(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
     with counting() as counts, torch.profiler.profile(**how) as profile:
-        loss = train_step(run, args, text)
+        loss = train_step(run, args, text).item()
     n_tiles, n_looked_into = (sum(column) for column in zip(*counts, strict=True))
     return {
-        "step": run.step + 1,
+        "step": run.step,
         "loss": loss,
         "lr": lr,
         "tiles": n_tiles,
@@ -85,7 +84,7 @@ def main() -> None:
     if own.json:
         own.json.parent.mkdir(parents=True, exist_ok=True)
     run = build_run(args, "nvfp4", "fp4adam")
-    text, _ = load_text()
+    text, _ = text_parts(args)
     rows = []
     about = {
         "command": shlex.join(["python", *sys.argv]),
@@ -96,10 +95,9 @@ def main() -> None:
     }
     while run.step < args.steps:
         if run.step % own.every:
-            run.train_loss.append(train_step(run, args, text))
+            train_step(run, args, text)
             continue
         row = observed_step(run, args, text)
-        run.train_loss.append(row["loss"])
         rows.append(row)
         print(
             f"step {row['step']:>5}  loss {row['loss']:.4f}  looked into "

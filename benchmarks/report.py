@@ -9,6 +9,7 @@ without torch.
 import argparse
 import csv
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -170,10 +171,7 @@ def markdown(about: dict[str, Any], rows: list[Row]) -> str:
         if measured:
             first = measured[0]
             count = f"{first['parameters'] / 1e6:,.0f} M parameters in {first['tensors']:,} tensors"
-            titles = [f"{model}: {count}", *(column.markdown for column in columns)]
-            lines += [cells(titles), cells(["---"] * len(titles))]
-        for row in measured:
-            lines.append(cells([row["name"], *(written(row, column) for column in columns)]))
+            lines += table(f"{model}: {count}", columns, measured)
         lines += [f"\n{r['name']}: not measured ({r['error']})" for r in members if "error" in r]
         lines.append("")
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
@@ -182,6 +180,13 @@ def markdown(about: dict[str, Any], rows: list[Row]) -> str:
         f"{about['date']}: `{about['command']}`"
     )
     return "\n".join(lines)
+
+
+def table(title: str, columns: Sequence[Column], rows: list[Row]) -> list[str]:
+    """The lines of a Markdown table with a name and values per row."""
+    titles = [title, *(column.markdown for column in columns)]
+    lines = [cells(titles), cells(["---"] * len(titles))]
+    return lines + [cells([row["name"], *(written(row, c) for c in columns)]) for row in rows]
 
 
 def cells(values: list[str]) -> str:

@@ -10,61 +10,43 @@ files. One process trains without FSDP. README.md explains what is measured and 
 import argparse
 import hashlib
 import os
-import platform
 import shlex
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from gpt_training import PRESETS, Contestant, Training, build_model, gpt_config
 from report import header_line, result_line
 from scaling_report import COLUMNS, add_run, exact_line
-from step import Clock, release, versions
+from step import Clock, about, release
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fp4adam import FP4Adam, FusedAdam, QuantizedTensor, quantize_model
+from fp4adam import FP4Adam, FusedAdam, QuantizedTensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
 from distributed import leave, process_group, rank, shard, world_size
-from gpt import GPT, GPTConfig
-from options import PRESETS
-from stdlib_text import cut_batch, load_text
 
-HYPER = dict(betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 Row = dict[str, Any]
-
-
-class Contestant(NamedTuple):
-    """An optimizer of a model in BF16, its linear weights quantized where there is a recipe.
-
-    ``gathered`` is what a forward pass gathers of such weights, in bytes per element: codes and
-    scales, those of both directions where one does not follow from the other.
-    """
-
-    name: str
-    optimizer: Callable[..., Optimizer]
-    recipe: str | None = None
-    gathered: float = 2
-
 
 CONTESTANTS = (
     Contestant("torch AdamW fused, BF16 (no masters)", torch.optim.AdamW),
     Contestant("FusedAdam, BF16 + FP32 masters", FusedAdam),
-    Contestant("FP4Adam, NVFP4", FP4Adam, "nvfp4", 1 / 2 + 1 / 16**2),
-    Contestant("FP4Adam, MXFP8", FP4Adam, "mxfp8", 2 + 2 / 32),
-    Contestant("FP4Adam, Float8Block", FP4Adam, "float8block", 1 + 4 / 128**2),
+    Contestant("FP4Adam, NVFP4", FP4Adam, "nvfp4"),
+    Contestant("FP4Adam, MXFP8", FP4Adam, "mxfp8"),
+    Contestant("FP4Adam, Float8Block", FP4Adam, "float8block"),
 )
+# What a forward pass gathers of quantized weights, in bytes per element: codes and scales, those of
+# both directions where one does not follow from the other.
+GATHERED = {"nvfp4": 1 / 2 + 1 / 16**2, "mxfp8": 2 + 2 / 32, "float8block": 1 + 4 / 128**2}
 
 
 class Traffic(TorchDispatchMode):
@@ -110,63 +92,36 @@ class Traffic(TorchDispatchMode):
             self.bytes[kind] += sizes[-1] - sizes[0]
 
 
-class Training:
-    """A model and its optimizer, from the same weights on any number of processes."""
-
-    def __init__(self, contestant: Contestant, args: argparse.Namespace) -> None:
-        preset = PRESETS[args.size] | ({"layers": args.layers} if args.layers else {})
-        self.config = GPTConfig(*(preset[name] for name in ("layers", "heads", "dim", "context")))
-        self.device, self.batch = args.device, args.batch
-        torch.manual_seed(0)
-        with torch.device(self.device):
-            self.model = GPT(self.config).bfloat16()
-        if contestant.recipe:
-            quantize_model(self.model, contestant.recipe)
-        self.bytes_to_gather = sum(
-            p.numel()
-            * (contestant.gathered if isinstance(p, QuantizedTensor) else p.element_size())
-            for p in self.model.parameters()
-        )
-        if world_size() > 1:
-            # The mean of equal BF16 gradients is then exact where their number is a power of two.
-            shard(self.model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-        self.optimizer = contestant.optimizer(self.model.parameters(), lr=preset["lr"], **HYPER)
-
-    def crops(self, seed: int) -> list[Tensor]:
-        """Inputs and targets, int64 [batch, context]."""
-        text, _ = load_text()
-        crops = cut_batch(text, self.batch, self.config.context, seed)
-        return [crop.to(self.device) for crop in crops]
-
-    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Cross entropy, in nats per byte."""
-        return F.cross_entropy(self.model(inputs).float().flatten(0, 1), targets.flatten())
-
-    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """A whole training step; the loss before it."""
-        loss = self.loss(inputs, targets)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
+def build(contestant: Contestant, args: argparse.Namespace) -> tuple[Training, float]:
+    """Training from the same weights on any number of processes, and the bytes to be gathered."""
+    model = build_model(contestant, gpt_config(args.size, layers=args.layers), args.device)
+    to_gather = sum(
+        p.numel()
+        * (GATHERED[contestant.recipe] if isinstance(p, QuantizedTensor) else p.element_size())
+        for p in model.parameters()
+    )
+    if world_size() > 1:
+        # The mean of equal BF16 gradients is then exact where their number is a power of two.
+        shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    return Training(contestant, model, args.size), to_gather
 
 
 def measure(contestant: Contestant, args: argparse.Namespace) -> Row:
     """Times, bytes and memory; times and memory are those of the process with the largest."""
     clock = Clock(args.device)
-    training = Training(contestant, args)
-    crops = training.crops(seed=rank())
+    training, to_gather = build(contestant, args)
+    crops = training.crops(args.batch, seed=rank())
     row: Row = {"name": contestant.name, "processes": world_size()}
     row["parameters"] = sum(p.numel() for p in training.model.parameters())
 
     def median(fn: Callable[[], Any]) -> float:
         return largest(statistics.median(clock.samples(fn, args.repeats)), args.device)
 
-    training.step(*crops)
+    training.step(crops)
     if clock.cuda:
         row["steady_GiB"] = largest(torch.cuda.memory_allocated() / 2**30, args.device)
         torch.cuda.reset_peak_memory_stats()
-    row["train_ms"] = median(lambda: training.step(*crops))
+    row["train_ms"] = median(lambda: training.step(crops))
     if clock.cuda:
         row["peak_GiB"] = largest(torch.cuda.max_memory_allocated() / 2**30, args.device)
     row["tokens_per_second"] = world_size() * crops[0].numel() / row["train_ms"] * 1e3
@@ -178,7 +133,7 @@ def measure(contestant: Contestant, args: argparse.Namespace) -> Row:
         training.optimizer.step()
     for part, traffic in (("forward", forward), ("backward", backward), ("step", step)):
         row |= {f"{part}_{kind}_MB": n / 1e6 for kind, n in traffic.bytes.items()}
-    row["formula_MB"] = training.bytes_to_gather * (1 - 1 / world_size()) / 1e6
+    row["formula_MB"] = to_gather * (1 - 1 / world_size()) / 1e6
     row["step_ms"] = median(training.optimizer.step)
     if step.reduced:
         row["reduce_ms"] = median(all_reduces(step.reduced, args.device))
@@ -210,8 +165,9 @@ def train_exactly(contestant: Contestant, args: argparse.Namespace) -> Row:
 
     Every process takes the same batches, so that the result does not depend on their number.
     """
-    training = Training(contestant, args)
-    losses = [training.step(*training.crops(seed)).item().hex() for seed in range(args.exact)]
+    training, _ = build(contestant, args)
+    seeds = range(args.exact)
+    losses = [training.step(training.crops(args.batch, seed)).item().hex() for seed in seeds]
     check_agreement(contestant.name, losses)
     states = training.optimizer.state.values()
     digests = {
@@ -297,13 +253,9 @@ def be_deterministic() -> None:
 def describe(args: argparse.Namespace) -> dict[str, Any]:
     """What was run, on what, with which settings."""
     launcher = f"torchrun --nproc-per-node {world_size()}" if dist.is_initialized() else "python"
-    gpu = torch.cuda.get_device_name() if args.device == "cuda" else None
-    return {
+    return about(args.device) | {
         "command": f"{launcher} {shlex.join(sys.argv)}",
         "processes": world_size(),
-        "device": gpu or platform.processor() or "CPU",
-        "versions": versions(),
-        "date": time.strftime("%Y-%m-%d"),
         "settings": {
             name: getattr(args, name) for name in ("size", "layers", "batch", "repeats", "exact")
         },
@@ -316,9 +268,9 @@ def main() -> None:
     if args.exact:
         be_deterministic()
     with process_group(args.device):
-        about, rows = describe(args), []
-        print(", ".join(f"{name} {version}" for name, version in about["versions"].items()))
-        print(f"{world_size()} x {about['device']}, {about['date']}")
+        run, rows = describe(args), []
+        print(", ".join(f"{name} {version}" for name, version in run["versions"].items()))
+        print(f"{world_size()} x {run['device']}, {run['date']}")
         if not args.exact:
             print(f"\n{header_line(args.size, COLUMNS)}", flush=True)
         for contestant in CONTESTANTS:
@@ -329,7 +281,7 @@ def main() -> None:
             rows.append(row)
             print(exact_line(row) if args.exact else result_line(row, COLUMNS), flush=True)
         if args.out and rank() == 0:
-            add_run(args.out, about, rows)
+            add_run(args.out, run, rows)
 
 
 if __name__ == "__main__":

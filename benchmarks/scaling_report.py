@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from report import Column, Row, cells, written
+from report import Column, Row, cells, table
 
 COLUMNS = (
     Column("processes", "GPUs", "GPUs", "d"),
@@ -50,11 +50,7 @@ def by_name(rows: list[Row]) -> list[list[Row]]:
 
 def speed_table(rows: list[Row]) -> list[str]:
     """Times, bytes and memory: a line per optimizer and number of GPUs."""
-    titles = ["", *(column.markdown for column in COLUMNS)]
-    lines = [cells(titles), cells(["---"] * len(titles))]
-    for row in (row for same_name in by_name(rows) for row in same_name):
-        lines.append(cells([row["name"], *(written(row, column) for column in COLUMNS)]))
-    return lines
+    return table("", COLUMNS, [row for same_name in by_name(rows) for row in same_name])
 
 
 def exact_table(rows: list[Row]) -> list[str]:
@@ -81,12 +77,12 @@ def markdown(runs: list[dict[str, Any]]) -> str:
     """Both tables, as far as there is something in them, and where and how it was measured."""
     rows = [row for run in runs for row in run["results"]]
     lines = []
-    for table, kind in (
+    for make_table, kind in (
         (speed_table, [row for row in rows if "step_ms" in row]),
         (exact_table, [row for row in rows if "losses" in row]),
     ):
         if kind:
-            lines += [*table(kind), ""]
+            lines += [*make_table(kind), ""]
     for run in runs:
         about = run["about"]
         found = ", ".join(f"{name} {version}" for name, version in about["versions"].items())

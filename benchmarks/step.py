@@ -27,6 +27,7 @@ import torch
 from peers import CONTESTANTS, MODELS, PACKAGES, SHORT_LIST, Contestant, Shape, model_shapes
 from report import header_line, result_line, write_csv, write_json, write_plots
 from torch import Tensor
+from torch.autograd.profiler_util import FunctionEvent
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -125,17 +126,22 @@ def renew_gradients(params: list[Parameter]) -> None:
         param.grad = param.grad.clone()
 
 
-def count_launches(fn: Callable[[], Any]) -> tuple[int, int]:
-    """Kernels, and copies and fills, that ``fn`` launches on the GPU."""
+def gpu_events(fn: Callable[[], Any]) -> list[FunctionEvent]:
+    """What ``fn`` launches on the GPU: kernels, copies and fills, with names and times."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         fn()
         torch.cuda.synchronize()
-    names = [
-        event.name
+    return [
+        event
         for event in profile.events()
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
     ]
+
+
+def count_launches(fn: Callable[[], Any]) -> tuple[int, int]:
+    """Kernels, and copies and fills, that ``fn`` launches on the GPU."""
+    names = [event.name for event in gpu_events(fn)]
     copies = sum(name.startswith(("Memcpy", "Memset")) for name in names)
     return len(names) - copies, copies
 
@@ -210,8 +216,12 @@ def attempt(contestant: Contestant, shapes: list[Shape], *how: Any) -> dict[str,
         release()
         return measure(contestant, shapes, *how)
     except Exception as error:  # of packages that are not ours, so it can be any
-        reason = " ".join(str(error).split()) or type(error).__name__
-        return {"error": reason[:200]}
+        return {"error": reason(error)}
+
+
+def reason(error: Exception) -> str:
+    """What an error says, in one line."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
 def versions() -> dict[str, str]:
@@ -223,6 +233,17 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def about(device: str) -> dict[str, Any]:
+    """What was run, on what, and when."""
+    gpu = torch.cuda.get_device_name() if device == "cuda" else None
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "device": gpu or platform.processor() or "CPU",
+        "versions": versions(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def parse_args() -> argparse.Namespace:
@@ -268,15 +289,9 @@ def main() -> None:
     args = parse_args()
     cuda = args.device == "cuda"
     rate = copy_rate(Clock(args.device), args.device, 1 if cuda else args.scale)
-    about = {
-        "command": shlex.join(["python", *sys.argv]),
-        "device": torch.cuda.get_device_name() if cuda else platform.processor() or "CPU",
-        "versions": versions(),
-        "date": time.strftime("%Y-%m-%d"),
-        "copy_TB_per_s": rate / 1e12,
-    }
-    print(", ".join(f"{name} {version}" for name, version in about["versions"].items()))
-    print(f"{about['device']}, copies {about['copy_TB_per_s']:.3f} TB/s, {about['date']}")
+    run = about(args.device) | {"copy_TB_per_s": rate / 1e12}
+    print(", ".join(f"{name} {version}" for name, version in run["versions"].items()))
+    print(f"{run['device']}, copies {run['copy_TB_per_s']:.3f} TB/s, {run['date']}")
     gc.freeze()  # so that release() need not look through all that was imported
     rows = []
     for model in MODELS if args.model == "all" else [args.model]:
@@ -294,10 +309,10 @@ def main() -> None:
             rows.append(row)
             print(result_line(row), flush=True)
             if args.json:
-                write_json(args.json, about, rows)
+                write_json(args.json, run, rows)
     if args.json:
         write_csv(args.json.with_suffix(".csv"), rows)
-        write_plots(args.json.with_suffix(".png"), about, rows)
+        write_plots(args.json.with_suffix(".png"), run, rows)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "100m": dict(layers=14, heads=12, dim=768, context=1024, batch=32, steps=1000, lr=8e-4),
     "1b": dict(layers=20, heads=16, dim=2048, context=1024, batch=16, steps=300, lr=3e-4),
 }
+# What linear layers multiply by: weights dequantized for each matmul, or once for all batches of a
+# step; or codes, with activations and gradients that are quantized too.
+MATMULS = ("dequantized", "kept", "quantized")
 # What may differ between the run that wrote a checkpoint and the one that resumes it.
 FREE_ON_RESUME = {"resume", "device", "out", "eval_every", "checkpoint_every", "sample"}
 
@@ -36,6 +39,15 @@ def formats(text: str) -> list[str]:
             known = ", ".join((*QUANTIZED, *PLAIN))
             raise argparse.ArgumentTypeError(f"must be of {known}, got {name!r}")
     return names
+
+
+def folders(text: str) -> list[str]:
+    """Comma-separated folders, as absolute paths (argparse type)."""
+    names = text.split(",")
+    for name in names:
+        if not Path(name).is_dir():
+            raise argparse.ArgumentTypeError(f"must be folders, got {name!r}")
+    return [str(Path(name).resolve()) for name in names]
 
 
 def count(text: str, least: int = 1) -> int:
@@ -60,7 +72,8 @@ def checkpoint(text: str) -> str:
 def build_parser() -> argparse.ArgumentParser:
     """All options; None stands for the value that --size or --steps implies."""
     parser = argparse.ArgumentParser(
-        description="Trains a GPT with quantized weights on the source code of Python itself."
+        description="Trains a GPT with quantized weights, on the source code of Python itself or "
+        "other --text."
     )
     gpu = torch.cuda.is_available()
     what = parser.add_argument_group("what to train").add_argument
@@ -71,6 +84,14 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME[,NAME]",
         help="how linear weights are stored: nvfp4, mxfp8, float8block; bf16 and fp32 quantize "
         "nothing; several only with --compare (default: nvfp4)",
+    )
+    what(
+        "--matmul",
+        choices=MATMULS,
+        default="dequantized",
+        help="of quantized weights: dequantized for each matmul; kept dequantized for all batches "
+        "of a step; or multiplied as they are, by quantized activations and gradients "
+        "(default: dequantized)",
     )
     what(
         "--optimizer",
@@ -106,6 +127,14 @@ def build_parser() -> argparse.ArgumentParser:
         help="width of the residual stream, best a multiple of 128",
     )
     what("--context", type=count, metavar="N", help="sequence length in bytes")
+    what(
+        "--text",
+        type=folders,
+        default=[],
+        metavar="DIR[,DIR]",
+        help="train on the *.py, *.md, *.rst and *.txt files of these folders (default: the "
+        "standard library)",
+    )
     how = parser.add_argument_group("how to train it").add_argument
     how("--batch", type=count, metavar="N", help="sequences per batch")
     how("--steps", type=count, metavar="N", help="optimizer steps")
@@ -132,6 +161,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="how fp4adam stores its moments: fp32, bf16, fp16, fp8 (default: fp32)",
     )
     how("--accumulate", type=count, default=1, metavar="N", help="batches per step (default: 1)")
+    how(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="compile the blocks with torch.compile (default: no)",
+    )
     how("--seed", type=int, default=0, metavar="N", help="of weights and data order (default: 0)")
     how("--device", default="cuda" if gpu else "cpu", help="cpu or cuda[:index] (default: the GPU)")
     out = parser.add_argument_group("what to write").add_argument
@@ -193,6 +228,21 @@ def check_args(
         parser.error(f"--format must be one name, got {','.join(args.format)}; add --compare")
     if args.optimizer == "adamw" and not set(args.format) <= set(PLAIN):
         parser.error(f"--optimizer adamw needs bf16 or fp32, got --format {','.join(args.format)}")
+    if args.matmul != "dequantized" and not set(args.format) <= set(QUANTIZED):
+        parser.error(
+            f"--matmul {args.matmul} needs quantized weights, got --format "
+            f"{','.join(args.format)}; leave --matmul out"
+        )
+    if args.matmul == "kept" and args.compile:
+        parser.error(
+            "--matmul kept needs blocks that are not compiled, got --compile: compiled graphs keep "
+            "nothing; leave one of them out"
+        )
+    if args.matmul == "kept" and world_size() > 1:
+        parser.error(
+            f"--matmul kept needs one process, got {world_size()}: weights that are gathered anew "
+            "are not kept; leave it out"
+        )
     if not set(args.baseline) <= set(PLAIN):
         parser.error(f"--baseline must be of bf16, fp32, got {','.join(args.baseline)}")
     if args.batch % world_size():

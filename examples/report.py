@@ -27,13 +27,17 @@ def peak_memory(device: torch.device) -> int:
 
 
 @torch.no_grad()
-def stored_bytes(tensors: Iterable[Tensor]) -> int:
-    """What tensors take in memory, on all processes; of a quantized one, its codes and scales."""
+def stored_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
+    """What tensors take in memory, on all processes; of a quantized one, its codes and scales.
+
+    Args:
+        device: Where processes talk to each other; step counters lie on the CPU.
+    """
     parts = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     count = sum(
         t.nbytes_stored if isinstance(t, fp4adam.QuantizedTensor) else t.nbytes for t in parts
     )
-    return int(total(torch.tensor(count, device=parts[0].device)))
+    return int(total(torch.tensor(count, device=device)))
 
 
 def print_table(results: list[Result]) -> None:

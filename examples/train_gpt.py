@@ -10,6 +10,7 @@ spreads the model and each batch over eight GPUs; data order and starting weight
 """
 
 import argparse
+import contextlib
 import gc
 import math
 import os
@@ -54,7 +55,7 @@ class Run:
     @property
     def step(self) -> int:
         """Finished optimizer steps."""
-        return len(self.train_loss)
+        return self.scheduler.last_epoch
 
     @property
     def label(self) -> str:
@@ -73,14 +74,32 @@ def learning_rate_share(step: int, steps: int, schedule: str) -> float:
     return min(1.0, (1 - progress) / 0.2)
 
 
-def build_run(args: argparse.Namespace, weight_format: str, optimizer_name: str) -> Run:
-    """Model, optimizer and schedule; one --seed gives every format the same starting weights."""
+def build_run(
+    args: argparse.Namespace,
+    weight_format: str,
+    optimizer_name: str,
+    recipe: fp4adam.Recipe | None = None,
+) -> Run:
+    """Model, optimizer and schedule; one --seed gives every format the same starting weights.
+
+    Args:
+        args: All options but the format and the optimizer.
+        weight_format: As in --format.
+        optimizer_name: As in --optimizer.
+        recipe: What is quantized, if not what the format and --matmul say.
+    """
     torch.manual_seed(args.seed)
     with torch.device(args.device):
         model = GPT(GPTConfig(args.layers, args.heads, args.dim, args.context))
     model.to(DTYPES.get(weight_format, torch.float32))
     if weight_format in QUANTIZED:
-        fp4adam.quantize_model(model, weight_format)
+        both = args.matmul == "quantized"
+        recipe = recipe or fp4adam.Recipe(weight_format, activations=both, gradients=both)
+        fp4adam.quantize_model(model, recipe)
+    if args.compile:
+        torch.compiler.reset()  # blocks of all runs share their code, and torch counts its versions
+        for block in model.blocks:
+            block.compile()  # before FSDP2 adds its hooks, which are not to be compiled
     distributed.shard(model)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
@@ -106,22 +125,35 @@ def autocast(args: argparse.Namespace) -> torch.autocast:
     return torch.autocast(device_type, torch.bfloat16, enabled=device_type == "cuda")
 
 
+def text_parts(args: argparse.Namespace) -> list[Tensor]:
+    """Training and held-out text, uint8, where batches are to be cut."""
+    parts = load_text(tuple(args.text))
+    for part in parts:
+        if len(part) <= args.context:
+            raise SystemExit(
+                f"--text must have more than --context = {args.context} bytes to train on and to "
+                f"hold out, got {len(part)}; add folders"
+            )
+    return [part.to(args.device) for part in parts]
+
+
 def compute_loss(run: Run, args: argparse.Namespace, text: Tensor, seed: int) -> Tensor:
     """Cross entropy of this process's crops of those that ``seed`` picks, in nats per byte."""
     crops = cut_batch(text, args.batch, args.context, seed)
     inputs, targets = map(distributed.local_part, crops)
     with autocast(args):
-        logits = run.model(inputs.to(args.device))
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.to(args.device).flatten())
+        logits = run.model(inputs)
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def train_step(run: Run, args: argparse.Namespace, text: Tensor) -> float:
-    """One optimizer step over --accumulate batches; their mean loss."""
+def train_step(run: Run, args: argparse.Namespace, text: Tensor) -> Tensor:
+    """One optimizer step over --accumulate batches; their mean loss. The host does not wait."""
     total = torch.zeros((), device=args.device)
-    for index in range(run.step * args.accumulate, (run.step + 1) * args.accumulate):
-        loss = compute_loss(run, args, text, args.seed * 1_000_003 + index) / args.accumulate
-        loss.backward()
-        total += loss.detach()
+    with fp4adam.kept_weights() if args.matmul == "kept" else contextlib.nullcontext():
+        for index in range(run.step * args.accumulate, (run.step + 1) * args.accumulate):
+            loss = compute_loss(run, args, text, args.seed * 1_000_003 + index) / args.accumulate
+            loss.backward()
+            total += loss.detach()
     if args.clip and run.optimizer_name == "fp4adam":
         run.optimizer.clip_grad_norm_(args.clip)  # as the next, without writing the gradients
     elif args.clip:
@@ -129,28 +161,30 @@ def train_step(run: Run, args: argparse.Namespace, text: Tensor) -> float:
     run.optimizer.step()
     run.optimizer.zero_grad()
     run.scheduler.step()
-    return distributed.mean(total).item()  # waits for the GPU, so that the caller's clock is right
+    return distributed.mean(total)
 
 
 @torch.no_grad()
-def validate(run: Run, args: argparse.Namespace, text: Tensor) -> float:
-    """Mean loss over crops that are the same at every call."""
-    losses = (compute_loss(run, args, text, seed) for seed in range(VALIDATION_BATCHES))
-    return statistics.fmean(distributed.mean(loss).item() for loss in losses)
+def validate(
+    run: Run, args: argparse.Namespace, text: Tensor, batches: int = VALIDATION_BATCHES
+) -> list[float]:
+    """The losses of batches of crops that are the same at every call."""
+    losses = (compute_loss(run, args, text, seed) for seed in range(batches))
+    return [distributed.mean(loss).item() for loss in losses]
 
 
 def train(run: Run, args: argparse.Namespace) -> None:
     """Takes ``run`` from where it is to --steps."""
-    text, held_out = load_text()
+    text, held_out = text_parts(args)
     while run.step < args.steps:
         start = time.perf_counter()
-        loss = train_step(run, args, text)
+        loss = train_step(run, args, text).item()  # waits for the GPU, so that the clock is right
         run.seconds.append(time.perf_counter() - start)
         run.train_loss.append(loss)
         if not math.isfinite(loss):
             raise SystemExit(f"the loss of {run.label} is {loss} at step {run.step}; lower --lr")
         if is_due(run, args, args.eval_every):
-            run.validation_loss[run.step] = validate(run, args, held_out)
+            run.validation_loss[run.step] = statistics.fmean(validate(run, args, held_out))
             print_progress(run, args)
         if args.checkpoint_every and is_due(run, args, args.checkpoint_every):
             save_checkpoint(run, args)
@@ -205,6 +239,7 @@ def load_checkpoint(run: Run, args: argparse.Namespace) -> None:
 
 def summarize(run: Run, args: argparse.Namespace) -> Result:
     """The numbers of a finished run; the final training loss is the mean of the last tenth."""
+    device = torch.device(args.device)
     params = list(run.optimizer.state)  # the model's own can be gathered after a forward pass
     count = sum(p.numel() for p in params)
     states = [value for state in run.optimizer.state.values() for value in state.values()]
@@ -215,9 +250,9 @@ def summarize(run: Run, args: argparse.Namespace) -> Result:
         "final_train_loss": statistics.fmean(run.train_loss[-max(1, args.steps // 10) :]),
         "final_validation_loss": run.validation_loss[run.step],
         "tokens_per_second": tokens_per_second(args, run.seconds),
-        "peak_memory_bytes": peak_memory(torch.device(args.device)),
-        "weight_bytes_per_parameter": stored_bytes(params) / count,
-        "optimizer_bytes_per_parameter": stored_bytes(states) / count,
+        "peak_memory_bytes": peak_memory(device),
+        "weight_bytes_per_parameter": stored_bytes(params, device) / count,
+        "optimizer_bytes_per_parameter": stored_bytes(states, device) / count,
         "train_loss": run.train_loss,
         "validation_loss": run.validation_loss,
     }
@@ -227,7 +262,7 @@ def print_sample(run: Run, args: argparse.Namespace) -> None:
     """Prints --sample bytes that the model writes after "def ", as ASCII."""
     torch.manual_seed(args.seed)
     prompt = torch.tensor([list(b"\ndef ")], device=args.device)
-    with autocast(args):
+    with autocast(args), torch.compiler.set_stance("force_eager"):  # lengths change at every byte
         codes = run.model.generate(prompt, args.sample)[0].tolist()
     text = "".join(chr(c) if c == 10 or 32 <= c < 127 else "?" for c in codes)
     print(f"\n{run.label} writes:{text}")

@@ -6,7 +6,7 @@ import torch
 
 import fp4adam
 from fp4adam import backend
-from fp4adam.matmul import REQUIREMENTS
+from fp4adam.matmul import GROUPED_MAJOR, REQUIREMENTS
 from fp4adam.quantizer import Quantizer
 
 FORMATS: dict[str, type[Quantizer]] = {
@@ -24,7 +24,8 @@ WHY = {
 }
 RECIPE = (
     "quantized matmul: what Recipe(..., activations=True, gradients=True) takes; with emulate=True "
-    "it is emulated on any device"
+    "it is emulated on any device; grouped_linear takes it for MXFP8 and NVFP4 stacks, on GPUs of "
+    f"capability {GROUPED_MAJOR}.x"
 )
 
 

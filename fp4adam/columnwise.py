@@ -45,24 +45,32 @@ def derived_columnwise(tensor: QuantizedTensor) -> Tensor:
 
 
 def transposed_codes(codes: Tensor, bits: int) -> Tensor:
-    """Codes [rows, cols * bits / 8] transposed in new memory: [cols, rows * bits / 8]."""
+    """Codes [rows, cols * bits / 8] transposed in new memory: [cols, rows * bits / 8].
+
+    Or a stack of such matrices, each transposed, in one launch.
+    """
     return (_transposed if runs_eagerly(codes) else _transposed_op)(codes, bits)
 
 
 def _transposed(codes: Tensor, bits: int) -> Tensor:
-    rows, width = codes.shape
-    transposed = codes.new_empty(width * 8 // bits, rows * bits // 8)
-    transpose_codes([(codes, transposed)], bits, codes.device)
+    transposed = _room_for_transposed(codes, bits)
+    if codes.dim() == 2:
+        pairs = [(codes, transposed)]
+    else:
+        pairs = list(zip(codes.unbind(), transposed.unbind(), strict=True))
+    transpose_codes(pairs, bits, codes.device)
     return transposed
+
+
+def _room_for_transposed(codes: Tensor, bits: int) -> Tensor:
+    *stack, rows, width = codes.shape
+    return codes.new_empty(*stack, width * 8 // bits, rows * bits // 8)
 
 
 _transposed_op = torch.library.custom_op("fp4adam::transposed_codes", mutates_args=())(_transposed)
 
 
-@_transposed_op.register_fake
-def _(codes: Tensor, bits: int) -> Tensor:
-    rows, width = codes.shape
-    return codes.new_empty(width * 8 // bits, rows * bits // 8)
+_transposed_op.register_fake(_room_for_transposed)
 
 
 def check_square(i: int, tensor: QuantizedTensor, name: str = "tensors") -> None:

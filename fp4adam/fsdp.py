@@ -90,8 +90,10 @@ def post_all_gather(
     With ``out``, a tensor from here, what is no view is filled in again.
     """
     if out is not None:
-        for refill in out._origin.refills:
-            refill()
+        # Compiled graphs have saved these for the backward pass that they are filled in for.
+        with torch.autograd._unsafe_preserve_version_counter((*out.storage_tensors().values(),)):
+            for refill in out._origin.refills:
+                refill()
         out._origin.writes += 1  # what has been made of it is out of date
         return None
     whole = _whole_of(shard)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fp4adam import backend, launch_lists
@@ -183,6 +184,45 @@ def row_by_row(swizzled: Tensor, rows: int, blocks: int) -> Tensor:
     """
     tiles = round_up(rows, 128) // 128, round_up(blocks, 4) // 4
     return swizzled.view(*tiles, 32, 4, 4).permute(0, 3, 2, 1, 4)
+
+
+def swizzle_groups(scales: Tensor, offsets: Tensor) -> Tensor:
+    """Bring scales of rows sorted by group into tiles of which no two groups share one.
+
+    The host does not wait for ``offsets``, so there is room for the worst of them.
+
+    Args:
+        scales: uint8 [rows, blocks to 4].
+        offsets: int32 [groups], where the rows of each group end; any behind form one more.
+
+    Returns:
+        uint8 [rows to 128 + 128 * groups, blocks to 4]: group after group, the rows of each padded
+        to 128, padding zero.
+    """
+    rows, blocks = scales.shape
+    swizzled = scales.new_zeros(groups_shape(rows, blocks, offsets))
+    row_by_row(swizzled, *swizzled.shape)[_places(offsets, rows)] = scales.view(rows, -1, 4)
+    return swizzled
+
+
+def groups_shape(rows: int, blocks: int, offsets: Tensor) -> tuple[int, int]:
+    """What :func:`swizzle_groups` returns the shape of."""
+    return round_up(rows, 128) + 128 * len(offsets), blocks
+
+
+def unswizzle_groups(swizzled: Tensor, offsets: Tensor, rows: int) -> Tensor:
+    """Undo :func:`swizzle_groups`: uint8 [rows, blocks to 4]."""
+    return row_by_row(swizzled, *swizzled.shape)[_places(offsets, rows)].flatten(1)
+
+
+def _places(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tile, and the two coordinates in it, of each row's scales when groups start tiles."""
+    starts = F.pad(offsets, (1, 0))
+    tiles = (starts.diff() + 127) // 128
+    shift = F.pad(128 * tiles.cumsum(0), (1, 0)) - starts
+    row = torch.arange(rows, dtype=torch.int32, device=offsets.device)
+    row = row + shift[torch.searchsorted(offsets, row, right=True)]
+    return row // 128, row // 32 % 4, row % 32
 
 
 def _write(pair: Scales, undo: bool) -> None:

@@ -22,8 +22,9 @@ def kept_weights() -> Iterator[None]:
     the weight has changed, by the optimizer or any other write to it, and freed at the end. A
     dequantized weight takes 2 bytes per element in BF16 (4 in FP32), for as long as it is kept, on
     top of the codes: as much as a BF16 model. Of weights that are multiplied natively, only what
-    they do not store is kept: transposed MXFP8 codes (1 byte per element), scales of Float8Block
-    (1/4096). Compiled graphs keep nothing, and neither do weights that FSDP2 gathers anew.
+    they do not store is kept: transposed MXFP8 codes (1 byte per element), those of NVFP4 stacks in
+    the order of experts (1/2), scales of Float8Block (1/4096). Compiled graphs keep nothing, and
+    neither do weights that FSDP2 gathers anew.
     """
     global _kept
     before, _kept = _kept, WeakTensorKeyDictionary()

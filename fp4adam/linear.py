@@ -62,19 +62,20 @@ class _ScaledLinear(torch.autograd.Function):
         ctx.native = matmul.runs_natively(quantizer, x.device)
         ctx.weight_of_codes = weight_needs_grad and matmul.has_weight_gradient(quantizer)
         activations = quantizer.operands.activations
-        tokens = x.reshape(-1, x.shape[-1])
         rows = columns = None
         if activations:
+            tokens = x.reshape(-1, x.shape[-1])
             rows, columns = matmul.quantize(tokens, quantizer, True, ctx.weight_of_codes)
             of_weight = matmul.weight_operand(weight, "rowwise")
-            y = matmul.matmul(rows, of_weight, x.dtype, ctx.native).narrow(0, 0, tokens.shape[0])
+            y = matmul.matmul(rows, of_weight, x.dtype, ctx.native)
+            y = matmul.without_padding(y, (*x.shape[:-1], weight.shape[0]))
             y = y if bias is None else y + bias
         else:
-            y = F.linear(tokens, dequantized(weight, x.dtype, None), bias)
+            y = F.linear(x, dequantized(weight, x.dtype, None), bias)
         saved = columns[:2] if ctx.weight_of_codes else (x if weight_needs_grad else None, None)
         ctx.save_for_backward(*saved, weight if x_needs_grad else None)
         ctx.quantizer, ctx.weight_dtype, ctx.x_shape = quantizer, weight.dtype, x.shape
-        return y.view(*x.shape[:-1], weight.shape[0])
+        return y
 
     @staticmethod
     @once_differentiable

@@ -1,10 +1,13 @@
 """Matmuls whose two operands are quantized: what they are made of, and where which one runs.
 
+Those of a stack of weights, each for its own tokens, are in ``grouped_matmul.py``.
+
 Every product is ``a @ b.T`` of two :class:`Operand`: forward x [tokens, K] with W [N, K]; input
 gradient dy [tokens, N] with W^T [K, N]; weight gradient dy^T [N, tokens] with x^T [K, tokens].
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -14,7 +17,7 @@ from torch import Tensor
 from fp4adam import backend, float8_block, mxfp8, nvfp4, row_window
 from fp4adam.columnwise import transposed_codes
 from fp4adam.float8_block import Float8BlockQuantizer
-from fp4adam.gemm_scales import unswizzle_scales
+from fp4adam.gemm_scales import groups_shape, swizzle_groups, unswizzle_scales
 from fp4adam.kept_weights import keep
 from fp4adam.mxfp8 import MXFP8Quantizer
 from fp4adam.nvfp4 import NVFP4Quantizer
@@ -59,6 +62,10 @@ REQUIREMENTS: dict[type[Quantizer], Requirement] = {
     NVFP4Quantizer: Requirement((10, 0), False, 32),
 }
 
+# torch has products of stacks for 10.x alone: neither for 9.0, where scales are per row, nor for
+# 12.0.
+GROUPED_MAJOR = 10
+
 
 class Operand(NamedTuple):
     """One side of a product, contracted along the last dimension of its codes.
@@ -94,8 +101,11 @@ def has_weight_gradient(quantizer: Quantizer) -> bool:
     )
 
 
-def runs_natively(quantizer: Quantizer, device: torch.device) -> bool:
+def runs_natively(quantizer: Quantizer, device: torch.device, grouped: bool = False) -> bool:
     """Whether products of a format run on the block-scaled units of ``device``, or are emulated.
+
+    Args:
+        grouped: Those of a stack of weights, ``torch.nn.functional.scaled_grouped_mm``.
 
     Raises:
         RuntimeError: If they have to and cannot: the GPU has no such units.
@@ -104,13 +114,16 @@ def runs_natively(quantizer: Quantizer, device: torch.device) -> bool:
         return False
     needed = REQUIREMENTS[type(quantizer)]
     found = _capability(device)
-    if needed.is_met_by(found):
+    fits, wanted = needed.is_met_by(found), needed.capabilities
+    if grouped:
+        fits, wanted = found[0] == GROUPED_MAJOR, f"{GROUPED_MAJOR}.x"
+    if fits:
         return True
     name = quantizer.tensor_class.__name__.removesuffix("Tensor")
     raise RuntimeError(
-        f"matmuls of {name} operands need CUDA compute capability {needed.capabilities}, got "
-        f"{'.'.join(map(str, found))} ({device}); quantize the weights alone with "
-        "Recipe(weights), or set emulate=True"
+        f"{'grouped ' * grouped}matmuls of {name} operands need CUDA compute "
+        f"capability {wanted}, got {'.'.join(map(str, found))} ({device}); quantize the weights "
+        "alone with Recipe(weights), or set emulate=True"
     )
 
 
@@ -123,13 +136,16 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def check_weight(weight: QuantizedTensor) -> None:
-    """Raise ValueError unless the weight can be an operand in both directions."""
-    multiple = REQUIREMENTS[type(weight.quantizer)].multiple
-    if any(n % multiple for n in weight.shape):
+    """Raise ValueError unless a weight, or each one of a stack, can be an operand both ways."""
+    # A stack is quantized as one matrix: each weight's scales are to be whole tiles of its own.
+    is_stack = weight.dim() == 3
+    multiple = 128 if is_stack else REQUIREMENTS[type(weight.quantizer)].multiple
+    if any(n % multiple for n in weight.shape[-2:]):
+        name = f"{'grouped ' * is_stack}matmuls of {type(weight).__name__}"
         raise ValueError(
-            f"out_features and in_features must be multiples of {multiple} for matmuls of "
-            f"{type(weight).__name__} with quantized activations or gradients, got "
-            f"{tuple(weight.shape)}; leave this layer to weight-only quantization (filter=...)"
+            f"out_features and in_features must be multiples of {multiple} for {name} with "
+            f"quantized activations or gradients, got {tuple(weight.shape)}; leave this layer to "
+            "weight-only quantization (filter=...)"
         )
     if not row_window.is_all(weight) or weight.pending_value() is not None:
         raise ValueError(
@@ -148,7 +164,11 @@ def padded_tokens(n: int) -> int:
 
 
 def quantize(
-    x: Tensor, quantizer: Quantizer, rowwise: bool, columnwise: bool = False
+    x: Tensor,
+    quantizer: Quantizer,
+    rowwise: bool,
+    columnwise: bool = False,
+    offsets: Tensor | None = None,
 ) -> list[Operand | None]:
     """Activations or gradients as operands, in one pass over them.
 
@@ -157,6 +177,8 @@ def quantize(
         quantizer: That of the weight to multiply with.
         rowwise: Make the operand [tokens to 128, n].
         columnwise: Make the operand [n, tokens to 128], which only Float8Block has.
+        offsets: int32 [groups], where groups of tokens end that are multiplied by weights of their
+            own: their scales are then as in ``swizzle_groups``. Not for Float8Block.
 
     Returns:
         The two operands, or None for one that is not asked for. Padding is zero.
@@ -172,7 +194,7 @@ def quantize(
         ]
     run = _quantize_swizzled if runs_eagerly(x) else _quantize_swizzled_op
     kind = "nvfp4" if isinstance(quantizer, NVFP4Quantizer) else "mxfp8"
-    codes, scales, *amax = run(x.contiguous(), kind)
+    codes, scales, *amax = run(x.contiguous(), kind, offsets)
     return [Operand(codes, scales, kind, *amax), None]
 
 
@@ -250,15 +272,19 @@ def _(
     return _room_for_float8_block(x, rowwise, columnwise)
 
 
-def _quantize_swizzled(x: Tensor, kind: str) -> list[Tensor]:
+def _quantize_swizzled(x: Tensor, kind: str, offsets: Tensor | None) -> list[Tensor]:
     """Codes, scales in the GEMM's order, and the amax of NVFP4, of a matrix with padded rows."""
+    options = dict(columnwise=False, optimize_for_gemm=offsets is None)
     if kind == "nvfp4":
-        quantizer = NVFP4Quantizer(columnwise=False, two_dimensional=False, optimize_for_gemm=True)
+        quantizer = NVFP4Quantizer(two_dimensional=False, **options)
     else:
-        quantizer = MXFP8Quantizer(columnwise=False, optimize_for_gemm=True)
+        quantizer = MXFP8Quantizer(**options)
     rows = padded_tokens(x.shape[0])
     made = quantizer.quantize(F.pad(x.detach(), (0, 0, 0, rows - x.shape[0])))
-    tensors = [made._rowwise_data, made._rowwise_gemm_scale_inv, made._amax]
+    scales = made._rowwise_gemm_scale_inv
+    if offsets is not None:
+        scales = swizzle_groups(made._rowwise_scale_inv, offsets)
+    tensors = [made._rowwise_data, scales, made._amax]
     return [tensor for tensor in tensors if tensor is not None]
 
 
@@ -268,12 +294,14 @@ _quantize_swizzled_op = torch.library.custom_op(
 
 
 @_quantize_swizzled_op.register_fake
-def _(x: Tensor, kind: str) -> list[Tensor]:
+def _(x: Tensor, kind: str, offsets: Tensor | None) -> list[Tensor]:
     rows, cols = padded_tokens(x.shape[0]), x.shape[1]
     per_byte, block = (2, nvfp4.BLOCK) if kind == "nvfp4" else (1, mxfp8.BLOCK)
+    blocks = round_up(cols // block, 4)
+    scales = (rows, blocks) if offsets is None else groups_shape(rows, blocks, offsets)
     made = [
         x.new_empty(rows, cols // per_byte, dtype=torch.uint8),
-        x.new_empty(rows, round_up(cols // block, 4), dtype=torch.uint8),
+        x.new_empty(scales, dtype=torch.uint8),
     ]
     return made + [x.new_empty(1, dtype=torch.float32)] * (kind == "nvfp4")
 
@@ -294,9 +322,19 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, native: bool) -> Tensor:
     return run(*a, *b, dtype)
 
 
+def without_padding(product: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The first rows of a new product in its memory, as ``shape``.
+
+    It is no view to autograd, which lets nobody write in place to a view that a function returns.
+    """
+    rows = math.prod(shape[:-1])
+    first, _ = torch.unsafe_split_with_sizes(product, (rows, product.shape[0] - rows))
+    return torch.ops.aten._unsafe_view(first, shape)
+
+
 def scaled_mm(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
     """``a @ b.T`` as ``torch.nn.functional.scaled_mm`` does it."""
-    codes, scales, recipes, swizzles = zip(_for_torch(a), _for_torch(b), strict=True)
+    codes, scales, recipes, swizzles = zip(for_torch(a), for_torch(b), strict=True)
     return F.scaled_mm(
         codes[0],
         codes[1].t(),
@@ -310,7 +348,7 @@ def scaled_mm(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
     )
 
 
-def _for_torch(operand: Operand) -> tuple[Tensor, list[Tensor], list, list]:
+def for_torch(operand: Operand) -> tuple[Tensor, list[Tensor], list, list]:
     """Codes and scales in torch's dtypes, what blocks they are of, and the orders of scales."""
     codes, scales, kind, amax = operand
     blocks, orders = F.ScalingType, F.SwizzleType
@@ -368,13 +406,16 @@ def _(
 def decode(operand: Operand) -> Tensor:
     """The values of an operand, float32 [rows, k]."""
     codes, scales, kind, amax = operand
-    rows, cols = codes.shape
     if kind.startswith("float8_block"):
         square = kind == "float8_block_2d"
-        scales = scales[:, : -(-cols // float8_block.BLOCK)] if square else scales
+        scales = scales[:, : -(-codes.shape[1] // float8_block.BLOCK)] if square else scales
         return float8_block._decode(codes, scales, square, False, torch.float32)
+    (scales,) = unswizzle_scales([scales])
+    return decode_rows(codes, scales, kind, amax)
+
+
+def decode_rows(codes: Tensor, scales: Tensor, kind: str, amax: Tensor | None) -> Tensor:
+    """The values of "mxfp8" or "nvfp4" codes whose scales are row by row, float32 [rows, k]."""
     if kind == "mxfp8":
-        (scales,) = unswizzle_scales([scales], [(rows, cols // mxfp8.BLOCK)])
         return mxfp8._decode(codes, scales, True, torch.float32)
-    (scales,) = unswizzle_scales([scales], [(rows, 2 * cols // nvfp4.BLOCK)])
     return nvfp4._decode(codes, scales, amax, False, False, torch.float32)

@@ -21,6 +21,7 @@ class Recipe:
     A matmul whose two operands are quantized runs on the block-scaled units of the GPU, in the
     format of the weight: Float8Block on compute capability 9.0, MXFP8 and NVFP4 on 10.0 and later.
     Every other one reads the dequantized weight. A CPU multiplies the decoded operands instead.
+    Stacks of weights are for :func:`fp4adam.grouped_linear`, which says what they can be.
 
     ====================  ===============================  =======================================
     matmul                runs on quantized operands with  and both blocks of

@@ -10,8 +10,8 @@ import triton.language as tl
 
 from .tensor_table import tile_offsets, tile_start
 
-# Groups of eight codes that a program of a dequantize kernel takes: four per thread.
-WORDS = 512
+# Groups of eight codes that a program of a dequantize kernel takes: two per thread.
+WORDS = 256
 
 
 @triton.jit

@@ -49,6 +49,8 @@ STEP_PARTS = {  # by two_dimensional and scaled_states
 }
 # Of standalone quantization: left alone, ptxas gets there by spilling a few for sm_100.
 QUANTIZE_REGISTERS = {True: None, False: 128}  # by two_dimensional
+# Of operands; both directions are held at once.
+VECTORS_WARPS = {False: 16, True: 4}  # by columnwise
 
 
 @triton.jit
@@ -633,7 +635,7 @@ def _vectors_launch(
             ROWWISE=stored[0],
             COLUMNWISE=stored[2],
         ),
-        num_warps=8,
+        num_warps=VECTORS_WARPS[stored[2]],
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 # Imported once, before processes are forked off, which then takes milliseconds in place of seconds.
 _PRELOADED = [
@@ -94,6 +95,16 @@ def run_ranks(
             torch.load(path, weights_only=False, map_location="cpu") if path.exists() else None
             for path in results
         ]
+
+
+def home() -> torch.device:
+    """Where this rank computes."""
+    return torch.device("cuda" if "nccl" in dist.get_backend_config() else "cpu")
+
+
+def all_ranks() -> DeviceMesh:
+    """A mesh of all ranks, where they compute; a default one is of GPUs wherever there are any."""
+    return init_device_mesh(home().type, (dist.get_world_size(),))
 
 
 def _run_rank(

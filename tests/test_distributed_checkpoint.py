@@ -35,8 +35,8 @@ from fp4adam import (
     row_window,
 )
 from fp4adam.local_tensor import like, local, part_for
-from ranks import run_ranks
-from test_fsdp import build, bytes_of, fixed_grads, full, gathered_bytes, home, whole_bytes
+from ranks import all_ranks, home, run_ranks
+from test_fsdp import build, bytes_of, fixed_grads, full, gathered_bytes, whole_bytes
 
 OPTIONS = dict(lr=1e-2, weight_decay=0.1)
 FULL = StateDictOptions(full_state_dict=True)
@@ -82,7 +82,7 @@ def make(
         mesh = init_device_mesh(home().type, (2, 2), mesh_dim_names=("replicate", "shard"))
         fully_shard(model, mesh=mesh)
     elif layout != "alone":
-        fully_shard(model)
+        fully_shard(model, mesh=all_ranks())
     if layout == "meta":
         model.to_empty(device=home())
     return model, optimizer_class(model.parameters(), **OPTIONS, **options)
@@ -585,7 +585,7 @@ def load_broken(rank: int, path: Path) -> list[dict[str, Tensor]]:
     with pytest.raises(dcp.api.CheckpointException, match=r"(?s)\[64, 32\].*\[128, 32\].*0.weight"):
         load(wider, path / "good")
     deeper = nn.Sequential(*make(CASES[0], "alone")[0], *make(CASES[0], "alone")[0])
-    fully_shard(deeper)
+    fully_shard(deeper, mesh=all_ranks())
     with pytest.raises(dcp.api.CheckpointException, match="(?s)Missing key.*model.3"):
         load((deeper, FP4Adam(deeper.parameters())), path / "good")
     with pytest.raises(dcp.api.CheckpointException, match="PytorchStreamReader failed"):

@@ -1,5 +1,6 @@
 """The program in examples/: every format learns, and a resumed run goes on with the same bits."""
 
+import functools
 import json
 import math
 import os
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -96,6 +99,41 @@ def test_resumed_run_has_the_bits_of_an_uninterrupted_one(name, tmp_path):
     assert actual["history"][:2] == expected["history"][:2]
 
 
+def test_kept_weights_give_the_same_bits(tmp_path):
+    losses = [
+        run(tmp_path, "--steps", 4, "--accumulate", 2, "--matmul", how)[0]["train_loss"]
+        for how in ("dequantized", "kept")
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_quantized_matmuls_learn(tmp_path):
+    options = ("--format", "float8block", "--dim", 128, "--steps", 20, "--lr", 3e-3)
+    dequantized, quantized = (
+        run(tmp_path, *options, "--matmul", how)[0]["train_loss"]
+        for how in ("dequantized", "quantized")
+    )
+    assert quantized != dequantized
+    assert quantized == pytest.approx(dequantized, abs=0.05)
+    assert quantized[-1] < quantized[0] - 1
+
+
+# What torch.compile does by itself.
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:The .grad attribute"
+)
+def test_compiled_blocks_share_their_graphs(tmp_path, monkeypatch):
+    eagerly = functools.partialmethod(nn.Module.compile, backend="aot_eager")
+    monkeypatch.setattr(nn.Module, "compile", eagerly)
+    options = ("--layers", 3, "--steps", 3, "--sample", 5)
+    (eager,) = run(tmp_path, *options)
+    counters.clear()
+    (compiled,) = run(tmp_path, *options, "--compile")
+    assert counters["stats"]["unique_graphs"] == 2  # with gradients and without
+    assert not counters["graph_break"]
+    assert compiled["train_loss"] == pytest.approx(eager["train_loss"], rel=1e-4)
+
+
 def test_resuming_keeps_the_settings(tmp_path, capsys):
     run(tmp_path, "--steps", 2, "--checkpoint-every", 1)
     checkpoint = str(tmp_path / "nvfp4-fp4adam-step000001")
@@ -167,7 +205,7 @@ def test_resuming_on_any_number_of_processes(processes, name, on_two_processes, 
     assert actual == pytest.approx(expected, rel=0 if processes == 2 else 1e-3)
 
 
-def test_batch_that_does_not_divide_is_refused(tmp_path, capsys, monkeypatch):
+def test_what_several_processes_cannot_do_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command_line, "world_size", lambda: 3)
     with pytest.raises(SystemExit):
         run(tmp_path, "--steps", 1)
@@ -175,6 +213,9 @@ def test_batch_that_does_not_divide_is_refused(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         run(tmp_path, "--batch", 6, "--device", "cuda:1")
     assert "--device must be cpu or cuda under torchrun, got cuda:1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(tmp_path, "--batch", 6, "--matmul", "kept")
+    assert "--matmul kept needs one process, got 3: weights" in capsys.readouterr().err
 
 
 def test_compare_writes_numbers_and_curves(tmp_path, capsys):
@@ -222,3 +263,27 @@ def test_batches_depend_on_their_seed_alone():
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert torch.equal(inputs, again)
     assert not torch.equal(inputs, other)
+
+
+def write_files(folder, names):
+    for number, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(chr(ord("a") + number % 26) * 50)
+
+
+def test_text_of_folders(tmp_path, capsys):
+    write_files(tmp_path / "first", [f"{i}.py" for i in range(9)] + ["left_out.c"])
+    write_files(tmp_path / "second", ["b/1.md", "a/2.rst", "c.txt"])
+    folders = tuple(str(tmp_path / name) for name in ("first", "second"))
+    text, held_out = (bytes(part.tolist()) for part in load_text(folders))
+    assert text == b"\n".join(letter.encode() * 50 for letter in "abcdefghiac")
+    assert held_out == b"b" * 50  # the tenth file, a/2.rst
+    options = ("--text", ",".join(folders), "--steps", 2)
+    (result,) = run(tmp_path / "out", *options, "--checkpoint-every", 1)
+    checkpoint = tmp_path / "out" / "nvfp4-fp4adam-step000001"
+    (resumed,) = train_gpt.main(["--resume", str(checkpoint), "--out", str(tmp_path / "again")])
+    assert resumed["train_loss"] == result["train_loss"]
+    with pytest.raises(SystemExit, match="more than --context = 50 bytes .* got 50; add folders"):
+        run(tmp_path / "out", *options, "--context", 50)
+    with pytest.raises(SystemExit, match="first must hold 10 files or more .* got 9"):
+        load_text(folders[:1])

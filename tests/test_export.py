@@ -28,7 +28,7 @@ from fp4adam import (
     quantize_model,
 )
 from fp4adam.checkpoint_layouts import LAYOUTS
-from ranks import run_ranks
+from ranks import all_ranks, run_ranks
 from test_fsdp import fixed_grads, set_grads
 
 ROWWISE_NVFP4 = NVFP4Quantizer(two_dimensional=False, columnwise=False)
@@ -459,7 +459,7 @@ def export_shards(rank: int, folder: str) -> None:
     for is_sharded in (False, True):
         model = build("nvfp4", dtype=torch.float32)
         if is_sharded:
-            fully_shard(model)
+            fully_shard(model, mesh=all_ranks())
         optimizer = FP4Adam(model.parameters(), lr=1e-2)
         name = "sharded" if is_sharded else f"whole{rank}"
         export_masters(model, optimizer, f"{folder}/{name}-before")

@@ -26,7 +26,7 @@ from fp4adam import (
     quantize_model,
 )
 from fp4adam.local_tensor import like, local
-from ranks import run_ranks
+from ranks import all_ranks, home, run_ranks
 
 FORMATS = ("nvfp4", "mxfp8", "float8block")
 WITH_GEMM_SCALES = {
@@ -40,11 +40,6 @@ def run(function: Callable[..., None], world_size: int, *args: Any) -> None:
     """On GPUs where there are as many, else on the CPU."""
     device = "cuda" if torch.cuda.device_count() >= world_size else "cpu"
     run_ranks(function, world_size, *args, device=device)
-
-
-def home() -> torch.device:
-    """Where this rank computes."""
-    return torch.device("cuda" if "nccl" in dist.get_backend_config() else "cpu")
 
 
 def build(
@@ -133,7 +128,7 @@ def step_in_parallel(
 ) -> None:
     quantizer = WITH_GEMM_SCALES.get(recipe, recipe)
     whole, sharded = (build(rows, cols, quantizer, torch.bfloat16) for _ in range(2))
-    fully_shard(sharded, mesh=init_device_mesh(home().type, (dist.get_world_size(),)))
+    fully_shard(sharded, mesh=all_ranks())
     expected = FP4Adam(whole.parameters(), **OPTIONS, **options)
     optimizer = FP4Adam(sharded.parameters(), **OPTIONS, **options)
     for step in range(last + 1):
@@ -198,7 +193,7 @@ def test_kernels_have_the_bits_of_one_process(recipe, world_size):
 def clip_in_parallel(rank: int) -> None:
     whole, sharded = build(64, 32, "nvfp4"), build(64, 32, "nvfp4")
     whole[0].bias.requires_grad_(False)
-    mesh = init_device_mesh(home().type, (dist.get_world_size(),))
+    mesh = all_ranks()
     fully_shard(sharded, mesh=mesh, ignored_params={sharded[0].bias})
     sharded[0].bias.requires_grad_(False)
     expected, optimizer = FP4Adam(whole.parameters()), FP4Adam(sharded.parameters())
@@ -255,7 +250,7 @@ def initialize(model: nn.Module) -> None:
 
 def train_variant(rank: int, recipe: str, rows: int, variant: str) -> None:
     whole = build(rows, 32, recipe)
-    options, microbatches, mesh = {}, 1, init_device_mesh(home().type, (dist.get_world_size(),))
+    options, microbatches, mesh = {}, 1, all_ranks()
     if variant == "meta":
         with torch.device("meta"):
             sharded = build(rows, 32, recipe)
@@ -322,7 +317,7 @@ def test_fully_shard_variants(variant, world_size, rows):
 
 def disagree(rank: int) -> None:
     model = build(64, 32, "nvfp4")
-    fully_shard(model, mesh=init_device_mesh(home().type, (2,)))
+    fully_shard(model, mesh=all_ranks())
     check_shards(model)
     if rank == 1:
         local(model[2].weight)._amax.mul_(2)
@@ -335,7 +330,7 @@ def test_shards_that_disagree_are_found_on_every_rank():
 
 
 def shard_otherwise(rank: int) -> None:
-    mesh = init_device_mesh(home().type, (2,))
+    mesh = all_ranks()
     for quantizer in (NVFP4Quantizer(two_dimensional=False), Float8BlockQuantizer(rowwise=False)):
         with pytest.raises(ValueError, match="parameter '0.weight' must have rowwise=True and two"):
             fully_shard(build(64, 32, quantizer), mesh=mesh)
@@ -355,7 +350,7 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank():
 
 def count_collectives(rank: int) -> None:
     model = build(64, 32, "nvfp4")
-    fully_shard(model, mesh=init_device_mesh(home().type, (dist.get_world_size(),)))
+    fully_shard(model, mesh=all_ranks())
     optimizer = FP4Adam(model.parameters())
     for step in range(3):
         set_grads(model, fixed_grads(model, step))
@@ -377,8 +372,8 @@ def train_quantized_matmuls(rank: int) -> None:
             model = build(256, 128, recipe)
             if sharded:
                 for layer in (model[0], model[2]):
-                    fully_shard(layer)
-                fully_shard(model)
+                    fully_shard(layer, mesh=all_ranks())
+                fully_shard(model, mesh=all_ranks())
             optimizer = FP4Adam(model.parameters(), **OPTIONS)
             x = torch.randn(20, 128, generator=torch.Generator().manual_seed(1)).to(home())
             of_model = []
@@ -396,3 +391,34 @@ def train_quantized_matmuls(rank: int) -> None:
 
 def test_gathered_weights_are_multiplied_as_whole_ones():
     run(train_quantized_matmuls, 2)
+
+
+def losses_in_blocks(recipe: str | Recipe, compiled: bool) -> Tensor:
+    """Of three steps of a model whose layers are gathered again for the backward pass."""
+    model = build(192, 128, recipe)
+    for layer in (model[0], model[2]):
+        if compiled:
+            layer.compile(backend="aot_eager")
+        fully_shard(layer, mesh=all_ranks())
+    fully_shard(model, mesh=all_ranks())
+    optimizer = FP4Adam(model.parameters(), **OPTIONS)
+    x = torch.randn(20, 128, generator=torch.Generator().manual_seed(1)).to(home())
+    losses = []
+    for _ in range(3):
+        loss = (model(x) - x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def compare_compiled_and_eager(rank: int) -> None:
+    # Scales that are filled in anew: of blocks that 192 rows cut, and in the order of GEMMs.
+    for recipe in ("float8block", Recipe("nvfp4", activations=True, gradients=True, emulate=True)):
+        compiled, eager = (losses_in_blocks(recipe, compiled) for compiled in (True, False))
+        assert torch.equal(compiled, eager)
+
+
+def test_compiled_layers():
+    run(compare_compiled_and_eager, 2)

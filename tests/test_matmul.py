@@ -8,7 +8,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -199,6 +201,16 @@ def test_what_cannot_be_multiplied_is_refused():
         grad.sum().backward()
 
 
+@pytest.mark.parametrize("shape", [(5, IN), (2, 64, IN)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_output_may_be_written_in_place(shape, bias):
+    layer = layer_in(Recipe("float8block", activations=True, gradients=True), bias)
+    x, twin = (randn(*shape).requires_grad_() for _ in range(2))
+    layer(x).relu_().sum().backward()
+    layer(twin).relu().sum().backward()
+    assert torch.equal(x.grad, twin.grad)
+
+
 def test_no_tokens_give_no_output():
     layer = layer_in(Recipe("float8block", activations=True, gradients=True), bias=True)
     x = randn(2, 0, IN).requires_grad_()
@@ -279,3 +291,24 @@ def test_activation_checkpointing_and_autocast():
     assert y.dtype == torch.bfloat16 and torch.equal(y, expected)
     assert torch.equal(x.grad, x_twin.grad)
     assert torch.equal(layer.weight.grad, twin.weight.grad)
+
+
+@compiles
+def test_compiled_layers_quantize_the_input_they_share_once():
+    torch._dynamo.reset()
+    recipe = Recipe("float8block", activations=True, gradients=True)
+    first, second = layer_in(recipe), layer_in(recipe)
+    found = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list):
+        nodes = graph.graph.find_nodes(
+            op="call_function", target=torch.ops.fp4adam.quantize_float8_block_operands.default
+        )
+        found.append(len(nodes))
+        return make_boxed_func(graph)
+
+    traced = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    compiled = torch.compile(lambda x: first(x) * second(x), backend=traced, fullgraph=True)
+    compiled(randn(3, IN).requires_grad_()).sum().backward()
+    # In the backward pass, the gradient of each output.
+    assert found == [1, 2]

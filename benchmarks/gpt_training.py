@@ -1,0 +1,98 @@
+"""Training of the example's GPT, as scaling.py and training.py measure it."""
+
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fp4adam import Recipe, kept_weights, quantize_model
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+
+from gpt import GPT, GPTConfig
+from options import PRESETS
+from stdlib_text import cut_batch, load_text
+
+HYPER = dict(betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+# Inputs and targets, int64 [batch, context].
+Batch = tuple[Tensor, Tensor]
+
+
+class Contestant(NamedTuple):
+    """An optimizer of a GPT in ``dtype``, its linear weights quantized where there is a recipe.
+
+    FP32 weights are multiplied in BF16, by autocast. ``keeps_weights`` is for ``kept_weights()``
+    around the batches of a step.
+    """
+
+    name: str
+    optimizer: Callable[..., Optimizer]
+    recipe: str | Recipe | None = None
+    dtype: torch.dtype = torch.bfloat16
+    keeps_weights: bool = False
+
+
+def gpt_config(size: str, **sizes: int | None) -> GPTConfig:
+    """The shape of a preset, but for the sizes that are given."""
+    preset = PRESETS[size] | {name: value for name, value in sizes.items() if value}
+    return GPTConfig(*(preset[name] for name in ("layers", "heads", "dim", "context")))
+
+
+def build_model(contestant: Contestant, config: GPTConfig, device: str) -> GPT:
+    """A model from the same weights for everyone."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = GPT(config).to(contestant.dtype)
+    if contestant.recipe:
+        quantize_model(model, contestant.recipe)
+    return model
+
+
+class Training:
+    """A model and its optimizer."""
+
+    def __init__(self, contestant: Contestant, model: GPT, size: str) -> None:
+        self.contestant, self.model = contestant, model
+        lr = PRESETS[size]["lr"]
+        self.optimizer = contestant.optimizer(model.parameters(), lr=lr, **HYPER)
+
+    def crops(self, batch: int, seed: int) -> Batch:
+        """Inputs and targets of so many sequences, by ``seed`` alone."""
+        text, _ = load_text()
+        inputs, targets = cut_batch(text, batch, self.model.config.context, seed)
+        device = self.model.cos.device
+        return inputs.to(device), targets.to(device)
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Cross entropy, in nats per byte."""
+        is_mixed = self.contestant.dtype == torch.float32
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=is_mixed):
+            logits = self.model(inputs)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def accumulate(self, *batches: Batch) -> Tensor:
+        """Gradients of the mean loss over batches, and that loss."""
+        losses = []
+        with kept_weights() if self.contestant.keeps_weights else contextlib.nullcontext():
+            for inputs, targets in batches:
+                loss = self.loss(inputs, targets) / len(batches)
+                loss.backward()
+                losses.append(loss.detach())
+        return sum(losses)
+
+    def update(self) -> None:
+        """The optimizer's part of a training step."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self, *batches: Batch) -> Tensor:
+        """A whole training step; the loss before it."""
+        loss = self.accumulate(*batches)
+        self.update()
+        return loss

@@ -1,0 +1,204 @@
+"""How close training with quantized weights comes to BF16: losses of the same GPT on the same data.
+
+    python benchmarks/numerics.py [--tokens 50e6] [--only TEXT[;TEXT]] [options of train_gpt.py]
+
+Every run adds its losses to --out when it ends, in place of an earlier run of that name; processes
+on several GPUs take a part of the runs each, and a file of their own. numerics_report.py makes a
+table and a picture of the files. README.md explains what is measured and how.
+"""
+
+import argparse
+import gc
+import json
+import math
+import platform
+import shlex
+import statistics
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import fp4adam
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from distributed import world_size
+from options import parse_args
+from train_gpt import build_run, text_parts, train_step, validate
+
+# Batches of held-out text, the same for every run: those of the curve, and with more behind them
+# those of the last loss.
+BATCHES, LAST_BATCHES = 16, 64
+EVALUATIONS = 20
+# Options of train_gpt.py that each run has its own of.
+DECIDED = ("format", "optimizer", "compare", "matmul", "seed", "steps", "resume")
+
+
+class Contestant(NamedTuple):
+    """What a run trains; an ablation is there to fail."""
+
+    name: str
+    format: str
+    optimizer: str = "fp4adam"
+    recipe: fp4adam.Recipe | None = None
+    seed: int = 0
+    is_ablation: bool = False
+
+
+FP8_MATMULS = fp4adam.Recipe("float8block", activations=True, gradients=True)
+NVFP4_1D = fp4adam.Recipe(fp4adam.NVFP4Quantizer(two_dimensional=False))
+CONTESTANTS = (
+    Contestant("BF16 + AdamW, seed 0", "fp32", "adamw"),
+    Contestant("BF16 + AdamW, seed 1", "fp32", "adamw", seed=1),
+    Contestant("MXFP8", "mxfp8"),
+    Contestant("Float8Block", "float8block"),
+    Contestant("NVFP4 2D", "nvfp4"),
+    Contestant("NVFP4 1D", "nvfp4", recipe=NVFP4_1D),
+    Contestant("Float8Block, FP8 matmuls", "float8block", recipe=FP8_MATMULS),
+    Contestant("NVFP4 without masters", "nvfp4", is_ablation=True),
+)
+
+
+@torch.no_grad()
+def forget_masters(optimizer: fp4adam.FP4Adam) -> None:
+    """Leave of each master what its weight's codes say, and lose what is smaller than a step."""
+    for param, state in optimizer.state.items():
+        if isinstance(param, fp4adam.QuantizedTensor):
+            state["master_param"].copy_(param.dequantize(torch.float32))
+
+
+def measure(contestant: Contestant, args: argparse.Namespace) -> dict[str, Any]:
+    """Train it, with a line for each evaluation, and return all losses.
+
+    Raises:
+        RuntimeError: If a loss is not finite, or the device cannot do it.
+    """
+    args = argparse.Namespace(**vars(args) | {"seed": contestant.seed})
+    run = build_run(args, contestant.format, contestant.optimizer, contestant.recipe)
+    text, held_out = text_parts(args)
+    train_loss: list[float] = []
+    validation_loss: dict[int, float] = {}
+    speeds = []
+    while run.step < args.steps:
+        start, losses = time.perf_counter(), []
+        for _ in range(min(args.eval_every, args.steps - run.step)):
+            losses.append(train_step(run, args, text))
+            if contestant.is_ablation:
+                forget_masters(run.optimizer)
+        train_loss += torch.stack(losses).tolist()  # waits for the device, for the first time
+        tokens = len(losses) * args.batch * args.context * args.accumulate
+        speeds.append(tokens / (time.perf_counter() - start))
+        if not all(map(math.isfinite, train_loss)):
+            raise RuntimeError(f"a loss is not finite before step {run.step}; lower --lr")
+        validation_loss[run.step] = statistics.fmean(validate(run, args, held_out, BATCHES))
+        print(
+            f"{contestant.name:24s}  step {run.step:>5}/{args.steps}  loss {train_loss[-1]:.4f}  "
+            f"val {validation_loss[run.step]:.4f}  {speeds[-1]:>9,.0f} tokens/s",
+            flush=True,
+        )
+    return {
+        "name": contestant.name,
+        "is_ablation": contestant.is_ablation,
+        "parameters": sum(p.numel() for p in run.model.parameters()),
+        "text_bytes": [len(text), len(held_out)],
+        "tokens_per_second": statistics.median(speeds),  # which compilation does not move
+        "train_loss": [round(loss, 6) for loss in train_loss],
+        "validation_loss": validation_loss,
+        "last_validation_losses": validate(run, args, held_out, LAST_BATCHES),
+    }
+
+
+def release() -> None:
+    """Free the run before this one."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def add_run(path: Path, row: dict[str, Any]) -> None:
+    """Write a run to a file of runs, in place of one of the same name."""
+    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    runs = [run for run in runs if run["name"] != row["name"]] + [row]
+    path.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+
+
+def describe(args: argparse.Namespace) -> dict[str, Any]:
+    """On what was trained, with which settings."""
+    cuda = torch.device(args.device).type == "cuda"
+    names = ("size", "layers", "heads", "dim", "context", "batch", "accumulate", "steps", "lr")
+    names += ("schedule", "weight_decay", "clip", "states", "text", "compile", "device")
+    gpu = torch.cuda.get_device_name(args.device) if cuda else None
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "device": gpu or platform.processor() or "CPU",
+        "versions": {"torch": torch.__version__, "fp4adam": fp4adam.__version__},
+        "date": time.strftime("%Y-%m-%d"),
+        "settings": {name: getattr(args, name) for name in names},
+    }
+
+
+def parse() -> tuple[argparse.Namespace, argparse.Namespace]:
+    """The options of this program, and those of train_gpt.py."""
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument(
+        "--tokens",
+        type=float,
+        default=50e6 if cuda else 5e5,
+        help="to train each run on; 50e6 on a GPU, 5e5 on a CPU",
+    )
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(";"),
+        default=[""],
+        metavar="TEXT[;TEXT]",
+        help="only runs whose names contain one of these",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("numerics.json"), help="default: numerics.json"
+    )
+    own, rest = parser.parse_known_args()
+    args = parse_args([*(["--compile"] if cuda else []), *rest])
+    usual = parse_args(["--size", args.size])
+    for name in DECIDED:
+        if getattr(args, name) != getattr(usual, name):
+            parser.error(f"--{name} must be left to the runs and --tokens, got one; see --only")
+    if world_size() > 1:
+        parser.error(f"runs must be of one process, got {world_size()}; take GPUs with --only")
+    args.steps = max(1, int(own.tokens) // (args.batch * args.context * args.accumulate))
+    args.eval_every = math.ceil(args.steps / EVALUATIONS)
+    return own, args
+
+
+def main() -> None:
+    """Train the runs one after the other; one that fails says so, and the others go on."""
+    own, args = parse()
+    own.out.parent.mkdir(parents=True, exist_ok=True)
+    about = describe(args)
+    print(", ".join(f"{name} {version}" for name, version in about["versions"].items()))
+    print(f"{about['device']}, {about['date']}, {args.steps} steps", flush=True)
+    failed = []
+    for contestant in CONTESTANTS:
+        if not any(text in contestant.name for text in own.only):
+            continue
+        release()
+        try:
+            row = measure(contestant, args)
+        except Exception:  # also of compilers: no such matmul on this device, no memory
+            traceback.print_exc()
+            failed.append(contestant.name)
+            continue
+        add_run(own.out, row | {"about": about})
+        loss = statistics.fmean(row["last_validation_losses"])
+        speed = row["tokens_per_second"]
+        print(f"{contestant.name:24s}  held out {loss:.5f}  {speed:,.0f} tokens/s", flush=True)
+    if failed:
+        raise SystemExit(f"not measured: {'; '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""The table and the picture of what numerics.py has recorded, in one file or several.
+
+    python benchmarks/numerics_report.py FILE [FILE ...] [--png numerics.png]
+
+prints Markdown, without a device and without torch. A run that is in two files is taken from the
+last one.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from report import cells
+
+Run = dict[str, Any]
+# The runs that all others are compared with; the noise is what the seed makes of the same run.
+BASELINES = ("BF16 + AdamW, seed 0", "BF16 + AdamW, seed 1")
+TITLES = ("", "training loss", "held-out loss", "gap to BF16, nats", "tokens/s")
+
+
+def load_runs(paths: list[Path]) -> dict[str, Run]:
+    """All runs by name, the baselines first and ablations last.
+
+    Raises:
+        SystemExit: If they were not made with the same settings and text.
+    """
+    found = [run for path in paths for run in json.loads(path.read_text())["runs"]]
+    found.sort(key=lambda run: (run["name"] not in BASELINES, run["is_ablation"]))
+    runs = {run["name"]: run for run in found}
+    first, *others = runs.values()
+    for run in others:
+        ours, theirs = (r["about"]["settings"] | {"bytes": r["text_bytes"]} for r in (first, run))
+        for name in ours:
+            if ours[name] != theirs[name]:
+                raise SystemExit(
+                    f"all runs must have the {name} of {first['name']}, {ours[name]}, got "
+                    f"{theirs[name]} of {run['name']}; train it again"
+                )
+    return runs
+
+
+def held_out(run: Run) -> float:
+    """The last held-out loss."""
+    return statistics.fmean(run["last_validation_losses"])
+
+
+def final_train_loss(run: Run) -> float:
+    """The mean of the last tenth."""
+    return statistics.fmean(run["train_loss"][-max(1, len(run["train_loss"]) // 10) :])
+
+
+def gap(run: Run, baselines: list[Run]) -> tuple[float, float]:
+    """Held-out loss minus the mean of the baselines', and the standard error of the text's choice.
+
+    All runs have the same batches, so that only what differs between runs counts.
+    """
+    columns = zip(*(other["last_validation_losses"] for other in baselines), strict=True)
+    means = map(statistics.fmean, columns)
+    gaps = [a - b for a, b in zip(run["last_validation_losses"], means, strict=True)]
+    return statistics.fmean(gaps), statistics.stdev(gaps) / len(gaps) ** 0.5
+
+
+def markdown(runs: dict[str, Run]) -> str:
+    """A row per run, the noise, and where and how it was measured."""
+    baselines = [runs[name] for name in BASELINES if name in runs]
+    lines = [cells([*TITLES]), cells(["---"] * len(TITLES))]
+    for run in runs.values():
+        compared = "{:+.4f} ± {:.4f}".format(*gap(run, baselines)) if baselines else "-"
+        losses = f"{final_train_loss(run):.4f}", f"{held_out(run):.4f}"
+        lines.append(cells([run["name"], *losses, compared, f"{run['tokens_per_second']:,.0f}"]))
+    lines.append("")
+    if len(baselines) == 2:
+        noise = abs(held_out(baselines[0]) - held_out(baselines[1]))
+        lines.append(f"Noise, the difference of the two seeds: {noise:.4f} nats.")
+    first = next(iter(runs.values()))
+    lines.append(
+        f"{first['parameters'] / 1e6:.1f} M parameters, {len(first['train_loss'])} steps, text of "
+        f"{first['text_bytes'][0] / 1e6:.1f} MB and {first['text_bytes'][1] / 1e6:.1f} MB held out."
+    )
+    for about in {json.dumps(run["about"]): run["about"] for run in runs.values()}.values():
+        found = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+        lines.append(f"- {about['device']}, {found}, {about['date']}: `{about['command']}`")
+    return "\n".join(lines)
+
+
+def curve(run: Run) -> tuple[list[int], list[float]]:
+    """Steps and held-out losses."""
+    return [int(step) for step in run["validation_loss"]], [*run["validation_loss"].values()]
+
+
+def write_plot(path: Path, runs: dict[str, Run]) -> None:
+    """Draw held-out losses, and their gaps to the first baseline's with the noise around them."""
+    try:
+        from matplotlib.figure import Figure  # only here, so that the table does without
+    except ImportError:
+        raise SystemExit(f"no {path}: install matplotlib (pip install fp4adam[demo])") from None
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    largest = 0.0
+    for number, run in enumerate(runs.values()):
+        style = {"color": f"C{number}", "label": run["name"], "linewidth": 1.2}
+        left.plot(*curve(run), ".-", **style)
+        if BASELINES[0] not in runs:
+            continue
+        steps, gaps = gaps_to(runs[BASELINES[0]], run)
+        if run["name"] == BASELINES[1]:
+            low, high = ([sign * abs(gap) for gap in gaps] for sign in (-1, 1))
+            right.fill_between(steps, low, high, color="0.85")
+        elif run["name"] != BASELINES[0]:
+            right.plot(steps, gaps, ".-", **style)
+        if not run["is_ablation"]:
+            # Early ones are large, and those of an ablation throughout.
+            largest = max(largest, *map(abs, gaps[len(gaps) // 4 :]))
+    if largest:
+        right.set_ylim(-1.1 * largest, 1.1 * largest)
+    right.axhline(0, color="black", linewidth=0.8)
+    left.set(xlabel="step", ylabel="nats per byte", title="Held-out loss")
+    right.set(
+        xlabel="step",
+        ylabel="nats per byte",
+        title="Minus that of BF16, seed 0; grey: as far as seed 1",
+    )
+    left.legend(fontsize=7)
+    figure.savefig(path, dpi=150)
+
+
+def gaps_to(baseline: Run, run: Run) -> tuple[list[int], list[float]]:
+    """Steps, and how much larger the held-out loss is there than the baseline's."""
+    steps, losses = curve(run)
+    return steps, [a - b for a, b in zip(losses, curve(baseline)[1], strict=True)]
+
+
+def main() -> None:
+    """Print recorded runs as Markdown, and draw them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    parser.add_argument("--png", type=Path, help="draw the picture to this file too")
+    args = parser.parse_args()
+    runs = load_runs(args.files)
+    print(markdown(runs))
+    if args.png:
+        write_plot(args.png, runs)
+
+
+if __name__ == "__main__":
+    main()
