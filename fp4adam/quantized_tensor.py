@@ -374,11 +374,13 @@ class QuantizedTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         usages = [u for u in ("rowwise", "columnwise") if getattr(self.quantizer, u)]
-        bits = 8 * self.nbytes_stored / max(self.numel(), 1)
+        stored, numel = self.nbytes_stored, self.numel()
+        # Symbols of torch.compile are no numbers to divide and to format.
+        bits = f"{8 * stored / max(numel, 1):.2f}" if type(stored) is type(numel) is int else "?"
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
             f"{type(self).__name__}(shape={tuple(self.shape)}, {' + '.join(usages)}, "
-            f"{bits:.2f} bits per element, dtype={self.dtype}, device='{self.device}'{grad})"
+            f"{bits} bits per element, dtype={self.dtype}, device='{self.device}'{grad})"
         )
 
     # torch.compile, FSDP2 and swap_tensors take a subclass apart with these two.

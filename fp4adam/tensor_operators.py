@@ -223,8 +223,7 @@ def _broadcast_(
     func: Callable, outs: list[Tensor], group: Any, root: int, *args: Any
 ) -> tuple[list[Tensor], Any]:
     values = _values(outs)
-    _, work = func(values, group, root, *args)
-    work.wait()
+    work = _run_collective(func, values, group, root, *args)
     if dist.ProcessGroup.unbox(group).rank() != root:
         torch._foreach_copy_(outs, values)
     return outs, work
@@ -235,10 +234,23 @@ def _scatter_(
     func: Callable, outs: list[Tensor], parts: list[list[Tensor]], group: Any, root: int, *args: Any
 ) -> tuple[list[Tensor], Any]:
     values, rank = _values(outs), dist.ProcessGroup.unbox(group).rank()
-    _, work = func(values, [*map(_values, parts)], group, root, *args)
-    work.wait()
+    work = _run_collective(func, values, [*map(_values, parts)], group, root, *args)
     torch._foreach_copy_(outs, [own[rank] for own in parts] if rank == root else values)
     return outs, work
+
+
+def _run_collective(func: Callable, *args: Any) -> Any:
+    """Run an operator of c10d, wait for what it writes, and return its work.
+
+    Always as an asynchronous one: for others NCCL returns a null pointer that cannot be waited for.
+    """
+    parameters = func._schema.arguments
+    given = {parameter.name: value for parameter, value in zip(parameters, args, strict=False)}
+    # Its name is another one in other versions of torch; it is the only flag.
+    (flag,) = (parameter.name for parameter in parameters if str(parameter.type) == "bool")
+    _, work = func(**given | {flag: True})
+    work.wait()
+    return work
 
 
 def _values(tensors: list[Tensor]) -> list[Tensor]:

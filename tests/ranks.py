@@ -85,12 +85,12 @@ def run_ranks(
             raise RankError("\n".join(sorted(errors, key=lambda text: "Connection" in text)))
         results = [Path(folder, f"result{rank}") for rank in range(world_size)]
         missing = [rank for rank, path in enumerate(results) if not path.exists()]
+        stacks = "\n".join(path.read_text() for path in sorted(Path(folder).glob("stack*")))
         if late and set(late) & set(missing):
-            stacks = "\n".join(path.read_text() for path in sorted(Path(folder).glob("stack*")))
             raise TimeoutError(f"ranks {missing} did not end within {timeout} s:\n{stacks}")
         if missing and not survives:
             codes = [processes[rank].exitcode for rank in missing]
-            raise RankError(f"ranks {missing} died with exit codes {codes}")
+            raise RankError(f"ranks {missing} died with exit codes {codes}:\n{stacks}")
         return [
             torch.load(path, weights_only=False, map_location="cpu") if path.exists() else None
             for path in results
@@ -114,6 +114,7 @@ def _run_rank(
     os.environ["WORLD_SIZE"] = str(world_size)
     torch.set_num_threads(1)
     stack = open(f"{folder}/stack{rank}", "w")
+    faulthandler.enable(stack)
     faulthandler.dump_traceback_later(0.9 * 2 * timeout, file=stack)
     if device == "cuda":
         torch.cuda.set_device(rank)

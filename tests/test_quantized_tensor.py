@@ -11,6 +11,8 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fp4adam import (
     Float8BlockQuantizer,
@@ -94,6 +96,17 @@ def test_repr_counts_bits_of_everything_stored():
     # Codes of both directions, one scale byte per 256 elements, one FP32 amax.
     assert f"{8 + 8 / 256 + 32 / 65536:.2f} bits per element" in repr(tensor)
     assert "0.00 bits" not in repr(NVFP4.quantize(torch.zeros(0, 16)))
+
+
+def test_repr_of_a_symbolic_shape():
+    """The logs of torch.compile ask for it."""
+    tensor = NVFP4.quantize(torch.zeros(32, 64))
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        (rows, cols) = mode.from_tensor(torch.zeros(32, 64), static_shapes=False).shape
+        storage = {name: mode.from_tensor(x) for name, x in tensor.storage_tensors().items()}
+        symbolic = type(tensor)((rows, cols), tensor.dtype, NVFP4, storage)
+        assert f"shape=({rows}, {cols})" in repr(symbolic)
+        assert "? bits per element" in repr(symbolic)
 
 
 def test_module_prints_and_counts_as_usual():
