@@ -1,6 +1,7 @@
 """QuantizedTensor as a tensor: parameter, copies, files, conversions, and what may write to it."""
 
 import copy
+import dataclasses
 import io
 import pickle
 from multiprocessing.reduction import ForkingPickler
@@ -24,6 +25,7 @@ from fp4adam import (
     Quantizer,
     quantize_model,
 )
+from fp4adam.quantizer import Operands
 
 NVFP4 = NVFP4Quantizer()
 QUANTIZERS = {
@@ -96,6 +98,25 @@ def test_repr_counts_bits_of_everything_stored():
     # Codes of both directions, one scale byte per 256 elements, one FP32 amax.
     assert f"{8 + 8 / 256 + 32 / 65536:.2f} bits per element" in repr(tensor)
     assert "0.00 bits" not in repr(NVFP4.quantize(torch.zeros(0, 16)))
+
+
+def test_graphs_on_disk_are_told_apart_by_looks_alone():
+    """torch.compile warns of tensors without this hash; values are not a part of it."""
+
+    def key(quantizer=NVFP4, shape=(64, 96), dtype=torch.float32, seed=0, requires_grad=True):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        return nn.Parameter(quantizer.quantize(x), requires_grad)._stable_hash_for_caching()
+
+    others = [
+        key(dataclasses.replace(NVFP4, two_dimensional=False)),
+        key(dataclasses.replace(NVFP4, operands=Operands(activations=True))),
+        key(MXFP8Quantizer()),
+        key(shape=(96, 64)),
+        key(dtype=torch.bfloat16),
+        key(requires_grad=False),
+    ]
+    assert key(seed=1) == key()
+    assert len({key(), *others}) == 7
 
 
 def test_repr_of_a_symbolic_shape():
