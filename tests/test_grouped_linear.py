@@ -102,7 +102,7 @@ def test_compiles_in_one_graph():
 
 def test_bad_input_is_refused():
     weight, x = stack_in(NVFP4Quantizer()), torch.randn(10, IN)
-    with pytest.raises(ValueError, match=r"got \(2, 5, 32\) and \(3, 64, 32\); flatten"):
+    with pytest.raises(ValueError, match=r"got \(2, 5, 32\) and \(3, 64, 32\); flatten the tokens"):
         grouped_linear(x.view(2, 5, IN), weight, ends(4, 0, 6))
     with pytest.raises(ValueError, match=r"one entry per expert, 3, got \(2,\)"):
         grouped_linear(x, weight, ends(4, 6))

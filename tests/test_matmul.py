@@ -186,9 +186,11 @@ def test_what_cannot_be_multiplied_is_refused():
         torch.func.vmap(layer)(randn(3, IN))
     with pytest.raises(ValueError, match=r"whole tensor .* got rows of one, \(128, 384\)"):
         F.linear(randn(3, IN), layer.weight[:128])
-    narrow = quantize_model(nn.Linear(96, 128), Recipe("float8block", gradients=True))
+    with pytest.raises(ValueError, match=r"\[..., 384\] for a weight \(256, 384\), got \(3, 200\)"):
+        layer(randn(3, 200))
+    recipe = Recipe("float8block", gradients=True)
     with pytest.raises(ValueError, match=r"multiples of 128 .* got \(128, 96\); leave"):
-        narrow(randn(3, 96))
+        F.linear(randn(3, 96), recipe.quantizer.quantize(randn(128, 96)))
     with pytest.raises(ValueError, match="gradients=True must have columnwise codes"):
         Recipe(MXFP8Quantizer(columnwise=False), gradients=True)
     with pytest.raises(ValueError, match="activations=True must have rowwise codes"):
