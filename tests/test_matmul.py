@@ -295,6 +295,14 @@ def test_activation_checkpointing_and_autocast():
     assert torch.equal(layer.weight.grad, twin.weight.grad)
 
 
+@every_format
+def test_autocast_converts_the_input_alone(weights):
+    layer, x = layer_in(Recipe(weights, activations=True)), randn(3, IN)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert torch.equal(y, layer(x.bfloat16()))
+
+
 @compiles
 def test_compiled_layers_quantize_the_input_they_share_once():
     torch._dynamo.reset()
