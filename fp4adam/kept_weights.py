@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fp4adam.quantized_tensor import QuantizedTensor
 
-# By weight: what it was when something was made of it, and by name what that is. A module's own
-# variable rather than a thread's, because backward passes run in threads of autograd.
-_kept: WeakTensorKeyDictionary | None = None
+# By origin, because torch does not swap tensors that have weak references, as Module.to() does:
+# what the weight was when something was made of it, and what that is. A module's own variable
+# rather than a thread's, because backward passes run in threads of autograd.
+_kept: WeakIdKeyDictionary | None = None
 # Blocks that are open, in all threads; the last one to end frees what is kept.
 _open_blocks = 0
 _lock = threading.Lock()
@@ -38,7 +39,7 @@ def kept_weights() -> Iterator[None]:
     with _lock:
         _open_blocks += 1
         if _kept is None:
-            _kept = WeakTensorKeyDictionary()
+            _kept = WeakIdKeyDictionary()
     try:
         yield
     finally:
@@ -55,10 +56,12 @@ def keep(weight: QuantizedTensor, name: object, make: Callable[[], Any]) -> Any:
     if kept is None:
         return make()
     state = (weight._version, weight._origin.writes, QuantizedTensor.storage_generation)
-    then, made = kept.get(weight, (None, {}))
+    then, made = kept.get(weight._origin, (None, {}))
     if then != state:
         made = {}
-        kept[weight] = state, made
-    if name not in made:
-        made[name] = make()
-    return made[name]
+        kept[weight._origin] = state, made
+    # Of a window on the rows of a weight as well, which has its origin.
+    key = name, weight._start, tuple(weight.shape)
+    if key not in made:
+        made[key] = make()
+    return made[key]
