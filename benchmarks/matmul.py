@@ -237,7 +237,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tokens", type=numbers, default=[4096, 16384, 32768] if cuda else [128])
     parser.add_argument("--hidden", type=numbers, default=[2048, 4096, 8192] if cuda else [128])
     parser.add_argument("--repeats", type=int, default=10 if cuda else 1)
-    parser.add_argument("--only", help='kinds of rows: "kernel", "layer", "matmul"')
+    parser.add_argument("--only", choices=("kernel", "layer", "matmul"), help="kind of rows")
     parser.add_argument("--json", type=Path, help="write settings and results to this file")
     args = parser.parse_args()
     if args.json:
