@@ -142,6 +142,9 @@ def grouped_linear(input: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
             f"out_features and in_features must be multiples of {multiple} for grouped matmuls in "
             f"{input.dtype}, got {tuple(weight.shape[1:])}; pad the weights"
         )
+    # Rows have to start at multiples of 16 bytes, which some products find out when it is too late:
+    # in the backward pass.
+    input = input.contiguous()
     if not isinstance(weight, QuantizedTensor):
         return F.grouped_mm(input, weight.to(input.dtype).transpose(1, 2), offs=offsets)
     if has_quantized_operands(weight.quantizer):
