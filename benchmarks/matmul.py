@@ -15,19 +15,16 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import platform
-import shlex
 import statistics
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from provenance import about
 from report import write_json
-from step import Clock, copy_rate, versions
+from step import Clock, copy_rate, reason
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -78,7 +75,8 @@ class Bench:
     def kernel(self, fns: list[Callable[[], Any]], n_bytes: int) -> dict[str, float]:
         """Times of a kernel that moves so many bytes, and its shares of copies' rates."""
         ms = self.ms(fns)
-        half = round_up(n_bytes // 2, 16)
+        # Whole pages: copies of other sizes have been seen to reach half the rate.
+        half = round_up(n_bytes // 2, 4096)
         room = [
             torch.empty(2, half, dtype=torch.uint8, device=self.device)
             for _ in range(cold_copies(self, n_bytes))
@@ -98,7 +96,7 @@ def attempt(measure: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any
     try:
         return measure(*args)
     except RuntimeError as error:  # no such matmul on this GPU, or no memory
-        return {"error": " ".join(str(error).split())[:300]}
+        return {"error": reason(error)}
 
 
 def step_of(weight: Tensor, x: Tensor, grad: Tensor) -> Callable[[], None]:
@@ -239,7 +237,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tokens", type=numbers, default=[4096, 16384, 32768] if cuda else [128])
     parser.add_argument("--hidden", type=numbers, default=[2048, 4096, 8192] if cuda else [128])
     parser.add_argument("--repeats", type=int, default=10 if cuda else 1)
-    parser.add_argument("--only", help='kinds of rows: "kernel", "layer", "matmul"')
+    parser.add_argument("--only", choices=("kernel", "layer", "matmul"), help="kind of rows")
     parser.add_argument("--json", type=Path, help="write settings and results to this file")
     args = parser.parse_args()
     if args.json:
@@ -252,15 +250,9 @@ def main() -> None:
     args = parse_args()
     cuda = args.device == "cuda"
     rate = copy_rate(Clock(args.device), args.device, 1 if cuda else 64)
-    about = {
-        "command": shlex.join(["python", *sys.argv]),
-        "device": torch.cuda.get_device_name() if cuda else platform.processor() or "CPU",
-        "versions": versions(),
-        "date": time.strftime("%Y-%m-%d"),
-        "copy_TB_per_s": rate / 1e12,
-    }
-    print(", ".join(f"{name} {version}" for name, version in about["versions"].items()))
-    print(f"{about['device']}, copies {about['copy_TB_per_s']:.3f} TB/s, {about['date']}")
+    run = about(args.device) | {"copy_TB_per_s": rate / 1e12}
+    print(", ".join(f"{name} {version}" for name, version in run["versions"].items()))
+    print(f"{run['device']}, copies {run['copy_TB_per_s']:.3f} TB/s, {run['date']}")
     bench, rows = Bench(args.device, args.repeats, rate), []
     for measured in (dequantize_rows, operand_rows, layer_rows):
         if args.only == "layer" and measured is not layer_rows:
@@ -274,7 +266,7 @@ def main() -> None:
             values = (f"{k} {v:.4g}" if isinstance(v, float) else f"{v}" for k, v in row.items())
             print("  ".join(values), flush=True)
             if args.json:
-                write_json(args.json, about, rows)
+                write_json(args.json, run, rows)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ import argparse
 import gc
 import json
 import math
-import platform
-import shlex
 import statistics
 import sys
 import time
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from provenance import about
 
 import fp4adam
 
@@ -128,17 +127,9 @@ def add_run(path: Path, row: dict[str, Any]) -> None:
 
 def describe(args: argparse.Namespace) -> dict[str, Any]:
     """On what was trained, with which settings."""
-    cuda = torch.device(args.device).type == "cuda"
     names = ("size", "layers", "heads", "dim", "context", "batch", "accumulate", "steps", "lr")
     names += ("schedule", "weight_decay", "clip", "states", "text", "compile", "device")
-    gpu = torch.cuda.get_device_name(args.device) if cuda else None
-    return {
-        "command": shlex.join(["python", *sys.argv]),
-        "device": gpu or platform.processor() or "CPU",
-        "versions": {"torch": torch.__version__, "fp4adam": fp4adam.__version__},
-        "date": time.strftime("%Y-%m-%d"),
-        "settings": {name: getattr(args, name) for name in names},
-    }
+    return about(args.device) | {"settings": {name: getattr(args, name) for name in names}}
 
 
 def parse() -> tuple[argparse.Namespace, argparse.Namespace]:
@@ -178,9 +169,9 @@ def main() -> None:
     """Train the runs one after the other; one that fails says so, and the others go on."""
     own, args = parse()
     own.out.parent.mkdir(parents=True, exist_ok=True)
-    about = describe(args)
-    print(", ".join(f"{name} {version}" for name, version in about["versions"].items()))
-    print(f"{about['device']}, {about['date']}, {args.steps} steps", flush=True)
+    here = describe(args)
+    print(", ".join(f"{name} {version}" for name, version in here["versions"].items()))
+    print(f"{here['device']}, {here['date']}, {args.steps} steps", flush=True)
     failed = []
     for contestant in CONTESTANTS:
         if not any(text in contestant.name for text in own.only):
@@ -192,7 +183,7 @@ def main() -> None:
             traceback.print_exc()
             failed.append(contestant.name)
             continue
-        add_run(own.out, row | {"about": about})
+        add_run(own.out, row | {"about": here})
         loss = statistics.fmean(row["last_validation_losses"])
         speed = row["tokens_per_second"]
         print(f"{contestant.name:24s}  held out {loss:.5f}  {speed:,.0f} tokens/s", flush=True)

@@ -9,19 +9,17 @@ the tiles that kernels/amax_preview.py looks into, and times its kernels beside 
 import argparse
 import contextlib
 import json
-import shlex
 import statistics
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from provenance import about
 from torch import Tensor
 
-import fp4adam
 from fp4adam.fused_launch import NVFP4Launch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -86,13 +84,7 @@ def main() -> None:
     run = build_run(args, "nvfp4", "fp4adam")
     text, _ = text_parts(args)
     rows = []
-    about = {
-        "command": shlex.join(["python", *sys.argv]),
-        "device": torch.cuda.get_device_name(args.device),
-        "versions": {"torch": torch.__version__, "fp4adam": fp4adam.__version__},
-        "date": time.strftime("%Y-%m-%d"),
-        "settings": vars(args),
-    }
+    content = {"about": about(args.device) | {"settings": vars(args)}, "results": rows}
     while run.step < args.steps:
         if run.step % own.every:
             train_step(run, args, text)
@@ -106,7 +98,7 @@ def main() -> None:
             flush=True,
         )
         if own.json:
-            own.json.write_text(json.dumps({"about": about, "results": rows}, indent=1) + "\n")
+            own.json.write_text(json.dumps(content, indent=1) + "\n")
     shares = [row["share_of_tiles"] for row in rows]
     later = rows[1:] or rows
     preview, step = (statistics.median(r[key] for r in later) for key in ("preview_us", "step_us"))

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt_training import PRESETS, Contestant, Training, build_model, gpt_config
+from provenance import about
 from report import header_line, result_line
 from scaling_report import COLUMNS, add_run, exact_line
-from step import Clock, about, release
+from step import Clock, release
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor

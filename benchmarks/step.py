@@ -10,10 +10,7 @@ README.md explains the columns.
 
 import argparse
 import gc
-import importlib.metadata
 import math
-import platform
-import shlex
 import statistics
 import sys
 import time
@@ -24,14 +21,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from peers import CONTESTANTS, MODELS, PACKAGES, SHORT_LIST, Contestant, Shape, model_shapes
+from peers import CONTESTANTS, MODELS, SHORT_LIST, Contestant, Shape, model_shapes
+from provenance import about
 from report import header_line, result_line, write_csv, write_json, write_plots
 from torch import Tensor
 from torch.autograd.profiler_util import FunctionEvent
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-import fp4adam
 
 
 class Clock:
@@ -222,28 +218,6 @@ def attempt(contestant: Contestant, shapes: list[Shape], *how: Any) -> dict[str,
 def reason(error: Exception) -> str:
     """What an error says, in one line."""
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
-
-
-def versions() -> dict[str, str]:
-    """What is measured and what runs it, with versions, as far as it is installed."""
-    found = {"torch": torch.__version__, "fp4adam": fp4adam.__version__}
-    for name in ("triton", *PACKAGES):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def about(device: str) -> dict[str, Any]:
-    """What was run, on what, and when."""
-    gpu = torch.cuda.get_device_name() if device == "cuda" else None
-    return {
-        "command": shlex.join(["python", *sys.argv]),
-        "device": gpu or platform.processor() or "CPU",
-        "versions": versions(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
 
 
 def parse_args() -> argparse.Namespace:

@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from gpt_training import PRESETS, Batch, Contestant, Training, build_model, gpt_config
 from kernel_kinds import KINDS, kind_of
+from provenance import about
 from report import header_line, result_line, write_json
-from step import Clock, about, gpu_events, reason, release, stored_bytes
+from step import Clock, gpu_events, reason, release, stored_bytes
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from training_report import COLUMNS, title
 

@@ -31,7 +31,9 @@ def load_text(folders: tuple[str, ...] = ()) -> tuple[Tensor, Tensor]:
             order of names, up to 256 MiB; () stands for 16 MiB of the standard library.
     """
     if folders:
-        paths, limit = [path for folder in folders for path in files(Path(folder))], MAX_BYTES
+        found = (path for folder in folders for path in files(Path(folder)))
+        # Each once, so that nothing is trained on that is held out as well.
+        paths, limit = [*dict.fromkeys(found)], MAX_BYTES
     else:
         paths, limit = stdlib_files(), MAX_BYTES_OF_STDLIB
     parts: tuple[list[bytes], list[bytes]] = ([], [])

@@ -107,7 +107,8 @@ def grouped_linear(input: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     Raises:
         ValueError: If shapes do not fit, or sides of the weights are no multiples of 16 bytes, or
             of 128 where operands are quantized.
-        TypeError: If ``offsets`` is not int32, or quantized operands are not bfloat16 on a GPU.
+        TypeError: If ``offsets`` is not int32, ``input`` not floating point, or quantized operands
+            not bfloat16 on a GPU.
         RuntimeError: If the recipe wants matmuls that the GPU does not have.
         NotImplementedError: If it wants matmuls of Float8Block operands, which torch does not have,
             or torch was built without those of the others (MSLK).
@@ -115,7 +116,15 @@ def grouped_linear(input: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     if weight.dim() != 3 or input.dim() != 2 or input.shape[1] != weight.shape[2]:
         raise ValueError(
             "input and weight must be [tokens, in_features] and [experts, out_features, "
-            f"in_features], got {tuple(input.shape)} and {tuple(weight.shape)}; flatten the tokens"
+            f"in_features], got {tuple(input.shape)} and {tuple(weight.shape)}; flatten the "
+            "tokens, and let in_features agree"
+        )
+    if not input.is_floating_point():
+        raise TypeError(f"input must be floating point, got {input.dtype}; convert it first")
+    if not isinstance(offsets, Tensor):
+        raise TypeError(
+            f"offsets must be an int32 tensor, got a {type(offsets).__name__}; make one with "
+            "torch.tensor"
         )
     if offsets.shape != weight.shape[:1]:
         raise ValueError(
@@ -133,9 +142,12 @@ def grouped_linear(input: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
             f"out_features and in_features must be multiples of {multiple} for grouped matmuls in "
             f"{input.dtype}, got {tuple(weight.shape[1:])}; pad the weights"
         )
+    # Rows have to start at multiples of 16 bytes, which some products find out when it is too late:
+    # in the backward pass.
+    input = input.contiguous()
     if not isinstance(weight, QuantizedTensor):
         return F.grouped_mm(input, weight.to(input.dtype).transpose(1, 2), offs=offsets)
-    if has_quantized_operands(weight):
+    if has_quantized_operands(weight.quantizer):
         grouped_matmul.check_stack(weight)
         return _ScaledGroupedLinear.apply(input, weight, offsets)
     return _GroupedLinear.apply(input, weight, offsets)

@@ -48,7 +48,7 @@ def import_checkpoint(
     if quantizer is not None and not isinstance(quantizer, Quantizer):
         raise TypeError(
             f"quantizer must be a Quantizer, got {type(quantizer).__name__}; leave it out, or pass "
-            "say NVFP4Quantizer()"
+            "say NVFP4Quantizer() or Recipe(...).quantizer"
         )
     check_module(model)
     with CheckpointReader(Path(folder)) as checkpoint:

@@ -116,7 +116,8 @@ def quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
     Raises:
         TypeError: If ``input`` is not floating point, or float64 where it is quantized.
-        ValueError: If ``weight`` is not a matrix, or cannot be an operand that its recipe wants.
+        ValueError: If ``weight`` is not a matrix, or it or ``input`` cannot be an operand that its
+            recipe wants.
         RuntimeError: If the recipe wants matmuls that the GPU does not have.
         NotImplementedError: If the recipe quantizes more than weights inside a transform of
             torch.func.
@@ -139,7 +140,7 @@ def quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
     if torch.is_autocast_enabled(device_type) and input.dtype != torch.float64:
         input = input.to(torch.get_autocast_dtype(device_type))
     bias = None if bias is None else bias.to(input.dtype)
-    is_scaled = matmul.has_quantized_operands(weight)
+    is_scaled = matmul.has_quantized_operands(weight.quantizer)
     if torch._C._are_functorch_transforms_active():
         if is_scaled:
             raise NotImplementedError(
@@ -150,5 +151,11 @@ def quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
         return F.linear(input, weight.to(input.dtype), bias)
     if is_scaled:
         matmul.check_weight(weight)
+        # Its blocks and its padding would come up before the shape does.
+        if input.shape[-1:] != weight.shape[1:]:
+            raise ValueError(
+                f"input must be [..., {weight.shape[1]}] for a weight {tuple(weight.shape)}, got "
+                f"{tuple(input.shape)}; it is to end with in_features"
+            )
         return _ScaledLinear.apply(input, weight, bias)
     return _QuantizedLinear.apply(input, weight, bias)

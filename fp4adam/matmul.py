@@ -85,9 +85,9 @@ class Operand(NamedTuple):
     amax: Tensor | None = None
 
 
-def has_quantized_operands(weight: QuantizedTensor) -> bool:
-    """Whether something else than this weight is quantized for its products."""
-    return weight.quantizer.operands.activations or weight.quantizer.operands.gradients
+def has_quantized_operands(quantizer: Quantizer) -> bool:
+    """Whether something else than such a weight is quantized for its products."""
+    return quantizer.operands.activations or quantizer.operands.gradients
 
 
 def has_weight_gradient(quantizer: Quantizer) -> bool:
@@ -135,18 +135,23 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return _cached_capability(device)
 
 
-def check_weight(weight: QuantizedTensor) -> None:
+def check_shape(quantizer: Quantizer, shape: tuple[int, ...]) -> None:
     """Raise ValueError unless a weight, or each one of a stack, can be an operand both ways."""
     # A stack is quantized as one matrix: each weight's scales are to be whole tiles of its own.
-    is_stack = weight.dim() == 3
-    multiple = 128 if is_stack else REQUIREMENTS[type(weight.quantizer)].multiple
-    if any(n % multiple for n in weight.shape[-2:]):
-        name = f"{'grouped ' * is_stack}matmuls of {type(weight).__name__}"
+    is_stack = len(shape) == 3
+    multiple = 128 if is_stack else REQUIREMENTS[type(quantizer)].multiple
+    if any(n % multiple for n in shape[-2:]):
+        name = f"{'grouped ' * is_stack}matmuls of {quantizer.tensor_class.__name__}"
         raise ValueError(
             f"out_features and in_features must be multiples of {multiple} for {name} with "
-            f"quantized activations or gradients, got {tuple(weight.shape)}; leave this layer to "
+            f"quantized activations or gradients, got {tuple(shape)}; leave this layer to "
             "weight-only quantization (filter=...)"
         )
+
+
+def check_weight(weight: QuantizedTensor) -> None:
+    """Raise ValueError unless a weight has such a shape, and no rows have been cut off."""
+    check_shape(weight.quantizer, weight.shape)
     if not row_window.is_all(weight) or weight.pending_value() is not None:
         raise ValueError(
             "weight must be a whole tensor for matmuls with quantized activations or gradients, "
@@ -382,7 +387,8 @@ def _emulated(
 ) -> Tensor:
     a = decode(Operand(a_codes, a_scales, a_kind, a_amax))
     b = decode(Operand(b_codes, b_scales, b_kind, b_amax))
-    return (a @ b.t()).to(dtype)
+    with torch.autocast(a.device.type, enabled=False):  # which would multiply in fewer bits
+        return (a @ b.t()).to(dtype)
 
 
 _emulated_op = torch.library.custom_op("fp4adam::emulated_scaled_mm", mutates_args=())(_emulated)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as nn_module
 
+from fp4adam import matmul
 from fp4adam.local_tensor import local
 from fp4adam.quantized_tensor import QuantizedTensor
 from fp4adam.quantizer import Quantizer, check_dtype
@@ -84,9 +85,10 @@ def quantize_model(
         ``model``.
 
     Raises:
-        ValueError: If a selected layer has a shape that the format cannot hold, or a weight that
-            is not a parameter yet (lazy layers) or any more (parametrizations). If a member of a
-            scale group is not a weight that becomes NVFP4, or is in two groups.
+        ValueError: If a selected layer has a shape that the format cannot hold or the recipe's
+            matmuls cannot take, or a weight that is not a parameter yet (lazy layers) or any more
+            (parametrizations). If a member of a scale group is not a weight that becomes NVFP4, or
+            is in two groups.
         TypeError: If a selected weight is not float32, bfloat16 or float16, or an argument is of
             another kind.
 
@@ -157,6 +159,8 @@ def _check_value(quantizer: Quantizer, name: str, weight: nn.Parameter) -> None:
     try:
         check_dtype("weight", weight.dtype)
         quantizer.check_shape(tuple(weight.shape))
+        if matmul.has_quantized_operands(quantizer):
+            matmul.check_shape(quantizer, tuple(weight.shape))
     except (TypeError, ValueError) as error:
         raise type(error)(f"layer {name!r}: {error}") from None
 

@@ -41,7 +41,7 @@ class Recipe:
 
     Raises:
         ValueError: If the name is unknown, or the weights lack the direction of a matmul.
-        TypeError: If ``weights`` is neither a name nor a quantizer.
+        TypeError: If ``weights`` is neither a name nor a quantizer, or another argument no bool.
     """
 
     weights: str | Quantizer
@@ -50,6 +50,17 @@ class Recipe:
     emulate: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.weights, Recipe):
+            raise TypeError(
+                f"weights must be a format name or a quantizer, got {self.weights}; change "
+                "it with dataclasses.replace"
+            )
+        for name in Operands._fields:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(
+                    f"{name} must be True or False, got {getattr(self, name)!r}; operands have the "
+                    "format of the weights"
+                )
         weights = resolve_recipe(self.weights)
         for wanted, usage in ((self.activations, "rowwise"), (self.gradients, "columnwise")):
             if wanted and not getattr(weights, usage):

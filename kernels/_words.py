@@ -5,13 +5,43 @@ far more time than their bytes; so the words of several tiles are kept in regist
 together, and written as segments of 32 bytes and more.
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
+from ._launch import Launch
 from .tensor_table import tile_offsets, tile_start
 
 # Groups of eight codes that a program of a dequantize kernel takes: two per thread.
 WORDS = 256
+
+
+def word_launches(kernel: Any) -> Callable[..., Launch]:
+    """Launches of a dequantize kernel, one for all matrices of a shape and what else is the same.
+
+    The function takes the matrix's rows and columns, the strides of its scales, and constexprs of
+    the kernel; dtype of the output, device and alignments tell compiled kernels apart.
+    """
+
+    @functools.lru_cache(maxsize=4096)
+    def launch(
+        rows: int,
+        cols: int,
+        strides: tuple[int, ...],
+        dtype: torch.dtype,
+        device: int | None,
+        aligned: tuple[bool, ...],
+        **constexprs: bool,
+    ) -> Launch:
+        n_words = rows * cols // 8
+        fixed = n_words, cols // 8, *strides
+        return Launch(kernel, triton.cdiv(n_words, WORDS), fixed, {**constexprs, "N": WORDS})
+
+    return launch
 
 
 @triton.jit

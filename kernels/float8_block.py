@@ -12,10 +12,10 @@ from ._e4m3 import e4m3_code, e4m3_value, e4m3_words
 from ._launch import Launch, alignment
 from ._state import has_scales, load_value, master_pointers, most_registers
 from ._words import (
-    WORDS,
     insert_tile,
     store_words,
     transpose_words,
+    word_launches,
     word_offsets,
     word_positions,
 )
@@ -331,6 +331,9 @@ def _dequantize_words_kernel(
     tl.store(out_ptr + offs, value, inside[:, None])
 
 
+_dequantize_launch = word_launches(_dequantize_words_kernel)
+
+
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
 def _adam_step_square_kernel(
     grad_scale_ptr,
@@ -599,17 +602,18 @@ def quantize_vectors(
     Storage is that of ``rows``, at least those of ``x``; what ``x`` lacks is zero. Rows and columns
     are multiples of 128.
     """
-    storage = (rowwise_data, rowwise_scale, columnwise_data, columnwise_scale)
     launch = _vectors_launch(
         tuple(x.shape),
         rows,
         x.dtype,
         x.device.index,
-        tuple(t is not None for t in storage),
+        rowwise_data is not None,
+        columnwise_data is not None,
         alignment(x),
         force_pow_2_scales,
         amax_epsilon,
     )
+    storage = (rowwise_data, rowwise_scale, columnwise_data, columnwise_scale)
     launch(x, *(x if t is None else t for t in storage))
 
 
@@ -619,7 +623,8 @@ def _vectors_launch(
     rows: int,
     dtype: torch.dtype,
     device: int | None,
-    stored: tuple[bool, bool, bool, bool],
+    rowwise: bool,
+    columnwise: bool,
     aligned: tuple[bool, ...],
     force_pow_2_scales: bool,
     amax_epsilon: float,
@@ -632,10 +637,10 @@ def _vectors_launch(
         dict(
             LARGEST=torch.finfo(dtype).max,
             POW_2=force_pow_2_scales,
-            ROWWISE=stored[0],
-            COLUMNWISE=stored[2],
+            ROWWISE=rowwise,
+            COLUMNWISE=columnwise,
         ),
-        num_warps=VECTORS_WARPS[stored[2]],
+        num_warps=VECTORS_WARPS[columnwise],
     )
 
 
@@ -657,10 +662,10 @@ def dequantize(
             rows,
             cols,
             scale.stride(),
-            two_dimensional,
             dtype,
             data.device.index,
             alignment(scale),
+            SQUARE=two_dimensional,
         )
         launch(data, scale, out)
         return out
@@ -678,26 +683,6 @@ def dequantize(
         enable_fp_fusion=False,
     )
     return out
-
-
-@functools.lru_cache(maxsize=4096)
-def _dequantize_launch(
-    rows: int,
-    cols: int,
-    scale_strides: tuple[int, int],
-    two_dimensional: bool,
-    dtype: torch.dtype,
-    device: int | None,
-    aligned: tuple[bool, ...],
-) -> Launch:
-    """The launch for all matrices of a shape; the last three tell kernels apart."""
-    n_words = rows * cols // 8
-    return Launch(
-        _dequantize_words_kernel,
-        triton.cdiv(n_words, WORDS),
-        (n_words, cols // 8, *scale_strides),
-        dict(SQUARE=two_dimensional, N=WORDS),
-    )
 
 
 def adam_step(

@@ -1,7 +1,5 @@
 """MXFP8: quantize, dequantize, and the fused Adam step that writes the quantized weight."""
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +10,7 @@ from ._e4m3 import e4m3_value, e4m3_words
 from ._e8m0 import e8m0_code_up, e8m0_reciprocal, e8m0_value
 from ._launch import Launch, alignment
 from ._state import has_scales
-from ._words import WORDS, insert_tile, store_words, word_offsets, word_positions
+from ._words import insert_tile, store_words, word_launches, word_offsets, word_positions
 from .adam import SIGNALS, adam_step_tile, load_scalars, round_through, round_to, state_pointers
 from .swizzle import store_swizzled
 from .tensor_table import (
@@ -237,6 +235,9 @@ def _dequantize_words_kernel(
     tl.store(out_ptr + offs, value, inside[:, None])
 
 
+_dequantize_launch = word_launches(_dequantize_words_kernel)
+
+
 @triton.jit
 def _side_by_side(tiles):
     """Tiles [n, R, C] as one [R, n * C]."""
@@ -382,7 +383,13 @@ def dequantize(data: Tensor, scale: Tensor, rowwise: bool, dtype: torch.dtype) -
         return out
     if data.data_ptr() % 16 == 0:
         launch = _dequantize_launch(
-            rows, cols, scale.stride(0), rowwise, dtype, data.device.index, alignment(scale)
+            rows,
+            cols,
+            (scale.stride(0),),
+            dtype,
+            data.device.index,
+            alignment(scale),
+            ROWWISE=rowwise,
         )
         launch(data, scale, out)
     else:
@@ -398,26 +405,6 @@ def dequantize(data: Tensor, scale: Tensor, rowwise: bool, dtype: torch.dtype) -
             enable_fp_fusion=False,
         )
     return out
-
-
-@functools.lru_cache(maxsize=4096)
-def _dequantize_launch(
-    rows: int,
-    cols: int,
-    stride_scale_row: int,
-    rowwise: bool,
-    dtype: torch.dtype,
-    device: int | None,
-    aligned: tuple[bool, ...],
-) -> Launch:
-    """The launch for all matrices of a shape; the last three tell kernels apart."""
-    n_words = rows * cols // 8
-    return Launch(
-        _dequantize_words_kernel,
-        triton.cdiv(n_words, WORDS),
-        (n_words, cols // 8, stride_scale_row),
-        dict(ROWWISE=rowwise, N=WORDS),
-    )
 
 
 def adam_step(

@@ -1,7 +1,5 @@
 """NVFP4: quantize, dequantize, and the fused Adam step that writes the quantized weight."""
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -13,11 +11,11 @@ from ._e4m3 import e4m3_code, e4m3_value
 from ._launch import Launch, alignment
 from ._state import has_scales, most_registers
 from ._words import (
-    WORDS,
     insert_tile,
     pack_words,
     store_words,
     transpose_words,
+    word_launches,
     word_offsets,
     word_positions,
 )
@@ -331,6 +329,9 @@ def _dequantize_words_kernel(
     tl.store(out_ptr + word_offsets(word), value, inside[:, None])
 
 
+_dequantize_launch = word_launches(_dequantize_words_kernel)
+
+
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
 def _adam_step_kernel(
     grad_scale_ptr,
@@ -547,11 +548,11 @@ def dequantize(
         launch = _dequantize_launch(
             rows,
             cols,
-            scale.stride(0),
-            two_dimensional,
+            (scale.stride(0),),
             dtype,
             data.device.index,
             alignment(scale, amax),
+            SQUARE=two_dimensional,
         )
         launch(data, scale, amax, out)
         return out
@@ -571,26 +572,6 @@ def dequantize(
         enable_fp_fusion=False,
     )
     return out
-
-
-@functools.lru_cache(maxsize=4096)
-def _dequantize_launch(
-    rows: int,
-    cols: int,
-    stride_scale_row: int,
-    two_dimensional: bool,
-    dtype: torch.dtype,
-    device: int | None,
-    aligned: tuple[bool, ...],
-) -> Launch:
-    """The launch for all matrices of a shape; the last three tell kernels apart."""
-    n_words = rows * cols // 8
-    return Launch(
-        _dequantize_words_kernel,
-        triton.cdiv(n_words, WORDS),
-        (n_words, cols // 8, stride_scale_row),
-        dict(SQUARE=two_dimensional, N=WORDS),
-    )
 
 
 def step_tiles(

@@ -278,6 +278,7 @@ def test_text_of_folders(tmp_path, capsys):
     text, held_out = (bytes(part.tolist()) for part in load_text(folders))
     assert text == b"\n".join(letter.encode() * 50 for letter in "abcdefghiac")
     assert held_out == b"b" * 50  # the tenth file, a/2.rst
+    assert all(map(torch.equal, load_text(folders), load_text((*folders, f"{folders[1]}/a"))))
     options = ("--text", ",".join(folders), "--steps", 2)
     (result,) = run(tmp_path / "out", *options, "--checkpoint-every", 1)
     checkpoint = tmp_path / "out" / "nvfp4-fp4adam-step000001"

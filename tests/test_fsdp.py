@@ -364,43 +364,8 @@ def test_one_collective_per_step(world_size):
     run(count_collectives, world_size)
 
 
-def train_quantized_matmuls(rank: int) -> None:
-    for weights in FORMATS:
-        recipe = Recipe(weights, activations=True, gradients=True, emulate=True)
-        losses = []
-        for sharded in (True, False):
-            model = build(256, 128, recipe)
-            if sharded:
-                for layer in (model[0], model[2]):
-                    fully_shard(layer, mesh=all_ranks())
-                fully_shard(model, mesh=all_ranks())
-            optimizer = FP4Adam(model.parameters(), **OPTIONS)
-            x = torch.randn(20, 128, generator=torch.Generator().manual_seed(1)).to(home())
-            of_model = []
-            # A gathered weight is the same tensor at every step, with other values.
-            with kept_weights():
-                for _ in range(3):
-                    loss = (model(x) - x).pow(2).mean()
-                    loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    of_model.append(loss.detach())
-            losses.append(torch.stack(of_model))
-        assert torch.equal(*losses) and losses[0][-1] < losses[0][0]
-
-
-def test_gathered_weights_are_multiplied_as_whole_ones():
-    run(train_quantized_matmuls, 2)
-
-
-def losses_in_blocks(recipe: str | Recipe, compiled: bool) -> Tensor:
-    """Of three steps of a model whose layers are gathered again for the backward pass."""
-    model = build(192, 128, recipe)
-    for layer in (model[0], model[2]):
-        if compiled:
-            layer.compile(backend="aot_eager")
-        fully_shard(layer, mesh=all_ranks())
-    fully_shard(model, mesh=all_ranks())
+def three_losses(model: nn.Module) -> Tensor:
+    """Of as many steps."""
     optimizer = FP4Adam(model.parameters(), **OPTIONS)
     x = torch.randn(20, 128, generator=torch.Generator().manual_seed(1)).to(home())
     losses = []
@@ -411,6 +376,37 @@ def losses_in_blocks(recipe: str | Recipe, compiled: bool) -> Tensor:
         optimizer.zero_grad()
         losses.append(loss.detach())
     return torch.stack(losses)
+
+
+def train_quantized_matmuls(rank: int) -> None:
+    for weights in FORMATS:
+        recipe = Recipe(weights, activations=True, gradients=True, emulate=True)
+        losses = []
+        for sharded in (True, False):
+            model = build(256, 128, recipe)
+            if sharded:
+                for layer in (model[0], model[2]):
+                    fully_shard(layer, mesh=all_ranks())
+                fully_shard(model, mesh=all_ranks())
+            # A gathered weight is the same tensor at every step, with other values.
+            with kept_weights():
+                losses.append(three_losses(model))
+        assert torch.equal(*losses) and losses[0][-1] < losses[0][0]
+
+
+def test_gathered_weights_are_multiplied_as_whole_ones():
+    run(train_quantized_matmuls, 2)
+
+
+def losses_in_blocks(recipe: str | Recipe, compiled: bool) -> Tensor:
+    """Those of a model whose layers are gathered again for the backward pass."""
+    model = build(192, 128, recipe)
+    for layer in (model[0], model[2]):
+        if compiled:
+            layer.compile(backend="aot_eager")
+        fully_shard(layer, mesh=all_ranks())
+    fully_shard(model, mesh=all_ranks())
+    return three_losses(model)
 
 
 def compare_compiled_and_eager(rank: int) -> None:

@@ -100,9 +100,22 @@ def test_compiles_in_one_graph():
     assert weight.grad.shape == weight.shape
 
 
+@pytest.mark.parametrize("recipe", [Recipe("nvfp4"), Recipe("nvfp4", True, True, emulate=True)])
+def test_input_may_lie_in_memory_otherwise(recipe):
+    torch.manual_seed(0)
+    weight = nn.Parameter(recipe.quantizer.quantize(torch.randn(2, 128, 128)))
+    for x in (torch.randn(1, 128).expand(5, 128), torch.randn(5, 129)[:, 1:]):
+        x, twin = x.requires_grad_(), x.detach().clone(memory_format=torch.contiguous_format)
+        grouped_linear(x, weight, ends(3, 2)).sum().backward()
+        grad, weight.grad = weight.grad, None
+        grouped_linear(twin.requires_grad_(), weight, ends(3, 2)).sum().backward()
+        assert torch.equal(grad, weight.grad) and torch.equal(x.grad, twin.grad)
+        weight.grad = None
+
+
 def test_bad_input_is_refused():
     weight, x = stack_in(NVFP4Quantizer()), torch.randn(10, IN)
-    with pytest.raises(ValueError, match=r"got \(2, 5, 32\) and \(3, 64, 32\); flatten"):
+    with pytest.raises(ValueError, match=r"got \(2, 5, 32\) and \(3, 64, 32\); flatten the tokens"):
         grouped_linear(x.view(2, 5, IN), weight, ends(4, 0, 6))
     with pytest.raises(ValueError, match=r"one entry per expert, 3, got \(2,\)"):
         grouped_linear(x, weight, ends(4, 6))

@@ -26,7 +26,7 @@ from fp4adam import (
     unswizzle_scales,
 )
 from fp4adam.grouped_linear import _ScaledGroupedLinear
-from ranks import run_ranks
+from ranks import all_ranks, run_ranks
 from waits import refusing_waits
 
 EXPERTS, OUT, IN = 3, 128, 256
@@ -324,7 +324,7 @@ def train_shards(rank: int) -> None:
         for sharded in (True, False):
             experts = Experts(weights)
             if sharded:
-                fully_shard(experts)
+                fully_shard(experts, mesh=all_ranks())
             optimizer = FP4Adam(experts.parameters(), lr=1e-2)
             x = randn(20, IN)
             for _ in range(2):

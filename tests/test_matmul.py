@@ -186,9 +186,11 @@ def test_what_cannot_be_multiplied_is_refused():
         torch.func.vmap(layer)(randn(3, IN))
     with pytest.raises(ValueError, match=r"whole tensor .* got rows of one, \(128, 384\)"):
         F.linear(randn(3, IN), layer.weight[:128])
-    narrow = quantize_model(nn.Linear(96, 128), Recipe("float8block", gradients=True))
+    with pytest.raises(ValueError, match=r"\[..., 384\] for a weight \(256, 384\), got \(3, 200\)"):
+        layer(randn(3, 200))
+    recipe = Recipe("float8block", gradients=True)
     with pytest.raises(ValueError, match=r"multiples of 128 .* got \(128, 96\); leave"):
-        narrow(randn(3, 96))
+        F.linear(randn(3, 96), recipe.quantizer.quantize(randn(128, 96)))
     with pytest.raises(ValueError, match="gradients=True must have columnwise codes"):
         Recipe(MXFP8Quantizer(columnwise=False), gradients=True)
     with pytest.raises(ValueError, match="activations=True must have rowwise codes"):
@@ -291,6 +293,14 @@ def test_activation_checkpointing_and_autocast():
     assert y.dtype == torch.bfloat16 and torch.equal(y, expected)
     assert torch.equal(x.grad, x_twin.grad)
     assert torch.equal(layer.weight.grad, twin.weight.grad)
+
+
+@every_format
+def test_autocast_converts_the_input_alone(weights):
+    layer, x = layer_in(Recipe(weights, activations=True)), randn(3, IN)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert torch.equal(y, layer(x.bfloat16()))
 
 
 @compiles
