@@ -1,9 +1,14 @@
-"""A launch that is repeated with the same arguments, without working out each time what it is."""
+"""Launches: on the device of their tensors, and repeated ones without working out what they are."""
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _data_ptr = torch._C.TensorBase.data_ptr
 
@@ -60,3 +65,16 @@ class Launch:
 def alignment(*tensors: Tensor) -> tuple[bool, ...]:
     """Which tensors are aligned to 16 bytes: launches that others than these take are others."""
     return tuple(_data_ptr(tensor) % 16 == 0 for tensor in tensors)
+
+
+def on_its_device(
+    launch: Callable[Concatenate[Tensor, P], R],
+) -> Callable[Concatenate[Tensor, P], R]:
+    """``launch``, with the GPU of its first argument as the current one, where Triton launches."""
+
+    @functools.wraps(launch)
+    def launch_there(tensor: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.cuda.device_of(tensor):
+            return launch(tensor, *args, **kwargs)
+
+    return launch_there

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ._bfloat16 import to_float32
 from ._e4m3 import e4m3_code, e4m3_value, e4m3_words
-from ._launch import Launch, alignment
+from ._launch import Launch, alignment, on_its_device
 from ._state import has_scales, load_value, master_pointers, most_registers
 from ._words import (
     insert_tile,
@@ -552,6 +552,7 @@ def step_tiles(shapes: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
     return torch.cat(whole), torch.cat(masked)
 
 
+@on_its_device
 def quantize(
     x: Tensor,
     *,
@@ -586,6 +587,7 @@ def quantize(
     )
 
 
+@on_its_device
 def quantize_vectors(
     x: Tensor,
     *,
@@ -644,6 +646,7 @@ def _vectors_launch(
     )
 
 
+@on_its_device
 def dequantize(
     data: Tensor, scale_inv: Tensor, two_dimensional: bool, transposed: bool, dtype: torch.dtype
 ) -> Tensor:

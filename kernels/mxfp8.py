@@ -8,7 +8,7 @@ from torch import Tensor
 from ._bfloat16 import to_float32
 from ._e4m3 import e4m3_value, e4m3_words
 from ._e8m0 import e8m0_code_up, e8m0_reciprocal, e8m0_value
-from ._launch import Launch, alignment
+from ._launch import Launch, alignment, on_its_device
 from ._state import has_scales
 from ._words import insert_tile, store_words, word_launches, word_offsets, word_positions
 from .adam import SIGNALS, adam_step_tile, load_scalars, round_through, round_to, state_pointers
@@ -351,6 +351,7 @@ def _adam_step_kernel(
         )
 
 
+@on_its_device
 def quantize(
     x: Tensor,
     *,
@@ -375,6 +376,7 @@ def quantize(
     )
 
 
+@on_its_device
 def dequantize(data: Tensor, scale: Tensor, rowwise: bool, dtype: torch.dtype) -> Tensor:
     """Decode E4M3 codes [rows, cols] with scales per 1x32 (``rowwise``) or 32x1 block."""
     rows, cols = data.shape

@@ -8,7 +8,7 @@ from torch import Tensor
 from ._bfloat16 import to_float32
 from ._e2m1 import e2m1_code, e2m1_value
 from ._e4m3 import e4m3_code, e4m3_value
-from ._launch import Launch, alignment
+from ._launch import Launch, alignment, on_its_device
 from ._state import has_scales, most_registers
 from ._words import (
     insert_tile,
@@ -484,6 +484,7 @@ def _adam_step_kernel(
     tl.store(tile_amaxes + tl.program_id(0), tile_amax)
 
 
+@on_its_device
 def measure(x: Tensor, amax: Tensor) -> None:
     """Overwrite ``amax`` [1] with the largest magnitude of ``x`` (as for :func:`quantize`)."""
     rows, cols = x.shape
@@ -493,6 +494,7 @@ def measure(x: Tensor, amax: Tensor) -> None:
     _amax_kernel[grid](x, amax, cols, cols // tile_cols, BR=tile_rows, BC=tile_cols)
 
 
+@on_its_device
 def quantize(
     x: Tensor,
     *,
@@ -529,6 +531,7 @@ def quantize(
     )
 
 
+@on_its_device
 def dequantize(
     data: Tensor,
     scale: Tensor,

@@ -15,6 +15,7 @@ from torch import Tensor
 from ._bfloat16 import to_float32
 from ._e2m1 import e2m1_code
 from ._e4m3 import e4m3_code, e4m3_words
+from ._launch import on_its_device
 from ._words import pack_words, store_words
 from .adam import round_through
 from .float8_block import float8_scale
@@ -384,6 +385,7 @@ def _float8_block_codes_kernel(
         _store_e4m3(x, data, row, col, cols, mask, BR, 128)
 
 
+@on_its_device
 def measure(
     table: Tensor,
     tiles: Sequence[Tensor],
@@ -431,6 +433,7 @@ def measure(
             )
 
 
+@on_its_device
 def write_scales(
     table: Tensor,
     chunks: Tensor,
@@ -454,6 +457,7 @@ def write_scales(
         )
 
 
+@on_its_device
 def write_codes(
     table: Tensor,
     tiles: Sequence[Tensor],

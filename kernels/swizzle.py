@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._launch import on_its_device
 from .tensor_table import WIDTH, load_tile
 
 # Columns of the table: addresses; of the plain matrix its sizes, its strides in bytes, and how many
@@ -62,6 +63,7 @@ def _swizzle_kernel(table, tiles, UNDO: tl.constexpr, BR: tl.constexpr, BC: tl.c
         tl.store(swizzled, tl.load(plain, inside, 0), j < (blocks + 3) // 4 * 4)
 
 
+@on_its_device
 def swizzle(table: Tensor, tiles: Tensor, *, undo: bool) -> None:
     """Write the swizzled matrices of a table from the plain ones, or these if ``undo``."""
     if len(tiles):

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._launch import on_its_device
 from ._words import store_words, transpose_words
 from .tensor_table import (
     COLS,
@@ -69,6 +70,7 @@ def _transpose_edge_kernel(table, tiles, BITS: tl.constexpr, SIDE: tl.constexpr)
     tl.store(target, code, mask)
 
 
+@on_its_device
 def transpose(table: Tensor, tiles: Sequence[Tensor], *, bits: int) -> None:
     """Write ``columnwise_data`` of a table from its ``rowwise_data``.
 
