@@ -6,7 +6,7 @@ block, as has the next one, and both are the same (``shared_scales.py``).
 
 FSDP2 calls both hooks for every weight, forward and backward, and the GPU waits for the host. So
 what they do is worked out once: as a rule, nothing is left to do. And each tensor that is gathered
-takes FSDP2 several operators, so what every rank has is not: the amax of an NVFP4 tensor.
+takes FSDP2 several operators, so what every rank has already is not: the amax of an NVFP4 tensor.
 """
 
 import math
@@ -33,7 +33,8 @@ class Gathering(NamedTuple):
         generation: Of the inner tensors; see ``QuantizedTensor.storage_generation``.
         inputs: Views of them, of the same sizes on every rank.
         names: Which they are.
-        known: The inner tensors of the whole that this shard has, by name; they are its own.
+        known: The inner tensors of the whole that the shard has, by name. They are its own: a step
+            writes them while the weight is still gathered, whose codes are out of date then anyway.
     """
 
     generation: int
@@ -65,11 +66,11 @@ def _make_gathering(shard: "QuantizedTensor", n_shards: int) -> Gathering:
         else:
             inputs[name] = inner[: _entries(whole, pitch)]
     if shard._amax is not None:
-        # Whoever has rows has it beside them. Nobody tells a rank without any when they are loaded.
+        # It is written with rows. A rank without any does not even know when others load theirs.
         has_idle_ranks = whole.rows <= (n_shards - 1) * whole.chunk_rows
         (inputs if has_idle_ranks else known)["_amax"] = shard._amax
     if n_shards == 1:
-        # FSDP2 copies the first one, and would not hand over the others.
+        # FSDP2 copies the first input, and hands over no other.
         known |= {name: getattr(shard, name) for name in [*inputs][1:]}
         inputs = {name: inner for name, inner in inputs.items() if name not in known}
     return Gathering(shard.storage_generation, tuple(inputs.values()), tuple(inputs), known)
@@ -140,6 +141,7 @@ class _Part(NamedTuple):
 def _assemble(name: str, inner: Tensor, whole: Whole) -> _Part:
     """An inner tensor of the whole from those of all shards, one after the other."""
     if name == "_amax":
+        # The first rank has rows.
         return _Part(inner[:1])
     pitch = whole.quantizer.row_pitch[name]
     entries = -(-whole.rows // pitch)
