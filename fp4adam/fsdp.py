@@ -5,10 +5,10 @@ into equal numbers of rows, wherever that is: a shard that ends within a block h
 block, as has the next one, and both are the same (``shared_scales.py``).
 
 FSDP2 calls both hooks for every weight, forward and backward, and the GPU waits for the host. So
-what they do is worked out once: as a rule, nothing is left to do.
+what they do is worked out once: as a rule, nothing is left to do. And each tensor that is gathered
+takes FSDP2 several operators, so what every rank has already is not: the amax of an NVFP4 tensor.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp4adam.gemm_scales import scales_of, write_scales
+from fp4adam.gemm_scales import build_gemm_scales, scales_of
 from fp4adam.quantizer import flat_shape
 from fp4adam.row_window import Whole
 from fp4adam.shared_scales import Place, settle_shard
@@ -33,29 +33,32 @@ class Gathering(NamedTuple):
         generation: Of the inner tensors; see ``QuantizedTensor.storage_generation``.
         inputs: Views of them, of the same sizes on every rank.
         names: Which they are.
+        known: The inner tensors of the whole that the shard has, by name. They are its own: a step
+            writes them while the weight is still gathered, whose codes are out of date then anyway.
     """
 
     generation: int
     inputs: tuple[Tensor, ...]
     names: tuple[str, ...]
+    known: dict[str, Tensor]
 
 
 def pre_all_gather(
     shard: "QuantizedTensor", mesh: DeviceMesh
-) -> tuple[tuple[Tensor, ...], tuple[str, ...]]:
-    """The inner tensors to gather, of one size on every rank, and their names."""
+) -> tuple[tuple[Tensor, ...], Gathering]:
+    """The inner tensors to gather, of one size on every rank, and what comes of them."""
     origin = shard._origin
     if origin.unsettled and origin.whole is not None and origin.whole.shares_scales:
         settle_shard(shard, Place.in_mesh(mesh))
     gathering = origin.gathering
     if gathering is None or gathering.generation != shard.storage_generation:
-        gathering = origin.gathering = _make_gathering(shard)
-    return gathering.inputs, gathering.names
+        gathering = origin.gathering = _make_gathering(shard, mesh.size())
+    return gathering.inputs, gathering
 
 
-def _make_gathering(shard: "QuantizedTensor") -> Gathering:
+def _make_gathering(shard: "QuantizedTensor", n_shards: int) -> Gathering:
     whole, first = _whole_of(shard), shard._first_row
-    inputs = {}
+    inputs, known = {}, {}
     for name, pitch in shard.quantizer.row_pitch.items():
         inner = getattr(shard, name)
         if pitch == 1:
@@ -63,8 +66,14 @@ def _make_gathering(shard: "QuantizedTensor") -> Gathering:
         else:
             inputs[name] = inner[: _entries(whole, pitch)]
     if shard._amax is not None:
-        inputs["_amax"] = shard._amax
-    return Gathering(shard.storage_generation, tuple(inputs.values()), tuple(inputs))
+        # It is written with rows. A rank without any does not even know when others load theirs.
+        has_idle_ranks = whole.rows <= (n_shards - 1) * whole.chunk_rows
+        (inputs if has_idle_ranks else known)["_amax"] = shard._amax
+    if n_shards == 1:
+        # FSDP2 copies the first input, and hands over no other.
+        known |= {name: getattr(shard, name) for name in [*inputs][1:]}
+        inputs = {name: inner for name, inner in inputs.items() if name not in known}
+    return Gathering(shard.storage_generation, tuple(inputs.values()), tuple(inputs), known)
 
 
 def _whole_of(shard: "QuantizedTensor") -> Whole:
@@ -80,39 +89,46 @@ def _whole_of(shard: "QuantizedTensor") -> Whole:
 def post_all_gather(
     shard: "QuantizedTensor",
     outputs: tuple[Tensor, ...],
-    names: tuple[str, ...],
+    gathering: Gathering,
     dtype: torch.dtype,
     out: "QuantizedTensor | None" = None,
 ) -> "tuple[QuantizedTensor, tuple[Tensor, ...]] | None":
-    """The whole tensor, and those of its inner tensors that are not views of ``outputs``.
+    """The whole tensor, and those of its inner tensors that FSDP2 frees beside ``outputs``.
 
     Codes that can be derived are left to who wants them; scales for GEMMs are written, in a launch.
     With ``out``, a tensor from here, what is no view is filled in again.
     """
     if out is not None:
-        # Compiled graphs have saved these for the backward pass that they are filled in for.
-        with torch.autograd._unsafe_preserve_version_counter((*out.storage_tensors().values(),)):
-            for refill in out._origin.refills:
-                refill()
-        out._origin.writes += 1  # what has been made of it is out of date
+        _fill_in_again(out, gathering.known)
         return None
     whole = _whole_of(shard)
-    # Of a single shard, FSDP2 hands over the first tensor only.
-    inputs = [*outputs, *(getattr(shard, name) for name in names[len(outputs) :])]
-    assembled = [_assemble(name, inner, whole) for name, inner in zip(names, inputs, strict=True)]
-    storage = {name: part.tensor for name, part in zip(names, assembled, strict=True)}
-    filled = [part.tensor for part in assembled if part.refill is not None]
-    refills = [part.refill for part in assembled if part.refill is not None]
+    parts = {
+        name: _assemble(name, inner, whole)
+        for name, inner in zip(gathering.names, outputs, strict=True)
+    }
+    storage = {name: part.tensor for name, part in parts.items()} | gathering.known
+    filled = [part.tensor for part in parts.values() if part.refill is not None]
     tensor = type(shard)(whole.shape, dtype, whole.quantizer, storage)
     if whole.quantizer.optimize_for_gemm:
-        scales = scales_of(tensor)
-        gemm_scales = {name: pair.swizzled for name, pair in scales.items()}
+        gemm_scales = {name: pair.swizzled for name, pair in scales_of(tensor).items()}
         tensor = type(shard)(whole.shape, dtype, whole.quantizer, storage | gemm_scales)
+        build_gemm_scales([tensor])
         filled += gemm_scales.values()
-        refills.append(functools.partial(write_scales, [*scales.values()]))
-        refills[-1]()
-    tensor._origin.refills = tuple(refills)
+    tensor._origin.refills = tuple(part.refill for part in parts.values() if part.refill)
     return tensor, tuple(filled)
+
+
+def _fill_in_again(out: "QuantizedTensor", known: dict[str, Tensor]) -> None:
+    # Others if the shard has been moved or exchanged. Of a gathered tensor no plan has addresses.
+    vars(out).update(known)
+    refills, has_gemm_scales = out._origin.refills, out.quantizer.optimize_for_gemm
+    if refills or has_gemm_scales:
+        # Compiled graphs have saved these for the backward pass that they are filled in for.
+        with torch.autograd._unsafe_preserve_version_counter((*out.storage_tensors().values(),)):
+            for refill in refills:
+                refill()
+            build_gemm_scales([out])
+    out._origin.writes += 1  # what has been made of it is out of date
 
 
 class _Part(NamedTuple):
@@ -125,7 +141,7 @@ class _Part(NamedTuple):
 def _assemble(name: str, inner: Tensor, whole: Whole) -> _Part:
     """An inner tensor of the whole from those of all shards, one after the other."""
     if name == "_amax":
-        # That of a rank without rows may never have been written; the first one has some.
+        # The first rank has rows.
         return _Part(inner[:1])
     pitch = whole.quantizer.row_pitch[name]
     entries = -(-whole.rows // pitch)

@@ -206,6 +206,13 @@ class QuantizedTensor(torch.Tensor):
         return self
 
     def _write(self, x: Tensor, non_blocking: bool = False, amax: Tensor | None = None) -> None:
+        if self._origin.refills is not None:
+            # Its amax is that of the shard.
+            raise RuntimeError(
+                f"a weight must be sharded to be written to, got a {type(self).__name__} of shape "
+                f"{tuple(self.shape)} that FSDP2 has gathered, which would lose the values; call "
+                "reshard() of its module first"
+            )
         plain, is_new = not isinstance(x, QuantizedTensor), self._origin.first_row is None
         if not plain and x._origin is self._origin and x._start == self._start:
             return  # what state_dict() handed out is loaded again

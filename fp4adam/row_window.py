@@ -73,7 +73,7 @@ class Origin:
         writes: How often something other than an optimizer has written to it.
         scale_group: The weights that it shares its amax with, a ``ScaleGroup``, or None.
         gathering: What FSDP2 gathers of a shard, worked out once; of this storage alone.
-        refills: What has to be done when FSDP2 has gathered the tensor again.
+        refills: What has to be done when FSDP2 has gathered the tensor again; None for others.
     """
 
     init_val: Tensor | None = None
@@ -86,10 +86,10 @@ class Origin:
     writes: int = 0
     scale_group: Any = None
     gathering: Any = dataclasses.field(default=None, init=False)
-    refills: tuple[Callable[[], object], ...] = dataclasses.field(default=(), init=False)
+    refills: tuple[Callable[[], object], ...] | None = dataclasses.field(default=None, init=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "gathering": None, "refills": ()}
+        return {**self.__dict__, "gathering": None, "refills": None}
 
     # Asynchronous checkpoints, too, copy by this; what is on the meta device they could not.
     def __deepcopy__(self, memo: dict[int, Any]) -> "Origin":

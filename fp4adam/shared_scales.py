@@ -282,7 +282,10 @@ def check_shards(model: nn.Module) -> None:
         ]
         found = []
         for sign in (1, -1):
-            amax = None if shard._amax is None else shard._amax * sign
+            amax = shard._amax
+            if amax is not None:
+                # That of a rank without rows is read by nobody.
+                amax = amax * sign if shard.numel() else torch.full_like(amax, -math.inf)
             signed = [grid * sign for grid in grids]
             exchanged = Exchanged(shard._origin.whole, place, amax, signed, shard)
             found.append(AmaxExchange(place.group, place.device, [exchanged]).largest() * sign)

@@ -209,7 +209,7 @@ def test_bytes_between_processes(scaled):
         root = row["forward_all_gather_MB"] - row["backward_all_gather_MB"]
         assert root == pytest.approx((2 * 256 * 128 + 128) * 2 / 2 / 1e6)
         assert row["backward_reduce_scatter_MB"] == row["parameters"] * 4 / 2 / 1e6
-        # Scales of less than a block per process, and amaxes, are not in the formula.
+        # Scales of less than a block per process are not in the formula.
         assert row["forward_all_gather_MB"] == pytest.approx(row["formula_MB"], rel=0.01)
     assert rows[0]["forward_all_gather_MB"] == rows[0]["parameters"] * 2 / 2 / 1e6
     # In Float8Block, 384 rows on two processes cut a block of 128.

@@ -176,9 +176,28 @@ def test_options_of_the_step(recipe, options):
     run(step_in_parallel, 2, 64, 32, recipe, options)
 
 
-def test_empty_shards():
-    # Two rows each on three ranks, one on the fourth, none on the fifth and sixth.
-    run(step_in_parallel, 6, 7, 16, "float8block", {})
+@pytest.mark.parametrize("recipe, world_size, rows", [("float8block", 6, 7), ("nvfp4", 5, 16)])
+def test_empty_shards(recipe, world_size, rows):
+    # Two rows each on three ranks, one on the fourth, none on others; or four each on four of five.
+    run(step_in_parallel, world_size, rows, 16, recipe, {})
+
+
+def load_rows(rank: int) -> None:
+    whole, sharded = build(16, 16, "nvfp4"), build(16, 16, "nvfp4")
+    fully_shard(sharded, mesh=all_ranks())
+    assert_same(gathered_bytes(sharded), whole_bytes(whole))
+    initialize(whole)
+    with torch.no_grad():
+        for param, value in zip(sharded.parameters(), whole.parameters(), strict=True):
+            parts = value.detach().chunk(dist.get_world_size())
+            if rank < len(parts):
+                local(param).copy_(parts[rank])
+    check_shards(sharded)
+    assert_same(gathered_bytes(sharded), whole_bytes(whole))
+
+
+def test_a_rank_without_rows_takes_part_in_what_others_load():
+    run(load_rows, 5)
 
 
 @pytest.mark.parametrize("recipe", FORMATS)
@@ -313,6 +332,30 @@ def test_fully_shard_variants(variant, world_size, rows):
     for recipe in FORMATS:
         if rows == 256 or recipe != "mxfp8":
             run(train_variant, world_size, recipe, rows, variant)
+
+
+def exchange_shards(rank: int) -> None:
+    n_gathered = {"nvfp4": 2, "mxfp8": 4, "float8block": 2}  # codes and scales
+    for format, n in n_gathered.items():
+        recipe = WITH_GEMM_SCALES.get(format, format)
+        whole, sharded, other = (build(256, 64, recipe) for _ in range(3))
+        for model in (sharded, other):
+            fully_shard(model, mesh=all_ranks())
+        gathered_bytes(sharded)
+        initialize(whole)
+        initialize(other)
+        sharded.load_state_dict(other.state_dict(), assign=True)
+        inputs, _ = local(sharded[0].weight).fsdp_pre_all_gather(all_ranks())
+        assert len(inputs) == (n if dist.get_world_size() > 1 else 1)
+        assert_same(gathered_bytes(sharded), whole_bytes(whole))
+        sharded.unshard()
+        with pytest.raises(RuntimeError, match="must be sharded to be written to.*reshard"):
+            nn.init.zeros_(sharded[0].weight)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gathered_weights_follow_shards_that_are_exchanged(world_size):
+    run(exchange_shards, world_size)
 
 
 def disagree(rank: int) -> None:
