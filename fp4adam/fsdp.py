@@ -52,12 +52,12 @@ def pre_all_gather(
         settle_shard(shard, Place.in_mesh(mesh))
     gathering = origin.gathering
     if gathering is None or gathering.generation != shard.storage_generation:
-        gathering = origin.gathering = _make_gathering(shard, mesh.size())
+        gathering = origin.gathering = _make_gathering(shard, mesh)
     return gathering.inputs, gathering
 
 
-def _make_gathering(shard: "QuantizedTensor", n_shards: int) -> Gathering:
-    whole, first = _whole_of(shard), shard._first_row
+def _make_gathering(shard: "QuantizedTensor", mesh: DeviceMesh) -> Gathering:
+    whole, first, n_shards = _whole_of(shard), shard._first_row, mesh.size()
     inputs, known = {}, {}
     for name, pitch in shard.quantizer.row_pitch.items():
         inner = getattr(shard, name)
