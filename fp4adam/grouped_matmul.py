@@ -118,7 +118,8 @@ def _multiply(
     tokens = Operand(codes, scales, kind, amax)
     stack = Operand(stack_codes, stack_scales, kind, stack_amax)
     if native:
-        return scaled_grouped_mm(tokens, stack, offsets)
+        product = F.scaled_grouped_mm
+        return matmul.scaled_product(product, tokens, stack, torch.bfloat16, offs=offsets)
     weights = decode_stack(stack).transpose(1, 2)
     return F.grouped_mm(decode_tokens(tokens, offsets), weights, offs=offsets).to(dtype)
 
@@ -141,24 +142,6 @@ def _(
     native: bool,
 ) -> Tensor:
     return codes.new_empty(codes.shape[0], stack_codes.shape[1], dtype=dtype)
-
-
-def scaled_grouped_mm(tokens: Operand, stack: Operand, offsets: Tensor) -> Tensor:
-    """The same in bfloat16 as ``torch.nn.functional.scaled_grouped_mm`` does it."""
-    operands = matmul.for_torch(tokens), matmul.for_torch(stack)
-    codes, scales, recipes, swizzles = zip(*operands, strict=True)
-    return F.scaled_grouped_mm(
-        codes[0],
-        codes[1].transpose(1, 2),
-        scales[0],
-        recipes[0],
-        scales[1],
-        recipes[1],
-        swizzles[0],
-        swizzles[1],
-        offs=offsets,
-        output_dtype=torch.bfloat16,
-    )
 
 
 def decode_tokens(tokens: Operand, offsets: Tensor) -> Tensor:

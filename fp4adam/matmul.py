@@ -8,6 +8,7 @@ gradient dy [tokens, N] with W^T [K, N]; weight gradient dy^T [N, tokens] with x
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -322,7 +323,7 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, native: bool) -> Tensor:
             scales are the same; sums are taken in another order.
     """
     if native:
-        return scaled_mm(a, b, dtype)
+        return scaled_product(F.scaled_mm, a, b, dtype)
     run = _emulated if runs_eagerly(a.codes) else _emulated_op
     return run(*a, *b, dtype)
 
@@ -337,12 +338,14 @@ def without_padding(product: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.ops.aten._unsafe_view(first, shape)
 
 
-def scaled_mm(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-    """``a @ b.T`` as ``torch.nn.functional.scaled_mm`` does it."""
-    codes, scales, recipes, swizzles = zip(for_torch(a), for_torch(b), strict=True)
-    return F.scaled_mm(
+def scaled_product(
+    product: Callable[..., Tensor], a: Operand, b: Operand, dtype: torch.dtype, **options: Tensor
+) -> Tensor:
+    """``a @ b.T`` by torch's ``scaled_mm`` or ``scaled_grouped_mm``."""
+    codes, scales, recipes, swizzles = zip(_for_torch(a), _for_torch(b), strict=True)
+    return product(
         codes[0],
-        codes[1].t(),
+        codes[1].mT,
         scales[0],
         recipes[0],
         scales[1],
@@ -350,10 +353,11 @@ def scaled_mm(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         swizzles[0],
         swizzles[1],
         output_dtype=dtype,
+        **options,
     )
 
 
-def for_torch(operand: Operand) -> tuple[Tensor, list[Tensor], list, list]:
+def _for_torch(operand: Operand) -> tuple[Tensor, list[Tensor], list, list]:
     """Codes and scales in torch's dtypes, what blocks they are of, and the orders of scales."""
     codes, scales, kind, amax = operand
     blocks, orders = F.ScalingType, F.SwizzleType

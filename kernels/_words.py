@@ -12,19 +12,20 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from ._launch import Launch
+from ._launch import Launch, alignment
 from .tensor_table import tile_offsets, tile_start
 
 # Groups of eight codes that a program of a dequantize kernel takes: two per thread.
 WORDS = 256
 
 
-def word_launches(kernel: Any) -> Callable[..., Launch]:
-    """Launches of a dequantize kernel, one for all matrices of a shape and what else is the same.
+def word_launcher(kernel: Any) -> Callable[..., None]:
+    """A function that launches a dequantize kernel, worked out once for all matrices of a shape.
 
-    The function takes the matrix's rows and columns, the strides of its scales, and constexprs of
-    the kernel; dtype of the output, device and alignments tell compiled kernels apart.
+    It takes codes, scales and amax as the kernel does, ``out`` [rows, cols], the strides of the
+    scales, and constexprs of the kernel.
     """
 
     @functools.lru_cache(maxsize=4096)
@@ -41,7 +42,12 @@ def word_launches(kernel: Any) -> Callable[..., Launch]:
         fixed = n_words, cols // 8, *strides
         return Launch(kernel, triton.cdiv(n_words, WORDS), fixed, {**constexprs, "N": WORDS})
 
-    return launch
+    def run(data: Tensor, *scales: Tensor, out: Tensor, strides: tuple, **constexprs: bool) -> None:
+        # Dtype, device and alignments tell compiled kernels apart.
+        same = *out.shape, strides, out.dtype, out.device.index, alignment(*scales)
+        launch(*same, **constexprs)(data, *scales, out)
+
+    return run
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from ._words import (
     insert_tile,
     store_words,
     transpose_words,
-    word_launches,
+    word_launcher,
     word_offsets,
     word_positions,
 )
@@ -331,7 +331,7 @@ def _dequantize_words_kernel(
     tl.store(out_ptr + offs, value, inside[:, None])
 
 
-_dequantize_launch = word_launches(_dequantize_words_kernel)
+_dequantize_words = word_launcher(_dequantize_words_kernel)
 
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
@@ -661,16 +661,7 @@ def dequantize(
         return out
     scale = scale_inv if two_dimensional and not transposed else scale_inv.t()
     if not transposed and cols % 8 == 0 and data.data_ptr() % 16 == 0:
-        launch = _dequantize_launch(
-            rows,
-            cols,
-            scale.stride(),
-            dtype,
-            data.device.index,
-            alignment(scale),
-            SQUARE=two_dimensional,
-        )
-        launch(data, scale, out)
+        _dequantize_words(data, scale, out=out, strides=scale.stride(), SQUARE=two_dimensional)
         return out
     tile_rows = 32
     _dequantize_kernel[(triton.cdiv(rows, tile_rows) * triton.cdiv(cols, BLOCK),)](

@@ -8,9 +8,9 @@ from torch import Tensor
 from ._bfloat16 import to_float32
 from ._e4m3 import e4m3_value, e4m3_words
 from ._e8m0 import e8m0_code_up, e8m0_reciprocal, e8m0_value
-from ._launch import Launch, alignment, on_its_device
+from ._launch import Launch, on_its_device
 from ._state import has_scales
-from ._words import insert_tile, store_words, word_launches, word_offsets, word_positions
+from ._words import insert_tile, store_words, word_launcher, word_offsets, word_positions
 from .adam import SIGNALS, adam_step_tile, load_scalars, round_through, round_to, state_pointers
 from .swizzle import store_swizzled
 from .tensor_table import (
@@ -235,7 +235,7 @@ def _dequantize_words_kernel(
     tl.store(out_ptr + offs, value, inside[:, None])
 
 
-_dequantize_launch = word_launches(_dequantize_words_kernel)
+_dequantize_words = word_launcher(_dequantize_words_kernel)
 
 
 @triton.jit
@@ -384,16 +384,7 @@ def dequantize(data: Tensor, scale: Tensor, rowwise: bool, dtype: torch.dtype) -
     if not out.numel():
         return out
     if data.data_ptr() % 16 == 0:
-        launch = _dequantize_launch(
-            rows,
-            cols,
-            (scale.stride(0),),
-            dtype,
-            data.device.index,
-            alignment(scale),
-            ROWWISE=rowwise,
-        )
-        launch(data, scale, out)
+        _dequantize_words(data, scale, out=out, strides=(scale.stride(0),), ROWWISE=rowwise)
     else:
         _dequantize_kernel[(rows // BLOCK * (cols // BLOCK),)](
             data,

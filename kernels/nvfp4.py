@@ -8,14 +8,14 @@ from torch import Tensor
 from ._bfloat16 import to_float32
 from ._e2m1 import e2m1_code, e2m1_value
 from ._e4m3 import e4m3_code, e4m3_value
-from ._launch import Launch, alignment, on_its_device
+from ._launch import Launch, on_its_device
 from ._state import has_scales, most_registers
 from ._words import (
     insert_tile,
     pack_words,
     store_words,
     transpose_words,
-    word_launches,
+    word_launcher,
     word_offsets,
     word_positions,
 )
@@ -329,7 +329,7 @@ def _dequantize_words_kernel(
     tl.store(out_ptr + word_offsets(word), value, inside[:, None])
 
 
-_dequantize_launch = word_launches(_dequantize_words_kernel)
+_dequantize_words = word_launcher(_dequantize_words_kernel)
 
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
@@ -548,16 +548,9 @@ def dequantize(
     if not out.numel():
         return out
     if not transposed and data.data_ptr() % 16 == 0:
-        launch = _dequantize_launch(
-            rows,
-            cols,
-            (scale.stride(0),),
-            dtype,
-            data.device.index,
-            alignment(scale, amax),
-            SQUARE=two_dimensional,
+        _dequantize_words(
+            data, scale, amax, out=out, strides=(scale.stride(0),), SQUARE=two_dimensional
         )
-        launch(data, scale, amax, out)
         return out
     scale = scale.t() if two_dimensional and transposed else scale
     _dequantize_kernel[grid](
