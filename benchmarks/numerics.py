@@ -25,9 +25,10 @@ import fp4adam
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-from distributed import world_size
 from options import parse_args
 from train_gpt import build_run, text_parts, train_step, validate
+
+from distributed import world_size
 
 # Batches of held-out text, the same for every run: those of the curve, and with more behind them
 # those of the last loss.

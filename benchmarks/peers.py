@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 import fp4adam
 from fp4adam import FP4Adam, FusedAdam
-from fp4adam.quantizer import Quantizer
+from fp4adam.tensors.quantizer import Quantizer
 
 Shape = tuple[int, int]
 

@@ -20,7 +20,7 @@ import torch
 from provenance import about
 from torch import Tensor
 
-from fp4adam.fused_launch import NVFP4Launch
+from fp4adam.optim.step_kernels import NVFP4Launch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 

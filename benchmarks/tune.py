@@ -17,7 +17,7 @@ from step import Clock, copy_rate, step_bytes
 
 from fp4adam import FP4Adam
 from fp4adam.kernels import float8_block, mxfp8, nvfp4
-from fp4adam.kernels.tensor_table import Tile
+from fp4adam.kernels.launch.tensor_table import Tile
 
 NVFP4_TILES = [
     Tile(16, 64, 4, 4, 4),

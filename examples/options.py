@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from distributed import EXTRA, load_extra, world_size
 
 QUANTIZED = ("nvfp4", "mxfp8", "float8block")

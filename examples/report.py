@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from distributed import total, world_size
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import fp4adam
+from distributed import total, world_size
 
 Result = dict[str, Any]
 

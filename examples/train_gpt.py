@@ -24,7 +24,6 @@ from pathlib import Path
 # that has anything else to do.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import distributed
 import torch
 import torch.nn.functional as F
 from gpt import GPT, GPTConfig
@@ -33,6 +32,7 @@ from report import Result, peak_memory, print_table, stored_bytes, write_json, w
 from stdlib_text import cut_batch, load_text
 from torch import Tensor, nn
 
+import distributed
 import fp4adam
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -1,39 +1,42 @@
 """Fused AdamW for models whose weights live in 4 or 8 bits."""
 
-from fp4adam import fp4_utils as fp4_utils
-from fp4adam import linear as linear
-from fp4adam import tensor_operators as tensor_operators
-from fp4adam import torchao_tensors as torchao_tensors
-from fp4adam import transformer_engine_tensors as transformer_engine_tensors
-from fp4adam.columnwise import build_columnwise as build_columnwise
-from fp4adam.export import export_checkpoint as export_checkpoint
-from fp4adam.export import export_masters as export_masters
-from fp4adam.float8_block import Float8BlockQuantizer as Float8BlockQuantizer
-from fp4adam.float8_block import Float8BlockTensor as Float8BlockTensor
-from fp4adam.fp4_adam import FP4Adam as FP4Adam
-from fp4adam.fused_adam import FusedAdam as FusedAdam
-from fp4adam.gemm_scales import swizzle_scales as swizzle_scales
-from fp4adam.gemm_scales import unswizzle_scales as unswizzle_scales
-from fp4adam.grouped_linear import grouped_linear as grouped_linear
-from fp4adam.import_checkpoint import import_checkpoint as import_checkpoint
-from fp4adam.kept_weights import kept_weights as kept_weights
-from fp4adam.mxfp8 import MXFP8Quantizer as MXFP8Quantizer
-from fp4adam.mxfp8 import MXFP8Tensor as MXFP8Tensor
-from fp4adam.nvfp4 import NVFP4Quantizer as NVFP4Quantizer
-from fp4adam.nvfp4 import NVFP4Tensor as NVFP4Tensor
-from fp4adam.partial_cast import PartialCast as PartialCast
-from fp4adam.quantize_model import is_hidden_linear as is_hidden_linear
-from fp4adam.quantize_model import quantize_model as quantize_model
-from fp4adam.quantize_model import quantized_init as quantized_init
-from fp4adam.quantize_model import use_plain_state_dict as use_plain_state_dict
-from fp4adam.quantized_tensor import QuantizedTensor as QuantizedTensor
-from fp4adam.quantizer import Quantizer as Quantizer
-from fp4adam.recipe import Recipe as Recipe
-from fp4adam.scale_groups import hf_scale_groups as hf_scale_groups
-from fp4adam.shared_scales import check_shards as check_shards
-from fp4adam.tensor_adapter import TensorAdapter as TensorAdapter
-from fp4adam.tensor_adapter import register_adapter as register_adapter
-from fp4adam.zero import post_all_gather_processing as post_all_gather_processing
-from fp4adam.zero import quantize_master_weights as quantize_master_weights
+from fp4adam import _moved
+from fp4adam.checkpoints.export import export_checkpoint as export_checkpoint
+from fp4adam.checkpoints.export import export_masters as export_masters
+from fp4adam.checkpoints.import_checkpoint import import_checkpoint as import_checkpoint
+from fp4adam.distributed import fp4_utils as fp4_utils
+from fp4adam.distributed.partial_cast import PartialCast as PartialCast
+from fp4adam.distributed.scale_exchange import check_shards as check_shards
+from fp4adam.distributed.zero import post_all_gather_processing as post_all_gather_processing
+from fp4adam.distributed.zero import quantize_master_weights as quantize_master_weights
+from fp4adam.formats.float8_block import Float8BlockQuantizer as Float8BlockQuantizer
+from fp4adam.formats.float8_block import Float8BlockTensor as Float8BlockTensor
+from fp4adam.formats.mxfp8 import MXFP8Quantizer as MXFP8Quantizer
+from fp4adam.formats.mxfp8 import MXFP8Tensor as MXFP8Tensor
+from fp4adam.formats.nvfp4 import NVFP4Quantizer as NVFP4Quantizer
+from fp4adam.formats.nvfp4 import NVFP4Tensor as NVFP4Tensor
+from fp4adam.formats.scale_groups import hf_scale_groups as hf_scale_groups
+from fp4adam.interop import torchao as torchao
+from fp4adam.interop import transformer_engine as transformer_engine
+from fp4adam.interop.adapter import TensorAdapter as TensorAdapter
+from fp4adam.interop.adapter import register_adapter as register_adapter
+from fp4adam.nn import linear as linear
+from fp4adam.nn.grouped_linear import grouped_linear as grouped_linear
+from fp4adam.nn.kept_weights import kept_weights as kept_weights
+from fp4adam.nn.quantize_model import is_hidden_linear as is_hidden_linear
+from fp4adam.nn.quantize_model import quantize_model as quantize_model
+from fp4adam.nn.quantize_model import quantized_init as quantized_init
+from fp4adam.nn.quantize_model import use_plain_state_dict as use_plain_state_dict
+from fp4adam.nn.recipe import Recipe as Recipe
+from fp4adam.optim.fp4_adam import FP4Adam as FP4Adam
+from fp4adam.optim.fused_adam import FusedAdam as FusedAdam
+from fp4adam.tensors import operators as operators
+from fp4adam.tensors.quantized_tensor import QuantizedTensor as QuantizedTensor
+from fp4adam.tensors.quantizer import Quantizer as Quantizer
+from fp4adam.tensors.swizzle import swizzle_scales as swizzle_scales
+from fp4adam.tensors.swizzle import unswizzle_scales as unswizzle_scales
+from fp4adam.tensors.transpose import build_columnwise as build_columnwise
 
 __version__ = "0.1.0"
+
+_moved.install()

@@ -5,9 +5,9 @@ import platform
 import torch
 
 import fp4adam
-from fp4adam import backend
-from fp4adam.matmul import GROUPED_MAJOR, REQUIREMENTS
-from fp4adam.quantizer import Quantizer
+from fp4adam.nn.scaled_matmul import GROUPED_MAJOR, REQUIREMENTS
+from fp4adam.tensors import backend
+from fp4adam.tensors.quantizer import Quantizer
 
 FORMATS: dict[str, type[Quantizer]] = {
     "NVFP4": fp4adam.NVFP4Quantizer,

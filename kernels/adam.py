@@ -5,21 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._bfloat16 import round_to_bfloat16, to_float32
-from ._launch import Launch
-from ._layout import state_offsets
-from ._state import (
-    dither_tile,
-    load_state,
-    load_value,
-    master_pointers,
-    most_registers,
-    split_master,
-    state_pointer,
-    store_state,
-    value_pointers,
-)
-from .tensor_table import (
+from fp4adam.kernels.launch.launch import Launch
+from fp4adam.kernels.launch.tensor_table import (
     EXP_AVG,
     EXP_AVG_SCALE,
     EXP_AVG_SQ,
@@ -34,10 +21,23 @@ from .tensor_table import (
     pointer,
     takes_part,
 )
+from fp4adam.kernels.tiles.bfloat16 import round_to_bfloat16, to_float32
+from fp4adam.kernels.tiles.layout import state_offsets
+from fp4adam.kernels.tiles.state import (
+    dither_tile,
+    load_state,
+    load_value,
+    master_pointers,
+    most_registers,
+    split_master,
+    state_pointer,
+    store_state,
+    value_pointers,
+)
 
 # Four elements per thread: with more, a BF16 gradient is laid out otherwise than FP32 state.
 BLOCK = 512
-# Columns of a row of scalars: those of ``fp4adam.adam.Scalars``, then what bounds the update.
+# Columns of a row of scalars: those of ``fp4adam.optim.adam.Scalars``, then what bounds the update.
 LARGEST_UPDATE = tl.constexpr(9)
 LARGEST_DECAY = tl.constexpr(10)
 SCALARS_WIDTH = tl.constexpr(12)
@@ -97,7 +97,7 @@ def adam_tile(
 
     grad, value, exp_avg, exp_avg_sq, max_exp_avg_sq: float32 tiles (the last is read with AMSGRAD
     only). scalars: from :func:`load_scalars`. Returns the four updated tiles.
-    The order is that of ``fp4adam.adam.adam_``: change both or neither.
+    The order is that of ``fp4adam.optim.adam.adam_``: change both or neither.
     """
     factor, decay, lerp_weight, beta2, one_minus_beta2, eps, step_size, rsqrt_bias2, _ = scalars
     g = grad * factor

@@ -13,9 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import Launch
-from ._state import has_scales, load_value, master_pointers, most_registers
-from .adam import (
+from fp4adam.kernels.adam import (
     LARGEST_DECAY,
     LARGEST_UPDATE,
     SCALARS_WIDTH,
@@ -25,8 +23,8 @@ from .adam import (
     round_through,
     state_pointers,
 )
-from .nvfp4 import nvfp4_tile, store_columnwise, store_square_scales
-from .tensor_table import (
+from fp4adam.kernels.launch.launch import Launch
+from fp4adam.kernels.launch.tensor_table import (
     AMAX,
     COLS,
     COLUMNWISE_DATA,
@@ -44,6 +42,8 @@ from .tensor_table import (
     size,
     tile_start,
 )
+from fp4adam.kernels.nvfp4 import nvfp4_tile, store_columnwise, store_square_scales
+from fp4adam.kernels.tiles.state import has_scales, load_value, master_pointers, most_registers
 
 # Tiles whose amax one program compares at once.
 SCAN = 64

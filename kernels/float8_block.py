@@ -7,20 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._bfloat16 import to_float32
-from ._e4m3 import e4m3_code, e4m3_value, e4m3_words
-from ._launch import Launch, alignment, on_its_device
-from ._state import has_scales, load_value, master_pointers, most_registers
-from ._words import (
-    insert_tile,
-    store_words,
-    transpose_words,
-    word_launcher,
-    word_offsets,
-    word_positions,
+from fp4adam.kernels.adam import (
+    SIGNALS,
+    adam_step_tile,
+    load_scalars,
+    round_through,
+    round_to,
+    state_pointers,
 )
-from .adam import SIGNALS, adam_step_tile, load_scalars, round_through, round_to, state_pointers
-from .tensor_table import (
+from fp4adam.kernels.launch.launch import Launch, alignment, on_its_device
+from fp4adam.kernels.launch.tensor_table import (
     COLS,
     COLUMNWISE_DATA,
     COLUMNWISE_SCALE,
@@ -36,6 +32,17 @@ from .tensor_table import (
     tile_grid,
     tile_offsets,
     tile_start,
+)
+from fp4adam.kernels.tiles.bfloat16 import to_float32
+from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_value, e4m3_words
+from fp4adam.kernels.tiles.state import has_scales, load_value, master_pointers, most_registers
+from fp4adam.kernels.tiles.words import (
+    insert_tile,
+    store_words,
+    transpose_words,
+    word_launcher,
+    word_offsets,
+    word_positions,
 )
 
 BLOCK = 128

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._bfloat16 import to_float32
-from .tensor_table import ALIGNMENT, TRITON_DTYPES
+from fp4adam.kernels.launch.tensor_table import ALIGNMENT, TRITON_DTYPES
+from fp4adam.kernels.tiles.bfloat16 import to_float32
 
 # What the coefficient's denominator is kept away from zero by, as in torch.nn.utils.
 EPS = tl.constexpr(1e-6)

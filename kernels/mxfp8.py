@@ -5,15 +5,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._bfloat16 import to_float32
-from ._e4m3 import e4m3_value, e4m3_words
-from ._e8m0 import e8m0_code_up, e8m0_reciprocal, e8m0_value
-from ._launch import Launch, on_its_device
-from ._state import has_scales
-from ._words import insert_tile, store_words, word_launcher, word_offsets, word_positions
-from .adam import SIGNALS, adam_step_tile, load_scalars, round_through, round_to, state_pointers
-from .swizzle import store_swizzled
-from .tensor_table import (
+from fp4adam.kernels.adam import (
+    SIGNALS,
+    adam_step_tile,
+    load_scalars,
+    round_through,
+    round_to,
+    state_pointers,
+)
+from fp4adam.kernels.launch.launch import Launch, on_its_device
+from fp4adam.kernels.launch.tensor_table import (
     COLS,
     COLUMNWISE_DATA,
     COLUMNWISE_GEMM_SCALE,
@@ -30,6 +31,18 @@ from .tensor_table import (
     takes_part,
     tile_offsets,
     tile_start,
+)
+from fp4adam.kernels.swizzle import store_swizzled
+from fp4adam.kernels.tiles.bfloat16 import to_float32
+from fp4adam.kernels.tiles.e4m3 import e4m3_value, e4m3_words
+from fp4adam.kernels.tiles.e8m0 import e8m0_code_up, e8m0_reciprocal, e8m0_value
+from fp4adam.kernels.tiles.state import has_scales
+from fp4adam.kernels.tiles.words import (
+    insert_tile,
+    store_words,
+    word_launcher,
+    word_offsets,
+    word_positions,
 )
 
 BLOCK = 32

@@ -5,23 +5,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._bfloat16 import to_float32
-from ._e2m1 import e2m1_code, e2m1_value
-from ._e4m3 import e4m3_code, e4m3_value
-from ._launch import Launch, on_its_device
-from ._state import has_scales, most_registers
-from ._words import (
-    insert_tile,
-    pack_words,
-    store_words,
-    transpose_words,
-    word_launcher,
-    word_offsets,
-    word_positions,
+from fp4adam.kernels.adam import (
+    SIGNALS,
+    adam_step_tile,
+    load_scalars,
+    round_through,
+    round_to,
+    state_pointers,
 )
-from .adam import SIGNALS, adam_step_tile, load_scalars, round_through, round_to, state_pointers
-from .swizzle import store_swizzled
-from .tensor_table import (
+from fp4adam.kernels.launch.launch import Launch, on_its_device
+from fp4adam.kernels.launch.tensor_table import (
     AMAX,
     COLS,
     COLUMNWISE_DATA,
@@ -42,6 +35,20 @@ from .tensor_table import (
     takes_part,
     tile_offsets,
     tile_start,
+)
+from fp4adam.kernels.swizzle import store_swizzled
+from fp4adam.kernels.tiles.bfloat16 import to_float32
+from fp4adam.kernels.tiles.e2m1 import e2m1_code, e2m1_value
+from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_value
+from fp4adam.kernels.tiles.state import has_scales, most_registers
+from fp4adam.kernels.tiles.words import (
+    insert_tile,
+    pack_words,
+    store_words,
+    transpose_words,
+    word_launcher,
+    word_offsets,
+    word_positions,
 )
 
 BLOCK = 16

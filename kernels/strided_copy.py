@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import Launch
+from fp4adam.kernels.launch.launch import Launch
 
 RANK = tl.constexpr(5)  # of all views, with sizes of 1 in front
 # A row of the table: addresses of source and target, sizes, strides of the source and the target.

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import on_its_device
-from .tensor_table import WIDTH, load_tile
+from fp4adam.kernels.launch.launch import on_its_device
+from fp4adam.kernels.launch.tensor_table import WIDTH, load_tile
 
 # Columns of the table: addresses; of the plain matrix its sizes, its strides in bytes, and how many
 # rows each of its rows is for.

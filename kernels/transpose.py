@@ -6,9 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import on_its_device
-from ._words import store_words, transpose_words
-from .tensor_table import (
+from fp4adam.kernels.launch.launch import on_its_device
+from fp4adam.kernels.launch.tensor_table import (
     COLS,
     COLUMNWISE_DATA,
     ROWS,
@@ -20,6 +19,7 @@ from .tensor_table import (
     tile_offsets,
     tile_start,
 )
+from fp4adam.kernels.tiles.words import store_words, transpose_words
 
 # Rows and columns of a tile by bits, 64 bytes of either; and of the tiles at edges.
 TILE = {4: 128, 8: 64}

@@ -27,6 +27,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+# Opcodes that round otherwise than one correctly rounded operation after the other.
+INEXACT = r"^fma|^div\.full|approx|\.ftz"
+
 Job = dict[str, Any]
 Facts = dict[str, Any]
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp4adam import FP4Adam, NVFP4Quantizer, backend, kernels
+from fp4adam import FP4Adam, NVFP4Quantizer, kernels
+from fp4adam.tensors import backend
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"

@@ -18,7 +18,8 @@ from torchao.prototype.mx_formats.nvfp4_tensor import (
 )
 from torchao.quantization import quantize_
 
-from fp4adam import FP4Adam, MXFP8Quantizer, NVFP4Quantizer, backend
+from fp4adam import FP4Adam, MXFP8Quantizer, NVFP4Quantizer
+from fp4adam.tensors import backend
 
 QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(columnwise=False, two_dimensional=False),

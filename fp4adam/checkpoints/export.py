@@ -1,0 +1,403 @@
+"""Export of trained models to the checkpoints that serving engines and trainers read."""
+
+import json
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fp4adam.checkpoints import folder as checkpoint_folder
+from fp4adam.checkpoints.folder import CONFIG, Entry
+from fp4adam.checkpoints.layouts import LAYOUTS, Encoding, Layout
+from fp4adam.distributed import fsdp
+from fp4adam.distributed.dtensor import like, local, sharded_dims, sharding_groups
+from fp4adam.distributed.scale_exchange import Place
+from fp4adam.formats.float8_block import BLOCK as FLOAT8_BLOCK
+from fp4adam.formats.float8_block import Float8BlockTensor
+from fp4adam.formats.nvfp4 import NVFP4Tensor
+from fp4adam.formats.scale_groups import hf_scale_groups
+from fp4adam.nn.quantize_model import check_module
+from fp4adam.optim.fp4_adam import written_value
+from fp4adam.optim.fused_adam import FusedAdam, written
+from fp4adam.optim.optimizer_state import saved_states
+from fp4adam.tensors import row_window
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.quantizer import check_dtype
+
+MAX_SHARD_BYTES = 5 * 10**9  # as on the Hugging Face hub
+
+
+def export_checkpoint(
+    model: nn.Module,
+    folder: str | Path,
+    layout: str = "compressed-tensors",
+    *,
+    config: Any = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a model with quantized weights as a checkpoint that engines serve as it is.
+
+    Codes and block scales are the trained bytes; nothing is rounded again. All else, such as
+    embeddings, norms and the output head, is written in its own dtype.
+
+    ========================  ===========================================================
+    layout                    what it holds
+    ========================  ===========================================================
+    ``"compressed-tensors"``  NVFP4 (``nvfp4-pack-quantized``), MXFP8 (``mxfp8-quantized``)
+    ``"modelopt"``            NVFP4 (``W4A16_NVFP4``), MXFP8 (``MXFP8``)
+    ``"fp8"``                 Float8Block of 128x128 (``weight_scale_inv``)
+    ========================  ===========================================================
+
+    A weight that has several names is written under the first one only, as Hugging Face does.
+    Sharded models are gathered weight by weight: every rank has to call this, and the first one
+    writes.
+
+    Args:
+        model: Its quantized weights are those of ``nn.Linear`` layers, all of one format.
+        folder: Where to; without a checkpoint yet. Files appear once all have been written,
+            ``config.json`` last.
+        layout: See above.
+        config: The model's configuration, a dictionary or one of Hugging Face's;
+            ``model.config`` if None, where there is one.
+        max_shard_bytes: The most that one file holds, unless a single weight is larger.
+
+    Raises:
+        ValueError: If the layout is unknown or cannot hold the weights, or these are not finite.
+        FileExistsError: If ``folder`` holds a checkpoint already.
+        NotImplementedError: For weights that are split otherwise than by ``fully_shard``.
+        ImportError: If safetensors is not installed.
+
+    Warns:
+        UserWarning: For NVFP4 weights with different amaxes that engines serve as one matrix, and
+            for Float8Block weights with partial blocks.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    check_module(model)
+    model = _unwrapped(model)
+    weights = _first_named(_state_of(model))
+    quantized = {n: local(w) for n, w in weights.items() if isinstance(local(w), QuantizedTensor)}
+    encoding = _encoding_for(LAYOUTS[layout], quantized)
+    linear = [
+        _plain_name(f"{name}.weight")
+        for name, layer in model.named_modules(remove_duplicate=False)
+        if isinstance(layer, nn.Linear)
+    ]
+    for name, weight in quantized.items():
+        _check_whole_linear(name, weight, linear)
+    _warn_of_readers(quantized, weights)
+    excluded = [name.removesuffix(".weight") for name in linear if name not in quantized]
+    documents = LAYOUTS[layout].documents(encoding, excluded)
+    dtype = next(iter(quantized.values())).dtype
+    content = _config_of(model, config, dtype)
+    documents[CONFIG] = {**content, "quantization_config": documents[CONFIG]}
+
+    def entries() -> Iterator[Entry]:
+        for name, weight in weights.items():
+            whole = _gathered(weight)
+            if isinstance(whole, QuantizedTensor):
+                yield _quantized_entry(name, whole, encoding)
+            else:
+                yield Entry({name: whole.cpu().contiguous()}, {})
+
+    _write(Path(folder), entries(), documents, max_shard_bytes, weights)
+
+
+def export_masters(
+    model: nn.Module,
+    optimizer: Optimizer,
+    folder: str | Path,
+    dtype: torch.dtype = torch.float32,
+    *,
+    config: Any = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a model in high precision, its parameters rounded once from their master weights.
+
+    A parameter without a master in the optimizer, or to which something else has been written
+    since, is written as it is, or, if it is quantized, as the value that its master would start
+    from.
+
+    Args:
+        model: Any; sharded ones as for :func:`export_checkpoint`.
+        optimizer: What trains it.
+        folder: As for :func:`export_checkpoint`, as are ``config`` and ``max_shard_bytes``.
+        dtype: Of all floating-point parameters: float32, bfloat16 or float16.
+
+    Raises:
+        TypeError: If ``dtype`` is another one, or model or optimizer is none.
+        FileExistsError, ImportError, NotImplementedError: As :func:`export_checkpoint`.
+    """
+    check_dtype("dtype", dtype)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer must be the one that trains the model, got {type(optimizer).__name__}; "
+            "pass the FP4Adam that has its masters"
+        )
+    check_module(model)
+    model = _unwrapped(model)
+    weights = _first_named(_state_of(model))
+    masters = _current_masters(optimizer)
+    parameters = set(model.parameters())
+
+    def entries() -> Iterator[Entry]:
+        for name, weight in weights.items():
+            own = local(weight)
+            if weight in masters:
+                source = masters[weight]
+            elif isinstance(own, QuantizedTensor):
+                value = written_value(own)
+                value = own.detach().dequantize() if value is None else value.view(own.shape)
+                source = like(weight, value)
+            else:
+                source = weight
+            whole = _gathered(source)
+            if weight in parameters and weight.is_floating_point():
+                whole = whole.to(dtype)
+            yield Entry({name: whole.cpu().contiguous()}, {})
+
+    documents = {CONFIG: _config_of(model, config, dtype)}
+    _write(Path(folder), entries(), documents, max_shard_bytes, weights)
+
+
+def _current_masters(optimizer: Optimizer) -> dict[Tensor, Tensor]:
+    """FP32 masters of the parameters that nothing else has been written to since."""
+    if not isinstance(optimizer, FusedAdam):
+        return {}
+    writes, masters = optimizer._known_writes(), {}
+    for param, state in saved_states(optimizer.param_groups, optimizer.state_dict()):
+        if "master_param" in state:
+            master, own = state["master_param"], local(param)
+            is_known = writes.get(param, written(param)) == written(param)
+            is_current = is_known or optimizer._param_is_of(own, local(master))
+            if _everywhere(is_current, param):
+                masters[param] = master
+    return masters
+
+
+def _everywhere(flag: bool, param: Tensor) -> bool:
+    """Whether all ranks that have parts of a parameter say so; one without rows cannot tell."""
+    for group, device_type in sharding_groups(param):
+        flags = torch.tensor(float(flag), device=device_type)
+        dist.all_reduce(flags, dist.ReduceOp.MIN, group)
+        flag = bool(flags)
+    return flag
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model without what PyTorch has put around it."""
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = getattr(model.module, "_orig_mod", model.module)
+    return model
+
+
+def _plain_name(name: str) -> str:
+    """The name of something in a model that ``torch.compile`` or checkpointing has wrapped."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def _state_of(model: nn.Module) -> dict[str, Tensor]:
+    """All that a checkpoint holds, under all of its names."""
+    state = model.state_dict(keep_vars=True)
+    state = {_plain_name(name): value for name, value in state.items()}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"state_dict() of the model must hold tensors, got a {type(value).__name__} for "
+                f"{name!r}; remove it, a checkpoint for serving has no place for it"
+            )
+        if value.is_meta:
+            raise ValueError(
+                f"{name!r} must have a value to be exported, got one on the meta device; load the "
+                "weights first"
+            )
+    return state
+
+
+def _first_named(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each weight once, by the first of its names."""
+    names: dict[int, str] = {}
+    weights = {}
+    for name, value in state.items():
+        first = names.setdefault(id(value), name)
+        if first == name:
+            weights[name] = value
+        elif isinstance(local(value), QuantizedTensor):
+            raise ValueError(
+                f"{first!r} and {name!r} must be two weights, got one quantized weight with two "
+                "names, which readers do not know of; untie them: "
+                "layer.weight = nn.Parameter(layer.weight.detach().clone())"
+            )
+    return weights
+
+
+def _encoding_for(layout: Layout, quantized: dict[str, QuantizedTensor]) -> Encoding:
+    """How ``layout`` stores the quantized weights of a model."""
+    known = {encoding.quantizer_class: encoding for encoding in layout.encodings}
+    held = ", ".join(kind.tensor_class.__name__ for kind in known)
+    if not quantized:
+        raise ValueError(
+            f"model must have weights in {held} for layout {layout.name!r}, got none that are "
+            "quantized; call quantize_model, or export_masters"
+        )
+    first, encoding = next(iter(quantized)), None
+    for name, weight in quantized.items():
+        quantizer = weight.quantizer
+        if type(quantizer) not in known:
+            others = [n for n, x in LAYOUTS.items() for e in x.encodings if _fits(e, weight)]
+            raise ValueError(
+                f"weights must be in {held} for layout {layout.name!r}, got {name!r} in "
+                f"{type(weight).__name__}; use layout={' or '.join(map(repr, others))}"
+            )
+        if type(weight) is not type(quantized[first]):
+            raise ValueError(
+                f"quantized weights must be of one format, got {first!r} in "
+                f"{type(quantized[first]).__name__} and {name!r} in {type(weight).__name__}; "
+                "quantize all of them alike"
+            )
+        encoding = known[type(quantizer)]
+        if problem := encoding.refusal(quantizer):
+            raise ValueError(
+                f"{name!r} must suit layout {layout.name!r}, got {quantizer}; {problem}"
+            )
+    return encoding
+
+
+def _fits(encoding: Encoding, weight: QuantizedTensor) -> bool:
+    return encoding.quantizer_class is type(weight.quantizer)
+
+
+def _check_whole_linear(name: str, weight: QuantizedTensor, linear: list[str]) -> None:
+    if name not in linear:
+        raise ValueError(
+            f"quantized weights must be those of nn.Linear layers, got {name!r}; leave it in high "
+            "precision (filter=...)"
+        )
+    if weight._origin.whole is None and not row_window.is_whole_blocks(weight):
+        raise ValueError(f"{name!r} must be a whole tensor, got rows of another one; clone it")
+
+
+def _warn_of_readers(quantized: dict[str, QuantizedTensor], weights: dict[str, Tensor]) -> None:
+    """Warn of weights that a reader takes for something else than they are."""
+    groups: dict[str, dict[str, float]] = defaultdict(dict)
+    partial = []
+    for name, weight in quantized.items():
+        layer = name.removesuffix(".weight")
+        matrix = hf_scale_groups(name)
+        if isinstance(weight, NVFP4Tensor) and matrix is not None:
+            groups[matrix][layer.rpartition(".")[2]] = weight.settled()._amax.item()
+        if isinstance(weight, Float8BlockTensor):
+            sides = weights[name].shape
+            partial += [layer] * any(n > FLOAT8_BLOCK and n % FLOAT8_BLOCK for n in sides)
+    unequal = [name for name, amaxes in groups.items() if len({*amaxes.values()}) > 1]
+    if unequal:
+        warnings.warn(
+            "weights that are served as one matrix should have one amax, got "
+            f"{groups[unequal[0]]} for {unequal[0]!r}, and {len(unequal)} such groups: engines "
+            "that fuse them, as vLLM does, decode them all by the largest and lose precision "
+            "(transformers does not); train with scale_groups=hf_scale_groups",
+            stacklevel=3,
+        )
+    if partial:
+        warnings.warn(
+            f"sides of Float8Block weights should be multiples of {FLOAT8_BLOCK}, or less, got "
+            f"others in {len(partial)} layers such as {partial[0]!r}: transformers reads these "
+            "wrongly where it decodes them, without a GPU; pad them, or serve with another engine",
+            stacklevel=3,
+        )
+
+
+def _quantized_entry(name: str, weight: QuantizedTensor, encoding: Encoding) -> Entry:
+    layer = name.removesuffix("weight")
+    try:
+        stored = encoding.encode(weight.settled())
+    except ValueError as error:
+        raise ValueError(f"{name!r}: {error}") from None
+    metadata = {}
+    if weight._amax is not None:
+        # What it is rounded to in the layout does not tell its last bit.
+        metadata[f"{name}.amax"] = weight._amax.item().hex()
+    return Entry({layer + key: t.cpu().contiguous() for key, t in stored.items()}, metadata)
+
+
+def _gathered(weight: Tensor) -> Tensor:
+    """All of a weight, quantized as it is; of a DTensor every rank has to ask."""
+    if not isinstance(weight, DTensor):
+        return weight.detach()
+    shard, sharded = weight._local_tensor.detach(), sharded_dims(weight)
+    if not sharded:
+        return shard
+    if not isinstance(shard, QuantizedTensor):
+        return weight.detach().full_tensor()
+    Place.of(weight)  # says what cannot be gathered
+    mesh = weight.device_mesh
+    if mesh.ndim > 1:
+        mesh = mesh[mesh.mesh_dim_names[sharded[0]]]
+    place = Place.in_mesh(mesh)
+    inputs, names = fsdp.pre_all_gather(shard, mesh)
+    outputs = []
+    for inner in inputs:
+        own = inner.to(place.device).contiguous()
+        out = own.new_empty(place.n_shards * len(own), *own.shape[1:])
+        dist.all_gather([*out.chunk(place.n_shards)], own, place.group)
+        outputs.append(out)
+    whole, _ = fsdp.post_all_gather(shard, tuple(outputs), names, weight.dtype)
+    return whole
+
+
+def _config_of(model: nn.Module, config: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """What ``config.json`` says of a model but for its quantization."""
+    config = getattr(model, "config", None) if config is None else config
+    if config is None:
+        return {}
+    if hasattr(config, "to_json_string"):
+        content = json.loads(config.to_json_string())
+    elif isinstance(config, dict):
+        content = dict(config)
+    else:
+        raise TypeError(
+            "config must be a dictionary or a configuration of transformers, got a "
+            f"{type(config).__name__}; pass config={{...}}"
+        )
+    content.pop("quantization_config", None)
+    # FSDP2 puts its name before that of the class.
+    architecture = type(model).__name__.removeprefix("FSDP")
+    content["architectures"] = content.get("architectures") or [architecture]
+    return {**content, "dtype": str(dtype).removeprefix("torch.")}
+
+
+def _write(
+    folder: Path,
+    entries: Iterator[Entry],
+    documents: dict[str, dict[str, Any]],
+    max_shard_bytes: int,
+    weights: dict[str, Tensor],
+) -> None:
+    """Write from the first rank, and raise on every one if that fails."""
+    if not isinstance(max_shard_bytes, int) or max_shard_bytes <= 0:
+        raise ValueError(
+            f"max_shard_bytes must be a positive number of bytes, got {max_shard_bytes!r}; leave "
+            f"it at {MAX_SHARD_BYTES}"
+        )
+    if not any(isinstance(weight, DTensor) for weight in weights.values()):
+        checkpoint_folder.write(folder, entries, documents, max_shard_bytes)
+        return
+    failure: list[Exception | None] = [None]
+    try:
+        if dist.get_rank() == 0:
+            checkpoint_folder.write(folder, entries, documents, max_shard_bytes)
+    except Exception as error:
+        failure = [error]
+    for _ in entries:
+        pass  # others gather as long as the first rank writes, and the other way round
+    dist.broadcast_object_list(failure)
+    if failure[0] is not None:
+        raise failure[0]

@@ -1,0 +1,240 @@
+"""Import of quantized checkpoints, to continue training from."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fp4adam.checkpoints.folder import CheckpointReader
+from fp4adam.checkpoints.layouts import LAYOUTS, Encoding, Layout
+from fp4adam.nn.quantize_model import check_module
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.quantizer import Quantizer, check_dtype
+
+PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def import_checkpoint(
+    model: nn.Module, folder: str | Path, quantizer: Quantizer | None = None
+) -> nn.Module:
+    """Take over a quantized checkpoint: its codes and scales become parameters to train.
+
+    Reads the layouts that :func:`fp4adam.export_checkpoint` writes, whoever wrote them. The linear
+    layers that are quantized there get quantized weights with the same bytes, of the nominal dtype
+    that the weight has had; the others keep their parameters, and get the values. Master weights
+    start from the decoded ones. Scales of activations are left out.
+
+    Args:
+        model: On devices with memory, its names those of the checkpoint. Create the optimizer, and
+            call ``fully_shard``, after this: quantized weights are new parameters.
+        folder: Of ``config.json`` and safetensors files.
+        quantizer: How the weights go on to be quantized, the format's own one by default. NVFP4
+            scales that are not those of 16x16 blocks need
+            ``NVFP4Quantizer(two_dimensional=False, columnwise=False)``, which is then the default.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+        ValueError: If the layout is unknown, a file is damaged, or names, shapes or scales are not
+            those that model, layout and quantizer have.
+        TypeError: If a dtype is not.
+        ImportError: If safetensors is not installed.
+
+    Nothing has been changed when it raises.
+    """
+    if quantizer is not None and not isinstance(quantizer, Quantizer):
+        raise TypeError(
+            f"quantizer must be a Quantizer, got {type(quantizer).__name__}; leave it out, or pass "
+            "say NVFP4Quantizer() or Recipe(...).quantizer"
+        )
+    check_module(model)
+    with CheckpointReader(Path(folder)) as checkpoint:
+        reading = _Import(model, checkpoint, quantizer)
+        quantized, plain = reading.quantized_weights(), reading.plain_values()
+    for layer, weight in quantized.items():
+        module = reading.linear[layer]
+        param = nn.Parameter(weight, module.weight.requires_grad)
+        param._origin.name = f"{layer}.weight"
+        module.weight = param
+    with torch.no_grad():
+        for name, value in plain.items():
+            reading.state[name].copy_(value)
+    return model
+
+
+class _Import:
+    """What a checkpoint has for a model."""
+
+    def __init__(
+        self, model: nn.Module, checkpoint: CheckpointReader, quantizer: Quantizer | None
+    ) -> None:
+        self.state = model.state_dict(keep_vars=True)
+        for name, value in self.state.items():
+            if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.is_meta:
+                kind = "one on the meta device" if getattr(value, "is_meta", False) else type(value)
+                raise ValueError(
+                    f"{name!r} of the model must be a whole tensor in memory, got {kind}; import "
+                    "before fully_shard and after to_empty"
+                )
+        self.linear = {
+            name: layer
+            for name, layer in model.named_modules(remove_duplicate=False)
+            if isinstance(layer, nn.Linear)
+        }
+        self.checkpoint = checkpoint
+        layout, self.encoding = _encoding_of(checkpoint)
+        stored = {n for n in checkpoint.names() if n.rpartition(".")[2] not in layout.unused}
+        self.layers = self._layers(stored)
+        of_layers = {f"{layer}.{key}" for layer in self.layers for key in self._keys}
+        self.plain = stored - of_layers
+        self._check_names()
+        self.quantizer = self._quantizer(quantizer)
+
+    @property
+    def _keys(self) -> list[str]:
+        return [*self.encoding.shapes(0, 0)]
+
+    def _layers(self, stored: set[str]) -> list[str]:
+        """The layers whose weights are quantized, by any of the tensors that say so."""
+        keys = {*self._keys} - {"weight"}
+        layers = sorted(
+            {name.rpartition(".")[0] for name in stored if name.rpartition(".")[2] in keys}
+        )
+        if not layers:
+            raise ValueError(
+                f"a checkpoint in {self.encoding.format!r} must have tensors named "
+                f"{' and '.join(sorted(keys))}, got none; it is damaged"
+            )
+        for layer in layers:
+            for key in self._keys:
+                if f"{layer}.{key}" not in stored:
+                    raise ValueError(
+                        f"layer {layer!r} of the checkpoint must have {', '.join(self._keys)}, got "
+                        f"no {key}; the checkpoint is damaged"
+                    )
+        return layers
+
+    def _check_names(self) -> None:
+        weights = {f"{layer}.weight" for layer in self.layers}
+        unknown = sorted((weights | self.plain) - self.state.keys())
+        if unknown:
+            raise ValueError(
+                f"the model must have all that the checkpoint has, lacks {len(unknown)}, such as "
+                f"{unknown[0]!r}; build it from the checkpoint's config.json"
+            )
+        # A tied weight has one name there.
+        given = {id(self.state[name]) for name in weights | self.plain}
+        missing = [name for name, value in self.state.items() if id(value) not in given]
+        if missing:
+            raise ValueError(
+                f"the checkpoint must have all that the model has, lacks {len(missing)}, such as "
+                f"{missing[0]!r}; build the model from its config.json"
+            )
+        for layer in self.layers:
+            if layer not in self.linear:
+                raise ValueError(
+                    f"{layer!r} of the model must be an nn.Linear to have a quantized weight, got "
+                    f"another module; build it from the checkpoint's config.json"
+                )
+            names = [name for name, x in self.state.items() if x is self.linear[layer].weight]
+            if len(names) > 1:
+                raise ValueError(
+                    f"{names[0]!r} and {names[1]!r} must be two weights, got a tied one, which is "
+                    "quantized in the checkpoint; untie them"
+                )
+
+    def _quantizer(self, chosen: Quantizer | None) -> Quantizer:
+        kind = self.encoding.quantizer_class
+        if chosen is None:
+            scale = self.encoding.scale
+            scales = (self.checkpoint.read(f"{layer}.{scale}") for layer in self.layers)
+            return self.encoding.quantizer_for(scales)
+        fits = isinstance(chosen, kind)
+        problem = self.encoding.refusal(chosen) if fits else "leave it out"
+        if problem:
+            raise ValueError(
+                f"quantizer must be a {kind.__name__} that {self.encoding.format!r} suits, got "
+                f"{chosen}; {problem}"
+            )
+        return chosen
+
+    def quantized_weights(self) -> dict[str, QuantizedTensor]:
+        """New ones, by layer."""
+        return {layer: self._quantized_weight(layer) for layer in self.layers}
+
+    def _quantized_weight(self, layer: str) -> QuantizedTensor:
+        old = self.linear[layer].weight
+        check_dtype(f"weight of layer {layer!r}", old.dtype)
+        stored = {}
+        for key, (shape, dtype) in self.encoding.shapes(*old.shape).items():
+            name = f"{layer}.{key}"
+            actual = self.checkpoint.shape(name)
+            if actual != shape and not (actual in ((), (1,)) and shape in ((), (1,))):
+                raise ValueError(
+                    f"{name!r} must have shape {shape} for a weight {tuple(old.shape)}, got "
+                    f"{actual}; build the model from the checkpoint's config.json"
+                )
+            stored[key] = self.checkpoint.read(name)
+            if stored[key].dtype != dtype:
+                raise TypeError(
+                    f"{name!r} must be {dtype}, got {stored[key].dtype}; the checkpoint is damaged"
+                )
+        amax = self.checkpoint.metadata.get(f"{layer}.weight.amax")
+        try:
+            amax = None if amax is None else torch.tensor(float.fromhex(amax))
+            weight = self.quantizer.make_empty(tuple(old.shape), old.dtype, "cpu")
+            self.encoding.decode(stored, weight, amax)
+        except ValueError as error:
+            raise ValueError(f"layer {layer!r}: {error}") from None
+        return weight.to(old.device)
+
+    def plain_values(self) -> dict[str, Tensor]:
+        """Of all that is not quantized."""
+        values = {}
+        for name in sorted(self.plain):
+            old, shape = self.state[name], self.checkpoint.shape(name)
+            if shape != tuple(old.shape):
+                raise ValueError(
+                    f"{name!r} must have shape {tuple(old.shape)}, got {shape} in the checkpoint; "
+                    f"build the model from its config.json"
+                )
+            value = self.checkpoint.read(name)
+            if isinstance(old, QuantizedTensor):
+                raise TypeError(
+                    f"{name!r} must be quantized in the checkpoint as it is in the model, got "
+                    f"{value.dtype}; import before quantize_model"
+                )
+            if value.dtype != old.dtype and not {value.dtype, old.dtype} <= {*PLAIN}:
+                raise TypeError(
+                    f"{name!r} must be {old.dtype}, got {value.dtype} without a scale; the "
+                    "checkpoint is damaged"
+                )
+            values[name] = value
+        return values
+
+
+def _encoding_of(checkpoint: CheckpointReader) -> tuple[Layout, Encoding]:
+    """The layout of a checkpoint, and how it stores weights."""
+    config = checkpoint.config.get("quantization_config")
+    if not isinstance(config, dict):
+        raise ValueError(
+            f"config.json in {str(checkpoint.folder)!r} must have a quantization_config, got none; "
+            "load weights in high precision with load_state_dict"
+        )
+    method = config.get("quant_method")
+    if method not in LAYOUTS:
+        raise ValueError(
+            f"quant_method must be one of {', '.join(LAYOUTS)} to be imported, got {method!r}"
+        )
+    layout = LAYOUTS[method]
+    name = layout.format_of(config)
+    for encoding in layout.encodings:
+        if encoding.format == name:
+            return layout, encoding
+    held = ", ".join(encoding.format for encoding in layout.encodings)
+    raise ValueError(
+        f"format must be one of {held} for quant_method {method!r} to be imported, got {name!r}"
+    )

@@ -1,0 +1,379 @@
+"""The layouts of quantized checkpoints: what a weight and a model's configuration are in each.
+
+An encoding says which tensors a quantized weight is stored as; none of them is rounded. A layout
+has an encoding for every format that it can hold, and describes it in ``config.json``.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fp4adam.formats import minifloat, nvfp4
+from fp4adam.formats.float8_block import BLOCK as FLOAT8_BLOCK
+from fp4adam.formats.float8_block import Float8BlockQuantizer
+from fp4adam.formats.mxfp8 import BLOCK as MX_BLOCK
+from fp4adam.formats.mxfp8 import MXFP8Quantizer
+from fp4adam.formats.nvfp4 import NVFP4Quantizer
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.quantizer import Quantizer
+from fp4adam.tensors.transpose import build_columnwise
+
+E4M3 = torch.float8_e4m3fn
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoding:
+    """How a layout stores weights of one format, as tensors ``<layer>.<name>``.
+
+    Args:
+        format: What the layout calls it.
+        codes: Name of the tensor of codes.
+    """
+
+    format: str
+    codes: str = "weight"
+
+    quantizer_class: ClassVar[type[Quantizer]]
+
+    def refusal(self, quantizer: Quantizer) -> str | None:
+        """Say which rule of the layout tensors of ``quantizer`` break, or None."""
+        return None if quantizer.rowwise else "the layout stores rowwise codes: rowwise=True"
+
+    def shapes(self, rows: int, cols: int) -> Shapes:
+        """Shape and dtype of each tensor that a weight [rows, cols] is stored as."""
+        raise NotImplementedError
+
+    def encode(self, weight: QuantizedTensor) -> dict[str, Tensor]:
+        """The tensors that a weight is stored as, its own bytes."""
+        raise NotImplementedError
+
+    def quantizer_for(self, scales: Iterable[Tensor]) -> Quantizer:
+        """How to quantize all weights of a checkpoint; ``scales``: their block scales."""
+        return self.quantizer_class()
+
+    def decode(self, stored: dict[str, Tensor], out: QuantizedTensor, amax: Tensor | None) -> None:
+        """Fill ``out``, of the right shape, with stored codes and scales.
+
+        Args:
+            stored: As :meth:`encode` returns it.
+            out: What to fill.
+            amax: That of the tensor, if it is known better than from its scale.
+
+        Raises:
+            ValueError: If scales are none, or ``out`` cannot have them.
+        """
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class NVFP4Encoding(Encoding):
+    """Packed codes, E4M3 scales of 1x16 blocks, an FP32 scale of the tensor.
+
+    Args:
+        tensor_scale: Name of the scale of the tensor.
+        divides: Whether it is 2688 / amax, which values are divided by, or amax / 2688.
+    """
+
+    tensor_scale: str = "weight_scale_2"
+    divides: bool = False
+
+    quantizer_class = NVFP4Quantizer
+    scale = "weight_scale"
+
+    def shapes(self, rows: int, cols: int) -> Shapes:
+        return {
+            self.codes: ((rows, cols // 2), torch.uint8),
+            self.scale: ((rows, cols // nvfp4.BLOCK), E4M3),
+            self.tensor_scale: ((1,) if self.divides else (), torch.float32),
+        }
+
+    def encode(self, weight: QuantizedTensor) -> dict[str, Tensor]:
+        rows, cols = weight.shape
+        scale = weight.rowwise_scale_inv[:rows, : cols // nvfp4.BLOCK].contiguous()
+        shape, _ = self.shapes(rows, cols)[self.tensor_scale]
+        return {
+            self.codes: weight.rowwise_data,
+            self.scale: scale.view(E4M3),
+            self.tensor_scale: self._scale_of(weight._amax.cpu()).reshape(shape),
+        }
+
+    def _scale_of(self, amax: Tensor) -> Tensor:
+        """What readers take every code to the same BF16 value with.
+
+        They compute it in another order. One tensor in ten thousand would have values that round to
+        BF16 otherwise, with the nearest scale; the next one serves then.
+        """
+        if amax == 0:
+            return torch.ones(1)  # all codes and block scales are zero
+        tensor = NVFP4Quantizer(two_dimensional=False, columnwise=False).make_empty((128, 16))
+        # A row for every block scale (one, 0x7F, is NaN), with every code in it.
+        tensor._rowwise_data[:] = minifloat.pack_e2m1(torch.arange(16, dtype=torch.uint8))
+        tensor._rowwise_scale_inv[:, 0] = torch.arange(128).clamp_(max=0x7E)
+        tensor._amax.copy_(amax)
+        expected = tensor._read(torch.bfloat16)
+        codes = minifloat.unpack_e2m1(tensor._rowwise_data)
+        scale = minifloat.e4m3_value(tensor._rowwise_scale_inv[:, :1])
+        value = torch.full_like(amax, nvfp4.RANGE)
+        value = value / amax if self.divides else amax / value
+        for steps in (0, 1, -1, 2, -2, 3, -3):
+            near = (value.view(torch.int32) + steps).view(torch.float32)
+            actual = codes * (scale / near if self.divides else scale * near)
+            if torch.equal(actual.bfloat16(), expected):
+                return near
+        raise ValueError(
+            f"amax must be finite and at least 1e-35 for {self.format}, got {amax.item()}; the "
+            "weight has overflowed or vanished: export a healthy one"
+        )
+
+    def quantizer_for(self, scales: Iterable[Tensor]) -> Quantizer:
+        """Square blocks if the scales are those of such."""
+        if all(_is_square(scale.view(torch.uint8)) for scale in scales):
+            return NVFP4Quantizer()
+        return NVFP4Quantizer(two_dimensional=False, columnwise=False)
+
+    def decode(self, stored: dict[str, Tensor], out: QuantizedTensor, amax: Tensor | None) -> None:
+        scale = stored[self.scale].view(torch.uint8)
+        factor = stored[self.tensor_scale].reshape(1)
+        _check_scales(self.scale, scale <= 0x7E, stored[self.scale].float())
+        _check_scales(self.tensor_scale, factor.isfinite() & (factor > 0), factor)
+        out._rowwise_data.copy_(stored[self.codes])
+        ratio = torch.full_like(factor, nvfp4.RANGE)
+        rounded = ratio / factor if self.divides else factor * ratio
+        # Someone may have changed the scale and kept the header.
+        is_its = amax is not None and (amax == 0 or torch.isclose(amax, rounded, rtol=1e-6))
+        out._amax.copy_(amax if is_its else rounded)
+        if not out.quantizer.two_dimensional:
+            if out.quantizer.columnwise:
+                raise ValueError(
+                    "quantizer must have columnwise=False to take over blocks of 1x16, whose "
+                    f"scales differ from those of 16x1, got {out.quantizer}; set it to False"
+                )
+            out._rowwise_scale_inv[: scale.shape[0], : scale.shape[1]] = scale
+            return
+        if not _is_square(scale):
+            raise ValueError(
+                "scales must be the same on the 16 rows of a block for two_dimensional=True, got "
+                "others; pass NVFP4Quantizer(two_dimensional=False, columnwise=False)"
+            )
+        out._block_scale_inv.copy_(scale[:: nvfp4.BLOCK])
+        build_columnwise([out])
+
+
+def _is_square(scale: Tensor) -> bool:
+    """Whether the scales of 16 rows at a time are the same."""
+    if len(scale) % nvfp4.BLOCK:
+        return False
+    blocks = scale.unflatten(0, (-1, nvfp4.BLOCK))
+    return bool((blocks == blocks[:, :1]).all())
+
+
+@dataclasses.dataclass(frozen=True)
+class MXFP8Encoding(Encoding):
+    """E4M3 codes and E8M0 scales of 1x32 blocks."""
+
+    quantizer_class = MXFP8Quantizer
+    scale = "weight_scale"
+
+    def shapes(self, rows: int, cols: int) -> Shapes:
+        return {
+            self.codes: ((rows, cols), E4M3),
+            self.scale: ((rows, cols // MX_BLOCK), torch.uint8),
+        }
+
+    def encode(self, weight: QuantizedTensor) -> dict[str, Tensor]:
+        rows, cols = weight.shape
+        scale = weight.rowwise_scale_inv[:rows, : cols // MX_BLOCK].contiguous()
+        return {self.codes: weight.rowwise_data.view(E4M3), self.scale: scale}
+
+    def decode(self, stored: dict[str, Tensor], out: QuantizedTensor, amax: Tensor | None) -> None:
+        scale = stored[self.scale]
+        _check_scales(self.scale, scale < 255, scale)
+        out._rowwise_data.copy_(stored[self.codes].view(torch.uint8))
+        out._rowwise_scale_inv[: scale.shape[0], : scale.shape[1]] = scale
+        if out.quantizer.columnwise:
+            # They are blocks of their own, of the same values.
+            values = out._read(torch.float32)
+            columns = MXFP8Quantizer(rowwise=False).quantize(values)
+            out._columnwise_data.copy_(columns._columnwise_data)
+            out._columnwise_scale_inv.copy_(columns._columnwise_scale_inv)
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8BlockEncoding(Encoding):
+    """E4M3 codes and FP32 scales of 128x128 blocks."""
+
+    quantizer_class = Float8BlockQuantizer
+    scale = "weight_scale_inv"
+
+    def refusal(self, quantizer: Float8BlockQuantizer) -> str | None:
+        if not quantizer.two_dimensional:
+            return "the layout has blocks of 128x128: two_dimensional=True"
+        return super().refusal(quantizer)
+
+    def shapes(self, rows: int, cols: int) -> Shapes:
+        grid = (-(-rows // FLOAT8_BLOCK), -(-cols // FLOAT8_BLOCK))
+        return {self.codes: ((rows, cols), E4M3), self.scale: (grid, torch.float32)}
+
+    def encode(self, weight: QuantizedTensor) -> dict[str, Tensor]:
+        return {self.codes: weight.rowwise_data.view(E4M3), self.scale: weight._block_scale_inv}
+
+    def decode(self, stored: dict[str, Tensor], out: QuantizedTensor, amax: Tensor | None) -> None:
+        scale = stored[self.scale]
+        _check_scales(self.scale, scale.isfinite() & (scale >= 0), scale)
+        out._rowwise_data.copy_(stored[self.codes].view(torch.uint8))
+        out._block_scale_inv.copy_(scale)
+        build_columnwise([out])
+
+
+def _check_scales(name: str, valid: Tensor, scale: Tensor) -> None:
+    if not valid.all():
+        raise ValueError(
+            f"{name} must hold scales that are finite and not negative, got "
+            f"{scale[~valid][0].item()}; the checkpoint is damaged"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A family of checkpoints, by the ``quant_method`` in their ``config.json``.
+
+    Args:
+        encodings: One for every format that it can hold.
+    """
+
+    encodings: tuple[Encoding, ...]
+
+    name: ClassVar[str]
+    # What readers of the layout have beside a weight, and training has no use for.
+    unused: ClassVar[tuple[str, ...]] = ()
+
+    def documents(self, encoding: Encoding, excluded: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """JSON files, by name, of a model; of ``config.json`` what is about quantization.
+
+        Args:
+            encoding: That of its quantized weights.
+            excluded: Its linear layers that are not quantized.
+        """
+        raise NotImplementedError
+
+    def format_of(self, config: dict[str, Any]) -> Any:
+        """The format that the ``quantization_config`` of a model names, in the layout's words."""
+        raise NotImplementedError
+
+
+class CompressedTensors(Layout):
+    """https://github.com/vllm-project/compressed-tensors"""
+
+    name = "compressed-tensors"
+    unused = ("input_global_scale",)
+
+    def documents(self, encoding: Encoding, excluded: Sequence[str]) -> dict[str, dict[str, Any]]:
+        is_nvfp4 = isinstance(encoding, NVFP4Encoding)
+        weights = {
+            "num_bits": 4 if is_nvfp4 else 8,
+            "type": "float",
+            "strategy": "tensor_group" if is_nvfp4 else "group",
+            "group_size": nvfp4.BLOCK if is_nvfp4 else MX_BLOCK,
+            "symmetric": True,
+            "dynamic": False,
+            "scale_dtype": "torch.float8_e4m3fn" if is_nvfp4 else "torch.uint8",
+        }
+        group = {
+            "targets": ["Linear"],
+            "weights": weights,
+            "input_activations": None,
+            "output_activations": None,
+            "format": encoding.format,
+        }
+        config = {
+            "quant_method": self.name,
+            "format": encoding.format,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": [*excluded],
+            "kv_cache_scheme": None,
+            "global_compression_ratio": None,
+        }
+        return {"config.json": config}
+
+    def format_of(self, config: dict[str, Any]) -> Any:
+        return config.get("format")
+
+
+class ModelOpt(Layout):
+    """https://nvidia.github.io/Model-Optimizer, "Unified HuggingFace Checkpoint"."""
+
+    name = "modelopt"
+    unused = ("input_scale",)
+
+    def documents(self, encoding: Encoding, excluded: Sequence[str]) -> dict[str, dict[str, Any]]:
+        from fp4adam import __version__
+
+        is_nvfp4 = isinstance(encoding, NVFP4Encoding)
+        group_size = nvfp4.BLOCK if is_nvfp4 else MX_BLOCK
+        producer = {"name": "fp4adam", "version": __version__}
+        details = {
+            "quant_algo": encoding.format,
+            "kv_cache_quant_algo": None,
+            "group_size": group_size,
+            "exclude_modules": [*excluded],
+        }
+        config = {
+            "quant_method": self.name,
+            "quant_algo": encoding.format,
+            "ignore": [*excluded],
+            "producer": producer,
+        }
+        if is_nvfp4:
+            weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": group_size}
+            config["config_groups"] = {"group_0": {"weights": weights, "targets": ["Linear"]}}
+        hf_quant_config = {"producer": producer, "quantization": details}
+        return {"config.json": config, "hf_quant_config.json": hf_quant_config}
+
+    def format_of(self, config: dict[str, Any]) -> Any:
+        algorithm = str(config.get("quant_algo")).upper()
+        # That activations are quantized as well says nothing about the weights.
+        return "W4A16_NVFP4" if algorithm == "NVFP4" else algorithm
+
+
+class FP8(Layout):
+    """DeepSeek-V3's, https://huggingface.co/docs/transformers/quantization/finegrained_fp8"""
+
+    name = "fp8"
+
+    def documents(self, encoding: Encoding, excluded: Sequence[str]) -> dict[str, dict[str, Any]]:
+        config = {
+            "quant_method": self.name,
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [FLOAT8_BLOCK, FLOAT8_BLOCK],
+            "modules_to_not_convert": [*excluded],
+        }
+        return {"config.json": config}
+
+    def format_of(self, config: dict[str, Any]) -> Any:
+        block = config.get("weight_block_size")
+        if config.get("scale_fmt", "float") != "float":
+            return f"scales in {config['scale_fmt']}"
+        return "128x128" if block == [FLOAT8_BLOCK, FLOAT8_BLOCK] else f"blocks of {block}"
+
+
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout
+    for layout in (
+        CompressedTensors(
+            (
+                NVFP4Encoding(
+                    "nvfp4-pack-quantized", "weight_packed", "weight_global_scale", divides=True
+                ),
+                MXFP8Encoding("mxfp8-quantized"),
+            )
+        ),
+        ModelOpt((NVFP4Encoding("W4A16_NVFP4"), MXFP8Encoding("MXFP8"))),
+        FP8((Float8BlockEncoding("128x128"),)),
+    )
+}

@@ -1,0 +1,133 @@
+"""NVFP4 weights as primary weights, under the names of Megatron's ``core.fp4_utils``."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp4adam.distributed.partial_cast import Out
+from fp4adam.distributed.zero import quantize_master_weights
+from fp4adam.formats.nvfp4 import NVFP4Tensor
+
+# Multiples that token dimensions are padded to, by what has to read the result.
+ALIGNMENTS = {"tma": 32, "rht": 64, "fused": 128}
+
+
+def is_nvfp4tensor(tensor: Any) -> bool:
+    """Whether it is an :class:`NVFP4Tensor`."""
+    return isinstance(tensor, NVFP4Tensor)
+
+
+def get_nvfp4_rowwise_packed_shape(shape: Sequence[int]) -> torch.Size:
+    """Shape of the packed rowwise codes of a tensor: the last dimension halved, or no dimensions.
+
+    Raises:
+        ValueError: If the last dimension is odd.
+    """
+    if not shape:
+        return torch.Size(shape)
+    if shape[-1] % 2:
+        raise ValueError(
+            f"the last dimension must be even to be packed, got shape {tuple(shape)}; a byte holds "
+            "two codes, pad it"
+        )
+    return torch.Size((*shape[:-1], shape[-1] // 2))
+
+
+def modify_nvfp4_rowwise_storage(fp4_tensor: NVFP4Tensor, new_rowwise_data: Tensor) -> None:
+    """Move the rowwise codes of a tensor to other memory, such as a slice of a parameter buffer.
+
+    Args:
+        fp4_tensor: Its ``rowwise_data`` lies in ``new_rowwise_data`` afterwards.
+        new_rowwise_data: Contiguous uint8 with as many bytes, on the same device; overwritten. At a
+            multiple of 16 bytes the fused kernels can step it.
+
+    Raises:
+        ValueError: If either is none of these.
+        RuntimeError: If the tensor has no rowwise data.
+    """
+    if not is_nvfp4tensor(fp4_tensor):
+        raise ValueError(
+            f"fp4_tensor must be an NVFP4Tensor, got a {type(fp4_tensor).__name__}; other formats "
+            "have codes of whole bytes"
+        )
+    old = fp4_tensor._rowwise_data
+    if old is None:
+        raise RuntimeError(
+            "fp4_tensor must have rowwise data to be moved, got one with rowwise=False; make it "
+            "with NVFP4Quantizer(rowwise=True)"
+        )
+    new = new_rowwise_data
+    if (
+        new.dtype != torch.uint8
+        or new.numel() != old.numel()
+        or not new.is_contiguous()
+        or new.device != old.device
+    ):
+        raise ValueError(
+            f"new_rowwise_data must be contiguous uint8 of {old.numel()} bytes on {old.device}, "
+            f"got {tuple(new.shape)} of {new.dtype} with strides {new.stride()} on {new.device}; "
+            "slice get_nvfp4_rowwise_packed_shape(shape) out of the buffer"
+        )
+    new = new.detach().view(old.shape)
+    new.copy_(old)
+    fp4_tensor._rowwise_data = new
+
+
+def quantize_nvfp4_param_shard(
+    model_params: Sequence[NVFP4Tensor],
+    main_params: Sequence[Tensor | None],
+    start_offsets: Sequence[int | None],
+    data_parallel_group: dist.ProcessGroup | None,
+    fsdp_shard_model_params: Sequence[Out] | None = None,
+) -> None:
+    """:func:`fp4adam.quantize_master_weights`, keeping columnwise storage for later processing.
+
+    Raises:
+        ValueError: As there.
+    """
+    quantize_master_weights(
+        model_params,
+        main_params,
+        start_offsets,
+        data_parallel_group,
+        fsdp_shard_model_params,
+        manual_post_all_gather_processing=True,
+    )
+
+
+def get_fp4_align_size(
+    fp4_recipe: Any = None, kernels: Literal["tma", "rht", "fused"] = "fused"
+) -> int:
+    """What the token dimension of an activation must be a multiple of before it is quantized.
+
+    Args:
+        fp4_recipe: Accepted for compatibility: all NVFP4 recipes have the same alignment.
+        kernels: Which kernels read the result. "tma": 32, what the hardware's loads and matmuls
+            need. "rht": 64, for the kernel of the random Hadamard transform. "fused": 128, for
+            fused and grouped kernels, and for all others; Megatron's value since January 2026.
+
+    Raises:
+        ValueError: If ``kernels`` is none of the three.
+    """
+    if kernels not in ALIGNMENTS:
+        raise ValueError(
+            f"kernels must be one of {', '.join(ALIGNMENTS)}, got {kernels!r}; 'fused' suits all"
+        )
+    return ALIGNMENTS[kernels]
+
+
+def dequantize_fp4_tensor(fp4_tensor: NVFP4Tensor) -> Tensor:
+    """The values in the tensor's nominal dtype.
+
+    Raises:
+        ValueError: If it is not an NVFP4 tensor.
+    """
+    if not is_nvfp4tensor(fp4_tensor):
+        raise ValueError(
+            f"fp4_tensor must be an NVFP4Tensor, got a {type(fp4_tensor).__name__}; call "
+            "dequantize() of tensors of other formats"
+        )
+    return fp4_tensor.dequantize(fp4_tensor.dtype)

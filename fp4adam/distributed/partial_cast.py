@@ -1,0 +1,450 @@
+"""Quantization of flat shards of weights, by ranks each of which has a part of the values."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fp4adam.formats import minifloat, mxfp8, nvfp4
+from fp4adam.formats.float8_block import BLOCK as FLOAT8_BLOCK
+from fp4adam.formats.float8_block import Float8BlockQuantizer
+from fp4adam.formats.mxfp8 import MXFP8Quantizer
+from fp4adam.formats.nvfp4 import NVFP4Quantizer
+from fp4adam.tensors import backend, pieces
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.quantizer import (
+    HIGH_PRECISION_DTYPES,
+    Quantizer,
+    blocks_of,
+    flat_shape,
+    in_blocks,
+    round_up,
+)
+from fp4adam.tensors.swizzle import build_gemm_scales
+
+# Where codes are written in place of a weight: those of one direction, or rowwise and columnwise.
+Out = Tensor | tuple[Tensor | None, Tensor | None] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardFormat:
+    """How a format is cast in shards.
+
+    Attributes:
+        name: Of the format.
+        block: Rows that a block, and so a strip, has at least.
+        bits: Of a code.
+        blocks: Shapes of the blocks by the direction that they are in; square ones are rowwise.
+    """
+
+    name: str
+    block: int
+    bits: int
+    blocks: dict[str, tuple[int, int]]
+
+    @property
+    def is_square(self) -> bool:
+        """Whether both directions have the same scales."""
+        return len(self.blocks) == 1
+
+
+def _square(name: str, block: int, bits: int) -> ShardFormat:
+    return ShardFormat(name, block, bits, {"rowwise": (block, block)})
+
+
+FORMATS: dict[type[Quantizer], ShardFormat] = {
+    NVFP4Quantizer: _square("nvfp4", nvfp4.BLOCK, 4),
+    Float8BlockQuantizer: _square("float8_block", FLOAT8_BLOCK, 8),
+    MXFP8Quantizer: ShardFormat(
+        "mxfp8", mxfp8.BLOCK, 8, {"rowwise": (1, mxfp8.BLOCK), "columnwise": (mxfp8.BLOCK, 1)}
+    ),
+}
+
+
+@dataclasses.dataclass
+class Shard:
+    """Elements [start, stop) of the row-major matrix of a weight.
+
+    ``dtype``: what values are rounded to first. ``amax``: float32 [1], or None but for NVFP4.
+    ``grids``: float32 amaxes of blocks by direction. Both are views.
+    """
+
+    weight: QuantizedTensor
+    start: int
+    stop: int
+    dtype: torch.dtype
+    format: ShardFormat
+    amax: Tensor | None = None
+    grids: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns of the weight."""
+        return flat_shape(tuple(self.weight.shape))
+
+    @property
+    def blocks(self) -> dict[str, tuple[int, int]]:
+        """Shapes of blocks by direction that codes are written in."""
+        quantizer = self.weight.quantizer
+        return {usage: b for usage, b in self.format.blocks.items() if getattr(quantizer, usage)}
+
+    def grid_shape(self, usage: str) -> tuple[int, int]:
+        """Rows and columns of blocks."""
+        rows, cols = self.matrix_shape
+        height, width = self.format.blocks[usage]
+        return -(-rows // height), -(-cols // width)
+
+    def scale_inv(self, usage: str) -> Tensor:
+        """The tensor that scales are stored in, which may be larger than the grid."""
+        name = "_block_scale_inv" if self.format.is_square else f"_{usage}_scale_inv"
+        return getattr(self.weight, name)
+
+    def byte(self, element: int) -> int:
+        """Index of the byte that holds the code of an element."""
+        return element * self.format.bits // 8
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that codes of the shard lie in, in one direction."""
+        per_byte = 8 // self.format.bits
+        return -(-self.stop // per_byte) - self.start // per_byte if self.stop > self.start else 0
+
+    def targets(self, out: Out) -> dict[str, tuple[Tensor, int]]:
+        """By direction, the flat bytes that codes go to, and which byte of all is the first."""
+        given = dict(zip(("rowwise", "columnwise"), _as_pair(out), strict=True))
+        return {
+            usage: (getattr(self.weight, f"_{usage}_data").view(-1), 0)
+            if given[usage] is None
+            else (given[usage].view(-1), self.byte(self.start))
+            for usage in self.blocks
+        }
+
+
+class PartialCast:
+    """Quantizes flat shards of weights in place, so that all shards together give the full cast.
+
+    Shard i consists of the elements [starts[i], starts[i] + sizes[i]) of the row-major matrix that
+    weights[i] is quantized as. Scales depend on values of other ranks, so it takes three steps::
+
+        cast = PartialCast(weights, starts, sizes, dtypes)
+        cast.measure(values)
+        torch.distributed.all_reduce(cast.amaxes, torch.distributed.ReduceOp.MAX, group)
+        cast.write(values)
+
+    Once every shard has been written, ``rowwise_data``, scales and amaxes are those of
+    ``weight.quantizer.quantize(values.to(dtype))``, bit for bit. MXFP8 columnwise data are written
+    as well; those of the other formats follow from the rowwise ones (``build_columnwise``). The
+    number of launches does not depend on the number of weights, and nothing waits for the device.
+    Values and outs may be other tensors at every call.
+
+    Args:
+        weights: :class:`QuantizedTensor` s on one device, formats may differ. NVFP4 and Float8Block
+            need ``two_dimensional`` and rowwise data.
+        starts: First element of each shard.
+        sizes: Number of elements of each shard; 0 for a rank that has nothing of a weight.
+        dtypes: What values are rounded to first, float32, bfloat16 or float16; float32 leaves them
+            as they are.
+
+    Attributes:
+        amaxes: float32 [n], one tensor for all: first an amax per NVFP4 weight, then amaxes of
+            blocks, weight by weight. Padding between them stays 0.
+        tensor_amaxes: Per weight a view [1] of it, None for formats without.
+        rowwise_amaxes: Per weight a view of it, a grid: [rows / 16, cols / 16] (NVFP4),
+            [ceil(rows / 128), ceil(cols / 128)] (Float8Block), or [rows, cols / 32] (MXFP8, None
+            without rowwise usage).
+        columnwise_amaxes: Per weight a view [rows / 32, cols] of it for MXFP8 with columnwise
+            usage, else None.
+
+    Raises:
+        ValueError: If lists differ in length, devices differ, a shard reaches past its weight, a
+            format cannot be cast in shards, or a dtype is not one of the three.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[QuantizedTensor],
+        starts: Sequence[int],
+        sizes: Sequence[int],
+        dtypes: Sequence[torch.dtype],
+    ) -> None:
+        for name, given in (("starts", starts), ("sizes", sizes), ("dtypes", dtypes)):
+            if len(given) != len(weights):
+                raise ValueError(
+                    f"{name} must have one entry per weight, {len(weights)}, got {len(given)}; "
+                    "give a size of 0 where there is nothing of a weight"
+                )
+        check_weights(weights)
+        self._shards = [
+            _make_shard(i, *given)
+            for i, given in enumerate(zip(weights, starts, sizes, dtypes, strict=True))
+        ]
+        self.device = weights[0].device if weights else torch.device("cpu")
+        self._lay_out_amaxes()
+
+    def _lay_out_amaxes(self) -> None:
+        of_tensors = [shard for shard in self._shards if shard.format.name == "nvfp4"]
+        n = len(of_tensors)
+        spans = []
+        for shard in self._shards:
+            for usage in shard.blocks:
+                shape = shard.grid_shape(usage)
+                n = round_up(n, 4)
+                spans.append((shard, usage, n, shape))
+                n += shape[0] * shape[1]
+        self.amaxes = torch.zeros(n, dtype=torch.float32, device=self.device)
+        for i, shard in enumerate(of_tensors):
+            shard.amax = self.amaxes[i : i + 1]
+        for shard, usage, first, shape in spans:
+            shard.grids[usage] = self.amaxes[first : first + shape[0] * shape[1]].view(shape)
+        self.tensor_amaxes = [shard.amax for shard in self._shards]
+        self.rowwise_amaxes = [shard.grids.get("rowwise") for shard in self._shards]
+        self.columnwise_amaxes = [shard.grids.get("columnwise") for shard in self._shards]
+
+    def measure(self, values: Sequence[Tensor | None]) -> None:
+        """Overwrite ``amaxes`` with what these shards alone contribute.
+
+        Args:
+            values: Per weight a flat contiguous float32, bfloat16 or float16 tensor of the shard's
+                size, or None for an empty shard.
+
+        Raises:
+            ValueError: If a value is none of these.
+        """
+        self.check_values(values)
+        self.amaxes.zero_()
+        if backend.uses_kernels(self.device):
+            from fp4adam.distributed import partial_cast_launch
+
+            return partial_cast_launch.measure(self._shards, values, self.device)
+        for shard, value in zip(self._shards, values, strict=True):
+            _measure(shard, value)
+
+    def write(self, values: Sequence[Tensor | None], outs: Sequence[Out] | None = None) -> None:
+        """Write all scales and amaxes of the weights from ``amaxes``, and the shards' own codes.
+
+        A byte that the shard has one nibble of keeps the other one.
+
+        Args:
+            values: As for :meth:`measure`.
+            outs: Per weight where its codes are written in place of the weight's own storage, or
+                None: contiguous uint8 on the same device with the shard's bytes. NVFP4: bytes
+                [start // 2, (start + size + 1) // 2) of ``rowwise_data``. MXFP8: a pair, rowwise
+                and columnwise.
+
+        Raises:
+            ValueError: If a value or an out is none of these.
+        """
+        self.check_values(values)
+        outs = [None] * len(self._shards) if outs is None else outs
+        self.check_outs(outs)
+        if backend.uses_kernels(self.device):
+            from fp4adam.distributed import partial_cast_launch
+
+            partial_cast_launch.write(self._shards, values, outs, self.device)
+        else:
+            for shard, value, out in zip(self._shards, values, outs, strict=True):
+                _write_scales(shard)
+                _write_codes(shard, value, shard.targets(out))
+        weights = [shard.weight for shard in self._shards]
+        build_gemm_scales(weights)
+        torch.autograd.graph.increment_version(weights)
+
+    def check_values(self, values: Sequence[Tensor | None], name: str = "values") -> None:
+        """Raise ValueError unless ``values`` fit the shards; ``name`` is what they are called."""
+        if len(values) != len(self._shards):
+            raise ValueError(
+                f"{name} must have one entry per weight, {len(self._shards)}, got {len(values)}; "
+                "give None where there is nothing of a weight"
+            )
+        for i, (shard, value) in enumerate(zip(self._shards, values, strict=True)):
+            size = shard.stop - shard.start
+            if value is None and not size:
+                continue
+            wanted = (
+                f"{name}[{i}] must be a flat contiguous float32, bfloat16 or float16 tensor of "
+                f"{size} elements on {self.device}"
+            )
+            if value is None:
+                raise ValueError(f"{wanted}, got None; give None for empty shards only")
+            if (
+                isinstance(value, QuantizedTensor)
+                or value.dtype not in HIGH_PRECISION_DTYPES
+                or value.dim() != 1
+                or len(value) != size
+                or not value.is_contiguous()
+                or value.device != self.device
+            ):
+                raise ValueError(
+                    f"{wanted}, got {_describe(value)}; pass the values of this shard as they "
+                    "follow each other in weight.flatten()"
+                )
+
+    def check_outs(self, outs: Sequence[Out], name: str = "outs") -> None:
+        """Raise ValueError unless ``outs`` fit the shards; ``name`` is what they are called."""
+        if len(outs) != len(self._shards):
+            raise ValueError(
+                f"{name} must have one entry per weight, {len(self._shards)}, got {len(outs)}; "
+                "give None where codes belong into the weight itself"
+            )
+        for i, (shard, out) in enumerate(zip(self._shards, outs, strict=True)):
+            if out is None:
+                continue
+            is_pair = isinstance(out, tuple | list)
+            if is_pair and (len(out) != 2 or (shard.format.is_square and out[1] is not None)):
+                raise ValueError(
+                    f"{name}[{i}] must be one tensor, or a pair (rowwise, columnwise) for MXFP8, "
+                    f"got {len(out)} entries for {type(shard.weight).__name__}; columnwise codes "
+                    "of other formats are built from the rowwise ones"
+                )
+            if not shard.format.is_square and not is_pair:
+                raise ValueError(
+                    f"{name}[{i}] must be a pair (rowwise, columnwise) for MXFP8, got "
+                    f"{type(out).__name__}; both directions are quantized from the values"
+                )
+            for part in _as_pair(out):
+                if part is not None and (
+                    part.dtype != torch.uint8
+                    or part.numel() != shard.nbytes
+                    or not part.is_contiguous()
+                    or part.device != self.device
+                ):
+                    raise ValueError(
+                        f"{name}[{i}] must be contiguous uint8 of {shard.nbytes} bytes on "
+                        f"{self.device}, the codes of elements [{shard.start}, {shard.stop}), got "
+                        f"{_describe(part)}; slice the flat codes at the bytes of these elements"
+                    )
+
+
+def check_weights(weights: Sequence[QuantizedTensor], name: str = "weights") -> None:
+    """Raise ValueError unless all can be cast in shards; ``name`` is what they are called."""
+    for i, weight in enumerate(weights):
+        kind = type(weight).__name__
+        if not isinstance(weight, QuantizedTensor) or type(weight.quantizer) not in FORMATS:
+            raise ValueError(
+                f"{name}[{i}] must be an NVFP4, MXFP8 or Float8Block tensor, got a {kind}; "
+                "quantize_model makes parameters of these"
+            )
+        quantizer = weight.quantizer
+        if not getattr(quantizer, "two_dimensional", True):
+            raise ValueError(
+                f"{name}[{i}] must have square blocks to be cast in shards, got a {kind} with "
+                "two_dimensional=False: its columnwise codes need whole columns; make it with "
+                f"{type(quantizer).__name__}(two_dimensional=True)"
+            )
+        if FORMATS[type(quantizer)].is_square and not quantizer.rowwise:
+            raise ValueError(
+                f"{name}[{i}] must have rowwise data to be cast in shards, got a {kind} with "
+                f"rowwise=False; make it with {type(quantizer).__name__}(rowwise=True)"
+            )
+        if weight.device != weights[0].device:
+            raise ValueError(
+                f"{name}[{i}] must be on the device of the others, {weights[0].device}, got "
+                f"{weight.device}; cast the weights of each device on their own"
+            )
+
+
+def _make_shard(
+    i: int, weight: QuantizedTensor, start: int, size: int, dtype: torch.dtype
+) -> Shard:
+    if start < 0 or size < 0 or start + size > weight.numel():
+        raise ValueError(
+            f"shard {i} must lie inside its weight of {weight.numel()} elements, got "
+            f"[{start}, {start + size}); count elements of the flattened weight"
+        )
+    if dtype not in HIGH_PRECISION_DTYPES:
+        raise ValueError(
+            f"dtypes[{i}] must be float32, bfloat16 or float16, got {dtype}; float32 leaves values "
+            "as they are"
+        )
+    return Shard(weight, start, start + size, dtype, FORMATS[type(weight.quantizer)])
+
+
+def _describe(x: Tensor) -> str:
+    return (
+        f"{type(x).__name__} {tuple(x.shape)} of {x.dtype} with strides {x.stride()} on {x.device}"
+    )
+
+
+def _as_pair(out: Out) -> tuple[Tensor | None, Tensor | None]:
+    return tuple(out) if isinstance(out, tuple | list) else (out, None)
+
+
+def _strips(shard: Shard, value: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+    """Float32 rows, whole blocks of them, that the shard has elements of; zeros for all others."""
+    if shard.start == shard.stop:
+        return
+    rows, cols = shard.matrix_shape
+    block = shard.format.block
+    height = max(1, pieces.numel() // (block * cols)) * block
+    first = shard.start // cols // block * block
+    last = min(round_up(-(-shard.stop // cols), block), rows)
+    for top in range(first, last, height):
+        span = slice(top, min(top + height, last))
+        begin, end = max(shard.start, top * cols), min(shard.stop, span.stop * cols)
+        x = value[begin - shard.start : end - shard.start].detach().to(shard.dtype).float()
+        if len(x) < (span.stop - top) * cols:
+            padded = x.new_zeros((span.stop - top) * cols)
+            padded[begin - top * cols : end - top * cols] = x
+            x = padded
+        yield span, x.view(-1, cols)
+
+
+def _measure(shard: Shard, value: Tensor | None) -> None:
+    for rows, strip in _strips(shard, value):
+        for usage, block in shard.blocks.items():
+            amax = minifloat.amax(blocks_of(strip, block), (1, 3))
+            shard.grids[usage][in_blocks(rows, block[0])] = amax
+    if shard.amax is not None and shard.stop > shard.start:
+        shard.amax.copy_(shard.grids["rowwise"].amax())
+
+
+def _scales(shard: Shard, grid: Tensor) -> tuple[Tensor, Tensor]:
+    """What is stored for blocks with the amaxes ``grid``, and the factors from values to codes."""
+    if shard.format.name == "nvfp4":
+        return nvfp4.block_scales(grid, shard.amax)
+    if shard.format.name == "mxfp8":
+        return mxfp8.block_scales(grid)
+    largest = torch.finfo(shard.dtype).max
+    factor = shard.weight.quantizer.encode_scale(grid, largest)
+    return 1.0 / factor, factor
+
+
+def _write_scales(shard: Shard) -> None:
+    if shard.amax is not None:
+        shard.weight._amax.copy_(shard.amax)
+    for usage, grid in shard.grids.items():
+        stored = shard.scale_inv(usage)
+        stored[: grid.shape[0], : grid.shape[1]] = _scales(shard, grid)[0]
+
+
+def _write_codes(
+    shard: Shard, value: Tensor | None, targets: dict[str, tuple[Tensor, int]]
+) -> None:
+    cols = shard.matrix_shape[1]
+    for rows, strip in _strips(shard, value):
+        top = rows.start * cols
+        start, stop = max(shard.start, top), min(shard.stop, rows.stop * cols)
+        for usage, block in shard.blocks.items():
+            _, factor = _scales(shard, shard.grids[usage][in_blocks(rows, block[0])])
+            scaled = blocks_of(strip, block) * factor[:, None, :, None]
+            target, first_byte = targets[usage]
+            if shard.format.bits == 4:
+                codes = minifloat.e2m1_code(scaled).view(-1)[start - top : stop - top]
+                _store_nibbles(codes, target, start - 2 * first_byte)
+            else:
+                codes = minifloat.e4m3_code(scaled).flatten(2).flatten(0, 1)
+                codes = codes[: len(strip), :cols].reshape(-1)[start - top : stop - top]
+                target[start - first_byte : stop - first_byte] = codes
+
+
+def _store_nibbles(codes: Tensor, target: Tensor, first: int) -> None:
+    """Write codes over nibbles ``first``, ``first + 1``, ... of bytes, low ones first."""
+    if first % 2 and len(codes):
+        target[first // 2] = (target[first // 2] & 0x0F) | codes[0] << 4
+        codes, first = codes[1:], first + 1
+    pairs, byte = len(codes) // 2, first // 2
+    # Cloned, because pairs are read as 16 bits, which have to be aligned.
+    target[byte : byte + pairs] = minifloat.pack_e2m1(codes[: 2 * pairs].clone())
+    if len(codes) % 2:
+        target[byte + pairs] = (target[byte + pairs] & 0xF0) | codes[-1]

@@ -1,0 +1,149 @@
+"""The launches of a partial cast: which kernels, on which tiles of which shards."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp4adam.distributed.partial_cast import Out, Shard
+from fp4adam.kernels import partial_cast
+from fp4adam.kernels.launch import tile_lists
+from fp4adam.kernels.launch.tile_lists import Region
+from fp4adam.kernels.partial_cast import COLUMNS, SCALES, TILES
+
+ALIGNMENT = 16  # bytes, of all that a tile without masks reads and writes
+
+
+class _Kind(NamedTuple):
+    """What must be equal among shards that share a launch."""
+
+    format: str
+    value_dtype: torch.dtype | None
+    write_dtype: torch.dtype
+    rowwise: bool
+    columnwise: bool
+    force_pow_2_scales: bool
+    amax_epsilon: float
+
+    def options(self, *names: str) -> dict[str, Any]:
+        """Some of them by name."""
+        return {name: getattr(self, name) for name in names}
+
+
+_MEASURE = ("format", "value_dtype", "write_dtype", "rowwise", "columnwise")
+_SCALES = ("format", "write_dtype", "force_pow_2_scales", "amax_epsilon")
+
+
+def measure(shards: list[Shard], values: Sequence[Tensor | None], device: torch.device) -> None:
+    """Write the amaxes of the blocks that shards have elements of; others must be zero."""
+    rows = _table_rows(shards, values, [None] * len(shards))
+    table = tile_lists.table(rows, device)
+    for kind, tiles in _tiles(shards, values, rows, device):
+        partial_cast.measure(table, tiles, **kind.options(*_MEASURE))
+
+
+def write(
+    shards: list[Shard], values: Sequence[Tensor | None], outs: Sequence[Out], device: torch.device
+) -> None:
+    """Write scales of all blocks, and the codes of shards."""
+    rows = _table_rows(shards, values, outs)
+    table = tile_lists.table(rows, device)
+    for kind, chunks in _chunks(shards, device):
+        partial_cast.write_scales(table, chunks, **kind.options(*_SCALES))
+    for kind, tiles in _tiles(shards, values, rows, device):
+        partial_cast.write_codes(table, tiles, **kind._asdict())
+
+
+def _kind(shard: Shard, value_dtype: torch.dtype | None) -> _Kind:
+    quantizer = shard.weight.quantizer
+    return _Kind(
+        shard.format.name,
+        value_dtype,
+        shard.dtype,
+        "rowwise" in shard.blocks,
+        "columnwise" in shard.blocks,
+        getattr(quantizer, "force_pow_2_scales", False),
+        getattr(quantizer, "amax_epsilon", 0.0),
+    )
+
+
+def _table_rows(
+    shards: list[Shard], values: Sequence[Tensor | None], outs: Sequence[Out]
+) -> list[dict[int, int]]:
+    return [
+        {COLUMNS[name]: field for name, field in _table_row(*given).items()}
+        for given in zip(shards, values, outs, strict=True)
+    ]
+
+
+def _table_row(shard: Shard, value: Tensor | None, out: Out) -> dict[str, int]:
+    rows, cols = shard.matrix_shape
+    fields = {"start": shard.start, "stop": shard.stop, "rows": rows, "cols": cols}
+    if value is not None:
+        fields["value"] = value.data_ptr() - shard.start * value.element_size()
+    if shard.amax is not None:
+        fields["tensor_amax"] = shard.amax.data_ptr()
+        fields["amax"] = shard.weight._amax.data_ptr()
+    for usage, (codes, first_byte) in shard.targets(out).items():
+        fields[f"{usage}_data"] = codes.data_ptr() - first_byte
+        fields[f"{usage}_amax"] = shard.grids[usage].data_ptr()
+        fields[f"{usage}_scale"] = shard.scale_inv(usage).data_ptr()
+    return fields
+
+
+def _tiles(
+    shards: list[Shard],
+    values: Sequence[Tensor | None],
+    rows: list[dict[int, int]],
+    device: torch.device,
+) -> list[tuple[_Kind, list[Tensor]]]:
+    """Tiles by kind: those that shards fill, and those that they cut."""
+    regions: dict[_Kind, tuple[list[Region], list[Region]]] = {}
+    for i, (shard, value) in enumerate(zip(shards, values, strict=True)):
+        if shard.stop > shard.start:
+            lists = regions.setdefault(_kind(shard, value.dtype), ([], []))
+            for listed, found in zip(lists, _regions(i, shard, rows[i]), strict=True):
+                listed.extend(found)
+    return [
+        (kind, [tile_lists.tile_list(part, _tile(kind.format), device) for part in lists])
+        for kind, lists in regions.items()
+    ]
+
+
+def _tile(format: str) -> tuple[int, int]:
+    tile, _ = TILES[format]
+    return tile.rows * tile.loop, tile.cols
+
+
+def _regions(i: int, shard: Shard, row: dict[int, int]) -> tuple[list[Region], list[Region]]:
+    """Regions that tiles fill without masks, and those that they do not."""
+    _, cols = shard.matrix_shape
+    height, width = _tile(shard.format.name)
+    strip = height * cols
+    top, bottom = shard.start // strip * height, -(-shard.stop // strip) * height
+    inner_top, inner_bottom = -(-shard.start // strip) * height, shard.stop // strip * height
+    inner_right = cols // width * width
+    addresses = (row.get(COLUMNS[name], 0) for name in ("value", "rowwise_data", "columnwise_data"))
+    aligned = not any(n % ALIGNMENT for n in (*addresses, cols))
+    if not (aligned and inner_top < inner_bottom and inner_right):
+        return [], [(i, top, bottom, 0, cols)]
+    return [(i, inner_top, inner_bottom, 0, inner_right)], [
+        (i, top, inner_top, 0, cols),
+        (i, inner_top, inner_bottom, inner_right, cols),
+        (i, inner_bottom, bottom, 0, cols),
+    ]
+
+
+def _chunks(shards: list[Shard], device: torch.device) -> list[tuple[_Kind, Tensor]]:
+    """Blocks by kind, SCALES of them at a time."""
+    regions: dict[_Kind, list[Region]] = {}
+    for i, shard in enumerate(shards):
+        listed = regions.setdefault(_kind(shard, None), [])
+        for usage, grid in shard.grids.items():
+            columnwise = int(usage == "columnwise")
+            listed.append((i, 0, grid.numel(), columnwise, columnwise + 1))
+    return [
+        (kind, tile_lists.tile_list(listed, (SCALES, 1), device))
+        for kind, listed in regions.items()
+    ]

@@ -1,0 +1,297 @@
+"""Scales that shards on different ranks share, found by one MAX all-reduce for all of them.
+
+NVFP4 scales a whole tensor by its amax, and a block that a shard boundary cuts has one scale on
+both sides. Amaxes of what each rank has are enough: their maximum is the amax of the whole.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from itertools import chain, compress
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from fp4adam.distributed.dtensor import sharded_dims
+from fp4adam.distributed.partial_cast import PartialCast
+from fp4adam.tensors import row_window
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.row_window import Whole
+
+
+class Place(NamedTuple):
+    """Which of the shards of a tensor one is, and who has the others.
+
+    Attributes:
+        group: The ranks that have the shards.
+        number: The own number among them.
+        n_shards: How many there are.
+        device_type: Of the devices that the ranks communicate between.
+    """
+
+    group: dist.ProcessGroup
+    number: int
+    n_shards: int
+    device_type: str
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this rank communicates from."""
+        index = torch.cuda.current_device() if self.device_type == "cuda" else None
+        return torch.device(self.device_type, index)
+
+    @classmethod
+    def in_mesh(cls, mesh: DeviceMesh, dim: int = 0) -> "Place":
+        """The place of this rank in one dimension of a mesh."""
+        return cls(mesh.get_group(dim), mesh.get_local_rank(dim), mesh.size(dim), mesh.device_type)
+
+    @classmethod
+    def of(cls, param: Tensor) -> "Place | None":
+        """The place of a parameter's shard, or None if it shares no scales with others.
+
+        Raises:
+            NotImplementedError: If it is a quantized tensor that is sharded in another way than
+                that of ``fully_shard``.
+        """
+        if not isinstance(param, DTensor) or not isinstance(param._local_tensor, QuantizedTensor):
+            return None
+        sharded = sharded_dims(param)
+        if not sharded:
+            return None
+        whole = param._local_tensor._origin.whole
+        if len(sharded) > 1 or type(param.placements[sharded[0]]) is not Shard or whole is None:
+            raise NotImplementedError(
+                "quantized parameters must be replicated, or sharded by fully_shard along one "
+                f"dimension of the mesh, got placements {param.placements}; leave parameters that "
+                "are split otherwise in high precision (filter=...)"
+            )
+        return cls.in_mesh(param.device_mesh, sharded[0]) if whole.shares_scales else None
+
+
+def cut_blocks(whole: Whole, n_shards: int) -> list[int]:
+    """Numbers of the rows of blocks that shard boundaries cut."""
+    block = whole.quantizer.block_rows
+    ends = range(whole.chunk_rows, min(n_shards * whole.chunk_rows, whole.rows), whole.chunk_rows)
+    return sorted({end // block for end in ends if end % block})
+
+
+class Exchanged(NamedTuple):
+    """What ranks tell each other of a shard.
+
+    Attributes:
+        whole: What it is a shard of.
+        place: Which one it is.
+        amax: Of the tensor, float32 [1] on any device, or None.
+        grids: Amaxes of blocks, by what a row of them spans; float32 on any device.
+        scales: Shards of tensors with the same one share the amax of the tensor.
+    """
+
+    whole: Whole
+    place: Place
+    amax: Tensor | None
+    grids: Sequence[Tensor]
+    scales: Hashable
+
+
+class AmaxExchange:
+    """Makes amaxes on all ranks of a group the largest of them, in one all-reduce.
+
+    Every rank has to join in, whatever it has.
+
+    Args:
+        group: The ranks.
+        device: Where they communicate.
+        shards: The same wholes in the same order on every rank.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, shards: Sequence[Exchanged]
+    ) -> None:
+        self._group = group
+        self._amaxes: list[Tensor] = []
+        spans: list[tuple[int, int]] = []
+        mates: dict[Hashable, list[int]] = defaultdict(list)
+        size = 0
+        for whole, place, amax, grids, scales in shards:
+            if whole.quantizer.scales_tensor:
+                self._amaxes.append(amax)
+                spans.append((size, size + 1))
+                mates[scales].append(size)
+                size += 1
+            first = place.number * whole.chunk_rows
+            last = min(first + whole.chunk_rows, whole.rows) - 1
+            block = whole.quantizer.block_rows
+            for number in cut_blocks(whole, place.n_shards):
+                for grid in grids:
+                    width = grid.shape[1]
+                    if first // block <= number <= last // block and first <= last:
+                        self._amaxes.append(grid[number - first // block])
+                        spans.append((size, size + width))
+                    size += width
+        self._buffer = torch.zeros(size, dtype=torch.float32, device=device)
+        self._slots = [self._buffer[start:stop] for start, stop in spans]
+        # Of tensors that share theirs: where it is, and those of all of them, one repeated.
+        shared = [slots for slots in mates.values() if len(slots) > 1]
+        most = max(map(len, shared), default=0)
+        rows = [slots + slots[:1] * (most - len(slots)) for slots in shared for _ in slots]
+        self._shared = torch.tensor([*chain(*shared)], dtype=torch.int64, device=device)
+        self._mates = torch.tensor(rows, dtype=torch.int64, device=device)
+
+    def largest(self) -> Tensor:
+        """The largest of each amax, one after the other; valid until the next call."""
+        # What a rank has nothing of is up to the others.
+        self._buffer.fill_(-math.inf)
+        if self._slots:
+            torch._foreach_copy_(self._slots, self._amaxes)
+        dist.all_reduce(self._buffer, dist.ReduceOp.MAX, self._group)
+        if len(self._shared):
+            self._buffer[self._shared] = self._buffer[self._mates].amax(1)
+        return self._buffer
+
+    def __call__(self) -> None:
+        """Exchange the amaxes, in place."""
+        self.largest()
+        if self._slots:
+            torch._foreach_copy_(self._amaxes, self._slots)
+
+
+class ShardCast:
+    """Quantizes shards that share scales; all shards together are the full cast, bit for bit.
+
+    Args:
+        shards: Local tensors on one device.
+        dtypes: What values are rounded to first.
+
+    Attributes:
+        exchanged: Per shard its tensor amax and its grids, for :class:`Exchanged`.
+    """
+
+    def __init__(self, shards: Sequence[QuantizedTensor], dtypes: Sequence[torch.dtype]) -> None:
+        self._shards = list(shards)
+        matrices, starts, sizes = [], [], []
+        for shard in shards:
+            rows, cols = row_window.matrix_shape(shard)
+            shape = (row_window.stored_rows(shard), cols)
+            matrix = type(shard)(shape, shard.dtype, shard.quantizer, shard.storage_tensors())
+            matrices.append(matrix)
+            starts.append(shard._first_row * cols)
+            sizes.append(rows * cols)
+        self._cast = PartialCast(matrices, starts, sizes, dtypes)
+        columnwise = self._cast.columnwise_amaxes
+        square = [m.quantizer.without_derived().row_pitch.get("_block_scale_inv") for m in matrices]
+        # Blocks of single rows are not cut.
+        self.exchanged = [
+            (amax, [rowwise] if is_square else [] if column is None else [column])
+            for amax, rowwise, column, is_square in zip(
+                self._cast.tensor_amaxes, self._cast.rowwise_amaxes, columnwise, square, strict=True
+            )
+        ]
+
+    def measure(self, values: Sequence[Tensor]) -> None:
+        """Find the amaxes of the values; one contiguous tensor per shard, of its shape."""
+        self._cast.measure([value.view(-1) for value in values])
+
+    def write(self, values: Sequence[Tensor]) -> None:
+        """Write scales and codes, after the exchange."""
+        self._cast.write([value.view(-1) for value in values])
+        for shard in self._shards:
+            shard._origin.pending = None
+            shard._origin.unsettled = False
+            if shard._origin.first_row is None:
+                shard._origin.first_row = 0
+
+
+def write_shards(
+    shards: Sequence[QuantizedTensor],
+    places: Sequence[Place],
+    values: Sequence[Tensor | None],
+    dtypes: Sequence[torch.dtype],
+    scales: Sequence[Hashable],
+) -> None:
+    """Quantize new values of shards that share scales; every rank joins in, with the same shards.
+
+    Args:
+        shards: Local tensors on one device.
+        places: Of each shard.
+        values: Per shard a contiguous tensor of its shape, or None on a rank that has no new value:
+            it keeps what it has if another rank has one.
+        dtypes: What values are rounded to first.
+        scales: As in :class:`Exchanged`; if one of several has a new value, all are quantized.
+    """
+    groups: dict[tuple[dist.ProcessGroup, torch.device], list[int]] = defaultdict(list)
+    for i, place in enumerate(places):
+        groups[place.group, place.device].append(i)
+    for (group, device), members in groups.items():
+        # Not every rank need have been written to, nor know that another one has.
+        written = torch.tensor([values[i] is not None for i in members], device=device).float()
+        dist.all_reduce(written, dist.ReduceOp.MAX, group)
+        concerned = {scales[i] for i in compress(members, written.tolist())}
+        chosen = [i for i in members if scales[i] in concerned]
+        if not chosen:
+            continue
+        cast = ShardCast([shards[i] for i in chosen], [dtypes[i] for i in chosen])
+        new = [shards[i]._read(torch.float32) if values[i] is None else values[i] for i in chosen]
+        cast.measure(new)
+        exchanged = [
+            Exchanged(shards[i]._origin.whole, places[i], *amaxes, scales[i])
+            for i, amaxes in zip(chosen, cast.exchanged, strict=True)
+        ]
+        AmaxExchange(group, device, exchanged)()
+        cast.write(new)
+
+
+def settle_shard(shard: QuantizedTensor, place: Place) -> None:
+    """Quantize what has been written to a shard that shares scales; every rank joins in."""
+    origin = shard._origin
+    if not origin.unsettled:
+        return
+    written = origin.pending
+    write_shards([shard], [place], [written], [torch.float32], [shard])
+    origin.unsettled = False
+    if origin.init_val is not None and written is not None:
+        # What the master weight has to start from.
+        origin.init_val = written.view(shard.shape)
+
+
+@torch.no_grad()
+def check_shards(model: nn.Module) -> None:
+    """Check that all ranks have the same scales for what their shards of a weight share.
+
+    For diagnosis: every rank has to call it, between a step and the next backward pass, and waits
+    for the others. Codes that were made with different scales mean nothing together, and only
+    something other than an optimizer of this package can have written such.
+
+    Raises:
+        RuntimeError: On every rank, naming the first parameter whose scales differ.
+    """
+    for name, param in model.named_parameters():
+        place = Place.of(param)
+        if place is None:
+            continue
+        shard = param._local_tensor
+        settle_shard(shard, place)
+        pitch = shard.quantizer.row_pitch
+        grids = [
+            getattr(shard, inner).float()
+            for inner, rows in pitch.items()
+            if rows == shard.quantizer.block_rows
+        ]
+        found = []
+        for sign in (1, -1):
+            amax = shard._amax
+            if amax is not None:
+                # That of a rank without rows is read by nobody.
+                amax = amax * sign if shard.numel() else torch.full_like(amax, -math.inf)
+            signed = [grid * sign for grid in grids]
+            exchanged = Exchanged(shard._origin.whole, place, amax, signed, shard)
+            found.append(AmaxExchange(place.group, place.device, [exchanged]).largest() * sign)
+        if not torch.equal(*found):
+            raise RuntimeError(
+                f"shards of parameter {name!r} must have the same scales on all ranks, got up to "
+                f"{found[0].max().item()} and down to {found[1].min().item()}; write to sharded "
+                "weights on every rank, as load_state_dict does"
+            )

@@ -1,0 +1,135 @@
+"""Weights whose masters are spread over ranks: ZeRO, in the steps of Megatron's optimizer."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fp4adam.distributed.partial_cast import FORMATS, Out, PartialCast, check_weights
+from fp4adam.formats.mxfp8 import MXFP8Quantizer
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.transpose import build_columnwise, check_square
+
+
+def quantize_master_weights(
+    model_weights: Sequence[QuantizedTensor],
+    master_weights: Sequence[Tensor | None],
+    start_offsets: Sequence[int | None],
+    group: dist.ProcessGroup | None,
+    fsdp_shard_model_weights: Sequence[Out] | None = None,
+    manual_post_all_gather_processing: bool = True,
+) -> None:
+    """Quantize this rank's slices of the masters into weights that every rank has in full.
+
+    Masters are rounded to the nominal dtype of their weight, then quantized with scales that all
+    ranks of ``group`` agree on in one all-reduce. Every rank then has all scales and amaxes, and
+    the codes of its own slices: what is left is an all-gather of ``rowwise_data`` (for MXFP8 of
+    ``columnwise_data`` too) and :func:`post_all_gather_processing`. The weights are then those of
+    ``FP4Adam(quantize_from="param_dtype")`` on one process, bit for bit.
+
+    The value before quantization that a weight may still have is freed. Calls of all ranks must
+    have the same weights in the same order.
+
+    Args:
+        model_weights: NVFP4, MXFP8 or Float8Block tensors on one device, of any shape; NVFP4 and
+            Float8Block with ``two_dimensional=True``.
+        master_weights: Per weight this rank's part of the flattened values, flat and contiguous in
+            float32 (or bfloat16 or float16), or None where it has no part.
+        start_offsets: Per weight the element that the part begins at, any number; None with None.
+        group: The ranks that share the weights; None is all ranks.
+        fsdp_shard_model_weights: Per weight where the codes of its part go in place of the weight's
+            own storage, or None: contiguous uint8. NVFP4: bytes [start // 2, (start + size + 1) //
+            2) of the flat ``rowwise_data``, of which the nibbles of other ranks stay. MXFP8: a
+            pair, rowwise and columnwise.
+        manual_post_all_gather_processing: True keeps columnwise storage, which is stale until
+            :func:`post_all_gather_processing`. False drops that of NVFP4 and Float8Block, whose
+            quantizers then are rowwise-only; MXFP8 keeps both directions, which are both written.
+
+    Raises:
+        ValueError: If an argument is none of these, before any rank is waited for.
+        RuntimeError: Without a process group. Nothing has been changed in either case.
+    """
+    for name, given in (
+        ("master_weights", master_weights),
+        ("start_offsets", start_offsets),
+        ("fsdp_shard_model_weights", fsdp_shard_model_weights),
+    ):
+        if given is not None and len(given) != len(model_weights):
+            raise ValueError(
+                f"{name} must have one entry per model weight, {len(model_weights)}, got "
+                f"{len(given)}; give None where this rank has nothing"
+            )
+    check_weights(model_weights, "model_weights")
+    for i, (master, start) in enumerate(zip(master_weights, start_offsets, strict=True)):
+        _check_part(i, master, start)
+    if not model_weights:
+        return
+    cast = PartialCast(
+        model_weights,
+        starts=[start or 0 for start in start_offsets],
+        sizes=[0 if master is None else master.numel() for master in master_weights],
+        dtypes=[weight.dtype for weight in model_weights],
+    )
+    cast.check_values(master_weights, "master_weights")
+    if fsdp_shard_model_weights is not None:
+        cast.check_outs(fsdp_shard_model_weights, "fsdp_shard_model_weights")
+
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "quantize_master_weights must be called on the ranks of a process group, got none; "
+            "call torch.distributed.init_process_group first, on a single process as well"
+        )
+    for weight in model_weights:
+        weight.clear_high_precision_init_val()
+    cast.measure(master_weights)
+    dist.all_reduce(cast.amaxes, dist.ReduceOp.MAX, group)
+    cast.write(master_weights, fsdp_shard_model_weights)
+    if not manual_post_all_gather_processing:
+        for weight in model_weights:
+            _drop_columnwise(weight)
+
+
+def _check_part(i: int, master: Tensor | None, start: int | None) -> None:
+    if master is not None and not isinstance(master, Tensor):
+        raise ValueError(
+            f"master_weights[{i}] must be a tensor or None, got a {type(master).__name__}; give "
+            "None where this rank has nothing"
+        )
+    if (master is None) != (start is None):
+        missing, given = ("start_offsets", "master_weights") if start is None else (
+            "master_weights", "start_offsets"
+        )  # fmt: skip
+        raise ValueError(
+            f"{missing}[{i}] must be given where {given}[{i}] is, got None; give None for both "
+            "where this rank has nothing"
+        )
+
+
+def _drop_columnwise(weight: QuantizedTensor) -> None:
+    if FORMATS[type(weight.quantizer)].is_square and weight.quantizer.columnwise:
+        weight._columnwise_data = weight._columnwise_gemm_scale_inv = None
+        weight.quantizer = dataclasses.replace(weight.quantizer, columnwise=False)
+
+
+def post_all_gather_processing(model_weights: QuantizedTensor | Sequence[QuantizedTensor]) -> None:
+    """Bring columnwise codes up to date after rowwise ones have been gathered.
+
+    Those of NVFP4 and Float8Block are transposed in place, a launch or two for all of them. MXFP8
+    has gathered its own, and tensors without columnwise usage have none to write.
+
+    Args:
+        model_weights: One tensor or a sequence, after :func:`quantize_master_weights`.
+
+    Raises:
+        ValueError: If one is no NVFP4, MXFP8 or Float8Block tensor, or has columnwise codes that do
+            not follow from its rowwise ones (``two_dimensional=False``).
+    """
+    weights = [model_weights] if isinstance(model_weights, Tensor) else list(model_weights)
+    square = []
+    for i, weight in enumerate(weights):
+        if isinstance(weight, QuantizedTensor) and type(weight.quantizer) is MXFP8Quantizer:
+            continue
+        check_square(i, weight, "model_weights")
+        square.append(weight)
+    build_columnwise(square)

@@ -1,0 +1,220 @@
+"""Float8Block: E4M3 codes with one FP32 scale per 128x128 block, or per 128 elements."""
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from fp4adam.formats import minifloat
+from fp4adam.tensors import backend
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.quantizer import (
+    SquareBlockQuantizer,
+    blocks_of,
+    in_blocks,
+    round_up,
+    runs_eagerly,
+    strips,
+)
+
+BLOCK = 128
+
+
+class Float8BlockTensor(QuantizedTensor):
+    """A tensor in Float8Block, 8 bits per element and direction.
+
+    ``rowwise_data``: uint8 (E4M3) [rows, cols]; ``columnwise_data``: uint8 (E4M3) [cols, rows].
+    Scales are float32, padding zero. 128x128 blocks: ``rowwise_scale_inv`` [ceil(rows / 128),
+    ceil(cols / 128) to 4], ``columnwise_scale_inv`` [ceil(cols / 128), ceil(rows / 128) to 4].
+    1x128 blocks: ``rowwise_scale_inv`` [ceil(cols / 128), rows to 4], ``columnwise_scale_inv``
+    [ceil(rows / 128), cols to 4].
+    """
+
+    @property
+    def rowwise_scale_inv(self) -> Tensor | None:
+        """Decode scales of ``rowwise_data``."""
+        if self.quantizer.two_dimensional and self.quantizer.rowwise:
+            return _pad_columns(self._block_scale_inv)
+        return self._rowwise_scale_inv
+
+    @property
+    def columnwise_scale_inv(self) -> Tensor | None:
+        """Decode scales of ``columnwise_data``."""
+        if self.quantizer.two_dimensional and self.quantizer.columnwise:
+            return _pad_columns(self._block_scale_inv.t())
+        return self._columnwise_scale_inv
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8BlockQuantizer(SquareBlockQuantizer):
+    """Quantize to :class:`Float8BlockTensor`; any rows and columns (edge blocks are partial).
+
+    Scale = 448 / max(block_amax, amax_epsilon), 1 for a block of zeros; code = E4M3(x * scale).
+
+    Args:
+        rowwise: Keep codes with blocks along the last dimension.
+        columnwise: Keep transposed codes with blocks along the first dimension.
+        two_dimensional: One scale per 128x128 block (weights) instead of one per 128 elements.
+        force_pow_2_scales: Round scales down to powers of two.
+        amax_epsilon: Smallest block amax that is assumed, >= 0.
+
+    Source: DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.2.
+    """
+
+    force_pow_2_scales: bool = True
+    amax_epsilon: float = 0.0
+
+    tensor_class = Float8BlockTensor
+    block_rows = BLOCK
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.optimize_for_gemm:
+            raise ValueError(
+                "optimize_for_gemm must be False for Float8Block, got True: its GEMM reads scales "
+                "as rowwise_scale_inv and columnwise_scale_inv have them; leave it out"
+            )
+        if not (self.amax_epsilon >= 0 and math.isfinite(self.amax_epsilon)):
+            raise ValueError(
+                f"amax_epsilon must be finite and >= 0, got {self.amax_epsilon}; 0 turns it off"
+            )
+
+    def storage_layout(
+        self, rows: int, cols: int
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        layout = {}
+        if self.two_dimensional:
+            layout["_block_scale_inv"] = ((-(-rows // BLOCK), -(-cols // BLOCK)), torch.float32)
+        for usage, m, k in (("rowwise", rows, cols), ("columnwise", cols, rows)):
+            if getattr(self, usage):
+                layout[f"_{usage}_data"] = ((m, k), torch.uint8)
+                if not self.two_dimensional:
+                    scale_shape = (-(-k // BLOCK), round_up(m, 4))
+                    layout[f"_{usage}_scale_inv"] = (scale_shape, torch.float32)
+        return layout
+
+    def write(self, x: Tensor, out: Float8BlockTensor) -> None:
+        if backend.uses_kernels(x.device):
+            from fp4adam.kernels import float8_block
+
+            return float8_block.quantize(
+                x,
+                rowwise_data=out._rowwise_data,
+                columnwise_data=out._columnwise_data,
+                rowwise_scale=out._block_scale_inv
+                if self.two_dimensional
+                else out._rowwise_scale_inv,
+                columnwise_scale=out._columnwise_scale_inv,
+                two_dimensional=self.two_dimensional,
+                force_pow_2_scales=self.force_pow_2_scales,
+                amax_epsilon=self.amax_epsilon,
+            )
+        largest = torch.finfo(x.dtype).max
+        for rows, strip in strips(x, BLOCK):
+            blocks = in_blocks(rows, BLOCK)
+            if self.two_dimensional:
+                codes, out._block_scale_inv[blocks] = self._encode(strip, (BLOCK, BLOCK), largest)
+            if out._rowwise_data is not None:
+                if not self.two_dimensional:
+                    codes, scale_inv = self._encode(strip, (1, BLOCK), largest)
+                    out._rowwise_scale_inv[:, rows] = scale_inv.t()
+                out._rowwise_data[rows] = codes
+            if out._columnwise_data is not None:
+                if not self.two_dimensional:
+                    codes, scale_inv = self._encode(strip, (BLOCK, 1), largest)
+                    out._columnwise_scale_inv[blocks, : x.shape[1]] = scale_inv
+                out._columnwise_data[:, rows] = codes.t()
+
+    def _encode(self, x: Tensor, block: tuple[int, int], largest: float) -> tuple[Tensor, Tensor]:
+        """Codes [rows, cols] and decode scales, one per block, of float32 rows."""
+        rows, cols = x.shape
+        blocks = blocks_of(x, block)
+        scale = self.encode_scale(minifloat.amax(blocks, (1, 3)), largest)
+        codes = minifloat.e4m3_code(blocks * scale[:, None, :, None])
+        return codes.flatten(2).flatten(0, 1)[:rows, :cols], 1.0 / scale
+
+    def encode_scale(self, amax: Tensor, largest: float) -> Tensor:
+        """Encode scales; ``largest`` is the largest finite value of the input's dtype."""
+        epsilon = torch.tensor(self.amax_epsilon, dtype=torch.float32)
+        amax = torch.where(amax < epsilon, epsilon, amax)
+        # A Python number over a tensor would be computed as number * (1 / tensor).
+        scale = torch.full_like(amax, minifloat.E4M3_MAX) / amax
+        scale = torch.where(scale.isinf(), largest, scale)
+        scale = torch.where((amax == 0) | ~amax.isfinite(), 1.0, scale)
+        if self.force_pow_2_scales:
+            scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+        return scale
+
+    def recode(self, x: Tensor, tensor: Float8BlockTensor) -> Tensor:
+        factor = 1.0 / tensor._block_scale_inv
+        codes = minifloat.e4m3_code(blocks_of(x, (BLOCK, BLOCK)) * factor[:, None, :, None])
+        return codes.flatten(2).flatten(0, 1)[: x.shape[0], : x.shape[1]]
+
+    @property
+    def recodes_exactly(self) -> bool:
+        return self.force_pow_2_scales
+
+    def read(
+        self, tensor: Float8BlockTensor, dtype: torch.dtype, after: Tensor | None = None
+    ) -> Tensor:
+        transposed = tensor._rowwise_data is None
+        data = tensor._columnwise_data if transposed else tensor._rowwise_data
+        scale = tensor._columnwise_scale_inv if transposed else tensor._rowwise_scale_inv
+        if self.two_dimensional:
+            scale = tensor._block_scale_inv
+        decode = _decode if runs_eagerly(data) else _dequantize
+        return decode(data, scale, self.two_dimensional, transposed, dtype, after)
+
+
+def _decode(
+    data: Tensor,
+    scale_inv: Tensor,
+    two_dimensional: bool,
+    transposed: bool,
+    dtype: torch.dtype,
+    after: Tensor | None = None,
+) -> Tensor:
+    """Decode E4M3 codes to [rows, cols]; ``transposed`` codes are those of the transposed matrix.
+
+    ``scale_inv`` is the grid of 128x128 blocks of the untransposed matrix, or holds one scale per
+    128 codes, transposed: [ceil(columns of data / 128), rows of data to 4]. ``after``: see
+    :meth:`Quantizer.read`.
+    """
+    if backend.uses_kernels(data.device):
+        from fp4adam.kernels import float8_block
+
+        return float8_block.dequantize(data, scale_inv, two_dimensional, transposed, dtype)
+    rows, cols = data.shape
+    if two_dimensional:
+        grid = scale_inv.t() if transposed else scale_inv
+    else:
+        grid = scale_inv[:, :rows].t()
+    values = minifloat.e4m3_value(data)
+    blocks = blocks_of(values, (BLOCK if two_dimensional else 1, BLOCK))
+    matrix = blocks.mul_(grid[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :cols].to(dtype)
+    return matrix.t().contiguous() if transposed else matrix.contiguous()
+
+
+_dequantize = torch.library.custom_op("fp4adam::dequantize_float8_block", mutates_args=())(_decode)
+
+
+@_dequantize.register_fake
+def _(
+    data: Tensor,
+    scale_inv: Tensor,
+    two_dimensional: bool,
+    transposed: bool,
+    dtype: torch.dtype,
+    after: Tensor | None = None,
+) -> Tensor:
+    rows, cols = data.shape
+    return data.new_empty((cols, rows) if transposed else (rows, cols), dtype=dtype)
+
+
+def _pad_columns(grid: Tensor) -> Tensor:
+    """Pad the last dimension to a multiple of 4."""
+    return torch.nn.functional.pad(grid, (0, -grid.shape[1] % 4))
+
+
+torch.serialization.add_safe_globals([Float8BlockTensor, Float8BlockQuantizer])

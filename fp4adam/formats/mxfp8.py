@@ -1,0 +1,157 @@
+"""MXFP8: E4M3 codes with one power-of-two (E8M0) scale per 32 elements of each direction."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from fp4adam.formats import minifloat
+from fp4adam.tensors import backend
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.quantizer import (
+    Quantizer,
+    blocks_of,
+    in_blocks,
+    round_up,
+    runs_eagerly,
+    strips,
+)
+
+BLOCK = 32
+
+
+class MXFP8Tensor(QuantizedTensor):
+    """A tensor in MXFP8, 8.25 bits per element and direction.
+
+    ``rowwise_data``, ``columnwise_data``: uint8 (E4M3) [rows, cols]; the second is not transposed.
+    ``rowwise_scale_inv``: uint8 (E8M0) [rows to 128, cols / 32 to 4], and
+    ``columnwise_scale_inv``: uint8 (E8M0) [rows / 32 to 4, cols to 128], padding zero.
+    ``rowwise_gemm_scale_inv``: those of rows in the GEMM's order, and
+    ``columnwise_gemm_scale_inv``: uint8 (E8M0) [cols to 128, rows / 32 to 4] in that order.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class MXFP8Quantizer(Quantizer):
+    """Quantize to :class:`MXFP8Tensor`; rows and columns must be multiples of 32.
+
+    Scale = 2**ceil(log2(block_amax / 448)), so nothing saturates; code = E4M3(x / scale).
+
+    Args:
+        rowwise: Keep codes with blocks of 1x32.
+        columnwise: Keep codes with blocks of 32x1.
+        optimize_for_gemm: Keep ``rowwise_gemm_scale_inv`` and ``columnwise_gemm_scale_inv``, 1/32
+            byte per weight and direction, which whatever writes the tensor then writes as well.
+
+    Source: OCP Microscaling Formats (MX) v1.0; the scale rounds up as in Transformer Engine.
+    """
+
+    tensor_class = MXFP8Tensor
+    block_rows = BLOCK
+
+    @property
+    def row_pitch(self) -> dict[str, int]:
+        pitch = {}
+        if self.rowwise:
+            pitch.update(_rowwise_data=1, _rowwise_scale_inv=1)
+        if self.columnwise:
+            pitch.update(_columnwise_data=1, _columnwise_scale_inv=BLOCK)
+        return pitch
+
+    def check_matrix(self, rows: int, cols: int) -> str | None:
+        if rows % BLOCK or cols % BLOCK:
+            return "rows and columns of MXFP8 must be multiples of 32"
+        return None
+
+    def storage_layout(
+        self, rows: int, cols: int
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        byte = torch.uint8
+        layout = {}
+        for usage, m, k in (("rowwise", rows, cols), ("columnwise", cols, rows)):
+            if getattr(self, usage):
+                layout[f"_{usage}_data"] = ((rows, cols), byte)
+                scale_shape = (round_up(m, 128), round_up(k // BLOCK, 4))
+                compact = scale_shape if usage == "rowwise" else scale_shape[::-1]
+                layout[f"_{usage}_scale_inv"] = (compact, byte)
+                if self.optimize_for_gemm:
+                    layout[f"_{usage}_gemm_scale_inv"] = (scale_shape, byte)
+        return layout
+
+    def write(self, x: Tensor, out: MXFP8Tensor) -> None:
+        if backend.uses_kernels(x.device):
+            from fp4adam.kernels import mxfp8
+
+            return mxfp8.quantize(
+                x,
+                rowwise_data=out._rowwise_data,
+                columnwise_data=out._columnwise_data,
+                rowwise_scale=out._rowwise_scale_inv,
+                columnwise_scale=out._columnwise_scale_inv,
+            )
+        for rows, strip in strips(x, BLOCK):
+            if out._rowwise_data is not None:
+                out._rowwise_data[rows], scale = _encode(strip, (1, BLOCK))
+                out._rowwise_scale_inv[rows, : scale.shape[1]] = scale
+            if out._columnwise_data is not None:
+                out._columnwise_data[rows], scale = _encode(strip, (BLOCK, 1))
+                out._columnwise_scale_inv[in_blocks(rows, BLOCK), : scale.shape[1]] = scale
+
+    def recode(self, x: Tensor, tensor: MXFP8Tensor) -> Tensor:
+        blocks = blocks_of(x, (1, BLOCK) if self.rowwise else (BLOCK, 1))
+        scale = tensor._rowwise_scale_inv if self.rowwise else tensor._columnwise_scale_inv
+        factor = minifloat.e8m0_reciprocal(scale[: blocks.shape[0], : blocks.shape[2]])
+        return minifloat.e4m3_code(blocks * factor[:, None, :, None]).view(x.shape)
+
+    def read(self, tensor: MXFP8Tensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
+        rowwise = tensor._rowwise_data is not None
+        data = tensor._rowwise_data if rowwise else tensor._columnwise_data
+        scale = tensor._rowwise_scale_inv if rowwise else tensor._columnwise_scale_inv
+        decode = _decode if runs_eagerly(data) else _dequantize
+        return decode(data, scale, rowwise, dtype, after)
+
+
+def _encode(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Codes [rows, cols] and E8M0 scales [rows / block[0], cols / block[1]] of float32 rows."""
+    blocks = blocks_of(x, block)
+    scale, factor = block_scales(minifloat.amax(blocks, (1, 3)))
+    return minifloat.e4m3_code(blocks * factor[:, None, :, None]).view(x.shape), scale
+
+
+def block_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
+    """E8M0 scales (uint8) of blocks with the float32 amaxes, and their float32 reciprocals."""
+    scale = minifloat.e8m0_code_up(amax * (1 / minifloat.E4M3_MAX))
+    return scale, minifloat.e8m0_reciprocal(scale)
+
+
+def _decode(
+    data: Tensor, scale: Tensor, rowwise: bool, dtype: torch.dtype, after: Tensor | None = None
+) -> Tensor:
+    """Decode E4M3 codes [rows, cols] with scales per 1x32 (``rowwise``) or 32x1 block.
+
+    ``after``: see :meth:`Quantizer.read`.
+    """
+    if backend.uses_kernels(data.device):
+        from fp4adam.kernels import mxfp8
+
+        return mxfp8.dequantize(data, scale, rowwise, dtype)
+    rows, cols = data.shape
+    block = (1, BLOCK) if rowwise else (BLOCK, 1)
+    factor = minifloat.e8m0_value(scale[: rows // block[0], : cols // block[1]])
+    values = minifloat.e4m3_value(data)
+    blocks = values.view(rows // block[0], block[0], cols // block[1], block[1])
+    blocks.mul_(factor[:, None, :, None])
+    return values.to(dtype)
+
+
+_dequantize = torch.library.custom_op("fp4adam::dequantize_mxfp8", mutates_args=())(_decode)
+
+
+@_dequantize.register_fake
+def _(
+    data: Tensor, scale: Tensor, rowwise: bool, dtype: torch.dtype, after: Tensor | None = None
+) -> Tensor:
+    return torch.empty_like(data, dtype=dtype)
+
+
+torch.serialization.add_safe_globals([MXFP8Tensor, MXFP8Quantizer])

@@ -1,0 +1,195 @@
+"""NVFP4 weights that share one amax, because they are served as one matrix.
+
+A server multiplies q, k and v by one fused weight, which has one scale. With the same amax in
+training, the bytes of each member are those of its rows of the fused weight.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.quantizer import Quantizer, flat_shape
+
+# A rule gives members of a group the same key, and None to what is in no group.
+Rule = Callable[[str], Hashable | None]
+ScaleGroups = Rule | Iterable[Iterable[str | Tensor]]
+
+# The names of layers in Hugging Face models, and of the one that vLLM and SGLang fuse them to.
+_FUSED = {
+    part: whole
+    for whole, parts in {
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+        "w13": ("w1", "w3"),
+        "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+        "qkv": ("query", "key", "value"),
+        "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+        "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    }.items()
+    for part in parts
+}
+
+
+def hf_scale_groups(name: str) -> str | None:
+    """The rule for Hugging Face models: q, k, v and gate, up of a layer or expert share an amax.
+
+    Args:
+        name: Of a parameter, ``model.layers.0.self_attn.q_proj.weight``.
+
+    Returns:
+        Of the layer that it is served in, ``model.layers.0.self_attn.qkv_proj``, or None if it is
+        served as it is.
+    """
+    layer, _, kind = name.rpartition(".")
+    parent, dot, part = layer.rpartition(".")
+    if kind != "weight" or part not in _FUSED:
+        return None
+    return f"{parent}{dot}{_FUSED[part]}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScaleGroup:
+    """What the members of a group have in common; each is itself, so that copies are apart.
+
+    Attributes:
+        names: Of the members.
+    """
+
+    names: tuple[str, ...]
+
+
+def resolve_scale_groups(
+    scale_groups: ScaleGroups,
+    params: Sequence[Tensor],
+    names: Sequence[str] | None,
+    quantizers: Sequence[Quantizer | None],
+) -> list[list[int]]:
+    """The numbers of the members of each group that has several.
+
+    Args:
+        scale_groups: A rule, which passes over parameters without a scale of the whole tensor, or
+            groups of names or parameters.
+        params: What can be in a group.
+        names: Theirs, or None if they have none.
+        quantizers: Theirs, None for plain parameters.
+
+    Raises:
+        ValueError: If a member is unknown, not NVFP4, or in two groups, or has no name to go by.
+        TypeError: If ``scale_groups`` is something else.
+    """
+    if callable(scale_groups):
+        _check_named(names, "a rule")
+        by_key: dict[Hashable, list[int]] = defaultdict(list)
+        for i, (name, quantizer) in enumerate(zip(names or (), quantizers, strict=True)):
+            key = scale_groups(name)
+            if key is not None and quantizer is not None and quantizer.scales_tensor:
+                by_key[key].append(i)
+        groups = [*by_key.values()]
+    else:
+        numbers: dict[str | Tensor, int] = {param: i for i, param in enumerate(params)}
+        numbers.update((name, i) for i, name in enumerate(names or ()))
+        groups = []
+        for group in lists_of_members(scale_groups):
+            for member in group:
+                if isinstance(member, str):
+                    _check_named(names, repr(member))
+                _check_member(member, numbers, quantizers)
+            groups.append([numbers[member] for member in group])
+        _check_disjoint(groups, [repr(name) for name in names] if names else None)
+    return [group for group in groups if len(group) > 1]
+
+
+def lists_of_members(
+    scale_groups: Iterable[Iterable[str | Tensor]],
+) -> list[list[str | Tensor]]:
+    """Groups that are no rule, as lists."""
+    wrong = scale_groups
+    if isinstance(scale_groups, Iterable) and not isinstance(scale_groups, str | Tensor):
+        lists = list(scale_groups)
+        flat = [g for g in lists if isinstance(g, str | Tensor) or not isinstance(g, Iterable)]
+        if not flat:
+            return [list(group) for group in lists]
+        wrong = flat[0]
+    raise TypeError(
+        "scale_groups must be a rule or a list of lists of names or parameters, got "
+        f"{type(wrong).__name__}{' in the list' if wrong is not scale_groups else ''}; pass "
+        "hf_scale_groups, or [[name, name], ...]"
+    )
+
+
+def _check_named(names: Sequence[str] | None, what: str) -> None:
+    if names is None:
+        raise ValueError(
+            f"params must have names for scale_groups, got {what} and parameters without; pass "
+            "model.named_parameters(), or lists of parameters"
+        )
+
+
+def _check_member(
+    member: str | Tensor,
+    numbers: dict[str | Tensor, int],
+    quantizers: Sequence[Quantizer | None],
+) -> None:
+    if not isinstance(member, str | Tensor):
+        raise TypeError(
+            f"members of a scale group must be names or parameters, got {type(member).__name__}"
+        )
+    what = repr(member) if isinstance(member, str) else f"one of shape {tuple(member.shape)}"
+    if member not in numbers:
+        known = sum(q is not None for q in quantizers)
+        raise ValueError(
+            f"members of a scale group must be among the {known} quantized weights, got {what}; "
+            "take names from model.named_parameters()"
+        )
+    quantizer = quantizers[numbers[member]]
+    if quantizer is None or not quantizer.scales_tensor:
+        kind = "a plain tensor" if quantizer is None else quantizer.tensor_class.__name__
+        raise ValueError(
+            f"members of a scale group must be NVFP4 weights, got {what}, {kind}: there is no "
+            "scale of the whole tensor to share; leave it out"
+        )
+
+
+def _check_disjoint(groups: list[list[int]], names: list[str] | None) -> None:
+    seen: set[int] = set()
+    for i in (i for group in groups for i in group):
+        if i in seen:
+            what = names[i] if names else f"parameter {i}"
+            raise ValueError(
+                f"a weight must be in one scale group, got {what} twice; join the groups"
+            )
+        seen.add(i)
+
+
+def form_scale_group(members: Sequence[QuantizedTensor], names: Iterable[str]) -> None:
+    """Make NVFP4 tensors members of one new group; what they hold stays as it is."""
+    group = ScaleGroup(tuple(names))
+    for member in members:
+        member._origin.scale_group = group
+
+
+def write_together(tensors: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> None:
+    """Quantize new values of all members of a group, or of a tensor that is in none.
+
+    Args:
+        tensors: Whole ones; NVFP4 if there are several.
+        values: Plain tensors of their shapes, on their devices.
+    """
+    amax = None
+    if len(tensors) > 1:
+        amaxes = []
+        for tensor, value in zip(tensors, values, strict=True):
+            amaxes.append(torch.zeros(1, device=value.device))
+            if value.numel():
+                matrix = value.reshape(flat_shape(tuple(value.shape))).contiguous()
+                tensor.quantizer.measure(matrix, amaxes[-1])
+        amax = torch.cat([amax.to(amaxes[0].device) for amax in amaxes]).amax(0, keepdim=True)
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor._write(value, amax=amax)
+
+
+torch.serialization.add_safe_globals([ScaleGroup])

@@ -1,0 +1,273 @@
+"""Quantized tensors on the memory of tensors of other packages.
+
+A step sees a tensor of this package, whose codes are those of the other one. So are its scales
+where they lie alike. Where they do not (repeated on the rows of a block, transposed, unpadded or
+swizzled), kernels write scales of its own, which are copied when they are done: at most an eighth
+of a byte per element, of the 27 that a step moves, for which no kernel has another layout to know.
+"""
+
+from collections.abc import Sequence
+from operator import is_
+
+import torch
+from torch import Tensor
+
+from fp4adam.formats.float8_block import Float8BlockQuantizer
+from fp4adam.formats.mxfp8 import MXFP8Quantizer
+from fp4adam.formats.nvfp4 import RANGE, NVFP4Quantizer
+from fp4adam.interop.adapter import FIELDS, adapter_of, class_name, count_writes, memory
+from fp4adam.interop.strided_copy import StridedCopies
+from fp4adam.tensors.quantizer import Quantizer, check_dtype, flat_shape
+
+ALIGNMENT = 16  # bytes, of what kernels read and write
+USAGES = ("rowwise", "columnwise")
+
+
+class BorrowedTensor:
+    """A quantized tensor that has the memory of another package's tensor.
+
+    Attributes:
+        source: The tensor of the other package.
+        tensor: The one of this package.
+        copies: Pairs of views: of scales of the source, and of where the tensor has them.
+        per_tensor_scale: What the source has in place of an amax, or None.
+    """
+
+    def __init__(self, source: Tensor) -> None:
+        """Borrow the memory of ``source``.
+
+        Raises:
+            TypeError: If its class has no adapter, or its dtype is none that can be quantized.
+            ValueError: If it is in none of the formats, or its adapter does not say where it is.
+        """
+        self.source = source
+        self._adapter = adapter_of(source)
+        self._memory = memory(source, self._adapter)
+        quantizer = self._adapter.quantizer(source)
+        shape = tuple(source.shape)
+        quantizer.check_shape(shape)
+        check_dtype(f"the dtype of a {class_name(type(source))}", source.dtype)
+        self._rows, self._cols = flat_shape(shape)
+        self.copies: list[tuple[Tensor, Tensor]] = []
+        self.per_tensor_scale: Tensor | None = None
+        storage = self._storage(quantizer, dict(self._adapter.fields(source)))
+        self.tensor = quantizer.tensor_class(shape, source.dtype, quantizer, storage)
+        with torch.no_grad():
+            for target, own in self.copies:
+                own.copy_(target[tuple(map(slice, own.shape))])
+        self.note()
+
+    def _storage(self, quantizer: Quantizer, fields: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The inner tensors: what can be shared of the fields, and zeros in place of the rest."""
+        if unknown := fields.keys() - set(FIELDS):
+            raise ValueError(
+                f"fields of {class_name(type(self.source))} must be some of {', '.join(FIELDS)}, "
+                f"got {', '.join(sorted(unknown))}; correct its adapter"
+            )
+        layout = quantizer.storage_layout(self._rows, self._cols)
+        storage = {}
+        for name, (size, dtype) in layout.items():
+            if name.endswith("_data"):
+                field = self._field(fields, name[1:], dtype)
+                self._check(name[1:], field, field.is_contiguous(), "contiguous")
+                self._check_numel(name[1:], field, size)
+                storage[name] = field.view(size)
+            elif name == "_amax":
+                storage[name] = self._amax(fields)
+            elif name == "_block_scale_inv":
+                grid = torch.zeros(size, dtype=dtype, device=self.source.device)
+                storage[name] = grid
+                self._copy_grid(quantizer, fields, grid)
+            else:
+                storage[name] = self._scale(quantizer, fields, name[1:], size, dtype)
+        return storage
+
+    def _amax(self, fields: dict[str, Tensor]) -> Tensor:
+        names = [n for n in ("amax_rowwise", "amax_columnwise") if n in fields]
+        if not names and "per_tensor_scale" not in fields:
+            raise ValueError(
+                f"fields of {class_name(type(self.source))} must hold amax_rowwise, "
+                f"amax_columnwise or per_tensor_scale, got {', '.join(sorted(fields))}; correct "
+                "its adapter"
+            )
+        amaxes = [self._number(fields, name) for name in names]
+        shared = amaxes[0] if amaxes and _is_aligned(amaxes[0]) else None
+        amax = torch.zeros(1, device=self.source.device) if shared is None else shared
+        self.copies += [(other, amax) for other in amaxes if other is not amax]
+        if "per_tensor_scale" in fields:
+            self.per_tensor_scale = self._number(fields, "per_tensor_scale")
+            if not amaxes:
+                amax.copy_(_amax_of(self.per_tensor_scale))
+        return amax
+
+    def _copy_grid(self, quantizer: Quantizer, fields: dict[str, Tensor], grid: Tensor) -> None:
+        """Note where the scales of square blocks go, one per block or per row of a block."""
+        for usage, blocks in zip(USAGES, (grid, grid.t()), strict=True):
+            if not getattr(quantizer, usage):
+                continue
+            name = f"{usage}_scale_inv"
+            field = self._field(fields, name, grid.dtype)
+            repeats = quantizer.block_rows if isinstance(quantizer, NVFP4Quantizer) else 1
+            rows, cols = blocks.shape[0] * repeats, blocks.shape[1]
+            self._check(name, field, field.dim() == 2, "of two dimensions")
+            self._check_extent(name, field, rows, cols)
+            target = field[:rows, :cols].unflatten(0, (blocks.shape[0], repeats))
+            self.copies.append((target, blocks[:, None]))
+
+    def _scale(
+        self,
+        quantizer: Quantizer,
+        fields: dict[str, Tensor],
+        name: str,
+        size: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Scales of single rows or columns: those of the field, or some of its own."""
+        field = self._field(fields, name, dtype)
+        if field.dim() == 2:
+            rows, cols = _extent(quantizer, name, self._rows, self._cols)
+            self._check_extent(name, field, rows, cols)
+            if field.is_contiguous() and field.shape[1] == size[1] and _is_aligned(field):
+                return field
+        else:
+            self._check(name, field, field.dim() <= 5, "of at most five dimensions")
+            self._check_numel(name, field, size)
+        scale = torch.zeros(size, dtype=dtype, device=self.source.device)
+        if field.dim() == 2:
+            self.copies.append((field[:rows, :cols], scale[:rows, :cols]))
+        else:
+            self.copies.append((field, scale.view(field.shape)))
+        return scale
+
+    def _field(self, fields: dict[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
+        field = fields.get(name)
+        kind = field.dtype if isinstance(field, Tensor) else type(field).__name__
+        fits = isinstance(field, Tensor) and (field.dtype == dtype or dtype.itemsize == 1)
+        if not fits or field.dtype.itemsize != dtype.itemsize or field.device != self.source.device:
+            where = f" on {field.device}" if isinstance(field, Tensor) else ""
+            raise ValueError(
+                f"{name} of {class_name(type(self.source))} must be {dtype} on "
+                f"{self.source.device}, got {kind}{where}; correct its adapter"
+            )
+        return field.detach().view(dtype)
+
+    def _number(self, fields: dict[str, Tensor], name: str) -> Tensor:
+        field = self._field(fields, name, torch.float32)
+        self._check_numel(name, field, (1,))
+        return field.view(1)
+
+    def _check(self, name: str, field: Tensor, condition: bool, rule: str) -> None:
+        if not condition:
+            raise ValueError(
+                f"{name} of {class_name(type(self.source))} must be {rule}, got shape "
+                f"{tuple(field.shape)} with strides {field.stride()}; make the tensor contiguous, "
+                "or correct its adapter"
+            )
+
+    def _check_numel(self, name: str, field: Tensor, size: tuple[int, ...]) -> None:
+        numel = torch.Size(size).numel()
+        self._check(name, field, field.numel() == numel, f"as large as {size}")
+
+    def _check_extent(self, name: str, field: Tensor, rows: int, cols: int) -> None:
+        fits = field.shape[0] >= rows and field.shape[1] >= cols
+        self._check(name, field, fits, f"at least [{rows}, {cols}]")
+
+    def is_of(self, value: Tensor) -> bool:
+        """Whether the tensor is what a plain tensor of its shape is quantized to."""
+        wanted = self.tensor.quantizer.quantize(value).storage_tensors()
+        if self.per_tensor_scale is not None:
+            # Many an amax has the same quotient.
+            quotient = _per_tensor_scale_of(wanted.pop("_amax"))
+            if not torch.equal(quotient, self.per_tensor_scale):
+                return False
+        for name, inner in wanted.items():
+            actual = getattr(self.tensor, name)
+            if name.endswith("wise_scale_inv"):
+                # What padding holds is up to the other package.
+                rows, cols = _extent(self.tensor.quantizer, name[1:], self._rows, self._cols)
+                actual, inner = actual[:rows, :cols], inner[:rows, :cols]
+            if not torch.equal(actual, inner):
+                return False
+        return True
+
+    def value(self) -> Tensor:
+        """What a master weight starts from, a new float32 tensor."""
+        value = self._adapter.get_high_precision_init_val(self.source)
+        if value is not None:
+            value = value.detach().to(self.source.device)
+        # Who loads a checkpoint into the tensor leaves the first value behind.
+        if value is None or not self.is_of(value):
+            value = self._adapter.dequantize(self.source)
+        if value is None:
+            return self.tensor.dequantize(torch.float32)
+        return value.detach().to(torch.float32, copy=True).contiguous()
+
+    def clear_high_precision_init_val(self) -> None:
+        """Free the value before quantization."""
+        self._adapter.clear_high_precision_init_val(self.source)
+
+    def is_current(self) -> bool:
+        """Whether the source has the same dtype and memory, unwritten since :meth:`note`."""
+        now = memory(self.source, self._adapter)
+        return (
+            self.source.dtype == self.tensor.dtype
+            and all(map(is_, now, self._memory))
+            and count_writes(self.source, now) == self.writes
+        )
+
+    def note(self) -> None:
+        """Take what has been written for what the optimizer has written."""
+        self.writes = count_writes(self.source, self._memory)
+
+
+class Publication:
+    """Brings to sources what kernels have written to buffers of their tensors' own.
+
+    Args:
+        borrowed: The tensors and their sources.
+    """
+
+    def __init__(self, borrowed: Sequence[BorrowedTensor]) -> None:
+        self._copies = StridedCopies([pair for one in borrowed for pair in one.copies])
+        scaled = [one for one in borrowed if one.per_tensor_scale is not None]
+        self._scales = [one.per_tensor_scale for one in scaled]
+        self._amaxes = [one.tensor._amax for one in scaled]
+        self._ranges = [torch.full_like(amax, RANGE) for amax in self._amaxes]
+
+    def __call__(self) -> None:
+        """Make all copies, in a few launches."""
+        self._copies()
+        if self._scales:
+            quotients = torch._foreach_div(self._amaxes, self._ranges)
+            torch._foreach_copy_(self._scales, quotients)
+
+
+def _extent(quantizer: Quantizer, name: str, rows: int, cols: int) -> tuple[int, int]:
+    """Shape of the scales of single rows or columns without padding."""
+    block, is_rowwise = quantizer.block_rows, name.startswith("rowwise")
+    if isinstance(quantizer, MXFP8Quantizer):
+        return (rows, cols // block) if is_rowwise else (rows // block, cols)
+    along, across = (cols, rows) if is_rowwise else (rows, cols)
+    if isinstance(quantizer, Float8BlockQuantizer):
+        return -(-along // block), across
+    return across, along // block
+
+
+def _amax_of(per_tensor_scale: Tensor) -> Tensor:
+    """The amax that a scale is a 2688th of, as far as one is."""
+    middle = per_tensor_scale * RANGE
+    infinity = torch.full_like(middle, torch.inf)
+    candidates = [middle, middle.nextafter(infinity), middle.nextafter(-infinity)]
+    for candidate in reversed(candidates):
+        is_exact = _per_tensor_scale_of(candidate) == per_tensor_scale
+        middle = torch.where(is_exact, candidate, middle)
+    return middle
+
+
+def _per_tensor_scale_of(amax: Tensor) -> Tensor:
+    # By a number, torch would multiply by its reciprocal.
+    return amax / torch.full_like(amax, RANGE)
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    return tensor.is_meta or tensor.data_ptr() % ALIGNMENT == 0

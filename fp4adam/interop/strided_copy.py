@@ -1,0 +1,61 @@
+"""Copies between the same views again and again, in one launch for all of a kind."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fp4adam.kernels.launch.device_tables import upload
+from fp4adam.tensors import backend
+
+if TYPE_CHECKING:
+    from fp4adam.kernels.launch.launch import Launch
+
+Pair = tuple[Tensor, Tensor]
+
+
+class StridedCopies:
+    """Copies between views of up to five dimensions with any strides.
+
+    Args:
+        pairs: Targets and sources: of one dtype, uint8 or float32, and on one device. A source may
+            have sizes of 1 where its target has others. Targets do not overlap.
+    """
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        pairs = [(target, source.expand_as(target)) for target, source in pairs]
+        self._eager = [pair for pair in pairs if not backend.uses_kernels(pair[0].device)]
+        alike: dict[tuple[torch.device, torch.dtype], list[Pair]] = defaultdict(list)
+        for pair in pairs:
+            if backend.uses_kernels(pair[0].device):
+                alike[pair[0].device, pair[0].dtype].append(pair)
+        # The views keep their memory alive.
+        self._launches = [(views, _launch(*kind, views)) for kind, views in alike.items()]
+
+    def __call__(self) -> None:
+        """Make all copies."""
+        for target, source in self._eager:
+            target.copy_(source)
+        for views, launch in self._launches:
+            with torch.cuda.device_of(views[0][0]):
+                launch()
+
+
+def _launch(device: torch.device, dtype: torch.dtype, pairs: list[Pair]) -> "Launch":
+    from fp4adam.kernels import strided_copy
+
+    rows, chunks = [], []
+    for i, (target, source) in enumerate(pairs):
+        missing = strided_copy.RANK.value - target.dim()
+        shapes = ((1, target.shape), (0, source.stride()), (0, target.stride()))
+        columns = [n for fill, values in shapes for n in (*[fill] * missing, *values)]
+        rows.append([source.data_ptr(), target.data_ptr(), *columns])
+        firsts = torch.arange(0, target.numel(), strided_copy.CHUNK, dtype=torch.int32)
+        chunks.append(torch.stack((torch.full_like(firsts, i), firsts), dim=1))
+    tables = []
+    for host in (torch.tensor(rows, dtype=torch.int64), torch.cat(chunks)):
+        tables.append(torch.empty_like(host, device=device))
+        upload(host, tables[-1])
+    return strided_copy.strided_copy(*tables, dtype)

@@ -1,0 +1,84 @@
+"""Adapters of torchao's NVFP4Tensor and MXTensor.
+
+Both have codes along rows, and scales without padding or as tensor cores take them. Scales are
+those of this package: E8M0 ones rounded up, where torchao rounds down by default, and E4M3 ones
+below 2**-6 as they are, where torchao writes 2**-6. It decodes either as they are.
+"""
+
+import torch
+from torch import Tensor
+
+from fp4adam.formats.mxfp8 import MXFP8Quantizer
+from fp4adam.formats.nvfp4 import NVFP4Quantizer
+from fp4adam.interop.adapter import TensorAdapter, register_adapter
+from fp4adam.tensors.quantizer import Quantizer, flat_shape
+from fp4adam.tensors.swizzle import row_by_row
+
+
+class NVFP4Adapter(TensorAdapter):
+    """E4M3 scales, and one float32 number that multiplies all of them."""
+
+    attributes = ("qdata", "scale", "per_tensor_scale")
+
+    def quantizer(self, tensor: Tensor) -> Quantizer:
+        _check_codes(tensor)
+        number = tensor.per_tensor_scale
+        if number is None or number.numel() != 1:
+            kind = "None" if number is None else f"shape {tuple(number.shape)}"
+            raise ValueError(
+                "per_tensor_scale of a torchao NVFP4Tensor must be one number to be stepped, got "
+                f"{kind}; quantize with use_dynamic_per_tensor_scale=True, and experts one by one"
+            )
+        return NVFP4Quantizer(columnwise=False, two_dimensional=False)
+
+    def fields(self, tensor: Tensor) -> dict[str, Tensor]:
+        return {
+            "rowwise_data": tensor.qdata,
+            "rowwise_scale_inv": _scale(tensor),
+            "per_tensor_scale": tensor.per_tensor_scale,
+        }
+
+    def dequantize(self, tensor: Tensor) -> Tensor:
+        # Products in another order differ in the last bit.
+        return tensor.dequantize(torch.float32)
+
+
+class MXAdapter(TensorAdapter):
+    """E8M0 scales."""
+
+    attributes = ("qdata", "scale")
+
+    def quantizer(self, tensor: Tensor) -> Quantizer:
+        _check_codes(tensor)
+        kind = tensor.elem_dtype, tensor.block_size
+        if kind != (torch.float8_e4m3fn, 32):
+            raise ValueError(
+                "elem_dtype and block_size of a torchao MXTensor must be torch.float8_e4m3fn and "
+                f"32 to be stepped, got {kind[0]} and {kind[1]}; quantize it so, or to NVFP4"
+            )
+        return MXFP8Quantizer(columnwise=False)
+
+    def fields(self, tensor: Tensor) -> dict[str, Tensor]:
+        return {"rowwise_data": tensor.qdata, "rowwise_scale_inv": _scale(tensor)}
+
+
+def _check_codes(tensor: Tensor) -> None:
+    if not tensor.qdata.is_contiguous():
+        raise ValueError(
+            f"qdata of a torchao {type(tensor).__name__} must be contiguous to be stepped, got "
+            f"strides {tensor.qdata.stride()}; optimize the weight itself, not its transpose"
+        )
+
+
+def _scale(tensor: Tensor) -> Tensor:
+    """Scales in two dimensions, or a view that counts swizzled ones, padded, row by row."""
+    rows, cols = flat_shape(tuple(tensor.shape))
+    n_blocks = cols // tensor.block_size
+    if not tensor.is_swizzled_scales:
+        return tensor.scale.view(rows, n_blocks)
+    return row_by_row(tensor.scale, rows, n_blocks)
+
+
+_MODULE = "torchao.prototype.mx_formats"
+register_adapter(f"{_MODULE}.nvfp4_tensor.NVFP4Tensor", NVFP4Adapter())
+register_adapter(f"{_MODULE}.mx_tensor.MXTensor", MXAdapter())

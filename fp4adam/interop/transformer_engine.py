@@ -1,0 +1,122 @@
+"""Adapters of Transformer Engine's NVFP4Tensor, MXFP8Tensor and Float8BlockwiseQTensor.
+
+Their fields are what those of this package were named after. What is derived from a weight is
+either among them, and then written, or has been dropped and is made of them when it is needed.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from fp4adam.formats.float8_block import Float8BlockQuantizer
+from fp4adam.formats.mxfp8 import MXFP8Quantizer
+from fp4adam.formats.nvfp4 import NVFP4Quantizer
+from fp4adam.interop.adapter import TensorAdapter, register_adapter
+from fp4adam.tensors.quantizer import Quantizer
+
+
+class TransformerEngineAdapter(TensorAdapter):
+    """What the three classes have in common."""
+
+    attributes = (
+        "_rowwise_data",
+        "_rowwise_scale_inv",
+        "_columnwise_data",
+        "_columnwise_scale_inv",
+    )
+
+    def fields(self, tensor: Tensor) -> dict[str, Tensor]:
+        named = {name[1:]: getattr(tensor, name) for name in self.attributes}
+        return {name: field for name, field in named.items() if field is not None}
+
+    def get_high_precision_init_val(self, tensor: Tensor) -> Tensor | None:
+        getter = getattr(tensor, "get_high_precision_init_val", None)
+        return None if getter is None else getter()
+
+    def clear_high_precision_init_val(self, tensor: Tensor) -> None:
+        if hasattr(tensor, "clear_high_precision_init_val"):
+            tensor.clear_high_precision_init_val()
+
+    def _usages(self, tensor: Tensor) -> dict[str, bool]:
+        """The directions that there are codes of."""
+        return {
+            usage: getattr(tensor, f"_{usage}_data") is not None
+            for usage in ("rowwise", "columnwise")
+        }
+
+
+class NVFP4Adapter(TransformerEngineAdapter):
+    """Square blocks or rows of 16, and two amaxes that are equal."""
+
+    attributes = (*TransformerEngineAdapter.attributes, "_amax_rowwise", "_amax_columnwise")
+
+    def quantizer(self, tensor: Tensor) -> Quantizer:
+        quantizer = _quantizer_of(tensor)
+        _require(tensor, "_with_gemm_swizzled_scales", False, "set optimize_for_gemm=False")
+        _require(tensor, "_row_scaled_nvfp4", False, "leave it False for weights")
+        _require(tensor, "_nvfp4_use_4over6", False, "leave it False for weights")
+        _require(tensor, "_nvfp4_e4m3_max", 448, "leave it 448 for weights")
+        _require(quantizer, "with_rht", False, "leave it False for weights", tensor)
+        _require(quantizer, "stochastic_rounding", False, "leave it False for weights", tensor)
+        square = getattr(quantizer, "with_2d_quantization", False)
+        return NVFP4Quantizer(**self._usages(tensor), two_dimensional=square)
+
+
+class MXFP8Adapter(TransformerEngineAdapter):
+    """Rows and columns of 32."""
+
+    def quantizer(self, tensor: Tensor) -> Quantizer:
+        _require_e4m3(tensor)
+        _require(tensor, "_with_gemm_swizzled_scales", False, "set optimize_for_gemm=False")
+        quantizer = getattr(tensor, "_quantizer", None)
+        _require(quantizer, "with_2d_quantization", False, "leave it False", tensor)
+        return MXFP8Quantizer(**self._usages(tensor))
+
+
+class Float8BlockwiseAdapter(TransformerEngineAdapter):
+    """Square blocks or rows of 128."""
+
+    def quantizer(self, tensor: Tensor) -> Quantizer:
+        _require_e4m3(tensor)
+        quantizer = _quantizer_of(tensor)
+        return Float8BlockQuantizer(
+            **self._usages(tensor),
+            two_dimensional=tensor._is_2D_scaled,
+            force_pow_2_scales=quantizer.force_pow_2_scales,
+            amax_epsilon=quantizer.amax_epsilon,
+        )
+
+
+def _quantizer_of(tensor: Tensor) -> Any:
+    quantizer = getattr(tensor, "_quantizer", None)
+    if quantizer is None:
+        raise ValueError(
+            f"_quantizer of a {type(tensor).__name__} must be the quantizer that it was made by, "
+            "got None: it says which blocks share a scale; make the model inside "
+            "quantized_model_init()"
+        )
+    return quantizer
+
+
+def _require(owner: Any, name: str, value: Any, cure: str, tensor: Tensor | None = None) -> None:
+    """Raise ValueError unless an attribute, where a version has it, has the one value."""
+    if (actual := getattr(owner, name, value)) != value:
+        kind = type(owner if tensor is None else tensor).__name__
+        raise ValueError(f"{name} of a {kind} must be {value} to be stepped, got {actual}; {cure}")
+
+
+def _require_e4m3(tensor: Tensor) -> None:
+    dtype = tensor._fp8_dtype
+    if "E4M3" not in getattr(dtype, "name", str(dtype)):
+        raise ValueError(
+            f"_fp8_dtype of a {type(tensor).__name__} must be E4M3 to be stepped, got {dtype}; "
+            "weights of a hybrid recipe are E4M3 as well"
+        )
+
+
+_MODULE = "transformer_engine.pytorch.tensor"
+register_adapter(f"{_MODULE}.nvfp4_tensor.NVFP4Tensor", NVFP4Adapter())
+register_adapter(f"{_MODULE}.mxfp8_tensor.MXFP8Tensor", MXFP8Adapter())
+register_adapter(
+    f"{_MODULE}.float8_blockwise_tensor.Float8BlockwiseQTensor", Float8BlockwiseAdapter()
+)

@@ -1,0 +1,163 @@
+"""Forward and backward of a linear layer whose weight is quantized."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fp4adam.nn import scaled_matmul
+from fp4adam.nn.kept_weights import keep
+from fp4adam.tensors.quantized_tensor import Dequantize, QuantizedTensor, implements_function
+
+
+def dequantized(weight: QuantizedTensor, dtype: torch.dtype, after: Tensor | None) -> Tensor:
+    """The weight in ``dtype``, not to be written to; ``after`` as in ``Quantizer.read``."""
+    return keep(weight, dtype, lambda: weight._read(dtype, after))
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    """y = x W^T + b with W dequantized to the dtype of x, once forward and once backward.
+
+    Only the quantized weight is kept for the backward pass: the dequantized one lives as long as
+    the matmul that reads it, or ``kept_weights`` says.
+    """
+
+    # One function, because autograd inspects the signature at every call of two.
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+        x_needs_grad, weight_needs_grad, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if weight_needs_grad else None, weight if x_needs_grad else None)
+        ctx.weight_dtype = weight.dtype
+        return F.linear(x, dequantized(weight, x.dtype, None), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            # Without a dependence on grad, torch.compile would take the dequantized weight of the
+            # forward pass and keep it until here.
+            dense = Dequantize.apply if torch.is_grad_enabled() else dequantized
+            grad_x = grad @ dense(weight, grad.dtype, grad)
+        rows = grad.reshape(-1, grad.shape[-1])
+        if ctx.needs_input_grad[1]:
+            grad_weight = (rows.t() @ x.reshape(-1, x.shape[-1])).to(ctx.weight_dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = rows.sum(0)
+        return grad_x, grad_weight, grad_bias
+
+
+class _ScaledLinear(torch.autograd.Function):
+    """y = x W^T + b where activations, gradients or both are quantized for the matmuls.
+
+    Kept for the backward pass are the codes of x if the gradient of the weight is made of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+        quantizer = weight.quantizer
+        x_needs_grad, weight_needs_grad, _ = ctx.needs_input_grad
+        ctx.native = scaled_matmul.runs_natively(quantizer, x.device)
+        ctx.weight_of_codes = weight_needs_grad and scaled_matmul.has_weight_gradient(quantizer)
+        activations = quantizer.operands.activations
+        rows = columns = None
+        if activations:
+            tokens = x.reshape(-1, x.shape[-1])
+            rows, columns = scaled_matmul.quantize(tokens, quantizer, True, ctx.weight_of_codes)
+            of_weight = scaled_matmul.weight_operand(weight, "rowwise")
+            y = scaled_matmul.matmul(rows, of_weight, x.dtype, ctx.native)
+            y = scaled_matmul.without_padding(y, (*x.shape[:-1], weight.shape[0]))
+            y = y if bias is None else y + bias
+        else:
+            y = F.linear(x, dequantized(weight, x.dtype, None), bias)
+        saved = columns[:2] if ctx.weight_of_codes else (x if weight_needs_grad else None, None)
+        ctx.save_for_backward(*saved, weight if x_needs_grad else None)
+        ctx.quantizer, ctx.weight_dtype, ctx.x_shape = quantizer, weight.dtype, x.shape
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, scales, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        row_codes = ctx.needs_input_grad[0] and ctx.quantizer.operands.gradients
+        grad_x = grad_weight = grad_bias = along = across = None
+        if row_codes or ctx.weight_of_codes:
+            along, across = scaled_matmul.quantize(
+                rows, ctx.quantizer, row_codes, ctx.weight_of_codes
+            )
+        if row_codes:
+            of_weight = scaled_matmul.weight_operand(weight, "columnwise")
+            grad_x = scaled_matmul.matmul(along, of_weight, grad.dtype, ctx.native)
+            grad_x = grad_x.narrow(0, 0, rows.shape[0]).view(ctx.x_shape)
+        elif ctx.needs_input_grad[0]:
+            grad_x = grad @ dequantized(weight, grad.dtype, grad)
+        if ctx.weight_of_codes:
+            of_x = scaled_matmul.Operand(x, scales, across.kind)
+            grad_weight = scaled_matmul.matmul(across, of_x, grad.dtype, ctx.native)
+        elif ctx.needs_input_grad[1]:
+            grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(ctx.weight_dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = rows.sum(0)
+        return grad_x, grad_weight, grad_bias
+
+
+@implements_function(F.linear)
+def quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear`` for a :class:`QuantizedTensor` weight.
+
+    Args:
+        input: [..., in_features], floating point; weight and bias are read in its dtype. Under
+            autocast it is cast first.
+        weight: Quantized [out_features, in_features]; its recipe says what else is quantized.
+        bias: [out_features] or None.
+
+    Raises:
+        TypeError: If ``input`` is not floating point, or float64 where it is quantized.
+        ValueError: If ``weight`` is not a matrix, or it or ``input`` cannot be an operand that its
+            recipe wants.
+        RuntimeError: If the recipe wants matmuls that the GPU does not have.
+        NotImplementedError: If the recipe quantizes more than weights inside a transform of
+            torch.func.
+    """
+    if isinstance(input, QuantizedTensor):
+        input = input.dequantize(input.dtype)
+    if not isinstance(weight, QuantizedTensor):
+        return F.linear(input, weight, bias)
+    if not input.is_floating_point():
+        raise TypeError(
+            f"input must be floating point for a linear layer, got {input.dtype}; convert it first"
+        )
+    if weight.dim() != 2:
+        raise ValueError(
+            f"weight must be 2-dimensional for a linear layer, got {tuple(weight.shape)}; "
+            "multiply by a stack of expert weights with fp4adam.grouped_linear"
+        )
+    device_type = input.device.type
+    # As for torch's own operators, autocast leaves float64 alone.
+    if torch.is_autocast_enabled(device_type) and input.dtype != torch.float64:
+        input = input.to(torch.get_autocast_dtype(device_type))
+    bias = None if bias is None else bias.to(input.dtype)
+    is_scaled = scaled_matmul.has_quantized_operands(weight.quantizer)
+    if torch._C._are_functorch_transforms_active():
+        if is_scaled:
+            raise NotImplementedError(
+                "weight must be quantized alone for torch.func transforms, got one with "
+                f"{weight.quantizer.operands}; quantize the model with Recipe(weights)"
+            )
+        # torch.func has rules for every operator, but none for an autograd function without them.
+        return F.linear(input, weight.to(input.dtype), bias)
+    if is_scaled:
+        scaled_matmul.check_weight(weight)
+        # Its blocks and its padding would come up before the shape does.
+        if input.shape[-1:] != weight.shape[1:]:
+            raise ValueError(
+                f"input must be [..., {weight.shape[1]}] for a weight {tuple(weight.shape)}, got "
+                f"{tuple(input.shape)}; it is to end with in_features"
+            )
+        return _ScaledLinear.apply(input, weight, bias)
+    return _QuantizedLinear.apply(input, weight, bias)

@@ -1,0 +1,284 @@
+"""Turning the weights of a model into quantized parameters."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules import module as nn_module
+
+from fp4adam.distributed.dtensor import local
+from fp4adam.formats.scale_groups import (
+    ScaleGroups,
+    form_scale_group,
+    resolve_scale_groups,
+    write_together,
+)
+from fp4adam.nn import scaled_matmul
+from fp4adam.nn.recipe import Recipe, resolve_recipe
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.quantizer import Quantizer, check_dtype
+
+Filter = Callable[[nn.Module, str], bool]
+
+# The names that GPT, Llama, Megatron, GPT-NeoX, timm and Hugging Face heads go by.
+OUTPUT_HEADS = frozenset(
+    ("lm_head", "head", "output", "output_layer", "embed_out", "classifier", "score", "logits")
+)
+
+
+def check_module(model: nn.Module) -> None:
+    """Raise TypeError if something else is given for a model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be an nn.Module, got {type(model).__name__}; pass the model itself"
+        )
+
+
+def _check_filter(filter: Filter | None) -> None:
+    if not (filter is None or callable(filter)):
+        raise TypeError(
+            f"filter must be a function of a module and its name, got {filter!r}; pass "
+            "lambda module, name: name != 'head'"
+        )
+
+
+def is_hidden_linear(module: nn.Module, name: str) -> bool:
+    """The default filter: every linear layer but an output head.
+
+    Embeddings, norms and the output head stay in high precision, as in NVIDIA's NVFP4
+    pre-training recipe (arXiv:2509.25149, section 4.1).
+    """
+    return name.rpartition(".")[2] not in OUTPUT_HEADS
+
+
+def quantize_model(
+    model: nn.Module,
+    recipe: str | Quantizer | Recipe,
+    filter: Filter | None = None,
+    *,
+    scale_groups: ScaleGroups = (),
+) -> nn.Module:
+    """Quantize the weights of the linear layers of ``model``, in place.
+
+    Each weight becomes a parameter of the recipe's format with the same name and the same nominal
+    dtype. Tied weights stay tied; one that something else uses as well, such as an embedding or a
+    layer that ``filter`` refuses, is left alone. The value before quantization is kept until
+    ``FP4Adam`` takes it over as master weight at the first step
+    (``param.clear_high_precision_init_val()`` frees it for inference).
+
+    Args:
+        model: Its ``nn.Linear`` modules, subclasses included, are candidates.
+        recipe: "nvfp4", "mxfp8", "float8block", a quantizer, or a :class:`fp4adam.Recipe`, which
+            says what the matmuls quantize beside the weights.
+        filter: ``filter(module, name) -> bool`` says which candidates are quantized;
+            :func:`is_hidden_linear` by default. Names are those of ``model.named_modules()``.
+        scale_groups: Which NVFP4 weights share one amax, the largest of theirs, from now on, in
+            training by ``FP4Adam`` as well: lists of names (of ``model.named_parameters()``), or a
+            rule ``rule(name) -> key`` that gives members of a group the same key and others None.
+            :func:`hf_scale_groups` joins what servers of Hugging Face models fuse. Other formats
+            have nothing to share, and a rule changes nothing then.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: If a selected layer has a shape that the format cannot hold or the recipe's
+            matmuls cannot take, or a weight that is not a parameter yet (lazy layers) or any more
+            (parametrizations). If a member of a scale group is not a weight that becomes NVFP4, or
+            is in two groups.
+        TypeError: If a selected weight is not float32, bfloat16 or float16, or an argument is of
+            another kind.
+
+    Nothing has been changed when it raises. Create the optimizer after this call: the parameters
+    are new objects.
+    """
+    quantizer = resolve_recipe(recipe)
+    check_module(model)
+    _check_filter(filter)
+    selected = filter or is_hidden_linear
+    _quantize_layers(model.named_modules(), quantizer, selected, scale_groups)
+    return model
+
+
+def _quantize_layers(
+    named_modules: Iterable[tuple[str, nn.Module]],
+    quantizer: Quantizer,
+    selected: Filter,
+    scale_groups: ScaleGroups,
+) -> None:
+    layers: dict[nn.Parameter, list[tuple[str, nn.Linear]]] = {}
+    left_alone = set()
+    for name, module in named_modules:
+        params = dict(module.named_parameters(recurse=False))
+        if isinstance(module, nn.Linear) and selected(module, name):
+            weight = params.pop("weight", None)
+            if not isinstance(weight, QuantizedTensor):
+                _check_parameter(name, weight)
+                layers.setdefault(weight, []).append((name, module))
+        left_alone.update(params.values())
+    chosen = [(weight, users) for weight, users in layers.items() if weight not in left_alone]
+    for weight, users in chosen:
+        _check_value(quantizer, users[0][0], weight)
+    weights = [weight for weight, _ in chosen]
+    names = [f"{users[0][0]}.weight" for _, users in chosen]
+    groups = resolve_scale_groups(scale_groups, weights, names, [quantizer] * len(chosen))
+    params = [_empty_parameter(quantizer, weight) for weight in weights]
+    for param, name in zip(params, names, strict=True):
+        param._origin.name = name
+    for group in groups:
+        form_scale_group([params[i] for i in group], [names[i] for i in group])
+    alone = sorted({*range(len(chosen))}.difference(*groups))
+    for members in (*groups, *([i] for i in alone)):
+        real = [i for i in members if not weights[i].is_meta]
+        write_together([params[i] for i in real], [weights[i].detach() for i in real])
+    for param, (weight, users) in zip(params, chosen, strict=True):
+        param._high_precision_init_val = weight.detach()
+        for _, module in users:
+            module.weight = param
+
+
+def _check_parameter(name: str, weight: nn.Parameter | None) -> None:
+    if isinstance(weight, DTensor):
+        raise ValueError(
+            f"weight of layer {name!r} must be whole to be quantized, got a DTensor; call "
+            "fully_shard after quantize_model"
+        )
+    if weight is None or isinstance(weight, nn.UninitializedParameter):
+        state = "none" if weight is None else "one without a shape"
+        raise ValueError(
+            f"weight of layer {name!r} must be an ordinary parameter, got {state}; quantize before "
+            "adding a parametrization and after the first forward pass of a lazy layer, or leave "
+            "this layer in high precision (filter=...)"
+        )
+
+
+def _check_value(quantizer: Quantizer, name: str, weight: nn.Parameter) -> None:
+    try:
+        check_dtype("weight", weight.dtype)
+        quantizer.check_shape(tuple(weight.shape))
+        if scaled_matmul.has_quantized_operands(quantizer):
+            scaled_matmul.check_shape(quantizer, tuple(weight.shape))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"layer {name!r}: {error}") from None
+
+
+def _empty_parameter(quantizer: Quantizer, weight: nn.Parameter) -> nn.Parameter:
+    empty = quantizer.make_empty(tuple(weight.shape), weight.dtype, weight.device)
+    return nn.Parameter(empty, weight.requires_grad)
+
+
+def use_plain_state_dict(model: nn.Module) -> nn.Module:
+    """Make ``model.state_dict()`` return plain tensors of the nominal dtypes, in place.
+
+    For programs that save models by memory address, as safetensors does. Loaded into a quantized
+    model, and the optimizer's state after them, such values give back every byte: the masters say
+    what the weights are. DTensors stay as they are.
+
+    Args:
+        model: Its quantized parameters, those of later calls of :func:`quantize_model` included.
+
+    Returns:
+        ``model``. Its ``load_state_dict`` raises a ValueError where plain values would take the
+        place of quantized parameters (``assign=True``).
+    """
+    model.register_state_dict_post_hook(_dequantize_values)
+    model.register_load_state_dict_pre_hook(_refuse_plain_parameters)
+    return model
+
+
+def _dequantize_values(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    for name, value in state_dict.items():
+        if isinstance(value, QuantizedTensor) and name.startswith(prefix):
+            state_dict[name] = value.dequantize(value.dtype)
+
+
+def _refuse_plain_parameters(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    *args: Any,
+) -> None:
+    if not local_metadata.get("assign_to_params_buffers"):
+        return
+    for name, param in module.named_parameters(prefix.removesuffix(".")):
+        value = state_dict.get(name)
+        if isinstance(local(param), QuantizedTensor) and not (
+            value is None or isinstance(local(value), QuantizedTensor)
+        ):
+            raise ValueError(
+                f"assign must be False to load plain values of the quantized {name!r}, got True: "
+                "they would take its place and be trained in its stead; leave assign out (in "
+                "Accelerate, set cpu_ram_efficient_loading=False)"
+            )
+
+
+@contextlib.contextmanager
+def quantized_init(
+    recipe: str | Quantizer | Recipe,
+    filter: Filter | None = None,
+    *,
+    scale_groups: ScaleGroups = (),
+) -> Iterator[None]:
+    """Quantize the linear layers of every module that is built inside the ``with`` block.
+
+    Building and initialization run in high precision; the weights are quantized when the block
+    ends, and their high-precision values are kept for the optimizer, as by :func:`quantize_model`.
+    Nothing is quantized if the block ends by an exception. A module from before the block counts
+    as built inside once it becomes part of one that is.
+
+    Args:
+        recipe: "nvfp4", "mxfp8", "float8block", a quantizer, or a :class:`fp4adam.Recipe`, which
+            says what the matmuls quantize beside the weights.
+        filter: As for :func:`quantize_model`; names are relative to the outermost module that the
+            block built, or added to.
+        scale_groups: As for :func:`quantize_model`, with names as for ``filter``.
+
+    Raises:
+        ValueError, TypeError: At the end of the block, as :func:`quantize_model`.
+    """
+    quantizer = resolve_recipe(recipe)
+    _check_filter(filter)
+    # Whether each module that still exists is new; the order is that of first sight.
+    is_new: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+    def see(module: nn.Module) -> None:
+        members = (*module._parameters.values(), *module._modules.values())
+        is_new.setdefault(module, all(member is None for member in members))
+
+    def on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        see(module)
+
+    def on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
+        see(module)
+        if child is not None:
+            # Copies are built without registering anything, and have their members already.
+            is_new.setdefault(child, True)
+
+    handles = (
+        nn_module.register_module_parameter_registration_hook(on_parameter),
+        nn_module.register_module_module_registration_hook(on_module),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    seen = dict(is_new)
+    new = {part for module in seen if seen[module] for part in module.modules()}
+    children = {child for module in seen for child in module.children()}
+    named_modules = [
+        named for module in seen if module not in children for named in module.named_modules()
+    ]
+    selected = filter or is_hidden_linear
+    _quantize_layers(
+        named_modules,
+        quantizer,
+        lambda module, name: module in new and selected(module, name),
+        scale_groups,
+    )

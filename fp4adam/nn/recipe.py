@@ -1,0 +1,107 @@
+"""What the matmuls of linear layers quantize: weights, activations, gradients."""
+
+import dataclasses
+
+from fp4adam.formats.float8_block import Float8BlockQuantizer
+from fp4adam.formats.mxfp8 import MXFP8Quantizer
+from fp4adam.formats.nvfp4 import NVFP4Quantizer
+from fp4adam.tensors.quantizer import Operands, Quantizer
+
+RECIPES: dict[str, Quantizer] = {
+    "nvfp4": NVFP4Quantizer(),
+    "mxfp8": MXFP8Quantizer(),
+    "float8block": Float8BlockQuantizer(),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What linear layers quantize; by default the weights alone.
+
+    A matmul whose two operands are quantized runs on the block-scaled units of the GPU, in the
+    format of the weight: Float8Block on compute capability 9.0, MXFP8 and NVFP4 on 10.0 and later.
+    Every other one reads the dequantized weight. A CPU multiplies the decoded operands instead.
+    Stacks of weights are for :func:`fp4adam.grouped_linear`, which says what they can be.
+
+    ====================  ===============================  =======================================
+    matmul                runs on quantized operands with  and both blocks of
+    ====================  ===============================  =======================================
+    y = x W^T             activations                      Float8Block: 1x128 x 128x128; MXFP8: 32;
+                                                           NVFP4: 16
+    dx = dy W             gradients                        the same
+    dW = dy^T x           both, Float8Block only           1x128 x 1x128, along the tokens
+    ====================  ===============================  =======================================
+
+    Args:
+        weights: "nvfp4", "mxfp8", "float8block" or a quantizer.
+        activations: Quantize the inputs of linear layers.
+        gradients: Quantize the gradients of their outputs. They are rounded to nearest: gradients
+            in NVFP4 are known to need more than that.
+        emulate: Multiply decoded operands in FP32 everywhere, which a CPU always does.
+
+    Raises:
+        ValueError: If the name is unknown, or the weights lack the direction of a matmul.
+        TypeError: If ``weights`` is neither a name nor a quantizer, or another argument no bool.
+    """
+
+    weights: str | Quantizer
+    activations: bool = False
+    gradients: bool = False
+    emulate: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.weights, Recipe):
+            raise TypeError(
+                f"weights must be a format name or a quantizer, got {self.weights}; change "
+                "it with dataclasses.replace"
+            )
+        for name in Operands._fields:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(
+                    f"{name} must be True or False, got {getattr(self, name)!r}; operands have the "
+                    "format of the weights"
+                )
+        weights = resolve_recipe(self.weights)
+        for wanted, usage in ((self.activations, "rowwise"), (self.gradients, "columnwise")):
+            if wanted and not getattr(weights, usage):
+                name = "activations" if usage == "rowwise" else "gradients"
+                raise ValueError(
+                    f"{name}=True must have {usage} codes of the weights to multiply with, got "
+                    f"{weights}; make it with {usage}=True"
+                )
+
+    @property
+    def quantizer(self) -> Quantizer:
+        """The quantizer of the weights, which carries the rest to where they are used."""
+        weights = resolve_recipe(self.weights)
+        operands = Operands(self.activations, self.gradients, self.emulate)
+        # The optimizer then writes the scales as the GEMM reads them.
+        swizzled = (self.activations or self.gradients) and not isinstance(
+            weights, Float8BlockQuantizer
+        )
+        return dataclasses.replace(
+            weights, operands=operands, optimize_for_gemm=swizzled or weights.optimize_for_gemm
+        )
+
+
+def resolve_recipe(recipe: str | Quantizer | Recipe) -> Quantizer:
+    """The quantizer of weights that a recipe stands for.
+
+    Raises:
+        ValueError: If the name is unknown.
+        TypeError: If it is neither a name, a quantizer nor a recipe.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe.quantizer
+    if isinstance(recipe, Quantizer):
+        return recipe
+    if not isinstance(recipe, str):
+        raise TypeError(
+            f"recipe must be a format name or a quantizer, got {type(recipe).__name__}; "
+            f"pass one of {', '.join(RECIPES)}"
+        )
+    if recipe not in RECIPES:
+        raise ValueError(
+            f"recipe must be one of {', '.join(RECIPES)} or a quantizer, got {recipe!r}"
+        )
+    return RECIPES[recipe]

@@ -1,0 +1,181 @@
+"""The Adam update: its scalars, and its arithmetic in plain torch operators.
+
+``fp4adam.kernels.adam.adam_tile`` does the same operations in the same order. Every one is a single
+correctly rounded float32 operation (float64 for float64 parameters), so both give the same bits.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp4adam.optim.memory_layout import memory_order
+from fp4adam.tensors import pieces
+
+
+class Scalars(NamedTuple):
+    """What one update takes from the hyper-parameters; computed in float64, used in float32.
+
+    Attributes:
+        grad_factor: 1, or -1 to maximize.
+        decay: 1 - lr * weight_decay, or weight_decay where decay is added to the gradient (L2).
+        lerp_weight: 1 - beta1 if that is below 1/2, else -beta1 (see :func:`adam_`).
+        beta2: Decay rate of the second moment.
+        one_minus_beta2: 1 - beta2.
+        eps: Term added to the denominator.
+        step_size: lr / (1 - beta1**step).
+        rsqrt_bias_correction2: 1 / sqrt(1 - beta2**step).
+        dither_step: Number of the update modulo 2**24, for the dither of narrow states.
+    """
+
+    grad_factor: float
+    decay: float
+    lerp_weight: float
+    beta2: float
+    one_minus_beta2: float
+    eps: float
+    step_size: float
+    rsqrt_bias_correction2: float
+    dither_step: float
+
+
+def moves(group: Mapping[str, Any]) -> bool:
+    """Whether updates of a parameter group change values, and not just moments."""
+    return float(group["lr"]) > 2.0**-149  # float32 cannot tell less from zero
+
+
+def adam_scalars(group: Mapping[str, Any], step: float) -> Scalars:
+    """The scalars of a parameter group for its update number ``step`` (1 for the first)."""
+    lr = float(group["lr"])
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    weight_decay = float(group["weight_decay"])
+    bias_correction1 = bias_correction2 = 1.0
+    if group["bias_correction"]:
+        bias_correction1, bias_correction2 = 1 - beta1**step, 1 - beta2**step
+    return Scalars(
+        grad_factor=-1.0 if group["maximize"] else 1.0,
+        decay=1 - lr * weight_decay if group["adam_w_mode"] else weight_decay,
+        lerp_weight=1 - beta1 if 1 - beta1 < 0.5 else -beta1,
+        beta2=beta2,
+        one_minus_beta2=1 - beta2,
+        eps=float(group["eps"]),
+        step_size=lr / bias_correction1 if moves(group) else 0.0,
+        rsqrt_bias_correction2=1 / math.sqrt(bias_correction2),
+        dither_step=step % 2**24,
+    )
+
+
+def adam_(
+    value: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor | None,
+    scalars: Scalars,
+    adam_w_mode: bool,
+    grad_scale: Tensor | None = None,
+    clip: Tensor | None = None,
+) -> None:
+    """Update ``value`` and the moments in place by one Adam step.
+
+    Args:
+        value: The parameter or its master copy; 16-bit values are widened and rounded back.
+        grad: Gradient of the same shape, any floating dtype.
+        exp_avg: First moment, float32 (float64 for float64 parameters).
+        exp_avg_sq: Second moment, same dtype.
+        max_exp_avg_sq: Largest second moment so far (AMSGrad), or None.
+        scalars: See :class:`Scalars`.
+        adam_w_mode: Whether decay shrinks the value (AdamW) or is added to the gradient (L2).
+        grad_scale: float32 one-element tensor that the gradient is to be divided by, or None.
+        clip: float32 one-element tensor that it is multiplied by after that, or None.
+
+    Source: arXiv:1711.05101, algorithm 2; arXiv:1904.09237 for AMSGrad.
+    """
+    factor = None if scalars.grad_factor == 1 else scalars.grad_factor
+    if grad_scale is not None:
+        factor = grad_scale.reshape(()).reciprocal() * scalars.grad_factor
+    if clip is not None:
+        factor = clip.reshape(()) if factor is None else clip.reshape(()) * factor
+    tensors = [value, grad, exp_avg, exp_avg_sq]
+    if max_exp_avg_sq is not None:
+        tensors.append(max_exp_avg_sq)
+    parts = _cut(tensors)
+    # All parts share this memory, which stays unmapped where an update does without it.
+    shape = parts[0][0].shape
+    scratch = (
+        exp_avg.new_empty(shape, dtype=torch.float64),
+        *exp_avg.new_empty(4, *shape).unbind(),
+    )
+    for part in parts:
+        if part[0].shape != shape:
+            scratch = tuple(t[: len(part[0])] for t in scratch)
+        _update_(part, scratch, scalars, adam_w_mode, factor)
+
+
+def _cut(tensors: list[Tensor]) -> list[tuple[Tensor, ...]]:
+    """Cut tensors of one shape alike into views for a CPU; only the last may be smaller."""
+    value = tensors[0]
+    size = pieces.numel()
+    if not value.is_cpu or value.numel() <= size:
+        return [tuple(tensors)]
+    order = memory_order(value)
+    tensors = [t.permute(order) for t in tensors]
+    if all(t.is_contiguous() for t in tensors):
+        parts = [t.view(-1).split(size) for t in tensors]
+    else:
+        parts = [t.split(max(1, size // t[0].numel())) for t in tensors]
+    return list(zip(*parts, strict=True))
+
+
+def _update_(
+    tensors: tuple[Tensor, ...],
+    scratch: tuple[Tensor, ...],
+    s: Scalars,
+    adam_w_mode: bool,
+    factor: float | Tensor | None,
+) -> None:
+    """Update one part. ``scratch``: a float64 tensor and four in the dtype of the moments."""
+    value, grad, exp_avg, exp_avg_sq, *max_exp_avg_sq = tensors
+    wide, denominator, change, g, p = scratch
+    dtype = exp_avg.dtype
+    p = value if value.dtype == dtype else p.copy_(value)
+    if grad.dtype == dtype and factor is None and adam_w_mode:
+        g = grad
+    else:
+        g.copy_(grad)
+    if factor is not None:
+        g.mul_(factor)
+    if not adam_w_mode:
+        g.add_(torch.mul(p, s.decay, out=change))
+
+    torch.mul(g, s.one_minus_beta2, out=change).mul_(g)
+    largest = exp_avg_sq.mul_(s.beta2).add_(change)
+    for maximum in max_exp_avg_sq:
+        largest = torch.maximum(maximum, exp_avg_sq, out=maximum)
+    _sqrt(largest, wide, out=denominator).mul_(s.rsqrt_bias_correction2).add_(s.eps)
+
+    # Interpolate from the nearer end: exact for beta1 = 0, as torch.lerp does.
+    base = exp_avg if s.lerp_weight > 0 else g
+    torch.sub(g, exp_avg, out=change).mul_(s.lerp_weight)
+    torch.add(base, change, out=exp_avg)
+
+    if s.step_size != 0:  # A step of length zero leaves the value alone, its sign of zero included.
+        torch.mul(exp_avg, s.step_size, out=change).div_(denominator)
+        if adam_w_mode:
+            p.mul_(s.decay)
+        p.sub_(change)
+        if p is not value:
+            value.copy_(p)
+
+
+def _sqrt(x: Tensor, wide: Tensor, out: Tensor) -> Tensor:
+    """Correctly rounded square root of float32; torch's own of float64."""
+    if x.dtype == torch.float64:
+        return torch.sqrt(x, out=out)
+    # torch's float32 square root on the CPU is off by one ulp for 0.6 % of the values (2.11, 2.13),
+    # its float64 one is slow on some. Root and two divisions in float64 are wrong by less than
+    # 3 * 2**-53 of the result. No root of a float32 is closer than 4 * 2**-53 to a tie of float32:
+    # the tie's square has odd multiples of 1/4 in units where the float32 is an integer.
+    return out.copy_(wide.copy_(x).rsqrt_().reciprocal_())

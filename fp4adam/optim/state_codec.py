@@ -1,0 +1,348 @@
+"""How optimizer states are stored in 8 or 16 bits: codes, scales of their blocks, and dither.
+
+A moving average that changes by less than half a step between codes would never move if it were
+rounded to nearest. So what a code has no room for decides how likely the number is rounded up, and
+the average comes out right over the steps. What stands for chance is a lattice of element and step
+(:func:`dither_bits`): its low discrepancy makes the error smaller than random numbers would, it
+takes one multiplication, and a resumed run draws the same bits.
+
+Scales are powers of two, one byte per 32 consecutive elements: decoding is exact (above 2**-126),
+and a decoded value is encoded to itself whatever its dither.
+
+``fp4adam.kernels.tiles.state`` has the same codecs as tile functions and gives the same bits.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp4adam.formats.minifloat import e8m0_reciprocal, e8m0_value
+
+STATE_BLOCK = 32
+
+_MAGNITUDE = 0x7FFFFFFF
+_INFINITY = 0x7F800000
+_NAN_SCALE = 255
+# 2**32 / p and 2**32 / p**2 with p**3 = p + 1, made odd: a lattice of low discrepancy in the plane.
+_PER_ELEMENT = 0xC13FA9A9
+_PER_STEP = 0x91E10DA5
+
+
+def dither_origin(first: int, step: int) -> int:
+    """The dither of element ``first`` of a flattened tensor in update number ``step``, 32 bits."""
+    return (first * _PER_ELEMENT + step * _PER_STEP) % 2**32
+
+
+def dither_bits(first: int, count: int, step: int, device: torch.device | None = None) -> Tensor:
+    """Dither of the elements ``first`` to ``first + count - 1`` of a flattened tensor.
+
+    Args:
+        first: Index of the first element.
+        count: Number of elements.
+        step: Number of the update.
+        device: Where to.
+
+    Returns:
+        int32 [count]; its bits, read as an unsigned number over 2**32, are the dither in [0, 1).
+    """
+    origin = _as_int32(dither_origin(first, step))
+    index = torch.arange(count, dtype=torch.int32, device=device)
+    return index.mul_(_as_int32(_PER_ELEMENT)).add_(origin)
+
+
+def _as_int32(x: int) -> int:
+    return (x + 2**31) % 2**32 - 2**31
+
+
+def _upper_bits(dither: Tensor | None, count: int) -> Tensor | int:
+    """The upper bits of the dither; half their range, to round to nearest, if it is None."""
+    return 1 << (count - 1) if dither is None else dither >> (32 - count) & (1 << count) - 1
+
+
+class StateCodec(ABC):
+    """One way of storing float32 numbers; works on flat tensors, in the order of memory.
+
+    Attributes:
+        name: What the kernels call it.
+        dtype: Of the codes.
+        scaled: Whether every 32 codes share a scale.
+        exact: Whether the codes are the numbers themselves.
+    """
+
+    name: str
+    dtype: torch.dtype
+    scaled = False
+    exact = False
+
+    @abstractmethod
+    def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Round float32 numbers to codes and scales.
+
+        Args:
+            x: float32 [n], contiguous.
+            dither: int32 [n] from :func:`dither_bits`; None rounds to nearest, ties away from zero.
+
+        Returns:
+            Codes [n], and uint8 scales [ceil(n / 32)] or None.
+        """
+
+    @abstractmethod
+    def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+        """float32 [n] of codes [n] and scales."""
+
+    def zeros_like(self, param: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Codes in the layout of ``param``, and scales, that mean zero: all their bits are zero."""
+        codes = torch.zeros_like(param, dtype=self.dtype, memory_format=torch.preserve_format)
+        if not self.scaled:
+            return codes, None
+        n_blocks = -(-param.numel() // STATE_BLOCK)
+        return codes, torch.zeros(n_blocks, dtype=torch.uint8, device=param.device)
+
+
+class Float32(StateCodec):
+    """The numbers themselves."""
+
+    name = "float32"
+    dtype = torch.float32
+    exact = True
+
+    def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, None]:
+        return x, None
+
+    def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+        return codes
+
+
+class Plain(Float32):
+    """What Adam updates, in its own dtype, rounded to nearest."""
+
+    name = "plain"
+
+
+class Remainder(StateCodec):
+    """BF16 parameters; what they lack of their FP32 masters takes the place of the scales."""
+
+    name = "remainder"
+    dtype = torch.bfloat16
+
+    def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return split_master(x)
+
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return join_master(codes, scales)
+
+
+class Float64(Float32):
+    """The numbers of FP64 parameters."""
+
+    name = "float64"
+    dtype = torch.float64
+
+
+class BFloat16(StateCodec):
+    """BF16, which needs no scale; any NaN is 0x7FFF."""
+
+    name = "bfloat16"
+    dtype = torch.bfloat16
+
+    def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, None]:
+        bits = (x.view(torch.int32) + _upper_bits(dither, 16)) >> 16
+        bits.masked_fill_(x.isnan(), 0x7FFF)
+        return bits.to(torch.int16).view(torch.bfloat16), None
+
+    def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+        return codes.float()
+
+
+class BlockCodec(StateCodec):
+    """Codes relative to a scale, a power of two that follows from the largest magnitude of a block.
+
+    A block with a NaN or an Inf decodes to NaN throughout: its scale is 255.
+
+    Attributes:
+        top: Exponent of the largest code.
+        carry: Added to the bits of a magnitude, it carries into the exponent if the mantissa is
+            above that of the largest code. The scale is then twice as large, so that no dither
+            can round a number out of range.
+        nan_code: All codes of a block with a NaN.
+    """
+
+    scaled = True
+    top: int
+    carry: int
+    nan_code = 0
+
+    def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if x.numel() % STATE_BLOCK:
+            padding = (0, -x.numel() % STATE_BLOCK)
+            dither = None if dither is None else F.pad(dither, padding)
+            codes, scales = self.encode(F.pad(x, padding), dither)
+            return codes[: x.numel()], scales
+        blocks = x.view(-1, STATE_BLOCK)
+        amax = blocks.abs().amax(1, keepdim=True).view(torch.int32) & _MAGNITUDE
+        finite = amax < _INFINITY
+        scales = (((amax + self.carry) >> 23) - self.top).clamp_(min=0)
+        scales = torch.where(finite, scales, _NAN_SCALE)
+        dither = None if dither is None else dither.view_as(blocks)
+        codes = self._encode_blocks(blocks, scales, dither)
+        if not finite.all():
+            codes.masked_fill_(~finite, self.nan_code)
+        return codes.view(-1), scales.to(torch.uint8).view(-1)
+
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        if codes.numel() % STATE_BLOCK:
+            padding = (0, -codes.numel() % STATE_BLOCK)
+            return self.decode(F.pad(codes, padding), scales)[: codes.numel()]
+        return self._decode_blocks(codes.view(-1, STATE_BLOCK), scales.view(-1, 1)).view(-1)
+
+    @abstractmethod
+    def _encode_blocks(self, x: Tensor, scales: Tensor, dither: Tensor | None) -> Tensor:
+        """Codes of float32 [blocks, 32], with int32 scales [blocks, 1]; any where that is 255."""
+
+    @abstractmethod
+    def _decode_blocks(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """float32 [blocks, 32] of codes, with uint8 scales [blocks, 1]; NaN where that is 255."""
+
+
+class Float16(BlockCodec):
+    """FP16 numbers times 2**(scale - 127); what would be subnormal is zero."""
+
+    name = "float16"
+    dtype = torch.float16
+    top = 15
+    carry = 0x1FFF
+
+    def _encode_blocks(self, x: Tensor, scales: Tensor, dither: Tensor | None) -> Tensor:
+        x = x * e8m0_reciprocal(scales)
+        bits = (x.view(torch.int32) + _upper_bits(dither, 13)).bitwise_and_(-(1 << 13))
+        return bits.view(torch.float32).masked_fill_(x.abs() < 2.0**-14, 0.0).half()
+
+    def _decode_blocks(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return codes.float() * e8m0_value(scales)
+
+
+class E4M3(BlockCodec):
+    """E4M3 numbers times 2**(scale - 127), as in MXFP8; what would be subnormal is zero.
+
+    Rounding a small number up in steps of its block's largest one could make it many times as
+    large, and so the update where the second moment is that small too.
+    """
+
+    name = "e4m3"
+    dtype = torch.uint8
+    top = 8
+    carry = 0x1FFFFF
+
+    def _encode_blocks(self, x: Tensor, scales: Tensor, dither: Tensor | None) -> Tensor:
+        x = x * e8m0_reciprocal(scales)
+        magnitude = x.abs()
+        code = (magnitude.view(torch.int32) + _upper_bits(dither, 20) >> 20) - (120 << 3)
+        code.masked_fill_(magnitude < 2.0**-6, 0)
+        return (code | x.view(torch.int32) >> 24 & 0x80).to(torch.uint8)
+
+    def _decode_blocks(self, codes: Tensor, scales: Tensor) -> Tensor:
+        codes = codes.to(torch.int32)
+        # Exponent and mantissa in FP32's fields, then the bias corrected.
+        bits = (codes & 0x80) << 24 | (codes & 0x7F) << 20
+        return bits.view(torch.float32) * 2.0**120 * e8m0_value(scales)
+
+
+class UnsignedFloat(BlockCodec):
+    """Exponent and mantissa above the exponent of the scale, for squares, which have no sign.
+
+    Code c is the FP32 number with the bits ``(scale << 23) + (c << (23 - mantissa bits))``: the
+    largest number is in the uppermost binade. What lies below the lowest one, zero included, is
+    raised to it: in a denominator a number that is too large does no harm, and zero does. A block
+    of zeros has scale 0, where code 0 is zero.
+    """
+
+    def __init__(self, exponent_bits: int, mantissa_bits: int) -> None:
+        self.name = f"ue{exponent_bits}m{mantissa_bits}"
+        self.dtype = {8: torch.uint8, 16: torch.int16}[exponent_bits + mantissa_bits]
+        self.top = 2**exponent_bits - 1
+        self.dropped = 23 - mantissa_bits
+        self.carry = (1 << self.dropped) - 1
+        self.nan_code = 1 << (mantissa_bits - 1)
+
+    def _encode_blocks(self, x: Tensor, scales: Tensor, dither: Tensor | None) -> Tensor:
+        code = ((x.view(torch.int32) & _MAGNITUDE) - (scales << 23)).clamp_(min=0)
+        return (code + _upper_bits(dither, self.dropped) >> self.dropped).to(self.dtype)
+
+    def _decode_blocks(self, codes: Tensor, scales: Tensor) -> Tensor:
+        codes = codes.to(torch.int32) & 0xFFFF
+        bits = (scales.to(torch.int32) << 23) + (codes << self.dropped)
+        return bits.view(torch.float32)
+
+
+PLAIN = Plain()
+REMAINDER = Remainder()
+FLOAT64 = Float64()
+UE4M4 = UnsignedFloat(4, 4)
+UE5M11 = UnsignedFloat(5, 11)
+
+_CODECS: dict[str, dict[torch.dtype, StateCodec]] = {
+    "exp_avg": {
+        torch.float32: Float32(),
+        torch.bfloat16: BFloat16(),
+        torch.float16: Float16(),
+        torch.float8_e4m3fn: E4M3(),
+        torch.uint8: E4M3(),
+    },
+    "exp_avg_sq": {
+        torch.float32: Float32(),
+        torch.bfloat16: BFloat16(),
+        torch.float16: UE5M11,
+        torch.float8_e4m3fn: UE4M4,
+        torch.uint8: UE4M4,
+    },
+    "master_weight": {torch.float32: Float32(), torch.float16: Float16()},
+}
+
+# As the state is called whose dtype is master_weight_dtype.
+_CODECS["master_param"] = _CODECS["master_weight"]
+
+
+def state_codec(name: str, dtype: torch.dtype) -> StateCodec:
+    """The codec of a state.
+
+    Args:
+        name: "exp_avg", "exp_avg_sq" or "master_weight".
+        dtype: float32 or float16; for the moments also bfloat16, and float8_e4m3fn, which
+            Transformer Engine calls uint8. Squares are stored in that many bits, without a sign.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    codecs = _CODECS[name]
+    if dtype not in codecs:
+        known = ", ".join(str(known).removeprefix("torch.") for known in codecs)
+        raise ValueError(
+            f"{name}_dtype must be one of {known}, got {dtype}; torch.float32 loses nothing"
+        )
+    return codecs[dtype]
+
+
+def codec_of_codes(name: str, dtype: torch.dtype) -> StateCodec | None:
+    """The codec that stores a state in codes of this dtype and scales, if there is one."""
+    scaled = (codec for codec in _CODECS.get(name, {}).values() if codec.scaled)
+    return next((codec for codec in scaled if codec.dtype == dtype), None)
+
+
+def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Split float32 numbers into BF16 and what an INT16 remainder adds to their bits.
+
+    Returns:
+        BF16, to nearest with ties away from zero, and the remainders; NaN gives (0x7FC0, 0).
+    """
+    bits = master.view(torch.int32).masked_fill(master.isnan(), 0x7FC00000)
+    upper = (bits + 0x8000) >> 16
+    remainder = (bits - (upper << 16)).to(torch.int16)
+    return upper.to(torch.int16).view(torch.bfloat16), remainder
+
+
+def join_master(param: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 numbers that :func:`split_master` has split, bit for bit."""
+    upper = param.view(torch.int16).to(torch.int32)
+    return ((upper << 16) + remainder).view(torch.float32)

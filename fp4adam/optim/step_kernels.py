@@ -1,0 +1,243 @@
+"""The kernels of a step for tensors of one kind: which, on which tiles, with which constants."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp4adam.formats.float8_block import Float8BlockQuantizer
+from fp4adam.formats.mxfp8 import MXFP8Quantizer
+from fp4adam.formats.nvfp4 import NVFP4Quantizer
+from fp4adam.optim.state_codec import StateCodec
+from fp4adam.tensors.quantizer import Quantizer
+
+
+class Kind(NamedTuple):
+    """What must be equal among tensors that share a launch.
+
+    ``quantizer`` is None for plain parameters. ``group``: the ranks that have the other shards of
+    tensors with a common scale, None if there is nothing to agree on. ``write_dtype`` is the dtype
+    that the updated value is rounded to on its way to the parameter, None if nothing is written
+    beside the value.
+    """
+
+    quantizer: Quantizer | None
+    group: dist.ProcessGroup | None
+    grad_dtype: torch.dtype
+    value_dtype: torch.dtype
+    write_dtype: torch.dtype | None
+    value_codec: StateCodec
+    exp_avg_codec: StateCodec
+    exp_avg_sq_codec: StateCodec
+    adam_w_mode: bool
+    amsgrad: bool
+    is_contiguous: bool
+
+    @property
+    def has_scaled_states(self) -> bool:
+        """Whether 32 elements of a state share a scale."""
+        codecs = (self.value_codec, self.exp_avg_codec, self.exp_avg_sq_codec)
+        return any(codec.scaled for codec in codecs)
+
+    def step_options(self) -> dict[str, Any]:
+        """What all kernels take of it."""
+        return dict(
+            grad_dtype=self.grad_dtype,
+            write_dtype=self.write_dtype,
+            value_codec=self.value_codec.name,
+            exp_avg_codec=self.exp_avg_codec.name,
+            exp_avg_sq_codec=self.exp_avg_sq_codec.name,
+            adam_w_mode=self.adam_w_mode,
+            amsgrad=self.amsgrad,
+        )
+
+
+class Listed(NamedTuple):
+    """Tensors of one kind, for a launch.
+
+    Attributes:
+        shapes: Rows and columns of each, as in the table; plain ones have one column.
+        slots: A number for each: those with the same one share an amax, if they have some.
+        table: Their rows of the table of tensors, int64 on the device.
+        scalars: The scalars that these rows point to, float32 on the device.
+    """
+
+    shapes: list[tuple[int, int]]
+    slots: list[int]
+    table: Tensor
+    scalars: Tensor
+
+
+class FusedLaunch:
+    """The step of plain tensors.
+
+    Args:
+        kind: What the tensors have in common.
+        tensors: Which they are.
+    """
+
+    def __init__(self, kind: Kind, tensors: Listed) -> None:
+        from fp4adam.kernels import adam
+
+        shapes, _, table, scalars = tensors
+        tiles = adam.flat_tiles([numel for numel, _ in shapes]).to(table.device)
+        step = adam.adam_step(
+            table, scalars, tiles, value_dtype=kind.value_dtype, **kind.step_options()
+        )
+        self._launches = [step]
+
+    def prepare(self, *signals: Tensor) -> None:
+        """Find what other ranks have to know before the step; ``signals`` as for the call."""
+
+    def __call__(self, *signals: Tensor) -> None:
+        """Step the tensors; ``signals`` are grad_scale, clip and found_inf, float32 [1] each."""
+        for launch in self._launches:
+            launch(*signals)
+
+
+class MXFP8Launch(FusedLaunch):
+    """One pass over MXFP8 tensors."""
+
+    def __init__(self, kind: Kind, tensors: Listed) -> None:
+        from fp4adam.kernels import mxfp8
+        from fp4adam.kernels.launch import tensor_table
+
+        shapes, _, table, scalars = tensors
+        lists = tensor_table.cover(shapes, mxfp8.STEP_TILE, mxfp8.EDGE_TILE)
+        tiles = tuple(part.to(table.device) for part in lists)
+        names = ("rowwise", "columnwise", "optimize_for_gemm")
+        usage = {name: getattr(kind.quantizer, name) for name in names}
+        self._launches = mxfp8.adam_step(table, scalars, tiles, **kind.step_options(), **usage)
+
+
+class Float8BlockLaunch(FusedLaunch):
+    """One pass over Float8Block tensors."""
+
+    def __init__(self, kind: Kind, tensors: Listed) -> None:
+        from fp4adam.kernels import float8_block
+
+        shapes, _, table, scalars = tensors
+        tiles = tuple(part.to(table.device) for part in float8_block.step_tiles(shapes))
+        names = (
+            "rowwise", "columnwise", "two_dimensional", "force_pow_2_scales", "amax_epsilon",
+        )  # fmt: skip
+        options = {name: getattr(kind.quantizer, name) for name in names}
+        self._launches = float8_block.adam_step(
+            table, scalars, tiles, **kind.step_options(), **options
+        )
+
+
+class NVFP4Launch(FusedLaunch):
+    """A look at the tiles that can hold the new amaxes, then one pass over NVFP4 tensors.
+
+    Shards look for the amaxes of their own rows, twice, so that these are certain; the largest ones
+    among the ranks are what the pass takes.
+
+    Attributes:
+        amaxes: float32 [n_slots], those of shards between :meth:`prepare` and the call.
+    """
+
+    def __init__(self, kind: Kind, tensors: Listed) -> None:
+        from fp4adam.kernels import amax_preview, nvfp4
+
+        shapes, slots, table, scalars = tensors
+        device = table.device
+        names = ("rowwise", "columnwise", "two_dimensional", "optimize_for_gemm")
+        usage = {name: getattr(kind.quantizer, name) for name in names}
+        options = kind.step_options()
+        tiles, n_whole = nvfp4.step_tiles(
+            shapes, kind.quantizer.two_dimensional, kind.has_scaled_states
+        )
+        tiles = tiles.to(device)
+        # Nothing is known at first: with these, all tiles are looked at.
+        tile_amaxes = torch.zeros(len(tiles), dtype=torch.float32, device=device)
+        n_slots = max(slots) + 1
+        slots = torch.tensor(slots, dtype=torch.int32, device=device)
+        amaxes = torch.zeros(2, n_slots, dtype=torch.float32, device=device)
+        exceeding = torch.zeros(n_slots, dtype=torch.float32, device=device)
+        self.amaxes = torch.zeros(n_slots, dtype=torch.float32, device=device)
+        self._is_shared = kind.group is not None
+        # The amaxes of one step are the old ones of the next: the two take turns.
+        self._turns = []
+        for old, new in ((amaxes[0], amaxes[1]), (amaxes[1], amaxes[0])):
+            looks = [
+                amax_preview.preview_amax(
+                    table,
+                    scalars,
+                    tiles,
+                    slots,
+                    tile_amaxes,
+                    old,
+                    new,
+                    exceeding,
+                    again=again,
+                    **options,
+                )
+                for again in ((False, True) if self._is_shared else (False,))
+            ]
+            written = self.amaxes if self._is_shared else new
+            steps = nvfp4.adam_step(
+                table,
+                scalars,
+                tiles,
+                n_whole,
+                slots,
+                written,
+                old,
+                tile_amaxes,
+                exceeding,
+                **options,
+                **usage,
+            )
+            requantize = amax_preview.requantize(
+                table,
+                tiles,
+                slots,
+                new,
+                exceeding,
+                write_dtype=kind.write_dtype,
+                value_codec=kind.value_codec.name,
+                **usage,
+            )
+            self._turns.append((old, new, looks, steps, requantize))
+        self._known = table, scalars, tiles, slots, tile_amaxes
+        self._exceeding = exceeding
+
+    def candidates(self) -> Tensor:
+        """Which tiles the preview looks into at the next call, bool [n_tiles]; for diagnosis."""
+        from fp4adam.kernels import amax_preview
+
+        return amax_preview.candidates(*self._known, self._turns[0][0])
+
+    def _look(self, *signals: Tensor) -> None:
+        for launch in self._turns[0][2]:
+            launch(*signals)
+
+    def prepare(self, *signals: Tensor) -> None:
+        if self._is_shared:
+            self._look(*signals)
+            self.amaxes.copy_(self._turns[0][1])
+
+    def __call__(self, *signals: Tensor) -> None:
+        if not self._is_shared:
+            self._look(*signals)
+        _, _, _, steps, requantize = self._turns[0]
+        for launch in steps:
+            launch(*signals)
+        if not self._is_shared:
+            requantize()
+        self._turns.reverse()
+
+
+LAUNCHES: dict[type[Quantizer] | None, type[FusedLaunch]] = {
+    None: FusedLaunch,
+    NVFP4Quantizer: NVFP4Launch,
+    MXFP8Quantizer: MXFP8Launch,
+    Float8BlockQuantizer: Float8BlockLaunch,
+}
+
+
+def fused_launch(kind: Kind, tensors: Listed) -> FusedLaunch:
+    """The launch for tensors of a kind."""
+    return LAUNCHES[None if kind.quantizer is None else type(kind.quantizer)](kind, tensors)

@@ -1,0 +1,163 @@
+"""States of one parameter as they are stored: whole ones for checkpoints, pieces of them for steps.
+
+What a codec makes of numbers is flat, in the order of memory; a state has the shape of its
+parameter.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp4adam.optim.adam import Scalars, adam_
+from fp4adam.optim.memory_layout import memory_order
+from fp4adam.optim.optimizer_state import state_like
+from fp4adam.optim.state_codec import (
+    PLAIN,
+    REMAINDER,
+    STATE_BLOCK,
+    StateCodec,
+    codec_of_codes,
+    dither_bits,
+)
+
+# Elements of which a step has FP32 copies at a time: per thread of a CPU, and on another device.
+_CPU_PIECE = 2**16
+_DEVICE_PIECE = 2**24
+
+
+class StoredState(NamedTuple):
+    """A state of a parameter.
+
+    Attributes:
+        codec: How it is stored.
+        codes: In the shape of the parameter, dense.
+        scales: uint8 [ceil(n / 32)], in the order of memory, or None.
+    """
+
+    codec: StateCodec
+    codes: Tensor
+    scales: Tensor | None
+
+    @classmethod
+    def of(cls, state: dict[str, Any], name: str, codec: StateCodec) -> "StoredState":
+        """The state ``name`` of a parameter's state in the optimizer."""
+        return cls(codec, state[name], state[f"{name}_scale"] if codec.scaled else None)
+
+    @classmethod
+    def of_saved(cls, saved: dict[str, Any], name: str) -> "StoredState":
+        """The state ``name`` of a checkpoint, of codes and scales or of plain numbers."""
+        scales = saved.get(f"{name}_scale")
+        codec = PLAIN if scales is None else codec_of_codes(name, saved[name].dtype)
+        return cls(codec, saved[name], scales)
+
+    def put_into(self, state: dict[str, Any], name: str) -> None:
+        """Make it the state ``name``."""
+        state[name] = self.codes
+        state.pop(f"{name}_scale", None)
+        if self.scales is not None:
+            state[f"{name}_scale"] = self.scales
+
+    def decode(self) -> Tensor:
+        """The numbers, float32 in the layout of the codes; no copy of what is stored exactly."""
+        if self.codec.exact:
+            return self.codes
+        order = memory_order(self.codes)
+        codes = self.codes.permute(order)
+        x = self.codec.decode(codes.reshape(-1), self.scales).view(codes.shape)
+        return x.permute(_inverse(order))
+
+    @classmethod
+    def encode(cls, codec: StateCodec, x: Tensor) -> "StoredState":
+        """Store float32 numbers, dense, each as the nearest code."""
+        if codec.exact:
+            return cls(codec, x, None)
+        order = memory_order(x)
+        codes, scales = codec.encode(x.permute(order).reshape(-1))
+        codes = codes.view(x.permute(order).shape).permute(_inverse(order))
+        return cls(codec, codes, scales)
+
+
+def restored(saved: StoredState, codec: StateCodec, param: Tensor) -> StoredState:
+    """A saved state of ``param`` as ``codec`` stores it, in memory of its own."""
+    codes, scales = codec.zeros_like(param)
+    if saved.codec.name == codec.name and saved.codes.stride() == codes.stride():
+        codes.copy_(saved.codes)
+        if scales is not None:
+            scales.copy_(saved.scales)
+        return StoredState(codec, codes, scales)
+    return StoredState.encode(codec, state_like(param).copy_(saved.decode()))
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+def adam_stored_(
+    value: StoredState,
+    grad: Tensor,
+    exp_avg: StoredState,
+    exp_avg_sq: StoredState,
+    max_exp_avg_sq: Tensor | None,
+    scalars: Scalars,
+    adam_w_mode: bool,
+    grad_scale: Tensor | None = None,
+    clip: Tensor | None = None,
+    first_element: int = 0,
+) -> None:
+    """:func:`fp4adam.optim.adam.adam_` on stored states, which exist in FP32 a piece at a time.
+
+    ``first_element``: Index of the first one in what this is a shard of, for the dither.
+    """
+    stored = (value, exp_avg, exp_avg_sq)
+    options = (scalars, adam_w_mode, grad_scale, clip)
+    if all(s.codec.exact for s in stored):
+        codes = (s.codes for s in stored[1:])
+        return adam_(value.codes, grad, *codes, max_exp_avg_sq, *options)
+    order = memory_order(exp_avg.codes)
+    # A remainder is cut like the numbers, and not like scales.
+    remainder = value.scales if value.codec is REMAINDER else None
+    tensors = [
+        None if t is None else t.permute(order)
+        for t in (*(s.codes for s in stored), grad, max_exp_avg_sq, remainder)
+    ]
+    first = 0
+    for *codes, g, largest, rest in _pieces(tensors):
+        shape, n = g.shape, g.numel()
+        blocks = slice(first // STATE_BLOCK, -(-(first + n) // STATE_BLOCK))
+        scales = [None if s.scales is None else s.scales[blocks] for s in stored]
+        if rest is not None:
+            scales[0] = rest.reshape(-1)
+        numbers = [
+            piece if s.codec.exact else s.codec.decode(piece.reshape(-1), scale).view(shape)
+            for s, piece, scale in zip(stored, codes, scales, strict=True)
+        ]
+        adam_(numbers[0], g, *numbers[1:], largest, *options)
+        dither = dither_bits(first_element + first, n, int(scalars.dither_step), g.device)
+        for s, piece, scale, x in zip(stored, codes, scales, numbers, strict=True):
+            if not s.codec.exact:
+                new_codes, new_scales = s.codec.encode(x.view(-1), dither)
+                piece.copy_(new_codes.view(shape))
+                if s is value and rest is not None:
+                    rest.copy_(new_scales.view(shape))
+                elif scale is not None:
+                    scale.copy_(new_scales)
+        first += n
+
+
+def _pieces(tensors: list[Tensor | None]) -> Iterator[tuple[Tensor | None, ...]]:
+    """Cut tensors of one shape alike into views of whole blocks; None stays None."""
+    given = [t for t in tensors if t is not None]
+    if all(t.is_contiguous() for t in given):
+        tensors = [None if t is None else t.view(-1) for t in tensors]
+    first = next(t for t in tensors if t is not None)
+    per_row = first[0].numel() if first.numel() else 1
+    size = torch.get_num_threads() * _CPU_PIECE if first.is_cpu else _DEVICE_PIECE
+    rows_per_block = STATE_BLOCK // math.gcd(STATE_BLOCK, per_row)
+    rows = max(size // per_row // rows_per_block, 1) * rows_per_block
+    n_pieces = -(-first.shape[0] // rows)
+    yield from zip(
+        *([None] * n_pieces if t is None else t.split(rows) for t in tensors), strict=True
+    )

@@ -1,0 +1,298 @@
+"""The operators that keep a quantized tensor quantized, each with who needs it.
+
+All others see the dequantized values; those that would write into them are refused.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp4adam.tensors import row_window
+from fp4adam.tensors.quantized_tensor import (
+    QuantizedTensor,
+    implements_function,
+    implements_operator,
+)
+from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
+
+aten = torch.ops.aten
+
+
+# nn.Parameter, state_dict and .data share the storage of the tensor that they wrap.
+@implements_operator(aten.detach.default, aten.alias.default)
+def _detach(func: Callable, tensor: QuantizedTensor) -> QuantizedTensor:
+    return tensor._alias()
+
+
+@implements_operator(aten.clone.default)
+def _clone(
+    func: Callable, tensor: QuantizedTensor, memory_format: torch.memory_format | None = None
+) -> QuantizedTensor:
+    return tensor._map_storage(torch.clone)
+
+
+# Module.to, .cuda, .cpu, .bfloat16: bytes move, the nominal dtype changes, nothing is rounded.
+@implements_operator(aten._to_copy.default)
+def _to_copy(
+    func: Callable,
+    tensor: QuantizedTensor,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool = False,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
+        return tensor._read(dtype).to(device=device)
+
+    def move(inner: Tensor) -> Tensor:
+        return inner.to(device=device, non_blocking=non_blocking, copy=True)
+
+    moved = tensor._map_storage(move, dtype)
+    kept = tensor._high_precision_init_val
+    if kept is not None:
+        moved._high_precision_init_val = kept if kept.is_meta else move(kept)
+    return moved
+
+
+# Module.to_empty; an explicit dtype asks for a plain tensor, as for optimizer state.
+@implements_operator(aten.empty_like.default)
+def _empty_like(
+    func: Callable,
+    tensor: QuantizedTensor,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    device = tensor.device if device is None else device
+    if dtype is not None:
+        return torch.empty(tensor.shape, dtype=dtype, device=device)
+    if tensor._origin.whole is not None or not row_window.is_all(tensor):
+        empty = tensor._map_storage(lambda inner: torch.zeros_like(inner, device=device))
+    else:
+        empty = tensor.quantizer.make_empty(tuple(tensor.shape), tensor.dtype, device)
+    if tensor._high_precision_init_val is not None:
+        empty._high_precision_init_val = tensor._high_precision_init_val.to("meta")
+    return empty
+
+
+# FSDP2 splits a parameter and allocates each shard; checkpoints are resharded by slices.
+@implements_operator(aten.split.Tensor)
+def _split(func: Callable, tensor: QuantizedTensor, size: int, dim: int = 0) -> Any:
+    tensor._piece = tuple(
+        min(size, n) if i == dim % tensor.dim() else n for i, n in enumerate(tensor.shape)
+    )
+    if dim % tensor.dim() or not tensor.quantizer.row_pitch:
+        return func(tensor._read(), size, dim)
+    starts = range(0, max(tensor.shape[0], 1), max(size, 1))
+    return [_rows(tensor, start, min(start + size, tensor.shape[0])) for start in starts]
+
+
+@implements_operator(aten.slice.Tensor)
+def _slice(
+    func: Callable,
+    tensor: QuantizedTensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Tensor:
+    start, end, step = slice(start, end, step).indices(tensor.shape[dim])
+    if (start, step) == (0, 1) and end >= tensor.shape[dim]:
+        return tensor._alias()
+    if dim % tensor.dim() or step != 1 or not tensor.quantizer.row_pitch:
+        return func(tensor._read(), dim, start, end, step)
+    return _rows(tensor, start, max(start, end))
+
+
+def _rows(tensor: QuantizedTensor, start: int, end: int) -> QuantizedTensor:
+    """The window on indices of the first dimension."""
+    shape = (end - start, *tensor.shape[1:])
+    return tensor._alias(shape, start * math.prod(tensor.shape[1:-1]))
+
+
+@implements_function(torch.Tensor.new_empty)
+def _new_empty(tensor: Tensor, size: Any, *args: Any, **kwargs: Any) -> Tensor:
+    if isinstance(tensor, QuantizedTensor) and size == [] and kwargs == {"device": "cpu"}:
+        # What asynchronous checkpoints set to the copy of a storage, and give copied attributes.
+        tensor.settled()
+        shape, dtype = tuple(tensor.shape), tensor.dtype
+        return torch.Tensor._make_wrapper_subclass(type(tensor), shape, dtype=dtype, device="cpu")
+    return torch.Tensor.new_empty(tensor, size, *args, **kwargs)
+
+
+@implements_operator(aten.new_zeros.default, aten.new_empty.default)
+def _new_zeros(
+    func: Callable,
+    tensor: QuantizedTensor,
+    size: tuple[int, ...],
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    # A tensor that has just been split is being sharded; anyone else wants plain zeros.
+    is_shard = tensor._origin.whole is not None or tuple(size) == tensor._piece
+    if is_shard and dtype is None and len(size) > 1:
+        return row_window.make_shard(tensor, tuple(size))
+    return torch.zeros(size, dtype=dtype or tensor.dtype, device=device or tensor.device)
+
+
+# FSDP2 keeps a shard flat, and gives what it has gathered its size and strides.
+@implements_operator(aten.view.default)
+def _view(func: Callable, tensor: QuantizedTensor, shape: tuple[int, ...]) -> Tensor:
+    if tensor._origin.whole is None:
+        return func(tensor._read(), shape)
+    if tuple(shape) == tuple(tensor.shape):  # DTensor.to_local()
+        return tensor._alias()
+    if tuple(shape) not in ((-1,), (tensor.numel(),)):
+        return func(tensor._read(), shape)
+    # Also after a checkpoint has been loaded, on every rank.
+    tensor._origin.unsettled = True
+    return tensor._alias((tensor.numel(),))
+
+
+@implements_operator(aten.as_strided.default)
+def _as_strided(
+    func: Callable,
+    tensor: QuantizedTensor,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    storage_offset: int | None = None,
+) -> Tensor:
+    if (tuple(size), tuple(stride), storage_offset or 0) == (*_geometry(tensor), 0):
+        return tensor._alias()
+    return func(tensor._read(), size, stride, storage_offset)
+
+
+def _geometry(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(tensor.shape), tuple(tensor.stride())
+
+
+@implements_operator(aten.record_stream.default)
+def _record_stream(func: Callable, tensor: QuantizedTensor, stream: torch.Stream) -> None:
+    for inner in tensor.storage_tensors().values():
+        func(inner, stream)
+
+
+# Optimizer state and gradients are made like the parameter, and are plain tensors.
+@implements_operator(
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+)
+def _plain_like(func: Callable, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Tensor:
+    return func(
+        torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args, **kwargs
+    )
+
+
+# load_state_dict, in both directions and between formats.
+@implements_operator(aten.copy_.default)
+def _copy_(func: Callable, out: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if not isinstance(out, QuantizedTensor):
+        return out.copy_(source._read(out.dtype), non_blocking)
+    if source.dtype not in HIGH_PRECISION_DTYPES:
+        source = source.float()
+    source = source.expand(out.shape) if source.shape != out.shape else source
+    value = source.pending_value() if isinstance(source, QuantizedTensor) else source
+    if value is None or not _reads_as(out, value):
+        out._write(source, non_blocking)
+    return out
+
+
+def _reads_as(tensor: QuantizedTensor, value: Tensor) -> bool:
+    """Whether a tensor has just these values, as when its own ones are loaded again.
+
+    To quantize them once more could give other scales.
+    """
+    origin = tensor._origin
+    # To read rows would end the wait for others.
+    if origin.first_row is None or origin.pending is not None or tensor.is_meta or value.is_meta:
+        return False
+    bits = torch.int32 if value.dtype == torch.float32 else torch.int16
+    values = value.detach().to(tensor.device).contiguous(), tensor.detach()._read(value.dtype)
+    return torch.equal(*(x.view(bits) for x in values))
+
+
+# Full state dicts are spread over the ranks as values; where they come from, bytes stay.
+@implements_operator(torch.ops.c10d.broadcast_.default)
+def _broadcast_(
+    func: Callable, outs: list[Tensor], group: Any, root: int, *args: Any
+) -> tuple[list[Tensor], Any]:
+    values = _values(outs)
+    work = _run_collective(func, values, group, root, *args)
+    if dist.ProcessGroup.unbox(group).rank() != root:
+        torch._foreach_copy_(outs, values)
+    return outs, work
+
+
+@implements_operator(torch.ops.c10d.scatter_.default)
+def _scatter_(
+    func: Callable, outs: list[Tensor], parts: list[list[Tensor]], group: Any, root: int, *args: Any
+) -> tuple[list[Tensor], Any]:
+    values, rank = _values(outs), dist.ProcessGroup.unbox(group).rank()
+    work = _run_collective(func, values, [*map(_values, parts)], group, root, *args)
+    torch._foreach_copy_(outs, [own[rank] for own in parts] if rank == root else values)
+    return outs, work
+
+
+def _run_collective(func: Callable, *args: Any) -> Any:
+    """Run an operator of c10d, wait for what it writes, and return its work.
+
+    Always as an asynchronous one: for others NCCL returns a null pointer that cannot be waited for.
+    """
+    parameters = func._schema.arguments
+    given = {parameter.name: value for parameter, value in zip(parameters, args, strict=False)}
+    # Its name is another one in other versions of torch; it is the only flag.
+    (flag,) = (parameter.name for parameter in parameters if str(parameter.type) == "bool")
+    _, work = func(**given | {flag: True})
+    work.wait()
+    return work
+
+
+def _values(tensors: list[Tensor]) -> list[Tensor]:
+    return [t._read() if isinstance(t, QuantizedTensor) else t for t in tensors]
+
+
+@implements_operator(aten._foreach_copy_.default)
+def _foreach_copy_(
+    func: Callable, outs: list[Tensor], sources: list[Tensor], non_blocking: bool = False
+) -> None:
+    for out, source in zip(outs, sources, strict=True):
+        out.copy_(source, non_blocking)
+
+
+# torch.nn.init on a quantized parameter: a full overwrite, rounded once.
+@implements_operator(
+    aten.zero_.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.normal_.default,
+    aten.uniform_.default,
+)
+def _overwrite(func: Callable, out: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
+    values = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    func(values, *args, **kwargs)
+    return _copy_(aten.copy_.default, out, values)
+
+
+# torch.load and data loaders ask; FSDP2 CPU offload pins.
+@implements_operator(aten.is_pinned.default)
+def _is_pinned(func: Callable, tensor: QuantizedTensor, device: torch.device | None = None) -> bool:
+    return all(inner.is_pinned() for inner in tensor.storage_tensors().values())
+
+
+@implements_operator(aten._pin_memory.default)
+def _pin_memory(
+    func: Callable, tensor: QuantizedTensor, device: torch.device | None = None
+) -> QuantizedTensor:
+    pinned = tensor._map_storage(torch.Tensor.pin_memory)
+    pinned._high_precision_init_val = tensor._high_precision_init_val
+    return pinned

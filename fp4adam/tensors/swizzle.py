@@ -1,0 +1,239 @@
+"""Block scales in the order in which the block-scaled GEMM of the hardware reads them.
+
+A GEMM of NVFP4 or MXFP8 takes scales in tiles of 128 rows and 4 blocks, 512 bytes each, one row of
+tiles after the other. Byte (i, j) of a tile is at i % 32 * 16 + i // 32 * 4 + j.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp4adam.formats.float8_block import Float8BlockTensor
+from fp4adam.formats.mxfp8 import MXFP8Tensor
+from fp4adam.kernels.launch import tile_lists
+from fp4adam.kernels.launch.tile_lists import Region
+from fp4adam.tensors import backend
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.quantizer import round_up
+
+
+class Scales(NamedTuple):
+    """The same scales in two orders.
+
+    Attributes:
+        plain: Bytes [rows / repeats, blocks per row], any strides.
+        swizzled: Contiguous bytes [rows to 128, blocks to 4].
+        repeats: How many rows one row of ``plain`` is for.
+    """
+
+    plain: Tensor
+    swizzled: Tensor
+    repeats: int = 1
+
+
+def swizzle_scales(scales: Sequence[Tensor]) -> list[Tensor]:
+    """Bring block scales into the order of the block-scaled GEMM, in one launch for all of them.
+
+    Args:
+        scales: Matrices [rows, blocks per row] of a dtype of one byte, on one device, of any size
+            and strides. Columnwise scales of MXFP8 have to be transposed (a view will do).
+
+    Returns:
+        For each a new matrix of its dtype [rows to 128, blocks to 4], padding zero.
+
+    Raises:
+        ValueError: If a tensor is none of these.
+    """
+    pairs = []
+    for i, scale in enumerate(scales):
+        _check("scales", i, scale, scales[0].device)
+        pairs.append(Scales(scale, _room_for(scale)))
+    write_scales(pairs)
+    return [pair.swizzled for pair in pairs]
+
+
+def unswizzle_scales(
+    swizzled: Sequence[Tensor], shapes: Sequence[tuple[int, int]] | None = None
+) -> list[Tensor]:
+    """Undo :func:`swizzle_scales`, in one launch for all matrices.
+
+    Args:
+        swizzled: Contiguous matrices [rows to 128, blocks to 4] of a dtype of one byte, on one
+            device.
+        shapes: [rows, blocks per row] of each result; None keeps the padding.
+
+    Returns:
+        For each a new matrix of its dtype.
+
+    Raises:
+        ValueError: If a tensor is none of these, or a shape does not fit it.
+    """
+    shapes = [tuple(s.shape) for s in swizzled] if shapes is None else shapes
+    if len(shapes) != len(swizzled):
+        raise ValueError(
+            f"shapes must have one entry per tensor, {len(swizzled)}, got {len(shapes)}; give None "
+            "to keep all padding"
+        )
+    pairs = []
+    for i, (tensor, (rows, blocks)) in enumerate(zip(swizzled, shapes, strict=True)):
+        _check("swizzled", i, tensor, swizzled[0].device)
+        needed = (round_up(rows, 128), round_up(blocks, 4))
+        if tuple(tensor.shape) != needed or not tensor.is_contiguous():
+            raise ValueError(
+                f"swizzled[{i}] must be a contiguous matrix {list(needed)} for scales [{rows}, "
+                f"{blocks}], got {tuple(tensor.shape)} with strides {tensor.stride()}; rows are "
+                "padded to 128 and blocks to 4"
+            )
+        pairs.append(Scales(tensor.new_empty(rows, blocks), tensor))
+    write_scales(pairs, undo=True)
+    return [pair.plain for pair in pairs]
+
+
+def _check(name: str, i: int, tensor: Tensor, device: torch.device) -> None:
+    if tensor.dim() != 2 or tensor.element_size() != 1 or tensor.device != device:
+        raise ValueError(
+            f"{name}[{i}] must be a matrix of a dtype of one byte on {device}, got "
+            f"{tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}; give the bytes of E4M3 "
+            "or E8M0 scales"
+        )
+
+
+def build_gemm_scales(tensors: Sequence[QuantizedTensor]) -> None:
+    """Overwrite the GEMM's scales of tensors that store them, from the others; storage stays.
+
+    One launch per device.
+    """
+    by_device: dict[torch.device, list[Scales]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.quantizer.optimize_for_gemm:
+            by_device[tensor.device] += scales_of(tensor).values()
+    for pairs in by_device.values():
+        write_scales(pairs)
+
+
+def new_gemm_scale(tensor: QuantizedTensor, usage: str) -> Tensor:
+    """New scales for the GEMM in a direction that a tensor has; Float8Block needs no others."""
+    if isinstance(tensor, Float8BlockTensor):
+        return getattr(tensor, f"{usage}_scale_inv")
+    pair = _scales_in(tensor, usage)
+    write_scales([pair])
+    return pair.swizzled
+
+
+def scales_of(tensor: QuantizedTensor) -> dict[str, Scales]:
+    """The scales of an NVFP4 or MXFP8 tensor by the names of the inner tensors for the GEMM.
+
+    Where it has no such inner tensor, ``swizzled`` is new and yet to be written.
+    """
+    usages = [usage for usage in ("rowwise", "columnwise") if getattr(tensor.quantizer, usage)]
+    return {f"_{usage}_gemm_scale_inv": _scales_in(tensor, usage) for usage in usages}
+
+
+def _scales_in(tensor: QuantizedTensor, usage: str) -> Scales:
+    is_square = tensor._block_scale_inv is not None
+    plain = tensor._block_scale_inv if is_square else getattr(tensor, f"_{usage}_scale_inv")
+    if usage == "columnwise" and (is_square or isinstance(tensor, MXFP8Tensor)):
+        plain = plain.t()
+    repeats = tensor.quantizer.block_rows if is_square else 1
+    stored = getattr(tensor, f"_{usage}_gemm_scale_inv")
+    return Scales(plain, _room_for(plain, repeats) if stored is None else stored, repeats)
+
+
+def _room_for(plain: Tensor, repeats: int = 1) -> Tensor:
+    return plain.new_empty(round_up(plain.shape[0] * repeats, 128), round_up(plain.shape[1], 4))
+
+
+def write_scales(pairs: list[Scales], undo: bool = False) -> None:
+    """Fill in ``swizzled`` from ``plain`` of pairs on one device; if ``undo``, the other way.
+
+    Padding of ``swizzled`` becomes zero.
+    """
+    if not pairs:
+        return
+    device = pairs[0].plain.device
+    if not backend.uses_kernels(device):
+        for pair in pairs:
+            _write(pair, undo)
+        return
+    from fp4adam.kernels import swizzle
+
+    rows: list[dict[int, int]] = []
+    regions: list[Region] = []
+    for i, (plain, swizzled, repeats) in enumerate(pairs):
+        n, blocks = plain.shape[0] * repeats, plain.shape[1]
+        fields = (plain.data_ptr(), swizzled.data_ptr(), n, blocks, *plain.stride(), repeats)
+        rows.append(dict(enumerate(fields)))
+        regions.append((i, 0, swizzled.shape[0], 0, swizzled.shape[1]))
+    tiles = tile_lists.tile_list(regions, swizzle.TILE, device)
+    swizzle.swizzle(tile_lists.table(rows, device), tiles, undo=undo)
+
+
+def row_by_row(swizzled: Tensor, rows: int, blocks: int) -> Tensor:
+    """A view of swizzled scales that counts them row by row, the padded ones included.
+
+    Args:
+        swizzled: Contiguous, of any shape.
+        rows: Of the matrix, with padding or without.
+        blocks: Per row, likewise.
+
+    Returns:
+        [rows to 128 / 128, 4, 32, blocks to 4 / 4, 4].
+    """
+    tiles = round_up(rows, 128) // 128, round_up(blocks, 4) // 4
+    return swizzled.view(*tiles, 32, 4, 4).permute(0, 3, 2, 1, 4)
+
+
+def swizzle_groups(scales: Tensor, offsets: Tensor) -> Tensor:
+    """Bring scales of rows sorted by group into tiles of which no two groups share one.
+
+    The host does not wait for ``offsets``, so there is room for the worst of them.
+
+    Args:
+        scales: uint8 [rows, blocks to 4].
+        offsets: int32 [groups], where the rows of each group end; any behind form one more.
+
+    Returns:
+        uint8 [rows to 128 + 128 * groups, blocks to 4]: group after group, the rows of each padded
+        to 128, padding zero.
+    """
+    rows, blocks = scales.shape
+    swizzled = scales.new_zeros(groups_shape(rows, blocks, offsets))
+    row_by_row(swizzled, *swizzled.shape)[_places(offsets, rows)] = scales.view(rows, -1, 4)
+    return swizzled
+
+
+def groups_shape(rows: int, blocks: int, offsets: Tensor) -> tuple[int, int]:
+    """What :func:`swizzle_groups` returns the shape of."""
+    return round_up(rows, 128) + 128 * len(offsets), blocks
+
+
+def unswizzle_groups(swizzled: Tensor, offsets: Tensor, rows: int) -> Tensor:
+    """Undo :func:`swizzle_groups`: uint8 [rows, blocks to 4]."""
+    return row_by_row(swizzled, *swizzled.shape)[_places(offsets, rows)].flatten(1)
+
+
+def _places(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tile, and the two coordinates in it, of each row's scales when groups start tiles."""
+    starts = F.pad(offsets, (1, 0))
+    tiles = (starts.diff() + 127) // 128
+    shift = F.pad(128 * tiles.cumsum(0), (1, 0)) - starts
+    row = torch.arange(rows, dtype=torch.int32, device=offsets.device)
+    row = row + shift[torch.searchsorted(offsets, row, right=True)]
+    return row // 128, row // 32 % 4, row % 32
+
+
+def _write(pair: Scales, undo: bool) -> None:
+    plain, swizzled = pair.plain.view(torch.uint8), pair.swizzled.view(torch.uint8)
+    rows, blocks = swizzled.shape
+    tiles = row_by_row(swizzled, rows, blocks)
+    if undo:
+        plain.copy_(tiles.reshape(rows, blocks)[: plain.shape[0], : plain.shape[1]])
+        return
+    padded = swizzled.new_zeros(rows, blocks)
+    rows_of_blocks = plain.repeat_interleave(pair.repeats, 0)
+    padded[: rows_of_blocks.shape[0], : plain.shape[1]] = rows_of_blocks
+    tiles.copy_(padded.view(rows // 128, 4, 32, blocks // 4, 4))

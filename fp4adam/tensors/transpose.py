@@ -1,0 +1,140 @@
+"""Columnwise codes from rowwise ones, where blocks are square and both directions share scales."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fp4adam.formats.float8_block import Float8BlockQuantizer
+from fp4adam.formats.nvfp4 import NVFP4Quantizer
+from fp4adam.kernels.launch import tile_lists
+from fp4adam.kernels.launch.tile_lists import Region
+from fp4adam.tensors import backend, pieces
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.quantizer import runs_eagerly
+
+# Bits per code of the formats whose columnwise codes are the transposed rowwise ones.
+BITS = {NVFP4Quantizer: 4, Float8BlockQuantizer: 8}
+ALIGNMENT = 16  # bytes, and elements per row and column, of what is transposed in words
+
+
+def build_columnwise(tensors: Sequence[QuantizedTensor]) -> None:
+    """Overwrite columnwise codes of NVFP4 and Float8Block tensors by the transposed rowwise ones.
+
+    Storage stays where it is. Two launches at most per format and device, whatever the number of
+    tensors. Tensors without columnwise usage are left alone.
+
+    Raises:
+        ValueError: If a tensor with columnwise usage is of another format, has blocks of one
+            dimension, or no rowwise codes.
+    """
+    groups: dict[tuple[torch.device, int], list[tuple[Tensor, Tensor]]] = {}
+    for i, tensor in enumerate(tensors):
+        check_square(i, tensor)
+        if tensor.quantizer.columnwise:
+            codes = (tensor._rowwise_data, tensor._columnwise_data)
+            key = tensor.device, BITS[type(tensor.quantizer)]
+            groups.setdefault(key, []).append(codes)
+    for (device, bits), pairs in groups.items():
+        transpose_codes(pairs, bits, device)
+    torch.autograd.graph.increment_version([t for t in tensors if t.quantizer.columnwise])
+
+
+def derived_columnwise(tensor: QuantizedTensor) -> Tensor:
+    """New columnwise codes of an NVFP4 or Float8Block tensor with square blocks."""
+    return transposed_codes(tensor._rowwise_data, BITS[type(tensor.quantizer)])
+
+
+def transposed_codes(codes: Tensor, bits: int) -> Tensor:
+    """Codes [rows, cols * bits / 8] transposed in new memory: [cols, rows * bits / 8].
+
+    Or a stack of such matrices, each transposed, in one launch.
+    """
+    return (_transposed if runs_eagerly(codes) else _transposed_op)(codes, bits)
+
+
+def _transposed(codes: Tensor, bits: int) -> Tensor:
+    transposed = _room_for_transposed(codes, bits)
+    if codes.dim() == 2:
+        pairs = [(codes, transposed)]
+    else:
+        pairs = list(zip(codes.unbind(), transposed.unbind(), strict=True))
+    transpose_codes(pairs, bits, codes.device)
+    return transposed
+
+
+def _room_for_transposed(codes: Tensor, bits: int) -> Tensor:
+    *stack, rows, width = codes.shape
+    return codes.new_empty(*stack, width * 8 // bits, rows * bits // 8)
+
+
+_transposed_op = torch.library.custom_op("fp4adam::transposed_codes", mutates_args=())(_transposed)
+
+
+_transposed_op.register_fake(_room_for_transposed)
+
+
+def check_square(i: int, tensor: QuantizedTensor, name: str = "tensors") -> None:
+    """Raise ValueError unless columnwise codes, if any, can be built from rowwise ones."""
+    kind = type(tensor).__name__
+    quantizer = getattr(tensor, "quantizer", None)
+    if type(quantizer) not in BITS:
+        raise ValueError(
+            f"{name}[{i}] must be an NVFP4 or Float8Block tensor to build columnwise data from "
+            f"rowwise data, got a {kind}; quantize both directions from the values"
+        )
+    if quantizer.columnwise and not (quantizer.two_dimensional and quantizer.rowwise):
+        raise ValueError(
+            f"{name}[{i}] must have square blocks and rowwise data to build columnwise data from, "
+            f"got a {kind} with {quantizer}; make it with two_dimensional=True, rowwise=True"
+        )
+
+
+def transpose_codes(pairs: list[tuple[Tensor, Tensor]], bits: int, device: torch.device) -> None:
+    """Write codes [rows, cols * bits / 8] transposed into [cols, rows * bits / 8].
+
+    ``pairs``: contiguous uint8 on ``device``, source and target of each matrix. With 4 bits, rows
+    and columns are even.
+    """
+    if not backend.uses_kernels(device):
+        for source, target in pairs:
+            _transpose(source, target, bits)
+        return
+    from fp4adam.kernels import transpose
+    from fp4adam.kernels.launch import tensor_table
+
+    columns = [
+        tensor_table.COLUMNS.index(name)
+        for name in ("rowwise_data", "columnwise_data", "rows", "cols")
+    ]
+    rows: list[dict[int, int]] = []
+    whole: list[Region] = []
+    edge: list[Region] = []
+    for i, (source, target) in enumerate(pairs):
+        m, n = source.shape[0], target.shape[0]
+        fields = (source.data_ptr(), target.data_ptr(), m, n)
+        rows.append(dict(zip(columns, fields, strict=True)))
+        side = transpose.TILE[bits]
+        aligned = not any(field % ALIGNMENT for field in fields)
+        bottom, right = (m // side * side, n // side * side) if aligned else (0, 0)
+        whole.append((i, 0, bottom, 0, right))
+        edge += [(i, 0, bottom, right, n), (i, bottom, m, 0, n)]
+    tiles = [
+        tile_lists.tile_list(listed, (side, side), device)
+        for listed, side in ((whole, transpose.TILE[bits]), (edge, transpose.EDGE))
+    ]
+    transpose.transpose(tile_lists.table(rows, device), tiles, bits=bits)
+
+
+def _transpose(source: Tensor, target: Tensor, bits: int) -> None:
+    if bits == 8:
+        target.copy_(source.t())
+        return
+    height = max(1, pieces.numel() // max(1, 2 * source.shape[1])) * 2
+    for top in range(0, len(source), height):
+        rows = source[top : top + height]
+        even, odd = rows[0::2], rows[1::2]
+        # The nibbles of two rows form the bytes of two columns.
+        part = target[:, top // 2 : top // 2 + len(even)]
+        part[0::2] = ((even & 0x0F) | odd << 4).t()
+        part[1::2] = (even >> 4 | (odd & 0xF0)).t()

@@ -1,0 +1,87 @@
+"""The tables that the kernels read, and how little of them travels to the device per step."""
+
+from array import array
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# As in fp4adam.kernels, which a machine without Triton cannot import.
+TABLE_WIDTH = 18
+GRAD, SCALARS = 0, 1
+SCALARS_WIDTH = 12
+
+
+class DeviceTables:
+    """The table of tensors and the scalars of one device.
+
+    Args:
+        device: Where the kernels run.
+        rows: One per tensor, with the columns of ``tensor_table``; those of the gradient
+            and of the scalars are filled in by :meth:`upload`.
+        n_scalars: The most rows of scalars that a step can have.
+
+    Attributes:
+        table: int64 [n_tensors, 18] on the device.
+        scalars: float32 on the device, rows of 12.
+    """
+
+    def __init__(self, device: torch.device, rows: list[list[int]], n_scalars: int) -> None:
+        self.device = device
+        self._table_words = len(rows) * TABLE_WIDTH
+        # An int64 word holds two scalars.
+        n_words = self._table_words + n_scalars * SCALARS_WIDTH // 2
+        self._host_words = torch.zeros(n_words, dtype=torch.int64)
+        self._host_table, self._host_scalars = self._split(self._host_words)
+        self._host_table.copy_(torch.tensor(rows, dtype=torch.int64))
+        self._device_words = torch.zeros(n_words, dtype=torch.int64, device=device)
+        self.table, self.scalars = self._split(self._device_words)
+        self._uploaded: tuple[Any, ...] = (None, None, None)
+        self._one = torch.ones(1, dtype=torch.float32, device=device)
+        self._zero = torch.zeros(1, dtype=torch.float32, device=device)
+
+    def _split(self, words: Tensor) -> tuple[Tensor, Tensor]:
+        n = self._table_words
+        return words[:n].view(-1, TABLE_WIDTH), words[n:].view(torch.float32)
+
+    def upload(self, grads: list[int], scalars_rows: list[int], scalars: list[float]) -> None:
+        """Bring the device up to date in one copy: of nothing, the scalars, or everything.
+
+        Args:
+            grads: Address of each tensor's gradient, 0 for a tensor that takes no part.
+            scalars_rows: Number of each tensor's row of scalars; a new list if it has changed.
+            scalars: The rows, one after the other.
+        """
+        old_grads, old_rows, old_scalars = self._uploaded
+        if scalars_rows is not old_rows or grads != old_grads:
+            self._host_table[:, GRAD] = _tensor("q", torch.int64, grads)
+            self._host_table[:, SCALARS] = _tensor("q", torch.int64, scalars_rows)
+            self._host_scalars[: len(scalars)] = _tensor("f", torch.float32, scalars)
+            used = self._table_words + len(scalars) // 2
+            upload(self._host_words[:used], self._device_words[:used])
+        elif scalars != old_scalars:
+            upload(_tensor("f", torch.float32, scalars), self.scalars[: len(scalars)])
+        self._uploaded = grads, scalars_rows, scalars
+
+    def signals(
+        self, grad_scale: Tensor | None, clip: Tensor | None, found_inf: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The three as float32 [1] on the device; None means the one that changes nothing."""
+        given = ((grad_scale, self._one), (clip, self._one), (found_inf, self._zero))
+        return tuple(
+            default if x is None else x.to(self.device, torch.float32, non_blocking=True)
+            for x, default in given
+        )
+
+
+def upload(source: Tensor, target: Tensor) -> None:
+    """Copy from the host to a device without waiting; ``source`` may change at once."""
+    if target.is_cuda:
+        # The allocator of pinned memory does not give it away before the copy has been made.
+        source = source.pin_memory()
+    target.copy_(source, non_blocking=True)
+
+
+def _tensor(typecode: str, dtype: torch.dtype, values: list) -> Tensor:
+    # Several times faster than torch.tensor, which looks at every value.
+    return torch.frombuffer(array(typecode, values), dtype=dtype)

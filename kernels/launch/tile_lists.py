@@ -1,0 +1,52 @@
+"""Tables and lists of tiles on a device, kept for the next launch that needs the same ones."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from fp4adam.kernels.launch.device_tables import TABLE_WIDTH, upload
+
+# Tensor, first row, row behind the last, first column, column behind the last.
+Region = tuple[int, int, int, int, int]
+
+
+def table(rows: list[dict[int, int]], device: torch.device) -> Tensor:
+    """int64 [n_tensors, 18] of rows that map columns to what is in them; 0 elsewhere."""
+    words = tuple(row.get(column, 0) for row in rows for column in range(TABLE_WIDTH))
+    return _table(words, device, _stream(device))
+
+
+def tile_list(regions: list[Region], tile: tuple[int, int], device: torch.device) -> Tensor:
+    """Tiles (tensor, first row, first column, 0) of [rows, columns] that cover regions, int32."""
+    return _tile_list(tuple(regions), tile, device, _stream(device))
+
+
+def _stream(device: torch.device) -> int:
+    # What a stream uploads is there for its own launches, not for those of another one.
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+@functools.lru_cache(maxsize=256)
+def _table(words: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    return _on_device(torch.tensor(words, dtype=torch.int64).view(-1, TABLE_WIDTH), device)
+
+
+@functools.lru_cache(maxsize=64)
+def _tile_list(
+    regions: tuple[Region, ...], tile: tuple[int, int], device: torch.device, stream: int
+) -> Tensor:
+    from fp4adam.kernels.launch.tensor_table import tile_grid
+
+    grids = [
+        tile_grid(tensor, (top, bottom, tile[0]), (left, right, tile[1]))
+        for tensor, top, bottom, left, right in regions
+        if top < bottom and left < right
+    ]
+    return _on_device(torch.cat([torch.empty(0, 4, dtype=torch.int32), *grids]), device)
+
+
+def _on_device(source: Tensor, device: torch.device) -> Tensor:
+    target = torch.empty_like(source, device=device)
+    upload(source, target)
+    return target

@@ -1,0 +1,274 @@
+"""Optimizer states in 8 or 16 bits: codes, scales of 32 neighbours in a row, and dither.
+
+The same codecs as those of ``fp4adam.optim.state_codec``, bit for bit; what they are is said there.
+"""
+
+import triton
+import triton.language as tl
+
+from fp4adam.kernels.launch.tensor_table import VALUE, VALUE_EXTRA, pointer, tile_offsets
+from fp4adam.kernels.tiles.bfloat16 import to_float32
+from fp4adam.kernels.tiles.e4m3 import e4m3_value
+from fp4adam.kernels.tiles.e8m0 import e8m0_reciprocal, e8m0_value
+from fp4adam.kernels.tiles.layout import state_offsets
+
+PER_ELEMENT = tl.constexpr(0xC13FA9A9)
+
+# Of the codes, by the name of the codec.
+CODE_DTYPES = {
+    "float32": tl.float32,
+    "bfloat16": tl.bfloat16,
+    "float16": tl.float16,
+    "e4m3": tl.uint8,
+    "ue4m4": tl.uint8,
+    "ue5m11": tl.uint16,
+}
+
+
+def has_scales(*codecs: str) -> bool:
+    """Whether 32 neighbours in a row share a scale, so that tiles must not cut between them."""
+    return not {"plain", "remainder", "float32", "bfloat16"}.issuperset(codecs)
+
+
+def most_registers(*codecs: str) -> int | None:
+    """What lets ptxas take the registers that codecs need; left alone it may rather spill a few."""
+    return None if {"plain", "float32"}.issuperset(codecs) else 255
+
+
+@triton.jit
+def dither_tile(start, stride, origin, BR: tl.constexpr, BC: tl.constexpr):
+    """Dither, uint32 [BR, BC], of the elements from ``start`` on in rows ``stride`` apart.
+
+    start: int64. origin: that of the tensor's first element, of which 32 bits count.
+    """
+    first = start.to(tl.uint32) * PER_ELEMENT + origin.to(tl.uint32)
+    return first + state_offsets(stride, BR, BC).to(tl.uint32) * PER_ELEMENT
+
+
+@triton.jit
+def _block_scale(magnitude, CARRY: tl.constexpr, TOP: tl.constexpr):
+    """Scales, int32 [BR, BC / 32], of the bits [BR, BC / 32, 32] of magnitudes."""
+    amax = tl.max(magnitude, 2)
+    exponent = tl.maximum(((amax + CARRY) >> 23) - TOP, 0)
+    return tl.where(amax >= 0x7F800000, 255, exponent)
+
+
+@triton.jit
+def encode_blocks(x, dither, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Codes [BR, BC] and scales, uint8 [BR, BC / 32], of a float32 tile with uint32 dither."""
+    x = tl.reshape(x, (BR, BC // 32, 32))
+    dither = tl.reshape(dither, (BR, BC // 32, 32))
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if CODEC == "ue4m4":
+        scale = _block_scale(magnitude, 0x7FFFF, 15)
+        code = tl.maximum(magnitude - (scale << 23)[:, :, None], 0)
+        code = (code + (dither >> 13).to(tl.int32)) >> 19
+        code = tl.where((scale == 255)[:, :, None], 8, code).to(tl.uint8)
+    elif CODEC == "ue5m11":
+        scale = _block_scale(magnitude, 0xFFF, 31)
+        code = tl.maximum(magnitude - (scale << 23)[:, :, None], 0)
+        code = (code + (dither >> 20).to(tl.int32)) >> 12
+        code = tl.where((scale == 255)[:, :, None], 0x400, code).to(tl.uint16)
+    elif CODEC == "e4m3":
+        scale = _block_scale(magnitude, 0x1FFFFF, 8)
+        bits = (x * e8m0_reciprocal(scale)[:, :, None]).to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        code = ((magnitude + (dither >> 12).to(tl.int32)) >> 20) - (120 << 3)
+        code = tl.where(magnitude < 0x3C800000, 0, code) | ((bits >> 24) & 0x80)
+        code = tl.where((scale == 255)[:, :, None], 0, code).to(tl.uint8)
+    else:
+        tl.static_assert(CODEC == "float16", "CODEC must be one with scales")
+        scale = _block_scale(magnitude, 0x1FFF, 15)
+        bits = (x * e8m0_reciprocal(scale)[:, :, None]).to(tl.int32, bitcast=True)
+        zero = ((bits & 0x7FFFFFFF) < 0x38800000) | (scale == 255)[:, :, None]
+        bits = tl.where(zero, 0, (bits + (dither >> 19).to(tl.int32)) & -0x2000)
+        code = bits.to(tl.float32, bitcast=True).to(tl.float16)
+    return tl.reshape(code, (BR, BC)), scale.to(tl.uint8)
+
+
+@triton.jit
+def decode_blocks(code, scale, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """float32 [BR, BC] of codes [BR, BC] and uint8 scales [BR, BC / 32]."""
+    code = tl.reshape(code, (BR, BC // 32, 32))
+    if CODEC == "ue4m4":
+        bits = (scale.to(tl.int32) << 23)[:, :, None] + (code.to(tl.int32) << 19)
+        x = bits.to(tl.float32, bitcast=True)
+    elif CODEC == "ue5m11":
+        bits = (scale.to(tl.int32) << 23)[:, :, None] + (code.to(tl.int32) << 12)
+        x = bits.to(tl.float32, bitcast=True)
+    else:
+        if CODEC == "e4m3":
+            value = e4m3_value(code)
+        else:
+            value = code.to(tl.float32)
+        x = value * e8m0_value(scale)[:, :, None]
+    return tl.reshape(x, (BR, BC))
+
+
+@triton.jit
+def encode_bfloat16(x, dither):
+    """BF16 of a float32 tile with uint32 dither; any NaN is 0x7FFF."""
+    bits = (x.to(tl.uint32, bitcast=True) + (dither >> 16)) >> 16
+    bits = tl.where(x == x, bits, 0x7FFF)
+    return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def state_pointer(table, tensor, COLUMN: tl.constexpr, CODEC: tl.constexpr):
+    """Pointer to the codes of a state from the table."""
+    if CODEC == "float32":
+        ptr = pointer(table, tensor, COLUMN, tl.float32)
+    elif CODEC == "bfloat16":
+        ptr = pointer(table, tensor, COLUMN, tl.bfloat16)
+    elif CODEC == "float16":
+        ptr = pointer(table, tensor, COLUMN, tl.float16)
+    elif CODEC == "ue5m11":
+        ptr = pointer(table, tensor, COLUMN, tl.uint16)
+    else:
+        tl.static_assert((CODEC == "e4m3") | (CODEC == "ue4m4"), "CODEC must be that of a state")
+        ptr = pointer(table, tensor, COLUMN, tl.uint8)
+    return ptr
+
+
+@triton.jit
+def _block_mask(mask, BR: tl.constexpr, BC: tl.constexpr):
+    """Mask [BR, BC / 32] of the blocks of which any element is in the mask [BR, BC], or None."""
+    if mask is None:
+        blocks = None
+    else:
+        blocks = tl.max(tl.reshape(mask.to(tl.int32), (BR, BC // 32, 32)), 2) > 0
+    return blocks
+
+
+@triton.jit
+def load_state(
+    ptr,
+    scale_ptr,
+    start,
+    stride,
+    mask,
+    CODEC: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Load a tile of a state, float32 [BR, BC].
+
+    start: int64 offset of the tile. stride: between its rows. Both, and BC, must be multiples of 32
+    if the codec has scales, of which there is one per 32 elements of the flattened tensor.
+    scale_ptr: uint8, not touched otherwise. mask: [BR, BC] or None.
+    """
+    code = tl.load(ptr + start + state_offsets(stride, BR, BC), mask)
+    if CODEC == "float32":
+        x = code
+    elif CODEC == "bfloat16":
+        x = to_float32(code)
+    else:
+        scale_ptr += (start >> 5) + tile_offsets(stride >> 5, BR, BC // 32)
+        scale = tl.load(scale_ptr, _block_mask(mask, BR, BC))
+        x = decode_blocks(code, scale, CODEC, BR, BC)
+    return x
+
+
+@triton.jit
+def store_state(
+    ptr,
+    scale_ptr,
+    start,
+    stride,
+    mask,
+    x,
+    dither,
+    CODEC: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    STORE: tl.constexpr = True,
+):
+    """Store a float32 tile of a state, as :func:`load_state` loads it; returns what that would.
+
+    STORE: False only says what would be stored. dither: uint32 [BR, BC] from :func:`dither_tile`,
+    not touched for float32.
+    """
+    ptr = ptr + start + state_offsets(stride, BR, BC)
+    if CODEC == "float32":
+        if STORE:
+            tl.store(ptr, x, mask)
+        stored = x
+    elif CODEC == "bfloat16":
+        code = encode_bfloat16(x, dither)
+        if STORE:
+            tl.store(ptr, code, mask)
+        stored = to_float32(code)
+    else:
+        if mask is not None:
+            x = tl.where(mask, x, 0.0)
+        code, scale = encode_blocks(x, dither, CODEC, BR, BC)
+        if STORE:
+            tl.store(ptr, code, mask)
+            scale_ptr += (start >> 5) + tile_offsets(stride >> 5, BR, BC // 32)
+            tl.store(scale_ptr, scale, _block_mask(mask, BR, BC))
+        stored = decode_blocks(code, scale, CODEC, BR, BC)
+    return stored
+
+
+@triton.jit
+def split_master(master):
+    """BF16 and the INT16 remainder of a float32 tile; NaN gives (0x7FC0, 0)."""
+    bits = master.to(tl.int32, bitcast=True)
+    bits = tl.where(master == master, bits, 0x7FC00000)
+    upper = (bits + 0x8000) >> 16
+    remainder = (bits - (upper << 16)).to(tl.int16)
+    return upper.to(tl.int16).to(tl.bfloat16, bitcast=True), remainder
+
+
+@triton.jit
+def join_master(param, remainder):
+    """The float32 tile that :func:`split_master` has split. param: bfloat16, remainder: int16."""
+    upper = param.to(tl.int16, bitcast=True).to(tl.int32)
+    return ((upper << 16) + remainder.to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_value(
+    ptr,
+    extra_ptr,
+    start,
+    stride,
+    mask,
+    CODEC: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Load a tile of what Adam updates, float32 [BR, BC].
+
+    CODEC: "plain" for numbers of any floating type, "remainder" for BF16 with the int16 of
+    :func:`split_master` at extra_ptr, or one of a state, the scales of which are at extra_ptr.
+    """
+    offs = state_offsets(stride, BR, BC)
+    if CODEC == "plain":
+        x = to_float32(tl.load(ptr + start + offs, mask))
+    elif CODEC == "remainder":
+        remainder = tl.load(extra_ptr + start + offs, mask)
+        x = join_master(tl.load(ptr + start + offs, mask), remainder)
+    else:
+        x = load_state(ptr, extra_ptr, start, stride, mask, CODEC, BR, BC)
+    return x
+
+
+@triton.jit
+def value_pointers(table, tensor, DTYPE: tl.constexpr, CODEC: tl.constexpr):
+    """Pointers to what Adam updates and to what completes it, for :func:`load_value`."""
+    if CODEC == "remainder":
+        extra_ptr = pointer(table, tensor, VALUE_EXTRA, tl.int16)
+    else:
+        extra_ptr = pointer(table, tensor, VALUE_EXTRA, tl.uint8)
+    return pointer(table, tensor, VALUE, DTYPE), extra_ptr
+
+
+@triton.jit
+def master_pointers(table, tensor, CODEC: tl.constexpr):
+    """:func:`value_pointers` of a master weight, which is FP32 if plain."""
+    if CODEC == "plain":
+        pointers = value_pointers(table, tensor, tl.float32, CODEC)
+    else:
+        pointers = value_pointers(table, tensor, tl.float16, CODEC)
+    return pointers

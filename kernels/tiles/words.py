@@ -1,0 +1,137 @@
+"""Codes in 32-bit words: stored, carried from tile to tile, and transposed several at a time.
+
+Transposed rows are long and a tile is a short piece of each. Written tile by tile, such pieces cost
+far more time than their bytes; so the words of several tiles are kept in registers, transposed
+together, and written as segments of 32 bytes and more.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp4adam.kernels.launch.launch import Launch, alignment
+from fp4adam.kernels.launch.tensor_table import tile_offsets, tile_start
+
+# Groups of eight codes that a program of a dequantize kernel takes: two per thread.
+WORDS = 256
+
+
+def word_launcher(kernel: Any) -> Callable[..., None]:
+    """A function that launches a dequantize kernel, worked out once for all matrices of a shape.
+
+    It takes codes, scales and amax as the kernel does, ``out`` [rows, cols], the strides of the
+    scales, and constexprs of the kernel.
+    """
+
+    @functools.lru_cache(maxsize=4096)
+    def launch(
+        rows: int,
+        cols: int,
+        strides: tuple[int, ...],
+        dtype: torch.dtype,
+        device: int | None,
+        aligned: tuple[bool, ...],
+        **constexprs: bool,
+    ) -> Launch:
+        n_words = rows * cols // 8
+        fixed = n_words, cols // 8, *strides
+        return Launch(kernel, triton.cdiv(n_words, WORDS), fixed, {**constexprs, "N": WORDS})
+
+    def run(data: Tensor, *scales: Tensor, out: Tensor, strides: tuple, **constexprs: bool) -> None:
+        # Dtype, device and alignments tell compiled kernels apart.
+        same = *out.shape, strides, out.dtype, out.device.index, alignment(*scales)
+        launch(*same, **constexprs)(data, *scales, out)
+
+    return run
+
+
+@triton.jit
+def word_positions(n_words, words_per_row, N: tl.constexpr):
+    """This program's N groups of eight neighbouring codes, and where they are in a matrix.
+
+    Returns their numbers, whether they exist, their rows, and their places in the rows: int32 [N].
+    """
+    # Neighbours go to different threads, of which each has its own 16 bytes of BF16 to write.
+    lane = tl.max_contiguous(tl.arange(0, N), 1)
+    word = tl.program_id(0) * N + lane
+    row = word // words_per_row
+    return word, word < n_words, row, word - row * words_per_row
+
+
+@triton.jit
+def word_offsets(word):
+    """Offsets [N, 8], int64, of the elements of groups of eight."""
+    offs = word.to(tl.int64)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    return tl.max_contiguous(tl.multiple_of(offs, (1, 8)), (1, 8))
+
+
+@triton.jit
+def pack_words(code, BITS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Words of neighbouring columns, the first in the lowest bits.
+
+    code: integers [R, C] below 2^BITS, 4 or 8. Returns uint32 [R, C * BITS / 32].
+    """
+    PER_WORD: tl.constexpr = 32 // BITS
+    fields = tl.reshape(code.to(tl.uint32), (R, C // PER_WORD, PER_WORD))
+    shifts = BITS * tl.arange(0, PER_WORD).to(tl.uint32)
+    return tl.sum(fields << shifts[None, None, :], 2)
+
+
+@triton.jit
+def store_words(data, row, col, stride, words, R: tl.constexpr, C: tl.constexpr):
+    """Store words [R, C] at (row, col) of a matrix; col and stride count words.
+
+    data: pointer to uint32, or to uint8 of any alignment.
+    """
+    if data.dtype.element_ty == tl.uint32:
+        tl.store(data + tile_start(row, col, stride) + tile_offsets(stride, R, C), words)
+    else:
+        code_bytes = (words[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]) & 0xFF
+        ptr = data + tile_start(row, 4 * col, 4 * stride) + tile_offsets(4 * stride, R, 4 * C)
+        tl.store(ptr, tl.reshape(code_bytes.to(tl.uint8), (R, 4 * C)))
+
+
+@triton.jit
+def insert_tile(tiles, tile, i):
+    """The tiles [n, R, C] with ``tile`` [R, C] as number ``i`` of them."""
+    number = tl.arange(0, tiles.shape[0])[:, None, None]
+    return tl.where(number == i, tile[None, :, :], tiles)
+
+
+@triton.jit
+def _exchange(pairs, SHIFT: tl.constexpr, LOW: tl.constexpr):
+    """Swap the fields in the high bits of the first word with those in the low bits of the second.
+
+    pairs: uint32 [..., 2]. LOW: mask of the fields that lie SHIFT bits below their partners.
+    """
+    HIGH: tl.constexpr = LOW << SHIFT
+    first, second = tl.split(pairs)
+    return tl.join(
+        (first & LOW) | ((second & LOW) << SHIFT), ((first & HIGH) >> SHIFT) | (second & HIGH)
+    )
+
+
+@triton.jit
+def transpose_words(words, BITS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Words of neighbouring rows from words of neighbouring columns.
+
+    words: uint32 [R, C * BITS / 32] of codes [R, C]. Returns uint32 [C, R * BITS / 32].
+    """
+    # Row and column within a square of codes trade places bit by bit; the bit comes last in turn.
+    if BITS == 4:
+        x = tl.reshape(words, (R // 8, 2, 2, 2, C // 8))
+        x = _exchange(tl.permute(x, (0, 4, 1, 2, 3)), 4, 0x0F0F0F0F)
+        x = _exchange(tl.permute(x, (0, 1, 2, 4, 3)), 8, 0x00FF00FF)
+        x = _exchange(tl.permute(x, (0, 1, 3, 4, 2)), 16, 0x0000FFFF)
+        x = tl.reshape(tl.permute(x, (1, 4, 3, 2, 0)), (C, R // 8))
+    else:
+        x = tl.reshape(words, (R // 4, 2, 2, C // 4))
+        x = _exchange(tl.permute(x, (0, 3, 1, 2)), 8, 0x00FF00FF)
+        x = _exchange(tl.permute(x, (0, 1, 3, 2)), 16, 0x0000FFFF)
+        x = tl.reshape(tl.permute(x, (1, 3, 2, 0)), (C, R // 4))
+    return x

@@ -1,0 +1,484 @@
+"""Checkpoints of serving engines: trained bytes go out, and come back to be trained on."""
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
+from torch.optim import AdamW
+
+from fp4adam import (
+    Float8BlockQuantizer,
+    FP4Adam,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    QuantizedTensor,
+    Quantizer,
+    export_checkpoint,
+    export_masters,
+    import_checkpoint,
+    quantize_model,
+)
+from fp4adam.checkpoints import folder as checkpoint_folder
+from fp4adam.checkpoints.layouts import LAYOUTS
+from ranks import all_ranks, run_ranks
+from test_fsdp import fixed_grads, set_grads
+
+ROWWISE_NVFP4 = NVFP4Quantizer(two_dimensional=False, columnwise=False)
+CASES = [
+    ("compressed-tensors", NVFP4Quantizer()),
+    ("compressed-tensors", ROWWISE_NVFP4),
+    ("compressed-tensors", MXFP8Quantizer()),
+    ("modelopt", NVFP4Quantizer(columnwise=False)),
+    ("modelopt", MXFP8Quantizer(columnwise=False)),
+    ("fp8", Float8BlockQuantizer()),
+    ("fp8", Float8BlockQuantizer(force_pow_2_scales=False)),
+]
+# Amaxes with which the float32 nearest to 2688 / amax has readers round some value otherwise.
+NEXT_ONE_SERVES = [
+    float.fromhex(text) for text in ("0x1.20589ep-3", "0x1.50c71cp-5", "0x1.fdba2cp-3")
+]
+
+
+class Model(nn.Module):
+    """A quantized layer with a bias, one without, a buffer, and a head tied to an embedding."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 64)
+        self.up = nn.Linear(64, 96)
+        self.down = nn.Linear(96, 64, bias=False)
+        self.lm_head = nn.Linear(64, 10, bias=False)
+        self.lm_head.weight = self.embedding.weight
+        self.register_buffer("steps", torch.tensor(3))
+        self.to(dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.lm_head(self.down(self.up(self.embedding(tokens)).relu()))
+
+
+def build(
+    recipe: str | Quantizer | None, seed: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> Model:
+    torch.manual_seed(seed)
+    model = Model(dtype)
+    return model if recipe is None else quantize_model(model, recipe)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for _ in range(steps):
+        model(torch.arange(10)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(recipe: str | Quantizer, **options: Any) -> tuple[Model, FP4Adam]:
+    model = build(recipe)
+    optimizer = FP4Adam(model.parameters(), lr=1e-2, **options)
+    train(model, optimizer)
+    return model, optimizer
+
+
+def bytes_of(model: nn.Module) -> dict[str, Tensor]:
+    """Everything that a model consists of."""
+    parts = {}
+    for name, value in model.state_dict().items():
+        inner = value.storage_tensors() if isinstance(value, QuantizedTensor) else {"": value}
+        parts.update({f"{name}{key}": part.clone() for key, part in inner.items()})
+    return parts
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=0, msg=name)
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def decoded(stored: dict[str, Tensor], layer: str, layout: str) -> Tensor:
+    """What a reader makes of a stored weight, from the layout's description, in BF16."""
+
+    def get(name: str) -> Tensor:
+        return stored[f"{layer}.{name}"]
+
+    if layout == "fp8":
+        scale = get("weight_scale_inv").repeat_interleave(128, 0).repeat_interleave(128, 1)
+        rows, cols = get("weight").shape
+        return (get("weight").float() * scale[:rows, :cols]).bfloat16()
+    scale = get("weight_scale")
+    if scale.dtype == torch.uint8:
+        scale = (2.0 ** (scale.float() - 127)).repeat_interleave(32, 1)
+        return (get("weight").float() * scale).bfloat16()
+    if layout == "modelopt":
+        packed, scale = get("weight"), scale.float() * get("weight_scale_2")
+    else:
+        packed, scale = get("weight_packed"), scale.float() / get("weight_global_scale")
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1).int()
+    return (E2M1[codes] * scale.repeat_interleave(16, 1)).bfloat16()
+
+
+@pytest.mark.parametrize(("layout", "quantizer"), CASES, ids=str)
+def test_trained_bytes_go_out_and_come_back(layout, quantizer, tmp_path):
+    model, _ = trained(quantizer)
+    export_checkpoint(model, tmp_path / "out", layout, config={"hidden_size": 64})
+    stored = load_file(tmp_path / "out/model.safetensors")
+    for layer in ("up", "down"):
+        weight = model.get_submodule(layer).weight
+        assert torch.equal(decoded(stored, layer, layout), weight.dequantize(torch.bfloat16))
+        codes = "weight_packed" if f"{layer}.weight_packed" in stored else "weight"
+        assert torch.equal(stored[f"{layer}.{codes}"].view(torch.uint8), weight.rowwise_data)
+    assert torch.equal(stored["up.bias"], model.up.bias)
+    assert "lm_head.weight" not in stored  # tied: once, by its first name
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["hidden_size"], config["dtype"]) == (64, "bfloat16")
+    assert config["quantization_config"]["quant_method"] == layout
+    assert "lm_head" in str(config["quantization_config"])
+
+    other = build(None, seed=1)
+    default = {MXFP8Quantizer: quantizer, Float8BlockQuantizer: quantizer}.get(type(quantizer))
+    assert import_checkpoint(other, tmp_path / "out", default) is other
+    expected, actual = bytes_of(model), bytes_of(other)
+    if isinstance(quantizer, MXFP8Quantizer):  # columnwise blocks are those of the decoded values
+        expected = {name: x for name, x in expected.items() if "columnwise" not in name}
+    assert_same({name: actual[name] for name in expected}, expected)
+    optimizer = FP4Adam(other.parameters(), lr=1e-2)
+    values = other.up.weight.dequantize()
+    train(other, FP4Adam(other.parameters(), lr=0.0), steps=1)
+    assert_same({name: bytes_of(other)[name] for name in expected}, expected)
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(other, optimizer, steps=1)
+    assert torch.equal(optimizer.state[other.up.weight]["master_param"], values)
+
+
+def test_tensors_of_each_layout():
+    names = {
+        (layout.name, encoding.format): encoding.shapes(128, 256)
+        for layout in LAYOUTS.values()
+        for encoding in layout.encodings
+    }
+    byte, e4m3, fp32 = torch.uint8, torch.float8_e4m3fn, torch.float32
+    assert names == {
+        ("compressed-tensors", "nvfp4-pack-quantized"): {
+            "weight_packed": ((128, 128), byte),
+            "weight_scale": ((128, 16), e4m3),
+            "weight_global_scale": ((1,), fp32),
+        },
+        ("compressed-tensors", "mxfp8-quantized"): {
+            "weight": ((128, 256), e4m3),
+            "weight_scale": ((128, 8), byte),
+        },
+        ("modelopt", "W4A16_NVFP4"): {
+            "weight": ((128, 128), byte),
+            "weight_scale": ((128, 16), e4m3),
+            "weight_scale_2": ((), fp32),
+        },
+        ("modelopt", "MXFP8"): {
+            "weight": ((128, 256), e4m3),
+            "weight_scale": ((128, 8), byte),
+        },
+        ("fp8", "128x128"): {
+            "weight": ((128, 256), e4m3),
+            "weight_scale_inv": ((1, 2), fp32),
+        },
+    }
+
+
+def test_modelopt_describes_itself_twice(tmp_path):
+    export_checkpoint(build("nvfp4"), tmp_path, "modelopt")
+    content = json.loads((tmp_path / "hf_quant_config.json").read_text())
+    assert content["quantization"] == {
+        "quant_algo": "W4A16_NVFP4",
+        "kv_cache_quant_algo": None,
+        "group_size": 16,
+        "exclude_modules": ["lm_head"],
+    }
+
+
+@pytest.mark.parametrize("divides", [True, False])
+def test_scale_of_the_tensor_gives_readers_the_same_bf16_values(divides):
+    layout = LAYOUTS["compressed-tensors" if divides else "modelopt"]
+    encoding = layout.encodings[0]
+    generator = torch.Generator().manual_seed(0)
+    amaxes = [*torch.rand(60, generator=generator).mul(20).sub(10).exp2(), *NEXT_ONE_SERVES]
+    weight = ROWWISE_NVFP4.make_empty((128, 16))
+    weight._rowwise_data[:] = torch.arange(16).view(8, 2) @ torch.tensor([1, 16])
+    weight._rowwise_scale_inv[:, 0] = torch.arange(128).clamp(max=126)
+    moved = 0
+    for amax in amaxes:
+        weight._amax.fill_(amax)
+        stored = {f"w.{name}": value for name, value in encoding.encode(weight).items()}
+        assert torch.equal(decoded(stored, "w", layout.name), weight.dequantize(torch.bfloat16))
+        nearest = 2688 / float(amax) if divides else float(amax) / 2688
+        moved += stored[f"w.{encoding.tensor_scale}"].item() != torch.tensor(nearest).item()
+    assert moved == (3 if divides else 2)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0])
+def test_weights_of_zeros(value, tmp_path):
+    model = build(None)
+    nn.init.constant_(model.up.weight, value)
+    quantize_model(model, "nvfp4")
+    export_checkpoint(model, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert not decoded(stored, "up", "compressed-tensors").any()
+    assert_same(bytes_of(import_checkpoint(build(None, 1), tmp_path)), bytes_of(model))
+
+
+@pytest.mark.parametrize("max_shard_bytes", [1, 4000])
+def test_large_models_are_cut_into_files(max_shard_bytes, tmp_path):
+    model = build("mxfp8")
+    export_checkpoint(model, tmp_path, max_shard_bytes=max_shard_bytes)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert files == sorted(set(index["weight_map"].values()))
+    assert files[-1] == f"model-{len(files):05}-of-{len(files):05}.safetensors"
+    stored = {name: load_file(tmp_path / name) for name in files}
+    assert {key: file for file in files for key in stored[file]} == index["weight_map"]
+    sizes = [sum(t.nbytes for t in tensors.values()) for tensors in stored.values()]
+    assert sum(sizes) == index["metadata"]["total_size"]
+    assert all(
+        size <= max_shard_bytes or len(stored[file]) <= 2
+        for size, file in zip(sizes, files, strict=True)
+    )
+    import_checkpoint(other := build(None, seed=1), tmp_path, MXFP8Quantizer(columnwise=False))
+    assert torch.equal(other.up.weight.rowwise_data, model.up.weight.rowwise_data)
+
+
+@pytest.mark.parametrize("options", [{}, {"master_weight_dtype": torch.float16}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masters(dtype, options, tmp_path):
+    model, optimizer = trained("nvfp4", **options)
+    export_masters(model, optimizer, tmp_path, dtype, config={"dtype": "float16"})
+    stored = load_file(tmp_path / "model.safetensors")
+    states = optimizer.state_dict()["state"]
+    for i, (name, _) in enumerate(model.named_parameters()):
+        assert torch.equal(stored[name], states[i]["master_param"].to(dtype)), name
+    assert stored["steps"] == 3 and "lm_head.weight" not in stored
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["dtype"] == str(dtype)[6:] and "quantization_config" not in config
+
+
+def test_masters_before_the_first_step_are_the_values_before_quantization(tmp_path):
+    model = build("nvfp4", dtype=torch.float32)
+    model.down.weight.clear_high_precision_init_val()
+    export_masters(model, FP4Adam(model.parameters()), tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(stored["up.weight"], build(None, dtype=torch.float32).up.weight)
+    assert torch.equal(stored["down.weight"], model.down.weight.dequantize())
+
+
+def test_masters_of_overwritten_parameters_are_what_was_written(tmp_path):
+    model, optimizer = trained("nvfp4")
+    other = trained("nvfp4")[0].requires_grad_(False)
+    model.load_state_dict(model.state_dict())  # nothing new
+    model.up.weight.data.copy_(other.down.weight.t().contiguous())
+    export_masters(model, optimizer, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(stored["up.weight"], model.up.weight.dequantize())
+    assert torch.equal(stored["down.weight"], optimizer.state[model.down.weight]["master_param"])
+
+
+def test_masters_of_another_optimizer_are_the_parameters(tmp_path):
+    model = build(None)
+    optimizer = AdamW(model.parameters())
+    train(model, optimizer)
+    export_masters(model, optimizer, tmp_path)
+    assert torch.equal(
+        load_file(tmp_path / "model.safetensors")["up.weight"], model.up.weight.float()
+    )
+
+
+def test_names_are_those_without_wrappers(tmp_path):
+    model = build("nvfp4")
+    export_checkpoint(model, tmp_path / "plain")
+    model.up, compiled = checkpoint_wrapper(model.up), nn.Module()
+    compiled._orig_mod = model  # as torch.compile does
+    export_checkpoint(compiled, tmp_path / "wrapped")
+    plain, wrapped = (load_file(tmp_path / n / "model.safetensors") for n in ("plain", "wrapped"))
+    assert_same(wrapped, plain)
+    configs = [(tmp_path / n / "config.json").read_text() for n in ("plain", "wrapped")]
+    assert configs[0] == configs[1]
+
+
+class Fused(nn.Module):
+    def __init__(self, shape: tuple[int, int] = (32, 32)) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = (nn.Linear(*shape, bias=False) for _ in range(2))
+
+
+def test_unequal_amaxes_of_what_is_served_as_one_matrix(tmp_path):
+    model = quantize_model(Fused(), "nvfp4")
+    with pytest.warns(UserWarning, match="should have one amax, got .*q_proj.*k_proj"):
+        export_checkpoint(model, tmp_path / "unequal")
+    model.k_proj.weight.quantize_(model.q_proj.weight.dequantize())
+    export_checkpoint(model, tmp_path / "equal")
+
+
+def test_partial_blocks(tmp_path):
+    model = quantize_model(Fused((32, 192)), "float8block")
+    with pytest.warns(UserWarning, match="multiples of 128, or less, got others in 2 layers"):
+        export_checkpoint(model, tmp_path, "fp8")
+
+
+def tie(model: Model) -> None:
+    model.down = copy.deepcopy(model.up)
+    model.down.weight = model.up.weight
+
+
+def mix(model: Model) -> None:
+    model.down.weight = nn.Parameter(MXFP8Quantizer().quantize(model.down.weight.dequantize()))
+
+
+def put_elsewhere(model: Model) -> None:
+    model.other = nn.Parameter(model.up.weight.detach().clone())
+
+
+def overflow(model: Model) -> None:
+    model.up.weight.quantize_(torch.full((96, 64), torch.inf))
+
+
+EXPORT_ERRORS = [
+    ("nvfp4", None, {"layout": "gguf"}, "layout must be one of compressed-tensors, modelopt, fp8"),
+    ("nvfp4", None, {"layout": "fp8"}, "in Float8BlockTensor for layout 'fp8', got 'up.weight'"),
+    ("mxfp8", None, {"layout": "fp8"}, "use layout='compressed-tensors' or 'modelopt'"),
+    ("float8block", None, {}, "use layout='fp8'"),
+    (None, None, {}, "got none that are quantized; call quantize_model"),
+    (Float8BlockQuantizer(two_dimensional=False), None, {"layout": "fp8"}, "two_dimensional=True"),
+    (NVFP4Quantizer(rowwise=False), None, {}, "rowwise=True"),
+    ("nvfp4", tie, {}, "'up.weight' and 'down.weight' must be two weights"),
+    ("nvfp4", mix, {}, "of one format, got 'up.weight' in NVFP4Tensor and 'down.weight' in MXFP8"),
+    ("nvfp4", put_elsewhere, {}, "must be those of nn.Linear layers, got 'other'"),
+    ("nvfp4", overflow, {}, "'up.weight': amax must be finite and at least 1e-35"),
+    ("nvfp4", lambda model: model.to("meta"), {}, "on the meta device"),
+    ("nvfp4", None, {"max_shard_bytes": 0}, "max_shard_bytes must be a positive number"),
+    ("nvfp4", None, {"max_shard_bytes": "5GB"}, "max_shard_bytes must be a positive number"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "change", "options", "message"), EXPORT_ERRORS)
+def test_what_cannot_be_exported(recipe, change, options, message, tmp_path):
+    model = build(recipe)
+    if change:
+        change(model)
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        export_checkpoint(model, tmp_path / "out", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_types_that_cannot_be_exported(tmp_path, monkeypatch):
+    model = build("nvfp4")
+    with pytest.raises(TypeError, match="config must be a dictionary"):
+        export_checkpoint(model, tmp_path, config=3)
+    with pytest.raises(TypeError, match="dtype must be float32, bfloat16 or float16"):
+        export_masters(model, FP4Adam(model.parameters()), tmp_path, torch.float64)
+    monkeypatch.setattr(Model, "get_extra_state", lambda self: "state")
+    with pytest.raises(TypeError, match="got a str for '_extra_state'"):
+        export_checkpoint(model, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_with_a_checkpoint_are_left_alone(tmp_path):
+    model = build("nvfp4")
+    export_checkpoint(model, tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(FileExistsError, match="must not hold a checkpoint yet, got .*safetensors'"):
+        export_checkpoint(model, tmp_path)
+    with pytest.raises(FileExistsError, match="got the file"):
+        export_checkpoint(model, tmp_path / "config.json")
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
+    saved = []
+
+    def save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+        saved.append(path)
+        if len(saved) == 3:
+            raise OSError("no space left on device")
+        save_file(tensors, path, metadata)
+
+    monkeypatch.setattr("safetensors.torch.save_file", save)
+    with pytest.raises(OSError, match="no space"):
+        export_checkpoint(build("nvfp4"), tmp_path / "out", max_shard_bytes=1)
+    assert len(saved) == 3 and not list(tmp_path.iterdir())
+
+
+def test_safetensors_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"pip install fp4adam\[export\]"):
+        export_checkpoint(build("nvfp4"), tmp_path)
+
+
+def test_index_and_files_that_disagree(tmp_path):
+    export_checkpoint(build("nvfp4"), tmp_path, max_shard_bytes=1)
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["up.bias"] = index["weight_map"]["steps"]
+    index["weight_map"]["more"] = index["weight_map"]["steps"]
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="must list what its files hold, got another list"):
+        import_checkpoint(build(None), tmp_path)
+    (tmp_path / index["weight_map"]["steps"]).unlink()
+    with pytest.raises(FileNotFoundError, match="must exist, got no such file; copy it as well"):
+        import_checkpoint(build(None), tmp_path)
+
+
+def test_blocks_of_one_row_are_not_taken_for_square_ones(tmp_path):
+    export_checkpoint(trained(ROWWISE_NVFP4)[0], tmp_path)
+    with pytest.raises(ValueError, match="layer 'down': scales must be the same on the 16 rows"):
+        import_checkpoint(build(None), tmp_path, NVFP4Quantizer())
+    with pytest.raises(ValueError, match="columnwise=False"):
+        import_checkpoint(build(None), tmp_path, NVFP4Quantizer(two_dimensional=False))
+
+
+def test_a_changed_scale_counts_more_than_the_header(tmp_path):
+    model = build("nvfp4")
+    export_checkpoint(model, tmp_path, "modelopt")
+    path = tmp_path / "model.safetensors"
+    with checkpoint_folder.CheckpointReader(tmp_path) as reader:
+        metadata = reader.metadata
+    tensors = load_file(path)
+    tensors["up.weight_scale_2"] *= 2
+    tensors["up.input_scale"] = torch.ones(())  # as in checkpoints with scales of activations
+    save_file(tensors, path, metadata)
+    import_checkpoint(other := build(None, seed=1), tmp_path)
+    assert torch.equal(other.up.weight.dequantize(), 2 * model.up.weight.dequantize())
+    assert_same({"": other.down.weight._amax}, {"": model.down.weight._amax})
+
+
+def export_shards(rank: int, folder: str) -> None:
+    for is_sharded in (False, True):
+        model = build("nvfp4", dtype=torch.float32)
+        if is_sharded:
+            fully_shard(model, mesh=all_ranks())
+        optimizer = FP4Adam(model.parameters(), lr=1e-2)
+        name = "sharded" if is_sharded else f"whole{rank}"
+        export_masters(model, optimizer, f"{folder}/{name}-before")
+        set_grads(model, fixed_grads(model, seed=0))
+        optimizer.step()
+        export_checkpoint(model, f"{folder}/{name}")
+        export_masters(model, optimizer, f"{folder}/{name}-masters")
+    with pytest.raises(FileExistsError, match="must not hold a checkpoint"):
+        export_checkpoint(model, f"{folder}/sharded")
+    with pytest.raises(ValueError, match="must be a whole tensor in memory"):
+        import_checkpoint(model, f"{folder}/sharded")
+
+
+def test_shards_are_gathered_as_they_are(tmp_path):
+    run_ranks(export_shards, 3, str(tmp_path))  # 96 and 64 rows: whole blocks, and cut ones
+    for kind in ("", "-before", "-masters"):
+        whole, sharded = (tmp_path / f"{name}{kind}" for name in ("whole0", "sharded"))
+        with checkpoint_folder.CheckpointReader(whole) as expected:
+            with checkpoint_folder.CheckpointReader(sharded) as actual:
+                assert_same(*({n: r.read(n) for n in r.names()} for r in (actual, expected)))
+                assert actual.metadata == expected.metadata
+                assert actual.config == expected.config

@@ -1,0 +1,463 @@
+"""FSDP2: sharded training gives the same bits as training in one process."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+from fp4adam import (
+    Float8BlockQuantizer,
+    FP4Adam,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    QuantizedTensor,
+    Quantizer,
+    Recipe,
+    check_shards,
+    kept_weights,
+    quantize_model,
+)
+from fp4adam.distributed.dtensor import like, local
+from fp4adam.tensors import backend
+from ranks import all_ranks, home, run_ranks
+
+FORMATS = ("nvfp4", "mxfp8", "float8block")
+WITH_GEMM_SCALES = {
+    "nvfp4": NVFP4Quantizer(optimize_for_gemm=True),
+    "mxfp8": MXFP8Quantizer(optimize_for_gemm=True),
+}
+OPTIONS = dict(lr=1e-2, weight_decay=0.1)
+
+
+def run(function: Callable[..., None], world_size: int, *args: Any) -> None:
+    """On GPUs where there are as many, else on the CPU."""
+    device = "cuda" if torch.cuda.device_count() >= world_size else "cpu"
+    run_ranks(function, world_size, *args, device=device)
+
+
+def build(
+    rows: int, cols: int, recipe: str | Quantizer | None, dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(cols, rows), nn.Tanh(), nn.Linear(rows, cols, bias=False))
+    model.to(dtype)
+    if not model[0].weight.is_meta:
+        model.to(home())
+    return quantize_model(model, recipe) if recipe else model
+
+
+def fixed_grads(model: nn.Module, seed: int, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Gradients of whole parameters, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(param.shape, generator=generator)
+        .mul_(10.0 ** (i - 1))
+        .to(param.device, dtype or param.dtype)
+        for i, param in enumerate(model.parameters())
+    ]
+
+
+def set_grads(model: nn.Module, grads: list[Tensor]) -> None:
+    """Give each parameter its part of its gradient."""
+    for param, grad in zip(model.parameters(), grads, strict=True):
+        if local(param) is not param:
+            chunks = grad.chunk(dist.get_world_size())
+            rank = dist.get_rank()
+            part = chunks[rank] if rank < len(chunks) else grad[:0]
+            grad = like(param, part.clone())
+        param.grad = grad
+
+
+PARTS = (
+    "rowwise_data",
+    "rowwise_scale_inv",
+    "columnwise_data",
+    "columnwise_scale_inv",
+    "_rowwise_gemm_scale_inv",
+    "_columnwise_gemm_scale_inv",
+    "_amax",
+)
+
+
+def bytes_of(param: Tensor) -> dict[str, Tensor]:
+    """What a whole parameter consists of; of a plain one its value."""
+    if not isinstance(param, QuantizedTensor):
+        return {"value": param.detach().clone()}
+    parts = {name: getattr(param, name) for name in PARTS}
+    return {name: part.clone() for name, part in parts.items() if part is not None}
+
+
+def gathered_bytes(model: nn.Module) -> list[dict[str, Tensor]]:
+    model.unshard()
+    parts = whole_bytes(model)
+    model.reshard()
+    return parts
+
+
+def whole_bytes(model: nn.Module) -> list[dict[str, Tensor]]:
+    return list(map(bytes_of, model.parameters()))
+
+
+def assert_same(actual: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
+    for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        assert a.keys() == b.keys()
+        for name in a:
+            difference = dict(rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(a[name], b[name], msg=f"{name} of {i}", **difference)
+
+
+def full(value: Tensor) -> Tensor:
+    return value.full_tensor() if local(value) is not value else value
+
+
+def step_by_kernels(rank: int, *args) -> None:
+    """:func:`step_in_parallel` with the kernels of a GPU, in Triton's interpreter on a CPU."""
+    backend.uses_kernels = lambda device: True
+    step_in_parallel(rank, *args, last=1)
+
+
+def step_in_parallel(
+    rank: int, rows: int, cols: int, recipe: str, options: dict, last: int = 19
+) -> None:
+    quantizer = WITH_GEMM_SCALES.get(recipe, recipe)
+    whole, sharded = (build(rows, cols, quantizer, torch.bfloat16) for _ in range(2))
+    fully_shard(sharded, mesh=all_ranks())
+    expected = FP4Adam(whole.parameters(), **OPTIONS, **options)
+    optimizer = FP4Adam(sharded.parameters(), **OPTIONS, **options)
+    for step in range(last + 1):
+        grads = fixed_grads(whole, step)
+        if step == 1:
+            # The largest weight becomes NaN, which is on one rank.
+            largest = whole[0].weight.dequantize().abs().argmax()
+            grads[0].view(-1)[largest] = float("nan")
+        set_grads(whole, grads)
+        set_grads(sharded, grads)
+        expected.step()
+        optimizer.step()
+        if step in (0, 1, last):
+            assert_same(gathered_bytes(sharded), whole_bytes(whole))
+    check_shards(sharded)
+    for a, b in zip(optimizer.state.values(), expected.state.values(), strict=True):
+        assert a["step"] == b["step"] == last + 1
+        for name in b.keys() - {"step", "exp_avg_sq_scale"}:  # scales are of each rank's memory
+            assert_same([{name: full(a[name])}], [{name: b[name]}])
+
+
+@pytest.mark.parametrize("recipe", FORMATS)
+@pytest.mark.parametrize(
+    "world_size, rows, cols",
+    [
+        (1, 64, 32),
+        (2, 256, 128),  # whole blocks
+        (3, 96, 64),  # whole blocks of NVFP4 and MXFP8
+        (3, 64, 32),  # 22, 22 and 20 rows: boundaries cut blocks
+        (2, 288, 64),
+    ],
+)
+def test_shards_have_the_bits_of_one_process(recipe, world_size, rows, cols):
+    run(step_in_parallel, world_size, rows, cols, recipe, {})
+
+
+NARROW = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float8_e4m3fn}
+
+
+@pytest.mark.parametrize(
+    "options", [{"quantize_from": "param_dtype"}, {"amsgrad": True}, NARROW], ids=str
+)
+@pytest.mark.parametrize("recipe", FORMATS)
+def test_options_of_the_step(recipe, options):
+    run(step_in_parallel, 2, 64, 32, recipe, options)
+
+
+@pytest.mark.parametrize("recipe, world_size, rows", [("float8block", 6, 7), ("nvfp4", 5, 16)])
+def test_empty_shards(recipe, world_size, rows):
+    # Two rows each on three ranks, one on the fourth, none on others; or four each on four of five.
+    run(step_in_parallel, world_size, rows, 16, recipe, {})
+
+
+def load_rows(rank: int) -> None:
+    whole, sharded = build(16, 16, "nvfp4"), build(16, 16, "nvfp4")
+    fully_shard(sharded, mesh=all_ranks())
+    assert_same(gathered_bytes(sharded), whole_bytes(whole))
+    initialize(whole)
+    with torch.no_grad():
+        for param, value in zip(sharded.parameters(), whole.parameters(), strict=True):
+            parts = value.detach().chunk(dist.get_world_size())
+            if rank < len(parts):
+                local(param).copy_(parts[rank])
+    check_shards(sharded)
+    assert_same(gathered_bytes(sharded), whole_bytes(whole))
+
+
+def test_a_rank_without_rows_takes_part_in_what_others_load():
+    run(load_rows, 5)
+
+
+@pytest.mark.parametrize("recipe", FORMATS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_kernels_have_the_bits_of_one_process(recipe, world_size):
+    if 0 < torch.cuda.device_count() < world_size:
+        pytest.skip("needs as many GPUs as ranks, or Triton's interpreter")
+    rows = 256 if (recipe, world_size) == ("float8block", 2) else 64  # whole blocks on two ranks
+    run(step_by_kernels, world_size, rows, 32, recipe, {})
+
+
+def clip_in_parallel(rank: int) -> None:
+    whole, sharded = build(64, 32, "nvfp4"), build(64, 32, "nvfp4")
+    whole[0].bias.requires_grad_(False)
+    mesh = all_ranks()
+    fully_shard(sharded, mesh=mesh, ignored_params={sharded[0].bias})
+    sharded[0].bias.requires_grad_(False)
+    expected, optimizer = FP4Adam(whole.parameters()), FP4Adam(sharded.parameters())
+    reference = build(64, 32, None)
+    for step, norm_type in enumerate((2.0, 1.0, float("inf"), 2.0)):
+        grads = fixed_grads(whole, step)
+        if step == 3:
+            grads[0][40, 3] = float("nan")
+        for model in (whole, sharded, reference):
+            set_grads(model, grads)
+        norm = optimizer.clip_grad_norm_(1.0, norm_type)
+        assert torch.equal(norm, expected.clip_grad_norm_(1.0, norm_type)) or step == 3
+        torch.testing.assert_close(
+            norm, nn.utils.clip_grad_norm_(reference.parameters(), 1.0, norm_type), equal_nan=True
+        )
+        expected.step()
+        optimizer.step()
+    # NaN is in no amax, on no rank.
+    assert_same(gathered_bytes(sharded), whole_bytes(whole))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_clipping_by_the_norm_of_all_ranks(world_size):
+    run(clip_in_parallel, world_size)
+
+
+def train(model: nn.Module, optimizer: FP4Adam, steps: int, microbatches: int = 1) -> list[Tensor]:
+    """Losses of a few steps; the same batch on every rank, so that the mean gradient is exact."""
+    losses = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        for i in range(microbatches):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(i == microbatches - 1)
+            x = torch.randn(8, model[0].in_features, generator=generator).to(home())
+            loss = model(x).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def initialize(model: nn.Module) -> None:
+    """Fill in parameters; shards take their part of what a whole one would get."""
+    generator = torch.Generator().manual_seed(1)
+    for param in model.parameters():
+        value = torch.randn(param.shape, generator=generator).mul_(0.1)
+        with torch.no_grad():
+            own = local(param)
+            chunks = value.chunk(dist.get_world_size()) if own is not param else [value]
+            own.copy_(chunks[dist.get_rank() % len(chunks)])
+
+
+def train_variant(rank: int, recipe: str, rows: int, variant: str) -> None:
+    whole = build(rows, 32, recipe)
+    options, microbatches, mesh = {}, 1, all_ranks()
+    if variant == "meta":
+        with torch.device("meta"):
+            sharded = build(rows, 32, recipe)
+        initialize(whole)
+    else:
+        sharded = build(rows, 32, recipe)
+    if variant == "kept":
+        options["reshard_after_forward"] = False
+    elif variant == "hybrid":
+        mesh = init_device_mesh(home().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    elif variant == "accumulated":
+        microbatches = 2
+    elif variant == "bfloat16":
+        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+        options["mp_policy"] = policy
+    elif variant == "offloaded":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=home().type == "cuda")
+    for layer in sharded:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh, **options)
+    fully_shard(sharded, mesh=mesh, **options)
+    if variant == "meta":
+        sharded.to_empty(device=home())
+        initialize(sharded)
+    expected, optimizer = (FP4Adam(model.parameters(), lr=1e-2) for model in (whole, sharded))
+    actual = train(sharded, optimizer, 4, microbatches)
+    for a, b in zip(actual, train(whole, expected, 4, microbatches), strict=True):
+        # The same values in BF16 where activations are rounded to it.
+        tolerance = 0.02 if variant == "bfloat16" else 0
+        torch.testing.assert_close(a.float(), b, rtol=tolerance, atol=0)
+    if variant != "bfloat16":
+        assert_same(gathered_layers(sharded), whole_bytes(whole))
+
+
+def gathered_layers(model: nn.Module) -> list[dict[str, Tensor]]:
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            layer.unshard()
+    tensors = whole_bytes(model)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            layer.reshard()
+    return tensors
+
+
+@pytest.mark.parametrize("rows", [256, 48])
+@pytest.mark.parametrize(
+    "variant, world_size",
+    [
+        ("", 2),
+        ("kept", 2),
+        ("offloaded", 2),
+        ("meta", 2),
+        ("accumulated", 2),
+        ("bfloat16", 2),
+        ("hybrid", 4),
+    ],
+)
+def test_fully_shard_variants(variant, world_size, rows):
+    for recipe in FORMATS:
+        if rows == 256 or recipe != "mxfp8":
+            run(train_variant, world_size, recipe, rows, variant)
+
+
+def exchange_shards(rank: int) -> None:
+    n_gathered = {"nvfp4": 2, "mxfp8": 4, "float8block": 2}  # codes and scales
+    for format, n in n_gathered.items():
+        recipe = WITH_GEMM_SCALES.get(format, format)
+        whole, sharded, other = (build(256, 64, recipe) for _ in range(3))
+        for model in (sharded, other):
+            fully_shard(model, mesh=all_ranks())
+        gathered_bytes(sharded)
+        initialize(whole)
+        initialize(other)
+        sharded.load_state_dict(other.state_dict(), assign=True)
+        inputs, _ = local(sharded[0].weight).fsdp_pre_all_gather(all_ranks())
+        assert len(inputs) == (n if dist.get_world_size() > 1 else 1)
+        assert_same(gathered_bytes(sharded), whole_bytes(whole))
+        sharded.unshard()
+        with pytest.raises(RuntimeError, match="must be sharded to be written to.*reshard"):
+            nn.init.zeros_(sharded[0].weight)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gathered_weights_follow_shards_that_are_exchanged(world_size):
+    run(exchange_shards, world_size)
+
+
+def disagree(rank: int) -> None:
+    model = build(64, 32, "nvfp4")
+    fully_shard(model, mesh=all_ranks())
+    check_shards(model)
+    if rank == 1:
+        local(model[2].weight)._amax.mul_(2)
+    with pytest.raises(RuntimeError, match=r"parameter '2\.weight' must have the same scales"):
+        check_shards(model)
+
+
+def test_shards_that_disagree_are_found_on_every_rank():
+    run(disagree, 2)
+
+
+def shard_otherwise(rank: int) -> None:
+    mesh = all_ranks()
+    for quantizer in (NVFP4Quantizer(two_dimensional=False), Float8BlockQuantizer(rowwise=False)):
+        with pytest.raises(ValueError, match="parameter '0.weight' must have rowwise=True and two"):
+            fully_shard(build(64, 32, quantizer), mesh=mesh)
+    with pytest.raises(ValueError, match="must be sharded along its first dimension"):
+        fully_shard(build(64, 32, "nvfp4"), mesh=mesh, shard_placement_fn=lambda _: Shard(1))
+    plain = build(64, 32, None)
+    fully_shard(plain, mesh=mesh)
+    with pytest.raises(ValueError, match="layer '0' must be whole.*fully_shard after"):
+        quantize_model(plain, "nvfp4")
+    # Nobody waits for anybody.
+    dist.barrier()
+
+
+def test_what_cannot_be_sharded_is_refused_on_every_rank():
+    run(shard_otherwise, 2)
+
+
+def count_collectives(rank: int) -> None:
+    model = build(64, 32, "nvfp4")
+    fully_shard(model, mesh=all_ranks())
+    optimizer = FP4Adam(model.parameters())
+    for step in range(3):
+        set_grads(model, fixed_grads(model, step))
+        with CommDebugMode() as mode:
+            optimizer.step()
+        assert dict(mode.get_comm_counts()) == {torch.ops.c10d.allreduce_: 1}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_one_collective_per_step(world_size):
+    run(count_collectives, world_size)
+
+
+def three_losses(model: nn.Module) -> Tensor:
+    """Of as many steps."""
+    optimizer = FP4Adam(model.parameters(), **OPTIONS)
+    x = torch.randn(20, 128, generator=torch.Generator().manual_seed(1)).to(home())
+    losses = []
+    for _ in range(3):
+        loss = (model(x) - x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def train_quantized_matmuls(rank: int) -> None:
+    for weights in FORMATS:
+        recipe = Recipe(weights, activations=True, gradients=True, emulate=True)
+        losses = []
+        for sharded in (True, False):
+            model = build(256, 128, recipe)
+            if sharded:
+                for layer in (model[0], model[2]):
+                    fully_shard(layer, mesh=all_ranks())
+                fully_shard(model, mesh=all_ranks())
+            # A gathered weight is the same tensor at every step, with other values.
+            with kept_weights():
+                losses.append(three_losses(model))
+        assert torch.equal(*losses) and losses[0][-1] < losses[0][0]
+
+
+def test_gathered_weights_are_multiplied_as_whole_ones():
+    run(train_quantized_matmuls, 2)
+
+
+def losses_in_blocks(recipe: str | Recipe, compiled: bool) -> Tensor:
+    """Those of a model whose layers are gathered again for the backward pass."""
+    model = build(192, 128, recipe)
+    for layer in (model[0], model[2]):
+        if compiled:
+            layer.compile(backend="aot_eager")
+        fully_shard(layer, mesh=all_ranks())
+    fully_shard(model, mesh=all_ranks())
+    return three_losses(model)
+
+
+def compare_compiled_and_eager(rank: int) -> None:
+    # Scales that are filled in anew: of blocks that 192 rows cut, and in the order of GEMMs.
+    for recipe in ("float8block", Recipe("nvfp4", activations=True, gradients=True, emulate=True)):
+        compiled, eager = (losses_in_blocks(recipe, compiled) for compiled in (True, False))
+        assert torch.equal(compiled, eager)
+
+
+def test_compiled_layers():
+    run(compare_compiled_and_eager, 2)

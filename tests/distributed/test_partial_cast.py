@@ -1,0 +1,409 @@
+"""Casts in shards: the union of all is the full cast, and a shard leaves what is not its own."""
+
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fp4adam import (
+    Float8BlockQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    PartialCast,
+    QuantizedTensor,
+    Quantizer,
+    build_columnwise,
+)
+from fp4adam.tensors import backend, pieces
+from fp4adam.tensors.transpose import transpose_codes
+from golden_vectors import golden_cases, read_arrays, read_index, sha16
+from test_pieces import Allocations
+from test_quantizer_properties import examples, matrices
+
+FORMATS = {
+    "nvfp4": (NVFP4Quantizer(), 16),
+    "nvfp4-rowwise": (NVFP4Quantizer(columnwise=False, optimize_for_gemm=True), 16),
+    "mxfp8": (MXFP8Quantizer(), 32),
+    "mxfp8-rowwise": (MXFP8Quantizer(columnwise=False), 32),
+    "mxfp8-columnwise": (MXFP8Quantizer(rowwise=False), 32),
+    "float8block": (Float8BlockQuantizer(), 1),
+    "float8block-fp32": (Float8BlockQuantizer(True, True, True, False, 1e-3), 1),
+}
+GOLDEN_FORMATS = {"nvfp4": "nvfp4_2d", "mxfp8": "mxfp8", "fp8block": "fp8block_2d_pow2"}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SPLITS = [(case, i) for case, splits in read_index()["shards"].items() for i in range(len(splits))]
+
+
+@pytest.fixture(params=["torch", "kernel"])
+def path_device(request, monkeypatch, device) -> Iterator[str]:
+    """Where the path under test runs: torch operators on the CPU, or the kernels on ``device``."""
+    kernel = request.param == "kernel"
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: kernel and d.type == device)
+    # The interpreter works on NaN and Inf in NumPy, which warns of it.
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All-NaN slice encountered", RuntimeWarning)
+        yield device if kernel else "cpu"
+
+
+def quantized_by_torch(quantizer: Quantizer, x: Tensor) -> QuantizedTensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "uses_kernels", lambda _: False)
+        return quantizer.quantize(x.cpu())
+
+
+def assert_same_storage(tensor: QuantizedTensor, expected: QuantizedTensor) -> None:
+    for name, inner in expected.storage_tensors().items():
+        actual = getattr(tensor, name).cpu()
+        assert torch.equal(actual.view(torch.uint8), inner.cpu().view(torch.uint8)), name
+
+
+def cast_in_shards(
+    weights: list[QuantizedTensor],
+    values: list[Tensor],
+    cuts: list[list[int]],
+    dtypes: list[torch.dtype],
+) -> None:
+    """What ranks do between them: rank r has the elements between its cut and the next one."""
+    ranks = []
+    for rank in range(len(cuts[0]) - 1):
+        bounds = [(own[rank], own[rank + 1]) for own in cuts]
+        own = [
+            None if start == stop else value[start:stop].clone()
+            for value, (start, stop) in zip(values, bounds, strict=True)
+        ]
+        sizes = [stop - start for start, stop in bounds]
+        cast = PartialCast(weights, [start for start, _ in bounds], sizes, dtypes)
+        cast.measure(own)
+        ranks.append((cast, own))
+    amaxes = torch.stack([cast.amaxes for cast, _ in ranks]).amax(0)
+    for cast, own in ranks:
+        cast.amaxes.copy_(amaxes)
+        cast.write(own)
+
+
+@pytest.mark.parametrize(("name", "split"), SPLITS)
+def test_shards_give_the_golden_amaxes_and_bytes(name, split, path_device):
+    format = name.split("_")[1]
+    (case,) = (c for c in golden_cases(GOLDEN_FORMATS[format]) if c.case == name)
+    golden = read_index()["shards"][name][split]
+    full = quantized_by_torch(case.quantizer(), case.input)
+    weight = case.quantizer().make_empty(case.shape, torch.bfloat16, path_device)
+    values = case.input.float().to(path_device).view(-1)
+    casts = []
+    for start, stop, sha in zip(golden["cuts"], golden["cuts"][1:], golden["shards"], strict=False):
+        cast = PartialCast([weight], [start], [stop - start], [torch.bfloat16])
+        cast.measure([values[start:stop]])
+        for usage, amaxes in (
+            ("rowwise", cast.rowwise_amaxes[0]),
+            ("columnwise", cast.columnwise_amaxes[0]),
+        ):
+            key = f"{usage}_amax_sha16" if format == "mxfp8" else "block_amax_sha16"
+            if amaxes is not None:
+                # Those of NVFP4 are a grid, the others lie as scales do.
+                laid_out = amaxes if format == "nvfp4" else in_scale_shape(weight, usage, amaxes)
+                assert sha16(laid_out.cpu()) == sha[key], usage
+        casts.append((cast, values[start:stop], sha))
+    amaxes = torch.stack([cast.amaxes for cast, *_ in casts]).amax(0)
+    for cast, own, sha in casts:
+        if format == "nvfp4":
+            before = torch.from_numpy(read_arrays("shards")[f"{name}_before{split}"].copy())
+            weight._rowwise_data.copy_(before.view_as(weight._rowwise_data))
+        cast.amaxes.copy_(amaxes)
+        cast.write([own])
+        if format == "nvfp4":
+            assert sha16(weight._rowwise_data.cpu()) == sha["buffer_after_sha16"]
+    if format == "nvfp4":
+        for cast, own, _ in casts:
+            cast.write([own])
+    if format != "mxfp8":
+        build_columnwise([weight])
+    assert_same_storage(weight, full)
+
+
+def in_scale_shape(weight: QuantizedTensor, usage: str, amaxes: Tensor) -> Tensor:
+    padded = amaxes.new_zeros(getattr(weight, f"{usage}_scale_inv").shape)
+    padded[: amaxes.shape[0], : amaxes.shape[1]] = amaxes
+    return padded
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@settings(examples, max_examples=5)
+@given(data=st.data())
+def test_union_of_shards_is_the_full_cast(format, path_device, data):
+    quantizer, multiple = FORMATS[format]
+    x = data.draw(matrices(multiple))
+    dtype = data.draw(st.sampled_from(DTYPES))
+    inner = data.draw(st.lists(st.integers(0, x.numel()), max_size=4))
+    cuts = sorted([0, *inner, x.numel()])
+    weight = quantizer.make_empty(x.shape, dtype, path_device)
+    for codes in (weight._rowwise_data, weight._columnwise_data):
+        if codes is not None:
+            codes.fill_(0xA5)
+    cast_in_shards([weight], [x.to(path_device).view(-1)], [cuts], [dtype])
+    if quantizer.columnwise and not format.startswith("mxfp8"):
+        build_columnwise([weight])
+    assert_same_storage(weight, quantized_by_torch(quantizer, x.to(dtype)))
+
+
+def test_whole_tiles_and_cut_ones_give_the_full_cast(path_device):
+    weights, values, cuts = [], [], []
+    for i, (quantizer, shape) in enumerate(
+        [
+            (NVFP4Quantizer(optimize_for_gemm=True), (80, 144)),
+            (MXFP8Quantizer(optimize_for_gemm=True), (96, 160)),
+            (Float8BlockQuantizer(), (280, 144)),
+            (NVFP4Quantizer(), (16, 16)),
+        ]
+    ):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(i))
+        weights.append(quantizer.quantize(torch.ones_like(x)).to(path_device))
+        values.append(x.to(path_device).view(-1))
+        # All of the second weight belongs to the last rank, in whole tiles.
+        cuts.append([0, 0, 0, x.numel()] if i == 1 else [0, 48, x.numel() // 3 + 5, x.numel()])
+    cast_in_shards(weights, values, cuts, [torch.bfloat16] * 4)
+    build_columnwise([w for w in weights if not isinstance(w.quantizer, MXFP8Quantizer)])
+    for weight, value in zip(weights, values, strict=True):
+        expected = value.view(weight.shape).bfloat16()
+        assert_same_storage(weight, quantized_by_torch(weight.quantizer, expected))
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "float8block"])
+@pytest.mark.parametrize(("start", "stop"), [(5, 11), (6, 7), (777, 1500), (0, 2048)])
+def test_outs_get_the_codes_in_place_of_the_weight(format, start, stop, path_device):
+    quantizer, _ = FORMATS[format]
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    full = quantized_by_torch(quantizer, x)
+    weight = quantizer.make_empty(x.shape, device=path_device)
+    cast = PartialCast([weight], [0], [x.numel()], [torch.float32])
+    cast.measure([x.view(-1).to(path_device)])
+    shard = PartialCast([weight], [start], [stop - start], [torch.float32])
+    shard.amaxes.copy_(cast.amaxes)
+    per_byte = 2 if format == "nvfp4" else 1
+    first, last = start // per_byte, -(-stop // per_byte)
+    outs = [torch.full((last - first,), 0xC3, dtype=torch.uint8, device=path_device)]
+    outs += [outs[0].clone()] if format == "mxfp8" else []
+    shard.write([x.view(-1)[start:stop].to(path_device)], [tuple(outs) if outs[1:] else outs[0]])
+    for out, usage in zip(outs, ("rowwise", "columnwise"), strict=False):
+        assert not getattr(weight, f"_{usage}_data").any()
+        expected = getattr(full, f"_{usage}_data").view(-1)[first:last].clone()
+        if start % per_byte:
+            expected[0] = (expected[0] & 0xF0) | 0x03
+        if stop % per_byte:
+            expected[-1] = (expected[-1] & 0x0F) | 0xC0
+        assert torch.equal(out.cpu(), expected)
+
+
+def test_values_of_any_alignment_and_dtype(path_device):
+    x = torch.randn(32 * 160 + 1, generator=torch.Generator().manual_seed(0))
+    for dtype in DTYPES:
+        value = x.to(path_device, dtype)[1:]  # at no multiple of 16 bytes
+        weight = NVFP4Quantizer().make_empty((32, 160), device=path_device)
+        cast_in_shards([weight], [value], [[0, 32 * 160]], [torch.float32])
+        build_columnwise([weight])
+        expected = value.view(32, 160).float()
+        assert_same_storage(weight, quantized_by_torch(NVFP4Quantizer(), expected))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_launches_do_not_grow_with_the_number_of_weights(n, monkeypatch):
+    triton = pytest.importorskip("triton")
+    from fp4adam.kernels import partial_cast, transpose
+
+    launched = []
+
+    class Counted:
+        def __init__(self, name: str, kernel: triton.JITFunction) -> None:
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid: tuple[int, ...]):
+            launched.append(self.name)
+            return self.kernel[grid]
+
+    for module in (partial_cast, transpose):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Counted(name, getattr(module, name)))
+    monkeypatch.setattr(backend, "uses_kernels", lambda _: True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    weights = [NVFP4Quantizer().make_empty((32, 144), device=device) for _ in range(n)]
+    values = [torch.ones(4604, device=device)] * n
+    cast = PartialCast(weights, [1] * n, [4604] * n, [torch.float32] * n)
+    cast.measure(values)
+    assert launched == ["_square_amax_kernel"]
+    values = [torch.ones(32 * 144, device=device)] * n
+    cast = PartialCast(weights, [0] * n, [32 * 144] * n, [torch.float32] * n)
+    cast.measure(values)
+    cast.write(values)
+    build_columnwise(weights)
+    assert launched[1:] == [
+        *["_square_amax_kernel"] * 2,
+        "_scales_kernel",
+        *["_nvfp4_codes_kernel"] * 2,
+        "_transpose_edge_kernel",
+    ]
+
+
+def test_pieces_of_a_shard_give_the_same_bytes(monkeypatch):
+    monkeypatch.setattr(pieces, "numel", lambda: 1000)
+    for quantizer, shape in (
+        (NVFP4Quantizer(), (96, 48)),
+        (MXFP8Quantizer(), (96, 64)),
+        (Float8BlockQuantizer(), (300, 50)),
+    ):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        weight = quantizer.make_empty(shape)
+        cast_in_shards([weight], [x.view(-1)], [[0, 1111, 3001, x.numel()]], [torch.float32])
+        if not isinstance(quantizer, MXFP8Quantizer):
+            build_columnwise([weight])
+        assert_same_storage(weight, quantizer.quantize(x))
+
+
+def test_a_cast_allocates_no_more_than_a_piece_needs(monkeypatch):
+    monkeypatch.setattr(pieces, "numel", lambda: 2**13)
+    weight = NVFP4Quantizer().make_empty((256, 512))
+    value = torch.ones(weight.numel() - 1)
+    with Allocations() as allocations:
+        cast = PartialCast([weight], [1], [len(value)], [torch.bfloat16])
+        cast.measure([value])
+        cast.write([value])
+        build_columnwise([weight])
+    assert allocations.largest <= 4 * 2**13
+
+
+def test_a_write_counts_as_one_to_autograd():
+    weight = NVFP4Quantizer().make_empty((16, 16))
+    version = weight._version
+    cast_in_shards([weight], [torch.ones(256)], [[0, 256]], [torch.float32])
+    assert weight._version > version
+
+
+WEIGHT = NVFP4Quantizer().make_empty((32, 32))
+
+
+@pytest.mark.parametrize(
+    ("weights", "starts", "sizes", "dtypes", "match"),
+    [
+        ([WEIGHT], [], [4], [torch.float32], "starts must have one entry per weight, 1, got 0"),
+        ([WEIGHT], [0], [4, 4], [torch.float32], "sizes must have one entry per weight"),
+        ([WEIGHT], [-1], [4], [torch.float32], r"must lie inside .* got \[-1, 3\)"),
+        ([WEIGHT], [1020], [5], [torch.float32], r"must lie inside .* got \[1020, 1025\)"),
+        ([WEIGHT], [0], [4], [torch.float64], "must be float32, bfloat16 or float16"),
+        ([torch.ones(4, 4)], [0], [4], [torch.float32], "must be an NVFP4, MXFP8 or Float8Block"),
+        (
+            [NVFP4Quantizer(two_dimensional=False).make_empty((16, 16))],
+            [0],
+            [4],
+            [torch.float32],
+            r"NVFP4Quantizer\(two_dimensional=True\)",
+        ),
+        (
+            [Float8BlockQuantizer(two_dimensional=False).make_empty((16, 16))],
+            [0],
+            [4],
+            [torch.float32],
+            r"Float8BlockQuantizer\(two_dimensional=True\)",
+        ),
+        (
+            [NVFP4Quantizer(rowwise=False).make_empty((16, 16))],
+            [0],
+            [4],
+            [torch.float32],
+            "must have rowwise data",
+        ),
+        (
+            [WEIGHT, NVFP4Quantizer().make_empty((16, 16), device="meta")],
+            [0, 0],
+            [4, 4],
+            [torch.float32] * 2,
+            "must be on the device of the others, cpu, got meta",
+        ),
+    ],
+)
+def test_what_cannot_be_cast_is_refused(weights, starts, sizes, dtypes, match):
+    with pytest.raises(ValueError, match=match):
+        PartialCast(weights, starts, sizes, dtypes)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        torch.ones(5),
+        torch.ones(2, 2),
+        torch.ones(8)[::2],
+        torch.ones(4, dtype=torch.float64),
+        torch.ones(4, dtype=torch.int32),
+        torch.ones(4, device="meta"),
+    ],
+    ids=["None", "length", "matrix", "strided", "float64", "int32", "device"],
+)
+def test_values_that_do_not_fit_are_refused(value):
+    cast = PartialCast([WEIGHT], [8], [4], [torch.float32])
+    match = r"values\[0\] must be a flat contiguous float32, bfloat16 or float16 tensor of 4"
+    with pytest.raises(ValueError, match=match):
+        cast.measure([value])
+    with pytest.raises(ValueError, match=match):
+        cast.write([value])
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "out", "match"),
+    [
+        (NVFP4Quantizer(), torch.zeros(4, dtype=torch.uint8), "uint8 of 3 bytes"),
+        (NVFP4Quantizer(), torch.zeros(3), "uint8 of 3 bytes"),
+        (NVFP4Quantizer(), torch.zeros(3, dtype=torch.uint8, device="meta"), "on cpu"),
+        (NVFP4Quantizer(), torch.zeros(6, dtype=torch.uint8)[::2], "contiguous"),
+        (NVFP4Quantizer(), (torch.zeros(3, dtype=torch.uint8),) * 2, "must be one tensor"),
+        (MXFP8Quantizer(), torch.zeros(4, dtype=torch.uint8), r"pair \(rowwise, columnwise\)"),
+        (MXFP8Quantizer(), (torch.zeros(3, dtype=torch.uint8), None), "uint8 of 4 bytes"),
+    ],
+)
+def test_outs_that_do_not_fit_are_refused(quantizer, out, match):
+    cast = PartialCast([quantizer.make_empty((32, 32))], [5], [4], [torch.float32])
+    with pytest.raises(ValueError, match=match):
+        cast.write([torch.ones(4)], [out])
+
+
+@pytest.mark.parametrize("size", read_index()["transposed_sha16"])
+def test_transposed_codes_are_the_golden_ones(size, path_device):
+    packed = torch.from_numpy(read_arrays("transpose")[f"packed_{size}"].copy()).to(path_device)
+    out = packed.new_zeros(2 * packed.shape[1], packed.shape[0] // 2)
+    transpose_codes([(packed, out)], 4, packed.device)
+    assert sha16(out.cpu()) == read_index()["transposed_sha16"][size]
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "shape"),
+    [
+        (NVFP4Quantizer(), (144, 144)),
+        (Float8BlockQuantizer(), (144, 80)),
+        (Float8BlockQuantizer(), (131, 77)),
+    ],
+)
+def test_columnwise_codes_are_built_in_place(quantizer, shape, path_device):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    full = quantized_by_torch(quantizer, x)
+    tensor = quantizer.quantize(x.to(path_device))
+    address = tensor._columnwise_data.fill_(0xAA).data_ptr()
+    rowwise = type(quantizer)(columnwise=False).quantize(x.to(path_device))
+    build_columnwise([tensor, rowwise])
+    assert tensor._columnwise_data.data_ptr() == address and rowwise._columnwise_data is None
+    assert_same_storage(tensor, full)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "match"),
+    [
+        (torch.ones(4, 4), "must be an NVFP4 or Float8Block tensor"),
+        (MXFP8Quantizer().make_empty((32, 32)), "quantize both directions"),
+        (NVFP4Quantizer(two_dimensional=False).make_empty((16, 16)), "must have square blocks"),
+        (Float8BlockQuantizer(rowwise=False).make_empty((16, 16)), "rowwise data"),
+    ],
+)
+def test_columnwise_codes_that_do_not_follow_are_refused(tensor, match):
+    with pytest.raises(ValueError, match=match):
+        build_columnwise([tensor])

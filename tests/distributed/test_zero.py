@@ -1,0 +1,337 @@
+"""Masters spread over ranks: the weights of every rank are those of one process, bit for bit."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp4adam import (
+    Float8BlockQuantizer,
+    FP4Adam,
+    FusedAdam,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    QuantizedTensor,
+    post_all_gather_processing,
+    quantize_master_weights,
+)
+from fp4adam.distributed import fp4_utils
+from ranks import run_ranks
+
+SHAPES = {
+    NVFP4Quantizer(optimize_for_gemm=True): (48, 80),
+    MXFP8Quantizer(): (32, 96),
+    Float8BlockQuantizer(): (130, 20),
+    NVFP4Quantizer(columnwise=False): (16, 16),
+}
+
+
+def masters() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
+
+
+def empty_weights() -> list[QuantizedTensor]:
+    return [q.make_empty(shape, torch.bfloat16) for q, shape in SHAPES.items()]
+
+
+def bounds(numel: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Uneven parts at odd offsets; of small weights the last of three ranks has nothing."""
+    if world_size == 2:
+        cuts = [0, numel // 3 + 1, numel]
+    else:
+        cuts = [0, 999, 2001, numel] if numel > 3000 else [0, 7, numel, numel]
+    return cuts[rank], cuts[rank + 1]
+
+
+def has_square_blocks(weight: QuantizedTensor) -> bool:
+    return not isinstance(weight.quantizer, MXFP8Quantizer)
+
+
+def gather_codes(weight: QuantizedTensor, start: int, stop: int) -> None:
+    """What an all-gather does, for parts of any size: every code comes from its owner."""
+    gathered = [weight._rowwise_data]
+    if not has_square_blocks(weight):
+        gathered.append(weight._columnwise_data)
+    for data in gathered:
+        codes = data.view(-1).clone()
+        if fp4_utils.is_nvfp4tensor(weight):
+            codes = torch.stack([codes & 0xF, codes >> 4], -1).view(-1)
+        codes[:start], codes[stop:] = 0, 0
+        dist.all_reduce(codes)  # the others have zeros here
+        if fp4_utils.is_nvfp4tensor(weight):
+            codes = codes[0::2] | codes[1::2] << 4
+        data.copy_(codes.view_as(data))
+
+
+def quantize_on_rank(rank: int, world_size: int, manual: bool) -> tuple[list, int]:
+    weights = empty_weights()
+    for weight in weights:
+        weight._high_precision_init_val = torch.zeros(weight.shape)
+    parts, starts, ends = [], [], []
+    for value in masters():
+        start, stop = bounds(value.numel(), rank, world_size)
+        parts.append(value.flatten()[start:stop].clone() if stop > start else None)
+        starts.append(start if stop > start else None)
+        ends.append((start, stop))
+    calls = []
+    all_reduce = dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: calls.append(args) or all_reduce(*args, **kwargs)
+    quantize_master_weights(weights, parts, starts, None, manual_post_all_gather_processing=manual)
+    dist.all_reduce = all_reduce
+    for weight, (start, stop) in zip(weights, ends, strict=True):
+        assert weight.get_high_precision_init_val() is None
+        gather_codes(weight, start, stop)
+    post_all_gather_processing(weights)
+    return [(w.quantizer, w.storage_tensors()) for w in weights], len(calls)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("manual", [True, False])
+def test_ranks_agree_on_the_full_cast_in_one_all_reduce(world_size, manual):
+    expected = [q.quantize(x.bfloat16()) for q, x in zip(SHAPES, masters(), strict=True)]
+    for tensors, n_calls in run_ranks(quantize_on_rank, world_size, world_size, manual):
+        assert n_calls == 1
+        for weight, (quantizer, storage) in zip(expected, tensors, strict=True):
+            dropped = not manual and has_square_blocks(weight)
+            assert quantizer.columnwise == (weight.quantizer.columnwise and not dropped)
+            for name, inner in weight.storage_tensors().items():
+                if dropped and name.startswith("_columnwise"):
+                    assert name not in storage
+                else:
+                    assert torch.equal(storage[name], inner), name
+
+
+def quantize_to_fragments(rank: int) -> list[Tensor]:
+    value = masters()[0]
+    weight = empty_weights()[0]
+    cut = 1501
+    start, stop = (0, cut) if rank == 0 else (cut, value.numel())
+    fragment = torch.zeros((stop + 1) // 2 - start // 2, dtype=torch.uint8)
+    part = value.flatten()[start:stop].clone()
+    quantize_master_weights([weight], [part], [start], None, [fragment])
+    return [fragment, weight._rowwise_data, weight._block_scale_inv]
+
+
+def test_fragments_get_the_codes_of_their_ranks():
+    full = NVFP4Quantizer().quantize(masters()[0].bfloat16())
+    codes = full._rowwise_data.flatten()
+    (first, weight, scale), (second, *_) = run_ranks(quantize_to_fragments, 2)
+    assert not weight.any() and torch.equal(scale, full._block_scale_inv)
+    assert torch.equal(first[:-1], codes[:750]) and torch.equal(second[1:], codes[751:])
+    assert int(first[-1] | second[0]) == int(codes[750])
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (dict(master_weights=[]), "master_weights must have one entry per model weight, 1, got 0"),
+        (dict(start_offsets=[0, 0]), "start_offsets must have one entry per model weight, 1"),
+        (dict(fsdp_shard_model_weights=[]), "fsdp_shard_model_weights must have one entry"),
+        (dict(start_offsets=[None]), r"start_offsets\[0\] must be given where master_weights"),
+        (dict(master_weights=[None]), r"master_weights\[0\] must be given where start_offsets"),
+        (dict(start_offsets=[-1]), r"must lie inside its weight of 256 elements, got \[-1, 15\)"),
+        (dict(start_offsets=[241]), r"must lie inside .* got \[241, 257\)"),
+        (dict(master_weights=[[1.0]]), "must be a tensor or None, got a list"),
+        (dict(master_weights=[torch.ones(4, 4)]), r"master_weights\[0\] must be a flat contiguous"),
+        (dict(master_weights=[torch.ones(32)[::2]]), "must be a flat contiguous"),
+        (dict(master_weights=[torch.ones(16).long()]), "must be a flat contiguous float32"),
+        (dict(master_weights=[torch.ones(16, device="meta")]), "on cpu"),
+        (dict(model_weights=[torch.ones(16, 16)]), r"model_weights\[0\] must be an NVFP4, MXFP8"),
+        (
+            dict(model_weights=[NVFP4Quantizer(two_dimensional=False).make_empty((16, 16))]),
+            r"must have square blocks .*two_dimensional=True",
+        ),
+        (
+            dict(fsdp_shard_model_weights=[torch.zeros(9, dtype=torch.uint8)]),
+            r"fsdp_shard_model_weights\[0\] must be contiguous uint8 of 8 bytes",
+        ),
+        (dict(fsdp_shard_model_weights=[torch.zeros(8)]), "uint8 of 8 bytes .* of torch.float32"),
+    ],
+)
+def test_misuse_is_refused_before_any_collective(change, match, monkeypatch):
+    monkeypatch.setattr(dist, "all_reduce", lambda *_: pytest.fail("a rank waits for others"))
+    arguments = dict(
+        model_weights=[NVFP4Quantizer().make_empty((16, 16))],
+        master_weights=[torch.ones(16)],
+        start_offsets=[0],
+        group=None,
+    )
+    with pytest.raises(ValueError, match=match):
+        quantize_master_weights(**(arguments | change))
+
+
+def misuse_on_rank(rank: int) -> str:
+    weight = NVFP4Quantizer().make_empty((16, 16))
+    try:
+        quantize_master_weights([weight], [torch.ones(200)], [100 + rank], None)
+    except ValueError as error:
+        # Nobody is left waiting in a collective that another one has not entered.
+        dist.barrier()
+        return str(error)
+    return "nothing was raised"
+
+
+def test_every_rank_says_what_is_wrong_there():
+    first, second = run_ranks(misuse_on_rank, 2)
+    assert "[100, 300)" in first and "[101, 301)" in second
+
+
+def test_no_weights_are_no_work():
+    quantize_master_weights([], [], [], None)
+    post_all_gather_processing([])
+    fp4_utils.quantize_nvfp4_param_shard([], [], [], None)
+
+
+@pytest.mark.parametrize(
+    "weight", [torch.ones(4, 4), NVFP4Quantizer(two_dimensional=False).make_empty((16, 16))]
+)
+def test_post_all_gather_processing_refuses_what_it_cannot_build(weight):
+    with pytest.raises(ValueError, match=r"model_weights\[0\] must"):
+        post_all_gather_processing(weight)
+
+
+def test_post_all_gather_processing_takes_one_tensor_and_leaves_mxfp8_alone():
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    weight = NVFP4Quantizer().quantize(x)
+    expected = weight._columnwise_data.clone()
+    weight._columnwise_data.zero_()
+    post_all_gather_processing(weight)
+    assert torch.equal(weight._columnwise_data, expected)
+    other = MXFP8Quantizer().quantize(x)
+    expected = other._columnwise_data.clone()
+    post_all_gather_processing([other])
+    assert torch.equal(other._columnwise_data, expected)
+
+
+# A distributed optimizer as Megatron has it: one buffer of packed weights, one of gradients.
+LAYERS = [(48, 80), (16, 16), (32, 48), (16, 112)]
+N_STEPS = 3
+OPTIONS = dict(lr=0.05, weight_decay=0.1)
+
+
+def layer_values() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator) for shape in LAYERS]
+
+
+def layer_grads(step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(shape, generator=generator).bfloat16() for shape in LAYERS]
+
+
+class ShardedOptimizer:
+    """Rank r owns elements [r * size, (r + 1) * size) of all weights, one after the other."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.params = [NVFP4Quantizer().quantize(x.bfloat16()) for x in layer_values()]
+        first, self.spans = 0, []
+        for param in self.params:
+            self.spans.append((first, first + param.numel()))
+            first += -(-param.numel() // 64) * 64
+        # Bytes follow from elements: every boundary lies between two bytes.
+        self.size = 2 * math.ceil(first / (2 * world_size))
+        self.buffer = torch.zeros(self.size * world_size // 2, dtype=torch.uint8)
+        for param, (start, stop) in zip(self.params, self.spans, strict=True):
+            shape = fp4_utils.get_nvfp4_rowwise_packed_shape(param.shape)
+            packed = self.buffer[start // 2 : stop // 2].view(shape)
+            fp4_utils.modify_nvfp4_rowwise_storage(param, packed)
+        self.own = slice(rank * self.size, (rank + 1) * self.size)
+        self.mains: list[Tensor | None] = []
+        self.offsets: list[int | None] = []
+        for value, (start, stop) in zip(layer_values(), self.spans, strict=True):
+            begin, end = max(start, self.own.start), min(stop, self.own.stop)
+            part = value.flatten()[begin - start : end - start].clone()
+            self.mains.append(torch.nn.Parameter(part) if begin < end else None)
+            self.offsets.append(begin - start if begin < end else None)
+        mine = [main for main in self.mains if main is not None]
+        # A rank may own nothing but padding.
+        self.optimizer = FusedAdam(mine, **OPTIONS) if mine else None
+
+    def step(self, grads: list[Tensor]) -> None:
+        for main, offset, grad in zip(self.mains, self.offsets, grads, strict=True):
+            if main is not None:
+                main.grad = grad.flatten()[offset : offset + main.numel()].float()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        fp4_utils.quantize_nvfp4_param_shard(
+            self.params, self.mains, self.offsets, dist.group.WORLD
+        )
+        own = self.buffer[self.own.start // 2 : self.own.stop // 2].clone()
+        dist.all_gather_into_tensor(self.buffer, own)
+        post_all_gather_processing(self.params)
+
+
+def train_on_rank(rank: int, world_size: int) -> list[dict[str, Tensor]]:
+    optimizer = ShardedOptimizer(rank, world_size)
+    for step in range(N_STEPS):
+        optimizer.step(layer_grads(step))
+    return [param.storage_tensors() for param in optimizer.params]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5, 6, 12])
+def test_a_distributed_optimizer_gives_the_weights_of_one_process(world_size):
+    params = []
+    for value in layer_values():
+        param = torch.nn.Parameter(NVFP4Quantizer().quantize(value.bfloat16()))
+        param._high_precision_init_val = value
+        params.append(param)
+    optimizer = FP4Adam(params, quantize_from="param_dtype", **OPTIONS)
+    for step in range(N_STEPS):
+        for param, grad in zip(params, layer_grads(step), strict=True):
+            param.grad = grad
+        optimizer.step()
+    for weights in run_ranks(train_on_rank, world_size, world_size):
+        for param, storage in zip(params, weights, strict=True):
+            for name, inner in param.storage_tensors().items():
+                assert torch.equal(storage[name], inner), name
+
+
+def test_packed_shapes_and_moved_storage():
+    assert fp4_utils.get_nvfp4_rowwise_packed_shape((3, 8)) == (3, 4)
+    assert fp4_utils.get_nvfp4_rowwise_packed_shape(()) == ()
+    with pytest.raises(ValueError, match=r"must be even to be packed, got shape \(3, 7\)"):
+        fp4_utils.get_nvfp4_rowwise_packed_shape((3, 7))
+    tensor = NVFP4Quantizer().quantize(torch.randn(16, 32))
+    values = tensor.dequantize()
+    buffer = torch.zeros(300, dtype=torch.uint8)
+    fp4_utils.modify_nvfp4_rowwise_storage(tensor, buffer[10:266])
+    assert tensor.data_ptr() == buffer.data_ptr() + 10
+    assert torch.equal(tensor.dequantize(), values)
+    assert torch.equal(fp4_utils.dequantize_fp4_tensor(tensor), values)
+    assert fp4_utils.is_nvfp4tensor(tensor) and not fp4_utils.is_nvfp4tensor(values)
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "new", "error", "match"),
+    [
+        (MXFP8Quantizer(), torch.zeros(512, dtype=torch.uint8), ValueError, "an NVFP4Tensor"),
+        (NVFP4Quantizer(), torch.zeros(511, dtype=torch.uint8), ValueError, "uint8 of 512 bytes"),
+        (NVFP4Quantizer(), torch.zeros(512), ValueError, "uint8 of 512 bytes"),
+        (NVFP4Quantizer(), torch.zeros(1024, dtype=torch.uint8)[::2], ValueError, "contiguous"),
+        (
+            NVFP4Quantizer(rowwise=False),
+            torch.zeros(512, dtype=torch.uint8),
+            RuntimeError,
+            "must have rowwise data",
+        ),
+    ],
+)
+def test_storage_that_does_not_fit_is_refused(quantizer, new, error, match):
+    with pytest.raises(error, match=match):
+        fp4_utils.modify_nvfp4_rowwise_storage(quantizer.make_empty((32, 32)), new)
+
+
+def test_dequantize_fp4_tensor_takes_nvfp4_only():
+    with pytest.raises(ValueError, match="must be an NVFP4Tensor, got a MXFP8Tensor"):
+        fp4_utils.dequantize_fp4_tensor(MXFP8Quantizer().make_empty((32, 32)))
+
+
+def test_alignment_depends_on_the_kernels():
+    assert fp4_utils.get_fp4_align_size() == 128
+    sizes = [fp4_utils.get_fp4_align_size("nvfp4", kernels=k) for k in ("tma", "rht", "fused")]
+    assert sizes == [32, 64, 128]
+    with pytest.raises(ValueError, match="kernels must be one of tma, rht, fused, got 'x'"):
+        fp4_utils.get_fp4_align_size(kernels="x")

@@ -1,0 +1,203 @@
+"""The quantizers against bytes made by running Transformer Engine's references, bit for bit."""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import format_reference as reference
+from fp4adam import QuantizedTensor
+from fp4adam.tensors import backend
+from golden_vectors import (
+    FORMATS,
+    GoldenCase,
+    golden_cases,
+    read_arrays,
+    read_index,
+    sha16,
+)
+
+USAGES = ("rowwise", "columnwise")
+FIELDS = (
+    "rowwise_data",
+    "rowwise_scale_inv",
+    "amax_rowwise",
+    "columnwise_data",
+    "columnwise_scale_inv",
+    "amax_columnwise",
+)
+
+CASES = [case for format in FORMATS for case in golden_cases(format)]
+
+every_format = pytest.mark.parametrize("format", FORMATS)
+
+
+def on_both_paths(interpreted_numel: float = math.inf) -> pytest.MarkDecorator:
+    """Every case on both paths; Triton's interpreter is slow and gets those up to a size only."""
+    limits = {"torch": math.inf, "kernel": interpreted_numel}
+    if torch.cuda.is_available():
+        limits["kernel"] = math.inf
+    params = [
+        pytest.param(path, case, id=f"{path}-{case}")
+        for path, limit in limits.items()
+        for case in CASES
+        if math.prod(case.shape) <= limit
+    ]
+    return pytest.mark.parametrize(("path_device", "case"), params, indirect=["path_device"])
+
+
+@pytest.fixture
+def path_device(request, monkeypatch, device) -> Iterator[str]:
+    """Where the path under test runs: torch operators on the CPU, or the kernels on ``device``."""
+    kernel = request.param == "kernel"
+    where = device if kernel else None
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == where)
+    # The interpreter divides by zero and reduces NaN in NumPy, which warns of it.
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All-NaN slice encountered", RuntimeWarning)
+        yield device if kernel else "cpu"
+
+
+def assert_same_bytes(actual: Tensor | None, expected: Tensor, name: str) -> None:
+    assert actual is not None, f"{name} is None"
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), name
+    bits = torch.int32 if expected.dtype == torch.float32 else torch.uint8
+    actual, expected = actual.cpu().contiguous(), expected.contiguous()
+    wrong = actual.view(bits) != expected.view(bits)
+    assert not wrong.any(), (
+        f"{name}: {int(wrong.sum())} of {wrong.numel()} elements differ, the first at "
+        f"{wrong.nonzero()[0].tolist()}: {actual[wrong][:8].tolist()} instead of "
+        f"{expected[wrong][:8].tolist()}"
+    )
+
+
+def assert_golden(
+    tensor: QuantizedTensor, case: GoldenCase, usages: tuple[str, ...] = USAGES
+) -> None:
+    expected = case.expected
+    if "amax_rowwise" in expected:
+        expected["amax_columnwise"] = expected["amax_rowwise"]
+    for name in FIELDS:
+        actual = getattr(tensor, name, None)
+        if not any(usage in name for usage in usages):
+            assert actual is None, name
+        elif name in expected:
+            assert_same_bytes(actual, expected[name], name)
+
+
+def assert_golden_values(tensor: QuantizedTensor, case: GoldenCase, usage: str) -> None:
+    if sha := case.sha16.get(f"dequantized_{usage}"):
+        values = tensor.dequantize().cpu()
+        if tensor.is_cuda and values.isnan().any():
+            # A GPU makes NaN of another sign than a CPU: compare where they are.
+            on_cpu = tensor.cpu().dequantize()
+            assert torch.equal(values.isnan(), on_cpu.isnan())
+            values = torch.where(values.isnan(), on_cpu, values)
+        assert sha16(values) == sha
+
+
+@on_both_paths()
+def test_quantize_gives_the_golden_bytes(case, path_device):
+    x = case.input.to(path_device)
+    has_gemm_scales = not case.format.startswith("fp8block")
+    quantizer = dataclasses.replace(case.quantizer(), optimize_for_gemm=has_gemm_scales)
+    tensor = quantizer.quantize(x)
+    assert tensor.dtype == x.dtype and tensor.shape == x.shape
+    assert_golden(tensor, case)
+    assert_golden_values(tensor, case, "rowwise")
+    for usage in USAGES:
+        if sha := case.sha16.get(f"swizzled_{usage}_scale_inv"):
+            assert sha16(tensor.storage_tensors()[f"_{usage}_gemm_scale_inv"].cpu()) == sha, usage
+
+
+@on_both_paths(interpreted_numel=64 * 64)
+def test_quantize_in_place_leaves_nothing_of_the_old_value(case, path_device):
+    x = case.input.to(path_device)
+    tensor = case.quantizer().make_empty(x.shape, x.dtype, path_device)
+    # Ones everywhere but in the padding, which quantize_ need not write.
+    tensor.quantize_(torch.ones_like(x))
+    addresses = [t.data_ptr() for t in tensor.storage_tensors().values()]
+    assert tensor.quantize_(x) is tensor
+    assert [t.data_ptr() for t in tensor.storage_tensors().values()] == addresses
+    assert_golden(tensor, case)
+
+
+@on_both_paths(interpreted_numel=64 * 64)
+@pytest.mark.parametrize("usage", USAGES)
+def test_one_usage_alone_gives_the_golden_bytes(case, usage, path_device):
+    quantizer = case.quantizer(rowwise=usage == "rowwise", columnwise=usage == "columnwise")
+    tensor = quantizer.quantize(case.input.to(path_device))
+    assert_golden(tensor, case, (usage,))
+    assert_golden_values(tensor, case, usage)
+
+
+@every_format
+def test_reference_gives_the_golden_bytes_and_values(format):
+    for case in golden_cases(format):
+        largest = reference.BFLOAT16_MAX if case.variant == "bf16" else reference.FLOAT32_MAX
+        fields = reference.quantize(format, case.input.float().numpy(), case.amax_epsilon, largest)
+        for name, expected in case.expected.items():
+            actual = torch.from_numpy(np.ascontiguousarray(fields[name]))
+            assert_same_bytes(actual, expected, f"{case} {name}")
+        values = {"dequantized_rowwise": reference.dequantize(format, fields)}
+        if format == "mxfp8":
+            values["dequantized_columnwise"] = reference.dequantize_mxfp8(fields, "columnwise")
+        for name, value in values.items():
+            assert case.sha16.get(name, sha16(value)) == sha16(value), f"{case} {name}"
+
+
+@pytest.mark.parametrize("format", ["nvfp4_2d", "nvfp4_1d", "mxfp8"])
+def test_swizzled_golden_scales_are_a_permutation_of_the_padded_ones(format):
+    for case in golden_cases(format):
+        for usage in USAGES:
+            scale = case.expected[f"{usage}_scale_inv"].numpy()
+            # Columnwise MXFP8 scales have the contracted dimension first.
+            contracted_first = format == "mxfp8" and usage == "columnwise"
+            swizzled = sha16(reference.swizzle(scale.T if contracted_first else scale))
+            assert case.sha16.get(f"swizzled_{usage}_scale_inv", swizzled) == swizzled, str(case)
+
+
+@pytest.mark.parametrize(
+    ("type", "encode"),
+    [
+        ("e2m1", reference.encode_e2m1),
+        ("e4m3", reference.encode_e4m3),
+        ("e8m0_ceil", reference.encode_e8m0),
+    ],
+)
+def test_reference_rounds_scalars_to_the_golden_codes(type, encode):
+    arrays = read_arrays("rounding")
+    np.testing.assert_array_equal(encode(arrays[f"{type}_x"]), arrays[f"{type}_code"])
+
+
+def test_reference_rounds_to_the_golden_bfloat16_values():
+    arrays = read_arrays("rounding")
+    np.testing.assert_array_equal(reference.encode_bfloat16(arrays["bf16_x"]), arrays["bf16_y"])
+
+
+def test_reference_transposes_packed_codes_as_the_golden_ones():
+    for size, expected in read_index()["transposed_sha16"].items():
+        packed = read_arrays("transpose")[f"packed_{size}"]
+        assert sha16(reference.transpose_e2m1(packed)) == expected, size
+
+
+def test_golden_shards_write_their_own_nibbles_and_no_others():
+    cases = {case.case: case for case in golden_cases("nvfp4_2d")}
+    for name, splits in read_index()["shards"].items():
+        if not name.startswith("shards_nvfp4"):
+            continue
+        codes = reference.unpack_e2m1(cases[name].expected["rowwise_data"].numpy()).reshape(1, -1)
+        for i, split in enumerate(splits):
+            before = reference.unpack_e2m1(
+                read_arrays("shards")[f"{name}_before{i}"].reshape(1, -1)
+            )
+            bounds = zip(split["cuts"], split["cuts"][1:], split["shards"], strict=False)
+            for start, end, shard in bounds:
+                after = before.copy()
+                after[:, start:end] = codes[:, start:end]
+                assert sha16(reference.pack_e2m1(after)) == shard["buffer_after_sha16"], name

@@ -1,0 +1,403 @@
+"""Members of a scale group have the bytes of their rows of one fused weight."""
+
+import copy
+import io
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from fp4adam import (
+    FP4Adam,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    check_shards,
+    hf_scale_groups,
+    quantize_model,
+    quantized_init,
+)
+from fp4adam.distributed.dtensor import like, local
+from fp4adam.kernels.launch import launch
+from fp4adam.tensors import backend
+from ranks import all_ranks, home, run_ranks
+
+COLS = 32
+ROWS = {"q_proj": 32, "k_proj": 16, "v_proj": 16, "o_proj": 16}
+FUSED = ["q_proj.weight", "k_proj.weight", "v_proj.weight"]
+OPTIONS = dict(lr=1e-2, weight_decay=0.1)
+
+
+class Attention(nn.Module):
+    def __init__(self, rows=ROWS):
+        super().__init__()
+        for name, n in rows.items():
+            self.add_module(name, nn.Linear(COLS, n, bias=False))
+
+
+def make_model(device="cpu", recipe="nvfp4", scale_groups=hf_scale_groups, rows=ROWS):
+    """The largest weight is in k, so that its amax is that of q, k and v."""
+    torch.manual_seed(0)
+    model = Attention(rows).to(device)
+    with torch.no_grad():
+        model.k_proj.weight.mul_(3)
+    return quantize_model(model, recipe, scale_groups=scale_groups)
+
+
+def set_grads(model, seed, without=()):
+    generator = torch.Generator().manual_seed(seed)
+    for name, param in model.named_parameters():
+        grad = torch.randn(param.shape, generator=generator).to(param.device)
+        param.grad = None if name in without else grad
+
+
+def masters(model, optimizer):
+    return [optimizer.state[param]["master_param"] for param in model.parameters()]
+
+
+def assert_fused(model, values):
+    """The first three weights are rows of one, and the last one is by itself."""
+    *members, alone = model.parameters()
+    quantizer = alone.quantizer
+    for group, parts in ((members, values[:-1]), ([alone], values[-1:])):
+        fused, row = quantizer.quantize(torch.cat([part.detach() for part in parts])), 0
+        for param in group:
+            rows = slice(row, row + len(param))
+            codes = slice(row // 2, rows.stop // 2)
+            blocks = slice(row // 16, rows.stop // 16)
+            assert torch.equal(param.amax_rowwise, fused.amax_rowwise)
+            assert torch.equal(param.rowwise_data, fused.rowwise_data[rows])
+            scales = param.rowwise_scale_inv[: len(param), : COLS // 16]
+            assert torch.equal(scales, fused.rowwise_scale_inv[rows, : COLS // 16])
+            assert torch.equal(param.columnwise_data, fused.columnwise_data[:, codes])
+            scales = param.columnwise_scale_inv[:COLS, : len(param) // 16]
+            assert torch.equal(scales, fused.columnwise_scale_inv[:COLS, blocks])
+            row = rows.stop
+
+
+def assert_same_bytes(model, other):
+    for param, expected in zip(model.parameters(), other.parameters(), strict=True):
+        for name, inner in param.storage_tensors().items():
+            assert torch.equal(inner, expected.storage_tensors()[name]), name
+
+
+def test_hugging_face_names():
+    prefix = "model.layers.0."
+    names = {
+        "self_attn.q_proj.weight": "self_attn.qkv_proj",
+        "self_attn.k_proj.weight": "self_attn.qkv_proj",
+        "self_attn.o_proj.weight": None,
+        "self_attn.q_proj.bias": None,
+        "mlp.experts.3.up_proj.weight": "mlp.experts.3.gate_up_proj",
+        "block_sparse_moe.experts.3.w1.weight": "block_sparse_moe.experts.3.w13",
+        "block_sparse_moe.experts.3.w2.weight": None,
+    }
+    for name, fused in names.items():
+        assert hf_scale_groups(prefix + name) == (fused and prefix + fused)
+    assert hf_scale_groups("q_proj.weight") == "qkv_proj"
+
+
+@pytest.mark.parametrize("by_kernels", [False, True], ids=["operators", "kernels"])
+@pytest.mark.parametrize(
+    ("quantizer", "options"),
+    [
+        (NVFP4Quantizer(), {}),
+        (NVFP4Quantizer(two_dimensional=False), dict(exp_avg_dtype=torch.bfloat16)),
+    ],
+    ids=["2d", "1d, narrow moments"],
+)
+def test_every_step_writes_rows_of_a_fused_weight(
+    quantizer, options, by_kernels, device, monkeypatch
+):
+    """All have gradients, then the largest weight becomes NaN, then some have, then others."""
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: by_kernels)
+    model = make_model(device, quantizer)
+    initial = [param.get_high_precision_init_val() for param in model.parameters()]
+    assert_fused(model, initial)
+    optimizer = FP4Adam(model.parameters(), **OPTIONS, **options)
+    for step, without in enumerate([(), (), FUSED[1:], FUSED[:1], FUSED]):
+        set_grads(model, step, without)
+        if step == 1:
+            largest = model.k_proj.weight.dequantize().abs().argmax()
+            model.k_proj.weight.grad.view(-1)[largest] = float("nan")
+        optimizer.step()
+        assert_fused(model, masters(model, optimizer))
+
+
+@settings(max_examples=4, deadline=None)
+@given(
+    scales=st.lists(st.sampled_from([1e-3, 1.0, 30.0]), min_size=3, max_size=3),
+    steps=st.lists(st.sets(st.sampled_from(FUSED)), min_size=1, max_size=2),
+    lr=st.sampled_from([1e-4, 1.0]),
+)
+def test_kernels_and_operators_agree_whatever_has_gradients(scales, steps, lr):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = dict.fromkeys(["q_proj", "k_proj", "v_proj"], 16)
+    models = []
+    for by_kernels in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backend, "uses_kernels", lambda d, used=by_kernels: used)
+            model = Attention(rows).to(device)
+            with torch.no_grad():
+                for seed, (name, scale) in enumerate(zip(FUSED, scales, strict=True)):
+                    param = model.get_parameter(name)
+                    param.copy_(
+                        torch.randn(16, COLS, generator=torch.Generator().manual_seed(seed))
+                    )
+                    param.mul_(scale)
+            models.append(quantize_model(model, "nvfp4", scale_groups=[FUSED]))
+            optimizer = FP4Adam(model.parameters(), lr=lr)
+            for seed, without in enumerate(steps):
+                set_grads(model, seed, without)
+                optimizer.step()
+    assert_same_bytes(*models)
+
+
+def test_members_take_the_launches_of_one_and_are_written_again_together(device, monkeypatch):
+    """One master becomes the largest behind the optimizer's back."""
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: True)
+    launched = []
+    original = launch.Launch.__call__
+
+    def spy(self, *signals):
+        launched.extend([self._kernel.__name__] if self._grid[0] else [])
+        original(self, *signals)
+
+    monkeypatch.setattr(launch.Launch, "__call__", spy)
+    model = make_model(device)
+    optimizer = FP4Adam(model.parameters(), lr=1e-4)
+    for step in range(3):
+        if step == 2:
+            optimizer.state[model.v_proj.weight]["master_param"][0, 20] = 10.0
+        set_grads(model, step)
+        launched.clear()
+        optimizer.step()
+        assert launched == ["_amax_preview_kernel", "_adam_step_kernel", "_requantize_kernel"]
+        exceeding = optimizer._plan._batches[0].launch._exceeding
+        assert (exceeding > 0).tolist() == [step == 2, False]
+        assert_fused(model, masters(model, optimizer))
+
+
+def test_the_optimizer_can_form_groups(device):
+    expected = make_model(device)
+    by_rule, by_name, by_parameter = (make_model(device, scale_groups=()) for _ in range(3))
+    members = [by_parameter.get_parameter(name) for name in FUSED]
+    optimizers = [
+        FP4Adam(expected.parameters()),
+        FP4Adam(by_rule.named_parameters(), scale_groups=hf_scale_groups),
+        FP4Adam(by_name.named_parameters(), scale_groups=[FUSED]),
+        FP4Adam(by_parameter.parameters(), scale_groups=iter([members])),
+    ]
+    for model, optimizer in zip(
+        (expected, by_rule, by_name, by_parameter), optimizers, strict=True
+    ):
+        set_grads(model, 0)
+        optimizer.step()
+        assert_fused(model, masters(model, optimizer))
+        assert_same_bytes(model, expected)
+    alone = make_model(device)
+    FP4Adam(alone.parameters(), scale_groups=())
+    assert all(param._origin.scale_group is None for param in alone.parameters())
+
+
+def test_groups_of_parameters_that_are_added_later(device):
+    model = make_model(device, scale_groups=())
+    named = dict(model.named_parameters())
+    first = FUSED[:1]
+    optimizer = FP4Adam([(n, named[n]) for n in first], scale_groups=hf_scale_groups)
+    rest = [(name, param) for name, param in named.items() if name not in first]
+    optimizer.add_param_group({"params": rest, "lr": 1e-2})
+    set_grads(model, 0)
+    optimizer.step()
+    assert_fused(model, masters(model, optimizer))
+
+
+def test_a_group_may_be_of_several_kinds(device, monkeypatch):
+    """Members that no launch can step together, because of options of theirs or their blocks."""
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: True)
+    model = make_model(device, scale_groups=())
+    model.v_proj = nn.Linear(COLS, 16, device=device)
+    quantize_model(model, NVFP4Quantizer(two_dimensional=False))
+    groups = [
+        dict(params=[model.q_proj.weight], amsgrad=True),
+        dict(params=[model.k_proj.weight], lr=0.0),
+        dict(params=[model.v_proj.weight]),
+    ]
+    members = [group["params"][0] for group in groups]
+    optimizer = FP4Adam(groups, scale_groups=[members])
+    set_grads(model, 0)
+    optimizer.step()
+    values = [optimizer.state[param]["master_param"] for param in members]
+    for param in members:
+        fused = param.quantizer.quantize(
+            torch.cat([optimizer.state[param]["master_param"], *values])
+        )
+        assert torch.equal(param.amax_rowwise, fused.amax_rowwise)
+        assert torch.equal(param.rowwise_data, fused.rowwise_data[: len(param)])
+
+
+def test_copies_and_checkpoints_go_on_with_the_same_bits(device):
+    model = make_model(device)
+    optimizer = FP4Adam(model.parameters(), **OPTIONS)
+    set_grads(model, 0)
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    weights = torch.load(file, weights_only=True)
+    copies = [copy.deepcopy((model, optimizer))]
+    for weights_first in (True, False):
+        new = make_model(device)
+        restored = FP4Adam(new.parameters(), **OPTIONS)
+        loads = [
+            lambda new=new: new.load_state_dict(weights),
+            lambda restored=restored: restored.load_state_dict(optimizer.state_dict()),
+        ]
+        for load in loads if weights_first else reversed(loads):
+            load()
+        copies.append((new, restored))
+    only_masters = make_model(device)
+    restored = FP4Adam(only_masters.parameters(), **OPTIONS)
+    restored.load_state_dict(optimizer.state_dict())
+    copies.append((only_masters, restored))
+    for other, other_optimizer in copies:
+        assert_same_bytes(other, model)
+        for ours, theirs in zip(
+            masters(other, other_optimizer), masters(model, optimizer), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+    for other, other_optimizer in [(model, optimizer), *copies]:
+        set_grads(other, 1)
+        other_optimizer.step()
+        assert_fused(other, masters(other, other_optimizer))
+        assert_same_bytes(other, model)
+    original, duplicate = (m.q_proj.weight._origin.scale_group for m in (model, copies[0][0]))
+    assert original is not duplicate and duplicate is copies[0][0].k_proj.weight._origin.scale_group
+
+
+def test_masters_of_some_members_are_loaded(device):
+    """The others are quantized again with them, from what they have."""
+    model = make_model(device)
+    optimizer = FP4Adam(model.parameters(), **OPTIONS)
+    set_grads(model, 0)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    value = saved["state"][1]["master_param"] * 4
+    del saved["state"][0]["master_param"]
+    saved["state"][1] = {**saved["state"][1], "master_param": value}
+    before = model.q_proj.weight.dequantize()
+    optimizer.load_state_dict(saved)
+    assert model.q_proj.weight.amax_rowwise == value.abs().max()
+    rest = [optimizer.state[param]["master_param"] for param in [*model.parameters()][1:]]
+    assert_fused(model, [before, *rest])
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "float8block"])
+def test_a_rule_changes_nothing_for_formats_without_an_amax(recipe):
+    rows = dict.fromkeys(ROWS, 32)
+    grouped = make_model(recipe=recipe, rows=rows)
+    assert_same_bytes(grouped, make_model(recipe=recipe, scale_groups=(), rows=rows))
+    FP4Adam(grouped.named_parameters(), scale_groups=hf_scale_groups)
+    assert all(param._origin.scale_group is None for param in grouped.parameters())
+
+
+def test_quantized_init_forms_groups():
+    with quantized_init("nvfp4", scale_groups=hf_scale_groups):
+        model = Attention()
+    assert_fused(model, [param.get_high_precision_init_val() for param in model.parameters()])
+
+
+def plain_and_quantized():
+    model = make_model(scale_groups=())
+    model.v_proj = nn.Linear(COLS, 32)
+    quantize_model(model, MXFP8Quantizer())
+    model.o_proj = nn.Linear(COLS, 16)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("scale_groups", "error", "message"),
+    [
+        ([["q_proj.weight", "x.weight"]], ValueError, "among the 3 quantized .* got 'x.weight'"),
+        ([["q_proj.weight", "o_proj.weight"]], ValueError, "NVFP4 .* 'o_proj.weight', a plain"),
+        ([["q_proj.weight", "v_proj.weight"]], ValueError, "'v_proj.weight', MXFP8Tensor"),
+        ([FUSED[:2], FUSED[:1]], ValueError, "in one scale group, got 'q_proj.weight' twice"),
+        ([FUSED[0]], TypeError, "list of lists .* got str in the list"),
+        ("q_proj.weight", TypeError, "list of lists .* got str;"),
+        (3, TypeError, "list of lists .* got int;"),
+        ([[0, 1]], TypeError, "names or parameters, got int"),
+    ],
+)
+def test_what_is_no_group_is_refused(scale_groups, error, message):
+    model = plain_and_quantized()
+    with pytest.raises(error, match=message):
+        FP4Adam(model.named_parameters(), scale_groups=scale_groups)
+    plain = Attention()
+    if "v_proj" not in message and "o_proj" not in message:
+        message = message.replace("3 quantized", "4 quantized")
+        with pytest.raises(error, match=message):
+            quantize_model(plain, "nvfp4", scale_groups=scale_groups)
+    assert all(type(param) is nn.Parameter for param in plain.parameters())
+
+
+def test_names_need_named_parameters():
+    model = make_model()
+    for scale_groups in (hf_scale_groups, [FUSED]):
+        with pytest.raises(ValueError, match=r"pass model.named_parameters\(\)"):
+            FP4Adam(model.parameters(), scale_groups=scale_groups)
+
+
+def test_a_part_of_a_group_is_refused_before_anything_changes():
+    model = make_model()
+    optimizer = FP4Adam([model.q_proj.weight, model.o_proj.weight])
+    set_grads(model, 0)
+    with pytest.raises(ValueError, match="one optimizer, got 1 of q_proj.weight, k_proj.weight"):
+        optimizer.step()
+    assert_same_bytes(model, make_model())
+    assert not optimizer.state
+
+
+def step_sharded(rank, by_kernels, rows):
+    device = home()
+    whole, sharded = (make_model(device, rows=rows) for _ in range(2))
+    fully_shard(sharded, mesh=all_ranks())
+    expected = FP4Adam(whole.parameters(), **OPTIONS)
+    optimizer = FP4Adam(sharded.parameters(), **OPTIONS)
+    for step, without in enumerate([(), (), FUSED[1:]]):
+        set_grads(whole, step, without)
+        for param, reference in zip(sharded.parameters(), whole.parameters(), strict=True):
+            grad = reference.grad
+            param.grad = None if grad is None else like(param, grad.chunk(2)[rank].clone())
+        backend.uses_kernels = lambda d: False
+        expected.step()
+        backend.uses_kernels = lambda d: by_kernels
+        optimizer.step()
+        if step:
+            assert_gathered(sharded, whole)
+    assert_fused(whole, masters(whole, expected))
+    check_shards(sharded)
+    for param in sharded.parameters():
+        local(param).quantize_(torch.zeros(local(param).shape, device=device))
+    FP4Adam(sharded.parameters()).load_state_dict(optimizer.state_dict())
+    assert_gathered(sharded, whole)
+
+
+def assert_gathered(sharded, whole):
+    sharded.unshard()
+    for param, expected in zip(sharded.parameters(), whole.parameters(), strict=True):
+        for name in ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "amax_rowwise"):
+            assert torch.equal(getattr(param, name), getattr(expected, name)), name
+    sharded.reshard()
+
+
+@pytest.mark.parametrize(
+    ("by_kernels", "q_rows"), [(True, 32), (False, 48)], ids=["whole blocks", "cut blocks"]
+)
+def test_shards_of_a_group_agree_on_one_amax(by_kernels, q_rows):
+    device = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
+    if by_kernels and device == "cpu" and torch.cuda.is_available():
+        pytest.skip("needs as many GPUs as ranks, or Triton's interpreter")
+    rows = dict.fromkeys(ROWS, 32) | {"q_proj": q_rows}
+    run_ranks(step_sharded, 2, by_kernels, rows, device=device)

@@ -1,0 +1,501 @@
+"""FP4Adam with quantized tensors of other packages.
+
+Transformer Engine cannot run here: its classes are played by stand-ins that have their names,
+attributes and buffers, and no operators but copies. Its bytes are those of tests/golden. The real
+torchao is tested in tests/integrations.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.nn import Parameter
+
+import fp4adam
+from fp4adam import (
+    Float8BlockQuantizer,
+    FP4Adam,
+    FusedAdam,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+    TensorAdapter,
+)
+from fp4adam.interop.strided_copy import StridedCopies
+from fp4adam.tensors import backend
+from golden_vectors import FORMATS, GoldenCase, golden_cases
+from quantized_training import random
+
+aten = torch.ops.aten
+# Scales of a row are padded, and those of a column as well.
+SHAPE = (32, 96)
+E4M3 = SimpleNamespace(name="kFloat8E4M3")
+
+
+class Wrapper(torch.Tensor):
+    """A tensor whose memory is in attributes that only its package knows."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, **attributes: Any) -> Wrapper:
+        device = next(x.device for x in attributes.values() if isinstance(x, Tensor))
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, **attributes: Any) -> None:
+        self.attributes = list(attributes)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def with_memory(self, function: Any) -> Wrapper:
+        values = {name: getattr(self, name) for name in self.attributes}
+        new = {n: function(x) if isinstance(x, Tensor) else x for n, x in values.items()}
+        return type(self)(tuple(self.shape), self.dtype, **new)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if func in (aten.detach.default, aten.alias.default):
+            return args[0].with_memory(lambda inner: inner)
+        if func is aten.clone.default:
+            return args[0].with_memory(torch.clone)
+        if func is aten.copy_.default:
+            for name in args[0].attributes:
+                if isinstance(getattr(args[0], name), Tensor):
+                    getattr(args[0], name).copy_(getattr(args[1], name))
+            return args[0]
+        raise NotImplementedError(f"{func} of {cls.__name__}")
+
+
+def te_class(name: str, module: str) -> type[Wrapper]:
+    """A stand-in with the name of a class of Transformer Engine."""
+    module = f"transformer_engine.pytorch.tensor.{module}"
+    return type(name, (Wrapper,), {"__module__": module, "__qualname__": name})
+
+
+TE_CLASSES = {
+    NVFP4Quantizer: te_class("NVFP4Tensor", "nvfp4_tensor"),
+    MXFP8Quantizer: te_class("MXFP8Tensor", "mxfp8_tensor"),
+    Float8BlockQuantizer: te_class("Float8BlockwiseQTensor", "float8_blockwise_tensor"),
+}
+FIELDS = [
+    f"{usage}_{kind}" for usage in ("rowwise", "columnwise") for kind in ("data", "scale_inv")
+]
+AMAXES = ["amax_rowwise", "amax_columnwise"]
+QUANTIZERS = {
+    "nvfp4": NVFP4Quantizer(),
+    "nvfp4-1d": NVFP4Quantizer(two_dimensional=False),
+    "nvfp4-columnwise": NVFP4Quantizer(rowwise=False),
+    "mxfp8": MXFP8Quantizer(),
+    "float8block": Float8BlockQuantizer(),
+    "float8block-1d": Float8BlockQuantizer(two_dimensional=False, force_pow_2_scales=False),
+}
+every_format = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
+
+
+def te_tensor(quantizer: Quantizer, value: Tensor, **attributes: Any) -> Parameter:
+    """A parameter as Transformer Engine makes it of a value, given that the bytes are the same."""
+    tensor = quantizer.quantize(value)
+    names = FIELDS + AMAXES if isinstance(quantizer, NVFP4Quantizer) else FIELDS
+    fields = {f"_{name}": getattr(tensor, name) for name in names}
+    fields = {name: x if x is None else x.clone() for name, x in fields.items()}
+    of_class = {
+        NVFP4Quantizer: dict(_with_gemm_swizzled_scales=False),
+        MXFP8Quantizer: dict(_with_gemm_swizzled_scales=False, _fp8_dtype=E4M3),
+        Float8BlockQuantizer: dict(_fp8_dtype=E4M3),
+    }[type(quantizer)]
+    options = vars(quantizer).copy()
+    if isinstance(quantizer, Float8BlockQuantizer):
+        of_class["_is_2D_scaled"] = quantizer.two_dimensional
+    elif isinstance(quantizer, NVFP4Quantizer):
+        options["with_2d_quantization"] = quantizer.two_dimensional
+    attributes = {"_quantizer": SimpleNamespace(**options), **of_class, **attributes}
+    cls = TE_CLASSES[type(quantizer)]
+    return Parameter(cls(tuple(value.shape), value.dtype, **fields, **attributes))
+
+
+def te_bytes(tensor: Tensor) -> dict[str, Tensor]:
+    """Copies of all buffers."""
+    buffers = {name: getattr(tensor, name) for name in tensor.attributes}
+    return {name: x.clone() for name, x in buffers.items() if isinstance(x, Tensor)}
+
+
+def assert_same(actual: Tensor, expected: Tensor, name: str) -> None:
+    assert actual.shape == expected.shape, name
+    bits = [x.cpu().contiguous().view(-1).view(torch.uint8) for x in (actual, expected)]
+    assert torch.equal(*bits), name
+
+
+def assert_bytes(actual: Tensor, expected: Tensor) -> None:
+    """Assert that two stand-ins have the same bytes."""
+    theirs = te_bytes(expected)
+    assert te_bytes(actual).keys() == theirs.keys()
+    for name, value in te_bytes(actual).items():
+        assert_same(value, theirs[name], name)
+
+
+def step(optimizer: FP4Adam, seed: int) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = random(tuple(param.shape), seed, param.device).to(param.dtype)
+    optimizer.step()
+
+
+def master_of(optimizer: FP4Adam, param: Tensor) -> Tensor:
+    return optimizer.state[param]["master_param"]
+
+
+@pytest.fixture(params=["torch", "kernel"])
+def path_device(request, monkeypatch, device) -> str:
+    """Where the path under test runs: torch operators on the CPU, or the kernels on ``device``."""
+    kernel = request.param == "kernel"
+    monkeypatch.setattr(backend, "uses_kernels", lambda _: kernel)
+    return device if kernel else "cpu"
+
+
+GOLDEN_INPUTS = {
+    "torch": {"normal_96x160/fp32", "normal_48x80/bf16", "zero_blocks/fp32", "odd_130x257/fp32"},
+    "kernel": {"normal_32x64/fp32"},  # the interpreter is slow
+}
+KERNEL_FORMATS = ("nvfp4_2d", "nvfp4_1d", "mxfp8", "fp8block_2d_pow2")
+GOLDEN = [
+    pytest.param(path, case, id=f"{path}-{case}")
+    for path, inputs in GOLDEN_INPUTS.items()
+    for format in FORMATS
+    for case in golden_cases(format)
+    if case.entry in inputs and (path == "torch" or format in KERNEL_FORMATS)
+]
+
+
+@pytest.mark.parametrize(("path_device", "case"), GOLDEN, indirect=["path_device"])
+def test_a_step_writes_what_transformer_engine_does(case: GoldenCase, path_device):
+    value, quantizer = case.input.to(path_device), case.quantizer()
+    param = te_tensor(quantizer, torch.zeros_like(value))
+    # Without a gradient and decay the value stays as it is.
+    optimizer = FP4Adam([param], weight_decay=0.0)
+    param.grad = torch.zeros_like(value)
+    moments = {name: torch.zeros_like(value).float() for name in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[param] = {"step": torch.tensor(0.0), "master_param": value.float(), **moments}
+    optimizer.step()
+    expected = case.expected
+    if "amax_rowwise" in expected:
+        expected["amax_columnwise"] = expected["amax_rowwise"]
+    assert len(expected) == len(te_bytes(param))
+    for name, bytes_ in expected.items():
+        assert_same(getattr(param, f"_{name}"), bytes_, name)
+
+
+@every_format
+def test_training_is_that_of_own_tensors(quantizer):
+    value = random(SHAPE, 0, scale=0.1).bfloat16()
+    own, theirs = Parameter(quantizer.quantize(value)), te_tensor(quantizer, value)
+    optimizers = [FP4Adam([param], lr=1e-2) for param in (own, theirs)]
+    for seed in range(3):
+        for optimizer in optimizers:
+            step(optimizer, seed)
+    assert_bytes(theirs, te_tensor(quantizer, master_of(optimizers[1], theirs)))
+    assert torch.equal(*(master_of(*pair) for pair in zip(optimizers, (own, theirs), strict=True)))
+    plan = optimizers[1]._plan
+    step(optimizers[1], 3)
+    assert optimizers[1]._plan is plan  # nothing is worked out again
+
+
+def test_buffers_that_come_and_go_are_followed():
+    param = te_tensor(NVFP4Quantizer(), random(SHAPE, 0).bfloat16())
+    optimizer = FP4Adam([param], lr=1e-2)
+    step(optimizer, 0)
+    kept = {name: getattr(param, name) for name in param.attributes if "columnwise" in name}
+    for name in kept:
+        setattr(param, name, None)  # update_usage(columnwise_usage=False)
+    master = master_of(optimizer, param).clone()
+    step(optimizer, 1)
+    assert not torch.equal(master, master_of(optimizer, param))  # it went on from there
+    assert (master - master_of(optimizer, param)).abs().max() < 0.1
+    assert_bytes(param, te_tensor(NVFP4Quantizer(columnwise=False), master_of(optimizer, param)))
+    for name, buffer in kept.items():
+        setattr(param, name, torch.zeros_like(buffer))
+    step(optimizer, 2)
+    assert_bytes(param, te_tensor(NVFP4Quantizer(), master_of(optimizer, param)))
+
+
+def test_padding_is_left_alone():
+    param = te_tensor(NVFP4Quantizer(), random(SHAPE, 0).bfloat16())
+    param._rowwise_scale_inv[32:].fill_(7)
+    param._columnwise_scale_inv[:, 3:].fill_(7)
+    optimizer = FP4Adam([param])
+    step(optimizer, 0)
+    assert (param._rowwise_scale_inv[32:] == 7).all()
+    assert (param._columnwise_scale_inv[:, 3:] == 7).all()
+
+
+@pytest.mark.parametrize("overwritten", [False, True])
+def test_masters_start_from_the_value_before_quantization_if_it_is_that(overwritten):
+    value = random(SHAPE, 0).bfloat16()
+    kept = [value]
+    param = te_tensor(
+        NVFP4Quantizer(),
+        value,
+        get_high_precision_init_val=lambda: kept[0] if kept else None,
+        clear_high_precision_init_val=kept.clear,
+    )
+    if overwritten:
+        with torch.no_grad():
+            param.copy_(te_tensor(NVFP4Quantizer(), random(SHAPE, 1).bfloat16()))
+    start = NVFP4Quantizer().quantize(random(SHAPE, 1).bfloat16()).dequantize()
+    optimizer = FP4Adam([param], lr=0.0)
+    step(optimizer, 0)
+    assert torch.equal(master_of(optimizer, param), start if overwritten else value.float())
+    assert not kept
+
+
+@every_format
+def test_a_parameter_that_is_overwritten_is_where_its_master_restarts(quantizer):
+    param = te_tensor(quantizer, random(SHAPE, 0).bfloat16())
+    optimizer = FP4Adam([param], lr=1e-3)
+    step(optimizer, 0)
+    other = te_tensor(quantizer, random(SHAPE, 1).bfloat16())
+    with torch.no_grad():
+        param.copy_(other)
+    step(optimizer, 1)
+    start = quantizer.quantize(random(SHAPE, 1).bfloat16()).dequantize()
+    assert (master_of(optimizer, param) - start).abs().max() < 2e-3
+    assert_bytes(param, te_tensor(quantizer, master_of(optimizer, param)))
+
+
+@pytest.mark.parametrize("model_first", [False, True])
+def test_checkpoints_keep_masters_in_either_order(model_first):
+    quantizer = NVFP4Quantizer()
+    trained = te_tensor(quantizer, random(SHAPE, 0).bfloat16())
+    optimizer = FP4Adam([trained], lr=1e-2, exp_avg_dtype=torch.bfloat16)
+    step(optimizer, 0)
+    resumed = te_tensor(quantizer, random(SHAPE, 1).bfloat16())
+    other = FP4Adam([resumed], lr=1e-2, exp_avg_dtype=torch.bfloat16)
+    step(other, 5)
+
+    def load_model():
+        with torch.no_grad():
+            resumed.copy_(trained)
+
+    def load_optimizer():
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    for load in (load_model, load_optimizer)[:: 1 if model_first else -1]:
+        load()
+    assert_bytes(resumed, trained)
+    for each in (optimizer, other):
+        step(each, 1)
+    assert torch.equal(master_of(other, resumed), master_of(optimizer, trained))
+    assert_bytes(resumed, trained)
+
+
+def test_loading_an_optimizer_writes_the_parameters():
+    kept = [random(SHAPE, 0).bfloat16()]
+    param = te_tensor(NVFP4Quantizer(), kept[0], clear_high_precision_init_val=kept.clear)
+    optimizer = FP4Adam([param], lr=1e-2)
+    step(optimizer, 0)
+    saved, bytes_ = copy.deepcopy(optimizer.state_dict()), te_bytes(param)
+    step(optimizer, 1)
+    version, kept[:] = param._version, [None]
+    optimizer.load_state_dict(saved)
+    assert param._version > version and not kept
+    assert all(torch.equal(x, bytes_[name]) for name, x in te_bytes(param).items())
+
+
+def test_copies_of_a_model_have_memory_of_their_own():
+    param = te_tensor(NVFP4Quantizer(), random(SHAPE, 0).bfloat16())
+    optimizer = FP4Adam([param], lr=1e-2)
+    step(optimizer, 0)
+    clone = copy.deepcopy(param)
+    before = te_bytes(clone)
+    step(optimizer, 1)
+    assert all(torch.equal(x, before[name]) for name, x in te_bytes(clone).items())
+    step(FP4Adam([clone], lr=1e-2), 2)
+    assert_bytes(param, te_tensor(NVFP4Quantizer(), master_of(optimizer, param)))
+
+
+@pytest.mark.parametrize(
+    ("path_device", "reason"),
+    [("torch", "lr"), ("torch", "overflow"), ("torch", "no gradient"), ("kernel", "overflow")],
+    indirect=["path_device"],
+)
+def test_a_step_that_changes_nothing_leaves_the_bytes_alone(reason, path_device):
+    values = [random(SHAPE, i, path_device).bfloat16() for i in range(2)]
+    params = [te_tensor(NVFP4Quantizer(), value) for value in values]
+    optimizer = FP4Adam(params, lr=0.0 if reason == "lr" else 1e-2)
+    before = [*map(te_bytes, params)]
+    params[0].grad = torch.ones_like(values[0])
+    if reason == "overflow":
+        optimizer.found_inf = torch.ones((), device=path_device)
+    optimizer.step()
+    i = int(reason == "no gradient")
+    assert all(torch.equal(x, before[i][name]) for name, x in te_bytes(params[i]).items())
+
+
+REFUSED = {
+    "swizzled": (NVFP4Quantizer(), dict(_with_gemm_swizzled_scales=True), "optimize_for_gemm"),
+    "4over6": (NVFP4Quantizer(), dict(_nvfp4_use_4over6=True), "4over6 of a NVFP4Tensor must be F"),
+    "e4m3_max": (NVFP4Quantizer(), dict(_nvfp4_e4m3_max=256), "must be 448 to be stepped, got 256"),
+    "rht": (NVFP4Quantizer(), dict(_quantizer=SimpleNamespace(with_rht=True)), "with_rht"),
+    "no quantizer": (NVFP4Quantizer(), dict(_quantizer=None), "got None.*quantized_model_init"),
+    "e5m2": (MXFP8Quantizer(), dict(_fp8_dtype=SimpleNamespace(name="kFloat8E5M2")), "be E4M3"),
+}
+
+
+@pytest.mark.parametrize(("quantizer", "attributes", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_no_kernel_writes_is_refused(quantizer, attributes, words):
+    param = te_tensor(quantizer, random(SHAPE, 0).bfloat16(), **attributes)
+    with pytest.raises(ValueError, match=words):
+        FP4Adam([param])
+
+
+def test_masters_and_fp4_adam_are_needed():
+    param = te_tensor(MXFP8Quantizer(), random(SHAPE, 0).bfloat16())
+    with pytest.raises(ValueError, match="master_weights must be True for MXFP8Tensor"):
+        FP4Adam([param], master_weights=False)
+    with pytest.raises(
+        TypeError, match="plain tensors for FusedAdam, got MXFP8Tensor; use FP4Adam"
+    ):
+        FusedAdam([param])
+
+
+def test_sharded_tensors_of_others_are_refused():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        own = te_tensor(MXFP8Quantizer(), random(SHAPE, 0).bfloat16()).detach()
+        meta = TensorMeta(own.shape, own.stride(), own.dtype)
+        spec = DTensorSpec(init_device_mesh("cpu", (1,)), (Shard(0),), tensor_meta=meta)
+        with pytest.raises(
+            NotImplementedError, match="made by quantize_model, got a DTensor of MX"
+        ):
+            FP4Adam([DTensor(own, spec, requires_grad=True)])
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class Packed(Wrapper):
+    """NVFP4 of a package that keeps a multiplier and scales without padding."""
+
+
+class PackedAdapter(TensorAdapter):
+    attributes = ("packed", "scales", "multiplier")
+
+    def quantizer(self, tensor):
+        return NVFP4Quantizer(columnwise=False, two_dimensional=False)
+
+    def fields(self, tensor):
+        return {
+            "rowwise_data": tensor.packed,
+            "rowwise_scale_inv": tensor.scales,
+            "per_tensor_scale": tensor.multiplier,
+        }
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    monkeypatch.setattr(fp4adam.tensor_adapter, "_ADAPTERS", {})
+
+
+def packed(value: Tensor) -> Parameter:
+    tensor = PackedAdapter().quantizer(None).quantize(value)
+    rows, cols = value.shape
+    return Parameter(
+        Packed(
+            (rows, cols),
+            value.dtype,
+            packed=tensor.rowwise_data,
+            scales=tensor.rowwise_scale_inv[:rows, : cols // 16].clone(),
+            multiplier=(tensor.amax_rowwise / torch.tensor([2688.0])).view(()),
+        )
+    )
+
+
+@pytest.mark.parametrize("name", [Packed, f"{__name__}.Packed", f"{__name__}.Wrapper"])
+def test_a_class_with_an_adapter_is_stepped(name, registry):
+    fp4adam.register_adapter(name, PackedAdapter())
+    param = packed(random(SHAPE, 0).bfloat16())
+    optimizer = FP4Adam([param], lr=1e-2)
+    for seed in range(2):
+        step(optimizer, seed)
+    assert_bytes(param, packed(master_of(optimizer, param)))
+
+    def replace():
+        new = param.multiplier.detach() * 2
+        torch.autograd.graph.increment_version([new] * param.multiplier._version)
+        param.multiplier = new
+
+    for overwrite in (lambda: param.multiplier.mul_(2), replace):
+        before = master_of(optimizer, param).norm()
+        overwrite()
+        step(optimizer, 2)
+        assert (master_of(optimizer, param).norm() / before - 2).abs() < 0.1
+
+
+def test_an_unknown_class_is_refused_by_name(registry):
+    param = packed(random(SHAPE, 0).bfloat16())
+    for optimizer in (FP4Adam, FusedAdam):
+        with pytest.raises(TypeError, match=r"test_adapters.Packed; register a .*TensorAdapter"):
+            optimizer([param])
+    with pytest.raises(TypeError, match="derived from TensorAdapter, got <class"):
+        fp4adam.register_adapter(Packed, PackedAdapter)
+
+
+WRONG_FIELDS = {
+    "missing": (dict(rowwise_data=None), "rowwise_data of .*Packed must be torch.uint8 on cpu"),
+    "unknown": (dict(codes=torch.zeros(1)), "must be some of rowwise_data, .*got codes"),
+    "dtype": (dict(per_tensor_scale=torch.zeros(1).double()), "must be torch.float32 on cpu, got"),
+    "extent": (
+        dict(rowwise_scale_inv=torch.zeros(32, 5, dtype=torch.uint8)),
+        r"at least \[32, 6\], got shape \(32, 5\)",
+    ),
+    "numel": (dict(rowwise_data=torch.zeros(32, 47, dtype=torch.uint8)), r"as large as \(32, 48\)"),
+    "strides": (dict(rowwise_data=torch.zeros(48, 32, dtype=torch.uint8).t()), "be contiguous"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "words"), WRONG_FIELDS.values(), ids=WRONG_FIELDS)
+def test_fields_are_checked(wrong, words, registry, monkeypatch):
+    fields = PackedAdapter.fields
+    monkeypatch.setattr(PackedAdapter, "fields", lambda self, x: {**fields(self, x), **wrong})
+    fp4adam.register_adapter(Packed, PackedAdapter())
+    with pytest.raises(ValueError, match=words):
+        FP4Adam([packed(random(SHAPE, 0).bfloat16())])
+
+
+def test_an_amax_or_a_scale_of_the_tensor_is_needed(registry, monkeypatch):
+    fp4adam.register_adapter(Packed, PackedAdapter())
+    monkeypatch.setattr(PackedAdapter, "fields", lambda self, x: {"rowwise_data": x.packed})
+    with pytest.raises(ValueError, match="amax_columnwise or per_tensor_scale, got rowwise_data"):
+        FP4Adam([packed(random(SHAPE, 0).bfloat16())])
+
+
+def test_views_are_copied_whatever_their_strides(path_device):
+    swizzled, rows, column, single = (
+        torch.zeros(shape, dtype=dtype, device=path_device)
+        for shape, dtype in (
+            ((2, 3, 32, 4, 4), torch.uint8),
+            ((40, 21), torch.uint8),
+            ((7, 5), torch.float32),
+            ((1,), torch.float32),
+        )
+    )
+    pairs = [
+        (swizzled.permute(0, 3, 2, 1, 4), random((2, 4, 32, 3, 4), 0, scale=99)),
+        (rows[:, :20].unflatten(0, (8, 5)), random((20, 8), 1, scale=99).t()[:, None]),
+        (column[:, 1], random((7,), 2)),
+        (single, random((1,), 3)),
+    ]
+    pairs = [(target, source.abs().to(target)) for target, source in pairs]
+    copies = StridedCopies(pairs)
+    for _ in range(2):
+        copies()
+        for target, source in pairs:
+            assert torch.equal(target, source.expand_as(target))
+            source += 1
+    assert not rows[:, 20].any() and not column[:, 0].any()

@@ -1,0 +1,217 @@
+"""The previewed amax of NVFP4 is that of the updated weight, and few tiles are read for it."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp4adam import FP4Adam, NVFP4Quantizer
+from fp4adam.optim.adam import adam_, adam_scalars
+from fp4adam.optim.step_kernels import NVFP4Launch
+from fp4adam.optim.update_bound import largest_update, ratio_after
+from fp4adam.tensors import backend
+
+# Several tiles of both sizes: whole ones, and single blocks at the edges.
+SHAPE = (80, 96)
+OPTIONS = dict(
+    lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, amsgrad=False, maximize=False,
+    bias_correction=True, adam_w_mode=True,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def through_the_kernels(monkeypatch, device):
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
+
+
+class Weight:
+    """One NVFP4 parameter in training, with its exact expectation at hand."""
+
+    def __init__(self, value, device, **options):
+        self.param = torch.nn.Parameter(NVFP4Quantizer().quantize(value.to(device)))
+        self.param._high_precision_init_val = value.to(device)
+        self.optimizer = FP4Adam([self.param], **options)
+
+    def step(self, grad):
+        self.param.grad = grad.to(self.param.device)
+        self.optimizer.step()
+
+    def assert_exact(self):
+        master = self.optimizer.state[self.param]["master_param"]
+        finite = torch.where(master.isnan(), 0.0, master)
+        assert self.param.amax_rowwise.item() == finite.abs().max().item()
+        expected = NVFP4Quantizer().quantize(master).storage_tensors()
+        for name, inner in self.param.storage_tensors().items():
+            assert torch.equal(inner, expected[name]), name
+
+
+def randn(seed, scale=1.0, shape=SHAPE):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+VALUES = {
+    "normal": randn(0, 0.02),
+    "all equal": torch.full(SHAPE, 0.02),
+    "zero": torch.zeros(SHAPE),
+    "one outlier": randn(1, 1e-3).index_put_((torch.tensor(5), torch.tensor(7)), torch.tensor(1.0)),
+    "far below the learning rate": randn(2, 1e-6),
+}
+CASES = {
+    "adamw": dict(lr=1e-3, betas=(0.9, 0.95)),
+    "lr above the weights": dict(lr=0.5, betas=(0.9, 0.95)),
+    "decay that changes signs": dict(lr=1e-3, weight_decay=1500.0),
+    "L2": dict(lr=1e-3, weight_decay=0.1, adam_w_mode=False),
+    "amsgrad, ascending, no epsilon": dict(lr=1e-3, amsgrad=True, maximize=True, eps=0.0),
+    "through BF16": dict(lr=1e-3, quantize_from="param_dtype"),
+}
+
+
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
+def test_amax_is_that_of_the_updated_weight(value, options, device):
+    weight = Weight(value, device, **options)
+    for step in range(3):
+        # The last gradient pushes the largest weights down as hard as it can.
+        grad = randn(step, 1e-2) if step != 2 else value.sign() * 1e3
+        weight.step(grad)
+        weight.assert_exact()
+
+
+@pytest.mark.parametrize("special", [math.nan, math.inf, 1e30], ids=str)
+def test_a_lost_maximum_is_found_elsewhere(special, device):
+    """The largest weight becomes NaN: no other candidate tells that the amax is now far lower."""
+    value = VALUES["one outlier"]
+    weight = Weight(value, device, lr=1e-4)
+    for _ in range(2):
+        weight.step(randn(3, 1e-2))
+    grad = randn(4, 1e-2)
+    grad[5, 7] = special
+    weight.step(grad)
+    weight.assert_exact()
+    if special == 1e30:
+        return  # too large for the second moment, which freezes the weight
+    assert weight.param.amax_rowwise < 0.1
+    weight.step(randn(5, 1e-2))
+    weight.assert_exact()
+
+
+def test_what_the_bound_does_not_cover_is_written_again(device):
+    """Masters and moments are changed behind the optimizer's back, once after a checkpoint."""
+    weight = Weight(VALUES["normal"], device, lr=1e-3)
+    weight.step(randn(0))
+    state = weight.optimizer.state[weight.param]
+    state["master_param"][70, 90] = 5.0
+    state["exp_avg"].mul_(50.0)
+    weight.step(randn(1))
+    weight.assert_exact()
+    weight.optimizer.load_state_dict(weight.optimizer.state_dict())
+    weight.optimizer.state[weight.param]["exp_avg"].fill_(3.0)
+    weight.step(randn(2))
+    weight.assert_exact()
+
+
+def tiles_read(weight, grad, monkeypatch):
+    """Share of the tiles that the preview of one step looks into."""
+    seen = []
+    original = NVFP4Launch.__call__
+
+    def spy(launch, *signals):
+        seen.append(launch.candidates().float().mean().item())
+        original(launch, *signals)
+
+    monkeypatch.setattr(NVFP4Launch, "__call__", spy)
+    weight.step(grad)
+    monkeypatch.setattr(NVFP4Launch, "__call__", original)
+    return seen[0]
+
+
+def launch_of(weight):
+    return weight.optimizer._plan._batches[0].launch
+
+
+def test_only_tiles_near_the_maximum_are_read(device, monkeypatch):
+    weight = Weight(VALUES["one outlier"], device, lr=1e-4)
+    assert tiles_read(weight, randn(0, 1e-2), monkeypatch) == 1  # nothing is known yet
+    for step in range(1, 4):
+        assert tiles_read(weight, randn(step, 1e-2), monkeypatch) < 0.1
+        assert not launch_of(weight)._exceeding.any()  # nothing is written twice
+        weight.assert_exact()
+
+
+@pytest.mark.parametrize(
+    ("two_dimensional", "usage", "quantize_from"),
+    [
+        (True, dict(optimize_for_gemm=True), "master"),
+        (True, dict(rowwise=False), "param_dtype"),
+        (False, dict(optimize_for_gemm=True), "master"),
+        (False, dict(columnwise=False), "master"),
+    ],
+    ids=str,
+)
+def test_a_tensor_is_written_again_exactly(two_dimensional, usage, quantize_from, device):
+    """One weight becomes the largest where nobody looked; a second tensor stays as it is."""
+    quantizer = NVFP4Quantizer(two_dimensional=two_dimensional, **usage)
+    params = []
+    for seed in range(2):
+        value = randn(seed, 0.02, (80, 64))
+        value[64:] *= 0.01  # blocks of their own, which do not come near the largest weight
+        params.append(torch.nn.Parameter(quantizer.quantize(value.bfloat16().to(device))))
+    optimizer = FP4Adam(params, lr=1e-5, quantize_from=quantize_from)
+    for step in range(3):
+        if step:
+            optimizer.state[params[0]]["master_param"][70, 16 * step] = 3.0**step
+        for seed, param in enumerate(params):
+            grad = randn(10 * step + seed, 1e-2, (80, 64))
+            param.grad = grad.bfloat16().to(device)
+        optimizer.step()
+        exceeding = optimizer._plan._batches[0].launch._exceeding.tolist()
+        assert [x > 0 for x in exceeding] == [step > 0, False]
+        for param in params:
+            master = optimizer.state[param]["master_param"]
+            source = master if quantize_from == "master" else master.bfloat16()
+            expected = quantizer.quantize(source).storage_tensors()
+            for name, inner in param.storage_tensors().items():
+                assert torch.equal(inner, expected[name]), name
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    beta1=st.floats(0, 0.99),
+    beta2=st.floats(0.3, 0.9999),
+    eps=st.sampled_from([1e-8, 1e-12, 1e-3]),
+    seed=st.integers(0, 2**31),
+    scales=st.lists(
+        st.sampled_from([0.0, 1e-30, 1e-22, 1e-8, 1.0, 1e4, 1e12]), min_size=1, max_size=8
+    ),
+    corrected=st.booleans(),
+)
+def test_no_update_is_larger_than_its_bound(beta1, beta2, eps, seed, scales, corrected):
+    group = OPTIONS | dict(
+        betas=(beta1, beta2), eps=eps, weight_decay=0.0, bias_correction=corrected
+    )
+    generator = torch.Generator().manual_seed(seed)
+    value, m, v = torch.zeros(3, 512)
+    for step, scale in enumerate(scales, 1):
+        # Long runs of one sign and sudden growth come closest to the bound.
+        grad = (torch.rand(512, generator=generator) - 0.2) * scale
+        scalars = adam_scalars(group, step)
+        value.zero_()
+        adam_(value, grad, m, v, None, scalars, True)
+        assert value.abs().max() <= largest_update(scalars, ratio_after(step, scalars))
+
+
+def test_bound_is_reached_by_the_gradients_that_it_is_made_for():
+    """A single gradient after none is the largest possible ratio: the bound is no wild guess."""
+    scalars = adam_scalars(OPTIONS, 1)
+    value, m, v = torch.zeros(3, 1)
+    adam_(value, torch.ones(1), m, v, None, scalars, True)
+    bound = largest_update(scalars, ratio_after(1, scalars))
+    assert value.abs().item() == pytest.approx(bound, rel=2e-4)
+
+
+def test_without_a_bound_everything_is_read():
+    for options in (dict(eps=0.0), dict(betas=(0.9, 0.0))):
+        scalars = adam_scalars(OPTIONS | options, 1)
+        assert largest_update(scalars, ratio_after(1, scalars)) == math.inf

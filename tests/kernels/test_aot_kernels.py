@@ -1,0 +1,376 @@
+"""What the package's kernels compile to: no spills, exact arithmetic, wide accesses."""
+
+import math
+
+import pytest
+
+from aot import INEXACT, compile_ahead_of_time, count
+from fp4adam.optim.grad_norm import LANES, SPAN, TOTAL_LANES
+
+CAPABILITIES = (90, 100, 120)
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+SIGNALS = ("grad_scale_ptr", "clip_ptr", "found_inf_ptr")
+TABLES = {
+    **dict.fromkeys(SIGNALS, "*fp32"),
+    "table": "*i64",
+    "scalars": "*fp32",
+    "tiles": "*i32",
+}
+STORAGE = {
+    "rowwise_data": "*u8",
+    "rowwise_scale": "*u8",
+    "columnwise_data": "*u8",
+    "columnwise_scale": "*u8",
+}
+BOTH = {"ROWWISE": True, "COLUMNWISE": True}
+# Of masters and moments, with what tells the names of the kernels apart.
+STATE_CODECS = {
+    ("plain", "float32", "float32"): "",
+    ("plain", "bfloat16", "bfloat16"): " BF16 states",
+    ("float16", "float16", "ue5m11"): " FP16 states and masters",
+    ("plain", "e4m3", "ue4m4"): " FP8 states",
+    ("float16", "e4m3", "ue4m4"): " FP8 states, FP16 masters",
+}
+PLAIN = next(iter(STATE_CODECS))
+FP32_MAX = 3.4028234663852886e38
+
+
+def dtype(name):
+    return {"import": f"triton.language.{DTYPES.get(name, name)}"}
+
+
+def job(path, signature, constexprs, **options):
+    module, kernel = path.split(".")
+    pointers = [
+        name for name, kind in signature.items() if kind.startswith("*") and name not in SIGNALS
+    ]
+    return {
+        "module": f"fp4adam.kernels.{module}",
+        "kernel": kernel,
+        "signature": signature,
+        "constexprs": constexprs,
+        "divisible_by_16": [*pointers, *(n for n in ("rows", "cols") if n in signature)],
+        **options,
+    }
+
+
+def codec_options(codecs):
+    return dict(zip(("VALUE_CODEC", "EXP_AVG_CODEC", "EXP_AVG_SQ_CODEC"), codecs, strict=True))
+
+
+def step_options(codecs, **extra):
+    fixed = {"ADAM_W": True, "AMSGRAD": False, "WRITE_DTYPE": dtype("fp32")}
+    return {"GRAD_DTYPE": dtype("bf16"), **fixed, **codec_options(codecs), **extra}
+
+
+def tile_options(tile):
+    return {"BR": tile.rows, "BC": tile.cols, "STAGES": tile.num_stages}
+
+
+def step_jobs(codecs):
+    """The kernels of a step, with the states in some codecs."""
+    from fp4adam.kernels import adam, amax_preview, float8_block, mxfp8, nvfp4
+    from fp4adam.kernels.tiles.state import has_scales, most_registers
+
+    jobs = {}
+    scaled = has_scales(*codecs)
+    registers = most_registers(*codecs)
+    # Of scales in one order or in two; where states need registers as well, of two.
+    is_wide = codecs != PLAIN
+    orders = {"step": {is_wide, True}, "edge": {is_wide}}
+    plain = {"ADAM_W": True, "AMSGRAD": False, "BLOCK": adam.BLOCK, **codec_options(codecs)}
+    for name, grad, value, param, codec in (
+        ("fp32", "fp32", "fp32", None, "plain"),
+        (
+            "bf16 with master",
+            "bf16",
+            "fp16" if has_scales(codecs[0]) else "fp32",
+            "bf16",
+            codecs[0],
+        ),
+        ("bf16 with remainder", "bf16", "bf16", None, "remainder"),
+        ("fp16 without master", "fp16", "fp16", None, "plain"),
+    ):
+        types = {
+            "GRAD_DTYPE": dtype(grad),
+            "VALUE_DTYPE": dtype(value),
+            "PARAM_DTYPE": None if param is None else dtype(param),
+            "VALUE_CODEC": codec,
+        }
+        jobs[f"adam {name}"] = job(
+            "adam._adam_step_kernel",
+            TABLES,
+            {**plain, **types},
+            maxnreg=most_registers(codec, *codecs[1:]),
+        )
+
+    names = ("amaxes", "next_amaxes", "tile_amaxes", "exceeding")
+    slots = {**TABLES, "slots": "*i32"}
+    amaxes = {**slots, **dict.fromkeys(names, "*fp32")}
+    known = dict.fromkeys(("tile_amaxes", "old_amaxes", "amaxes", "exceeding"), "*fp32")
+    br, bc = amax_preview.PART
+    for again in (False, True):
+        jobs[f"amax preview again={again}"] = job(
+            "amax_preview._amax_preview_kernel",
+            {**slots, **known, "n_tiles": "i32"},
+            step_options(codecs, AGAIN=again, SCAN=amax_preview.SCAN, BR=br, BC=bc),
+            maxnreg=registers,
+        )
+    for square in (True, False):
+        for size, tile, at in (
+            ("step", nvfp4.STEP_TILE[square], 0),
+            ("edge", nvfp4.EDGE_TILE[scaled], 1),
+        ):
+            shape = {"SQUARE": square, "LOOP": tile.loop, **tile_options(tile)}
+            for swizzled in orders[size]:
+                jobs[f"nvfp4 {size} square={square} swizzled={swizzled}"] = job(
+                    "nvfp4._adam_step_kernel",
+                    amaxes,
+                    step_options(codecs, SWIZZLED=swizzled, **shape, **BOTH),
+                    num_warps=tile.num_warps,
+                    maxnreg=nvfp4.step_registers(codecs, square, swizzled)[at],
+                )
+    for size, tile, part, most in (
+        ("step", mxfp8.STEP_TILE, mxfp8.STEP_PART[scaled], None),
+        ("edge", mxfp8.EDGE_TILE, mxfp8.EDGE_PART, mxfp8.EDGE_REGISTERS),
+    ):
+        shape = {"PART": part, "BC": tile.cols, "STAGES": tile.num_stages}
+        for swizzled in orders[size]:
+            jobs[f"mxfp8 {size} swizzled={swizzled}"] = job(
+                "mxfp8._adam_step_kernel",
+                TABLES,
+                step_options(codecs, SWIZZLED=swizzled, **shape, **BOTH),
+                num_warps=tile.num_warps,
+                maxnreg=most,
+            )
+    epsilon = {**TABLES, "epsilon": "fp32"}
+    for shape, square in (("square", True), ("vector", False)):
+        parts = float8_block.STEP_PARTS[square, scaled]
+        for masked, tile in zip((False, True), parts, strict=True):
+            extra = {"LARGEST": FP32_MAX, "POW_2": True, "MASKED": masked, **tile_options(tile)}
+            jobs[f"float8block {shape} masked={masked}"] = job(
+                f"float8_block._adam_step_{shape}_kernel",
+                epsilon,
+                step_options(codecs, **BOTH, **extra),
+                num_warps=tile.num_warps,
+                maxnreg=registers,
+            )
+    return {f"{name}{STATE_CODECS[codecs]}": found for name, found in jobs.items()}
+
+
+def shard_jobs():
+    """The kernels of a partial cast, of transposes and of copies, with masks and without."""
+    from fp4adam.kernels import strided_copy, transpose
+    from fp4adam.kernels.partial_cast import SCALES, TILES
+
+    jobs = {}
+    listed = {"table": "*i64", "tiles": "*i32"}
+    epsilon = {"epsilon": "fp32"}
+    block = {"LARGEST": FP32_MAX, "POW_2": True}
+    for value, whole in (("fp32", True), ("fp32", False), ("bf16", True)):
+        types = {"VALUE_DTYPE": dtype(value), "WRITE_DTYPE": dtype("bf16"), "WHOLE": whole}
+        tiles = {format: tiles[0 if whole else 1] for format, tiles in TILES.items()}
+        e4m3, nvfp4, mxfp8 = tiles["float8_block"], tiles["nvfp4"], tiles["mxfp8"]
+        sixteen = {"BLOCK": 16, "OF_TENSOR": True, **tile_options(nvfp4)}
+        square = {"BLOCK": 128, "OF_TENSOR": False, **tile_options(e4m3)}
+        parts = {"BR": e4m3.rows, "STAGES": e4m3.num_stages, **block}
+        for name, kernel, signature, options in (
+            ("nvfp4 amax", "square_amax", {}, sixteen),
+            ("nvfp4 codes", "nvfp4_codes", {}, {"BC": nvfp4.cols}),
+            ("mxfp8 amax", "mxfp8_amax", {}, {"BC": mxfp8.cols, **BOTH}),
+            ("mxfp8 codes", "mxfp8_codes", {}, {"BC": mxfp8.cols, **BOTH}),
+            ("float8block amax", "square_amax", {}, square),
+            ("float8block codes", "float8_block_codes", epsilon, parts),
+        ):
+            jobs[f"partial {name} {value} whole={whole}"] = job(
+                f"partial_cast._{kernel}_kernel", {**listed, **signature}, {**types, **options}
+            )
+    for format in TILES:
+        jobs[f"partial {format} scales"] = job(
+            "partial_cast._scales_kernel",
+            {"table": "*i64", "chunks": "*i32", **epsilon},
+            {**block, "FORMAT": format, "CHUNK": SCALES},
+        )
+    for bits, side in transpose.TILE.items():
+        for name, size in (("transpose", side), ("transpose_edge", transpose.EDGE)):
+            jobs[f"{name} {bits}"] = job(
+                f"transpose._{name}_kernel", listed, {"BITS": bits, "SIDE": size}
+            )
+    for name in ("uint8", "float32"):
+        jobs[f"strided copy {name}"] = job(
+            "strided_copy._strided_copy_kernel",
+            {"table": "*i64", "chunks": "*i32"},
+            {"DTYPE": dtype(name), "CHUNK": strided_copy.CHUNK},
+        )
+    return jobs
+
+
+def kernel_jobs():
+    """Every kernel in the forms that a training run launches most, and in its widest one."""
+    from fp4adam.kernels import float8_block, swizzle
+    from fp4adam.kernels.tiles.words import WORDS
+
+    jobs = {}
+    for codecs in STATE_CODECS:
+        jobs |= step_jobs(codecs)
+    jobs |= shard_jobs()
+    for name, norm_type in (("1", 1.0), ("2", 2.0), ("inf", math.inf)):
+        for grad in DTYPES:
+            jobs[f"grad norm {name} {grad}"] = job(
+                "grad_norm._span_sums_kernel",
+                {"addresses": "*i64", "spans": "*i32", "sums": "*fp64"},
+                {"DTYPE": dtype(grad), "NORM_TYPE": norm_type, "SPAN": SPAN, "LANES": LANES},
+            )
+        jobs[f"total norm {name}"] = job(
+            "grad_norm._total_norm_kernel",
+            {
+                "sums": "*fp64",
+                "n_sums": "i32",
+                "max_norm": "fp32",
+                "total": "*fp64",
+                "result": "*fp32",
+            },
+            {"NORM_TYPE": norm_type, "LANES": TOTAL_LANES},
+            num_warps=16,
+        )
+
+    for square in (True, False):
+        for codec, width in (("plain", 16), ("float16", 32)):
+            jobs[f"requantize square={square} {codec}"] = job(
+                "amax_preview._requantize_kernel",
+                {
+                    "table": "*i64",
+                    "tiles": "*i32",
+                    "slots": "*i32",
+                    "amaxes": "*fp32",
+                    "exceeding": "*fp32",
+                    "n_tiles": "i32",
+                    "n_slots": "i32",
+                },
+                {
+                    "WRITE_DTYPE": dtype("fp32"),
+                    "VALUE_CODEC": codec,
+                    **BOTH,
+                    "SQUARE": square,
+                    "SWIZZLED": True,
+                    "BC": width,
+                },
+                num_warps=1,
+            )
+    for undo in (False, True):
+        jobs[f"swizzle undo={undo}"] = job(
+            "swizzle._swizzle_kernel",
+            {"table": "*i64", "tiles": "*i32"},
+            {"UNDO": undo, **dict(zip(("BR", "BC"), swizzle.TILE, strict=True))},
+        )
+    sizes = {"rows": "i32", "cols": "i32"}
+    tile64 = {"BR": 64, "BC": 64}
+    jobs["nvfp4 amax of"] = job(
+        "nvfp4._amax_kernel",
+        {"x_ptr": "*bf16", "amax_ptr": "*fp32", "cols": "i32", "tiles_per_row": "i32"},
+        tile64,
+    )
+    for square in (True, False):
+        jobs[f"nvfp4 quantize square={square}"] = job(
+            "nvfp4._quantize_kernel",
+            {"x_ptr": "*bf16", **STORAGE, "amax_ptr": "*fp32", **sizes, "tiles_per_row": "i32"},
+            {**BOTH, "SQUARE": square, **tile64},
+        )
+    strides = dict.fromkeys(
+        ("stride_scale_row", "stride_scale_col", "stride_out_row", "stride_out_col"), "i32"
+    )
+    jobs["nvfp4 dequantize"] = job(
+        "nvfp4._dequantize_kernel",
+        {
+            "data_ptr": "*u8",
+            "scale_ptr": "*u8",
+            "amax_ptr": "*fp32",
+            "out_ptr": "*bf16",
+            "cols": "i32",
+            "tiles_per_row": "i32",
+            **strides,
+        },
+        {"SQUARE": True, **tile64},
+    )
+    jobs["mxfp8 quantize"] = job(
+        "mxfp8._quantize_kernel", {"x_ptr": "*bf16", **STORAGE, "cols": "i32"}, {**BOTH, "BC": 32}
+    )
+    jobs["mxfp8 dequantize"] = job(
+        "mxfp8._dequantize_kernel",
+        {
+            "data_ptr": "*u8",
+            "scale_ptr": "*u8",
+            "out_ptr": "*bf16",
+            "cols": "i32",
+            "stride_scale_row": "i32",
+        },
+        {"ROWWISE": True, "BR": 32, "BC": 32},
+    )
+    fp32_scales = {**STORAGE, "rowwise_scale": "*fp32", "columnwise_scale": "*fp32"}
+    for square in (True, False):
+        jobs[f"float8block quantize square={square}"] = job(
+            "float8_block._quantize_kernel",
+            {"x_ptr": "*bf16", **fp32_scales, **sizes, "epsilon": "fp32"},
+            {"LARGEST": FP32_MAX, "POW_2": True, **BOTH, "SQUARE": square},
+            num_warps=4 if square else 8,
+            maxnreg=float8_block.QUANTIZE_REGISTERS[square],
+        )
+    jobs["float8block dequantize"] = job(
+        "float8_block._dequantize_kernel",
+        {"data_ptr": "*u8", "scale_ptr": "*fp32", "out_ptr": "*bf16", **sizes, **strides},
+        {"SQUARE": True, "BR": 32},
+    )
+    words = {"n_words": "i32", "words_per_row": "i32", "stride_scale_row": "i32"}
+    types = {"data_ptr": "*u8", "scale_ptr": "*u8", "out_ptr": "*bf16"}
+    amax = {"data_ptr": "*u8", "scale_ptr": "*u8", "amax_ptr": "*fp32", "out_ptr": "*bf16"}
+    fp32 = {**types, "scale_ptr": "*fp32"}
+    for name, signature, options in (
+        ("nvfp4", {**amax, **words}, {"SQUARE": True}),
+        ("mxfp8", {**types, **words}, {"ROWWISE": True}),
+        ("float8_block", {**fp32, **words, "stride_scale_col": "i32"}, {"SQUARE": True}),
+    ):
+        jobs[f"dequantize words {name}"] = job(
+            f"{name}._dequantize_words_kernel", signature, {**options, "N": WORDS}
+        )
+    for x in ("bf16", "fp32"):
+        jobs[f"quantize vectors {x}"] = job(
+            "float8_block._quantize_vectors_kernel",
+            {"x_ptr": f"*{x}", **fp32_scales, "x_rows": "i32", **sizes, "epsilon": "fp32"},
+            {"LARGEST": FP32_MAX, "POW_2": True, **BOTH},
+            num_warps=float8_block.VECTORS_WARPS[True],
+        )
+    return jobs
+
+
+# One test per target, because everything is compiled for it first, and tests run in parallel.
+@pytest.mark.parametrize("sm", CAPABILITIES)
+def test_kernels_compile_to_exact_and_wide_code_without_spills(sm):
+    pytest.importorskip("triton", reason="nothing can be compiled without Triton")
+    jobs = kernel_jobs()
+    facts = compile_ahead_of_time([{**each, "sm": sm} for each in jobs.values()])
+    compiled = dict(zip(jobs, facts, strict=True))
+
+    spilled = {name: each["spilled_bytes"] for name, each in compiled.items()}
+    assert not any(spilled.values()), {name: n for name, n in spilled.items() if n}
+    inexact = {name: count(each, INEXACT) for name, each in compiled.items()}
+    assert not any(inexact.values()), {name: n for name, n in inexact.items() if n}
+
+    loads = r"^ld\.global\.v4|^ld\.global\.v2\.b64|^cp\.async\.cg"
+    wide = ["adam fp32", "adam bf16 with master"]
+    for swizzled in (False, True):
+        wide += [f"{name} swizzled={swizzled}" for name in ("nvfp4 step square=True", "mxfp8 step")]
+    wide += [f"partial {name} codes fp32 whole=True" for name in ("mxfp8", "float8block")]
+    wide += [name for name in jobs if name.startswith("quantize vectors")]
+    for name, each in compiled.items():
+        if name.startswith("dequantize words"):
+            # A thread writes 16 bytes at a time, and reads what they are from in one go as well.
+            assert count(each, r"^st\.global\.v4|^st\.global\.v2\.b64") == 2, name
+            assert not count(each, r"^st\.global\.b|^bar"), name
+    for name in wide:
+        assert count(compiled[name], r"^st\.global\.v4|^st\.global\.v2\.b64") > 0, name
+        assert count(compiled[name], loads) > 0, name
+    for name, each in compiled.items():
+        if name.startswith("grad norm"):
+            assert count(each, loads) > 0, name
+            # Half the warps that a multiprocessor can hold keep enough bytes in flight.
+            assert each["registers"] <= 64, name

@@ -1,0 +1,326 @@
+"""Linear layers whose activations and gradients are quantized as well: values, layouts, errors."""
+
+import copy
+import io
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from fp4adam import (
+    Float8BlockQuantizer,
+    FP4Adam,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    QuantizedTensor,
+    Recipe,
+    quantize_model,
+)
+from fp4adam.nn import scaled_matmul
+from fp4adam.nn.linear import _ScaledLinear
+from fp4adam.tensors import backend
+
+# Weights, and the quantizers of what they are multiplied with.
+FORMATS = {
+    "float8block": Float8BlockQuantizer(two_dimensional=False),
+    "mxfp8": MXFP8Quantizer(),
+    "nvfp4": NVFP4Quantizer(two_dimensional=False),
+}
+OUT, IN = 256, 384
+every_format = pytest.mark.parametrize("weights", FORMATS)
+compiles = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+def layer_in(recipe: Recipe, bias: bool = False) -> nn.Linear:
+    torch.manual_seed(0)
+    return quantize_model(nn.Linear(IN, OUT, bias), recipe)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def rounded(x: Tensor, weights: str, along_tokens: bool = False) -> Tensor:
+    """What a matmul reads of ``x`` [tokens, n]: quantized, with blocks along either dimension."""
+    padded = F.pad(x, (0, 0, 0, -len(x) % 128))
+    if along_tokens:
+        padded = padded.t().contiguous()
+    values = FORMATS[weights].quantize(padded).dequantize()
+    return (values.t() if along_tokens else values)[: len(x)]
+
+
+def backward_values(layer, dtype: torch.dtype) -> Tensor:
+    """The weight as the backward pass reads it."""
+    quantizer = layer.weight.quantizer
+    if not isinstance(quantizer, MXFP8Quantizer):
+        return layer.weight.dequantize()
+    storage = {n: getattr(layer.weight, n) for n in ("_columnwise_data", "_columnwise_scale_inv")}
+    columnwise = MXFP8Quantizer(rowwise=False)
+    return type(layer.weight)((OUT, IN), dtype, columnwise, storage).dequantize()
+
+
+@every_format
+@pytest.mark.parametrize("tokens", [1, 130])
+@pytest.mark.parametrize("quantized", ["activations", "gradients", "both"])
+def test_operands_are_those_of_the_quantizers(weights, quantized, tokens):
+    both = quantized == "both"
+    activations, gradients = (both or quantized == name for name in ("activations", "gradients"))
+    layer = layer_in(Recipe(weights, activations, gradients), bias=True)
+    x, grad = randn(tokens, IN).requires_grad_(), randn(tokens, OUT)
+    y = layer(x)
+    y.backward(grad)
+
+    weight = layer.weight.dequantize()
+    read = rounded(x.detach(), weights) if activations else x
+    torch.testing.assert_close(y, F.linear(read, weight, layer.bias))
+    read = rounded(grad, weights) if gradients else grad
+    dense = backward_values(layer, torch.float32) if gradients else weight
+    torch.testing.assert_close(x.grad, read @ dense)
+    if both and weights == "float8block":
+        expected = rounded(grad, weights, True).t() @ rounded(x.detach(), weights, True)
+    else:
+        expected = grad.t() @ x
+    torch.testing.assert_close(layer.weight.grad, expected)
+    torch.testing.assert_close(layer.bias.grad, grad.sum(0))
+
+
+@pytest.mark.parametrize("directions", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernel_makes_the_operands_of_the_torch_path(directions, dtype, monkeypatch, device):
+    x = randn(130, 256, dtype=dtype)
+    x[3, 7], x[5], x[129, 4] = float("nan"), 0, 3e38
+    expected = scaled_matmul.quantize(x, Float8BlockQuantizer(amax_epsilon=1e-3), *directions)
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
+    made = scaled_matmul.quantize(
+        x.to(device), Float8BlockQuantizer(amax_epsilon=1e-3), *directions
+    )
+    for one, other in zip(made, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert torch.equal(one.codes.cpu(), other.codes)
+            assert torch.equal(one.scales.cpu(), other.scales)
+
+
+def fake_weight(weights: str | Float8BlockQuantizer, shape=(OUT, IN)) -> QuantizedTensor:
+    recipe = Recipe(weights, activations=True, gradients=True)
+    return recipe.quantizer.make_empty(shape, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("weights", "capability"),
+    [
+        ("float8block", (9, 0)),
+        (Float8BlockQuantizer(two_dimensional=False), (9, 0)),
+        ("mxfp8", (10, 0)),
+        ("nvfp4", (10, 3)),
+        ("nvfp4", (12, 0)),
+    ],
+)
+@pytest.mark.parametrize("tokens", [50, 128])
+@pytest.mark.parametrize("shape", [(OUT, IN), (128, 128), (128, 640), (1024, 512)])
+def test_native_matmuls_pass_the_checks_of_torch(weights, capability, tokens, shape, monkeypatch):
+    monkeypatch.setattr(scaled_matmul, "_capability", lambda device: capability)
+    with FakeTensorMode(), mock.patch.object(F, "scaled_mm", wraps=F.scaled_mm) as scaled_mm:
+        weight = fake_weight(weights, shape)
+        x = torch.empty(2, tokens, shape[1], dtype=torch.bfloat16, device="cuda")
+        # Autograd itself would look for a stream of the GPU.
+        ctx = SimpleNamespace(needs_input_grad=(True, True, False))
+        ctx.save_for_backward = lambda *saved: setattr(ctx, "saved_tensors", saved)
+        y = _ScaledLinear.forward(ctx, x, weight, None)
+        grad_x, grad_weight, _ = _ScaledLinear.backward(ctx, torch.empty_like(y))
+        assert (y.shape, y.dtype, y.device.type) == ((2, tokens, shape[0]), x.dtype, "cuda")
+        assert grad_x.shape == x.shape and grad_weight.shape == shape
+    assert scaled_mm.call_count == (3 if weights not in ("mxfp8", "nvfp4") else 2)
+
+
+@every_format
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 1000])
+def test_native_matmuls_give_what_the_emulation_gives(weights, dtype, tokens):
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    needed = scaled_matmul.REQUIREMENTS[type(FORMATS[weights])]
+    if not needed.is_met_by(capability):
+        pytest.skip(f"needs a GPU of compute capability {needed.capabilities}")
+    results = []
+    for emulate in (False, True):
+        recipe = Recipe(weights, activations=True, gradients=True, emulate=emulate)
+        layer = layer_in(recipe, bias=True).cuda()
+        x = randn(tokens, IN, dtype=dtype).cuda().requires_grad_()
+        y = F.linear(x, layer.weight, layer.bias)
+        y.backward(randn(tokens, OUT, dtype=dtype).cuda())
+        results.append((y.detach(), x.grad, layer.weight.grad))
+    for native, emulated in zip(*results, strict=True):
+        # The same products, summed in another order and by adders of fewer bits.
+        largest = emulated.abs().max().item()
+        torch.testing.assert_close(native, emulated, rtol=0, atol=0.01 * largest)
+
+
+@pytest.mark.parametrize(
+    ("weights", "found", "needed"),
+    [
+        ("float8block", (8, 9), r"9\.0"),
+        ("float8block", (10, 0), r"9\.0"),
+        ("mxfp8", (9, 0), r"10\.0 or later"),
+        ("nvfp4", (9, 0), r"10\.0 or later"),
+    ],
+)
+def test_missing_capability_is_named(weights, found, needed, monkeypatch):
+    monkeypatch.setattr(scaled_matmul, "_capability", lambda device: found)
+    with FakeTensorMode():
+        x = torch.empty(128, IN, dtype=torch.bfloat16, device="cuda")
+        with pytest.raises(RuntimeError, match=f"need CUDA compute capability {needed}, got"):
+            F.linear(x, fake_weight(weights))
+
+
+def test_what_cannot_be_multiplied_is_refused():
+    layer = layer_in(Recipe("float8block", activations=True))
+    with pytest.raises(TypeError, match=r"must be float32, bfloat16 or float16, got torch.float64"):
+        layer(randn(3, IN, dtype=torch.float64))
+    with pytest.raises(NotImplementedError, match="quantized alone for torch.func"):
+        torch.func.vmap(layer)(randn(3, IN))
+    with pytest.raises(ValueError, match=r"whole tensor .* got rows of one, \(128, 384\)"):
+        F.linear(randn(3, IN), layer.weight[:128])
+    with pytest.raises(ValueError, match=r"\[..., 384\] for a weight \(256, 384\), got \(3, 200\)"):
+        layer(randn(3, 200))
+    recipe = Recipe("float8block", gradients=True)
+    with pytest.raises(ValueError, match=r"multiples of 128 .* got \(128, 96\); leave"):
+        F.linear(randn(3, 96), recipe.quantizer.quantize(randn(128, 96)))
+    with pytest.raises(ValueError, match="gradients=True must have columnwise codes"):
+        Recipe(MXFP8Quantizer(columnwise=False), gradients=True)
+    with pytest.raises(ValueError, match="activations=True must have rowwise codes"):
+        Recipe(NVFP4Quantizer(rowwise=False), activations=True)
+    with pytest.raises(ValueError, match="recipe must be one of .* got 'fp8'"):
+        Recipe("fp8")
+    x = randn(3, IN).requires_grad_()
+    (grad,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(5, IN), (2, 64, IN)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_output_may_be_written_in_place(shape, bias):
+    layer = layer_in(Recipe("float8block", activations=True, gradients=True), bias)
+    x, twin = (randn(*shape).requires_grad_() for _ in range(2))
+    layer(x).relu_().sum().backward()
+    layer(twin).relu().sum().backward()
+    assert torch.equal(x.grad, twin.grad)
+
+
+def test_no_tokens_give_no_output():
+    layer = layer_in(Recipe("float8block", activations=True, gradients=True), bias=True)
+    x = randn(2, 0, IN).requires_grad_()
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == (2, 0, OUT) and x.grad.shape == x.shape
+    assert not layer.weight.grad.any()
+
+
+@every_format
+def test_training_with_quantized_operands(weights):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128))
+    quantize_model(model, Recipe(weights, activations=True, gradients=True))
+    optimizer = FP4Adam(model.parameters(), lr=1e-2)
+    x, target = randn(64, 128), randn(64, 128).roll(1, 0)
+    losses = []
+    for _ in range(20):
+        loss = F.mse_loss(model(x), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_recipe_stays_with_the_weight():
+    weight = layer_in(Recipe("nvfp4", activations=True)).weight
+    buffer = io.BytesIO()
+    torch.save(weight, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(weight), torch.load(buffer, weights_only=True), weight.detach()):
+        assert other.quantizer.operands == weight.quantizer.operands == (True, False, False)
+        assert other.quantizer.optimize_for_gemm
+    # Bytes are the same without one, and are copied as they are.
+    plain = layer_in(Recipe("nvfp4")).weight
+    assert plain.quantizer.operands == (False, False, False)
+    with torch.no_grad():
+        plain.zero_()
+        plain.copy_(weight)
+    assert torch.equal(plain.rowwise_data, weight.rowwise_data)
+
+
+@compiles
+@every_format
+def test_compiles_in_one_graph(weights):
+    torch._dynamo.reset()
+    layer = layer_in(Recipe(weights, activations=True, gradients=True))
+    eager = copy.deepcopy(layer)
+    backend_ = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=backend_, fullgraph=True, dynamic=True)
+    for tokens in (130, 300):
+        for module in (compiled, eager):
+            module(randn(tokens, IN)).pow(2).sum().backward()
+    assert backend_.frame_count == 1
+    torch.testing.assert_close(layer.weight.grad, eager.weight.grad)
+
+
+@compiles
+def test_compiled_code_knows_the_recipe():
+    torch._dynamo.reset()
+    plain, scaled = (layer_in(Recipe("float8block", activations=a)) for a in (False, True))
+    assert plain.weight.quantizer == scaled.weight.quantizer
+    compiled = torch.compile(F.linear, backend="aot_eager", fullgraph=True)
+    x = randn(3, IN)
+    for layer in (plain, scaled):
+        torch.testing.assert_close(compiled(x, layer.weight), layer(x), rtol=0, atol=1e-6)
+
+
+def test_activation_checkpointing_and_autocast():
+    layer = layer_in(Recipe("float8block", activations=True, gradients=True))
+    x = randn(3, IN).requires_grad_()
+    twin, x_twin = copy.deepcopy(layer), x.detach().clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = checkpoint(layer, x, use_reentrant=False), twin(x_twin)
+    y.sum().backward()
+    expected.sum().backward()
+    assert y.dtype == torch.bfloat16 and torch.equal(y, expected)
+    assert torch.equal(x.grad, x_twin.grad)
+    assert torch.equal(layer.weight.grad, twin.weight.grad)
+
+
+@every_format
+def test_autocast_converts_the_input_alone(weights):
+    layer, x = layer_in(Recipe(weights, activations=True)), randn(3, IN)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert torch.equal(y, layer(x.bfloat16()))
+
+
+@compiles
+def test_compiled_layers_quantize_the_input_they_share_once():
+    torch._dynamo.reset()
+    recipe = Recipe("float8block", activations=True, gradients=True)
+    first, second = layer_in(recipe), layer_in(recipe)
+    found = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list):
+        nodes = graph.graph.find_nodes(
+            op="call_function", target=torch.ops.fp4adam.quantize_float8_block_operands.default
+        )
+        found.append(len(nodes))
+        return make_boxed_func(graph)
+
+    traced = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    compiled = torch.compile(lambda x: first(x) * second(x), backend=traced, fullgraph=True)
+    compiled(randn(3, IN).requires_grad_()).sum().backward()
+    # In the backward pass, the gradient of each output.
+    assert found == [1, 2]

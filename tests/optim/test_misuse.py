@@ -1,0 +1,573 @@
+"""A catalogue of misuses: each is refused in words that help, and changes nothing.
+
+Names of the entries say what is wrong; the words are the rule, the value and the cure. What other
+files test in detail is not repeated here: dtypes of gradients and parameters (``test_fp4_adam``),
+texts of ``torch.optim`` (``test_torch_optimizer_contract``), arguments of ZeRO (``test_zero``).
+"""
+
+import copy
+import json
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from fp4adam import (
+    Float8BlockQuantizer,
+    FP4Adam,
+    FusedAdam,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    QuantizedTensor,
+    Recipe,
+    TensorAdapter,
+    export_checkpoint,
+    export_masters,
+    grouped_linear,
+    hf_scale_groups,
+    import_checkpoint,
+    quantize_master_weights,
+    quantize_model,
+    quantized_init,
+    register_adapter,
+    swizzle_scales,
+    unswizzle_scales,
+    use_plain_state_dict,
+)
+from fp4adam.distributed import fp4_utils
+from fp4adam.optim.hyper_parameters import check_numbers
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+NAN = math.nan
+NVFP4, FP8_MATMULS = Recipe("nvfp4"), Recipe("float8block", activations=True)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 96)
+        self.down = nn.Linear(96, 64, bias=False)
+        self.late = nn.Linear(64, 64, bias=False)
+        self.head = nn.Linear(64, 10)
+
+
+class Scene:
+    """A quantized model that has been trained but for one layer, and one in high precision."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.manual_seed(0)
+        self.folder = folder
+        self.model, self.plain = quantize_model(Net(), "nvfp4"), Net()
+        self.weight, self.late = self.model.up.weight, self.model.late.weight
+        trained = [item for item in self.model.named_parameters() if item[1] is not self.late]
+        self.optimizer = FP4Adam(trained, use_decoupled_grad=True)
+        for _, param in trained:
+            param.decoupled_grad = torch.ones(param.shape)
+        self.optimizer.step()
+
+    def contents(self) -> dict[str, Any]:
+        """All bytes of parameters, states and files, and which objects the parameters are."""
+        found: dict[str, Any] = {}
+        for model in (self.model, self.plain):
+            for name, param in model.named_parameters():
+                tensors = dict(self.optimizer.__dict__["state"].get(param, {}))
+                if isinstance(param, QuantizedTensor):
+                    tensors |= param.storage_tensors()
+                    tensors["init"] = param.get_high_precision_init_val()
+                elif not isinstance(param, nn.UninitializedParameter):
+                    tensors["value"] = param.detach()
+                found[f"{id(model)} {name}"] = id(param), type(param)
+                found |= {f"{id(param)} {key}": bytes_of(t) for key, t in tensors.items()}
+        files = [path for path in self.folder.rglob("*") if path.is_file()]
+        return found | {str(path): path.read_bytes() for path in files}
+
+
+def bytes_of(tensor: Tensor | None) -> bytes | None:
+    if tensor is None or tensor.is_meta:
+        return None
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+# A misuse prepares a scene and returns the call that is to be refused.
+Misuse = Callable[[Scene], Callable[[], object]]
+
+
+def call(function: Callable[[Scene], object]) -> Misuse:
+    return lambda scene: partial(function, scene)
+
+
+def new(**options: Any) -> Misuse:
+    return call(lambda s: FP4Adam(s.model.named_parameters(), **options))
+
+
+def of(make: Callable[[Scene], Any]) -> Misuse:
+    return call(lambda s: FP4Adam(make(s)))
+
+
+def with_grad(make: Callable[[Tensor], object]) -> Misuse:
+    def prepare(scene: Scene) -> Callable[[], object]:
+        scene.weight.decoupled_grad = make(scene.weight.decoupled_grad)
+        return scene.optimizer.step
+
+    return prepare
+
+
+def with_group(**options: Any) -> Misuse:
+    def prepare(scene: Scene) -> Callable[[], object]:
+        scene.optimizer.param_groups[0].update(options)
+        return scene.optimizer.step
+
+    return prepare
+
+
+def loading(edit: Callable[[dict[str, Any]], object]) -> Misuse:
+    def prepare(scene: Scene) -> Callable[[], object]:
+        saved = copy.deepcopy(scene.optimizer.state_dict())
+        edit(saved)
+        return partial(scene.optimizer.load_state_dict, saved)
+
+    return prepare
+
+
+def loading_state(name: str, value: object) -> Misuse:
+    return loading(lambda saved: saved["state"][0].update({name: value}))
+
+
+def loading_group(**options: Any) -> Misuse:
+    return loading(lambda saved: saved["param_groups"][0].update(options))
+
+
+def quantizing(change: Callable[[Net], object] = id, recipe: Any = "nvfp4", **kw: Any) -> Misuse:
+    def prepare(scene: Scene) -> Callable[[], object]:
+        change(scene.plain)
+        return partial(quantize_model, scene.plain, recipe, **kw)
+
+    return prepare
+
+
+def exporting(change: Callable[[Net], object] = id, **options: Any) -> Misuse:
+    def prepare(scene: Scene) -> Callable[[], object]:
+        change(scene.model)
+        return partial(export_checkpoint, scene.model, scene.folder / "out", **options)
+
+    return prepare
+
+
+def importing(change: Callable[[Net], object] = id, quantizer: Any = None) -> Misuse:
+    def prepare(scene: Scene) -> Callable[[], object]:
+        export_checkpoint(scene.model, scene.folder)
+        change(scene.plain)
+        return partial(import_checkpoint, scene.plain, scene.folder, quantizer)
+
+    return prepare
+
+
+def damaged(damage: Callable[[Path], object]) -> Misuse:
+    def prepare(scene: Scene) -> Callable[[], object]:
+        export_checkpoint(scene.model, scene.folder)
+        damage(scene.folder)
+        return partial(import_checkpoint, scene.plain, scene.folder)
+
+    return prepare
+
+
+def config(text: str) -> Misuse:
+    return damaged(lambda folder: (folder / "config.json").write_text(text))
+
+
+def config_with(key: str, value: object) -> Misuse:
+    def edit(folder: Path) -> None:
+        path = folder / "config.json"
+        content = json.loads(path.read_text())
+        content["quantization_config"][key] = value
+        path.write_text(json.dumps(content))
+
+    return damaged(edit)
+
+
+def tensors(change: Callable[[dict[str, Tensor]], object]) -> Misuse:
+    def edit(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        stored = load_file(path)
+        change(stored)
+        save_file({name: t.contiguous() for name, t in stored.items()}, path, {"format": "pt"})
+
+    return damaged(edit)
+
+
+def without(name: str) -> Misuse:
+    return tensors(lambda stored: stored.pop(name))
+
+
+def replacing(name: str, change: Callable[[Tensor], Tensor]) -> Misuse:
+    return tensors(lambda stored: stored.update({name: change(stored[name])}))
+
+
+def filling(name: str, value: float) -> Misuse:
+    return replacing(name, lambda t: t.float().fill_(value).to(t.dtype))
+
+
+def file_of(count: int) -> Misuse:
+    def cut(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:count])
+
+    return damaged(cut)
+
+
+def removing(file: str) -> Misuse:
+    return damaged(lambda folder: (folder / file).unlink())
+
+
+def command(*argv: str) -> Misuse:
+    def prepare(scene: Scene) -> Callable[[], object]:
+        if str(EXAMPLES) not in sys.path:
+            sys.path.insert(0, str(EXAMPLES))
+        from options import parse_args
+
+        return partial(parse_args, list(argv))
+
+    return prepare
+
+
+def twice(scene: Scene) -> Callable[[], object]:
+    with pytest.warns(UserWarning, match="duplicate parameters"):  # torch's
+        optimizer = FP4Adam([scene.late, scene.late])
+    scene.late.grad = torch.ones(64, 64)
+    return optimizer.step
+
+
+def in_inference_mode(scene: Scene) -> Callable[[], object]:
+    return torch.inference_mode()(scene.optimizer.step)
+
+
+@torch.inference_mode()
+def inference_weight(scene: Scene) -> list[Tensor]:
+    return [NVFP4Quantizer().quantize(torch.ones(32, 32))]
+
+
+@torch.inference_mode()
+def inference_vector(scene: Scene) -> list[Tensor]:
+    return [torch.ones(3)]
+
+
+def tie(model: Net) -> None:
+    model.late = nn.Linear(64, 96, bias=False)
+    model.late.weight = model.up.weight
+
+
+def assigning(scene: Scene) -> Callable[[], object]:
+    model = use_plain_state_dict(scene.model)
+    return partial(model.load_state_dict, model.state_dict(), assign=True)
+
+
+def scattering(*values: object) -> Misuse:
+    """``quantize_master_weights`` of one weight, with the arguments after it."""
+    return call(lambda s: quantize_master_weights([s.late], *values, None))
+
+
+def in_experts(tokens: Tensor, offsets: Any, recipe: Recipe = NVFP4) -> Misuse:
+    """``grouped_linear`` of two experts [128, 128]."""
+    weights = torch.ones(2, 128, 128)
+    return call(lambda s: grouped_linear(tokens, recipe.quantizer.quantize(weights), offsets))
+
+
+def in_layer(*shape: int) -> Misuse:
+    """A layer [96, 64] whose matmuls are quantized."""
+    weight = Recipe("nvfp4", activations=True).quantizer.quantize(torch.ones(96, 64))
+    return call(lambda s: nn.functional.linear(torch.ones(shape), weight))
+
+
+def filtered_init(scene: Scene) -> Callable[[], object]:
+    return quantized_init("nvfp4", filter="head").__enter__
+
+
+BYTES = torch.zeros(128, 4, dtype=torch.uint8)
+E4M3 = torch.float8_e4m3fn
+TOKENS, OFFSETS = torch.ones(5, 128), torch.tensor([3, 5], dtype=torch.int32)
+# The types of exceptions, short enough for a table.
+V, T, R, N, F = ValueError, TypeError, RuntimeError, NotImplementedError, FileNotFoundError
+AT_LEAST_0, NUMBER = "it must be a number >= 0", "it must be a number, or a one-element tensor"
+DENSE = "x must be a dense tensor"
+RECIPE = "recipe must be "
+COPY = "copy it again"
+BUILD = "build the model from the checkpoint's config.json"
+
+# Name: the misuse, the type of the exception, and what its text has to contain.
+MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
+    # The constructor
+    "lr: NaN": (new(lr=NAN), V, ("Invalid learning rate: nan", AT_LEAST_0)),
+    "lr: text": (new(lr="1e-3"), T, ("Invalid learning rate: '1e-3'", NUMBER)),
+    "lr: None": (new(lr=None), T, ("Invalid learning rate: None", NUMBER)),
+    "lr: complex": (new(lr=1j), T, ("Invalid learning rate: 1j", NUMBER)),
+    "eps: NaN": (new(eps=NAN), V, ("Invalid epsilon value: nan", AT_LEAST_0)),
+    "weight decay: NaN": (new(weight_decay=NAN), V, ("weight_decay value: nan", AT_LEAST_0)),
+    "betas: NaN": (new(betas=(NAN, 0.9)), V, ("index 0: nan", "at least 0 and below 1")),
+    "betas: one number": (new(betas=0.9), T, ("betas must be two", "got 0.9", "(0.9, 0.999)")),
+    "betas: texts": (new(betas=("a", "b")), T, ("beta parameter at index 0: 'a'", NUMBER)),
+    "capturable": (new(capturable=True), N, ("capturable must be False", "outside the graph")),
+    "quantize_from": (new(quantize_from="x"), V, ("master, param_dtype", "got 'x'", "'master' ")),
+    "state dtype as text": (new(exp_avg_dtype="fp8"), V, ("exp_avg_dtype must be", "got fp8")),
+    "no masters": (new(master_weights=False), V, ("NVFP4Tensor", "got False", "leave it True")),
+    "quantized for FusedAdam": (
+        call(lambda s: FusedAdam(s.model.parameters())), T, ("got NVFP4Tensor", "use FP4Adam"),
+    ),
+    "complex parameter": (of(lambda s: [torch.ones(3, dtype=torch.complex64)]), V, ("must be real",
+        "got torch.complex64", "view_as_real")),
+    "sparse parameter": (of(lambda s: [torch.eye(3).to_sparse()]), V, ("must be dense",
+        "torch.sparse_coo", "SparseAdam")),
+    "result of an operation": (of(lambda s: [s.weight.clone()]), V, ("non-leaf",)),
+    "weight made in inference mode": (of(inference_weight), R, ("must be ordinary tensors",
+        "got one that was made in inference mode", "clone the parameter")),
+    "vector made in inference mode": (of(inference_vector), R, ("in inference mode", "clone")),
+    "parameter in two groups": (
+        of(lambda s: [{"params": [s.late]}, {"params": [s.late]}]), V, ("more than one",),
+    ),
+    "NaN in a new group": (
+        call(lambda s: s.optimizer.add_param_group({"params": [s.late], "lr": NAN})), V,
+        ("Invalid learning rate: nan", AT_LEAST_0),
+    ),
+    # Adapters
+    "adapter: its class": (call(lambda s: register_adapter("x.Y", TensorAdapter)), T, ("instance",
+        "TensorAdapter", "see its documentation")),
+    "adapter: no class of tensors": (call(lambda s: register_adapter(3, TensorAdapter())), T, (
+        "tensor_class must be a class or its name", "got 3", "'module.Class'")),
+    # Scale groups
+    "group: unknown member": (new(scale_groups=[["up.weight", "x"]]), V, ("among the 3 quantized",
+        "got 'x'", "model.named_parameters()")),
+    "group: plain member": (new(scale_groups=[["up.weight", "head.weight"]]), V, ("NVFP4 weights",
+        "'head.weight', a plain tensor", "leave it out")),
+    "group: a member twice": (new(scale_groups=[["up.weight", "up.weight"]]), V, ("one scale group",
+        "'up.weight' twice", "join")),
+    "group: text": (new(scale_groups="up.weight"), T, ("list of lists", "got str", "[[name, ")),
+    "group: a rule without names": (
+        call(lambda s: FP4Adam(s.model.parameters(), scale_groups=hf_scale_groups)), V,
+        ("must have names", "got a rule", "model.named_parameters()"),
+    ),
+    # The step
+    "gradient: layout of oneDNN": (with_grad(Tensor.to_mkldnn), R, ("got layout torch._mkldnn",
+        "SparseAdam")),
+    "gradient: a list": (with_grad(lambda g: [1.0]), T, ("must be tensors", "a list", "assign")),
+    "gradient: transposed": (with_grad(torch.t), V, ("shape and device of its parameter",
+        "got (64, 96)", "recompute it")),
+    "step: learning rate NaN": (with_group(lr=NAN), V, ("learning rate: nan", AT_LEAST_0)),
+    "step: learning rate None": (with_group(lr=None), T, ("learning rate: None", NUMBER)),
+    "step: eps NaN": (with_group(eps=NAN), V, ("epsilon value: nan", AT_LEAST_0)),
+    "step: beta 1": (with_group(betas=(0.9, 1.0)), V, ("index 1: 1.0", "below 1")),
+    "step: in inference mode": (in_inference_mode, R, ("must not be called in inference mode",
+        "torch.no_grad()")),
+    "step: a parameter twice": (twice, V, ("once", "(64, 64), twice", "remove one")),
+    # The norm of gradients
+    "clip: below zero": (call(lambda s: s.optimizer.clip_grad_norm_(-1)), V, (">= 0", "-1", "inf")),
+    "clip: NaN": (call(lambda s: s.optimizer.clip_grad_norm_(NAN)), V, (">= 0", "nan", "inf")),
+    "clip: None": (call(lambda s: s.optimizer.clip_grad_norm_(None)), T, ("number", "None", "inf")),
+    "clip: norm 3": (call(lambda s: s.optimizer.clip_grad_norm_(1, 3)), V, ("1, 2 or inf", "3.0",
+        "torch.nn.utils")),
+    "clip: norm as text": (call(lambda s: s.optimizer.clip_grad_norm_(1, "two")), T, ("'two'",)),
+    # Loading a state
+    "state: of a model": (call(lambda s: s.optimizer.load_state_dict(s.model.state_dict())), V, (
+        "must have state and param_groups", "got ['down.weight'", "a model's goes to the model")),
+    "state: empty": (call(lambda s: s.optimizer.load_state_dict({})), V, ("got []", "pass what")),
+    "state: sparse": (loading_state("exp_avg", torch.ones(96, 64).to_sparse()), V, (
+        "exp_avg of parameter 0 must be a dense tensor", "torch.sparse_coo", "damaged")),
+    "state: meta": (loading_state("master_param", torch.ones(96, 64, device="meta")), V, (
+        "master_param of parameter 0 must be", "on meta", "damaged")),
+    "state: integers": (loading_state("exp_avg_sq", torch.ones(96, 64).int()), V, (
+        "must be a floating point tensor", "torch.int32", "converted")),
+    "state: another shape": (loading_state("exp_avg", torch.ones(3)), V, ("shape (96, 64)",
+        "got (3,)", "the model that it was saved from")),
+    "state: step NaN": (loading_state("step", NAN), V, ("number >= 0", "got nan", "damaged")),
+    "state: step below zero": (loading_state("step", torch.tensor(-1.0)), V, ("number >= 0", "-1")),
+    "state: of SGD": (loading(lambda saved: saved["state"].update({0: {"momentum_buffer": 1}})), V,
+        ("must hold step, exp_avg", "momentum_buffer", "another kind of optimizer")),
+    "state: learning rate NaN": (loading_group(lr=NAN), V, ("learning rate: nan", AT_LEAST_0)),
+    "state: learning rate as text": (loading_group(lr="x"), T, ("learning rate: 'x'", NUMBER)),
+    "state: betas": (loading_group(betas=(2.0, 0.9)), V, ("index 0: 2.0", "below 1")),
+    "plain values assigned": (assigning, V, ("assign must be", "'up.weight'", "leave assign")),
+    # Quantizers and tensors
+    "quantizer: no direction": (call(lambda s: NVFP4Quantizer(False, False)), V, ("not both",
+        "rowwise=False, columnwise=False", "keep at least one")),
+    "quantizer: NaN": (call(lambda s: Float8BlockQuantizer(amax_epsilon=NAN)), V, ("finite",
+        "got nan", "0 turns it off")),
+    "quantizer: order of the GEMM": (call(lambda s: Float8BlockQuantizer(optimize_for_gemm=True)),
+        V, ("must be False for Float8Block", "got True", "leave it out")),
+    "quantize: a list": (call(lambda s: MXFP8Quantizer().quantize([[1.0]])), T, (DENSE, "a list",
+        "torch.tensor(x)")),
+    "quantize: sparse": (call(lambda s: NVFP4Quantizer().quantize(torch.eye(32).to_sparse())), T,
+        (DENSE, "torch.sparse_coo", "x.to_dense()")),
+    "quantize: integers": (call(lambda s: NVFP4Quantizer().quantize(torch.eye(32).int())), T, (
+        "float32, bfloat16 or float16", "got torch.int32", "convert")),
+    "quantize: shape": (call(lambda s: MXFP8Quantizer().quantize(torch.ones(48, 64))), V, (
+        "multiples of 32", "(48, 64)", "pad the weight")),
+    "write: a list": (call(lambda s: s.weight.quantize_([1.0])), T, (DENSE, "got a list")),
+    "write: sparse": (call(lambda s: s.weight.quantize_(torch.ones(96, 64).to_sparse())), T,
+        (DENSE, "torch.sparse_coo", "x.to_dense()")),
+    "write: shape": (call(lambda s: s.weight.quantize_(torch.ones(64, 96))), V, ("(96, 64), got",
+        "(64, 96)", "reshape")),
+    "write: in place": (call(lambda s: s.weight.detach().mul_(2)), N, ("must not write into a NVFP",
+        "Train with FP4Adam")),
+    "swizzle: wide scales": (call(lambda s: swizzle_scales([torch.ones(3, 3)])), V, ("one byte",
+        "torch.float32", "E4M3 or E8M0")),
+    "unswizzle: shape": (call(lambda s: unswizzle_scales([BYTES], [(300, 4)])), V, ("[384, 4]",
+        "got (128, 4)", "padded to 128")),
+    # Models
+    "recipe: unknown": (quantizing(recipe="int4"), V, (RECIPE, "nvfp4, mxfp8", "got 'int4'")),
+    "recipe: a class": (quantizing(recipe=NVFP4Quantizer), T, (RECIPE, "got type", "pass one of")),
+    "model: a weight": (call(lambda s: quantize_model(s.weight, "nvfp4")), T, ("an nn.Module",
+        "got NVFP4Tensor", "pass the model")),
+    "filter: text": (quantizing(filter="head"), T, ("must be a function", "'head'", "lambda mod")),
+    "filter: text, of quantized_init": (filtered_init, T, ("must be a function", "'head'")),
+    "model: a layer of float64": (quantizing(lambda net: net.down.double()), T, ("layer 'down'",
+        "got torch.float64", "convert")),
+    "model: a shape": (quantizing(filter=lambda *_: True), V, ("layer 'head'", "multiples of 16",
+        "(10, 64)", "filter=")),
+    "model: a lazy layer": (
+        quantizing(lambda net: setattr(net, "lazy", nn.LazyLinear(32))), V,
+        ("weight of layer 'lazy'", "got one without a shape", "after the first forward pass"),
+    ),
+    # What matmuls quantize
+    "recipe: of a recipe": (call(lambda s: Recipe(FP8_MATMULS)), T, ("weights must be a format",
+        "got Recipe(weights='float8block'", "dataclasses.replace")),
+    "recipe: unknown weights": (call(lambda s: Recipe("fp8")), V, (RECIPE, "got 'fp8'")),
+    "recipe: a format of activations": (call(lambda s: Recipe("nvfp4", activations="mxfp8")), T, (
+        "activations must be True or False", "got 'mxfp8'", "the format of the weights")),
+    "recipe: weights of one direction": (
+        call(lambda s: Recipe(MXFP8Quantizer(columnwise=False), gradients=True)), V,
+        ("must have columnwise codes", "columnwise=False", "columnwise=True"),
+    ),
+    "recipe: a shape": (quantizing(recipe=FP8_MATMULS), V, ("layer 'up'", "multiples of 128",
+        "got (96, 64)", "filter=")),
+    "recipe: imported": (importing(quantizer=FP8_MATMULS), T, ("must be a Quantizer", "got Recipe",
+        "Recipe(...).quantizer")),
+    "layer: input of another width": (in_layer(3, 96), V, ("[..., 64]", "got (3, 96)", "in_feat")),
+    "experts: offsets as a list": (in_experts(TOKENS, [3, 5]), T, ("offsets must be", "got a list",
+        "torch.tensor")),
+    "experts: wide offsets": (in_experts(TOKENS, OFFSETS.long()), T, ("must be int32", "int64",
+        "convert")),
+    "experts: offsets of three": (in_experts(TOKENS, OFFSETS.repeat(3)[:3]), V, ("per expert, 2",
+        "got (3,)", "where the tokens of each expert end")),
+    "experts: input of another width": (in_experts(TOKENS[:, :64], OFFSETS), V, ("[tokens, in_feat",
+        "got (5, 64) and (2, 128, 128)", "agree")),
+    "experts: integers": (in_experts(TOKENS.int(), OFFSETS), T, ("input must be floating point",
+        "got torch.int32", "convert")),
+    "experts: Float8Block operands": (in_experts(TOKENS, OFFSETS, FP8_MATMULS), N, (
+        "must be MXFP8 or NVFP4", "got Float8Block", "Recipe(weights)")),
+    # Several GPUs, of which there is none
+    "FSDP2: gather what is not sharded": (
+        call(lambda s: s.weight.fsdp_pre_all_gather(None)), R,
+        ("sharded by fully_shard", "(96, 64)", "quantize the model first"),
+    ),
+    "FSDP2: put together what is not sharded": (
+        call(lambda s: s.weight.fsdp_post_all_gather((), (), torch.float32)), R,
+        ("sharded by fully_shard", "(96, 64)", "quantize the model first"),
+    ),
+    "ZeRO: no process group": (scattering([torch.ones(8)], [0]), R, ("ranks of a process group",
+        "got none", "init_process_group")),
+    "ZeRO: past the end": (scattering([torch.ones(8)], [4090]), V, ("4096 elements", "[4090, 4098)",
+        "count elements")),
+    "Megatron: a packed shape": (
+        call(lambda s: fp4_utils.get_nvfp4_rowwise_packed_shape((3, 7))), V,
+        ("must be even", "(3, 7)", "pad it"),
+    ),
+    # Export
+    "export: unknown layout": (exporting(layout="gguf"), V, ("layout must be one of", "'gguf'")),
+    "export: nothing quantized": (
+        call(lambda s: export_checkpoint(s.plain, s.folder)), V, ("got none", "quantize_model"),
+    ),
+    "export: a state": (
+        call(lambda s: export_checkpoint(s.model.state_dict(), s.folder)), T,
+        ("an nn.Module", "got OrderedDict", "pass the model"),
+    ),
+    "export: tied weights": (exporting(tie), V, ("must be two weights", "'late.weight'", "untie")),
+    "export: no optimizer": (
+        call(lambda s: export_masters(s.model, None, s.folder)), T,
+        ("optimizer must be", "got NoneType", "pass the FP4Adam"),
+    ),
+    "export: masters in float64": (
+        call(lambda s: export_masters(s.model, s.optimizer, s.folder, torch.float64)), T,
+        ("dtype must be float32, bfloat16", "got torch.float64"),
+    ),
+    # Import
+    "import: no model": (call(lambda s: import_checkpoint("x", s.folder)), T, ("got str",)),
+    "import: no folder": (
+        call(lambda s: import_checkpoint(s.plain, s.folder / "x")), F, ("must exist", "folder of"),
+    ),
+    "import: meta": (importing(lambda net: net.to("meta")), V, ("on the meta device", "to_empty")),
+    "import: float64": (importing(nn.Module.double), T, ("float32, bfloat16", "torch.float64")),
+    "import: another model": (importing(lambda net: delattr(net, "up")), V, ("all that the check",
+        "'up.bias'", "config.json")),
+    "import: name of a format": (importing(quantizer="nvfp4"), T, ("Quantizer", "str", "leave it")),
+    "import: another format": (importing(quantizer=MXFP8Quantizer()), V, ("must be a NVFP4Quant",
+        "got MXFP8Quantizer", "leave it out")),
+    "import: no direction": (importing(quantizer=NVFP4Quantizer(rowwise=False)), V, ("rowwise=T",)),
+    "file: empty": (file_of(0), V, ("must be a whole safetensors file", "header too small", COPY)),
+    "file: half a header": (file_of(100), V, ("must be a whole safetensors file", COPY)),
+    "file: without its end": (file_of(-100), V, ("must be a whole safetensors file", COPY)),
+    "file: missing": (removing("model.safetensors"), F, ("must exist", "no such file", "copy it")),
+    "config: missing": (removing("config.json"), F, ("must exist", "pass the folder of")),
+    "config: cut": (config("{"), V, ("must be JSON", "line 1", COPY)),
+    "config: a list": (config("[]"), V, ("must hold an object", "got a list", COPY)),
+    "config: of a plain model": (config("{}"), V, ("quantization_config", "none", "load_state_d")),
+    "config: another method": (config_with("quant_method", "gptq"), V, ("quant_method must be one",
+        "compressed-tensors, modelopt, fp8", "got 'gptq'")),
+    "config: unknown format": (config_with("format", "x"), V, ("nvfp4-pack-quantized", "got 'x'")),
+    "config: another format": (config_with("format", "mxfp8-quantized"), V, ("got no weight;",)),
+    "layer without scales": (without("up.weight_scale"), V, ("layer 'up'", "no weight_scale")),
+    "layer without codes": (without("up.weight_packed"), V, ("layer 'up'", "no weight_packed")),
+    "layer without a bias": (without("up.bias"), V, ("lacks 1", "'up.bias'", "config.json")),
+    "tensor too many": (tensors(lambda t: t.update(more=torch.ones(1))), V, ("lacks 1", "'more'")),
+    "bias of another shape": (replacing("up.bias", lambda t: t[1:]), V, ("(96,), got (95,)",)),
+    "scales of another shape": (replacing("up.weight_scale", lambda t: t[1:]), V, ("(96, 4)",
+        "got (95, 4)", BUILD)),
+    "codes of another dtype": (replacing("up.weight_packed", Tensor.int), T, ("torch.uint8",
+        "got torch.int32", "damaged")),
+    "bias in FP8": (replacing("up.bias", lambda t: t.to(E4M3)), T, ("without a scale", "damaged")),
+    "scales of NaN": (filling("down.weight_scale", NAN), V, ("layer 'down'", "finite", "got nan")),
+    "scale below zero": (filling("down.weight_global_scale", -1.0), V, ("not negative, got -1.0",)),
+    # The command line of the example
+    "--optimizer adamw": (command("--optimizer", "adamw"), SystemExit, (
+        "--optimizer adamw needs bf16 or fp32, got --format nvfp4",)),
+    "--format: two": (command("--format", "nvfp4,mxfp8"), SystemExit, (
+        "--format must be one name, got nvfp4,mxfp8; add --compare",)),
+    "--format: unknown": (command("--format", "fp8"), SystemExit, (
+        "must be of nvfp4, mxfp8, float8block, bf16, fp32, got 'fp8'",)),
+    "--baseline": (command("--baseline", "nvfp4"), SystemExit, (
+        "--baseline must be of bf16, fp32, got nvfp4",)),
+    "--matmul: nothing quantized": (command("--matmul", "kept", "--format", "bf16"), SystemExit, (
+        "--matmul kept needs quantized weights, got --format bf16; leave",)),
+    "--matmul kept --compile": (command("--matmul", "kept", "--compile"), SystemExit, (
+        "--matmul kept needs blocks that are not compiled, got --compile", "leave one of them")),
+    "--text": (command("--text", ".,nothing"), SystemExit, ("must be folders, got 'nothing'",)),
+    "--steps": (command("--steps", "0"), SystemExit, ("a whole number from 1, got '0'",)),
+    "--resume": (command("--resume", "nothing"), SystemExit, (
+        "must be the folder of a checkpoint, got 'nothing'",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_misuse_is_refused_and_changes_nothing(name, tmp_path, capsys):
+    misuse, error, words = MISUSES[name]
+    scene = Scene(tmp_path)
+    refused = misuse(scene)
+    before = scene.contents()
+    with pytest.raises(error) as caught:
+        refused()
+    assert caught.type is error
+    text = capsys.readouterr().err if error is SystemExit else str(caught.value)
+    assert [word for word in words if word not in text] == [], text
+    assert scene.contents() == before
+
+
+def test_a_step_does_not_look_at_numbers_on_a_device():
+    there = torch.zeros((), device="meta")  # to look at it raises, where a GPU would be waited for
+    numbers = {"lr": there, "eps": 1e-8, "betas": (0.9, there), "weight_decay": 0.1}
+    check_numbers(numbers, may_wait=False)
+    with pytest.raises(ValueError, match="weight_decay"):
+        check_numbers({**numbers, "weight_decay": math.nan}, may_wait=False)

@@ -1,0 +1,417 @@
+"""States in 8 and 16 bits: what the codecs promise, and that kernels give the same bits."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aot import INEXACT, compile_ahead_of_time, count
+from fp4adam.optim.state_codec import (
+    E4M3,
+    UE4M4,
+    UE5M11,
+    BFloat16,
+    Float16,
+    Float32,
+    dither_bits,
+    dither_origin,
+    join_master,
+    split_master,
+    state_codec,
+)
+
+SIGNED = (Float16(), E4M3())
+SQUARES = (UE4M4, UE5M11)
+SCALED = (*SIGNED, *SQUARES)
+NARROW = (BFloat16(), *SCALED)
+# Steps between codes, relative to the smaller of two neighbours.
+RESOLUTION = {
+    "bfloat16": 2**-7,
+    "float16": 2**-10,
+    "e4m3": 2**-3,
+    "ue4m4": 2**-4,
+    "ue5m11": 2**-11,
+}
+# Magnitudes from here on, relative to the largest of a block, have that resolution.
+NORMAL_RANGE = {
+    "bfloat16": 0.0,
+    "float16": 2**-28,
+    "e4m3": 2**-13,
+    "ue4m4": 2**-15,
+    "ue5m11": 2**-31,
+}
+
+by_name = pytest.mark.parametrize("codec", NARROW, ids=lambda codec: codec.name)
+scaled_by_name = pytest.mark.parametrize("codec", SCALED, ids=lambda codec: codec.name)
+
+
+def numbers(codec, n=32 * 64, spread=5.0, seed=0):
+    """Magnitudes over many binades and blocks; with signs where the codec has them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, generator=generator).mul_(spread).exp2_()
+    x *= (
+        torch.randn(-(-n // 32), 1, generator=generator)
+        .mul_(20)
+        .exp2_()
+        .expand(-1, 32)
+        .reshape(-1)[:n]
+    )
+    return x if codec in SQUARES else x * torch.randn(n, generator=generator).sign()
+
+
+def any_bits(n=32 * 512, seed=0):
+    """float32 of random bit patterns: subnormal numbers, Inf and NaN are among them."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(-(2**31), 2**31, (n,), generator=generator).int()
+    # All exponents in some blocks, and special ones in others, most of which stay finite.
+    bits[: n // 4] &= 0x007FFFFF | -(2**31)
+    special = torch.tensor([0x7F800000, -0x800000, 0x7FC00000, -1, 0x7F7FFFFF, 0x007FFFFF, 1, 0])
+    where = torch.randint(n, (n // 200,), generator=generator)
+    bits[where] = special.int()[torch.arange(len(where)) % len(special)]
+    bits[-n // 8 :] = 0
+    return bits.view(torch.float32)
+
+
+def random_dither(n, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**31), 2**31, (n,), generator=generator).int()
+
+
+def same_bits(a, b):
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.view(integers), b.view(integers))
+
+
+@by_name
+@pytest.mark.parametrize("n", [0, 1, 31, 32, 33, 1000])
+def test_zero_bits_are_zero_and_zero_is_zero_bits(codec, n):
+    codes, scales = codec.zeros_like(torch.ones(n))
+    assert codes.dtype == codec.dtype and codes.shape == (n,)
+    assert (scales is not None) == codec.scaled
+    if codec.scaled:
+        assert scales.dtype == torch.uint8 and scales.shape == (math.ceil(n / 32),)
+    assert same_bits(codec.decode(codes, scales), torch.zeros(n))
+    again = codec.encode(torch.zeros(n), random_dither(n))
+    assert same_bits(again[0], codes)
+    assert not codec.scaled or torch.equal(again[1], scales)
+
+
+def test_codes_have_the_layout_of_the_parameter():
+    param = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)
+    codes, scales = E4M3().zeros_like(param)
+    assert codes.stride() == param.stride() and scales.numel() == 8
+
+
+@by_name
+@pytest.mark.parametrize("seed", range(3))
+def test_decoded_numbers_are_encoded_to_themselves(codec, seed):
+    values = codec.decode(*codec.encode(numbers(codec, seed=seed), random_dither(2048)))
+    for dither in (None, random_dither(2048, seed=2), torch.full((2048,), -1, dtype=torch.int32)):
+        assert same_bits(codec.decode(*codec.encode(values, dither)), values)
+
+
+@by_name
+def test_rounding_stays_within_one_step(codec):
+    x = numbers(codec)
+    amax = x.abs().view(-1, 32).amax(1, keepdim=True).expand(-1, 32).reshape(-1)
+    normal = x.abs() >= NORMAL_RANGE[codec.name] * amax
+    assert normal.float().mean() > 0.3
+    nearest = codec.decode(*codec.encode(x)).double()
+    dithered = codec.decode(*codec.encode(x, random_dither(2048))).double()
+    error = (nearest / x.double() - 1).abs()[normal].amax()
+    assert 0.4 * RESOLUTION[codec.name] < error <= 0.5 * RESOLUTION[codec.name]
+    error = (dithered / x.double() - 1).abs()[normal].amax()
+    assert 0.8 * RESOLUTION[codec.name] < error < RESOLUTION[codec.name]
+
+
+@pytest.mark.parametrize("codec", [BFloat16(), *SIGNED], ids=lambda codec: codec.name)
+def test_first_moments_grow_by_less_than_one_step(codec):
+    """However small, and whatever else is in the block; the second moment may be small as well."""
+    x = numbers(codec, spread=10.0)
+    up = torch.full((2048,), -1, dtype=torch.int32)
+    grown = codec.decode(*codec.encode(x, up)).abs().double() / x.abs().double()
+    assert 1.0 < grown.amax() < 1 + RESOLUTION[codec.name]
+    assert (grown == 0).any() == codec.scaled
+
+
+@pytest.mark.parametrize("codec", SQUARES, ids=lambda codec: codec.name)
+def test_second_moments_shrink_by_less_than_one_step(codec):
+    x = numbers(codec, spread=10.0)
+    down = torch.zeros(2048, dtype=torch.int32)
+    shrunk = codec.decode(*codec.encode(x, down)).double() / x.double()
+    assert 1 / (1 + RESOLUTION[codec.name]) < shrunk.amin() < 1
+
+
+@pytest.mark.parametrize(("codec", "floor"), [(UE4M4, 2.0**-15), (UE5M11, 2.0**-31)])
+def test_small_squares_of_a_block_are_raised_to_its_floor(codec, floor):
+    x = torch.full((32,), 1e-30)
+    x[0], x[1] = 1.5, 0.0
+    y = codec.decode(*codec.encode(x, random_dither(32)))
+    assert y[0] == 1.5
+    assert (y[1:] == floor).all()
+
+
+@pytest.mark.parametrize(
+    ("codec", "mantissa"),
+    [(Float16(), 2 - 2**-10), (E4M3(), 1.75), (UE4M4, 2 - 2**-4), (UE5M11, 2 - 2**-11)],
+)
+def test_no_dither_rounds_a_block_out_of_range(codec, mantissa):
+    """Around the largest mantissa with a code, after which the scale doubles."""
+    for exponent in (-126, -50, 0, 126):
+        largest = torch.tensor(mantissa * 2.0**exponent).view(torch.int32)
+        for delta in (-1, 0, 1, 2**18):
+            x = torch.zeros(32)
+            x[3] = (largest + delta).view(torch.float32)
+            if not x.isfinite().all():
+                continue
+            for dither in (0, -1):
+                y = codec.decode(*codec.encode(x, torch.full((32,), dither, dtype=torch.int32)))
+                assert y.isfinite().all()
+                assert abs(y[3] - x[3]) < RESOLUTION[codec.name] * x[3]
+
+
+@by_name
+def test_dithered_rounding_is_right_on_average(codec):
+    x = numbers(codec, n=320, spread=1.0)
+    n_steps = 1024
+    total = torch.zeros(320, dtype=torch.float64)
+    for step in range(n_steps):
+        total += codec.decode(*codec.encode(x, dither_bits(0, 320, step)))
+    error = (total / n_steps / x - 1).abs().amax()
+    # Independent random numbers would leave 1 / sqrt(1024) / 2 of a step.
+    assert error < 5e-3 * RESOLUTION[codec.name]
+
+
+def test_dither_depends_on_element_and_step_alone():
+    whole = dither_bits(0, 1000, 7)
+    parts = [dither_bits(first, 100, 7) for first in range(0, 1000, 100)]
+    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(dither_bits(2**33 + 5, 10, 2**40), dither_bits(5, 10, 2**40))
+    assert not torch.equal(dither_bits(0, 1000, 8), whole)
+    # 4096 consecutive steps of one element leave no gap of more than three times the mean.
+    steps = torch.cat([dither_bits(12345, 1, step) for step in range(4096)])
+    gaps = steps.sort()[0].to(torch.float64).diff()
+    assert gaps.amax() < 3 * 2**32 / 4096
+
+
+@scaled_by_name
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_block_with_nan_or_inf_is_nan_throughout(codec, bad):
+    x = torch.rand(96)
+    x[40] = bad
+    codes, scales = codec.encode(x, random_dither(96))
+    assert scales.tolist()[1] == 255 != scales.tolist()[0]
+    y = codec.decode(codes, scales)
+    assert y[32:64].isnan().all() and y[:32].isfinite().all() and y[64:].isfinite().all()
+
+
+def test_bfloat16_keeps_nan_and_inf_to_themselves():
+    x = torch.tensor([math.inf, -math.inf, math.nan, 1.0])
+    x = torch.cat([x, torch.tensor([-1, 0x7F800001]).int().view(torch.float32)])
+    y, _ = BFloat16().encode(x, torch.full((6,), -1, dtype=torch.int32))
+    assert y.view(torch.int16).tolist() == [0x7F80, -0x80, 0x7FFF, 0x3F80, 0x7FFF, 0x7FFF]
+
+
+@by_name
+@settings(max_examples=60, deadline=None)
+@given(
+    blocks=st.lists(
+        st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=40), min_size=1
+    ),
+    step=st.integers(0, 2**30),
+)
+def test_any_numbers_are_encoded_in_order(codec, blocks, step):
+    x = torch.tensor([number for block in blocks for number in block], dtype=torch.float32)
+    if codec in SQUARES:
+        x = x.abs()
+    # The same dither for all: then the codes of a block are in the order of its numbers.
+    dither = dither_bits(step, 1, step).expand(len(x)).contiguous()
+    y = codec.decode(*codec.encode(x, dither))
+    for part, decoded in zip(x.split(32), y.split(32), strict=True):
+        if codec.scaled and not part.isfinite().all():
+            assert decoded.isnan().all()
+        else:
+            order = part.argsort()
+            assert (decoded[order].diff().nan_to_num(nan=0.0) >= 0).all()
+            assert ((decoded == 0) | (decoded.sign() == part.sign()) | (part == 0)).all()
+
+
+@scaled_by_name
+def test_a_short_last_block_is_encoded_alone(codec):
+    x = numbers(codec, n=77)
+    codes, scales = codec.encode(x, random_dither(77))
+    assert codes.shape == (77,) and scales.shape == (3,)
+    last = codec.encode(x[64:], random_dither(77)[64:])
+    assert same_bits(codes[64:], last[0]) and torch.equal(scales[2:], last[1])
+    assert same_bits(codec.decode(codes, scales)[64:], codec.decode(*last))
+
+
+def test_state_codec_knows_the_dtypes_of_each_state():
+    for dtype in (torch.uint8, torch.float8_e4m3fn):
+        assert isinstance(state_codec("exp_avg", dtype), E4M3)
+        assert state_codec("exp_avg_sq", dtype) is UE4M4
+    for name in ("exp_avg", "exp_avg_sq", "master_weight"):
+        assert isinstance(state_codec(name, torch.float32), Float32)
+    for name in ("exp_avg", "master_weight"):
+        assert isinstance(state_codec(name, torch.float16), Float16)
+    assert state_codec("exp_avg_sq", torch.float16) is UE5M11
+    with pytest.raises(ValueError, match="exp_avg_dtype must be one of float32, .*float64"):
+        state_codec("exp_avg", torch.float64)
+    with pytest.raises(ValueError, match="master_weight_dtype must be .*, got torch.bfloat16"):
+        state_codec("master_weight", torch.bfloat16)
+
+
+def test_master_is_joined_from_what_it_was_split_into():
+    master = torch.cat([any_bits(), numbers(Float16())])
+    param, remainder = split_master(master)
+    joined = join_master(param, remainder)
+    finite = ~master.isnan()
+    assert same_bits(joined[finite], master[finite])
+    assert joined[~finite].isnan().all() and param[~finite].isnan().all()
+
+
+def test_split_rounds_to_nearest_and_a_zero_remainder_is_the_parameter():
+    master = numbers(Float16())
+    param, remainder = split_master(master)
+    tie = remainder == -0x8000
+    assert torch.equal(param[~tie], master.bfloat16()[~tie])
+    half = torch.tensor([0x3F808000, 0x3F818000]).int().view(torch.float32)
+    assert split_master(half)[0].view(torch.int16).tolist() == [0x3F81, 0x3F82]
+    assert same_bits(join_master(param, torch.zeros_like(remainder)), param.float())
+
+
+triton = pytest.importorskip("triton", reason="the tile functions need Triton")
+tl = pytest.importorskip("triton.language")
+
+from fp4adam.kernels.tiles import state  # noqa: E402
+
+
+@triton.jit
+def _recode_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    stored_ptr,
+    decoded_ptr,
+    origin,
+    rows,
+    cols,
+    CODEC: tl.constexpr,
+    MASKED: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Encode x into a state and decode it again. Grid: (rows / BR, cols / BC), rounded up."""
+    row, col = tl.program_id(0) * BR, tl.program_id(1) * BC
+    start = row.to(tl.int64) * cols + col
+    offs = tl.arange(0, BR)[:, None] * cols + tl.arange(0, BC)[None, :]
+    mask = None
+    if MASKED:
+        mask = (row + tl.arange(0, BR) < rows)[:, None] & (col + tl.arange(0, BC) < cols)[None, :]
+    x = tl.load(x_ptr + start + offs, mask)
+    dither = state.dither_tile(start, cols, origin, BR, BC)
+    stored = state.store_state(codes_ptr, scales_ptr, start, cols, mask, x, dither, CODEC, BR, BC)
+    tl.store(stored_ptr + start + offs, stored, mask)
+    tl.debug_barrier()
+    decoded = state.load_state(codes_ptr, scales_ptr, start, cols, mask, CODEC, BR, BC)
+    tl.store(decoded_ptr + start + offs, decoded, mask)
+
+
+def kernel_view(codes):
+    return codes.view(torch.uint16) if codes.dtype == torch.int16 else codes
+
+
+@triton.jit
+def _split_kernel(master_ptr, param_ptr, remainder_ptr, joined_ptr, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    param, remainder = state.split_master(tl.load(master_ptr + offs))
+    tl.store(param_ptr + offs, param)
+    tl.store(remainder_ptr + offs, remainder)
+    tl.store(joined_ptr + offs, state.join_master(param, remainder))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("codec", [Float32(), *NARROW], ids=lambda codec: codec.name)
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_tile_functions_give_the_bits_of_the_codecs(codec, masked, device):
+    # Masked: more than one tile in each direction, of which the last ones reach past the edge.
+    rows, cols = (70, 96) if masked else (64, 256)
+    n = rows * cols
+    x = torch.cat([any_bits(n // 64 * 32), numbers(codec, n - n // 64 * 32)])
+    step = 123456
+    codes, scales = codec.encode(x, dither_bits(0, n, step))
+    decoded = codec.decode(codes, scales)
+    out, out_scales = codec.zeros_like(x.to(device))
+    results = [torch.zeros(n, device=device) for _ in range(2)]
+    _recode_kernel[(triton.cdiv(rows, 16), triton.cdiv(cols, 64))](
+        x.to(device), kernel_view(out), out_scales, *results, dither_origin(0, step), rows, cols,
+        CODEC=codec.name, MASKED=masked, BR=16, BC=64, enable_fp_fusion=False,
+    )  # fmt: skip
+    nan = decoded.isnan()
+    if codec.scaled:
+        assert torch.equal(out_scales.cpu(), scales)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[codes.element_size()]
+    assert torch.equal(out.cpu().view(bits), codes.view(bits))
+    for result in results:
+        assert torch.equal(result.cpu().isnan(), nan)
+        assert same_bits(result.cpu()[~nan], decoded[~nan])
+
+
+@triton.jit(do_not_specialize=["origin"])
+def _dither_kernel(out_ptr, start, origin):
+    dither = state.dither_tile(start, 32, origin, 4, 32)
+    offs = tl.arange(0, 4)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tl.store(out_ptr + offs, dither.to(tl.int32, bitcast=True))
+
+
+@pytest.mark.parametrize("start", [2**20, 2**33 + 96])
+@pytest.mark.parametrize("step", [1, 2**24 - 1])
+def test_tile_dither_is_that_of_the_codecs(start, step, device):
+    out = torch.zeros(128, dtype=torch.int32, device=device)
+    for first in (0, 2**34 + 7):
+        _dither_kernel[(1,)](out, start, dither_origin(first, step))
+        assert torch.equal(out.cpu(), dither_bits(first + start, 128, step))
+
+
+def test_tile_functions_split_masters_alike(device):
+    master = any_bits(1 << 14)
+    param, remainder = split_master(master)
+    outs = [
+        torch.zeros(len(master), dtype=dtype, device=device)
+        for dtype in (torch.bfloat16, torch.int16, torch.float32)
+    ]
+    _split_kernel[(len(master) // 4096,)](master.to(device), *outs, BLOCK=4096)
+    assert same_bits(outs[0].cpu(), param) and torch.equal(outs[1].cpu(), remainder)
+    assert same_bits(outs[2].cpu(), join_master(param, remainder))
+
+
+@pytest.mark.parametrize("sm", [80, 90, 100, 120])
+def test_tile_functions_compile_without_inexact_arithmetic_or_spills(sm):
+    pointers = {
+        "x_ptr": "*fp32",
+        "scales_ptr": "*u8",
+        "stored_ptr": "*fp32",
+        "decoded_ptr": "*fp32",
+    }
+    codes = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "ue5m11": "*u16"}
+    jobs = [
+        {
+            "module": "test_state_codec",
+            "kernel": "_recode_kernel",
+            "signature": {
+                **pointers,
+                "codes_ptr": codes.get(codec.name, "*u8"),
+                **dict.fromkeys(("origin", "rows", "cols"), "i32"),
+            },
+            "constexprs": {"CODEC": codec.name, "MASKED": False, "BR": 16, "BC": 64},
+            "divisible_by_16": [*pointers, "codes_ptr", "rows", "cols"],
+            "sm": sm,
+        }
+        for codec in (Float32(), *NARROW)
+    ]
+    for job, facts in zip(jobs, compile_ahead_of_time(jobs), strict=True):
+        assert facts["spilled_bytes"] == 0, job
+        assert count(facts, INEXACT) == 0, job

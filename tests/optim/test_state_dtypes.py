@@ -1,0 +1,544 @@
+"""Moments and masters in 8 and 16 bits: their sizes, checkpoints, and that training gets on."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from torch.optim import AdamW
+
+from fp4adam import FP4Adam, FusedAdam, NVFP4Quantizer
+from fp4adam.optim.state_codec import join_master
+from quantized_training import (
+    all_params,
+    make_mlp,
+    make_params,
+    mlp_loss,
+    quantized,
+    take_steps,
+)
+
+QUANTIZER = NVFP4Quantizer()
+MOMENTS = ("exp_avg", "exp_avg_sq")
+# Dtypes of the codes of both moments, and whether they have scales.
+STORED = {
+    torch.float32: ((torch.float32, torch.float32), False),
+    torch.bfloat16: ((torch.bfloat16, torch.bfloat16), False),
+    torch.float16: ((torch.float16, torch.int16), True),
+    torch.float8_e4m3fn: ((torch.uint8, torch.uint8), True),
+    torch.uint8: ((torch.uint8, torch.uint8), True),
+}
+NARROW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+by_dtype = pytest.mark.parametrize("dtype", NARROW, ids=str)
+
+
+def options(dtype, dtype_sq=None):
+    return dict(exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype_sq or dtype)
+
+
+def make(dtype, device, params=None, **kwargs):
+    params = make_params(QUANTIZER, device) if params is None else params
+    return FP4Adam(params, lr=1e-2, **options(dtype), **kwargs)
+
+
+def bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def assert_same_states(actual, expected):
+    for a, b in zip(all_params(actual), all_params(expected), strict=True):
+        assert actual.state[a].keys() == expected.state[b].keys()
+        for name, value in expected.state[b].items():
+            assert actual.state[a][name].dtype == value.dtype
+            assert torch.equal(bits(actual.state[a][name]), bits(value)), name
+
+
+def assert_same_params(actual, expected):
+    for a, b in zip(all_params(actual), all_params(expected), strict=True):
+        a, b = a.detach(), b.detach()
+        if quantized([b]):
+            a, b = a.dequantize(), b.dequantize()
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", STORED, ids=str)
+def test_states_have_the_promised_size(dtype, device):
+    optimizer = make(dtype, device)
+    take_steps(optimizer, [0])
+    codes, scaled = STORED[dtype]
+    for param in all_params(optimizer):
+        state = optimizer.state[param]
+        for name, code_dtype in zip(MOMENTS, codes, strict=True):
+            assert state[name].dtype == code_dtype and state[name].shape == param.shape
+            assert (f"{name}_scale" in state) == scaled
+            if scaled:
+                scale = state[f"{name}_scale"]
+                assert scale.dtype == torch.uint8
+                assert scale.shape == (math.ceil(param.numel() / 32),)
+
+
+def test_float64_parameters_keep_float64_moments():
+    param = torch.nn.Parameter(torch.ones(40, dtype=torch.float64))
+    optimizer = make(torch.float8_e4m3fn, "cpu", [param])
+    take_steps(optimizer, range(2))
+    assert all(optimizer.state[param][name].dtype == torch.float64 for name in MOMENTS)
+    fresh = make(torch.float8_e4m3fn, "cpu", [param])
+    fresh.load_state_dict(optimizer.state_dict())
+    assert_same_states(fresh, optimizer)
+
+
+@by_dtype
+def test_checkpoint_is_that_of_adamw_and_loses_nothing(dtype, device):
+    optimizer = make(dtype, device)
+    take_steps(optimizer, range(3))
+    stored = {p: dict(optimizer.state[p]) for p in all_params(optimizer)}
+    saved = optimizer.state_dict()
+    for values in saved["state"].values():
+        assert values.keys() <= {"step", *MOMENTS, "master_param"}
+        assert all(values[name].dtype == torch.float32 for name in MOMENTS)
+    assert all(optimizer.state[p] == stored[p] for p in stored)  # still narrow
+    resumed = make(dtype, device, copy.deepcopy(all_params(optimizer)))
+    resumed.load_state_dict(pickle.loads(pickle.dumps(saved)))
+    again = resumed.state_dict()
+    for key, values in saved["state"].items():
+        for name in MOMENTS:
+            assert torch.equal(again["state"][key][name], values[name])
+    take_steps(optimizer, [7, 8])
+    take_steps(resumed, [7, 8])
+    assert_same_params(resumed, optimizer)
+
+
+@by_dtype
+def test_adamw_checkpoint_loads(dtype, device):
+    param = torch.nn.Parameter(torch.linspace(-1, 1, 100, device=device).view(4, 25))
+    theirs = AdamW([param])
+    take_steps(theirs, range(3))
+    ours = FusedAdam([param], **options(dtype))
+    ours.load_state_dict(theirs.state_dict())
+    saved = ours.state_dict()["state"][0]
+    for name in MOMENTS:
+        tolerance = 2.0**-3 * theirs.state[param][name].abs().max().item()
+        torch.testing.assert_close(saved[name], theirs.state[param][name], rtol=0, atol=tolerance)
+    theirs.load_state_dict(ours.state_dict())
+    take_steps(theirs, [3])
+
+
+@by_dtype
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_duplicate_keeps_the_storage(duplicate, dtype, device):
+    optimizer = make(dtype, device)
+    take_steps(optimizer, range(2))
+    twin = duplicate(optimizer)
+    assert_same_states(twin, optimizer)
+    take_steps(twin, [5])
+    take_steps(optimizer, [5])
+    assert_same_states(twin, optimizer)
+    assert_same_params(twin, optimizer)
+
+
+@by_dtype
+def test_layouts_and_pieces_do_not_matter(dtype, device, monkeypatch):
+    """Strided parameters and gradients, and a tensor that is taken in many pieces."""
+    from fp4adam.optim import stored_state
+
+    def train(layout, piece):
+        monkeypatch.setattr(stored_state, "_CPU_PIECE", piece)
+        monkeypatch.setattr(stored_state, "_DEVICE_PIECE", piece)
+        generator = torch.Generator().manual_seed(0)
+        value = torch.randn(7, 5, 12, generator=generator).to(device)
+        param = torch.nn.Parameter(value.clone(memory_format=torch.preserve_format))
+        optimizer = make(dtype, device, [param], fused=False)
+        for _ in range(3):
+            grad = torch.randn(7, 5, 12, generator=generator).to(device)
+            param.grad = layout(grad)
+            optimizer.step()
+        return param.detach(), optimizer.state_dict()["state"][0]
+
+    whole, saved = train(lambda grad: grad, 2**16)
+    strided, saved_strided = train(
+        lambda grad: grad.transpose(0, 2).contiguous().transpose(0, 2), 100
+    )
+    assert torch.equal(whole, strided)
+    for name in MOMENTS:
+        assert torch.equal(saved[name], saved_strided[name])
+
+
+def test_channels_last_parameters_have_blocks_in_the_order_of_memory(device):
+    generator = torch.Generator().manual_seed(0)
+    value = torch.randn(4, 8, 3, 3, generator=generator).to(device)
+    results = []
+    for fused in (None, False):
+        param = torch.nn.Parameter(value.to(memory_format=torch.channels_last))
+        optimizer = make(torch.float8_e4m3fn, device, [param], fused=fused)
+        take_steps(optimizer, range(3))
+        assert optimizer.state[param]["exp_avg"].stride() == param.stride()
+        results.append(optimizer)
+        resumed = make(torch.float8_e4m3fn, device, [param])
+        resumed.load_state_dict(optimizer.state_dict())
+        for name in MOMENTS:
+            expected = optimizer.state_dict()["state"][0][name]
+            assert torch.equal(resumed.state_dict()["state"][0][name], expected)
+    assert_same_states(*results)
+
+
+@by_dtype
+def test_zero_gradients_leave_zero_states_and_finite_weights(dtype, device):
+    params = make_params(QUANTIZER, device)
+    optimizer = make(dtype, device, params)
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
+        optimizer.step()
+    for values in optimizer.state_dict()["state"].values():
+        assert not values["exp_avg"].any() and not values["exp_avg_sq"].any()
+        assert values.get("master_param", torch.zeros(1)).isfinite().all()
+
+
+@pytest.mark.parametrize("quantizer", [None, QUANTIZER], ids=["plain", "nvfp4"])
+@by_dtype
+def test_training_converges_as_in_float32(dtype, quantizer, device):
+    losses = {}
+    for storage in (torch.float32, dtype):
+        model = make_mlp(quantizer, device)
+        optimizer = FP4Adam(model.parameters(), lr=3e-3, **options(storage))
+        for seed in range(150):
+            optimizer.zero_grad()
+            mlp_loss(model, seed).backward()
+            optimizer.step()
+        losses[storage] = sum(mlp_loss(model, 1000 + i).item() for i in range(8)) / 8
+    start = mlp_loss(make_mlp(quantizer, device)).item()
+    assert losses[torch.float32] < 0.6 * start
+    assert losses[dtype] < losses[torch.float32] + 0.05 * start
+
+
+@pytest.mark.parametrize("name", ["exp_avg_dtype", "exp_avg_sq_dtype"])
+@pytest.mark.parametrize("wrong", [torch.float64, torch.int8, torch.float8_e5m2, "bf16", None])
+def test_unknown_storage_is_refused(name, wrong):
+    with pytest.raises(ValueError, match=f"{name} must be one of float32, bfloat16, float16"):
+        FusedAdam([torch.zeros(3)], **{name: wrong})
+
+
+def test_amsgrad_needs_float32_second_moments(device):
+    param = torch.nn.Parameter(torch.zeros(3, device=device))
+    with pytest.raises(NotImplementedError, match="exp_avg_sq_dtype must be float32 with amsgrad"):
+        FusedAdam([param], amsgrad=True, exp_avg_sq_dtype=torch.bfloat16)
+    optimizer = FusedAdam([param], exp_avg_sq_dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="got torch.bfloat16"):
+        optimizer.add_param_group({"params": [torch.zeros(2)], "amsgrad": True})
+    assert len(optimizer.param_groups) == 1
+    with pytest.raises(NotImplementedError, match="with amsgrad"):
+        optimizer.load_state_dict(AdamW([param], amsgrad=True).state_dict())
+    optimizer.param_groups[0]["amsgrad"] = True
+    param.grad = torch.ones_like(param)
+    with pytest.raises(NotImplementedError, match="with amsgrad"):
+        optimizer.step()
+    assert not param.any()
+    FusedAdam([param], amsgrad=True, exp_avg_dtype=torch.bfloat16).step()
+
+
+def test_states_of_another_storage_are_refused(device):
+    """Kernels take addresses and would misread them."""
+    param = torch.nn.Parameter(torch.ones(64, device=device))
+    optimizer = make(torch.float8_e4m3fn, device, [param])
+    take_steps(optimizer, [0])
+    state = optimizer.state[param]
+    codes, scale = state["exp_avg"], state.pop("exp_avg_scale")
+    with pytest.raises(RuntimeError, match="exp_avg_scale must be there"):
+        take_steps(optimizer, [1])
+    state["exp_avg_scale"], state["exp_avg"] = scale, torch.zeros(64, device=device)
+    with pytest.raises(RuntimeError, match="exp_avg must be dense and stored as torch.uint8"):
+        take_steps(optimizer, [1])
+    state["exp_avg"] = codes
+    take_steps(optimizer, [1])
+
+
+@by_dtype
+def test_checkpoint_goes_through_a_file(dtype, device):
+    optimizer = make(dtype, device)
+    take_steps(optimizer, [0])
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    resumed = make(dtype, device, copy.deepcopy(all_params(optimizer)))
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    take_steps(optimizer, [1])
+    take_steps(resumed, [1])
+    assert_same_params(resumed, optimizer)
+
+
+@pytest.mark.parametrize("target", [torch.float32, *NARROW], ids=str)
+@by_dtype
+def test_compact_checkpoint_loads_into_any_storage(dtype, target, device):
+    optimizer = make(dtype, device)
+    take_steps(optimizer, range(2))
+    file = io.BytesIO()
+    torch.save(optimizer.compact_state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = make(target, device, copy.deepcopy(all_params(optimizer)))
+    resumed.load_state_dict(saved)
+    if target == dtype:
+        assert_same_states(resumed, optimizer)
+        take_steps(optimizer, [4, 5])
+        take_steps(resumed, [4, 5])
+        assert_same_states(resumed, optimizer)
+        assert_same_params(resumed, optimizer)
+    else:
+        # As if the numbers had been saved.
+        again = make(target, device, copy.deepcopy(all_params(optimizer)))
+        again.load_state_dict(optimizer.state_dict())
+        assert_same_states(resumed, again)
+
+
+def test_compact_checkpoint_shares_nothing_with_what_loads_it(device):
+    optimizer = make(torch.float8_e4m3fn, device)
+    take_steps(optimizer, [0])
+    saved = copy.deepcopy(optimizer.compact_state_dict())
+    resumed = make(torch.float8_e4m3fn, device, copy.deepcopy(all_params(optimizer)))
+    resumed.load_state_dict(saved)
+    kept = copy.deepcopy(saved["state"])
+    take_steps(resumed, [1])
+    for key, values in kept.items():
+        for name, value in values.items():
+            assert torch.equal(bits(saved["state"][key][name]), bits(value)), name
+
+
+def test_compact_checkpoint_takes_the_promised_bytes(device):
+    param = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16, device=device))
+    for dtype, size in (
+        (torch.bfloat16, 4),
+        (torch.float16, 4 + 2 / 32),
+        (torch.uint8, 2 + 2 / 32),
+    ):
+        optimizer = make(dtype, device, [param], store_param_remainders=True)
+        take_steps(optimizer, [0])
+        values = optimizer.compact_state_dict()["state"][0]
+        del values["step"]
+        assert sum(t.nbytes for t in values.values()) == (size + 2) * param.numel()
+
+
+DAMAGE = {
+    "scales lost": (lambda v: v.pop("exp_avg_scale"), "floating point tensor, got torch.uint8"),
+    "scales cut": (
+        lambda v: v.update(exp_avg_scale=v["exp_avg_scale"][1:]),
+        "scales of exp_avg of",
+    ),
+    "scales cast": (
+        lambda v: v.update(exp_avg_scale=v["exp_avg_scale"].float()),
+        "uint8 scales, got torch.float32",
+    ),
+    "codes cast": (lambda v: v.update(exp_avg=v["exp_avg"].int()), "known dtype beside exp_avg_sc"),
+    "codes cut": (lambda v: v.update(exp_avg_sq=v["exp_avg_sq"][1:]), "must have shape"),
+    "remainder cast": (
+        lambda v: v.update(param_remainder=v["param_remainder"].float()),
+        "param_remainder of parameter 0 must be int16, got torch.float32",
+    ),
+    "remainder cut": (
+        lambda v: v.update(param_remainder=v["param_remainder"][1:]),
+        "param_remainder of parameter 0 must have shape",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_damaged_compact_checkpoint_changes_nothing(damage, message, device):
+    optimizer = make(
+        torch.float8_e4m3fn, device, bfloat16_params(device, 1), store_param_remainders=True
+    )
+    take_steps(optimizer, [0])
+    before = copy.deepcopy(optimizer)
+    wrong = copy.deepcopy(optimizer.compact_state_dict())
+    damage(wrong["state"][0])
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(wrong)
+    assert_same_states(optimizer, before)
+
+
+@pytest.mark.parametrize("target", [True, False], ids=["to remainders", "to masters"])
+def test_compact_masters_resume_bit_for_bit(target, device):
+    params = bfloat16_params(device)
+    optimizer = FusedAdam(params, lr=1e-2, store_param_remainders=True)
+    take_steps(optimizer, range(3))
+    saved = copy.deepcopy(optimizer.compact_state_dict())
+    resumed = FusedAdam(copy.deepcopy(params), lr=1e-2, store_param_remainders=target)
+    resumed.load_state_dict(saved)
+    take_steps(optimizer, [9])
+    take_steps(resumed, [9])
+    for mine, theirs in zip(masters(resumed), masters(optimizer), strict=True):
+        assert torch.equal(bits(mine), bits(theirs))
+    with pytest.raises(ValueError, match="must belong to a bfloat16 parameter, got torch.float32"):
+        FusedAdam([torch.nn.Parameter(p.detach().float()) for p in params]).load_state_dict(saved)
+
+
+def bfloat16_params(device, n=2):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.nn.Parameter(torch.randn(40, 3, generator=generator).bfloat16().to(device))
+        for _ in range(n)
+    ]
+
+
+def masters(optimizer):
+    return [values["master_param"] for values in optimizer.state_dict()["state"].values()]
+
+
+def test_remainders_complete_the_masters(device):
+    """The masters are those of a run that keeps them whole, bit for bit."""
+    whole = FusedAdam(bfloat16_params(device), lr=1e-2)
+    parts = FusedAdam(bfloat16_params(device), lr=1e-2, store_param_remainders=True)
+    for seed in range(5):
+        take_steps(whole, [seed])
+        take_steps(parts, [seed])
+        for mine, theirs in zip(masters(parts), masters(whole), strict=True):
+            assert torch.equal(bits(mine), bits(theirs))
+    for param in all_params(parts):
+        state = parts.state[param]
+        assert state["param_remainder"].dtype == torch.int16 and "master_param" not in state
+        assert torch.equal(param, join_master(param, state["param_remainder"]).bfloat16())
+
+
+def test_remainders_are_for_plain_bfloat16_parameters(device):
+    optimizer = FP4Adam(make_params(QUANTIZER, device), store_param_remainders=True)
+    take_steps(optimizer, [0])
+    for param in all_params(optimizer):
+        is_plain = param.dtype == torch.bfloat16 and not quantized([param])
+        assert ("param_remainder" in optimizer.state[param]) == is_plain
+        has_master = param.dtype != torch.float32 and not is_plain or bool(quantized([param]))
+        assert ("master_param" in optimizer.state[param]) == has_master
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+@pytest.mark.parametrize("source", [True, False], ids=["from remainders", "from masters"])
+@pytest.mark.parametrize("target", [True, False], ids=["to remainders", "to masters"])
+def test_masters_survive_a_checkpoint_in_float32(model_first, source, target, device):
+    params = bfloat16_params(device)
+    optimizer = FusedAdam(params, lr=1e-2, store_param_remainders=source)
+    take_steps(optimizer, range(3))
+    saved = copy.deepcopy(optimizer.state_dict())
+    weights = [param.detach().clone() for param in params]
+    fresh = [torch.nn.Parameter(torch.ones_like(param)) for param in params]
+    resumed = FusedAdam(fresh, lr=1e-2, store_param_remainders=target)
+    for is_model in (model_first, not model_first):
+        if is_model:
+            for param, weight in zip(fresh, weights, strict=True):
+                param.data.copy_(weight)
+        else:
+            resumed.load_state_dict(saved)
+    take_steps(optimizer, [9])
+    take_steps(resumed, [9])
+    for mine, theirs in zip(masters(resumed), masters(optimizer), strict=True):
+        assert torch.equal(bits(mine), bits(theirs))
+
+
+def test_overwritten_parameters_are_where_training_goes_on(device):
+    """Beside a remainder, zero and infinity could become NaN."""
+    param = bfloat16_params(device, 1)[0]
+    optimizer = FusedAdam([param], lr=1e-3, store_param_remainders=True)
+    take_steps(optimizer, range(2))
+    with torch.no_grad():
+        param.zero_()
+        param[0] = -0.0
+        param[1] = 3.0
+        param[2] = math.inf
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert param.abs().max() == math.inf and not param.isnan().any()
+    assert (param[1].float() - 3.0).abs().max() < 0.02
+    assert param[3:].abs().max() < 0.02
+
+
+def narrow_masters(device, params=None, dtype=torch.float16, **kwargs):
+    params = make_params(QUANTIZER, device) if params is None else params
+    return FP4Adam(params, lr=1e-2, master_weight_dtype=dtype, **kwargs)
+
+
+@pytest.mark.parametrize("quantize_from", ["master", "param_dtype"])
+def test_narrow_masters_are_what_parameters_are_rounded_from(quantize_from, device):
+    optimizer = narrow_masters(device, quantize_from=quantize_from)
+    take_steps(optimizer, range(3))
+    for param, values in zip(
+        all_params(optimizer), optimizer.state_dict()["state"].values(), strict=True
+    ):
+        state = optimizer.state[param]
+        assert ("master_param" in state) == (param.dtype != torch.float32)
+        if "master_param" not in state:
+            continue
+        assert state["master_param"].dtype == torch.float16
+        assert state["master_param_scale"].shape == (math.ceil(param.numel() / 32),)
+        master = values["master_param"]
+        assert master.dtype == torch.float32 and "master_param_scale" not in values
+        if quantized([param]):
+            source = master if quantize_from == "master" else master.to(param.dtype)
+            expected = param.quantizer.quantize(source).storage_tensors()
+            for name, inner in param.storage_tensors().items():
+                assert torch.equal(inner, expected[name])
+        else:
+            assert torch.equal(param, master.to(param.dtype))
+
+
+@pytest.mark.parametrize("target", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("source", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("compact", [True, False])
+def test_masters_go_from_one_storage_to_another(compact, source, target, device):
+    optimizer = narrow_masters(device, dtype=source)
+    take_steps(optimizer, range(2))
+    saved = optimizer.compact_state_dict() if compact else optimizer.state_dict()
+    resumed = narrow_masters(device, copy.deepcopy(all_params(optimizer)), target)
+    resumed.load_state_dict(copy.deepcopy(saved))
+    mine, theirs = (o.state_dict()["state"] for o in (resumed, optimizer))
+    for key, values in theirs.items():
+        if "master_param" in values:
+            exact = source == torch.float16 or target == torch.float32
+            torch.testing.assert_close(
+                mine[key]["master_param"],
+                values["master_param"],
+                rtol=0 if exact else 2**-11,
+                atol=0,
+            )
+    if source == target:
+        take_steps(optimizer, [5])
+        take_steps(resumed, [5])
+        assert_same_params(resumed, optimizer)
+        if compact:
+            assert_same_states(resumed, optimizer)
+
+
+def test_overwritten_parameters_are_where_narrow_masters_go_on(device):
+    param = bfloat16_params(device, 1)[0]
+    optimizer = narrow_masters(device, [param])
+    take_steps(optimizer, range(2))
+    with torch.no_grad():
+        param.fill_(3.0)
+    take_steps(optimizer, [2])
+    assert (param - 3.0).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("quantizer", [None, QUANTIZER], ids=["plain", "nvfp4"])
+def test_training_with_narrow_masters_converges_as_in_float32(quantizer, device):
+    losses = {}
+    for dtype in (torch.float32, torch.float16):
+        model = make_mlp(quantizer, device, torch.bfloat16)
+        optimizer = FP4Adam(model.parameters(), lr=3e-3, master_weight_dtype=dtype)
+        for seed in range(150):
+            optimizer.zero_grad()
+            mlp_loss(model, seed).backward()
+            optimizer.step()
+        losses[dtype] = sum(mlp_loss(model, 1000 + i).item() for i in range(8)) / 8
+    start = mlp_loss(make_mlp(quantizer, device, torch.bfloat16)).item()
+    assert losses[torch.float32] < 0.6 * start
+    assert losses[torch.float16] < losses[torch.float32] + 0.05 * start
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float64, None])
+def test_masters_are_float32_or_float16(dtype):
+    with pytest.raises(ValueError, match="master_weight_dtype must be one of float32, float16"):
+        FusedAdam([torch.zeros(3)], master_weight_dtype=dtype)
+    with pytest.raises(ValueError, match="master_weight_dtype must be torch.float32 with store_"):
+        FusedAdam([torch.zeros(3)], master_weight_dtype=torch.float16, store_param_remainders=True)
+
+
+def test_remainders_need_masters():
+    with pytest.raises(ValueError, match="store_param_remainders must be False with master_weigh"):
+        FusedAdam([torch.zeros(3)], store_param_remainders=True, master_weights=False)

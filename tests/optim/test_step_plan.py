@@ -1,0 +1,428 @@
+"""What a step takes over from the one before, and that it notices whatever has changed."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from fp4adam import Float8BlockQuantizer, FP4Adam, MXFP8Quantizer, NVFP4Quantizer
+from fp4adam.kernels.launch import launch
+from fp4adam.tensors import backend
+from waits import refusing_waits
+
+NEEDS_GPU = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="the host's waits and the GPU's memory need a GPU"
+)
+QUANTIZERS = {
+    "nvfp4": NVFP4Quantizer(),
+    "mxfp8": MXFP8Quantizer(),
+    "float8block": Float8BlockQuantizer(),
+}
+
+
+@pytest.fixture(autouse=True)
+def through_the_kernels(monkeypatch, device):
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
+
+
+def randn(*shape, seed, device="cpu"):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def make_params(device, quantizer=QUANTIZERS["mxfp8"]):
+    """Quantized matrices and plain vectors, in BF16."""
+    values = [randn(32, 64, seed=i, device=device) * 0.02 for i in range(2)]
+    params = [torch.nn.Parameter(quantizer.quantize(value.bfloat16())) for value in values]
+    vectors = [randn(n, seed=n, device=device).bfloat16() for n in (40, 1024)]
+    return params + [torch.nn.Parameter(value) for value in vectors]
+
+
+def set_grads(params, seed, skip=()):
+    for i, param in enumerate(params):
+        grad = randn(*param.shape, seed=100 * seed + i, device=param.device) * 1e-2
+        param.grad = None if i in skip else grad.to(param.dtype)
+
+
+def everything(optimizer):
+    """All that a step writes, as plain tensors on the CPU, by place."""
+    found = {}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for i, param in enumerate(params):
+        stored = getattr(param, "storage_tensors", lambda param=param: {"": param.detach()})()
+        tensors = {**stored, **optimizer.state[param]}
+        found |= {f"{i}{name}": tensor.cpu().clone() for name, tensor in tensors.items()}
+    return found
+
+
+def assert_same(optimizers):
+    actual, expected = map(everything, optimizers)
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+
+
+def assert_goes_on_as_operators(optimizer):
+    """One more step, with kernels and, on a copy, with operators."""
+    twin = copy.deepcopy(optimizer)
+    twin.param_groups[0]["fused"] = False
+    for each in (optimizer, twin):
+        set_grads(each.param_groups[0]["params"], seed=9)
+        each.step()
+    assert_same([optimizer, twin])
+
+
+@pytest.fixture
+def trained(device):
+    """An optimizer after two steps."""
+    optimizer = FP4Adam(make_params(device), lr=1e-2, weight_decay=0.1)
+    for seed in range(2):
+        set_grads(optimizer.param_groups[0]["params"], seed)
+        optimizer.step()
+    return optimizer
+
+
+# What stays
+
+
+def test_plan_stays_while_only_gradients_and_scalars_change(trained):
+    plan, params = trained._plan, trained.param_groups[0]["params"]
+    for seed in range(2, 6):
+        trained.zero_grad(set_to_none=bool(seed % 2))
+        set_grads(params, seed, skip=(seed % 4,))
+        trained.param_groups[0]["lr"] = 1e-2 / seed
+        trained.step()
+    assert trained._plan is plan
+    counts = [trained.state[param]["step"].item() for param in params]
+    assert counts == [5, 5, 5, 5]
+    assert_goes_on_as_operators(trained)
+
+
+def test_steps_are_counted_per_parameter(device):
+    params = make_params(device)
+    optimizer = FP4Adam(params)
+    for seed in range(6):
+        set_grads(params, seed, skip=[i for i in range(4) if seed % (i + 1)])
+        optimizer.step()
+    counts = [optimizer.state[param]["step"].item() for param in params]
+    assert counts == [6, 3, 2, 2]
+
+
+def test_gradients_are_not_kept_alive(trained):
+    params = trained.param_groups[0]["params"]
+    set_grads(params, 2)
+    weak = [torch._C._WeakTensorRef(param.grad) for param in params]
+    trained.step()
+    trained.zero_grad()
+    assert all(ref.expired() for ref in weak)
+
+
+# What may change between two steps
+
+
+def swap_data(optimizer):
+    for param in optimizer.param_groups[0]["params"]:
+        param.data = param.data.clone() * 1.0
+
+
+def swap_storage(optimizer):
+    param = optimizer.param_groups[0]["params"][0]
+    param._rowwise_data = param._rowwise_data.clone()
+
+
+def replace_state(optimizer):
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"] * 2.0
+
+
+def swap_data_of_state(optimizer):
+    for state in optimizer.state.values():
+        state["exp_avg_sq"].data = state["exp_avg_sq"].data * 4.0
+
+
+def replace_step(optimizer):
+    for state in optimizer.state.values():
+        state["step"] = torch.tensor(100.0)
+
+
+def write_step(optimizer):
+    for state in optimizer.state.values():
+        state["step"].fill_(50.0)
+
+
+def write_param(optimizer):
+    for param in optimizer.param_groups[0]["params"]:
+        with torch.no_grad():
+            param.copy_(torch.ones_like(param))
+
+
+def replace_states(optimizer):
+    for param in list(optimizer.state):
+        optimizer.state[param] = dict(optimizer.state[param], step=torch.tensor(7.0))
+
+
+def forget_state(optimizer):
+    optimizer.state.clear()
+
+
+def load_state(optimizer):
+    state = copy.deepcopy(optimizer.state_dict())
+    for each in state["state"].values():
+        each["exp_avg"].mul_(3.0)
+    optimizer.load_state_dict(state)
+
+
+def add_group(optimizer):
+    param = optimizer.param_groups[0]["params"][0]
+    new = torch.nn.Parameter(randn(16, 16, seed=7, device=param.device))
+    optimizer.add_param_group({"params": [new], "lr": 1e-3, "weight_decay": 0.0})
+
+
+def remove_param(optimizer):
+    optimizer.state.pop(optimizer.param_groups[0]["params"].pop(1))
+
+
+def reorder_params(optimizer):
+    optimizer.param_groups[0]["params"].reverse()
+
+
+def freeze(optimizer):
+    optimizer.param_groups[0]["lr"] = 0.0
+
+
+def turn_on_amsgrad(optimizer):
+    optimizer.param_groups[0]["amsgrad"] = True
+
+
+def turn_off_decoupling(optimizer):
+    optimizer.param_groups[0]["adam_w_mode"] = False
+
+
+def change_betas(optimizer):
+    optimizer.param_groups[0]["betas"] = (0.5, 0.6)
+
+
+CHANGES = [
+    swap_data, swap_storage, replace_state, swap_data_of_state, replace_step, write_step,
+    write_param, replace_states, forget_state, load_state, add_group, remove_param,
+    reorder_params, freeze, turn_on_amsgrad, turn_off_decoupling, change_betas,
+]  # fmt: skip
+# NVFP4 also carries something over on the device.
+NVFP4_CHANGES = [swap_data, replace_state, write_param, load_state, freeze, change_betas]
+
+
+@pytest.mark.parametrize(
+    ("change", "quantizer"),
+    [(change, QUANTIZERS["mxfp8"]) for change in CHANGES]
+    + [(change, QUANTIZERS["nvfp4"]) for change in NVFP4_CHANGES],
+)
+def test_a_change_between_steps_is_noticed(change, quantizer, device):
+    optimizers = []
+    for fused in (True, False):
+        optimizer = FP4Adam(make_params(device, quantizer), lr=1e-2, weight_decay=0.1, fused=fused)
+        for seed in range(4):
+            if seed == 2:
+                change(optimizer)
+            for group in optimizer.param_groups:
+                set_grads(group["params"], seed)
+            optimizer.step()
+        optimizers.append(optimizer)
+    assert_same(optimizers)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda param: torch.randn(param.shape[::-1]).t(),
+        lambda param: torch.randn(param.numel() + 1)[1:].view(param.shape),
+        lambda param: torch.randn(()).expand(param.shape),
+    ],
+    ids=["transposed", "unaligned", "expanded"],
+)
+def test_gradients_of_other_layouts_take_the_slower_path(make, device):
+    """And come back to the kernels after it."""
+    optimizers = [FP4Adam(make_params(device), lr=1e-2) for _ in range(2)]
+    for seed in range(4):
+        grads = []
+        for optimizer in optimizers:
+            params = optimizer.param_groups[0]["params"]
+            set_grads(params, seed)
+            if seed == 1:
+                torch.manual_seed(0)
+                grads = grads or [make(param).to(device, torch.bfloat16) for param in params[:2]]
+                for param, grad in zip(params, grads, strict=False):
+                    param.grad = grad if optimizer is optimizers[0] else grad.contiguous().clone()
+            optimizer.step()
+    assert_same(optimizers)
+    assert not optimizers[0]._plan._unfused
+
+
+def test_decoupled_gradients_may_change_their_dtype(device):
+    params = [torch.nn.Parameter(MXFP8Quantizer().quantize(randn(32, 32, seed=0, device=device)))]
+    optimizers = []
+    for kernel in (True, False):
+        optimizer = FP4Adam(copy.deepcopy(params), use_decoupled_grad=True, fused=kernel)
+        param = optimizer.param_groups[0]["params"][0]
+        for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
+            param.decoupled_grad = randn(32, 32, seed=seed, device=device).to(dtype)
+            optimizer.step()
+        optimizers.append(optimizer)
+    assert_same(optimizers)
+    param.decoupled_grad = randn(32, 16, seed=0, device=device)
+    with pytest.raises(ValueError, match="must have the shape"):
+        optimizer.step()
+
+
+# Launches
+
+
+def count_launches(monkeypatch, optimizer):
+    launches = []
+    original = launch.Launch.__call__
+
+    def spy(self, *leading):
+        launches.append(self._kernel.__name__) if self._grid[0] else None
+        original(self, *leading)
+
+    monkeypatch.setattr(launch.Launch, "__call__", spy)
+    optimizer.step()
+    monkeypatch.setattr(launch.Launch, "__call__", original)
+    return launches
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "shape", "kernels"),
+    [
+        (NVFP4Quantizer(), (80, 64), 4),
+        (MXFP8Quantizer(), (32, 288), 2),
+        (Float8BlockQuantizer(), (128, 144), 2),
+        (None, (600,), 1),
+    ],
+    ids=["nvfp4", "mxfp8", "float8block", "plain"],
+)
+def test_launches_do_not_depend_on_the_number_of_tensors(
+    quantizer, shape, kernels, device, monkeypatch
+):
+    """With tails in every matrix, and groups that differ in their hyper-parameters."""
+    for count in (1, 3):
+        values = [randn(*shape, seed=i, device=device).bfloat16() for i in range(count)]
+        params = [
+            torch.nn.Parameter(value if quantizer is None else quantizer.quantize(value))
+            for value in values
+        ]
+        groups = [{"params": [p], "lr": 1e-3 * (i + 1)} for i, p in enumerate(params)]
+        optimizer = FP4Adam(groups)
+        set_grads(params, 0)
+        optimizer.step()
+        set_grads(params, 1)
+        assert len(count_launches(monkeypatch, optimizer)) == kernels
+
+
+# Clipping and overflows without waiting
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_clipping_in_the_step_equals_torchs(max_norm, norm_type, device):
+    params = [torch.nn.Parameter(randn(48, 16, seed=i, device=device)) for i in range(3)]
+    ours, torchs = (FP4Adam(copy.deepcopy(params), lr=1e-2) for _ in range(2))
+    for seed in range(2):
+        for optimizer in (ours, torchs):
+            set_grads(optimizer.param_groups[0]["params"], seed)
+        before = [param.grad.clone() for param in ours.param_groups[0]["params"]]
+        norm = ours.clip_grad_norm_(max_norm, norm_type)
+        expected = clip_grad_norm_(torchs.param_groups[0]["params"], max_norm, norm_type)
+        torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+        for param, grad in zip(ours.param_groups[0]["params"], before, strict=True):
+            assert torch.equal(param.grad, grad)
+        for optimizer in (ours, torchs):
+            optimizer.step()
+    actual, wanted = everything(ours), everything(torchs)
+    for name in wanted:
+        torch.testing.assert_close(actual[name], wanted[name], rtol=1e-5, atol=1e-7)
+
+
+def test_clipping_gives_the_bits_of_the_operators(device):
+    optimizers = []
+    for kernel in (True, False):
+        optimizer = FP4Adam(make_params(device), lr=1e-2, fused=kernel)
+        params = optimizer.param_groups[0]["params"]
+        for seed in range(3):
+            set_grads(params, seed)
+            optimizer.grad_scale = torch.full((1,), 3.0, device=device)
+            optimizer.clip_grad_norm_(1e-2)
+            optimizer.step()
+        optimizers.append(optimizer)
+    assert_same(optimizers)
+
+
+@pytest.mark.parametrize("forget", [lambda o: o.zero_grad(), lambda o: o.step()])
+def test_clipping_holds_for_one_step(forget, trained):
+    params = trained.param_groups[0]["params"]
+    set_grads(params, 3)
+    trained.clip_grad_norm_(1e-3)
+    forget(trained)
+    assert_goes_on_as_operators(trained)
+    assert trained._clip == {}
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
+def test_steps_that_the_device_skips_are_not_counted(quantizer, device):
+    """The state says so when it is asked; the training goes on as if they had not been."""
+    optimizers = [FP4Adam(make_params(device, quantizer), lr=1e-2) for _ in range(2)]
+    for seed, overflow in enumerate([True, False, True, True, False, False]):
+        for optimizer in optimizers:
+            set_grads(optimizer.param_groups[0]["params"], seed)
+        optimizers[0].found_inf = torch.full((1,), float(overflow), device=device)
+        optimizers[0].step()
+        if not overflow:
+            optimizers[1].step()
+    state = optimizers[0].state
+    assert [each["step"].item() for each in state.values()] == [3.0] * 4
+    assert_same(optimizers)
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
+def test_a_step_waits_for_nothing_and_allocates_nothing(quantizer, device):
+    params = [
+        torch.nn.Parameter(quantizer.quantize(randn(512, 1024, seed=i, device=device).bfloat16()))
+        for i in range(8)
+    ]
+    params += [torch.nn.Parameter(randn(1024, seed=9, device=device).bfloat16())]
+    optimizer = FP4Adam(params)
+    found_inf = torch.zeros(1, device=device)
+
+    def one_step(seed):
+        optimizer.grad_scale, optimizer.found_inf = found_inf + 1, found_inf
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+
+    for seed in range(2):
+        set_grads(params, seed)
+        one_step(seed)
+    set_grads(params, 2)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with refusing_waits():
+        one_step(2)
+    assert torch.cuda.max_memory_allocated() - before <= 2**16
+
+
+@NEEDS_GPU
+def test_kernels_of_a_step_are_few(device):
+    params = make_params(device, NVFP4Quantizer())
+    optimizer = FP4Adam(params)
+    for seed in range(2):
+        set_grads(params, seed)
+        optimizer.step()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        optimizer.step()
+        torch.cuda.synchronize()
+    on_gpu = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    names = [event.name for event in on_gpu if not event.is_user_annotation]
+    assert sum("Memcpy" in name for name in names) == 1
+    assert len(names) <= 1 + 5, names

@@ -1,0 +1,69 @@
+"""Kernels run on the device of their tensors, whichever is the current one."""
+
+import contextlib
+
+import pytest
+import torch
+
+from fp4adam import (
+    Float8BlockQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    PartialCast,
+    Recipe,
+    build_columnwise,
+    unswizzle_scales,
+)
+from fp4adam.kernels.launch import launch
+from fp4adam.nn import scaled_matmul
+from fp4adam.tensors import backend
+
+QUANTIZERS = {
+    "nvfp4": NVFP4Quantizer(optimize_for_gemm=True),
+    "mxfp8": MXFP8Quantizer(optimize_for_gemm=True),
+    "float8block": Float8BlockQuantizer(),
+}
+
+
+def use_all(name, device):
+    """All kernels of a format but those of steps, and what they make."""
+    x = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)).to(device)
+    weight = QUANTIZERS[name].quantize(x)
+    made = [weight.dequantize()]
+    if name == "float8block":
+        recipe = Recipe(name, activations=True, gradients=True)
+        made += scaled_matmul.quantize(x, recipe.quantizer, True, True)[1][:2]
+    else:
+        made += unswizzle_scales([scales := weight.rowwise_gemm_scale_inv], [scales.shape])
+    if name != "mxfp8":
+        build_columnwise([weight])
+    cast = PartialCast([weight], [0], [x.numel()], [x.dtype])
+    cast.measure([2 * x.flatten()])
+    cast.write([2 * x.flatten()])
+    return [*made, *weight.storage_tensors().values()]
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_every_launch_asks_for_the_device(name, device, monkeypatch):
+    """Of its first tensor; what is current does not matter then."""
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
+    original, asked = torch.cuda.device_of, []
+
+    @contextlib.contextmanager
+    def spy(tensor):
+        asked.append(tensor.device.type)
+        with original(tensor):
+            yield
+
+    monkeypatch.setattr(launch.torch.cuda, "device_of", spy)
+    use_all(name, device)
+    # Quantized, decoded, and cast from masters in three parts; the others have more.
+    assert len(asked) >= 5 and set(asked) == {device}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_the_second_gpu_gives_what_the_first_does(name):
+    for first, second in zip(*(use_all(name, f"cuda:{i}") for i in (0, 1)), strict=True):
+        assert second.device.index == 1
+        assert torch.equal(first.cpu(), second.cpu())

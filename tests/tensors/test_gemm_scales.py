@@ -1,0 +1,238 @@
+"""Scales in the order of the block-scaled GEMM: their bytes, and who brings them up to date."""
+
+import copy
+import io
+from collections.abc import Callable
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import format_reference as reference
+from fp4adam import (
+    Float8BlockQuantizer,
+    FP4Adam,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    QuantizedTensor,
+    swizzle_scales,
+    unswizzle_scales,
+)
+from fp4adam.tensors import backend
+from golden_vectors import golden_cases, sha16
+
+USAGES = ("rowwise", "columnwise")
+QUANTIZERS = {
+    "nvfp4": NVFP4Quantizer(optimize_for_gemm=True),
+    "nvfp4-1d": NVFP4Quantizer(two_dimensional=False, optimize_for_gemm=True),
+    "nvfp4-columnwise": NVFP4Quantizer(rowwise=False, optimize_for_gemm=True),
+    "mxfp8": MXFP8Quantizer(optimize_for_gemm=True),
+    "mxfp8-rowwise": MXFP8Quantizer(columnwise=False, optimize_for_gemm=True),
+}
+SHAPE = (64, 96)
+
+every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
+
+
+@pytest.fixture(params=["torch", "kernel"])
+def path_device(request, monkeypatch, device) -> str:
+    """Where the path under test runs: torch operators on the CPU, or the kernels on ``device``."""
+    kernel = request.param == "kernel"
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: kernel and d.type == device)
+    return device if kernel else "cpu"
+
+
+@pytest.fixture
+def launched(monkeypatch, device) -> Callable[[Callable[[], None]], list[str]]:
+    """Calls a function through the kernels and gives the names of those that it launched."""
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
+    return kernels_of_trace if device == "cuda" else interpreted_kernels
+
+
+def kernels_of_trace(function: Callable[[], None]) -> list[str]:
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        function()
+        torch.cuda.synchronize()
+    on_gpu = torch.autograd.DeviceType.CUDA
+    return [event.name for event in profile.events() if event.device_type == on_gpu]
+
+
+def interpreted_kernels(function: Callable[[], None]) -> list[str]:
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+    with mock.patch.object(GridExecutor, "__call__", autospec=True, side_effect=launch) as calls:
+        function()
+    return [call.args[0].fn.__name__ for call in calls.call_args_list]
+
+
+def randn(seed: int = 0, device: str = "cpu", shape: tuple[int, ...] = SHAPE) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def expected_swizzle(scale: Tensor) -> Tensor:
+    scale = scale.cpu().numpy()
+    padding = [(0, -scale.shape[0] % 128), (0, -scale.shape[1] % 4)]
+    return torch.from_numpy(reference.swizzle(np.pad(scale, padding)))
+
+
+def assert_gemm_scales_are_up_to_date(tensor: QuantizedTensor) -> None:
+    for usage in USAGES:
+        scale = getattr(tensor, f"{usage}_scale_inv")
+        actual = getattr(tensor, f"{usage}_gemm_scale_inv")
+        assert (actual is None) == (scale is None)
+        if scale is not None:
+            if isinstance(tensor.quantizer, MXFP8Quantizer) and usage == "columnwise":
+                scale = scale.t()
+            assert torch.equal(actual.cpu(), expected_swizzle(scale))
+
+
+# Stand-alone
+
+
+@pytest.mark.parametrize("usage", USAGES)
+@pytest.mark.parametrize("format", ["nvfp4_2d", "nvfp4_1d", "mxfp8"])
+def test_golden_scales_are_swizzled_and_back(format, usage, path_device):
+    plain, hashes = [], []
+    for case in golden_cases(format):
+        if sha := case.sha16.get(f"swizzled_{usage}_scale_inv"):
+            scale = case.expected[f"{usage}_scale_inv"].to(path_device)
+            plain.append(scale.t() if (format, usage) == ("mxfp8", "columnwise") else scale)
+            hashes.append(sha)
+    swizzled = swizzle_scales(plain)
+    assert [sha16(scale.cpu()) for scale in swizzled] == hashes
+    for actual, scale in zip(unswizzle_scales(swizzled), plain, strict=True):
+        assert torch.equal(actual, scale)
+
+
+def test_tails_are_padded_with_zeros(path_device):
+    shapes = [(5, 3), (130, 37), (128, 4), (1, 65), (300, 1), (0, 8)]
+    plain = []
+    for i, (rows, blocks) in enumerate(shapes):
+        wide = torch.arange(rows * blocks * 2).add(i).to(torch.uint8)
+        # Any strides, and any dtype of one byte.
+        scale = wide.view(blocks, 2 * rows).t()[::2] if i % 2 else wide.view(rows, -1)[:, :blocks]
+        plain.append(scale.to(path_device).view(torch.float8_e8m0fnu if i > 3 else torch.uint8))
+    swizzled = swizzle_scales(plain)
+    for scale, actual in zip(plain, swizzled, strict=True):
+        assert actual.dtype == scale.dtype
+        expected = expected_swizzle(scale.view(torch.uint8))
+        assert torch.equal(actual.view(torch.uint8).cpu(), expected)
+    for scale, actual in zip(plain, unswizzle_scales(swizzled, shapes), strict=True):
+        assert torch.equal(actual.view(torch.uint8), scale.view(torch.uint8))
+
+
+def test_any_number_of_matrices_takes_one_launch(launched, device):
+    scales = [torch.ones(n, 4, dtype=torch.uint8, device=device) for n in (16, 128, 200)]
+    assert launched(lambda: unswizzle_scales(swizzle_scales(scales))).count("_swizzle_kernel") == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: swizzle_scales([torch.ones(16)]), r"scales\[0\] must be a matrix of .* \(16,\)"),
+        (lambda: swizzle_scales([torch.ones(16, 4)]), "one byte on cpu, got .* torch.float32"),
+        (
+            lambda: unswizzle_scales([torch.zeros(128, 6, dtype=torch.uint8)]),
+            r"swizzled\[0\] must be a contiguous matrix \[128, 8\] .* got \(128, 6\)",
+        ),
+        (
+            lambda: unswizzle_scales([torch.zeros(128, 4, dtype=torch.uint8)], [(5, 5)]),
+            r"\[128, 8\] for scales \[5, 5\], got \(128, 4\)",
+        ),
+        (
+            lambda: unswizzle_scales([torch.zeros(128, 4, dtype=torch.uint8)], []),
+            "shapes must have one entry per tensor, 1, got 0",
+        ),
+        (
+            lambda: Float8BlockQuantizer(optimize_for_gemm=True),
+            "optimize_for_gemm must be False for Float8Block.* reads scales as rowwise_scale_inv",
+        ),
+    ],
+)
+def test_bad_input_is_refused(call, match):
+    with pytest.raises(ValueError, match=match):
+        call()
+
+
+# In tensors
+
+
+@every_quantizer
+def test_all_that_writes_a_tensor_writes_both_orders(quantizer, path_device):
+    tensor = quantizer.quantize(randn(0, path_device))
+    assert_gemm_scales_are_up_to_date(tensor)
+    storage = {name: inner.data_ptr() for name, inner in tensor.storage_tensors().items()}
+    stored = {name for name in storage if "gemm" in name}
+    assert stored == {f"_{usage}_gemm_scale_inv" for usage in USAGES if getattr(quantizer, usage)}
+    compact = quantizer.with_compact_scales().quantize(randn(1, path_device))
+    writes = [
+        lambda: tensor.quantize_(randn(1, path_device)),
+        lambda: tensor.copy_(randn(2, path_device)),
+        lambda: tensor.copy_(compact),  # from a checkpoint of a model without
+        lambda: tensor.copy_(quantizer.quantize(randn(3, path_device))),
+        lambda: tensor[32:64].copy_(compact[32:64]),
+        lambda: tensor[32:64].copy_(randn(4, path_device)[32:64]),
+    ]
+    for write in writes if quantizer.row_pitch else writes[:4]:
+        write()
+        assert_gemm_scales_are_up_to_date(tensor.settled())
+        assert {name: t.data_ptr() for name, t in tensor.storage_tensors().items()} == storage
+    compact.copy_(tensor)
+    for name, inner in compact.storage_tensors().items():
+        assert torch.equal(inner, tensor.storage_tensors()[name]), name
+    # Those that are not stored are made when someone asks for them.
+    assert_gemm_scales_are_up_to_date(compact)
+    assert torch.equal(compact.dequantize(), tensor.dequantize())
+
+
+def test_scales_of_float8_block_are_read_as_they_are():
+    tensor = Float8BlockQuantizer().quantize(randn())
+    assert torch.equal(tensor.rowwise_gemm_scale_inv, tensor.rowwise_scale_inv)
+    assert torch.equal(tensor.columnwise_gemm_scale_inv, tensor.columnwise_scale_inv)
+
+
+@every_quantizer
+def test_copies_and_files_hold_them(quantizer):
+    param = torch.nn.Parameter(quantizer.quantize(randn()))
+    file = io.BytesIO()
+    torch.save(param, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(param), torch.load(file), param.detach().clone()):
+        assert twin.quantizer == quantizer
+        assert_gemm_scales_are_up_to_date(twin)
+        twin.quantize_(randn(1))
+        assert_gemm_scales_are_up_to_date(twin)
+    assert_gemm_scales_are_up_to_date(param)
+
+
+# In the step
+
+
+@pytest.mark.parametrize("optimize_for_gemm", [True, False])
+@pytest.mark.parametrize("kind", [NVFP4Quantizer, MXFP8Quantizer])
+def test_microbatches_launch_no_swizzle_kernel(kind, optimize_for_gemm, launched, device):
+    """What a GEMM reads lies ready, where it always was; else each GEMM would launch one."""
+    quantizer = kind(optimize_for_gemm=optimize_for_gemm)
+    weight = torch.nn.Parameter(quantizer.quantize(randn(0, device, (64, 64))))
+    optimizer = FP4Adam([weight], lr=0.1)
+    read: list[Tensor] = []
+
+    def training_step() -> None:
+        read.clear()
+        for _ in range(3):
+            read.append(weight.rowwise_gemm_scale_inv)  # by the forward pass
+            read.append(weight.columnwise_gemm_scale_inv)  # by the backward pass
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+
+    before = [weight.rowwise_gemm_scale_inv, weight.columnwise_gemm_scale_inv]
+    kernels = launched(training_step)
+    assert any("adam_step" in name for name in kernels)
+    assert kernels.count("_swizzle_kernel") == (0 if optimize_for_gemm else 6)
+    if optimize_for_gemm:
+        assert [t.data_ptr() for t in read] == 3 * [t.data_ptr() for t in before]
+    assert_gemm_scales_are_up_to_date(weight)

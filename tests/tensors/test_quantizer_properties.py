@@ -1,0 +1,273 @@
+"""The quantizers against the NumPy reference on drawn shapes and values, and their contract."""
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import format_reference as reference
+from fp4adam import Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer, QuantizedTensor
+from fp4adam.tensors import backend
+
+FORMATS = {
+    "nvfp4_2d": (NVFP4Quantizer(two_dimensional=True), 16),
+    "nvfp4_1d": (NVFP4Quantizer(two_dimensional=False), 16),
+    "mxfp8": (MXFP8Quantizer(), 32),
+    "fp8block_2d_pow2": (Float8BlockQuantizer(), 1),
+    "fp8block_2d_fp32": (Float8BlockQuantizer(force_pow_2_scales=False), 1),
+    "fp8block_1d_pow2": (Float8BlockQuantizer(two_dimensional=False), 1),
+    "fp8block_1d_fp32": (
+        Float8BlockQuantizer(two_dimensional=False, force_pow_2_scales=False),
+        1,
+    ),
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+USAGES = ("rowwise", "columnwise")
+SPECIAL = (0.0, -0.0, np.inf, -np.inf, np.nan, 2.0**-149, -(2.0**-126), 3.4e38, -3.4e38)
+
+every_format = pytest.mark.parametrize("format", FORMATS)
+# The path is the same for every example, so a fixture set once for all of them does no harm.
+examples = settings(
+    max_examples=20,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate, Phase.shrink],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+@pytest.fixture(params=["torch", "kernel"])
+def path_device(request, monkeypatch, device) -> Iterator[str]:
+    """Where the path under test runs: torch operators on the CPU, or the kernels on ``device``."""
+    kernel = request.param == "kernel"
+    monkeypatch.setattr(backend, "uses_kernels", lambda _: kernel)
+    # The interpreter divides by zero and reduces NaN in NumPy, which warns of it.
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All-NaN slice encountered", RuntimeWarning)
+        yield device if kernel else "cpu"
+
+
+@st.composite
+def matrices(draw: st.DrawFn, multiple: int) -> Tensor:
+    """[M, K] with magnitudes over all of the dtype's range and some special values."""
+    edge = st.integers(1, 200) if multiple == 1 else st.integers(1, 96 // multiple)
+    rows, cols = (multiple * draw(edge) for _ in range(2))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    center = draw(st.integers(-140, 127))
+    spread = draw(st.sampled_from([0, 2, 20, 140]))
+    exponent = rng.integers(center - spread, center + spread + 1, (rows, cols))
+    x = np.ldexp(rng.standard_normal((rows, cols)), exponent.clip(-149, 127))
+    for value in draw(st.lists(st.sampled_from(SPECIAL), max_size=3)):
+        x[rng.random((rows, cols)) < draw(st.sampled_from([0.001, 0.1, 0.9]))] = value
+    if draw(st.booleans()):
+        x[rng.integers(rows), rng.integers(cols)] *= 2.0**20
+    # Whole rows and columns reach every kind of block.
+    fill = draw(st.sampled_from([0.0, 0.0, np.nan, np.inf]))
+    x[rng.random(rows) < draw(st.sampled_from([0, 0.5, 1])), :] = fill
+    x[:, rng.random(cols) < draw(st.sampled_from([0, 0.5]))] = fill
+    return torch.from_numpy(x).float().to(draw(st.sampled_from(DTYPES)))
+
+
+def largest_finite(dtype: torch.dtype) -> np.float32:
+    return np.float32(torch.finfo(dtype).max)
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Equal bits, except that one NaN is as good as another."""
+    a, b = a.cpu().float(), b.cpu().float()
+    nan = a.isnan()
+    return torch.equal(nan, b.isnan()) and torch.equal(
+        a[~nan].view(torch.int32), b[~nan].view(torch.int32)
+    )
+
+
+def assert_same_fields(tensor: QuantizedTensor, fields: reference.Fields) -> None:
+    for name, expected in fields.items():
+        actual = getattr(tensor, name).cpu().contiguous().numpy()
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), name
+        bits = np.dtype(f"u{actual.itemsize}")
+        np.testing.assert_array_equal(
+            actual.view(bits), np.ascontiguousarray(expected).view(bits), err_msg=name
+        )
+
+
+def decode_columnwise(format: str, fields: reference.Fields) -> np.ndarray:
+    """The values that the columnwise fields stand for, [M, K]."""
+    if format == "mxfp8":
+        return reference.dequantize_mxfp8(fields, "columnwise")
+    of_transposed = {
+        name.replace("columnwise", "rowwise"): array
+        for name, array in fields.items()
+        if "columnwise" in name
+    }
+    return np.ascontiguousarray(reference.dequantize(format, of_transposed).T)
+
+
+def public_fields(tensor: QuantizedTensor) -> dict[str, Tensor]:
+    names = [f"{usage}_{what}" for usage in USAGES for what in ("data", "scale_inv")]
+    names += [f"amax_{usage}" for usage in USAGES]
+    return {name: getattr(tensor, name) for name in names if hasattr(tensor, name)}
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+@every_format
+@examples
+@given(data=st.data())
+def test_quantize_and_dequantize_agree_with_the_reference(data, format, path_device):
+    quantizer, multiple = FORMATS[format]
+    x = data.draw(matrices(multiple))
+    epsilon = 0.0
+    if format.startswith("fp8block"):
+        epsilon = data.draw(st.sampled_from([0.0, 1e-12, 2.0]))
+        quantizer = dataclasses.replace(quantizer, amax_epsilon=epsilon)
+    fields = reference.quantize(format, x.float().numpy(), epsilon, largest_finite(x.dtype))
+
+    tensor = quantizer.quantize(x.to(path_device))
+
+    assert_same_fields(tensor, fields)
+    value = tensor.dequantize()
+    assert same_values(value, torch.from_numpy(reference.dequantize(format, fields)))
+    for dtype in DTYPES:
+        assert same_values(tensor.dequantize(dtype), value.to(dtype))
+
+
+@every_format
+@examples
+@given(data=st.data())
+def test_one_usage_alone_holds_the_same_bytes_and_decodes_them(data, format, path_device):
+    quantizer, multiple = FORMATS[format]
+    x = data.draw(matrices(multiple))
+    fields = reference.quantize(format, x.float().numpy(), largest=largest_finite(x.dtype))
+    values = reference.dequantize(format, fields), decode_columnwise(format, fields)
+
+    for usage, other, value in zip(USAGES, USAGES[::-1], values, strict=True):
+        tensor = dataclasses.replace(quantizer, **{other: False}).quantize(x.to(path_device))
+
+        assert_same_fields(tensor, {k: v for k, v in fields.items() if usage in k})
+        assert all(getattr(tensor, k) is None for k in fields if other in k)
+        assert same_values(tensor.dequantize(), torch.from_numpy(value))
+
+
+@every_format
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantize_in_place_keeps_every_storage_address(format, dtype, path_device):
+    quantizer, _ = FORMATS[format]
+    tensor = quantizer.quantize(torch.zeros(64, 96, device=path_device))
+    before = {name: t.data_ptr() for name, t in tensor.storage_tensors().items()}
+    x = randn(64, 96, dtype=dtype)
+
+    assert tensor.quantize_(x.to(path_device)) is tensor
+
+    assert {name: t.data_ptr() for name, t in tensor.storage_tensors().items()} == before
+    assert tensor.dtype == torch.float32
+    fields = reference.quantize(format, x.float().numpy(), largest=largest_finite(dtype))
+    assert_same_fields(tensor, fields)
+
+
+@every_format
+def test_make_empty_holds_zeros_in_the_layout_of_quantize(format, path_device):
+    quantizer, _ = FORMATS[format]
+    tensor = quantizer.make_empty((64, 160), torch.bfloat16, path_device)
+    like = quantizer.quantize(torch.zeros(64, 160, dtype=torch.bfloat16, device=path_device))
+    assert (tensor.shape, tensor.dtype, tensor.device) == (like.shape, like.dtype, like.device)
+    assert tensor.quantizer == quantizer
+    for name, t in tensor.storage_tensors().items():
+        other = getattr(like, name)
+        assert (t.shape, t.dtype, t.stride()) == (other.shape, other.dtype, other.stride()), name
+    assert not tensor.dequantize().any()
+
+
+@every_format
+def test_leading_dimensions_are_rows(format, path_device):
+    quantizer, _ = FORMATS[format]
+    x = randn(3, 32, 64)
+    stack, matrix = (quantizer.quantize(y.to(path_device)) for y in (x, x.flatten(0, 1)))
+    assert stack.shape == (3, 32, 64)
+    assert_same_fields(stack, {k: v.cpu().numpy() for k, v in public_fields(matrix).items()})
+    assert torch.equal(stack.dequantize(), matrix.dequantize().view(3, 32, 64))
+
+
+@every_format
+def test_strided_input_gives_the_bytes_of_its_values(format, path_device):
+    quantizer, _ = FORMATS[format]
+    x = randn(192, 128).to(path_device)[::2].t()
+    expected = public_fields(quantizer.quantize(x.contiguous()))
+    assert_same_fields(quantizer.quantize(x), {k: v.cpu().numpy() for k, v in expected.items()})
+
+
+# Zero is a multiple of every block size: an expert or shard without rows is a tensor like others.
+@every_format
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0), (2, 0, 64)])
+def test_empty_tensor_becomes_an_empty_tensor(format, shape, path_device):
+    quantizer, _ = FORMATS[format]
+    tensor = quantizer.quantize(torch.zeros(shape, device=path_device))
+    matrix = np.zeros((int(np.prod(shape[:-1])), shape[-1]), np.float32)
+    assert_same_fields(tensor, reference.quantize(format, matrix))
+    assert tensor.quantize_(torch.zeros(shape, device=path_device)) is tensor
+    assert tensor.dequantize().shape == shape
+
+
+@pytest.mark.parametrize(
+    ("format", "shape", "rule"),
+    [
+        ("nvfp4_2d", (24, 32), "NVFP4 must be multiples of 16"),
+        ("nvfp4_1d", (32, 24), "NVFP4 must be multiples of 16"),
+        ("nvfp4_2d", (3, 8, 16), "NVFP4 must be multiples of 16"),
+        ("mxfp8", (48, 64), "MXFP8 must be multiples of 32"),
+        ("mxfp8", (64, 16), "MXFP8 must be multiples of 32"),
+        *[(format, (64,), "at least 2 dimensions") for format in FORMATS],
+        *[(format, (), "at least 2 dimensions") for format in FORMATS],
+    ],
+)
+def test_shape_error_names_the_rule_the_shape_and_the_cure(format, shape, rule):
+    quantizer, _ = FORMATS[format]
+    for make in (quantizer.make_empty, lambda shape: quantizer.quantize(torch.zeros(shape))):
+        with pytest.raises(ValueError) as error:
+            make(shape)
+        assert rule in str(error.value)
+        assert f"got {shape}" in str(error.value) or f"got shape {shape}" in str(error.value)
+        assert "high precision" in str(error.value)
+
+
+@every_format
+def test_rejected_arguments_say_what_to_do(format):
+    quantizer, _ = FORMATS[format]
+    tensor = quantizer.quantize(torch.zeros(32, 64))
+    with pytest.raises(ValueError, match=r"x must .*\(32, 64\), got \(64, 32\); reshape"):
+        tensor.quantize_(torch.zeros(64, 32))
+    with pytest.raises(TypeError, match=r"x must be float32.*got torch\.float64; convert"):
+        tensor.quantize_(torch.zeros(32, 64, dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"dtype must be float32.*got torch\.int32; convert"):
+        quantizer.quantize(torch.zeros(32, 64, dtype=torch.int32))
+    with pytest.raises(TypeError, match=r"dtype must be float32.*got torch\.float64; convert"):
+        tensor.dequantize(torch.float64)
+    with pytest.raises(ValueError, match="rowwise and columnwise must not both be False.*keep"):
+        dataclasses.replace(quantizer, rowwise=False, columnwise=False)
+
+
+@pytest.mark.parametrize("epsilon", [-1.0, float("inf"), float("nan")])
+def test_amax_epsilon_must_be_finite_and_not_negative(epsilon):
+    with pytest.raises(
+        ValueError, match="amax_epsilon must be finite and >= 0, got .*turns it off"
+    ):
+        Float8BlockQuantizer(amax_epsilon=epsilon)
+
+
+@every_format
+def test_quantizers_are_frozen_and_compare_by_value(format):
+    quantizer, _ = FORMATS[format]
+    assert dataclasses.replace(quantizer) == quantizer
+    assert dataclasses.replace(quantizer, columnwise=False) != quantizer
+    assert len({dataclasses.replace(quantizer), quantizer}) == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        quantizer.rowwise = False
