@@ -25,8 +25,10 @@ from fp4adam.kernels.tiles.bfloat16 import round_to_bfloat16, to_float32
 from fp4adam.kernels.tiles.layout import state_offsets
 from fp4adam.kernels.tiles.state import (
     dither_tile,
+    exp_avg_sq_dither,
     load_state,
     load_value,
+    master_dither,
     master_pointers,
     most_registers,
     split_master,
@@ -242,15 +244,16 @@ def adam_step_tile(
 
     dither = dither_tile(start, stride, scalars[8], BR, BC)
     value = store_value(
-        value_ptr, value_extra, start, stride, mask, value, dither, VALUE_CODEC, STORE, BR, BC
-    )
+        value_ptr, value_extra, start, stride, mask, value, master_dither(dither), VALUE_CODEC,
+        STORE, BR, BC,
+    )  # fmt: skip
     if STORE:
         store_state(
             exp_avg_ptr, exp_avg_scale, start, stride, mask, exp_avg, dither, EXP_AVG_CODEC, BR, BC
         )
         store_state(
-            exp_avg_sq_ptr, exp_avg_sq_scale, start, stride, mask, exp_avg_sq, dither,
-            EXP_AVG_SQ_CODEC, BR, BC,
+            exp_avg_sq_ptr, exp_avg_sq_scale, start, stride, mask, exp_avg_sq,
+            exp_avg_sq_dither(dither), EXP_AVG_SQ_CODEC, BR, BC,
         )  # fmt: skip
         if AMSGRAD:
             tl.store(max_exp_avg_sq_ptr, max_exp_avg_sq, mask)

@@ -27,7 +27,7 @@ class Scalars(NamedTuple):
         eps: Term added to the denominator.
         step_size: lr / (1 - beta1**step).
         rsqrt_bias_correction2: 1 / sqrt(1 - beta2**step).
-        dither_step: Number of the update modulo 2**24, for the dither of narrow states.
+        dither_step: Number of the update, for the dither of narrow states.
     """
 
     grad_factor: float
@@ -38,7 +38,7 @@ class Scalars(NamedTuple):
     eps: float
     step_size: float
     rsqrt_bias_correction2: float
-    dither_step: float
+    dither_step: int
 
 
 def moves(group: Mapping[str, Any]) -> bool:
@@ -63,7 +63,7 @@ def adam_scalars(group: Mapping[str, Any], step: float) -> Scalars:
         eps=float(group["eps"]),
         step_size=lr / bias_correction1 if moves(group) else 0.0,
         rsqrt_bias_correction2=1 / math.sqrt(bias_correction2),
-        dither_step=step % 2**24,
+        dither_step=int(step),
     )
 
 
