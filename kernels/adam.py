@@ -107,7 +107,8 @@ def adam_tile(
     if ADAM_W:
         p = p * decay
     else:
-        g = g + p * decay
+        # Infinite values would make NaN of no decay.
+        g = tl.where(decay != 0, g + p * decay, g)
     base = tl.where(lerp_weight > 0, exp_avg, g)
     m = base + (g - exp_avg) * lerp_weight
     v = exp_avg_sq * beta2 + (g * one_minus_beta2) * g
