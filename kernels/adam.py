@@ -321,10 +321,10 @@ def _adam_step_kernel(
 
 def flat_tiles(numels: list[int]) -> Tensor:
     """Blocks of all tensors: int32 [n_tiles, 2], (tensor, block of that tensor)."""
-    blocks = torch.tensor([-(-n // BLOCK) for n in numels])
-    tensors = torch.repeat_interleave(torch.arange(len(numels)), blocks)
+    blocks = torch.tensor([-(-n // BLOCK) for n in numels], dtype=torch.int64, device="cpu")
+    tensors = torch.repeat_interleave(blocks)
     first = blocks.cumsum(0) - blocks
-    numbers = torch.arange(len(tensors)) - first[tensors]
+    numbers = torch.arange(len(tensors), device="cpu") - first[tensors]
     return torch.stack((tensors, numbers), dim=1).to(torch.int32)
 
 

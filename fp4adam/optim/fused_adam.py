@@ -703,7 +703,7 @@ class FusedAdam(Optimizer):
         state, param = self.state[owner], self._own(owner)
         new: dict[str, Any] = {}
         if "step" not in state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         for name, codec in self._codecs(param.dtype).items():
             if name not in state and name != "master_param":
                 StoredState(codec, *codec.zeros_like(param)).put_into(new, name)

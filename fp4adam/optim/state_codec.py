@@ -67,7 +67,7 @@ class Dither(NamedTuple):
     exp_avg_sq: Tensor
 
 
-def dither_bits(first: int, count: int, step: int, device: torch.device | None = None) -> Dither:
+def dither_bits(first: int, count: int, step: int, device: torch.device | str = "cpu") -> Dither:
     """Dither of the elements ``first`` to ``first + count - 1`` of a flattened tensor.
 
     Elements that are 2**32 apart share theirs.

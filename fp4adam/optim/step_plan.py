@@ -144,7 +144,7 @@ class StepPlan:
         self._share_scales(members)
         self._share_step_counters()
         self._present: list[bool] = []
-        self._counted = torch.zeros(0, dtype=torch.float32)
+        self._counted = torch.zeros(0, dtype=torch.float32, device="cpu")
         self._cohorts: list[Cohort] = []
         self._rows_of_parts: list[list[int]] = [[] for _ in self._parts]
         self._rows_of_unfused: list[int] = []
@@ -200,7 +200,7 @@ class StepPlan:
         """Make the counters in the state views of one tensor, which one operator counts up."""
         self._step_of = [m.state["step"].item() for m in self.members]
         self._ratio_of = list(map(_ratio, self.members, self._step_of))
-        self._steps = torch.tensor(self._step_of, dtype=torch.float32)
+        self._steps = torch.tensor(self._step_of, dtype=torch.float32, device="cpu")
         self._step_views = list(self._steps)
         for member, step in zip(self.members, self._step_views, strict=True):
             member.state["step"] = member.tensors["step"] = step
@@ -341,7 +341,7 @@ class StepPlan:
         self._present = present
         written = [m.borrowed for m in compress(self.members, present) if m.moves]
         self._publish = Publication([borrowed for borrowed in written if borrowed is not None])
-        self._counted = torch.tensor(present, dtype=torch.float32)
+        self._counted = torch.tensor(present, dtype=torch.float32, device="cpu")
         cohorts: dict[tuple[int, float, int], Cohort] = {}
         row_of = [0] * len(present)
         for i in compress(range(len(present)), present):
@@ -423,7 +423,7 @@ def _skip(found_inf: Tensor, cohorts: list[Cohort], counted: Tensor) -> Skip:
     """Send ``found_inf`` to the host without waiting for it."""
     if not found_inf.is_cuda:
         return Skip(found_inf.clone(), None, cohorts, counted)
-    on_host = torch.empty(1, dtype=torch.float32, pin_memory=True)
+    on_host = torch.empty(1, dtype=torch.float32, device="cpu", pin_memory=True)
     on_host.copy_(found_inf.reshape(1), non_blocking=True)
     arrival = torch.cuda.Event()
     arrival.record(torch.cuda.current_stream(found_inf.device))
