@@ -172,7 +172,7 @@ def _entries(whole: Whole, pitch: int) -> int:
 
 def _entry_of_shards(whole: Whole, pitch: int, device: torch.device) -> Tensor:
     """For each entry of the whole, where it is among those of all shards."""
-    entry = torch.arange(math.ceil(whole.rows / pitch))
+    entry = torch.arange(math.ceil(whole.rows / pitch), device="cpu")
     shard = entry * pitch // whole.chunk_rows
     first_entry = shard * whole.chunk_rows // pitch
     return (shard * _entries(whole, pitch) + entry - first_entry).to(device, non_blocking=True)

@@ -136,7 +136,7 @@ class Float8BlockQuantizer(SquareBlockQuantizer):
 
     def encode_scale(self, amax: Tensor, largest: float) -> Tensor:
         """Encode scales; ``largest`` is the largest finite value of the input's dtype."""
-        epsilon = torch.tensor(self.amax_epsilon, dtype=torch.float32)
+        epsilon = torch.tensor(self.amax_epsilon, dtype=torch.float32, device="cpu")
         amax = torch.where(amax < epsilon, epsilon, amax)
         # A Python number over a tensor would be computed as number * (1 / tensor).
         scale = torch.full_like(amax, minifloat.E4M3_MAX) / amax

@@ -18,7 +18,7 @@ from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.interop.borrowed_tensor import BorrowedTensor
 from fp4adam.optim import checks
 from fp4adam.optim import state_dict as saving
-from fp4adam.optim.adam import moves as updates_params
+from fp4adam.optim.adam import updates_params
 from fp4adam.optim.grad_norm import GradNorm
 from fp4adam.optim.hyper_parameters import check_hyper_parameters, check_numbers
 from fp4adam.optim.master_weights import MasterWeights

@@ -140,10 +140,10 @@ def adam_stored_(
             for s, piece, scale in zip(stored, codes, scales, strict=True)
         ]
         adam_(numbers[0], g, *numbers[1:], largest, *options)
-        dither = dither_bits(first_element + first, n, int(scalars.dither_step), g.device)
-        for s, piece, scale, x in zip(stored, codes, scales, numbers, strict=True):
+        dither = dither_bits(first_element + first, n, scalars.dither_step, g.device)
+        for s, piece, scale, x, bits in zip(stored, codes, scales, numbers, dither, strict=True):
             if not s.codec.exact:
-                new_codes, new_scales = s.codec.encode(x.view(-1), dither)
+                new_codes, new_scales = s.codec.encode(x.view(-1), bits)
                 piece.copy_(new_codes.view(shape))
                 if s is value and rest is not None:
                     rest.copy_(new_scales.view(shape))
