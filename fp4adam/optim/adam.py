@@ -46,7 +46,6 @@ def updates_params(group: Mapping[str, Any]) -> bool:
     return abs(float(group["lr"])) > 2.0**-149  # float32 cannot tell less from zero
 
 
-moves = updates_params
 
 
 def adam_scalars(group: Mapping[str, Any], step: float) -> Scalars:
