@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fp4adam.distributed.dtensor import local
-from fp4adam.distributed.scale_exchange import Place, write_shards
+from fp4adam.distributed.scale_exchange import ShardInfo, write_shards
 from fp4adam.formats.scale_groups import (
     ScaleGroup,
     ScaleGroups,
@@ -20,7 +20,7 @@ from fp4adam.formats.scale_groups import (
 )
 from fp4adam.optim.adam import moves
 from fp4adam.optim.fused_adam import FusedAdam
-from fp4adam.tensors import row_window
+from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 QUANTIZE_FROM = ("master", "param_dtype")
@@ -118,14 +118,14 @@ class FP4Adam(FusedAdam):
         )
         for own in quantized:
             if own is not None:
-                own._origin.scale_group = None
+                own._shared.scale_group = None
         for group in groups:
             members = [quantized[i] for i in group]
             form_scale_group(members, [names[i] if names else f"parameter {i}" for i in group])
 
     def _scales_of(self, param: Tensor) -> Hashable:
         own = local(param)
-        group = own._origin.scale_group if isinstance(own, QuantizedTensor) else None
+        group = own._shared.scale_group if isinstance(own, QuantizedTensor) else None
         return param if group is None else group
 
     def _check_sharing(self, mates: list[Tensor]) -> None:
@@ -142,12 +142,12 @@ class FP4Adam(FusedAdam):
             self._check_steppable(param)
             self._check_state(param)
             own = local(param)
-            if own._origin.whole is None and not row_window.is_all(own):
+            if own._shared.global_spec is None and not rows.is_all(own):
                 raise NotImplementedError(
                     "members of a scale group must be whole tensors, got some rows of one, of "
                     f"shape {tuple(own.shape)}; leave it out"
                 )
-        if len({place and place.group for place in map(Place.of, mates)}) > 1:
+        if len({place and place.group for place in map(ShardInfo.of, mates)}) > 1:
             raise NotImplementedError(
                 "members of a scale group must be sharded over the same ranks, got "
                 f"{', '.join(group.names)} sharded differently; shard them by one fully_shard"
@@ -223,7 +223,7 @@ class FP4Adam(FusedAdam):
             is_new = not quantized.isdisjoint(mates)
             values = [self._value_of(owner) if is_new else None for owner in mates]
             dtypes = [*map(self._write_dtype, own)]
-            place = Place.of(mates[0])
+            place = ShardInfo.of(mates[0])
             if place is not None:
                 # Whether a rank has something to write or not, others wait for it.
                 alike = [[place] * len(own), values, dtypes, [scales] * len(own)]
@@ -252,14 +252,14 @@ class FP4Adam(FusedAdam):
         value = master.to(self._write_dtype(param))
         if owner in self._borrowed:
             return self._borrowed[owner].is_of(value)
-        if param._origin.whole is not None:
-            return row_window.is_of(param, value)
+        if param._shared.global_spec is not None:
+            return rows.is_of(param, value)
         expected = param.quantizer.make_empty(tuple(value.shape), value.dtype, value.device)
         # The amax may be that of another member of its scale group.
-        expected._write(value, amax=param.settled()._amax)
+        expected._write(value, amax=param.flush()._amax)
         return all(
             torch.equal(inner, expected.storage_tensors()[name])
-            for name, inner in param.settled().storage_tensors().items()
+            for name, inner in param.flush().storage_tensors().items()
         )
 
 

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4adam.distributed.dtensor import first_element, like, local, part_for, sharding_groups
-from fp4adam.distributed.scale_exchange import Place
+from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.interop.adapter import adapter_of, count_writes, is_foreign, memory
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, Publication
 from fp4adam.optim.adam import Scalars, moves
@@ -482,7 +482,7 @@ class FusedAdam(Optimizer):
                     param=own,
                     state=state,
                     tensors=tensors,
-                    place=Place.of(param) if scales in moving else None,
+                    place=ShardInfo.of(param) if scales in moving else None,
                     scales=scales,
                     value=tensors["master_param"] if self._needs_master(own) else own,
                     moves=scales in moving,
@@ -547,7 +547,7 @@ class FusedAdam(Optimizer):
                 f"parameters must be replicated or sharded for {name}, got placements "
                 f"{param.placements}; redistribute them"
             )
-        Place.of(param)
+        ShardInfo.of(param)
         if param.is_meta or not param.is_floating_point():
             raise RuntimeError(
                 "`fused=True` requires all the params to be floating point Tensors of a real "
@@ -939,7 +939,7 @@ def written(param: Tensor) -> int:
     """
     own = local(param)
     if isinstance(own, QuantizedTensor):
-        return own._origin.writes
+        return sum(inner._version for inner in own._shared.tensors.existing().values())
     if is_foreign(own):
         return count_writes(own, memory(own, adapter_of(own)))
     return param._version

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp4adam.distributed.scale_exchange import Place
+from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.interop.borrowed_tensor import BorrowedTensor
 from fp4adam.optim.memory_layout import is_dense
 from fp4adam.optim.state_codec import STATE_BLOCK, StateCodec
 from fp4adam.optim.step_kernels import LAUNCHES, FusedLaunch, Kind
 from fp4adam.optim.stored_state import StoredState
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.row_window import is_whole_blocks, matrix_shape
+from fp4adam.tensors.rows import is_whole_blocks, matrix_shape
 
 # Vector accesses of the kernels; torch's allocators give more, views into flat buffers may not.
 ALIGNMENT = 16
@@ -58,7 +58,7 @@ class Member(NamedTuple):
     param: Tensor
     state: dict[str, Any]
     tensors: dict[str, Any]
-    place: Place | None
+    place: ShardInfo | None
     scales: Hashable
     value: Tensor
     moves: bool
@@ -156,7 +156,7 @@ class Member(NamedTuple):
             return False
         if quantized and not (type(param.quantizer) in LAUNCHES and is_whole_blocks(param)):
             return False
-        if quantized and param.pending_value() is not None:
+        if quantized and param.flush().pending_value() is not None:
             return False
         if not all(t.is_contiguous() for t in tensors):
             alike = all(t.stride() == value.stride() for t in tensors)

@@ -29,12 +29,16 @@ from fp4adam.optim.update_bound import largest_update, measured_ratio, next_rati
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 _version = attrgetter("_version")
-_writes = attrgetter("_origin.writes")
+_storage = attrgetter("_shared.tensors")
 _local = attrgetter("_local_tensor")
 _noted = attrgetter("writes")
 
 # How a member without kernels is stepped: the member, its gradient, scalars and signals.
 Operators = Callable[[Member, Tensor, Scalars, Tensor | None, Tensor | None], None]
+
+
+def _writes(param: QuantizedTensor) -> int:
+    return sum(inner._version for inner in _storage(param) if inner is not None)
 
 
 class Cohort:
@@ -92,7 +96,6 @@ class StepPlan:
     ) -> None:
         self._outsiders = outsiders
         self._structure = structure
-        self._storage_generation = QuantizedTensor.storage_generation
         self._read_grad = read_grad
         self._takes_kernels = takes_kernels
         mates: dict[Hashable, list[Member]] = defaultdict(list)
@@ -126,6 +129,7 @@ class StepPlan:
         ]
         # What tells that something else has written to a parameter that has a master.
         self._quantized = [*compress((m.param for m in self.members), quantized)]
+        self._storages = list(map(_storage, self._quantized))
         self._quantized_owners = [*compress(self._owners, quantized)]
         self._with_master = [
             m.owner
@@ -190,7 +194,9 @@ class StepPlan:
                     exchanged[id(member.owner)] = (batch.launch.amaxes[slot : slot + 1], [])
         groups: dict[tuple, list[Exchanged]] = defaultdict(list)
         for m in sharing:
-            told = Exchanged(m.param._origin.whole, m.place, *exchanged[id(m.owner)], m.scales)
+            told = Exchanged(
+                m.param._shared.global_spec, m.place, *exchanged[id(m.owner)], m.scales
+            )
             groups[m.place.group, m.place.device].append(told)
         self._exchanges = [
             AmaxExchange(group, device, shards) for (group, device), shards in groups.items()
@@ -231,7 +237,7 @@ class StepPlan:
         """
         return (
             structure == self._structure
-            and QuantizedTensor.storage_generation == self._storage_generation
+            and list(map(_storage, self._quantized)) == self._storages
             and self._steps._version == self._steps_version
             and list(map(_version, self._with_master)) == self._master_versions
             and list(map(_writes, self._quantized)) == self._written
@@ -307,6 +313,8 @@ class StepPlan:
         self._finish(launches)
         # Autograd does not see what kernels write.
         changed = [*compress(self._owners, self._present), *self._locals]
+        for param in self._quantized:
+            changed += _storage(param).existing().values()
         torch.autograd.graph.increment_version(changed)
         self._publish()
         self._note_versions()
