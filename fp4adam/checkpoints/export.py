@@ -18,7 +18,7 @@ from fp4adam.checkpoints.folder import CONFIG, Entry
 from fp4adam.checkpoints.layouts import LAYOUTS, Encoding, Layout
 from fp4adam.distributed import fsdp
 from fp4adam.distributed.dtensor import like, local, sharded_dims, sharding_groups
-from fp4adam.distributed.scale_exchange import Place
+from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.formats.float8_block import BLOCK as FLOAT8_BLOCK
 from fp4adam.formats.float8_block import Float8BlockTensor
 from fp4adam.formats.nvfp4 import NVFP4Tensor
@@ -27,7 +27,7 @@ from fp4adam.nn.quantize_model import check_module
 from fp4adam.optim.fp4_adam import written_value
 from fp4adam.optim.fused_adam import FusedAdam, written
 from fp4adam.optim.optimizer_state import saved_states
-from fp4adam.tensors import row_window
+from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import check_dtype
 
@@ -281,7 +281,7 @@ def _check_whole_linear(name: str, weight: QuantizedTensor, linear: list[str]) -
             f"quantized weights must be those of nn.Linear layers, got {name!r}; leave it in high "
             "precision (filter=...)"
         )
-    if weight._origin.whole is None and not row_window.is_whole_blocks(weight):
+    if weight._shared.global_spec is None and not rows.is_whole_blocks(weight):
         raise ValueError(f"{name!r} must be a whole tensor, got rows of another one; clone it")
 
 
@@ -293,7 +293,7 @@ def _warn_of_readers(quantized: dict[str, QuantizedTensor], weights: dict[str, T
         layer = name.removesuffix(".weight")
         matrix = hf_scale_groups(name)
         if isinstance(weight, NVFP4Tensor) and matrix is not None:
-            groups[matrix][layer.rpartition(".")[2]] = weight.settled()._amax.item()
+            groups[matrix][layer.rpartition(".")[2]] = weight.flush()._amax.item()
         if isinstance(weight, Float8BlockTensor):
             sides = weights[name].shape
             partial += [layer] * any(n > FLOAT8_BLOCK and n % FLOAT8_BLOCK for n in sides)
@@ -318,7 +318,7 @@ def _warn_of_readers(quantized: dict[str, QuantizedTensor], weights: dict[str, T
 def _quantized_entry(name: str, weight: QuantizedTensor, encoding: Encoding) -> Entry:
     layer = name.removesuffix("weight")
     try:
-        stored = encoding.encode(weight.settled())
+        stored = encoding.encode(weight.flush())
     except ValueError as error:
         raise ValueError(f"{name!r}: {error}") from None
     metadata = {}
@@ -337,11 +337,11 @@ def _gathered(weight: Tensor) -> Tensor:
         return shard
     if not isinstance(shard, QuantizedTensor):
         return weight.detach().full_tensor()
-    Place.of(weight)  # says what cannot be gathered
+    ShardInfo.of(weight)  # says what cannot be gathered
     mesh = weight.device_mesh
     if mesh.ndim > 1:
         mesh = mesh[mesh.mesh_dim_names[sharded[0]]]
-    place = Place.in_mesh(mesh)
+    place = ShardInfo.in_mesh(mesh)
     inputs, names = fsdp.pre_all_gather(shard, mesh)
     outputs = []
     for inner in inputs:

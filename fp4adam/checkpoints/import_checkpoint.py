@@ -57,7 +57,7 @@ def import_checkpoint(
     for layer, weight in quantized.items():
         module = reading.linear[layer]
         param = nn.Parameter(weight, module.weight.requires_grad)
-        param._origin.name = f"{layer}.weight"
+        param._shared.name = f"{layer}.weight"
         module.weight = param
     with torch.no_grad():
         for name, value in plain.items():

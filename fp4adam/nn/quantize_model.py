@@ -127,7 +127,7 @@ def _quantize_layers(
     groups = resolve_scale_groups(scale_groups, weights, names, [quantizer] * len(chosen))
     params = [_empty_parameter(quantizer, weight) for weight in weights]
     for param, name in zip(params, names, strict=True):
-        param._origin.name = name
+        param._shared.name = name
     for group in groups:
         form_scale_group([params[i] for i in group], [names[i] for i in group])
     alone = sorted({*range(len(chosen))}.difference(*groups))

@@ -46,8 +46,6 @@ def updates_params(group: Mapping[str, Any]) -> bool:
     return abs(float(group["lr"])) > 2.0**-149  # float32 cannot tell less from zero
 
 
-
-
 def adam_scalars(group: Mapping[str, Any], step: float) -> Scalars:
     """The scalars of a parameter group for its update number ``step`` (1 for the first)."""
     lr = float(group["lr"])

@@ -19,7 +19,7 @@ from fp4adam.formats.scale_groups import (
 from fp4adam.optim import checks
 from fp4adam.optim.fused_adam import FusedAdam
 from fp4adam.optim.param_view import Storing
-from fp4adam.tensors import row_window
+from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 QUANTIZE_FROM = ("master", "param_dtype")
@@ -155,7 +155,7 @@ class FP4Adam(FusedAdam):
             checks.check_steppable(type(self).__name__, param)
             checks.check_state(param, self.state.get(param, {}), self._storing)
             own = local(param)
-            if own._shared.global_spec is None and not row_window.is_all(own):
+            if own._shared.global_spec is None and not rows.is_all(own):
                 raise NotImplementedError(
                     "members of a scale group must be whole tensors, got some rows of one, of "
                     f"shape {tuple(own.shape)}; leave it out"

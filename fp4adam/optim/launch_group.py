@@ -12,7 +12,7 @@ from torch import Tensor
 from fp4adam.kernels.launch.device_tables import DeviceTables
 from fp4adam.optim.param_state import ALIGNMENT, ParamState
 from fp4adam.optim.step_kernels import FusedLaunch, Kind, Listed, fused_launch
-from fp4adam.tensors.row_window import matrix_shape
+from fp4adam.tensors.rows import matrix_shape
 
 # Builtins, which map() calls without a Python frame.
 _data_ptr = torch._C.TensorBase.data_ptr

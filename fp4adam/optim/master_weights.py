@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fp4adam.distributed.dtensor import local, sharding_groups
-from fp4adam.distributed.scale_exchange import ShardInfo, write_shards
+from fp4adam.distributed.scale_exchange import ShardInfo, settle_shard, write_shards
 from fp4adam.formats.scale_groups import write_together
 from fp4adam.optim.memory_note import WriteNote
 from fp4adam.optim.param_view import ParamView, QuantizedView
@@ -83,6 +83,9 @@ class MasterWeights:
         ]
         if not unsure:
             return [], {}
+        for view in unsure:
+            if isinstance(view, QuantizedView) and (info := ShardInfo.of(view.owner)) is not None:
+                settle_shard(view.param, info)
         plain = [view for view in unsure if not isinstance(view, QuantizedView)]
         answers = {view: view.is_rounded(master_of(view, states[view.owner])) for view in plain}
         quantized = [view for view in unsure if isinstance(view, QuantizedView)]

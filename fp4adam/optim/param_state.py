@@ -14,7 +14,7 @@ from fp4adam.optim.state_codec import REMAINDER, STATE_BLOCK, StateCodec
 from fp4adam.optim.step_kernels import LAUNCHES, Kind
 from fp4adam.optim.stored_state import StoredState
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.row_window import is_whole_blocks
+from fp4adam.tensors.rows import is_whole_blocks
 
 # Vector accesses of the kernels; torch's allocators give more, views into flat buffers may not.
 ALIGNMENT = 16

@@ -151,7 +151,7 @@ class QuantizedView(ParamView):
     def free_initial_value(self, updates: bool) -> None:
         if updates:
             self.param.clear_high_precision_init_val()
-        elif self.param._high_precision_init_val is not None:
+        elif self.param._shared.init_val is not None:
             # The bytes stay as they are, so that the next value written is kept instead.
             self.param._high_precision_init_val = self.param._high_precision_init_val.to("meta")
 
