@@ -193,7 +193,9 @@ def _dequantize_values(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
     for name, value in state_dict.items():
-        if isinstance(value, QuantizedTensor) and name.startswith(prefix):
+        # state_dict(keep_vars=True) asks for the parameters themselves.
+        is_asked_for = name.startswith(prefix) and not isinstance(value, nn.Parameter)
+        if isinstance(value, QuantizedTensor) and is_asked_for:
             state_dict[name] = value.dequantize(value.dtype)
 
 
