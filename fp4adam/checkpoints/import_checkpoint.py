@@ -10,6 +10,13 @@ from fp4adam.checkpoints.folder import CheckpointReader
 from fp4adam.checkpoints.layouts import LAYOUTS, Encoding, Layout
 from fp4adam.checkpoints.model_state import model_state, plain_name, unwrapped
 from fp4adam.nn.quantize_model import check_module
+from fp4adam.nn.replacement import (
+    check_attributes,
+    check_no_replica,
+    check_weight,
+    hand_over,
+    put_in,
+)
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
 
@@ -29,7 +36,8 @@ def import_checkpoint(
 
     Args:
         model: On devices with memory, its names those of the checkpoint. Create the optimizer, and
-            call ``fully_shard``, after this: quantized weights are new parameters.
+            call ``fully_shard``, after this: quantized weights are new parameters, which get what
+            belongs to the old ones as by :func:`fp4adam.quantize_model`.
         folder: Of ``config.json`` and safetensors files.
         quantizer: How the weights go on to be quantized, the format's own one by default. NVFP4
             scales that are not those of 16x16 blocks need
@@ -55,12 +63,19 @@ def import_checkpoint(
     check_module(model)
     with CheckpointReader(Path(folder)) as checkpoint:
         reading = _Import(unwrapped(model), checkpoint, quantizer)
+        check_no_replica(model.modules(), [m.weight for m in reading.linear.values()])
         quantized, plain = reading.quantized_weights(), reading.plain_values()
-    for layer, weight in quantized.items():
-        module = reading.linear[layer]
-        param = nn.Parameter(weight, module.weight.requires_grad)
+    modules = [reading.linear[layer] for layer in quantized]
+    params = [
+        nn.Parameter(weight, module.weight.requires_grad)
+        for weight, module in zip(quantized.values(), modules, strict=True)
+    ]
+    for layer, module, param in zip(quantized, modules, params, strict=True):
+        check_attributes(layer, module.weight, param)
         param._origin.name = f"{layer}.weight"
-        module.weight = param
+    for module, param in zip(modules, params, strict=True):
+        hand_over(module.weight, param)
+    put_in(zip(modules, params, strict=True))
     with torch.no_grad():
         for name, value in plain.items():
             reading.state[name].copy_(value)
@@ -142,7 +157,9 @@ class _Import:
                     f"{layer!r} of the model must be an nn.Linear to have a quantized weight, got "
                     f"another module; build it from the checkpoint's config.json"
                 )
-            names = [name for name, x in self.state.items() if x is self.linear[layer].weight]
+            weight = self.linear[layer].weight
+            check_weight(layer, weight)
+            names = [name for name, x in self.state.items() if x is weight]
             if len(names) > 1:
                 raise ValueError(
                     f"{names[0]!r} and {names[1]!r} must be two weights, got a tied one, which is "

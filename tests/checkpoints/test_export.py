@@ -334,6 +334,43 @@ def test_names_of_replicas(tmp_path):
         assert_same(*(load_file(path / "model.safetensors") for path in (replica, plain)))
 
 
+def test_import_keeps_what_belongs_to_a_weight(tmp_path):
+    export_checkpoint(build("nvfp4"), tmp_path)
+    for recipe in (None, "nvfp4"):
+        model, calls = build(recipe, seed=1), []
+        model.up.weight.tensor_model_parallel = True
+        model.up.weight.register_hook(lambda grad: calls.append("up"))  # noqa: B023
+        old = model.down.weight.requires_grad_(False)
+        import_checkpoint(model, tmp_path)
+        assert model.up.weight.tensor_model_parallel and model.down.weight is not old
+        assert model.up.weight.requires_grad and not model.down.weight.requires_grad
+        train(model, FP4Adam(model.parameters()), steps=1)
+        assert calls == ["up"]
+
+
+def test_nothing_is_imported_where_something_cannot_go_along(tmp_path):
+    export_checkpoint(build("nvfp4"), tmp_path)
+    model = build(None, seed=1)
+    model.up.weight.quantizer = "mine"
+    before, weight = bytes_of(model), model.down.weight
+    with pytest.raises(ValueError, match="'up' must have no attribute 'quantizer'"):
+        import_checkpoint(model, tmp_path)
+    assert_same(bytes_of(model), before)
+    assert model.down.weight is weight
+
+
+def import_into_a_replica(rank: int, folder: str) -> None:
+    replica = nn.parallel.DistributedDataParallel(build(None, seed=1))
+    with pytest.raises(ValueError, match="wrapped by DistributedDataParallel"):
+        import_checkpoint(replica, folder)
+    assert not any(isinstance(param, QuantizedTensor) for param in replica.parameters())
+
+
+def test_replicas_are_imported_before_they_are_wrapped(tmp_path):
+    export_checkpoint(build("nvfp4"), tmp_path)
+    run_ranks(import_into_a_replica, 1, str(tmp_path))
+
+
 # State dict hooks
 
 
