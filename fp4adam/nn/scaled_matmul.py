@@ -337,7 +337,9 @@ def without_padding(product: Tensor, shape: tuple[int, ...]) -> Tensor:
     It is no view to autograd, which lets nobody write in place to a view that a function returns.
     """
     rows = math.prod(shape[:-1])
-    first, _ = torch.unsafe_split_with_sizes(product, (rows, product.shape[0] - rows))
+    # Not product.shape[0]: torch 2.11 cannot trace sizes of what an autograd function has computed
+    # where some are dynamic.
+    first, _ = torch.unsafe_split_with_sizes(product, (rows, padded_tokens(rows) - rows))
     return torch.ops.aten._unsafe_view(first, shape)
 
 

@@ -60,6 +60,7 @@ class Watch:
         self._versions = self._read_versions()
         self._present: list[bool] = []
         self._written: list[Tensor] = []
+        self._written_inner: list[weakref.ref] = []
 
     def _read(self) -> None:
         """Read the tensors of all parameters and states."""
@@ -102,12 +103,15 @@ class Watch:
         if present is not self._present:
             self._present = present
             stepped = [m for m in compress(self._members, present)]
-            # The tensors of a plan are the same until it ends.
-            held = [m.owner for m in stepped] + [m.param for m in stepped if m.param is not m.owner]
-            inner = (m.param for m in stepped if isinstance(m.param, QuantizedTensor))
-            held += chain.from_iterable(param._shared.tensors.present for param in inner)
-            self._written = [weakref.ref(tensor) for tensor in held]
-        torch.autograd.graph.increment_version(list(map(_deref, self._written)))
+            # The tensors of a plan are the same until it ends. Only inner ones are left behind by
+            # owners that stay, and only they may have weak references: torch swaps no others.
+            self._written = [m.owner for m in stepped]
+            self._written += [m.param for m in stepped if m.param is not m.owner]
+            quantized = (m.param for m in stepped if isinstance(m.param, QuantizedTensor))
+            inner = chain.from_iterable(param._shared.tensors.present for param in quantized)
+            self._written_inner = list(map(weakref.ref, inner))
+        changed = [*self._written, *map(_deref, self._written_inner)]
+        torch.autograd.graph.increment_version(changed)
         for borrowed in self._borrowed:
             borrowed.note()
         self._versions = self._read_versions()
