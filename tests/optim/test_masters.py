@@ -1,0 +1,817 @@
+"""Masters and parameters: who wrote last, wherever their memory is and whatever went wrong."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import math
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.nn import Parameter
+from torch.optim import AdamW
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp4adam import FP4Adam, FusedAdam, QuantizedTensor, quantize_model
+from fp4adam.tensors import backend
+from master_reference import Twin, rounded, stored, value_of
+from quantized_training import (
+    RECIPES,
+    all_params,
+    assert_identical,
+    make_mlp,
+    make_weight,
+    random,
+    set_grads,
+    snapshot,
+    take_steps,
+)
+
+NVFP4 = RECIPES["nvfp4"]
+SHAPE = (32, 32)
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(params=["operators", "kernels"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where tensors are, once with plain operators and once with kernels."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if request.param == "operators":
+        return "cpu"
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
+    return device
+
+
+class Net(nn.Module):
+    """A weight of each format, a BF16 and an FP32 parameter."""
+
+    def __init__(self, device: str, seed: int = 0) -> None:
+        super().__init__()
+        for i, name in enumerate(RECIPES):
+            layer = nn.Linear(*SHAPE, bias=False, device=device)
+            layer.weight = Parameter(random(SHAPE, seed + i, device, scale=0.1))
+            setattr(self, name, layer)
+        self.narrow = Parameter(random((33,), seed + 3, device).bfloat16())
+        self.wide = Parameter(random((7,), seed + 4, device))
+
+
+def make_net(device: str, seed: int = 0) -> Net:
+    model = Net(device, seed)
+    for format_name, quantizer in RECIPES.items():
+        quantize_model(model, quantizer, lambda _, name, only=format_name: name == only)
+    return model
+
+
+def make_pair(device: str, **options: Any) -> tuple[Net, FP4Adam]:
+    """A model and its optimizer after two steps."""
+    model = make_net(device)
+    optimizer = FP4Adam(model.parameters(), lr=1e-2, **options)
+    take_steps(optimizer, range(2))
+    return model, optimizer
+
+
+def best_of(model: nn.Module) -> dict[str, Tensor]:
+    """What load_state_dict takes to overwrite all parameters."""
+    return {
+        name: random(tuple(param.shape), 70 + i, str(param.device), scale=0.1)
+        for i, (name, param) in enumerate(model.named_parameters())
+    }
+
+
+def masters(optimizer: FP4Adam) -> list[Tensor]:
+    """What training continues from, in FP32."""
+    return [
+        optimizer.state.get(param, {}).get("master_param", param).detach().clone()
+        for param in all_params(optimizer)
+    ]
+
+
+def assert_continues(
+    optimizer: FP4Adam, starts: list[Tensor] | None = None, seed: int = 9, clip: float | None = None
+) -> None:
+    """The next step is AdamW's from ``starts``, by default from the values of the parameters now.
+
+    Moments and step counts go on, and parameters become what their masters round to.
+    """
+    params = all_params(optimizer)
+    starts = [*map(value_of, params)] if starts is None else starts
+    twins = [Twin.of(optimizer, param) for param in params]
+    set_grads(params, seed)
+    if clip is not None:
+        optimizer.clip_grad_norm_(clip)
+    for param, twin, start in zip(params, twins, starts, strict=True):
+        twin.value = start.detach().to(param.device, torch.float32, copy=True)
+        group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
+        twin.update(param.grad, group)
+    optimizer.step()
+    assert_identical(masters(optimizer), [twin.value for twin in twins])
+    for param, twin in zip(params, twins, strict=True):
+        assert optimizer.state[param]["step"] == twin.step
+        assert_identical(stored(param), rounded(param, twin.value))
+
+
+def key_of(optimizer: FP4Adam, param: Tensor) -> int:
+    """Of a parameter in the state dict."""
+    return next(i for i, other in enumerate(all_params(optimizer)) if other is param)
+
+
+class Interrupt(TorchDispatchMode):
+    """Raises KeyboardInterrupt at the operator number ``at``."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.left = at
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of(optimizer: FP4Adam) -> int:
+    """How many operators a step runs that is like the one before."""
+    twin = copy.deepcopy(optimizer)
+    take_steps(twin, [5, 6])
+    set_grads(all_params(twin), 7)
+    counter = Interrupt(10**9)
+    with counter:
+        twin.step()
+    return 10**9 - counter.left
+
+
+# Memory that is exchanged
+
+
+def new_memory(model: nn.Module) -> None:
+    model._apply(torch.clone)
+
+
+def there_and_back(model: nn.Module) -> None:
+    model.half()
+    model.bfloat16()
+
+
+def swap_with_clones(model: nn.Module) -> None:
+    for param in model.parameters():
+        torch.utils.swap_tensors(param, Parameter(param.detach().clone()))
+
+
+def assign_clones(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data = param.detach().clone()
+
+
+def to_cpu_and_back(model: nn.Module) -> None:
+    device = next(model.parameters()).device
+    model.cpu()
+    model.to(device)
+
+
+EXCHANGES = [new_memory, there_and_back, swap_with_clones, assign_clones, to_cpu_and_back]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_training_goes_on_in_new_memory(exchange: Callable[[nn.Module], None], device: str) -> None:
+    pairs = [make_pair(device) for _ in range(2)]
+    if exchange is there_and_back:  # which an FP32 parameter would not survive
+        for model, optimizer in pairs:
+            model.wide.requires_grad_(False)
+            group = optimizer.param_groups[0]
+            group["params"] = [param for param in group["params"] if param is not model.wide]
+            del optimizer.state[model.wide]
+            del model.wide
+    # A step that writes to the old memory then fails here, and does not corrupt the heap.
+    kept = [t for param in pairs[0][0].parameters() for t in stored(param).values()]
+    old = [t.clone() for t in kept]
+    exchange(pairs[0][0])
+    models = [model for model, _ in pairs]
+    if exchange is there_and_back:
+        models[1].bfloat16()
+    for _, optimizer in pairs:
+        take_steps(optimizer, range(2, 4))
+    assert_identical(*([p.detach() for p in model.parameters()] for model in models))
+    assert_identical(*(snapshot(optimizer)["state"] for _, optimizer in pairs))
+    if exchange in (new_memory, assign_clones, swap_with_clones):
+        assert_identical(kept, old)
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param"])
+@pytest.mark.parametrize("wrong", ["smaller", "larger", "elsewhere"])
+def test_state_that_does_not_fit_is_refused(name: str, wrong: str, device: str) -> None:
+    """Before anything else has been stepped: kernels would write past its end."""
+    model, optimizer = make_pair(device, amsgrad=True)
+    for param in (model.nvfp4.weight, model.narrow):
+        value = optimizer.state[param][name]
+        rows = value.shape[0] // 2 if wrong == "smaller" else 2 * value.shape[0]
+        # In larger memory, so that a kernel that takes it corrupts nothing else.
+        state = torch.zeros(4 * value.shape[0], *value.shape[1:], device=device)[:rows]
+        optimizer.state[param][name] = value.to("meta") if wrong == "elsewhere" else state
+        params = [p.detach().clone() for p in all_params(optimizer)]
+        others = {p: copy.deepcopy(s) for p, s in optimizer.state.items() if p is not param}
+        set_grads(all_params(optimizer), 2)
+        with pytest.raises((RuntimeError, ValueError), match="shape"):
+            optimizer.step()
+        assert_identical([p.detach() for p in all_params(optimizer)], params)
+        for other, state in others.items():
+            assert_identical(dict(optimizer.state[other]), dict(state))
+        optimizer.state[param][name] = value
+    assert_continues(optimizer, masters(optimizer))
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param"])
+def test_replaced_states_are_used(name: str, device: str) -> None:
+    model, optimizer = make_pair(device, amsgrad=True)
+    old = []
+    for param in (model.nvfp4.weight, model.narrow):
+        old.append(optimizer.state[param][name])
+        optimizer.state[param][name] = old[-1] * 0.5
+    untouched = [value.clone() for value in old]
+    assert_continues(optimizer, masters(optimizer))
+    assert_identical(old, untouched)
+
+
+def test_step_follows_new_strides(device: str) -> None:
+    pairs = [[Parameter(random((6, 8), i, device)) for i in range(2)] for _ in range(2)]
+    optimizers = [FP4Adam(params) for params in pairs]
+    for optimizer in optimizers:
+        take_steps(optimizer, range(2))
+    pairs[0][0].data = pairs[0][0].detach().t().contiguous().t()
+    for optimizer in optimizers:
+        take_steps(optimizer, range(2, 4))
+    assert_identical([p.detach() for p in pairs[0]], [p.detach() for p in pairs[1]])
+
+
+def test_default_device_is_of_no_matter(device: str) -> None:
+    optimizers = [FP4Adam(make_net(device).parameters()) for _ in range(2)]
+    for seed in range(3):
+        for optimizer in optimizers:
+            set_grads(all_params(optimizer), seed)
+        optimizers[0].step()
+        torch.set_default_device("cuda" if torch.cuda.is_available() else "meta")
+        try:
+            optimizers[1].step()
+            saved = optimizers[1].state_dict()
+            optimizers[1].load_state_dict(saved)
+        finally:
+            torch.set_default_device(None)
+    assert_identical(*map(snapshot, optimizers))
+
+
+# Who wrote last
+
+
+def test_reset_master_weights_restarts_from_the_parameters(device: str) -> None:
+    model, optimizer = make_pair(device)
+    kept = masters(optimizer)
+    optimizer.reset_master_weights([model.narrow])
+    starts = [
+        value_of(p) if p is model.narrow else start
+        for p, start in zip(all_params(optimizer), kept, strict=True)
+    ]
+    assert_continues(optimizer, starts)
+    optimizer.reset_master_weights()
+    assert_continues(optimizer)
+
+
+def through_deepcopy(model: nn.Module, optimizer: FP4Adam) -> tuple[Any, FP4Adam]:
+    return copy.deepcopy((model, optimizer))
+
+
+def through_a_file(model: nn.Module, optimizer: FP4Adam) -> tuple[Any, FP4Adam]:
+    file = io.BytesIO()
+    torch.save((model, optimizer), file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def through_an_interrupt(model: nn.Module, optimizer: FP4Adam) -> tuple[Any, FP4Adam]:
+    """In the middle, when some has been written."""
+    middle = operators_of(optimizer) // 2
+    set_grads(all_params(optimizer), 4)
+    with pytest.raises(KeyboardInterrupt), Interrupt(middle):
+        optimizer.step()
+    return model, optimizer
+
+
+def through_own_state_dict(model: nn.Module, optimizer: FP4Adam) -> tuple[Any, FP4Adam]:
+    optimizer.load_state_dict(optimizer.state_dict())
+    return model, optimizer
+
+
+def through_a_new_group(model: nn.Module, optimizer: FP4Adam) -> tuple[Any, FP4Adam]:
+    model.late = Parameter(torch.ones(3, device=model.wide.device))
+    optimizer.add_param_group({"params": [model.late]})
+    return model, optimizer
+
+
+def through_nothing(model: nn.Module, optimizer: FP4Adam) -> tuple[Any, FP4Adam]:
+    return model, optimizer
+
+
+EVENTS = [
+    through_nothing,
+    through_deepcopy,
+    through_a_file,
+    through_an_interrupt,
+    through_own_state_dict,
+    through_a_new_group,
+]
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_overwritten_weights_count(event: Callable[..., Any], device: str) -> None:
+    model, optimizer = event(*make_pair(device))
+    model.load_state_dict(best_of(model))
+    assert_continues(optimizer)
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_masters_that_still_belong_to_their_parameters_go_on(
+    event: Callable[..., Any], device: str
+) -> None:
+    model, optimizer = event(*make_pair(device))
+    if event is through_an_interrupt:  # some parameters may lie behind their masters
+        take_steps(optimizer, [5])
+    expected = masters(optimizer)
+    if event is not through_nothing:  # written again, with the same bytes
+        model.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert_continues(optimizer, expected)
+
+
+def test_overwrite_after_one_step_more_counts(device: str) -> None:
+    """What is known about a parameter is known after each step."""
+    model, optimizer = make_pair(device)
+    for seed in range(2, 5):
+        model.load_state_dict(best_of(model))
+        assert_continues(optimizer, seed=seed)
+        assert_continues(optimizer, masters(optimizer), seed=10 + seed)
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+def test_checkpoint_of_overwritten_weights_resumes_from_them(
+    model_first: bool, device: str
+) -> None:
+    model, optimizer = make_pair(device)
+    model.load_state_dict(best_of(model))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    for key, param in enumerate(all_params(optimizer)):
+        if "master_param" in saved[1]["state"][key]:
+            assert_identical(saved[1]["state"][key]["master_param"], value_of(param))
+    fresh = make_net(device, seed=50)
+    resumed = FP4Adam(fresh.parameters())
+    if model_first:
+        fresh.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    if not model_first:
+        fresh.load_state_dict(saved[0])
+    for param, twin in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert_identical(stored(twin), stored(param))
+    assert_continues(resumed)
+    assert_continues(optimizer)
+
+
+def test_own_state_dict_of_overwritten_weights_changes_nothing(device: str) -> None:
+    model, optimizer = make_pair(device)
+    model.load_state_dict(best_of(model))
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert_identical([param.detach() for param in model.parameters()], before)
+    assert_continues(optimizer)
+
+
+def test_older_state_than_the_model_is_no_reason_to_go_back(device: str) -> None:
+    """A loaded master that the parameter has left restarts: the parameter keeps its value."""
+    model, optimizer = make_pair(device)
+    saved = copy.deepcopy(optimizer.state_dict())
+    model.load_state_dict(best_of(model))
+    optimizer.load_state_dict(saved)
+    assert_continues(optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("back", ["nvfp4", "plain"])
+def test_training_by_adamw_in_between_is_kept(dtype: torch.dtype, back: str, device: str) -> None:
+    """AdamW carries master_param along, and saves it again, while it trains the parameters."""
+    model = make_mlp(NVFP4 if back == "nvfp4" else None, device, dtype)
+    optimizer = FP4Adam(model.parameters(), lr=1e-2)
+    take_steps(optimizer, range(2))
+    middle = make_mlp(None, device, dtype)
+    adamw = AdamW(middle.parameters(), lr=1e-2)
+    plain = {
+        name: value.dequantize(dtype) if isinstance(value, QuantizedTensor) else value
+        for name, value in model.state_dict().items()
+    }
+    middle.load_state_dict(plain)
+    adamw.load_state_dict(optimizer.state_dict())
+    take_steps(adamw, range(2, 4))
+    trained = copy.deepcopy([param.detach() for param in middle.parameters()])
+    last = make_mlp(None, device, dtype)
+    if back == "nvfp4":
+        quantize_model(last, NVFP4)
+    resumed = FP4Adam(last.parameters(), lr=1e-2)
+    last.load_state_dict(middle.state_dict())
+    values = [value_of(param) for param in last.parameters()]
+    resumed.load_state_dict(adamw.state_dict())
+    assert_identical([value_of(param) for param in last.parameters()], values)
+    starts = values
+    if back == "nvfp4":  # which a weight that has just been loaded before any step still has
+        starts = [value.float() for value in trained]
+    assert_continues(resumed, starts)
+
+
+def test_nvfp4_checkpoint_gives_an_fp32_model_its_masters(device: str) -> None:
+    model = make_mlp(NVFP4, device)
+    optimizer = FP4Adam(model.parameters(), lr=1e-2)
+    take_steps(optimizer, range(2))
+    expected = masters(optimizer)
+    plain = make_mlp(None, device)
+    resumed = FP4Adam(plain.parameters())
+    plain.load_state_dict(model.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert_identical([param.detach() for param in plain.parameters()], expected)
+    assert all("master_param" not in state for state in resumed.state.values())
+    assert_continues(resumed, expected)
+
+
+@pytest.mark.parametrize("exchange", ["data", "swap_tensors"])
+def test_weights_of_an_equally_trained_model_count(exchange: str, device: str) -> None:
+    """As many writes as before: to count them is not enough."""
+    model, optimizer = make_pair(device)
+    other = make_net(device, seed=30)
+    take_steps(FP4Adam(other.parameters(), lr=1e-2), range(2))
+    for param, source in zip(model.parameters(), copy.deepcopy(other).parameters(), strict=True):
+        if exchange == "data":
+            param.data = source.data
+        else:
+            torch.utils.swap_tensors(param, source)
+    assert_identical(
+        [param.detach() for param in model.parameters()],
+        [param.detach() for param in other.parameters()],
+    )
+    assert_continues(optimizer)
+
+
+def test_weights_swapped_between_two_models_are_trained_where_they_are(device: str) -> None:
+    pairs = [make_pair(device), make_pair(device)]
+    take_steps(pairs[1][1], [7])
+    for one, other in zip(*(model.parameters() for model, _ in pairs), strict=True):
+        torch.utils.swap_tensors(one, other)
+    for _, optimizer in pairs:
+        # swap_tensors exchanges the state's keys no more than the parameters: values change.
+        assert_continues(optimizer)
+
+
+def test_last_of_two_optimizers_counts(device: str) -> None:
+    model, optimizer = make_pair(device)
+    other = FP4Adam(model.parameters(), lr=0.1)
+    assert_continues(other, seed=2)
+    assert_continues(optimizer, seed=3)
+    assert_continues(optimizer, masters(optimizer), seed=4)
+    assert_continues(other, seed=5)
+
+
+def test_foreach_copy_to_mixed_parameters_counts(device: str) -> None:
+    model, optimizer = make_pair(device)
+    sources = [*best_of(model).values()]
+    with torch.no_grad():
+        torch._foreach_copy_(
+            [*model.parameters()],
+            [x.to(p.dtype) for x, p in zip(sources, model.parameters(), strict=True)],
+        )
+    assert_continues(optimizer)
+
+
+def test_bfloat16_model_gets_masters_after_fp32_steps(device: str) -> None:
+    param = Parameter(torch.ones(40, device=device))
+    module = nn.ParameterList([param])
+    optimizer = FP4Adam(module.parameters(), lr=1e-4, weight_decay=0.0, betas=(0.0, 0.0))
+    set_grads([param], 0)
+    optimizer.step()
+    module.bfloat16()
+    start = value_of(param)
+    steps = 20
+    for _ in range(steps):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    master = optimizer.state[param]["master_param"]
+    assert_close(master, start - steps * 1e-4, rtol=0, atol=1e-6)
+    assert_identical(param.detach(), master.bfloat16())
+
+
+def test_float_model_continues_after_bfloat16_steps(device: str) -> None:
+    """It needs no master any more, and the value is that of the parameter."""
+    model, optimizer = make_pair(device)
+    model.float()
+    starts = [
+        master if isinstance(param, QuantizedTensor) else value_of(param)
+        for param, master in zip(all_params(optimizer), masters(optimizer), strict=True)
+    ]
+    params = all_params(optimizer)
+    twins = [Twin.of(optimizer, param) for param in params]
+    set_grads(params, 3)
+    for param, twin, start in zip(params, twins, starts, strict=True):
+        twin.value = start
+        twin.update(param.grad, optimizer.param_groups[0])
+    optimizer.step()
+    for param, twin in zip(params, twins, strict=True):
+        assert_identical(stored(param), rounded(param, twin.value))
+    assert "master_param" not in optimizer.state_dict()["state"][key_of(optimizer, model.narrow)]
+
+
+def test_replaced_parameters_are_freed(device: str) -> None:
+    optimizer = make_pair(device)[1]  # the model is gone
+    group = optimizer.param_groups[0]
+    gone = []
+    for i, param in enumerate(group["params"]):
+        gone += [weakref.ref(param), *(weakref.ref(t) for t in optimizer.state[param].values())]
+        group["params"][i] = Parameter(param.detach().clone())
+        del optimizer.state[param]
+    del param
+    take_steps(optimizer, [2])
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * len(gone)
+
+
+# Refusals that change nothing
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """One rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "master_param"])
+def test_sharded_state_of_a_plain_parameter_changes_nothing(
+    name: str, mesh: Any, device: str
+) -> None:
+    if device == "cuda":
+        pytest.skip("the mesh is one of CPUs")
+    model, optimizer = make_pair(device)
+    saved = copy.deepcopy(optimizer.state_dict())
+    key = key_of(optimizer, model.nvfp4.weight)
+    saved["state"][key][name] = distribute_tensor(saved["state"][key][name], mesh, [Shard(0)])
+    saved["param_groups"][0]["lr"] = 7.0
+    before = snapshot(optimizer)
+    with pytest.raises((ValueError, TypeError, RuntimeError)):
+        optimizer.load_state_dict(saved)
+    assert_identical(snapshot(optimizer), before)
+    assert_continues(optimizer, masters(optimizer))
+
+
+def test_refused_step_keeps_the_clipping(device: str) -> None:
+    model, optimizer = make_pair(device)
+    params, starts = all_params(optimizer), masters(optimizer)
+    twins = [Twin.of(optimizer, param) for param in params]
+    set_grads(params, 3)
+    norm = optimizer.clip_grad_norm_(0.125)
+    good, model.narrow.grad = model.narrow.grad, model.narrow.grad.to_sparse()
+    before = snapshot(optimizer)
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    assert_identical(snapshot(optimizer), before)
+    model.narrow.grad = good
+    factor = (0.125 / (norm + 1e-6)).clamp(max=1.0)
+    for param, twin, start in zip(params, twins, starts, strict=True):
+        twin.value = start
+        twin.update(param.grad, optimizer.param_groups[0], clip=factor)
+    optimizer.step()
+    assert_close(masters(optimizer), [twin.value for twin in twins], rtol=1e-6, atol=1e-7)
+    # It was for this step alone.
+    assert_continues(optimizer, masters(optimizer))
+
+
+def test_remainder_of_a_scalar_is_kept(device: str) -> None:
+    values = [random((), 0, device).bfloat16(), random((3, 5), 1, device).bfloat16()]
+    pairs = [[Parameter(value.clone()) for value in values] for _ in range(2)]
+    exact, split = (
+        FP4Adam(pairs[0], lr=1e-2),
+        FP4Adam(pairs[1], lr=1e-2, store_param_remainders=True),
+    )
+    for seed in range(3):
+        take_steps(exact, [seed])
+        take_steps(split, [seed])
+    states = [optimizer.state_dict()["state"] for optimizer in (exact, split)]
+    assert_identical(
+        *([state[i]["master_param"] for i in range(2)] for state in states),
+    )
+
+
+def test_wrong_state_of_a_late_parameter_changes_nothing(device: str) -> None:
+    """Found before the parameters in front of it are stepped."""
+    model, optimizer = make_pair(device, store_param_remainders=True)
+    last = all_params(optimizer)[-1]
+    state = optimizer.state[last]
+    for name, value in list(state.items()):
+        if name == "step":
+            continue
+        state[name] = torch.zeros(2, 2, dtype=value.dtype, device=device)
+        before = [p.detach().clone() for p in all_params(optimizer)]
+        steps = [optimizer.state[p]["step"].item() for p in all_params(optimizer)]
+        set_grads(all_params(optimizer), 2)
+        with pytest.raises((RuntimeError, ValueError), match="shape"):
+            optimizer.step()
+        assert_identical([p.detach() for p in all_params(optimizer)], before)
+        assert steps == [optimizer.state[p]["step"].item() for p in all_params(optimizer)]
+        state[name] = value
+
+
+# Numbers
+
+
+def test_negative_learning_rate_of_a_group_ascends(device: str) -> None:
+    params = [Parameter(random((5, 7), 0, device)) for _ in range(2)]
+    ours, theirs = FusedAdam(params[:1], lr=1e-2), AdamW(params[1:], lr=1e-2)
+    for seed, lr in enumerate([1e-2, -1e-2, -1e-3, 1e-2]):
+        for optimizer in (ours, theirs):
+            optimizer.param_groups[0]["lr"] = lr
+            take_steps(optimizer, [seed])
+    assert_close(params[0].detach(), params[1].detach())
+
+
+def test_numpy_numbers_are_numbers(device: str) -> None:
+    params = [Parameter(random((5, 7), 0, device)) for _ in range(2)]
+    numbers = dict(lr=1e-2, betas=(0.8, 0.99), eps=1e-7, weight_decay=0.1)
+    as_numpy = {
+        name: tuple(map(np.float64, x)) if name == "betas" else np.float64(x)
+        for name, x in numbers.items()
+    }
+    optimizers = [FusedAdam(params[:1], **numbers), FusedAdam(params[1:], **as_numpy)]
+    for optimizer in optimizers:
+        take_steps(optimizer, range(2))
+    assert_identical(params[0].detach(), params[1].detach())
+
+
+def test_infinite_learning_rate_without_decay_gives_infinities(device: str) -> None:
+    params = [Parameter(random((5, 7), 0, device)) for _ in range(2)]
+    options = dict(lr=math.inf, weight_decay=0.0)
+    optimizers = [FusedAdam(params[:1], **options), AdamW(params[1:], **options)]
+    for optimizer in optimizers:
+        take_steps(optimizer, [0])
+    assert params[0].isinf().all()
+    assert_identical(params[0].detach(), params[1].detach())
+
+
+def test_narrow_states_resume_above_steps_that_fp32_counts(device: str) -> None:
+    options = dict(exp_avg_dtype=torch.float8_e4m3fn, exp_avg_sq_dtype=torch.float8_e4m3fn)
+    params = [Parameter(random((3, 32), 0, device))]
+    optimizer = FusedAdam(params, **options)
+    take_steps(optimizer, [0])
+    optimizer.state[params[0]]["step"].fill_(2**24 - 1)
+    optimizer.load_state_dict(optimizer.compact_state_dict())
+    for seed in range(1, 4):
+        take_steps(optimizer, [seed])
+    twins = copy.deepcopy(params)
+    resumed = FusedAdam(twins, **options)
+    resumed.load_state_dict(copy.deepcopy(optimizer.compact_state_dict()))
+    for seed in range(4, 7):
+        for each in (optimizer, resumed):
+            take_steps(each, [seed])
+    assert_identical(snapshot(resumed), snapshot(optimizer))
+
+
+def test_stationary_e4m3_moments_are_not_biased() -> None:
+    """Over steps too, and not just from one to the next: dithers of an element are independent."""
+    n, steps, skipped = 2048, 400, 100
+    param = Parameter(torch.zeros(n))
+    options = dict(exp_avg_dtype=torch.float8_e4m3fn, exp_avg_sq_dtype=torch.float8_e4m3fn)
+    optimizer = FusedAdam([param], lr=0.0, betas=(0.9, 0.9), bias_correction=False, **options)
+    grad = random((n,), 0).abs() + 0.5
+    sums = {"exp_avg": torch.zeros(n), "exp_avg_sq": torch.zeros(n)}
+    for step in range(steps):
+        param.grad = grad
+        optimizer.step()
+        if step >= skipped:
+            state = optimizer.state_dict()["state"][0]
+            for name, total in sums.items():
+                total += state[name]
+    means = {name: total / (steps - skipped) for name, total in sums.items()}
+    for name, exact in (("exp_avg", grad), ("exp_avg_sq", grad.square())):
+        bias = ((means[name] - exact) / exact).mean().item()
+        assert abs(bias) < 2e-3, f"{name}: {bias:.2%}"
+
+
+# Around the state
+
+
+def test_step_of_transformer_engine_is_that_of_its_group(device: str) -> None:
+    """Its FusedAdam counts the steps of a group, and saves no step per parameter."""
+    params = [Parameter(random((5, 7), i, device)) for i in range(2)]
+    optimizer = FusedAdam(params)
+    take_steps(optimizer, range(3))
+    twins = copy.deepcopy(params)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        del state["step"]
+    group = saved["param_groups"][0]
+    kept = ("lr", "betas", "eps", "weight_decay", "bias_correction", "params")
+    saved["param_groups"] = [{name: group[name] for name in kept} | {"step": 3}]
+    resumed = FusedAdam(twins)
+    resumed.load_state_dict(saved)
+    assert "step" not in resumed.param_groups[0]
+    for each in (optimizer, resumed):
+        take_steps(each, range(3, 5))
+    assert_identical(snapshot(resumed)["params"], snapshot(optimizer)["params"])
+    assert_identical(snapshot(resumed)["state"], snapshot(optimizer)["state"])
+
+
+def test_state_may_be_asked_for_by_two_threads_at_once() -> None:
+    optimizer = make_pair("cpu")[1]
+    expected = copy.deepcopy(optimizer.state_dict())
+    found: list[dict[str, Any]] = []
+
+    def ask() -> None:
+        found.append(optimizer.state_dict())
+
+    def hook(optimizer: FP4Adam, saved: dict[str, Any]) -> None:
+        """One thread is here while the other one asks from beginning to end."""
+        if not found and threading.current_thread() is threading.main_thread():
+            other = threading.Thread(target=ask)
+            other.start()
+            other.join()
+
+    optimizer.register_state_dict_post_hook(hook)
+    optimizer.register_state_dict_post_hook(lambda optimizer, saved: None)
+    ask()
+    assert len(found) == 2
+    for saved in found:
+        assert_identical(saved["state"], expected["state"])
+
+
+def test_global_state_travels_in_a_compact_state_dict() -> None:
+    params = [Parameter(random((5, 7), i).bfloat16()) for i in range(2)]
+    optimizer = FusedAdam(params, exp_avg_dtype=torch.bfloat16)
+    take_steps(optimizer, range(2))
+    optimizer.state["seen"] = 17
+    for saved in (optimizer.state_dict(), optimizer.compact_state_dict()):
+        assert saved["state"]["seen"] == 17
+        resumed = FusedAdam(copy.deepcopy(params), exp_avg_dtype=torch.bfloat16)
+        resumed.load_state_dict(copy.deepcopy(saved))
+        assert resumed.state["seen"] == 17
+
+
+def test_optimizer_with_a_rule_for_scale_groups_can_be_pickled() -> None:
+    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False))
+    optimizer = FP4Adam(
+        quantize_model(model, NVFP4).named_parameters(), scale_groups=lambda name: "all"
+    )
+    take_steps(optimizer, [0])
+    twin = pickle.loads(pickle.dumps(optimizer))
+    for each in (optimizer, twin):
+        take_steps(each, [1])
+    assert_identical(snapshot(twin)["params"], snapshot(optimizer)["params"])
+    amaxes = [param.detach().storage_tensors()["_amax"] for param in all_params(twin)]
+    assert_identical(*amaxes)
+
+
+def test_rows_of_a_weight_that_was_never_stepped_are_a_parameter(device: str) -> None:
+    weight = make_weight(NVFP4, device, (32, 32), keeps_value=True)
+    value = weight.get_high_precision_init_val().float().clone()
+    rest = weight.detach()[16:].dequantize()
+    rows = Parameter(weight.detach()[:16])
+    optimizer = FP4Adam([rows], lr=1e-2)
+    set_grads([rows], 0)
+    optimizer.step()
+    twin = Twin(value[:16].clone(), {}, 0)
+    twin.update(rows.grad, optimizer.param_groups[0])
+    assert_identical(optimizer.state[rows]["master_param"], twin.value)
+    both = torch.cat([twin.value, rest])
+    assert_identical(stored(weight), NVFP4.quantize(both).storage_tensors())
+
+
+@needs_cuda
+def test_deferred_masters_are_decoded_a_piece_at_a_time() -> None:
+    """Those of FP16 that share an amax, and so are written in a second pass."""
+    shape, n = (2048, 2048), 8
+    params = []
+    for seed in range(n):
+        param = Parameter(NVFP4.quantize(random(shape, seed, "cuda").bfloat16()))
+        param.grad = torch.ones(shape, dtype=torch.bfloat16, device="cuda")
+        params.append(param)
+    optimizer = FP4Adam(params, master_weight_dtype=torch.float16, scale_groups=[params])
+    for _ in range(2):
+        optimizer.step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    torch.cuda.synchronize()
+    # One in FP32 is 16 MiB.
+    assert torch.cuda.max_memory_allocated() - before < n // 2 * 4 * math.prod(shape)
