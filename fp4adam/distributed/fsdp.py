@@ -123,7 +123,7 @@ def post_all_gather(
     filled = [part.tensor for part in parts.values() if part.refill is not None]
     tensor = type(shard)(spec.shape, param_dtype, spec.quantizer, tensors)
     if spec.quantizer.optimize_for_gemm:
-        gemm_scales = {name[1:]: pair.swizzled for name, pair in scales_of(tensor).items()}
+        gemm_scales = {name: pair.swizzled for name, pair in scales_of(tensor).items()}
         tensor._shared.tensors = tensors._replace(**gemm_scales)
         build_gemm_scales([tensor])
         filled += gemm_scales.values()

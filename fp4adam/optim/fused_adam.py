@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fp4adam.distributed.dtensor import first_element, like, local, part_for, sharding_groups
 from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.interop.adapter import adapter_of, count_writes, is_foreign, memory
-from fp4adam.interop.borrowed_tensor import BorrowedTensor, Publication
+from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback
 from fp4adam.optim.adam import Scalars, moves
 from fp4adam.optim.grad_norm import GradNorm
 from fp4adam.optim.hyper_parameters import check_hyper_parameters, check_numbers
@@ -890,7 +890,7 @@ class FusedAdam(Optimizer):
                 own = self._own(owner)
                 self._write_param(own, self._master_of(own, self.state[owner]))
         borrowed = [self._borrowed[owner] for owner in owners if owner in self._borrowed]
-        Publication(borrowed)()
+        ScaleWriteback(borrowed)()
         torch.autograd.graph.increment_version([one.source for one in borrowed])
         for one in borrowed:
             one.clear_high_precision_init_val()

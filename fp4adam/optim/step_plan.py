@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fp4adam.distributed.dtensor import local
 from fp4adam.distributed.scale_exchange import AmaxExchange, Exchanged, ShardCast
 from fp4adam.formats.scale_groups import write_together
-from fp4adam.interop.borrowed_tensor import Publication
+from fp4adam.interop.borrowed_tensor import ScaleWriteback
 from fp4adam.kernels.launch.device_tables import DeviceTables
 from fp4adam.optim.adam import Scalars, adam_scalars
 from fp4adam.optim.launch_group import FusedBatch, Member
@@ -123,7 +123,7 @@ class StepPlan:
         self.members = [*fused, *self._unfused]
         self._owners = [m.owner for m in self.members]
         self._borrowed = {m.owner: m.borrowed for m in self.members if m.borrowed is not None}
-        self._publish = Publication([])
+        self._publish = ScaleWriteback([])
         quantized = [
             isinstance(m.param, QuantizedTensor) and m.borrowed is None for m in self.members
         ]
@@ -348,7 +348,7 @@ class StepPlan:
         self._catch_up()
         self._present = present
         written = [m.borrowed for m in compress(self.members, present) if m.moves]
-        self._publish = Publication([borrowed for borrowed in written if borrowed is not None])
+        self._publish = ScaleWriteback([borrowed for borrowed in written if borrowed is not None])
         self._counted = torch.tensor(present, dtype=torch.float32)
         cohorts: dict[tuple[int, float, int], Cohort] = {}
         row_of = [0] * len(present)
