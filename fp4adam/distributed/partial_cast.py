@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fp4adam.distributed.flat_shard import Out, Shard, as_pair
 from fp4adam.formats import minifloat
-from fp4adam.tensors import backend, pieces
+from fp4adam.tensors import backend
 from fp4adam.tensors.blocks import blocks_of, in_blocks, round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
@@ -262,7 +262,7 @@ def _strips(shard: Shard, value: Tensor | None) -> Iterator[tuple[slice, Tensor]
         return
     rows, cols = shard.matrix_shape
     block = shard.quantizer.block_rows
-    height = max(1, pieces.numel() // (block * cols)) * block
+    height = max(1, backend.cpu_chunk_numel() // (block * cols)) * block
     first = shard.start // cols // block * block
     last = min(round_up(-(-shard.stop // cols), block), rows)
     for top in range(first, last, height):

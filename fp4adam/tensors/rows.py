@@ -233,8 +233,8 @@ def make_shard(
     if not quantizer.rows_per_entry:
         raise ValueError(
             f"{what} must have rowwise=True and two_dimensional=True to be sharded, got "
-            f"{spec.quantizer}; quantize it so, leave it in high precision (filter=...), or name the "
-            "dtype of plain zeros (dtype=...)"
+            f"{spec.quantizer}; quantize it so, leave it in high precision (filter=...), or name "
+            "the dtype of plain zeros (dtype=...)"
         )
     if tuple(shape[1:]) != tuple(spec.shape[1:]):
         raise ValueError(

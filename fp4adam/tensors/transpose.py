@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp4adam.kernels.launch import tile_lists
 from fp4adam.kernels.launch.tile_lists import Region
-from fp4adam.tensors import backend, pieces
+from fp4adam.tensors import backend
 
 if TYPE_CHECKING:
     from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -125,7 +125,7 @@ def _transpose(source: Tensor, target: Tensor, bits: int) -> None:
     if bits == 8:
         target.copy_(source.t())
         return
-    height = max(1, pieces.numel() // max(1, 2 * source.shape[1])) * 2
+    height = max(1, backend.cpu_chunk_numel() // max(1, 2 * source.shape[1])) * 2
     for top in range(0, len(source), height):
         rows = source[top : top + height]
         even, odd = rows[0::2], rows[1::2]

@@ -1,4 +1,4 @@
-"""Rows of a quantized tensor: what is written to them is seen everywhere, and asking costs nothing."""
+"""Rows of a quantized tensor: writes to them are seen everywhere, and queries change nothing."""
 
 import pytest
 import torch
