@@ -53,7 +53,7 @@ def pre_all_gather(
     shard: QuantizedTensor, mesh: DeviceMesh
 ) -> tuple[tuple[Tensor, ...], Gathering]:
     """The inner tensors to gather, of one size on every rank, and what comes of them."""
-    shared = shard._shared
+    shared = shard.flush()._shared
     spec = shared.global_spec
     if shared.unsettled and spec is not None and spec.shares_scales:
         settle_shard(shard, ShardInfo.in_mesh(mesh))

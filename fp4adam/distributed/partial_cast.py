@@ -131,6 +131,8 @@ class PartialCast:
         self.check_values(values)
         outs = [None] * len(self._shards) if outs is None else outs
         self.check_outs(outs)
+        for shard in self._shards:
+            shard.weight.flush()  # else it would overwrite these values
         if backend.uses_kernels(self.device):
             from fp4adam.distributed import partial_cast_launch
 

@@ -99,7 +99,8 @@ class QuantizedTensor(torch.Tensor):
 
     def storage_tensors(self) -> dict[str, Tensor]:
         """The inner tensors that exist, by the names of the attributes that they can be read by."""
-        return {f"_{name}": inner for name, inner in self._shared.tensors.existing().items()}
+        existing = self.flush()._shared.tensors.existing()
+        return {f"_{name}": inner for name, inner in existing.items()}
 
     @property
     def rowwise_data(self) -> Tensor | None:

@@ -30,7 +30,7 @@ def build_columnwise(tensors: Sequence["QuantizedTensor"]) -> None:
     for i, tensor in enumerate(tensors):
         check_square(i, tensor)
         if tensor.quantizer.columnwise and tensor._columnwise_data is not None:
-            codes = (tensor._rowwise_data, tensor._columnwise_data)
+            codes = (tensor.flush()._rowwise_data, tensor._columnwise_data)
             key = tensor.device, tensor.quantizer.code_bits
             groups.setdefault(key, []).append(codes)
             written += tensor, codes[1]

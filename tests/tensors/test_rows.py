@@ -28,6 +28,31 @@ def randn(shape: tuple[int, ...] = SHAPE, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+READERS = {
+    "storage_tensors": lambda t: t.storage_tensors()["_rowwise_data"],
+    "flatten": lambda t: [getattr(t, name) for name in t.__tensor_flatten__()[0]][0],
+    "clone": lambda t: t.clone()._rowwise_data,
+    "columnwise": lambda t: build_columnwise([t]) or t._rowwise_data,
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS.keys())
+def test_every_reader_sees_rows_that_have_been_written(read):
+    tensor, new = QUANTIZERS["nvfp4"].quantize(randn()), 8 * randn(seed=1)
+    tensor[:16].copy_(new[:16])
+    tensor[16:].copy_(new[16:])
+    assert torch.equal(read(tensor), tensor.quantizer.quantize(new)._rowwise_data)
+
+
+def test_a_cast_overwrites_rows_that_have_been_written():
+    tensor, new = QUANTIZERS["nvfp4"].quantize(randn()), 8 * randn(seed=1)
+    tensor[:16].copy_(randn((16, 64), seed=2))
+    cast = PartialCast([tensor], [0], [new.numel()], [new.dtype])
+    cast.measure([new.flatten()])
+    cast.write([new.flatten()])
+    assert torch.equal(tensor.rowwise_data, tensor.quantizer.quantize(new).rowwise_data)
+
+
 PROPERTIES = (
     "rowwise_data",
     "columnwise_data",
