@@ -54,7 +54,7 @@ def pre_all_gather(
     shard: QuantizedTensor, mesh: DeviceMesh
 ) -> tuple[tuple[Tensor, ...], Gathering]:
     """The inner tensors to gather, of one size on every rank, and what comes of them."""
-    shared = shard._shared
+    shared = shard.flush()._shared
     spec = shared.global_spec
     if shared.unsettled and spec is not None and spec.shares_scales:
         settle_shard(shard, ShardInfo.in_mesh(mesh))
@@ -124,7 +124,7 @@ def post_all_gather(
     filled = [part.tensor for part in parts.values() if part.refill is not None]
     tensor = type(shard)(spec.shape, param_dtype, spec.quantizer, tensors)
     if spec.quantizer.optimize_for_gemm:
-        gemm_scales = {name[1:]: pair.swizzled for name, pair in scales_of(tensor).items()}
+        gemm_scales = {name: pair.swizzled for name, pair in scales_of(tensor).items()}
         tensor._shared.tensors = dataclasses.replace(tensors, **gemm_scales)
         build_gemm_scales([tensor])
         filled += gemm_scales.values()
