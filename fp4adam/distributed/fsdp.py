@@ -69,10 +69,6 @@ def _make_gathering(shard: "QuantizedTensor", mesh: DeviceMesh) -> Gathering:
         # It is written with rows. A rank without any does not even know when others load theirs.
         has_idle_ranks = whole.rows <= (n_shards - 1) * whole.chunk_rows
         (inputs if has_idle_ranks else known)["_amax"] = shard._amax
-    if n_shards == 1:
-        # FSDP2 copies the first input, and hands over no other.
-        known |= {name: getattr(shard, name) for name in [*inputs][1:]}
-        inputs = {name: inner for name, inner in inputs.items() if name not in known}
     return Gathering(shard.storage_generation, tuple(inputs.values()), tuple(inputs), known)
 
 
@@ -98,15 +94,17 @@ def post_all_gather(
     Codes that can be derived are left to who wants them; scales for GEMMs are written, in a launch.
     With ``out``, a tensor from here, what is no view is filled in again.
     """
+    # On one rank, and for replicate(), FSDP2 copies the first input, and hands over no other.
+    gathered, rest = gathering.names[: len(outputs)], gathering.names[len(outputs) :]
+    known = gathering.known | {name: getattr(shard, name) for name in rest}
     if out is not None:
-        _fill_in_again(out, gathering.known)
+        _fill_in_again(out, known)
         return None
     whole = _whole_of(shard)
     parts = {
-        name: _assemble(name, inner, whole)
-        for name, inner in zip(gathering.names, outputs, strict=True)
+        name: _assemble(name, inner, whole) for name, inner in zip(gathered, outputs, strict=True)
     }
-    storage = {name: part.tensor for name, part in parts.items()} | gathering.known
+    storage = {name: part.tensor for name, part in parts.items()} | known
     filled = [part.tensor for part in parts.values() if part.refill is not None]
     tensor = type(shard)(whole.shape, dtype, whole.quantizer, storage)
     if whole.quantizer.optimize_for_gemm:
