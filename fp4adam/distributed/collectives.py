@@ -36,7 +36,7 @@ _UNSETTLED = len(_INIT_DTYPES)
 class _Slot(NamedTuple):
     """One tensor that is sent: what this rank has of it, and whether it is the sender."""
 
-    tensor: QuantizedTensor
+    tensor: Tensor
     sends: bool
 
 
@@ -59,8 +59,8 @@ def _agree(group: dist.ProcessGroup, slots: Sequence[_Slot]) -> list[torch.dtype
         if most != -least:
             raise RuntimeError(
                 "a quantized tensor must have the same shape, dtype and quantizer on all ranks of "
-                f"a collective, got {slot.tensor!r} of {slot.tensor.quantizer} on rank "
-                f"{group.rank()} and another one elsewhere; quantize the model alike on all ranks"
+                f"a collective, got {_name_of(slot.tensor)} on rank {group.rank()} and another one "
+                "elsewhere; quantize the model alike on all ranks"
             )
         if state == _UNSETTLED:
             raise RuntimeError(
@@ -71,18 +71,27 @@ def _agree(group: dist.ProcessGroup, slots: Sequence[_Slot]) -> list[torch.dtype
     return [_INIT_DTYPES[state] for state, *_ in found]
 
 
-def _state_of(tensor: QuantizedTensor) -> int:
+def _name_of(tensor: Tensor) -> str:
+    kind = tensor.quantizer if isinstance(tensor, QuantizedTensor) else "plain values"
+    return f"{kind} of shape {tuple(tensor.shape)} in {tensor.dtype}"
+
+
+def _state_of(tensor: Tensor) -> int:
+    if not isinstance(tensor, QuantizedTensor):
+        return 0
     if tensor.pending_value() is not None:
         return _UNSETTLED
     value = tensor.get_high_precision_init_val() if row_window.is_all(tensor) else None
     return 0 if value is None else _INIT_DTYPES.index(value.dtype)
 
 
-def _look_of(tensor: QuantizedTensor) -> int:
+def _look_of(tensor: Tensor) -> int:
     """A number for all that has to be equal, the same in every process."""
-    part = row_window.own_blocks(tensor)
-    inner = [(name, x.shape, x.dtype) for name, x in part.storage_tensors().items()]
-    look = type(part).__name__, part.shape, part.dtype, part.quantizer, part._first_row, inner
+    look = [_name_of(tensor)]
+    if isinstance(tensor, QuantizedTensor):
+        part = row_window.own_blocks(tensor)
+        inner = [(name, x.shape, x.dtype) for name, x in part.storage_tensors().items()]
+        look += [type(part).__name__, part.quantizer, part._first_row, inner]
     return int.from_bytes(hashlib.blake2b(repr(look).encode(), digest_size=7).digest(), "big")
 
 
@@ -92,7 +101,7 @@ def _parts_of(tensor: QuantizedTensor, init_dtype: torch.dtype | None) -> list[T
     parts = [*part.storage_tensors().values()]
     if init_dtype is not None:
         value = tensor.get_high_precision_init_val()
-        parts.append(value.detach().to(tensor.device).view(tensor.shape))
+        parts.append(value.detach().to(tensor.device).reshape(tensor.shape))
     # With versions of their own: what is sent has not been written to.
     return [inner.data.contiguous() for inner in parts]
 
@@ -128,7 +137,9 @@ def _ends_of(
     """All parts of the slots on this rank, and the tensors that are received with them."""
     parts, arrivals = [], []
     for slot, dtype in zip(slots, dtypes, strict=True):
-        if slot.sends:
+        if not isinstance(slot.tensor, QuantizedTensor):
+            parts.append(slot.tensor)
+        elif slot.sends:
             parts += _parts_of(slot.tensor, dtype)
         else:
             arrivals.append(_Arrival(slot.tensor, dtype))
@@ -231,13 +242,11 @@ _broadcast_coalesced_of_torch = dist._broadcast_coalesced
 def _broadcast_coalesced(
     process_group: dist.ProcessGroup, tensors: Sequence[Tensor], buffer_size: int, src: int = 0
 ) -> None:
-    sends = process_group.rank() == src
-    slots = [_Slot(tensor, sends) for tensor in tensors if isinstance(tensor, QuantizedTensor)]
-    if not slots:
+    if not any(isinstance(tensor, QuantizedTensor) for tensor in tensors):
         return _broadcast_coalesced_of_torch(process_group, tensors, buffer_size, src)
+    slots = [_Slot(tensor, process_group.rank() == src) for tensor in tensors]
     parts, arrivals = _ends_of(slots, _agree(process_group, slots))
-    plain = [tensor for tensor in tensors if not isinstance(tensor, QuantizedTensor)]
-    _broadcast_coalesced_of_torch(process_group, [*plain, *parts], buffer_size, src)
+    _broadcast_coalesced_of_torch(process_group, parts, buffer_size, src)
     for arrival in arrivals:
         arrival.take()
 

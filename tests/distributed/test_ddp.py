@@ -157,6 +157,17 @@ def test_three_replicas():
     assert_one_outcome(run(train_all_cases, 3))
 
 
+def quantize_differently(rank: int) -> None:
+    model = Net(None, torch.float32)
+    quantize_model(model, "nvfp4", filter=lambda module, name: rank == 0 or name != "rare")
+    with pytest.raises(RuntimeError, match="same shape, dtype and quantizer on all ranks"):
+        DistributedDataParallel(model)
+
+
+def test_replicas_of_another_format_are_refused_on_every_rank():
+    run(quantize_differently, 2)
+
+
 # Others that make replicas equal, or keep them so.
 
 
