@@ -82,10 +82,6 @@ def _make_gathering(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
         # It is written with rows. A rank without any does not even know when others load theirs.
         has_idle_ranks = spec.rows <= (n_shards - 1) * spec.chunk_rows
         (inputs if has_idle_ranks else known)["amax"] = tensors.amax
-    if n_shards == 1:
-        # FSDP2 copies the first input, and hands over no other.
-        known |= {name: getattr(tensors, name) for name in [*inputs][1:]}
-        inputs = {name: inner for name, inner in inputs.items() if name not in known}
     return Gathering(tensors, tuple(inputs.values()), tuple(inputs), known)
 
 
@@ -112,15 +108,19 @@ def post_all_gather(
     Codes that can be derived are left to who wants them; scales for GEMMs are written, in a launch.
     With ``out``, a tensor from here, what is no view is filled in again.
     """
+    # On one rank, and for replicate(), FSDP2 copies the first input, and hands over no other.
+    n, own = len(all_gather_outputs), shard._shared.tensors
+    gathered, rest = metadata.names[:n], metadata.names[n:]
+    known = metadata.known | {name: getattr(own, name) for name in rest}
     if out is not None:
-        _fill_in_again(out, metadata.known)
+        _fill_in_again(out, known)
         return None
     spec = _global_spec(shard)
     parts = {
         name: _assemble(name, inner, spec)
-        for name, inner in zip(metadata.names, all_gather_outputs, strict=True)
+        for name, inner in zip(gathered, all_gather_outputs, strict=True)
     }
-    tensors = Storage(**{name: part.tensor for name, part in parts.items()}, **metadata.known)
+    tensors = Storage(**{name: part.tensor for name, part in parts.items()}, **known)
     filled = [part.tensor for part in parts.values() if part.refill is not None]
     tensor = type(shard)(spec.shape, param_dtype, spec.quantizer, tensors)
     if spec.quantizer.optimize_for_gemm:
