@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fp4adam import Recipe, kept_weights
-from fp4adam.nn import scaled_matmul
+from fp4adam.nn import hardware, operand, scaled_matmul
 from fp4adam.tensors.blocks import round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
@@ -206,9 +206,7 @@ def operand_rows(bench: Bench, args: argparse.Namespace) -> Iterator[dict[str, A
                 ways = 1 + columnwise
                 n_bytes = int(x.numel() * (2 + ways * OPERAND_BYTES[name]))
                 fns = [
-                    functools.partial(
-                        scaled_matmul.quantize, x.clone(), quantizer, True, columnwise
-                    )
+                    functools.partial(operand.quantize, x.clone(), quantizer, True, columnwise)
                     for _ in range(cold_copies(bench, n_bytes))
                 ]
                 row = {"kind": "kernel", "name": f"{name} operands, {ways} ways"}
@@ -221,10 +219,10 @@ def operand_rows(bench: Bench, args: argparse.Namespace) -> Iterator[dict[str, A
 def product(bench: Bench, x: Tensor, quantizer: Any) -> dict[str, Any]:
     """x W^T of operands that are there already."""
     weight = quantizer.quantize(torch.randn(x.shape[1], x.shape[1], device=bench.device))
-    native = scaled_matmul.runs_natively(quantizer, x.device)
+    native = hardware.runs_natively(quantizer, x.device)
     a, b = (
-        scaled_matmul.quantize(x, quantizer, True)[0],
-        scaled_matmul.weight_operand(weight, "rowwise"),
+        operand.quantize(x, quantizer, True)[0],
+        operand.weight_operand(weight, "rowwise"),
     )
     ms = bench.ms([lambda: scaled_matmul.matmul(a, b, torch.bfloat16, native)])
     return {"ms": ms, "TFLOP_per_s": 2 * len(x) * weight.numel() / ms / 1e9}

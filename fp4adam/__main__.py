@@ -5,7 +5,7 @@ import platform
 import torch
 
 import fp4adam
-from fp4adam.nn.scaled_matmul import GROUPED_MAJOR, REQUIREMENTS
+from fp4adam.nn.hardware import GROUPED_MAJOR, REQUIREMENTS
 from fp4adam.tensors import backend
 from fp4adam.tensors.quantizer import Quantizer
 

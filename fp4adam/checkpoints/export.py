@@ -20,9 +20,6 @@ from fp4adam.checkpoints.model_state import model_state, plain_name, unwrapped
 from fp4adam.distributed import fsdp
 from fp4adam.distributed.dtensor import like, local, sharded_dims
 from fp4adam.distributed.scale_exchange import ShardInfo
-from fp4adam.formats.float8_block import BLOCK as FLOAT8_BLOCK
-from fp4adam.formats.float8_block import Float8BlockTensor
-from fp4adam.formats.nvfp4 import NVFP4Tensor
 from fp4adam.formats.scale_groups import hf_scale_groups
 from fp4adam.nn.quantize_model import check_module
 from fp4adam.optim.fused_adam import FusedAdam
@@ -93,7 +90,7 @@ def export_checkpoint(
     ]
     for name, weight in quantized.items():
         _check_whole_linear(name, weight, linear)
-    _warn_of_readers(quantized, weights)
+    _warn_of_readers(quantized, weights, encoding)
     excluded = [name.removesuffix(".weight") for name in linear if name not in quantized]
     documents = LAYOUTS[layout].documents(encoding, excluded)
     dtype = next(iter(quantized.values())).dtype
@@ -254,18 +251,19 @@ def _check_whole_linear(name: str, weight: QuantizedTensor, linear: list[str]) -
         raise ValueError(f"{name!r} must be a whole tensor, got rows of another one; clone it")
 
 
-def _warn_of_readers(quantized: dict[str, QuantizedTensor], weights: dict[str, Tensor]) -> None:
+def _warn_of_readers(
+    quantized: dict[str, QuantizedTensor], weights: dict[str, Tensor], encoding: Encoding
+) -> None:
     """Warn of weights that a reader takes for something else than they are."""
     groups: dict[str, dict[str, float]] = defaultdict(dict)
     partial = []
     for name, weight in quantized.items():
         layer = name.removesuffix(".weight")
         matrix = hf_scale_groups(name)
-        if isinstance(weight, NVFP4Tensor) and matrix is not None:
+        if weight.quantizer.scales_tensor and matrix is not None:
             groups[matrix][layer.rpartition(".")[2]] = weight.flush()._amax.item()
-        if isinstance(weight, Float8BlockTensor):
-            sides = weights[name].shape
-            partial += [layer] * any(n > FLOAT8_BLOCK and n % FLOAT8_BLOCK for n in sides)
+        sides = zip(weights[name].shape, encoding.block, strict=True)
+        partial += [layer] * any(n > block and n % block for n, block in sides)
     unequal = [name for name, amaxes in groups.items() if len({*amaxes.values()}) > 1]
     if unequal:
         warnings.warn(
@@ -276,9 +274,10 @@ def _warn_of_readers(quantized: dict[str, QuantizedTensor], weights: dict[str, T
             stacklevel=3,
         )
     if partial:
+        name = encoding.quantizer_class.tensor_class.__name__.removesuffix("Tensor")
         warnings.warn(
-            f"sides of Float8Block weights should be multiples of {FLOAT8_BLOCK}, or less, got "
-            f"others in {len(partial)} layers such as {partial[0]!r}: transformers reads these "
+            f"sides of {name} weights should be multiples of {max(encoding.block)}, or less, "
+            f"got others in {len(partial)} layers such as {partial[0]!r}: transformers reads these "
             "wrongly where it decodes them, without a GPU; pad them, or serve with another engine",
             stacklevel=3,
         )

@@ -38,6 +38,10 @@ class Encoding:
     codes: str = "weight"
 
     quantizer_class: ClassVar[type[Quantizer]]
+    bits: ClassVar[int]  # of a code
+    block: ClassVar[tuple[int, int]]  # rows and columns that one scale is for
+    scale: ClassVar[str]  # name of the tensor of block scales
+    scale_dtype: ClassVar[torch.dtype]
 
     def refusal(self, quantizer: Quantizer) -> str | None:
         """Say which rule of the layout tensors of ``quantizer`` break, or None."""
@@ -82,12 +86,13 @@ class NVFP4Encoding(Encoding):
     divides: bool = False
 
     quantizer_class = NVFP4Quantizer
-    scale = "weight_scale"
+    bits, block = 4, (1, nvfp4.BLOCK)
+    scale, scale_dtype = "weight_scale", E4M3
 
     def shapes(self, rows: int, cols: int) -> Shapes:
         return {
             self.codes: ((rows, cols // 2), torch.uint8),
-            self.scale: ((rows, cols // nvfp4.BLOCK), E4M3),
+            self.scale: ((rows, cols // nvfp4.BLOCK), self.scale_dtype),
             self.tensor_scale: ((1,) if self.divides else (), torch.float32),
         }
 
@@ -176,12 +181,13 @@ class MXFP8Encoding(Encoding):
     """E4M3 codes and E8M0 scales of 1x32 blocks."""
 
     quantizer_class = MXFP8Quantizer
-    scale = "weight_scale"
+    bits, block = 8, (1, MX_BLOCK)
+    scale, scale_dtype = "weight_scale", torch.uint8
 
     def shapes(self, rows: int, cols: int) -> Shapes:
         return {
             self.codes: ((rows, cols), E4M3),
-            self.scale: ((rows, cols // MX_BLOCK), torch.uint8),
+            self.scale: ((rows, cols // MX_BLOCK), self.scale_dtype),
         }
 
     def encode(self, weight: QuantizedTensor) -> dict[str, Tensor]:
@@ -207,7 +213,8 @@ class Float8BlockEncoding(Encoding):
     """E4M3 codes and FP32 scales of 128x128 blocks."""
 
     quantizer_class = Float8BlockQuantizer
-    scale = "weight_scale_inv"
+    bits, block = 8, (FLOAT8_BLOCK, FLOAT8_BLOCK)
+    scale, scale_dtype = "weight_scale_inv", torch.float32
 
     def refusal(self, quantizer: Float8BlockQuantizer) -> str | None:
         if not quantizer.two_dimensional:
@@ -216,7 +223,7 @@ class Float8BlockEncoding(Encoding):
 
     def shapes(self, rows: int, cols: int) -> Shapes:
         grid = (-(-rows // FLOAT8_BLOCK), -(-cols // FLOAT8_BLOCK))
-        return {self.codes: ((rows, cols), E4M3), self.scale: (grid, torch.float32)}
+        return {self.codes: ((rows, cols), E4M3), self.scale: (grid, self.scale_dtype)}
 
     def encode(self, weight: QuantizedTensor) -> dict[str, Tensor]:
         return {self.codes: weight.rowwise_data.view(E4M3), self.scale: weight._block_scale_inv}
@@ -272,15 +279,14 @@ class CompressedTensors(Layout):
     unused = ("input_global_scale",)
 
     def documents(self, encoding: Encoding, excluded: Sequence[str]) -> dict[str, dict[str, Any]]:
-        is_nvfp4 = isinstance(encoding, NVFP4Encoding)
         weights = {
-            "num_bits": 4 if is_nvfp4 else 8,
+            "num_bits": encoding.bits,
             "type": "float",
-            "strategy": "tensor_group" if is_nvfp4 else "group",
-            "group_size": nvfp4.BLOCK if is_nvfp4 else MX_BLOCK,
+            "strategy": "tensor_group" if encoding.quantizer_class.scales_tensor else "group",
+            "group_size": encoding.block[1],
             "symmetric": True,
             "dynamic": False,
-            "scale_dtype": "torch.float8_e4m3fn" if is_nvfp4 else "torch.uint8",
+            "scale_dtype": str(encoding.scale_dtype),
         }
         group = {
             "targets": ["Linear"],
@@ -313,8 +319,7 @@ class ModelOpt(Layout):
     def documents(self, encoding: Encoding, excluded: Sequence[str]) -> dict[str, dict[str, Any]]:
         from fp4adam import __version__
 
-        is_nvfp4 = isinstance(encoding, NVFP4Encoding)
-        group_size = nvfp4.BLOCK if is_nvfp4 else MX_BLOCK
+        bits, group_size = encoding.bits, encoding.block[1]
         producer = {"name": "fp4adam", "version": __version__}
         details = {
             "quant_algo": encoding.format,
@@ -328,8 +333,13 @@ class ModelOpt(Layout):
             "ignore": [*excluded],
             "producer": producer,
         }
-        if is_nvfp4:
-            weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": group_size}
+        if bits < 8:  # readers take what has 8 from quant_algo alone
+            weights = {
+                "dynamic": False,
+                "num_bits": bits,
+                "type": "float",
+                "group_size": group_size,
+            }
             config["config_groups"] = {"group_0": {"weights": weights, "targets": ["Linear"]}}
         hf_quant_config = {"producer": producer, "quantization": details}
         return {"config.json": config, "hf_quant_config.json": hf_quant_config}
@@ -350,7 +360,7 @@ class FP8(Layout):
             "quant_method": self.name,
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
-            "weight_block_size": [FLOAT8_BLOCK, FLOAT8_BLOCK],
+            "weight_block_size": [*encoding.block],
             "modules_to_not_convert": [*excluded],
         }
         return {"config.json": config}
@@ -359,7 +369,8 @@ class FP8(Layout):
         block = config.get("weight_block_size")
         if config.get("scale_fmt", "float") != "float":
             return f"scales in {config['scale_fmt']}"
-        return "128x128" if block == [FLOAT8_BLOCK, FLOAT8_BLOCK] else f"blocks of {block}"
+        fitting = [e.format for e in self.encodings if block == [*e.block]]
+        return fitting[0] if fitting else f"blocks of {block}"
 
 
 LAYOUTS: dict[str, Layout] = {

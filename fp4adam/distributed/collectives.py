@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed._state_dict_utils as full_state_dicts
 from torch import Tensor
 
-from fp4adam.tensors import row_window
+from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor, implements_operator
 from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
 
@@ -81,7 +81,7 @@ def _state_of(tensor: Tensor) -> int:
         return 0
     if tensor.pending_value() is not None:
         return _UNSETTLED
-    value = tensor.get_high_precision_init_val() if row_window.is_all(tensor) else None
+    value = tensor.get_high_precision_init_val() if rows.is_all(tensor) else None
     return 0 if value is None else _INIT_DTYPES.index(value.dtype)
 
 
@@ -89,7 +89,7 @@ def _look_of(tensor: Tensor) -> int:
     """A number for all that has to be equal, the same in every process."""
     look = [_name_of(tensor)]
     if isinstance(tensor, QuantizedTensor):
-        part = row_window.own_blocks(tensor)
+        part = rows.own_blocks(tensor)
         inner = [(name, x.shape, x.dtype) for name, x in part.storage_tensors().items()]
         look += [type(part).__name__, part.quantizer, part._first_row, inner]
     return int.from_bytes(hashlib.blake2b(repr(look).encode(), digest_size=7).digest(), "big")
@@ -97,7 +97,7 @@ def _look_of(tensor: Tensor) -> int:
 
 def _parts_of(tensor: QuantizedTensor, init_dtype: torch.dtype | None) -> list[Tensor]:
     """What a sender sends."""
-    part = row_window.own_blocks(tensor.settled())
+    part = rows.own_blocks(tensor.flush())
     parts = [*part.storage_tensors().values()]
     if init_dtype is not None:
         value = tensor.get_high_precision_init_val()
@@ -127,7 +127,7 @@ class _Arrival:
         self._tensor._write(self._received)
         # By these optimizers notice; operators of c10d run below autograd, which would raise them.
         torch.autograd.graph.increment_version([*self._tensor.storage_tensors().values()])
-        if row_window.is_all(self._tensor):
+        if rows.is_all(self._tensor):
             self._tensor._high_precision_init_val = self._init_val
 
 

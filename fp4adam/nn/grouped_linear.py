@@ -9,7 +9,8 @@ from torch.autograd.function import once_differentiable
 
 from fp4adam.nn import grouped_matmul
 from fp4adam.nn.linear import dequantized
-from fp4adam.nn.scaled_matmul import has_quantized_operands, quantize, without_padding
+from fp4adam.nn.operand import has_quantized_operands, quantize
+from fp4adam.nn.scaled_matmul import without_padding
 from fp4adam.tensors.quantized_tensor import Dequantize, QuantizedTensor
 
 

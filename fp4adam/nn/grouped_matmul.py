@@ -9,16 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4adam.formats.float8_block import Float8BlockQuantizer
-from fp4adam.formats.nvfp4 import NVFP4Quantizer
-from fp4adam.nn import scaled_matmul
+from fp4adam.nn import hardware
 from fp4adam.nn.kept_weights import keep
-from fp4adam.nn.scaled_matmul import Operand
+from fp4adam.nn.operand import FORMATS, Operand, check_weight, format_of
+from fp4adam.nn.scaled_matmul import decode, scaled_product
 from fp4adam.tensors.backend import runs_eagerly
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.swizzle import unswizzle_groups
-from fp4adam.tensors.transpose import transposed_codes
 
 
 def runs_natively(quantizer: Quantizer, x: Tensor) -> bool:
@@ -28,7 +26,7 @@ def runs_natively(quantizer: Quantizer, x: Tensor) -> bool:
         RuntimeError: If they have to and cannot: the GPU has no such units.
         TypeError: If they run natively and ``x`` is not bfloat16.
     """
-    is_native = scaled_matmul.runs_natively(quantizer, x.device, grouped=True)
+    is_native = hardware.runs_natively(quantizer, x.device, grouped=True)
     if is_native and x.dtype != torch.bfloat16:
         raise TypeError(
             "input must be bfloat16 for grouped matmuls of quantized operands on a GPU, got "
@@ -44,13 +42,18 @@ def check_stack(stack: QuantizedTensor) -> None:
         NotImplementedError: If torch has no grouped matmul of the format.
         ValueError: If sides of the weights are no multiples of 128, or rows have been cut off.
     """
-    if isinstance(stack.quantizer, Float8BlockQuantizer):
+    if not FORMATS[type(stack.quantizer)].has_stacks:
+        fitting = [_name(kind) for kind, form in FORMATS.items() if form.has_stacks]
         raise NotImplementedError(
-            "stack must be MXFP8 or NVFP4 for grouped matmuls of quantized operands, got "
-            "Float8Block, whose 128x128 blocks torch.nn.functional.scaled_grouped_mm does not "
-            "have; quantize the weights alone with Recipe(weights)"
+            f"stack must be {' or '.join(fitting)} for grouped matmuls of quantized operands, got "
+            f"{_name(type(stack.quantizer))}, whose blocks torch.nn.functional.scaled_grouped_mm "
+            "does not have; quantize the weights alone with Recipe(weights)"
         )
-    scaled_matmul.check_weight(stack)
+    check_weight(stack)
+
+
+def _name(kind: type[Quantizer]) -> str:
+    return kind.tensor_class.__name__.removesuffix("Tensor")
 
 
 def stack_operand(stack: QuantizedTensor, usage: str) -> Operand:
@@ -68,23 +71,17 @@ def stack_operand(stack: QuantizedTensor, usage: str) -> Operand:
 
 def _stack_operand(stack: QuantizedTensor, usage: str) -> Operand:
     experts, rows, cols = stack.shape
-    is_nvfp4 = isinstance(stack.quantizer, NVFP4Quantizer)
-    codes = stack.rowwise_data if usage == "rowwise" else stack.columnwise_data
+    form = FORMATS[type(stack.quantizer)]
     scales = getattr(stack, f"{usage}_gemm_scale_inv")
     if usage == "rowwise":
-        codes, scales = codes.view(experts, rows, -1), scales.view(experts, -1)
+        codes, scales = stack.rowwise_data.view(experts, rows, -1), scales.view(experts, -1)
     else:
         # What lies side by side in the matrix has to be brought one behind the other.
-        if is_nvfp4:
-            codes = codes.view(cols, experts, -1).transpose(0, 1)
-            codes = codes.clone(memory_format=torch.contiguous_format)
-        else:
-            codes = transposed_codes(codes.view(experts, rows, cols), 8)
+        codes = form.columns_of_stack(stack)
         scales = scales.view(cols // 128, experts, -1).transpose(0, 1).reshape(experts, -1)
-    if not is_nvfp4:
-        return Operand(codes, scales, "mxfp8")
     # Some versions of torch read a scale per expert, whatever is given.
-    return Operand(codes, scales, "nvfp4", stack._amax.expand(experts))
+    amax = None if stack._amax is None else stack._amax.expand(experts)
+    return Operand(codes, scales, form.kinds[0], amax)
 
 
 def grouped_matmul(
@@ -95,7 +92,7 @@ def grouped_matmul(
     Rows behind the last offset are left undefined.
 
     Args:
-        tokens: As :func:`fp4adam.nn.scaled_matmul.quantize` makes them for these ``offsets``.
+        tokens: As :func:`fp4adam.nn.operand.quantize` makes them for these ``offsets``.
         native: Multiply on the block-scaled units, or decode both and multiply in FP32. Codes and
             scales are the same; sums are taken in another order.
     """
@@ -120,7 +117,7 @@ def _multiply(
     stack = Operand(stack_codes, stack_scales, kind, stack_amax)
     if native:
         product = F.scaled_grouped_mm
-        return scaled_matmul.scaled_product(product, tokens, stack, torch.bfloat16, offs=offsets)
+        return scaled_product(product, tokens, stack, torch.bfloat16, offs=offsets)
     weights = decode_stack(stack).transpose(1, 2)
     return F.grouped_mm(decode_tokens(tokens, offsets), weights, offs=offsets).to(dtype)
 
@@ -148,7 +145,7 @@ def _(
 def decode_tokens(tokens: Operand, offsets: Tensor) -> Tensor:
     """The values of tokens, float32 [rows, k]."""
     scales = unswizzle_groups(tokens.scales, offsets, len(tokens.codes))
-    return scaled_matmul.decode_rows(tokens.codes, scales, tokens.kind, tokens.amax)
+    return format_of(tokens).decode_rows(tokens.codes, scales, tokens.amax)
 
 
 def decode_stack(stack: Operand) -> Tensor:
@@ -157,4 +154,4 @@ def decode_stack(stack: Operand) -> Tensor:
     amax = None if stack.amax is None else stack.amax[:1]
     scales = stack.scales.view(experts * rows, -1)
     one = Operand(stack.codes.flatten(0, 1), scales, stack.kind, amax)
-    return scaled_matmul.decode(one).view(experts, rows, -1)
+    return decode(one).view(experts, rows, -1)

@@ -7,8 +7,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp4adam.nn import scaled_matmul
+from fp4adam.nn.hardware import runs_natively
 from fp4adam.nn.kept_weights import keep
+from fp4adam.nn.operand import (
+    Operand,
+    check_weight,
+    has_quantized_operands,
+    has_weight_gradient,
+    quantize,
+    weight_operand,
+)
+from fp4adam.nn.scaled_matmul import matmul, without_padding
 from fp4adam.tensors.quantized_tensor import Dequantize, QuantizedTensor, implements_function
 
 
@@ -59,16 +68,16 @@ class _ScaledLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
         quantizer = weight.quantizer
         x_needs_grad, weight_needs_grad, _ = ctx.needs_input_grad
-        ctx.native = scaled_matmul.runs_natively(quantizer, x.device)
-        ctx.weight_of_codes = weight_needs_grad and scaled_matmul.has_weight_gradient(quantizer)
+        ctx.native = runs_natively(quantizer, x.device)
+        ctx.weight_of_codes = weight_needs_grad and has_weight_gradient(quantizer)
         activations = quantizer.operands.activations
         rows = columns = None
         if activations:
             tokens = x.reshape(-1, x.shape[-1])
-            rows, columns = scaled_matmul.quantize(tokens, quantizer, True, ctx.weight_of_codes)
-            of_weight = scaled_matmul.weight_operand(weight, "rowwise")
-            y = scaled_matmul.matmul(rows, of_weight, x.dtype, ctx.native)
-            y = scaled_matmul.without_padding(y, (*x.shape[:-1], weight.shape[0]))
+            rows, columns = quantize(tokens, quantizer, True, ctx.weight_of_codes)
+            of_weight = weight_operand(weight, "rowwise")
+            y = matmul(rows, of_weight, x.dtype, ctx.native)
+            y = without_padding(y, (*x.shape[:-1], weight.shape[0]))
             y = y if bias is None else y + bias
         else:
             y = F.linear(x, dequantized(weight, x.dtype, None), bias)
@@ -85,18 +94,16 @@ class _ScaledLinear(torch.autograd.Function):
         row_codes = ctx.needs_input_grad[0] and ctx.quantizer.operands.gradients
         grad_x = grad_weight = grad_bias = along = across = None
         if row_codes or ctx.weight_of_codes:
-            along, across = scaled_matmul.quantize(
-                rows, ctx.quantizer, row_codes, ctx.weight_of_codes
-            )
+            along, across = quantize(rows, ctx.quantizer, row_codes, ctx.weight_of_codes)
         if row_codes:
-            of_weight = scaled_matmul.weight_operand(weight, "columnwise")
-            grad_x = scaled_matmul.matmul(along, of_weight, grad.dtype, ctx.native)
+            of_weight = weight_operand(weight, "columnwise")
+            grad_x = matmul(along, of_weight, grad.dtype, ctx.native)
             grad_x = grad_x.narrow(0, 0, rows.shape[0]).view(ctx.x_shape)
         elif ctx.needs_input_grad[0]:
             grad_x = grad @ dequantized(weight, grad.dtype, grad)
         if ctx.weight_of_codes:
-            of_x = scaled_matmul.Operand(x, scales, across.kind)
-            grad_weight = scaled_matmul.matmul(across, of_x, grad.dtype, ctx.native)
+            of_x = Operand(x, scales, across.kind)
+            grad_weight = matmul(across, of_x, grad.dtype, ctx.native)
         elif ctx.needs_input_grad[1]:
             grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
         if grad_weight is not None:
@@ -142,7 +149,7 @@ def quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
     if torch.is_autocast_enabled(device_type) and input.dtype != torch.float64:
         input = input.to(torch.get_autocast_dtype(device_type))
     bias = None if bias is None else bias.to(input.dtype)
-    is_scaled = scaled_matmul.has_quantized_operands(weight.quantizer)
+    is_scaled = has_quantized_operands(weight.quantizer)
     if torch._C._are_functorch_transforms_active():
         if is_scaled:
             raise NotImplementedError(
@@ -152,7 +159,7 @@ def quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
         # torch.func has rules for every operator, but none for an autograd function without them.
         return F.linear(input, weight.to(input.dtype), bias)
     if is_scaled:
-        scaled_matmul.check_weight(weight)
+        check_weight(weight)
         # Its blocks and its padding would come up before the shape does.
         if input.shape[-1:] != weight.shape[1:]:
             raise ValueError(

@@ -15,7 +15,8 @@ from fp4adam.formats.scale_groups import (
     resolve_scale_groups,
     write_together,
 )
-from fp4adam.nn import scaled_matmul
+from fp4adam.nn.hardware import check_shape
+from fp4adam.nn.operand import has_quantized_operands
 from fp4adam.nn.recipe import Recipe, resolve_recipe
 from fp4adam.nn.replacement import (
     check_attributes,
@@ -188,8 +189,8 @@ def _check_value(quantizer: Quantizer, name: str, weight: nn.Parameter) -> None:
     try:
         check_dtype("weight", weight.dtype)
         quantizer.check_shape(tuple(weight.shape))
-        if scaled_matmul.has_quantized_operands(quantizer):
-            scaled_matmul.check_shape(quantizer, tuple(weight.shape))
+        if has_quantized_operands(quantizer):
+            check_shape(quantizer, tuple(weight.shape))
     except (TypeError, ValueError) as error:
         raise type(error)(f"layer {name!r}: {error}") from None
 

@@ -5,6 +5,7 @@ import dataclasses
 from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
+from fp4adam.nn.operand import FORMATS
 from fp4adam.tensors.quantizer import Operands, Quantizer
 
 RECIPES: dict[str, Quantizer] = {
@@ -75,10 +76,9 @@ class Recipe:
         """The quantizer of the weights, which carries the rest to where they are used."""
         weights = resolve_recipe(self.weights)
         operands = Operands(self.activations, self.gradients, self.emulate)
+        has_operands = self.activations or self.gradients
         # The optimizer then writes the scales as the GEMM reads them.
-        swizzled = (self.activations or self.gradients) and not isinstance(
-            weights, Float8BlockQuantizer
-        )
+        swizzled = has_operands and FORMATS[type(weights)].is_swizzled
         return dataclasses.replace(
             weights, operands=operands, optimize_for_gemm=swizzled or weights.optimize_for_gemm
         )

@@ -22,8 +22,9 @@ from fp4adam import (
     kept_weights,
     unswizzle_scales,
 )
-from fp4adam.nn import grouped_matmul, scaled_matmul
+from fp4adam.nn import grouped_matmul, hardware
 from fp4adam.nn.grouped_linear import _ScaledGroupedLinear
+from fp4adam.nn.operand import quantize
 from fp4adam.tensors import backend
 from fp4adam.tensors.storage import Storage
 from ranks import all_ranks, run_ranks
@@ -102,7 +103,7 @@ def row_by_row(swizzled: Tensor, rows: int, blocks: int) -> Tensor:
 def test_each_expert_has_tiles_of_its_own(weights):
     counts, blocks = (4, 0, 129), IN // BLOCK[weights]
     x = randn(sum(counts), IN)
-    tokens, _ = scaled_matmul.quantize(x, both(weights).quantizer, True, offsets=ends(*counts))
+    tokens, _ = quantize(x, both(weights).quantizer, True, offsets=ends(*counts))
     plain = FORMATS[weights].quantize(F.pad(x, (0, 0, 0, 27)))._rowwise_scale_inv[:, :blocks]
     # Experts without tokens have no tiles, and room for the worst case follows.
     starts = {0: (0, 4), 128: (4, 133)}
@@ -128,11 +129,11 @@ def test_each_expert_has_tiles_of_its_own(weights):
 def test_kernels_make_the_operands_of_the_torch_path(weights, monkeypatch, device):
     quantizer, offsets, x = both(weights).quantizer, ends(4, 0, 66), randn(70, IN)
     stack = stack_in(both(weights))
-    expected = scaled_matmul.quantize(x, quantizer, True, offsets=offsets)[:1]
+    expected = quantize(x, quantizer, True, offsets=offsets)[:1]
     expected += [grouped_matmul.stack_operand(stack, use) for use in ("rowwise", "columnwise")]
     monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
     stack = stack.detach().to(device)
-    made = scaled_matmul.quantize(x.to(device), quantizer, True, offsets=offsets.to(device))[:1]
+    made = quantize(x.to(device), quantizer, True, offsets=offsets.to(device))[:1]
     made += [grouped_matmul.stack_operand(stack, use) for use in ("rowwise", "columnwise")]
     for one, other in zip(made, expected, strict=True):
         assert torch.equal(one.codes.cpu(), other.codes)
@@ -173,7 +174,7 @@ def checked_grouped_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, sw
 @pytest.mark.parametrize("tokens", [0, 50, 256])
 @pytest.mark.parametrize("shape", [(4, 256, 128), (1, 128, 384)])
 def test_native_matmuls_pass_the_checks_of_torch(weights, capability, tokens, shape, monkeypatch):
-    monkeypatch.setattr(scaled_matmul, "_capability", lambda device: capability)
+    monkeypatch.setattr(hardware, "_capability", lambda device: capability)
     monkeypatch.setattr(grouped_matmul, "_multiply_op", grouped_matmul._multiply)
     calls = []
 
@@ -220,7 +221,7 @@ def test_host_does_not_wait_for_the_offsets(weights):
     plain = Recipe(weights).quantizer.quantize(torch.randn(EXPERTS, OUT, IN, device="cuda"))
 
     def run() -> None:
-        scaled_matmul.quantize(x, recipe.quantizer, True, offsets=offsets)
+        quantize(x, recipe.quantizer, True, offsets=offsets)
         for usage in ("rowwise", "columnwise"):
             grouped_matmul.stack_operand(stack, usage)
         if torch.cuda.get_device_capability()[0] in (9, 10):
@@ -241,10 +242,10 @@ def test_what_cannot_be_multiplied_is_refused(monkeypatch):
         narrow = both("mxfp8").quantizer.make_empty((3, 256, 96))
         grouped_linear(x[:, :96], narrow, offsets)
     for capability in ((9, 0), (12, 0)):
-        monkeypatch.setattr(scaled_matmul, "_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(hardware, "_capability", lambda device, found=capability: found)
         with FakeTensorMode(), pytest.raises(RuntimeError, match=r"need CUDA .* 10\.x, got"):
             grouped_linear(*fake_arguments(torch.bfloat16))
-    monkeypatch.setattr(scaled_matmul, "_capability", lambda device: (10, 0))
+    monkeypatch.setattr(hardware, "_capability", lambda device: (10, 0))
     with FakeTensorMode(), pytest.raises(TypeError, match="must be bfloat16 .* got torch.float16"):
         grouped_linear(*fake_arguments(torch.float16))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4adam import FP4Adam, QuantizedTensor, Recipe, kept_weights, quantize_model
-from fp4adam.nn import scaled_matmul
+from fp4adam.nn import operand
 
 FORMATS = ("nvfp4", "mxfp8", "float8block")
 every_format = pytest.mark.parametrize("weights", FORMATS)
@@ -129,9 +129,9 @@ def test_blocks_of_threads_end_in_any_order(read):
 
 @every_format
 def test_operands_of_weights_are_kept_as_well(weights, monkeypatch):
-    made, original = [], scaled_matmul._weight_operand
+    made, original = [], operand._weight_operand
     monkeypatch.setattr(
-        scaled_matmul, "_weight_operand", lambda *args: made.append(args[1]) or original(*args)
+        operand, "_weight_operand", lambda *args: made.append(args[1]) or original(*args)
     )
     layer = layer_in(Recipe(weights, activations=True, gradients=True))
     expected = microbatches(layer)

@@ -24,7 +24,7 @@ from fp4adam import (
     Recipe,
     quantize_model,
 )
-from fp4adam.nn import scaled_matmul
+from fp4adam.nn import hardware, operand
 from fp4adam.nn.linear import _ScaledLinear
 from fp4adam.tensors import backend
 
@@ -97,11 +97,9 @@ def test_operands_are_those_of_the_quantizers(weights, quantized, tokens):
 def test_kernel_makes_the_operands_of_the_torch_path(directions, dtype, monkeypatch, device):
     x = randn(130, 256, dtype=dtype)
     x[3, 7], x[5], x[129, 4] = float("nan"), 0, 3e38
-    expected = scaled_matmul.quantize(x, Float8BlockQuantizer(amax_epsilon=1e-3), *directions)
+    expected = operand.quantize(x, Float8BlockQuantizer(amax_epsilon=1e-3), *directions)
     monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
-    made = scaled_matmul.quantize(
-        x.to(device), Float8BlockQuantizer(amax_epsilon=1e-3), *directions
-    )
+    made = operand.quantize(x.to(device), Float8BlockQuantizer(amax_epsilon=1e-3), *directions)
     for one, other in zip(made, expected, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
@@ -127,7 +125,7 @@ def fake_weight(weights: str | Float8BlockQuantizer, shape=(OUT, IN)) -> Quantiz
 @pytest.mark.parametrize("tokens", [50, 128])
 @pytest.mark.parametrize("shape", [(OUT, IN), (128, 128), (128, 640), (1024, 512)])
 def test_native_matmuls_pass_the_checks_of_torch(weights, capability, tokens, shape, monkeypatch):
-    monkeypatch.setattr(scaled_matmul, "_capability", lambda device: capability)
+    monkeypatch.setattr(hardware, "_capability", lambda device: capability)
     with FakeTensorMode(), mock.patch.object(F, "scaled_mm", wraps=F.scaled_mm) as scaled_mm:
         weight = fake_weight(weights, shape)
         x = torch.empty(2, tokens, shape[1], dtype=torch.bfloat16, device="cuda")
@@ -146,7 +144,7 @@ def test_native_matmuls_pass_the_checks_of_torch(weights, capability, tokens, sh
 @pytest.mark.parametrize("tokens", [1, 1000])
 def test_native_matmuls_give_what_the_emulation_gives(weights, dtype, tokens):
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    needed = scaled_matmul.REQUIREMENTS[type(FORMATS[weights])]
+    needed = hardware.REQUIREMENTS[type(FORMATS[weights])]
     if not needed.is_met_by(capability):
         pytest.skip(f"needs a GPU of compute capability {needed.capabilities}")
     results = []
@@ -173,7 +171,7 @@ def test_native_matmuls_give_what_the_emulation_gives(weights, dtype, tokens):
     ],
 )
 def test_missing_capability_is_named(weights, found, needed, monkeypatch):
-    monkeypatch.setattr(scaled_matmul, "_capability", lambda device: found)
+    monkeypatch.setattr(hardware, "_capability", lambda device: found)
     with FakeTensorMode():
         x = torch.empty(128, IN, dtype=torch.bfloat16, device="cuda")
         with pytest.raises(RuntimeError, match=f"need CUDA compute capability {needed}, got"):

@@ -15,7 +15,7 @@ from fp4adam import (
     unswizzle_scales,
 )
 from fp4adam.kernels.launch import launch
-from fp4adam.nn import scaled_matmul
+from fp4adam.nn import operand
 from fp4adam.tensors import backend
 
 QUANTIZERS = {
@@ -32,7 +32,7 @@ def use_all(name, device):
     made = [weight.dequantize()]
     if name == "float8block":
         recipe = Recipe(name, activations=True, gradients=True)
-        made += scaled_matmul.quantize(x, recipe.quantizer, True, True)[1][:2]
+        made += operand.quantize(x, recipe.quantizer, True, True)[1][:2]
     else:
         made += unswizzle_scales([scales := weight.rowwise_gemm_scale_inv], [scales.shape])
     if name != "mxfp8":
