@@ -1,7 +1,7 @@
 # make demo     train a small GPT with quantized weights beside one with torch's AdamW
 # make test     run the tests
 # make test-integrations   those with Transformers, Accelerate, Lightning and torchtitan
-# make lint     check format and style
+# make lint     check format, style, and that imports keep to the layers
 # make bench    time one optimizer step (on an NVIDIA GPU)
 # make docs     build the documentation to site/ (its search needs: python -m http.server -d site)
 # make clean    remove .venv, builds and caches; runs/ stays
@@ -56,11 +56,11 @@ INTEGRATIONS = $(READY)
 DOCS = $(READY)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-# The link does what an install would: it puts kernels/ where fp4adam.kernels is looked for.
-$(READY):
-	ln -s ../kernels $@
-
 endif
+
+# The link does what an install would: it puts kernels/ where fp4adam.kernels is looked for.
+fp4adam/kernels:
+	ln -s ../kernels $@
 
 demo: $(READY)
 	$(PY) examples/train_gpt.py --compare --format nvfp4 $(ARGS)
@@ -71,9 +71,10 @@ test: $(READY)
 test-integrations: $(INTEGRATIONS)
 	$(PY) -m pytest $(PARALLEL) tests/integrations $(ARGS)
 
-lint: $(READY)
+lint: $(READY) fp4adam/kernels
 	$(PY) -m ruff format --check
 	$(PY) -m ruff check
+	$(PY) -c 'from importlinter.cli import lint_imports_command as main; main()' --no-cache --no-logo
 
 bench: $(READY)
 	$(PY) benchmarks/step.py $(ARGS)

@@ -30,8 +30,8 @@ from torch.nn import Parameter
 
 from fp4adam import Recipe, kept_weights
 from fp4adam.nn import scaled_matmul
+from fp4adam.tensors.blocks import round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import round_up
 
 FORMATS = ("nvfp4", "mxfp8", "float8block")
 # Shapes [out, in]: of attention, and of the two matrices of an MLP.

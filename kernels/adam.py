@@ -25,8 +25,10 @@ from fp4adam.kernels.tiles.bfloat16 import round_to_bfloat16, to_float32
 from fp4adam.kernels.tiles.layout import state_offsets
 from fp4adam.kernels.tiles.state import (
     dither_tile,
+    exp_avg_sq_dither,
     load_state,
     load_value,
+    master_dither,
     master_pointers,
     most_registers,
     split_master,
@@ -105,7 +107,8 @@ def adam_tile(
     if ADAM_W:
         p = p * decay
     else:
-        g = g + p * decay
+        # Infinite values would make NaN of no decay.
+        g = tl.where(decay != 0, g + p * decay, g)
     base = tl.where(lerp_weight > 0, exp_avg, g)
     m = base + (g - exp_avg) * lerp_weight
     v = exp_avg_sq * beta2 + (g * one_minus_beta2) * g
@@ -242,15 +245,16 @@ def adam_step_tile(
 
     dither = dither_tile(start, stride, scalars[8], BR, BC)
     value = store_value(
-        value_ptr, value_extra, start, stride, mask, value, dither, VALUE_CODEC, STORE, BR, BC
-    )
+        value_ptr, value_extra, start, stride, mask, value, master_dither(dither), VALUE_CODEC,
+        STORE, BR, BC,
+    )  # fmt: skip
     if STORE:
         store_state(
             exp_avg_ptr, exp_avg_scale, start, stride, mask, exp_avg, dither, EXP_AVG_CODEC, BR, BC
         )
         store_state(
-            exp_avg_sq_ptr, exp_avg_sq_scale, start, stride, mask, exp_avg_sq, dither,
-            EXP_AVG_SQ_CODEC, BR, BC,
+            exp_avg_sq_ptr, exp_avg_sq_scale, start, stride, mask, exp_avg_sq,
+            exp_avg_sq_dither(dither), EXP_AVG_SQ_CODEC, BR, BC,
         )  # fmt: skip
         if AMSGRAD:
             tl.store(max_exp_avg_sq_ptr, max_exp_avg_sq, mask)
@@ -317,10 +321,10 @@ def _adam_step_kernel(
 
 def flat_tiles(numels: list[int]) -> Tensor:
     """Blocks of all tensors: int32 [n_tiles, 2], (tensor, block of that tensor)."""
-    blocks = torch.tensor([-(-n // BLOCK) for n in numels])
-    tensors = torch.repeat_interleave(torch.arange(len(numels)), blocks)
+    blocks = torch.tensor([-(-n // BLOCK) for n in numels], dtype=torch.int64, device="cpu")
+    tensors = torch.repeat_interleave(blocks)
     first = blocks.cumsum(0) - blocks
-    numbers = torch.arange(len(tensors)) - first[tensors]
+    numbers = torch.arange(len(tensors), device="cpu") - first[tensors]
     return torch.stack((tensors, numbers), dim=1).to(torch.int32)
 
 

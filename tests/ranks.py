@@ -1,23 +1,39 @@
-"""Functions on several ranks, each in a process of its own, that cannot hang."""
+"""Functions on several ranks, each in a process of its own, that cannot hang.
 
+Ranks are forked off servers: Python processes that have imported what tests need, so that a rank
+starts in milliseconds in place of seconds. Each server hashes strings with a seed of its own, as
+processes that torchrun starts do, and each rank begins with random seeds of its own: what depends
+on the order of a set, or on equal random numbers, differs between ranks. All seeds follow from the
+rank, so that failures can be repeated.
+"""
+
+import atexit
 import contextlib
 import faulthandler
-import multiprocessing
+import importlib
 import os
 import pickle
+import random
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-# Imported once, before processes are forked off, which then takes milliseconds in place of seconds.
+# One server each; more ranks than these share them, since each takes seconds to start.
+_HASH_SEEDS = (1, 2, 3)
 _PRELOADED = [
     "pytest",
     "hypothesis",
@@ -58,27 +74,21 @@ def run_ranks(
         RankError: If a rank raised.
         TimeoutError: If one did not end in time.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    servers = _servers(min(world_size, len(_HASH_SEEDS)))
+    serving = [servers[rank % len(_HASH_SEEDS)] for rank in range(world_size)]
+    codes: dict[int, int] = {}
     with tempfile.TemporaryDirectory() as folder:
         work = pickle.dumps((function, args))
-        processes = [
-            context.Process(
-                target=_run_rank,
-                args=(work, rank, world_size, device, timeout / 2, folder),
-                daemon=True,
-            )
-            for rank in range(world_size)
-        ]
-        for process in processes:
-            process.start()
-        deadline = time.monotonic() + timeout
-        for process in processes:
-            process.join(max(deadline - time.monotonic(), 0))
-        late = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        for process in processes:
-            process.kill()
-            process.join()
+        try:
+            for rank, server in enumerate(serving):
+                rest = (work, rank, world_size, device, timeout / 2, folder)
+                server.send((rank, sys.path, rest))
+            _collect(codes, serving, timeout)
+        finally:
+            late = [rank for rank in range(world_size) if rank not in codes]
+            for rank in late:
+                serving[rank].send((rank, None, None))
+            _collect(codes, serving, 60)
         errors = [path.read_text() for path in sorted(Path(folder).glob("error*"))]
         if errors:
             # Ranks that only waited for the one that failed say less.
@@ -86,11 +96,11 @@ def run_ranks(
         results = [Path(folder, f"result{rank}") for rank in range(world_size)]
         missing = [rank for rank, path in enumerate(results) if not path.exists()]
         stacks = "\n".join(path.read_text() for path in sorted(Path(folder).glob("stack*")))
-        if late and set(late) & set(missing):
+        if set(late) & set(missing):
             raise TimeoutError(f"ranks {missing} did not end within {timeout} s:\n{stacks}")
         if missing and not survives:
-            codes = [processes[rank].exitcode for rank in missing]
-            raise RankError(f"ranks {missing} died with exit codes {codes}:\n{stacks}")
+            died = {rank: codes[rank] for rank in missing}
+            raise RankError(f"ranks died, with exit codes {died}:\n{stacks}")
         return [
             torch.load(path, weights_only=False, map_location="cpu") if path.exists() else None
             for path in results
@@ -107,12 +117,109 @@ def all_ranks() -> DeviceMesh:
     return init_device_mesh(home().type, (dist.get_world_size(),))
 
 
+_started: list[Connection] = []
+
+
+def _servers(count: int) -> list[Connection]:
+    """Connections to that many servers, which have been started then."""
+    new = _HASH_SEEDS[len(_started) : count]
+    _started.extend(map(_start_server, new))
+    for server in _started[count - len(new) : count]:
+        server.recv()  # it is ready
+    return _started[:count]
+
+
+def _start_server(hash_seed: int) -> Connection:
+    connection, its_end = Pipe()
+    environment = {
+        **os.environ,
+        "PYTHONHASHSEED": str(hash_seed),
+        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
+    }
+    command = f"import ranks; ranks._serve({its_end.fileno()})"
+    process = subprocess.Popen(
+        [sys.executable, "-c", command],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        pass_fds=[its_end.fileno()],
+    )
+    its_end.close()
+
+    def end() -> None:
+        connection.close()
+        process.wait()
+
+    atexit.register(end)
+    return connection
+
+
+def _collect(codes: dict[int, int], serving: list[Connection], timeout: float) -> None:
+    """Wait for the exit codes of all ranks, that long at most."""
+    deadline = time.monotonic() + timeout
+    while len(codes) < len(serving):
+        ready = wait(set(serving), max(deadline - time.monotonic(), 0))
+        if not ready:
+            return
+        codes.update(server.recv() for server in ready)
+
+
+def _serve(fd: int) -> None:
+    """Fork off what is asked for until the process that runs tests is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        import interpreter
+
+        interpreter.install()
+    requests = Connection(fd)
+    requests.send("ready")
+    # Rank and process, by a pipe that a child holds one end of as long as it lives.
+    children: dict[int, tuple[int, int]] = {}
+    try:
+        while True:
+            for ready in wait([requests, *children]):
+                if ready is requests:
+                    rank, path, work = requests.recv()
+                    if work is None:
+                        _kill(pid for other, pid in children.values() if other == rank)
+                    else:
+                        pipe, pid = _fork(requests, path, work)
+                        children[pipe] = rank, pid
+                else:
+                    rank, pid = children.pop(ready)
+                    os.close(ready)
+                    _, status = os.waitpid(pid, 0)
+                    requests.send((rank, os.waitstatus_to_exitcode(status)))
+    except (EOFError, ConnectionError):
+        _kill(pid for _, pid in children.values())
+
+
+def _fork(requests: Connection, path: list[str], work: tuple[Any, ...]) -> tuple[int, int]:
+    """Start a rank: the pipe that ends with it, and its process."""
+    pipe, held = os.pipe()
+    pid = os.fork()
+    if not pid:
+        requests.close()
+        sys.path[:] = path
+        _run_rank(*work)
+    os.close(held)
+    return pipe, pid
+
+
+def _kill(processes: Iterable[int]) -> None:
+    for pid in processes:
+        os.kill(pid, signal.SIGKILL)
+
+
 def _run_rank(
     work: bytes, rank: int, world_size: int, device: str, timeout: float, folder: str
 ) -> None:
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     os.environ["WORLD_SIZE"] = str(world_size)
     torch.set_num_threads(1)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(1000 + rank)
     stack = open(f"{folder}/stack{rank}", "w")
     faulthandler.enable(stack)
     faulthandler.dump_traceback_later(0.9 * 2 * timeout, file=stack)

@@ -16,18 +16,19 @@ from torch.optim import Optimizer
 from fp4adam.checkpoints import folder as checkpoint_folder
 from fp4adam.checkpoints.folder import CONFIG, Entry
 from fp4adam.checkpoints.layouts import LAYOUTS, Encoding, Layout
+from fp4adam.checkpoints.model_state import model_state, plain_name, unwrapped
 from fp4adam.distributed import fsdp
-from fp4adam.distributed.dtensor import like, local, sharded_dims, sharding_groups
-from fp4adam.distributed.scale_exchange import Place
+from fp4adam.distributed.dtensor import like, local, sharded_dims
+from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.formats.float8_block import BLOCK as FLOAT8_BLOCK
 from fp4adam.formats.float8_block import Float8BlockTensor
 from fp4adam.formats.nvfp4 import NVFP4Tensor
 from fp4adam.formats.scale_groups import hf_scale_groups
 from fp4adam.nn.quantize_model import check_module
-from fp4adam.optim.fp4_adam import written_value
-from fp4adam.optim.fused_adam import FusedAdam, written
-from fp4adam.optim.optimizer_state import saved_states
-from fp4adam.tensors import row_window
+from fp4adam.optim.fused_adam import FusedAdam
+from fp4adam.optim.param_view import written_value
+from fp4adam.optim.state_dict import saved_states
+from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import check_dtype
 
@@ -81,12 +82,12 @@ def export_checkpoint(
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     check_module(model)
-    model = _unwrapped(model)
+    model = unwrapped(model)
     weights = _first_named(_state_of(model))
     quantized = {n: local(w) for n, w in weights.items() if isinstance(local(w), QuantizedTensor)}
     encoding = _encoding_for(LAYOUTS[layout], quantized)
     linear = [
-        _plain_name(f"{name}.weight")
+        plain_name(f"{name}.weight")
         for name, layer in model.named_modules(remove_duplicate=False)
         if isinstance(layer, nn.Linear)
     ]
@@ -121,6 +122,9 @@ def export_masters(
 ) -> None:
     """Write a model in high precision, its parameters rounded once from their master weights.
 
+    Read are the parameters themselves, whatever hooks of the state dict make of them, such as those
+    of :func:`fp4adam.use_plain_state_dict`.
+
     A parameter without a master in the optimizer, or to which something else has been written
     since, is written as it is, or, if it is quantized, as the value that its master would start
     from.
@@ -142,16 +146,16 @@ def export_masters(
             "pass the FP4Adam that has its masters"
         )
     check_module(model)
-    model = _unwrapped(model)
+    model = unwrapped(model)
     weights = _first_named(_state_of(model))
     masters = _current_masters(optimizer)
     parameters = set(model.parameters())
 
     def entries() -> Iterator[Entry]:
         for name, weight in weights.items():
-            own = local(weight)
-            if weight in masters:
-                source = masters[weight]
+            own, master = local(weight), masters.get(weight)
+            if master is not None:
+                source = master
             elif isinstance(own, QuantizedTensor):
                 value = written_value(own)
                 value = own.detach().dequantize() if value is None else value.view(own.shape)
@@ -168,52 +172,17 @@ def export_masters(
 
 
 def _current_masters(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    """FP32 masters of the parameters that nothing else has been written to since."""
+    """FP32 masters; of parameters that something else has written to since, their values."""
     if not isinstance(optimizer, FusedAdam):
         return {}
-    writes, masters = optimizer._known_writes(), {}
-    for param, state in saved_states(optimizer.param_groups, optimizer.state_dict()):
-        if "master_param" in state:
-            master, own = state["master_param"], local(param)
-            is_known = writes.get(param, written(param)) == written(param)
-            is_current = is_known or optimizer._param_is_of(own, local(master))
-            if _everywhere(is_current, param):
-                masters[param] = master
-    return masters
-
-
-def _everywhere(flag: bool, param: Tensor) -> bool:
-    """Whether all ranks that have parts of a parameter say so; one without rows cannot tell."""
-    for group, device_type in sharding_groups(param):
-        flags = torch.tensor(float(flag), device=device_type)
-        dist.all_reduce(flags, dist.ReduceOp.MIN, group)
-        flag = bool(flags)
-    return flag
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model without what PyTorch has put around it."""
-    model = getattr(model, "_orig_mod", model)
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = getattr(model.module, "_orig_mod", model.module)
-    return model
-
-
-def _plain_name(name: str) -> str:
-    """The name of something in a model that ``torch.compile`` or checkpointing has wrapped."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+    states = saved_states(optimizer.param_groups, optimizer.state_dict())
+    return {param: state["master_param"] for param, state in states if "master_param" in state}
 
 
 def _state_of(model: nn.Module) -> dict[str, Tensor]:
     """All that a checkpoint holds, under all of its names."""
-    state = model.state_dict(keep_vars=True)
-    state = {_plain_name(name): value for name, value in state.items()}
+    state = model_state(model).tensors
     for name, value in state.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"state_dict() of the model must hold tensors, got a {type(value).__name__} for "
-                f"{name!r}; remove it, a checkpoint for serving has no place for it"
-            )
         if value.is_meta:
             raise ValueError(
                 f"{name!r} must have a value to be exported, got one on the meta device; load the "
@@ -281,7 +250,7 @@ def _check_whole_linear(name: str, weight: QuantizedTensor, linear: list[str]) -
             f"quantized weights must be those of nn.Linear layers, got {name!r}; leave it in high "
             "precision (filter=...)"
         )
-    if weight._origin.whole is None and not row_window.is_whole_blocks(weight):
+    if weight._shared.global_spec is None and not rows.is_whole_blocks(weight):
         raise ValueError(f"{name!r} must be a whole tensor, got rows of another one; clone it")
 
 
@@ -293,7 +262,7 @@ def _warn_of_readers(quantized: dict[str, QuantizedTensor], weights: dict[str, T
         layer = name.removesuffix(".weight")
         matrix = hf_scale_groups(name)
         if isinstance(weight, NVFP4Tensor) and matrix is not None:
-            groups[matrix][layer.rpartition(".")[2]] = weight.settled()._amax.item()
+            groups[matrix][layer.rpartition(".")[2]] = weight.flush()._amax.item()
         if isinstance(weight, Float8BlockTensor):
             sides = weights[name].shape
             partial += [layer] * any(n > FLOAT8_BLOCK and n % FLOAT8_BLOCK for n in sides)
@@ -318,7 +287,7 @@ def _warn_of_readers(quantized: dict[str, QuantizedTensor], weights: dict[str, T
 def _quantized_entry(name: str, weight: QuantizedTensor, encoding: Encoding) -> Entry:
     layer = name.removesuffix("weight")
     try:
-        stored = encoding.encode(weight.settled())
+        stored = encoding.encode(weight.flush())
     except ValueError as error:
         raise ValueError(f"{name!r}: {error}") from None
     metadata = {}
@@ -337,11 +306,11 @@ def _gathered(weight: Tensor) -> Tensor:
         return shard
     if not isinstance(shard, QuantizedTensor):
         return weight.detach().full_tensor()
-    Place.of(weight)  # says what cannot be gathered
+    ShardInfo.of(weight)  # says what cannot be gathered
     mesh = weight.device_mesh
     if mesh.ndim > 1:
         mesh = mesh[mesh.mesh_dim_names[sharded[0]]]
-    place = Place.in_mesh(mesh)
+    place = ShardInfo.in_mesh(mesh)
     inputs, names = fsdp.pre_all_gather(shard, mesh)
     outputs = []
     for inner in inputs:

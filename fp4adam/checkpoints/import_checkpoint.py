@@ -8,7 +8,15 @@ from torch.distributed.tensor import DTensor
 
 from fp4adam.checkpoints.folder import CheckpointReader
 from fp4adam.checkpoints.layouts import LAYOUTS, Encoding, Layout
+from fp4adam.checkpoints.model_state import model_state, plain_name, unwrapped
 from fp4adam.nn.quantize_model import check_module
+from fp4adam.nn.replacement import (
+    check_attributes,
+    check_no_replica,
+    check_weight,
+    hand_over,
+    put_in,
+)
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
 
@@ -23,11 +31,13 @@ def import_checkpoint(
     Reads the layouts that :func:`fp4adam.export_checkpoint` writes, whoever wrote them. The linear
     layers that are quantized there get quantized weights with the same bytes, of the nominal dtype
     that the weight has had; the others keep their parameters, and get the values. Master weights
-    start from the decoded ones. Scales of activations are left out.
+    start from the decoded ones. Scales of activations are left out, and so is what hooks of
+    the model's state dict add to it.
 
     Args:
         model: On devices with memory, its names those of the checkpoint. Create the optimizer, and
-            call ``fully_shard``, after this: quantized weights are new parameters.
+            call ``fully_shard``, after this: quantized weights are new parameters, which get what
+            belongs to the old ones as by :func:`fp4adam.quantize_model`.
         folder: Of ``config.json`` and safetensors files.
         quantizer: How the weights go on to be quantized, the format's own one by default. NVFP4
             scales that are not those of 16x16 blocks need
@@ -52,13 +62,20 @@ def import_checkpoint(
         )
     check_module(model)
     with CheckpointReader(Path(folder)) as checkpoint:
-        reading = _Import(model, checkpoint, quantizer)
+        reading = _Import(unwrapped(model), checkpoint, quantizer)
+        check_no_replica(model.modules(), [m.weight for m in reading.linear.values()])
         quantized, plain = reading.quantized_weights(), reading.plain_values()
-    for layer, weight in quantized.items():
-        module = reading.linear[layer]
-        param = nn.Parameter(weight, module.weight.requires_grad)
-        param._origin.name = f"{layer}.weight"
-        module.weight = param
+    modules = [reading.linear[layer] for layer in quantized]
+    params = [
+        nn.Parameter(weight, module.weight.requires_grad)
+        for weight, module in zip(quantized.values(), modules, strict=True)
+    ]
+    for layer, module, param in zip(quantized, modules, params, strict=True):
+        check_attributes(layer, module.weight, param)
+        param._shared.name = f"{layer}.weight"
+    for module, param in zip(modules, params, strict=True):
+        hand_over(module.weight, param)
+    put_in(zip(modules, params, strict=True))
     with torch.no_grad():
         for name, value in plain.items():
             reading.state[name].copy_(value)
@@ -71,16 +88,17 @@ class _Import:
     def __init__(
         self, model: nn.Module, checkpoint: CheckpointReader, quantizer: Quantizer | None
     ) -> None:
-        self.state = model.state_dict(keep_vars=True)
+        tensors, extra = model_state(model)
+        self.state = {name: value for name, value in tensors.items() if name not in extra}
         for name, value in self.state.items():
-            if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.is_meta:
-                kind = "one on the meta device" if getattr(value, "is_meta", False) else type(value)
+            if isinstance(value, DTensor) or value.is_meta:
+                kind = "one on the meta device" if value.is_meta else type(value)
                 raise ValueError(
                     f"{name!r} of the model must be a whole tensor in memory, got {kind}; import "
                     "before fully_shard and after to_empty"
                 )
         self.linear = {
-            name: layer
+            plain_name(f"{name}.weight").removesuffix(".weight"): layer
             for name, layer in model.named_modules(remove_duplicate=False)
             if isinstance(layer, nn.Linear)
         }
@@ -89,7 +107,7 @@ class _Import:
         stored = {n for n in checkpoint.names() if n.rpartition(".")[2] not in layout.unused}
         self.layers = self._layers(stored)
         of_layers = {f"{layer}.{key}" for layer in self.layers for key in self._keys}
-        self.plain = stored - of_layers
+        self.plain = stored - of_layers - extra
         self._check_names()
         self.quantizer = self._quantizer(quantizer)
 
@@ -139,7 +157,9 @@ class _Import:
                     f"{layer!r} of the model must be an nn.Linear to have a quantized weight, got "
                     f"another module; build it from the checkpoint's config.json"
                 )
-            names = [name for name, x in self.state.items() if x is self.linear[layer].weight]
+            weight = self.linear[layer].weight
+            check_weight(layer, weight)
+            names = [name for name, x in self.state.items() if x is weight]
             if len(names) > 1:
                 raise ValueError(
                     f"{names[0]!r} and {names[1]!r} must be two weights, got a tied one, which is "

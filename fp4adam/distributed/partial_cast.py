@@ -12,15 +12,9 @@ from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
 from fp4adam.tensors import backend, pieces
+from fp4adam.tensors.blocks import blocks_of, flat_shape, in_blocks, round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import (
-    HIGH_PRECISION_DTYPES,
-    Quantizer,
-    blocks_of,
-    flat_shape,
-    in_blocks,
-    round_up,
-)
+from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES, Quantizer
 from fp4adam.tensors.swizzle import build_gemm_scales
 
 # Where codes are written in place of a weight: those of one direction, or rowwise and columnwise.
@@ -248,6 +242,8 @@ class PartialCast:
                 _write_codes(shard, value, shard.targets(out))
         weights = [shard.weight for shard in self._shards]
         build_gemm_scales(weights)
+        for weight in weights:
+            weight._shared.mark_written()
         torch.autograd.graph.increment_version(weights)
 
     def check_values(self, values: Sequence[Tensor | None], name: str = "values") -> None:

@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fp4adam.distributed.dtensor import sharded_dims
 from fp4adam.distributed.partial_cast import PartialCast
-from fp4adam.tensors import row_window
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.row_window import Whole
+from fp4adam.tensors.rows import matrix_shape, stored_rows
+from fp4adam.tensors.storage import GlobalSpec
 
 
-class Place(NamedTuple):
+class ShardInfo(NamedTuple):
     """Which of the shards of a tensor one is, and who has the others.
 
     Attributes:
@@ -45,13 +45,13 @@ class Place(NamedTuple):
         return torch.device(self.device_type, index)
 
     @classmethod
-    def in_mesh(cls, mesh: DeviceMesh, dim: int = 0) -> "Place":
-        """The place of this rank in one dimension of a mesh."""
+    def in_mesh(cls, mesh: DeviceMesh, dim: int = 0) -> "ShardInfo":
+        """The shard of this rank in one dimension of a mesh."""
         return cls(mesh.get_group(dim), mesh.get_local_rank(dim), mesh.size(dim), mesh.device_type)
 
     @classmethod
-    def of(cls, param: Tensor) -> "Place | None":
-        """The place of a parameter's shard, or None if it shares no scales with others.
+    def of(cls, param: Tensor) -> "ShardInfo | None":
+        """What shard a parameter is, or None if it shares no scales with others.
 
         Raises:
             NotImplementedError: If it is a quantized tensor that is sharded in another way than
@@ -62,20 +62,20 @@ class Place(NamedTuple):
         sharded = sharded_dims(param)
         if not sharded:
             return None
-        whole = param._local_tensor._origin.whole
-        if len(sharded) > 1 or type(param.placements[sharded[0]]) is not Shard or whole is None:
+        spec = param._local_tensor._shared.global_spec
+        if len(sharded) > 1 or type(param.placements[sharded[0]]) is not Shard or spec is None:
             raise NotImplementedError(
                 "quantized parameters must be replicated, or sharded by fully_shard along one "
                 f"dimension of the mesh, got placements {param.placements}; leave parameters that "
                 "are split otherwise in high precision (filter=...)"
             )
-        return cls.in_mesh(param.device_mesh, sharded[0]) if whole.shares_scales else None
+        return cls.in_mesh(param.device_mesh, sharded[0]) if spec.shares_scales else None
 
 
-def cut_blocks(whole: Whole, n_shards: int) -> list[int]:
+def cut_blocks(spec: GlobalSpec, n_shards: int) -> list[int]:
     """Numbers of the rows of blocks that shard boundaries cut."""
-    block = whole.quantizer.block_rows
-    ends = range(whole.chunk_rows, min(n_shards * whole.chunk_rows, whole.rows), whole.chunk_rows)
+    block = spec.quantizer.block_rows
+    ends = range(spec.chunk_rows, min(n_shards * spec.chunk_rows, spec.rows), spec.chunk_rows)
     return sorted({end // block for end in ends if end % block})
 
 
@@ -83,15 +83,15 @@ class Exchanged(NamedTuple):
     """What ranks tell each other of a shard.
 
     Attributes:
-        whole: What it is a shard of.
-        place: Which one it is.
+        spec: What it is a shard of.
+        info: Which one it is.
         amax: Of the tensor, float32 [1] on any device, or None.
         grids: Amaxes of blocks, by what a row of them spans; float32 on any device.
         scales: Shards of tensors with the same one share the amax of the tensor.
     """
 
-    whole: Whole
-    place: Place
+    spec: GlobalSpec
+    info: ShardInfo
     amax: Tensor | None
     grids: Sequence[Tensor]
     scales: Hashable
@@ -105,7 +105,7 @@ class AmaxExchange:
     Args:
         group: The ranks.
         device: Where they communicate.
-        shards: The same wholes in the same order on every rank.
+        shards: Of the same tensors in the same order on every rank.
     """
 
     def __init__(
@@ -116,16 +116,16 @@ class AmaxExchange:
         spans: list[tuple[int, int]] = []
         mates: dict[Hashable, list[int]] = defaultdict(list)
         size = 0
-        for whole, place, amax, grids, scales in shards:
-            if whole.quantizer.scales_tensor:
+        for spec, info, amax, grids, scales in shards:
+            if spec.quantizer.scales_tensor:
                 self._amaxes.append(amax)
                 spans.append((size, size + 1))
                 mates[scales].append(size)
                 size += 1
-            first = place.number * whole.chunk_rows
-            last = min(first + whole.chunk_rows, whole.rows) - 1
-            block = whole.quantizer.block_rows
-            for number in cut_blocks(whole, place.n_shards):
+            first = info.number * spec.chunk_rows
+            last = min(first + spec.chunk_rows, spec.rows) - 1
+            block = spec.quantizer.block_rows
+            for number in cut_blocks(spec, info.n_shards):
                 for grid in grids:
                     width = grid.shape[1]
                     if first // block <= number <= last // block and first <= last:
@@ -174,15 +174,15 @@ class ShardCast:
         self._shards = list(shards)
         matrices, starts, sizes = [], [], []
         for shard in shards:
-            rows, cols = row_window.matrix_shape(shard)
-            shape = (row_window.stored_rows(shard), cols)
-            matrix = type(shard)(shape, shard.dtype, shard.quantizer, shard.storage_tensors())
+            rows, cols = matrix_shape(shard)
+            shape = (stored_rows(shard), cols)
+            matrix = type(shard)(shape, shard.dtype, shard.quantizer, shard._shared.tensors)
             matrices.append(matrix)
             starts.append(shard._first_row * cols)
             sizes.append(rows * cols)
         self._cast = PartialCast(matrices, starts, sizes, dtypes)
         columnwise = self._cast.columnwise_amaxes
-        square = [m.quantizer.without_derived().row_pitch.get("_block_scale_inv") for m in matrices]
+        square = [m._block_scale_inv is not None for m in matrices]
         # Blocks of single rows are not cut.
         self.exchanged = [
             (amax, [rowwise] if is_square else [] if column is None else [column])
@@ -199,15 +199,15 @@ class ShardCast:
         """Write scales and codes, after the exchange."""
         self._cast.write([value.view(-1) for value in values])
         for shard in self._shards:
-            shard._origin.pending = None
-            shard._origin.unsettled = False
-            if shard._origin.first_row is None:
-                shard._origin.first_row = 0
+            shared = shard._shared
+            shared.pending, shared.unsettled = None, False
+            if shared.first_row is None:
+                shared.first_row = 0
 
 
 def write_shards(
     shards: Sequence[QuantizedTensor],
-    places: Sequence[Place],
+    infos: Sequence[ShardInfo],
     values: Sequence[Tensor | None],
     dtypes: Sequence[torch.dtype],
     scales: Sequence[Hashable],
@@ -216,15 +216,15 @@ def write_shards(
 
     Args:
         shards: Local tensors on one device.
-        places: Of each shard.
+        infos: Which shard each one is.
         values: Per shard a contiguous tensor of its shape, or None on a rank that has no new value:
             it keeps what it has if another rank has one.
         dtypes: What values are rounded to first.
         scales: As in :class:`Exchanged`; if one of several has a new value, all are quantized.
     """
     groups: dict[tuple[dist.ProcessGroup, torch.device], list[int]] = defaultdict(list)
-    for i, place in enumerate(places):
-        groups[place.group, place.device].append(i)
+    for i, info in enumerate(infos):
+        groups[info.group, info.device].append(i)
     for (group, device), members in groups.items():
         # Not every rank need have been written to, nor know that another one has.
         written = torch.tensor([values[i] is not None for i in members], device=device).float()
@@ -237,24 +237,24 @@ def write_shards(
         new = [shards[i]._read(torch.float32) if values[i] is None else values[i] for i in chosen]
         cast.measure(new)
         exchanged = [
-            Exchanged(shards[i]._origin.whole, places[i], *amaxes, scales[i])
+            Exchanged(shards[i]._shared.global_spec, infos[i], *amaxes, scales[i])
             for i, amaxes in zip(chosen, cast.exchanged, strict=True)
         ]
         AmaxExchange(group, device, exchanged)()
         cast.write(new)
 
 
-def settle_shard(shard: QuantizedTensor, place: Place) -> None:
+def settle_shard(shard: QuantizedTensor, info: ShardInfo) -> None:
     """Quantize what has been written to a shard that shares scales; every rank joins in."""
-    origin = shard._origin
-    if not origin.unsettled:
+    shared = shard._shared
+    if not shared.unsettled:
         return
-    written = origin.pending
-    write_shards([shard], [place], [written], [torch.float32], [shard])
-    origin.unsettled = False
-    if origin.init_val is not None and written is not None:
+    written = shared.pending
+    write_shards([shard], [info], [written], [torch.float32], [shard])
+    shared.unsettled = False
+    if written is not None and (shared.init_val is not None or shared.keeps_init_val):
         # What the master weight has to start from.
-        origin.init_val = written.view(shard.shape)
+        shared.init_val, shared.keeps_init_val = written.view(shard.shape), False
 
 
 @torch.no_grad()
@@ -269,26 +269,26 @@ def check_shards(model: nn.Module) -> None:
         RuntimeError: On every rank, naming the first parameter whose scales differ.
     """
     for name, param in model.named_parameters():
-        place = Place.of(param)
-        if place is None:
+        info = ShardInfo.of(param)
+        if info is None:
             continue
         shard = param._local_tensor
-        settle_shard(shard, place)
-        pitch = shard.quantizer.row_pitch
+        settle_shard(shard, info)
+        tensors = shard._shared.tensors
         grids = [
-            getattr(shard, inner).float()
-            for inner, rows in pitch.items()
+            getattr(tensors, name).float()
+            for name, rows in shard.quantizer.rows_per_entry.items()
             if rows == shard.quantizer.block_rows
         ]
         found = []
         for sign in (1, -1):
-            amax = shard._amax
+            amax = tensors.amax
             if amax is not None:
                 # That of a rank without rows is read by nobody.
                 amax = amax * sign if shard.numel() else torch.full_like(amax, -math.inf)
             signed = [grid * sign for grid in grids]
-            exchanged = Exchanged(shard._origin.whole, place, amax, signed, shard)
-            found.append(AmaxExchange(place.group, place.device, [exchanged]).largest() * sign)
+            exchanged = Exchanged(shard._shared.global_spec, info, amax, signed, shard)
+            found.append(AmaxExchange(info.group, info.device, [exchanged]).largest() * sign)
         if not torch.equal(*found):
             raise RuntimeError(
                 f"shards of parameter {name!r} must have the same scales on all ranks, got up to "

@@ -8,15 +8,9 @@ from torch import Tensor
 
 from fp4adam.formats import minifloat
 from fp4adam.tensors import backend
+from fp4adam.tensors.blocks import blocks_of, in_blocks, round_up, strips
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import (
-    SquareBlockQuantizer,
-    blocks_of,
-    in_blocks,
-    round_up,
-    runs_eagerly,
-    strips,
-)
+from fp4adam.tensors.quantizer import SquareBlockQuantizer, runs_eagerly
 
 BLOCK = 128
 
@@ -85,13 +79,13 @@ class Float8BlockQuantizer(SquareBlockQuantizer):
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         layout = {}
         if self.two_dimensional:
-            layout["_block_scale_inv"] = ((-(-rows // BLOCK), -(-cols // BLOCK)), torch.float32)
+            layout["block_scale_inv"] = ((-(-rows // BLOCK), -(-cols // BLOCK)), torch.float32)
         for usage, m, k in (("rowwise", rows, cols), ("columnwise", cols, rows)):
             if getattr(self, usage):
-                layout[f"_{usage}_data"] = ((m, k), torch.uint8)
+                layout[f"{usage}_data"] = ((m, k), torch.uint8)
                 if not self.two_dimensional:
                     scale_shape = (-(-k // BLOCK), round_up(m, 4))
-                    layout[f"_{usage}_scale_inv"] = (scale_shape, torch.float32)
+                    layout[f"{usage}_scale_inv"] = (scale_shape, torch.float32)
         return layout
 
     def write(self, x: Tensor, out: Float8BlockTensor) -> None:
@@ -136,7 +130,7 @@ class Float8BlockQuantizer(SquareBlockQuantizer):
 
     def encode_scale(self, amax: Tensor, largest: float) -> Tensor:
         """Encode scales; ``largest`` is the largest finite value of the input's dtype."""
-        epsilon = torch.tensor(self.amax_epsilon, dtype=torch.float32)
+        epsilon = torch.tensor(self.amax_epsilon, dtype=torch.float32, device="cpu")
         amax = torch.where(amax < epsilon, epsilon, amax)
         # A Python number over a tensor would be computed as number * (1 / tensor).
         scale = torch.full_like(amax, minifloat.E4M3_MAX) / amax

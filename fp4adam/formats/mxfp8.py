@@ -7,15 +7,9 @@ from torch import Tensor
 
 from fp4adam.formats import minifloat
 from fp4adam.tensors import backend
+from fp4adam.tensors.blocks import blocks_of, in_blocks, round_up, strips
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import (
-    Quantizer,
-    blocks_of,
-    in_blocks,
-    round_up,
-    runs_eagerly,
-    strips,
-)
+from fp4adam.tensors.quantizer import Quantizer, runs_eagerly
 
 BLOCK = 32
 
@@ -50,13 +44,13 @@ class MXFP8Quantizer(Quantizer):
     block_rows = BLOCK
 
     @property
-    def row_pitch(self) -> dict[str, int]:
-        pitch = {}
+    def rows_per_entry(self) -> dict[str, int]:
+        entries = {}
         if self.rowwise:
-            pitch.update(_rowwise_data=1, _rowwise_scale_inv=1)
+            entries.update(rowwise_data=1, rowwise_scale_inv=1)
         if self.columnwise:
-            pitch.update(_columnwise_data=1, _columnwise_scale_inv=BLOCK)
-        return pitch
+            entries.update(columnwise_data=1, columnwise_scale_inv=BLOCK)
+        return entries
 
     def check_matrix(self, rows: int, cols: int) -> str | None:
         if rows % BLOCK or cols % BLOCK:
@@ -70,12 +64,12 @@ class MXFP8Quantizer(Quantizer):
         layout = {}
         for usage, m, k in (("rowwise", rows, cols), ("columnwise", cols, rows)):
             if getattr(self, usage):
-                layout[f"_{usage}_data"] = ((rows, cols), byte)
+                layout[f"{usage}_data"] = ((rows, cols), byte)
                 scale_shape = (round_up(m, 128), round_up(k // BLOCK, 4))
                 compact = scale_shape if usage == "rowwise" else scale_shape[::-1]
-                layout[f"_{usage}_scale_inv"] = (compact, byte)
+                layout[f"{usage}_scale_inv"] = (compact, byte)
                 if self.optimize_for_gemm:
-                    layout[f"_{usage}_gemm_scale_inv"] = (scale_shape, byte)
+                    layout[f"{usage}_gemm_scale_inv"] = (scale_shape, byte)
         return layout
 
     def write(self, x: Tensor, out: MXFP8Tensor) -> None:

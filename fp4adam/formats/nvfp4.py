@@ -7,15 +7,9 @@ from torch import Tensor
 
 from fp4adam.formats import minifloat
 from fp4adam.tensors import backend
+from fp4adam.tensors.blocks import blocks_of, in_blocks, round_up, strips
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import (
-    SquareBlockQuantizer,
-    blocks_of,
-    in_blocks,
-    round_up,
-    runs_eagerly,
-    strips,
-)
+from fp4adam.tensors.quantizer import SquareBlockQuantizer, runs_eagerly
 
 BLOCK = 16
 # The largest code times the largest block scale: what the tensor's amax is mapped to.
@@ -88,17 +82,17 @@ class NVFP4Quantizer(SquareBlockQuantizer):
         self, rows: int, cols: int
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         byte = torch.uint8
-        layout = {"_amax": ((1,), torch.float32)}
+        layout = {"amax": ((1,), torch.float32)}
         if self.two_dimensional:
-            layout["_block_scale_inv"] = ((rows // BLOCK, cols // BLOCK), byte)
+            layout["block_scale_inv"] = ((rows // BLOCK, cols // BLOCK), byte)
         for usage, m, k in (("rowwise", rows, cols), ("columnwise", cols, rows)):
             if getattr(self, usage):
-                layout[f"_{usage}_data"] = ((m, k // 2), byte)
+                layout[f"{usage}_data"] = ((m, k // 2), byte)
                 scale_shape = (round_up(m, 128), round_up(k // BLOCK, 4))
                 if not self.two_dimensional:
-                    layout[f"_{usage}_scale_inv"] = (scale_shape, byte)
+                    layout[f"{usage}_scale_inv"] = (scale_shape, byte)
                 if self.optimize_for_gemm:
-                    layout[f"_{usage}_gemm_scale_inv"] = (scale_shape, byte)
+                    layout[f"{usage}_gemm_scale_inv"] = (scale_shape, byte)
         return layout
 
     def measure(self, x: Tensor, amax: Tensor) -> None:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import Quantizer, flat_shape
+from fp4adam.tensors.quantizer import Quantizer
 
 # A rule gives members of a group the same key, and None to what is in no group.
 Rule = Callable[[str], Hashable | None]
@@ -169,7 +170,7 @@ def form_scale_group(members: Sequence[QuantizedTensor], names: Iterable[str]) -
     """Make NVFP4 tensors members of one new group; what they hold stays as it is."""
     group = ScaleGroup(tuple(names))
     for member in members:
-        member._origin.scale_group = group
+        member._shared.scale_group = group
 
 
 def write_together(tensors: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> None:

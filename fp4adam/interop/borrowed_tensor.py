@@ -17,7 +17,9 @@ from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import RANGE, NVFP4Quantizer
 from fp4adam.interop.adapter import FIELDS, adapter_of, class_name, count_writes, memory
 from fp4adam.interop.strided_copy import StridedCopies
-from fp4adam.tensors.quantizer import Quantizer, check_dtype, flat_shape
+from fp4adam.tensors.blocks import flat_shape
+from fp4adam.tensors.quantizer import Quantizer, check_dtype
+from fp4adam.tensors.storage import Storage
 
 ALIGNMENT = 16  # bytes, of what kernels read and write
 USAGES = ("rowwise", "columnwise")
@@ -57,7 +59,7 @@ class BorrowedTensor:
                 own.copy_(target[tuple(map(slice, own.shape))])
         self.note()
 
-    def _storage(self, quantizer: Quantizer, fields: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _storage(self, quantizer: Quantizer, fields: dict[str, Tensor]) -> Storage:
         """The inner tensors: what can be shared of the fields, and zeros in place of the rest."""
         if unknown := fields.keys() - set(FIELDS):
             raise ValueError(
@@ -68,19 +70,19 @@ class BorrowedTensor:
         storage = {}
         for name, (size, dtype) in layout.items():
             if name.endswith("_data"):
-                field = self._field(fields, name[1:], dtype)
-                self._check(name[1:], field, field.is_contiguous(), "contiguous")
-                self._check_numel(name[1:], field, size)
+                field = self._field(fields, name, dtype)
+                self._check(name, field, field.is_contiguous(), "contiguous")
+                self._check_numel(name, field, size)
                 storage[name] = field.view(size)
-            elif name == "_amax":
+            elif name == "amax":
                 storage[name] = self._amax(fields)
-            elif name == "_block_scale_inv":
+            elif name == "block_scale_inv":
                 grid = torch.zeros(size, dtype=dtype, device=self.source.device)
                 storage[name] = grid
                 self._copy_grid(quantizer, fields, grid)
             else:
-                storage[name] = self._scale(quantizer, fields, name[1:], size, dtype)
-        return storage
+                storage[name] = self._scale(quantizer, fields, name, size, dtype)
+        return Storage(**storage)
 
     def _amax(self, fields: dict[str, Tensor]) -> Tensor:
         names = [n for n in ("amax_rowwise", "amax_columnwise") if n in fields]
@@ -174,17 +176,17 @@ class BorrowedTensor:
 
     def is_of(self, value: Tensor) -> bool:
         """Whether the tensor is what a plain tensor of its shape is quantized to."""
-        wanted = self.tensor.quantizer.quantize(value).storage_tensors()
+        wanted = self.tensor.quantizer.quantize(value)._shared.tensors.existing()
         if self.per_tensor_scale is not None:
             # Many an amax has the same quotient.
-            quotient = _per_tensor_scale_of(wanted.pop("_amax"))
+            quotient = _per_tensor_scale_of(wanted.pop("amax"))
             if not torch.equal(quotient, self.per_tensor_scale):
                 return False
         for name, inner in wanted.items():
-            actual = getattr(self.tensor, name)
+            actual = getattr(self.tensor._shared.tensors, name)
             if name.endswith("wise_scale_inv"):
                 # What padding holds is up to the other package.
-                rows, cols = _extent(self.tensor.quantizer, name[1:], self._rows, self._cols)
+                rows, cols = _extent(self.tensor.quantizer, name, self._rows, self._cols)
                 actual, inner = actual[:rows, :cols], inner[:rows, :cols]
             if not torch.equal(actual, inner):
                 return False

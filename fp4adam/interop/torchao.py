@@ -11,7 +11,8 @@ from torch import Tensor
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
 from fp4adam.interop.adapter import TensorAdapter, register_adapter
-from fp4adam.tensors.quantizer import Quantizer, flat_shape
+from fp4adam.tensors.blocks import flat_shape
+from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.swizzle import row_by_row
 
 

@@ -4,16 +4,16 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
-# By origin, because torch does not swap tensors that have weak references, as Module.to() does:
-# what the weight was when something was made of it, and what that is. A module's own variable
+# By shared storage, because torch does not swap tensors that have weak references, as Module.to()
+# does: what the weight was when something was made of it, and what that is. A module's own variable
 # rather than a thread's, because backward passes run in threads of autograd.
-_kept: WeakIdKeyDictionary | None = None
+_kept: WeakKeyDictionary | None = None
 # Blocks that are open, in all threads; the last one to end frees what is kept.
 _open_blocks = 0
 _lock = threading.Lock()
@@ -39,7 +39,7 @@ def kept_weights() -> Iterator[None]:
     with _lock:
         _open_blocks += 1
         if _kept is None:
-            _kept = WeakIdKeyDictionary()
+            _kept = WeakKeyDictionary()
     try:
         yield
     finally:
@@ -55,12 +55,16 @@ def keep(weight: QuantizedTensor, name: object, make: Callable[[], Any]) -> Any:
     kept = None if torch.compiler.is_compiling() else _kept
     if kept is None:
         return make()
-    state = (weight._version, weight._origin.writes, QuantizedTensor.storage_generation)
-    then, made = kept.get(weight._origin, (None, {}))
+    shared = weight.flush()._shared  # else to make it would count as a write
+    inner = [tensor for tensor in shared.tensors if tensor is not None]
+    if any(map(torch.Tensor.is_inference, inner)):
+        return make()  # they have no versions
+    state = shared.tensors, [tensor._version for tensor in inner]
+    then, made = kept.get(shared, (None, {}))
     if then != state:
         made = {}
-        kept[weight._origin] = state, made
-    # Of a window on the rows of a weight as well, which has its origin.
+        kept[shared] = state, made
+    # Of a window on the rows of a weight as well, which shares its storage.
     key = name, weight._start, tuple(weight.shape)
     if key not in made:
         made[key] = make()

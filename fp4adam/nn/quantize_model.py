@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as nn_module
 
 from fp4adam.distributed.dtensor import local
@@ -18,6 +17,13 @@ from fp4adam.formats.scale_groups import (
 )
 from fp4adam.nn import scaled_matmul
 from fp4adam.nn.recipe import Recipe, resolve_recipe
+from fp4adam.nn.replacement import (
+    check_attributes,
+    check_no_replica,
+    check_weight,
+    hand_over,
+    put_in,
+)
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
 
@@ -65,9 +71,18 @@ def quantize_model(
 
     Each weight becomes a parameter of the recipe's format with the same name and the same nominal
     dtype. Tied weights stay tied; one that something else uses as well, such as an embedding or a
-    layer that ``filter`` refuses, is left alone. The value before quantization is kept until
-    ``FP4Adam`` takes it over as master weight at the first step
-    (``param.clear_high_precision_init_val()`` frees it for inference).
+    layer that ``filter`` refuses, is left alone, and so is one that the same recipe has quantized
+    already. The value before quantization is kept until ``FP4Adam`` takes it over as master weight
+    at the first step (``param.clear_high_precision_init_val()`` frees it for inference).
+
+    Attributes set on a weight, such as ``tensor_model_parallel``, go to the new parameter, and so
+    do its gradient, ``requires_grad``, and the hooks of ``register_hook`` and
+    ``register_post_accumulate_grad_hook``. Hooks on nodes of the autograd graph stay with the old
+    one: call this before wrappers such as ``DistributedDataParallel`` register theirs.
+
+    Frozen weights (``requires_grad=False``) keep no value before quantization, as of a base model
+    that adapters are trained on: freeze it before this call. One that is thawed later is trained
+    from what its codes decode to.
 
     Args:
         model: Its ``nn.Linear`` modules, subclasses included, are candidates.
@@ -87,8 +102,10 @@ def quantize_model(
     Raises:
         ValueError: If a selected layer has a shape that the format cannot hold or the recipe's
             matmuls cannot take, or a weight that is not a parameter yet (lazy layers) or any more
-            (parametrizations). If a member of a scale group is not a weight that becomes NVFP4, or
-            is in two groups.
+            (parametrizations), that is of a subclass of ``nn.Parameter``, has an attribute that
+            quantized tensors have themselves, or is quantized by another recipe. If the model is
+            wrapped by ``DistributedDataParallel``. If a member of a scale group is not a weight
+            that becomes NVFP4, or is in two groups.
         TypeError: If a selected weight is not float32, bfloat16 or float16, or an argument is of
             another kind.
 
@@ -99,7 +116,7 @@ def quantize_model(
     check_module(model)
     _check_filter(filter)
     selected = filter or is_hidden_linear
-    _quantize_layers(model.named_modules(), quantizer, selected, scale_groups)
+    _quantize_layers(model.named_modules(), quantizer, selected, scale_groups, keeps_others=False)
     return model
 
 
@@ -108,7 +125,13 @@ def _quantize_layers(
     quantizer: Quantizer,
     selected: Filter,
     scale_groups: ScaleGroups,
+    keeps_others: bool,
 ) -> None:
+    """Quantize the weights of selected layers.
+
+    ``keeps_others``: Leave weights of other recipes as they are, rather than refuse them.
+    """
+    named_modules = [*named_modules]
     layers: dict[nn.Parameter, list[tuple[str, nn.Linear]]] = {}
     left_alone = set()
     for name, module in named_modules:
@@ -116,42 +139,48 @@ def _quantize_layers(
         if isinstance(module, nn.Linear) and selected(module, name):
             weight = params.pop("weight", None)
             if not isinstance(weight, QuantizedTensor):
-                _check_parameter(name, weight)
+                check_weight(name, weight)
                 layers.setdefault(weight, []).append((name, module))
+            elif not keeps_others:
+                _check_same_recipe(name, weight, quantizer)
         left_alone.update(params.values())
     chosen = [(weight, users) for weight, users in layers.items() if weight not in left_alone]
     for weight, users in chosen:
         _check_value(quantizer, users[0][0], weight)
     weights = [weight for weight, _ in chosen]
+    check_no_replica((module for _, module in named_modules), weights)
     names = [f"{users[0][0]}.weight" for _, users in chosen]
     groups = resolve_scale_groups(scale_groups, weights, names, [quantizer] * len(chosen))
     params = [_empty_parameter(quantizer, weight) for weight in weights]
+    for (weight, users), param in zip(chosen, params, strict=True):
+        check_attributes(users[0][0], weight, param)
     for param, name in zip(params, names, strict=True):
-        param._origin.name = name
+        param._shared.name = name
     for group in groups:
         form_scale_group([params[i] for i in group], [names[i] for i in group])
     alone = sorted({*range(len(chosen))}.difference(*groups))
     for members in (*groups, *([i] for i in alone)):
         real = [i for i in members if not weights[i].is_meta]
         write_together([params[i] for i in real], [weights[i].detach() for i in real])
-    for param, (weight, users) in zip(params, chosen, strict=True):
-        param._high_precision_init_val = weight.detach()
-        for _, module in users:
-            module.weight = param
+    for param, weight in zip(params, weights, strict=True):
+        if weight.requires_grad:
+            param._high_precision_init_val = weight.detach()
+        hand_over(weight, param)
+    users = [
+        (module, p) for p, (_, named) in zip(params, chosen, strict=True) for _, module in named
+    ]
+    put_in(users)
 
 
-def _check_parameter(name: str, weight: nn.Parameter | None) -> None:
-    if isinstance(weight, DTensor):
+def _check_same_recipe(name: str, weight: QuantizedTensor, quantizer: Quantizer) -> None:
+    """Raise ValueError if a quantized weight is not what ``quantizer`` would make of it."""
+    found = weight.quantizer
+    if (found, found.operands) != (quantizer, quantizer.operands):
         raise ValueError(
-            f"weight of layer {name!r} must be whole to be quantized, got a DTensor; call "
-            "fully_shard after quantize_model"
-        )
-    if weight is None or isinstance(weight, nn.UninitializedParameter):
-        state = "none" if weight is None else "one without a shape"
-        raise ValueError(
-            f"weight of layer {name!r} must be an ordinary parameter, got {state}; quantize before "
-            "adding a parametrization and after the first forward pass of a lazy layer, or leave "
-            "this layer in high precision (filter=...)"
+            f"weight of layer {name!r} must not be quantized by another recipe, got {found} with "
+            f"{found.operands} for {quantizer} with {quantizer.operands}: quantizing twice would "
+            "add up the errors; quantize the model in high precision, or leave this layer as it "
+            "is (filter=...)"
         )
 
 
@@ -193,7 +222,9 @@ def _dequantize_values(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
     for name, value in state_dict.items():
-        if isinstance(value, QuantizedTensor) and name.startswith(prefix):
+        # state_dict(keep_vars=True) asks for the parameters themselves.
+        is_asked_for = name.startswith(prefix) and not isinstance(value, nn.Parameter)
+        if isinstance(value, QuantizedTensor) and is_asked_for:
             state_dict[name] = value.dequantize(value.dtype)
 
 
@@ -230,7 +261,8 @@ def quantized_init(
     Building and initialization run in high precision; the weights are quantized when the block
     ends, and their high-precision values are kept for the optimizer, as by :func:`quantize_model`.
     Nothing is quantized if the block ends by an exception. A module from before the block counts
-    as built inside once it becomes part of one that is.
+    as built inside once it becomes part of one that is. Weights that are quantized when the block
+    ends, by a block inside it or by :func:`quantize_model`, keep their recipes.
 
     Args:
         recipe: "nvfp4", "mxfp8", "float8block", a quantizer, or a :class:`fp4adam.Recipe`, which
@@ -281,4 +313,5 @@ def quantized_init(
         quantizer,
         lambda module, name: module in new and selected(module, name),
         scale_groups,
+        keeps_others=True,
     )

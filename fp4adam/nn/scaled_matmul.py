@@ -20,9 +20,11 @@ from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
 from fp4adam.nn.kept_weights import keep
-from fp4adam.tensors import backend, row_window
+from fp4adam.tensors import backend
+from fp4adam.tensors.blocks import round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import Quantizer, check_dtype, round_up, runs_eagerly
+from fp4adam.tensors.quantizer import Quantizer, check_dtype, runs_eagerly
+from fp4adam.tensors.rows import is_all
 from fp4adam.tensors.swizzle import groups_shape, swizzle_groups, unswizzle_scales
 from fp4adam.tensors.transpose import transposed_codes
 
@@ -154,7 +156,7 @@ def check_shape(quantizer: Quantizer, shape: tuple[int, ...]) -> None:
 def check_weight(weight: QuantizedTensor) -> None:
     """Raise ValueError unless a weight has such a shape, and no rows have been cut off."""
     check_shape(weight.quantizer, weight.shape)
-    if not row_window.is_all(weight) or weight.pending_value() is not None:
+    if not is_all(weight) or weight.pending_value() is not None:
         raise ValueError(
             "weight must be a whole tensor for matmuls with quantized activations or gradients, "
             f"got rows of one, {tuple(weight.shape)}; multiply by weight.dequantize(), or quantize "
@@ -335,7 +337,9 @@ def without_padding(product: Tensor, shape: tuple[int, ...]) -> Tensor:
     It is no view to autograd, which lets nobody write in place to a view that a function returns.
     """
     rows = math.prod(shape[:-1])
-    first, _ = torch.unsafe_split_with_sizes(product, (rows, product.shape[0] - rows))
+    # Not product.shape[0]: torch 2.11 cannot trace sizes of what an autograd function has computed
+    # where some are dynamic.
+    first, _ = torch.unsafe_split_with_sizes(product, (rows, padded_tokens(rows) - rows))
     return torch.ops.aten._unsafe_view(first, shape)
 
 

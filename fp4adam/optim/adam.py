@@ -27,7 +27,7 @@ class Scalars(NamedTuple):
         eps: Term added to the denominator.
         step_size: lr / (1 - beta1**step).
         rsqrt_bias_correction2: 1 / sqrt(1 - beta2**step).
-        dither_step: Number of the update modulo 2**24, for the dither of narrow states.
+        dither_step: Number of the update, for the dither of narrow states.
     """
 
     grad_factor: float
@@ -38,12 +38,12 @@ class Scalars(NamedTuple):
     eps: float
     step_size: float
     rsqrt_bias_correction2: float
-    dither_step: float
+    dither_step: int
 
 
-def moves(group: Mapping[str, Any]) -> bool:
-    """Whether updates of a parameter group change values, and not just moments."""
-    return float(group["lr"]) > 2.0**-149  # float32 cannot tell less from zero
+def updates_params(group: Mapping[str, Any]) -> bool:
+    """Whether steps of a parameter group change the parameters, and not just the moments."""
+    return abs(float(group["lr"])) > 2.0**-149  # float32 cannot tell less from zero
 
 
 def adam_scalars(group: Mapping[str, Any], step: float) -> Scalars:
@@ -51,19 +51,23 @@ def adam_scalars(group: Mapping[str, Any], step: float) -> Scalars:
     lr = float(group["lr"])
     beta1, beta2 = (float(beta) for beta in group["betas"])
     weight_decay = float(group["weight_decay"])
+    decay = weight_decay
+    if group["adam_w_mode"]:
+        # An infinite lr times no decay would not be a number.
+        decay = 1 - lr * weight_decay if weight_decay else 1.0
     bias_correction1 = bias_correction2 = 1.0
     if group["bias_correction"]:
         bias_correction1, bias_correction2 = 1 - beta1**step, 1 - beta2**step
     return Scalars(
         grad_factor=-1.0 if group["maximize"] else 1.0,
-        decay=1 - lr * weight_decay if group["adam_w_mode"] else weight_decay,
+        decay=decay,
         lerp_weight=1 - beta1 if 1 - beta1 < 0.5 else -beta1,
         beta2=beta2,
         one_minus_beta2=1 - beta2,
         eps=float(group["eps"]),
-        step_size=lr / bias_correction1 if moves(group) else 0.0,
+        step_size=lr / bias_correction1 if updates_params(group) else 0.0,
         rsqrt_bias_correction2=1 / math.sqrt(bias_correction2),
-        dither_step=step % 2**24,
+        dither_step=int(step),
     )
 
 
@@ -147,7 +151,7 @@ def _update_(
         g.copy_(grad)
     if factor is not None:
         g.mul_(factor)
-    if not adam_w_mode:
+    if not adam_w_mode and s.decay != 0:  # Infinite values would make NaN of no decay.
         g.add_(torch.mul(p, s.decay, out=change))
 
     torch.mul(g, s.one_minus_beta2, out=change).mul_(g)

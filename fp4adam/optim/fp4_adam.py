@@ -1,26 +1,25 @@
 """FusedAdam for parameters that live in 4 or 8 bits."""
 
-from collections import defaultdict
+import pickle
 from collections.abc import Hashable
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fp4adam.distributed.dtensor import local
-from fp4adam.distributed.scale_exchange import Place, write_shards
+from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.formats.scale_groups import (
     ScaleGroup,
     ScaleGroups,
     form_scale_group,
     lists_of_members,
     resolve_scale_groups,
-    write_together,
 )
-from fp4adam.optim.adam import moves
+from fp4adam.optim import checks
 from fp4adam.optim.fused_adam import FusedAdam
-from fp4adam.tensors import row_window
+from fp4adam.optim.param_view import Storing
+from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 QUANTIZE_FROM = ("master", "param_dtype")
@@ -66,7 +65,7 @@ class FP4Adam(FusedAdam):
     """
 
     _option_names = (*FusedAdam._option_names, "quantize_from", "scale_groups")
-    _updates_quantized = True
+    _takes_quantized = True
 
     def __init__(
         self,
@@ -118,36 +117,50 @@ class FP4Adam(FusedAdam):
         )
         for own in quantized:
             if own is not None:
-                own._origin.scale_group = None
+                own._shared.scale_group = None
         for group in groups:
             members = [quantized[i] for i in group]
             form_scale_group(members, [names[i] if names else f"parameter {i}" for i in group])
 
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if callable(self.scale_groups):
+            try:
+                pickle.dumps(self.scale_groups)
+            except (pickle.PicklingError, AttributeError):
+                # A lambda cannot travel. The groups that it has formed are part of the weights.
+                state["scale_groups"] = None
+        return state
+
+    @property
+    def _storing(self) -> Storing:
+        return Storing(*super()._storing[:5], self.quantize_from)
+
     def _scales_of(self, param: Tensor) -> Hashable:
         own = local(param)
-        group = own._origin.scale_group if isinstance(own, QuantizedTensor) else None
+        group = own._shared.scale_group if isinstance(own, QuantizedTensor) else None
         return param if group is None else group
 
-    def _check_sharing(self, mates: list[Tensor]) -> None:
-        group = self._scales_of(mates[0])
+    def _check_sharing(self, peers: list[Tensor]) -> None:
+        group = self._scales_of(peers[0])
         if not isinstance(group, ScaleGroup):
             return
-        if len(mates) != len(group.names):
+        if len(peers) != len(group.names):
             raise ValueError(
                 "all members of a scale group must be parameters of one optimizer, got "
-                f"{len(mates)} of {', '.join(group.names)}; pass those without gradients as well, "
+                f"{len(peers)} of {', '.join(group.names)}; pass those without gradients as well, "
                 "or scale_groups=()"
             )
-        for param in mates:
-            self._check_steppable(param)
-            self._check_state(param)
+        for param in peers:
+            checks.check_steppable(type(self).__name__, param)
+            checks.check_state(param, self.state.get(param, {}), self._storing)
             own = local(param)
-            if own._origin.whole is None and not row_window.is_all(own):
+            if own._shared.global_spec is None and not rows.is_all(own):
                 raise NotImplementedError(
                     "members of a scale group must be whole tensors, got some rows of one, of "
                     f"shape {tuple(own.shape)}; leave it out"
                 )
-        if len({place and place.group for place in map(Place.of, mates)}) > 1:
+        if len({info and info.group for info in map(ShardInfo.of, peers)}) > 1:
             raise NotImplementedError(
                 "members of a scale group must be sharded over the same ranks, got "
                 f"{', '.join(group.names)} sharded differently; shard them by one fully_shard"
@@ -160,117 +173,3 @@ class FP4Adam(FusedAdam):
             "the step with the scalars of its capture; capture forward and backward, and call "
             "step() outside the graph"
         )
-
-    def _check_param(self, param: Tensor) -> None:
-        super()._check_param(param)
-        if isinstance(self._own(param), QuantizedTensor) and not self.master_weights:
-            kind = type(local(param)).__name__
-            raise ValueError(
-                f"master_weights must be True for {kind} parameters, got False: updates "
-                "are smaller than the steps between codes and would be lost; leave it True"
-            )
-
-    def _needs_master(self, param: Tensor) -> bool:
-        return isinstance(param, QuantizedTensor) or super()._needs_master(param)
-
-    def _new_master(self, owner: Tensor) -> Tensor:
-        param = self._own(owner)
-        if not isinstance(param, QuantizedTensor):
-            return super()._new_master(owner)
-        if owner in self._borrowed:
-            return self._borrowed[owner].value()
-        value = written_value(param)
-        if value is None:
-            return param.detach().dequantize(torch.float32)
-        # A copy, since a state_dict taken before quantize_model may hold the same storage.
-        return value.to(param.device, torch.float32, copy=True).contiguous()
-
-    def _state_of(self, group: dict[str, Any], owner: Tensor) -> dict[str, Any]:
-        state = super()._state_of(group, owner)
-        if isinstance(local(owner), QuantizedTensor):
-            # The master is here, from this value or from a checkpoint.
-            if moves(group):
-                local(owner).clear_high_precision_init_val()
-            else:
-                _free_init_val(local(owner))
-        if owner in self._borrowed:
-            self._borrowed[owner].clear_high_precision_init_val()
-        return state
-
-    def _write_dtype(self, param: Tensor) -> torch.dtype:
-        if isinstance(param, QuantizedTensor) and self.quantize_from == "master":
-            return torch.float32
-        return param.dtype
-
-    def _write_param(self, param: Tensor, master: Tensor) -> None:
-        if isinstance(param, QuantizedTensor):
-            param.quantize_(master.to(self._write_dtype(param)))
-        else:
-            super()._write_param(param, master)
-
-    @torch.no_grad()
-    def _write_params(self, owners: list[Tensor]) -> None:
-        quantized = {owner for owner in owners if isinstance(local(owner), QuantizedTensor)}
-        super()._write_params([owner for owner in owners if owner not in quantized])
-        sharing: dict[Hashable, list[Tensor]] = defaultdict(list)
-        for group in self.param_groups:
-            for owner in group["params"]:
-                if isinstance(local(owner), QuantizedTensor) and not owner.is_meta:
-                    sharing[self._scales_of(owner)].append(owner)
-        shards = []
-        for scales, mates in sharing.items():
-            own = [*map(local, mates)]
-            is_new = not quantized.isdisjoint(mates)
-            values = [self._value_of(owner) if is_new else None for owner in mates]
-            dtypes = [*map(self._write_dtype, own)]
-            place = Place.of(mates[0])
-            if place is not None:
-                # Whether a rank has something to write or not, others wait for it.
-                alike = [[place] * len(own), values, dtypes, [scales] * len(own)]
-                shards += zip(own, *alike, strict=True)
-            elif is_new:
-                write_together(own, [*map(Tensor.to, values, dtypes)])
-        if shards:
-            write_shards(*zip(*shards, strict=True))
-        for owner in quantized:
-            _free_init_val(local(owner))
-
-    def _value_of(self, owner: Tensor) -> Tensor:
-        """What this rank has of the master weight of a parameter, or of what that starts from."""
-        param, state = local(owner), self.state.get(owner, {})
-        has_master = "master_param" in state
-        value = self._master_of(param, state) if has_master else self._new_master(param)
-        return value.contiguous()
-
-    def _param_is_of(self, owner: Tensor, master: Tensor) -> bool:
-        param = self._own(owner)
-        if not isinstance(param, QuantizedTensor):
-            return super()._param_is_of(owner, master)
-        written = written_value(param)
-        if written is not None and torch.equal(written, master.to(written.dtype)):
-            return True  # a high-precision copy of the weights, beside their masters
-        value = master.to(self._write_dtype(param))
-        if owner in self._borrowed:
-            return self._borrowed[owner].is_of(value)
-        if param._origin.whole is not None:
-            return row_window.is_of(param, value)
-        expected = param.quantizer.make_empty(tuple(value.shape), value.dtype, value.device)
-        # The amax may be that of another member of its scale group.
-        expected._write(value, amax=param.settled()._amax)
-        return all(
-            torch.equal(inner, expected.storage_tensors()[name])
-            for name, inner in param.settled().storage_tensors().items()
-        )
-
-
-def written_value(param: QuantizedTensor) -> Tensor | None:
-    """The value that a parameter has got before any step, where it still has it unrounded."""
-    pending = param.pending_value()
-    return param.get_high_precision_init_val() if pending is None else pending
-
-
-def _free_init_val(param: QuantizedTensor) -> None:
-    """Free the value before quantization; the next one that is written is kept instead."""
-    value = param._high_precision_init_val
-    if value is not None:
-        param._high_precision_init_val = value.to("meta")

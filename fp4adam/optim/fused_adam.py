@@ -1,49 +1,33 @@
 """AdamW with FP32 master weights and moments, one fused kernel per kind of parameter."""
 
+import contextlib
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp4adam.distributed.dtensor import first_element, like, local, part_for, sharding_groups
-from fp4adam.distributed.scale_exchange import Place
-from fp4adam.interop.adapter import adapter_of, count_writes, is_foreign, memory
-from fp4adam.interop.borrowed_tensor import BorrowedTensor, Publication
-from fp4adam.optim.adam import Scalars, moves
+from fp4adam.distributed.dtensor import first_element, like, local, sharding_groups
+from fp4adam.distributed.scale_exchange import ShardInfo
+from fp4adam.interop.borrowed_tensor import BorrowedTensor
+from fp4adam.optim import checks
+from fp4adam.optim import state_dict as saving
+from fp4adam.optim.adam import updates_params
 from fp4adam.optim.grad_norm import GradNorm
 from fp4adam.optim.hyper_parameters import check_hyper_parameters, check_numbers
-from fp4adam.optim.launch_group import Member
-from fp4adam.optim.memory_layout import is_dense
-from fp4adam.optim.optimizer_state import (
-    STATE_NAMES,
-    check_state_dict,
-    saved_keys,
-    saved_states,
-    state_like,
-)
-from fp4adam.optim.state_codec import (
-    FLOAT64,
-    PLAIN,
-    REMAINDER,
-    StateCodec,
-    join_master,
-    split_master,
-    state_codec,
-)
+from fp4adam.optim.master_weights import MasterWeights
+from fp4adam.optim.param_state import ParamState
+from fp4adam.optim.param_view import ParamView, Storing, view_of
+from fp4adam.optim.state_codec import join_master, split_master
 from fp4adam.optim.step_plan import StepPlan
-from fp4adam.optim.stored_state import StoredState, adam_stored_, restored
+from fp4adam.optim.stored_state import StoredState, state_like
 from fp4adam.tensors import backend
-from fp4adam.tensors.quantized_tensor import QuantizedTensor
-
-GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PARAM_DTYPES = (torch.float64, *GRAD_DTYPES)
 
 
 class FusedAdam(Optimizer):
@@ -111,12 +95,9 @@ class FusedAdam(Optimizer):
 
     # GradScaler then hands over grad_scale and found_inf as attributes for the time of a step.
     _step_supports_amp_scaling = True
-    _updates_quantized = False
+    _takes_quantized = False
     # Options of the whole optimizer, which copies and pickles keep.
-    _option_names: tuple[str, ...] = (
-        "master_weights", "use_decoupled_grad", "exp_avg_dtype", "exp_avg_sq_dtype",
-        "master_weight_dtype", "store_param_remainders",
-    )  # fmt: skip
+    _option_names: tuple[str, ...] = Storing._fields[:5] + ("use_decoupled_grad",)
 
     def __init__(
         self,
@@ -160,37 +141,38 @@ class FusedAdam(Optimizer):
         self.exp_avg_dtype, self.exp_avg_sq_dtype = exp_avg_dtype, exp_avg_sq_dtype
         self.master_weight_dtype = master_weight_dtype
         self.store_param_remainders = store_param_remainders
-        if store_param_remainders and master_weight_dtype != torch.float32:
-            raise ValueError(
-                "master_weight_dtype must be torch.float32 with store_param_remainders, got "
-                f"{master_weight_dtype}: remainders complete FP32 masters; leave one of the two out"
-            )
-        if store_param_remainders and not master_weights:
-            raise ValueError(
-                "store_param_remainders must be False with master_weights=False, got True: there "
-                "are no masters to keep a part of; leave master_weights True"
-            )
+        self.master_weights = master_weights
+        self.use_decoupled_grad = use_decoupled_grad
         self._check_options(defaults)
         if isinstance(betas[0], Tensor):
             defaults["betas"] = tuple(beta.squeeze() for beta in betas)
-        self.master_weights = master_weights
-        self.use_decoupled_grad = use_decoupled_grad
         self._forget()
         super().__init__(params, defaults)
 
     def _forget(self) -> None:
-        """Start without a plan and without knowledge of parameter versions."""
+        """Start without a plan, and without knowledge of who has written to parameters."""
         self._plan: StepPlan | None = None
         self._planned: tuple[list[dict], list[Tensor], list[dict]] = ([], [], [])
-        # Of parameters with masters, after the last step or load.
-        self._versions: dict[Tensor, int] = {}
-        # Of masters that state_dict() has returned: their versions, and marks of their parameters.
-        self._handed_out = WeakTensorKeyDictionary()
+        self._masters = MasterWeights()
         self._grad_norm: GradNorm | None = None
         # Of parameters of other packages.
         self._borrowed: dict[Tensor, BorrowedTensor] = {}
         # By device: what the next step multiplies gradients by.
         self._clip: dict[torch.device, Tensor] = {}
+        # Hooks are registered for the time of a call, which may come from several threads.
+        self._saving = threading.RLock()
+
+    # Options and parameters
+
+    @property
+    def _storing(self) -> Storing:
+        return Storing(*(getattr(self, name) for name in Storing._fields[:5]))
+
+    def _view(self, param: Tensor) -> ParamView:
+        return view_of(param, self._storing, self._borrowed)
+
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
 
     @property
     def state(self) -> dict[Any, Any]:
@@ -211,26 +193,7 @@ class FusedAdam(Optimizer):
         if options["capturable"]:
             raise NotImplementedError(self._capturable_error())
         check_hyper_parameters(type(self).__name__, options)
-        self._check_storage(options)
-
-    def _check_storage(self, options: Mapping[str, Any]) -> None:
-        """Raise if the moments cannot be stored as they are to be."""
-        codecs = self._codecs(torch.float32)
-        if options["amsgrad"] and not codecs["exp_avg_sq"].exact:
-            raise NotImplementedError(
-                f"exp_avg_sq_dtype must be float32 with amsgrad, got {self.exp_avg_sq_dtype}: the "
-                "largest of many rounded numbers is too large; leave amsgrad False"
-            )
-
-    def _codecs(self, param_dtype: torch.dtype) -> dict[str, StateCodec]:
-        """How the states of a parameter are stored that can be stored in several ways."""
-        if param_dtype == torch.float64:
-            return dict.fromkeys(("exp_avg", "exp_avg_sq", "master_param"), FLOAT64)
-        return {
-            "master_param": state_codec("master_weight", self.master_weight_dtype),
-            "exp_avg": state_codec("exp_avg", self.exp_avg_dtype),
-            "exp_avg_sq": state_codec("exp_avg_sq", self.exp_avg_sq_dtype),
-        }
+        checks.check_storing(self._storing, options["amsgrad"])
 
     def _capturable_error(self) -> str:
         return (
@@ -245,56 +208,14 @@ class FusedAdam(Optimizer):
         super().add_param_group(param_group)
         try:
             for param in self.param_groups[-1]["params"]:
-                self._check_param(param)
+                checks.check_param(
+                    type(self).__name__, param, self._takes_quantized, self.master_weights
+                )
+                if not param.is_meta:
+                    self._view(param)
         except Exception:
             self.param_groups.pop()
             raise
-
-    def _own(self, param: Tensor) -> Tensor:
-        """What this rank has of a parameter, as a plain or quantized tensor of this package."""
-        own = local(param)
-        if not is_foreign(own):
-            return own
-        borrowed = self._borrowed.get(param)
-        if borrowed is None or not borrowed.is_current():
-            if borrowed is not None:
-                self._versions[param] = -1  # other memory may have been written as often
-            borrowed = self._borrowed[param] = BorrowedTensor(own)
-        return borrowed.tensor
-
-    def _check_param(self, param: Tensor) -> None:
-        """Raise if the optimizer could never update ``param``."""
-        own = local(param)
-        foreign = is_foreign(own)
-        if foreign:
-            adapter_of(own)
-        if (foreign or isinstance(own, QuantizedTensor)) and not self._updates_quantized:
-            raise TypeError(
-                f"parameters must be plain tensors for {type(self).__name__}, got "
-                f"{type(own).__name__}; use FP4Adam"
-            )
-        if foreign and own is not param:
-            raise NotImplementedError(
-                "sharded quantized parameters must be made by quantize_model, got a DTensor of "
-                f"{type(own).__name__}; the ranks would have to agree on its scales"
-            )
-        if param.is_complex():
-            raise ValueError(
-                f"parameters must be real for {type(self).__name__}, got {param.dtype}; optimize "
-                "torch.view_as_real(param) instead"
-            )
-        if param.is_sparse or param.layout != torch.strided:
-            raise ValueError(
-                f"parameters must be dense for {type(self).__name__}, got layout {param.layout}; "
-                "use torch.optim.SparseAdam"
-            )
-        inner = own.storage_tensors().values() if isinstance(own, QuantizedTensor) else (own,)
-        if any(map(Tensor.is_inference, inner)):
-            raise RuntimeError(
-                f"parameters must be ordinary tensors for {type(self).__name__}, got one that was "
-                "made in inference mode; build or quantize the model outside "
-                "torch.inference_mode(), or clone the parameter there"
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         options = {name: getattr(self, name) for name in self._option_names}
@@ -314,15 +235,16 @@ class FusedAdam(Optimizer):
                 step = torch.as_tensor(values["step"], dtype=torch.float32, device="cpu")
                 values["step"] = step.reshape(()).clone()
 
+    # Gradients
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, ``decoupled_grad`` included where that is in use."""
         super().zero_grad(set_to_none)
         self._clip = {}
         if self.use_decoupled_grad:
-            for group in self.param_groups:
-                for param in group["params"]:
-                    if getattr(param, "decoupled_grad", None) is not None:
-                        param.decoupled_grad = None if set_to_none else param.decoupled_grad.zero_()
+            for param in self._params():
+                if getattr(param, "decoupled_grad", None) is not None:
+                    param.decoupled_grad = None if set_to_none else param.decoupled_grad.zero_()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -358,6 +280,16 @@ class FusedAdam(Optimizer):
             norm, self._clip = self._grad_norm(grads, max_norm, norm_type, error_if_nonfinite)
         return norm
 
+    @property
+    def _read_grad(self) -> Callable[[Tensor], Tensor | None]:
+        """Gives the local part of a parameter's gradient, or None."""
+        read = _decoupled_grad if self.use_decoupled_grad else attrgetter("grad")
+        if any(isinstance(param, DTensor) for param in self._params()):
+            return lambda param: local(read(param))
+        return read
+
+    # The step
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient.
@@ -369,10 +301,12 @@ class FusedAdam(Optimizer):
             What ``closure`` returned.
 
         Raises:
-            RuntimeError: If a gradient is sparse, or a parameter is on the meta device.
+            RuntimeError: If a gradient is sparse, a parameter is on the meta device, or a state
+                does not fit its parameter.
             TypeError: If a parameter or gradient has a dtype that Adam cannot update.
             ValueError: If a hyper-parameter of a group has become NaN or is out of range, or a
-                parameter is in the groups twice. Nothing has been changed in any of these cases.
+                parameter is in the groups twice. Nothing has been changed in any of these cases,
+                and clipping that is pending stays so.
         """
         loss = None
         if closure is not None:
@@ -389,25 +323,25 @@ class FusedAdam(Optimizer):
         if torch.is_inference_mode_enabled():
             raise RuntimeError(
                 "step() must not be called in inference mode, got torch.inference_mode(): its "
-                "state could not be updated outside; call it in torch.no_grad(), or just so"
+                "state could not be updated outside; call it outside inference mode"
             )
         for group in self.param_groups:
             check_numbers(group, may_wait=False)
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        clip, self._clip = self._clip, {}
-        plan = self._fitting_plan()
-        unfused = plan.unfused_gradients()
-        for param, grad in unfused:
-            self._check_gradient(param, grad)
-            self._check_state(param)
-        if unfused and found_inf is not None:
-            # Kernels see for themselves, without the host waiting for it.
-            if found_inf.item():
-                return
-            found_inf = None
         try:
-            plan.run(self._update_by_operators, grad_scale, clip, found_inf)
+            plan = self._fitting_plan()
+            name = type(self).__name__
+            for param, grad in plan.gradients_for_operators():
+                checks.check_gradient(name, param, grad)
+                checks.check_state(param, self.state[param], self._storing)
+        except Exception:
+            self._drop_plan()
+            raise
+        clip, self._clip = self._clip, {}
+        try:
+            plan.run(grad_scale, clip, found_inf)
         except BaseException:
+            # Some parameters may have been stepped: nothing is known of any.
             self._forget()
             raise
 
@@ -432,101 +366,91 @@ class FusedAdam(Optimizer):
         names = ("amsgrad", "adam_w_mode", "fused")
         for group in self.param_groups:
             options += [group[name] for name in names]
-            options += [len(group["params"]), moves(group)]
+            options += [len(group["params"]), updates_params(group)]
         return options
 
-    def _known_writes(self) -> dict[Tensor, int]:
-        """How often parameters had been written to when their masters last were theirs."""
-        known = self._plan.known_writes() if self._plan is not None else {}
-        return {**self._versions, **known}
+    def _drop_plan(self) -> None:
+        """End a plan; what it has noted of parameters stays."""
+        if self._plan is not None:
+            self._plan.settle()
+            self._masters.update(self._plan.notes())
+            self._plan = None
 
     def _new_plan(self, structure: list) -> StepPlan:
-        self._versions = self._known_writes()
-        for group in self.param_groups:
-            self._check_storage(group)
+        self._drop_plan()
         pairs = [(group, param) for group in self.param_groups for param in group["params"]]
-        _check_distinct([param for _, param in pairs])
-        read_grad = self._read_grad
-        for _, param in pairs:
-            grad = read_grad(param)
-            if grad is not None:
-                self._check_gradient(param, grad)
-                self._check_state(param)
-        # A new amax changes all that share it, even what has no gradient.
-        sharing: dict[Hashable, list[tuple[dict[str, Any], Tensor]]] = defaultdict(list)
+        params = [param for _, param in pairs]
+        self._masters.keep_only(params)
+        self._borrowed = {p: b for p, b in self._borrowed.items() if p in set(params)}
+        stepped, moving = self._check_all(pairs)
+        views = {p: self._view(p) for p in params if self._scales_of(p) in stepped}
+        left, _ = self._masters.left([*views.values()], self.state)
+        members = []
         for group, param in pairs:
-            sharing[self._scales_of(param)].append((group, param))
-        stepped, moving = set(), set()
-        for scales, mates in sharing.items():
-            if any(read_grad(p) is not None or self._is_in_training(p) for _, p in mates):
-                stepped.add(scales)
-                self._check_sharing([p for _, p in mates])
-            if any(moves(group) for group, _ in mates):
-                moving.add(scales)
-        members, outsiders = [], []
-        for group, param in pairs:
-            scales = self._scales_of(param)
-            if scales not in stepped:
-                outsiders.append(param)
+            if param not in views:
                 continue
-            state = self._state_of(group, param)
-            codecs = self._codecs(param.dtype)
-            own = self._own(param)
-            tensors = state
-            if own is not param:
-                tensors = {name: local(value) for name, value in state.items()}
+            view, scales = views[param], self._scales_of(param)
+            state = self._complete_state(group, view, restart=view in left)
             members.append(
-                Member(
+                ParamState(
                     group=group,
-                    owner=param,
-                    param=own,
+                    view=view,
                     state=state,
-                    tensors=tensors,
-                    place=Place.of(param) if scales in moving else None,
-                    scales=scales,
-                    value=tensors["master_param"] if self._needs_master(own) else own,
-                    moves=scales in moving,
-                    write_dtype=self._write_dtype(own),
-                    value_codec=self._value_codec(own),
-                    exp_avg_codec=codecs["exp_avg"],
-                    exp_avg_sq_codec=codecs["exp_avg_sq"],
+                    tensors={name: local(value) for name, value in state.items()},
+                    shard=ShardInfo.of(param) if scales in moving else None,
+                    updates=scales in moving,
                     first_element=first_element(param),
-                    borrowed=self._borrowed.get(param),
                 )
             )
+        self._masters.note(view for view in views.values() if view.has_master)
         self._plan = StepPlan(
             members,
-            outsiders,
+            [param for param in params if param not in views],
             structure,
-            read_grad=read_grad,
+            read_grad=self._read_grad,
             grads_vary=self.use_decoupled_grad,
             takes_kernels=lambda member: (
                 backend.uses_kernels(member.param.device) and member.group["fused"] is not False
             ),
         )
-        self._planned = (
-            list(self.param_groups),
-            [param for _, param in pairs],
-            list(self.state.values()),
-        )
+        self._planned = list(self.param_groups), params, list(self.state.values())
         if not self._plan.fits(structure):
             raise RuntimeError("a step plan must fit what it was made from; please report this")
         return self._plan
 
-    @property
-    def _read_grad(self) -> Callable[[Tensor], Tensor | None]:
-        """Gives a parameter's gradient, or what this rank has of it, or None."""
-        read = _decoupled_grad if self.use_decoupled_grad else attrgetter("grad")
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        if any(isinstance(param, DTensor) for param in params):
-            return lambda param: local(read(param))
-        return read
+    def _check_all(self, pairs: list[tuple[dict[str, Any], Tensor]]) -> tuple[set, set]:
+        """Check everything that a new plan steps, before anything is changed.
+
+        Returns:
+            The ``scales`` of parameters that are stepped, and of those whose values can change.
+        """
+        for group in self.param_groups:
+            checks.check_storing(self._storing, group["amsgrad"])
+        checks.check_distinct([param for _, param in pairs])
+        name, read_grad, storing = type(self).__name__, self._read_grad, self._storing
+        for _, param in pairs:
+            grad = read_grad(param)
+            if grad is not None:
+                checks.check_gradient(name, param, grad)
+                checks.check_state(param, self.state.get(param, {}), storing)
+        # A new amax changes all that share it, even what has no gradient.
+        sharing: dict[Hashable, list[tuple[dict[str, Any], Tensor]]] = defaultdict(list)
+        for group, param in pairs:
+            sharing[self._scales_of(param)].append((group, param))
+        stepped, moving = set(), set()
+        for scales, peers in sharing.items():
+            if any(read_grad(p) is not None or self._is_in_training(p) for _, p in peers):
+                stepped.add(scales)
+                self._check_sharing([p for _, p in peers])
+            if any(updates_params(group) for group, _ in peers):
+                moving.add(scales)
+        return stepped, moving
 
     def _scales_of(self, param: Tensor) -> Hashable:
-        """What is equal for parameters that share the amax of the tensor."""
+        """Equal for parameters that share the amax of the tensor."""
         return param
 
-    def _check_sharing(self, mates: list[Tensor]) -> None:
+    def _check_sharing(self, peers: list[Tensor]) -> None:
         """Raise if parameters that share an amax cannot be stepped so."""
 
     def _is_in_training(self, param: Tensor) -> bool:
@@ -534,263 +458,119 @@ class FusedAdam(Optimizer):
         if not {"step", "exp_avg", "exp_avg_sq"} <= self.state.get(param, {}).keys():
             return False
         try:
-            self._check_steppable(param)
-            self._check_state(param)
+            checks.check_steppable(type(self).__name__, param)
+            checks.check_state(param, self.state[param], self._storing)
         except (RuntimeError, TypeError, NotImplementedError):
             return False  # what is wrong will be said once it matters
         return True
 
-    def _check_steppable(self, param: Tensor) -> None:
-        name = type(self).__name__
-        if isinstance(param, DTensor) and any(place.is_partial() for place in param.placements):
-            raise NotImplementedError(
-                f"parameters must be replicated or sharded for {name}, got placements "
-                f"{param.placements}; redistribute them"
-            )
-        Place.of(param)
-        if param.is_meta or not param.is_floating_point():
-            raise RuntimeError(
-                "`fused=True` requires all the params to be floating point Tensors of a real "
-                f"device, got {param.dtype} on {param.device}; materialize them with to_empty(), "
-                "leave out integers"
-            )
-        if param.dtype not in PARAM_DTYPES:
-            raise TypeError(
-                f"parameters must be float64, float32, bfloat16 or float16 for {name}, got "
-                f"{param.dtype}; keep 8-bit weights as quantized tensors of FP4Adam"
-            )
+    def _complete_state(
+        self, group: dict[str, Any], view: ParamView, restart: bool
+    ) -> dict[str, Any]:
+        """The state of a parameter, created or completed where something is missing.
 
-    def _check_gradient(self, param: Tensor, grad: Tensor) -> None:
-        """Raise if ``grad``, what this rank has of the gradient, cannot update ``param``."""
-        name = type(self).__name__
-        if not isinstance(grad, Tensor):
-            raise TypeError(
-                f"gradients must be tensors for {name}, got a {type(grad).__name__}; assign a "
-                "tensor of the shape of the parameter, or None"
-            )
-        if grad.layout != torch.strided:
-            raise RuntimeError(
-                f"{name} does not support sparse gradients, got layout {grad.layout}; use "
-                "torch.optim.SparseAdam, or sparse=False in the embedding"
-            )
-        self._check_steppable(param)
-        if isinstance(grad, QuantizedTensor):
-            raise TypeError(
-                f"gradients must be plain tensors for {name}, got {type(grad).__name__}; call "
-                "dequantize()"
-            )
-        if grad.dtype not in (PARAM_DTYPES if param.dtype == torch.float64 else GRAD_DTYPES):
-            raise TypeError(
-                f"gradients must be float32, bfloat16 or float16 for {name}, got {grad.dtype}; "
-                "cast them"
-            )
-        own = local(param)
-        if grad.shape != own.shape or grad.device != own.device:
-            raise ValueError(
-                f"the gradient must have the shape and device of its parameter, "
-                f"{tuple(own.shape)} on {own.device}, got {tuple(grad.shape)} on "
-                f"{grad.device}; recompute it, or redistribute a DTensor as its parameter is"
-            )
-
-    def _check_state(self, param: Tensor) -> None:
-        # The kernels take addresses: they would not notice either.
-        state = self.state[param] if param in self.state else {}
-        exp_avg = state.get("exp_avg", param)
-        if exp_avg.shape != param.shape or exp_avg.device != param.device:
-            raise RuntimeError(
-                "the state must have the shape and device of its parameter, "
-                f"{tuple(param.shape)} on {param.device}, got {tuple(exp_avg.shape)} on "
-                f"{exp_avg.device}; optimizer.load_state_dict(optimizer.state_dict()) moves it, "
-                "for a new shape create a new optimizer"
-            )
-        remainder = state.get("param_remainder")
-        if remainder is not None and remainder.dtype != torch.int16:
-            raise RuntimeError(
-                f"param_remainder must be int16, got {remainder.dtype}; load states with "
-                "load_state_dict()"
-            )
-        for name, codec in self._codecs(param.dtype).items():
-            if name not in state:
-                continue
-            codes = local(state[name])
-            if codes.dtype != codec.dtype or not (codec.exact or is_dense(codes)):
-                raise RuntimeError(
-                    f"{name} must be dense and stored as {codec.dtype}, got {codes.dtype} with "
-                    f"strides {codes.stride()}; load states with load_state_dict()"
-                )
-            if codec.scaled and f"{name}_scale" not in state:
-                raise RuntimeError(
-                    f"{name}_scale must be there beside {name}, got {sorted(state)}; load states "
-                    "with load_state_dict()"
-                )
-
-    def _update_by_operators(
-        self,
-        member: Member,
-        grad: Tensor,
-        scalars: Scalars,
-        grad_scale: Tensor | None,
-        clip: Tensor | None,
-    ) -> None:
-        state = member.tensors
-        if grad_scale is not None:
-            grad_scale = grad_scale.to(grad.device)
-        exp_avg = StoredState.of(state, "exp_avg", member.exp_avg_codec)
-        exp_avg_sq = StoredState.of(state, "exp_avg_sq", member.exp_avg_sq_codec)
-        extra = member.state_scales[0] if member.remainder is None else member.remainder
-        value = StoredState(member.value_codec, member.value, extra)
-        adam_stored_(
-            value,
-            grad,
-            exp_avg,
-            exp_avg_sq,
-            member.max_exp_avg_sq,
-            scalars,
-            member.group["adam_w_mode"],
-            grad_scale,
-            clip,
-            member.first_element,
-        )
-        if member.value is not member.param and member.moves and not member.casts_apart:
-            self._write_param(member.param, self._master_of(member.param, state))
-
-    def _write_param(self, param: Tensor, master: Tensor) -> None:
-        """Round the master weight to the parameter."""
-        param.copy_(master)
-
-    def _write_dtype(self, param: Tensor) -> torch.dtype:
-        """The dtype that a master weight passes through on its way to the parameter."""
-        return param.dtype
-
-    def _needs_master(self, param: Tensor) -> bool:
-        if self._keeps_remainder(param):
-            return False
-        return self.master_weights and param.dtype in (torch.bfloat16, torch.float16)
-
-    def _value_codec(self, param: Tensor) -> StateCodec:
-        """How what Adam updates is stored."""
-        if self._keeps_remainder(param):
-            return REMAINDER
-        codec = self._codecs(param.dtype)["master_param"]
-        return codec if self._needs_master(param) and not codec.exact else PLAIN
-
-    def _master_of(self, param: Tensor, state: dict[str, Any]) -> Tensor:
-        """What this rank has of the master weight, in FP32."""
-        codec = self._codecs(param.dtype)["master_param"]
-        own = {name: local(value) for name, value in state.items()}
-        return StoredState.of(own, "master_param", codec).decode()
-
-    def _keeps_remainder(self, param: Tensor) -> bool:
-        """Whether the parameter itself is a part of its master."""
-        return (
-            self.store_param_remainders
-            and param.dtype == torch.bfloat16
-            and not isinstance(param, QuantizedTensor)
-        )
-
-    def _new_master(self, owner: Tensor) -> Tensor:
-        return local(owner).detach().float()
-
-    def _param_is_of(self, owner: Tensor, master: Tensor) -> bool:
-        """Whether this rank has of a parameter what ``master`` rounds to."""
-        param = local(owner)
-        if self._keeps_remainder(param):
-            master, _ = split_master(master)
-        return _are_equal(param, master.to(param.dtype))
-
-    def _state_of(self, group: dict[str, Any], owner: Tensor) -> dict[str, Any]:
-        """The state of a parameter, created or completed where something is missing."""
-        state, param = self.state[owner], self._own(owner)
+        Args:
+            group: Its group.
+            view: The parameter.
+            restart: Whether its master starts anew from the parameter.
+        """
+        state, param = self.state[view.owner], view.param
         new: dict[str, Any] = {}
         if "step" not in state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
-        for name, codec in self._codecs(param.dtype).items():
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+        for name, codec in view.codecs.items():
             if name not in state and name != "master_param":
                 StoredState(codec, *codec.zeros_like(param)).put_into(new, name)
         if group["amsgrad"] and "max_exp_avg_sq" not in state:
             new["max_exp_avg_sq"] = state_like(param)
-        is_known = self._versions.get(owner, written(owner)) == written(owner)
-        if self._keeps_remainder(param):
-            if "param_remainder" not in state:
-                new["param_remainder"] = torch.zeros_like(param, dtype=torch.int16)
-            elif not is_known:
-                # Where another value has been written, what remains of the old one is less than
-                # half a step, but next to zero or infinity it would make a NaN.
-                remainder = local(state["param_remainder"])
-                upper, _ = split_master(join_master(param.detach(), remainder))
-                changed = upper.view(torch.int16) != param.detach().view(torch.int16)
-                remainder.masked_fill_(changed, 0)
-        if self._needs_master(param):
-            # A parameter that something else has written is where training continues from.
-            if "master_param" not in state or not (
-                is_known or self._param_is_of(owner, self._master_of(param, state))
-            ):
-                codec = self._codecs(param.dtype)["master_param"]
-                StoredState.encode(codec, self._new_master(owner)).put_into(new, "master_param")
-        self._put(state, new, owner)
-        return state
-
-    def _put(self, state: dict[str, Any], new: dict[str, Any], owner: Tensor) -> None:
-        """Put what this rank has of new states where those of a parameter are."""
+        if view.has_remainder:
+            new.update(self._completed_remainder(view, state))
+        if view.has_master and (restart or "master_param" not in state):
+            codec = view.codecs["master_param"]
+            StoredState.encode(codec, view.value()).put_into(new, "master_param")
+        if not view.has_master:
+            # The parameter itself is as precise now, or has the rest of its master beside it.
+            state.pop("master_param", None)
+            state.pop("master_param_scale", None)
+        if not view.has_remainder:
+            state.pop("param_remainder", None)
         for name, value in new.items():
             # Scales follow the memory of each rank, and not the shape of the parameter.
-            state[name] = value if name.endswith("_scale") else like(owner, value)
+            state[name] = value if name.endswith("_scale") else like(view.owner, value)
+        view.free_initial_value(updates_params(group))
+        return state
+
+    def _completed_remainder(self, view: ParamView, state: dict[str, Any]) -> dict[str, Any]:
+        """What is new of a remainder; together with any value of its parameter it is a master.
+
+        Where another value has been written, what remains of the old one is less than half a step,
+        but next to zero or infinity it would make a NaN.
+        """
+        param = view.param.detach()
+        if "param_remainder" not in state:
+            if "master_param" not in state or not view.is_rounded(local(state["master_param"])):
+                return {"param_remainder": torch.zeros_like(param, dtype=torch.int16)}
+            return {"param_remainder": split_master(local(state["master_param"]))[1]}
+        if not self._masters.is_known(view):
+            remainder = local(state["param_remainder"])
+            upper, _ = split_master(join_master(param, remainder))
+            remainder.masked_fill_(upper.view(torch.int16) != param.view(torch.int16), 0)
+        return {}
+
+    # Master weights
+
+    @torch.no_grad()
+    def reset_master_weights(self, params: Iterable[Tensor] | None = None) -> None:
+        """Restart master weights from their parameters, as they are now.
+
+        A step does so by itself where it finds other bytes in a parameter than it has left there.
+        This says it for writes that go unnoticed (through ``.data`` of a plain parameter), or that
+        leave the same bytes. Moments and step counts stay. Parameters that have no master yet
+        start from their value anyway. With sharded parameters every rank has to call it.
+
+        Args:
+            params: Which; None for all.
+
+        Raises:
+            ValueError: If one is not a parameter of this optimizer.
+        """
+        known = self._params()
+        params = known if params is None else [*params]
+        for i, param in enumerate(params):
+            if not any(param is one for one in known):
+                raise ValueError(
+                    "params must be parameters of this optimizer, got number "
+                    f"{i}, of shape {tuple(param.shape)}, which is in none of its groups; pass "
+                    "those of param_groups"
+                )
+        self._drop_plan()
+        states, views = self.state, [*map(self._view, params)]
+        with torch._C.DisableTorchFunctionSubclass():
+            new = {}
+            for view in views:
+                if view.has_master and "master_param" in states.get(view.owner, {}):
+                    codec = view.codecs["master_param"]
+                    new[view] = StoredState.encode(codec, view.value())
+        for view, value in new.items():
+            state = states[view.owner]
+            value.put_into(state, "master_param")
+            state["master_param"] = like(view.owner, state["master_param"])
+            view.free_initial_value(updates=True)
+        self._masters.note(new)
+        for view in views:
+            if view.has_remainder and "param_remainder" in states.get(view.owner, {}):
+                local(states[view.owner]["param_remainder"]).zero_()
+
+    # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """The state in FP32 under the names of ``torch.optim.AdamW``, whatever it is stored in.
 
-        As there, the tensors are those of the optimizer where these are FP32.
+        As there, the tensors are those of the optimizer where these are FP32. Where something else
+        has written to a parameter, its value takes the place of the master that it has left. With
+        sharded parameters every rank has to call it.
         """
-
-        def decode(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-            states = state_dict["state"]
-            for param, key in saved_keys(self.param_groups, state_dict):
-                for name, codec in self._codecs(param.dtype).items():
-                    if name in states[key] and not codec.exact:
-                        own = {n: local(x) for n, x in states[key].items()}
-                        value = StoredState.of(own, name, codec).decode()
-                        scale = f"{name}_scale"
-                        others = {n: x for n, x in states[key].items() if n != scale}
-                        states[key] = {**others, name: like(param, value)}
-                if "param_remainder" in states[key]:
-                    others = dict(states[key])
-                    remainder = local(others.pop("param_remainder"))
-                    master = like(param, join_master(local(param).detach(), remainder))
-                    states[key] = {**others, "master_param": master}
-
-        handle = self.register_state_dict_post_hook(decode, prepend=True)
-        try:
-            saved = super().state_dict()
-        finally:
-            handle.remove()
-        for param, state in saved_states(self.param_groups, saved):
-            if "master_param" in state:
-                master = local(state["master_param"])
-                self._handed_out[master] = master._version, self._mark(param, master)
-        return saved
-
-    def _mark(self, owner: Tensor, master: Tensor) -> int:
-        """What changes when another value is written to a parameter that has this master.
-
-        Versions do not: what ``state_dict()`` hands out of a DTensor has versions of its own.
-        """
-        param = local(owner)
-        is_quantized = isinstance(param, QuantizedTensor)
-        return written(owner) if is_quantized else self._param_is_of(owner, master)
-
-    def _is_outdated(self, owner: Tensor, master: Tensor, before: "_Before") -> bool:
-        """Whether a master is the one from before, and its parameter has been overwritten."""
-        param = self._own(owner)
-        if master in before.handed_out:
-            version, mark = before.handed_out[master]
-            came_back = version == master._version and mark != self._mark(owner, master)
-        else:
-            state = before.states.get(owner, {})
-            overwritten = before.writes.get(owner, written(owner)) != written(owner)
-            came_back = overwritten and "master_param" in state
-            master = master.to(param.device)
-            came_back = came_back and _are_equal(self._master_of(param, state), master)
-        return came_back and not self._param_is_of(owner, master)
+        return self._saved(compact=False)
 
     def compact_state_dict(self) -> dict[str, Any]:
         """The state as it is stored; :meth:`load_state_dict` takes it back, bit for bit.
@@ -807,175 +587,119 @@ class FusedAdam(Optimizer):
                 share one in the memory of each rank, which other shards would not fit.
         """
         for param, state in self.state.items():
-            scaled = sorted(name for name in state if name.endswith("_scale"))
+            scaled = (
+                [name for name in state if name.endswith("_scale")]
+                if isinstance(state, dict)
+                else []
+            )
             if scaled and isinstance(param, DTensor):
                 raise NotImplementedError(
                     f"states of sharded parameters must have no scales to be saved as they are, "
                     f"got {', '.join(scaled)}, which belong to the shards of this number of ranks; "
                     "save state_dict(), or store moments in bfloat16"
                 )
-        return super().state_dict()
+        return self._saved(compact=True)
+
+    def _saved(self, compact: bool) -> dict[str, Any]:
+        def encode(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+            states = state_dict["state"]
+            keys = dict(saving.saved_keys(self.param_groups, state_dict))
+            keys = {param: key for param, key in keys.items() if isinstance(states[key], dict)}
+            views = {param: self._view(param) for param in keys}
+            left = self._left(views.values())
+            for param, key in keys.items():
+                view = views[param]
+                states[key] = saving.saved_state(view, states[key], view in left, compact)
+
+        with self._saving, self._hook(self.register_state_dict_post_hook, encode):
+            return super().state_dict()
+
+    @torch.no_grad()
+    def _left(self, views: Iterable[ParamView]) -> list[ParamView]:
+        """Which parameters have left their masters; changes neither."""
+        if self._plan is not None:
+            self._masters.update(self._plan.notes())
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._masters.left([*views], self.__dict__["state"])[0]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state saved by this class, compact or not, or by ``torch.optim.AdamW``.
+        """Load a state saved by this class, compact or not, by ``torch.optim.AdamW``, or by
+        Transformer Engine's ``FusedAdam``.
 
         Moments and masters are taken unrounded whatever the dtype of the parameters, and stored as
-        this optimizer stores them, and parameters become what their masters are rounded to. Nothing
-        is shared with ``state_dict``, and masters that it lacks start from the parameters at the
-        next step. So do those that it has already, if their parameters have been overwritten since
-        then: what was loaded into the result of :meth:`state_dict` had no masters.
+        this optimizer stores them. Nothing is shared with ``state_dict``.
+
+        Model and optimizer may be loaded in any order: the next step compares each parameter with
+        what its loaded master rounds to, and restarts the master where they differ. Masters that
+        ``state_dict`` lacks start from the parameters as well. Parameters keep their values. Where
+        these are the rounded master's but came back as plain tensors, they get its exact bytes; a
+        parameter that keeps no master itself, such as a float32 one, takes over a stored master
+        that it is a rounding of.
 
         With sharded parameters every rank has to call it, with states of its shards or of whole
         parameters.
 
         Raises:
-            ValueError: If groups, shapes, dtypes or numbers do not fit; nothing has been changed
-                then.
+            ValueError: If groups, shapes, dtypes, placements or numbers do not fit; nothing has
+                been changed then.
             TypeError: If a hyper-parameter is no number.
         """
-        loaded: dict[str, Any] = {}
-        with_master: list[Tensor] = []
-        before = _Before(self.state, self._known_writes(), self._handed_out)
+        new: dict[Tensor, dict[str, Any]] = {}
 
-        def capture(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-            check_state_dict(self.param_groups, state_dict)
+        def check(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+            state_dict = saving.with_steps(state_dict)
+            if not saving.has_groups_of(self.param_groups, state_dict):
+                return state_dict  # which torch.optim refuses in its own words
+            saving.check_state_dict(self.param_groups, state_dict)
             for group in state_dict["param_groups"]:
                 check_numbers({**self.defaults, **group})
-                self._check_storage({"amsgrad": False, **group})
-            loaded.update(state_dict)
+                checks.check_storing(self._storing, group.get("amsgrad", False))
+            states = dict(state_dict["state"])
+            for owner, key in saving.saved_keys(self.param_groups, state_dict):
+                new[owner] = saving.new_state(self._view(owner), states[key])
+                states[key] = saving.others(states[key])
+            return {**state_dict, "state": states}
 
         def restore(optimizer: Optimizer) -> None:
-            for owner, saved in saved_states(self.param_groups, loaded):
-                param = self._own(owner)
-                codecs = self._codecs(param.dtype)
-                saved = _part_of(owner, saved)
-                if "master_param" in saved and "master_param_scale" not in saved:
-                    if self._is_outdated(owner, saved["master_param"], before):
-                        del saved["master_param"]
-                state: dict[str, Any] = {}
-                for name in STATE_NAMES & saved.keys():
-                    if name in codecs:
-                        stored = restored(StoredState.of_saved(saved, name), codecs[name], param)
-                        stored.put_into(state, name)
-                    else:
-                        state[name] = state_like(param).copy_(saved[name])
-                self._restore_master(param, state, saved)
-                for name in (*STATE_NAMES, "param_remainder"):
-                    self.state[owner].pop(name, None)
-                    self.state[owner].pop(f"{name}_scale", None)
-                self._put(self.state[owner], state, owner)
-                if "master_param" in saved or "param_remainder" in saved:
-                    with_master.append(owner)
+            for owner, state in new.items():
+                self.state[owner].update(state)
+            self._adopt_masters([*new])
 
-        handles = (
-            self.register_load_state_dict_pre_hook(capture),
-            self.register_load_state_dict_post_hook(restore, prepend=True),
-        )
-        try:
+        with (
+            self._saving,
+            torch.no_grad(),
+            self._hook(self.register_load_state_dict_pre_hook, check, prepend=False),
+            self._hook(self.register_load_state_dict_post_hook, restore),
+        ):
             super().load_state_dict(state_dict)
+
+    def _adopt_masters(self, owners: Sequence[Tensor]) -> None:
+        """Bring parameters that hold the values of loaded masters to the bytes of these.
+
+        All others keep theirs: the next step looks again, whatever has been loaded first.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            views = [self._view(owner) for owner in owners if not owner.is_meta]
+            states = self.__dict__["state"]
+            for view in views:
+                if not view.has_master and "master_param" in states[view.owner]:
+                    saving.adopt_master(view, states[view.owner])
+            masters = [view for view in views if view.has_master]
+            _, rounded = self._masters.left(masters, states)
+            for view, bytes_of_master in rounded.items():
+                view.param.copy_(bytes_of_master)
+            self._masters.note(rounded)
+
+    @contextlib.contextmanager
+    def _hook(
+        self, register: Callable[..., Any], hook: Callable[..., Any], prepend: bool = True
+    ) -> Iterator[None]:
+        """A hook of torch.optim for the time of a call."""
+        handle = register(hook, prepend=prepend)
+        try:
+            yield
         finally:
-            for handle in handles:
-                handle.remove()
-        self._plan = None
-        self._write_params([owner for owner in with_master if self._needs_master(self._own(owner))])
-        self._versions = {
-            param: written(param) for param in self.state if isinstance(param, Tensor)
-        }
-
-    @torch.no_grad()
-    def _write_params(self, owners: list[Tensor]) -> None:
-        """Round masters to their parameters."""
-        for owner in owners:
-            if not owner.is_meta:
-                own = self._own(owner)
-                self._write_param(own, self._master_of(own, self.state[owner]))
-        borrowed = [self._borrowed[owner] for owner in owners if owner in self._borrowed]
-        Publication(borrowed)()
-        torch.autograd.graph.increment_version([one.source for one in borrowed])
-        for one in borrowed:
-            one.clear_high_precision_init_val()
-            one.note()
-
-    def _restore_master(self, param: Tensor, state: dict[str, Any], saved: dict[str, Any]) -> None:
-        """Make what ``saved`` has of a master what this optimizer keeps of it."""
-        state.pop("param_remainder", None)
-        remainder = saved.get("param_remainder")
-        if self._keeps_remainder(param):
-            if remainder is not None:
-                zeros = torch.zeros_like(param, dtype=torch.int16)
-                state["param_remainder"] = zeros.copy_(remainder)
-            elif "master_param" in saved:
-                upper, state["param_remainder"] = split_master(state["master_param"])
-                param.detach().copy_(upper)
-        elif remainder is not None and self._needs_master(param):
-            master = join_master(param.detach(), remainder.to(param.device))
-            codec = self._codecs(param.dtype)["master_param"]
-            stored = StoredState.encode(codec, state_like(param).copy_(master))
-            stored.put_into(state, "master_param")
-        if not self._needs_master(param):
-            state.pop("master_param", None)
-            state.pop("master_param_scale", None)
-
-
-class _Before(NamedTuple):
-    """What an optimizer had before it loads a state.
-
-    Attributes:
-        states: By parameter.
-        writes: What :func:`written` gave for parameters that have masters after the last step.
-        handed_out: See ``FusedAdam._handed_out``.
-    """
-
-    states: dict[Any, Any]
-    writes: dict[Tensor, int]
-    handed_out: Mapping[Tensor, tuple[int, int]]
-
-
-def written(param: Tensor) -> int:
-    """A number that changes when something other than this optimizer writes to a parameter.
-
-    Kernels leave the count of a quantized tensor alone, and raise the version of others; of tensors
-    of other packages, that of the memory counts as well.
-    """
-    own = local(param)
-    if isinstance(own, QuantizedTensor):
-        return own._origin.writes
-    if is_foreign(own):
-        return count_writes(own, memory(own, adapter_of(own)))
-    return param._version
-
-
-def _part_of(owner: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
-    """What this rank has of a saved state; a dictionary of its own."""
-    if not isinstance(owner, DTensor):
-        return dict(saved)
-    # Scales belong to the whole.
-    numbers = {
-        name: StoredState.of_saved(saved, name).decode() for name in STATE_NAMES & saved.keys()
-    }
-    parts = {**saved, **numbers}
-    return {
-        name: part_for(owner, value) if isinstance(value, Tensor) and name != "step" else value
-        for name, value in parts.items()
-        if not name.endswith("_scale")
-    }
-
-
-def _check_distinct(params: list[Tensor]) -> None:
-    seen: set[Tensor] = set()
-    for i, param in enumerate(params):
-        if param in seen:
-            raise ValueError(
-                f"parameters must be in their groups once, got number {i}, of shape "
-                f"{tuple(param.shape)}, twice: both updates would write its memory; remove one"
-            )
-        seen.add(param)
-
-
-def _are_equal(a: Tensor, b: Tensor) -> bool:
-    """As ``torch.equal``, but NaN, which uninitialized memory may hold, equals itself."""
-    alike = (a.dtype, a.shape) == (b.dtype, b.shape)
-    return alike and bool(((a == b) | (a.isnan() & b.isnan())).all())
+            handle.remove()
 
 
 def _decoupled_grad(param: Tensor) -> Tensor | None:

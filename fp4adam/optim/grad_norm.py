@@ -106,7 +106,7 @@ class GradNorm:
         max_norm, norm_type = _check_norm(max_norm, norm_type)
         grads, present = self._check_grads(grads)
         if not present:
-            return torch.tensor(0.0, dtype=torch.float32), {}
+            return torch.tensor(0.0, dtype=torch.float32, device="cpu"), {}
         devices = _devices(present)
         if len(devices) == 1 and self._parts == [()]:
             sums = self._span_sums(grads, devices[0], norm_type)
@@ -230,7 +230,8 @@ class _Tables:
             self._dtypes, self._spans = dtypes, {}
             tensors = self._all_spans[:, 0]
             for dtype in DTYPES:
-                spans = self._all_spans[torch.tensor([d == dtype for d in dtypes])[tensors]]
+                is_dtype = torch.tensor([d == dtype for d in dtypes], device="cpu")
+                spans = self._all_spans[is_dtype[tensors]]
                 if len(spans):
                     self._spans[dtype] = torch.empty_like(spans, device=self.device)
                     upload(spans, self._spans[dtype])
@@ -305,10 +306,10 @@ def _devices(tensors: list[Tensor]) -> list[torch.device]:
 
 def _plan_spans(sizes: Sequence[int]) -> Tensor:
     """Spans of all tensors: int32 [n, 4], (tensor, span of it, elements in that, index of it)."""
-    numels = torch.tensor(sizes, dtype=torch.int64)
+    numels = torch.tensor(sizes, dtype=torch.int64, device="cpu")
     counts = (numels + SPAN - 1) // SPAN
     tensors = torch.repeat_interleave(counts)
-    index = torch.arange(len(tensors))
+    index = torch.arange(len(tensors), device="cpu")
     numbers = index - (counts.cumsum(0) - counts)[tensors]
     elements = (numels[tensors] - numbers * SPAN).clamp(max=SPAN)
     return torch.stack((tensors, numbers, elements, index), dim=1).to(torch.int32)

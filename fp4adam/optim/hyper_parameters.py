@@ -39,8 +39,7 @@ def check_hyper_parameters(name: str, options: Mapping[str, Any]) -> None:
             raise ValueError("Tensor lr must be 1-element")
     _check_at_least(0.0, "learning rate", lr)
     check_numbers(options)
-    kinds = {Tensor if isinstance(beta, Tensor) else type(beta) for beta in betas}
-    if len(betas) != 2 or kinds not in ({float}, {Tensor}):
+    if len(betas) != 2 or len({isinstance(beta, Tensor) for beta in betas}) != 1:
         raise ValueError("betas must be either both floats or both Tensors")
     for i, beta in enumerate(betas):
         if isinstance(beta, Tensor) and foreach:
@@ -54,8 +53,8 @@ def check_hyper_parameters(name: str, options: Mapping[str, Any]) -> None:
 def check_numbers(options: Mapping[str, Any], may_wait: bool = True) -> None:
     """Check what may have been written to a group since it was added, or saved with it.
 
-    Schedules may leave a learning rate just below zero, which is as good as zero. Unless the host
-    ``may_wait`` for a device, tensors there are taken on trust.
+    A learning rate below zero ascends, as in ``torch.optim``; schedules may end just there. Unless
+    the host ``may_wait`` for a device, tensors there are taken on trust.
 
     Raises:
         ValueError: If a number is NaN or out of range.

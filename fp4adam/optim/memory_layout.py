@@ -10,6 +10,8 @@ def memory_order(tensor: Tensor) -> list[int]:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill a stretch of memory without gaps or overlaps, in any order."""
+    if not tensor.numel():
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:

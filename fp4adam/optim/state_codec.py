@@ -2,9 +2,10 @@
 
 A moving average that changes by less than half a step between codes would never move if it were
 rounded to nearest. So what a code has no room for decides how likely the number is rounded up, and
-the average comes out right over the steps. What stands for chance is a lattice of element and step
-(:func:`dither_bits`): its low discrepancy makes the error smaller than random numbers would, it
-takes one multiplication, and a resumed run draws the same bits.
+the average comes out right over the steps. That needs chances that are independent from step to
+step: rounding errors live on in the average, and meet the next dither. What stands for chance is a
+hash of element and step (:func:`dither_bits`), so shards, kernels and resumed runs draw the same
+bits.
 
 Scales are powers of two, one byte per 32 consecutive elements: decoding is exact (above 2**-126),
 and a decoded value is encoded to itself whatever its dither.
@@ -13,6 +14,7 @@ and a decoded value is encoded to itself whatever its dither.
 """
 
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,31 +27,71 @@ STATE_BLOCK = 32
 _MAGNITUDE = 0x7FFFFFFF
 _INFINITY = 0x7F800000
 _NAN_SCALE = 255
-# 2**32 / p and 2**32 / p**2 with p**3 = p + 1, made odd: a lattice of low discrepancy in the plane.
-_PER_ELEMENT = 0xC13FA9A9
-_PER_STEP = 0x91E10DA5
+# The hash "lowbias32" of https://github.com/skeeto/hash-prospector. Rounds of shift, exclusive or,
+# and multiplication; each input bit changes each output bit half of the time.
+_ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B))
+_LAST_SHIFT = 16
+_OF_MASTERS = 0x9E3779B1  # any odd number with bits everywhere
 
 
 def dither_origin(first: int, step: int) -> int:
-    """The dither of element ``first`` of a flattened tensor in update number ``step``, 32 bits."""
-    return (first * _PER_ELEMENT + step * _PER_STEP) % 2**32
+    """What the dither of element ``first`` in update number ``step`` is the hash of, 32 bits.
+
+    That of the next elements follows by counting up. The origins of different steps lie as far
+    apart as chance puts them; those of the first 2**32 steps are all different.
+
+    A run that is resumed draws the same bits up to step 2**24. From there on the float32 counter
+    in the state stands still, as that of ``torch.optim`` does, and cannot say where the run was.
+    """
+    return (first + _mixed(_mixed(step >> 32) ^ step % 2**32)) % 2**32
 
 
-def dither_bits(first: int, count: int, step: int, device: torch.device | None = None) -> Tensor:
+def _mixed(x: int) -> int:
+    for shift, factor in _ROUNDS:
+        x = (x ^ x >> shift) * factor % 2**32
+    return x ^ x >> _LAST_SHIFT
+
+
+class Dither(NamedTuple):
+    """Dither of some elements for each of their states, independent of each other in pairs.
+
+    Attributes:
+        master: int32 [n]; its bits, read as an unsigned number over 2**32, are the dither in
+            [0, 1) of the master weights.
+        exp_avg: That of the first moments.
+        exp_avg_sq: That of the second moments.
+    """
+
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+def dither_bits(first: int, count: int, step: int, device: torch.device | str = "cpu") -> Dither:
     """Dither of the elements ``first`` to ``first + count - 1`` of a flattened tensor.
+
+    Elements that are 2**32 apart share theirs.
 
     Args:
         first: Index of the first element.
         count: Number of elements.
         step: Number of the update.
         device: Where to.
-
-    Returns:
-        int32 [count]; its bits, read as an unsigned number over 2**32, are the dither in [0, 1).
     """
-    origin = _as_int32(dither_origin(first, step))
-    index = torch.arange(count, dtype=torch.int32, device=device)
-    return index.mul_(_as_int32(_PER_ELEMENT)).add_(origin)
+    x = torch.arange(count, dtype=torch.int32, device=device)
+    x += _as_int32(dither_origin(first, step))
+    for shift, factor in _ROUNDS:
+        x ^= _shifted(x, shift)
+        x *= _as_int32(factor)
+    x ^= _shifted(x, _LAST_SHIFT)
+    # One hash serves all: upper half, lower half, and the upper bits of a product, which any half
+    # of the hash alone leaves open.
+    return Dither(x * _as_int32(_OF_MASTERS), x, x << 16 | _shifted(x, 16))
+
+
+def _shifted(x: Tensor, count: int) -> Tensor:
+    """int32 bits moved down, with zeros from above."""
+    return (x >> count).bitwise_and_((1 << 32 - count) - 1)
 
 
 def _as_int32(x: int) -> int:
@@ -82,7 +124,7 @@ class StateCodec(ABC):
 
         Args:
             x: float32 [n], contiguous.
-            dither: int32 [n] from :func:`dither_bits`; None rounds to nearest, ties away from zero.
+            dither: int32 [n], one of :class:`Dither`; None rounds to nearest, ties away from zero.
 
         Returns:
             Codes [n], and uint8 scales [ceil(n / 32)] or None.

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fp4adam.optim.adam import Scalars, adam_
 from fp4adam.optim.memory_layout import memory_order
-from fp4adam.optim.optimizer_state import state_like
 from fp4adam.optim.state_codec import (
     PLAIN,
     REMAINDER,
@@ -91,6 +90,12 @@ def restored(saved: StoredState, codec: StateCodec, param: Tensor) -> StoredStat
     return StoredState.encode(codec, state_like(param).copy_(saved.decode()))
 
 
+def state_like(param: Tensor) -> Tensor:
+    """Plain zeros in the layout of ``param``: float32, or float64 for a float64 parameter."""
+    dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+    return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+
+
 def _inverse(order: list[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
@@ -135,10 +140,10 @@ def adam_stored_(
             for s, piece, scale in zip(stored, codes, scales, strict=True)
         ]
         adam_(numbers[0], g, *numbers[1:], largest, *options)
-        dither = dither_bits(first_element + first, n, int(scalars.dither_step), g.device)
-        for s, piece, scale, x in zip(stored, codes, scales, numbers, strict=True):
+        dither = dither_bits(first_element + first, n, scalars.dither_step, g.device)
+        for s, piece, scale, x, bits in zip(stored, codes, scales, numbers, dither, strict=True):
             if not s.codec.exact:
-                new_codes, new_scales = s.codec.encode(x.view(-1), dither)
+                new_codes, new_scales = s.codec.encode(x.view(-1), bits)
                 piece.copy_(new_codes.view(shape))
                 if s is value and rest is not None:
                     rest.copy_(new_scales.view(shape))
@@ -150,6 +155,8 @@ def adam_stored_(
 def _pieces(tensors: list[Tensor | None]) -> Iterator[tuple[Tensor | None, ...]]:
     """Cut tensors of one shape alike into views of whole blocks; None stays None."""
     given = [t for t in tensors if t is not None]
+    if not given[0].numel():
+        return  # where a rank has no rows
     if all(t.is_contiguous() for t in given):
         tensors = [None if t is None else t.view(-1) for t in tensors]
     first = next(t for t in tensors if t is not None)

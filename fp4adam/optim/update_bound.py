@@ -49,7 +49,7 @@ def largest_update(scalars: Scalars, ratio: float) -> float:
     """Bound of |update|, weight decay aside, of a step that ends with C = ``ratio``."""
     if scalars.eps == 0 or scalars.rsqrt_bias_correction2 * _SHARE_OF_EPS >= 1:
         return math.inf
-    bound = scalars.step_size * math.sqrt(ratio) / scalars.rsqrt_bias_correction2
+    bound = abs(scalars.step_size) * math.sqrt(ratio) / scalars.rsqrt_bias_correction2
     return bound * _ROUNDING
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp4adam.tensors import row_window
+from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import (
     QuantizedTensor,
     implements_function,
@@ -55,8 +55,8 @@ def _to_copy(
 
     moved = tensor._map_storage(move, dtype)
     kept = tensor._high_precision_init_val
-    if kept is not None:
-        moved._high_precision_init_val = kept if kept.is_meta else move(kept)
+    moved._high_precision_init_val = None if kept is None else move(kept)
+    moved._shared.keeps_init_val |= tensor._shared.keeps_init_val
     return moved
 
 
@@ -72,22 +72,19 @@ def _empty_like(
     device = tensor.device if device is None else device
     if dtype is not None:
         return torch.empty(tensor.shape, dtype=dtype, device=device)
-    if tensor._origin.whole is not None or not row_window.is_all(tensor):
+    if tensor._shared.global_spec is not None or not rows.is_all(tensor):
         empty = tensor._map_storage(lambda inner: torch.zeros_like(inner, device=device))
     else:
         empty = tensor.quantizer.make_empty(tuple(tensor.shape), tensor.dtype, device)
-    if tensor._high_precision_init_val is not None:
-        empty._high_precision_init_val = tensor._high_precision_init_val.to("meta")
+    shared = tensor._shared
+    empty._shared.keeps_init_val = shared.keeps_init_val or shared.init_val is not None
     return empty
 
 
 # FSDP2 splits a parameter and allocates each shard; checkpoints are resharded by slices.
 @implements_operator(aten.split.Tensor)
 def _split(func: Callable, tensor: QuantizedTensor, size: int, dim: int = 0) -> Any:
-    tensor._piece = tuple(
-        min(size, n) if i == dim % tensor.dim() else n for i, n in enumerate(tensor.shape)
-    )
-    if dim % tensor.dim() or not tensor.quantizer.row_pitch:
+    if dim % tensor.dim() or not tensor.quantizer.rows_per_entry:
         return func(tensor._read(), size, dim)
     starts = range(0, max(tensor.shape[0], 1), max(size, 1))
     return [_rows(tensor, start, min(start + size, tensor.shape[0])) for start in starts]
@@ -105,7 +102,7 @@ def _slice(
     start, end, step = slice(start, end, step).indices(tensor.shape[dim])
     if (start, step) == (0, 1) and end >= tensor.shape[dim]:
         return tensor._alias()
-    if dim % tensor.dim() or step != 1 or not tensor.quantizer.row_pitch:
+    if dim % tensor.dim() or step != 1 or not tensor.quantizer.rows_per_entry:
         return func(tensor._read(), dim, start, end, step)
     return _rows(tensor, start, max(start, end))
 
@@ -120,7 +117,7 @@ def _rows(tensor: QuantizedTensor, start: int, end: int) -> QuantizedTensor:
 def _new_empty(tensor: Tensor, size: Any, *args: Any, **kwargs: Any) -> Tensor:
     if isinstance(tensor, QuantizedTensor) and size == [] and kwargs == {"device": "cpu"}:
         # What asynchronous checkpoints set to the copy of a storage, and give copied attributes.
-        tensor.settled()
+        tensor.flush()
         shape, dtype = tuple(tensor.shape), tensor.dtype
         return torch.Tensor._make_wrapper_subclass(type(tensor), shape, dtype=dtype, device="cpu")
     return torch.Tensor.new_empty(tensor, size, *args, **kwargs)
@@ -135,24 +132,37 @@ def _new_zeros(
     device: torch.device | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    # A tensor that has just been split is being sharded; anyone else wants plain zeros.
-    is_shard = tensor._origin.whole is not None or tuple(size) == tensor._piece
-    if is_shard and dtype is None and len(size) > 1:
-        return row_window.make_shard(tensor, tuple(size))
-    return torch.zeros(size, dtype=dtype or tensor.dtype, device=device or tensor.device)
+    device = tensor.device if device is None else torch.device(device)
+    if dtype is None and _is_piece(tuple(size), tensor):
+        return rows.make_shard(tensor, tuple(size), device)
+    return torch.zeros(size, dtype=dtype or tensor.dtype, device=device)
+
+
+def _is_piece(size: tuple[int, ...], tensor: QuantizedTensor) -> bool:
+    """Whether ``size`` is that of a tensor cut, or of what it is a shard of, along one dimension.
+
+    FSDP2 allocates shards so, and says no more of what it wants; whoever wants plain zeros of that
+    size names their dtype.
+    """
+    spec = tensor._shared.global_spec
+    shape = tuple(tensor.shape) if spec is None else spec.shape
+    if len(size) != len(shape):
+        return False
+    differs = [own != other for own, other in zip(size, shape, strict=True)]
+    return sum(differs) <= 1 and all(map(int.__le__, size, shape))
 
 
 # FSDP2 keeps a shard flat, and gives what it has gathered its size and strides.
 @implements_operator(aten.view.default)
 def _view(func: Callable, tensor: QuantizedTensor, shape: tuple[int, ...]) -> Tensor:
-    if tensor._origin.whole is None:
+    if tensor._shared.global_spec is None:
         return func(tensor._read(), shape)
     if tuple(shape) == tuple(tensor.shape):  # DTensor.to_local()
         return tensor._alias()
     if tuple(shape) not in ((-1,), (tensor.numel(),)):
         return func(tensor._read(), shape)
     # Also after a checkpoint has been loaded, on every rank.
-    tensor._origin.unsettled = True
+    tensor._shared.unsettled = True
     return tensor._alias((tensor.numel(),))
 
 
@@ -175,7 +185,7 @@ def _geometry(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @implements_operator(aten.record_stream.default)
 def _record_stream(func: Callable, tensor: QuantizedTensor, stream: torch.Stream) -> None:
-    for inner in tensor.storage_tensors().values():
+    for inner in tensor._shared.tensors.existing().values():
         func(inner, stream)
 
 
@@ -212,9 +222,9 @@ def _reads_as(tensor: QuantizedTensor, value: Tensor) -> bool:
 
     To quantize them once more could give other scales.
     """
-    origin = tensor._origin
+    shared = tensor._shared
     # To read rows would end the wait for others.
-    if origin.first_row is None or origin.pending is not None or tensor.is_meta or value.is_meta:
+    if shared.first_row is None or shared.pending is not None or tensor.is_meta or value.is_meta:
         return False
     bits = torch.int32 if value.dtype == torch.float32 else torch.int16
     values = value.detach().to(tensor.device).contiguous(), tensor.detach()._read(value.dtype)
@@ -267,6 +277,9 @@ def _foreach_copy_(
 ) -> None:
     for out, source in zip(outs, sources, strict=True):
         out.copy_(source, non_blocking)
+    # Below autograd, which would have done so.
+    plain = [out for out in outs if not isinstance(out, QuantizedTensor)]
+    torch.autograd.graph.increment_version(plain)
 
 
 # torch.nn.init on a quantized parameter: a full overwrite, rounded once.
@@ -286,7 +299,7 @@ def _overwrite(func: Callable, out: QuantizedTensor, *args: Any, **kwargs: Any) 
 # torch.load and data loaders ask; FSDP2 CPU offload pins.
 @implements_operator(aten.is_pinned.default)
 def _is_pinned(func: Callable, tensor: QuantizedTensor, device: torch.device | None = None) -> bool:
-    return all(inner.is_pinned() for inner in tensor.storage_tensors().values())
+    return all(inner.is_pinned() for inner in tensor._shared.tensors.existing().values())
 
 
 @implements_operator(aten._pin_memory.default)
@@ -295,4 +308,5 @@ def _pin_memory(
 ) -> QuantizedTensor:
     pinned = tensor._map_storage(torch.Tensor.pin_memory)
     pinned._high_precision_init_val = tensor._high_precision_init_val
+    pinned._shared.keeps_init_val |= tensor._shared.keeps_init_val
     return pinned

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import hashlib
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fp4adam.tensors import row_window
+from fp4adam.tensors import rows
 from fp4adam.tensors.quantizer import (
     HIGH_PRECISION_DTYPES,
     Operands,
@@ -19,37 +18,22 @@ from fp4adam.tensors.quantizer import (
     check_dtype,
     check_tensor,
 )
-from fp4adam.tensors.row_window import Origin
-
-# Inner tensors, named as in Transformer Engine. Scales of square blocks are the same for both
-# directions and are kept once, one per block, in _block_scale_inv. The last two repeat the scales
-# for GEMMs alone, and are derived from those that everything else reads.
-STORAGE_NAMES = (
-    "_rowwise_data",
-    "_rowwise_scale_inv",
-    "_columnwise_data",
-    "_columnwise_scale_inv",
-    "_block_scale_inv",
-    "_amax",
-    "_rowwise_gemm_scale_inv",
-    "_columnwise_gemm_scale_inv",
-)
+from fp4adam.tensors.storage import SharedStorage, Storage
 
 _FUNCTIONS: dict[Callable, Callable] = {}
 _OPERATORS: dict[Callable, Callable] = {}
 
 
-class _Storage:
-    """An attribute that counts when it is exchanged; to read it takes no longer than others."""
+def _inner(name: str) -> property:
+    """An inner tensor as an attribute; to assign another one exchanges it for all aliases."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
+    def get(tensor: "QuantizedTensor") -> Tensor | None:
+        return getattr(tensor._shared.tensors, name)
 
-    def __set__(self, tensor: "QuantizedTensor", value: Any) -> None:
-        attributes = tensor.__dict__
-        if attributes.get(self.name, value) is not value:
-            QuantizedTensor.storage_generation += 1
-        attributes[self.name] = value
+    def exchange(tensor: "QuantizedTensor", value: Tensor | None) -> None:
+        tensor._shared.tensors = dataclasses.replace(tensor._shared.tensors, **{name: value})
+
+    return property(get, exchange, doc=f"The inner tensor ``{name}``, or None.")
 
 
 class _NoStorage(torch.UntypedStorage):
@@ -67,36 +51,34 @@ class QuantizedTensor(torch.Tensor):
     plain tensors, and operators that do not know the format see the dequantized values. Build one
     with ``quantizer.quantize(x)``; write to it with :meth:`quantize_`, ``copy_`` or another full
     overwrite such as ``normal_``. Pieces that ``split``, ``narrow`` and slices cut off along the
-    first dimension stay quantized and share memory with it, if the quantizer's ``row_pitch`` says
-    how; all other views are copies: writing to one changes nothing.
+    first dimension stay quantized and share memory with it, if the quantizer's ``rows_per_entry``
+    says how; all other views are copies: writing to one changes nothing.
 
     Attributes:
         quantizer: The :class:`Quantizer` that made it.
     """
 
-    # How often an inner tensor of any of them has been exchanged for another one.
-    storage_generation = 0
     # One for all, since storages are told apart by their identity.
     _no_storage = _NoStorage(0)
-    quantizer = _Storage()
-    _rowwise_data = _Storage()
-    _rowwise_scale_inv = _Storage()
-    _columnwise_data = _Storage()
-    _columnwise_scale_inv = _Storage()
-    _block_scale_inv = _Storage()
-    _amax = _Storage()
-    _rowwise_gemm_scale_inv = _Storage()
-    _columnwise_gemm_scale_inv = _Storage()
+    _rowwise_data = _inner("rowwise_data")
+    _rowwise_scale_inv = _inner("rowwise_scale_inv")
+    _columnwise_data = _inner("columnwise_data")
+    _columnwise_scale_inv = _inner("columnwise_scale_inv")
+    _block_scale_inv = _inner("block_scale_inv")
+    _amax = _inner("amax")
+    _rowwise_gemm_scale_inv = _inner("rowwise_gemm_scale_inv")
+    _columnwise_gemm_scale_inv = _inner("columnwise_gemm_scale_inv")
 
     def __new__(
         cls,
         shape: tuple[int, ...],
         dtype: torch.dtype,
         quantizer: Quantizer,
-        storage: dict[str, Tensor],
+        storage: Storage | SharedStorage,
         requires_grad: bool = False,
     ) -> "QuantizedTensor":
-        device = next(iter(storage.values())).device
+        tensors = storage.tensors if isinstance(storage, SharedStorage) else storage
+        device = tensors.present[0].device
         return torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
         )
@@ -106,31 +88,23 @@ class QuantizedTensor(torch.Tensor):
         shape: tuple[int, ...],
         dtype: torch.dtype,
         quantizer: Quantizer,
-        storage: dict[str, Tensor],
+        storage: Storage | SharedStorage,
         requires_grad: bool = False,
     ) -> None:
         self.quantizer = quantizer
-        self._origin = Origin()
-        # Of its rows, counted from the first one of the origin.
+        is_shared = isinstance(storage, SharedStorage)
+        self._shared = storage if is_shared else SharedStorage(storage)
+        # Of its rows, counted from the first one of the storage that is a value.
         self._start = 0
-        # Shape of the pieces that it has been split into.
-        self._piece: tuple[int, ...] | None = None
-        self._adopt(storage)
-
-    def _adopt(self, storage: dict[str, Tensor]) -> None:
-        for name in STORAGE_NAMES:
-            setattr(self, name, storage.get(name))
 
     def storage_tensors(self) -> dict[str, Tensor]:
-        """The inner tensors that exist, by name."""
-        return {
-            name: getattr(self, name) for name in STORAGE_NAMES if getattr(self, name) is not None
-        }
+        """The inner tensors that exist, by the names of the attributes that they can be read by."""
+        return {f"_{name}": inner for name, inner in self._shared.tensors.existing().items()}
 
     @property
     def rowwise_data(self) -> Tensor | None:
         """uint8 codes with blocks along the last dimension, or None without rowwise usage."""
-        return self.settled()._rowwise_data
+        return self.flush()._rowwise_data
 
     @property
     def columnwise_data(self) -> Tensor | None:
@@ -138,7 +112,7 @@ class QuantizedTensor(torch.Tensor):
 
         A tensor that FSDP2 has gathered derives them from the rowwise ones, if asked.
         """
-        data = self.settled()._columnwise_data
+        data = self.flush()._columnwise_data
         if data is None and self.quantizer.columnwise:
             from fp4adam.tensors.transpose import derived_columnwise
 
@@ -148,12 +122,12 @@ class QuantizedTensor(torch.Tensor):
     @property
     def rowwise_scale_inv(self) -> Tensor | None:
         """Decode scales of ``rowwise_data`` in Transformer Engine's layout, padding zero."""
-        return self.settled()._rowwise_scale_inv
+        return self.flush()._rowwise_scale_inv
 
     @property
     def columnwise_scale_inv(self) -> Tensor | None:
         """Decode scales of ``columnwise_data`` in Transformer Engine's layout, padding zero."""
-        return self.settled()._columnwise_scale_inv
+        return self.flush()._columnwise_scale_inv
 
     @property
     def rowwise_gemm_scale_inv(self) -> Tensor | None:
@@ -172,7 +146,7 @@ class QuantizedTensor(torch.Tensor):
         return self._gemm_scale_inv("columnwise")
 
     def _gemm_scale_inv(self, usage: str) -> Tensor | None:
-        stored = getattr(self.settled(), f"_{usage}_gemm_scale_inv")
+        stored = getattr(self.flush(), f"_{usage}_gemm_scale_inv")
         if stored is not None or not getattr(self.quantizer, usage):
             return stored
         from fp4adam.tensors.swizzle import new_gemm_scale
@@ -206,25 +180,27 @@ class QuantizedTensor(torch.Tensor):
         return self
 
     def _write(self, x: Tensor, non_blocking: bool = False, amax: Tensor | None = None) -> None:
-        if self._origin.refills is not None:
+        shared = self._shared
+        if shared.is_gathered:
             # Its amax is that of the shard.
             raise RuntimeError(
                 f"a weight must be sharded to be written to, got a {type(self).__name__} of shape "
                 f"{tuple(self.shape)} that FSDP2 has gathered, which would lose the values; call "
                 "reshard() of its module first"
             )
-        plain, is_new = not isinstance(x, QuantizedTensor), self._origin.first_row is None
-        if not plain and x._origin is self._origin and x._start == self._start:
+        plain, is_new = not isinstance(x, QuantizedTensor), shared.first_row is None
+        if not plain and x._shared is shared and x._start == self._start:
             return  # what state_dict() handed out is loaded again
         with torch.no_grad():
             value = x.detach() if plain else x.pending_value()
-            if plain or not row_window.copy_bytes(self, x, non_blocking):
+            copied = not plain and rows.copy_bytes(self, x, non_blocking)
+            if not copied:
                 source = (x._read() if value is None else value).to(self.device)
-                row_window.write(self, source, amax)
-            if self._origin.init_val is not None and not is_new and row_window.is_all(self):
+                rows.write(self, source, amax)
+            if not is_new:
                 # A value loaded before the first step is what the master weights start from.
-                self._origin.init_val = None if value is None else value.to(self.device, copy=True)
-        self._origin.writes += not is_new
+                rows.replace_init_val(self, value, x if copied else None)
+        shared.mark_written()
         torch.autograd.graph.increment_version(self)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -236,39 +212,55 @@ class QuantizedTensor(torch.Tensor):
         """The values as a plain tensor of any dtype, below autograd."""
         dtype = self.dtype if dtype is None else dtype
         direct = dtype if dtype in HIGH_PRECISION_DTYPES else torch.float32
-        return row_window.read(self, direct, after).view(self.shape).to(dtype)
+        return rows.read(self, direct, after).view(self.shape).to(dtype)
 
-    def settled(self) -> "QuantizedTensor":
-        """The tensor, after rows that were written one after the other have been quantized.
+    def flush(self) -> "QuantizedTensor":
+        """Quantize rows that were written one after the other; returns the tensor.
 
         Rows of a shard stay as they are if their scales depend on other ranks, until these join in:
         at the next all-gather, or step of the optimizer.
         """
-        if self._origin.pending is not None:
-            row_window.settle(self)
+        if self._shared.pending is not None:
+            rows.flush(self)
         return self
 
     @property
     def _high_precision_init_val(self) -> Tensor | None:
-        return self._origin.init_val
+        return self.get_high_precision_init_val()
 
     @_high_precision_init_val.setter
     def _high_precision_init_val(self, value: Tensor | None) -> None:
-        self._origin.init_val = value
+        # One on the meta device has no values: it asks to keep those that are written next.
+        is_meta = value is not None and value.is_meta
+        if not rows.is_all(self):
+            if value is None or is_meta:
+                return  # the other rows still have theirs
+            raise ValueError(
+                "a value before quantization must be one of the whole tensor, got one of rows of "
+                f"shape {tuple(self.shape)}; set that of the tensor that they were cut off from"
+            )
+        self._shared.init_val = None if is_meta else value
+        self._shared.keeps_init_val = is_meta
 
     def get_high_precision_init_val(self) -> Tensor | None:
         """The value before quantization, if it was kept for the optimizer and not yet used."""
-        # On the meta device it only says that the first value that is written has to be kept.
-        value = self._high_precision_init_val
-        return None if value is None or value.is_meta else value
+        value = self.flush()._shared.init_val
+        if value is None or value.shape == self.shape:
+            return value
+        return rows.rows_of(self, value).view(self.shape)
 
     def pending_value(self) -> Tensor | None:
         """What has been written and cannot be quantized before other ranks join in, or None."""
-        pending = self.settled()._origin.pending
-        return None if pending is None else row_window.rows_of(self, pending).view(self.shape)
+        shared = self._shared
+        if shared.pending is None or not shared.rows_share_scales:
+            return None
+        return rows.rows_of(self, shared.pending).view(self.shape)
 
     def clear_high_precision_init_val(self) -> None:
-        """Free the value before quantization."""
+        """Free the value before quantization.
+
+        One of all rows stays if these are only some of them, for the sake of the others.
+        """
         self._high_precision_init_val = None
 
     def data_ptr(self) -> int:
@@ -324,8 +316,7 @@ class QuantizedTensor(torch.Tensor):
         if not same_format(self, value):
             return self._write(value)
         value = value.to(self.device)
-        self._adopt(value.storage_tensors())
-        self._origin, self._start = value._origin, value._start
+        self._shared, self._start = value._shared, value._start
         torch.autograd.graph.increment_version(self)
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -335,50 +326,49 @@ class QuantizedTensor(torch.Tensor):
         """A tensor on the same storage; ``start``: its first row, counted from the own one."""
         shape = tuple(self.shape) if shape is None else shape
         with torch.inference_mode(False):  # an inference tensor could not be versioned
-            alias = type(self)(shape, self.dtype, self.quantizer, self.storage_tensors())
-        alias._origin, alias._start = self._origin, self._start + start
+            alias = type(self)(shape, self.dtype, self.quantizer, self._shared)
+        alias._start = self._start + start
         return alias
 
     def _map_storage(
         self, fn: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
     ) -> "QuantizedTensor":
         """A tensor with storage of its own, that of its own blocks mapped by ``fn``."""
-        source = row_window.own_blocks(self.settled())
-        storage = {name: fn(inner) for name, inner in source.storage_tensors().items()}
-        new = type(self)(tuple(self.shape), dtype or self.dtype, source.quantizer, storage)
-        pending = source._origin.pending
-        new._origin = dataclasses.replace(
-            source._origin, init_val=None, pending=None if pending is None else fn(pending)
+        source = rows.own_blocks(self.flush())
+        shared = source._shared
+        mapped = {name: fn(inner) for name, inner in shared.tensors.existing().items()}
+        new = dataclasses.replace(
+            shared,
+            tensors=Storage(**mapped),
+            init_val=None,
+            keeps_init_val=False,
+            is_gathered=False,
+            pending=None if shared.pending is None else fn(shared.pending),
         )
-        return new
+        return type(self)(tuple(self.shape), dtype or self.dtype, source.quantizer, new)
+
+    def twin(self) -> "QuantizedTensor":
+        """The same rows of a copy of the whole storage, to be written without changing this one."""
+        shared = self.flush()._shared
+        cloned = {name: inner.clone() for name, inner in shared.tensors.existing().items()}
+        own = {"init_val": None, "keeps_init_val": False, "is_gathered": False, "pending": None}
+        new = dataclasses.replace(shared, tensors=Storage(**cloned), **own)
+        twin = type(self)(tuple(self.shape), self.dtype, self.quantizer, new)
+        twin._start = self._start
+        return twin
+
+    def has_bytes_of(self, other: "QuantizedTensor") -> bool:
+        """Whether all inner tensors have the same bits as those of a tensor of the same format."""
+        pairs = zip(
+            self.flush()._shared.tensors.present, other.flush()._shared.tensors.present, strict=True
+        )
+        same = [(a.view(torch.uint8) == b.view(torch.uint8)).all() for a, b in pairs]
+        return bool(torch.stack(same).all())
 
     @property
     def _first_row(self) -> int:
         """Where its rows begin in the matrix that the inner tensors hold."""
-        return (self._origin.first_row or 0) + self._start
-
-    # FSDP2 passes more than the mesh to a hook that takes it, and then refuses uneven shards.
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
-        """What FSDP2 gathers of a shard; see :mod:`fp4adam.distributed.fsdp`."""
-        from fp4adam.distributed import fsdp
-
-        return fsdp.pre_all_gather(self, mesh)
-
-    # FSDP2 asks for it each time, and it takes longer to find out than the hook takes to run.
-    fsdp_pre_all_gather.__signature__ = inspect.signature(fsdp_pre_all_gather)
-
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[Tensor, ...],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: "QuantizedTensor | None" = None,
-    ) -> "tuple[QuantizedTensor, tuple[Tensor, ...]] | None":
-        """The whole tensor from what has been gathered; see :mod:`fp4adam.distributed.fsdp`."""
-        from fp4adam.distributed import fsdp
-
-        return fsdp.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
+        return (self._shared.first_row or 0) + self._start
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         usages = [u for u in ("rowwise", "columnwise") if getattr(self.quantizer, u)]
@@ -406,12 +396,13 @@ class QuantizedTensor(torch.Tensor):
         outer_stride: tuple[int, ...],
     ) -> "QuantizedTensor":
         quantizer, dtype, _ = context
-        return cls(outer_size, dtype, quantizer, inner)
+        tensors = Storage(**{name.removeprefix("_"): value for name, value in inner.items()})
+        return cls(outer_size, dtype, quantizer, tensors)
 
     def _stable_hash_for_caching(self) -> str:
         """For the key of a compiled graph on disk: what tells graphs apart, and no values."""
         names, context = self.__tensor_flatten__()
-        inner = [getattr(self, name) for name in names]
+        inner = self._shared.tensors.existing().values()
         looks = [(x.shape, x.stride(), x.dtype, x.device) for x in inner]
         parts = type(self).__name__, self.shape, self.requires_grad, names, looks, context
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
@@ -425,27 +416,24 @@ class QuantizedTensor(torch.Tensor):
                 "only leaf tensors can be deep-copied, got the result of an operation; "
                 "call detach() first"
             )
-        new = type(self)(
-            tuple(self.shape),
-            self.dtype,
-            self.quantizer,
-            self.storage_tensors(),
-            self.requires_grad,
-        )
+        shape = tuple(self.shape)
+        new = type(self)(shape, self.dtype, self.quantizer, self._shared, self.requires_grad)
         memo[id(self)] = new
         new.__dict__ = copy.deepcopy(self.__dict__, memo)
+        new._shared.init_val = copy.deepcopy(self._shared.init_val, memo)
+        new._shared.keeps_init_val = self._shared.keeps_init_val
         if self.grad is not None:
             new.grad = copy.deepcopy(self.grad, memo)
         return new
 
     def __reduce_ex__(self, protocol: int) -> tuple[Callable, tuple]:
-        stored = row_window.own_blocks(self.settled())
-        if stored is not self.settled():
+        stored = rows.own_blocks(self.flush())
+        if stored is not self:
             stored = stored._map_storage(torch.clone)
         attributes = {**self.__dict__, **stored.__dict__}
-        if not isinstance(self, torch.nn.Parameter):
+        if isinstance(self, torch.nn.Parameter):
             # What state_dict() hands out goes into checkpoints, where bytes count.
-            attributes["_origin"] = dataclasses.replace(stored._origin, init_val=None)
+            attributes["_high_precision_init_val"] = self.get_high_precision_init_val()
         shape, grad = tuple(self.shape), self.requires_grad
         return _rebuild_quantized_tensor, (type(self), shape, self.dtype, grad, attributes)
 
@@ -480,10 +468,12 @@ def _rebuild_quantized_tensor(
     requires_grad: bool,
     attributes: dict[str, Any],
 ) -> QuantizedTensor:
-    names = [name for name in STORAGE_NAMES if attributes[name] is not None]
-    storage = {name: attributes[name] for name in names}
-    tensor = cls(shape, dtype, attributes["quantizer"], storage, requires_grad)
+    attributes = dict(attributes)
+    init_val = attributes.pop("_high_precision_init_val", None)
+    tensor = cls(shape, dtype, attributes["quantizer"], attributes["_shared"], requires_grad)
     tensor.__dict__.update(attributes)
+    if init_val is not None:
+        tensor._high_precision_init_val = init_val
     return tensor
 
 

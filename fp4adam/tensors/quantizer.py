@@ -1,14 +1,13 @@
 """What every block-scaled format has to say about itself, and what it can hold."""
 
 import dataclasses
-import math
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp4adam.tensors import pieces
+from fp4adam.tensors.blocks import flat_shape
+from fp4adam.tensors.storage import Storage
 
 if TYPE_CHECKING:
     from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -16,40 +15,9 @@ if TYPE_CHECKING:
 HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def round_up(n: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is not below ``n``."""
-    return -(-n // multiple) * multiple
-
-
-def flat_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Shape of the matrix that a weight is quantized as: [product of leading dimensions, last]."""
-    return math.prod(shape[:-1]), shape[-1]
-
-
 def runs_eagerly(tensor: Tensor) -> bool:
     """Whether nobody traces what is done to a tensor: then a function is as good as an operator."""
     return type(tensor) is Tensor and not torch.compiler.is_compiling()
-
-
-def strips(x: Tensor, block: int) -> Iterator[tuple[slice, Tensor]]:
-    """Cut a matrix into strips of whole blocks of ``block`` rows, as float32, that suit a cache."""
-    rows = max(1, pieces.numel() // (block * x.shape[1])) * block
-    for start in range(0, x.shape[0], rows):
-        span = slice(start, min(start + rows, x.shape[0]))
-        yield span, x[span].float()
-
-
-def blocks_of(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """View [rows, cols] as [block row, row, block column, column], edges filled with zeros."""
-    rows, cols = (round_up(n, size) for n, size in zip(x.shape, block, strict=True))
-    if x.shape != (rows, cols):
-        x = torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0]))
-    return x.view(rows // block[0], block[0], cols // block[1], block[1])
-
-
-def in_blocks(span: slice, block: int) -> slice:
-    """The blocks that cover the rows ``span``, which starts at the edge of one."""
-    return slice(span.start // block, -(-span.stop // block))
 
 
 class Operands(NamedTuple):
@@ -99,7 +67,7 @@ class Quantizer:
         raise NotImplementedError
 
     @property
-    def row_pitch(self) -> dict[str, int]:
+    def rows_per_entry(self) -> dict[str, int]:
         """The inner tensors that rows can be cut off from, with the rows per entry of each.
 
         What is not among them, but for the scale of the tensor, can be derived from these. Empty if
@@ -108,7 +76,7 @@ class Quantizer:
         return {}
 
     def without_derived(self) -> "Quantizer":
-        """The quantizer of a tensor that consists of what ``row_pitch`` names."""
+        """The quantizer of a tensor that consists of what ``rows_per_entry`` names."""
         return self.with_compact_scales()
 
     def with_compact_scales(self) -> "Quantizer":
@@ -156,14 +124,15 @@ class Quantizer:
         check_dtype("dtype", dtype)
         return self.tensor_class(shape, dtype, self, self.zeros(*flat_shape(shape), device))
 
-    def zeros(
-        self, rows: int, cols: int, device: torch.device | str | None = None
-    ) -> dict[str, Tensor]:
-        """The inner tensors of a [rows, cols] matrix, by name."""
-        return {
-            name: torch.zeros(size, dtype=kind, device=device)
-            for name, (size, kind) in self.storage_layout(rows, cols).items()
-        }
+    def zeros(self, rows: int, cols: int, device: torch.device | str | None = None) -> Storage:
+        """The inner tensors of a [rows, cols] matrix."""
+        layout = self.storage_layout(rows, cols)
+        return Storage(
+            **{
+                name: torch.zeros(size, dtype=kind, device=device)
+                for name, (size, kind) in layout.items()
+            }
+        )
 
     def quantize(self, x: Tensor) -> "QuantizedTensor":
         """Quantize ``x`` (float32, bfloat16 or float16, at least 2 dimensions) to a new tensor.
@@ -213,14 +182,14 @@ class SquareBlockQuantizer(Quantizer):
     two_dimensional: bool = True
 
     @property
-    def row_pitch(self) -> dict[str, int]:
+    def rows_per_entry(self) -> dict[str, int]:
         if not (self.two_dimensional and self.rowwise):
             return {}
-        return {"_rowwise_data": 1, "_block_scale_inv": self.block_rows}
+        return {"rowwise_data": 1, "block_scale_inv": self.block_rows}
 
     def without_derived(self) -> Quantizer:
         compact = self.with_compact_scales()
-        return dataclasses.replace(compact, columnwise=False) if self.row_pitch else compact
+        return dataclasses.replace(compact, columnwise=False) if self.rows_per_entry else compact
 
 
 def check_tensor(x: Tensor) -> None:

@@ -17,8 +17,8 @@ from fp4adam.formats.mxfp8 import MXFP8Tensor
 from fp4adam.kernels.launch import tile_lists
 from fp4adam.kernels.launch.tile_lists import Region
 from fp4adam.tensors import backend
+from fp4adam.tensors.blocks import round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import round_up
 
 
 class Scales(NamedTuple):

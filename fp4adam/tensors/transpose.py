@@ -37,7 +37,8 @@ def build_columnwise(tensors: Sequence[QuantizedTensor]) -> None:
             groups.setdefault(key, []).append(codes)
     for (device, bits), pairs in groups.items():
         transpose_codes(pairs, bits, device)
-    torch.autograd.graph.increment_version([t for t in tensors if t.quantizer.columnwise])
+    written = [t for t in tensors if t.quantizer.columnwise]
+    torch.autograd.graph.increment_version([*written, *(t._columnwise_data for t in written)])
 
 
 def derived_columnwise(tensor: QuantizedTensor) -> Tensor:

@@ -31,9 +31,9 @@ class DeviceTables:
         self._table_words = len(rows) * TABLE_WIDTH
         # An int64 word holds two scalars.
         n_words = self._table_words + n_scalars * SCALARS_WIDTH // 2
-        self._host_words = torch.zeros(n_words, dtype=torch.int64)
+        self._host_words = torch.zeros(n_words, dtype=torch.int64, device="cpu")
         self._host_table, self._host_scalars = self._split(self._host_words)
-        self._host_table.copy_(torch.tensor(rows, dtype=torch.int64))
+        self._host_table.copy_(torch.tensor(rows, dtype=torch.int64, device="cpu"))
         self._device_words = torch.zeros(n_words, dtype=torch.int64, device=device)
         self.table, self.scalars = self._split(self._device_words)
         self._uploaded: tuple[Any, ...] = (None, None, None)

@@ -115,9 +115,9 @@ def divisor_tile(n: int, largest: int, smallest: int) -> int:
 def tile_grid(tensor: int, rows: tuple[int, int, int], cols: tuple[int, int, int]) -> Tensor:
     """Tiles (tensor, first row, first column, 0) of a region; bounds are (start, stop, step)."""
     starts = torch.cartesian_prod(
-        torch.arange(*rows, dtype=torch.int32), torch.arange(*cols, dtype=torch.int32)
+        *(torch.arange(*bounds, dtype=torch.int32, device="cpu") for bounds in (rows, cols))
     ).view(-1, 2)
-    tiles = torch.zeros(len(starts), 4, dtype=torch.int32)
+    tiles = torch.zeros(len(starts), 4, dtype=torch.int32, device="cpu")
     tiles[:, 0], tiles[:, 1:3] = tensor, starts
     return tiles
 

@@ -29,7 +29,9 @@ def _stream(device: torch.device) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _table(words: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    return _on_device(torch.tensor(words, dtype=torch.int64).view(-1, TABLE_WIDTH), device)
+    return _on_device(
+        torch.tensor(words, dtype=torch.int64, device="cpu").view(-1, TABLE_WIDTH), device
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -43,7 +45,9 @@ def _tile_list(
         for tensor, top, bottom, left, right in regions
         if top < bottom and left < right
     ]
-    return _on_device(torch.cat([torch.empty(0, 4, dtype=torch.int32), *grids]), device)
+    return _on_device(
+        torch.cat([torch.empty(0, 4, dtype=torch.int32, device="cpu"), *grids]), device
+    )
 
 
 def _on_device(source: Tensor, device: torch.device) -> Tensor:

@@ -12,7 +12,10 @@ from fp4adam.kernels.tiles.e4m3 import e4m3_value
 from fp4adam.kernels.tiles.e8m0 import e8m0_reciprocal, e8m0_value
 from fp4adam.kernels.tiles.layout import state_offsets
 
-PER_ELEMENT = tl.constexpr(0xC13FA9A9)
+# Those of the hash in ``fp4adam.optim.state_codec``.
+FACTOR_1 = tl.constexpr(0x7FEB352D)
+FACTOR_2 = tl.constexpr(0x846CA68B)
+OF_MASTERS = tl.constexpr(0x9E3779B1)
 
 # Of the codes, by the name of the codec.
 CODE_DTYPES = {
@@ -37,12 +40,27 @@ def most_registers(*codecs: str) -> int | None:
 
 @triton.jit
 def dither_tile(start, stride, origin, BR: tl.constexpr, BC: tl.constexpr):
-    """Dither, uint32 [BR, BC], of the elements from ``start`` on in rows ``stride`` apart.
+    """Hashes, uint32 [BR, BC], of the elements from ``start`` on in rows ``stride`` apart.
 
-    start: int64. origin: that of the tensor's first element, of which 32 bits count.
+    start: int64. origin: that of the tensor's first element, of which 32 bits count. The hash
+    itself is the dither of the first moments.
     """
-    first = start.to(tl.uint32) * PER_ELEMENT + origin.to(tl.uint32)
-    return first + state_offsets(stride, BR, BC).to(tl.uint32) * PER_ELEMENT
+    x = start.to(tl.uint32) + origin.to(tl.uint32) + state_offsets(stride, BR, BC).to(tl.uint32)
+    x = (x ^ (x >> 16)) * FACTOR_1
+    x = (x ^ (x >> 15)) * FACTOR_2
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def master_dither(x):
+    """The dither of master weights, from :func:`dither_tile`."""
+    return x * OF_MASTERS
+
+
+@triton.jit
+def exp_avg_sq_dither(x):
+    """The dither of second moments, from :func:`dither_tile`."""
+    return (x << 16) | (x >> 16)
 
 
 @triton.jit
@@ -185,8 +203,8 @@ def store_state(
 ):
     """Store a float32 tile of a state, as :func:`load_state` loads it; returns what that would.
 
-    STORE: False only says what would be stored. dither: uint32 [BR, BC] from :func:`dither_tile`,
-    not touched for float32.
+    STORE: False only says what would be stored. dither: uint32 [BR, BC], that of this state; see
+    :func:`dither_tile`. Not touched for float32.
     """
     ptr = ptr + start + state_offsets(stride, BR, BC)
     if CODEC == "float32":

@@ -25,6 +25,7 @@ from fp4adam import (
     export_masters,
     import_checkpoint,
     quantize_model,
+    use_plain_state_dict,
 )
 from fp4adam.checkpoints import folder as checkpoint_folder
 from fp4adam.checkpoints.layouts import LAYOUTS
@@ -307,6 +308,160 @@ def test_names_are_those_without_wrappers(tmp_path):
     assert_same(wrapped, plain)
     configs = [(tmp_path / n / "config.json").read_text() for n in ("plain", "wrapped")]
     assert configs[0] == configs[1]
+    other = build(None, seed=1)
+    other.up, compiled = checkpoint_wrapper(other.up), nn.Module()
+    compiled._orig_mod = other
+    assert import_checkpoint(compiled, tmp_path / "plain") is compiled
+    assert torch.equal(other.up.weight.dequantize(), model.up.weight.dequantize())
+
+
+def export_replica(rank: int, folder: str) -> None:
+    model = build("nvfp4")
+    optimizer = FP4Adam(model.parameters(), lr=1e-2)
+    replica = nn.parallel.DistributedDataParallel(use_plain_state_dict(model))
+    train(replica, optimizer)
+    export_masters(replica, optimizer, f"{folder}/replica-masters")
+    export_checkpoint(replica, f"{folder}/replica")
+
+
+def test_names_of_replicas(tmp_path):
+    run_ranks(export_replica, 1, str(tmp_path))
+    model, optimizer = trained("nvfp4")
+    export_masters(model, optimizer, tmp_path / "plain-masters")
+    export_checkpoint(model, tmp_path / "plain")
+    for kind in ("", "-masters"):
+        replica, plain = (tmp_path / f"{name}{kind}" for name in ("replica", "plain"))
+        assert_same(*(load_file(path / "model.safetensors") for path in (replica, plain)))
+
+
+def test_import_keeps_what_belongs_to_a_weight(tmp_path):
+    export_checkpoint(build("nvfp4"), tmp_path)
+    for recipe in (None, "nvfp4"):
+        model, calls = build(recipe, seed=1), []
+        model.up.weight.tensor_model_parallel = True
+        model.up.weight.register_hook(lambda grad: calls.append("up"))  # noqa: B023
+        old = model.down.weight.requires_grad_(False)
+        import_checkpoint(model, tmp_path)
+        assert model.up.weight.tensor_model_parallel and model.down.weight is not old
+        assert model.up.weight.requires_grad and not model.down.weight.requires_grad
+        train(model, FP4Adam(model.parameters()), steps=1)
+        assert calls == ["up"]
+
+
+def test_nothing_is_imported_where_something_cannot_go_along(tmp_path):
+    export_checkpoint(build("nvfp4"), tmp_path)
+    model = build(None, seed=1)
+    model.up.weight.quantizer = "mine"
+    before, weight = bytes_of(model), model.down.weight
+    with pytest.raises(ValueError, match="'up' must have no attribute 'quantizer'"):
+        import_checkpoint(model, tmp_path)
+    assert_same(bytes_of(model), before)
+    assert model.down.weight is weight
+
+
+def import_into_a_replica(rank: int, folder: str) -> None:
+    replica = nn.parallel.DistributedDataParallel(build(None, seed=1))
+    with pytest.raises(ValueError, match="wrapped by DistributedDataParallel"):
+        import_checkpoint(replica, folder)
+    assert not any(isinstance(param, QuantizedTensor) for param in replica.parameters())
+
+
+def test_replicas_are_imported_before_they_are_wrapped(tmp_path):
+    export_checkpoint(build("nvfp4"), tmp_path)
+    run_ranks(import_into_a_replica, 1, str(tmp_path))
+
+
+# State dict hooks
+
+
+def dequantize_all(module, state, prefix, metadata):
+    """What users write by themselves in place of use_plain_state_dict."""
+    for name, value in state.items():
+        if isinstance(value, QuantizedTensor):
+            state[name] = value.detach().dequantize()
+
+
+LAYOUT_OF = {"nvfp4": "compressed-tensors", "mxfp8": "compressed-tensors", "float8block": "fp8"}
+
+
+@pytest.mark.parametrize("hook", ["use_plain_state_dict", "dequantize_all"])
+@pytest.mark.parametrize(("recipe", "layout"), LAYOUT_OF.items())
+def test_hooks_do_not_come_between_a_model_and_its_checkpoints(recipe, layout, hook, tmp_path):
+    models = [trained(recipe) for _ in range(2)]
+    for name, (model, optimizer) in zip(("plain", "hooked"), models, strict=True):
+        if name == "hooked" and hook == "use_plain_state_dict":
+            use_plain_state_dict(model)
+        elif name == "hooked":
+            model.register_state_dict_post_hook(dequantize_all)
+        export_checkpoint(model, tmp_path / name, layout)
+        export_masters(model, optimizer, tmp_path / f"{name}-masters")
+    for kind in ("", "-masters"):
+        plain, hooked = (tmp_path / f"{name}{kind}" for name in ("plain", "hooked"))
+        assert_same(*(load_file(path / "model.safetensors") for path in (hooked, plain)))
+        assert (hooked / "config.json").read_text() == (plain / "config.json").read_text()
+
+    (model, optimizer), (hooked, _) = models
+    stored = load_file(tmp_path / "hooked-masters/model.safetensors")
+    assert torch.equal(stored["up.weight"], optimizer.state[model.up.weight]["master_param"])
+    before = hooked.up.weight.dequantize()
+    export_checkpoint(build(recipe, seed=1), tmp_path / "other", layout)
+    import_checkpoint(hooked, tmp_path / "other")
+    import_checkpoint(model, tmp_path / "other")
+    assert not torch.equal(hooked.up.weight.dequantize(), before)
+    assert torch.equal(hooked.up.weight.dequantize(), model.up.weight.dequantize())
+    assert torch.equal(hooked.up.bias, model.up.bias)
+
+
+def test_hooks_may_change_names(tmp_path):
+    def rename(module, state, prefix, metadata):
+        state["decoder.weight"] = state.pop("down.weight")
+        del state["steps"]
+        state["version"] = torch.tensor(2)
+
+    model, optimizer = trained("nvfp4")
+    model.register_state_dict_post_hook(rename)
+    use_plain_state_dict(model)
+    export_masters(model, optimizer, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    master = optimizer.state[model.down.weight]["master_param"]
+    assert torch.equal(stored["decoder.weight"], master)
+    assert stored["version"] == 2 and not {"down.weight", "steps"} & stored.keys()
+
+
+def test_entries_of_hooks_are_written_and_not_read(tmp_path):
+    def add(module, state, prefix, metadata):
+        state["version"] = torch.tensor(2)
+        del state["steps"]
+
+    model, other = build("nvfp4"), build(None, seed=1)
+    for each in (model, other):
+        each.register_state_dict_post_hook(add)
+    export_checkpoint(model, tmp_path)
+    assert load_file(tmp_path / "model.safetensors")["version"] == 2
+    other.steps.fill_(5)
+    import_checkpoint(other, tmp_path)
+    assert other.steps == 5
+    assert torch.equal(other.up.weight.dequantize(), model.up.weight.dequantize())
+
+
+def test_parameters_that_a_hook_computes_something_from(tmp_path):
+    def fuse(module, state, prefix, metadata):
+        state["both.weight"] = torch.cat((state.pop("up.weight"), state.pop("down.weight").t()))
+
+    model, optimizer = trained("nvfp4")
+    export_checkpoint(model, tmp_path / "before")
+    model.register_state_dict_post_hook(fuse)
+    before = bytes_of(model)
+    match = "must have its parameter 'up.weight', got 'both.weight' in its stead"
+    for call in (
+        lambda: export_checkpoint(model, tmp_path / "out"),
+        lambda: export_masters(model, optimizer, tmp_path / "out"),
+        lambda: import_checkpoint(model, tmp_path / "before"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            call()
+    assert not (tmp_path / "out").exists()
+    assert_same(bytes_of(model), before)
 
 
 class Fused(nn.Module):

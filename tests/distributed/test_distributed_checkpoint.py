@@ -27,7 +27,8 @@ from torch.optim import AdamW, Optimizer
 
 from fp4adam import Float8BlockQuantizer, FP4Adam, MXFP8Quantizer, NVFP4Quantizer, QuantizedTensor
 from fp4adam.distributed.dtensor import like, local, part_for
-from fp4adam.tensors import backend, row_window
+from fp4adam.tensors import backend
+from fp4adam.tensors.rows import is_of
 from ranks import all_ranks, home, run_ranks
 from test_fsdp import build, bytes_of, fixed_grads, full, gathered_bytes, whole_bytes
 
@@ -300,11 +301,11 @@ def test_codes_show_what_they_were_made_from(quantizer, device):
     x.view(8, 128, 8, 128)[:, 0, :, 0] = largest[:, 0, :, 0]
     x = x.to(device)
     tensor = quantizer.quantize(x)
-    assert row_window.is_of(tensor, x)
-    assert row_window.is_of(tensor[16:48], x[16:48])
+    assert is_of(tensor, x)
+    assert is_of(tensor[16:48], x[16:48])
     x[30, 7] = -x[30, 7] - 0.5
-    assert not row_window.is_of(tensor, x)
-    assert not row_window.is_of(tensor[16:48], x[16:48])
+    assert not is_of(tensor, x)
+    assert not is_of(tensor[16:48], x[16:48])
 
 
 # Plain weights, and states without masters
@@ -414,7 +415,7 @@ def assert_continues(
         if not isinstance(local(param), QuantizedTensor):
             start = start.to(param.dtype).float()
         elif rounded:
-            assert row_window.is_of(local(param), local(master)), name
+            assert is_of(local(param), local(master)), name
             continue
         assert torch.equal(full(master).cpu(), start), name
 

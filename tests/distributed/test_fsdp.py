@@ -146,7 +146,8 @@ def step_in_parallel(
     check_shards(sharded)
     for a, b in zip(optimizer.state.values(), expected.state.values(), strict=True):
         assert a["step"] == b["step"] == last + 1
-        for name in b.keys() - {"step", "exp_avg_sq_scale"}:  # scales are of each rank's memory
+        # Scales are of each rank's memory; the others are gathered, in one order on all ranks.
+        for name in sorted(b.keys() - {"step", "exp_avg_sq_scale"}):
             assert_same([{name: full(a[name])}], [{name: b[name]}])
 
 

@@ -25,6 +25,7 @@ from fp4adam import (
 from fp4adam.nn import grouped_matmul, scaled_matmul
 from fp4adam.nn.grouped_linear import _ScaledGroupedLinear
 from fp4adam.tensors import backend
+from fp4adam.tensors.storage import Storage
 from ranks import all_ranks, run_ranks
 from waits import refusing_waits
 
@@ -66,7 +67,9 @@ def backward_values(stack: nn.Parameter) -> Tensor:
     """The weights as the backward pass reads them."""
     if not isinstance(stack.quantizer, MXFP8Quantizer):
         return stack.dequantize()
-    storage = {n: getattr(stack, n) for n in ("_columnwise_data", "_columnwise_scale_inv")}
+    storage = Storage(
+        columnwise_data=stack._columnwise_data, columnwise_scale_inv=stack._columnwise_scale_inv
+    )
     columnwise = MXFP8Quantizer(rowwise=False)
     return type(stack)(stack.shape, torch.float32, columnwise, storage).dequantize()
 

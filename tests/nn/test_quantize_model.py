@@ -16,10 +16,12 @@ from fp4adam import (
     MXFP8Quantizer,
     NVFP4Quantizer,
     QuantizedTensor,
+    Recipe,
     is_hidden_linear,
     quantize_model,
     quantized_init,
 )
+from ranks import run_ranks
 
 RECIPES = {
     "nvfp4": NVFP4Quantizer(),
@@ -142,20 +144,162 @@ def test_subclasses_and_single_layers_are_quantized():
     assert torch.equal(layer(x), 2 * (x @ layer.weight.dequantize().t()))
 
 
-def test_attributes_of_the_parameter_are_kept():
-    layer = nn.Linear(64, 64, dtype=torch.bfloat16)
-    layer.weight.requires_grad_(False)
-    quantize_model(layer, "mxfp8")
-    assert not layer.weight.requires_grad and layer.bias.requires_grad
-    assert layer.weight.dtype == torch.bfloat16
+def hooked_layer() -> tuple[nn.Linear, list[str]]:
+    """A layer with all that can belong to its weight, and what its hooks have been called for."""
+    layer, calls = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16), []
+    weight = layer.weight
+    weight.tensor_model_parallel, weight.allreduce = True, False
+    weight.grad_dtype = torch.float32
+    weight.grad = torch.ones(64, 64)
+    layer.handle = weight.register_hook(lambda grad: calls.append("grad") or 2 * grad)
+    weight.register_post_accumulate_grad_hook(lambda param: calls.append(param))
+    return layer, calls
 
 
-def test_quantized_layers_are_skipped():
-    model = quantize_model(Model(), "nvfp4", lambda module, name: name.endswith("up"))
+@pytest.mark.parametrize("by", ["quantize_model", "quantized_init"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_belongs_to_a_weight_stays_with_it(recipe, by):
+    if by == "quantized_init":
+        with quantized_init(recipe):
+            layer, calls = hooked_layer()
+    else:
+        layer, calls = hooked_layer()
+        quantize_model(layer, recipe)
+    weight = layer.weight
+    assert weight.tensor_model_parallel is True and weight.allreduce is False
+    assert weight.dtype == torch.bfloat16 and weight.requires_grad
+    assert weight.grad_dtype == torch.float32 and torch.equal(weight.grad, torch.ones(64, 64))
+    layer(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+    assert calls[0] == "grad" and calls[1] is weight
+    assert torch.equal(weight.grad, torch.full((64, 64), 3.0))
+    layer.handle.remove()
+    layer(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+    assert torch.equal(weight.grad, torch.full((64, 64), 4.0)) and calls[2:] == [weight]
+
+
+@pytest.mark.parametrize("is_meta", [False, True])
+def test_frozen_weights_keep_no_value_before_quantization(is_meta):
+    with torch.device("meta" if is_meta else "cpu"):
+        layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    frozen, trained = (layer.weight for layer in layers)
+    value = None if is_meta else frozen.detach().clone()
+    frozen.requires_grad_(False)
+    quantize_model(layers, "nvfp4")
+    if is_meta:
+        source = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        layers.to_empty(device="cpu").load_state_dict(source.state_dict())
+        value = source[0].weight.detach()
+    frozen, trained = (layer.weight for layer in layers)
+    assert not frozen.requires_grad and trained.requires_grad
+    assert frozen.get_high_precision_init_val() is None
+    assert trained.get_high_precision_init_val() is not None
+    expected = NVFP4Quantizer().quantize(value).dequantize()
+    assert torch.equal(frozen.dequantize(), expected)
+    # Thawed: training starts from what is there.
+    frozen.requires_grad_(True)
+    optimizer = FP4Adam(layers.parameters(), lr=0.0)
+    layers(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    assert torch.equal(optimizer.state[frozen]["master_param"], expected)
+
+
+class MyParameter(nn.Parameter):
+    pass
+
+
+def refuses_the_weight(model: Model) -> None:
+    class Fixed(nn.Linear):
+        def __setattr__(self, name, value):
+            if name == "weight" and isinstance(value, QuantizedTensor):
+                raise AttributeError("this layer keeps its weight")
+            super().__setattr__(name, value)
+
+    model.blocks[1].down = Fixed(128, 64)
+
+
+def another_kind(model: Model) -> None:
+    model.blocks[1].down.weight = MyParameter(model.blocks[1].down.weight.detach())
+
+
+def same_attribute(model: Model) -> None:
+    model.blocks[1].down.weight.quantizer = "mine"
+
+
+def same_property(model: Model) -> None:
+    model.blocks[1].down.weight.rowwise_data = "mine"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "match"),
+    [
+        (refuses_the_weight, AttributeError, "this layer keeps its weight"),
+        (another_kind, ValueError, "'blocks.1.down' must be an ordinary .* got a MyParameter"),
+        (same_attribute, ValueError, "'blocks.1.down' must have no attribute 'quantizer'"),
+        (same_property, ValueError, "'blocks.1.down' must have no attribute 'rowwise_data'"),
+    ],
+)
+def test_nothing_changes_when_something_cannot_go_along(spoil, error, match):
+    model = Model()
+    model.blocks[0].up.weight.register_hook(lambda grad: 2 * grad)
+    spoil(model)
+    params = list(model.parameters())
+    before = [(dict(vars(param)), param.grad, param._backward_hooks) for param in params]
+    with pytest.raises(error, match=match):
+        quantize_model(model, "nvfp4")
+    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+    assert before == [(dict(vars(param)), param.grad, param._backward_hooks) for param in params]
+
+
+def quantize_replica(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    replica = nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(ValueError, match="wrapped by DistributedDataParallel .* model first"):
+        quantize_model(replica, "nvfp4")
+    with pytest.raises(ValueError, match="wrapped by DistributedDataParallel .* model first"):
+        with quantized_init("nvfp4"):
+            other = nn.parallel.DistributedDataParallel(nn.Linear(64, 64))
+    assert not quantized_names(replica) and not quantized_names(other)
+
+
+def test_replicas_are_quantized_before_they_are_wrapped():
+    run_ranks(quantize_replica, 1)
+
+
+def only_up(module: nn.Module, name: str) -> bool:
+    return name.endswith("up")
+
+
+def test_weights_that_the_same_recipe_has_quantized_are_skipped():
+    model = quantize_model(Model(), "nvfp4", only_up)
     first = model.blocks[0].up.weight
-    quantize_model(model, "mxfp8")
+    quantize_model(model, NVFP4Quantizer())
     assert model.blocks[0].up.weight is first
-    assert model.blocks[0].down.weight.quantizer == MXFP8Quantizer()
+    assert quantized_names(model) == HIDDEN
+
+
+@pytest.mark.parametrize(
+    "recipe", ["mxfp8", NVFP4Quantizer(columnwise=False), Recipe("nvfp4", emulate=True)], ids=str
+)
+def test_weights_that_another_recipe_has_quantized_are_refused(recipe):
+    model = quantize_model(Model(), "nvfp4", only_up)
+    params = list(model.parameters())
+    match = "layer 'blocks.0.up' must not be quantized by another recipe, got NVFP4Quantizer"
+    with pytest.raises(ValueError, match=match):
+        quantize_model(model, recipe)
+    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+    # The message's cure.
+    quantize_model(model, recipe, lambda m, n: is_hidden_linear(m, n) and not only_up(m, n))
+    kinds = [quantize_model(nn.Linear(64, 64), r).weight.quantizer for r in ("nvfp4", recipe)]
+    layers = [layer for block in model.blocks for layer in (block.up, block.down)]
+    assert [layer.weight.quantizer for layer in layers] == kinds * 2
+
+
+def test_blocks_keep_the_recipes_of_what_is_quantized_already():
+    before = quantize_model(Block(), "float8block")
+    with quantized_init("nvfp4"):
+        model = nn.ModuleList([before, quantize_model(Block(), "mxfp8"), Block()])
+    kinds = [type(block.up.weight.quantizer) for block in model]
+    assert kinds == [Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer]
 
 
 def bad_shape(model: Model) -> None:

@@ -79,6 +79,12 @@ def random_dither(n, seed=1):
     return torch.randint(-(2**31), 2**31, (n,), generator=generator).int()
 
 
+def dither_of(codec, first, count, step):
+    """The dither of a state that has this codec."""
+    dither = dither_bits(first, count, step)
+    return dither.exp_avg_sq if codec in SQUARES else dither.exp_avg
+
+
 def same_bits(a, b):
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
     return torch.equal(a.view(integers), b.view(integers))
@@ -178,22 +184,94 @@ def test_dithered_rounding_is_right_on_average(codec):
     n_steps = 1024
     total = torch.zeros(320, dtype=torch.float64)
     for step in range(n_steps):
-        total += codec.decode(*codec.encode(x, dither_bits(0, 320, step)))
+        total += codec.decode(*codec.encode(x, dither_of(codec, 0, 320, step)))
     error = (total / n_steps / x - 1).abs().amax()
-    # Independent random numbers would leave 1 / sqrt(1024) / 2 of a step.
-    assert error < 5e-3 * RESOLUTION[codec.name]
+    # Five standard errors of a coin at its most uncertain, 1 / sqrt(1024) / 2 of a step.
+    assert error < 5 / 64 * RESOLUTION[codec.name]
+
+
+@pytest.mark.parametrize(
+    ("codec", "beta", "standard_error"),
+    [
+        (BFloat16(), 0.9, 1.6e-5),
+        (Float16(), 0.9, 1.5e-6),
+        (E4M3(), 0.9, 2.5e-4),
+        (E4M3(), 0.95, 3.5e-4),
+        (UE4M4, 0.95, 2e-4),
+        (UE5M11, 0.95, 1.3e-6),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_stationary_averages_are_right(codec, beta, standard_error):
+    """Of the same number over and over; any dependence between steps would show as a bias."""
+    n, warm_up, n_steps = 2048, 60, 360
+    # Within a binade, where the resolution varies least.
+    target = torch.linspace(1.02, 1.98, 64).repeat(n // 64)
+    average = target.clone()
+    total = torch.zeros(n, dtype=torch.float64)
+    for step in range(1, n_steps + 1):
+        average = average * beta + target * (1 - beta)
+        average = codec.decode(*codec.encode(average, dither_of(codec, 0, n, step)))
+        if step > warm_up:
+            total += average
+    bias = (total / (n_steps - warm_up) / target - 1).mean().abs()
+    assert bias < 4 * standard_error
 
 
 def test_dither_depends_on_element_and_step_alone():
     whole = dither_bits(0, 1000, 7)
     parts = [dither_bits(first, 100, 7) for first in range(0, 1000, 100)]
-    assert torch.equal(torch.cat(parts), whole)
-    assert torch.equal(dither_bits(2**33 + 5, 10, 2**40), dither_bits(5, 10, 2**40))
-    assert not torch.equal(dither_bits(0, 1000, 8), whole)
-    # 4096 consecutive steps of one element leave no gap of more than three times the mean.
-    steps = torch.cat([dither_bits(12345, 1, step) for step in range(4096)])
-    gaps = steps.sort()[0].to(torch.float64).diff()
-    assert gaps.amax() < 3 * 2**32 / 4096
+    for one, pieces in zip(whole, zip(*parts, strict=True), strict=True):
+        assert torch.equal(torch.cat(pieces), one)
+    assert torch.equal(dither_bits(2**33 + 5, 10, 2**40).exp_avg, dither_bits(5, 10, 2**40).exp_avg)
+    assert not torch.equal(dither_bits(0, 1000, 8).exp_avg, whole.exp_avg)
+
+
+def test_dither_of_any_step_is_its_own():
+    late = [2**24 - 1, 2**24, 2**24 + 1, 2**25 + 1, 2**32 - 1, 2**32, 2**32 + 1, 2**33 + 1]
+    steps = [*range(1, 5000), *late]
+    assert len({dither_origin(0, step) for step in steps}) == len(steps)
+
+
+def fractions(dither):
+    """float64 in [-1/2, 1/2) of int32 dither."""
+    return dither.double() / 2**32
+
+
+def covariance(x, y):
+    """In standard errors, of numbers that are uniform in [-1/2, 1/2)."""
+    return ((x * y).mean() * 12 * math.sqrt(x.numel())).abs()
+
+
+def test_dithers_are_uniform_and_independent():
+    n, n_steps = 1000, 400
+    steps = [dither_bits(2**31 - 500, n, step) for step in range(1, n_steps + 1)]
+    states = [torch.stack([fractions(x) for x in state]) for state in zip(*steps, strict=True)]
+    for x in states:
+        assert (x.mean() * math.sqrt(12 * x.numel())).abs() < 4
+        counts = torch.histc(x.float(), bins=256, min=-0.5, max=0.5)
+        chi_squared = ((counts - counts.mean()) ** 2 / counts.mean()).sum()
+        assert abs(chi_squared - 255) < 4 * math.sqrt(2 * 255)
+        for lag in (1, 2, 3, 4, 8, 10, 16, 17, 32, 64, 128, 256):
+            assert covariance(x[lag:], x[:-lag]) < 4.5, f"{lag} steps apart"
+            assert covariance(x[:, lag:], x[:, :-lag]) < 4.5, f"{lag} elements apart"
+            assert covariance(x[lag:, lag:], x[:-lag, :-lag]) < 4.5
+            assert covariance(x[lag:, :-lag], x[:-lag, lag:]) < 4.5
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        assert covariance(states[i], states[j]) < 4.5, "two states of an element"
+        assert covariance(states[i][1:], states[j][:-1]) < 4.5
+        assert covariance(states[j][1:], states[i][:-1]) < 4.5
+
+
+def test_every_bit_of_a_step_or_an_element_changes_half_the_dither():
+    n = 2**14
+    base = dither_bits(0, n, 1000).exp_avg
+    others = [dither_bits(1 << bit, n, 1000).exp_avg for bit in range(32)]
+    others += [dither_bits(0, n, 1000 ^ 1 << bit).exp_avg for bit in range(40)]
+    bits = torch.arange(32, dtype=torch.int32)[:, None]
+    for other in others:
+        flipped = ((other ^ base) >> bits & 1).double().mean(1)
+        assert (flipped - 0.5).abs().amax() < 5 * 0.5 / math.sqrt(n)
 
 
 @scaled_by_name
@@ -227,7 +305,7 @@ def test_any_numbers_are_encoded_in_order(codec, blocks, step):
     if codec in SQUARES:
         x = x.abs()
     # The same dither for all: then the codes of a block are in the order of its numbers.
-    dither = dither_bits(step, 1, step).expand(len(x)).contiguous()
+    dither = dither_of(codec, step, 1, step).expand(len(x)).contiguous()
     y = codec.decode(*codec.encode(x, dither))
     for part, decoded in zip(x.split(32), y.split(32), strict=True):
         if codec.scaled and not part.isfinite().all():
@@ -342,7 +420,7 @@ def test_tile_functions_give_the_bits_of_the_codecs(codec, masked, device):
     n = rows * cols
     x = torch.cat([any_bits(n // 64 * 32), numbers(codec, n - n // 64 * 32)])
     step = 123456
-    codes, scales = codec.encode(x, dither_bits(0, n, step))
+    codes, scales = codec.encode(x, dither_bits(0, n, step).exp_avg)
     decoded = codec.decode(codes, scales)
     out, out_scales = codec.zeros_like(x.to(device))
     results = [torch.zeros(n, device=device) for _ in range(2)]
@@ -364,16 +442,18 @@ def test_tile_functions_give_the_bits_of_the_codecs(codec, masked, device):
 def _dither_kernel(out_ptr, start, origin):
     dither = state.dither_tile(start, 32, origin, 4, 32)
     offs = tl.arange(0, 4)[:, None] * 32 + tl.arange(0, 32)[None, :]
-    tl.store(out_ptr + offs, dither.to(tl.int32, bitcast=True))
+    tl.store(out_ptr + offs, state.master_dither(dither).to(tl.int32, bitcast=True))
+    tl.store(out_ptr + 128 + offs, dither.to(tl.int32, bitcast=True))
+    tl.store(out_ptr + 256 + offs, state.exp_avg_sq_dither(dither).to(tl.int32, bitcast=True))
 
 
 @pytest.mark.parametrize("start", [2**20, 2**33 + 96])
-@pytest.mark.parametrize("step", [1, 2**24 - 1])
+@pytest.mark.parametrize("step", [1, 2**24 + 1, 2**40])
 def test_tile_dither_is_that_of_the_codecs(start, step, device):
-    out = torch.zeros(128, dtype=torch.int32, device=device)
+    out = torch.zeros(3, 128, dtype=torch.int32, device=device)
     for first in (0, 2**34 + 7):
         _dither_kernel[(1,)](out, start, dither_origin(first, step))
-        assert torch.equal(out.cpu(), dither_bits(first + start, 128, step))
+        assert torch.equal(out.cpu(), torch.stack(dither_bits(first + start, 128, step)))
 
 
 def test_tile_functions_split_masters_alike(device):

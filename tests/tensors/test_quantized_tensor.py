@@ -26,6 +26,7 @@ from fp4adam import (
     quantize_model,
 )
 from fp4adam.tensors.quantizer import Operands
+from fp4adam.tensors.storage import Storage
 
 NVFP4 = NVFP4Quantizer()
 QUANTIZERS = {
@@ -124,8 +125,9 @@ def test_repr_of_a_symbolic_shape():
     tensor = NVFP4.quantize(torch.zeros(32, 64))
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         (rows, cols) = mode.from_tensor(torch.zeros(32, 64), static_shapes=False).shape
-        storage = {name: mode.from_tensor(x) for name, x in tensor.storage_tensors().items()}
-        symbolic = type(tensor)((rows, cols), tensor.dtype, NVFP4, storage)
+        inner = tensor._shared.tensors.existing()
+        fake = Storage(**{name: mode.from_tensor(x) for name, x in inner.items()})
+        symbolic = type(tensor)((rows, cols), tensor.dtype, NVFP4, fake)
         assert f"shape=({rows}, {cols})" in repr(symbolic)
         assert "? bits per element" in repr(symbolic)
 

@@ -1,0 +1,81 @@
+"""The tensors of a model by the names that checkpoints have for them."""
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+
+class ModelState(NamedTuple):
+    """What a checkpoint of a model consists of.
+
+    Attributes:
+        tensors: By all of their names, in the order of the state dict: parameters and persistent
+            buffers themselves, and what else is in there.
+        extra: Names of the latter: entries that hooks add, and extra state.
+    """
+
+    tensors: dict[str, Tensor]
+    extra: frozenset[str]
+
+
+def model_state(model: nn.Module) -> ModelState:
+    """Read a model: the names are those of its state dict, the tensors are the model's.
+
+    Hooks of the state dict can rename, leave out and add entries. What they put in the place of a
+    tensor, such as its dequantized value, does not count: the tensor itself is returned.
+
+    Raises:
+        TypeError: If the state dict holds something else than tensors.
+        ValueError: If a hook replaces a parameter by an entry of another name and value.
+    """
+    members = _members(model)
+    by_id = {id(value): value for value in members.values()}
+    tensors, extra = {}, set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        name = plain_name(name)
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"state_dict() of the model must hold tensors, got a {type(value).__name__} for "
+                f"{name!r}; remove it, a checkpoint for serving has no place for it"
+            )
+        member = by_id.get(id(value), members.get(name))
+        if member is None:
+            extra.add(name)
+        tensors[name] = value if member is None else member
+    found = {id(value) for value in tensors.values()}
+    lost = [
+        name
+        for name, value in members.items()
+        if isinstance(value, nn.Parameter) and id(value) not in found
+    ]
+    if lost and extra:
+        raise ValueError(
+            f"state_dict() of the model must have its parameter {lost[0]!r}, got {min(extra)!r} "
+            "in its stead: a hook has computed one from the other, and what the parameter holds "
+            "would be lost; remove the hook, or let it change the name alone"
+        )
+    return ModelState(tensors, frozenset(extra))
+
+
+def _members(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers under all of their names, in the order of torch."""
+    return {
+        plain_name(f"{prefix}.{name}" if prefix else name): value
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for members in (module._parameters, module._buffers)
+        for name, value in members.items()
+        if value is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model without what PyTorch has put around it."""
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = getattr(model.module, "_orig_mod", model.module)
+    return model
+
+
+def plain_name(name: str) -> str:
+    """The name of something in a model that ``torch.compile`` or checkpointing has wrapped."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")

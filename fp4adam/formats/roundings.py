@@ -1,0 +1,36 @@
+"""What a matrix becomes when it is quantized with the usual options and decoded again."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp4adam.formats.float8_block import Float8BlockQuantizer
+from fp4adam.formats.mxfp8 import MXFP8Quantizer
+from fp4adam.formats.nvfp4 import NVFP4Quantizer
+from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES, Quantizer
+
+_USUAL: tuple[Quantizer, ...] = (
+    NVFP4Quantizer(columnwise=False),
+    NVFP4Quantizer(columnwise=False, two_dimensional=False),
+    MXFP8Quantizer(columnwise=False),
+    Float8BlockQuantizer(columnwise=False),
+    Float8BlockQuantizer(columnwise=False, two_dimensional=False),
+    Float8BlockQuantizer(columnwise=False, force_pow_2_scales=False),
+)
+
+
+def known_roundings(x: Tensor) -> Iterator[Tensor]:
+    """FP32 values that ``x`` rounds to, in each format that can hold its shape.
+
+    Args:
+        x: float32, at least 2 dimensions.
+    """
+    for quantizer in _USUAL:
+        try:
+            quantizer.check_shape(tuple(x.shape))
+        except ValueError:
+            continue
+        rounded = quantizer.quantize(x)
+        for dtype in HIGH_PRECISION_DTYPES:
+            yield rounded.dequantize(dtype).to(torch.float32)

@@ -1,0 +1,90 @@
+"""The exchange of a layer's weight for a quantized one, with all that belongs to it.
+
+First everything is checked, then new parameters are prepared, then all of them are put in.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
+
+
+def check_weight(name: str, weight: nn.Parameter | None) -> None:
+    """Raise ValueError if the weight of layer ``name`` is none that can be exchanged."""
+    if isinstance(weight, DTensor):
+        raise ValueError(
+            f"weight of layer {name!r} must be whole to be quantized, got a DTensor; call "
+            "fully_shard after quantize_model"
+        )
+    if weight is None or isinstance(weight, nn.UninitializedParameter):
+        state = "none" if weight is None else "one without a shape"
+        raise ValueError(
+            f"weight of layer {name!r} must be an ordinary parameter, got {state}; quantize before "
+            "adding a parametrization and after the first forward pass of a lazy layer, or leave "
+            "this layer in high precision (filter=...)"
+        )
+    if type(weight) is not nn.Parameter and not isinstance(weight, FakeTensor | QuantizedTensor):
+        raise ValueError(
+            f"weight of layer {name!r} must be an ordinary parameter, got a "
+            f"{type(weight).__name__}, whose behavior a quantized one would not have; leave this "
+            "layer alone (filter=...)"
+        )
+
+
+def check_attributes(name: str, weight: nn.Parameter, successor: nn.Parameter) -> None:
+    """Raise ValueError if ``successor`` needs an attribute of ``weight`` for something else."""
+    for attribute in _attributes(weight, successor):
+        is_plain = hasattr(nn.Parameter, attribute)
+        if attribute in vars(successor) or (hasattr(type(successor), attribute) and not is_plain):
+            raise ValueError(
+                f"weight of layer {name!r} must have no attribute {attribute!r} to be quantized, "
+                f"which {type(successor).__name__} has itself, got one; rename it"
+            )
+
+
+def check_no_replica(modules: Iterable[nn.Module], weights: Sequence[nn.Parameter]) -> None:
+    """Raise ValueError if DistributedDataParallel has taken one of the parameters already."""
+    for module in modules:
+        if isinstance(module, DistributedDataParallel):
+            taken = set(module.parameters())
+            if any(weight in taken for weight in weights):
+                raise ValueError(
+                    "model must not be wrapped by DistributedDataParallel yet, got one that is: it "
+                    "would not reduce the gradients of new parameters; quantize the model first"
+                )
+
+
+def _attributes(weight: nn.Parameter, successor: nn.Parameter) -> dict[str, Any]:
+    """What has been set on a parameter from outside, such as ``tensor_model_parallel``."""
+    own = {"_is_param"}
+    if isinstance(weight, QuantizedTensor):
+        own |= vars(successor).keys()
+    return {name: value for name, value in vars(weight).items() if name not in own}
+
+
+def hand_over(weight: nn.Parameter, successor: nn.Parameter) -> None:
+    """Give ``successor`` the attributes, hooks and gradient of ``weight``, which keeps them too."""
+    vars(successor).update(_attributes(weight, successor))
+    # The dictionaries themselves, so that handles which registration has returned remove hooks.
+    successor._backward_hooks = weight._backward_hooks
+    successor._post_accumulate_grad_hooks = weight._post_accumulate_grad_hooks
+    successor.grad_dtype = weight.grad_dtype
+    successor.grad = weight.grad
+
+
+def put_in(weights: Iterable[tuple[nn.Module, nn.Parameter]]) -> None:
+    """Make each the ``weight`` of its module; if one of them refuses, none is."""
+    replaced = []
+    try:
+        for module, weight in weights:
+            replaced.append((module, module._parameters["weight"]))
+            module.weight = weight
+    except BaseException:
+        for module, weight in replaced:
+            module._parameters["weight"] = weight
+        raise

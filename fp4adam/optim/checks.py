@@ -1,0 +1,207 @@
+"""Everything that an optimizer refuses. Checks read and raise; they change nothing."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fp4adam.distributed.dtensor import local
+from fp4adam.distributed.scale_exchange import ShardInfo
+from fp4adam.interop.adapter import adapter_of, is_foreign
+from fp4adam.optim.memory_layout import is_dense
+from fp4adam.optim.param_view import Storing
+from fp4adam.optim.state_codec import STATE_BLOCK
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
+
+GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PARAM_DTYPES = (torch.float64, *GRAD_DTYPES)
+
+
+def check_storing(storing: Storing, amsgrad: bool) -> None:
+    """Raise if states cannot be stored as the options say.
+
+    Raises:
+        ValueError: If there is no such storage, or for remainders without FP32 masters.
+        NotImplementedError: For ``amsgrad`` with second moments that are not float32.
+    """
+    if storing.store_param_remainders and storing.master_weight_dtype != torch.float32:
+        raise ValueError(
+            "master_weight_dtype must be torch.float32 with store_param_remainders, got "
+            f"{storing.master_weight_dtype}: remainders complete FP32 masters; leave one of the "
+            "two out"
+        )
+    if storing.store_param_remainders and not storing.master_weights:
+        raise ValueError(
+            "store_param_remainders must be False with master_weights=False, got True: there "
+            "are no masters to keep a part of; leave master_weights True"
+        )
+    codecs = storing.codecs(torch.float32)
+    if amsgrad and not codecs["exp_avg_sq"].exact:
+        raise NotImplementedError(
+            f"exp_avg_sq_dtype must be float32 with amsgrad, got {storing.exp_avg_sq_dtype}: the "
+            "largest of many rounded numbers is too large; leave amsgrad False"
+        )
+
+
+def check_param(name: str, param: Tensor, takes_quantized: bool, master_weights: bool) -> None:
+    """Raise if the optimizer class ``name`` could never update ``param``."""
+    own = local(param)
+    foreign = is_foreign(own)
+    if foreign:
+        adapter_of(own)
+    is_quantized = foreign or isinstance(own, QuantizedTensor)
+    if is_quantized and not takes_quantized:
+        raise TypeError(
+            f"parameters must be plain tensors for {name}, got {type(own).__name__}; use FP4Adam"
+        )
+    if foreign and own is not param:
+        raise NotImplementedError(
+            "sharded quantized parameters must be made by quantize_model, got a DTensor of "
+            f"{type(own).__name__}; the ranks would have to agree on its scales"
+        )
+    if is_quantized and not master_weights:
+        raise ValueError(
+            f"master_weights must be True for {type(own).__name__} parameters, got False: updates "
+            "are smaller than the steps between codes and would be lost; leave it True"
+        )
+    if param.is_complex():
+        raise ValueError(
+            f"parameters must be real for {name}, got {param.dtype}; optimize "
+            "torch.view_as_real(param) instead"
+        )
+    if param.is_sparse or param.layout != torch.strided:
+        raise ValueError(
+            f"parameters must be dense for {name}, got layout {param.layout}; "
+            "use torch.optim.SparseAdam"
+        )
+    inner = own.storage_tensors().values() if isinstance(own, QuantizedTensor) else (own,)
+    if any(map(Tensor.is_inference, inner)):
+        raise RuntimeError(
+            f"parameters must be ordinary tensors for {name}, got one that was made in inference "
+            "mode; build or quantize the model outside torch.inference_mode(), or clone the "
+            "parameter there"
+        )
+
+
+def check_distinct(params: Sequence[Tensor]) -> None:
+    """Raise ValueError if a parameter is in the groups twice."""
+    seen: set[Tensor] = set()
+    for i, param in enumerate(params):
+        if param in seen:
+            raise ValueError(
+                f"parameters must be in their groups once, got number {i}, of shape "
+                f"{tuple(param.shape)}, twice: both updates would write its memory; remove one"
+            )
+        seen.add(param)
+
+
+def check_steppable(name: str, param: Tensor) -> None:
+    """Raise if the optimizer class ``name`` cannot update ``param`` as it is now."""
+    if isinstance(param, DTensor) and any(place.is_partial() for place in param.placements):
+        raise NotImplementedError(
+            f"parameters must be replicated or sharded for {name}, got placements "
+            f"{param.placements}; redistribute them"
+        )
+    ShardInfo.of(param)
+    if param.is_meta or not param.is_floating_point():
+        raise RuntimeError(
+            "`fused=True` requires all the params to be floating point Tensors of a real "
+            f"device, got {param.dtype} on {param.device}; materialize them with to_empty(), "
+            "leave out integers"
+        )
+    if param.dtype not in PARAM_DTYPES:
+        raise TypeError(
+            f"parameters must be float64, float32, bfloat16 or float16 for {name}, got "
+            f"{param.dtype}; keep 8-bit weights as quantized tensors of FP4Adam"
+        )
+
+
+def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
+    """Raise if ``grad``, the local part of the gradient, cannot update ``param``."""
+    if not isinstance(grad, Tensor):
+        raise TypeError(
+            f"gradients must be tensors for {name}, got a {type(grad).__name__}; assign a "
+            "tensor of the shape of the parameter, or None"
+        )
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"{name} does not support sparse gradients, got layout {grad.layout}; use "
+            "torch.optim.SparseAdam, or sparse=False in the embedding"
+        )
+    check_steppable(name, param)
+    if isinstance(grad, QuantizedTensor):
+        raise TypeError(
+            f"gradients must be plain tensors for {name}, got {type(grad).__name__}; call "
+            "dequantize()"
+        )
+    if grad.dtype not in (PARAM_DTYPES if param.dtype == torch.float64 else GRAD_DTYPES):
+        raise TypeError(
+            f"gradients must be float32, bfloat16 or float16 for {name}, got {grad.dtype}; cast "
+            "them"
+        )
+    own = local(param)
+    if grad.shape != own.shape or grad.device != own.device:
+        raise ValueError(
+            f"the gradient must have the shape and device of its parameter, {tuple(own.shape)} on "
+            f"{own.device}, got {tuple(grad.shape)} on {grad.device}; recompute it, or "
+            "redistribute a DTensor as its parameter is"
+        )
+
+
+def check_state(param: Tensor, state: dict[str, Any], storing: Storing) -> None:
+    """Raise RuntimeError if the state of ``param`` is not what its step reads and writes.
+
+    The kernels take addresses: they would write past the end of what is too small.
+    """
+    codecs = storing.codecs(param.dtype)
+    for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param", "param_remainder"):
+        if name not in state:
+            continue
+        value = state[name]
+        if value.shape != param.shape or value.device != param.device:
+            raise RuntimeError(
+                "the state must have the shape and device of its parameter, "
+                f"{tuple(param.shape)} on {param.device}, got {name} {tuple(value.shape)} on "
+                f"{value.device}; optimizer.load_state_dict(optimizer.state_dict()) moves it, "
+                "for a new shape create a new optimizer"
+            )
+        codes = local(value)
+        if codes.shape != local(param).shape:
+            raise RuntimeError(
+                f"the state must be sharded as its parameter, {tuple(local(param).shape)} here, "
+                f"got {name} {tuple(codes.shape)}; load states with load_state_dict()"
+            )
+        if name == "param_remainder" and codes.dtype != torch.int16:
+            raise RuntimeError(
+                f"param_remainder must be int16, got {codes.dtype}; load states with "
+                "load_state_dict()"
+            )
+        if name not in codecs:
+            continue
+        codec = codecs[name]
+        if codes.dtype != codec.dtype or not (codec.exact or is_dense(codes)):
+            raise RuntimeError(
+                f"{name} must be dense and stored as {codec.dtype}, got {codes.dtype} with "
+                f"strides {codes.stride()}; load states with load_state_dict()"
+            )
+        if codec.scaled:
+            _check_scales(name, state, codes)
+
+
+def _check_scales(name: str, state: dict[str, Any], codes: Tensor) -> None:
+    scales = state.get(f"{name}_scale")
+    if scales is None:
+        raise RuntimeError(
+            f"{name}_scale must be there beside {name}, got {sorted(state)}; load states with "
+            "load_state_dict()"
+        )
+    needed = torch.Size((-(-codes.numel() // STATE_BLOCK),))
+    kind = scales.shape, scales.dtype, scales.device
+    if kind != (needed, torch.uint8, codes.device) or not scales.is_contiguous():
+        raise RuntimeError(
+            f"{name}_scale must be contiguous uint8 {tuple(needed)} on {codes.device}, got "
+            f"{tuple(scales.shape)} of {scales.dtype} on {scales.device}; load states with "
+            "load_state_dict()"
+        )

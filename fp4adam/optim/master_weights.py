@@ -1,0 +1,175 @@
+"""Master weights: whether they still belong to their parameters, by one rule.
+
+After its own write the optimizer notes the memory and the versions of a parameter. If both are the
+same at the next step, the master holds. If not, or if nothing has been noted, the parameter is
+compared with what the master rounds to, once: where they are equal the master holds, else it
+restarts from the parameter. Nothing else decides.
+
+A weight that has come back through a plain state dict holds the rounded master's values, quantized
+once more, which need not give the same bytes. It counts as equal.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fp4adam.distributed.dtensor import local, sharding_groups
+from fp4adam.distributed.scale_exchange import ShardInfo, settle_shard, write_shards
+from fp4adam.formats.scale_groups import write_together
+from fp4adam.optim.memory_note import WriteNote
+from fp4adam.optim.param_view import ParamView, QuantizedView
+from fp4adam.optim.stored_state import StoredState
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
+
+
+def master_of(view: ParamView, state: dict[str, Any]) -> Tensor | None:
+    """The local part of a master weight in FP32; None if the state has none."""
+    if "master_param" not in state:
+        return None
+    own = {name: local(value) for name, value in state.items()}
+    return StoredState.of(own, "master_param", view.codecs["master_param"]).decode()
+
+
+class MasterWeights:
+    """What an optimizer has noted of its parameters after its own writes."""
+
+    def __init__(self) -> None:
+        self._notes: dict[Tensor, WriteNote] = {}
+
+    def note(self, views: Iterable[ParamView]) -> None:
+        """Take the parameters as they are now for what their masters round to."""
+        self._notes.update((view.owner, view.note()) for view in views)
+
+    def update(self, notes: dict[Tensor, WriteNote]) -> None:
+        """Take over notes that a step has made."""
+        self._notes.update(notes)
+
+    def keep_only(self, owners: Iterable[Tensor]) -> None:
+        """Forget parameters that are no longer there."""
+        self._notes = {owner: self._notes[owner] for owner in owners if owner in self._notes}
+
+    def is_known(self, view: ParamView) -> bool:
+        """Whether a parameter is certain to be as the optimizer has left it."""
+        note = self._notes.get(view.owner)
+        return note is not None and note.is_same(view.note())
+
+    def left(
+        self, views: Sequence[ParamView], states: dict[Tensor, dict[str, Any]]
+    ) -> tuple[list[ParamView], dict[QuantizedView, QuantizedTensor]]:
+        """Which of the parameters are not what their masters round to; the others are noted.
+
+        Sharded parameters are judged as a whole: every rank calls this with the same ones.
+
+        Args:
+            views: All parameters, of which some have a master in ``states``.
+            states: By parameter.
+
+        Returns:
+            Those that something else has written to; and of those that hold the rounded master's
+            values in other bytes, the rounded master.
+        """
+        unsure = [
+            view
+            for view in views
+            if view.has_master
+            and "master_param" in states.get(view.owner, {})
+            and not view.owner.is_meta
+            and not self.is_known(view)
+        ]
+        if not unsure:
+            return [], {}
+        for view in unsure:
+            if isinstance(view, QuantizedView) and (info := ShardInfo.of(view.owner)) is not None:
+                settle_shard(view.param, info)
+        plain = [view for view in unsure if not isinstance(view, QuantizedView)]
+        answers = {view: view.is_rounded(master_of(view, states[view.owner])) for view in plain}
+        quantized = [view for view in unsure if isinstance(view, QuantizedView)]
+        rounded = _rounded(quantized, views, states)
+        answers |= {view: view.holds(twin) for view, twin in rounded.items()}
+        answers = _agreed(answers)
+        # Values that were rounded, saved in the nominal dtype, and quantized again.
+        others = [view for view in quantized if not answers[view]]
+        again = _agreed({view: view.holds(twin) for view, twin in _requantized(others, rounded)})
+        same = [view for view in unsure if answers[view] or again.get(view)]
+        self.note(same)
+        return [v for v in unsure if v not in same], {v: rounded[v] for v in others if again[v]}
+
+
+def quantize_together(
+    views: Sequence[QuantizedView],
+    targets: Sequence[QuantizedTensor],
+    values: Sequence[Tensor],
+    dtypes: Sequence[torch.dtype],
+) -> None:
+    """Quantize values as their parameters are: with the amax of a group, and of all ranks.
+
+    Args:
+        views: The parameters; with one of a scale group all of it.
+        targets: What is written, of the shapes and shards of the parameters.
+        values: FP32 values of them.
+        dtypes: What these are rounded to first.
+    """
+    sharing: dict[Hashable, list[int]] = defaultdict(list)
+    for i, view in enumerate(views):
+        sharing[view.scales].append(i)
+    shards = []
+    for scales, members in sharing.items():
+        info = ShardInfo.of(views[members[0]].owner)
+        if info is None:
+            write_together(
+                [targets[i] for i in members], [values[i].to(dtypes[i]) for i in members]
+            )
+        else:
+            shards += [
+                (targets[i], info, values[i].contiguous(), dtypes[i], scales) for i in members
+            ]
+    if shards:
+        write_shards(*zip(*shards, strict=True))
+
+
+def _rounded(
+    unsure: Sequence[QuantizedView],
+    views: Sequence[ParamView],
+    states: dict[Tensor, dict[str, Any]],
+) -> dict[QuantizedView, QuantizedTensor]:
+    """What the masters of quantized parameters round to, in memory of its own."""
+    groups = {view.scales for view in unsure}
+    # The amax of a scale group takes all of its members.
+    members = [v for v in views if isinstance(v, QuantizedView) and v.scales in groups]
+    twins = [view.param.twin() for view in members]
+    masters = [master_of(view, states.get(view.owner, {})) for view in members]
+    values = [v.value() if m is None else m for v, m in zip(members, masters, strict=True)]
+    quantize_together(members, twins, values, [view.write_dtype for view in members])
+    return dict(zip(members, twins, strict=True))
+
+
+def _requantized(
+    views: Sequence[QuantizedView], rounded: dict[QuantizedView, QuantizedTensor]
+) -> list[tuple[QuantizedView, QuantizedTensor]]:
+    """What plain values of rounded masters are quantized to."""
+    groups = {view.scales for view in views}
+    members = [view for view in rounded if view.scales in groups]
+    values = [rounded[view].dequantize(view.param.dtype) for view in members]
+    twins = [view.param.twin() for view in members]
+    quantize_together(members, twins, values, [torch.float32] * len(members))
+    return [(view, twin) for view, twin in zip(members, twins, strict=True) if view in views]
+
+
+def _agreed(answers: dict[ParamView, bool]) -> dict[ParamView, bool]:
+    """Answers that are yes only where all ranks that have a part say so."""
+    shared: dict[Any, list[ParamView]] = defaultdict(list)
+    for view in answers:
+        if isinstance(view.owner, DTensor):
+            for group in sharding_groups(view.owner):
+                shared[group].append(view)
+    agreed = dict(answers)
+    for (group, device_type), views in shared.items():
+        no = torch.tensor([float(not agreed[view]) for view in views], device=device_type)
+        dist.all_reduce(no, dist.ReduceOp.MAX, group)
+        agreed |= {view: not n for view, n in zip(views, no.tolist(), strict=True)}
+    return agreed

@@ -1,0 +1,183 @@
+"""One parameter of a step: its view, its state, and what a kernel can do for it."""
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp4adam.distributed.scale_exchange import ShardInfo
+from fp4adam.interop.borrowed_tensor import BorrowedTensor
+from fp4adam.optim.memory_layout import is_dense
+from fp4adam.optim.param_view import ParamView
+from fp4adam.optim.state_codec import REMAINDER, STATE_BLOCK, StateCodec
+from fp4adam.optim.step_kernels import LAUNCHES, Kind
+from fp4adam.optim.stored_state import StoredState
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.rows import is_whole_blocks
+
+# Vector accesses of the kernels; torch's allocators give more, views into flat buffers may not.
+ALIGNMENT = 16
+
+
+class ParamState(NamedTuple):
+    """A parameter that the step updates whenever it has a gradient.
+
+    Attributes:
+        group: Its parameter group.
+        view: The parameter.
+        state: Its state in the optimizer.
+        tensors: This rank's part of the state.
+        shard: Of a shard that shares scales with others; else None.
+        updates: Whether the value can change; with lr = 0 only the moments do.
+        first_element: Index of its first element in the flattened parameter.
+        quantized_after_step: Whether it is quantized from its value once all have been updated,
+            and not by the launch that updates it.
+    """
+
+    group: dict[str, Any]
+    view: ParamView
+    state: dict[str, Any]
+    tensors: dict[str, Any]
+    shard: ShardInfo | None
+    updates: bool
+    first_element: int = 0
+    quantized_after_step: bool = False
+
+    @property
+    def owner(self) -> Tensor:
+        """The parameter in its group, which may be a DTensor."""
+        return self.view.owner
+
+    @property
+    def param(self) -> Tensor:
+        """This rank's part of the parameter."""
+        return self.view.param
+
+    @property
+    def scales(self) -> Hashable:
+        """Equal for parameters that share the amax of the tensor, if their format has one."""
+        return self.view.scales
+
+    @property
+    def borrowed(self) -> BorrowedTensor | None:
+        """Where the parameter has its memory from, if another package owns it."""
+        return self.view.borrowed
+
+    @property
+    def value(self) -> Tensor:
+        """What Adam reads and writes: the master weight, or the parameter itself."""
+        return self.tensors["master_param"] if self.view.has_master else self.param
+
+    @property
+    def codecs(self) -> tuple[StateCodec, StateCodec, StateCodec]:
+        """How the value and the two moments are stored."""
+        codecs = self.view.codecs
+        return self.view.value_codec, codecs["exp_avg"], codecs["exp_avg_sq"]
+
+    @property
+    def max_exp_avg_sq(self) -> Tensor | None:
+        """The largest second moment so far, or None without AMSGrad."""
+        return self.tensors["max_exp_avg_sq"] if self.group["amsgrad"] else None
+
+    @property
+    def is_dithered(self) -> bool:
+        """Whether its rounding depends on where its elements are."""
+        return not all(codec.exact for codec in self.codecs)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The tensors of the state that the step reads and writes."""
+        value, exp_avg, exp_avg_sq = self.codecs
+        names = ["exp_avg", "exp_avg_sq"]
+        if exp_avg.scaled:
+            names.append("exp_avg_scale")
+        if exp_avg_sq.scaled:
+            names.append("exp_avg_sq_scale")
+        if self.group["amsgrad"]:
+            names.append("max_exp_avg_sq")
+        if self.view.has_master:
+            names.append("master_param")
+        if value.scaled:
+            names.append("master_param_scale")
+        if value is REMAINDER:
+            names.append("param_remainder")
+        return tuple(names)
+
+    @property
+    def remainder(self) -> Tensor | None:
+        """What the BF16 parameter lacks of its FP32 master, if that is how it is stored."""
+        return self.tensors["param_remainder"] if self.view.has_remainder else None
+
+    @property
+    def state_scales(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Scales of the value and the two moments, where these have some."""
+        names = ("master_param_scale", "exp_avg_scale", "exp_avg_sq_scale")
+        return tuple(
+            self.tensors[name] if codec.scaled else None
+            for name, codec in zip(names, self.codecs, strict=True)
+        )
+
+    def stored(self, name: str) -> StoredState:
+        """A moment as it is stored."""
+        return StoredState.of(self.tensors, name, self.view.codecs[name])
+
+    def stored_value(self) -> StoredState:
+        """The value as it is stored."""
+        extra = self.state_scales[0] if self.remainder is None else self.remainder
+        return StoredState(self.view.value_codec, self.value, extra)
+
+    def whole_value(self) -> Tensor:
+        """The value in FP32."""
+        return self.stored_value().decode().contiguous()
+
+    def kind(self, grad: Tensor | None) -> Kind:
+        """What must be equal among parameters of a launch."""
+        # Where the value cannot move, the bytes are left alone.
+        writes = self.updates and self.view.has_master and not self.quantized_after_step
+        quantized = isinstance(self.param, QuantizedTensor) and writes
+        value_codec, exp_avg_codec, exp_avg_sq_codec = self.codecs
+        return Kind(
+            quantizer=self.param.quantizer if quantized else None,
+            group=self.shard.group if quantized and self.shard is not None else None,
+            grad_dtype=self.param.dtype if grad is None else grad.dtype,
+            value_dtype=self.value.dtype,
+            write_dtype=self.view.write_dtype if writes else None,
+            value_codec=value_codec,
+            exp_avg_codec=exp_avg_codec,
+            exp_avg_sq_codec=exp_avg_sq_codec,
+            adam_w_mode=self.group["adam_w_mode"],
+            amsgrad=self.group["amsgrad"],
+            is_contiguous=self.value.is_contiguous(),
+        )
+
+    def fits_a_launch(self, grad: Tensor | None) -> bool:
+        """Whether the kernels can step it: no FP64; dense, aligned tensors of one layout."""
+        value, param = self.value, self.param
+        tensors = [value, self.tensors["exp_avg"], self.tensors["exp_avg_sq"]]
+        tensors += [t for t in (grad, self.max_exp_avg_sq, self.remainder) if t is not None]
+        is_quantized = isinstance(param, QuantizedTensor)
+        quantized = is_quantized and not self.quantized_after_step
+        if not is_quantized:
+            tensors.append(param)
+        if value.dtype == torch.float64 or value.numel() == 0:
+            return False
+        if quantized and not (type(param.quantizer) in LAUNCHES and is_whole_blocks(param)):
+            return False
+        if quantized and param.pending_value() is not None:
+            return False
+        if not all(t.is_contiguous() for t in tensors):
+            alike = all(t.stride() == value.stride() for t in tensors)
+            if quantized or not (alike and is_dense(value)):
+                return False
+        scales = [t for t in self.state_scales if t is not None]
+        if quantized:
+            if scales and param.shape[-1] % STATE_BLOCK:
+                return False  # blocks would reach from row to row
+            tensors.extend(param.storage_tensors().values())
+        tensors.extend(scales)
+        return not any(t.data_ptr() % ALIGNMENT for t in tensors)
+
+    def launch_key(self, grad: Tensor | None) -> Hashable:
+        """What is equal among parameters of a launch."""
+        return self.param.device, self.kind(grad), self.state_names

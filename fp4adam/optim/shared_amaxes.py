@@ -1,0 +1,106 @@
+"""Parameters whose scales depend on others: on members of a scale group, on shards elsewhere.
+
+Where one launch steps all that share an amax, it finds it. What it cannot find is quantized after
+the step: values are updated first, amaxes are measured and exchanged, and then codes are written.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from fp4adam.distributed.scale_exchange import AmaxExchange, Exchanged, ShardCast
+from fp4adam.formats.scale_groups import write_together
+from fp4adam.optim.launch_group import LaunchGroup
+from fp4adam.optim.param_state import ParamState
+
+ReadGrad = Callable[[Tensor], Tensor | None]
+
+
+def quantized_after_step(
+    peers: Sequence[ParamState], read_grad: ReadGrad, takes_kernels: Callable[[ParamState], bool]
+) -> bool:
+    """Whether parameters that share an amax have to be updated first, for it to be known.
+
+    No launch can find it unless it steps all of them.
+    """
+    if peers[0].shard is None and len(peers) == 1 or not peers[0].updates:
+        return False
+    grads = [read_grad(member.owner) for member in peers]
+    return not (
+        all(map(takes_kernels, peers))
+        and all(map(ParamState.fits_a_launch, peers, grads))
+        and len({*map(ParamState.launch_key, peers, grads)}) == 1
+        and len({grad is None for grad in grads}) == 1
+    )
+
+
+class SharedAmaxes:
+    """Makes parameters agree on amaxes, in the same order on every rank.
+
+    Args:
+        members: All parameters of a step.
+        groups: Those of them that launches step.
+        read_grad: Gives a parameter's gradient or None.
+    """
+
+    def __init__(
+        self, members: Sequence[ParamState], groups: Sequence[LaunchGroup], read_grad: ReadGrad
+    ) -> None:
+        self._read_grad = read_grad
+        together: dict[Hashable, list[ParamState]] = defaultdict(list)
+        apart: dict[Hashable, list[ParamState]] = defaultdict(list)
+        for member in members:
+            if member.quantized_after_step and member.shard is None:
+                together[member.scales].append(member)
+            elif member.quantized_after_step:
+                # Narrow masters are decoded a parameter at a time.
+                alone = not member.view.value_codec.exact
+                apart[member.owner if alone else member.param.device].append(member)
+        self._together = [*together.values()]
+        self._casts = []
+        exchanged: dict[Tensor, tuple] = {}
+        for alike in apart.values():
+            cast = ShardCast([m.param for m in alike], [m.view.write_dtype for m in alike])
+            self._casts.append((cast, alike))
+            exchanged.update(zip((m.owner for m in alike), cast.exchanged, strict=True))
+        self._launches = [group.launch for group in groups if group.kind.group is not None]
+        for group in groups:
+            if group.kind.group is not None:
+                for member, slot in zip(group.members, group.slots, strict=True):
+                    exchanged[member.owner] = (group.launch.amaxes[slot : slot + 1], [])
+        told: dict[tuple, list[Exchanged]] = defaultdict(list)
+        for member in members:
+            if member.shard is not None:
+                spec = member.param._shared.global_spec
+                told[member.shard.group, member.shard.device].append(
+                    Exchanged(spec, member.shard, *exchanged[member.owner], member.scales)
+                )
+        self._exchanges = [
+            AmaxExchange(group, device, shards) for (group, device), shards in told.items()
+        ]
+
+    def finish(self, launches: list[tuple], skipped: bool) -> None:
+        """Exchange amaxes, then write what has been waiting for them.
+
+        Args:
+            launches: Those that have been prepared, with their signals.
+            skipped: Whether this step is known to change nothing. Every rank exchanges all the
+                same: others may have left it to the device to find out.
+        """
+        if not skipped:
+            for peers in self._together:
+                if any(self._read_grad(m.owner) is not None for m in peers):
+                    values = [m.whole_value().to(m.view.write_dtype) for m in peers]
+                    write_together([m.param for m in peers], values)
+            for cast, members in self._casts:
+                cast.measure([m.whole_value() for m in members])
+        for exchange in self._exchanges:
+            exchange()
+        for launch, signals in launches:
+            with torch.cuda.device_of(launch.amaxes):
+                launch(*signals)
+        if not skipped:
+            for cast, members in self._casts:
+                cast.write([m.whole_value() for m in members])

@@ -1,0 +1,283 @@
+"""What an optimizer saves and loads: FP32 under torch's names, or the codes that are stored.
+
+Saving reads. Loading makes everything new before anything old is touched. Names have a fixed order:
+ranks gather the tensors of a state one after the other, and a set would order them by the hash seed
+of each process.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fp4adam.distributed.dtensor import like, local, part_for
+from fp4adam.formats.roundings import known_roundings
+from fp4adam.optim.param_view import ParamView, are_equal
+from fp4adam.optim.state_codec import STATE_BLOCK, codec_of_codes, join_master, split_master
+from fp4adam.optim.stored_state import StoredState, restored, state_like
+
+STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
+_ORDER = (
+    "step",
+    *(name for state in STATE_NAMES for name in (state, f"{state}_scale")),
+    "param_remainder",
+)
+
+Groups = list[dict[str, Any]]
+State = dict[str, Any]
+
+
+def saved_states(groups: Groups, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, State]]:
+    """Parameters of ``groups`` with the states that ``state_dict`` has for them."""
+    for param, key in saved_keys(groups, state_dict):
+        yield param, state_dict["state"][key]
+
+
+def saved_keys(groups: Groups, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, Any]]:
+    """Parameters that ``state_dict`` has a state for, with the key of that state."""
+    for group, saved in zip(groups, state_dict["param_groups"], strict=True):
+        for param, key in zip(group["params"], saved["params"], strict=True):
+            if key in state_dict["state"]:
+                yield param, key
+
+
+# Saving
+
+
+def saved_state(view: ParamView, state: State, left: bool, compact: bool) -> State:
+    """The state of a parameter as a checkpoint holds it, in torch's order of names.
+
+    Args:
+        view: The parameter.
+        state: Its state in the optimizer.
+        left: Whether the parameter has left its master; its own value is saved then.
+        compact: Keep codes and scales as they are stored.
+    """
+    saved = dict(state)
+    own = {name: local(value) for name, value in state.items()}
+    if left:
+        value = StoredState.encode(view.codecs["master_param"], view.value())
+        value.put_into(own, "master_param")
+        saved["master_param"] = like(view.owner, own["master_param"])
+        if "master_param_scale" in own:
+            saved["master_param_scale"] = own["master_param_scale"]
+    if not compact:
+        for name, codec in view.codecs.items():
+            if name in saved and not codec.exact:
+                saved[name] = like(view.owner, StoredState.of(own, name, codec).decode())
+                saved.pop(f"{name}_scale", None)
+        if "param_remainder" in saved:
+            master = join_master(view.param.detach(), local(saved.pop("param_remainder")))
+            saved["master_param"] = like(view.owner, master)
+    return ordered(saved)
+
+
+def ordered(state: State) -> State:
+    """A state with its names in the order that is the same on every rank."""
+    known = [name for name in _ORDER if name in state]
+    return {name: state[name] for name in (*known, *sorted(state.keys() - set(_ORDER)))}
+
+
+# Loading
+
+
+def with_steps(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict whose states have a ``step`` each; Transformer Engine keeps it in the group.
+
+    Raises:
+        ValueError: If it is none of an optimizer.
+    """
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            f"state_dict must have state and param_groups, got {sorted(map(str, state_dict))[:3]}; "
+            "pass what optimizer.state_dict() returned, a model's goes to the model"
+        )
+    groups, states = [], dict(state_dict["state"])
+    for group in state_dict["param_groups"]:
+        if "step" in group:
+            for key in group["params"]:
+                if isinstance(states.get(key), dict) and states[key]:
+                    states[key] = {"step": group["step"], **states[key]}
+            group = {name: value for name, value in group.items() if name != "step"}
+        groups.append(group)
+    return {**state_dict, "state": states, "param_groups": groups}
+
+
+def new_state(view: ParamView, saved: State) -> State:
+    """A saved state as the optimizer stores it, in memory of its own.
+
+    A master of a parameter that keeps none itself stays in it under ``master_param``.
+
+    Raises:
+        ValueError: If the state is distributed otherwise than its parameter.
+    """
+    saved = _local_part(view.owner, saved)
+    param, state = view.param, {}
+    for name in STATE_NAMES:
+        if name not in saved:
+            continue
+        if name in view.codecs:
+            stored = restored(StoredState.of_saved(saved, name), view.codecs[name], param)
+            stored.put_into(state, name)
+        else:
+            state[name] = state_like(param).copy_(saved[name])
+    remainder = saved.get("param_remainder")
+    if remainder is not None and view.has_remainder:
+        zeros = torch.zeros_like(param, dtype=torch.int16)
+        state["param_remainder"] = zeros.copy_(remainder)
+    elif remainder is not None:
+        master = join_master(param.detach(), remainder.to(param.device))
+        master = state_like(param).copy_(master)
+        StoredState.encode(view.codecs["master_param"], master).put_into(state, "master_param")
+    return {
+        # Scales follow the memory of each rank, and not the shape of the parameter.
+        name: value if name.endswith("_scale") else like(view.owner, value)
+        for name, value in state.items()
+    }
+
+
+def adopt_master(view: ParamView, state: State) -> None:
+    """Give a loaded master to a parameter that is what it rounds to, where that keeps it itself."""
+    master = state.pop("master_param")
+    state.pop("master_param_scale", None)
+    value = local(master).to(torch.float32)
+    if view.has_remainder:
+        upper, remainder = split_master(value)
+        if are_equal(view.param, upper):
+            state["param_remainder"] = like(view.owner, remainder)
+    elif view.param.dtype.itemsize >= 4 and _is_rounding(view, value):
+        with torch.no_grad():
+            view.param.copy_(value)
+
+
+def _is_rounding(view: ParamView, master: Tensor) -> bool:
+    """Whether an FP32 parameter holds what ``master`` rounds to in 16 bits or in a format.
+
+    Something that has trained the parameter since has left the master behind.
+    """
+    value = view.param.detach().to(torch.float32)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    if any(are_equal(value, master.to(dtype).float()) for dtype in dtypes):
+        return True
+    if isinstance(view.owner, DTensor) or master.dim() < 2:
+        return False
+    return any(are_equal(value, rounded) for rounded in known_roundings(master))
+
+
+def _local_part(owner: Tensor, saved: State) -> State:
+    """The local part of a saved state; a dictionary of its own."""
+    if not isinstance(owner, DTensor):
+        if any(isinstance(value, DTensor) for value in saved.values()):
+            return {
+                name: part_for(owner, value) if isinstance(value, Tensor) else value
+                for name, value in saved.items()
+            }
+        return dict(saved)
+    # Scales belong to the whole.
+    names = [name for name in STATE_NAMES if name in saved]
+    numbers = {name: StoredState.of_saved(saved, name).decode() for name in names}
+    return {
+        name: part_for(owner, value) if isinstance(value, Tensor) and name != "step" else value
+        for name, value in {**saved, **numbers}.items()
+        if not name.endswith("_scale")
+    }
+
+
+def others(saved: State) -> State:
+    """The step, and what a state holds beside the tensors of Adam."""
+    return {name: value for name, value in saved.items() if name == "step" or name not in _ORDER}
+
+
+# Checking
+
+
+def has_groups_of(groups: Groups, state_dict: dict[str, Any]) -> bool:
+    """Whether a state dict has as many parameters in as many groups."""
+    sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+    return sizes == [len(group["params"]) for group in groups]
+
+
+def check_state_dict(groups: Groups, state_dict: dict[str, Any]) -> None:
+    """Raise ValueError if ``state_dict`` holds states that these parameters cannot take over."""
+    for i, (param, saved) in enumerate(saved_states(groups, state_dict)):
+        if saved and not {"step", "exp_avg", "exp_avg_sq"} <= saved.keys():
+            raise ValueError(
+                f"state of parameter {i} must hold step, exp_avg and exp_avg_sq, got "
+                f"{sorted(saved)}; it was saved by another kind of optimizer"
+            )
+        if saved and not _is_number(saved["step"]):
+            raise ValueError(
+                f"step of parameter {i} must be one number >= 0, got {saved['step']!r}; the "
+                "checkpoint is damaged"
+            )
+        for name in (name for name in STATE_NAMES if name in saved):
+            what = f"{name} of parameter {i}"
+            if f"{name}_scale" in saved:
+                _check_saved_codes(what, name, saved, param)
+            else:
+                _check_saved_tensor(what, saved[name], param)
+        if "param_remainder" in saved:
+            _check_saved_remainder(f"param_remainder of parameter {i}", saved, param)
+
+
+def _check_saved_tensor(what: str, value: Any, param: Tensor) -> None:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            f"{what} must be a floating point tensor, got {kind}; such a checkpoint has to be "
+            "converted first"
+        )
+    if value.layout != torch.strided or (value.is_meta and not param.is_meta):
+        raise ValueError(
+            f"{what} must be a dense tensor with a value, got {value.layout} on {value.device}; "
+            "the checkpoint is damaged"
+        )
+    _check_shape(what, value, param.shape)
+
+
+def _check_saved_codes(what: str, name: str, saved: dict[str, Any], param: Tensor) -> None:
+    codes, scales = saved[name], saved[f"{name}_scale"]
+    dtype = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
+    if not isinstance(codes, Tensor) or codec_of_codes(name, dtype) is None:
+        raise ValueError(
+            f"{what} must be codes of a known dtype beside {name}_scale, got {dtype}; the "
+            "checkpoint is damaged"
+        )
+    _check_shape(what, codes, param.shape)
+    n_blocks = -(-param.numel() // STATE_BLOCK)
+    if not isinstance(scales, Tensor) or scales.dtype != torch.uint8:
+        kind = scales.dtype if isinstance(scales, Tensor) else type(scales).__name__
+        raise ValueError(f"{what} must have uint8 scales, got {kind}; the checkpoint is damaged")
+    _check_shape(f"the scales of {what}", scales, (n_blocks,))
+
+
+def _check_saved_remainder(what: str, saved: dict[str, Any], param: Tensor) -> None:
+    remainder = saved["param_remainder"]
+    if not isinstance(remainder, Tensor) or remainder.dtype != torch.int16:
+        kind = remainder.dtype if isinstance(remainder, Tensor) else type(remainder).__name__
+        raise ValueError(f"{what} must be int16, got {kind}; the checkpoint is damaged")
+    if param.dtype != torch.bfloat16:
+        raise ValueError(
+            f"{what} must belong to a bfloat16 parameter, got {param.dtype}; save state_dict(), "
+            "which has whole masters, to change the dtype"
+        )
+    _check_shape(what, remainder, param.shape)
+
+
+def _check_shape(what: str, value: Tensor, shape: tuple[int, ...]) -> None:
+    if value.shape != shape:
+        raise ValueError(
+            f"{what} must have shape {tuple(shape)}, got {tuple(value.shape)}; load it into the "
+            "model that it was saved from"
+        )
+
+
+def _is_number(step: Any) -> bool:
+    if isinstance(step, Tensor):
+        if step.numel() != 1 or step.is_complex():
+            return False
+        return step.is_meta or 0 <= step.item() < math.inf
+    return isinstance(step, (int, float)) and 0 <= step < math.inf

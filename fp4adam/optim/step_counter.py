@@ -1,0 +1,164 @@
+"""How many steps each parameter has behind it, and the scalars that follow from that.
+
+Parameters of one group with equally many steps share their scalars. The counters in the state are
+views of one tensor, which one operator counts up. What the device skips is taken back later.
+"""
+
+from collections.abc import Sequence
+from itertools import compress
+from operator import is_, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp4adam.optim.adam import Scalars, adam_scalars
+from fp4adam.optim.param_state import ParamState
+from fp4adam.optim.state_codec import dither_origin
+from fp4adam.optim.update_bound import largest_update, next_ratio
+
+_step = itemgetter("step")
+
+
+class StepGroup:
+    """Parameters of one group with equally many steps: they share the scalars of a step.
+
+    Attributes:
+        group: The parameter group.
+        step: Steps that have been counted.
+        first_element: Index of the first element of each in its parameter, where that matters.
+        ratio: Bounds their moments; see ``update_bound``.
+        members: Their numbers.
+        scalars: Of the last step.
+    """
+
+    def __init__(self, group: dict[str, Any], step: float, first_element: int) -> None:
+        self.group = group
+        self.first_element = first_element
+        self.step = step
+        self.ratio = 0.0
+        self.members: list[int] = []
+        self.scalars: Scalars
+
+    def advance(self) -> None:
+        """Count one step and work out its scalars."""
+        self.step += 1
+        self.scalars = adam_scalars(self.group, self.step)
+        self.ratio = next_ratio(self.ratio, self.scalars)
+
+
+class _Skip(NamedTuple):
+    """A step that the device may have left out: where it says so, and what has been counted."""
+
+    found_inf: Tensor
+    arrival: "torch.cuda.Event | None"
+    groups: list[StepGroup]
+    counted: Tensor
+
+
+class StepCounter:
+    """Counts the steps of parameters.
+
+    Args:
+        members: The parameters; their states get new counters, equal to the old ones.
+        ratios: What bounds the moments of each so far.
+
+    Attributes:
+        rows: For each member the number of its row of scalars, that of its group in ``groups``.
+    """
+
+    def __init__(self, members: Sequence[ParamState], ratios: Sequence[float]) -> None:
+        self._members = members
+        self._states = [member.state for member in members]
+        self._step_of = [member.state["step"].item() for member in members]
+        self._ratio_of = list(ratios)
+        self._steps = torch.tensor(self._step_of, dtype=torch.float32, device="cpu")
+        self._views = list(self._steps)
+        for member, step in zip(members, self._views, strict=True):
+            member.state["step"] = member.tensors["step"] = step
+        self._version = self._steps._version
+        self._present: list[bool] = []
+        self._counted = torch.zeros(0, dtype=torch.float32, device="cpu")
+        self.groups: list[StepGroup] = []
+        self.rows: list[int] = [0] * len(members)
+        self._skip: _Skip | None = None
+
+    def fits(self) -> bool:
+        """Whether the states still have these counters, and nobody else has written to them."""
+        return self._steps._version == self._version and all(
+            map(is_, map(_step, self._states), self._views)
+        )
+
+    def regroup(self, present: list[bool]) -> bool:
+        """Say which members take part in this step; True if it is not as in the last one."""
+        if present == self._present:
+            return False
+        self._catch_up()
+        self._present = present
+        self._counted = torch.tensor(present, dtype=torch.float32, device="cpu")
+        groups: dict[tuple[int, float, int], StepGroup] = {}
+        for i in compress(range(len(present)), present):
+            member = self._members[i]
+            first_element = member.first_element if member.is_dithered else 0
+            key = id(member.group), self._step_of[i], first_element
+            if key not in groups:
+                groups[key] = StepGroup(member.group, self._step_of[i], first_element)
+            groups[key].members.append(i)
+            groups[key].ratio = max(groups[key].ratio, self._ratio_of[i])
+        self.groups = list(groups.values())
+        self.rows = [0] * len(present)
+        for row, group in enumerate(self.groups):
+            for i in group.members:
+                self.rows[i] = row
+        return True
+
+    def _catch_up(self) -> None:
+        """Write the counts of groups to their members."""
+        for group in self.groups:
+            for i in group.members:
+                self._step_of[i] = group.step
+                self._ratio_of[i] = group.ratio
+
+    def advance(self) -> None:
+        """Count one step of those that take part."""
+        for group in self.groups:
+            group.advance()
+        self._steps += self._counted
+        self._version = self._steps._version
+
+    def scalars_rows(self) -> list[float]:
+        """The rows of scalars of all groups, with what bounds the update and begins the dither."""
+        rows: list[float] = []
+        for group in self.groups:
+            scalars = group.scalars
+            decay = abs(scalars.decay) if group.group["adam_w_mode"] else 1.0
+            dither = dither_origin(group.first_element, int(scalars.dither_step))
+            # In two halves, which float32 holds.
+            rows += *scalars[:8], dither >> 16
+            rows += largest_update(scalars, group.ratio), decay, dither & 0xFFFF
+        return rows
+
+    def may_have_skipped(self, found_inf: Tensor) -> None:
+        """Note that the device skips the step just counted if ``found_inf`` is not 0."""
+        arrival = None
+        if found_inf.is_cuda:
+            on_host = torch.empty(1, dtype=torch.float32, device="cpu", pin_memory=True)
+            on_host.copy_(found_inf.reshape(1), non_blocking=True)
+            arrival = torch.cuda.Event()
+            arrival.record(torch.cuda.current_stream(found_inf.device))
+        else:
+            on_host = found_inf.clone()
+        self._skip = _Skip(on_host, arrival, self.groups, self._counted)
+
+    def settle(self) -> None:
+        """Take back the step count if the device has left out the last step."""
+        if self._skip is None:
+            return
+        skip, self._skip = self._skip, None
+        if skip.arrival is not None:
+            skip.arrival.synchronize()
+        if skip.found_inf.item():
+            for group in skip.groups:
+                group.step -= 1
+            self._steps -= skip.counted
+            self._version = self._steps._version

@@ -1,0 +1,133 @@
+"""The tensors behind the parameters of a step, read from parameters and states at every step."""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import chain, compress
+from operator import attrgetter, is_, itemgetter, methodcaller
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fp4adam.distributed.dtensor import local
+from fp4adam.optim.memory_note import WriteNote, layout_of, storage_address, version
+from fp4adam.optim.param_state import ParamState
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
+
+_local = attrgetter("_local_tensor")
+_storage = attrgetter("_shared.tensors")
+_local_storage = attrgetter("_local_tensor._shared.tensors")
+_present = attrgetter("present")
+_is_current = methodcaller("is_current")
+
+
+def _deref(ref: weakref.ref) -> Any:
+    return ref()
+
+
+class Watch:
+    """Whether parameters and states are where they were, and whether others have written to them.
+
+    Args:
+        members: The parameters of a plan.
+    """
+
+    def __init__(self, members: Sequence[ParamState]) -> None:
+        self._members = members
+        self._borrowed = [m.borrowed for m in members if m.borrowed is not None]
+        # Which list a parameter is in decides how its tensors are read.
+        own = [m.owner for m in members if m.borrowed is None]
+        self._quantized, self._quantized_shards, self._plain, self._sharded = (
+            [p for p in own if isinstance(local(p), QuantizedTensor) == q and (local(p) is p) == w]
+            for q, w in ((True, True), (True, False), (False, True), (False, False))
+        )
+        states: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
+        for m in members:
+            states[isinstance(m.owner, DTensor), m.state_names].append(m.state)
+        self._states = [
+            (is_sharded, itemgetter(*names), alike) for (is_sharded, names), alike in states.items()
+        ]
+        self._read()
+        self._layout = layout_of(self._tensors)
+        self._addresses = list(map(storage_address, self._params))
+        # So that no other storage gets the address of one that is gone.
+        self._alive = [StorageWeakRef(param.untyped_storage()) for param in self._params]
+        self._storages = [weakref.ref(storage) for storage in self._now]
+        self._counts = [len(storage.present) for storage in self._now]
+        self._versions = self._read_versions()
+        self._present: list[bool] = []
+        self._written: list[Tensor] = []
+        self._written_inner: list[weakref.ref] = []
+
+    def _read(self) -> None:
+        """Read the tensors of all parameters and states."""
+        self._params = [*self._plain, *map(_local, self._sharded)]
+        self._now = [
+            *map(_storage, self._quantized), *map(_local_storage, self._quantized_shards)
+        ]  # fmt: skip
+        self._inner = list(chain.from_iterable(map(_present, self._now)))
+        self._tensors = [*self._params, *self._inner]
+        for is_sharded, getter, states in self._states:
+            values = chain.from_iterable(map(getter, states))
+            self._tensors += map(local, values) if is_sharded else values
+
+    def _read_versions(self) -> list[int]:
+        return list(map(version, chain(self._params, self._sharded, self._inner)))
+
+    def is_unchanged(self) -> bool:
+        """Read everything again; True if it is as the last own write has left it."""
+        try:
+            self._read()
+            return (
+                all(map(is_, self._now, map(_deref, self._storages)))
+                and self._read_versions() == self._versions
+                and list(map(storage_address, self._params)) == self._addresses
+                and layout_of(self._tensors) == self._layout
+                and all(map(_is_current, self._borrowed))
+            )
+        except (KeyError, AttributeError, RuntimeError, TypeError):
+            # A state is gone, a parameter is of another kind, or something has no address.
+            return False
+        finally:
+            self._tensors = []  # which may be the last reference to what others let go
+
+    def note_own_write(self, present: list[bool]) -> None:
+        """Raise the versions of what kernels have written, and take them for the optimizer's own.
+
+        Args:
+            present: Which members have been stepped; a new list if they are others.
+        """
+        if present is not self._present:
+            self._present = present
+            stepped = [m for m in compress(self._members, present)]
+            # The tensors of a plan are the same until it ends. Only inner ones are left behind by
+            # owners that stay, and only they may have weak references: torch swaps no others.
+            self._written = [m.owner for m in stepped]
+            self._written += [m.param for m in stepped if m.param is not m.owner]
+            quantized = (m.param for m in stepped if isinstance(m.param, QuantizedTensor))
+            inner = chain.from_iterable(param._shared.tensors.present for param in quantized)
+            self._written_inner = list(map(weakref.ref, inner))
+        changed = [*self._written, *map(_deref, self._written_inner)]
+        torch.autograd.graph.increment_version(changed)
+        for borrowed in self._borrowed:
+            borrowed.note()
+        self._versions = self._read_versions()
+
+    def notes(self) -> dict[Tensor, WriteNote]:
+        """For each parameter how the last own write has left it."""
+        n, versions = len(self._params), self._versions
+        notes = {}
+        for i, owner in enumerate((*self._plain, *self._sharded)):
+            number = i - len(self._plain)
+            held = (versions[i],) if number < 0 else (versions[n + number], versions[i])
+            notes[owner] = WriteNote(self._addresses[i], held, self._alive[i])
+        first = n + len(self._sharded)
+        quantized = (*self._quantized, *self._quantized_shards)
+        for owner, storage, count in zip(quantized, self._storages, self._counts, strict=True):
+            notes[owner] = WriteNote(storage, tuple(versions[first : first + count]))
+            first += count
+        notes |= {m.owner: m.view.note() for m in self._members if m.borrowed is not None}
+        return notes

@@ -1,0 +1,40 @@
+"""Matrices in blocks: sizes rounded to them, and views and strips of whole ones."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp4adam.tensors import pieces
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is not below ``n``."""
+    return -(-n // multiple) * multiple
+
+
+def flat_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Shape of the matrix that a weight is quantized as: [product of leading dimensions, last]."""
+    return math.prod(shape[:-1]), shape[-1]
+
+
+def strips(x: Tensor, block: int) -> Iterator[tuple[slice, Tensor]]:
+    """Cut a matrix into strips of whole blocks of ``block`` rows, as float32, that suit a cache."""
+    rows = max(1, pieces.numel() // (block * x.shape[1])) * block
+    for start in range(0, x.shape[0], rows):
+        span = slice(start, min(start + rows, x.shape[0]))
+        yield span, x[span].float()
+
+
+def blocks_of(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """View [rows, cols] as [block row, row, block column, column], edges filled with zeros."""
+    rows, cols = (round_up(n, size) for n, size in zip(x.shape, block, strict=True))
+    if x.shape != (rows, cols):
+        x = torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0]))
+    return x.view(rows // block[0], block[0], cols // block[1], block[1])
+
+
+def in_blocks(span: slice, block: int) -> slice:
+    """The blocks that cover the rows ``span``, which starts at the edge of one."""
+    return slice(span.start // block, -(-span.stop // block))

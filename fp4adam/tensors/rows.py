@@ -1,0 +1,315 @@
+"""Tensors that are some rows of what their inner tensors hold: slices, pieces, and shards.
+
+The inner tensors hold a matrix of whole blocks. A window on it has the same inner tensors, and
+knows its first row and how many there are. So a slice costs nothing, what is written to it is
+written to the tensor, and a shard that begins in the middle of a block is like any other one.
+"""
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fp4adam.tensors.blocks import flat_shape, round_up
+from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
+
+if TYPE_CHECKING:
+    from fp4adam.tensors.quantized_tensor import QuantizedTensor
+
+
+def matrix_shape(tensor: "QuantizedTensor") -> tuple[int, int]:
+    """Rows and columns of the matrix that a tensor is quantized as."""
+    spec = tensor._shared.global_spec
+    if spec is None:
+        return flat_shape(tuple(tensor.shape))
+    # A shard may have been flattened, or be empty.
+    cols = spec.shape[-1]
+    return tensor.numel() // max(cols, 1), cols
+
+
+def stored_rows(tensor: "QuantizedTensor") -> int:
+    """Rows of the matrix that the inner tensors hold."""
+    for name, rows in tensor.quantizer.rows_per_entry.items():
+        if rows == 1 and name.endswith("_data"):
+            return getattr(tensor._shared.tensors, name).shape[0]
+    return matrix_shape(tensor)[0]
+
+
+def is_all(tensor: "QuantizedTensor") -> bool:
+    """Whether a tensor has all rows of its storage that are values."""
+    rows = tensor._shared.rows
+    rows = stored_rows(tensor) if rows is None else rows
+    return tensor._start == 0 and matrix_shape(tensor)[0] == rows
+
+
+def is_whole_blocks(tensor: "QuantizedTensor") -> bool:
+    """Whether a tensor begins where its storage does, and no other one has a part of its blocks."""
+    spec = tensor._shared.global_spec
+    return tensor._first_row == 0 and is_all(tensor) and not (spec is not None and spec.is_cut)
+
+
+def own_blocks(tensor: "QuantizedTensor") -> "QuantizedTensor":
+    """The tensor on a storage without blocks of which it has no row; itself if it has all rows.
+
+    What can be derived is left out.
+    """
+    if is_all(tensor):
+        return tensor
+    (rows, _), block = matrix_shape(tensor), tensor.quantizer.block_rows
+    total, first = stored_rows(tensor), tensor._first_row
+    low = first // block * block
+    high = max(min(round_up(first + rows, block), total), low)
+    pending = tensor._shared.pending
+    shared = dataclasses.replace(
+        tensor._shared,
+        tensors=_stored_between(tensor, low, high),
+        init_val=None,
+        keeps_init_val=False,
+        pending=None if pending is None else rows_of(tensor, pending),
+        rows=rows,
+        first_row=first - low,
+    )
+    quantizer = tensor.quantizer.without_derived()
+    return type(tensor)(tuple(tensor.shape), tensor.dtype, quantizer, shared)
+
+
+def _stored_between(tensor: "QuantizedTensor", low: int, high: int) -> Storage:
+    """Views of the inner tensors on the blocks of stored rows; without what can be derived."""
+    tensors = tensor._shared.tensors
+    views = {}
+    for name, rows in tensor.quantizer.rows_per_entry.items():
+        inner = getattr(tensors, name)
+        # The last one keeps its padding.
+        stop = inner.shape[0] if high == stored_rows(tensor) else -(-high // rows)
+        views[name] = inner[low // rows : stop]
+    return Storage(amax=tensors.amax, **views)
+
+
+def read(tensor: "QuantizedTensor", dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
+    """Decode a tensor to a plain matrix of ``dtype``; ``after`` as in :meth:`Quantizer.read`."""
+    pending = tensor.flush()._shared.pending
+    if pending is not None:
+        return rows_of(tensor, pending).to(dtype, copy=True)
+    part, rows = own_blocks(tensor), matrix_shape(tensor)[0]
+    values = part.quantizer.read(part, dtype, after)
+    # In memory of its own, where that begins: it may become a state of a DTensor.
+    return values if len(values) == rows else values[part._first_row :][:rows].clone()
+
+
+def write(tensor: "QuantizedTensor", value: Tensor, amax: Tensor | None = None) -> None:
+    """Overwrite a tensor by plain values on its device; ``amax`` as for ``Quantizer.write``."""
+    shared = tensor._shared
+    shared.unsettled |= shared.rows_share_scales
+    if tensor.is_meta or not value.numel():
+        return
+    matrix = value.reshape(matrix_shape(tensor))
+    if not is_all(tensor):
+        if shared.pending is None:
+            shared.pending = _unrounded(tensor, matrix.dtype)
+        if shared.pending.dtype != matrix.dtype:
+            shared.pending = shared.pending.float()
+        rows_of(tensor, shared.pending).copy_(matrix)
+    elif shared.rows_share_scales:
+        shared.pending = matrix.clone()
+    else:
+        shared.pending = None
+        _quantize(tensor, matrix, amax)
+
+
+def _unrounded(tensor: "QuantizedTensor", dtype: torch.dtype) -> Tensor:
+    """All rows of a storage as a new matrix: before quantization if that is known, or decoded."""
+    init_val = tensor._shared.init_val
+    if init_val is None:
+        return read(_every_row(tensor), dtype)
+    cols = matrix_shape(tensor)[1]
+    return init_val.reshape(-1, cols).to(tensor.device, copy=True)
+
+
+def flush(tensor: "QuantizedTensor") -> None:
+    """Quantize pending rows, unless that takes what other ranks have."""
+    shared = tensor._shared
+    if shared.pending is None or shared.rows_share_scales:
+        return
+    pending, shared.pending = shared.pending, None
+    _quantize(_every_row(tensor), pending)
+    shared.mark_written()
+    if shared.init_val is not None or shared.keeps_init_val:
+        shared.init_val, shared.keeps_init_val = pending, False
+
+
+def copy_bytes(tensor: "QuantizedTensor", source: "QuantizedTensor", non_blocking: bool) -> bool:
+    """Copy codes and scales of ``source``; False if they would not mean the same here."""
+    shared, other = tensor._shared, source.flush()._shared
+    if type(tensor) is not type(source):
+        return False
+    if shared.global_spec is None and other.global_spec is None:
+        mine, others = tensor.quantizer, source.quantizer
+        same = mine.with_compact_scales() == others.with_compact_scales()
+        same &= is_all(tensor) and is_all(source)
+        if other.pending is not None or not same:
+            return False
+        values = other.tensors.existing()
+        for name, inner in shared.tensors.existing().items():
+            # What is not stored can be derived.
+            value = values[name] if name in values else getattr(source, name)
+            inner.copy_(value, non_blocking)
+        shared.pending = None
+        return True
+    entries = tensor.quantizer.rows_per_entry
+    if tensor.quantizer.without_derived() != source.quantizer.without_derived() or not entries:
+        return False
+    rows = matrix_shape(tensor)[0]
+    if shared.first_row is None:
+        shared.first_row = source._first_row % tensor.quantizer.block_rows
+        shared.rows = rows
+        _take_init_val(tensor, source)
+    if other.pending is not None or (shared.pending is not None and not is_all(tensor)):
+        return False
+    to, start = tensor._first_row, source._first_row
+    if (to - start) % tensor.quantizer.block_rows:
+        return False
+    shared.pending = None
+    for name, step in entries.items():
+        targets = getattr(shared.tensors, name)[to // step : -(-(to + rows) // step)]
+        values = getattr(other.tensors, name)[start // step : -(-(start + rows) // step)]
+        width = min(targets.shape[-1], values.shape[-1])
+        targets[..., :width].copy_(values[..., :width], non_blocking)
+    if shared.tensors.amax is not None and rows:
+        shared.tensors.amax.copy_(other.tensors.amax, non_blocking)
+    _build_derived(_every_row(tensor))
+    return True
+
+
+def _build_derived(tensor: "QuantizedTensor") -> None:
+    """Write again what follows from the other inner tensors."""
+    from fp4adam.tensors.transpose import build_columnwise
+
+    if tensor.quantizer.with_compact_scales() != tensor.quantizer.without_derived():
+        build_columnwise([tensor])
+    _build_gemm_scales(tensor)
+
+
+def _build_gemm_scales(tensor: "QuantizedTensor") -> None:
+    if tensor.quantizer.optimize_for_gemm:
+        from fp4adam.tensors.swizzle import build_gemm_scales
+
+        build_gemm_scales([tensor])
+
+
+def is_of(tensor: "QuantizedTensor", value: Tensor) -> bool:
+    """Whether a tensor is what plain values are quantized to, if the scales that it has are right.
+
+    Of shards that share scales, a rank can tell no more without the others.
+    """
+    pending = tensor.flush()._shared.pending
+    part, (rows, cols) = own_blocks(tensor), matrix_shape(tensor)
+    own = slice(part._first_row, part._first_row + rows)
+
+    def codes(matrix: Tensor) -> Tensor:
+        shape = (stored_rows(part), cols)
+        every_row = torch.zeros(shape, dtype=torch.float32, device=tensor.device)
+        every_row[own] = matrix.view(rows, cols)
+        return part.quantizer.recode(every_row, part)[own].short()
+
+    if pending is None:
+        tensors = part._shared.tensors
+        data = tensors.rowwise_data if part.quantizer.rowwise else tensors.columnwise_data
+        actual = data[own].short()
+    else:
+        actual = codes(rows_of(tensor, pending))
+    slack = 0 if part.quantizer.recodes_exactly else 1
+    return bool(((codes(value) - actual).abs() <= slack).all())
+
+
+def make_shard(
+    tensor: "QuantizedTensor", shape: tuple[int, ...], device: torch.device
+) -> "QuantizedTensor":
+    """A shard of ``tensor``, or of what that is a shard of, that has not been written yet.
+
+    Raises:
+        ValueError: If the tensor can only be sharded otherwise, or not at all.
+    """
+    spec = tensor._shared.global_spec
+    if spec is None:
+        spec = GlobalSpec(tuple(tensor.shape), tensor.quantizer, shape[0])
+    quantizer = spec.quantizer.without_derived()
+    name = tensor._shared.name
+    what = type(tensor).__name__ if name is None else f"parameter {name!r}"
+    if not quantizer.rows_per_entry:
+        raise ValueError(
+            f"{what} must have rowwise=True and two_dimensional=True to be sharded, got "
+            f"{spec.quantizer}; quantize it so, or leave it in high precision (filter=...)"
+        )
+    if tuple(shape[1:]) != tuple(spec.shape[1:]):
+        raise ValueError(
+            f"{what} must be sharded along its first dimension, got shards {tuple(shape)} of "
+            f"{tuple(spec.shape)}; use Shard(0)"
+        )
+    block, rows = quantizer.block_rows, math.prod(shape[:-1])
+    if spec.is_cut:
+        # Wherever in a block it is going to begin.
+        rows = round_up(rows + block - 1, block)
+    shared = SharedStorage(
+        quantizer.zeros(rows, shape[-1], device),
+        global_spec=spec,
+        first_row=None,
+        unsettled=True,
+        name=name,
+        scale_group=tensor._shared.scale_group,
+    )
+    return type(tensor)(tuple(shape), tensor.dtype, quantizer, shared)
+
+
+def replace_init_val(
+    tensor: "QuantizedTensor", value: Tensor | None, copied: "QuantizedTensor | None"
+) -> None:
+    """Bring the value before quantization up to date, where it is kept, after a write.
+
+    Args:
+        tensor: What has been written.
+        value: What to, before quantization; None if nobody knows.
+        copied: The tensor whose bytes were copied, or None.
+    """
+    shared = tensor._shared
+    if is_all(tensor):
+        if shared.init_val is not None or shared.keeps_init_val:
+            kept = None if value is None else value.to(tensor.device, copy=True)
+            tensor._high_precision_init_val = kept
+    elif copied is not None and shared.init_val is not None:
+        # The value may be a tensor of the user's. Of other rows nothing has changed.
+        shared.init_val = shared.init_val.clone()
+        known = copied._read() if value is None else value
+        rows_of(tensor, shared.init_val).copy_(known.reshape(matrix_shape(tensor)))
+
+
+def _take_init_val(tensor: "QuantizedTensor", source: "QuantizedTensor") -> None:
+    tensor._shared.keeps_init_val = source._shared.keeps_init_val
+    if source._shared.init_val is not None:
+        value = rows_of(source, source._shared.init_val).reshape(tensor.shape)
+        tensor._shared.init_val = value.clone()
+
+
+def rows_of(tensor: "QuantizedTensor", value: Tensor) -> Tensor:
+    """The rows of a window, [rows, cols], of a value of all rows of its storage."""
+    rows, cols = matrix_shape(tensor)
+    return value.reshape(-1, cols)[tensor._start : tensor._start + rows]
+
+
+def _every_row(tensor: "QuantizedTensor") -> "QuantizedTensor":
+    """The window on all rows of the storage, as a matrix."""
+    rows = tensor._shared.rows
+    shape = (stored_rows(tensor) if rows is None else rows, matrix_shape(tensor)[1])
+    return tensor._alias(shape, -tensor._start)
+
+
+def _quantize(tensor: "QuantizedTensor", matrix: Tensor, amax: Tensor | None = None) -> None:
+    """Quantize all rows of a storage that shares no scales with another one."""
+    rows = len(matrix)
+    if rows < stored_rows(tensor):
+        storage = _stored_between(tensor, 0, rows)
+        tensor = type(tensor)(tuple(matrix.shape), tensor.dtype, tensor.quantizer, storage)
+    options = {} if amax is None else {"amax": amax}
+    tensor.quantizer.write(matrix.contiguous(), tensor, **options)
+    _build_gemm_scales(tensor)

@@ -1,0 +1,143 @@
+"""What lies behind a quantized tensor: its inner tensors, and what all its aliases share.
+
+``detach()``, ``state_dict()``, ``.data`` and slices give other tensor objects on the same memory.
+They all point to one :class:`SharedStorage`, whose ``tensors`` is an immutable :class:`Storage`. To
+exchange an inner tensor is to put another ``Storage`` there, so the identity of ``tensors`` and the
+``_version`` of each inner tensor tell whether anything has been exchanged or written.
+"""
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fp4adam.tensors.blocks import flat_shape
+
+if TYPE_CHECKING:
+    from fp4adam.tensors.quantizer import Quantizer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Storage:
+    """The inner tensors of a quantized tensor; None for those that its format does not have.
+
+    Named as in Transformer Engine. Scales of square blocks are the same for both directions and are
+    kept once, one per block, in ``block_scale_inv``. The last two repeat the scales for GEMMs
+    alone, and are derived from those that everything else reads. It never changes, so which object
+    it is tells which tensors they are, also to who holds a weak reference alone.
+    """
+
+    rowwise_data: Tensor | None = None
+    rowwise_scale_inv: Tensor | None = None
+    columnwise_data: Tensor | None = None
+    columnwise_scale_inv: Tensor | None = None
+    block_scale_inv: Tensor | None = None
+    amax: Tensor | None = None
+    rowwise_gemm_scale_inv: Tensor | None = None
+    columnwise_gemm_scale_inv: Tensor | None = None
+
+    def existing(self) -> dict[str, Tensor]:
+        """The inner tensors that are not None, by name."""
+        inner = ((name, getattr(self, name)) for name in STORAGE_NAMES)
+        return {name: tensor for name, tensor in inner if tensor is not None}
+
+    @functools.cached_property
+    def present(self) -> tuple[Tensor, ...]:
+        """The inner tensors that are not None."""
+        return tuple(self.existing().values())
+
+
+STORAGE_NAMES = tuple(field.name for field in dataclasses.fields(Storage))
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalSpec:
+    """The tensor that a shard is a part of.
+
+    Attributes:
+        shape: Its shape.
+        quantizer: How it is quantized; a shard may do without what can be derived.
+        chunk: How much of the first dimension each shard holds; the last ones may hold less.
+    """
+
+    shape: tuple[int, ...]
+    quantizer: "Quantizer"
+    chunk: int
+
+    @functools.cached_property
+    def rows(self) -> int:
+        """Rows of the matrix that it is quantized as."""
+        return flat_shape(self.shape)[0]
+
+    @functools.cached_property
+    def chunk_rows(self) -> int:
+        """Rows of one shard."""
+        return self.chunk * (self.rows // self.shape[0]) if self.shape[0] else 0
+
+    @functools.cached_property
+    def is_cut(self) -> bool:
+        """Whether shards end within blocks, whose scales they have to agree on."""
+        return self.chunk_rows < self.rows and self.chunk_rows % self.quantizer.block_rows != 0
+
+    @functools.cached_property
+    def shares_scales(self) -> bool:
+        """Whether a shard cannot be quantized without knowing the others."""
+        return self.chunk_rows < self.rows and (self.is_cut or self.quantizer.scales_tensor)
+
+
+@dataclasses.dataclass(eq=False)
+class SharedStorage:
+    """What all tensors on the same inner tensors share.
+
+    Attributes:
+        tensors: The inner tensors; replaced as a whole when one of them is exchanged.
+        global_spec: The tensor that this is a shard of, or None.
+        rows: How many rows of the stored matrix are values; None for all of them.
+        first_row: Where these begin; None for a shard that has not been written yet.
+        pending: Rows that have been written and could not be quantized yet, because that takes all
+            rows of the tensor; plain, [rows, cols].
+        init_val: The value before quantization, if it was kept for the optimizer.
+        keeps_init_val: Whether the next value that is written is to become ``init_val``.
+        unsettled: Whether a shard may have been written since the ranks last agreed on its scales.
+        is_gathered: Whether FSDP2 has gathered it from shards, which are to be written instead.
+        name: Of the parameter in its model, for errors.
+        scale_group: The weights that it shares its amax with, a ``ScaleGroup``, or None.
+    """
+
+    tensors: Storage
+    global_spec: GlobalSpec | None = None
+    rows: int | None = None
+    first_row: int | None = 0
+    pending: Tensor | None = None
+    init_val: Tensor | None = None
+    keeps_init_val: bool = False
+    unsettled: bool = False
+    is_gathered: bool = False
+    name: str | None = None
+    scale_group: Any = None
+
+    # pickle, copy.deepcopy and asynchronous checkpoints copy by these two; the last one moves the
+    # tensors that it finds in containers to the CPU, which __deepcopy__ could not. Checkpoints hold
+    # no values before quantization: where they belong into a copy, the tensor adds them.
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {"init_val": None, "keeps_init_val": False, "is_gathered": False}
+        return {**vars(self), **kept, "tensors": self.tensors.existing()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**{**state, "tensors": Storage(**state["tensors"])})
+
+    @property
+    def rows_share_scales(self) -> bool:
+        """Whether all rows that are here are not enough to quantize them."""
+        if self.global_spec is not None:
+            return self.global_spec.shares_scales
+        return self.rows is not None  # a copy of rows that were cut off
+
+    def mark_written(self) -> None:
+        """Raise the version of every inner tensor, which kernels do not."""
+        torch.autograd.graph.increment_version(self.tensors.present)
+
+
+torch.serialization.add_safe_globals([SharedStorage, GlobalSpec])

@@ -1,0 +1,216 @@
+"""The identity of the storage and versions of inner tensors tell of every exchange and write."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp4adam import (
+    Float8BlockQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    PartialCast,
+    QuantizedTensor,
+    build_columnwise,
+    quantize_model,
+)
+from fp4adam.tensors import backend
+from fp4adam.tensors.storage import SharedStorage, Storage
+
+QUANTIZERS = {
+    "nvfp4": NVFP4Quantizer(optimize_for_gemm=True),
+    "mxfp8": MXFP8Quantizer(optimize_for_gemm=True),
+    "float8block": Float8BlockQuantizer(),
+}
+SHAPE = (64, 96)
+
+every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS.keys())
+
+
+@pytest.fixture(params=["operators", "kernels"])
+def path(request, monkeypatch, device) -> str:
+    """Who writes: torch, which raises versions itself, or kernels."""
+    kernels = request.param == "kernels"
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: kernels)
+    return device if kernels else "cpu"
+
+
+def randn(shape: tuple[int, ...] = SHAPE, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def versions(tensor: QuantizedTensor) -> dict[str, int]:
+    return {name: inner._version for name, inner in tensor.storage_tensors().items()}
+
+
+def through_pickle(value):
+    return pickle.loads(pickle.dumps(value))
+
+
+def through_file(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def cast_in_parts(tensor: QuantizedTensor) -> None:
+    x = randn(seed=1).flatten().to(tensor.device)
+    cast = PartialCast([tensor], [0], [x.numel()], [x.dtype])
+    cast.measure([x])
+    cast.write([x])
+
+
+WRITES = {
+    "quantize_": lambda t: t.quantize_(randn(seed=1)),
+    "copy_": lambda t: t.copy_(randn(seed=1)),
+    "copy_ bytes": lambda t: t.copy_(t.quantizer.quantize(randn(seed=1).to(t.device))),
+    "foreach": lambda t: torch._foreach_copy_([t], [randn(seed=1).to(t.device)]),
+    "normal_": lambda t: t.normal_(),
+    "init": lambda t: nn.init.zeros_(t),
+    "data": lambda t: setattr(t, "data", randn(seed=1)),
+    "load_state_dict": lambda t: holder(t).load_state_dict({"weight": randn(seed=1)}),
+    "partial cast": cast_in_parts,
+}
+
+
+def holder(tensor: QuantizedTensor) -> nn.Module:
+    module = nn.Module()
+    module.weight = nn.Parameter(tensor)
+    return module
+
+
+@every_quantizer
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+def test_every_write_raises_every_version(quantizer, write, path):
+    tensor = quantizer.quantize(randn().to(path))
+    storage, before, own = tensor._shared.tensors, versions(tensor), tensor._version
+    write(tensor)
+    assert tensor._shared.tensors is storage and tensor._version > own
+    after = versions(tensor)
+    assert all(after[name] > before[name] for name in before)
+
+
+@every_quantizer
+def test_rows_that_wait_count_when_they_are_written(quantizer, path):
+    tensor = quantizer.quantize(randn().to(path))
+    before = versions(tensor)
+    tensor[:32].copy_(randn((32, 96), seed=1))
+    written = versions(tensor)
+    assert all(written[name] > before[name] for name in before)
+    # To quantize them changes bytes once more.
+    tensor.flush()
+    flushed = versions(tensor)
+    assert all(flushed[name] > written[name] for name in before)
+    tensor.flush().dequantize()
+    assert versions(tensor) == flushed
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (32, 0)])
+@every_quantizer
+def test_writes_of_nothing_count(quantizer, shape):
+    tensor = quantizer.quantize(torch.zeros(shape))
+    before = versions(tensor)
+    tensor.quantize_(torch.zeros(shape))
+    after = versions(tensor)
+    assert before and all(after[name] > before[name] for name in before)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "float8block"])
+def test_columnwise_codes_that_are_built_count(name, path):
+    tensor = QUANTIZERS[name].quantize(randn().to(path))
+    before = versions(tensor)
+    build_columnwise([tensor])
+    changed = [name for name, version in versions(tensor).items() if version > before[name]]
+    assert changed == ["_columnwise_data"]
+
+
+def test_reading_is_no_write():
+    tensor = QUANTIZERS["nvfp4"].quantize(randn())
+    before, storage = versions(tensor), tensor._shared.tensors
+    (tensor.dequantize(), tensor.float(), tensor + 1, tensor.clone(), copy.deepcopy(tensor))
+    (tensor.split(16), tensor.pending_value(), tensor.get_high_precision_init_val())
+    tensor.copy_(tensor.detach())
+    assert versions(tensor) == before and tensor._shared.tensors is storage
+
+
+def test_plain_tensors_beside_quantized_ones_are_versioned():
+    quantized, plain = QUANTIZERS["nvfp4"].quantize(randn()), torch.zeros(3)
+    before = quantized._version, plain._version
+    torch._foreach_copy_([quantized, plain], [randn(seed=1), torch.ones(3)])
+    assert plain._version > before[1] and quantized._version > before[0]
+    assert torch.equal(plain, torch.ones(3))
+
+
+# Exchanges
+
+
+@every_quantizer
+def test_aliases_see_what_is_exchanged(quantizer):
+    param = nn.Parameter(quantizer.quantize(randn()))
+    aliases = [param.detach(), param.data, param[:32], holder(param).state_dict()["weight"]]
+    before = param._shared.tensors
+    param._rowwise_data = param._rowwise_data.clone()
+    assert param._shared.tensors is not before
+    for alias in aliases:
+        assert alias._shared is param._shared and alias._rowwise_data is param._rowwise_data
+    with pytest.raises(AttributeError):
+        param._shared.tensors.rowwise_data = None
+
+
+EXCHANGES = {
+    "half": lambda m: m.half(),
+    "to": lambda m: m.to("cpu", torch.bfloat16),
+    "data": lambda m: setattr(m.weight, "data", QUANTIZERS["nvfp4"].quantize(randn(seed=1))),
+    "swap": lambda m: torch.utils.swap_tensors(
+        m.weight, nn.Parameter(QUANTIZERS["nvfp4"].quantize(randn(seed=1)))
+    ),
+    "to_empty": lambda m: m.to_empty(device="cpu"),
+    "attribute": lambda m: setattr(m.weight, "_amax", m.weight._amax.clone()),
+}
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES.keys())
+def test_every_exchange_gives_another_storage(exchange):
+    module = holder(QUANTIZERS["nvfp4"].quantize(randn()))
+    param, before = module.weight, module.weight._shared.tensors
+    exchange(module)
+    assert module.weight is param and param._shared.tensors is not before
+    assert param._shared.tensors != before and param._shared.tensors == param._shared.tensors
+
+
+def test_storages_are_compared_by_identity():
+    a, b = (Storage(rowwise_data=torch.zeros(2, 2)) for _ in range(2))
+    assert a == a and a != b and len({a, b, a}) == 2
+    assert a.existing().keys() == {"rowwise_data"}
+    assert hash(SharedStorage(a)) != hash(SharedStorage(a))
+
+
+# Copies
+
+
+@pytest.mark.parametrize("copies", [copy.deepcopy, through_pickle, through_file])
+@every_quantizer
+def test_copies_of_aliases_are_aliases(quantizer, copies):
+    param = nn.Parameter(quantizer.quantize(randn()))
+    whole, alias = copies([param, param.detach()])
+    assert whole._shared is alias._shared is not param._shared
+    before = versions(alias)
+    whole.quantize_(randn(seed=1))
+    assert torch.equal(alias.dequantize(), whole.dequantize())
+    assert all(version > before[name] for name, version in versions(alias).items())
+    assert torch.equal(param.dequantize(), quantizer.quantize(randn()).dequantize())
+
+
+@pytest.mark.parametrize("copies", [copy.deepcopy, through_pickle, through_file])
+def test_parameters_alone_take_values_before_quantization_along(copies):
+    layer = quantize_model(nn.Linear(96, 64, bias=False), "nvfp4")
+    value = layer.weight.get_high_precision_init_val().clone()
+    assert torch.equal(copies(layer.weight).get_high_precision_init_val(), value)
+    both = copies([layer.weight, layer.weight.detach()])
+    assert torch.equal(both[1].get_high_precision_init_val(), value)
+    if copies is not copy.deepcopy:
+        assert copies(layer.weight.detach()).get_high_precision_init_val() is None
