@@ -1,4 +1,4 @@
-"""Random programs of what users do around an optimizer, beside an exact model of what has to happen.
+"""Random programs of what users do around an optimizer, beside a model of what has to happen.
 
 ``Training`` is a hypothesis state machine: each rule is something that a training script does.
 ``test_sequences.py`` runs a few programs, ``benchmarks/sequences.py`` thousands.
@@ -462,7 +462,7 @@ class Training(RuleBasedStateMachine):
         else:
             raise AssertionError("a sparse gradient was accepted")
         param.grad = good
-        self.bytes_are_those_of_the_last_write()
+        self.holds()
         self.optimizer.step()
         self.check_step(expected)
 
@@ -634,7 +634,7 @@ class Training(RuleBasedStateMachine):
         ]
 
     def checked_load(self, load: Callable[[], object]) -> None:
-        """load_state_dict() leaves values alone, but completes what came back through plain ones."""
+        """load_state_dict() leaves values alone; what came back through plain ones is completed."""
         self.note_bytes()
         load()
         for i, (_, param, record) in enumerate(self.members()):
@@ -809,17 +809,11 @@ class Training(RuleBasedStateMachine):
     # What is always true
 
     @invariant()
-    def bytes_are_those_of_the_last_write(self) -> None:
+    def holds(self) -> None:
         if self.model is None:
             return
         for i, param in enumerate(self.params):
             assert same_bits(stored(param), self.bytes[i]), f"parameter {i} was written silently"
-
-    @invariant()
-    def values_are_finite(self) -> None:
-        if self.model is None:
-            return
-        for i, param in enumerate(self.params):
             largest = value_of(param).abs().max().item()
             assert math.isfinite(largest), f"parameter {i} is not finite"
 
