@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import math
@@ -231,6 +232,25 @@ indices = st.integers(0, 5)
 absences = st.sets(indices, max_size=3)
 
 
+def action(**strategies: Any) -> Callable[[Callable], Callable]:
+    """A rule that can be left out, and is written down before it runs."""
+
+    def decorate(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def run(training: Training, **arguments: Any) -> None:
+            if function.__name__ in training.without:
+                return
+            training.counts["rules"] += 1
+            if training.trace is not None:
+                given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+                training.trace.append(f"state.{function.__name__}({given})")
+            function(training, **arguments)
+
+        return rule(**strategies)(run)
+
+    return decorate
+
+
 class Training(RuleBasedStateMachine):
     """A model, its optimizer, and what must be true of them.
 
@@ -239,8 +259,10 @@ class Training(RuleBasedStateMachine):
 
     device = "cpu"
     kernels = False
-    # Called with each program's lines before they run, where a crash would take them along.
-    trace: Callable[[str], object] | None = None
+    # Rules that do nothing, to see what else there is.
+    without: frozenset[str] = frozenset()
+    # Where the lines of the program that runs are written before they run, or None.
+    trace: Any = None
     counts = {"programs": 0, "rules": 0, "steps": 0}
 
     def __init__(self) -> None:
@@ -248,6 +270,8 @@ class Training(RuleBasedStateMachine):
         self.uses_kernels = backend.uses_kernels
         backend.uses_kernels = lambda device: self.kernels and device.type == self.device
         self.counts["programs"] += 1
+        if self.trace is not None:
+            self.trace.start()
         self.model: Any = None
 
     def teardown(self) -> None:
@@ -332,12 +356,13 @@ class Training(RuleBasedStateMachine):
                     found.append(join_master(now, rest.masked_fill(changed, 0)))
         return found
 
-    def looked(self) -> None:
-        """After something at which the optimizer may look at all parameters, and need not."""
+    def may_look(self, which: Callable[[Tensor], bool] = lambda param: True) -> None:
+        """Before something at which the optimizer may look at parameters, and need not."""
         for _, param, record in self.members():
-            record.allow([*self.starts(param, record)])
-            if param.dtype == torch.float32 and not isinstance(param, QuantizedTensor):
-                record.allow([None])
+            if which(param):
+                record.allow([*self.starts(param, record)])
+                if param.dtype == torch.float32 and not isinstance(param, QuantizedTensor):
+                    record.allow([None])
 
     def grads(self, seed: int, absent: set[int]) -> None:
         for i, param in enumerate(self.params):
@@ -346,11 +371,6 @@ class Training(RuleBasedStateMachine):
                 scale = 10.0 ** (seed % 3 - 1)
                 grad = random(tuple(param.shape), 100 * seed + i, self.device, scale)
                 param.grad = grad.to(param.dtype)
-
-    def log(self, what: str) -> None:
-        self.counts["rules"] += 1
-        if type(self).trace is not None:
-            type(self).trace(what)
 
     # Steps
 
@@ -365,13 +385,14 @@ class Training(RuleBasedStateMachine):
             if param.grad is None:
                 found.append(None)
                 continue
-            twins = []
+            twins: list[Twin] = []
             for start in self.starts(param, record):
                 moments = {name: x.clone() for name, x in record.twin.moments.items()}
                 twin = Twin(start.clone(), moments, record.twin.step)
                 twin.update(param.grad, group, grad_scale, clip)
                 twins.append(twin)
             found.append(twins)
+        self.may_look(lambda param: param.grad is None)
         return found
 
     def check_step(self, expected: list[list[Twin] | None]) -> None:
@@ -403,9 +424,6 @@ class Training(RuleBasedStateMachine):
                 assert same_bits(stored(param), self.bytes[i]), f"{name} moved with lr = 0"
             needs_none = param.dtype == torch.float32 and not isinstance(param, QuantizedTensor)
             record.twin, record.possible = twin, [None if needs_none else master]
-        for i, (_, param, record) in enumerate(self.members()):
-            if expected[i] is None:
-                record.allow([*self.starts(param, record)])
         self.note_bytes()
         self.check_copies()
 
@@ -421,17 +439,18 @@ class Training(RuleBasedStateMachine):
             assert not any(ref() is not None for ref in self.replaced), "replaced, but not freed"
             self.replaced = []
 
-    @rule(seed=seeds, absent=absences)
+    @action(seed=seeds, absent=absences)
     def step(self, seed: int, absent: set[int]) -> None:
-        self.log(f"step(seed={seed}, absent={absent})")
         self.grads(seed, absent)
         expected = self.expected()
         self.optimizer.step()
         self.check_step(expected)
 
-    @rule(seed=seeds, absent=absences, max_norm=st.sampled_from([0.1, 1e3]))
+    # Rules are drawn alike, and most of what users do is stepping.
+    step_again = step_once_more = step_on = step
+
+    @action(seed=seeds, absent=absences, max_norm=st.sampled_from([0.1, 1e3]))
     def clipped_step(self, seed: int, absent: set[int], max_norm: float) -> None:
-        self.log(f"clipped_step(seed={seed}, absent={absent}, max_norm={max_norm})")
         self.grads(seed, absent)
         clip = self.clip(max_norm)
         expected = self.expected(clip=clip)
@@ -444,10 +463,9 @@ class Training(RuleBasedStateMachine):
             return None
         return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
-    @rule(seed=seeds, index=indices)
+    @action(seed=seeds, index=indices)
     def refused_step(self, seed: int, index: int) -> None:
         """A clipped step with a bad gradient, and again with a good one."""
-        self.log(f"refused_step(seed={seed}, index={index})")
         self.grads(seed, set())
         param = self.params[index % len(self.params)]
         if param.grad is None:
@@ -466,12 +484,13 @@ class Training(RuleBasedStateMachine):
         self.optimizer.step()
         self.check_step(expected)
 
-    @rule(seed=seeds, absent=absences, overflow=st.booleans())
+    @action(seed=seeds, absent=absences, overflow=st.booleans())
     def scaled_step(self, seed: int, absent: set[int], overflow: bool) -> None:
-        self.log(f"scaled_step(seed={seed}, absent={absent}, overflow={overflow})")
         self.grads(seed, absent)
         scale = torch.full((), 4.0, device=self.device)
         expected = self.expected(grad_scale=scale)
+        if overflow:
+            self.may_look()
         self.optimizer.grad_scale = scale
         self.optimizer.found_inf = torch.full((), float(overflow), device=self.device)
         try:
@@ -479,17 +498,15 @@ class Training(RuleBasedStateMachine):
         finally:
             del self.optimizer.grad_scale, self.optimizer.found_inf
         if overflow:
-            self.looked()
             for _, param, record in self.members():
                 state = self.optimizer.state.get(param, {})
                 assert float(state.get("step", 0)) == record.twin.step, "an overflow was counted"
         else:
             self.check_step(expected)
 
-    @rule(seed=seeds, at=st.integers(0, 60))
+    @action(seed=seeds, at=st.integers(0, 60))
     def interrupted_step(self, seed: int, at: int) -> None:
         """Ctrl-C: what is there now is what training continues from."""
-        self.log(f"interrupted_step(seed={seed}, at={at})")
         self.grads(seed, set())
         expected = self.expected()
         interrupt = InterruptLaunches(at % 8) if self.kernels else InterruptOperators(at)
@@ -512,61 +529,53 @@ class Training(RuleBasedStateMachine):
         else:
             self.check_step(expected)
 
-    @rule(seed=seeds)
+    @action(seed=seeds)
     def step_of_another_optimizer(self, seed: int) -> None:
-        self.log(f"step_of_another_optimizer(seed={seed})")
         self.grads(seed, set())
         FP4Adam(self.params, lr=0.05).step()
         self.note_bytes()
 
     # Writes by others
 
-    @rule(how=st.sampled_from([*OVERWRITES]), index=indices, seed=seeds)
+    @action(how=st.sampled_from([*OVERWRITES]), index=indices, seed=seeds)
     def overwrite(self, how: str, index: int, seed: int) -> None:
-        self.log(f"overwrite(how={how!r}, index={index}, seed={seed})")
         with torch.no_grad():
             OVERWRITES[how](self.params[index % len(self.params)], seed)
         self.note_bytes()
 
-    @rule(seed=seeds)
+    @action(seed=seeds)
     def overwrite_all_by_foreach_copy(self, seed: int) -> None:
-        self.log(f"overwrite_all_by_foreach_copy(seed={seed})")
         with torch.no_grad():
             sources = [_values(param, seed).to(param.dtype) for param in self.params]
             torch._foreach_copy_(self.params, sources)
         self.note_bytes()
 
-    @rule(plain=st.booleans())
+    @action(plain=st.booleans())
     def save_model(self, plain: bool) -> None:
-        self.log(f"save_model(plain={plain})")
         model = use_plain_state_dict(copy.deepcopy(self.model)) if plain else self.model
         self.model_states = [*self.model_states[-1:], copy.deepcopy(model.state_dict())]
 
     @precondition(lambda self: self.model is not None and self.model_states)
-    @rule(index=st.integers(0, 1))
+    @action(index=st.integers(0, 1))
     def load_model(self, index: int) -> None:
-        self.log(f"load_model(index={index})")
         saved = self.model_states[index % len(self.model_states)]
         self.model.load_state_dict(saved, strict=False)
         self.note_bytes()
 
-    @rule()
+    @action()
     def load_own_plain_model_state(self) -> None:
-        self.log("load_own_plain_model_state()")
         plain = use_plain_state_dict(copy.deepcopy(self.model)).state_dict()
         self.model.load_state_dict(plain)
         self.note_bytes()
 
     # Moves
 
-    @rule(how=st.sampled_from([*MOVES]))
+    @action(how=st.sampled_from([*MOVES]))
     def move(self, how: str) -> None:
-        self.log(f"move(how={how!r})")
         MOVES[how](self.model)
 
-    @rule(how=st.sampled_from([*CASTS]))
+    @action(how=st.sampled_from([*CASTS]))
     def cast(self, how: str) -> None:
-        self.log(f"cast(how={how!r})")
         for param in self.params:
             param.grad = None
         CASTS[how](self.model)
@@ -574,10 +583,9 @@ class Training(RuleBasedStateMachine):
 
     # Copies, checkpoints
 
-    @rule()
+    @action()
     def ask(self) -> None:
         """state_dict() hands out the masters that parameters have, or their values."""
-        self.log("ask()")
         self.asked(self.optimizer.state_dict())
 
     def asked(self, saved: dict[str, Any]) -> None:
@@ -615,9 +623,8 @@ class Training(RuleBasedStateMachine):
         self.original = (self.model, self.optimizer), old, [t.clone() for t in old]
         self.model, self.optimizer = model, optimizer
 
-    @rule(pickled=st.booleans())
+    @action(pickled=st.booleans())
     def duplicate(self, pickled: bool) -> None:
-        self.log(f"duplicate(pickled={pickled})")
         pair = self.model, self.optimizer
         self.become(*(through_a_file(pair) if pickled else copy.deepcopy(pair)))
 
@@ -646,10 +653,9 @@ class Training(RuleBasedStateMachine):
             assert same_bits(now, before) or completed, f"load_state_dict() wrote parameter {i}"
         self.note_bytes()
 
-    @rule(model_first=st.booleans(), plain=st.booleans())
+    @action(model_first=st.booleans(), plain=st.booleans())
     def resume(self, model_first: bool, plain: bool) -> None:
         """In a new process: other weights first, then a checkpoint, in either order."""
-        self.log(f"resume(model_first={model_first}, plain={plain})")
         state = self.optimizer.state_dict()
         self.asked(state)
         source = use_plain_state_dict(copy.deepcopy(self.model)) if plain else self.model
@@ -671,20 +677,19 @@ class Training(RuleBasedStateMachine):
         if not self.has_exact_moments:
             self.ask()
 
-    @rule(compact=st.booleans())
+    @action(compact=st.booleans())
     def load_own_state(self, compact: bool) -> None:
-        self.log(f"load_own_state(compact={compact})")
-        saved = self.optimizer.compact_state_dict() if compact else self.optimizer.state_dict()
         if compact:
-            self.looked()
+            self.may_look()
+            saved = self.optimizer.compact_state_dict()
         else:
+            saved = self.optimizer.state_dict()
             self.asked(saved)
         self.checked_load(lambda: self.optimizer.load_state_dict(copy.deepcopy(saved)))
 
-    @rule(seed=seeds, steps=st.integers(1, 2), model_first=st.booleans())
+    @action(seed=seeds, steps=st.integers(1, 2), model_first=st.booleans())
     def train_by_adamw(self, seed: int, steps: int, model_first: bool) -> None:
         """The weights in high precision for a while, with torch's optimizer, and back."""
-        self.log(f"train_by_adamw(seed={seed}, steps={steps}, model_first={model_first})")
         for param in self.params:
             param.grad = None
         plain = {p: Parameter(p.detach().dequantize(p.dtype)) if isinstance(p, QuantizedTensor)
@@ -733,9 +738,8 @@ class Training(RuleBasedStateMachine):
     # The optimizer itself
 
     @precondition(lambda self: hasattr(FP4Adam, "reset_master_weights"))
-    @rule(index=st.none() | indices)
+    @action(index=st.none() | indices)
     def reset_master_weights(self, index: int | None) -> None:
-        self.log(f"reset_master_weights(index={index})")
         params = self.params
         chosen = params if index is None else [params[index % len(params)]]
         values = {}
@@ -749,16 +753,14 @@ class Training(RuleBasedStateMachine):
             if any(param is other for other in chosen):
                 record.possible = [None, values[param]]
 
-    @rule(index=indices)
+    @action(index=indices)
     def freeze_or_thaw(self, index: int) -> None:
-        self.log(f"freeze_or_thaw(index={index})")
         param = self.params[index % len(self.params)]
         param.requires_grad_(not param.requires_grad)
 
     @precondition(lambda self: self.model is not None and len(self.params) < 7)
-    @rule(kind=st.sampled_from(["narrow", "nvfp4"]))
+    @action(kind=st.sampled_from(["narrow", "nvfp4"]))
     def add_group(self, kind: str) -> None:
-        self.log(f"add_group(kind={kind!r})")
         n = len(self.params)
         value = random((16, 16), n, self.device)
         new = value.bfloat16() if kind == "narrow" else RECIPES["nvfp4"].quantize(value)
@@ -770,9 +772,8 @@ class Training(RuleBasedStateMachine):
     def params_of_model(self) -> dict[str, Parameter]:
         return dict(self.model.named_parameters())
 
-    @rule(index=indices)
+    @action(index=indices)
     def replace_parameter(self, index: int) -> None:
-        self.log(f"replace_parameter(index={index})")
         at = index % len(self.params)
         old = self.params[at]
         new = Parameter(old.detach().clone(), old.requires_grad)
@@ -786,20 +787,17 @@ class Training(RuleBasedStateMachine):
         self.records[at] = Record()
         self.replaced.append(weakref.ref(old))
 
-    @rule(lr=st.sampled_from([0.0, 1e-3, 3e-2]), group=st.integers(0, 1))
+    @action(lr=st.sampled_from([0.0, 1e-3, 3e-2]), group=st.integers(0, 1))
     def set_lr(self, lr: float, group: int) -> None:
-        self.log(f"set_lr(lr={lr}, group={group})")
         self.optimizer.param_groups[group]["lr"] = lr
 
-    @rule(set_to_none=st.booleans())
+    @action(set_to_none=st.booleans())
     def zero_grad(self, set_to_none: bool) -> None:
-        self.log(f"zero_grad(set_to_none={set_to_none})")
         self.optimizer.zero_grad(set_to_none)
 
     @precondition(lambda self: self.model is not None and self.has_exact_moments)
-    @rule(index=indices, name=st.sampled_from(["exp_avg", "exp_avg_sq"]))
+    @action(index=indices, name=st.sampled_from(["exp_avg", "exp_avg_sq"]))
     def replace_state(self, index: int, name: str) -> None:
-        self.log(f"replace_state(index={index}, name={name!r})")
         at = index % len(self.params)
         state = self.optimizer.state.get(self.params[at], {})
         if name in state:
