@@ -54,7 +54,7 @@ def pre_all_gather(
     shard: QuantizedTensor, mesh: DeviceMesh
 ) -> tuple[tuple[Tensor, ...], Gathering]:
     """The inner tensors to gather, of one size on every rank, and what comes of them."""
-    shared = shard._shared
+    shared = shard.flush()._shared
     spec = shared.global_spec
     if shared.unsettled and spec is not None and spec.shares_scales:
         settle_shard(shard, ShardInfo.in_mesh(mesh))
@@ -82,10 +82,6 @@ def _make_gathering(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
         # It is written with rows. A rank without any does not even know when others load theirs.
         has_idle_ranks = spec.rows <= (n_shards - 1) * spec.chunk_rows
         (inputs if has_idle_ranks else known)["amax"] = tensors.amax
-    if n_shards == 1:
-        # FSDP2 copies the first input, and hands over no other.
-        known |= {name: getattr(tensors, name) for name in [*inputs][1:]}
-        inputs = {name: inner for name, inner in inputs.items() if name not in known}
     return Gathering(tensors, tuple(inputs.values()), tuple(inputs), known)
 
 
@@ -112,19 +108,23 @@ def post_all_gather(
     Codes that can be derived are left to who wants them; scales for GEMMs are written, in a launch.
     With ``out``, a tensor from here, what is no view is filled in again.
     """
+    # On one rank, and for replicate(), FSDP2 copies the first input, and hands over no other.
+    n, own = len(all_gather_outputs), shard._shared.tensors
+    gathered, rest = metadata.names[:n], metadata.names[n:]
+    known = metadata.known | {name: getattr(own, name) for name in rest}
     if out is not None:
-        _fill_in_again(out, metadata.known)
+        _fill_in_again(out, known)
         return None
     spec = _global_spec(shard)
     parts = {
         name: _assemble(name, inner, spec)
-        for name, inner in zip(metadata.names, all_gather_outputs, strict=True)
+        for name, inner in zip(gathered, all_gather_outputs, strict=True)
     }
-    tensors = Storage(**{name: part.tensor for name, part in parts.items()}, **metadata.known)
+    tensors = Storage(**{name: part.tensor for name, part in parts.items()}, **known)
     filled = [part.tensor for part in parts.values() if part.refill is not None]
     tensor = type(shard)(spec.shape, param_dtype, spec.quantizer, tensors)
     if spec.quantizer.optimize_for_gemm:
-        gemm_scales = {name[1:]: pair.swizzled for name, pair in scales_of(tensor).items()}
+        gemm_scales = {name: pair.swizzled for name, pair in scales_of(tensor).items()}
         tensor._shared.tensors = dataclasses.replace(tensors, **gemm_scales)
         build_gemm_scales([tensor])
         filled += gemm_scales.values()

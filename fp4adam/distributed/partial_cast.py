@@ -1,118 +1,17 @@
 """Quantization of flat shards of weights, by ranks each of which has a part of the values."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from fp4adam.formats import minifloat, mxfp8, nvfp4
-from fp4adam.formats.float8_block import BLOCK as FLOAT8_BLOCK
-from fp4adam.formats.float8_block import Float8BlockQuantizer
-from fp4adam.formats.mxfp8 import MXFP8Quantizer
-from fp4adam.formats.nvfp4 import NVFP4Quantizer
-from fp4adam.tensors import backend, pieces
-from fp4adam.tensors.blocks import blocks_of, flat_shape, in_blocks, round_up
+from fp4adam.distributed.flat_shard import Out, Shard, as_pair
+from fp4adam.formats import minifloat
+from fp4adam.tensors import backend
+from fp4adam.tensors.blocks import blocks_of, in_blocks, round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES, Quantizer
+from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
 from fp4adam.tensors.swizzle import build_gemm_scales
-
-# Where codes are written in place of a weight: those of one direction, or rowwise and columnwise.
-Out = Tensor | tuple[Tensor | None, Tensor | None] | None
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardFormat:
-    """How a format is cast in shards.
-
-    Attributes:
-        name: Of the format.
-        block: Rows that a block, and so a strip, has at least.
-        bits: Of a code.
-        blocks: Shapes of the blocks by the direction that they are in; square ones are rowwise.
-    """
-
-    name: str
-    block: int
-    bits: int
-    blocks: dict[str, tuple[int, int]]
-
-    @property
-    def is_square(self) -> bool:
-        """Whether both directions have the same scales."""
-        return len(self.blocks) == 1
-
-
-def _square(name: str, block: int, bits: int) -> ShardFormat:
-    return ShardFormat(name, block, bits, {"rowwise": (block, block)})
-
-
-FORMATS: dict[type[Quantizer], ShardFormat] = {
-    NVFP4Quantizer: _square("nvfp4", nvfp4.BLOCK, 4),
-    Float8BlockQuantizer: _square("float8_block", FLOAT8_BLOCK, 8),
-    MXFP8Quantizer: ShardFormat(
-        "mxfp8", mxfp8.BLOCK, 8, {"rowwise": (1, mxfp8.BLOCK), "columnwise": (mxfp8.BLOCK, 1)}
-    ),
-}
-
-
-@dataclasses.dataclass
-class Shard:
-    """Elements [start, stop) of the row-major matrix of a weight.
-
-    ``dtype``: what values are rounded to first. ``amax``: float32 [1], or None but for NVFP4.
-    ``grids``: float32 amaxes of blocks by direction. Both are views.
-    """
-
-    weight: QuantizedTensor
-    start: int
-    stop: int
-    dtype: torch.dtype
-    format: ShardFormat
-    amax: Tensor | None = None
-    grids: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-
-    @property
-    def matrix_shape(self) -> tuple[int, int]:
-        """Rows and columns of the weight."""
-        return flat_shape(tuple(self.weight.shape))
-
-    @property
-    def blocks(self) -> dict[str, tuple[int, int]]:
-        """Shapes of blocks by direction that codes are written in."""
-        quantizer = self.weight.quantizer
-        return {usage: b for usage, b in self.format.blocks.items() if getattr(quantizer, usage)}
-
-    def grid_shape(self, usage: str) -> tuple[int, int]:
-        """Rows and columns of blocks."""
-        rows, cols = self.matrix_shape
-        height, width = self.format.blocks[usage]
-        return -(-rows // height), -(-cols // width)
-
-    def scale_inv(self, usage: str) -> Tensor:
-        """The tensor that scales are stored in, which may be larger than the grid."""
-        name = "_block_scale_inv" if self.format.is_square else f"_{usage}_scale_inv"
-        return getattr(self.weight, name)
-
-    def byte(self, element: int) -> int:
-        """Index of the byte that holds the code of an element."""
-        return element * self.format.bits // 8
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that codes of the shard lie in, in one direction."""
-        per_byte = 8 // self.format.bits
-        return -(-self.stop // per_byte) - self.start // per_byte if self.stop > self.start else 0
-
-    def targets(self, out: Out) -> dict[str, tuple[Tensor, int]]:
-        """By direction, the flat bytes that codes go to, and which byte of all is the first."""
-        given = dict(zip(("rowwise", "columnwise"), _as_pair(out), strict=True))
-        return {
-            usage: (getattr(self.weight, f"_{usage}_data").view(-1), 0)
-            if given[usage] is None
-            else (given[usage].view(-1), self.byte(self.start))
-            for usage in self.blocks
-        }
 
 
 class PartialCast:
@@ -177,7 +76,7 @@ class PartialCast:
         self._lay_out_amaxes()
 
     def _lay_out_amaxes(self) -> None:
-        of_tensors = [shard for shard in self._shards if shard.format.name == "nvfp4"]
+        of_tensors = [shard for shard in self._shards if shard.quantizer.scales_tensor]
         n = len(of_tensors)
         spans = []
         for shard in self._shards:
@@ -232,6 +131,8 @@ class PartialCast:
         self.check_values(values)
         outs = [None] * len(self._shards) if outs is None else outs
         self.check_outs(outs)
+        for shard in self._shards:
+            shard.weight.flush()  # else it would overwrite these values
         if backend.uses_kernels(self.device):
             from fp4adam.distributed import partial_cast_launch
 
@@ -287,18 +188,18 @@ class PartialCast:
             if out is None:
                 continue
             is_pair = isinstance(out, tuple | list)
-            if is_pair and (len(out) != 2 or (shard.format.is_square and out[1] is not None)):
+            if is_pair and (len(out) != 2 or (shard.quantizer.is_square and out[1] is not None)):
                 raise ValueError(
                     f"{name}[{i}] must be one tensor, or a pair (rowwise, columnwise) for MXFP8, "
                     f"got {len(out)} entries for {type(shard.weight).__name__}; columnwise codes "
                     "of other formats are built from the rowwise ones"
                 )
-            if not shard.format.is_square and not is_pair:
+            if not shard.quantizer.is_square and not is_pair:
                 raise ValueError(
                     f"{name}[{i}] must be a pair (rowwise, columnwise) for MXFP8, got "
                     f"{type(out).__name__}; both directions are quantized from the values"
                 )
-            for part in _as_pair(out):
+            for part in as_pair(out):
                 if part is not None and (
                     part.dtype != torch.uint8
                     or part.numel() != shard.nbytes
@@ -316,22 +217,17 @@ def check_weights(weights: Sequence[QuantizedTensor], name: str = "weights") -> 
     """Raise ValueError unless all can be cast in shards; ``name`` is what they are called."""
     for i, weight in enumerate(weights):
         kind = type(weight).__name__
-        if not isinstance(weight, QuantizedTensor) or type(weight.quantizer) not in FORMATS:
+        if not isinstance(weight, QuantizedTensor):
             raise ValueError(
                 f"{name}[{i}] must be an NVFP4, MXFP8 or Float8Block tensor, got a {kind}; "
                 "quantize_model makes parameters of these"
             )
-        quantizer = weight.quantizer
-        if not getattr(quantizer, "two_dimensional", True):
+        # Parts that can be quantized on their own are those that can be cut off.
+        if not weight.quantizer.rows_per_entry:
             raise ValueError(
-                f"{name}[{i}] must have square blocks to be cast in shards, got a {kind} with "
-                "two_dimensional=False: its columnwise codes need whole columns; make it with "
-                f"{type(quantizer).__name__}(two_dimensional=True)"
-            )
-        if FORMATS[type(quantizer)].is_square and not quantizer.rowwise:
-            raise ValueError(
-                f"{name}[{i}] must have rowwise data to be cast in shards, got a {kind} with "
-                f"rowwise=False; make it with {type(quantizer).__name__}(rowwise=True)"
+                f"{name}[{i}] must have square blocks and rowwise data to be cast in shards, got a "
+                f"{kind} with {weight.quantizer}: its columnwise codes need whole columns; make it "
+                "with two_dimensional=True and rowwise=True"
             )
         if weight.device != weights[0].device:
             raise ValueError(
@@ -353,7 +249,7 @@ def _make_shard(
             f"dtypes[{i}] must be float32, bfloat16 or float16, got {dtype}; float32 leaves values "
             "as they are"
         )
-    return Shard(weight, start, start + size, dtype, FORMATS[type(weight.quantizer)])
+    return Shard(weight, start, start + size, dtype)
 
 
 def _describe(x: Tensor) -> str:
@@ -362,17 +258,13 @@ def _describe(x: Tensor) -> str:
     )
 
 
-def _as_pair(out: Out) -> tuple[Tensor | None, Tensor | None]:
-    return tuple(out) if isinstance(out, tuple | list) else (out, None)
-
-
 def _strips(shard: Shard, value: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
     """Float32 rows, whole blocks of them, that the shard has elements of; zeros for all others."""
     if shard.start == shard.stop:
         return
     rows, cols = shard.matrix_shape
-    block = shard.format.block
-    height = max(1, pieces.numel() // (block * cols)) * block
+    block = shard.quantizer.block_rows
+    height = max(1, backend.cpu_chunk_numel() // (block * cols)) * block
     first = shard.start // cols // block * block
     last = min(round_up(-(-shard.stop // cols), block), rows)
     for top in range(first, last, height):
@@ -397,13 +289,7 @@ def _measure(shard: Shard, value: Tensor | None) -> None:
 
 def _scales(shard: Shard, grid: Tensor) -> tuple[Tensor, Tensor]:
     """What is stored for blocks with the amaxes ``grid``, and the factors from values to codes."""
-    if shard.format.name == "nvfp4":
-        return nvfp4.block_scales(grid, shard.amax)
-    if shard.format.name == "mxfp8":
-        return mxfp8.block_scales(grid)
-    largest = torch.finfo(shard.dtype).max
-    factor = shard.weight.quantizer.encode_scale(grid, largest)
-    return 1.0 / factor, factor
+    return shard.quantizer.scales_of_blocks(grid, shard.amax, shard.dtype)
 
 
 def _write_scales(shard: Shard) -> None:
@@ -425,12 +311,11 @@ def _write_codes(
             _, factor = _scales(shard, shard.grids[usage][in_blocks(rows, block[0])])
             scaled = blocks_of(strip, block) * factor[:, None, :, None]
             target, first_byte = targets[usage]
-            if shard.format.bits == 4:
-                codes = minifloat.e2m1_code(scaled).view(-1)[start - top : stop - top]
+            codes = shard.quantizer.codes(scaled).flatten(2).flatten(0, 1)
+            codes = codes[: len(strip), :cols].reshape(-1)[start - top : stop - top]
+            if shard.quantizer.code_bits == 4:
                 _store_nibbles(codes, target, start - 2 * first_byte)
             else:
-                codes = minifloat.e4m3_code(scaled).flatten(2).flatten(0, 1)
-                codes = codes[: len(strip), :cols].reshape(-1)[start - top : stop - top]
                 target[start - first_byte : stop - first_byte] = codes
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp4adam.distributed.partial_cast import Out, Shard
+from fp4adam.distributed.flat_shard import Out, Shard
 from fp4adam.kernels import partial_cast
 from fp4adam.kernels.launch import tile_lists
 from fp4adam.kernels.launch.tile_lists import Region
@@ -56,15 +56,14 @@ def write(
 
 
 def _kind(shard: Shard, value_dtype: torch.dtype | None) -> _Kind:
-    quantizer = shard.weight.quantizer
+    quantizer = shard.quantizer
     return _Kind(
-        shard.format.name,
+        quantizer.name,
         value_dtype,
         shard.dtype,
         "rowwise" in shard.blocks,
         "columnwise" in shard.blocks,
-        getattr(quantizer, "force_pow_2_scales", False),
-        getattr(quantizer, "amax_epsilon", 0.0),
+        **quantizer.scale_options,
     )
 
 
@@ -119,7 +118,7 @@ def _tile(format: str) -> tuple[int, int]:
 def _regions(i: int, shard: Shard, row: dict[int, int]) -> tuple[list[Region], list[Region]]:
     """Regions that tiles fill without masks, and those that they do not."""
     _, cols = shard.matrix_shape
-    height, width = _tile(shard.format.name)
+    height, width = _tile(shard.quantizer.name)
     strip = height * cols
     top, bottom = shard.start // strip * height, -(-shard.stop // strip) * height
     inner_top, inner_bottom = -(-shard.start // strip) * height, shard.stop // strip * height

@@ -114,13 +114,13 @@ class AmaxExchange:
         self._group = group
         self._amaxes: list[Tensor] = []
         spans: list[tuple[int, int]] = []
-        mates: dict[Hashable, list[int]] = defaultdict(list)
+        peers: dict[Hashable, list[int]] = defaultdict(list)
         size = 0
         for spec, info, amax, grids, scales in shards:
             if spec.quantizer.scales_tensor:
                 self._amaxes.append(amax)
                 spans.append((size, size + 1))
-                mates[scales].append(size)
+                peers[scales].append(size)
                 size += 1
             first = info.number * spec.chunk_rows
             last = min(first + spec.chunk_rows, spec.rows) - 1
@@ -135,11 +135,11 @@ class AmaxExchange:
         self._buffer = torch.zeros(size, dtype=torch.float32, device=device)
         self._slots = [self._buffer[start:stop] for start, stop in spans]
         # Of tensors that share theirs: where it is, and those of all of them, one repeated.
-        shared = [slots for slots in mates.values() if len(slots) > 1]
+        shared = [slots for slots in peers.values() if len(slots) > 1]
         most = max(map(len, shared), default=0)
         rows = [slots + slots[:1] * (most - len(slots)) for slots in shared for _ in slots]
         self._shared = torch.tensor([*chain(*shared)], dtype=torch.int64, device=device)
-        self._mates = torch.tensor(rows, dtype=torch.int64, device=device)
+        self._peers = torch.tensor(rows, dtype=torch.int64, device=device)
 
     def largest(self) -> Tensor:
         """The largest of each amax, one after the other; valid until the next call."""
@@ -149,7 +149,7 @@ class AmaxExchange:
             torch._foreach_copy_(self._slots, self._amaxes)
         dist.all_reduce(self._buffer, dist.ReduceOp.MAX, self._group)
         if len(self._shared):
-            self._buffer[self._shared] = self._buffer[self._mates].amax(1)
+            self._buffer[self._shared] = self._buffer[self._peers].amax(1)
         return self._buffer
 
     def __call__(self) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from fp4adam.distributed.partial_cast import FORMATS, Out, PartialCast, check_weights
-from fp4adam.formats.mxfp8 import MXFP8Quantizer
+from fp4adam.distributed.flat_shard import Out
+from fp4adam.distributed.partial_cast import PartialCast, check_weights
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.transpose import build_columnwise, check_square
 
@@ -107,7 +107,7 @@ def _check_part(i: int, master: Tensor | None, start: int | None) -> None:
 
 
 def _drop_columnwise(weight: QuantizedTensor) -> None:
-    if FORMATS[type(weight.quantizer)].is_square and weight.quantizer.columnwise:
+    if weight.quantizer.is_square and weight.quantizer.columnwise:
         weight._columnwise_data = weight._columnwise_gemm_scale_inv = None
         weight.quantizer = dataclasses.replace(weight.quantizer, columnwise=False)
 
@@ -116,20 +116,22 @@ def post_all_gather_processing(model_weights: QuantizedTensor | Sequence[Quantiz
     """Bring columnwise codes up to date after rowwise ones have been gathered.
 
     Those of NVFP4 and Float8Block are transposed in place, a launch or two for all of them. MXFP8
-    has gathered its own, and tensors without columnwise usage have none to write.
+    has gathered its own, and tensors without columnwise codes have none to write.
 
     Args:
         model_weights: One tensor or a sequence, after :func:`quantize_master_weights`.
 
     Raises:
-        ValueError: If one is no NVFP4, MXFP8 or Float8Block tensor, or has columnwise codes that do
-            not follow from its rowwise ones (``two_dimensional=False``).
+        ValueError: If one is no quantized tensor, or has columnwise codes that do not follow from
+            its rowwise ones (``two_dimensional=False``).
     """
     weights = [model_weights] if isinstance(model_weights, Tensor) else list(model_weights)
     square = []
     for i, weight in enumerate(weights):
-        if isinstance(weight, QuantizedTensor) and type(weight.quantizer) is MXFP8Quantizer:
-            continue
+        if isinstance(weight, QuantizedTensor) and (
+            "columnwise_data" in weight.quantizer.rows_per_entry
+        ):
+            continue  # gathered like rowwise ones
         check_square(i, weight, "model_weights")
         square.append(weight)
     build_columnwise(square)

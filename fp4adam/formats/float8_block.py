@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,8 @@ from fp4adam.formats import minifloat
 from fp4adam.tensors import backend
 from fp4adam.tensors.blocks import blocks_of, in_blocks, round_up, strips
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import SquareBlockQuantizer, runs_eagerly
+from fp4adam.tensors.quantizer import SquareBlockQuantizer
+from fp4adam.tensors.storage import Storage
 
 BLOCK = 128
 
@@ -24,20 +26,6 @@ class Float8BlockTensor(QuantizedTensor):
     1x128 blocks: ``rowwise_scale_inv`` [ceil(cols / 128), rows to 4], ``columnwise_scale_inv``
     [ceil(rows / 128), cols to 4].
     """
-
-    @property
-    def rowwise_scale_inv(self) -> Tensor | None:
-        """Decode scales of ``rowwise_data``."""
-        if self.quantizer.two_dimensional and self.quantizer.rowwise:
-            return _pad_columns(self._block_scale_inv)
-        return self._rowwise_scale_inv
-
-    @property
-    def columnwise_scale_inv(self) -> Tensor | None:
-        """Decode scales of ``columnwise_data``."""
-        if self.quantizer.two_dimensional and self.quantizer.columnwise:
-            return _pad_columns(self._block_scale_inv.t())
-        return self._columnwise_scale_inv
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +48,9 @@ class Float8BlockQuantizer(SquareBlockQuantizer):
     amax_epsilon: float = 0.0
 
     tensor_class = Float8BlockTensor
+    name = "float8_block"
+    code_bits = 8
+    swizzles_scales = False
     block_rows = BLOCK
 
     def __post_init__(self) -> None:
@@ -88,37 +79,57 @@ class Float8BlockQuantizer(SquareBlockQuantizer):
                     layout[f"{usage}_scale_inv"] = (scale_shape, torch.float32)
         return layout
 
-    def write(self, x: Tensor, out: Float8BlockTensor) -> None:
+    @property
+    def scale_options(self) -> dict[str, Any]:
+        return dict(force_pow_2_scales=self.force_pow_2_scales, amax_epsilon=self.amax_epsilon)
+
+    def scale_extent(self, usage: str, rows: int, cols: int) -> tuple[int, int]:
+        along, across = (cols, rows) if usage == "rowwise" else (rows, cols)
+        return -(-along // BLOCK), across
+
+    def expand_grid(self, grid: Tensor) -> Tensor:
+        """Pad the last dimension to a multiple of 4."""
+        return torch.nn.functional.pad(grid, (0, -grid.shape[1] % 4))
+
+    def scales_of_blocks(
+        self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        factor = self.encode_scale(amaxes, torch.finfo(dtype).max)
+        return 1.0 / factor, factor
+
+    def codes(self, x: Tensor) -> Tensor:
+        return minifloat.e4m3_code(x)
+
+    def write(self, x: Tensor, out: Storage) -> None:
         if backend.uses_kernels(x.device):
             from fp4adam.kernels import float8_block
 
             return float8_block.quantize(
                 x,
-                rowwise_data=out._rowwise_data,
-                columnwise_data=out._columnwise_data,
-                rowwise_scale=out._block_scale_inv
+                rowwise_data=out.rowwise_data,
+                columnwise_data=out.columnwise_data,
+                rowwise_scale=out.block_scale_inv
                 if self.two_dimensional
-                else out._rowwise_scale_inv,
-                columnwise_scale=out._columnwise_scale_inv,
+                else out.rowwise_scale_inv,
+                columnwise_scale=out.columnwise_scale_inv,
                 two_dimensional=self.two_dimensional,
-                force_pow_2_scales=self.force_pow_2_scales,
-                amax_epsilon=self.amax_epsilon,
+                **self.scale_options,
             )
         largest = torch.finfo(x.dtype).max
         for rows, strip in strips(x, BLOCK):
             blocks = in_blocks(rows, BLOCK)
             if self.two_dimensional:
-                codes, out._block_scale_inv[blocks] = self._encode(strip, (BLOCK, BLOCK), largest)
-            if out._rowwise_data is not None:
+                codes, out.block_scale_inv[blocks] = self._encode(strip, (BLOCK, BLOCK), largest)
+            if out.rowwise_data is not None:
                 if not self.two_dimensional:
                     codes, scale_inv = self._encode(strip, (1, BLOCK), largest)
-                    out._rowwise_scale_inv[:, rows] = scale_inv.t()
-                out._rowwise_data[rows] = codes
-            if out._columnwise_data is not None:
+                    out.rowwise_scale_inv[:, rows] = scale_inv.t()
+                out.rowwise_data[rows] = codes
+            if out.columnwise_data is not None:
                 if not self.two_dimensional:
                     codes, scale_inv = self._encode(strip, (BLOCK, 1), largest)
-                    out._columnwise_scale_inv[blocks, : x.shape[1]] = scale_inv
-                out._columnwise_data[:, rows] = codes.t()
+                    out.columnwise_scale_inv[blocks, : x.shape[1]] = scale_inv
+                out.columnwise_data[:, rows] = codes.t()
 
     def _encode(self, x: Tensor, block: tuple[int, int], largest: float) -> tuple[Tensor, Tensor]:
         """Codes [rows, cols] and decode scales, one per block, of float32 rows."""
@@ -130,7 +141,7 @@ class Float8BlockQuantizer(SquareBlockQuantizer):
 
     def encode_scale(self, amax: Tensor, largest: float) -> Tensor:
         """Encode scales; ``largest`` is the largest finite value of the input's dtype."""
-        epsilon = torch.tensor(self.amax_epsilon, dtype=torch.float32, device="cpu")
+        epsilon = torch.tensor(self.amax_epsilon, dtype=torch.float32, device=amax.device)
         amax = torch.where(amax < epsilon, epsilon, amax)
         # A Python number over a tensor would be computed as number * (1 / tensor).
         scale = torch.full_like(amax, minifloat.E4M3_MAX) / amax
@@ -140,8 +151,8 @@ class Float8BlockQuantizer(SquareBlockQuantizer):
             scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
         return scale
 
-    def recode(self, x: Tensor, tensor: Float8BlockTensor) -> Tensor:
-        factor = 1.0 / tensor._block_scale_inv
+    def recode(self, x: Tensor, tensors: Storage) -> Tensor:
+        factor = 1.0 / tensors.block_scale_inv
         codes = minifloat.e4m3_code(blocks_of(x, (BLOCK, BLOCK)) * factor[:, None, :, None])
         return codes.flatten(2).flatten(0, 1)[: x.shape[0], : x.shape[1]]
 
@@ -149,15 +160,13 @@ class Float8BlockQuantizer(SquareBlockQuantizer):
     def recodes_exactly(self) -> bool:
         return self.force_pow_2_scales
 
-    def read(
-        self, tensor: Float8BlockTensor, dtype: torch.dtype, after: Tensor | None = None
-    ) -> Tensor:
-        transposed = tensor._rowwise_data is None
-        data = tensor._columnwise_data if transposed else tensor._rowwise_data
-        scale = tensor._columnwise_scale_inv if transposed else tensor._rowwise_scale_inv
+    def read(self, tensors: Storage, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
+        transposed = tensors.rowwise_data is None
+        data = tensors.columnwise_data if transposed else tensors.rowwise_data
+        scale = tensors.columnwise_scale_inv if transposed else tensors.rowwise_scale_inv
         if self.two_dimensional:
-            scale = tensor._block_scale_inv
-        decode = _decode if runs_eagerly(data) else _dequantize
+            scale = tensors.block_scale_inv
+        decode = _decode if backend.runs_eagerly(data) else _dequantize
         return decode(data, scale, self.two_dimensional, transposed, dtype, after)
 
 
@@ -204,11 +213,6 @@ def _(
 ) -> Tensor:
     rows, cols = data.shape
     return data.new_empty((cols, rows) if transposed else (rows, cols), dtype=dtype)
-
-
-def _pad_columns(grid: Tensor) -> Tensor:
-    """Pad the last dimension to a multiple of 4."""
-    return torch.nn.functional.pad(grid, (0, -grid.shape[1] % 4))
 
 
 torch.serialization.add_safe_globals([Float8BlockTensor, Float8BlockQuantizer])

@@ -7,7 +7,7 @@ Source: OCP Microscaling Formats (MX) v1.0, sections 5.3 and 5.4.
 import torch
 from torch import Tensor
 
-from fp4adam.tensors import pieces
+from fp4adam.tensors import backend
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
@@ -70,7 +70,7 @@ def e4m3_value(code: Tensor) -> Tensor:
 
 def _look_up(table: Tensor, code: Tensor) -> Tensor:
     values = torch.empty(code.shape, dtype=table.dtype, device=code.device)
-    rows = max(1, pieces.numel() // max(1, code.shape[-1]))
+    rows = max(1, backend.cpu_chunk_numel() // max(1, code.shape[-1]))
     # In pieces for the sake of the index, which is wider than all else.
     for value, index in zip(values.split(rows), code.split(rows), strict=True):
         torch.gather(table.expand(len(index), -1), -1, index.long(), out=value)

@@ -9,7 +9,8 @@ from fp4adam.formats import minifloat
 from fp4adam.tensors import backend
 from fp4adam.tensors.blocks import blocks_of, in_blocks, round_up, strips
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import Quantizer, runs_eagerly
+from fp4adam.tensors.quantizer import Quantizer
+from fp4adam.tensors.storage import Storage
 
 BLOCK = 32
 
@@ -41,6 +42,8 @@ class MXFP8Quantizer(Quantizer):
     """
 
     tensor_class = MXFP8Tensor
+    name = "mxfp8"
+    code_bits = 8
     block_rows = BLOCK
 
     @property
@@ -72,36 +75,51 @@ class MXFP8Quantizer(Quantizer):
                     layout[f"{usage}_gemm_scale_inv"] = (scale_shape, byte)
         return layout
 
-    def write(self, x: Tensor, out: MXFP8Tensor) -> None:
+    def scale_extent(self, usage: str, rows: int, cols: int) -> tuple[int, int]:
+        return (rows, cols // BLOCK) if usage == "rowwise" else (rows // BLOCK, cols)
+
+    def gemm_scale_rows(self, tensors: Storage, usage: str) -> tuple[Tensor, int]:
+        scale = self.scale_inv(tensors, usage)
+        return scale if usage == "rowwise" else scale.t(), 1
+
+    def scales_of_blocks(
+        self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        return block_scales(amaxes)
+
+    def codes(self, x: Tensor) -> Tensor:
+        return minifloat.e4m3_code(x)
+
+    def write(self, x: Tensor, out: Storage) -> None:
         if backend.uses_kernels(x.device):
             from fp4adam.kernels import mxfp8
 
             return mxfp8.quantize(
                 x,
-                rowwise_data=out._rowwise_data,
-                columnwise_data=out._columnwise_data,
-                rowwise_scale=out._rowwise_scale_inv,
-                columnwise_scale=out._columnwise_scale_inv,
+                rowwise_data=out.rowwise_data,
+                columnwise_data=out.columnwise_data,
+                rowwise_scale=out.rowwise_scale_inv,
+                columnwise_scale=out.columnwise_scale_inv,
             )
         for rows, strip in strips(x, BLOCK):
-            if out._rowwise_data is not None:
-                out._rowwise_data[rows], scale = _encode(strip, (1, BLOCK))
-                out._rowwise_scale_inv[rows, : scale.shape[1]] = scale
-            if out._columnwise_data is not None:
-                out._columnwise_data[rows], scale = _encode(strip, (BLOCK, 1))
-                out._columnwise_scale_inv[in_blocks(rows, BLOCK), : scale.shape[1]] = scale
+            if out.rowwise_data is not None:
+                out.rowwise_data[rows], scale = _encode(strip, (1, BLOCK))
+                out.rowwise_scale_inv[rows, : scale.shape[1]] = scale
+            if out.columnwise_data is not None:
+                out.columnwise_data[rows], scale = _encode(strip, (BLOCK, 1))
+                out.columnwise_scale_inv[in_blocks(rows, BLOCK), : scale.shape[1]] = scale
 
-    def recode(self, x: Tensor, tensor: MXFP8Tensor) -> Tensor:
+    def recode(self, x: Tensor, tensors: Storage) -> Tensor:
         blocks = blocks_of(x, (1, BLOCK) if self.rowwise else (BLOCK, 1))
-        scale = tensor._rowwise_scale_inv if self.rowwise else tensor._columnwise_scale_inv
+        scale = tensors.rowwise_scale_inv if self.rowwise else tensors.columnwise_scale_inv
         factor = minifloat.e8m0_reciprocal(scale[: blocks.shape[0], : blocks.shape[2]])
         return minifloat.e4m3_code(blocks * factor[:, None, :, None]).view(x.shape)
 
-    def read(self, tensor: MXFP8Tensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
-        rowwise = tensor._rowwise_data is not None
-        data = tensor._rowwise_data if rowwise else tensor._columnwise_data
-        scale = tensor._rowwise_scale_inv if rowwise else tensor._columnwise_scale_inv
-        decode = _decode if runs_eagerly(data) else _dequantize
+    def read(self, tensors: Storage, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
+        rowwise = tensors.rowwise_data is not None
+        data = tensors.rowwise_data if rowwise else tensors.columnwise_data
+        scale = tensors.rowwise_scale_inv if rowwise else tensors.columnwise_scale_inv
+        decode = _decode if backend.runs_eagerly(data) else _dequantize
         return decode(data, scale, rowwise, dtype, after)
 
 

@@ -9,7 +9,8 @@ from fp4adam.formats import minifloat
 from fp4adam.tensors import backend
 from fp4adam.tensors.blocks import blocks_of, in_blocks, round_up, strips
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import SquareBlockQuantizer, runs_eagerly
+from fp4adam.tensors.quantizer import SquareBlockQuantizer
+from fp4adam.tensors.storage import Storage
 
 BLOCK = 16
 # The largest code times the largest block scale: what the tensor's amax is mapped to.
@@ -29,26 +30,12 @@ class NVFP4Tensor(QuantizedTensor):
     @property
     def amax_rowwise(self) -> Tensor | None:
         """Largest magnitude of the quantized value, float32 [1], or None without rowwise usage."""
-        return self._amax if self.quantizer.rowwise else None
+        return self.flush()._amax if self.quantizer.rowwise else None
 
     @property
     def amax_columnwise(self) -> Tensor | None:
         """Equal to ``amax_rowwise``, or None without columnwise usage."""
-        return self._amax if self.quantizer.columnwise else None
-
-    @property
-    def rowwise_scale_inv(self) -> Tensor | None:
-        """E4M3 scales of ``rowwise_data``; square blocks repeat theirs on 16 rows."""
-        if self.quantizer.two_dimensional and self.quantizer.rowwise:
-            return _expand_block_scale(self._block_scale_inv)
-        return self._rowwise_scale_inv
-
-    @property
-    def columnwise_scale_inv(self) -> Tensor | None:
-        """E4M3 scales of ``columnwise_data``; square blocks repeat theirs on 16 rows."""
-        if self.quantizer.two_dimensional and self.quantizer.columnwise:
-            return _expand_block_scale(self._block_scale_inv.t())
-        return self._columnwise_scale_inv
+        return self.flush()._amax if self.quantizer.columnwise else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +57,11 @@ class NVFP4Quantizer(SquareBlockQuantizer):
     """
 
     tensor_class = NVFP4Tensor
+    name = "nvfp4"
+    code_bits = 4
     block_rows = BLOCK
     scales_tensor = True
+    rows_per_square = BLOCK
 
     def check_matrix(self, rows: int, cols: int) -> str | None:
         if rows % BLOCK or cols % BLOCK:
@@ -96,7 +86,6 @@ class NVFP4Quantizer(SquareBlockQuantizer):
         return layout
 
     def measure(self, x: Tensor, amax: Tensor) -> None:
-        """Overwrite ``amax``, float32 [1], with the largest magnitude in the contiguous matrix."""
         if backend.uses_kernels(x.device):
             from fp4adam.kernels import nvfp4
 
@@ -104,56 +93,74 @@ class NVFP4Quantizer(SquareBlockQuantizer):
         else:
             amax.copy_(torch.stack([minifloat.amax(strip) for _, strip in strips(x, BLOCK)]).amax())
 
-    def write(self, x: Tensor, out: NVFP4Tensor, amax: Tensor | None = None) -> None:
+    def scale_extent(self, usage: str, rows: int, cols: int) -> tuple[int, int]:
+        return (rows, cols // BLOCK) if usage == "rowwise" else (cols, rows // BLOCK)
+
+    def expand_grid(self, grid: Tensor) -> Tensor:
+        """Repeat each block's scale on its 16 rows and pad as the GEMM expects."""
+        rows, cols = grid.shape[0] * BLOCK, grid.shape[1]
+        scale = grid.new_zeros(round_up(rows, 128), round_up(cols, 4))
+        scale[:rows, :cols] = grid.repeat_interleave(BLOCK, dim=0)
+        return scale
+
+    def scales_of_blocks(
+        self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        return block_scales(amaxes, tensor_amax)
+
+    def codes(self, x: Tensor) -> Tensor:
+        return minifloat.e2m1_code(x)
+
+    def write(self, x: Tensor, out: Storage, amax: Tensor | None = None) -> None:
         if amax is None:
-            self.measure(x, out._amax)
+            self.measure(x, out.amax)
         else:
-            out._amax.copy_(amax)
+            out.amax.copy_(amax)
         if backend.uses_kernels(x.device):
             from fp4adam.kernels import nvfp4
 
             return nvfp4.quantize(
                 x,
-                rowwise_data=out._rowwise_data,
-                columnwise_data=out._columnwise_data,
-                rowwise_scale=out._block_scale_inv
+                rowwise_data=out.rowwise_data,
+                columnwise_data=out.columnwise_data,
+                rowwise_scale=out.block_scale_inv
                 if self.two_dimensional
-                else out._rowwise_scale_inv,
-                columnwise_scale=out._columnwise_scale_inv,
-                amax=out._amax,
+                else out.rowwise_scale_inv,
+                columnwise_scale=out.columnwise_scale_inv,
+                amax=out.amax,
                 two_dimensional=self.two_dimensional,
             )
-        amax, cols = out._amax, x.shape[1]
+        amax, cols = out.amax, x.shape[1]
         for rows, strip in strips(x, BLOCK):
             blocks = in_blocks(rows, BLOCK)
             if self.two_dimensional:
-                codes, out._block_scale_inv[blocks] = _encode(strip, amax, (BLOCK, BLOCK))
-            if out._rowwise_data is not None:
+                codes, out.block_scale_inv[blocks] = _encode(strip, amax, (BLOCK, BLOCK))
+            if out.rowwise_data is not None:
                 if not self.two_dimensional:
                     codes, scale = _encode(strip, amax, (1, BLOCK))
-                    out._rowwise_scale_inv[rows, : cols // BLOCK] = scale
-                out._rowwise_data[rows] = minifloat.pack_e2m1(codes)
-            if out._columnwise_data is not None:
+                    out.rowwise_scale_inv[rows, : cols // BLOCK] = scale
+                out.rowwise_data[rows] = minifloat.pack_e2m1(codes)
+            if out.columnwise_data is not None:
                 if not self.two_dimensional:
                     codes, scale = _encode(strip, amax, (BLOCK, 1))
-                    out._columnwise_scale_inv[:cols, blocks] = scale.t()
+                    out.columnwise_scale_inv[:cols, blocks] = scale.t()
                 # Packing rows before transposing moves half the bytes.
                 packed = codes[0::2] | codes[1::2] << 4
-                out._columnwise_data[:, in_blocks(rows, 2)] = packed.t()
+                out.columnwise_data[:, in_blocks(rows, 2)] = packed.t()
 
-    def recode(self, x: Tensor, tensor: NVFP4Tensor) -> Tensor:
-        factor = _factors(tensor._block_scale_inv, tensor._amax)
+    def recode(self, x: Tensor, tensors: Storage) -> Tensor:
+        factor = _factors(tensors.block_scale_inv, tensors.amax)
         blocks = blocks_of(x, (BLOCK, BLOCK)) * factor[:, None, :, None]
         return minifloat.pack_e2m1(minifloat.e2m1_code(blocks).view(x.shape))
 
-    def read(self, tensor: NVFP4Tensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
-        transposed = tensor._rowwise_data is None
-        data = tensor._columnwise_data if transposed else tensor._rowwise_data
-        scale = tensor._columnwise_scale_inv if transposed else tensor._rowwise_scale_inv
+    def read(self, tensors: Storage, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
+        transposed = tensors.rowwise_data is None
+        data = tensors.columnwise_data if transposed else tensors.rowwise_data
+        scale = tensors.columnwise_scale_inv if transposed else tensors.rowwise_scale_inv
         if self.two_dimensional:
-            scale = tensor._block_scale_inv
-        decode = _decode if runs_eagerly(data) else _dequantize
-        return decode(data, scale, tensor._amax, self.two_dimensional, transposed, dtype, after)
+            scale = tensors.block_scale_inv
+        decode = _decode if backend.runs_eagerly(data) else _dequantize
+        return decode(data, scale, tensors.amax, self.two_dimensional, transposed, dtype, after)
 
 
 def _encode(x: Tensor, amax: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -231,14 +238,6 @@ def _(
 ) -> Tensor:
     rows, cols = data.shape[0], data.shape[1] * 2
     return data.new_empty((cols, rows) if transposed else (rows, cols), dtype=dtype)
-
-
-def _expand_block_scale(grid: Tensor) -> Tensor:
-    """Repeat each block's scale on its 16 rows and pad as the GEMM expects."""
-    rows, cols = grid.shape[0] * BLOCK, grid.shape[1]
-    scale = grid.new_zeros(round_up(rows, 128), round_up(cols, 4))
-    scale[:rows, :cols] = grid.repeat_interleave(BLOCK, dim=0)
-    return scale
 
 
 torch.serialization.add_safe_globals([NVFP4Tensor, NVFP4Quantizer])

@@ -12,9 +12,7 @@ from operator import is_
 import torch
 from torch import Tensor
 
-from fp4adam.formats.float8_block import Float8BlockQuantizer
-from fp4adam.formats.mxfp8 import MXFP8Quantizer
-from fp4adam.formats.nvfp4 import RANGE, NVFP4Quantizer
+from fp4adam.formats.nvfp4 import RANGE
 from fp4adam.interop.adapter import FIELDS, adapter_of, class_name, count_writes, memory
 from fp4adam.interop.strided_copy import StridedCopies
 from fp4adam.tensors.blocks import flat_shape
@@ -109,7 +107,7 @@ class BorrowedTensor:
                 continue
             name = f"{usage}_scale_inv"
             field = self._field(fields, name, grid.dtype)
-            repeats = quantizer.block_rows if isinstance(quantizer, NVFP4Quantizer) else 1
+            repeats = quantizer.rows_per_square
             rows, cols = blocks.shape[0] * repeats, blocks.shape[1]
             self._check(name, field, field.dim() == 2, "of two dimensions")
             self._check_extent(name, field, rows, cols)
@@ -127,7 +125,8 @@ class BorrowedTensor:
         """Scales of single rows or columns: those of the field, or some of its own."""
         field = self._field(fields, name, dtype)
         if field.dim() == 2:
-            rows, cols = _extent(quantizer, name, self._rows, self._cols)
+            usage = name.removesuffix("_scale_inv")
+            rows, cols = quantizer.scale_extent(usage, self._rows, self._cols)
             self._check_extent(name, field, rows, cols)
             if field.is_contiguous() and field.shape[1] == size[1] and _is_aligned(field):
                 return field
@@ -186,7 +185,8 @@ class BorrowedTensor:
             actual = getattr(self.tensor._shared.tensors, name)
             if name.endswith("wise_scale_inv"):
                 # What padding holds is up to the other package.
-                rows, cols = _extent(self.tensor.quantizer, name, self._rows, self._cols)
+                usage = name.removesuffix("_scale_inv")
+                rows, cols = self.tensor.quantizer.scale_extent(usage, self._rows, self._cols)
                 actual, inner = actual[:rows, :cols], inner[:rows, :cols]
             if not torch.equal(actual, inner):
                 return False
@@ -222,7 +222,7 @@ class BorrowedTensor:
         self.writes = count_writes(self.source, self._memory)
 
 
-class Publication:
+class ScaleWriteback:
     """Brings to sources what kernels have written to buffers of their tensors' own.
 
     Args:
@@ -242,17 +242,6 @@ class Publication:
         if self._scales:
             quotients = torch._foreach_div(self._amaxes, self._ranges)
             torch._foreach_copy_(self._scales, quotients)
-
-
-def _extent(quantizer: Quantizer, name: str, rows: int, cols: int) -> tuple[int, int]:
-    """Shape of the scales of single rows or columns without padding."""
-    block, is_rowwise = quantizer.block_rows, name.startswith("rowwise")
-    if isinstance(quantizer, MXFP8Quantizer):
-        return (rows, cols // block) if is_rowwise else (rows // block, cols)
-    along, across = (cols, rows) if is_rowwise else (rows, cols)
-    if isinstance(quantizer, Float8BlockQuantizer):
-        return -(-along // block), across
-    return across, along // block
 
 
 def _amax_of(per_tensor_scale: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from fp4adam.formats.nvfp4 import NVFP4Quantizer
 from fp4adam.nn import scaled_matmul
 from fp4adam.nn.kept_weights import keep
 from fp4adam.nn.scaled_matmul import Operand
+from fp4adam.tensors.backend import runs_eagerly
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import Quantizer, runs_eagerly
+from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.swizzle import unswizzle_groups
 from fp4adam.tensors.transpose import transposed_codes
 

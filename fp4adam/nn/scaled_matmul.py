@@ -21,9 +21,10 @@ from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
 from fp4adam.nn.kept_weights import keep
 from fp4adam.tensors import backend
+from fp4adam.tensors.backend import runs_eagerly
 from fp4adam.tensors.blocks import round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import Quantizer, check_dtype, runs_eagerly
+from fp4adam.tensors.quantizer import Quantizer, check_dtype
 from fp4adam.tensors.rows import is_all
 from fp4adam.tensors.swizzle import groups_shape, swizzle_groups, unswizzle_scales
 from fp4adam.tensors.transpose import transposed_codes

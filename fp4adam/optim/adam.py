@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.optim.memory_layout import memory_order
-from fp4adam.tensors import pieces
+from fp4adam.tensors import backend
 
 
 class Scalars(NamedTuple):
@@ -121,7 +121,7 @@ def adam_(
 def _cut(tensors: list[Tensor]) -> list[tuple[Tensor, ...]]:
     """Cut tensors of one shape alike into views for a CPU; only the last may be smaller."""
     value = tensors[0]
-    size = pieces.numel()
+    size = backend.cpu_chunk_numel()
     if not value.is_cpu or value.numel() <= size:
         return [tuple(tensors)]
     order = memory_order(value)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from fp4adam.distributed.collectives import guard_zero
 from fp4adam.distributed.dtensor import local
 from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.formats.scale_groups import (
@@ -85,6 +86,7 @@ class FP4Adam(FusedAdam):
                 f"quantize_from must be one of {', '.join(QUANTIZE_FROM)}, got {quantize_from!r}; "
                 "'master' keeps the most precision"
             )
+        guard_zero()
         self.quantize_from = quantize_from
         self.scale_groups = None
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **kwargs)

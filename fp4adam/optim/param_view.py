@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp4adam.distributed.dtensor import local
 from fp4adam.interop.adapter import is_foreign
-from fp4adam.interop.borrowed_tensor import BorrowedTensor, Publication
+from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback
 from fp4adam.optim.memory_note import WriteNote, storage_address, version
 from fp4adam.optim.state_codec import (
     FLOAT64,
@@ -182,7 +182,7 @@ class BorrowedView(ParamView):
 
     def write(self, master: Tensor) -> None:
         self.param.quantize_(master.to(self.write_dtype))
-        Publication([self.borrowed])()
+        ScaleWriteback([self.borrowed])()
         torch.autograd.graph.increment_version([self.borrowed.source])
 
     def free_initial_value(self, updates: bool) -> None:

@@ -13,7 +13,7 @@ from itertools import chain, compress, islice
 import torch
 from torch import Tensor
 
-from fp4adam.interop.borrowed_tensor import Publication
+from fp4adam.interop.borrowed_tensor import ScaleWriteback
 from fp4adam.optim.adam import adam_scalars
 from fp4adam.optim.launch_group import LaunchGroup, make_launches
 from fp4adam.optim.memory_note import WriteNote, version
@@ -75,7 +75,7 @@ class StepPlan:
         self._groups = [group for _, groups in self._parts for group in groups]
         launched = chain.from_iterable(group.members for group in self._groups)
         self.members = [*launched, *self._by_operators]
-        self._publish = Publication([])
+        self._publish = ScaleWriteback([])
         self._amaxes = SharedAmaxes(members, self._groups, read_grad)
         # What other ranks rely on is measured again if something else writes to the moments.
         self._bounded = [
@@ -183,7 +183,7 @@ class StepPlan:
             return
         self._present = present
         written = [m.borrowed for m in compress(self.members, present) if m.updates]
-        self._publish = Publication([borrowed for borrowed in written if borrowed is not None])
+        self._publish = ScaleWriteback([borrowed for borrowed in written if borrowed is not None])
         sizes = [sum(len(group.members) for group in groups) for _, groups in self._parts]
         rows = iter(self._counter.rows)
         self._rows_of_parts = [[*islice(rows, size)] for size in sizes]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp4adam.tensors import pieces
+from fp4adam.tensors import backend
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -21,7 +21,7 @@ def flat_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 def strips(x: Tensor, block: int) -> Iterator[tuple[slice, Tensor]]:
     """Cut a matrix into strips of whole blocks of ``block`` rows, as float32, that suit a cache."""
-    rows = max(1, pieces.numel() // (block * x.shape[1])) * block
+    rows = max(1, backend.cpu_chunk_numel() // (block * x.shape[1])) * block
     for start in range(0, x.shape[0], rows):
         span = slice(start, min(start + rows, x.shape[0]))
         yield span, x[span].float()

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fp4adam.tensors import rows
@@ -229,46 +228,6 @@ def _reads_as(tensor: QuantizedTensor, value: Tensor) -> bool:
     bits = torch.int32 if value.dtype == torch.float32 else torch.int16
     values = value.detach().to(tensor.device).contiguous(), tensor.detach()._read(value.dtype)
     return torch.equal(*(x.view(bits) for x in values))
-
-
-# Full state dicts are spread over the ranks as values; where they come from, bytes stay.
-@implements_operator(torch.ops.c10d.broadcast_.default)
-def _broadcast_(
-    func: Callable, outs: list[Tensor], group: Any, root: int, *args: Any
-) -> tuple[list[Tensor], Any]:
-    values = _values(outs)
-    work = _run_collective(func, values, group, root, *args)
-    if dist.ProcessGroup.unbox(group).rank() != root:
-        torch._foreach_copy_(outs, values)
-    return outs, work
-
-
-@implements_operator(torch.ops.c10d.scatter_.default)
-def _scatter_(
-    func: Callable, outs: list[Tensor], parts: list[list[Tensor]], group: Any, root: int, *args: Any
-) -> tuple[list[Tensor], Any]:
-    values, rank = _values(outs), dist.ProcessGroup.unbox(group).rank()
-    work = _run_collective(func, values, [*map(_values, parts)], group, root, *args)
-    torch._foreach_copy_(outs, [own[rank] for own in parts] if rank == root else values)
-    return outs, work
-
-
-def _run_collective(func: Callable, *args: Any) -> Any:
-    """Run an operator of c10d, wait for what it writes, and return its work.
-
-    Always as an asynchronous one: for others NCCL returns a null pointer that cannot be waited for.
-    """
-    parameters = func._schema.arguments
-    given = {parameter.name: value for parameter, value in zip(parameters, args, strict=False)}
-    # Its name is another one in other versions of torch; it is the only flag.
-    (flag,) = (parameter.name for parameter in parameters if str(parameter.type) == "bool")
-    _, work = func(**given | {flag: True})
-    work.wait()
-    return work
-
-
-def _values(tensors: list[Tensor]) -> list[Tensor]:
-    return [t._read() if isinstance(t, QuantizedTensor) else t for t in tensors]
 
 
 @implements_operator(aten._foreach_copy_.default)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fp4adam.tensors import rows
+from fp4adam.tensors import rows, swizzle, transpose
 from fp4adam.tensors.quantizer import (
     HIGH_PRECISION_DTYPES,
     Operands,
@@ -99,7 +99,8 @@ class QuantizedTensor(torch.Tensor):
 
     def storage_tensors(self) -> dict[str, Tensor]:
         """The inner tensors that exist, by the names of the attributes that they can be read by."""
-        return {f"_{name}": inner for name, inner in self._shared.tensors.existing().items()}
+        existing = self.flush()._shared.tensors.existing()
+        return {f"_{name}": inner for name, inner in existing.items()}
 
     @property
     def rowwise_data(self) -> Tensor | None:
@@ -112,22 +113,23 @@ class QuantizedTensor(torch.Tensor):
 
         A tensor that FSDP2 has gathered derives them from the rowwise ones, if asked.
         """
-        data = self.flush()._columnwise_data
-        if data is None and self.quantizer.columnwise:
-            from fp4adam.tensors.transpose import derived_columnwise
-
-            data = derived_columnwise(self)
-        return data
+        tensors, quantizer = self.flush()._shared.tensors, self.quantizer
+        if tensors.columnwise_data is None and quantizer.columnwise:
+            return transpose.transposed_codes(tensors.rowwise_data, quantizer.code_bits)
+        return tensors.columnwise_data
 
     @property
     def rowwise_scale_inv(self) -> Tensor | None:
-        """Decode scales of ``rowwise_data`` in Transformer Engine's layout, padding zero."""
-        return self.flush()._rowwise_scale_inv
+        """Decode scales of ``rowwise_data`` in Transformer Engine's layout, padding zero.
+
+        Square blocks of NVFP4 repeat theirs on 16 rows.
+        """
+        return self.quantizer.scale_inv(self.flush()._shared.tensors, "rowwise")
 
     @property
     def columnwise_scale_inv(self) -> Tensor | None:
         """Decode scales of ``columnwise_data`` in Transformer Engine's layout, padding zero."""
-        return self.flush()._columnwise_scale_inv
+        return self.quantizer.scale_inv(self.flush()._shared.tensors, "columnwise")
 
     @property
     def rowwise_gemm_scale_inv(self) -> Tensor | None:
@@ -146,12 +148,13 @@ class QuantizedTensor(torch.Tensor):
         return self._gemm_scale_inv("columnwise")
 
     def _gemm_scale_inv(self, usage: str) -> Tensor | None:
-        stored = getattr(self.flush(), f"_{usage}_gemm_scale_inv")
+        tensors = self.flush()._shared.tensors
+        stored = getattr(tensors, f"{usage}_gemm_scale_inv")
         if stored is not None or not getattr(self.quantizer, usage):
             return stored
-        from fp4adam.tensors.swizzle import new_gemm_scale
-
-        return new_gemm_scale(self, usage)
+        if not self.quantizer.swizzles_scales:
+            return self.quantizer.scale_inv(tensors, usage)
+        return swizzle.new_gemm_scale(self, usage)
 
     @property
     def nbytes_stored(self) -> int:

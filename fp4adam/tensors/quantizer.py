@@ -1,7 +1,7 @@
 """What every block-scaled format has to say about itself, and what it can hold."""
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,11 +13,6 @@ if TYPE_CHECKING:
     from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def runs_eagerly(tensor: Tensor) -> bool:
-    """Whether nobody traces what is done to a tensor: then a function is as good as an operator."""
-    return type(tensor) is Tensor and not torch.compiler.is_compiling()
 
 
 class Operands(NamedTuple):
@@ -48,10 +43,18 @@ class Quantizer:
     )
 
     tensor_class: ClassVar[type["QuantizedTensor"]]
-    # Rows that a block spans.
+    # By which kernels that serve several formats know this one.
+    name: ClassVar[str]
+    # Of one code: 8, or 4, of which a byte holds two, the first one in its low nibble.
+    code_bits: ClassVar[int]
+    # Side of a square block, and length of one that is a part of a row or column.
     block_rows: ClassVar[int]
     # Whether one number scales the whole tensor.
     scales_tensor: ClassVar[bool] = False
+    # Whether GEMMs read scales in another order than that of ``rowwise_scale_inv``.
+    swizzles_scales: ClassVar[bool] = True
+    # Rows of ``rowwise_scale_inv`` that each row of square blocks has.
+    rows_per_square: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if not (self.rowwise or self.columnwise):
@@ -65,6 +68,22 @@ class Quantizer:
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each inner tensor of a [rows, cols] matrix."""
         raise NotImplementedError
+
+    @property
+    def is_square(self) -> bool:
+        """Whether blocks are square: columnwise codes then are the transposed rowwise ones."""
+        return False
+
+    @property
+    def block_shapes(self) -> dict[str, tuple[int, int]]:
+        """Shapes of blocks by the direction of their scales; those of squares are rowwise."""
+        shapes = {"rowwise": (1, self.block_rows), "columnwise": (self.block_rows, 1)}
+        return {usage: shape for usage, shape in shapes.items() if getattr(self, usage)}
+
+    @property
+    def scale_options(self) -> dict[str, Any]:
+        """How scales follow from amaxes, for kernels that serve several formats."""
+        return {"force_pow_2_scales": False, "amax_epsilon": 0.0}
 
     @property
     def rows_per_entry(self) -> dict[str, int]:
@@ -142,15 +161,50 @@ class Quantizer:
         check_tensor(x)
         return self.make_empty(x.shape, dtype=x.dtype, device=x.device).quantize_(x)
 
-    def write(self, x: Tensor, out: "QuantizedTensor") -> None:
-        """Quantize the contiguous matrix ``x`` into the storage of ``out``.
+    def scale_inv(self, tensors: Storage, usage: str) -> Tensor | None:
+        """Scales of a direction in Transformer Engine's layout, None without that direction."""
+        return getattr(tensors, f"{usage}_scale_inv")
+
+    def scale_extent(self, usage: str, rows: int, cols: int) -> tuple[int, int]:
+        """Shape of :meth:`scale_inv` without padding, for blocks that are not square."""
+        raise NotImplementedError
+
+    def gemm_scale_rows(self, tensors: Storage, usage: str) -> tuple[Tensor, int]:
+        """Scales of a direction as rows of an operand, [rows / n, blocks], and this n."""
+        return getattr(tensors, f"{usage}_scale_inv"), 1
+
+    def scales_of_blocks(
+        self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """What is stored for blocks, and the float32 factors from values to codes.
+
+        Args:
+            amaxes: float32, of each block.
+            tensor_amax: float32 [1], of the tensor, if the format ``scales_tensor``.
+            dtype: That the values have been rounded to.
+        """
+        raise NotImplementedError
+
+    def codes(self, x: Tensor) -> Tensor:
+        """The codes of float32 values that have been multiplied by their factors, one per byte."""
+        raise NotImplementedError
+
+    def measure(self, x: Tensor, amax: Tensor) -> None:
+        """Overwrite ``amax``, float32 [1], with the largest magnitude in the contiguous matrix.
+
+        Of formats that ``scales_tensor`` alone.
+        """
+        raise NotImplementedError
+
+    def write(self, x: Tensor, out: Storage) -> None:
+        """Quantize the contiguous matrix ``x`` into ``out``, but for scales in the GEMM's order.
 
         A format that ``scales_tensor`` takes an ``amax`` (float32 [1]) in place of that of ``x``.
         """
         raise NotImplementedError
 
-    def recode(self, x: Tensor, tensor: "QuantizedTensor") -> Tensor:
-        """The codes that the float32 matrix ``x`` has with the scales of ``tensor``.
+    def recode(self, x: Tensor, tensors: Storage) -> Tensor:
+        """The codes that the float32 matrix ``x`` has with the scales of ``tensors``.
 
         For tensors that rows can be cut off from, in the direction that :meth:`read` reads.
         """
@@ -161,10 +215,8 @@ class Quantizer:
         """Whether :meth:`recode` gives the codes of :meth:`write`, or may be off by one."""
         return True
 
-    def read(
-        self, tensor: "QuantizedTensor", dtype: torch.dtype, after: Tensor | None = None
-    ) -> Tensor:
-        """Decode ``tensor`` to a plain [rows, cols] matrix of ``dtype``.
+    def read(self, tensors: Storage, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
+        """Decode ``tensors`` to a plain [rows, cols] matrix of ``dtype``.
 
         ``after`` is never read: a graph of torch.compile just cannot decode before it exists.
         """
@@ -180,6 +232,32 @@ class SquareBlockQuantizer(Quantizer):
     """
 
     two_dimensional: bool = True
+
+    @property
+    def is_square(self) -> bool:
+        return self.two_dimensional
+
+    @property
+    def block_shapes(self) -> dict[str, tuple[int, int]]:
+        if self.two_dimensional:
+            return {"rowwise": (self.block_rows, self.block_rows)}
+        return super().block_shapes
+
+    def expand_grid(self, grid: Tensor) -> Tensor:
+        """Scales of square blocks, one each, in Transformer Engine's layout."""
+        raise NotImplementedError
+
+    def scale_inv(self, tensors: Storage, usage: str) -> Tensor | None:
+        if not (self.two_dimensional and getattr(self, usage)):
+            return super().scale_inv(tensors, usage)
+        grid = tensors.block_scale_inv
+        return self.expand_grid(grid if usage == "rowwise" else grid.t())
+
+    def gemm_scale_rows(self, tensors: Storage, usage: str) -> tuple[Tensor, int]:
+        if not self.two_dimensional:
+            return super().gemm_scale_rows(tensors, usage)
+        grid = tensors.block_scale_inv
+        return grid if usage == "rowwise" else grid.t(), self.block_rows
 
     @property
     def rows_per_entry(self) -> dict[str, int]:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from fp4adam.tensors.blocks import flat_shape, round_up
 from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
+from fp4adam.tensors.swizzle import build_gemm_scales
+from fp4adam.tensors.transpose import build_columnwise
 
 if TYPE_CHECKING:
     from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -93,7 +95,7 @@ def read(tensor: "QuantizedTensor", dtype: torch.dtype, after: Tensor | None = N
     if pending is not None:
         return rows_of(tensor, pending).to(dtype, copy=True)
     part, rows = own_blocks(tensor), matrix_shape(tensor)[0]
-    values = part.quantizer.read(part, dtype, after)
+    values = part.quantizer.read(part._shared.tensors, dtype, after)
     # In memory of its own, where that begins: it may become a state of a DTensor.
     return values if len(values) == rows else values[part._first_row :][:rows].clone()
 
@@ -184,18 +186,9 @@ def copy_bytes(tensor: "QuantizedTensor", source: "QuantizedTensor", non_blockin
 
 def _build_derived(tensor: "QuantizedTensor") -> None:
     """Write again what follows from the other inner tensors."""
-    from fp4adam.tensors.transpose import build_columnwise
-
-    if tensor.quantizer.with_compact_scales() != tensor.quantizer.without_derived():
+    if tensor.quantizer.is_square:
         build_columnwise([tensor])
-    _build_gemm_scales(tensor)
-
-
-def _build_gemm_scales(tensor: "QuantizedTensor") -> None:
-    if tensor.quantizer.optimize_for_gemm:
-        from fp4adam.tensors.swizzle import build_gemm_scales
-
-        build_gemm_scales([tensor])
+    build_gemm_scales([tensor])
 
 
 def is_of(tensor: "QuantizedTensor", value: Tensor) -> bool:
@@ -211,7 +204,7 @@ def is_of(tensor: "QuantizedTensor", value: Tensor) -> bool:
         shape = (stored_rows(part), cols)
         every_row = torch.zeros(shape, dtype=torch.float32, device=tensor.device)
         every_row[own] = matrix.view(rows, cols)
-        return part.quantizer.recode(every_row, part)[own].short()
+        return part.quantizer.recode(every_row, part._shared.tensors)[own].short()
 
     if pending is None:
         tensors = part._shared.tensors
@@ -240,12 +233,13 @@ def make_shard(
     if not quantizer.rows_per_entry:
         raise ValueError(
             f"{what} must have rowwise=True and two_dimensional=True to be sharded, got "
-            f"{spec.quantizer}; quantize it so, or leave it in high precision (filter=...)"
+            f"{spec.quantizer}; quantize it so, leave it in high precision (filter=...), or name "
+            "the dtype of plain zeros (dtype=...)"
         )
     if tuple(shape[1:]) != tuple(spec.shape[1:]):
         raise ValueError(
             f"{what} must be sharded along its first dimension, got shards {tuple(shape)} of "
-            f"{tuple(spec.shape)}; use Shard(0)"
+            f"{tuple(spec.shape)}; use Shard(0), or name the dtype of plain zeros (dtype=...)"
         )
     block, rows = quantizer.block_rows, math.prod(shape[:-1])
     if spec.is_cut:
@@ -311,5 +305,5 @@ def _quantize(tensor: "QuantizedTensor", matrix: Tensor, amax: Tensor | None = N
         storage = _stored_between(tensor, 0, rows)
         tensor = type(tensor)(tuple(matrix.shape), tensor.dtype, tensor.quantizer, storage)
     options = {} if amax is None else {"amax": amax}
-    tensor.quantizer.write(matrix.contiguous(), tensor, **options)
-    _build_gemm_scales(tensor)
+    tensor.quantizer.write(matrix.contiguous(), tensor._shared.tensors, **options)
+    build_gemm_scales([tensor])

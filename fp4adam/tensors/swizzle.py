@@ -6,19 +6,19 @@ tiles after the other. Byte (i, j) of a tile is at i % 32 * 16 + i // 32 * 4 + j
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4adam.formats.float8_block import Float8BlockTensor
-from fp4adam.formats.mxfp8 import MXFP8Tensor
 from fp4adam.kernels.launch import tile_lists
 from fp4adam.kernels.launch.tile_lists import Region
 from fp4adam.tensors import backend
 from fp4adam.tensors.blocks import round_up
-from fp4adam.tensors.quantized_tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 
 class Scales(NamedTuple):
@@ -102,7 +102,7 @@ def _check(name: str, i: int, tensor: Tensor, device: torch.device) -> None:
         )
 
 
-def build_gemm_scales(tensors: Sequence[QuantizedTensor]) -> None:
+def build_gemm_scales(tensors: Sequence["QuantizedTensor"]) -> None:
     """Overwrite the GEMM's scales of tensors that store them, from the others; storage stays.
 
     One launch per device.
@@ -115,31 +115,26 @@ def build_gemm_scales(tensors: Sequence[QuantizedTensor]) -> None:
         write_scales(pairs)
 
 
-def new_gemm_scale(tensor: QuantizedTensor, usage: str) -> Tensor:
-    """New scales for the GEMM in a direction that a tensor has; Float8Block needs no others."""
-    if isinstance(tensor, Float8BlockTensor):
-        return getattr(tensor, f"{usage}_scale_inv")
+def new_gemm_scale(tensor: "QuantizedTensor", usage: str) -> Tensor:
+    """New scales for the GEMM in a direction that a tensor has."""
     pair = _scales_in(tensor, usage)
     write_scales([pair])
     return pair.swizzled
 
 
-def scales_of(tensor: QuantizedTensor) -> dict[str, Scales]:
-    """The scales of an NVFP4 or MXFP8 tensor by the names of the inner tensors for the GEMM.
+def scales_of(tensor: "QuantizedTensor") -> dict[str, Scales]:
+    """The scales that GEMMs read swizzled, by the names of the inner tensors for the GEMM.
 
     Where it has no such inner tensor, ``swizzled`` is new and yet to be written.
     """
     usages = [usage for usage in ("rowwise", "columnwise") if getattr(tensor.quantizer, usage)]
-    return {f"_{usage}_gemm_scale_inv": _scales_in(tensor, usage) for usage in usages}
+    return {f"{usage}_gemm_scale_inv": _scales_in(tensor, usage) for usage in usages}
 
 
-def _scales_in(tensor: QuantizedTensor, usage: str) -> Scales:
-    is_square = tensor._block_scale_inv is not None
-    plain = tensor._block_scale_inv if is_square else getattr(tensor, f"_{usage}_scale_inv")
-    if usage == "columnwise" and (is_square or isinstance(tensor, MXFP8Tensor)):
-        plain = plain.t()
-    repeats = tensor.quantizer.block_rows if is_square else 1
-    stored = getattr(tensor, f"_{usage}_gemm_scale_inv")
+def _scales_in(tensor: "QuantizedTensor", usage: str) -> Scales:
+    tensors = tensor._shared.tensors
+    plain, repeats = tensor.quantizer.gemm_scale_rows(tensors, usage)
+    stored = getattr(tensors, f"{usage}_gemm_scale_inv")
     return Scales(plain, _room_for(plain, repeats) if stored is None else stored, repeats)
 
 

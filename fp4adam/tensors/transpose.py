@@ -1,49 +1,42 @@
 """Columnwise codes from rowwise ones, where blocks are square and both directions share scales."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fp4adam.formats.float8_block import Float8BlockQuantizer
-from fp4adam.formats.nvfp4 import NVFP4Quantizer
 from fp4adam.kernels.launch import tile_lists
 from fp4adam.kernels.launch.tile_lists import Region
-from fp4adam.tensors import backend, pieces
-from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import runs_eagerly
+from fp4adam.tensors import backend
 
-# Bits per code of the formats whose columnwise codes are the transposed rowwise ones.
-BITS = {NVFP4Quantizer: 4, Float8BlockQuantizer: 8}
+if TYPE_CHECKING:
+    from fp4adam.tensors.quantized_tensor import QuantizedTensor
+
 ALIGNMENT = 16  # bytes, and elements per row and column, of what is transposed in words
 
 
-def build_columnwise(tensors: Sequence[QuantizedTensor]) -> None:
-    """Overwrite columnwise codes of NVFP4 and Float8Block tensors by the transposed rowwise ones.
+def build_columnwise(tensors: Sequence["QuantizedTensor"]) -> None:
+    """Overwrite columnwise codes of tensors with square blocks by the transposed rowwise ones.
 
-    Storage stays where it is. Two launches at most per format and device, whatever the number of
-    tensors. Tensors without columnwise usage are left alone.
+    Storage stays where it is. Two launches at most per width of codes and device, whatever the
+    number of tensors. Tensors without columnwise codes are left alone.
 
     Raises:
-        ValueError: If a tensor with columnwise usage is of another format, has blocks of one
-            dimension, or no rowwise codes.
+        ValueError: If a tensor with columnwise usage has no square blocks, or no rowwise codes.
     """
     groups: dict[tuple[torch.device, int], list[tuple[Tensor, Tensor]]] = {}
+    written: list[Tensor] = []
     for i, tensor in enumerate(tensors):
         check_square(i, tensor)
-        if tensor.quantizer.columnwise:
-            codes = (tensor._rowwise_data, tensor._columnwise_data)
-            key = tensor.device, BITS[type(tensor.quantizer)]
+        if tensor.quantizer.columnwise and tensor._columnwise_data is not None:
+            codes = (tensor.flush()._rowwise_data, tensor._columnwise_data)
+            key = tensor.device, tensor.quantizer.code_bits
             groups.setdefault(key, []).append(codes)
+            written += tensor, codes[1]
     for (device, bits), pairs in groups.items():
         transpose_codes(pairs, bits, device)
-    written = [t for t in tensors if t.quantizer.columnwise]
-    torch.autograd.graph.increment_version([*written, *(t._columnwise_data for t in written)])
-
-
-def derived_columnwise(tensor: QuantizedTensor) -> Tensor:
-    """New columnwise codes of an NVFP4 or Float8Block tensor with square blocks."""
-    return transposed_codes(tensor._rowwise_data, BITS[type(tensor.quantizer)])
+    torch.autograd.graph.increment_version(written)
 
 
 def transposed_codes(codes: Tensor, bits: int) -> Tensor:
@@ -51,7 +44,7 @@ def transposed_codes(codes: Tensor, bits: int) -> Tensor:
 
     Or a stack of such matrices, each transposed, in one launch.
     """
-    return (_transposed if runs_eagerly(codes) else _transposed_op)(codes, bits)
+    return (_transposed if backend.runs_eagerly(codes) else _transposed_op)(codes, bits)
 
 
 def _transposed(codes: Tensor, bits: int) -> Tensor:
@@ -75,19 +68,20 @@ _transposed_op = torch.library.custom_op("fp4adam::transposed_codes", mutates_ar
 _transposed_op.register_fake(_room_for_transposed)
 
 
-def check_square(i: int, tensor: QuantizedTensor, name: str = "tensors") -> None:
+def check_square(i: int, tensor: "QuantizedTensor", name: str = "tensors") -> None:
     """Raise ValueError unless columnwise codes, if any, can be built from rowwise ones."""
     kind = type(tensor).__name__
     quantizer = getattr(tensor, "quantizer", None)
-    if type(quantizer) not in BITS:
+    if quantizer is None:
         raise ValueError(
-            f"{name}[{i}] must be an NVFP4 or Float8Block tensor to build columnwise data from "
-            f"rowwise data, got a {kind}; quantize both directions from the values"
+            f"{name}[{i}] must be a quantized tensor to build columnwise data from rowwise data, "
+            f"got a {kind}; quantize_model makes parameters of these"
         )
-    if quantizer.columnwise and not (quantizer.two_dimensional and quantizer.rowwise):
+    if quantizer.columnwise and not (quantizer.is_square and quantizer.rowwise):
         raise ValueError(
             f"{name}[{i}] must have square blocks and rowwise data to build columnwise data from, "
-            f"got a {kind} with {quantizer}; make it with two_dimensional=True, rowwise=True"
+            f"got a {kind} with {quantizer}; make it with two_dimensional=True and rowwise=True if "
+            "its format has square blocks, else quantize both directions from the values"
         )
 
 
@@ -131,7 +125,7 @@ def _transpose(source: Tensor, target: Tensor, bits: int) -> None:
     if bits == 8:
         target.copy_(source.t())
         return
-    height = max(1, pieces.numel() // max(1, 2 * source.shape[1])) * 2
+    height = max(1, backend.cpu_chunk_numel() // max(1, 2 * source.shape[1])) * 2
     for top in range(0, len(source), height):
         rows = source[top : top + height]
         even, odd = rows[0::2], rows[1::2]

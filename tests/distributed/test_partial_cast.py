@@ -19,7 +19,7 @@ from fp4adam import (
     Quantizer,
     build_columnwise,
 )
-from fp4adam.tensors import backend, pieces
+from fp4adam.tensors import backend
 from fp4adam.tensors.transpose import transpose_codes
 from golden_vectors import golden_cases, read_arrays, read_index, sha16
 from test_pieces import Allocations
@@ -248,7 +248,7 @@ def test_launches_do_not_grow_with_the_number_of_weights(n, monkeypatch):
 
 
 def test_pieces_of_a_shard_give_the_same_bytes(monkeypatch):
-    monkeypatch.setattr(pieces, "numel", lambda: 1000)
+    monkeypatch.setattr(backend, "cpu_chunk_numel", lambda: 1000)
     for quantizer, shape in (
         (NVFP4Quantizer(), (96, 48)),
         (MXFP8Quantizer(), (96, 64)),
@@ -263,7 +263,7 @@ def test_pieces_of_a_shard_give_the_same_bytes(monkeypatch):
 
 
 def test_a_cast_allocates_no_more_than_a_piece_needs(monkeypatch):
-    monkeypatch.setattr(pieces, "numel", lambda: 2**13)
+    monkeypatch.setattr(backend, "cpu_chunk_numel", lambda: 2**13)
     weight = NVFP4Quantizer().make_empty((256, 512))
     value = torch.ones(weight.numel() - 1)
     with Allocations() as allocations:
@@ -298,21 +298,21 @@ WEIGHT = NVFP4Quantizer().make_empty((32, 32))
             [0],
             [4],
             [torch.float32],
-            r"NVFP4Quantizer\(two_dimensional=True\)",
+            "must have square blocks .*; make it with two_dimensional=True",
         ),
         (
             [Float8BlockQuantizer(two_dimensional=False).make_empty((16, 16))],
             [0],
             [4],
             [torch.float32],
-            r"Float8BlockQuantizer\(two_dimensional=True\)",
+            "must have square blocks .*; make it with two_dimensional=True",
         ),
         (
             [NVFP4Quantizer(rowwise=False).make_empty((16, 16))],
             [0],
             [4],
             [torch.float32],
-            "must have rowwise data",
+            "and rowwise data to be cast .* and rowwise=True",
         ),
         (
             [WEIGHT, NVFP4Quantizer().make_empty((16, 16), device="meta")],
@@ -398,7 +398,7 @@ def test_columnwise_codes_are_built_in_place(quantizer, shape, path_device):
 @pytest.mark.parametrize(
     ("tensor", "match"),
     [
-        (torch.ones(4, 4), "must be an NVFP4 or Float8Block tensor"),
+        (torch.ones(4, 4), "must be a quantized tensor"),
         (MXFP8Quantizer().make_empty((32, 32)), "quantize both directions"),
         (NVFP4Quantizer(two_dimensional=False).make_empty((16, 16)), "must have square blocks"),
         (Float8BlockQuantizer(rowwise=False).make_empty((16, 16)), "rowwise data"),

@@ -9,7 +9,7 @@ from torch.optim import Adam, AdamW
 from fp4adam import FP4Adam, FusedAdam, NVFP4Quantizer
 from fp4adam.optim import adam, update_bound
 from fp4adam.optim.adam import adam_, adam_scalars
-from fp4adam.tensors import backend, pieces
+from fp4adam.tensors import backend
 
 OPTIONS = dict(
     lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, maximize=False,
@@ -32,7 +32,7 @@ def test_a_tensor_in_parts_gives_the_bits_of_the_whole(dtype, layouts, amsgrad, 
     moments = torch.zeros(3, *shape, dtype=torch.promote_types(dtype, torch.float32))
     results = []
     for size, names in ((1000, layouts), (2**40, ("contiguous",) * 5)):
-        monkeypatch.setattr(pieces, "numel", lambda size=size: size)
+        monkeypatch.setattr(backend, "cpu_chunk_numel", lambda size=size: size)
         tensors = [
             LAYOUTS[name](t.clone())
             for t, name in zip((value, grad, *moments), names, strict=False)

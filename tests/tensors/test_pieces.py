@@ -15,7 +15,7 @@ from fp4adam import (
     NVFP4Quantizer,
     QuantizedTensor,
 )
-from fp4adam.tensors import pieces
+from fp4adam.tensors import backend
 
 FORMATS = {
     "nvfp4_2d": NVFP4Quantizer(),
@@ -57,7 +57,7 @@ def matrix(rows: int, cols: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("format", [None, *FORMATS])
 def test_a_step_allocates_no_more_than_a_piece_needs(format, dtype, monkeypatch):
-    monkeypatch.setattr(pieces, "numel", lambda: PIECE)
+    monkeypatch.setattr(backend, "cpu_chunk_numel", lambda: PIECE)
     value = matrix(PIECE // 4, 64).to(dtype)  # sixteen pieces
     if format is not None:
         value = FORMATS[format].quantize(value)
@@ -73,7 +73,7 @@ def test_a_step_allocates_no_more_than_a_piece_needs(format, dtype, monkeypatch)
 
 @every_format
 def test_quantize_allocates_no_more_than_a_piece_needs(format, monkeypatch):
-    monkeypatch.setattr(pieces, "numel", lambda: PIECE)
+    monkeypatch.setattr(backend, "cpu_chunk_numel", lambda: PIECE)
     x = matrix(PIECE // 4, 64)
     tensor = FORMATS[format].quantize(x)
     with Allocations() as allocations:
@@ -90,7 +90,7 @@ def test_strips_give_the_bytes_of_the_whole(format, special, monkeypatch):
     x[40:60] *= 1e6
     tensors = []
     for size in (1, 20_000, 2**40):
-        monkeypatch.setattr(pieces, "numel", lambda size=size: size)
+        monkeypatch.setattr(backend, "cpu_chunk_numel", lambda size=size: size)
         tensor = FORMATS[format].quantize(x)
         tensors.append([*tensor.storage_tensors().values(), tensor.dequantize()])
     for other in tensors[:2]:

@@ -1,0 +1,295 @@
+"""Collectives that make a quantized tensor of one rank that of others, bit for bit.
+
+What is sent are its inner tensors as they are, and the value before quantization where the sender
+still has it: values that are decoded and quantized again need not give the same codes, and an
+optimizer that starts from them has other masters. Which of these are sent must be the same on every
+rank, and only the sender knows, so each call begins with a small all-reduce. It also tells every
+rank when formats differ. All ranks have to pass quantized tensors, as they have to pass tensors of
+the same size and dtype to any collective.
+
+A broadcast and an all-gather are of this kind. A scatter sends values: DTensor pads the parts that
+are shorter, which are plain then, and the other ranks do not know.
+"""
+
+import contextvars
+import functools
+import hashlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed._state_dict_utils as full_state_dicts
+from torch import Tensor
+
+from fp4adam.tensors import row_window
+from fp4adam.tensors.quantized_tensor import QuantizedTensor, implements_operator
+from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
+
+# What the sender of a tensor says of its value before quantization: an index, or that there is
+# none yet that codes could be of.
+_INIT_DTYPES = (None, *HIGH_PRECISION_DTYPES)
+_UNSETTLED = len(_INIT_DTYPES)
+
+
+class _Slot(NamedTuple):
+    """One tensor that is sent: what this rank has of it, and whether it is the sender."""
+
+    tensor: Tensor
+    sends: bool
+
+
+def _agree(group: dist.ProcessGroup, slots: Sequence[_Slot]) -> list[torch.dtype | None]:
+    """The dtype of each sender's value before quantization, None where it has none.
+
+    Raises:
+        RuntimeError: On every rank, if the ranks have different formats, or a sender has no codes.
+    """
+    told = [
+        (_state_of(slot.tensor) if slot.sends else 0, look := _look_of(slot.tensor), -look)
+        for slot in slots
+    ]
+    table = torch.tensor(told, dtype=torch.int64, device=slots[0].tensor.device)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    group.allreduce([table], options).wait()
+    found = table.tolist()
+    for slot, (state, most, least) in zip(slots, found, strict=True):
+        if most != -least:
+            raise RuntimeError(
+                "a quantized tensor must have the same shape, dtype and quantizer on all ranks of "
+                f"a collective, got {_name_of(slot.tensor)} on rank {group.rank()} and another one "
+                "elsewhere; quantize the model alike on all ranks"
+            )
+        if state == _UNSETTLED:
+            raise RuntimeError(
+                f"a {type(slot.tensor).__name__} must have been quantized to be sent, got one of "
+                f"shape {tuple(slot.tensor.shape)} that waits for other ranks or rows; run a "
+                "forward pass or a step first"
+            )
+    return [_INIT_DTYPES[state] for state, *_ in found]
+
+
+def _name_of(tensor: Tensor) -> str:
+    kind = tensor.quantizer if isinstance(tensor, QuantizedTensor) else "plain values"
+    return f"{kind} of shape {tuple(tensor.shape)} in {tensor.dtype}"
+
+
+def _state_of(tensor: Tensor) -> int:
+    if not isinstance(tensor, QuantizedTensor):
+        return 0
+    if tensor.pending_value() is not None:
+        return _UNSETTLED
+    value = tensor.get_high_precision_init_val() if row_window.is_all(tensor) else None
+    return 0 if value is None else _INIT_DTYPES.index(value.dtype)
+
+
+def _look_of(tensor: Tensor) -> int:
+    """A number for all that has to be equal, the same in every process."""
+    look = [_name_of(tensor)]
+    if isinstance(tensor, QuantizedTensor):
+        part = row_window.own_blocks(tensor)
+        inner = [(name, x.shape, x.dtype) for name, x in part.storage_tensors().items()]
+        look += [type(part).__name__, part.quantizer, part._first_row, inner]
+    return int.from_bytes(hashlib.blake2b(repr(look).encode(), digest_size=7).digest(), "big")
+
+
+def _parts_of(tensor: QuantizedTensor, init_dtype: torch.dtype | None) -> list[Tensor]:
+    """What a sender sends."""
+    part = row_window.own_blocks(tensor.settled())
+    parts = [*part.storage_tensors().values()]
+    if init_dtype is not None:
+        value = tensor.get_high_precision_init_val()
+        parts.append(value.detach().to(tensor.device).reshape(tensor.shape))
+    # With versions of their own: what is sent has not been written to.
+    return [inner.data.contiguous() for inner in parts]
+
+
+class _Arrival:
+    """Memory for what one tensor receives.
+
+    Attributes:
+        parts: To be received, as :func:`_parts_of` has them on the sender.
+    """
+
+    def __init__(self, tensor: QuantizedTensor, init_dtype: torch.dtype | None) -> None:
+        self._tensor = tensor
+        self._received = tensor.detach()._map_storage(torch.empty_like)
+        self._init_val = None
+        self.parts = [*self._received.storage_tensors().values()]
+        if init_dtype is not None:
+            self._init_val = torch.empty(tensor.shape, dtype=init_dtype, device=tensor.device)
+            self.parts.append(self._init_val)
+
+    def take(self) -> None:
+        """Write what has arrived."""
+        self._tensor._write(self._received)
+        # By these optimizers notice; operators of c10d run below autograd, which would raise them.
+        torch.autograd.graph.increment_version([*self._tensor.storage_tensors().values()])
+        if row_window.is_all(self._tensor):
+            self._tensor._high_precision_init_val = self._init_val
+
+
+def _ends_of(
+    slots: Sequence[_Slot], dtypes: Sequence[torch.dtype | None]
+) -> tuple[list[Tensor], list[_Arrival]]:
+    """All parts of the slots on this rank, and the tensors that are received with them."""
+    parts, arrivals = [], []
+    for slot, dtype in zip(slots, dtypes, strict=True):
+        if not isinstance(slot.tensor, QuantizedTensor):
+            parts.append(slot.tensor)
+        elif slot.sends:
+            parts += _parts_of(slot.tensor, dtype)
+        else:
+            arrivals.append(_Arrival(slot.tensor, dtype))
+            parts += arrivals[-1].parts
+    return parts, arrivals
+
+
+def _send(group: Any, parts: Sequence[Tensor], root: int) -> Any:
+    """Broadcast each part, wait for it, and return the last work."""
+    for part in parts:
+        work = _run_collective(torch.ops.c10d.broadcast_.default, [part], group, root, 0, True, -1)
+    return work
+
+
+# dist.broadcast; ZeroRedundancyOptimizer does it with each parameter after a step.
+@implements_operator(torch.ops.c10d.broadcast_.default)
+def _broadcast_(
+    func: Callable, outs: list[Tensor], group: Any, root: int, *args: Any
+) -> tuple[list[Tensor], Any]:
+    if _receivers_are_plain.get():
+        return outs, _run_collective(func, _values(outs), group, root, *args)
+    process_group = dist.ProcessGroup.unbox(group)
+    slots = [_Slot(out, process_group.rank() == root) for out in outs]
+    parts, arrivals = _ends_of(slots, _agree(process_group, slots))
+    work = _send(group, parts, root)
+    for arrival in arrivals:
+        arrival.take()
+    return outs, work
+
+
+# dist.all_gather into quantized tensors; into plain ones go values.
+@implements_operator(torch.ops.c10d.allgather_.default)
+def _allgather_(
+    func: Callable, outs: list[list[Tensor]], inputs: list[Tensor], group: Any, *args: Any
+) -> tuple[list[list[Tensor]], Any]:
+    (own,), (received,) = inputs, outs
+    if not any(isinstance(out, QuantizedTensor) for out in received):
+        return outs, _run_collective(func, outs, _values(inputs), group, *args)
+    for out in received:
+        if not isinstance(out, QuantizedTensor) or _look_of(out) != _look_of(own):
+            raise TypeError(
+                "the list of an all-gather must have tensors like the own one, of type "
+                f"{type(own).__name__} and shape {tuple(own.shape)}, got a {type(out).__name__} of "
+                f"shape {tuple(out.shape)}; make it of torch.empty_like(tensor), or gather values"
+            )
+    process_group = dist.ProcessGroup.unbox(group)
+    slots = [_Slot(out, False) for out in received]
+    slots[process_group.rank()] = _Slot(own, True)
+    dtypes = _agree(process_group, slots)
+    for root, (slot, dtype) in enumerate(zip(slots, dtypes, strict=True)):
+        parts, arrivals = _ends_of([slot], [dtype])
+        work = _send(group, parts, root)
+        for arrival in arrivals:
+            arrival.take()
+    mine = received[process_group.rank()]
+    arrival = _Arrival(mine, dtypes[process_group.rank()])
+    torch._foreach_copy_(arrival.parts, _parts_of(own, dtypes[process_group.rank()]))
+    arrival.take()
+    return outs, work
+
+
+# DTensor spreads the parts of a tensor that one rank has.
+@implements_operator(torch.ops.c10d.scatter_.default)
+def _scatter_(
+    func: Callable, outs: list[Tensor], parts: list[list[Tensor]], group: Any, root: int, *args: Any
+) -> tuple[list[Tensor], Any]:
+    values, rank = _values(outs), dist.ProcessGroup.unbox(group).rank()
+    work = _run_collective(func, values, [*map(_values, parts)], group, root, *args)
+    torch._foreach_copy_(outs, [own[rank] for own in parts] if rank == root else values)
+    return outs, work
+
+
+def _run_collective(func: Callable, *args: Any) -> Any:
+    """Run an operator of c10d, wait for what it writes, and return its work.
+
+    Always as an asynchronous one: for others NCCL returns a null pointer that cannot be waited for.
+    """
+    parameters = func._schema.arguments
+    given = {parameter.name: value for parameter, value in zip(parameters, args, strict=False)}
+    # Its name is another one in other versions of torch; it is the only flag.
+    (flag,) = (parameter.name for parameter in parameters if str(parameter.type) == "bool")
+    _, work = func(**given | {flag: True})
+    work.wait()
+    return work
+
+
+def _values(tensors: list[Tensor]) -> list[Tensor]:
+    return [t._read() if isinstance(t, QuantizedTensor) else t for t in tensors]
+
+
+# DistributedDataParallel makes all replicas equal to that of rank 0 when it is built. It hands all
+# parameters to a C++ function, which flattens and concatenates values before any operator of c10d
+# could tell whose they were, and copies them into the parameters of all ranks. There is no hook
+# between; but torch looks this function up by its name in torch.distributed at each call, so that
+# another one can hand it the inner tensors instead.
+_broadcast_coalesced_of_torch = dist._broadcast_coalesced
+
+
+@functools.wraps(_broadcast_coalesced_of_torch)
+def _broadcast_coalesced(
+    process_group: dist.ProcessGroup, tensors: Sequence[Tensor], buffer_size: int, src: int = 0
+) -> None:
+    if not any(isinstance(tensor, QuantizedTensor) for tensor in tensors):
+        return _broadcast_coalesced_of_torch(process_group, tensors, buffer_size, src)
+    slots = [_Slot(tensor, process_group.rank() == src) for tensor in tensors]
+    parts, arrivals = _ends_of(slots, _agree(process_group, slots))
+    _broadcast_coalesced_of_torch(process_group, parts, buffer_size, src)
+    for arrival in arrivals:
+        arrival.take()
+
+
+# With broadcast_from_rank0, torch.distributed.checkpoint broadcasts what rank 0 has, which may be
+# quantized, to ranks that have made a plain tensor of its nominal dtype for it.
+_broadcast_tensors_of_torch = full_state_dicts._broadcast_tensors
+_receivers_are_plain = contextvars.ContextVar("_receivers_are_plain", default=False)
+
+
+@functools.wraps(_broadcast_tensors_of_torch)
+def _broadcast_tensors(*args: Any, **kwargs: Any) -> None:
+    token = _receivers_are_plain.set(True)
+    try:
+        _broadcast_tensors_of_torch(*args, **kwargs)
+    finally:
+        _receivers_are_plain.reset(token)
+
+
+dist._broadcast_coalesced = _broadcast_coalesced
+full_state_dicts._broadcast_tensors = _broadcast_tensors
+
+
+def guard_zero() -> None:
+    """Make ZeroRedundancyOptimizer refuse quantized parameters in the mode that cannot have them.
+
+    Its module is slow to import and warns; it is there already if it makes an optimizer.
+    """
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is None:
+        return
+    build = module.ZeroRedundancyOptimizer._build_param_buckets
+    if hasattr(build, "__wrapped__"):
+        return
+
+    @functools.wraps(build)
+    def build_param_buckets(zero: Any) -> None:
+        params = [param for group in zero.param_groups for param in group["params"]]
+        if zero.parameters_as_bucket_view and any(isinstance(x, QuantizedTensor) for x in params):
+            raise ValueError(
+                "parameters_as_bucket_view must be False for quantized parameters, got True: they "
+                "cannot be views of a flat buffer; leave it out, each is broadcast as it is"
+            )
+        build(zero)
+
+    module.ZeroRedundancyOptimizer._build_param_buckets = build_param_buckets

@@ -1,0 +1,83 @@
+"""A flat part of a weight, as one rank of several has it, and where its codes and scales go."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from fp4adam.tensors.blocks import flat_shape
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.quantizer import Quantizer
+
+# Where codes are written in place of a weight: those of one direction, or rowwise and columnwise.
+Out = Tensor | tuple[Tensor | None, Tensor | None] | None
+
+
+@dataclasses.dataclass
+class Shard:
+    """Elements [start, stop) of the row-major matrix of a weight.
+
+    ``dtype``: what values are rounded to first. ``amax``: float32 [1], or None for formats without
+    a scale of the tensor. ``grids``: float32 amaxes of blocks by direction. Both are views.
+    """
+
+    weight: QuantizedTensor
+    start: int
+    stop: int
+    dtype: torch.dtype
+    amax: Tensor | None = None
+    grids: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+    @property
+    def quantizer(self) -> Quantizer:
+        """That of the weight."""
+        return self.weight.quantizer
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns of the weight."""
+        return flat_shape(tuple(self.weight.shape))
+
+    @property
+    def blocks(self) -> dict[str, tuple[int, int]]:
+        """Shapes of blocks by direction that codes are written in."""
+        return self.quantizer.block_shapes
+
+    def grid_shape(self, usage: str) -> tuple[int, int]:
+        """Rows and columns of blocks."""
+        rows, cols = self.matrix_shape
+        height, width = self.blocks[usage]
+        return -(-rows // height), -(-cols // width)
+
+    def scale_inv(self, usage: str) -> Tensor:
+        """The tensor that scales are stored in, which may be larger than the grid."""
+        tensors = self.weight._shared.tensors
+        if self.quantizer.is_square:
+            return tensors.block_scale_inv
+        return getattr(tensors, f"{usage}_scale_inv")
+
+    def byte(self, element: int) -> int:
+        """Index of the byte that holds the code of an element."""
+        return element * self.quantizer.code_bits // 8
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that codes of the shard lie in, in one direction."""
+        per_byte = 8 // self.quantizer.code_bits
+        return -(-self.stop // per_byte) - self.start // per_byte if self.stop > self.start else 0
+
+    def targets(self, out: Out) -> dict[str, tuple[Tensor, int]]:
+        """By direction, the flat bytes that codes go to, and which byte of all is the first."""
+        given = dict(zip(("rowwise", "columnwise"), as_pair(out), strict=True))
+        tensors = self.weight._shared.tensors
+        return {
+            usage: (getattr(tensors, f"{usage}_data").view(-1), 0)
+            if given[usage] is None
+            else (given[usage].view(-1), self.byte(self.start))
+            for usage in self.blocks
+        }
+
+
+def as_pair(out: Out) -> tuple[Tensor | None, Tensor | None]:
+    """Where rowwise and columnwise codes go."""
+    return tuple(out) if isinstance(out, tuple | list) else (out, None)

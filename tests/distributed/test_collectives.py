@@ -1,0 +1,122 @@
+"""Collectives of quantized tensors move codes, scales, and the value before quantization."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp4adam import MXFP8Quantizer, NVFP4Quantizer, QuantizedTensor, Quantizer
+from fp4adam.nn.recipe import RECIPES
+from ranks import home, run_ranks
+from test_ddp import run
+
+QUANTIZERS = (
+    *RECIPES.values(),
+    NVFP4Quantizer(optimize_for_gemm=True),
+    MXFP8Quantizer(columnwise=False),
+)
+
+
+def own(quantizer: Quantizer, init_dtype: torch.dtype | None = None) -> QuantizedTensor:
+    """With other values on each rank, and the value before quantization in a dtype."""
+    value = torch.randn(64, 32).to(home())
+    tensor = quantizer.quantize(value)
+    if init_dtype is not None:
+        tensor._high_precision_init_val = value.to(init_dtype)
+    return tensor
+
+
+def parts(tensor: QuantizedTensor) -> list[Tensor | None]:
+    kept = tensor.get_high_precision_init_val()
+    return [
+        *(inner.clone() for inner in tensor.storage_tensors().values()),
+        None if kept is None else kept.clone(),
+    ]
+
+
+def same(a: list[Tensor | None], b: list[Tensor | None]) -> bool:
+    return len(a) == len(b) and all(
+        x is y is None or (x.dtype == y.dtype and torch.equal(x, y))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def broadcast(rank: int) -> list[list[Tensor | None]]:
+    results = []
+    # Who has a value before quantization, in which dtype.
+    for of_root, of_others in (
+        (torch.float32, None),
+        (torch.bfloat16, torch.float32),
+        (None, torch.float32),
+        (None, None),
+    ):
+        for quantizer in QUANTIZERS:
+            tensor = own(quantizer, of_root if rank == 1 else of_others)
+            before = parts(tensor)
+            addresses = [inner.data_ptr() for inner in tensor.storage_tensors().values()]
+            versions = [inner._version for inner in tensor.storage_tensors().values()]
+            work = dist.broadcast(tensor.data, src=1, async_op=True)
+            work.wait()
+            inner = tensor.storage_tensors().values()
+            assert [x.data_ptr() for x in inner] == addresses
+            if rank == 1:
+                assert same(parts(tensor), before)
+                assert [x._version for x in inner] == versions
+            else:
+                assert not same(parts(tensor), before)
+                assert all(x._version > v for x, v in zip(inner, versions, strict=True))
+            results.append(parts(tensor))
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_broadcast_sends_bytes_and_the_value_before_quantization(world_size):
+    first, *others = run(broadcast, world_size)
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            assert same(a, b)
+
+
+def gather(rank: int) -> list[list[Tensor | None]]:
+    results = []
+    for quantizer in QUANTIZERS:
+        tensor = own(quantizer, torch.float32 if rank == 1 else None)
+        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, tensor)
+        assert same(parts(gathered[rank]), parts(tensor))
+        values = [torch.empty(64, 32, device=home()) for _ in gathered]
+        dist.all_gather(values, tensor)
+        for value, other in zip(values, gathered, strict=True):
+            assert torch.equal(value, other.dequantize())
+        results += map(parts, gathered)
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_all_gather_into_quantized_tensors_sends_bytes(world_size):
+    first, *others = run(gather, world_size)
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            assert same(a, b)
+
+
+def send_another_format(rank: int) -> None:
+    for mine, others in (
+        (NVFP4Quantizer(), MXFP8Quantizer()),
+        (NVFP4Quantizer(), NVFP4Quantizer(columnwise=False)),
+    ):
+        tensor = own(mine if rank == 0 else others)
+        before = parts(tensor)
+        with pytest.raises(RuntimeError, match="same shape, dtype and quantizer on all ranks"):
+            dist.broadcast(tensor, src=0)
+        assert same(parts(tensor), before)
+    tensor = own(NVFP4Quantizer())
+    with pytest.raises(TypeError, match="got a MXFP8Tensor"):
+        dist.all_gather([own(MXFP8Quantizer()) for _ in range(2)], tensor)
+    with pytest.raises(TypeError, match="got a Tensor"):
+        dist.all_gather([tensor.detach().clone(), torch.empty(64, 32)], tensor)
+    dist.broadcast(tensor, src=1)  # the ranks are still in step
+
+
+def test_another_format_is_refused_on_every_rank():
+    run_ranks(send_another_format, 2, timeout=30.0)

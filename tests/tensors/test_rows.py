@@ -1,0 +1,193 @@
+"""Rows of a quantized tensor: writes to them are seen everywhere, and queries change nothing."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp4adam import (
+    Float8BlockQuantizer,
+    FP4Adam,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    PartialCast,
+    build_columnwise,
+    quantize_model,
+)
+
+QUANTIZERS = {
+    "nvfp4": NVFP4Quantizer(),
+    "mxfp8": MXFP8Quantizer(),
+    "float8block": Float8BlockQuantizer(),
+}
+SHAPE = (32, 64)
+
+every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS.keys())
+
+
+def randn(shape: tuple[int, ...] = SHAPE, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+READERS = {
+    "storage_tensors": lambda t: t.storage_tensors()["_rowwise_data"],
+    "flatten": lambda t: [getattr(t, name) for name in t.__tensor_flatten__()[0]][0],
+    "clone": lambda t: t.clone()._rowwise_data,
+    "columnwise": lambda t: build_columnwise([t]) or t._rowwise_data,
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS.keys())
+def test_every_reader_sees_rows_that_have_been_written(read):
+    tensor, new = QUANTIZERS["nvfp4"].quantize(randn()), 8 * randn(seed=1)
+    tensor[:16].copy_(new[:16])
+    tensor[16:].copy_(new[16:])
+    assert torch.equal(read(tensor), tensor.quantizer.quantize(new)._rowwise_data)
+
+
+def test_a_cast_overwrites_rows_that_have_been_written():
+    tensor, new = QUANTIZERS["nvfp4"].quantize(randn()), 8 * randn(seed=1)
+    tensor[:16].copy_(randn((16, 64), seed=2))
+    cast = PartialCast([tensor], [0], [new.numel()], [new.dtype])
+    cast.measure([new.flatten()])
+    cast.write([new.flatten()])
+    assert torch.equal(tensor.rowwise_data, tensor.quantizer.quantize(new).rowwise_data)
+
+
+PROPERTIES = (
+    "rowwise_data",
+    "columnwise_data",
+    "rowwise_scale_inv",
+    "columnwise_scale_inv",
+    "rowwise_gemm_scale_inv",
+    "columnwise_gemm_scale_inv",
+)
+
+
+@every_quantizer
+def test_every_property_sees_rows_that_have_been_written(quantizer):
+    value = randn()
+    value[:16] = 8 * randn((16, 64), seed=1)
+    expected = quantizer.quantize(value)
+    names = PROPERTIES + ("amax_rowwise", "amax_columnwise") * (quantizer.name == "nvfp4")
+    for name in names:
+        tensor = quantizer.quantize(randn())
+        tensor.clear_high_precision_init_val()
+        # Rows that stay are those that the tensor decodes to.
+        value[16:] = tensor.dequantize()[16:]
+        expected = quantizer.quantize(value)
+        tensor[:16].copy_(value[:16])
+        assert torch.equal(getattr(tensor, name), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize("shape", [(16, 64), SHAPE])
+@every_quantizer
+def test_what_zeros_are_depends_on_nothing_but_the_size(quantizer, shape):
+    for split in (False, True):
+        tensor = quantizer.quantize(randn())
+        state = dict(vars(tensor))
+        if split:
+            tensor.split(16)
+            tensor.chunk(2, dim=1)
+        assert vars(tensor) == state
+        zeros = tensor.new_zeros(shape)
+        assert type(zeros) is type(tensor) and zeros.shape == shape
+        assert not zeros.dequantize().any()
+        assert type(tensor.new_zeros(shape, dtype=torch.float32)) is Tensor
+        for other in ((3,), (2, *SHAPE), (64, 64), (16, 32), ()):
+            plain = tensor.new_zeros(other)
+            assert type(plain) is Tensor and plain.shape == other and not plain.any()
+
+
+def test_pieces_of_what_cannot_be_cut_are_refused():
+    tensor = NVFP4Quantizer(two_dimensional=False).quantize(randn())
+    with pytest.raises(ValueError, match=r"two_dimensional=True to be sharded.*dtype="):
+        tensor.new_zeros(16, 64)
+    assert type(tensor.new_zeros((16, 64), dtype=torch.float32)) is Tensor
+    square = QUANTIZERS["nvfp4"].quantize(randn())
+    with pytest.raises(ValueError, match="sharded along its first dimension.*dtype="):
+        square.new_zeros(32, 32)
+
+
+def test_what_is_pending_is_no_side_effect():
+    tensor = QUANTIZERS["nvfp4"].quantize(randn())
+    tensor[:16].copy_(randn((16, 64), seed=1))
+    pending, data = tensor._shared.pending, tensor._rowwise_data.clone()
+    assert pending is not None and tensor.pending_value() is None
+    assert tensor._shared.pending is pending and torch.equal(tensor._rowwise_data, data)
+    assert tensor.flush() is tensor and tensor._shared.pending is None
+    assert not torch.equal(tensor._rowwise_data, data)
+
+
+# Values before quantization
+
+
+def weight_with_value() -> tuple[nn.Parameter, Tensor]:
+    layer = quantize_model(nn.Linear(64, 32, bias=False), "nvfp4")
+    return layer.weight, layer.weight.get_high_precision_init_val().clone()
+
+
+def test_rows_have_their_part_of_the_value_before_quantization():
+    weight, value = weight_with_value()
+    rows = weight.detach()[16:]
+    assert torch.equal(rows.get_high_precision_init_val(), value[16:])
+    rows.clear_high_precision_init_val()
+    assert torch.equal(weight.get_high_precision_init_val(), value)
+    weight.clear_high_precision_init_val()
+    assert rows.get_high_precision_init_val() is None
+
+
+def test_rows_train_from_the_value_before_quantization():
+    weight, value = weight_with_value()
+    rows = nn.Parameter(weight.detach()[:16])
+    reference = nn.Parameter(value[:16].clone())
+    for param in (rows, reference):
+        param.grad = randn((16, 64), seed=1)
+        optimizer = (FP4Adam if param is rows else torch.optim.AdamW)([param], lr=1e-2)
+        optimizer.step()
+        if param is rows:
+            master = optimizer.state[rows]["master_param"]
+    assert torch.allclose(master, reference, rtol=0, atol=1e-7)
+    # The other rows are quantized from what they were, with the amax that there is now.
+    value[:16] = master
+    assert torch.equal(weight.flush()._rowwise_data, weight.quantizer.quantize(value)._rowwise_data)
+    assert torch.equal(weight.get_high_precision_init_val(), value)
+
+
+def test_values_of_other_rows_outlive_a_write():
+    weight, value = weight_with_value()
+    original = weight.get_high_precision_init_val()
+    new = randn((16, 64), seed=1)
+    weight.detach()[:16].copy_(new)
+    assert torch.equal(weight.get_high_precision_init_val(), torch.cat([new, value[16:]]))
+    # What was handed out before is not written to.
+    assert torch.equal(original, value)
+    with pytest.raises(ValueError, match="must be one of the whole tensor, got one of rows"):
+        weight.detach()[:16]._high_precision_init_val = new
+
+
+# Devices
+
+
+@pytest.mark.parametrize("default", ["meta", "cuda"])
+@every_quantizer
+def test_the_default_device_does_not_matter(quantizer, default):
+    if default == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    x = randn()
+
+    def made() -> list[Tensor]:
+        tensor = quantizer.quantize(x)
+        tensor[:16].copy_(x[16:])
+        cast = PartialCast([copy := tensor.clone()], [0], [x.numel()], [x.dtype])
+        cast.measure([x.flatten()])
+        cast.write([x.flatten()])
+        if quantizer.is_square:
+            build_columnwise([copy])
+        parts = [getattr(t, name) for t in (tensor, copy) for name in PROPERTIES]
+        return [*parts, tensor.dequantize(), tensor[16:].clone().dequantize()]
+
+    expected = made()
+    with torch.device(default):
+        actual = made()
+    for a, b in zip(actual, expected, strict=True):
+        assert a.device == b.device and torch.equal(a, b)
