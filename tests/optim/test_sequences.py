@@ -1,0 +1,59 @@
+"""Random programs of what users do around an optimizer; benchmarks/sequences.py runs many more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+from torch.nn import Parameter
+from torch.optim import AdamW
+from torch.testing import assert_close
+
+from fp4adam import FP4Adam
+from master_reference import Twin
+from quantized_training import random, set_grads
+from training_programs import KernelTraining, OperatorTraining, Training
+
+
+@pytest.mark.parametrize(
+    ("machine", "programs", "length"),
+    [(OperatorTraining, 40, 20), (KernelTraining, 5, 12)],
+    ids=["operators", "kernels"],
+)
+def test_programs_do_what_the_model_says(
+    machine: type[Training], programs: int, length: int
+) -> None:
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=programs,
+            stateful_step_count=length,
+            derandomize=True,
+            database=None,
+            deadline=None,
+            suppress_health_check=[*HealthCheck],
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(lr=1e-2, weight_decay=0.1),
+        dict(lr=1e-2, betas=(0.4, 0.99), amsgrad=True),
+        dict(lr=1e-3, maximize=True, eps=1e-4),
+    ],
+    ids=str,
+)
+def test_the_model_follows_adamw(options: dict[str, Any]) -> None:
+    """What programs are compared with is AdamW in FP32."""
+    param = Parameter(random((9, 5), 0))
+    adamw, group = AdamW([param], **options), FP4Adam([param], **options).param_groups[0]
+    twin = Twin(param.detach().clone(), {}, 0)
+    for seed in range(10):
+        set_grads([param], seed)
+        adamw.step()
+        twin.update(param.grad, group)
+        assert_close(twin.value, param.detach(), rtol=4e-6, atol=4e-6)
