@@ -12,7 +12,8 @@ import torch
 import fp4adam
 from fp4adam import __main__
 
-API = Path(__file__).resolve().parents[1] / "docs" / "api.md"
+ROOT = Path(__file__).resolve().parents[1]
+API, CITATION = ROOT / "docs" / "api.md", ROOT / "CITATION.cff"
 
 WITHOUT_TRITON = """
 import sys
@@ -145,3 +146,8 @@ def test_api_reference_has_every_public_name():
         if getattr(value, "__module__", "").startswith("fp4adam.") and not name.startswith("_")
     }
     assert documented - {"fp4_utils"} == public
+
+
+@pytest.mark.skipif(not CITATION.is_file(), reason="there is none beside this copy of tests/")
+def test_the_citation_names_the_version():
+    assert f"\nversion: {fp4adam.__version__}\n" in CITATION.read_text()
