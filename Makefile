@@ -1,5 +1,6 @@
 # make demo     train a small GPT with quantized weights beside one with torch's AdamW
-# make test     run the tests
+# make test     run the quick tests
+# make test-all run all tests, with every variant and with programs in several processes
 # make test-integrations   those with Transformers, Accelerate, Lightning and torchtitan
 # make lint     check format, style, and that imports keep to the layers
 # make bench    time one optimizer step (on an NVIDIA GPU)
@@ -14,7 +15,7 @@ PYTHON ?= python3
 VENV = .venv
 ARGS =
 
-.PHONY: help demo test test-integrations lint bench docs clean
+.PHONY: help demo test test-all test-integrations lint bench docs clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -67,6 +68,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(PY) -m pytest $(PARALLEL) $(ARGS)
+
+test-all: $(READY)
+	$(PY) -m pytest $(PARALLEL) -m "" $(ARGS)
 
 test-integrations: $(INTEGRATIONS)
 	$(PY) -m pytest $(PARALLEL) tests/integrations $(ARGS)

@@ -1,5 +1,6 @@
 import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,3 +21,25 @@ torch.set_num_threads(1)
 @pytest.fixture
 def device() -> str:
     return DEVICE
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    if config.option.markexpr == "not exhaustive":
+        return (
+            "tests: the quick ones, all in some 5 minutes of two cores; make test-all for the rest"
+        )
+    return f"tests: {config.option.markexpr or 'all'}; all take some 20 minutes of two cores"
+
+
+# What starts processes or compiles ahead of time takes seconds a test, and comes last.
+SLOW = ("test_example", "test_benchmarks", "distributed", "test_aot")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+
+    def order(item: pytest.Item) -> int:
+        name = str(item.path.relative_to(here))
+        return next((i for i, slow in enumerate(SLOW, 1) if slow in name), 0)
+
+    items.sort(key=order)  # stable: the order within files, and of files, stays

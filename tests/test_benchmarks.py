@@ -1,10 +1,13 @@
 """The programs in benchmarks/: every optimizer is measured, and what must move is counted right."""
 
+import contextlib
 import copy
 import csv
 import importlib.util
+import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +50,17 @@ def run(program, *options, path=(), processes=None):
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
+
+
+def report(program, *options):
+    """What a program prints that only reads files, and so needs no process of its own."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        patch.setattr(sys, "argv", [program, *map(str, options)])
+        patch.syspath_prepend(BENCHMARKS)
+        patch.delitem(sys.modules, "report", raising=False)  # the examples have one as well
+        runpy.run_path(str(BENCHMARKS / program), run_name="__main__")
+        sys.modules.pop("report", None)
+    return out.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -149,10 +163,10 @@ def test_files(measured):
 
 
 def test_memory_of_the_picture():
-    report = load("report")
+    memory = load("report").memory
     rows = json.loads((BENCHMARKS / "h200" / "step.json").read_text())["results"]
     for row in [r for r in rows if r["model"] == "gpt" and "error" not in r]:
-        weight, gradient, state, temporary = report.memory(row).values()
+        weight, gradient, state, temporary = memory(row).values()
         # What the GPU had allocated: that, and tables.
         steady = row["steady_MiB"] * 2**20 / row["parameters"]
         assert weight + gradient + state == pytest.approx(steady, abs=0.05)
@@ -162,7 +176,7 @@ def test_memory_of_the_picture():
 
 def test_markdown(measured):
     path, _ = measured
-    out = run("report.py", path, "--model", "gpt", "--only", "FP4Adam, NVFP4;FlashAdamW")
+    out = report("report.py", path, "--model", "gpt", "--only", "FP4Adam, NVFP4;FlashAdamW")
     title, rule, nvfp4, *others = out.splitlines()
     assert title.startswith("| gpt: 0 M parameters in 5 tensors | ms | bytes per parameter |")
     assert nvfp4.startswith("| FP4Adam, NVFP4 | ")
@@ -199,6 +213,7 @@ def scaled(tmp_path_factory):
     return path, [run["results"] for run in json.loads(path.read_text())["runs"]]
 
 
+@pytest.mark.exhaustive
 def test_bytes_between_processes(scaled):
     rows = scaled[1][0]
     assert len(rows) == 5
@@ -218,6 +233,7 @@ def test_bytes_between_processes(scaled):
     assert reducing == ["FP4Adam, NVFP4", "FP4Adam, Float8Block"]
 
 
+@pytest.mark.exhaustive
 def test_bits_do_not_depend_on_the_number_of_processes(scaled):
     _, one, two = scaled[1]
     for alone, shared in zip(one, two, strict=True):
@@ -230,9 +246,10 @@ def test_bits_do_not_depend_on_the_number_of_processes(scaled):
     assert len({row["digests"]["weights"] for row in one}) == 5
 
 
+@pytest.mark.exhaustive
 def test_tables_of_several_processes(scaled, tmp_path):
     path, runs = scaled
-    out = run("scaling_report.py", path)
+    out = report("scaling_report.py", path)
     assert out.count("| FP4Adam, NVFP4 | 2 | ") == 2
     assert f"{runs[0][2]['forward_all_gather_MB']:.1f}" in out
     assert out.count("| all 3 | ") == 5
@@ -242,7 +259,7 @@ def test_tables_of_several_processes(scaled, tmp_path):
     row["losses"][1] = "0x0p+0"
     row["digests"]["exp_avg"] = "changed"
     (tmp_path / "changed.json").write_text(json.dumps(content))
-    out = run("scaling_report.py", tmp_path / "changed.json")
+    out = report("scaling_report.py", tmp_path / "changed.json")
     assert "| differ from step 2 | differ: exp_avg |" in out
 
 
@@ -265,6 +282,7 @@ def test_layers_and_what_they_are_made_of(tmp_path):
             assert row["error_y"] == row["error_dx"] == row["error_dw"] == 0
 
 
+@pytest.mark.exhaustive
 def test_training_steps(tmp_path):
     path = tmp_path / "new" / "training.json"
     options = ["--device", "cpu", "--layers", 1, "--accumulate", 2, "--checkpoint"]
@@ -291,7 +309,7 @@ def test_training_steps(tmp_path):
         assert not {"steady_B", "gpu_ms"} & row.keys()  # on a GPU only
     assert rows.keys() - expected.keys() == {"FP4Adam, NVFP4, quantized matmuls"}
     assert "ms" in rows["FP4Adam, NVFP4, quantized matmuls"]  # emulated on a CPU
-    out = run("training_report.py", path)
+    out = report("training_report.py", path)
     assert "1 layers of 128, 2 x 256 tokens, eager, checkpointed | training step, ms |" in out
     assert f"| FP4Adam, NVFP4 | {nvfp4 / numel:.2f} | 12.00 | - |" in out
 
@@ -301,7 +319,7 @@ def test_rows_that_would_not_be_what_they_say_are_not_measured(tmp_path):
     run("training.py", "--device", "cpu", "--compile", "--only", "MXFP8, kept", "--json", path)
     (row,) = json.loads(path.read_text())["results"]
     assert row == {"name": "FP4Adam, MXFP8, kept", "error": "compiled graphs keep no weights"}
-    assert f"- {row['name']}: not measured ({row['error']})" in run("training_report.py", path)
+    assert f"- {row['name']}: not measured ({row['error']})" in report("training_report.py", path)
 
 
 @pytest.mark.parametrize(
@@ -341,6 +359,7 @@ def trained(tmp_path_factory):
     return path, json.loads(path.read_text())
 
 
+@pytest.mark.exhaustive
 def test_losses_beside_bf16(trained):
     runs = trained[1]["runs"]
     names = ["BF16 + AdamW, seed 0", "BF16 + AdamW, seed 1", "NVFP4 2D", "NVFP4 without masters"]
@@ -367,14 +386,15 @@ def test_a_run_takes_the_place_of_an_earlier_one(tmp_path):
     assert json.loads(path.read_text()) == {"runs": rows[1:]}
 
 
+@pytest.mark.exhaustive
 def test_table_and_picture_of_losses(trained, tmp_path):
     picture = ("--png", tmp_path / "numerics.png") if importlib.util.find_spec("matplotlib") else ()
     path, content = trained
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for file, part in zip(files, (slice(1), slice(1, None)), strict=True):
         file.write_text(json.dumps({"runs": content["runs"][part]}))
-    out = run("numerics_report.py", *files, *picture)
-    assert out == run("numerics_report.py", path)
+    out = report("numerics_report.py", *files, *picture)
+    assert out == report("numerics_report.py", path)
     held_out = [sum(run["last_validation_losses"]) / 64 for run in content["runs"]]
     line = next(line for line in out.splitlines() if line.startswith("| NVFP4 2D | "))
     gap = held_out[2] - (held_out[0] + held_out[1]) / 2
@@ -383,11 +403,12 @@ def test_table_and_picture_of_losses(trained, tmp_path):
     assert not picture or picture[1].read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.exhaustive
 def test_losses_of_other_settings_are_not_compared(trained, tmp_path):
     path, content = trained
     other = content["runs"][2]
     other = other | {"about": copy.deepcopy(other["about"])}
     other["about"]["settings"]["batch"] = 8
     (tmp_path / "other.json").write_text(json.dumps({"runs": [other]}))
-    with pytest.raises(AssertionError, match="must have the batch of BF16 .* 4, got 8 of NVFP4 2D"):
-        run("numerics_report.py", path, tmp_path / "other.json")
+    with pytest.raises(SystemExit, match="must have the batch of BF16 .* 4, got 8 of NVFP4 2D"):
+        report("numerics_report.py", path, tmp_path / "other.json")

@@ -119,6 +119,7 @@ def test_quantized_matmuls_learn(tmp_path):
 
 
 # What torch.compile does by itself.
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:The .grad attribute"
 )
@@ -176,6 +177,7 @@ def results(folder):
     return {f"{r['format']}-{r['optimizer']}": r for r in content["runs"]}
 
 
+@pytest.mark.exhaustive
 def test_torchrun_trains_and_one_process_writes(on_two_processes):
     out, printed = on_two_processes
     runs = ("fp32-adamw", "nvfp4-fp4adam")
@@ -189,6 +191,7 @@ def test_torchrun_trains_and_one_process_writes(on_two_processes):
         assert sum(losses[-5:]) / 5 < losses[0] - 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("processes", "name"),
     [(1, "fp32-adamw"), (1, "nvfp4-fp4adam"), (2, "nvfp4-fp4adam"), (3, "nvfp4-fp4adam")],

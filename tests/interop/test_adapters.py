@@ -399,7 +399,7 @@ class PackedAdapter(TensorAdapter):
 
 @pytest.fixture
 def registry(monkeypatch):
-    monkeypatch.setattr(fp4adam.interop.adapter, "_ADAPTERS", {})
+    monkeypatch.setattr("fp4adam.interop.adapter._ADAPTERS", {})
 
 
 def packed(value: Tensor) -> Parameter:

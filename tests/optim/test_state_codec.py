@@ -468,7 +468,9 @@ def test_tile_functions_split_masters_alike(device):
     assert same_bits(outs[2].cpu(), join_master(param, remainder))
 
 
-@pytest.mark.parametrize("sm", [80, 90, 100, 120])
+@pytest.mark.parametrize(
+    "sm", [90, *(pytest.param(sm, marks=pytest.mark.exhaustive) for sm in (80, 100, 120))]
+)
 def test_tile_functions_compile_without_inexact_arithmetic_or_spills(sm):
     pointers = {
         "x_ptr": "*fp32",

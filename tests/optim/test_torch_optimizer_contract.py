@@ -60,7 +60,7 @@ def step_by_kernels(optimizer: Optimizer) -> None:
     """A step that takes the kernels for fused=True on a CPU too, in Triton's interpreter."""
     with pytest.MonkeyPatch.context() as patch:
         if optimizer.defaults["fused"] and inputs.DEVICE == "cpu":
-            patch.setattr("fp4adam.backend.uses_kernels", lambda device: True)
+            patch.setattr("fp4adam.tensors.backend.uses_kernels", lambda device: True)
         optimizer.step()
 
 
