@@ -42,7 +42,8 @@ class StepGroup:
 
     def advance(self) -> None:
         """Count one step and work out its scalars."""
-        self.step += 1
+        # As far as the float32 counter in the state goes, so that resumed runs count alike.
+        self.step = min(self.step + 1, 2.0**24)
         self.scalars = adam_scalars(self.group, self.step)
         self.ratio = next_ratio(self.ratio, self.scalars)
 

@@ -132,7 +132,7 @@ def adam_stored_(
     for *codes, g, largest, rest in _pieces(tensors):
         shape, n = g.shape, g.numel()
         blocks = slice(first // STATE_BLOCK, -(-(first + n) // STATE_BLOCK))
-        scales = [None if s.scales is None else s.scales[blocks] for s in stored]
+        scales = [s.scales[blocks] if s.codec.scaled else None for s in stored]
         if rest is not None:
             scales[0] = rest.reshape(-1)
         numbers = [

@@ -114,22 +114,6 @@ def test_resumed_training_is_bit_identical(
 
 
 @every_recipe
-def test_optimizer_checkpoint_alone_restores_the_weights(quantizer: Quantizer, device: str) -> None:
-    """The masters are enough: the first step writes the weights that belong to them."""
-    params = quantized(make_params(quantizer, device))
-    optimizer = FP4Adam(params)
-    take_steps(optimizer, range(2))
-    resumed = FP4Adam(
-        [make_weight(quantizer, device, tuple(param.shape), seed=99) for param in params]
-    )
-    resumed.load_state_dict(optimizer.state_dict())
-    for each in (optimizer, resumed):
-        take_steps(each, [2])
-    assert_identical(snapshot(resumed), snapshot(optimizer))
-    assert_bytes_are_of_masters(resumed)
-
-
-@every_recipe
 def test_resuming_in_the_middle_of_a_schedule_is_bit_identical(
     quantizer: Quantizer, device: str
 ) -> None:

@@ -255,7 +255,7 @@ def test_gradients_of_other_layouts_take_the_slower_path(make, device):
                     param.grad = grad if optimizer is optimizers[0] else grad.contiguous().clone()
             optimizer.step()
     assert_same(optimizers)
-    assert not optimizers[0]._plan._unfused
+    assert not optimizers[0]._plan._by_operators
 
 
 def test_decoupled_gradients_may_change_their_dtype(device):
