@@ -38,7 +38,7 @@ Operators = Callable[[Member, Tensor, Scalars, Tensor | None, Tensor | None], No
 
 
 def _writes(param: QuantizedTensor) -> int:
-    return sum(inner._version for inner in _storage(param) if inner is not None)
+    return sum(inner._version for inner in _storage(param).existing().values())
 
 
 class Cohort:
