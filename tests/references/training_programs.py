@@ -379,7 +379,7 @@ class Training(RuleBasedStateMachine):
     ) -> list[list[Twin] | None]:
         """What each parameter may become in the next step."""
         if not self.has_exact_moments:
-            self.ask()
+            self.asked(self.optimizer.state_dict())
         found: list[list[Twin] | None] = []
         for group, param, record in self.members():
             if param.grad is None:
@@ -525,7 +525,7 @@ class Training(RuleBasedStateMachine):
                     has_master = "master_param" in state
                 self.records[i] = Record(twin, [self.master(param) if has_master else None])
             if not self.has_exact_moments:
-                self.ask()
+                self.asked(self.optimizer.state_dict())
         else:
             self.check_step(expected)
 
@@ -675,7 +675,7 @@ class Training(RuleBasedStateMachine):
             model.load_state_dict(saved[0])
         self.note_bytes()
         if not self.has_exact_moments:
-            self.ask()
+            self.asked(self.optimizer.state_dict())
 
     @action(compact=st.booleans())
     def load_own_state(self, compact: bool) -> None:
@@ -733,7 +733,7 @@ class Training(RuleBasedStateMachine):
             load_model()
         self.note_bytes()
         if not self.has_exact_moments:
-            self.ask()
+            self.asked(self.optimizer.state_dict())
 
     # The optimizer itself
 
