@@ -429,11 +429,11 @@ class Training(RuleBasedStateMachine):
 
     def check_copies(self) -> None:
         """Steps of a copy have left the original alone; what was replaced is gone."""
-        if self.original is not None:
-            _, tensors, before = self.original
-            pairs = zip(tensors, before, strict=True)
+        original, self.original = self.original, None
+        if original is not None:
+            pairs = zip(*original[1:], strict=True)
             assert all(bits_equal(a, b) for a, b in pairs), "the original of a copy was written"
-            self.original = None
+        del original
         if self.replaced:
             gc.collect()
             assert not any(ref() is not None for ref in self.replaced), "replaced, but not freed"
