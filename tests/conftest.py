@@ -7,12 +7,13 @@ import torch
 
 # Without a GPU the kernels run in Triton's interpreter, chosen before triton is first imported.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETS = DEVICE == "cpu" and importlib.util.find_spec("triton") is not None
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
-    if importlib.util.find_spec("triton") is not None:
-        import interpreter
+if INTERPRETS:
+    import interpreter
 
-        interpreter.install()
+    interpreter.install()
 
 # The tensors are small, and parallel tests share the cores.
 torch.set_num_threads(1)
@@ -21,6 +22,11 @@ torch.set_num_threads(1)
 @pytest.fixture
 def device() -> str:
     return DEVICE
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if INTERPRETS and not config.option.markexpr:  # make test-all
+        interpreter.sanitize_overflow(True)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

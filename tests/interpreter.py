@@ -82,12 +82,17 @@ def _elementwise(operation: Callable) -> Callable:
     return lambda builder, a, b: builder.binary_op(a, b, operation)
 
 
-def install(sanitize_overflow: bool = False) -> None:
-    """Change the interpreter of this process.
+def sanitize_overflow(on: bool) -> None:
+    """Whether sums and products of integers are computed once more in 64 bits, to find overflows.
 
-    sanitize_overflow repeats each operation on integers in 64 bits and looks for an overflow, which
-    GPUs do not do either, for a third of the time.
+    Triton's interpreter does so by default; no GPU does. It takes a third of the time.
     """
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=on)
+
+
+def install() -> None:
+    """Change the interpreter of this process."""
     interpreter._patch_lang = _patch_lang_once
     interpreter._patch_lang_tensor = _patch_lang_tensor_of_numpy_2_4
     interpreter._get_np_dtype = _get_np_dtype
@@ -96,8 +101,7 @@ def install(sanitize_overflow: bool = False) -> None:
     tl.tensor.__init__ = _init_tensor
     for cls in (tl.dtype, tl.block_type):
         cls.__eq__ = _identity_first(cls.__eq__)
-    builder = interpreter.interpreter_builder
-    builder.options = dataclasses.replace(builder.options, sanitize_overflow=sanitize_overflow)
+    sanitize_overflow(False)
     # On a GPU the larger one of a number and NaN is the number; the interpreter says NaN.
     interpreter.InterpreterBuilder.create_maxnumf = _elementwise(np.fmax)
     interpreter.InterpreterBuilder.create_minnumf = _elementwise(np.fmin)

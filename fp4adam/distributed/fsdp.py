@@ -70,7 +70,9 @@ pre_all_gather.__signature__ = inspect.signature(pre_all_gather)
 
 def _make_gathering(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
     tensors = shard._shared.tensors
-    spec, first, n_shards = _global_spec(shard), shard._first_row, mesh.size()
+    spec, first = _global_spec(shard), shard._first_row
+    # Composable replicate() passes a mesh of ranks each of which has everything.
+    n_shards = mesh.size() if spec.is_divided else 1
     inputs, known = {}, {}
     for name, rows in shard.quantizer.rows_per_entry.items():
         inner = getattr(tensors, name)

@@ -56,7 +56,7 @@ def keep(weight: QuantizedTensor, name: object, make: Callable[[], Any]) -> Any:
     if kept is None:
         return make()
     shared = weight.flush()._shared  # else to make it would count as a write
-    inner = [tensor for tensor in shared.tensors if tensor is not None]
+    inner = [*shared.tensors.existing().values()]
     if any(map(torch.Tensor.is_inference, inner)):
         return make()  # they have no versions
     state = shared.tensors, [tensor._version for tensor in inner]

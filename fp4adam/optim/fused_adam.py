@@ -474,7 +474,7 @@ class FusedAdam(Optimizer):
             view: The parameter.
             restart: Whether its master starts anew from the parameter.
         """
-        state, param = self.state[view.owner], view.param
+        param, state = view.param, dict(self.state.get(view.owner, {}))
         new: dict[str, Any] = {}
         if "step" not in state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
@@ -497,6 +497,8 @@ class FusedAdam(Optimizer):
         for name, value in new.items():
             # Scales follow the memory of each rank, and not the shape of the parameter.
             state[name] = value if name.endswith("_scale") else like(view.owner, value)
+        # All at once: an interrupt leaves the old state or a whole one.
+        self.state[view.owner] = state
         view.free_initial_value(updates_params(group))
         return state
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 # Builtins, which map() calls without a Python frame.
-_data_ptr = torch._C.TensorBase.data_ptr
+data_ptr = torch._C.TensorBase.data_ptr
 _is_contiguous = torch._C.TensorBase.is_contiguous
 _stride = torch._C.TensorBase.stride
 _shape = attrgetter("shape")
@@ -30,7 +30,7 @@ def layout_of(tensors: Sequence[Tensor]) -> list[list[Any]]:
     dense = list(map(_is_contiguous, tensors))
     strides = dense if all(dense) else list(map(_stride, tensors))
     return [
-        list(map(_data_ptr, tensors)),
+        list(map(data_ptr, tensors)),
         list(map(_shape, tensors)),
         strides,
         list(map(_dtype, tensors)),

@@ -13,7 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp4adam.distributed.dtensor import local
-from fp4adam.optim.memory_note import WriteNote, layout_of, storage_address, version
+from fp4adam.optim.memory_note import (
+    WriteNote,
+    data_ptr,
+    layout_of,
+    storage_address,
+    version,
+)
 from fp4adam.optim.param_state import ParamState
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
@@ -50,29 +56,36 @@ class Watch:
         self._states = [
             (is_sharded, itemgetter(*names), alike) for (is_sharded, names), alike in states.items()
         ]
+        self._present: list[bool] = []
         self._read()
-        self._layout = layout_of(self._tensors)
+        self._layout = self._read_layout()
         self._addresses = list(map(storage_address, self._params))
         # So that no other storage gets the address of one that is gone.
         self._alive = [StorageWeakRef(param.untyped_storage()) for param in self._params]
         self._storages = [weakref.ref(storage) for storage in self._now]
         self._counts = [len(storage.present) for storage in self._now]
         self._versions = self._read_versions()
-        self._present: list[bool] = []
-        self._written: list[Tensor] = []
-        self._written_inner: list[weakref.ref] = []
+        self._let_go()
 
     def _read(self) -> None:
         """Read the tensors of all parameters and states."""
         self._params = [*self._plain, *map(_local, self._sharded)]
-        self._now = [
-            *map(_storage, self._quantized), *map(_local_storage, self._quantized_shards)
-        ]  # fmt: skip
+        self._now = list(map(_storage, self._quantized))
+        self._now += map(_local_storage, self._quantized_shards)
         self._inner = list(chain.from_iterable(map(_present, self._now)))
-        self._tensors = [*self._params, *self._inner]
+        self._values: list[Tensor] = []
         for is_sharded, getter, states in self._states:
             values = chain.from_iterable(map(getter, states))
-            self._tensors += map(local, values) if is_sharded else values
+            self._values += map(local, values) if is_sharded else values
+
+    def _let_go(self) -> None:
+        """Drop what has been read: nobody else may hold it any more when it is next asked for."""
+        self._params, self._now, self._inner, self._values = [], [], [], []
+
+    def _read_layout(self) -> list[list[Any]]:
+        # Shapes and dtypes of inner tensors are those of their format, as long as nobody exchanges
+        # them, which makes another storage of them.
+        return [*layout_of([*self._params, *self._values]), list(map(data_ptr, self._inner))]
 
     def _read_versions(self) -> list[int]:
         return list(map(version, chain(self._params, self._sharded, self._inner)))
@@ -81,44 +94,52 @@ class Watch:
         """Read everything again; True if it is as the last own write has left it."""
         try:
             self._read()
-            return (
+            if (
                 all(map(is_, self._now, map(_deref, self._storages)))
                 and self._read_versions() == self._versions
                 and list(map(storage_address, self._params)) == self._addresses
-                and layout_of(self._tensors) == self._layout
+                and self._read_layout() == self._layout
                 and all(map(_is_current, self._borrowed))
-            )
+            ):
+                return True
         except (KeyError, AttributeError, RuntimeError, TypeError):
-            # A state is gone, a parameter is of another kind, or something has no address.
-            return False
-        finally:
-            self._tensors = []  # which may be the last reference to what others let go
+            pass  # a state is gone, a parameter is of another kind, or something has no address
+        self._let_go()
+        return False
 
     def note_own_write(self, present: list[bool]) -> None:
         """Raise the versions of what kernels have written, and take them for the optimizer's own.
+
+        Follows :meth:`is_unchanged`, whose reading it goes on from.
 
         Args:
             present: Which members have been stepped; a new list if they are others.
         """
         if present is not self._present:
             self._present = present
-            stepped = [m for m in compress(self._members, present)]
-            # The tensors of a plan are the same until it ends. Only inner ones are left behind by
-            # owners that stay, and only they may have weak references: torch swaps no others.
+            stepped = [*compress(self._members, present)]
             self._written = [m.owner for m in stepped]
             self._written += [m.param for m in stepped if m.param is not m.owner]
-            quantized = (m.param for m in stepped if isinstance(m.param, QuantizedTensor))
-            inner = chain.from_iterable(param._shared.tensors.present for param in quantized)
-            self._written_inner = list(map(weakref.ref, inner))
-        changed = [*self._written, *map(_deref, self._written_inner)]
-        torch.autograd.graph.increment_version(changed)
+            self._written += chain.from_iterable(
+                m.param._shared.tensors.present for m in stepped if m.borrowed is not None
+            )
+            owners = {m.owner for m in stepped}
+            quantized = (*self._quantized, *self._quantized_shards)
+            self._written_inner = [
+                owner in owners
+                for owner, count in zip(quantized, self._counts, strict=True)
+                for _ in range(count)
+            ]
+        inner = compress(self._inner, self._written_inner)
+        torch.autograd.graph.increment_version([*self._written, *inner])
         for borrowed in self._borrowed:
             borrowed.note()
         self._versions = self._read_versions()
+        self._let_go()
 
     def notes(self) -> dict[Tensor, WriteNote]:
         """For each parameter how the last own write has left it."""
-        n, versions = len(self._params), self._versions
+        n, versions = len(self._addresses), self._versions
         notes = {}
         for i, owner in enumerate((*self._plain, *self._sharded)):
             number = i - len(self._plain)

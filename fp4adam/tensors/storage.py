@@ -77,6 +77,11 @@ class GlobalSpec:
         return self.chunk * (self.rows // self.shape[0]) if self.shape[0] else 0
 
     @functools.cached_property
+    def is_divided(self) -> bool:
+        """Whether there are several shards; assumed of one index at most: others may be empty."""
+        return self.chunk < self.shape[0] or self.shape[0] <= 1
+
+    @functools.cached_property
     def is_cut(self) -> bool:
         """Whether shards end within blocks, whose scales they have to agree on."""
         return self.chunk_rows < self.rows and self.chunk_rows % self.quantizer.block_rows != 0

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -303,6 +304,22 @@ def train_variant(rank: int, recipe: str, rows: int, variant: str) -> None:
         torch.testing.assert_close(a.float(), b, rtol=tolerance, atol=0)
     if variant != "bfloat16":
         assert_same(gathered_layers(sharded), whole_bytes(whole))
+
+
+def train_replicated(rank: int) -> None:
+    for recipe in FORMATS:
+        whole, replicated = (build(64, 32, WITH_GEMM_SCALES.get(recipe, recipe)) for _ in range(2))
+        mesh = init_device_mesh(home().type, (2,), mesh_dim_names=("replicate",))
+        for module in (replicated[0], replicated[2], replicated):
+            replicate(module, mesh=mesh)
+        expected, optimizer = (FP4Adam(m.parameters(), lr=1e-2) for m in (whole, replicated))
+        for a, b in zip(train(replicated, optimizer, 3), train(whole, expected, 3), strict=True):
+            assert torch.equal(a, b)
+        assert_same(gathered_layers(replicated), whole_bytes(whole))
+
+
+def test_composable_replicas_have_the_bits_of_one_process():
+    run(train_replicated, 2)
 
 
 def gathered_layers(model: nn.Module) -> list[dict[str, Tensor]]:

@@ -42,9 +42,11 @@ class Weight:
         master = self.optimizer.state[self.param]["master_param"]
         finite = torch.where(master.isnan(), 0.0, master)
         assert self.param.amax_rowwise.item() == finite.abs().max().item()
-        expected = NVFP4Quantizer().quantize(master).storage_tensors()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backend, "uses_kernels", lambda d: False)
+            expected = NVFP4Quantizer().quantize(master.cpu()).storage_tensors()
         for name, inner in self.param.storage_tensors().items():
-            assert torch.equal(inner, expected[name]), name
+            assert torch.equal(inner.cpu(), expected[name]), name
 
 
 def randn(seed, scale=1.0, shape=SHAPE):
@@ -68,10 +70,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
-def test_amax_is_that_of_the_updated_weight(value, options, device):
-    weight = Weight(value, device, **options)
+def combinations():
+    """Every value and every case; in the quick run every one with the most common others."""
+    for value in VALUES:
+        for case in CASES:
+            is_quick = case in list(CASES)[:2] or value in ("normal", "one outlier")
+            marks = () if is_quick else pytest.mark.exhaustive
+            yield pytest.param(value, case, marks=marks, id=f"{case}-{value}")
+
+
+@pytest.mark.parametrize("value, case", list(combinations()))
+def test_amax_is_that_of_the_updated_weight(value, case, device):
+    value = VALUES[value]
+    weight = Weight(value, device, **CASES[case])
     for step in range(3):
         # The last gradient pushes the largest weights down as hard as it can.
         grad = randn(step, 1e-2) if step != 2 else value.sign() * 1e3

@@ -74,6 +74,7 @@ def test_inexact_arithmetic_is_found(compiled):
     assert count(unfused, r"^ld\.global\.v4") > 0 < count(unfused, r"^st\.global\.v4")
 
 
+@pytest.mark.exhaustive
 def test_a_job_that_does_not_compile_says_why():
     job = elementwise_job("fp4adam.kernels.tiles.e4m3.e4m3_value", "*u8", "*bf16", 90)
     with pytest.raises(RuntimeError, match="FUNCTION must return the dtype of y"):
