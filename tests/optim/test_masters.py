@@ -537,6 +537,27 @@ def test_float_model_continues_after_bfloat16_steps(device: str) -> None:
     assert "master_param" not in optimizer.state_dict()["state"][key_of(optimizer, model.narrow)]
 
 
+def test_state_of_a_parameter_without_master_has_none(device: str) -> None:
+    """An FP32 model that loads it would take a master that its parameter has left."""
+    model, optimizer = make_pair(device)
+    model.float()
+    saved = optimizer.state_dict()["state"][key_of(optimizer, model.narrow)]
+    assert_identical(saved.get("master_param", value_of(model.narrow)), value_of(model.narrow))
+
+
+@pytest.mark.parametrize("at", [*range(8)])
+def test_state_after_an_interrupt_can_be_loaded(at: int) -> None:
+    """Of the first step as well, which makes the states."""
+    optimizer = FP4Adam(make_net("cpu").parameters())
+    set_grads(all_params(optimizer), 0)
+    with pytest.raises(KeyboardInterrupt), Interrupt(at):
+        optimizer.step()
+    resumed = FP4Adam(make_net("cpu").parameters())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each in (optimizer, resumed):
+        take_steps(each, [1])
+
+
 def test_replaced_parameters_are_freed(device: str) -> None:
     optimizer = make_pair(device)[1]  # the model is gone
     group = optimizer.param_groups[0]

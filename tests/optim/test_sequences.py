@@ -19,7 +19,7 @@ from training_programs import KernelTraining, OperatorTraining, Training
 
 @pytest.mark.parametrize(
     ("machine", "programs", "length"),
-    [(OperatorTraining, 40, 20), (KernelTraining, 5, 12)],
+    [(OperatorTraining, 30, 20), (KernelTraining, 5, 12)],
     ids=["operators", "kernels"],
 )
 def test_programs_do_what_the_model_says(

@@ -379,7 +379,7 @@ class Training(RuleBasedStateMachine):
     ) -> list[list[Twin] | None]:
         """What each parameter may become in the next step."""
         if not self.has_exact_moments:
-            self.ask()
+            self.asked(self.optimizer.state_dict())
         found: list[list[Twin] | None] = []
         for group, param, record in self.members():
             if param.grad is None:
@@ -429,11 +429,11 @@ class Training(RuleBasedStateMachine):
 
     def check_copies(self) -> None:
         """Steps of a copy have left the original alone; what was replaced is gone."""
-        if self.original is not None:
-            _, tensors, before = self.original
-            pairs = zip(tensors, before, strict=True)
+        original, self.original = self.original, None
+        if original is not None:
+            pairs = zip(*original[1:], strict=True)
             assert all(bits_equal(a, b) for a, b in pairs), "the original of a copy was written"
-            self.original = None
+        del original
         if self.replaced:
             gc.collect()
             assert not any(ref() is not None for ref in self.replaced), "replaced, but not freed"
@@ -525,7 +525,7 @@ class Training(RuleBasedStateMachine):
                     has_master = "master_param" in state
                 self.records[i] = Record(twin, [self.master(param) if has_master else None])
             if not self.has_exact_moments:
-                self.ask()
+                self.asked(self.optimizer.state_dict())
         else:
             self.check_step(expected)
 
@@ -675,7 +675,7 @@ class Training(RuleBasedStateMachine):
             model.load_state_dict(saved[0])
         self.note_bytes()
         if not self.has_exact_moments:
-            self.ask()
+            self.asked(self.optimizer.state_dict())
 
     @action(compact=st.booleans())
     def load_own_state(self, compact: bool) -> None:
@@ -733,7 +733,7 @@ class Training(RuleBasedStateMachine):
             load_model()
         self.note_bytes()
         if not self.has_exact_moments:
-            self.ask()
+            self.asked(self.optimizer.state_dict())
 
     # The optimizer itself
 
