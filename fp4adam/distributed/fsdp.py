@@ -110,6 +110,7 @@ def post_all_gather(
     Codes that can be derived are left to who wants them; scales for GEMMs are written, in a launch.
     With ``out``, a tensor from here, what is no view is filled in again.
     """
+    spec = _global_spec(shard)
     # On one rank, and for replicate(), FSDP2 copies the first input, and hands over no other.
     n, own = len(all_gather_outputs), shard._shared.tensors
     gathered, rest = metadata.names[:n], metadata.names[n:]
@@ -117,7 +118,6 @@ def post_all_gather(
     if out is not None:
         _fill_in_again(out, known)
         return None
-    spec = _global_spec(shard)
     parts = {
         name: _assemble(name, inner, spec)
         for name, inner in zip(gathered, all_gather_outputs, strict=True)

@@ -387,9 +387,9 @@ def _(x: Tensor, kind: str, offsets: Tensor | None) -> list[Tensor]:
     rows, cols = padded_tokens(x.shape[0]), x.shape[1]
     layout = _vectors(kind, offsets).storage_layout(rows, cols)
     made = {name: x.new_empty(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
-    scales = made.get("_rowwise_gemm_scale_inv")
+    scales = made.get("rowwise_gemm_scale_inv")
     if scales is None:
-        _, blocks = made["_rowwise_scale_inv"].shape
+        _, blocks = made["rowwise_scale_inv"].shape
         scales = x.new_empty(groups_shape(rows, blocks, offsets), dtype=torch.uint8)
-    tensors = [made["_rowwise_data"], scales, made.get("_amax")]
+    tensors = [made["rowwise_data"], scales, made.get("amax")]
     return [tensor for tensor in tensors if tensor is not None]

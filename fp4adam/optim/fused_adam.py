@@ -21,7 +21,7 @@ from fp4adam.optim import state_dict as saving
 from fp4adam.optim.adam import updates_params
 from fp4adam.optim.grad_norm import GradNorm
 from fp4adam.optim.hyper_parameters import check_hyper_parameters, check_numbers
-from fp4adam.optim.master_weights import MasterWeights
+from fp4adam.optim.master_weights import MasterWeights, master_of
 from fp4adam.optim.param_state import ParamState
 from fp4adam.optim.param_view import ParamView, Storing, view_of
 from fp4adam.optim.state_codec import join_master, split_master
@@ -488,6 +488,9 @@ class FusedAdam(Optimizer):
         if view.has_master and (restart or "master_param" not in state):
             codec = view.codecs["master_param"]
             StoredState.encode(codec, view.value()).put_into(new, "master_param")
+        elif view.has_master and not view.value_codec.exact and "master_param_scale" not in state:
+            master = master_of(view, state).contiguous()
+            StoredState.encode(view.value_codec, master).put_into(new, "master_param")
         if not view.has_master:
             # The parameter itself is as precise now, or has the rest of its master beside it.
             state.pop("master_param", None)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fp4adam.distributed.dtensor import like, local, part_for
 from fp4adam.formats.roundings import known_roundings
 from fp4adam.optim.param_view import ParamView, are_equal
-from fp4adam.optim.state_codec import STATE_BLOCK, codec_of_codes, join_master, split_master
+from fp4adam.optim.state_codec import PLAIN, STATE_BLOCK, codec_of_codes, join_master
 from fp4adam.optim.stored_state import StoredState, restored, state_like
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
@@ -57,6 +57,13 @@ def saved_state(view: ParamView, state: State, left: bool, compact: bool) -> Sta
         compact: Keep codes and scales as they are stored.
     """
     saved = dict(state)
+    waits = view.has_remainder and "param_remainder" not in state
+    if not view.has_master and not waits:
+        # The parameter has become as precise as its master was.
+        saved.pop("master_param", None)
+        saved.pop("master_param_scale", None)
+    elif waits and "master_param" in state and not view.is_rounded(local(state["master_param"])):
+        saved["master_param"] = like(view.owner, view.value())
     own = {name: local(value) for name, value in state.items()}
     if left:
         value = StoredState.encode(view.codecs["master_param"], view.value())
@@ -120,7 +127,11 @@ def new_state(view: ParamView, saved: State) -> State:
         if name not in saved:
             continue
         if name in view.codecs:
-            stored = restored(StoredState.of_saved(saved, name), view.codecs[name], param)
+            given = StoredState.of_saved(saved, name)
+            stored = restored(given, view.codecs[name], param)
+            if name == "master_param" and not _is_exact(given, stored):
+                # The parameter may be what the master rounds to, and not what is left of it here.
+                stored = StoredState(PLAIN, state_like(param).copy_(given.decode()), None)
             stored.put_into(state, name)
         else:
             state[name] = state_like(param).copy_(saved[name])
@@ -139,18 +150,25 @@ def new_state(view: ParamView, saved: State) -> State:
     }
 
 
+def _is_exact(given: StoredState, stored: StoredState) -> bool:
+    """Whether a loaded master is stored without rounding."""
+    if stored.codec.exact or given.codec.name == stored.codec.name:
+        return True
+    return are_equal(stored.decode(), given.decode().to(stored.codes.device, torch.float32))
+
+
 def adopt_master(view: ParamView, state: State) -> None:
-    """Give a loaded master to a parameter that is what it rounds to, where that keeps it itself."""
-    master = state.pop("master_param")
-    state.pop("master_param_scale", None)
-    value = local(master).to(torch.float32)
+    """Give a loaded master to a parameter that is what it rounds to, where that keeps it itself.
+
+    One that completes a remainder waits for the next step, as the model may be loaded later.
+    """
     if view.has_remainder:
-        upper, remainder = split_master(value)
-        if are_equal(view.param, upper):
-            state["param_remainder"] = like(view.owner, remainder)
-    elif view.param.dtype.itemsize >= 4 and _is_rounding(view, value):
+        return
+    master = local(state.pop("master_param")).to(torch.float32)
+    state.pop("master_param_scale", None)
+    if view.param.dtype.itemsize >= 4 and _is_rounding(view, master):
         with torch.no_grad():
-            view.param.copy_(value)
+            view.param.copy_(master)
 
 
 def _is_rounding(view: ParamView, master: Tensor) -> bool:

@@ -42,8 +42,12 @@ class StoredState(NamedTuple):
 
     @classmethod
     def of(cls, state: dict[str, Any], name: str, codec: StateCodec) -> "StoredState":
-        """The state ``name`` of a parameter's state in the optimizer."""
-        return cls(codec, state[name], state[f"{name}_scale"] if codec.scaled else None)
+        """The state ``name`` of a parameter's state in the optimizer.
+
+        A loaded master is there in FP32, without scales, until the next step takes it over.
+        """
+        scales = state.get(f"{name}_scale")
+        return cls(PLAIN if codec.scaled and scales is None else codec, state[name], scales)
 
     @classmethod
     def of_saved(cls, saved: dict[str, Any], name: str) -> "StoredState":

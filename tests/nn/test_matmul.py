@@ -27,6 +27,7 @@ from fp4adam import (
 from fp4adam.nn import hardware, operand
 from fp4adam.nn.linear import _ScaledLinear
 from fp4adam.tensors import backend
+from fp4adam.tensors.storage import Storage
 
 # Weights, and the quantizers of what they are multiplied with.
 FORMATS = {
@@ -62,7 +63,10 @@ def backward_values(layer, dtype: torch.dtype) -> Tensor:
     quantizer = layer.weight.quantizer
     if not isinstance(quantizer, MXFP8Quantizer):
         return layer.weight.dequantize()
-    storage = {n: getattr(layer.weight, n) for n in ("_columnwise_data", "_columnwise_scale_inv")}
+    tensors = layer.weight._shared.tensors
+    storage = Storage(
+        columnwise_data=tensors.columnwise_data, columnwise_scale_inv=tensors.columnwise_scale_inv
+    )
     columnwise = MXFP8Quantizer(rowwise=False)
     return type(layer.weight)((OUT, IN), dtype, columnwise, storage).dequantize()
 

@@ -362,7 +362,7 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "step: eps NaN": (with_group(eps=NAN), V, ("epsilon value: nan", AT_LEAST_0)),
     "step: beta 1": (with_group(betas=(0.9, 1.0)), V, ("index 1: 1.0", "below 1")),
     "step: in inference mode": (in_inference_mode, R, ("must not be called in inference mode",
-        "torch.no_grad()")),
+        "got torch.inference_mode()", "call it outside")),
     "step: a parameter twice": (twice, V, ("once", "(64, 64), twice", "remove one")),
     # The norm of gradients
     "clip: below zero": (call(lambda s: s.optimizer.clip_grad_norm_(-1)), V, (">= 0", "-1", "inf")),
