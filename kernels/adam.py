@@ -257,15 +257,15 @@ def adam_step_tile(
     VALUE: tl.constexpr = VARIANT.value_codec
     FIRST: tl.constexpr = VARIANT.exp_avg_codec
     SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
-    at = start + state_offsets(stride, BR, BC)
+    offs = state_offsets(stride, BR, BC)
 
     value = load_value(ptr.value, ptr.value_extra, start, stride, mask, VALUE, BR, BC)
-    grad = to_float32(tl.load(ptr.grad + at, mask))
+    grad = to_float32(tl.load(ptr.grad + start + offs, mask))
     exp_avg = load_state(ptr.exp_avg, ptr.exp_avg_scale, start, stride, mask, FIRST, BR, BC)
     exp_avg_sq = load_state(
         ptr.exp_avg_sq, ptr.exp_avg_sq_scale, start, stride, mask, SECOND, BR, BC
     )
-    largest = tl.load(ptr.max_exp_avg_sq + at, mask) if VARIANT.amsgrad else exp_avg_sq
+    largest = tl.load(ptr.max_exp_avg_sq + start + offs, mask) if VARIANT.amsgrad else exp_avg_sq
 
     value, exp_avg, exp_avg_sq, largest = adam_tile(
         grad, value, exp_avg, exp_avg_sq, largest, scalars, VARIANT
@@ -286,7 +286,7 @@ def adam_step_tile(
             exp_avg_sq_dither(bits), SECOND, BR, BC,
         )  # fmt: skip
         if VARIANT.amsgrad:
-            tl.store(ptr.max_exp_avg_sq + at, largest, mask)
+            tl.store(ptr.max_exp_avg_sq + start + offs, largest, mask)
     return value
 
 
