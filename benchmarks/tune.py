@@ -66,7 +66,7 @@ def put_nvfp4(two_dimensional: bool) -> Callable[[Tile], None]:
 
 def put_mxfp8(tile_and_part: tuple[Tile, int]) -> None:
     """Put a tile and its part in the place of MXFP8's."""
-    mxfp8_step.STEP_TILE, mxfp8_step.STEP_PART = tile_and_part
+    mxfp8_step.STEP_TILE, mxfp8_step.STEP_PART[False] = tile_and_part
 
 
 def put_float8_block(two_dimensional: bool) -> Callable[[Tile], None]:

@@ -21,12 +21,12 @@ from fp4adam.kernels.launch.tensor_table import (
 )
 from fp4adam.kernels.mxfp8 import mxfp8_tile, store_gemm_scales, store_tile
 from fp4adam.kernels.tiles.bfloat16 import round_through
-from fp4adam.kernels.tiles.state import has_scales
+from fp4adam.kernels.tiles.state import are_narrow
 from fp4adam.kernels.tiles.words import insert_tile
 
 # Tiles of the fused step, taken in parts of so many columns; edges are covered by single blocks.
-# Encoding states needs registers, hence the smaller parts of states with scales.
-STEP_TILE, STEP_PART = Tile(32, 256, 1, 4, 3), {False: 64, True: 32}  # by scaled_states
+# Encoding states needs registers, hence smaller parts.
+STEP_TILE, STEP_PART = Tile(32, 256, 1, 4, 3), {False: 64, True: 32}  # by whether they are narrow
 EDGE_TILE, EDGE_PART = Tile(32, 32, 1, 4, 1), 32
 # Left alone, the compiler saves registers for edges, of which there are few, and spills.
 EDGE_REGISTERS = 128
@@ -112,7 +112,7 @@ def adam_step(
     ``tiles``: from :func:`step_tiles`.
     """
     forms = (
-        (STEP_TILE, STEP_PART[has_scales(*variant.codecs)], None),
+        (STEP_TILE, STEP_PART[are_narrow(*variant.codecs)], None),
         (EDGE_TILE, EDGE_PART, EDGE_REGISTERS),
     )
     return [

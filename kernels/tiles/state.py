@@ -33,9 +33,14 @@ def has_scales(*codecs: str) -> bool:
     return not {"plain", "remainder", "float32", "bfloat16"}.issuperset(codecs)
 
 
+def are_narrow(*codecs: str) -> bool:
+    """Whether any numbers have to be encoded, which takes registers."""
+    return not {"plain", "float32"}.issuperset(codecs)
+
+
 def max_registers(*codecs: str) -> int | None:
     """What lets ptxas take the registers that codecs need; left alone it may rather spill a few."""
-    return None if {"plain", "float32"}.issuperset(codecs) else 255
+    return 255 if are_narrow(*codecs) else None
 
 
 @triton.jit

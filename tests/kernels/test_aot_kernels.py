@@ -127,7 +127,7 @@ def step_jobs(codecs):
                     maxnreg=nvfp4_step.step_registers(codecs, square and swizzled)[at],
                 )
     for size, tile, part, most in (
-        ("step", mxfp8_step.STEP_TILE, mxfp8_step.STEP_PART[scaled], None),
+        ("step", mxfp8_step.STEP_TILE, mxfp8_step.STEP_PART[is_wide], None),
         ("edge", mxfp8_step.EDGE_TILE, mxfp8_step.EDGE_PART, mxfp8_step.EDGE_REGISTERS),
     ):
         shape = {"PART": part, "BC": tile.cols, "STAGES": tile.num_stages}
