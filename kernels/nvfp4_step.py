@@ -24,7 +24,7 @@ from fp4adam.kernels.launch.tensor_table import (
 )
 from fp4adam.kernels.nvfp4 import nvfp4_tile, store_columnwise, store_square_scales
 from fp4adam.kernels.tiles.bfloat16 import round_through
-from fp4adam.kernels.tiles.state import has_scales, max_registers
+from fp4adam.kernels.tiles.state import are_narrow, has_scales, max_registers
 from fp4adam.kernels.tiles.words import insert_tile
 
 # Tiles of the fused step. The loop keeps loads of the next tile
@@ -144,6 +144,15 @@ def step_tiles(
     return torch.cat((whole, edge)), len(whole)
 
 
+def step_tile(two_dimensional: bool, codecs: tuple[str, str, str]) -> Tile:
+    """STEP_TILE as it is taken for states in these codecs."""
+    tile = STEP_TILE[two_dimensional]
+    if not two_dimensional and are_narrow(*codecs) and not has_scales(*codecs):
+        # 128 registers in place of 168, for which ptxas spills a few on sm_100.
+        return tile._replace(num_stages=2)
+    return tile
+
+
 def step_registers(
     codecs: tuple[str, str, str], stores_square_scales: bool
 ) -> tuple[int | None, int | None]:
@@ -177,7 +186,7 @@ def adam_step(
     ``tile_amaxes``: float32 [n_tiles], written. ``exceeding``: zero, raised for tensors that have
     to be written again.
     """
-    forms = STEP_TILE[usage.square], EDGE_TILE[has_scales(*variant.codecs)]
+    forms = step_tile(usage.square, variant.codecs), EDGE_TILE[has_scales(*variant.codecs)]
     parts = slice(0, n_whole), slice(n_whole, tiles.shape[0])
     most = step_registers(variant.codecs, usage.square and usage.swizzled)
     return [

@@ -114,7 +114,7 @@ def step_jobs(codecs):
         )
     for square in (True, False):
         for size, tile, at in (
-            ("step", nvfp4_step.STEP_TILE[square], 0),
+            ("step", nvfp4_step.step_tile(square, codecs), 0),
             ("edge", nvfp4_step.EDGE_TILE[scaled], 1),
         ):
             shape = {"LOOP": tile.loop, **tile_options(tile)}
