@@ -16,7 +16,7 @@ from peers import FORMATS, HYPER, LAYER, parameters
 from step import Clock, copy_rate, step_bytes
 
 from fp4adam import FP4Adam
-from fp4adam.kernels import float8_block, mxfp8, nvfp4
+from fp4adam.kernels import float8_block_step, mxfp8_step, nvfp4_step
 from fp4adam.kernels.launch.tensor_table import Tile
 
 NVFP4_TILES = [
@@ -59,22 +59,22 @@ def put_nvfp4(two_dimensional: bool) -> Callable[[Tile], None]:
     """What puts a tile in the place of NVFP4's."""
 
     def put(tile: Tile) -> None:
-        nvfp4.STEP_TILE[two_dimensional] = tile
+        nvfp4_step.STEP_TILE[two_dimensional] = tile
 
     return put
 
 
 def put_mxfp8(tile_and_part: tuple[Tile, int]) -> None:
     """Put a tile and its part in the place of MXFP8's."""
-    mxfp8.STEP_TILE, mxfp8.STEP_PART = tile_and_part
+    mxfp8_step.STEP_TILE, mxfp8_step.STEP_PART[False] = tile_and_part
 
 
 def put_float8_block(two_dimensional: bool) -> Callable[[Tile], None]:
     """What puts a tile in the place of Float8Block's for whole blocks."""
 
     def put(tile: Tile) -> None:
-        edge = float8_block.STEP_PARTS[two_dimensional, False][1]
-        float8_block.STEP_PARTS[two_dimensional, False] = (tile, edge)
+        edge = float8_block_step.STEP_PARTS[two_dimensional, False][1]
+        float8_block_step.STEP_PARTS[two_dimensional, False] = (tile, edge)
 
     return put
 

@@ -1,11 +1,15 @@
 """The Adam update on a tile, and the step of plain parameters."""
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fp4adam.kernels.launch.launch import Launch
+from fp4adam.kernels.launch.schema import SCALAR_COLUMNS
+from fp4adam.kernels.launch.schema import SCALARS_WIDTH as N_SCALARS
 from fp4adam.kernels.launch.tensor_table import (
     EXP_AVG,
     EXP_AVG_SCALE,
@@ -21,7 +25,7 @@ from fp4adam.kernels.launch.tensor_table import (
     pointer,
     takes_part,
 )
-from fp4adam.kernels.tiles.bfloat16 import round_to_bfloat16, to_float32
+from fp4adam.kernels.tiles.bfloat16 import round_to, to_float32
 from fp4adam.kernels.tiles.layout import state_offsets
 from fp4adam.kernels.tiles.state import (
     dither_tile,
@@ -30,7 +34,7 @@ from fp4adam.kernels.tiles.state import (
     load_value,
     master_dither,
     master_pointers,
-    most_registers,
+    max_registers,
     split_master,
     state_pointer,
     store_state,
@@ -39,13 +43,84 @@ from fp4adam.kernels.tiles.state import (
 
 # Four elements per thread: with more, a BF16 gradient is laid out otherwise than FP32 state.
 BLOCK = 512
-# Columns of a row of scalars: those of ``fp4adam.optim.adam.Scalars``, then what bounds the update.
-LARGEST_UPDATE = tl.constexpr(9)
-LARGEST_DECAY = tl.constexpr(10)
-SCALARS_WIDTH = tl.constexpr(12)
+# Columns of a row of scalars.
+SCALARS_WIDTH = tl.constexpr(N_SCALARS)
+DITHER_UPPER = tl.constexpr(SCALAR_COLUMNS.index("dither_upper"))
+LARGEST_UPDATE = tl.constexpr(SCALAR_COLUMNS.index("largest_update"))
+LARGEST_DECAY = tl.constexpr(SCALAR_COLUMNS.index("largest_decay"))
+DITHER_LOWER = tl.constexpr(SCALAR_COLUMNS.index("dither_lower"))
 
 # Arguments that may be another tensor at every call, with any alignment.
 SIGNALS = ("grad_scale_ptr", "clip_ptr", "found_inf_ptr")
+
+
+class Variant(NamedTuple):
+    """What a step is compiled for: one compile-time argument of its kernels and tile functions.
+
+    Attributes:
+        grad_dtype: Of the gradients.
+        value_dtype: Of what Adam updates, if that is the parameter; None for a master weight.
+        write_dtype: What the updated value is rounded to on its way to the parameter; None if it is
+            the parameter.
+        value_codec: How the value is stored; see :func:`load_value`.
+        exp_avg_codec: How the first moment is stored.
+        exp_avg_sq_codec: How the second moment is stored.
+        adam_w: Whether decay shrinks the value (AdamW) or is added to the gradient (L2).
+        amsgrad: Whether the largest second moment so far is the one that counts.
+    """
+
+    grad_dtype: tl.dtype
+    value_dtype: tl.dtype | None
+    write_dtype: tl.dtype | None
+    value_codec: str
+    exp_avg_codec: str
+    exp_avg_sq_codec: str
+    adam_w: bool
+    amsgrad: bool
+
+    @property
+    def codecs(self) -> tuple[str, str, str]:
+        """Of value and moments."""
+        return self.value_codec, self.exp_avg_codec, self.exp_avg_sq_codec
+
+
+def step_variant(
+    *,
+    grad_dtype: torch.dtype,
+    value_dtype: torch.dtype | None,
+    write_dtype: torch.dtype | None,
+    **others: Any,
+) -> Variant:
+    """The :class:`Variant` with torch's dtypes."""
+    dtypes = (None if d is None else TRITON_DTYPES[d] for d in (value_dtype, write_dtype))
+    return Variant(TRITON_DTYPES[grad_dtype], *dtypes, **others)
+
+
+class Scalars(NamedTuple):
+    """What an update takes from the hyper-parameters, float32; ``dither`` is its origin, int32."""
+
+    factor: Any
+    decay: Any
+    lerp_weight: Any
+    beta2: Any
+    one_minus_beta2: Any
+    eps: Any
+    step_size: Any
+    rsqrt_bias_correction2: Any
+    dither: Any
+
+
+class Pointers(NamedTuple):
+    """Where the gradient and the state of a tensor begin."""
+
+    grad: Any
+    value: Any
+    value_extra: Any
+    exp_avg: Any
+    exp_avg_scale: Any
+    exp_avg_sq: Any
+    exp_avg_sq_scale: Any
+    max_exp_avg_sq: Any
 
 
 @triton.jit
@@ -56,86 +131,55 @@ def scalars_row(table, scalars, tensor):
 
 @triton.jit
 def load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr):
-    """The scalars of a tensor's update; the gradient's factor includes clip / grad_scale.
+    """The :class:`Scalars` of a tensor's update; the gradient's factor includes clip / grad_scale.
 
-    The last one is the origin of the dither, int32. scalars: float32 [n, 12]. grad_scale_ptr,
-    clip_ptr: float32 [1].
+    scalars: float32 [n, 12], with the columns of ``launch.schema``. grad_scale_ptr, clip_ptr:
+    float32 [1].
     """
     row = scalars_row(table, scalars, tensor)
     factor = tl.div_rn(1.0, tl.load(grad_scale_ptr)) * tl.load(row) * tl.load(clip_ptr)
-    decay = tl.load(row + 1)
-    lerp_weight = tl.load(row + 2)
-    beta2 = tl.load(row + 3)
-    one_minus_beta2 = tl.load(row + 4)
-    eps = tl.load(row + 5)
-    step_size = tl.load(row + 6)
-    rsqrt_bias_correction2 = tl.load(row + 7)
-    dither = (tl.load(row + 8).to(tl.int32) << 16) + tl.load(row + 11).to(tl.int32)
-    return (
+    upper, lower = tl.load(row + DITHER_UPPER), tl.load(row + DITHER_LOWER)
+    return Scalars(
         factor,
-        decay,
-        lerp_weight,
-        beta2,
-        one_minus_beta2,
-        eps,
-        step_size,
-        rsqrt_bias_correction2,
-        dither,
+        tl.load(row + 1),
+        tl.load(row + 2),
+        tl.load(row + 3),
+        tl.load(row + 4),
+        tl.load(row + 5),
+        tl.load(row + 6),
+        tl.load(row + 7),
+        (upper.to(tl.int32) << 16) + lower.to(tl.int32),
     )
 
 
 @triton.jit
-def adam_tile(
-    grad,
-    value,
-    exp_avg,
-    exp_avg_sq,
-    max_exp_avg_sq,
-    scalars,
-    ADAM_W: tl.constexpr,
-    AMSGRAD: tl.constexpr,
-):
+def adam_tile(grad, value, exp_avg, exp_avg_sq, max_exp_avg_sq, scalars, VARIANT: tl.constexpr):
     """One Adam update; every operation is a separate correctly rounded FP32 one.
 
-    grad, value, exp_avg, exp_avg_sq, max_exp_avg_sq: float32 tiles (the last is read with AMSGRAD
+    grad, value, exp_avg, exp_avg_sq, max_exp_avg_sq: float32 tiles (the last is read with AMSGrad
     only). scalars: from :func:`load_scalars`. Returns the four updated tiles.
     The order is that of ``fp4adam.optim.adam.adam_``: change both or neither.
     """
-    factor, decay, lerp_weight, beta2, one_minus_beta2, eps, step_size, rsqrt_bias2, _ = scalars
-    g = grad * factor
+    g = grad * scalars.factor
     p = value
-    if ADAM_W:
-        p = p * decay
+    if VARIANT.adam_w:
+        p = p * scalars.decay
     else:
         # Infinite values would make NaN of no decay.
-        g = tl.where(decay != 0, g + p * decay, g)
-    base = tl.where(lerp_weight > 0, exp_avg, g)
-    m = base + (g - exp_avg) * lerp_weight
-    v = exp_avg_sq * beta2 + (g * one_minus_beta2) * g
+        g = tl.where(scalars.decay != 0, g + p * scalars.decay, g)
+    # Interpolated from the nearer end: exact for beta1 = 0, as torch.lerp is.
+    base = tl.where(scalars.lerp_weight > 0, exp_avg, g)
+    m = base + (g - exp_avg) * scalars.lerp_weight
+    v = exp_avg_sq * scalars.beta2 + (g * scalars.one_minus_beta2) * g
     largest = v
-    if AMSGRAD:
+    if VARIANT.amsgrad:
         # A comparison with NaN is False: a NaN on either side stays.
         largest = tl.where((v > max_exp_avg_sq) | (v != v), v, max_exp_avg_sq)
-    denominator = tl.sqrt_rn(largest) * rsqrt_bias2 + eps
-    p = p - tl.div_rn(m * step_size, denominator)
-    p = tl.where(step_size != 0, p, value)
+    denominator = tl.sqrt_rn(largest) * scalars.rsqrt_bias_correction2 + scalars.eps
+    p = p - tl.div_rn(m * scalars.step_size, denominator)
+    # A step of length zero leaves the value alone, decay and the sign of zero included.
+    p = tl.where(scalars.step_size != 0, p, value)
     return p, m, v, largest
-
-
-@triton.jit
-def round_to(x, DTYPE: tl.constexpr):
-    """Round a float32 tile to DTYPE, to nearest even."""
-    if DTYPE == tl.bfloat16:
-        y = round_to_bfloat16(x)
-    else:
-        y = x.to(DTYPE)
-    return y
-
-
-@triton.jit
-def round_through(x, DTYPE: tl.constexpr):
-    """Round a float32 tile to DTYPE and widen it again."""
-    return to_float32(round_to(x, DTYPE))
 
 
 @triton.jit
@@ -172,31 +216,19 @@ def store_value(
 
 
 @triton.jit
-def state_pointers(
-    table,
-    tensor,
-    GRAD_DTYPE: tl.constexpr,
-    VALUE_DTYPE: tl.constexpr,
-    VALUE_CODEC: tl.constexpr,
-    EXP_AVG_CODEC: tl.constexpr,
-    EXP_AVG_SQ_CODEC: tl.constexpr,
-):
-    """Pointers to gradient, value and moments of a tensor; load them before a loop, not in it.
-
-    VALUE_DTYPE: None for a master weight.
-    """
-    grad_ptr = pointer(table, tensor, GRAD, GRAD_DTYPE)
-    if VALUE_DTYPE is None:
-        value_ptr, value_extra = master_pointers(table, tensor, VALUE_CODEC)
+def state_pointers(table, tensor, VARIANT: tl.constexpr):
+    """The :class:`Pointers` of a tensor; load them before a loop, not in it."""
+    if VARIANT.value_dtype is None:
+        value, extra = master_pointers(table, tensor, VARIANT.value_codec)
     else:
-        value_ptr, value_extra = value_pointers(table, tensor, VALUE_DTYPE, VALUE_CODEC)
-    return (
-        grad_ptr,
-        value_ptr,
-        value_extra,
-        state_pointer(table, tensor, EXP_AVG, EXP_AVG_CODEC),
+        value, extra = value_pointers(table, tensor, VARIANT.value_dtype, VARIANT.value_codec)
+    return Pointers(
+        pointer(table, tensor, GRAD, VARIANT.grad_dtype),
+        value,
+        extra,
+        state_pointer(table, tensor, EXP_AVG, VARIANT.exp_avg_codec),
         pointer(table, tensor, EXP_AVG_SCALE, tl.uint8),
-        state_pointer(table, tensor, EXP_AVG_SQ, EXP_AVG_SQ_CODEC),
+        state_pointer(table, tensor, EXP_AVG_SQ, VARIANT.exp_avg_sq_codec),
         pointer(table, tensor, EXP_AVG_SQ_SCALE, tl.uint8),
         pointer(table, tensor, MAX_EXP_AVG_SQ, tl.float32),
     )
@@ -209,11 +241,7 @@ def adam_step_tile(
     stride,
     mask,
     scalars,
-    VALUE_CODEC: tl.constexpr,
-    EXP_AVG_CODEC: tl.constexpr,
-    EXP_AVG_SQ_CODEC: tl.constexpr,
-    ADAM_W: tl.constexpr,
-    AMSGRAD: tl.constexpr,
+    VARIANT: tl.constexpr,
     STORE: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
@@ -225,39 +253,40 @@ def adam_step_tile(
     :func:`load_scalars`. The value is float32: what is stored if its codec has scales, else
     unrounded.
     """
-    grad_ptr, value_ptr, value_extra, exp_avg_ptr, exp_avg_scale = pointers[:5]
-    exp_avg_sq_ptr, exp_avg_sq_scale, max_exp_avg_sq_ptr = pointers[5:]
+    ptr = pointers
+    VALUE: tl.constexpr = VARIANT.value_codec
+    FIRST: tl.constexpr = VARIANT.exp_avg_codec
+    SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
     offs = state_offsets(stride, BR, BC)
-    grad_ptr = grad_ptr + start + offs
-    max_exp_avg_sq_ptr = max_exp_avg_sq_ptr + start + offs
 
-    value = load_value(value_ptr, value_extra, start, stride, mask, VALUE_CODEC, BR, BC)
-    grad = to_float32(tl.load(grad_ptr, mask))
-    exp_avg = load_state(exp_avg_ptr, exp_avg_scale, start, stride, mask, EXP_AVG_CODEC, BR, BC)
+    value = load_value(ptr.value, ptr.value_extra, start, stride, mask, VALUE, BR, BC)
+    grad = to_float32(tl.load(ptr.grad + start + offs, mask))
+    exp_avg = load_state(ptr.exp_avg, ptr.exp_avg_scale, start, stride, mask, FIRST, BR, BC)
     exp_avg_sq = load_state(
-        exp_avg_sq_ptr, exp_avg_sq_scale, start, stride, mask, EXP_AVG_SQ_CODEC, BR, BC
+        ptr.exp_avg_sq, ptr.exp_avg_sq_scale, start, stride, mask, SECOND, BR, BC
     )
-    max_exp_avg_sq = tl.load(max_exp_avg_sq_ptr, mask) if AMSGRAD else exp_avg_sq
+    largest = tl.load(ptr.max_exp_avg_sq + start + offs, mask) if VARIANT.amsgrad else exp_avg_sq
 
-    value, exp_avg, exp_avg_sq, max_exp_avg_sq = adam_tile(
-        grad, value, exp_avg, exp_avg_sq, max_exp_avg_sq, scalars, ADAM_W, AMSGRAD
+    value, exp_avg, exp_avg_sq, largest = adam_tile(
+        grad, value, exp_avg, exp_avg_sq, largest, scalars, VARIANT
     )
 
-    dither = dither_tile(start, stride, scalars[8], BR, BC)
+    # One hash for all states of an element; what does not need it is not compiled.
+    bits = dither_tile(start, stride, scalars.dither, BR, BC)
     value = store_value(
-        value_ptr, value_extra, start, stride, mask, value, master_dither(dither), VALUE_CODEC,
-        STORE, BR, BC,
+        ptr.value, ptr.value_extra, start, stride, mask, value, master_dither(bits), VALUE, STORE,
+        BR, BC,
     )  # fmt: skip
     if STORE:
         store_state(
-            exp_avg_ptr, exp_avg_scale, start, stride, mask, exp_avg, dither, EXP_AVG_CODEC, BR, BC
+            ptr.exp_avg, ptr.exp_avg_scale, start, stride, mask, exp_avg, bits, FIRST, BR, BC
         )
         store_state(
-            exp_avg_sq_ptr, exp_avg_sq_scale, start, stride, mask, exp_avg_sq,
-            exp_avg_sq_dither(dither), EXP_AVG_SQ_CODEC, BR, BC,
+            ptr.exp_avg_sq, ptr.exp_avg_sq_scale, start, stride, mask, exp_avg_sq,
+            exp_avg_sq_dither(bits), SECOND, BR, BC,
         )  # fmt: skip
-        if AMSGRAD:
-            tl.store(max_exp_avg_sq_ptr, max_exp_avg_sq, mask)
+        if VARIANT.amsgrad:
+            tl.store(ptr.max_exp_avg_sq + start + offs, largest, mask)
     return value
 
 
@@ -269,14 +298,7 @@ def _adam_step_kernel(
     table,
     scalars,
     tiles,
-    GRAD_DTYPE: tl.constexpr,
-    VALUE_DTYPE: tl.constexpr,
-    PARAM_DTYPE: tl.constexpr,
-    VALUE_CODEC: tl.constexpr,
-    EXP_AVG_CODEC: tl.constexpr,
-    EXP_AVG_SQ_CODEC: tl.constexpr,
-    ADAM_W: tl.constexpr,
-    AMSGRAD: tl.constexpr,
+    VARIANT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Adam on one block of one tensor, read flat; ``rows`` of the table is its number of elements.
@@ -284,7 +306,6 @@ def _adam_step_kernel(
     Grid: (n_tiles,). Tile: BLOCK elements. grad_scale_ptr, clip_ptr, found_inf_ptr: float32 [1].
     table: int64 [n_tensors, 18]. scalars: float32 [n, 12]. tiles: int32 [n_tiles, 2], (tensor,
     block of that tensor).
-    PARAM_DTYPE: dtype of the parameter that is rounded from the value, None if it is the value.
     Reads gradient, value, exp_avg, exp_avg_sq, writes the last three and the parameter: with a BF16
     gradient and parameter and an FP32 master 28 bytes per element, FP32 throughout 28.
     """
@@ -296,27 +317,19 @@ def _adam_step_kernel(
     numel = tl.load(table + tensor.to(tl.int64) * WIDTH + ROWS)
     offs = state_offsets(0, 1, BLOCK)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
-    pointers = state_pointers(
-        table, tensor, GRAD_DTYPE, VALUE_DTYPE, VALUE_CODEC, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
-    )
+    pointers = state_pointers(table, tensor, VARIANT)
     # A mask makes every access scalar, so only the last block of a tensor has one.
     if start + BLOCK <= numel:
-        value = adam_step_tile(
-            pointers, start, 0, None, constants, VALUE_CODEC, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC,
-            ADAM_W, AMSGRAD, True, 1, BLOCK,
-        )  # fmt: skip
-        if PARAM_DTYPE is not None:
-            param_ptr = pointer(table, tensor, ROWWISE_DATA, PARAM_DTYPE) + start + offs
-            tl.store(param_ptr, round_to(value, PARAM_DTYPE))
+        value = adam_step_tile(pointers, start, 0, None, constants, VARIANT, True, 1, BLOCK)
+        if VARIANT.write_dtype is not None:
+            param_ptr = pointer(table, tensor, ROWWISE_DATA, VARIANT.write_dtype) + start + offs
+            tl.store(param_ptr, round_to(value, VARIANT.write_dtype))
     else:
         mask = start + offs < numel
-        value = adam_step_tile(
-            pointers, start, 0, mask, constants, VALUE_CODEC, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC,
-            ADAM_W, AMSGRAD, True, 1, BLOCK,
-        )  # fmt: skip
-        if PARAM_DTYPE is not None:
-            param_ptr = pointer(table, tensor, ROWWISE_DATA, PARAM_DTYPE) + start + offs
-            tl.store(param_ptr, round_to(value, PARAM_DTYPE), mask)
+        value = adam_step_tile(pointers, start, 0, mask, constants, VARIANT, True, 1, BLOCK)
+        if VARIANT.write_dtype is not None:
+            param_ptr = pointer(table, tensor, ROWWISE_DATA, VARIANT.write_dtype) + start + offs
+            tl.store(param_ptr, round_to(value, VARIANT.write_dtype), mask)
 
 
 def flat_tiles(numels: list[int]) -> Tensor:
@@ -328,20 +341,7 @@ def flat_tiles(numels: list[int]) -> Tensor:
     return torch.stack((tensors, numbers), dim=1).to(torch.int32)
 
 
-def adam_step(
-    table: Tensor,
-    scalars: Tensor,
-    tiles: Tensor,
-    *,
-    grad_dtype: torch.dtype,
-    value_dtype: torch.dtype,
-    write_dtype: torch.dtype | None,
-    value_codec: str,
-    exp_avg_codec: str,
-    exp_avg_sq_codec: str,
-    adam_w_mode: bool,
-    amsgrad: bool,
-) -> Launch:
+def adam_step(table: Tensor, scalars: Tensor, tiles: Tensor, variant: Variant) -> Launch:
     """The step of plain tensors, to be called with ``grad_scale, clip, found_inf``.
 
     ``tiles``: from :func:`flat_tiles`.
@@ -350,17 +350,7 @@ def adam_step(
         _adam_step_kernel,
         tiles.shape[0],
         (table, scalars, tiles),
-        dict(
-            GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
-            VALUE_DTYPE=TRITON_DTYPES[value_dtype],
-            PARAM_DTYPE=None if write_dtype is None else TRITON_DTYPES[write_dtype],
-            VALUE_CODEC=value_codec,
-            EXP_AVG_CODEC=exp_avg_codec,
-            EXP_AVG_SQ_CODEC=exp_avg_sq_codec,
-            ADAM_W=adam_w_mode,
-            AMSGRAD=amsgrad,
-            BLOCK=BLOCK,
-        ),
+        dict(VARIANT=variant, BLOCK=BLOCK),
         num_warps=4,
-        maxnreg=most_registers(value_codec, exp_avg_codec, exp_avg_sq_codec),
+        maxnreg=max_registers(*variant.codecs),
     )

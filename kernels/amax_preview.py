@@ -8,7 +8,6 @@ small. So the bytes are right whatever the bound is worth: NaN may have taken th
 someone else may have written to the state since the last step.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,32 +17,28 @@ from fp4adam.kernels.adam import (
     LARGEST_UPDATE,
     SCALARS_WIDTH,
     SIGNALS,
+    Variant,
     adam_step_tile,
     load_scalars,
-    round_through,
     state_pointers,
 )
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.tensor_table import (
     AMAX,
     COLS,
-    COLUMNWISE_DATA,
-    COLUMNWISE_GEMM_SCALE,
-    COLUMNWISE_SCALE,
     GRAD,
     ROWS,
-    ROWWISE_DATA,
-    ROWWISE_GEMM_SCALE,
-    ROWWISE_SCALE,
     SCALARS,
-    TRITON_DTYPES,
     WIDTH,
-    pointer,
+    Usage,
+    gemm_scale_pointers,
     size,
+    storage_pointers,
     tile_start,
 )
 from fp4adam.kernels.nvfp4 import nvfp4_tile, store_columnwise, store_square_scales
-from fp4adam.kernels.tiles.state import has_scales, load_value, master_pointers, most_registers
+from fp4adam.kernels.tiles.bfloat16 import round_through
+from fp4adam.kernels.tiles.state import has_scales, load_value, master_pointers, max_registers
 
 # Tiles whose amax one program compares at once.
 SCAN = 64
@@ -69,13 +64,7 @@ def _amax_preview_kernel(
     amaxes,
     exceeding,
     n_tiles,
-    GRAD_DTYPE: tl.constexpr,
-    WRITE_DTYPE: tl.constexpr,
-    VALUE_CODEC: tl.constexpr,
-    EXP_AVG_CODEC: tl.constexpr,
-    EXP_AVG_SQ_CODEC: tl.constexpr,
-    ADAM_W: tl.constexpr,
-    AMSGRAD: tl.constexpr,
+    VARIANT: tl.constexpr,
     AGAIN: tl.constexpr,
     SCAN: tl.constexpr,
     BR: tl.constexpr,
@@ -134,29 +123,14 @@ def _amax_preview_kernel(
         height, width = extent >> 16, extent & 0xFFFF
         cols = size(table, tensor, COLS, 16)
         constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
-        pointers = state_pointers(
-            table, tensor, GRAD_DTYPE, None, VALUE_CODEC, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
-        )
+        pointers = state_pointers(table, tensor, VARIANT)
         amax = tl.zeros((BR, BC), tl.float32)
         for done in range(0, height, BR):
             rows_left = height - done
             mask = (tl.arange(0, BR) < rows_left)[:, None] & (tl.arange(0, BC) < width)[None, :]
-            value = adam_step_tile(
-                pointers,
-                tile_start(first_row + done, col, cols),
-                cols,
-                mask,
-                constants,
-                VALUE_CODEC,
-                EXP_AVG_CODEC,
-                EXP_AVG_SQ_CODEC,
-                ADAM_W,
-                AMSGRAD,
-                False,
-                BR,
-                BC,
-            )
-            magnitude = tl.abs(round_through(value, WRITE_DTYPE))
+            start = tile_start(first_row + done, col, cols)
+            value = adam_step_tile(pointers, start, cols, mask, constants, VARIANT, False, BR, BC)
+            magnitude = tl.abs(round_through(value, VARIANT.write_dtype))
             # Also drops NaN, which no amax counts.
             amax = tl.where(mask & (magnitude > amax), magnitude, amax)
         # The bits of non-negative floats order as integers do: one atomic instead of two.
@@ -176,10 +150,7 @@ def _requantize_kernel(
     n_slots,
     WRITE_DTYPE: tl.constexpr,
     VALUE_CODEC: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    SQUARE: tl.constexpr,
-    SWIZZLED: tl.constexpr,
+    USAGE: tl.constexpr,
     BC: tl.constexpr,
 ):
     """Write tensors again that turned out to exceed the amax they were written with.
@@ -208,59 +179,26 @@ def _requantize_kernel(
                     address = tl.load(table + tensor.to(tl.int64) * WIDTH + AMAX)
                     tl.store(address.to(tl.pointer_type(tl.float32)), amax)
                     tl.store(amaxes + slot, amax)
-                value_ptr, value_extra = master_pointers(table, tensor, VALUE_CODEC)
+                value_ptr, extra_ptr = master_pointers(table, tensor, VALUE_CODEC)
+                storage = storage_pointers(table, tensor, tl.uint32, tl.uint8)
+                gemm_scales = gemm_scale_pointers(table, tensor)
                 for block in range(height // 16 * (width // BC)):
                     row = first_row + block // (width // BC) * 16
                     col = first_col + block % (width // BC) * BC
                     block_start = tile_start(row, col, cols)
                     value = load_value(
-                        value_ptr, value_extra, block_start, cols, None, VALUE_CODEC, 16, BC
+                        value_ptr, extra_ptr, block_start, cols, None, VALUE_CODEC, 16, BC
                     )
+                    x = round_through(value, WRITE_DTYPE)
                     _, words, scale = nvfp4_tile(
-                        round_through(value, WRITE_DTYPE),
-                        amax,
-                        row,
-                        col,
-                        cols,
-                        pointer(table, tensor, ROWWISE_DATA, tl.uint32),
-                        pointer(table, tensor, ROWWISE_SCALE, tl.uint8),
-                        pointer(table, tensor, ROWWISE_GEMM_SCALE, tl.uint8),
-                        ROWWISE,
-                        COLUMNWISE,
-                        SQUARE,
-                        SWIZZLED,
-                        16,
-                        BC,
+                        x, amax, row, col, cols, storage, gemm_scales, USAGE, 16, BC
                     )
-                    if COLUMNWISE:
+                    if USAGE.columnwise:
                         store_columnwise(
-                            words,
-                            scale,
-                            row,
-                            col,
-                            rows,
-                            pointer(table, tensor, COLUMNWISE_DATA, tl.uint32),
-                            pointer(table, tensor, COLUMNWISE_SCALE, tl.uint8),
-                            pointer(table, tensor, COLUMNWISE_GEMM_SCALE, tl.uint8),
-                            SQUARE,
-                            SWIZZLED,
-                            16,
-                            BC,
+                            words, scale, row, col, rows, storage, gemm_scales, USAGE, 16, BC
                         )
-                    if SQUARE and SWIZZLED:
-                        store_square_scales(
-                            scale,
-                            row,
-                            col,
-                            rows,
-                            cols,
-                            pointer(table, tensor, ROWWISE_GEMM_SCALE, tl.uint8),
-                            pointer(table, tensor, COLUMNWISE_GEMM_SCALE, tl.uint8),
-                            ROWWISE,
-                            COLUMNWISE,
-                            16,
-                            BC,
-                        )
+                    if USAGE.square and USAGE.swizzled:
+                        store_square_scales(scale, row, col, rows, cols, gemm_scales, USAGE, 16, BC)
 
 
 def candidates(
@@ -287,41 +225,23 @@ def preview_amax(
     old_amaxes: Tensor,
     amaxes: Tensor,
     exceeding: Tensor,
+    variant: Variant,
     *,
     again: bool,
-    grad_dtype: torch.dtype,
-    write_dtype: torch.dtype,
-    value_codec: str,
-    exp_avg_codec: str,
-    exp_avg_sq_codec: str,
-    adam_w_mode: bool,
-    amsgrad: bool,
 ) -> Launch:
     """What finds ``amaxes`` (zero before), to be called with ``grad_scale, clip, found_inf``.
 
     ``again``: A second look makes them certain, if the bound of the update is.
     """
     n_tiles = tiles.shape[0]
-    registers = most_registers(value_codec, exp_avg_codec, exp_avg_sq_codec)
+    br, bc = PART
     return Launch(
         _amax_preview_kernel,
         triton.cdiv(n_tiles, SCAN),
         (table, scalars, tiles, slots, tile_amaxes, old_amaxes, amaxes, exceeding, n_tiles),
-        dict(
-            GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
-            WRITE_DTYPE=TRITON_DTYPES[write_dtype],
-            VALUE_CODEC=value_codec,
-            EXP_AVG_CODEC=exp_avg_codec,
-            EXP_AVG_SQ_CODEC=exp_avg_sq_codec,
-            ADAM_W=adam_w_mode,
-            AMSGRAD=amsgrad,
-            AGAIN=again,
-            SCAN=SCAN,
-            BR=PART[0],
-            BC=PART[1],
-        ),
+        dict(VARIANT=variant, AGAIN=again, SCAN=SCAN, BR=br, BC=bc),
         num_warps=4,
-        maxnreg=registers,
+        maxnreg=max_registers(*variant.codecs),
     )
 
 
@@ -331,13 +251,8 @@ def requantize(
     slots: Tensor,
     amaxes: Tensor,
     exceeding: Tensor,
-    *,
-    write_dtype: torch.dtype,
-    value_codec: str,
-    rowwise: bool,
-    columnwise: bool,
-    two_dimensional: bool,
-    optimize_for_gemm: bool,
+    variant: Variant,
+    usage: Usage,
 ) -> Launch:
     """What writes the tensors again whose slot of ``exceeding`` is not zero."""
     n_tiles = tiles.shape[0]
@@ -346,13 +261,11 @@ def requantize(
         min(n_tiles, N_REQUANTIZE),
         (table, tiles, slots, amaxes, exceeding, n_tiles, amaxes.shape[0]),
         dict(
-            WRITE_DTYPE=TRITON_DTYPES[write_dtype],
-            VALUE_CODEC=value_codec,
-            ROWWISE=rowwise,
-            COLUMNWISE=columnwise,
-            SQUARE=two_dimensional,
-            SWIZZLED=optimize_for_gemm,
-            BC=32 if has_scales(value_codec) else 16,
+            # Not all of the variant, so that moments make no difference.
+            WRITE_DTYPE=variant.write_dtype,
+            VALUE_CODEC=variant.value_codec,
+            USAGE=usage,
+            BC=32 if has_scales(variant.value_codec) else 16,
         ),
         num_warps=1,
     )

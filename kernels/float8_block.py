@@ -1,4 +1,4 @@
-"""Float8Block: quantize, dequantize, and the fused Adam step that writes the quantized weight."""
+"""Float8Block: quantize and dequantize matrices, and the tile functions that do it."""
 
 import functools
 
@@ -7,53 +7,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4adam.kernels.adam import (
-    SIGNALS,
-    adam_step_tile,
-    load_scalars,
-    round_through,
-    round_to,
-    state_pointers,
-)
 from fp4adam.kernels.launch.launch import Launch, alignment, on_its_device
-from fp4adam.kernels.launch.tensor_table import (
-    COLS,
-    COLUMNWISE_DATA,
-    COLUMNWISE_SCALE,
-    ROWS,
-    ROWWISE_DATA,
-    ROWWISE_SCALE,
-    TRITON_DTYPES,
-    Tile,
-    load_tile,
-    pointer,
-    size,
-    takes_part,
-    tile_grid,
-    tile_offsets,
-    tile_start,
-)
-from fp4adam.kernels.tiles.bfloat16 import to_float32
+from fp4adam.kernels.launch.tensor_table import tile_offsets, tile_start
+from fp4adam.kernels.tiles.bfloat16 import round_to, to_float32
 from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_value, e4m3_words
-from fp4adam.kernels.tiles.state import has_scales, load_value, master_pointers, most_registers
 from fp4adam.kernels.tiles.words import (
-    insert_tile,
     store_words,
-    transpose_words,
     word_launcher,
     word_offsets,
     word_positions,
 )
 
 BLOCK = 128
-# How the fused step takes a block apart: whole blocks, and those that reach past an edge. Masks,
-# and to encode states, need registers too.
-STEP_PARTS = {  # by two_dimensional and scaled_states
-    (True, False): (Tile(16, BLOCK, 8, 4, 3), Tile(16, 32, 32, 4, 1)),
-    (True, True): (Tile(8, BLOCK, 16, 4, 3), Tile(16, 32, 32, 4, 1)),
-    (False, False): (Tile(8, BLOCK, 16, 4, 3), Tile(4, BLOCK, 32, 8, 1)),
-    (False, True): (Tile(8, BLOCK, 16, 4, 3), Tile(4, BLOCK, 32, 8, 1)),
-}
 # Of standalone quantization: left alone, ptxas gets there by spilling a few for sm_100.
 QUANTIZE_REGISTERS = {True: None, False: 128}  # by two_dimensional
 # Of operands; both directions are held at once.
@@ -76,7 +41,7 @@ def float8_scale(amax, epsilon, LARGEST: tl.constexpr, POW_2: tl.constexpr):
 
 
 @triton.jit
-def _bounds(row, col, rows, cols, MASKED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def tile_mask(row, col, rows, cols, MASKED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """Mask of the elements of a tile that lie inside the matrix, or None."""
     if MASKED:
         mask = (row + tl.arange(0, BR) < rows)[:, None] & (col + tl.arange(0, BC) < cols)[None, :]
@@ -86,7 +51,7 @@ def _bounds(row, col, rows, cols, MASKED: tl.constexpr, BR: tl.constexpr, BC: tl
 
 
 @triton.jit
-def _store_codes(
+def store_codes(
     code,
     rowwise_data,
     columnwise_data,
@@ -110,60 +75,14 @@ def _store_codes(
 
 
 @triton.jit
-def _put_codes(
-    x,
-    column_words,
-    i,
-    rowwise_data,
-    columnwise_data,
-    row,
-    col,
-    rows,
-    cols,
-    mask,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
-    """Store codes of ``x``, part ``i`` of a block, or keep them for :func:`_store_column_words`.
-
-    column_words: uint32 [parts, BR, BC / 4]. Returns them, with those of this part if COLUMNWISE.
-    Words need rows of a multiple of four bytes, so masked parts are stored byte by byte.
-    """
-    if mask is None:
-        words = e4m3_words(x, BR, BC, HARDWARE=not COLUMNWISE)
-        if ROWWISE:
-            words_ptr = rowwise_data.to(tl.pointer_type(tl.uint32))
-            store_words(words_ptr, row, col // 4, cols // 4, words, BR, BC // 4)
-        if COLUMNWISE:
-            column_words = insert_tile(column_words, words, i)
-    else:
-        code = e4m3_code(x, HARDWARE=not (ROWWISE and COLUMNWISE))
-        _store_codes(
-            code, rowwise_data, columnwise_data, row, col, rows, cols, mask,
-            ROWWISE, COLUMNWISE, BR, BC,
-        )  # fmt: skip
-    return column_words
-
-
-@triton.jit
-def _store_column_words(column_words, columnwise_data, row, col, rows):
-    """Store the codes of the block at (row, col) transposed. column_words: uint32 [n, R, 32]."""
-    words = transpose_words(tl.reshape(column_words, (128, 32)), 8, 128, 128)
-    words_ptr = columnwise_data.to(tl.pointer_type(tl.uint32))
-    store_words(words_ptr, col, row // 4, rows // 4, words, 128, 32)
-
-
-@triton.jit
-def _store_rowwise_scale(scale, rowwise_scale, row, col, rows, mask, BR: tl.constexpr):
+def store_rowwise_scale(scale, rowwise_scale, row, col, rows, mask, BR: tl.constexpr):
     """Store the decode scales of BR rows of one column of 1x128 blocks."""
     ptr = rowwise_scale + tile_start(col // 128, row, (rows + 3) // 4 * 4) + tl.arange(0, BR)
     tl.store(ptr, tl.div_rn(1.0, scale), mask)
 
 
 @triton.jit
-def _store_columnwise_scale(scale, columnwise_scale, row, col, cols, mask, BC: tl.constexpr):
+def store_columnwise_scale(scale, columnwise_scale, row, col, cols, mask, BC: tl.constexpr):
     """Store the decode scales of BC columns of one row of 128x1 blocks."""
     ptr = columnwise_scale + tile_start(row // 128, col, (cols + 3) // 4 * 4) + tl.arange(0, BC)
     tl.store(ptr, tl.div_rn(1.0, scale), mask)
@@ -198,7 +117,7 @@ def _quantize_kernel(
         largest = tl.zeros((32, 128), tl.float32)
         for i in range(4):
             strip = row + 32 * i
-            mask = _bounds(strip, col, rows, cols, True, 32, 128)
+            mask = tile_mask(strip, col, rows, cols, True, 32, 128)
             ptr = x_ptr + tile_start(strip, col, cols) + tile_offsets(cols, 32, 128)
             magnitude = tl.abs(to_float32(tl.load(ptr, mask, 0.0)))
             # Not tl.maximum, with which a NaN stays in the interpreter.
@@ -207,31 +126,31 @@ def _quantize_kernel(
         tl.store(rowwise_scale + block, tl.div_rn(1.0, scale))
         for i in range(4):
             strip = row + 32 * i
-            mask = _bounds(strip, col, rows, cols, True, 32, 128)
+            mask = tile_mask(strip, col, rows, cols, True, 32, 128)
             ptr = x_ptr + tile_start(strip, col, cols) + tile_offsets(cols, 32, 128)
             code = e4m3_code(to_float32(tl.load(ptr, mask, 0.0)) * scale, STORED_ONCE)
-            _store_codes(
+            store_codes(
                 code, rowwise_data, columnwise_data, strip, col, rows, cols, mask,
                 ROWWISE, COLUMNWISE, 32, 128,
             )  # fmt: skip
     else:
-        mask = _bounds(row, col, rows, cols, True, 128, 128)
+        mask = tile_mask(row, col, rows, cols, True, 128, 128)
         r, c = row + tl.arange(0, 128) < rows, col + tl.arange(0, 128) < cols
         ptr = x_ptr + tile_start(row, col, cols) + tile_offsets(cols, 128, 128)
         x = to_float32(tl.load(ptr, mask, 0.0))
         if ROWWISE:
             scale = float8_scale(tl.max(tl.abs(x), 1), epsilon, LARGEST, POW_2)
-            _store_rowwise_scale(scale, rowwise_scale, row, col, rows, r, 128)
+            store_rowwise_scale(scale, rowwise_scale, row, col, rows, r, 128)
             code = e4m3_code(x * scale[:, None])
-            _store_codes(
+            store_codes(
                 code, rowwise_data, columnwise_data, row, col, rows, cols, mask,
                 True, False, 128, 128,
             )  # fmt: skip
         if COLUMNWISE:
             scale = float8_scale(tl.max(tl.abs(x), 0), epsilon, LARGEST, POW_2)
-            _store_columnwise_scale(scale, columnwise_scale, row, col, cols, c, 128)
+            store_columnwise_scale(scale, columnwise_scale, row, col, cols, c, 128)
             code = e4m3_code(x * scale[None, :])
-            _store_codes(
+            store_codes(
                 code, rowwise_data, columnwise_data, row, col, rows, cols, mask,
                 False, True, 128, 128,
             )  # fmt: skip
@@ -267,7 +186,7 @@ def _quantize_vectors_kernel(
     if ROWWISE:
         value = to_float32(x)
         scale = float8_scale(tl.max(tl.abs(value), 1), epsilon, LARGEST, POW_2)
-        _store_rowwise_scale(scale, rowwise_scale, row, col, rows, None, 128)
+        store_rowwise_scale(scale, rowwise_scale, row, col, rows, None, 128)
         words = e4m3_words(value * scale[:, None], 128, 128)
         words_ptr = rowwise_data.to(tl.pointer_type(tl.uint32))
         store_words(words_ptr, row, col // 4, cols // 4, words, 128, 32)
@@ -275,7 +194,7 @@ def _quantize_vectors_kernel(
         # Values change places rather than codes, which come out of the instruction in words.
         value = to_float32(tl.trans(x))
         scale = float8_scale(tl.max(tl.abs(value), 1), epsilon, LARGEST, POW_2)
-        _store_columnwise_scale(scale, columnwise_scale, row, col, cols, None, 128)
+        store_columnwise_scale(scale, columnwise_scale, row, col, cols, None, 128)
         words = e4m3_words(value * scale[:, None], 128, 128)
         words_ptr = columnwise_data.to(tl.pointer_type(tl.uint32))
         store_words(words_ptr, col, row // 4, rows // 4, words, 128, 32)
@@ -339,224 +258,6 @@ def _dequantize_words_kernel(
 
 
 _dequantize_words = word_launcher(_dequantize_words_kernel)
-
-
-@triton.jit(do_not_specialize_on_alignment=SIGNALS)
-def _adam_step_square_kernel(
-    grad_scale_ptr,
-    clip_ptr,
-    found_inf_ptr,
-    table,
-    scalars,
-    tiles,
-    epsilon,
-    GRAD_DTYPE: tl.constexpr,
-    WRITE_DTYPE: tl.constexpr,
-    LARGEST: tl.constexpr,
-    VALUE_CODEC: tl.constexpr,
-    EXP_AVG_CODEC: tl.constexpr,
-    EXP_AVG_SQ_CODEC: tl.constexpr,
-    ADAM_W: tl.constexpr,
-    AMSGRAD: tl.constexpr,
-    POW_2: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    MASKED: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Adam and re-quantization of one 128x128 block of one tensor.
-
-    Grid: (n_tiles,). Tile: [128, 128] in parts of [BR, BC]. table: int64 [n_tensors, 18]. scalars:
-    float32 [n, 12]. tiles: int32 [n_tiles, 4]. MASKED: the block may reach past an edge.
-    A power-of-two scale seldom changes, so each part is quantized with the stored scale at once,
-    and its codes are kept, to be stored transposed with the whole block's. Where the new amax asks
-    for another scale, the block is read again. Scales that are no power of two always are: reads
-    gradient (2 bytes if BF16) and three FP32 tensors, writes these and the codes, 28 bytes per
-    element with both directions, and 4 to 6 more from L2 where a block is repeated.
-    """
-    tensor, first_row, first_col = load_tile(tiles, 128)
-    if not takes_part(table, tensor, found_inf_ptr):
-        return
-    MULTIPLE: tl.constexpr = 1 if MASKED else 16
-    rows, cols = size(table, tensor, ROWS, MULTIPLE), size(table, tensor, COLS, MULTIPLE)
-    constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
-    pointers = state_pointers(
-        table, tensor, GRAD_DTYPE, None, VALUE_CODEC, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
-    )
-    rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
-    columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
-    scale_ptr = pointer(table, tensor, ROWWISE_SCALE, tl.float32)
-    scale_ptr += tile_start(first_row // 128, first_col // 128, tl.cdiv(cols, 128))
-    stored_scale = tl.div_rn(1.0, tl.load(scale_ptr))
-    PARTS_PER_ROW: tl.constexpr = 128 // BC
-    PARTS: tl.constexpr = (128 // BR) * PARTS_PER_ROW
-
-    # A maximum over each thread's four neighbours needs a quarter of the registers.
-    largest = tl.zeros((BR, BC // 4), tl.float32)
-    column_words = tl.zeros((PARTS, BR, BC // 4), tl.uint32)
-    for i in tl.range(0, PARTS, num_stages=STAGES):
-        row, col = first_row + i // PARTS_PER_ROW * BR, first_col + i % PARTS_PER_ROW * BC
-        mask = _bounds(row, col, rows, cols, MASKED, BR, BC)
-        value = adam_step_tile(
-            pointers,
-            tile_start(row, col, cols),
-            cols,
-            mask,
-            constants,
-            VALUE_CODEC,
-            EXP_AVG_CODEC,
-            EXP_AVG_SQ_CODEC,
-            ADAM_W,
-            AMSGRAD,
-            True,
-            BR,
-            BC,
-        )
-        x = round_through(value, WRITE_DTYPE)
-        if MASKED:
-            x = tl.where(mask, x, 0.0)
-        magnitude = tl.reshape(tl.abs(x), (BR, BC // 4, 4))
-        largest = tl.maximum(largest, tl.max(magnitude, 2))
-        if POW_2:
-            column_words = _put_codes(
-                x * stored_scale, column_words, i, rowwise_data, columnwise_data,
-                row, col, rows, cols, mask, ROWWISE, COLUMNWISE, BR, BC,
-            )  # fmt: skip
-
-    scale = float8_scale(tl.max(tl.max(largest, 1), 0), epsilon, LARGEST, POW_2)
-    if (not POW_2) | (scale != stored_scale):
-        # Parts are read back by other threads than those that wrote them.
-        tl.debug_barrier()
-        for i in range(PARTS):
-            row, col = first_row + i // PARTS_PER_ROW * BR, first_col + i % PARTS_PER_ROW * BC
-            mask = _bounds(row, col, rows, cols, MASKED, BR, BC)
-            value_ptr, value_extra = master_pointers(table, tensor, VALUE_CODEC)
-            start = tile_start(row, col, cols)
-            value = load_value(value_ptr, value_extra, start, cols, mask, VALUE_CODEC, BR, BC)
-            x = round_through(value, WRITE_DTYPE)
-            column_words = _put_codes(
-                x * scale, column_words, i, rowwise_data, columnwise_data,
-                row, col, rows, cols, mask, ROWWISE, COLUMNWISE, BR, BC,
-            )  # fmt: skip
-        tl.store(scale_ptr, tl.div_rn(1.0, scale))
-    if COLUMNWISE and not MASKED:
-        _store_column_words(column_words, columnwise_data, first_row, first_col, rows)
-
-
-@triton.jit(do_not_specialize_on_alignment=SIGNALS)
-def _adam_step_vector_kernel(
-    grad_scale_ptr,
-    clip_ptr,
-    found_inf_ptr,
-    table,
-    scalars,
-    tiles,
-    epsilon,
-    GRAD_DTYPE: tl.constexpr,
-    WRITE_DTYPE: tl.constexpr,
-    LARGEST: tl.constexpr,
-    VALUE_CODEC: tl.constexpr,
-    EXP_AVG_CODEC: tl.constexpr,
-    EXP_AVG_SQ_CODEC: tl.constexpr,
-    ADAM_W: tl.constexpr,
-    AMSGRAD: tl.constexpr,
-    POW_2: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    MASKED: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """As the square kernel, with one scale per 128 elements of each direction.
-
-    Grid, tile and tables as there; BC is 128. Rowwise codes are written with the update; the
-    columnwise scales are known only after the last row, so the block is then read again, from L2.
-    """
-    tensor, first_row, col = load_tile(tiles, 128)
-    if not takes_part(table, tensor, found_inf_ptr):
-        return
-    MULTIPLE: tl.constexpr = 1 if MASKED else 16
-    rows, cols = size(table, tensor, ROWS, MULTIPLE), size(table, tensor, COLS, MULTIPLE)
-    constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
-    pointers = state_pointers(
-        table, tensor, GRAD_DTYPE, None, VALUE_CODEC, EXP_AVG_CODEC, EXP_AVG_SQ_CODEC
-    )
-    rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
-    columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
-
-    PARTS: tl.constexpr = 128 // BR
-    largest = tl.zeros((BC,), tl.float32)
-    column_words = tl.zeros((PARTS, BR, BC // 4), tl.uint32)
-    for i in tl.range(0, PARTS, num_stages=STAGES):
-        row = first_row + i * BR
-        mask = _bounds(row, col, rows, cols, MASKED, BR, BC)
-        value = adam_step_tile(
-            pointers,
-            tile_start(row, col, cols),
-            cols,
-            mask,
-            constants,
-            VALUE_CODEC,
-            EXP_AVG_CODEC,
-            EXP_AVG_SQ_CODEC,
-            ADAM_W,
-            AMSGRAD,
-            True,
-            BR,
-            BC,
-        )
-        x = round_through(value, WRITE_DTYPE)
-        if MASKED:
-            x = tl.where(mask, x, 0.0)
-        largest = tl.maximum(largest, tl.max(tl.abs(x), 0))
-        if ROWWISE:
-            scale = float8_scale(tl.max(tl.abs(x), 1), epsilon, LARGEST, POW_2)
-            _store_rowwise_scale(
-                scale, pointer(table, tensor, ROWWISE_SCALE, tl.float32), row, col, rows,
-                row + tl.arange(0, BR) < rows, BR,
-            )  # fmt: skip
-            column_words = _put_codes(
-                x * scale[:, None], column_words, i, rowwise_data, columnwise_data,
-                row, col, rows, cols, mask, True, False, BR, BC,
-            )  # fmt: skip
-
-    if COLUMNWISE:
-        scale = float8_scale(largest, epsilon, LARGEST, POW_2)
-        _store_columnwise_scale(
-            scale, pointer(table, tensor, COLUMNWISE_SCALE, tl.float32), first_row, col, cols,
-            col + tl.arange(0, BC) < cols, BC,
-        )  # fmt: skip
-        # Rows are read back by other threads than those that wrote them.
-        tl.debug_barrier()
-        for i in range(PARTS):
-            row = first_row + i * BR
-            mask = _bounds(row, col, rows, cols, MASKED, BR, BC)
-            value_ptr, value_extra = master_pointers(table, tensor, VALUE_CODEC)
-            start = tile_start(row, col, cols)
-            value = load_value(value_ptr, value_extra, start, cols, mask, VALUE_CODEC, BR, BC)
-            x = round_through(value, WRITE_DTYPE)
-            column_words = _put_codes(
-                x * scale[None, :], column_words, i, rowwise_data, columnwise_data,
-                row, col, rows, cols, mask, False, True, BR, BC,
-            )  # fmt: skip
-        if not MASKED:
-            _store_column_words(column_words, columnwise_data, first_row, col, rows)
-
-
-def step_tiles(shapes: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Blocks of all tensors: whole ones of aligned matrices, and those that need masks."""
-    whole, masked = [], []
-    for i, (rows, cols) in enumerate(shapes):
-        tiles = tile_grid(i, (0, rows, BLOCK), (0, cols, BLOCK))
-        inside = (tiles[:, 1] + BLOCK <= rows) & (tiles[:, 2] + BLOCK <= cols)
-        # Rows that are no multiple of 16 elements apart have no aligned vectors.
-        inside &= rows % 16 == 0 and cols % 16 == 0
-        whole.append(tiles[inside])
-        masked.append(tiles[~inside])
-    return torch.cat(whole), torch.cat(masked)
 
 
 @on_its_device
@@ -684,57 +385,3 @@ def dequantize(
         enable_fp_fusion=False,
     )
     return out
-
-
-def adam_step(
-    table: Tensor,
-    scalars: Tensor,
-    tiles: tuple[Tensor, Tensor],
-    *,
-    grad_dtype: torch.dtype,
-    write_dtype: torch.dtype,
-    value_codec: str,
-    exp_avg_codec: str,
-    exp_avg_sq_codec: str,
-    adam_w_mode: bool,
-    amsgrad: bool,
-    rowwise: bool,
-    columnwise: bool,
-    two_dimensional: bool,
-    force_pow_2_scales: bool,
-    amax_epsilon: float,
-) -> list[Launch]:
-    """The pass over all tensors of a table, to be called with ``grad_scale, clip, found_inf``.
-
-    ``tiles``: whole blocks, and those that reach past an edge.
-    """
-    kernel = _adam_step_square_kernel if two_dimensional else _adam_step_vector_kernel
-    codecs = value_codec, exp_avg_codec, exp_avg_sq_codec
-    parts = STEP_PARTS[two_dimensional, has_scales(*codecs)]
-    return [
-        Launch(
-            kernel,
-            part.shape[0],
-            (table, scalars, part, amax_epsilon),
-            dict(
-                GRAD_DTYPE=TRITON_DTYPES[grad_dtype],
-                WRITE_DTYPE=TRITON_DTYPES[write_dtype],
-                LARGEST=torch.finfo(write_dtype).max,
-                VALUE_CODEC=value_codec,
-                EXP_AVG_CODEC=exp_avg_codec,
-                EXP_AVG_SQ_CODEC=exp_avg_sq_codec,
-                ADAM_W=adam_w_mode,
-                AMSGRAD=amsgrad,
-                POW_2=force_pow_2_scales,
-                ROWWISE=rowwise,
-                COLUMNWISE=columnwise,
-                MASKED=masked,
-                BR=tile.rows,
-                BC=tile.cols,
-                STAGES=tile.num_stages,
-            ),
-            num_warps=tile.num_warps,
-            maxnreg=most_registers(*codecs),
-        )
-        for part, tile, masked in zip(tiles, parts, (False, True), strict=True)
-    ]

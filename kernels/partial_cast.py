@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4adam.kernels.adam import round_through
 from fp4adam.kernels.float8_block import float8_scale
 from fp4adam.kernels.launch.launch import on_its_device
 from fp4adam.kernels.launch.tensor_table import (
@@ -35,12 +34,12 @@ from fp4adam.kernels.launch.tensor_table import (
 )
 from fp4adam.kernels.mxfp8 import mxfp8_scale
 from fp4adam.kernels.nvfp4 import nvfp4_scale
-from fp4adam.kernels.tiles.bfloat16 import to_float32
+from fp4adam.kernels.tiles.bfloat16 import round_through, to_float32
 from fp4adam.kernels.tiles.e2m1 import e2m1_code
 from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_words
 from fp4adam.kernels.tiles.words import pack_words, store_words
 
-# Columns of the table; from VALUE on, all others are those of ``tensor_table``. Addresses of values
+# Columns of the table; from VALUE on, all others are those of ``schema``. Addresses of values
 # and codes are those that the first element of the matrix would have.
 COLUMNS = {
     "start": 0,

@@ -8,7 +8,8 @@ A job names a kernel, the types of its arguments as Triton writes them, and the 
      "signature": {"x_ptr": "*fp32", "numel": "i32"}, "constexprs": {"BLOCK": 1024},
      "divisible_by_16": ["x_ptr"], "sm": 90}
 and optionally num_warps (4), num_stages (3), enable_fp_fusion (false) and maxnreg (none). The value
-of a constexpr that JSON cannot express is written {"import": "triton.language.bfloat16"}.
+of a constexpr that JSON cannot express is written {"import": "triton.language.bfloat16"}, or for a
+named tuple {"tuple": "fp4adam.kernels.launch.tensor_table.Usage", "fields": [true, true]}.
 
 The facts are {"instructions": {PTX opcode: how often}, "registers": per thread,
 "spilled_bytes": per thread, "shared_bytes": per program}.
@@ -62,16 +63,21 @@ def _imported(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def _constexpr(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "import" in value:
+        return _imported(value["import"])
+    return _imported(value["tuple"])(*map(_constexpr, value["fields"]))
+
+
 def _compile(job: Job) -> Facts:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     kernel = getattr(importlib.import_module(job["module"]), job["kernel"])
-    constexprs = {
-        name: _imported(value["import"]) if isinstance(value, dict) else value
-        for name, value in job["constexprs"].items()
-    }
+    constexprs = {name: _constexpr(value) for name, value in job["constexprs"].items()}
     signature = {name: job["signature"].get(name, "constexpr") for name in kernel.arg_names}
     divisible = [(kernel.arg_names.index(name),) for name in job.get("divisible_by_16", ())]
     source = ASTSource(

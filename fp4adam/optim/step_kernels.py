@@ -1,6 +1,6 @@
 """The kernels of a step for tensors of one kind: which, on which tiles, with which constants."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,10 @@ from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
 from fp4adam.optim.state_codec import StateCodec
 from fp4adam.tensors.quantizer import Quantizer
+
+if TYPE_CHECKING:  # Triton is slow to import, and not everywhere.
+    from fp4adam.kernels.adam import Variant
+    from fp4adam.kernels.launch.tensor_table import Usage
 
 
 class Kind(NamedTuple):
@@ -40,16 +44,31 @@ class Kind(NamedTuple):
         codecs = (self.value_codec, self.exp_avg_codec, self.exp_avg_sq_codec)
         return any(codec.scaled for codec in codecs)
 
-    def step_options(self) -> dict[str, Any]:
-        """What all kernels take of it."""
-        return dict(
+    def variant(self) -> "Variant":
+        """What kernels are compiled for."""
+        from fp4adam.kernels.adam import step_variant
+
+        return step_variant(
             grad_dtype=self.grad_dtype,
+            value_dtype=self.value_dtype if self.quantizer is None else None,
             write_dtype=self.write_dtype,
             value_codec=self.value_codec.name,
             exp_avg_codec=self.exp_avg_codec.name,
             exp_avg_sq_codec=self.exp_avg_sq_codec.name,
-            adam_w_mode=self.adam_w_mode,
+            adam_w=self.adam_w_mode,
             amsgrad=self.amsgrad,
+        )
+
+    def usage(self) -> "Usage":
+        """What kernels write of the quantized weights."""
+        from fp4adam.kernels.launch.tensor_table import Usage
+
+        quantizer = self.quantizer
+        return Usage(
+            quantizer.rowwise,
+            quantizer.columnwise,
+            getattr(quantizer, "two_dimensional", False),
+            getattr(quantizer, "optimize_for_gemm", False),
         )
 
 
@@ -82,10 +101,7 @@ class FusedLaunch:
 
         shapes, _, table, scalars = tensors
         tiles = adam.flat_tiles([numel for numel, _ in shapes]).to(table.device)
-        step = adam.adam_step(
-            table, scalars, tiles, value_dtype=kind.value_dtype, **kind.step_options()
-        )
-        self._launches = [step]
+        self._launches = [adam.adam_step(table, scalars, tiles, kind.variant())]
 
     def prepare(self, *signals: Tensor) -> None:
         """Find what other ranks have to know before the step; ``signals`` as for the call."""
@@ -100,31 +116,30 @@ class MXFP8Launch(FusedLaunch):
     """One pass over MXFP8 tensors."""
 
     def __init__(self, kind: Kind, tensors: Listed) -> None:
-        from fp4adam.kernels import mxfp8
-        from fp4adam.kernels.launch import tensor_table
+        from fp4adam.kernels import mxfp8_step
 
         shapes, _, table, scalars = tensors
-        lists = tensor_table.cover(shapes, mxfp8.STEP_TILE, mxfp8.EDGE_TILE)
-        tiles = tuple(part.to(table.device) for part in lists)
-        names = ("rowwise", "columnwise", "optimize_for_gemm")
-        usage = {name: getattr(kind.quantizer, name) for name in names}
-        self._launches = mxfp8.adam_step(table, scalars, tiles, **kind.step_options(), **usage)
+        tiles = tuple(part.to(table.device) for part in mxfp8_step.step_tiles(shapes))
+        self._launches = mxfp8_step.adam_step(table, scalars, tiles, kind.variant(), kind.usage())
 
 
 class Float8BlockLaunch(FusedLaunch):
     """One pass over Float8Block tensors."""
 
     def __init__(self, kind: Kind, tensors: Listed) -> None:
-        from fp4adam.kernels import float8_block
+        from fp4adam.kernels import float8_block_step
 
         shapes, _, table, scalars = tensors
-        tiles = tuple(part.to(table.device) for part in float8_block.step_tiles(shapes))
-        names = (
-            "rowwise", "columnwise", "two_dimensional", "force_pow_2_scales", "amax_epsilon",
-        )  # fmt: skip
-        options = {name: getattr(kind.quantizer, name) for name in names}
-        self._launches = float8_block.adam_step(
-            table, scalars, tiles, **kind.step_options(), **options
+        tiles = tuple(part.to(table.device) for part in float8_block_step.step_tiles(shapes))
+        self._launches = float8_block_step.adam_step(
+            table,
+            scalars,
+            tiles,
+            kind.variant(),
+            kind.usage(),
+            largest=torch.finfo(kind.write_dtype).max,
+            force_pow_2_scales=kind.quantizer.force_pow_2_scales,
+            amax_epsilon=kind.quantizer.amax_epsilon,
         )
 
 
@@ -139,16 +154,12 @@ class NVFP4Launch(FusedLaunch):
     """
 
     def __init__(self, kind: Kind, tensors: Listed) -> None:
-        from fp4adam.kernels import amax_preview, nvfp4
+        from fp4adam.kernels import amax_preview, nvfp4_step
 
         shapes, slots, table, scalars = tensors
         device = table.device
-        names = ("rowwise", "columnwise", "two_dimensional", "optimize_for_gemm")
-        usage = {name: getattr(kind.quantizer, name) for name in names}
-        options = kind.step_options()
-        tiles, n_whole = nvfp4.step_tiles(
-            shapes, kind.quantizer.two_dimensional, kind.has_scaled_states
-        )
+        variant, usage = kind.variant(), kind.usage()
+        tiles, n_whole = nvfp4_step.step_tiles(shapes, usage.square, kind.has_scaled_states)
         tiles = tiles.to(device)
         # Nothing is known at first: with these, all tiles are looked at.
         tile_amaxes = torch.zeros(len(tiles), dtype=torch.float32, device=device)
@@ -161,44 +172,26 @@ class NVFP4Launch(FusedLaunch):
         # The amaxes of one step are the old ones of the next: the two take turns.
         self._turns = []
         for old, new in ((amaxes[0], amaxes[1]), (amaxes[1], amaxes[0])):
+            known = table, scalars, tiles, slots, tile_amaxes, old, new, exceeding, variant
             looks = [
-                amax_preview.preview_amax(
-                    table,
-                    scalars,
-                    tiles,
-                    slots,
-                    tile_amaxes,
-                    old,
-                    new,
-                    exceeding,
-                    again=again,
-                    **options,
-                )
+                amax_preview.preview_amax(*known, again=again)
                 for again in ((False, True) if self._is_shared else (False,))
             ]
-            written = self.amaxes if self._is_shared else new
-            steps = nvfp4.adam_step(
+            steps = nvfp4_step.adam_step(
                 table,
                 scalars,
                 tiles,
                 n_whole,
                 slots,
-                written,
+                self.amaxes if self._is_shared else new,
                 old,
                 tile_amaxes,
                 exceeding,
-                **options,
-                **usage,
+                variant,
+                usage,
             )
             requantize = amax_preview.requantize(
-                table,
-                tiles,
-                slots,
-                new,
-                exceeding,
-                write_dtype=kind.write_dtype,
-                value_codec=kind.value_codec.name,
-                **usage,
+                table, tiles, slots, new, exceeding, variant, usage
             )
             self._turns.append((old, new, looks, steps, requantize))
         self._known = table, scalars, tiles, slots, tile_amaxes

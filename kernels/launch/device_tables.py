@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# As in fp4adam.kernels, which a machine without Triton cannot import.
-TABLE_WIDTH = 18
-GRAD, SCALARS = 0, 1
-SCALARS_WIDTH = 12
+from fp4adam.kernels.launch.schema import COLUMNS, SCALARS_WIDTH, TABLE_WIDTH
+
+GRAD, SCALARS = COLUMNS.index("grad"), COLUMNS.index("scalars")
 
 
 class DeviceTables:
@@ -17,7 +16,7 @@ class DeviceTables:
 
     Args:
         device: Where the kernels run.
-        rows: One per tensor, with the columns of ``tensor_table``; those of the gradient
+        rows: One per tensor, with the columns of ``schema``; those of the gradient
             and of the scalars are filled in by :meth:`upload`.
         n_scalars: The most rows of scalars that a step can have.
 

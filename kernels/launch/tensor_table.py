@@ -4,52 +4,34 @@ Tiles are listed beside it, in an int32 row (tensor, first row, first column, 0)
 launch covers any number of tensors of any shape with tiles that never reach past an edge.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS = (
-    "grad",  # 0 if the tensor takes no part in this step
-    "scalars",  # its row of the scalars
-    "value",
-    "exp_avg",
-    "exp_avg_sq",
-    "max_exp_avg_sq",
-    "rowwise_data",
-    "rowwise_scale",
-    "columnwise_data",
-    "columnwise_scale",
-    "amax",
-    "rows",
-    "cols",
-    "value_extra",  # scales or remainders
-    "exp_avg_scale",
-    "exp_avg_sq_scale",
-    "rowwise_gemm_scale",
-    "columnwise_gemm_scale",
-)
-GRAD = tl.constexpr(0)
-SCALARS = tl.constexpr(1)
-VALUE = tl.constexpr(2)
-EXP_AVG = tl.constexpr(3)
-EXP_AVG_SQ = tl.constexpr(4)
-MAX_EXP_AVG_SQ = tl.constexpr(5)
-ROWWISE_DATA = tl.constexpr(6)
-ROWWISE_SCALE = tl.constexpr(7)
-COLUMNWISE_DATA = tl.constexpr(8)
-COLUMNWISE_SCALE = tl.constexpr(9)
-AMAX = tl.constexpr(10)
-ROWS = tl.constexpr(11)
-COLS = tl.constexpr(12)
-VALUE_EXTRA = tl.constexpr(13)
-EXP_AVG_SCALE = tl.constexpr(14)
-EXP_AVG_SQ_SCALE = tl.constexpr(15)
-ROWWISE_GEMM_SCALE = tl.constexpr(16)
-COLUMNWISE_GEMM_SCALE = tl.constexpr(17)
-WIDTH = tl.constexpr(len(COLUMNS))
+from fp4adam.kernels.launch.schema import COLUMNS, TABLE_WIDTH
+
+GRAD = tl.constexpr(COLUMNS.index("grad"))
+SCALARS = tl.constexpr(COLUMNS.index("scalars"))
+VALUE = tl.constexpr(COLUMNS.index("value"))
+EXP_AVG = tl.constexpr(COLUMNS.index("exp_avg"))
+EXP_AVG_SQ = tl.constexpr(COLUMNS.index("exp_avg_sq"))
+MAX_EXP_AVG_SQ = tl.constexpr(COLUMNS.index("max_exp_avg_sq"))
+ROWWISE_DATA = tl.constexpr(COLUMNS.index("rowwise_data"))
+ROWWISE_SCALE = tl.constexpr(COLUMNS.index("rowwise_scale"))
+COLUMNWISE_DATA = tl.constexpr(COLUMNS.index("columnwise_data"))
+COLUMNWISE_SCALE = tl.constexpr(COLUMNS.index("columnwise_scale"))
+AMAX = tl.constexpr(COLUMNS.index("amax"))
+ROWS = tl.constexpr(COLUMNS.index("rows"))
+COLS = tl.constexpr(COLUMNS.index("cols"))
+VALUE_EXTRA = tl.constexpr(COLUMNS.index("value_extra"))
+EXP_AVG_SCALE = tl.constexpr(COLUMNS.index("exp_avg_scale"))
+EXP_AVG_SQ_SCALE = tl.constexpr(COLUMNS.index("exp_avg_sq_scale"))
+ROWWISE_GEMM_SCALE = tl.constexpr(COLUMNS.index("rowwise_gemm_scale"))
+COLUMNWISE_GEMM_SCALE = tl.constexpr(COLUMNS.index("columnwise_gemm_scale"))
+WIDTH = tl.constexpr(TABLE_WIDTH)
 
 # Every address in the table is a multiple of this many bytes.
 ALIGNMENT = tl.constexpr(16)
@@ -120,6 +102,58 @@ def tile_grid(tensor: int, rows: tuple[int, int, int], cols: tuple[int, int, int
     tiles = torch.zeros(len(starts), 4, dtype=torch.int32, device="cpu")
     tiles[:, 0], tiles[:, 1:3] = tensor, starts
     return tiles
+
+
+class Usage(NamedTuple):
+    """What a kernel writes of a quantized weight: one compile-time argument.
+
+    Attributes:
+        rowwise: Codes along the rows.
+        columnwise: Codes along the columns.
+        square: Whether one scale per square block serves both directions.
+        swizzled: Whether scales are written in the order of the GEMM too.
+    """
+
+    rowwise: bool
+    columnwise: bool
+    square: bool = False
+    swizzled: bool = False
+
+
+class Storage(NamedTuple):
+    """Pointers to codes and scales of a quantized weight; None where a kernel does without."""
+
+    rowwise_data: Any
+    rowwise_scale: Any
+    columnwise_data: Any
+    columnwise_scale: Any
+
+
+class GemmScales(NamedTuple):
+    """Pointers to the scales of a quantized weight in the order of the GEMM."""
+
+    rowwise: Any
+    columnwise: Any
+
+
+@triton.jit
+def storage_pointers(table, tensor, CODES: tl.constexpr, SCALES: tl.constexpr):
+    """The :class:`Storage` of a tensor; load it before a loop, not in it."""
+    return Storage(
+        pointer(table, tensor, ROWWISE_DATA, CODES),
+        pointer(table, tensor, ROWWISE_SCALE, SCALES),
+        pointer(table, tensor, COLUMNWISE_DATA, CODES),
+        pointer(table, tensor, COLUMNWISE_SCALE, SCALES),
+    )
+
+
+@triton.jit
+def gemm_scale_pointers(table, tensor):
+    """The :class:`GemmScales` of a tensor."""
+    return GemmScales(
+        pointer(table, tensor, ROWWISE_GEMM_SCALE, tl.uint8),
+        pointer(table, tensor, COLUMNWISE_GEMM_SCALE, tl.uint8),
+    )
 
 
 class Tile(NamedTuple):

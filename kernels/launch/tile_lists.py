@@ -5,7 +5,8 @@ import functools
 import torch
 from torch import Tensor
 
-from fp4adam.kernels.launch.device_tables import TABLE_WIDTH, upload
+from fp4adam.kernels.launch.device_tables import upload
+from fp4adam.kernels.launch.schema import TABLE_WIDTH
 
 # Tensor, first row, row behind the last, first column, column behind the last.
 Region = tuple[int, int, int, int, int]

@@ -1,4 +1,4 @@
-"""BF16 rounding and widening."""
+"""Rounding to BF16 and other dtypes of parameters, and widening."""
 
 import triton
 import triton.language as tl
@@ -35,3 +35,19 @@ def to_float32(x):
     else:
         y = x.to(tl.float32)
     return y
+
+
+@triton.jit
+def round_to(x, DTYPE: tl.constexpr):
+    """Round a float32 tile to DTYPE, to nearest even."""
+    if DTYPE == tl.bfloat16:
+        y = round_to_bfloat16(x)
+    else:
+        y = x.to(DTYPE)
+    return y
+
+
+@triton.jit
+def round_through(x, DTYPE: tl.constexpr):
+    """Round a float32 tile to DTYPE and widen it again."""
+    return to_float32(round_to(x, DTYPE))

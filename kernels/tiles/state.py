@@ -33,9 +33,14 @@ def has_scales(*codecs: str) -> bool:
     return not {"plain", "remainder", "float32", "bfloat16"}.issuperset(codecs)
 
 
-def most_registers(*codecs: str) -> int | None:
+def are_narrow(*codecs: str) -> bool:
+    """Whether any numbers have to be encoded, which takes registers."""
+    return not {"plain", "float32"}.issuperset(codecs)
+
+
+def max_registers(*codecs: str) -> int | None:
     """What lets ptxas take the registers that codecs need; left alone it may rather spill a few."""
-    return None if {"plain", "float32"}.issuperset(codecs) else 255
+    return 255 if are_narrow(*codecs) else None
 
 
 @triton.jit
@@ -45,6 +50,7 @@ def dither_tile(start, stride, origin, BR: tl.constexpr, BC: tl.constexpr):
     start: int64. origin: that of the tensor's first element, of which 32 bits count. The hash
     itself is the dither of the first moments.
     """
+    # Sums modulo 2**32, as those of ``dither_bits``.
     x = start.to(tl.uint32) + origin.to(tl.uint32) + state_offsets(stride, BR, BC).to(tl.uint32)
     x = (x ^ (x >> 16)) * FACTOR_1
     x = (x ^ (x >> 15)) * FACTOR_2
@@ -60,12 +66,17 @@ def master_dither(x):
 @triton.jit
 def exp_avg_sq_dither(x):
     """The dither of second moments, from :func:`dither_tile`."""
+    # One instruction: the halves of the hash trade places, so its lower half comes to the top.
     return (x << 16) | (x >> 16)
 
 
 @triton.jit
 def _block_scale(magnitude, CARRY: tl.constexpr, TOP: tl.constexpr):
-    """Scales, int32 [BR, BC / 32], of the bits [BR, BC / 32, 32] of magnitudes."""
+    """Scales, int32 [BR, BC / 32], of the bits [BR, BC / 32, 32] of magnitudes.
+
+    TOP, CARRY: as ``top`` and ``carry`` of a ``BlockCodec``.
+    """
+    # Bits of magnitudes order as integers do; NaN and Inf come out on top, and as 255.
     amax = tl.max(magnitude, 2)
     exponent = tl.maximum(((amax + CARRY) >> 23) - TOP, 0)
     return tl.where(amax >= 0x7F800000, 255, exponent)
@@ -77,6 +88,8 @@ def encode_blocks(x, dither, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.const
     x = tl.reshape(x, (BR, BC // 32, 32))
     dither = tl.reshape(dither, (BR, BC // 32, 32))
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    # Everywhere: dither is added below the bits that stay, a carry counts the code up (through the
+    # exponent, if need be), and the rest is cut off.
     if CODEC == "ue4m4":
         scale = _block_scale(magnitude, 0x7FFFF, 15)
         code = tl.maximum(magnitude - (scale << 23)[:, :, None], 0)
@@ -91,13 +104,16 @@ def encode_blocks(x, dither, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.const
         scale = _block_scale(magnitude, 0x1FFFFF, 8)
         bits = (x * e8m0_reciprocal(scale)[:, :, None]).to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
+        # Exponent and mantissa as they stand in FP32, then the difference of the biases.
         code = ((magnitude + (dither >> 12).to(tl.int32)) >> 20) - (120 << 3)
+        # Below 2**-6, the smallest normal number.
         code = tl.where(magnitude < 0x3C800000, 0, code) | ((bits >> 24) & 0x80)
         code = tl.where((scale == 255)[:, :, None], 0, code).to(tl.uint8)
     else:
         tl.static_assert(CODEC == "float16", "CODEC must be one with scales")
         scale = _block_scale(magnitude, 0x1FFF, 15)
         bits = (x * e8m0_reciprocal(scale)[:, :, None]).to(tl.int32, bitcast=True)
+        # Below 2**-14, the smallest normal number. What is left is exact in FP16.
         zero = ((bits & 0x7FFFFFFF) < 0x38800000) | (scale == 255)[:, :, None]
         bits = tl.where(zero, 0, (bits + (dither >> 19).to(tl.int32)) & -0x2000)
         code = bits.to(tl.float32, bitcast=True).to(tl.float16)

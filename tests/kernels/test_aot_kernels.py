@@ -30,6 +30,8 @@ STORAGE = {
     "columnwise_scale": "*u8",
 }
 BOTH = {"ROWWISE": True, "COLUMNWISE": True}
+VARIANT = "fp4adam.kernels.adam.Variant"
+USAGE = "fp4adam.kernels.launch.tensor_table.Usage"
 # Of masters and moments, with what tells the names of the kernels apart.
 STATE_CODECS = {
     ("plain", "float32", "float32"): "",
@@ -61,13 +63,14 @@ def job(path, signature, constexprs, **options):
     }
 
 
-def codec_options(codecs):
-    return dict(zip(("VALUE_CODEC", "EXP_AVG_CODEC", "EXP_AVG_SQ_CODEC"), codecs, strict=True))
+def variant(codecs, grad="bf16", value=None, write="fp32"):
+    dtypes = (None if name is None else dtype(name) for name in (grad, value, write))
+    return {"VARIANT": {"tuple": VARIANT, "fields": [*dtypes, *codecs, True, False]}}
 
 
-def step_options(codecs, **extra):
-    fixed = {"ADAM_W": True, "AMSGRAD": False, "WRITE_DTYPE": dtype("fp32")}
-    return {"GRAD_DTYPE": dtype("bf16"), **fixed, **codec_options(codecs), **extra}
+def usage(square=False, swizzled=False):
+    """Both directions."""
+    return {"USAGE": {"tuple": USAGE, "fields": [True, True, square, swizzled]}}
 
 
 def tile_options(tile):
@@ -76,16 +79,15 @@ def tile_options(tile):
 
 def step_jobs(codecs):
     """The kernels of a step, with the states in some codecs."""
-    from fp4adam.kernels import adam, amax_preview, float8_block, mxfp8, nvfp4
-    from fp4adam.kernels.tiles.state import has_scales, most_registers
+    from fp4adam.kernels import adam, amax_preview, float8_block_step, mxfp8_step, nvfp4_step
+    from fp4adam.kernels.tiles.state import has_scales, max_registers
 
     jobs = {}
     scaled = has_scales(*codecs)
-    registers = most_registers(*codecs)
+    registers = max_registers(*codecs)
     # Of scales in one order or in two; where states need registers as well, of two.
     is_wide = codecs != PLAIN
     orders = {"step": {is_wide, True}, "edge": {is_wide}}
-    plain = {"ADAM_W": True, "AMSGRAD": False, "BLOCK": adam.BLOCK, **codec_options(codecs)}
     for name, grad, value, param, codec in (
         ("fp32", "fp32", "fp32", None, "plain"),
         (
@@ -98,17 +100,11 @@ def step_jobs(codecs):
         ("bf16 with remainder", "bf16", "bf16", None, "remainder"),
         ("fp16 without master", "fp16", "fp16", None, "plain"),
     ):
-        types = {
-            "GRAD_DTYPE": dtype(grad),
-            "VALUE_DTYPE": dtype(value),
-            "PARAM_DTYPE": None if param is None else dtype(param),
-            "VALUE_CODEC": codec,
-        }
         jobs[f"adam {name}"] = job(
             "adam._adam_step_kernel",
             TABLES,
-            {**plain, **types},
-            maxnreg=most_registers(codec, *codecs[1:]),
+            {**variant((codec, *codecs[1:]), grad, value, param), "BLOCK": adam.BLOCK},
+            maxnreg=max_registers(codec, *codecs[1:]),
         )
 
     names = ("amaxes", "next_amaxes", "tile_amaxes", "exceeding")
@@ -120,45 +116,45 @@ def step_jobs(codecs):
         jobs[f"amax preview again={again}"] = job(
             "amax_preview._amax_preview_kernel",
             {**slots, **known, "n_tiles": "i32"},
-            step_options(codecs, AGAIN=again, SCAN=amax_preview.SCAN, BR=br, BC=bc),
+            {**variant(codecs), "AGAIN": again, "SCAN": amax_preview.SCAN, "BR": br, "BC": bc},
             maxnreg=registers,
         )
     for square in (True, False):
         for size, tile, at in (
-            ("step", nvfp4.STEP_TILE[square], 0),
-            ("edge", nvfp4.EDGE_TILE[scaled], 1),
+            ("step", nvfp4_step.step_tile(square, codecs), 0),
+            ("edge", nvfp4_step.EDGE_TILE[scaled], 1),
         ):
-            shape = {"SQUARE": square, "LOOP": tile.loop, **tile_options(tile)}
+            shape = {"LOOP": tile.loop, **tile_options(tile)}
             for swizzled in orders[size]:
                 jobs[f"nvfp4 {size} square={square} swizzled={swizzled}"] = job(
-                    "nvfp4._adam_step_kernel",
+                    "nvfp4_step._adam_step_kernel",
                     amaxes,
-                    step_options(codecs, SWIZZLED=swizzled, **shape, **BOTH),
+                    {**variant(codecs), **usage(square, swizzled), **shape},
                     num_warps=tile.num_warps,
-                    maxnreg=nvfp4.step_registers(codecs, square, swizzled)[at],
+                    maxnreg=nvfp4_step.step_registers(codecs, square and swizzled)[at],
                 )
     for size, tile, part, most in (
-        ("step", mxfp8.STEP_TILE, mxfp8.STEP_PART[scaled], None),
-        ("edge", mxfp8.EDGE_TILE, mxfp8.EDGE_PART, mxfp8.EDGE_REGISTERS),
+        ("step", mxfp8_step.STEP_TILE, mxfp8_step.STEP_PART[is_wide], None),
+        ("edge", mxfp8_step.EDGE_TILE, mxfp8_step.EDGE_PART, mxfp8_step.EDGE_REGISTERS),
     ):
         shape = {"PART": part, "BC": tile.cols, "STAGES": tile.num_stages}
         for swizzled in orders[size]:
             jobs[f"mxfp8 {size} swizzled={swizzled}"] = job(
-                "mxfp8._adam_step_kernel",
+                "mxfp8_step._adam_step_kernel",
                 TABLES,
-                step_options(codecs, SWIZZLED=swizzled, **shape, **BOTH),
+                {**variant(codecs), **usage(swizzled=swizzled), **shape},
                 num_warps=tile.num_warps,
                 maxnreg=most,
             )
     epsilon = {**TABLES, "epsilon": "fp32"}
     for shape, square in (("square", True), ("vector", False)):
-        parts = float8_block.STEP_PARTS[square, scaled]
+        parts = float8_block_step.STEP_PARTS[square, scaled]
         for masked, tile in zip((False, True), parts, strict=True):
             extra = {"LARGEST": FP32_MAX, "POW_2": True, "MASKED": masked, **tile_options(tile)}
             jobs[f"float8block {shape} masked={masked}"] = job(
-                f"float8_block._adam_step_{shape}_kernel",
+                f"float8_block_step._adam_step_{shape}_kernel",
                 epsilon,
-                step_options(codecs, **BOTH, **extra),
+                {**variant(codecs), **usage(square), **extra},
                 num_warps=tile.num_warps,
                 maxnreg=registers,
             )
@@ -257,9 +253,7 @@ def kernel_jobs():
                 {
                     "WRITE_DTYPE": dtype("fp32"),
                     "VALUE_CODEC": codec,
-                    **BOTH,
-                    "SQUARE": square,
-                    "SWIZZLED": True,
+                    **usage(square, True),
                     "BC": width,
                 },
                 num_warps=1,
@@ -281,7 +275,7 @@ def kernel_jobs():
         jobs[f"nvfp4 quantize square={square}"] = job(
             "nvfp4._quantize_kernel",
             {"x_ptr": "*bf16", **STORAGE, "amax_ptr": "*fp32", **sizes, "tiles_per_row": "i32"},
-            {**BOTH, "SQUARE": square, **tile64},
+            {**usage(square), **tile64},
         )
     strides = dict.fromkeys(
         ("stride_scale_row", "stride_scale_col", "stride_out_row", "stride_out_col"), "i32"
@@ -300,7 +294,9 @@ def kernel_jobs():
         {"SQUARE": True, **tile64},
     )
     jobs["mxfp8 quantize"] = job(
-        "mxfp8._quantize_kernel", {"x_ptr": "*bf16", **STORAGE, "cols": "i32"}, {**BOTH, "BC": 32}
+        "mxfp8._quantize_kernel",
+        {"x_ptr": "*bf16", **STORAGE, "cols": "i32"},
+        {**usage(), "BC": 32},
     )
     jobs["mxfp8 dequantize"] = job(
         "mxfp8._dequantize_kernel",

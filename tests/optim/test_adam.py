@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW
 
 from fp4adam import FP4Adam, FusedAdam, NVFP4Quantizer
+from fp4adam.kernels.launch.schema import SCALAR_COLUMNS
 from fp4adam.optim import adam, update_bound
 from fp4adam.optim.adam import adam_, adam_scalars
 from fp4adam.tensors import backend
@@ -68,6 +69,10 @@ def test_square_root_is_the_nearest_float32(first):
 def test_square_roots_of_special_values():
     x = torch.tensor([0.0, -0.0, torch.inf, torch.nan, -1.0])
     assert str(sqrt(x)) == str(torch.tensor([0.0, -0.0, torch.inf, torch.nan, torch.nan]))
+
+
+def test_rows_of_scalars_begin_as_the_schema_says():
+    assert adam.Scalars._fields[:8] == SCALAR_COLUMNS[:8]
 
 
 @pytest.fixture(params=[False, True], ids=["operators", "kernels"])

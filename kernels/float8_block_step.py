@@ -1,0 +1,306 @@
+"""The fused Adam step that writes Float8Block weights."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp4adam.kernels.adam import SIGNALS, Variant, adam_step_tile, load_scalars, state_pointers
+from fp4adam.kernels.float8_block import (
+    BLOCK,
+    float8_scale,
+    store_codes,
+    store_columnwise_scale,
+    store_rowwise_scale,
+    tile_mask,
+)
+from fp4adam.kernels.launch.launch import Launch
+from fp4adam.kernels.launch.tensor_table import (
+    COLS,
+    COLUMNWISE_DATA,
+    COLUMNWISE_SCALE,
+    ROWS,
+    ROWWISE_DATA,
+    ROWWISE_SCALE,
+    Tile,
+    Usage,
+    load_tile,
+    pointer,
+    size,
+    takes_part,
+    tile_grid,
+    tile_start,
+)
+from fp4adam.kernels.tiles.bfloat16 import round_through
+from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_words
+from fp4adam.kernels.tiles.state import has_scales, load_value, master_pointers, max_registers
+from fp4adam.kernels.tiles.words import insert_tile, store_words, transpose_words
+
+# How the fused step takes a block apart: whole blocks, and those that reach past an edge. Masks,
+# and to encode states, need registers too.
+STEP_PARTS = {  # by two_dimensional and scaled_states
+    (True, False): (Tile(16, BLOCK, 8, 4, 3), Tile(16, 32, 32, 4, 1)),
+    (True, True): (Tile(8, BLOCK, 16, 4, 3), Tile(16, 32, 32, 4, 1)),
+    (False, False): (Tile(8, BLOCK, 16, 4, 3), Tile(4, BLOCK, 32, 8, 1)),
+    (False, True): (Tile(8, BLOCK, 16, 4, 3), Tile(4, BLOCK, 32, 8, 1)),
+}
+
+
+@triton.jit
+def _put_codes(
+    x,
+    column_words,
+    i,
+    rowwise_data,
+    columnwise_data,
+    row,
+    col,
+    rows,
+    cols,
+    mask,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Store codes of ``x``, part ``i`` of a block, or keep them for :func:`_store_column_words`.
+
+    column_words: uint32 [parts, BR, BC / 4]. Returns them, with those of this part if COLUMNWISE.
+    Words need rows of a multiple of four bytes, so masked parts are stored byte by byte.
+    """
+    if mask is None:
+        words = e4m3_words(x, BR, BC, HARDWARE=not COLUMNWISE)
+        if ROWWISE:
+            words_ptr = rowwise_data.to(tl.pointer_type(tl.uint32))
+            store_words(words_ptr, row, col // 4, cols // 4, words, BR, BC // 4)
+        if COLUMNWISE:
+            column_words = insert_tile(column_words, words, i)
+    else:
+        code = e4m3_code(x, HARDWARE=not (ROWWISE and COLUMNWISE))
+        store_codes(
+            code, rowwise_data, columnwise_data, row, col, rows, cols, mask,
+            ROWWISE, COLUMNWISE, BR, BC,
+        )  # fmt: skip
+    return column_words
+
+
+@triton.jit
+def _store_column_words(column_words, columnwise_data, row, col, rows):
+    """Store the codes of the block at (row, col) transposed. column_words: uint32 [n, R, 32]."""
+    words = transpose_words(tl.reshape(column_words, (128, 32)), 8, 128, 128)
+    words_ptr = columnwise_data.to(tl.pointer_type(tl.uint32))
+    store_words(words_ptr, col, row // 4, rows // 4, words, 128, 32)
+
+
+@triton.jit(do_not_specialize_on_alignment=SIGNALS)
+def _adam_step_square_kernel(
+    grad_scale_ptr,
+    clip_ptr,
+    found_inf_ptr,
+    table,
+    scalars,
+    tiles,
+    epsilon,
+    VARIANT: tl.constexpr,
+    USAGE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POW_2: tl.constexpr,
+    MASKED: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Adam and re-quantization of one 128x128 block of one tensor.
+
+    Grid: (n_tiles,). Tile: [128, 128] in parts of [BR, BC]. table: int64 [n_tensors, 18]. scalars:
+    float32 [n, 12]. tiles: int32 [n_tiles, 4]. MASKED: the block may reach past an edge.
+    A power-of-two scale seldom changes, so each part is quantized with the stored scale at once,
+    and its codes are kept, to be stored transposed with the whole block's. Where the new amax asks
+    for another scale, the block is read again. Scales that are no power of two always are: reads
+    gradient (2 bytes if BF16) and three FP32 tensors, writes these and the codes, 28 bytes per
+    element with both directions, and 4 to 6 more from L2 where a block is repeated.
+    """
+    tensor, first_row, first_col = load_tile(tiles, 128)
+    if not takes_part(table, tensor, found_inf_ptr):
+        return
+    MULTIPLE: tl.constexpr = 1 if MASKED else 16
+    rows, cols = size(table, tensor, ROWS, MULTIPLE), size(table, tensor, COLS, MULTIPLE)
+    constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
+    pointers = state_pointers(table, tensor, VARIANT)
+    rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
+    columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
+    scale_ptr = pointer(table, tensor, ROWWISE_SCALE, tl.float32)
+    scale_ptr += tile_start(first_row // 128, first_col // 128, tl.cdiv(cols, 128))
+    stored_scale = tl.div_rn(1.0, tl.load(scale_ptr))
+    PARTS_PER_ROW: tl.constexpr = 128 // BC
+    PARTS: tl.constexpr = (128 // BR) * PARTS_PER_ROW
+
+    # A maximum over each thread's four neighbours needs a quarter of the registers.
+    largest = tl.zeros((BR, BC // 4), tl.float32)
+    column_words = tl.zeros((PARTS, BR, BC // 4), tl.uint32)
+    for i in tl.range(0, PARTS, num_stages=STAGES):
+        row, col = first_row + i // PARTS_PER_ROW * BR, first_col + i % PARTS_PER_ROW * BC
+        mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
+        start = tile_start(row, col, cols)
+        value = adam_step_tile(pointers, start, cols, mask, constants, VARIANT, True, BR, BC)
+        x = round_through(value, VARIANT.write_dtype)
+        if MASKED:
+            x = tl.where(mask, x, 0.0)
+        magnitude = tl.reshape(tl.abs(x), (BR, BC // 4, 4))
+        largest = tl.maximum(largest, tl.max(magnitude, 2))
+        if POW_2:
+            # On the guess that the scale is the one of the last step.
+            column_words = _put_codes(
+                x * stored_scale, column_words, i, rowwise_data, columnwise_data,
+                row, col, rows, cols, mask, USAGE.rowwise, USAGE.columnwise, BR, BC,
+            )  # fmt: skip
+
+    scale = float8_scale(tl.max(tl.max(largest, 1), 0), epsilon, LARGEST, POW_2)
+    if (not POW_2) | (scale != stored_scale):
+        # Parts are read back by other threads than those that wrote them.
+        tl.debug_barrier()
+        for i in range(PARTS):
+            row, col = first_row + i // PARTS_PER_ROW * BR, first_col + i % PARTS_PER_ROW * BC
+            mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
+            value_ptr, extra_ptr = master_pointers(table, tensor, VARIANT.value_codec)
+            start = tile_start(row, col, cols)
+            value = load_value(value_ptr, extra_ptr, start, cols, mask, VARIANT.value_codec, BR, BC)
+            x = round_through(value, VARIANT.write_dtype)
+            column_words = _put_codes(
+                x * scale, column_words, i, rowwise_data, columnwise_data,
+                row, col, rows, cols, mask, USAGE.rowwise, USAGE.columnwise, BR, BC,
+            )  # fmt: skip
+        tl.store(scale_ptr, tl.div_rn(1.0, scale))
+    if USAGE.columnwise and not MASKED:
+        _store_column_words(column_words, columnwise_data, first_row, first_col, rows)
+
+
+@triton.jit(do_not_specialize_on_alignment=SIGNALS)
+def _adam_step_vector_kernel(
+    grad_scale_ptr,
+    clip_ptr,
+    found_inf_ptr,
+    table,
+    scalars,
+    tiles,
+    epsilon,
+    VARIANT: tl.constexpr,
+    USAGE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POW_2: tl.constexpr,
+    MASKED: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """As the square kernel, with one scale per 128 elements of each direction.
+
+    Grid, tile and tables as there; BC is 128. Rowwise codes are written with the update; the
+    columnwise scales are known only after the last row, so the block is then read again, from L2.
+    """
+    tensor, first_row, col = load_tile(tiles, 128)
+    if not takes_part(table, tensor, found_inf_ptr):
+        return
+    MULTIPLE: tl.constexpr = 1 if MASKED else 16
+    rows, cols = size(table, tensor, ROWS, MULTIPLE), size(table, tensor, COLS, MULTIPLE)
+    constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
+    pointers = state_pointers(table, tensor, VARIANT)
+    rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
+    columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
+
+    PARTS: tl.constexpr = 128 // BR
+    largest = tl.zeros((BC,), tl.float32)
+    column_words = tl.zeros((PARTS, BR, BC // 4), tl.uint32)
+    for i in tl.range(0, PARTS, num_stages=STAGES):
+        row = first_row + i * BR
+        mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
+        start = tile_start(row, col, cols)
+        value = adam_step_tile(pointers, start, cols, mask, constants, VARIANT, True, BR, BC)
+        x = round_through(value, VARIANT.write_dtype)
+        if MASKED:
+            x = tl.where(mask, x, 0.0)
+        largest = tl.maximum(largest, tl.max(tl.abs(x), 0))
+        if USAGE.rowwise:
+            scale = float8_scale(tl.max(tl.abs(x), 1), epsilon, LARGEST, POW_2)
+            store_rowwise_scale(
+                scale, pointer(table, tensor, ROWWISE_SCALE, tl.float32), row, col, rows,
+                row + tl.arange(0, BR) < rows, BR,
+            )  # fmt: skip
+            column_words = _put_codes(
+                x * scale[:, None], column_words, i, rowwise_data, columnwise_data,
+                row, col, rows, cols, mask, True, False, BR, BC,
+            )  # fmt: skip
+
+    if USAGE.columnwise:
+        scale = float8_scale(largest, epsilon, LARGEST, POW_2)
+        store_columnwise_scale(
+            scale, pointer(table, tensor, COLUMNWISE_SCALE, tl.float32), first_row, col, cols,
+            col + tl.arange(0, BC) < cols, BC,
+        )  # fmt: skip
+        # Rows are read back by other threads than those that wrote them.
+        tl.debug_barrier()
+        for i in range(PARTS):
+            row = first_row + i * BR
+            mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
+            value_ptr, extra_ptr = master_pointers(table, tensor, VARIANT.value_codec)
+            start = tile_start(row, col, cols)
+            value = load_value(value_ptr, extra_ptr, start, cols, mask, VARIANT.value_codec, BR, BC)
+            x = round_through(value, VARIANT.write_dtype)
+            column_words = _put_codes(
+                x * scale[None, :], column_words, i, rowwise_data, columnwise_data,
+                row, col, rows, cols, mask, False, True, BR, BC,
+            )  # fmt: skip
+        if not MASKED:
+            _store_column_words(column_words, columnwise_data, first_row, col, rows)
+
+
+def step_tiles(shapes: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """Blocks of all tensors: whole ones of aligned matrices, and those that need masks."""
+    whole, masked = [], []
+    for i, (rows, cols) in enumerate(shapes):
+        tiles = tile_grid(i, (0, rows, BLOCK), (0, cols, BLOCK))
+        inside = (tiles[:, 1] + BLOCK <= rows) & (tiles[:, 2] + BLOCK <= cols)
+        # Rows that are no multiple of 16 elements apart have no aligned vectors.
+        inside &= rows % 16 == 0 and cols % 16 == 0
+        whole.append(tiles[inside])
+        masked.append(tiles[~inside])
+    return torch.cat(whole), torch.cat(masked)
+
+
+def adam_step(
+    table: Tensor,
+    scalars: Tensor,
+    tiles: tuple[Tensor, Tensor],
+    variant: Variant,
+    usage: Usage,
+    *,
+    largest: float,
+    force_pow_2_scales: bool,
+    amax_epsilon: float,
+) -> list[Launch]:
+    """The pass over all tensors of a table, to be called with ``grad_scale, clip, found_inf``.
+
+    ``tiles``: from :func:`step_tiles`. ``largest``: number of the dtype that values are rounded to.
+    """
+    kernel = _adam_step_square_kernel if usage.square else _adam_step_vector_kernel
+    parts = STEP_PARTS[usage.square, has_scales(*variant.codecs)]
+    return [
+        Launch(
+            kernel,
+            part.shape[0],
+            (table, scalars, part, amax_epsilon),
+            dict(
+                VARIANT=variant,
+                USAGE=usage,
+                LARGEST=largest,
+                POW_2=force_pow_2_scales,
+                MASKED=masked,
+                BR=tile.rows,
+                BC=tile.cols,
+                STAGES=tile.num_stages,
+            ),
+            num_warps=tile.num_warps,
+            maxnreg=max_registers(*variant.codecs),
+        )
+        for part, tile, masked in zip(tiles, parts, (False, True), strict=True)
+    ]

@@ -1,0 +1,44 @@
+"""What is in the tables that kernels read, said once: for those that fill them and for the kernels.
+
+Without Triton, which a machine that only fills them need not have.
+"""
+
+# One int64 row per tensor: addresses and sizes.
+COLUMNS = (
+    "grad",  # 0 if the tensor takes no part in this step
+    "scalars",  # its row of the scalars
+    "value",
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "rowwise_data",
+    "rowwise_scale",
+    "columnwise_data",
+    "columnwise_scale",
+    "amax",
+    "rows",
+    "cols",
+    "value_extra",  # scales or remainders
+    "exp_avg_scale",
+    "exp_avg_sq_scale",
+    "rowwise_gemm_scale",
+    "columnwise_gemm_scale",
+)
+TABLE_WIDTH = len(COLUMNS)
+
+# One float32 row per set of scalars. The first eight are those of ``fp4adam.optim.adam.Scalars``.
+SCALAR_COLUMNS = (
+    "grad_factor",
+    "decay",
+    "lerp_weight",
+    "beta2",
+    "one_minus_beta2",
+    "eps",
+    "step_size",
+    "rsqrt_bias_correction2",
+    "dither_upper",  # halves of the 32 bits where the dither begins, which float32 holds
+    "largest_update",  # bounds of the update, for ``amax_preview``
+    "largest_decay",
+    "dither_lower",
+)
+SCALARS_WIDTH = len(SCALAR_COLUMNS)

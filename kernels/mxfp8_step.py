@@ -1,0 +1,128 @@
+"""The fused Adam step that writes MXFP8 weights."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp4adam.kernels.adam import SIGNALS, Variant, adam_step_tile, load_scalars, state_pointers
+from fp4adam.kernels.launch.launch import Launch
+from fp4adam.kernels.launch.tensor_table import (
+    COLS,
+    ROWS,
+    Tile,
+    Usage,
+    cover,
+    gemm_scale_pointers,
+    load_tile,
+    size,
+    storage_pointers,
+    takes_part,
+    tile_start,
+)
+from fp4adam.kernels.mxfp8 import mxfp8_tile, store_gemm_scales, store_tile
+from fp4adam.kernels.tiles.bfloat16 import round_through
+from fp4adam.kernels.tiles.state import are_narrow
+from fp4adam.kernels.tiles.words import insert_tile
+
+# Tiles of the fused step, taken in parts of so many columns; edges are covered by single blocks.
+# Encoding states needs registers, hence smaller parts.
+STEP_TILE, STEP_PART = Tile(32, 256, 1, 4, 3), {False: 64, True: 32}  # by whether they are narrow
+EDGE_TILE, EDGE_PART = Tile(32, 32, 1, 4, 1), 32
+# Left alone, the compiler saves registers for edges, of which there are few, and spills.
+EDGE_REGISTERS = 128
+
+
+@triton.jit
+def _side_by_side(tiles):
+    """Tiles [n, R, C] as one [R, n * C]."""
+    n: tl.constexpr = tiles.shape[0]
+    R: tl.constexpr = tiles.shape[1]
+    C: tl.constexpr = tiles.shape[2]
+    return tl.reshape(tl.permute(tiles, (1, 0, 2)), (R, n * C))
+
+
+@triton.jit(do_not_specialize_on_alignment=SIGNALS)
+def _adam_step_kernel(
+    grad_scale_ptr,
+    clip_ptr,
+    found_inf_ptr,
+    table,
+    scalars,
+    tiles,
+    VARIANT: tl.constexpr,
+    USAGE: tl.constexpr,
+    BC: tl.constexpr,
+    PART: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Adam and re-quantization of one tile of one tensor, each byte moved once.
+
+    Grid: (n_tiles,). Tile: [32, BC] in parts of [32, PART], codes and scales of which are kept and
+    stored together. table: int64 [n_tensors, 18]. scalars: float32 [n, 12]. tiles: int32
+    [n_tiles, 4].
+    Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these, codes and scales:
+    28 + 1/16 bytes per element with both directions; 1/16 more if USAGE.swizzled.
+    """
+    tensor, row, first_col = load_tile(tiles, 32)
+    if not takes_part(table, tensor, found_inf_ptr):
+        return
+    cols = size(table, tensor, COLS, 32)
+    constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
+    pointers = state_pointers(table, tensor, VARIANT)
+    storage = storage_pointers(table, tensor, tl.uint32, tl.uint8)
+    # Registers for the update are those of a part; codes and scales of all parts wait in words,
+    # until whole rows of the tile can be written in long pieces.
+    PARTS: tl.constexpr = BC // PART
+    row_words = tl.zeros((PARTS, 32, PART // 4), tl.uint32)
+    row_scale = tl.zeros((PARTS, 32, PART // 32), tl.uint8)
+    column_words = tl.zeros((PARTS, 32, PART // 4), tl.uint32)
+    column_scale = tl.zeros((PARTS, 1, PART), tl.uint8)
+    for i in tl.range(0, PARTS, num_stages=STAGES):
+        start = tile_start(row, first_col + i * PART, cols)
+        value = adam_step_tile(pointers, start, cols, None, constants, VARIANT, True, 32, PART)
+        x = round_through(value, VARIANT.write_dtype)
+        words, scale, words_of_columns, scale_of_columns = mxfp8_tile(x, USAGE, PART, True)
+        row_words = insert_tile(row_words, words, i)
+        row_scale = insert_tile(row_scale, scale, i)
+        column_words = insert_tile(column_words, words_of_columns, i)
+        column_scale = insert_tile(column_scale, scale_of_columns, i)
+    row_scale, column_scale = _side_by_side(row_scale), _side_by_side(column_scale)
+    row_words, column_words = _side_by_side(row_words), _side_by_side(column_words)
+    store_tile(
+        row_words, row_scale, column_words, column_scale, row, first_col, cols, storage, USAGE, BC
+    )
+    if USAGE.swizzled:
+        rows = size(table, tensor, ROWS, 32)
+        gemm_scales = gemm_scale_pointers(table, tensor)
+        store_gemm_scales(
+            row_scale, column_scale, row, first_col, rows, cols, gemm_scales, USAGE, BC
+        )
+
+
+def step_tiles(shapes: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """The lists of tiles for :func:`adam_step`: of STEP_TILE and, at the edges, of EDGE_TILE."""
+    return cover(shapes, STEP_TILE, EDGE_TILE)
+
+
+def adam_step(
+    table: Tensor, scalars: Tensor, tiles: tuple[Tensor, Tensor], variant: Variant, usage: Usage
+) -> list[Launch]:
+    """The pass over all tensors of a table, to be called with ``grad_scale, clip, found_inf``.
+
+    ``tiles``: from :func:`step_tiles`.
+    """
+    forms = (
+        (STEP_TILE, STEP_PART[are_narrow(*variant.codecs)], None),
+        (EDGE_TILE, EDGE_PART, EDGE_REGISTERS),
+    )
+    return [
+        Launch(
+            _adam_step_kernel,
+            listed.shape[0],
+            (table, scalars, listed),
+            dict(VARIANT=variant, USAGE=usage, BC=tile.cols, PART=part, STAGES=tile.num_stages),
+            num_warps=tile.num_warps,
+            maxnreg=registers,
+        )
+        for listed, (tile, part, registers) in zip(tiles, forms, strict=True)
+    ]

@@ -1,0 +1,209 @@
+"""The fused Adam step that writes NVFP4 weights."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp4adam.kernels.adam import SIGNALS, Variant, adam_step_tile, load_scalars, state_pointers
+from fp4adam.kernels.launch.launch import Launch
+from fp4adam.kernels.launch.tensor_table import (
+    AMAX,
+    COLS,
+    ROWS,
+    WIDTH,
+    Tile,
+    Usage,
+    cover,
+    gemm_scale_pointers,
+    load_tile,
+    size,
+    storage_pointers,
+    takes_part,
+    tile_start,
+)
+from fp4adam.kernels.nvfp4 import nvfp4_tile, store_columnwise, store_square_scales
+from fp4adam.kernels.tiles.bfloat16 import round_through
+from fp4adam.kernels.tiles.state import are_narrow, has_scales, max_registers
+from fp4adam.kernels.tiles.words import insert_tile
+
+# Tiles of the fused step. The loop keeps loads of the next tile
+# in flight; the edges of a matrix are covered by single blocks.
+STEP_TILE = {True: Tile(16, 64, 4, 4, 4), False: Tile(16, 64, 4, 4, 3)}  # by two_dimensional
+EDGE_TILE = {False: Tile(16, 16, 1, 4, 1), True: Tile(16, 32, 1, 4, 1)}  # by scaled_states
+
+
+@triton.jit(do_not_specialize_on_alignment=SIGNALS)
+def _adam_step_kernel(
+    grad_scale_ptr,
+    clip_ptr,
+    found_inf_ptr,
+    table,
+    scalars,
+    tiles,
+    slots,
+    amaxes,
+    next_amaxes,
+    tile_amaxes,
+    exceeding,
+    VARIANT: tl.constexpr,
+    USAGE: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    LOOP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Adam and re-quantization of one column of tiles of one tensor, each byte moved once.
+
+    Grid: (n_tiles,). Tile: LOOP times [BR, BC] down the rows. table: int64 [n_tensors, 18].
+    scalars: float32 [n, 12]. tiles: int32 [n_tiles, 4]. slots: int32 [n_tensors], where the amax of
+    each tensor is; several may share one. amaxes: float32 [n_slots], of the updated weights;
+    next_amaxes: the same of the next step, set to zero. tile_amaxes: float32 [n_tiles], written: no
+    weight of the tile is larger. exceeding: float32 [n_slots], raised to the amax of a tensor that
+    is larger than amaxes says.
+    Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these and the codes: 27 bytes
+    per element with both directions, and 1/256 for the scales of 16x16 blocks, 1/8 more if
+    USAGE.swizzled.
+    """
+    tensor, first_row, col = load_tile(tiles, 16)
+    first_of_tensor = (first_row == 0) & (col == 0)
+    if first_of_tensor:
+        # Of tensors without a gradient too: the next preview raises all of them from zero.
+        tl.store(next_amaxes + tl.load(slots + tensor), 0.0)
+    if not takes_part(table, tensor, found_inf_ptr):
+        return
+    rows = size(table, tensor, ROWS, 16)
+    cols = size(table, tensor, COLS, 16)
+    constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
+    pointers = state_pointers(table, tensor, VARIANT)
+    # Known before the first block is written, so no program waits for another one.
+    amax = tl.load(amaxes + tl.load(slots + tensor))
+    if first_of_tensor:
+        amax_ptr = tl.load(table + tensor.to(tl.int64) * WIDTH + AMAX)
+        tl.store(amax_ptr.to(tl.pointer_type(tl.float32)), amax)
+    # As many as there are block amaxes in a tile: a maximum of weights would take more registers.
+    SCALE_ROWS: tl.constexpr = BR if USAGE.rowwise and not USAGE.square else BR // 16
+    SCALE_COLS: tl.constexpr = BC if not (USAGE.rowwise or USAGE.square) else BC // 16
+    largest = tl.zeros((SCALE_ROWS, SCALE_COLS), tl.float32)
+    # All tiles of the loop are transposed together: one alone gives rows of 8 bytes.
+    column_words = tl.zeros((LOOP, BR, BC // 8), tl.uint32)
+    # Scales that are stored last, one tile's in each byte.
+    KEEPS_SCALE: tl.constexpr = USAGE.swizzled if USAGE.square else USAGE.columnwise
+    kept_scale = tl.zeros((BR // 16, BC // 16 if USAGE.square else BC), tl.uint32)
+    storage = storage_pointers(table, tensor, tl.uint32, tl.uint8)
+    gemm_scales = gemm_scale_pointers(table, tensor)
+    for i in tl.range(0, LOOP, num_stages=STAGES):
+        row = first_row + i * BR
+        start = tile_start(row, col, cols)
+        value = adam_step_tile(pointers, start, cols, None, constants, VARIANT, True, BR, BC)
+        x = round_through(value, VARIANT.write_dtype)
+        block_amax, words, scale = nvfp4_tile(
+            x, amax, row, col, cols, storage, gemm_scales, USAGE, BR, BC
+        )
+        largest = tl.maximum(largest, block_amax)
+        if USAGE.columnwise:
+            column_words = insert_tile(column_words, words, i)
+        if KEEPS_SCALE:
+            kept_scale |= scale.to(tl.uint32) << (8 * i)
+    tl.static_assert(LOOP <= 4)
+    kept_scale = kept_scale[None, :, :] >> (8 * tl.arange(0, LOOP))[:, None, None]
+    kept_scale = (kept_scale & 0xFF).to(tl.uint8)
+    kept_scale = tl.reshape(kept_scale, (LOOP * BR // 16, kept_scale.shape[2]))
+    if USAGE.columnwise:
+        store_columnwise(
+            tl.reshape(column_words, (LOOP * BR, BC // 8)), kept_scale, first_row, col, rows,
+            storage, gemm_scales, USAGE, LOOP * BR, BC,
+        )  # fmt: skip
+    if USAGE.square and USAGE.swizzled:
+        store_square_scales(
+            kept_scale, first_row, col, rows, cols, gemm_scales, USAGE, LOOP * BR, BC
+        )
+    tile_amax = tl.max(tl.max(largest, 1), 0)
+    if tile_amax > amax:
+        # The preview has missed it. Bits of non-negative floats order as integers do.
+        bits = tile_amax.to(tl.int32, bitcast=True)
+        exceeding_ptr = exceeding + tl.load(slots + tensor)
+        tl.atomic_max(exceeding_ptr.to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
+    if VARIANT.write_dtype != tl.float32:
+        # The master may be larger than what it is rounded to, by half a step of a 16-bit format.
+        tile_amax = tile_amax * 1.0078125 + 6e-8
+    tl.store(tile_amaxes + tl.program_id(0), tile_amax)
+
+
+def step_tiles(
+    shapes: list[tuple[int, int]], two_dimensional: bool, scaled_states: bool
+) -> tuple[Tensor, int]:
+    """Tiles for :func:`adam_step`, those of STEP_TILE first, and the number of these.
+
+    ``scaled_states``: Whether states have scales; columns must be multiples of 32 then.
+    """
+    forms = STEP_TILE[two_dimensional], EDGE_TILE[scaled_states]
+    whole, edge = cover(shapes, *forms)
+    for tiles, tile in zip((whole, edge), forms, strict=True):
+        tiles[:, 3] = (tile.rows * tile.loop) << 16 | tile.cols
+    return torch.cat((whole, edge)), len(whole)
+
+
+def step_tile(two_dimensional: bool, codecs: tuple[str, str, str]) -> Tile:
+    """STEP_TILE as it is taken for states in these codecs."""
+    tile = STEP_TILE[two_dimensional]
+    if not two_dimensional and are_narrow(*codecs) and not has_scales(*codecs):
+        # 128 registers in place of 168, for which ptxas spills a few on sm_100.
+        return tile._replace(num_stages=2)
+    return tile
+
+
+def step_registers(
+    codecs: tuple[str, str, str], stores_square_scales: bool
+) -> tuple[int | None, int | None]:
+    """The most registers per thread of STEP_TILE and of edges; None leaves it to ptxas.
+
+    128 let a fourth program run on each multiprocessor of an H200. So ptxas takes no more where it
+    can, and for sm_120 spills a few to get there, unless it is told.
+    """
+    limit = 128 if stores_square_scales else None
+    of_codecs = max_registers(*codecs)
+    return (limit, limit) if of_codecs is None else (None, of_codecs)
+
+
+def adam_step(
+    table: Tensor,
+    scalars: Tensor,
+    tiles: Tensor,
+    n_whole: int,
+    slots: Tensor,
+    amaxes: Tensor,
+    next_amaxes: Tensor,
+    tile_amaxes: Tensor,
+    exceeding: Tensor,
+    variant: Variant,
+    usage: Usage,
+) -> list[Launch]:
+    """The pass over all tensors of a table, to be called with ``grad_scale, clip, found_inf``.
+
+    ``tiles``, ``n_whole``: from :func:`step_tiles`. ``slots``: where the amax of each tensor is.
+    ``amaxes``: of the updated weights, from ``amax_preview``. ``next_amaxes``: zeroed.
+    ``tile_amaxes``: float32 [n_tiles], written. ``exceeding``: zero, raised for tensors that have
+    to be written again.
+    """
+    forms = step_tile(usage.square, variant.codecs), EDGE_TILE[has_scales(*variant.codecs)]
+    parts = slice(0, n_whole), slice(n_whole, tiles.shape[0])
+    most = step_registers(variant.codecs, usage.square and usage.swizzled)
+    return [
+        Launch(
+            _adam_step_kernel,
+            part.stop - part.start,
+            (table, scalars, tiles[part], slots, amaxes, next_amaxes, tile_amaxes[part], exceeding),
+            dict(
+                VARIANT=variant,
+                USAGE=usage,
+                BR=tile.rows,
+                BC=tile.cols,
+                LOOP=tile.loop,
+                STAGES=tile.num_stages,
+            ),
+            num_warps=tile.num_warps,
+            maxnreg=registers,
+        )
+        for part, tile, registers in zip(parts, forms, most, strict=True)
+    ]
