@@ -531,7 +531,7 @@ class FusedAdam(Optimizer):
         A step does so by itself where it finds other bytes in a parameter than it has left there.
         This says it for writes that go unnoticed (through ``.data`` of a plain parameter), or that
         leave the same bytes. Moments and step counts stay. Parameters that have no master yet
-        start from their value anyway. With sharded parameters every rank has to call it.
+        start from their value anyway.
 
         Args:
             params: Which; None for all.
@@ -572,8 +572,7 @@ class FusedAdam(Optimizer):
         """The state in FP32 under the names of ``torch.optim.AdamW``, whatever it is stored in.
 
         As there, the tensors are those of the optimizer where these are FP32. Where something else
-        has written to a parameter, its value takes the place of the master that it has left. With
-        sharded parameters every rank has to call it.
+        has written to a parameter, its value takes the place of the master that it has left.
         """
         return self._saved(compact=False)
 
@@ -690,7 +689,7 @@ class FusedAdam(Optimizer):
                 if not view.has_master and "master_param" in states[view.owner]:
                     saving.adopt_master(view, states[view.owner])
             masters = [view for view in views if view.has_master]
-            _, rounded = self._masters.left(masters, states)
+            _, rounded = self._masters.left(masters, states, all_ranks=True)
             for view, bytes_of_master in rounded.items():
                 view.param.copy_(bytes_of_master)
             self._masters.note(rounded)

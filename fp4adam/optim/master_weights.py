@@ -59,15 +59,21 @@ class MasterWeights:
         return note is not None and note.is_same(view.note())
 
     def left(
-        self, views: Sequence[ParamView], states: dict[Tensor, dict[str, Any]]
+        self,
+        views: Sequence[ParamView],
+        states: dict[Tensor, dict[str, Any]],
+        all_ranks: bool = False,
     ) -> tuple[list[ParamView], dict[QuantizedView, QuantizedTensor]]:
         """Which of the parameters are not what their masters round to; the others are noted.
 
-        Sharded parameters are judged as a whole: every rank calls this with the same ones.
+        A step cannot ask other ranks: FSDP2 gives new memory to shards of some ranks alone, so not
+        all of them look. There each rank judges its own rows, by the scales that these have.
 
         Args:
             views: All parameters, of which some have a master in ``states``.
             states: By parameter.
+            all_ranks: Whether every rank calls this with the same parameters. Shards are then
+                judged as a whole, with the scales of their masters.
 
         Returns:
             Those that something else has written to; and of those that hold the rounded master's
@@ -83,18 +89,23 @@ class MasterWeights:
         ]
         if not unsure:
             return [], {}
+        answers: dict[ParamView, bool] = {}
+        quantized = []
         for view in unsure:
-            if isinstance(view, QuantizedView) and (info := ShardInfo.of(view.owner)) is not None:
+            info = ShardInfo.of(view.owner) if isinstance(view, QuantizedView) else None
+            if info is not None and all_ranks:
                 settle_shard(view.param, info)
-        plain = [view for view in unsure if not isinstance(view, QuantizedView)]
-        answers = {view: view.is_rounded(master_of(view, states[view.owner])) for view in plain}
-        quantized = [view for view in unsure if isinstance(view, QuantizedView)]
+            if isinstance(view, QuantizedView) and (info is None or all_ranks):
+                quantized.append(view)
+            else:
+                answers[view] = view.is_rounded(master_of(view, states[view.owner]))
         rounded = _rounded(quantized, views, states)
-        answers |= {view: view.holds(twin) for view, twin in rounded.items()}
-        answers = _agreed(answers)
+        answers |= {view: view.holds(rounded[view]) for view in quantized}
+        answers = _agreed(answers) if all_ranks else answers
         # Values that were rounded, saved in the nominal dtype, and quantized again.
         others = [view for view in quantized if not answers[view]]
-        again = _agreed({view: view.holds(twin) for view, twin in _requantized(others, rounded)})
+        again = {view: view.holds(twin) for view, twin in _requantized(others, rounded)}
+        again = _agreed(again) if all_ranks else again
         same = [view for view in unsure if answers[view] or again.get(view)]
         self.note(same)
         return [v for v in unsure if v not in same], {v: rounded[v] for v in others if again[v]}

@@ -24,6 +24,7 @@ from fp4adam.optim.state_codec import (
     split_master,
     state_codec,
 )
+from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -140,6 +141,13 @@ class QuantizedView(ParamView):
             return self.param.detach().dequantize(torch.float32)
         # A copy, since a state_dict taken before quantize_model may hold the same storage.
         return written.to(self.param.device, torch.float32, copy=True).contiguous()
+
+    def is_rounded(self, master: Tensor) -> bool:
+        """Whether the codes are those of ``master`` with the scales that are there.
+
+        All that one rank can tell of a shard whose scales depend on others.
+        """
+        return rows.is_of(self.param, master.to(self.write_dtype))
 
     def holds(self, twin: QuantizedTensor) -> bool:
         """Whether the parameter has the bytes of ``twin``; a shard of no rows has no say."""
