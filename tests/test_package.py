@@ -55,7 +55,6 @@ SLOW_MODULES = {
 }  # fmt: skip
 
 
-@pytest.mark.xfail(reason="DTensor and assume_constant_result are imported at once", strict=True)
 def test_import_loads_little_beyond_torch():
     """Each of these takes a tenth of a second up to seconds; they wait until something needs them.
 

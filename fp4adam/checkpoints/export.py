@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fp4adam.checkpoints import folder as checkpoint_folder
@@ -18,7 +17,7 @@ from fp4adam.checkpoints.folder import CONFIG, Entry
 from fp4adam.checkpoints.layouts import LAYOUTS, Encoding, Layout
 from fp4adam.checkpoints.model_state import model_state, plain_name, unwrapped
 from fp4adam.distributed import fsdp
-from fp4adam.distributed.dtensor import like, local, sharded_dims
+from fp4adam.distributed.dtensor import is_dtensor, like, local, sharded_dims
 from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.formats.scale_groups import hf_scale_groups
 from fp4adam.nn.quantize_model import check_module
@@ -298,7 +297,7 @@ def _quantized_entry(name: str, weight: QuantizedTensor, encoding: Encoding) -> 
 
 def _gathered(weight: Tensor) -> Tensor:
     """All of a weight, quantized as it is; of a DTensor every rank has to ask."""
-    if not isinstance(weight, DTensor):
+    if not is_dtensor(weight):
         return weight.detach()
     shard, sharded = weight._local_tensor.detach(), sharded_dims(weight)
     if not sharded:
@@ -355,7 +354,7 @@ def _write(
             f"max_shard_bytes must be a positive number of bytes, got {max_shard_bytes!r}; leave "
             f"it at {MAX_SHARD_BYTES}"
         )
-    if not any(isinstance(weight, DTensor) for weight in weights.values()):
+    if not any(is_dtensor(weight) for weight in weights.values()):
         checkpoint_folder.write(folder, entries, documents, max_shard_bytes)
         return
     failure: list[Exception | None] = [None]

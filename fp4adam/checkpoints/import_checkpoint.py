@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fp4adam.checkpoints.folder import CheckpointReader
 from fp4adam.checkpoints.layouts import LAYOUTS, Encoding, Layout
 from fp4adam.checkpoints.model_state import model_state, plain_name, unwrapped
+from fp4adam.distributed.dtensor import is_dtensor
 from fp4adam.nn.quantize_model import check_module
 from fp4adam.nn.replacement import (
     check_attributes,
@@ -91,7 +91,7 @@ class _Import:
         tensors, extra = model_state(model)
         self.state = {name: value for name, value in tensors.items() if name not in extra}
         for name, value in self.state.items():
-            if isinstance(value, DTensor) or value.is_meta:
+            if is_dtensor(value) or value.is_meta:
                 kind = "one on the meta device" if value.is_meta else type(value)
                 raise ValueError(
                     f"{name!r} of the model must be a whole tensor in memory, got {kind}; import "

@@ -11,7 +11,6 @@ A broadcast and an all-gather are of this kind. A scatter sends values: DTensor 
 are shorter, which are plain then, and the other ranks do not know.
 """
 
-import contextvars
 import functools
 import hashlib
 import sys
@@ -20,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed._state_dict_utils as full_state_dicts
 from torch import Tensor
 
 from fp4adam.tensors import rows
@@ -159,7 +157,7 @@ def _send(group: Any, parts: Sequence[Tensor], root: int) -> Any:
 def _broadcast_(
     func: Callable, outs: list[Tensor], group: Any, root: int, *args: Any
 ) -> tuple[list[Tensor], Any]:
-    if _receivers_are_plain.get():
+    if _receivers_are_plain():
         return outs, _run_collective(func, _values(outs), group, root, *args)
     process_group = dist.ProcessGroup.unbox(group)
     slots = [_Slot(out, process_group.rank() == root) for out in outs]
@@ -251,23 +249,21 @@ def _broadcast_coalesced(
         arrival.take()
 
 
-# With broadcast_from_rank0, torch.distributed.checkpoint broadcasts what rank 0 has, which may be
-# quantized, to ranks that have made a plain tensor of its nominal dtype for it.
-_broadcast_tensors_of_torch = full_state_dicts._broadcast_tensors
-_receivers_are_plain = contextvars.ContextVar("_receivers_are_plain", default=False)
-
-
-@functools.wraps(_broadcast_tensors_of_torch)
-def _broadcast_tensors(*args: Any, **kwargs: Any) -> None:
-    token = _receivers_are_plain.set(True)
-    try:
-        _broadcast_tensors_of_torch(*args, **kwargs)
-    finally:
-        _receivers_are_plain.reset(token)
-
-
 dist._broadcast_coalesced = _broadcast_coalesced
-full_state_dicts._broadcast_tensors = _broadcast_tensors
+
+
+def _receivers_are_plain() -> bool:
+    """Whether torch.distributed.checkpoint broadcasts a full state dict (broadcast_from_rank0).
+
+    Rank 0 sends what it has, which may be quantized; the others have made a plain tensor of its
+    nominal dtype for it. Only the caller tells: torch has no hook, and its module takes a second to
+    import, so that it cannot be given another function here.
+    """
+    module = sys.modules.get("torch.distributed._state_dict_utils")
+    frame = None if module is None else sys._getframe(1)
+    while frame is not None and frame.f_globals is not vars(module):
+        frame = frame.f_back
+    return frame is not None
 
 
 def guard_zero() -> None:

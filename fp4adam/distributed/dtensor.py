@@ -1,22 +1,39 @@
 """What a rank has of a DTensor, and DTensors of what it computes from that."""
 
+import sys
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+
+def dtensor_class() -> type | tuple[()]:
+    """The class DTensor for ``isinstance``; no class as long as nobody can have made a DTensor.
+
+    torch.distributed.tensor takes a second to import. Whoever makes a DTensor has imported it.
+    """
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether it is a DTensor, without importing torch.distributed.tensor."""
+    return isinstance(tensor, dtensor_class())
 
 
 def local(tensor: Any) -> Any:
     """The local tensor of a DTensor; anything else as it is."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    # As dtensor_class() does, without a call: this is asked of every gradient in every step.
+    module = sys.modules.get("torch.distributed.tensor")
+    return tensor._local_tensor if isinstance(tensor, getattr(module, "DTensor", ())) else tensor
 
 
 def like(param: Tensor, value: Tensor) -> Tensor:
     """A local tensor of the local shape of ``param``, as a DTensor if that is one."""
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return value
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
     meta = TensorMeta(param.shape, param.stride(), value.dtype)
     spec = DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta)
     # from_local() would communicate to learn the global shape of uneven shards.
@@ -31,6 +48,8 @@ def first_element(param: Tensor) -> int:
     sharded = sharded_dims(param)
     if len(sharded) != 1:
         return 0
+    from torch.distributed.tensor import Shard
+
     dim = sharded[0]
     if type(param.placements[dim]) is not Shard or param.placements[dim].dim != 0:
         return 0
@@ -42,7 +61,7 @@ def first_element(param: Tensor) -> int:
 
 def sharded_dims(tensor: Tensor) -> list[int]:
     """The dimensions of its mesh that a DTensor is not replicated along; none of another tensor."""
-    placements = tensor.placements if isinstance(tensor, DTensor) else ()
+    placements = tensor.placements if is_dtensor(tensor) else ()
     return [dim for dim, place in enumerate(placements) if not place.is_replicate()]
 
 
@@ -60,8 +79,8 @@ def part_for(param: Tensor, value: Tensor) -> Tensor:
     Raises:
         ValueError: If ``value`` is a DTensor that is distributed otherwise.
     """
-    if isinstance(value, DTensor):
-        if isinstance(param, DTensor) and (value.device_mesh, value.placements) == (
+    if is_dtensor(value):
+        if is_dtensor(param) and (value.device_mesh, value.placements) == (
             param.device_mesh,
             param.placements,
         ):
@@ -74,8 +93,10 @@ def part_for(param: Tensor, value: Tensor) -> Tensor:
                 f"{value.placements}; load it with torch.distributed.checkpoint, or call "
                 "full_tensor() on every rank"
             )
-    if not isinstance(param, DTensor) or value.shape != param.shape:
+    if not is_dtensor(param) or value.shape != param.shape:
         return value
+    from torch.distributed.tensor import distribute_tensor
+
     # Every rank has the whole, so there is nothing to send.
     mesh, placements = param.device_mesh, param.placements
     return distribute_tensor(value, mesh, placements, src_data_rank=None)._local_tensor

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
-from fp4adam.distributed.dtensor import sharded_dims
+from fp4adam.distributed.dtensor import is_dtensor, sharded_dims
 from fp4adam.distributed.partial_cast import PartialCast
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.rows import matrix_shape, stored_rows
@@ -57,11 +56,13 @@ class ShardInfo(NamedTuple):
             NotImplementedError: If it is a quantized tensor that is sharded in another way than
                 that of ``fully_shard``.
         """
-        if not isinstance(param, DTensor) or not isinstance(param._local_tensor, QuantizedTensor):
+        if not is_dtensor(param) or not isinstance(param._local_tensor, QuantizedTensor):
             return None
         sharded = sharded_dims(param)
         if not sharded:
             return None
+        from torch.distributed.tensor import Shard
+
         spec = param._local_tensor._shared.global_spec
         if len(sharded) > 1 or type(param.placements[sharded[0]]) is not Shard or spec is None:
             raise NotImplementedError(

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 
+from fp4adam.distributed.dtensor import is_dtensor
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
 
@@ -139,10 +139,11 @@ def class_name(tensor_class: type) -> str:
 
 def is_foreign(tensor: Tensor) -> bool:
     """Whether a tensor keeps its values in a way that only an adapter can know."""
-    own = (QuantizedTensor, DTensor, FakeTensor)
+    own = (QuantizedTensor, FakeTensor)
     return not (
         type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         or isinstance(tensor, own)
+        or is_dtensor(tensor)
     )
 
 

@@ -79,9 +79,12 @@ def runs_natively(quantizer: Quantizer, device: torch.device, grouped: bool = Fa
 _cached_capability = functools.lru_cache(torch.cuda.get_device_capability)
 
 
-@torch.compiler.assume_constant_result
 def _capability(device: torch.device) -> tuple[int, int]:
     return _cached_capability(device)
+
+
+# All that torch.compiler.assume_constant_result does, which imports torch._dynamo first.
+_capability._dynamo_marked_constant = True
 
 
 def check_shape(quantizer: Quantizer, shape: tuple[int, ...]) -> None:

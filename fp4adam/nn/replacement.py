@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fp4adam.distributed.dtensor import is_dtensor
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 
 def check_weight(name: str, weight: nn.Parameter | None) -> None:
     """Raise ValueError if the weight of layer ``name`` is none that can be exchanged."""
-    if isinstance(weight, DTensor):
+    if is_dtensor(weight):
         raise ValueError(
             f"weight of layer {name!r} must be whole to be quantized, got a DTensor; call "
             "fully_shard after quantize_model"

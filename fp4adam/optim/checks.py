@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from fp4adam.distributed.dtensor import local
+from fp4adam.distributed.dtensor import is_dtensor, local
 from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.interop.adapter import adapter_of, is_foreign
 from fp4adam.optim.memory_layout import is_dense
@@ -99,7 +98,7 @@ def check_distinct(params: Sequence[Tensor]) -> None:
 
 def check_steppable(name: str, param: Tensor) -> None:
     """Raise if the optimizer class ``name`` cannot update ``param`` as it is now."""
-    if isinstance(param, DTensor) and any(place.is_partial() for place in param.placements):
+    if is_dtensor(param) and any(place.is_partial() for place in param.placements):
         raise NotImplementedError(
             f"parameters must be replicated or sharded for {name}, got placements "
             f"{param.placements}; redistribute them"

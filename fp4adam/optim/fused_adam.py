@@ -10,10 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from fp4adam.distributed.dtensor import first_element, like, local, sharding_groups
+from fp4adam.distributed.dtensor import (
+    dtensor_class,
+    first_element,
+    is_dtensor,
+    like,
+    local,
+    sharding_groups,
+)
 from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.interop.borrowed_tensor import BorrowedTensor
 from fp4adam.optim import checks
@@ -284,7 +290,8 @@ class FusedAdam(Optimizer):
     def _read_grad(self) -> Callable[[Tensor], Tensor | None]:
         """Gives the local part of a parameter's gradient, or None."""
         read = _decoupled_grad if self.use_decoupled_grad else attrgetter("grad")
-        if any(isinstance(param, DTensor) for param in self._params()):
+        kind = dtensor_class()
+        if any(isinstance(param, kind) for param in self._params()):
             return lambda param: local(read(param))
         return read
 
@@ -596,7 +603,7 @@ class FusedAdam(Optimizer):
                 if isinstance(state, dict)
                 else []
             )
-            if scaled and isinstance(param, DTensor):
+            if scaled and is_dtensor(param):
                 raise NotImplementedError(
                     f"states of sharded parameters must have no scales to be saved as they are, "
                     f"got {', '.join(scaled)}, which belong to the shards of this number of ranks; "

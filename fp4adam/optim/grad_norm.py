@@ -17,9 +17,9 @@ from operator import attrgetter
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from fp4adam.distributed.dtensor import is_dtensor
 from fp4adam.kernels.launch.device_tables import upload
 from fp4adam.optim.memory_layout import memory_order
 from fp4adam.tensors import backend
@@ -258,7 +258,7 @@ def _check_norm(max_norm: float, norm_type: float) -> tuple[float, float]:
 def _check_subclasses(grads: list[Tensor]) -> None:
     for grad in grads:
         name = type(grad).__name__
-        if isinstance(grad, DTensor):
+        if is_dtensor(grad):
             raise NotImplementedError(
                 "gradients must be local tensors for their norm, got a DTensor of shape "
                 f"{tuple(grad.shape)}; pass grad.to_local(), and the groups that have the others"

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from fp4adam.distributed.dtensor import local, sharding_groups
+from fp4adam.distributed.dtensor import is_dtensor, local, sharding_groups
 from fp4adam.distributed.scale_exchange import ShardInfo, settle_shard, write_shards
 from fp4adam.formats.scale_groups import write_together
 from fp4adam.optim.memory_note import WriteNote
@@ -175,7 +174,7 @@ def _agreed(answers: dict[ParamView, bool]) -> dict[ParamView, bool]:
     """Answers that are yes only where all ranks that have a part say so."""
     shared: dict[Any, list[ParamView]] = defaultdict(list)
     for view in answers:
-        if isinstance(view.owner, DTensor):
+        if is_dtensor(view.owner):
             for group in sharding_groups(view.owner):
                 shared[group].append(view)
     agreed = dict(answers)

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from fp4adam.distributed.dtensor import like, local, part_for
+from fp4adam.distributed.dtensor import is_dtensor, like, local, part_for
 from fp4adam.formats.roundings import known_roundings
 from fp4adam.optim.param_view import ParamView, are_equal
 from fp4adam.optim.state_codec import PLAIN, STATE_BLOCK, codec_of_codes, join_master
@@ -180,15 +179,15 @@ def _is_rounding(view: ParamView, master: Tensor) -> bool:
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     if any(are_equal(value, master.to(dtype).float()) for dtype in dtypes):
         return True
-    if isinstance(view.owner, DTensor) or master.dim() < 2:
+    if is_dtensor(view.owner) or master.dim() < 2:
         return False
     return any(are_equal(value, rounded) for rounded in known_roundings(master))
 
 
 def _local_part(owner: Tensor, saved: State) -> State:
     """The local part of a saved state; a dictionary of its own."""
-    if not isinstance(owner, DTensor):
-        if any(isinstance(value, DTensor) for value in saved.values()):
+    if not is_dtensor(owner):
+        if any(is_dtensor(value) for value in saved.values()):
             return {
                 name: part_for(owner, value) if isinstance(value, Tensor) else value
                 for name, value in saved.items()

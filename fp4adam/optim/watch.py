@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fp4adam.distributed.dtensor import local
+from fp4adam.distributed.dtensor import is_dtensor, local
 from fp4adam.optim.memory_note import (
     WriteNote,
     data_ptr,
@@ -52,7 +51,7 @@ class Watch:
         )
         states: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
         for m in members:
-            states[isinstance(m.owner, DTensor), m.state_names].append(m.state)
+            states[is_dtensor(m.owner), m.state_names].append(m.state)
         self._states = [
             (is_sharded, itemgetter(*names), alike) for (is_sharded, names), alike in states.items()
         ]

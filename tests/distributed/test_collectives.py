@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from fp4adam import MXFP8Quantizer, NVFP4Quantizer, QuantizedTensor, Quantizer
 from fp4adam.nn.recipe import RECIPES
@@ -120,3 +121,19 @@ def send_another_format(rank: int) -> None:
 
 def test_another_format_is_refused_on_every_rank():
     run_ranks(send_another_format, 2, timeout=30.0)
+
+
+def load_from_rank_0(rank: int) -> None:
+    torch.manual_seed(0)
+    for quantizer in QUANTIZERS:
+        saved, model = nn.Linear(32, 64).to(home()), nn.Linear(32, 64).to(home())
+        for layer in (saved, model):
+            layer.weight = nn.Parameter(quantizer.quantize(layer.weight.detach()))
+        state = saved.state_dict() if rank == 0 else {}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, state, options=options)
+        assert torch.equal(model.weight.dequantize(), saved.weight.dequantize()), quantizer
+
+
+def test_a_full_state_dict_of_rank_0_arrives_in_plain_tensors():
+    run_ranks(load_from_rank_0, 2, timeout=30.0)
