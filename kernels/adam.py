@@ -218,17 +218,21 @@ def store_value(
 @triton.jit
 def state_pointers(table, tensor, VARIANT: tl.constexpr):
     """The :class:`Pointers` of a tensor; load them before a loop, not in it."""
+    # Names of their own: Triton 3.6 takes no plain strings as arguments of tile functions.
+    VALUE: tl.constexpr = VARIANT.value_codec
+    FIRST: tl.constexpr = VARIANT.exp_avg_codec
+    SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
     if VARIANT.value_dtype is None:
-        value, extra = master_pointers(table, tensor, VARIANT.value_codec)
+        value, extra = master_pointers(table, tensor, VALUE)
     else:
-        value, extra = value_pointers(table, tensor, VARIANT.value_dtype, VARIANT.value_codec)
+        value, extra = value_pointers(table, tensor, VARIANT.value_dtype, VALUE)
     return Pointers(
         pointer(table, tensor, GRAD, VARIANT.grad_dtype),
         value,
         extra,
-        state_pointer(table, tensor, EXP_AVG, VARIANT.exp_avg_codec),
+        state_pointer(table, tensor, EXP_AVG, FIRST),
         pointer(table, tensor, EXP_AVG_SCALE, tl.uint8),
-        state_pointer(table, tensor, EXP_AVG_SQ, VARIANT.exp_avg_sq_codec),
+        state_pointer(table, tensor, EXP_AVG_SQ, SECOND),
         pointer(table, tensor, EXP_AVG_SQ_SCALE, tl.uint8),
         pointer(table, tensor, MAX_EXP_AVG_SQ, tl.float32),
     )

@@ -134,6 +134,7 @@ def _adam_step_square_kernel(
     stored_scale = tl.div_rn(1.0, tl.load(scale_ptr))
     PARTS_PER_ROW: tl.constexpr = 128 // BC
     PARTS: tl.constexpr = (128 // BR) * PARTS_PER_ROW
+    VALUE: tl.constexpr = VARIANT.value_codec
 
     # A maximum over each thread's four neighbours needs a quarter of the registers.
     largest = tl.zeros((BR, BC // 4), tl.float32)
@@ -162,9 +163,9 @@ def _adam_step_square_kernel(
         for i in range(PARTS):
             row, col = first_row + i // PARTS_PER_ROW * BR, first_col + i % PARTS_PER_ROW * BC
             mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
-            value_ptr, extra_ptr = master_pointers(table, tensor, VARIANT.value_codec)
+            value_ptr, extra_ptr = master_pointers(table, tensor, VALUE)
             start = tile_start(row, col, cols)
-            value = load_value(value_ptr, extra_ptr, start, cols, mask, VARIANT.value_codec, BR, BC)
+            value = load_value(value_ptr, extra_ptr, start, cols, mask, VALUE, BR, BC)
             x = round_through(value, VARIANT.write_dtype)
             column_words = _put_codes(
                 x * scale, column_words, i, rowwise_data, columnwise_data,
@@ -209,6 +210,7 @@ def _adam_step_vector_kernel(
     columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
 
     PARTS: tl.constexpr = 128 // BR
+    VALUE: tl.constexpr = VARIANT.value_codec
     largest = tl.zeros((BC,), tl.float32)
     column_words = tl.zeros((PARTS, BR, BC // 4), tl.uint32)
     for i in tl.range(0, PARTS, num_stages=STAGES):
@@ -242,9 +244,9 @@ def _adam_step_vector_kernel(
         for i in range(PARTS):
             row = first_row + i * BR
             mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
-            value_ptr, extra_ptr = master_pointers(table, tensor, VARIANT.value_codec)
+            value_ptr, extra_ptr = master_pointers(table, tensor, VALUE)
             start = tile_start(row, col, cols)
-            value = load_value(value_ptr, extra_ptr, start, cols, mask, VARIANT.value_codec, BR, BC)
+            value = load_value(value_ptr, extra_ptr, start, cols, mask, VALUE, BR, BC)
             x = round_through(value, VARIANT.write_dtype)
             column_words = _put_codes(
                 x * scale[None, :], column_words, i, rowwise_data, columnwise_data,
