@@ -1,4 +1,4 @@
-"""What a rank has of a DTensor, and DTensors of what it computes from that."""
+"""Local tensors of DTensors, and back."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def local(tensor: Any) -> Any:
 
 
 def like(param: Tensor, value: Tensor) -> Tensor:
-    """A local tensor of the local shape of ``param``, as a DTensor if that is one."""
+    """Wrap ``value``, of the local shape of ``param``, as a DTensor if ``param`` is one."""
     if not isinstance(param, DTensor):
         return value
     meta = TensorMeta(param.shape, param.stride(), value.dtype)
@@ -24,9 +24,9 @@ def like(param: Tensor, value: Tensor) -> Tensor:
 
 
 def first_element(param: Tensor) -> int:
-    """Index, in the flattened parameter, of the first element of what this rank has of it.
+    """Index of the first local element in the flattened parameter.
 
-    0 if that does not say where the others are, because another dimension than the first is cut.
+    0 if another dimension than the first is sharded: one index does not tell where the rest lies.
     """
     sharded = sharded_dims(param)
     if len(sharded) != 1:
@@ -41,13 +41,13 @@ def first_element(param: Tensor) -> int:
 
 
 def sharded_dims(tensor: Tensor) -> list[int]:
-    """The dimensions of its mesh that a DTensor is not replicated along; none of another tensor."""
+    """The mesh dimensions along which a DTensor is not replicated; none for other tensors."""
     placements = tensor.placements if isinstance(tensor, DTensor) else ()
     return [dim for dim, place in enumerate(placements) if not place.is_replicate()]
 
 
 def sharding_groups(tensor: Tensor) -> tuple[tuple[dist.ProcessGroup, str], ...]:
-    """The groups of ranks that have other parts of a DTensor, and the devices of its mesh."""
+    """The process groups that a DTensor is sharded over, each with the device type of its mesh."""
     return tuple(
         (tensor.device_mesh.get_group(dim), tensor.device_mesh.device_type)
         for dim in sharded_dims(tensor)
@@ -55,10 +55,10 @@ def sharding_groups(tensor: Tensor) -> tuple[tuple[dist.ProcessGroup, str], ...]
 
 
 def part_for(param: Tensor, value: Tensor) -> Tensor:
-    """What the local tensor of ``param`` corresponds to in a saved value of the whole.
+    """The part of a saved value that belongs to the local tensor of ``param``.
 
     Raises:
-        ValueError: If ``value`` is a DTensor that is distributed otherwise.
+        ValueError: If ``value`` is a DTensor with other placements.
     """
     if isinstance(value, DTensor):
         if isinstance(param, DTensor) and (value.device_mesh, value.placements) == (
