@@ -30,9 +30,9 @@ def import_checkpoint(
 
     Reads the layouts that :func:`fp4adam.export_checkpoint` writes, also from other programs.
     Linear layers that are quantized in the checkpoint get quantized weights with the same bytes and
-    the nominal dtype of the old weight; all other parameters stay and get the values. Master weights
-    start from the decoded values. Scales of activations are left out, and so are entries that hooks
-    add to the model's state dict.
+    the nominal dtype of the old weight; all other parameters stay and get the values. Masters start
+    from the decoded values. Scales of activations are left out, and so are entries that hooks add
+    to the model's state dict.
 
     Args:
         model: A model with the names of the checkpoint, compiled or not, not on the meta device.

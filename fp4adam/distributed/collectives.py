@@ -124,7 +124,7 @@ class _Arrival:
     def take(self) -> None:
         """Write what has been received to the tensor."""
         self._tensor._write(self._received)
-        # Optimizers notice writes by versions; c10d's operators run below autograd, which raises them.
+        # Optimizers notice writes by versions, which operators of c10d do not raise.
         torch.autograd.graph.increment_version([*self._tensor.storage_tensors().values()])
         if rows.is_all(self._tensor):
             self._tensor._high_precision_init_val = self._init_val

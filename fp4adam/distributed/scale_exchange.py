@@ -134,7 +134,7 @@ class AmaxExchange:
                     size += width
         self._buffer = torch.zeros(size, dtype=torch.float32, device=device)
         self._slots = [self._buffer[start:stop] for start, stop in spans]
-        # For each tensor that shares its amax: its slot, and the slots of its group, padded with one.
+        # For each tensor that shares its amax: its slot, and the slots of its group, padded.
         shared = [slots for slots in peers.values() if len(slots) > 1]
         most = max(map(len, shared), default=0)
         rows = [slots + slots[:1] * (most - len(slots)) for slots in shared for _ in slots]
