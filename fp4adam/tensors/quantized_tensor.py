@@ -282,8 +282,8 @@ class QuantizedTensor(torch.Tensor):
             inner.share_memory_()
         return self
 
-    # Asynchronous checkpoints copy the storage of a tensor with an address, then its attributes. The
-    # attributes, with the inner tensors, are all there is to copy.
+    # Asynchronous checkpoints copy the storage of a tensor with an address, then its attributes.
+    # These, with the inner tensors among them, are all there is to copy.
     def untyped_storage(self) -> torch.UntypedStorage:
         """An empty storage; the inner tensors have their own."""
         return self._no_storage

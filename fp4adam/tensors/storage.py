@@ -78,7 +78,7 @@ class GlobalSpec:
 
     @functools.cached_property
     def is_divided(self) -> bool:
-        """Whether there are several shards; assumed for one index or none, when others are empty."""
+        """Whether there are several shards; assumed for one index or none: others are empty."""
         return self.chunk < self.shape[0] or self.shape[0] <= 1
 
     @functools.cached_property
