@@ -1,6 +1,6 @@
-"""Training on several GPUs: torchrun starts a process for each, and FSDP2 shares the model out.
+"""Training on several GPUs: torchrun starts a process for each, and FSDP2 shards the model.
 
-A process that torchrun has not started is alone; it calls the same functions and talks to nobody.
+A process that torchrun has not started calls the same functions, which then do not communicate.
 """
 
 import contextlib
@@ -20,7 +20,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-EXTRA = "extra.pt"  # beside the shards of a checkpoint: what is not a part of the model
+EXTRA = (
+    "extra.pt"  # the file beside the shards of a checkpoint, for what is not a part of the model
+)
 
 
 def rank() -> int:
@@ -53,16 +55,16 @@ def process_group(device_type: str) -> Iterator[None]:
             nowhere = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(contextlib.redirect_stdout(nowhere))
         yield
-    # Not after an error, which the other processes know nothing of: torchrun ends them.
+    # Not after an error: the other processes do not know of it, and torchrun ends them.
     dist.barrier()
     dist.destroy_process_group()
 
 
 def leave() -> None:
-    """Ends a process that torchrun started, without Python's own way out.
+    """Ends a process that torchrun started, without the shutdown of Python.
 
-    Threads of gloo outlive their group, which caches of DTensor keep. Once in a while one of them
-    needs Python when that is gone, and aborts.
+    Caches of DTensor keep process groups alive, and with them threads of gloo. Once in a while such
+    a thread needs Python after its shutdown, and aborts.
     """
     if dist.is_torchelastic_launched():
         sys.stdout.flush()
@@ -71,14 +73,14 @@ def leave() -> None:
 
 
 def shard(model: nn.Module, **options: Any) -> None:
-    """Leaves each process its part of every parameter, in place; the optimizer comes after this.
+    """Shards every parameter over the processes, in place; build the optimizer after this.
 
     Every process has built the whole model from the same seed, so that starting weights do not
     depend on how many there are.
 
     Args:
-        model: Gathers the weights of one of its ``blocks`` at a time.
-        options: Of ``fully_shard``.
+        model: The weights of one of its ``blocks`` at a time will be gathered.
+        options: Options of ``fully_shard``.
     """
     if dist.is_initialized():
         for block in model.blocks:
@@ -87,7 +89,7 @@ def shard(model: nn.Module, **options: Any) -> None:
 
 
 def local_part(batch: Tensor) -> Tensor:
-    """The rows of a batch that are this process's to compute."""
+    """The rows of a batch that this process computes."""
     return batch.chunk(world_size())[rank()]
 
 
@@ -111,9 +113,9 @@ def save(path: Path, model: nn.Module, optimizer: Optimizer, extra: dict[str, An
 
     Args:
         path: The folder; one from an earlier run is replaced.
-        model: Each process writes its part of the parameters,
-        optimizer: and of their state.
-        extra: What else the first process has to say; for :func:`load_extra`.
+        model: Each process writes its part of the parameters.
+        optimizer: Each process writes its part of the state.
+        extra: Other values to save, written by the first process; for :func:`load_extra`.
     """
     unfinished, previous = (path.with_name(path.name + end) for end in (".unfinished", ".previous"))
     if rank() == 0:
@@ -133,7 +135,7 @@ def save(path: Path, model: nn.Module, optimizer: Optimizer, extra: dict[str, An
 
 
 def load(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Puts the model and the optimizer of a checkpoint into those of this run."""
+    """Loads a checkpoint into the model and the optimizer of this run."""
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     with _one_process_is_fine():
         dcp.load(state, checkpoint_id=path)
@@ -143,7 +145,7 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def load_extra(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds beside model and optimizer."""
+    """The values of a checkpoint besides model and optimizer."""
     return torch.load(path / EXTRA, map_location="cpu", weights_only=True)
 
 

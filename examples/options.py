@@ -1,4 +1,4 @@
-"""The command line of train_gpt.py: options, presets, and what does not go together."""
+"""The command line of train_gpt.py: options, presets, and checks of combinations."""
 
 import argparse
 import importlib.util
@@ -25,8 +25,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "100m": dict(layers=14, heads=12, dim=768, context=1024, batch=32, steps=1000, lr=8e-4),
     "1b": dict(layers=20, heads=16, dim=2048, context=1024, batch=16, steps=300, lr=3e-4),
 }
-# What linear layers multiply by: weights dequantized for each matmul, or once for all batches of a
-# step; or codes, with activations and gradients that are quantized too.
+# Operands of linear layers: weights dequantized for each matmul, or once for all batches of a step;
+# or quantized weights, activations and gradients.
 MATMULS = ("dequantized", "kept", "quantized")
 # What may differ between the run that wrote a checkpoint and the one that resumes it.
 FREE_ON_RESUME = {"resume", "device", "out", "eval_every", "checkpoint_every", "sample"}

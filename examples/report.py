@@ -1,4 +1,4 @@
-"""What a training run leaves behind: a table, numbers as JSON, loss curves as PNG."""
+"""The output of training runs: a table, numbers as JSON, loss curves as PNG."""
 
 import json
 import platform
@@ -28,10 +28,10 @@ def peak_memory(device: torch.device) -> int:
 
 @torch.no_grad()
 def stored_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """What tensors take in memory, on all processes; of a quantized one, its codes and scales.
+    """Bytes of tensors on all processes; for a quantized tensor, of its codes and scales.
 
     Args:
-        device: Where processes talk to each other; step counters lie on the CPU.
+        device: The device that processes communicate with; step counters are on the CPU.
     """
     parts = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     count = sum(

@@ -41,7 +41,7 @@ VALIDATION_BATCHES = 8
 
 @dataclass
 class Run:
-    """One model in training, and what was measured so far."""
+    """One model in training, and its measurements so far."""
 
     format: str
     optimizer_name: str
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        """What progress lines and files call the run."""
+        """The name of the run in progress lines and files."""
         return f"{self.format}-{self.optimizer_name}"
 
 
@@ -86,7 +86,7 @@ def build_run(
         args: All options but the format and the optimizer.
         weight_format: As in --format.
         optimizer_name: As in --optimizer.
-        recipe: What is quantized, if not what the format and --matmul say.
+        recipe: The recipe, if not the one of the format and --matmul.
     """
     torch.manual_seed(args.seed)
     with torch.device(args.device):
@@ -196,7 +196,7 @@ def is_due(run: Run, args: argparse.Namespace, every: int) -> bool:
 
 
 def tokens_per_second(args: argparse.Namespace, seconds: list[float]) -> float:
-    """Speed of the median step, which neither compilation nor a hiccup moves."""
+    """Speed of the median step, which compilation and single slow steps do not affect."""
     return args.batch * args.context * args.accumulate / statistics.median(seconds)
 
 
@@ -212,7 +212,7 @@ def print_progress(run: Run, args: argparse.Namespace) -> None:
 
 
 def save_checkpoint(run: Run, args: argparse.Namespace) -> None:
-    """Writes all that resuming needs."""
+    """Writes everything that resuming needs."""
     settings = vars(args) | {"format": [run.format], "optimizer": run.optimizer_name}
     on_gpu = torch.device(args.device).type == "cuda"
     extra = {

@@ -26,7 +26,7 @@ def compute_loss(model: nn.Module, index: int) -> Tensor:
 
 
 class Training:
-    """Everything that wraps around a step, in FP16.
+    """Everything around a step, in FP16.
 
     Args:
         backend: Of torch.compile.
@@ -35,7 +35,7 @@ class Training:
     def __init__(self, backend: str = "inductor") -> None:
         torch.manual_seed(0)
         self.model = GPT(GPTConfig(2, 2, 128, 64)).to(DEVICE)
-        # Before quantization: 4 bits would have no room for what an average changes by.
+        # Before quantization: an average changes by less than a step between 4-bit codes.
         self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.98))
         quantize_model(self.model, "nvfp4")
         self.compiled = torch.compile(self.model, backend=backend)

@@ -41,7 +41,7 @@ def export_checkpoint(
 ) -> None:
     """Write a model with quantized weights as a checkpoint that engines serve as it is.
 
-    Codes and block scales are the trained bytes; nothing is rounded again. All else, such as
+    Codes and block scales are the trained bytes; nothing is rounded again. Everything else, such as
     embeddings, norms and the output head, is written in its own dtype.
 
     ========================  ===========================================================
@@ -52,23 +52,22 @@ def export_checkpoint(
     ``"fp8"``                 Float8Block of 128x128 (``weight_scale_inv``)
     ========================  ===========================================================
 
-    A weight that has several names is written under the first one only, as Hugging Face does.
-    Sharded models are gathered weight by weight: every rank has to call this, and the first one
-    writes.
+    A weight with several names is written under the first one only, as Hugging Face does. Sharded
+    models are gathered weight by weight: every rank has to call this, and the first one writes.
 
     Args:
         model: Its quantized weights are those of ``nn.Linear`` layers, all of one format.
-        folder: Where to; without a checkpoint yet. Files appear once all have been written,
-            ``config.json`` last.
+        folder: The folder to write to, without a checkpoint yet. Files appear once all have been
+            written, ``config.json`` last.
         layout: See above.
         config: The model's configuration, a dictionary or one of Hugging Face's;
             ``model.config`` if None, where there is one.
         max_shard_bytes: The most that one file holds, unless a single weight is larger.
 
     Raises:
-        ValueError: If the layout is unknown or cannot hold the weights, or these are not finite.
+        ValueError: If the layout is unknown or cannot hold the weights, or weights are not finite.
         FileExistsError: If ``folder`` holds a checkpoint already.
-        NotImplementedError: For weights that are split otherwise than by ``fully_shard``.
+        NotImplementedError: For weights that are sharded in another way than by ``fully_shard``.
         ImportError: If safetensors is not installed.
 
     Warns:
@@ -118,21 +117,20 @@ def export_masters(
 ) -> None:
     """Write a model in high precision, its parameters rounded once from their master weights.
 
-    Read are the parameters themselves, whatever hooks of the state dict make of them, such as those
+    The parameters themselves are read, not what hooks of the state dict make of them, such as those
     of :func:`fp4adam.use_plain_state_dict`.
 
-    A parameter without a master in the optimizer, or to which something else has been written
-    since, is written as it is, or, if it is quantized, as the value that its master would start
-    from.
+    A parameter that has no master in the optimizer, or that something else has overwritten since,
+    is written as it is, or, if it is quantized, as the value that its master would start from.
 
     Args:
-        model: Any; sharded ones as for :func:`export_checkpoint`.
-        optimizer: What trains it.
+        model: Any model; sharded ones as for :func:`export_checkpoint`.
+        optimizer: Its optimizer.
         folder: As for :func:`export_checkpoint`, as are ``config`` and ``max_shard_bytes``.
-        dtype: Of all floating-point parameters: float32, bfloat16 or float16.
+        dtype: The dtype of all floating-point parameters: float32, bfloat16 or float16.
 
     Raises:
-        TypeError: If ``dtype`` is another one, or model or optimizer is none.
+        TypeError: If ``dtype`` is another one, or model or optimizer is not one.
         FileExistsError, ImportError, NotImplementedError: As :func:`export_checkpoint`.
     """
     check_dtype("dtype", dtype)
@@ -168,7 +166,7 @@ def export_masters(
 
 
 def _current_masters(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    """FP32 masters; of parameters that something else has written to since, their values."""
+    """FP32 masters; the values of parameters that something else has overwritten since."""
     if not isinstance(optimizer, FusedAdam):
         return {}
     states = saved_states(optimizer.param_groups, optimizer.state_dict())
@@ -176,7 +174,7 @@ def _current_masters(optimizer: Optimizer) -> dict[Tensor, Tensor]:
 
 
 def _state_of(model: nn.Module) -> dict[str, Tensor]:
-    """All that a checkpoint holds, under all of its names."""
+    """All tensors of a checkpoint, under all of their names."""
     state = model_state(model).tensors
     for name, value in state.items():
         if value.is_meta:
@@ -253,7 +251,7 @@ def _check_whole_linear(name: str, weight: QuantizedTensor, linear: list[str]) -
 def _warn_of_readers(
     quantized: dict[str, QuantizedTensor], weights: dict[str, Tensor], encoding: Encoding
 ) -> None:
-    """Warn of weights that a reader takes for something else than they are."""
+    """Warn of weights that readers are known to misread."""
     groups: dict[str, dict[str, float]] = defaultdict(dict)
     partial = []
     for name, weight in quantized.items():
@@ -290,7 +288,7 @@ def _quantized_entry(name: str, weight: QuantizedTensor, encoding: Encoding) -> 
         raise ValueError(f"{name!r}: {error}") from None
     metadata = {}
     if weight._amax is not None:
-        # What it is rounded to in the layout does not tell its last bit.
+        # The layout's rounded scale does not determine the last bit of the amax.
         metadata[f"{name}.amax"] = weight._amax.item().hex()
     return Entry({layer + key: t.cpu().contiguous() for key, t in stored.items()}, metadata)
 
@@ -304,7 +302,7 @@ def _gathered(weight: Tensor) -> Tensor:
         return shard
     if not isinstance(shard, QuantizedTensor):
         return weight.detach().full_tensor()
-    ShardInfo.of(weight)  # says what cannot be gathered
+    ShardInfo.of(weight)  # raises for what cannot be gathered
     mesh = weight.device_mesh
     if mesh.ndim > 1:
         mesh = mesh[mesh.mesh_dim_names[sharded[0]]]
@@ -321,7 +319,7 @@ def _gathered(weight: Tensor) -> Tensor:
 
 
 def _config_of(model: nn.Module, config: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """What ``config.json`` says of a model but for its quantization."""
+    """The content of ``config.json``, without quantization."""
     config = getattr(model, "config", None) if config is None else config
     if config is None:
         return {}
@@ -335,7 +333,7 @@ def _config_of(model: nn.Module, config: Any, dtype: torch.dtype) -> dict[str, A
             f"{type(config).__name__}; pass config={{...}}"
         )
     content.pop("quantization_config", None)
-    # FSDP2 puts its name before that of the class.
+    # FSDP2 prefixes the name of the class with its own.
     architecture = type(model).__name__.removeprefix("FSDP")
     content["architectures"] = content.get("architectures") or [architecture]
     return {**content, "dtype": str(dtype).removeprefix("torch.")}
@@ -364,7 +362,7 @@ def _write(
     except Exception as error:
         failure = [error]
     for _ in entries:
-        pass  # others gather as long as the first rank writes, and the other way round
+        pass  # no rank may leave while others still gather or write
     dist.broadcast_object_list(failure)
     if failure[0] is not None:
         raise failure[0]

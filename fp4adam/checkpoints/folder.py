@@ -17,7 +17,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Entry(NamedTuple):
-    """Tensors that belong together, and what else is said of them.
+    """Tensors that belong together, with their metadata.
 
     Attributes:
         tensors: By name.
@@ -34,7 +34,7 @@ class Entry(NamedTuple):
 
 
 def check_vacant(folder: Path) -> None:
-    """Raise FileExistsError if ``folder`` is a file or holds a checkpoint, which might mix."""
+    """Raise FileExistsError if ``folder`` is a file or holds a checkpoint: two might mix."""
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"folder must be one, got the file {str(folder)!r}; choose another")
     present = sorted(folder.glob("*.safetensors*"))
@@ -51,13 +51,13 @@ def write(
     documents: dict[str, dict[str, Any]],
     max_shard_bytes: int,
 ) -> None:
-    """Write a checkpoint; whatever fails, no file of it is there.
+    """Write a checkpoint; if anything fails, no file of it remains.
 
     Args:
-        folder: Where to; it is made if it does not exist.
+        folder: The folder to write to, made if it does not exist.
         entries: All tensors, one shard of them in memory at a time.
         documents: JSON files by name, ``config.json`` among them: the last file to appear.
-        max_shard_bytes: Of tensors in one file, unless a single entry is larger.
+        max_shard_bytes: The most bytes of tensors in one file, unless a single entry is larger.
     """
     save_file = safetensors().torch.save_file
     check_vacant(folder)
@@ -104,11 +104,11 @@ def _shards(entries: Iterable[Entry], max_shard_bytes: int) -> Iterator[list[Ent
 
 
 class CheckpointReader:
-    """The tensors of a checkpoint, read when they are asked for; a context manager.
+    """The tensors of a checkpoint, each read on request; a context manager.
 
     Attributes:
-        config: What ``config.json`` says.
-        metadata: Of the headers of all files.
+        config: The content of ``config.json``.
+        metadata: The headers of all files, merged.
 
     Raises:
         FileNotFoundError: If a file is missing.
@@ -150,11 +150,11 @@ class CheckpointReader:
         self._stack.close()
 
     def names(self) -> set[str]:
-        """Of all tensors."""
+        """The names of all tensors."""
         return {*self._file_of}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, without reading it."""
+        """The shape of a tensor, without reading it."""
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:

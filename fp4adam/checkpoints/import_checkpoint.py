@@ -28,19 +28,19 @@ def import_checkpoint(
 ) -> nn.Module:
     """Take over a quantized checkpoint: its codes and scales become parameters to train.
 
-    Reads the layouts that :func:`fp4adam.export_checkpoint` writes, whoever wrote them. The linear
-    layers that are quantized there get quantized weights with the same bytes, of the nominal dtype
-    that the weight has had; the others keep their parameters, and get the values. Master weights
-    start from the decoded ones. Scales of activations are left out, and so is what hooks of
-    the model's state dict add to it.
+    Reads the layouts that :func:`fp4adam.export_checkpoint` writes, also from other programs.
+    Linear layers that are quantized in the checkpoint get quantized weights with the same bytes and
+    the nominal dtype of the old weight; all other parameters stay and get the values. Masters start
+    from the decoded values. Scales of activations are left out, and so are entries that hooks add
+    to the model's state dict.
 
     Args:
-        model: On devices with memory, its names those of the checkpoint. Create the optimizer, and
-            call ``fully_shard``, after this: quantized weights are new parameters, which get what
-            belongs to the old ones as by :func:`fp4adam.quantize_model`.
-        folder: Of ``config.json`` and safetensors files.
-        quantizer: How the weights go on to be quantized, the format's own one by default. NVFP4
-            scales that are not those of 16x16 blocks need
+        model: A model with the names of the checkpoint, compiled or not, not on the meta device.
+            Create the optimizer, and call ``fully_shard``, after this: quantized weights are new
+            parameters, which take over attributes and hooks as by :func:`fp4adam.quantize_model`.
+        folder: The folder with ``config.json`` and safetensors files.
+        quantizer: The quantizer of the weights from now on; by default that of the format. NVFP4
+            scales of other blocks than 16x16 need
             ``NVFP4Quantizer(two_dimensional=False, columnwise=False)``, which is then the default.
 
     Returns:
@@ -48,9 +48,9 @@ def import_checkpoint(
 
     Raises:
         FileNotFoundError: If a file is missing.
-        ValueError: If the layout is unknown, a file is damaged, or names, shapes or scales are not
-            those that model, layout and quantizer have.
-        TypeError: If a dtype is not.
+        ValueError: If the layout is unknown, a file is damaged, or names, shapes or scales do not
+            fit the model, the layout or the quantizer.
+        TypeError: If a dtype does not fit.
         ImportError: If safetensors is not installed.
 
     Nothing has been changed when it raises.
@@ -83,7 +83,7 @@ def import_checkpoint(
 
 
 class _Import:
-    """What a checkpoint has for a model."""
+    """The contents of a checkpoint for one model."""
 
     def __init__(
         self, model: nn.Module, checkpoint: CheckpointReader, quantizer: Quantizer | None
@@ -116,7 +116,7 @@ class _Import:
         return [*self.encoding.shapes(0, 0)]
 
     def _layers(self, stored: set[str]) -> list[str]:
-        """The layers whose weights are quantized, by any of the tensors that say so."""
+        """The layers with quantized weights, found by any tensor of an encoding."""
         keys = {*self._keys} - {"weight"}
         layers = sorted(
             {name.rpartition(".")[0] for name in stored if name.rpartition(".")[2] in keys}
@@ -182,7 +182,7 @@ class _Import:
         return chosen
 
     def quantized_weights(self) -> dict[str, QuantizedTensor]:
-        """New ones, by layer."""
+        """New quantized weights, by layer."""
         return {layer: self._quantized_weight(layer) for layer in self.layers}
 
     def _quantized_weight(self, layer: str) -> QuantizedTensor:
@@ -212,7 +212,7 @@ class _Import:
         return weight.to(old.device)
 
     def plain_values(self) -> dict[str, Tensor]:
-        """Of all that is not quantized."""
+        """The values of everything that is not quantized."""
         values = {}
         for name in sorted(self.plain):
             old, shape = self.state[name], self.checkpoint.shape(name)

@@ -1,7 +1,7 @@
-"""The layouts of quantized checkpoints: what a weight and a model's configuration are in each.
+"""The layouts of quantized checkpoints: how each stores weights and describes itself.
 
-An encoding says which tensors a quantized weight is stored as; none of them is rounded. A layout
-has an encoding for every format that it can hold, and describes it in ``config.json``.
+An encoding says which tensors a quantized weight is stored as; nothing is rounded. A layout has an
+encoding for every format that it can hold, and describes it in ``config.json``.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class Encoding:
     """How a layout stores weights of one format, as tensors ``<layer>.<name>``.
 
     Args:
-        format: What the layout calls it.
+        format: The layout's name for it.
         codes: Name of the tensor of codes.
     """
 
@@ -44,7 +44,7 @@ class Encoding:
     scale_dtype: ClassVar[torch.dtype]
 
     def refusal(self, quantizer: Quantizer) -> str | None:
-        """Say which rule of the layout tensors of ``quantizer`` break, or None."""
+        """The rule of the layout that tensors of ``quantizer`` break, or None."""
         return None if quantizer.rowwise else "the layout stores rowwise codes: rowwise=True"
 
     def shapes(self, rows: int, cols: int) -> Shapes:
@@ -52,11 +52,11 @@ class Encoding:
         raise NotImplementedError
 
     def encode(self, weight: QuantizedTensor) -> dict[str, Tensor]:
-        """The tensors that a weight is stored as, its own bytes."""
+        """The tensors that a weight is stored as, with its own bytes."""
         raise NotImplementedError
 
     def quantizer_for(self, scales: Iterable[Tensor]) -> Quantizer:
-        """How to quantize all weights of a checkpoint; ``scales``: their block scales."""
+        """The quantizer for all weights of a checkpoint, given their block scales."""
         return self.quantizer_class()
 
     def decode(self, stored: dict[str, Tensor], out: QuantizedTensor, amax: Tensor | None) -> None:
@@ -64,11 +64,11 @@ class Encoding:
 
         Args:
             stored: As :meth:`encode` returns it.
-            out: What to fill.
-            amax: That of the tensor, if it is known better than from its scale.
+            out: The tensor to fill.
+            amax: Its amax, if known more exactly than from the stored scale.
 
         Raises:
-            ValueError: If scales are none, or ``out`` cannot have them.
+            ValueError: If scales are invalid, or ``out`` cannot hold them.
         """
         raise NotImplementedError
 
@@ -79,7 +79,7 @@ class NVFP4Encoding(Encoding):
 
     Args:
         tensor_scale: Name of the scale of the tensor.
-        divides: Whether it is 2688 / amax, which values are divided by, or amax / 2688.
+        divides: Whether it is 2688 / amax (values are divided by it) rather than amax / 2688.
     """
 
     tensor_scale: str = "weight_scale_2"
@@ -107,15 +107,15 @@ class NVFP4Encoding(Encoding):
         }
 
     def _scale_of(self, amax: Tensor) -> Tensor:
-        """What readers take every code to the same BF16 value with.
+        """A tensor scale with which readers decode every code to the same BF16 value.
 
-        They compute it in another order. One tensor in ten thousand would have values that round to
-        BF16 otherwise, with the nearest scale; the next one serves then.
+        They multiply in another order. With the nearest scale, one tensor in ten thousand would
+        have a value that rounds to another BF16 number; a neighboring scale is taken then.
         """
         if amax == 0:
             return torch.ones(1)  # all codes and block scales are zero
         tensor = NVFP4Quantizer(two_dimensional=False, columnwise=False).make_empty((128, 16))
-        # A row for every block scale (one, 0x7F, is NaN), with every code in it.
+        # A row with every code for every block scale (0x7F is NaN).
         tensor._rowwise_data[:] = minifloat.pack_e2m1(torch.arange(16, dtype=torch.uint8))
         tensor._rowwise_scale_inv[:, 0] = torch.arange(128).clamp_(max=0x7E)
         tensor._amax.copy_(amax)
@@ -135,7 +135,7 @@ class NVFP4Encoding(Encoding):
         )
 
     def quantizer_for(self, scales: Iterable[Tensor]) -> Quantizer:
-        """Square blocks if the scales are those of such."""
+        """Square blocks if the scales allow it."""
         if all(_is_square(scale.view(torch.uint8)) for scale in scales):
             return NVFP4Quantizer()
         return NVFP4Quantizer(two_dimensional=False, columnwise=False)
@@ -148,7 +148,7 @@ class NVFP4Encoding(Encoding):
         out._rowwise_data.copy_(stored[self.codes])
         ratio = torch.full_like(factor, nvfp4.RANGE)
         rounded = ratio / factor if self.divides else factor * ratio
-        # Someone may have changed the scale and kept the header.
+        # The scale may have been changed without the header.
         is_its = amax is not None and (amax == 0 or torch.isclose(amax, rounded, rtol=1e-6))
         out._amax.copy_(amax if is_its else rounded)
         if not out.quantizer.two_dimensional:
@@ -169,7 +169,7 @@ class NVFP4Encoding(Encoding):
 
 
 def _is_square(scale: Tensor) -> bool:
-    """Whether the scales of 16 rows at a time are the same."""
+    """Whether each 16 rows have the same scales."""
     if len(scale) % nvfp4.BLOCK:
         return False
     blocks = scale.unflatten(0, (-1, nvfp4.BLOCK))
@@ -201,7 +201,7 @@ class MXFP8Encoding(Encoding):
         out._rowwise_data.copy_(stored[self.codes].view(torch.uint8))
         out._rowwise_scale_inv[: scale.shape[0], : scale.shape[1]] = scale
         if out.quantizer.columnwise:
-            # They are blocks of their own, of the same values.
+            # Columnwise codes have blocks of their own, of the same values.
             values = out._read(torch.float32)
             columns = MXFP8Quantizer(rowwise=False).quantize(values)
             out._columnwise_data.copy_(columns._columnwise_data)
@@ -255,20 +255,20 @@ class Layout:
     encodings: tuple[Encoding, ...]
 
     name: ClassVar[str]
-    # What readers of the layout have beside a weight, and training has no use for.
+    # Tensors beside a weight that training does not need.
     unused: ClassVar[tuple[str, ...]] = ()
 
     def documents(self, encoding: Encoding, excluded: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """JSON files, by name, of a model; of ``config.json`` what is about quantization.
+        """JSON files of a model by name; of ``config.json`` the part about quantization.
 
         Args:
-            encoding: That of its quantized weights.
+            encoding: The encoding of its quantized weights.
             excluded: Its linear layers that are not quantized.
         """
         raise NotImplementedError
 
     def format_of(self, config: dict[str, Any]) -> Any:
-        """The format that the ``quantization_config`` of a model names, in the layout's words."""
+        """The format in a model's ``quantization_config``, by the layout's name for it."""
         raise NotImplementedError
 
 
@@ -333,7 +333,7 @@ class ModelOpt(Layout):
             "ignore": [*excluded],
             "producer": producer,
         }
-        if bits < 8:  # readers take what has 8 from quant_algo alone
+        if bits < 8:  # readers recognize 8 bits by quant_algo alone
             weights = {
                 "dynamic": False,
                 "num_bits": bits,

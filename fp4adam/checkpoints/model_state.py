@@ -6,12 +6,12 @@ from torch import Tensor, nn
 
 
 class ModelState(NamedTuple):
-    """What a checkpoint of a model consists of.
+    """The tensors of a model for a checkpoint.
 
     Attributes:
         tensors: By all of their names, in the order of the state dict: parameters and persistent
-            buffers themselves, and what else is in there.
-        extra: Names of the latter: entries that hooks add, and extra state.
+            buffers themselves, and any other entries.
+        extra: Names of the other entries, which hooks and ``get_extra_state`` add.
     """
 
     tensors: dict[str, Tensor]
@@ -21,11 +21,11 @@ class ModelState(NamedTuple):
 def model_state(model: nn.Module) -> ModelState:
     """Read a model: the names are those of its state dict, the tensors are the model's.
 
-    Hooks of the state dict can rename, leave out and add entries. What they put in the place of a
-    tensor, such as its dequantized value, does not count: the tensor itself is returned.
+    Hooks of the state dict can rename, leave out and add entries. If one replaces the value of a
+    tensor, for example by its dequantized value, the tensor itself is returned.
 
     Raises:
-        TypeError: If the state dict holds something else than tensors.
+        TypeError: If the state dict holds anything but tensors.
         ValueError: If a hook replaces a parameter by an entry of another name and value.
     """
     members = _members(model)
@@ -69,7 +69,7 @@ def _members(model: nn.Module) -> dict[str, Tensor]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model without what PyTorch has put around it."""
+    """The model without the wrappers of ``torch.compile`` and DistributedDataParallel."""
     model = getattr(model, "_orig_mod", model)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = getattr(model.module, "_orig_mod", model.module)
@@ -77,5 +77,5 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def plain_name(name: str) -> str:
-    """The name of something in a model that ``torch.compile`` or checkpointing has wrapped."""
+    """A name without the prefixes of ``torch.compile`` and activation checkpointing."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")

@@ -1,14 +1,13 @@
 """Collectives that make a quantized tensor of one rank that of others, bit for bit.
 
-What is sent are its inner tensors as they are, and the value before quantization where the sender
-still has it: values that are decoded and quantized again need not give the same codes, and an
-optimizer that starts from them has other masters. Which of these are sent must be the same on every
-rank, and only the sender knows, so each call begins with a small all-reduce. It also tells every
-rank when formats differ. All ranks have to pass quantized tensors, as they have to pass tensors of
-the same size and dtype to any collective.
+The sender's inner tensors travel as they are, and with them the value before quantization if the
+sender still has it: values that are decoded and quantized again need not give the same codes, and
+masters would start from other numbers. Only the sender knows what it has to send, so each call
+begins with a small all-reduce, which also tells every rank if formats differ. All ranks have to
+pass quantized tensors, as they have to pass tensors of one size and dtype to any collective.
 
-A broadcast and an all-gather are of this kind. A scatter sends values: DTensor pads the parts that
-are shorter, which are plain then, and the other ranks do not know.
+Broadcasts and all-gathers work like this. A scatter sends values: DTensor pads shorter parts, which
+are plain then, and the other ranks cannot know.
 """
 
 import functools
@@ -25,14 +24,14 @@ from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor, implements_operator
 from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
 
-# What the sender of a tensor says of its value before quantization: an index, or that there is
-# none yet that codes could be of.
+# The sender announces its value before quantization: an index of these dtypes, or that its codes
+# are not written yet.
 _INIT_DTYPES = (None, *HIGH_PRECISION_DTYPES)
 _UNSETTLED = len(_INIT_DTYPES)
 
 
 class _Slot(NamedTuple):
-    """One tensor that is sent: what this rank has of it, and whether it is the sender."""
+    """One tensor that is sent: this rank's copy, and whether this rank sends."""
 
     tensor: Tensor
     sends: bool
@@ -84,7 +83,7 @@ def _state_of(tensor: Tensor) -> int:
 
 
 def _look_of(tensor: Tensor) -> int:
-    """A number for all that has to be equal, the same in every process."""
+    """A hash of everything that has to be equal, the same in every process."""
     look = [_name_of(tensor)]
     if isinstance(tensor, QuantizedTensor):
         part = rows.own_blocks(tensor)
@@ -94,13 +93,13 @@ def _look_of(tensor: Tensor) -> int:
 
 
 def _parts_of(tensor: QuantizedTensor, init_dtype: torch.dtype | None) -> list[Tensor]:
-    """What a sender sends."""
+    """The plain tensors that a sender broadcasts."""
     part = rows.own_blocks(tensor.flush())
     parts = [*part.storage_tensors().values()]
     if init_dtype is not None:
         value = tensor.get_high_precision_init_val()
         parts.append(value.detach().to(tensor.device).reshape(tensor.shape))
-    # With versions of their own: what is sent has not been written to.
+    # Aliases with versions of their own: sending is not a write.
     return [inner.data.contiguous() for inner in parts]
 
 
@@ -108,7 +107,7 @@ class _Arrival:
     """Memory for what one tensor receives.
 
     Attributes:
-        parts: To be received, as :func:`_parts_of` has them on the sender.
+        parts: Buffers to receive into, in the order of :func:`_parts_of` on the sender.
     """
 
     def __init__(self, tensor: QuantizedTensor, init_dtype: torch.dtype | None) -> None:
@@ -121,9 +120,9 @@ class _Arrival:
             self.parts.append(self._init_val)
 
     def take(self) -> None:
-        """Write what has arrived."""
+        """Write what has been received to the tensor."""
         self._tensor._write(self._received)
-        # By these optimizers notice; operators of c10d run below autograd, which would raise them.
+        # Optimizers notice writes by versions, which operators of c10d do not raise.
         torch.autograd.graph.increment_version([*self._tensor.storage_tensors().values()])
         if rows.is_all(self._tensor):
             self._tensor._high_precision_init_val = self._init_val
@@ -132,7 +131,7 @@ class _Arrival:
 def _ends_of(
     slots: Sequence[_Slot], dtypes: Sequence[torch.dtype | None]
 ) -> tuple[list[Tensor], list[_Arrival]]:
-    """All parts of the slots on this rank, and the tensors that are received with them."""
+    """The parts of all slots on this rank, and the arrivals that receive some of them."""
     parts, arrivals = [], []
     for slot, dtype in zip(slots, dtypes, strict=True):
         if not isinstance(slot.tensor, QuantizedTensor):
@@ -152,7 +151,7 @@ def _send(group: Any, parts: Sequence[Tensor], root: int) -> Any:
     return work
 
 
-# dist.broadcast; ZeroRedundancyOptimizer does it with each parameter after a step.
+# dist.broadcast; ZeroRedundancyOptimizer broadcasts each parameter after a step.
 @implements_operator(torch.ops.c10d.broadcast_.default)
 def _broadcast_(
     func: Callable, outs: list[Tensor], group: Any, root: int, *args: Any
@@ -168,7 +167,7 @@ def _broadcast_(
     return outs, work
 
 
-# dist.all_gather into quantized tensors; into plain ones go values.
+# dist.all_gather into quantized tensors; plain ones receive values.
 @implements_operator(torch.ops.c10d.allgather_.default)
 def _allgather_(
     func: Callable, outs: list[list[Tensor]], inputs: list[Tensor], group: Any, *args: Any
@@ -199,7 +198,7 @@ def _allgather_(
     return outs, work
 
 
-# DTensor spreads the parts of a tensor that one rank has.
+# DTensor scatters the parts of a tensor that one rank has.
 @implements_operator(torch.ops.c10d.scatter_.default)
 def _scatter_(
     func: Callable, outs: list[Tensor], parts: list[list[Tensor]], group: Any, root: int, *args: Any
@@ -213,11 +212,11 @@ def _scatter_(
 def _run_collective(func: Callable, *args: Any) -> Any:
     """Run an operator of c10d, wait for what it writes, and return its work.
 
-    Always as an asynchronous one: for others NCCL returns a null pointer that cannot be waited for.
+    Always asynchronously: otherwise NCCL returns a null pointer, which cannot be waited for.
     """
     parameters = func._schema.arguments
     given = {parameter.name: value for parameter, value in zip(parameters, args, strict=False)}
-    # Its name is another one in other versions of torch; it is the only flag.
+    # Its name differs between versions of torch; it is the only flag.
     (flag,) = (parameter.name for parameter in parameters if str(parameter.type) == "bool")
     _, work = func(**given | {flag: True})
     work.wait()
@@ -228,11 +227,10 @@ def _values(tensors: list[Tensor]) -> list[Tensor]:
     return [t._read() if isinstance(t, QuantizedTensor) else t for t in tensors]
 
 
-# DistributedDataParallel makes all replicas equal to that of rank 0 when it is built. It hands all
-# parameters to a C++ function, which flattens and concatenates values before any operator of c10d
-# could tell whose they were, and copies them into the parameters of all ranks. There is no hook
-# between; but torch looks this function up by its name in torch.distributed at each call, so that
-# another one can hand it the inner tensors instead.
+# DistributedDataParallel makes all replicas equal to that of rank 0 when it is built. It passes all
+# parameters to a C++ function, which flattens and concatenates their values before any operator of
+# c10d sees which tensors they belong to. There is no hook in between, but torch looks this function
+# up by name in torch.distributed at each call, so another one can pass it the inner tensors.
 _broadcast_coalesced_of_torch = dist._broadcast_coalesced
 
 
@@ -267,9 +265,9 @@ def _receivers_are_plain() -> bool:
 
 
 def guard_zero() -> None:
-    """Make ZeroRedundancyOptimizer refuse quantized parameters in the mode that cannot have them.
+    """Make ZeroRedundancyOptimizer refuse parameters_as_bucket_view=True with quantized parameters.
 
-    Its module is slow to import and warns; it is there already if it makes an optimizer.
+    Its module is slow to import and warns; whoever builds such an optimizer has imported it.
     """
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if module is None:

@@ -1,4 +1,4 @@
-"""What a rank has of a DTensor, and DTensors of what it computes from that."""
+"""Local tensors of DTensors, and back."""
 
 import sys
 from typing import Any
@@ -41,9 +41,9 @@ def like(param: Tensor, value: Tensor) -> Tensor:
 
 
 def first_element(param: Tensor) -> int:
-    """Index, in the flattened parameter, of the first element of what this rank has of it.
+    """Index of the first local element in the flattened parameter.
 
-    0 if that does not say where the others are, because another dimension than the first is cut.
+    0 if another dimension than the first is sharded: one index does not tell where the rest lies.
     """
     sharded = sharded_dims(param)
     if len(sharded) != 1:
@@ -66,7 +66,7 @@ def sharded_dims(tensor: Tensor) -> list[int]:
 
 
 def sharding_groups(tensor: Tensor) -> tuple[tuple[dist.ProcessGroup, str], ...]:
-    """The groups of ranks that have other parts of a DTensor, and the devices of its mesh."""
+    """The process groups that a DTensor is sharded over, each with the device type of its mesh."""
     return tuple(
         (tensor.device_mesh.get_group(dim), tensor.device_mesh.device_type)
         for dim in sharded_dims(tensor)
@@ -74,10 +74,10 @@ def sharding_groups(tensor: Tensor) -> tuple[tuple[dist.ProcessGroup, str], ...]
 
 
 def part_for(param: Tensor, value: Tensor) -> Tensor:
-    """What the local tensor of ``param`` corresponds to in a saved value of the whole.
+    """The part of a saved value that belongs to the local tensor of ``param``.
 
     Raises:
-        ValueError: If ``value`` is a DTensor that is distributed otherwise.
+        ValueError: If ``value`` is a DTensor with other placements.
     """
     if is_dtensor(value):
         if is_dtensor(param) and (value.device_mesh, value.placements) == (

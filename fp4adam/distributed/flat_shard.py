@@ -1,4 +1,4 @@
-"""A flat part of a weight, as one rank of several has it, and where its codes and scales go."""
+"""Flat shards of weights, as in ZeRO, and where their codes and scales are written."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
 
-# Where codes are written in place of a weight: those of one direction, or rowwise and columnwise.
+# Where codes are written instead of the weight: one direction, or rowwise and columnwise.
 Out = Tensor | tuple[Tensor | None, Tensor | None] | None
 
 
@@ -17,7 +17,7 @@ Out = Tensor | tuple[Tensor | None, Tensor | None] | None
 class Shard:
     """Elements [start, stop) of the row-major matrix of a weight.
 
-    ``dtype``: what values are rounded to first. ``amax``: float32 [1], or None for formats without
+    ``dtype``: values are rounded to it first. ``amax``: float32 [1], or None for formats without
     a scale of the tensor. ``grids``: float32 amaxes of blocks by direction. Both are views.
     """
 
@@ -30,7 +30,7 @@ class Shard:
 
     @property
     def quantizer(self) -> Quantizer:
-        """That of the weight."""
+        """The quantizer of the weight."""
         return self.weight.quantizer
 
     @property
@@ -40,11 +40,11 @@ class Shard:
 
     @property
     def blocks(self) -> dict[str, tuple[int, int]]:
-        """Shapes of blocks by direction that codes are written in."""
+        """Block shapes by the direction of the codes that are written."""
         return self.quantizer.block_shapes
 
     def grid_shape(self, usage: str) -> tuple[int, int]:
-        """Rows and columns of blocks."""
+        """Number of rows and columns of blocks."""
         rows, cols = self.matrix_shape
         height, width = self.blocks[usage]
         return -(-rows // height), -(-cols // width)
@@ -62,12 +62,12 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that codes of the shard lie in, in one direction."""
+        """Number of bytes with codes of the shard, in one direction."""
         per_byte = 8 // self.quantizer.code_bits
         return -(-self.stop // per_byte) - self.start // per_byte if self.stop > self.start else 0
 
     def targets(self, out: Out) -> dict[str, tuple[Tensor, int]]:
-        """By direction, the flat bytes that codes go to, and which byte of all is the first."""
+        """By direction, the flat bytes to write codes to, and the index of the first one."""
         given = dict(zip(("rowwise", "columnwise"), as_pair(out), strict=True))
         tensors = self.weight._shared.tensors
         return {
@@ -79,5 +79,5 @@ class Shard:
 
 
 def as_pair(out: Out) -> tuple[Tensor | None, Tensor | None]:
-    """Where rowwise and columnwise codes go."""
+    """The outputs for rowwise and columnwise codes."""
     return tuple(out) if isinstance(out, tuple | list) else (out, None)

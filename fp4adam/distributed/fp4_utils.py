@@ -11,12 +11,12 @@ from fp4adam.distributed.partial_cast import Out
 from fp4adam.distributed.zero import quantize_master_weights
 from fp4adam.formats.nvfp4 import NVFP4Tensor
 
-# Multiples that token dimensions are padded to, by what has to read the result.
+# Multiples that token dimensions are padded to, by the kernels that read the result.
 ALIGNMENTS = {"tma": 32, "rht": 64, "fused": 128}
 
 
 def is_nvfp4tensor(tensor: Any) -> bool:
-    """Whether it is an :class:`NVFP4Tensor`."""
+    """Whether ``tensor`` is an :class:`NVFP4Tensor`."""
     return isinstance(tensor, NVFP4Tensor)
 
 
@@ -40,12 +40,12 @@ def modify_nvfp4_rowwise_storage(fp4_tensor: NVFP4Tensor, new_rowwise_data: Tens
     """Move the rowwise codes of a tensor to other memory, such as a slice of a parameter buffer.
 
     Args:
-        fp4_tensor: Its ``rowwise_data`` lies in ``new_rowwise_data`` afterwards.
+        fp4_tensor: The tensor; its ``rowwise_data`` is ``new_rowwise_data`` afterwards.
         new_rowwise_data: Contiguous uint8 with as many bytes, on the same device; overwritten. At a
             multiple of 16 bytes the fused kernels can step it.
 
     Raises:
-        ValueError: If either is none of these.
+        ValueError: If an argument is not as above.
         RuntimeError: If the tensor has no rowwise data.
     """
     if not is_nvfp4tensor(fp4_tensor):
@@ -86,7 +86,7 @@ def quantize_nvfp4_param_shard(
     """:func:`fp4adam.quantize_master_weights`, keeping columnwise storage for later processing.
 
     Raises:
-        ValueError: As there.
+        ValueError: As by that function.
     """
     quantize_master_weights(
         model_params,
@@ -101,7 +101,7 @@ def quantize_nvfp4_param_shard(
 def get_fp4_align_size(
     fp4_recipe: Any = None, kernels: Literal["tma", "rht", "fused"] = "fused"
 ) -> int:
-    """What the token dimension of an activation must be a multiple of before it is quantized.
+    """The multiple that the token dimension of an activation is padded to before quantization.
 
     Args:
         fp4_recipe: Accepted for compatibility: all NVFP4 recipes have the same alignment.

@@ -1,12 +1,12 @@
-"""What FSDP2 asks of a shard: what to gather, and the tensor that comes of it.
+"""FSDP2's hooks: the tensors that a shard contributes to an all-gather, and the whole weight.
 
-Gathered are codes and scales, about half a byte per weight in NVFP4. ``fully_shard`` cuts a weight
-into equal numbers of rows, wherever that is: a shard that ends within a block has the scale of this
-block, as has the next one, and both are the same (``scale_exchange.py``).
+Codes and scales are gathered, about half a byte per weight in NVFP4. ``fully_shard`` cuts a weight
+into equal numbers of rows, also within blocks: both shards then have the scale of the cut block,
+and both are the same (``scale_exchange.py``).
 
 FSDP2 calls both hooks for every weight, forward and backward, and the GPU waits for the host. So
-what they do is worked out once: as a rule, nothing is left to do. And each tensor that is gathered
-takes FSDP2 several operators, so what every rank has already is not: the amax of an NVFP4 tensor.
+their work is done once and cached. FSDP2 runs several operators per gathered tensor, so what every
+rank has already is not gathered: the amax of an NVFP4 tensor.
 """
 
 import dataclasses
@@ -28,14 +28,14 @@ from fp4adam.tensors.swizzle import build_gemm_scales, scales_of
 
 
 class Gathering(NamedTuple):
-    """What a shard contributes to an all-gather.
+    """The tensors that a shard contributes to an all-gather.
 
     Attributes:
-        storage: The inner tensors that this has been worked out for.
+        storage: The inner tensors that this was made for.
         inputs: Views of them, of the same sizes on every rank.
-        names: Which they are.
-        known: The inner tensors of the whole that the shard has, by name. They are its own: a step
-            writes them while the weight is still gathered, whose codes are out of date then anyway.
+        names: The names of the inputs.
+        known: Inner tensors of the whole that the shard has already, by name. They are the shard's
+            own: a step that writes them makes the codes of the gathered weight stale as well.
     """
 
     storage: Storage
@@ -44,16 +44,16 @@ class Gathering(NamedTuple):
     known: dict[str, Tensor]
 
 
-# What shards contribute, and what fills in the tensors that have been gathered from them again.
+# The inputs of shards, and the functions that refill tensors gathered from them earlier.
 _gatherings: WeakKeyDictionary[SharedStorage, Gathering] = WeakKeyDictionary()
 _refills: WeakKeyDictionary[SharedStorage, tuple[Callable[[], object], ...]] = WeakKeyDictionary()
 
 
-# FSDP2 passes more than the mesh to a hook that takes it, and then refuses uneven shards.
+# FSDP2 passes more arguments to a hook that takes them, and then refuses uneven shards.
 def pre_all_gather(
     shard: QuantizedTensor, mesh: DeviceMesh
 ) -> tuple[tuple[Tensor, ...], Gathering]:
-    """The inner tensors to gather, of one size on every rank, and what comes of them."""
+    """The inner tensors to gather, of one size on every rank, and metadata for the result."""
     shared = shard.flush()._shared
     spec = shared.global_spec
     if shared.unsettled and spec is not None and spec.shares_scales:
@@ -64,14 +64,14 @@ def pre_all_gather(
     return gathering.inputs, gathering
 
 
-# FSDP2 asks for it each time, and it takes longer to find out than the hook takes to run.
+# FSDP2 inspects it at each call, which takes longer than the hook itself.
 pre_all_gather.__signature__ = inspect.signature(pre_all_gather)
 
 
 def _make_gathering(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
     tensors = shard._shared.tensors
     spec, first = _global_spec(shard), shard._first_row
-    # Composable replicate() passes a mesh of ranks each of which has everything.
+    # Composable replicate() passes a mesh whose ranks have whole weights.
     n_shards = mesh.size() if spec.is_divided else 1
     inputs, known = {}, {}
     for name, rows in shard.quantizer.rows_per_entry.items():
@@ -81,7 +81,7 @@ def _make_gathering(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
         else:
             inputs[name] = inner[: _entries(spec, rows)]
     if tensors.amax is not None:
-        # It is written with rows. A rank without any does not even know when others load theirs.
+        # It is written with rows. A rank without rows does not see when others load theirs.
         has_idle_ranks = spec.rows <= (n_shards - 1) * spec.chunk_rows
         (inputs if has_idle_ranks else known)["amax"] = tensors.amax
     return Gathering(tensors, tuple(inputs.values()), tuple(inputs), known)
@@ -105,10 +105,10 @@ def post_all_gather(
     *,
     out: QuantizedTensor | None = None,
 ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-    """The whole tensor, and those of its inner tensors that FSDP2 frees beside the outputs.
+    """The whole tensor, and its inner tensors that FSDP2 has to free beside the outputs.
 
-    Codes that can be derived are left to who wants them; scales for GEMMs are written, in a launch.
-    With ``out``, a tensor from here, what is no view is filled in again.
+    Codes that can be derived are derived on first access; scales for GEMMs are written in a launch.
+    With ``out``, an earlier result, inner tensors that are not views are written again.
     """
     spec = _global_spec(shard)
     # On one rank, and for replicate(), FSDP2 copies the first input, and hands over no other.
@@ -141,12 +141,12 @@ QuantizedTensor.fsdp_post_all_gather = post_all_gather
 
 def _fill_in_again(out: QuantizedTensor, known: dict[str, Tensor]) -> None:
     shared = out._shared
-    # Others if the shard has been moved or exchanged. And in any case another storage, whose
-    # identity tells that what has been made of the old one is out of date.
+    # They differ if the shard has been moved or exchanged. A new storage in any case: its identity
+    # tells that what was derived from the old one is stale.
     shared.tensors = dataclasses.replace(shared.tensors, **known)
     refills, has_gemm_scales = _refills[shared], out.quantizer.optimize_for_gemm
     if refills or has_gemm_scales:
-        # Compiled graphs have saved these for the backward pass that they are filled in for.
+        # Compiled graphs have saved these tensors for the backward pass.
         inner = tuple(shared.tensors.existing().values())
         with torch.autograd._unsafe_preserve_version_counter(inner):
             for refill in refills:
@@ -155,14 +155,14 @@ def _fill_in_again(out: QuantizedTensor, known: dict[str, Tensor]) -> None:
 
 
 class _Part(NamedTuple):
-    """An inner tensor of the whole, and what fills it in unless it is a view."""
+    """An inner tensor of the whole, and the function that writes it unless it is a view."""
 
     tensor: Tensor
     refill: Callable[[], object] | None = None
 
 
 def _assemble(name: str, inner: Tensor, spec: GlobalSpec) -> _Part:
-    """An inner tensor of the whole from those of all shards, one after the other."""
+    """An inner tensor of the whole, from those of all shards in order."""
     if name == "amax":
         # The first rank has rows.
         return _Part(inner[:1])
@@ -180,21 +180,21 @@ def _assemble(name: str, inner: Tensor, spec: GlobalSpec) -> _Part:
             torch.index_select(inner, 0, index, out=padded[:entries])
         else:
             padded[:entries] = inner[:entries]
-        padded[entries:] = 0  # its memory has been someone else's
+        padded[entries:] = 0  # freed memory holds anything
 
     refill()
     return _Part(padded, refill)
 
 
 def _entries(spec: GlobalSpec, rows: int) -> int:
-    """The most entries of ``rows`` rows that a shard has a part of."""
+    """The largest number of entries, of ``rows`` rows each, that a shard overlaps."""
     if not spec.is_cut:
         return -(-spec.chunk_rows // rows)
     return (rows - 1 + spec.chunk_rows - 1) // rows + 1
 
 
 def _entry_of_shards(spec: GlobalSpec, rows: int, device: torch.device) -> Tensor:
-    """For each entry of the whole, where it is among those of all shards."""
+    """For each entry of the whole, its index among the entries of all shards."""
     entry = torch.arange(math.ceil(spec.rows / rows), device="cpu")
     shard = entry * rows // spec.chunk_rows
     first_entry = shard * spec.chunk_rows // rows

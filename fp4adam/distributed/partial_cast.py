@@ -1,4 +1,4 @@
-"""Quantization of flat shards of weights, by ranks each of which has a part of the values."""
+"""Quantization of flat shards of weights, where each rank has a part of the values."""
 
 from collections.abc import Iterator, Sequence
 
@@ -35,9 +35,9 @@ class PartialCast:
         weights: :class:`QuantizedTensor` s on one device, formats may differ. NVFP4 and Float8Block
             need ``two_dimensional`` and rowwise data.
         starts: First element of each shard.
-        sizes: Number of elements of each shard; 0 for a rank that has nothing of a weight.
-        dtypes: What values are rounded to first, float32, bfloat16 or float16; float32 leaves them
-            as they are.
+        sizes: Number of elements of each shard; 0 for a rank without a part of a weight.
+        dtypes: The dtypes that values are rounded to first: bfloat16, float16, or float32, which
+            leaves them as they are.
 
     Attributes:
         amaxes: float32 [n], one tensor for all: first an amax per NVFP4 weight, then amaxes of
@@ -95,14 +95,14 @@ class PartialCast:
         self.columnwise_amaxes = [shard.grids.get("columnwise") for shard in self._shards]
 
     def measure(self, values: Sequence[Tensor | None]) -> None:
-        """Overwrite ``amaxes`` with what these shards alone contribute.
+        """Overwrite ``amaxes`` with those of these shards alone.
 
         Args:
             values: Per weight a flat contiguous float32, bfloat16 or float16 tensor of the shard's
                 size, or None for an empty shard.
 
         Raises:
-            ValueError: If a value is none of these.
+            ValueError: If a value is not as above.
         """
         self.check_values(values)
         self.amaxes.zero_()
@@ -116,17 +116,16 @@ class PartialCast:
     def write(self, values: Sequence[Tensor | None], outs: Sequence[Out] | None = None) -> None:
         """Write all scales and amaxes of the weights from ``amaxes``, and the shards' own codes.
 
-        A byte that the shard has one nibble of keeps the other one.
+        A byte of which the shard has one nibble keeps the other nibble.
 
         Args:
             values: As for :meth:`measure`.
-            outs: Per weight where its codes are written in place of the weight's own storage, or
-                None: contiguous uint8 on the same device with the shard's bytes. NVFP4: bytes
-                [start // 2, (start + size + 1) // 2) of ``rowwise_data``. MXFP8: a pair, rowwise
-                and columnwise.
+            outs: Per weight the memory for its codes, or None for the weight's own: contiguous
+                uint8 on the same device with the shard's bytes. NVFP4: bytes [start // 2, (start +
+                size + 1) // 2) of ``rowwise_data``. MXFP8: a pair, rowwise and columnwise.
 
         Raises:
-            ValueError: If a value or an out is none of these.
+            ValueError: If a value or an out is not as above.
         """
         self.check_values(values)
         outs = [None] * len(self._shards) if outs is None else outs
@@ -148,7 +147,7 @@ class PartialCast:
         torch.autograd.graph.increment_version(weights)
 
     def check_values(self, values: Sequence[Tensor | None], name: str = "values") -> None:
-        """Raise ValueError unless ``values`` fit the shards; ``name`` is what they are called."""
+        """Raise ValueError unless ``values`` fit the shards; ``name`` is for the error."""
         if len(values) != len(self._shards):
             raise ValueError(
                 f"{name} must have one entry per weight, {len(self._shards)}, got {len(values)}; "
@@ -178,7 +177,7 @@ class PartialCast:
                 )
 
     def check_outs(self, outs: Sequence[Out], name: str = "outs") -> None:
-        """Raise ValueError unless ``outs`` fit the shards; ``name`` is what they are called."""
+        """Raise ValueError unless ``outs`` fit the shards; ``name`` is for the error."""
         if len(outs) != len(self._shards):
             raise ValueError(
                 f"{name} must have one entry per weight, {len(self._shards)}, got {len(outs)}; "
@@ -214,7 +213,7 @@ class PartialCast:
 
 
 def check_weights(weights: Sequence[QuantizedTensor], name: str = "weights") -> None:
-    """Raise ValueError unless all can be cast in shards; ``name`` is what they are called."""
+    """Raise ValueError unless all can be cast in shards; ``name`` is for the error."""
     for i, weight in enumerate(weights):
         kind = type(weight).__name__
         if not isinstance(weight, QuantizedTensor):
@@ -222,7 +221,7 @@ def check_weights(weights: Sequence[QuantizedTensor], name: str = "weights") -> 
                 f"{name}[{i}] must be an NVFP4, MXFP8 or Float8Block tensor, got a {kind}; "
                 "quantize_model makes parameters of these"
             )
-        # Parts that can be quantized on their own are those that can be cut off.
+        # Parts can be quantized on their own if rows can be cut off.
         if not weight.quantizer.rows_per_entry:
             raise ValueError(
                 f"{name}[{i}] must have square blocks and rowwise data to be cast in shards, got a "
@@ -259,7 +258,7 @@ def _describe(x: Tensor) -> str:
 
 
 def _strips(shard: Shard, value: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-    """Float32 rows, whole blocks of them, that the shard has elements of; zeros for all others."""
+    """Whole rows of blocks with the shard's elements, float32; zeros for all others."""
     if shard.start == shard.stop:
         return
     rows, cols = shard.matrix_shape
@@ -288,7 +287,7 @@ def _measure(shard: Shard, value: Tensor | None) -> None:
 
 
 def _scales(shard: Shard, grid: Tensor) -> tuple[Tensor, Tensor]:
-    """What is stored for blocks with the amaxes ``grid``, and the factors from values to codes."""
+    """The stored scales of blocks with the amaxes ``grid``, and factors from values to codes."""
     return shard.quantizer.scales_of_blocks(grid, shard.amax, shard.dtype)
 
 
@@ -325,7 +324,7 @@ def _store_nibbles(codes: Tensor, target: Tensor, first: int) -> None:
         target[first // 2] = (target[first // 2] & 0x0F) | codes[0] << 4
         codes, first = codes[1:], first + 1
     pairs, byte = len(codes) // 2, first // 2
-    # Cloned, because pairs are read as 16 bits, which have to be aligned.
+    # Cloned, because pairs are read as 16-bit words, which have to be aligned.
     target[byte : byte + pairs] = minifloat.pack_e2m1(codes[: 2 * pairs].clone())
     if len(codes) % 2:
         target[byte + pairs] = (target[byte + pairs] & 0xF0) | codes[-1]

@@ -12,11 +12,11 @@ from fp4adam.kernels.launch import tile_lists
 from fp4adam.kernels.launch.tile_lists import Region
 from fp4adam.kernels.partial_cast import COLUMNS, SCALES, TILES
 
-ALIGNMENT = 16  # bytes, of all that a tile without masks reads and writes
+ALIGNMENT = 16  # bytes, for everything that a tile without masks reads and writes
 
 
 class _Kind(NamedTuple):
-    """What must be equal among shards that share a launch."""
+    """The properties that shards of one launch have in common."""
 
     format: str
     value_dtype: torch.dtype | None
@@ -36,7 +36,7 @@ _SCALES = ("format", "write_dtype", "force_pow_2_scales", "amax_epsilon")
 
 
 def measure(shards: list[Shard], values: Sequence[Tensor | None], device: torch.device) -> None:
-    """Write the amaxes of the blocks that shards have elements of; others must be zero."""
+    """Write the amaxes of blocks with elements of the shards; the others must be zero."""
     rows = _table_rows(shards, values, [None] * len(shards))
     table = tile_lists.table(rows, device)
     for kind, tiles in _tiles(shards, values, rows, device):
@@ -97,7 +97,7 @@ def _tiles(
     rows: list[dict[int, int]],
     device: torch.device,
 ) -> list[tuple[_Kind, list[Tensor]]]:
-    """Tiles by kind: those that shards fill, and those that they cut."""
+    """Tiles by kind: those that shards fill, and those that shards cut."""
     regions: dict[_Kind, tuple[list[Region], list[Region]]] = {}
     for i, (shard, value) in enumerate(zip(shards, values, strict=True)):
         if shard.stop > shard.start:
@@ -116,7 +116,7 @@ def _tile(format: str) -> tuple[int, int]:
 
 
 def _regions(i: int, shard: Shard, row: dict[int, int]) -> tuple[list[Region], list[Region]]:
-    """Regions that tiles fill without masks, and those that they do not."""
+    """Regions for tiles without masks, and regions for tiles with them."""
     _, cols = shard.matrix_shape
     height, width = _tile(shard.quantizer.name)
     strip = height * cols

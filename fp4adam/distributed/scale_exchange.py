@@ -1,7 +1,7 @@
 """Scales that shards on different ranks share, found by one MAX all-reduce for all of them.
 
 NVFP4 scales a whole tensor by its amax, and a block that a shard boundary cuts has one scale on
-both sides. Amaxes of what each rank has are enough: their maximum is the amax of the whole.
+both sides. The maximum of the ranks' local amaxes is the amax of the whole.
 """
 
 import math
@@ -23,13 +23,13 @@ from fp4adam.tensors.storage import GlobalSpec
 
 
 class ShardInfo(NamedTuple):
-    """Which of the shards of a tensor one is, and who has the others.
+    """The position of a shard among those of its tensor, and the ranks that have them.
 
     Attributes:
         group: The ranks that have the shards.
-        number: The own number among them.
-        n_shards: How many there are.
-        device_type: Of the devices that the ranks communicate between.
+        number: The index of this shard.
+        n_shards: The number of shards.
+        device_type: The type of device that the ranks communicate with.
     """
 
     group: dist.ProcessGroup
@@ -45,16 +45,16 @@ class ShardInfo(NamedTuple):
 
     @classmethod
     def in_mesh(cls, mesh: DeviceMesh, dim: int = 0) -> "ShardInfo":
-        """The shard of this rank in one dimension of a mesh."""
+        """The shard of this rank along a one-dimensional mesh."""
         return cls(mesh.get_group(dim), mesh.get_local_rank(dim), mesh.size(dim), mesh.device_type)
 
     @classmethod
     def of(cls, param: Tensor) -> "ShardInfo | None":
-        """What shard a parameter is, or None if it shares no scales with others.
+        """The position of a parameter's shard, or None if it shares no scales with others.
 
         Raises:
-            NotImplementedError: If it is a quantized tensor that is sharded in another way than
-                that of ``fully_shard``.
+            NotImplementedError: If it is a quantized tensor that is sharded in another way than by
+                ``fully_shard``.
         """
         if not is_dtensor(param) or not isinstance(param._local_tensor, QuantizedTensor):
             return None
@@ -74,21 +74,21 @@ class ShardInfo(NamedTuple):
 
 
 def cut_blocks(spec: GlobalSpec, n_shards: int) -> list[int]:
-    """Numbers of the rows of blocks that shard boundaries cut."""
+    """Indices of the rows of blocks that shard boundaries cut."""
     block = spec.quantizer.block_rows
     ends = range(spec.chunk_rows, min(n_shards * spec.chunk_rows, spec.rows), spec.chunk_rows)
     return sorted({end // block for end in ends if end % block})
 
 
 class Exchanged(NamedTuple):
-    """What ranks tell each other of a shard.
+    """The amaxes of a shard that ranks exchange.
 
     Attributes:
-        spec: What it is a shard of.
-        info: Which one it is.
-        amax: Of the tensor, float32 [1] on any device, or None.
-        grids: Amaxes of blocks, by what a row of them spans; float32 on any device.
-        scales: Shards of tensors with the same one share the amax of the tensor.
+        spec: The whole tensor.
+        info: The position of the shard.
+        amax: The amax of the tensor, float32 [1] on any device, or None.
+        grids: Amaxes of blocks, one grid per kind of block that can be cut; float32 on any device.
+        scales: Equal for shards of tensors that share one amax.
     """
 
     spec: GlobalSpec
@@ -101,12 +101,12 @@ class Exchanged(NamedTuple):
 class AmaxExchange:
     """Makes amaxes on all ranks of a group the largest of them, in one all-reduce.
 
-    Every rank has to join in, whatever it has.
+    Every rank of the group has to call it, also one without rows.
 
     Args:
         group: The ranks.
-        device: Where they communicate.
-        shards: Of the same tensors in the same order on every rank.
+        device: The device that this rank communicates with.
+        shards: Shards of the same tensors in the same order on every rank.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class AmaxExchange:
                     size += width
         self._buffer = torch.zeros(size, dtype=torch.float32, device=device)
         self._slots = [self._buffer[start:stop] for start, stop in spans]
-        # Of tensors that share theirs: where it is, and those of all of them, one repeated.
+        # For each tensor that shares its amax: its slot, and the slots of its group, padded.
         shared = [slots for slots in peers.values() if len(slots) > 1]
         most = max(map(len, shared), default=0)
         rows = [slots + slots[:1] * (most - len(slots)) for slots in shared for _ in slots]
@@ -143,8 +143,8 @@ class AmaxExchange:
         self._peers = torch.tensor(rows, dtype=torch.int64, device=device)
 
     def largest(self) -> Tensor:
-        """The largest of each amax, one after the other; valid until the next call."""
-        # What a rank has nothing of is up to the others.
+        """The maximum of each amax in a flat tensor; valid until the next call."""
+        # Slots that this rank has no part of are left to the others.
         self._buffer.fill_(-math.inf)
         if self._slots:
             torch._foreach_copy_(self._slots, self._amaxes)
@@ -165,7 +165,7 @@ class ShardCast:
 
     Args:
         shards: Local tensors on one device.
-        dtypes: What values are rounded to first.
+        dtypes: The dtypes that values are rounded to first.
 
     Attributes:
         exchanged: Per shard its tensor amax and its grids, for :class:`Exchanged`.
@@ -217,17 +217,17 @@ def write_shards(
 
     Args:
         shards: Local tensors on one device.
-        infos: Which shard each one is.
+        infos: The position of each shard.
         values: Per shard a contiguous tensor of its shape, or None on a rank that has no new value:
-            it keeps what it has if another rank has one.
-        dtypes: What values are rounded to first.
+            it keeps its value if another rank has a new one.
+        dtypes: The dtypes that values are rounded to first.
         scales: As in :class:`Exchanged`; if one of several has a new value, all are quantized.
     """
     groups: dict[tuple[dist.ProcessGroup, torch.device], list[int]] = defaultdict(list)
     for i, info in enumerate(infos):
         groups[info.group, info.device].append(i)
     for (group, device), members in groups.items():
-        # Not every rank need have been written to, nor know that another one has.
+        # Perhaps only some ranks have been written to, and the others do not know.
         written = torch.tensor([values[i] is not None for i in members], device=device).float()
         dist.all_reduce(written, dist.ReduceOp.MAX, group)
         concerned = {scales[i] for i in compress(members, written.tolist())}
@@ -246,7 +246,7 @@ def write_shards(
 
 
 def settle_shard(shard: QuantizedTensor, info: ShardInfo) -> None:
-    """Quantize what has been written to a shard that shares scales; every rank joins in."""
+    """Quantize pending writes to a shard that shares scales; every rank has to call it."""
     shared = shard._shared
     if not shared.unsettled:
         return
@@ -254,17 +254,17 @@ def settle_shard(shard: QuantizedTensor, info: ShardInfo) -> None:
     write_shards([shard], [info], [written], [torch.float32], [shard])
     shared.unsettled = False
     if written is not None and (shared.init_val is not None or shared.keeps_init_val):
-        # What the master weight has to start from.
+        # The master weight has to start from it.
         shared.init_val, shared.keeps_init_val = written.view(shard.shape), False
 
 
 @torch.no_grad()
 def check_shards(model: nn.Module) -> None:
-    """Check that all ranks have the same scales for what their shards of a weight share.
+    """Check that all ranks agree on the scales that their shards share.
 
     For diagnosis: every rank has to call it, between a step and the next backward pass, and waits
-    for the others. Codes that were made with different scales mean nothing together, and only
-    something other than an optimizer of this package can have written such.
+    for the others. Codes that were written with different scales do not fit together; optimizers of
+    this package never write such.
 
     Raises:
         RuntimeError: On every rank, naming the first parameter whose scales differ.
@@ -285,7 +285,7 @@ def check_shards(model: nn.Module) -> None:
         for sign in (1, -1):
             amax = tensors.amax
             if amax is not None:
-                # That of a rank without rows is read by nobody.
+                # Nothing reads the scales of a rank without rows.
                 amax = amax * sign if shard.numel() else torch.full_like(amax, -math.inf)
             signed = [grid * sign for grid in grids]
             exchanged = Exchanged(shard._shared.global_spec, info, amax, signed, shard)

@@ -1,4 +1,4 @@
-"""Weights whose masters are spread over ranks: ZeRO, in the steps of Megatron's optimizer."""
+"""ZeRO: quantized weights with sharded masters, in the steps of Megatron's optimizer."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -28,26 +28,26 @@ def quantize_master_weights(
     ``columnwise_data`` too) and :func:`post_all_gather_processing`. The weights are then those of
     ``FP4Adam(quantize_from="param_dtype")`` on one process, bit for bit.
 
-    The value before quantization that a weight may still have is freed. Calls of all ranks must
-    have the same weights in the same order.
+    The value before quantization, if a weight still has it, is freed. All ranks have to pass the
+    same weights in the same order.
 
     Args:
         model_weights: NVFP4, MXFP8 or Float8Block tensors on one device, of any shape; NVFP4 and
             Float8Block with ``two_dimensional=True``.
         master_weights: Per weight this rank's part of the flattened values, flat and contiguous in
             float32 (or bfloat16 or float16), or None where it has no part.
-        start_offsets: Per weight the element that the part begins at, any number; None with None.
+        start_offsets: Per weight the index of the part's first element; None without a part.
         group: The ranks that share the weights; None is all ranks.
-        fsdp_shard_model_weights: Per weight where the codes of its part go in place of the weight's
-            own storage, or None: contiguous uint8. NVFP4: bytes [start // 2, (start + size + 1) //
-            2) of the flat ``rowwise_data``, of which the nibbles of other ranks stay. MXFP8: a
-            pair, rowwise and columnwise.
+        fsdp_shard_model_weights: Per weight the memory for the codes of its part, or None for the
+            weight's own: contiguous uint8. NVFP4: bytes [start // 2, (start + size + 1) // 2) of
+            the flat ``rowwise_data``, in which the nibbles of other ranks stay. MXFP8: a pair,
+            rowwise and columnwise.
         manual_post_all_gather_processing: True keeps columnwise storage, which is stale until
             :func:`post_all_gather_processing`. False drops that of NVFP4 and Float8Block, whose
             quantizers then are rowwise-only; MXFP8 keeps both directions, which are both written.
 
     Raises:
-        ValueError: If an argument is none of these, before any rank is waited for.
+        ValueError: If an argument is not as above, before any communication.
         RuntimeError: Without a process group. Nothing has been changed in either case.
     """
     for name, given in (
@@ -115,15 +115,15 @@ def _drop_columnwise(weight: QuantizedTensor) -> None:
 def post_all_gather_processing(model_weights: QuantizedTensor | Sequence[QuantizedTensor]) -> None:
     """Bring columnwise codes up to date after rowwise ones have been gathered.
 
-    Those of NVFP4 and Float8Block are transposed in place, a launch or two for all of them. MXFP8
-    has gathered its own, and tensors without columnwise codes have none to write.
+    Codes of NVFP4 and Float8Block are transposed in place, a launch or two for all of them. MXFP8
+    gathers its columnwise codes, and tensors without such have none to write.
 
     Args:
         model_weights: One tensor or a sequence, after :func:`quantize_master_weights`.
 
     Raises:
-        ValueError: If one is no quantized tensor, or has columnwise codes that do not follow from
-            its rowwise ones (``two_dimensional=False``).
+        ValueError: If one is not a quantized tensor, or has columnwise codes that do not follow
+            from its rowwise ones (``two_dimensional=False``).
     """
     weights = [model_weights] if isinstance(model_weights, Tensor) else list(model_weights)
     square = []

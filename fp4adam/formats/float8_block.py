@@ -39,7 +39,7 @@ class Float8BlockQuantizer(SquareBlockQuantizer):
         columnwise: Keep transposed codes with blocks along the first dimension.
         two_dimensional: One scale per 128x128 block (weights) instead of one per 128 elements.
         force_pow_2_scales: Round scales down to powers of two.
-        amax_epsilon: Smallest block amax that is assumed, >= 0.
+        amax_epsilon: Lower bound of block amaxes, >= 0.
 
     Source: DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.2.
     """

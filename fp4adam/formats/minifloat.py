@@ -48,7 +48,7 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
     """float32 values [..., 2n] of packed E2M1 codes [..., n]."""
     magnitudes = torch.tensor(_E2M1_MAGNITUDES, dtype=torch.float32, device=packed.device)
     values = torch.cat([magnitudes, -magnitudes])
-    # All pairs that a byte can stand for, each looked up as one number.
+    # A table of the pairs of all bytes, each read as one number.
     pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)
     return _look_up(pairs.view(torch.int64).view(-1), packed).view(torch.float32)
 
@@ -71,7 +71,7 @@ def e4m3_value(code: Tensor) -> Tensor:
 def _look_up(table: Tensor, code: Tensor) -> Tensor:
     values = torch.empty(code.shape, dtype=table.dtype, device=code.device)
     rows = max(1, backend.cpu_chunk_numel() // max(1, code.shape[-1]))
-    # In pieces for the sake of the index, which is wider than all else.
+    # In pieces, because the index is wider than everything else.
     for value, index in zip(values.split(rows), code.split(rows), strict=True):
         torch.gather(table.expand(len(index), -1), -1, index.long(), out=value)
     return values

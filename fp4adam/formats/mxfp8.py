@@ -36,7 +36,7 @@ class MXFP8Quantizer(Quantizer):
         rowwise: Keep codes with blocks of 1x32.
         columnwise: Keep codes with blocks of 32x1.
         optimize_for_gemm: Keep ``rowwise_gemm_scale_inv`` and ``columnwise_gemm_scale_inv``, 1/32
-            byte per weight and direction, which whatever writes the tensor then writes as well.
+            byte per weight and direction, written together with the tensor.
 
     Source: OCP Microscaling Formats (MX) v1.0; the scale rounds up as in Transformer Engine.
     """

@@ -51,7 +51,7 @@ class NVFP4Quantizer(SquareBlockQuantizer):
         two_dimensional: One scale per 16x16 block, the same for both directions (the recipe for
             weights), instead of one per 16 elements of each direction.
         optimize_for_gemm: Keep ``rowwise_gemm_scale_inv`` and ``columnwise_gemm_scale_inv``, 1/16
-            byte per weight and direction, which whatever writes the tensor then writes as well.
+            byte per weight and direction, written together with the tensor.
 
     Source: "Pretraining Large Language Models with NVFP4", arXiv:2509.25149, section 4.
     """

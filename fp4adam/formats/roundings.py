@@ -1,4 +1,4 @@
-"""What a matrix becomes when it is quantized with the usual options and decoded again."""
+"""Values of a matrix after it is quantized with the usual options and decoded again."""
 
 from collections.abc import Iterator
 

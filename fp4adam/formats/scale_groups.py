@@ -39,11 +39,11 @@ def hf_scale_groups(name: str) -> str | None:
     """The rule for Hugging Face models: q, k, v and gate, up of a layer or expert share an amax.
 
     Args:
-        name: Of a parameter, ``model.layers.0.self_attn.q_proj.weight``.
+        name: The name of a parameter, such as ``model.layers.0.self_attn.q_proj.weight``.
 
     Returns:
-        Of the layer that it is served in, ``model.layers.0.self_attn.qkv_proj``, or None if it is
-        served as it is.
+        The name of the fused layer, such as ``model.layers.0.self_attn.qkv_proj``, or None if the
+        weight is not fused.
     """
     layer, _, kind = name.rpartition(".")
     parent, dot, part = layer.rpartition(".")
@@ -54,10 +54,10 @@ def hf_scale_groups(name: str) -> str | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScaleGroup:
-    """What the members of a group have in common; each is itself, so that copies are apart.
+    """The identity of a group, which its members share; copies of a group are other groups.
 
     Attributes:
-        names: Of the members.
+        names: The names of the members.
     """
 
     names: tuple[str, ...]
@@ -69,18 +69,19 @@ def resolve_scale_groups(
     names: Sequence[str] | None,
     quantizers: Sequence[Quantizer | None],
 ) -> list[list[int]]:
-    """The numbers of the members of each group that has several.
+    """The indices of the members of each group with two members or more.
 
     Args:
         scale_groups: A rule, which passes over parameters without a scale of the whole tensor, or
             groups of names or parameters.
-        params: What can be in a group.
-        names: Theirs, or None if they have none.
-        quantizers: Theirs, None for plain parameters.
+        params: All parameters that can be in a group.
+        names: Their names, or None if they have none.
+        quantizers: Their quantizers, None for plain parameters.
 
     Raises:
-        ValueError: If a member is unknown, not NVFP4, or in two groups, or has no name to go by.
-        TypeError: If ``scale_groups`` is something else.
+        ValueError: If a member is unknown, not NVFP4, or in two groups, or if names are needed
+            and there are none.
+        TypeError: If ``scale_groups`` is neither.
     """
     if callable(scale_groups):
         _check_named(names, "a rule")
@@ -107,7 +108,7 @@ def resolve_scale_groups(
 def lists_of_members(
     scale_groups: Iterable[Iterable[str | Tensor]],
 ) -> list[list[str | Tensor]]:
-    """Groups that are no rule, as lists."""
+    """Groups of members, rather than a rule, as lists."""
     wrong = scale_groups
     if isinstance(scale_groups, Iterable) and not isinstance(scale_groups, str | Tensor):
         lists = list(scale_groups)
@@ -167,18 +168,18 @@ def _check_disjoint(groups: list[list[int]], names: list[str] | None) -> None:
 
 
 def form_scale_group(members: Sequence[QuantizedTensor], names: Iterable[str]) -> None:
-    """Make NVFP4 tensors members of one new group; what they hold stays as it is."""
+    """Make NVFP4 tensors members of a new group; their bytes stay as they are."""
     group = ScaleGroup(tuple(names))
     for member in members:
         member._shared.scale_group = group
 
 
 def write_together(tensors: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> None:
-    """Quantize new values of all members of a group, or of a tensor that is in none.
+    """Quantize new values of all members of a group, or of a single tensor.
 
     Args:
-        tensors: Whole ones; NVFP4 if there are several.
-        values: Plain tensors of their shapes, on their devices.
+        tensors: Whole tensors; NVFP4 if there are several.
+        values: Plain tensors of the same shapes, on the same devices.
     """
     amax = None
     if len(tensors) > 1:

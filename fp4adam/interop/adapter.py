@@ -1,6 +1,6 @@
-"""What FP4Adam has to know of quantized tensors of other packages, by the names of their classes.
+"""Adapters, by which FP4Adam steps quantized tensors of other packages in their own memory.
 
-No package is imported for it: adapters are found by the full name of a tensor's class.
+No package is imported for them: adapters are found by the full name of a tensor's class.
 """
 
 from typing import ClassVar
@@ -52,8 +52,8 @@ class TensorAdapter:
 
     Attributes:
         attributes: Names of the attributes of a tensor that hold its memory, each a plain tensor or
-            None. Another tensor in one of them, or another value written to it by torch, is where
-            training continues from.
+            None. Training continues from another tensor that is put there, and from another value
+            that torch writes.
     """
 
     attributes: ClassVar[tuple[str, ...]]
@@ -62,12 +62,12 @@ class TensorAdapter:
         """The format of ``tensor``, with the directions that it has codes of.
 
         Raises:
-            ValueError: If it is in none of the formats; say which property, and what to do.
+            ValueError: If it is in none of the formats; name the property and the cure.
         """
         raise NotImplementedError
 
     def fields(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Where ``tensor`` keeps what the fields of a quantized tensor hold: views of its memory.
+        """The fields of a quantized tensor as views of the memory of ``tensor``.
 
         =======================  =================================================================
         field                    view of
@@ -84,19 +84,19 @@ class TensorAdapter:
         ``per_tensor_scale``     NVFP4: one float32, the largest magnitude / 2688, if that is kept
         =======================  =================================================================
 
-        Data and scales of each direction of the quantizer are needed, and for NVFP4 one of the last
-        three. All that are given are written; padding is left alone.
+        Data and scales of each direction of the quantizer are required, and for NVFP4 one of the
+        last three. All given fields are written; padding is left alone.
         """
         raise NotImplementedError
 
     def dequantize(self, tensor: Tensor) -> Tensor | None:
-        """Float32 values that a master weight starts from; None for what the fields decode to."""
+        """Float32 values for the master weight to start from; None: the decoded fields."""
         return None
 
     def get_high_precision_init_val(self, tensor: Tensor) -> Tensor | None:
         """The value before quantization, if the tensor has kept it for the optimizer.
 
-        It is what a master weight starts from, if the tensor still holds what it is quantized to.
+        The master weight starts from it if the tensor still holds its quantized value.
         """
         return None
 

@@ -3,7 +3,7 @@
 A step sees a tensor of this package, whose codes are those of the other one. So are its scales
 where they lie alike. Where they do not (repeated on the rows of a block, transposed, unpadded or
 swizzled), kernels write scales of its own, which are copied when they are done: at most an eighth
-of a byte per element, of the 27 that a step moves, for which no kernel has another layout to know.
+of a byte per element, of the 27 that a step moves, and kernels need to know one layout only.
 """
 
 from collections.abc import Sequence
@@ -29,16 +29,16 @@ class BorrowedTensor:
     Attributes:
         source: The tensor of the other package.
         tensor: The one of this package.
-        copies: Pairs of views: of scales of the source, and of where the tensor has them.
-        per_tensor_scale: What the source has in place of an amax, or None.
+        copies: Pairs of views of the same scales: in the source, and in the tensor.
+        per_tensor_scale: The scale that the source has instead of an amax, or None.
     """
 
     def __init__(self, source: Tensor) -> None:
         """Borrow the memory of ``source``.
 
         Raises:
-            TypeError: If its class has no adapter, or its dtype is none that can be quantized.
-            ValueError: If it is in none of the formats, or its adapter does not say where it is.
+            TypeError: If its class has no adapter, or its dtype cannot be quantized.
+            ValueError: If it is in none of the formats, or its adapter does not give all fields.
         """
         self.source = source
         self._adapter = adapter_of(source)
@@ -58,7 +58,7 @@ class BorrowedTensor:
         self.note()
 
     def _storage(self, quantizer: Quantizer, fields: dict[str, Tensor]) -> Storage:
-        """The inner tensors: what can be shared of the fields, and zeros in place of the rest."""
+        """The inner tensors: fields where they can be shared, new memory otherwise."""
         if unknown := fields.keys() - set(FIELDS):
             raise ValueError(
                 f"fields of {class_name(type(self.source))} must be some of {', '.join(FIELDS)}, "
@@ -101,7 +101,7 @@ class BorrowedTensor:
         return amax
 
     def _copy_grid(self, quantizer: Quantizer, fields: dict[str, Tensor], grid: Tensor) -> None:
-        """Note where the scales of square blocks go, one per block or per row of a block."""
+        """Note where scales of square blocks are copied to, one per block or per row of one."""
         for usage, blocks in zip(USAGES, (grid, grid.t()), strict=True):
             if not getattr(quantizer, usage):
                 continue
@@ -122,7 +122,7 @@ class BorrowedTensor:
         size: tuple[int, int],
         dtype: torch.dtype,
     ) -> Tensor:
-        """Scales of single rows or columns: those of the field, or some of its own."""
+        """Scales of rows or columns: the field itself, or new memory."""
         field = self._field(fields, name, dtype)
         if field.dim() == 2:
             usage = name.removesuffix("_scale_inv")
@@ -174,17 +174,17 @@ class BorrowedTensor:
         self._check(name, field, fits, f"at least [{rows}, {cols}]")
 
     def is_of(self, value: Tensor) -> bool:
-        """Whether the tensor is what a plain tensor of its shape is quantized to."""
+        """Whether the tensor equals the quantized ``value``, a plain tensor of its shape."""
         wanted = self.tensor.quantizer.quantize(value)._shared.tensors.existing()
         if self.per_tensor_scale is not None:
-            # Many an amax has the same quotient.
+            # Several amaxes have the same quotient.
             quotient = _per_tensor_scale_of(wanted.pop("amax"))
             if not torch.equal(quotient, self.per_tensor_scale):
                 return False
         for name, inner in wanted.items():
             actual = getattr(self.tensor._shared.tensors, name)
             if name.endswith("wise_scale_inv"):
-                # What padding holds is up to the other package.
+                # The content of padding is up to the other package.
                 usage = name.removesuffix("_scale_inv")
                 rows, cols = self.tensor.quantizer.scale_extent(usage, self._rows, self._cols)
                 actual, inner = actual[:rows, :cols], inner[:rows, :cols]
@@ -193,11 +193,11 @@ class BorrowedTensor:
         return True
 
     def value(self) -> Tensor:
-        """What a master weight starts from, a new float32 tensor."""
+        """The value for a master weight to start from, a new float32 tensor."""
         value = self._adapter.get_high_precision_init_val(self.source)
         if value is not None:
             value = value.detach().to(self.source.device)
-        # Who loads a checkpoint into the tensor leaves the first value behind.
+        # A checkpoint that was loaded into the tensor makes the first value stale.
         if value is None or not self.is_of(value):
             value = self._adapter.dequantize(self.source)
         if value is None:
@@ -209,7 +209,7 @@ class BorrowedTensor:
         self._adapter.clear_high_precision_init_val(self.source)
 
     def is_current(self) -> bool:
-        """Whether the source has the same dtype and memory, unwritten since :meth:`note`."""
+        """Whether the source has the same dtype and memory, not written since :meth:`note`."""
         now = memory(self.source, self._adapter)
         return (
             self.source.dtype == self.tensor.dtype
@@ -218,12 +218,12 @@ class BorrowedTensor:
         )
 
     def note(self) -> None:
-        """Take what has been written for what the optimizer has written."""
+        """Take all writes so far for the optimizer's own."""
         self.writes = count_writes(self.source, self._memory)
 
 
 class ScaleWriteback:
-    """Brings to sources what kernels have written to buffers of their tensors' own.
+    """Copies scales that kernels have written to buffers of their own back to the sources.
 
     Args:
         borrowed: The tensors and their sources.
@@ -245,7 +245,7 @@ class ScaleWriteback:
 
 
 def _amax_of(per_tensor_scale: Tensor) -> Tensor:
-    """The amax that a scale is a 2688th of, as far as one is."""
+    """The amax whose 2688th part is the scale, if there is one."""
     middle = per_tensor_scale * RANGE
     infinity = torch.full_like(middle, torch.inf)
     candidates = [middle, middle.nextafter(infinity), middle.nextafter(-infinity)]
@@ -256,7 +256,7 @@ def _amax_of(per_tensor_scale: Tensor) -> Tensor:
 
 
 def _per_tensor_scale_of(amax: Tensor) -> Tensor:
-    # By a number, torch would multiply by its reciprocal.
+    # Dividing by a Python number, torch would multiply by its reciprocal.
     return amax / torch.full_like(amax, RANGE)
 
 

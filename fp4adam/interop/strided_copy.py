@@ -1,4 +1,4 @@
-"""Copies between the same views again and again, in one launch for all of a kind."""
+"""Repeated copies between fixed views, in one launch per dtype and device."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class StridedCopies:
 
     Args:
         pairs: Targets and sources: of one dtype, uint8 or float32, and on one device. A source may
-            have sizes of 1 where its target has others. Targets do not overlap.
+            have sizes of 1 where its target has larger ones. Targets do not overlap.
     """
 
     def __init__(self, pairs: Sequence[Pair]) -> None:

@@ -1,8 +1,8 @@
 """Adapters of torchao's NVFP4Tensor and MXTensor.
 
-Both have codes along rows, and scales without padding or as tensor cores take them. Scales are
-those of this package: E8M0 ones rounded up, where torchao rounds down by default, and E4M3 ones
-below 2**-6 as they are, where torchao writes 2**-6. It decodes either as they are.
+Both have codes along rows, and scales without padding or in the order of tensor cores. Scales are
+computed as in this package: E8M0 ones are rounded up, where torchao rounds down by default, and
+E4M3 ones below 2**-6 are kept, where torchao writes 2**-6. It decodes both as they are.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Adapters of Transformer Engine's NVFP4Tensor, MXFP8Tensor and Float8BlockwiseQTensor.
 
-Their fields are what those of this package were named after. What is derived from a weight is
-either among them, and then written, or has been dropped and is made of them when it is needed.
+The fields of this package are named after theirs. What is derived from a weight is either among the
+fields, and then written, or has been dropped and is derived again when it is needed.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from fp4adam.tensors.quantizer import Quantizer
 
 
 class TransformerEngineAdapter(TensorAdapter):
-    """What the three classes have in common."""
+    """The common part of the three adapters."""
 
     attributes = (
         "_rowwise_data",
@@ -38,7 +38,7 @@ class TransformerEngineAdapter(TensorAdapter):
             tensor.clear_high_precision_init_val()
 
     def _usages(self, tensor: Tensor) -> dict[str, bool]:
-        """The directions that there are codes of."""
+        """The directions that the tensor has codes of."""
         return {
             usage: getattr(tensor, f"_{usage}_data") is not None
             for usage in ("rowwise", "columnwise")
@@ -99,7 +99,7 @@ def _quantizer_of(tensor: Tensor) -> Any:
 
 
 def _require(owner: Any, name: str, value: Any, cure: str, tensor: Tensor | None = None) -> None:
-    """Raise ValueError unless an attribute, where a version has it, has the one value."""
+    """Raise ValueError if an attribute exists and has another value than the supported one."""
     if (actual := getattr(owner, name, value)) != value:
         kind = type(owner if tensor is None else tensor).__name__
         raise ValueError(f"{name} of a {kind} must be {value} to be stepped, got {actual}; {cure}")

@@ -43,10 +43,10 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class _ScaledGroupedLinear(torch.autograd.Function):
-    """The same where activations, gradients or both are quantized for the matmuls.
+    """The same with quantized activations, gradients or both.
 
     The gradient of the weights stays in high precision: it would take blocks along the tokens,
-    which are not to cross from one expert to the next.
+    which must not cross from one expert to the next.
     """
 
     @staticmethod
@@ -80,7 +80,7 @@ class _ScaledGroupedLinear(torch.autograd.Function):
 def _product(
     x: Tensor, weight: QuantizedTensor, usage: str, offsets: Tensor, native: bool
 ) -> Tensor:
-    """Activations or gradients by the weights of their experts, both quantized."""
+    """Multiply activations or gradients by the weights of their experts, both quantized."""
     tokens, _ = quantize(x, weight.quantizer, rowwise=True, offsets=offsets)
     stack = grouped_matmul.stack_operand(weight, usage)
     y = grouped_matmul.grouped_matmul(tokens, stack, offsets, x.dtype, native)
@@ -91,28 +91,28 @@ def grouped_linear(input: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """The linear layers of a mixture of experts, each for its own tokens, without biases.
 
     Tokens ``offsets[e - 1]`` to ``offsets[e]`` are multiplied by ``weight[e]``, all in one
-    ``torch.nn.functional.grouped_mm``, or ``scaled_grouped_mm`` of quantized operands where the
-    recipe of ``weight`` wants them. On GPUs of compute capability 9.0 and 10.x these read the
-    offsets on the device, in BF16 and fewer bits: the host does not wait for them.
+    ``torch.nn.functional.grouped_mm``, or in one ``scaled_grouped_mm`` of quantized operands if the
+    recipe of ``weight`` asks for them. On GPUs of compute capability 9.0 and 10.x both read the
+    offsets on the device, in BF16 and lower precision: the host does not wait for them.
 
     Args:
         input: [tokens, in_features], sorted by expert: bfloat16 on a GPU, float32 too on a CPU.
             Under autocast it is cast first.
         weight: [experts, out_features, in_features], quantized or not. With quantized activations
-            or gradients MXFP8 or NVFP4, and both sides multiples of 128.
+            or gradients it is MXFP8 or NVFP4, and both sides are multiples of 128.
         offsets: int32 [experts], where the tokens of each expert end; the last one is ``tokens``.
 
     Returns:
         [tokens, out_features] in the dtype of ``input``.
 
     Raises:
-        ValueError: If shapes do not fit, or sides of the weights are no multiples of 16 bytes, or
-            of 128 where operands are quantized.
-        TypeError: If ``offsets`` is not int32, ``input`` not floating point, or quantized operands
-            not bfloat16 on a GPU.
-        RuntimeError: If the recipe wants matmuls that the GPU does not have.
-        NotImplementedError: If it wants matmuls of Float8Block operands, which torch does not have,
-            or torch was built without those of the others (MSLK).
+        ValueError: If shapes do not fit, or sides of the weights are not multiples of 16 bytes, or
+            of 128 with quantized operands.
+        TypeError: If ``offsets`` is not int32, ``input`` is not floating point, or operands to be
+            quantized are not bfloat16 on a GPU.
+        RuntimeError: If the GPU does not have the matmuls of the recipe.
+        NotImplementedError: If the recipe quantizes Float8Block operands, which torch has no
+            grouped matmul for, or torch was built without those of the other formats (MSLK).
     """
     if weight.dim() != 3 or input.dim() != 2 or input.shape[1] != weight.shape[2]:
         raise ValueError(
@@ -143,7 +143,7 @@ def grouped_linear(input: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
             f"out_features and in_features must be multiples of {multiple} for grouped matmuls in "
             f"{input.dtype}, got {tuple(weight.shape[1:])}; pad the weights"
         )
-    # Rows have to start at multiples of 16 bytes, which some products find out when it is too late:
+    # Rows have to start at multiples of 16 bytes, which some products find out too late:
     # in the backward pass.
     input = input.contiguous()
     if not isinstance(weight, QuantizedTensor):

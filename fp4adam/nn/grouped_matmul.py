@@ -1,8 +1,8 @@
 """Matmuls of the tokens of each expert by its weight in one launch, both operands quantized.
 
-They are what ``torch.nn.functional.scaled_grouped_mm`` takes: tokens sorted by expert, a matrix
-without gaps whose scales are tiles of each expert (``swizzle_groups``), and a stack of weights with
-the scales of each. Where an expert's tokens end is read on the device.
+Operands are laid out for ``torch.nn.functional.scaled_grouped_mm``: tokens sorted by expert, a
+matrix without gaps whose scales are tiles of each expert (``swizzle_groups``), and a stack of
+weights with the scales of each. Where an expert's tokens end is read on the device.
 """
 
 import torch
@@ -20,10 +20,10 @@ from fp4adam.tensors.swizzle import unswizzle_groups
 
 
 def runs_natively(quantizer: Quantizer, x: Tensor) -> bool:
-    """Whether products with ``x`` run on the block-scaled units of its device, or are emulated.
+    """Whether products with ``x`` run on the block-scaled units of its device; else emulated.
 
     Raises:
-        RuntimeError: If they have to and cannot: the GPU has no such units.
+        RuntimeError: If the GPU has no such units and emulation is not asked for.
         TypeError: If they run natively and ``x`` is not bfloat16.
     """
     is_native = hardware.runs_natively(quantizer, x.device, grouped=True)
@@ -40,7 +40,7 @@ def check_stack(stack: QuantizedTensor) -> None:
 
     Raises:
         NotImplementedError: If torch has no grouped matmul of the format.
-        ValueError: If sides of the weights are no multiples of 128, or rows have been cut off.
+        ValueError: If sides of the weights are not multiples of 128, or the stack is a slice.
     """
     if not FORMATS[type(stack.quantizer)].has_stacks:
         fitting = [_name(kind) for kind, form in FORMATS.items() if form.has_stacks]
@@ -57,7 +57,7 @@ def _name(kind: type[Quantizer]) -> str:
 
 
 def stack_operand(stack: QuantizedTensor, usage: str) -> Operand:
-    """A stack [experts, N, K] as operand, one weight after the other.
+    """A stack [experts, N, K] as an operand, one weight after the other.
 
     Args:
         usage: "rowwise" for weights [N, K], "columnwise" for [K, N].
@@ -76,7 +76,7 @@ def _stack_operand(stack: QuantizedTensor, usage: str) -> Operand:
     if usage == "rowwise":
         codes, scales = stack.rowwise_data.view(experts, rows, -1), scales.view(experts, -1)
     else:
-        # What lies side by side in the matrix has to be brought one behind the other.
+        # Columns of all experts lie side by side; the operand has one expert after the other.
         codes = form.columns_of_stack(stack)
         scales = scales.view(cols // 128, experts, -1).transpose(0, 1).reshape(experts, -1)
     # Some versions of torch read a scale per expert, whatever is given.

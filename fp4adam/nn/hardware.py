@@ -1,4 +1,4 @@
-"""Where products of quantized operands run: what GPU and shapes each format needs."""
+"""Hardware requirements of matmuls with quantized operands: GPU and shapes, per format."""
 
 import functools
 from typing import NamedTuple
@@ -13,12 +13,12 @@ from fp4adam.tensors.quantizer import Quantizer
 
 
 class Requirement(NamedTuple):
-    """What the products of a format need.
+    """Requirements of the products of a format.
 
     Attributes:
-        capability: Of the GPU, the first one.
-        is_only: Whether no later one will do.
-        multiple: That both sides of a weight must be of.
+        capability: The first compute capability that has them.
+        is_only: Whether later ones do not have them.
+        multiple: Both sides of a weight must be multiples of it.
     """
 
     capability: tuple[int, int]
@@ -32,7 +32,7 @@ class Requirement(NamedTuple):
 
     @property
     def capabilities(self) -> str:
-        """In words: "9.0", or "10.0 or later"."""
+        """The text for errors: "9.0", or "10.0 or later"."""
         first = ".".join(map(str, self.capability))
         return first if self.is_only else f"{first} or later"
 
@@ -45,19 +45,18 @@ REQUIREMENTS: dict[type[Quantizer], Requirement] = {
     NVFP4Quantizer: Requirement((10, 0), False, 32),
 }
 
-# torch has products of stacks for 10.x alone: neither for 9.0, where scales are per row, nor for
-# 12.0.
+# torch has products of stacks for 10.x alone: on 9.0 scales are per row, and 12.0 has none.
 GROUPED_MAJOR = 10
 
 
 def runs_natively(quantizer: Quantizer, device: torch.device, grouped: bool = False) -> bool:
-    """Whether products of a format run on the block-scaled units of ``device``, or are emulated.
+    """Whether products of a format run on the block-scaled units of ``device``; else emulated.
 
     Args:
-        grouped: Those of a stack of weights, ``torch.nn.functional.scaled_grouped_mm``.
+        grouped: Ask for products of a stack of weights (``scaled_grouped_mm``).
 
     Raises:
-        RuntimeError: If they have to and cannot: the GPU has no such units.
+        RuntimeError: If the GPU has no such units and emulation is not asked for.
     """
     if quantizer.operands.emulate or not backend.uses_kernels(device):
         return False
@@ -89,7 +88,7 @@ _capability._dynamo_marked_constant = True
 
 def check_shape(quantizer: Quantizer, shape: tuple[int, ...]) -> None:
     """Raise ValueError unless a weight, or each one of a stack, can be an operand both ways."""
-    # A stack is quantized as one matrix: each weight's scales are to be whole tiles of its own.
+    # A stack is quantized as one matrix, in which the scales of each weight must be whole tiles.
     is_stack = len(shape) == 3
     multiple = 128 if is_stack else REQUIREMENTS[type(quantizer)].multiple
     if any(n % multiple for n in shape[-2:]):

@@ -1,4 +1,4 @@
-"""What matmuls make of quantized weights, kept from one microbatch to the next."""
+"""A cache of dequantized weights, kept from one microbatch to the next."""
 
 import contextlib
 import threading
@@ -10,11 +10,11 @@ import torch
 
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
-# By shared storage, because torch does not swap tensors that have weak references, as Module.to()
-# does: what the weight was when something was made of it, and what that is. A module's own variable
-# rather than a thread's, because backward passes run in threads of autograd.
+# Per shared storage: the state of the weight when something was derived from it, and the result.
+# Keys are storages, as torch does not swap tensors with weak references, which Module.to() needs.
+# A global rather than thread-local variable, because backward passes run in threads of autograd.
 _kept: WeakKeyDictionary | None = None
-# Blocks that are open, in all threads; the last one to end frees what is kept.
+# Open blocks, in all threads; the last one to end frees what is kept.
 _open_blocks = 0
 _lock = threading.Lock()
 
@@ -23,17 +23,17 @@ _lock = threading.Lock()
 def kept_weights() -> Iterator[None]:
     """Decode each weight once for all microbatches of a step, rather than for every matmul.
 
-    Around the microbatches of a step, or a whole training loop: what is kept is made again once
-    the weight has changed, by the optimizer or any other write to it, and freed at the end. A
-    dequantized weight takes 2 bytes per element in BF16 (4 in FP32), for as long as it is kept, on
-    top of the codes: as much as a BF16 model. Of weights that are multiplied natively, only what
-    they do not store is kept: transposed MXFP8 codes (1 byte per element), those of NVFP4 stacks in
-    the order of experts (1/2), scales of Float8Block (1/4096). Compiled graphs keep nothing, and
-    neither do weights that FSDP2 gathers anew. Blocks inside one another, or of several threads,
-    share what they keep.
+    A context manager for the microbatches of a step, or for a whole training loop. What is kept is
+    made again once the weight has changed, by the optimizer or any other write, and freed when the
+    block ends. A dequantized weight takes 2 bytes per element in BF16 (4 in FP32) on top of the
+    codes: as much as a BF16 model. Of weights with quantized operands only what they do not store
+    is kept: transposed MXFP8 codes (1 byte per element), codes of NVFP4 stacks in the order of
+    experts (1/2), scales of Float8Block (1/4096). Compiled graphs keep nothing, and neither do
+    weights that FSDP2 gathers anew. Nested blocks, and blocks of several threads, share what they
+    keep.
 
-    A step that is replayed from a CUDA graph tells nobody that it has changed weights: end the
-    block before it. A forward pass that is captured inside goes on to read what was kept then.
+    A step that is replayed from a CUDA graph raises no version: end the block before it. A forward
+    pass that is captured inside a block goes on reading what was kept then.
     """
     global _kept, _open_blocks
     with _lock:
@@ -50,7 +50,7 @@ def kept_weights() -> Iterator[None]:
 
 
 def keep(weight: QuantizedTensor, name: object, make: Callable[[], Any]) -> Any:
-    """``make()``, or what it gave for this weight and name, if it is kept and still right."""
+    """The cached result of ``make()`` for this weight and name, made anew if the weight changed."""
     # Once: another thread may end the last block.
     kept = None if torch.compiler.is_compiling() else _kept
     if kept is None:

@@ -22,7 +22,7 @@ from fp4adam.tensors.quantized_tensor import Dequantize, QuantizedTensor, implem
 
 
 def dequantized(weight: QuantizedTensor, dtype: torch.dtype, after: Tensor | None) -> Tensor:
-    """The weight in ``dtype``, not to be written to; ``after`` as in ``Quantizer.read``."""
+    """The weight in ``dtype``, read-only; ``after`` as in ``Quantizer.read``."""
     return keep(weight, dtype, lambda: weight._read(dtype, after))
 
 
@@ -30,7 +30,7 @@ class _QuantizedLinear(torch.autograd.Function):
     """y = x W^T + b with W dequantized to the dtype of x, once forward and once backward.
 
     Only the quantized weight is kept for the backward pass: the dequantized one lives as long as
-    the matmul that reads it, or ``kept_weights`` says.
+    the matmul that reads it, or as ``kept_weights`` keeps it.
     """
 
     # One function, because autograd inspects the signature at every call of two.
@@ -59,9 +59,9 @@ class _QuantizedLinear(torch.autograd.Function):
 
 
 class _ScaledLinear(torch.autograd.Function):
-    """y = x W^T + b where activations, gradients or both are quantized for the matmuls.
+    """y = x W^T + b with quantized activations, gradients or both.
 
-    Kept for the backward pass are the codes of x if the gradient of the weight is made of them.
+    The backward pass keeps the codes of x if the gradient of the weight is computed from them.
     """
 
     @staticmethod
@@ -120,15 +120,15 @@ def quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
     Args:
         input: [..., in_features], floating point; weight and bias are read in its dtype. Under
             autocast it is cast first.
-        weight: Quantized [out_features, in_features]; its recipe says what else is quantized.
+        weight: Quantized [out_features, in_features]; its recipe says which operands are quantized.
         bias: [out_features] or None.
 
     Raises:
-        TypeError: If ``input`` is not floating point, or float64 where it is quantized.
-        ValueError: If ``weight`` is not a matrix, or it or ``input`` cannot be an operand that its
-            recipe wants.
-        RuntimeError: If the recipe wants matmuls that the GPU does not have.
-        NotImplementedError: If the recipe quantizes more than weights inside a transform of
+        TypeError: If ``input`` is not floating point, or is float64 and has to be quantized.
+        ValueError: If ``weight`` is not a matrix, or it or ``input`` cannot be an operand of the
+            recipe's matmuls.
+        RuntimeError: If the GPU does not have the matmuls of the recipe.
+        NotImplementedError: If the recipe quantizes activations or gradients inside a transform of
             torch.func.
     """
     if isinstance(input, QuantizedTensor):
@@ -160,7 +160,7 @@ def quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
         return F.linear(input, weight.to(input.dtype), bias)
     if is_scaled:
         check_weight(weight)
-        # Its blocks and its padding would come up before the shape does.
+        # Otherwise errors about blocks and padding would come before the one about the shape.
         if input.shape[-1:] != weight.shape[1:]:
             raise ValueError(
                 f"input must be [..., {weight.shape[1]}] for a weight {tuple(weight.shape)}, got "

@@ -1,7 +1,7 @@
-"""Operands of quantized matmuls: how activations, gradients and weights become one side of them.
+"""Operands of quantized matmuls, made from activations, gradients and weights.
 
-All that differs from format to format is in a class per format, which ``FORMATS`` lists; whoever
-makes or multiplies operands asks that class, and knows no format.
+A class per format has all that differs between formats; ``FORMATS`` lists them. Code that makes or
+multiplies operands asks that class, and knows no format.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ from fp4adam.tensors.quantizer import Quantizer, check_dtype
 from fp4adam.tensors.swizzle import groups_shape, swizzle_groups, unswizzle_scales
 from fp4adam.tensors.transpose import transposed_codes
 
-# Tokens are padded with zeros to a multiple: blocks of a weight gradient lie along them, scales
-# come in tiles of so many rows, and units multiply no fewer at a time.
+# Tokens are padded with zeros to a multiple of this: blocks of a weight gradient lie along them,
+# scales come in tiles of as many rows, and the units multiply as many at a time.
 TOKENS = 128
 
 
@@ -48,12 +48,12 @@ class Operand(NamedTuple):
     amax: Tensor | None = None
 
 
-# Codes and scales in torch's dtypes, what blocks they are of, and the orders of scales.
+# Codes and scales in torch's dtypes, their blocks, and the orders of scales.
 ForTorch = tuple[Tensor, list[Tensor], list, list]
 
 
 class OperandFormat:
-    """What the operands of one format are: made by which operators, read by torch as what.
+    """The operands of one format: the operators that make them, and how torch reads them.
 
     Attributes:
         kinds: Those of its operands; activations and gradients are of the first one.
@@ -87,7 +87,7 @@ class OperandFormat:
         raise NotImplementedError
 
     def for_torch(self, operand: Operand) -> ForTorch:
-        """What ``scaled_mm`` takes an operand as."""
+        """The arguments of ``scaled_mm`` for an operand."""
         raise NotImplementedError
 
     def decode(self, operand: Operand) -> Tensor:
@@ -212,7 +212,7 @@ class NVFP4Operands(SwizzledOperands):
     quantizer = NVFP4Quantizer(two_dimensional=False, columnwise=False)
 
     def columns_of_stack(self, stack: QuantizedTensor) -> Tensor:
-        # What lies side by side in the matrix has to be brought one behind the other.
+        # Columns of all experts lie side by side; the operand has one expert after the other.
         experts, _, cols = stack.shape
         codes = stack.columnwise_data.view(cols, experts, -1).transpose(0, 1)
         return codes.clone(memory_format=torch.contiguous_format)
@@ -241,12 +241,12 @@ _BY_KIND = {kind: form for form in FORMATS.values() for kind in form.kinds}
 
 
 def format_of(operand: Operand) -> OperandFormat:
-    """What knows how to read an operand."""
+    """The format of an operand."""
     return _BY_KIND[operand.kind]
 
 
 def has_quantized_operands(quantizer: Quantizer) -> bool:
-    """Whether something else than such a weight is quantized for its products."""
+    """Whether activations or gradients are quantized for products with such a weight."""
     return quantizer.operands.activations or quantizer.operands.gradients
 
 
@@ -258,7 +258,7 @@ def has_weight_gradient(quantizer: Quantizer) -> bool:
 
 
 def check_weight(weight: QuantizedTensor) -> None:
-    """Raise ValueError unless a weight can be an operand both ways, and is whole."""
+    """Raise ValueError unless a weight is whole and can be an operand in both directions."""
     check_shape(weight.quantizer, weight.shape)
     if not rows.is_all(weight) or weight.pending_value() is not None:
         raise ValueError(
@@ -269,7 +269,7 @@ def check_weight(weight: QuantizedTensor) -> None:
 
 
 def padded_tokens(n: int) -> int:
-    """How many tokens are multiplied; without any, those of the padding."""
+    """Number of tokens with padding; at least one multiple of it."""
     return round_up(max(n, 1), TOKENS)
 
 
@@ -287,18 +287,18 @@ def quantize(
         quantizer: That of the weight to multiply with.
         rowwise: Make the operand [tokens to 128, n].
         columnwise: Make the operand [n, tokens to 128], which only Float8Block has.
-        offsets: int32 [groups], where groups of tokens end that are multiplied by weights of their
-            own: their scales are then as in ``swizzle_groups``. Not for Float8Block.
+        offsets: int32 [groups], where groups of tokens with a weight each end; scales are then
+            laid out as by ``swizzle_groups``. Not for Float8Block.
 
     Returns:
-        The two operands, or None for one that is not asked for. Padding is zero.
+        The rowwise and the columnwise operand, None for one that was not asked for. Padding is 0.
     """
     check_dtype("input of a linear layer with quantized operands", x.dtype)
     return FORMATS[type(quantizer)].quantize(x, quantizer, rowwise, columnwise, offsets)
 
 
 def weight_operand(weight: QuantizedTensor, usage: str) -> Operand:
-    """A weight as operand: "rowwise" [N, K] or "columnwise" [K, N]."""
+    """A weight as an operand: "rowwise" [N, K] or "columnwise" [K, N]."""
     return keep(weight, usage, lambda: _weight_operand(weight, usage))
 
 
@@ -306,13 +306,13 @@ def _weight_operand(weight: QuantizedTensor, usage: str) -> Operand:
     return FORMATS[type(weight.quantizer)].of_weight(weight, usage)
 
 
-# Operators that make operands of activations and gradients
+# Operators that make operands from activations and gradients
 
 
 def _quantize_float8_block(
     x: Tensor, rowwise: bool, columnwise: bool, force_pow_2_scales: bool, amax_epsilon: float
 ) -> list[Tensor]:
-    """Codes and scales per 1x128 block of the matrix, and of the transposed one, as wanted."""
+    """Codes and scales per 1x128 block of the matrix, of its transpose, or of both."""
     options = dict(force_pow_2_scales=force_pow_2_scales, amax_epsilon=amax_epsilon)
     if backend.uses_kernels(x.device):
         from fp4adam.kernels import float8_block as kernels

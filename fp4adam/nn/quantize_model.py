@@ -37,7 +37,7 @@ OUTPUT_HEADS = frozenset(
 
 
 def check_module(model: nn.Module) -> None:
-    """Raise TypeError if something else is given for a model."""
+    """Raise TypeError unless ``model`` is an ``nn.Module``."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be an nn.Module, got {type(model).__name__}; pass the model itself"
@@ -71,8 +71,8 @@ def quantize_model(
     """Quantize the weights of the linear layers of ``model``, in place.
 
     Each weight becomes a parameter of the recipe's format with the same name and the same nominal
-    dtype. Tied weights stay tied; one that something else uses as well, such as an embedding or a
-    layer that ``filter`` refuses, is left alone, and so is one that the same recipe has quantized
+    dtype. Tied weights stay tied. Left alone are weights that something else uses as well (an
+    embedding, a layer that ``filter`` leaves out), and weights that the same recipe has quantized
     already. The value before quantization is kept until ``FP4Adam`` takes it over as master weight
     at the first step (``param.clear_high_precision_init_val()`` frees it for inference).
 
@@ -81,34 +81,33 @@ def quantize_model(
     ``register_post_accumulate_grad_hook``. Hooks on nodes of the autograd graph stay with the old
     one: call this before wrappers such as ``DistributedDataParallel`` register theirs.
 
-    Frozen weights (``requires_grad=False``) keep no value before quantization, as of a base model
-    that adapters are trained on: freeze it before this call. One that is thawed later is trained
-    from what its codes decode to.
+    Frozen weights (``requires_grad=False``), such as those of a base model with adapters, keep no
+    value before quantization: freeze them before this call. A weight that is thawed later is
+    trained from its decoded values.
 
     Args:
         model: Its ``nn.Linear`` modules, subclasses included, are candidates.
         recipe: "nvfp4", "mxfp8", "float8block", a quantizer, or a :class:`fp4adam.Recipe`, which
-            says what the matmuls quantize beside the weights.
+            also says whether matmuls quantize activations and gradients.
         filter: ``filter(module, name) -> bool`` says which candidates are quantized;
             :func:`is_hidden_linear` by default. Names are those of ``model.named_modules()``.
-        scale_groups: Which NVFP4 weights share one amax, the largest of theirs, from now on, in
-            training by ``FP4Adam`` as well: lists of names (of ``model.named_parameters()``), or a
-            rule ``rule(name) -> key`` that gives members of a group the same key and others None.
-            :func:`hf_scale_groups` joins what servers of Hugging Face models fuse. Other formats
-            have nothing to share, and a rule changes nothing then.
+        scale_groups: NVFP4 weights that share one amax, the largest of theirs, now and throughout
+            training by ``FP4Adam``: lists of names (of ``model.named_parameters()``), or a rule
+            ``rule(name) -> key`` that gives members of a group the same key and others None.
+            :func:`hf_scale_groups` is the rule for weights of Hugging Face models that servers
+            fuse. Other formats have no such amax, and a rule changes nothing then.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: If a selected layer has a shape that the format cannot hold or the recipe's
-            matmuls cannot take, or a weight that is not a parameter yet (lazy layers) or any more
-            (parametrizations), that is of a subclass of ``nn.Parameter``, has an attribute that
-            quantized tensors have themselves, or is quantized by another recipe. If the model is
-            wrapped by ``DistributedDataParallel``. If a member of a scale group is not a weight
-            that becomes NVFP4, or is in two groups.
-        TypeError: If a selected weight is not float32, bfloat16 or float16, or an argument is of
-            another kind.
+        ValueError: If a selected layer has a shape that the format or the recipe's matmuls cannot
+            hold. If its weight is not initialized (lazy layers), parametrized, of a subclass of
+            ``nn.Parameter``, quantized by another recipe, or has an attribute whose name quantized
+            tensors use. If the model is wrapped by ``DistributedDataParallel``. If a member of a
+            scale group does not become NVFP4, or is in two groups.
+        TypeError: If a selected weight is not float32, bfloat16 or float16, or an argument has
+            another type than above.
 
     Nothing has been changed when it raises. Create the optimizer after this call: the parameters
     are new objects.
@@ -203,12 +202,13 @@ def _empty_parameter(quantizer: Quantizer, weight: nn.Parameter) -> nn.Parameter
 def use_plain_state_dict(model: nn.Module) -> nn.Module:
     """Make ``model.state_dict()`` return plain tensors of the nominal dtypes, in place.
 
-    For programs that save models by memory address, as safetensors does. Loaded into a quantized
-    model, and the optimizer's state after them, such values give back every byte: the masters say
-    what the weights are. DTensors stay as they are.
+    For programs that save models by memory address, as safetensors does. Such values can be loaded
+    into a quantized model again. To the optimizer they count as equal to the rounded masters, so
+    these hold. Loading the optimizer's state after the model's gives back every byte at once, and
+    the next step does so in any case. DTensors stay as they are.
 
     Args:
-        model: Its quantized parameters, those of later calls of :func:`quantize_model` included.
+        model: Includes quantized parameters, also those of later calls of :func:`quantize_model`.
 
     Returns:
         ``model``. Its ``load_state_dict`` raises a ValueError where plain values would take the
@@ -223,7 +223,7 @@ def _dequantize_values(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
     for name, value in state_dict.items():
-        # state_dict(keep_vars=True) asks for the parameters themselves.
+        # state_dict(keep_vars=True) returns the parameters themselves.
         is_asked_for = name.startswith(prefix) and not isinstance(value, nn.Parameter)
         if isinstance(value, QuantizedTensor) and is_asked_for:
             state_dict[name] = value.dequantize(value.dtype)
@@ -261,13 +261,12 @@ def quantized_init(
 
     Building and initialization run in high precision; the weights are quantized when the block
     ends, and their high-precision values are kept for the optimizer, as by :func:`quantize_model`.
-    Nothing is quantized if the block ends by an exception. A module from before the block counts
-    as built inside once it becomes part of one that is. Weights that are quantized when the block
-    ends, by a block inside it or by :func:`quantize_model`, keep their recipes.
+    Nothing is quantized if the block ends with an exception. A module from before the block counts
+    as built inside once it becomes part of one that is. Weights that a nested block or
+    :func:`quantize_model` has quantized already keep their recipes.
 
     Args:
-        recipe: "nvfp4", "mxfp8", "float8block", a quantizer, or a :class:`fp4adam.Recipe`, which
-            says what the matmuls quantize beside the weights.
+        recipe: As for :func:`quantize_model`.
         filter: As for :func:`quantize_model`; names are relative to the outermost module that the
             block built, or added to.
         scale_groups: As for :func:`quantize_model`, with names as for ``filter``.

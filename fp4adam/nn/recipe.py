@@ -1,4 +1,4 @@
-"""What the matmuls of linear layers quantize: weights, activations, gradients."""
+"""Recipes: which of weights, activations and gradients linear layers quantize."""
 
 import dataclasses
 
@@ -17,12 +17,12 @@ RECIPES: dict[str, Quantizer] = {
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What linear layers quantize; by default the weights alone.
+    """Which operands of linear layers are quantized; by default the weights alone.
 
     A matmul whose two operands are quantized runs on the block-scaled units of the GPU, in the
     format of the weight: Float8Block on compute capability 9.0, MXFP8 and NVFP4 on 10.0 and later.
-    Every other one reads the dequantized weight. A CPU multiplies the decoded operands instead.
-    Stacks of weights are for :func:`fp4adam.grouped_linear`, which says what they can be.
+    All other matmuls read the dequantized weight. A CPU multiplies the decoded operands instead.
+    For stacks of weights see :func:`fp4adam.grouped_linear`.
 
     ====================  ===============================  =======================================
     matmul                runs on quantized operands with  and both blocks of
@@ -36,13 +36,13 @@ class Recipe:
     Args:
         weights: "nvfp4", "mxfp8", "float8block" or a quantizer.
         activations: Quantize the inputs of linear layers.
-        gradients: Quantize the gradients of their outputs. They are rounded to nearest: gradients
+        gradients: Quantize the gradients of their outputs. They are rounded to nearest; gradients
             in NVFP4 are known to need more than that.
-        emulate: Multiply decoded operands in FP32 everywhere, which a CPU always does.
+        emulate: Multiply decoded operands in FP32 on every device, as a CPU always does.
 
     Raises:
-        ValueError: If the name is unknown, or the weights lack the direction of a matmul.
-        TypeError: If ``weights`` is neither a name nor a quantizer, or another argument no bool.
+        ValueError: If the name is unknown, or the weights lack the codes that a matmul reads.
+        TypeError: If ``weights`` is neither a name nor a quantizer, or another argument not a bool.
     """
 
     weights: str | Quantizer
@@ -73,7 +73,7 @@ class Recipe:
 
     @property
     def quantizer(self) -> Quantizer:
-        """The quantizer of the weights, which carries the rest to where they are used."""
+        """The quantizer of the weights, which also carries the other options of the recipe."""
         weights = resolve_recipe(self.weights)
         operands = Operands(self.activations, self.gradients, self.emulate)
         has_operands = self.activations or self.gradients
@@ -85,11 +85,11 @@ class Recipe:
 
 
 def resolve_recipe(recipe: str | Quantizer | Recipe) -> Quantizer:
-    """The quantizer of weights that a recipe stands for.
+    """The quantizer of weights for a recipe.
 
     Raises:
         ValueError: If the name is unknown.
-        TypeError: If it is neither a name, a quantizer nor a recipe.
+        TypeError: If ``recipe`` is neither a name, a quantizer nor a recipe.
     """
     if isinstance(recipe, Recipe):
         return recipe.quantizer

@@ -1,4 +1,4 @@
-"""The exchange of a layer's weight for a quantized one, with all that belongs to it.
+"""Replacement of a layer's weight by a quantized one, with attributes, hooks and gradient.
 
 First everything is checked, then new parameters are prepared, then all of them are put in.
 """
@@ -37,7 +37,7 @@ def check_weight(name: str, weight: nn.Parameter | None) -> None:
 
 
 def check_attributes(name: str, weight: nn.Parameter, successor: nn.Parameter) -> None:
-    """Raise ValueError if ``successor`` needs an attribute of ``weight`` for something else."""
+    """Raise ValueError if an attribute of ``weight`` has a name that ``successor`` uses itself."""
     for attribute in _attributes(weight, successor):
         is_plain = hasattr(nn.Parameter, attribute)
         if attribute in vars(successor) or (hasattr(type(successor), attribute) and not is_plain):
@@ -60,7 +60,7 @@ def check_no_replica(modules: Iterable[nn.Module], weights: Sequence[nn.Paramete
 
 
 def _attributes(weight: nn.Parameter, successor: nn.Parameter) -> dict[str, Any]:
-    """What has been set on a parameter from outside, such as ``tensor_model_parallel``."""
+    """Attributes that users have set on a parameter, such as ``tensor_model_parallel``."""
     own = {"_is_param"}
     if isinstance(weight, QuantizedTensor):
         own |= vars(successor).keys()
@@ -70,7 +70,7 @@ def _attributes(weight: nn.Parameter, successor: nn.Parameter) -> dict[str, Any]
 def hand_over(weight: nn.Parameter, successor: nn.Parameter) -> None:
     """Give ``successor`` the attributes, hooks and gradient of ``weight``, which keeps them too."""
     vars(successor).update(_attributes(weight, successor))
-    # The dictionaries themselves, so that handles which registration has returned remove hooks.
+    # The dictionaries themselves, so that the handles of registered hooks still remove them.
     successor._backward_hooks = weight._backward_hooks
     successor._post_accumulate_grad_hooks = weight._post_accumulate_grad_hooks
     successor.grad_dtype = weight.grad_dtype
@@ -78,7 +78,7 @@ def hand_over(weight: nn.Parameter, successor: nn.Parameter) -> None:
 
 
 def put_in(weights: Iterable[tuple[nn.Module, nn.Parameter]]) -> None:
-    """Make each the ``weight`` of its module; if one of them refuses, none is."""
+    """Make each parameter the ``weight`` of its module; if one module refuses, none changes."""
     replaced = []
     try:
         for module, weight in weights:

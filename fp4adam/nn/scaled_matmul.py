@@ -1,6 +1,6 @@
 """Products of two quantized operands, on the block-scaled units of a GPU or emulated.
 
-Those of a stack of weights, each for its own tokens, are in ``grouped_matmul.py``.
+For products of a stack of weights see ``grouped_matmul.py``.
 
 Every product is ``a @ b.T`` of two :class:`Operand`: forward x [tokens, K] with W [N, K]; input
 gradient dy [tokens, N] with W^T [K, N]; weight gradient dy^T [N, tokens] with x^T [K, tokens].
@@ -33,11 +33,11 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, native: bool) -> Tensor:
 def without_padding(product: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The first rows of a new product in its memory, as ``shape``.
 
-    It is no view to autograd, which lets nobody write in place to a view that a function returns.
+    Autograd does not see a view: writing in place to a view that a function returns is refused.
     """
     rows = math.prod(shape[:-1])
-    # Not product.shape[0]: torch 2.11 cannot trace sizes of what an autograd function has computed
-    # where some are dynamic.
+    # Not product.shape[0]: torch 2.11 cannot trace sizes of an autograd function's results if some
+    # are dynamic.
     first, _ = torch.unsafe_split_with_sizes(product, (rows, padded_tokens(rows) - rows))
     return torch.ops.aten._unsafe_view(first, shape)
 

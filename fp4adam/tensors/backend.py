@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-# A CPU works on so many elements per thread at a time: the few float32 tensors that an operator
-# reads and writes stay near a core, and it works longer on them than it takes to start.
+# Elements per thread that a CPU works on at a time: the few float32 tensors that an operator reads
+# and writes stay in a core's cache, and the work takes longer than starting it.
 PER_THREAD = 2**17
 
 
@@ -14,10 +14,10 @@ def uses_kernels(device: torch.device) -> bool:
 
 
 def runs_eagerly(tensor: Tensor) -> bool:
-    """Whether nobody traces what is done to a tensor: then a function is as good as an operator."""
+    """Whether nothing traces operations: then a function can replace a custom operator."""
     return type(tensor) is Tensor and not torch.compiler.is_compiling()
 
 
 def cpu_chunk_numel() -> int:
-    """How many elements a CPU works on at a time, so that what is in between stays in its cache."""
+    """Number of elements that a CPU works on at a time, so that intermediates stay in its cache."""
     return PER_THREAD * torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Matrices in blocks: sizes rounded to them, and views and strips of whole ones."""
+"""Matrices in blocks: sizes rounded up to blocks, and views and strips of whole blocks."""
 
 import math
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from fp4adam.tensors import backend
 
 
 def round_up(n: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is not below ``n``."""
+    """The smallest multiple of ``multiple`` that is at least ``n``."""
     return -(-n // multiple) * multiple
 
 
@@ -20,7 +20,7 @@ def flat_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def strips(x: Tensor, block: int) -> Iterator[tuple[slice, Tensor]]:
-    """Cut a matrix into strips of whole blocks of ``block`` rows, as float32, that suit a cache."""
+    """Cut a matrix into float32 strips of whole blocks of ``block`` rows that fit a cache."""
     rows = max(1, backend.cpu_chunk_numel() // (block * x.shape[1])) * block
     for start in range(0, x.shape[0], rows):
         span = slice(start, min(start + rows, x.shape[0]))
@@ -36,5 +36,5 @@ def blocks_of(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def in_blocks(span: slice, block: int) -> slice:
-    """The blocks that cover the rows ``span``, which starts at the edge of one."""
+    """The blocks that cover the rows ``span``, which starts at the edge of a block."""
     return slice(span.start // block, -(-span.stop // block))

@@ -1,6 +1,6 @@
 """The operators that keep a quantized tensor quantized, each with who needs it.
 
-All others see the dequantized values; those that would write into them are refused.
+All others see the dequantized values; those that would write to them are refused.
 """
 
 import math
@@ -80,7 +80,7 @@ def _empty_like(
     return empty
 
 
-# FSDP2 splits a parameter and allocates each shard; checkpoints are resharded by slices.
+# FSDP2 splits a parameter and allocates each shard; resharding of checkpoints takes slices.
 @implements_operator(aten.split.Tensor)
 def _split(func: Callable, tensor: QuantizedTensor, size: int, dim: int = 0) -> Any:
     if dim % tensor.dim() or not tensor.quantizer.rows_per_entry:
@@ -107,7 +107,7 @@ def _slice(
 
 
 def _rows(tensor: QuantizedTensor, start: int, end: int) -> QuantizedTensor:
-    """The window on indices of the first dimension."""
+    """A window on a range of the first dimension."""
     shape = (end - start, *tensor.shape[1:])
     return tensor._alias(shape, start * math.prod(tensor.shape[1:-1]))
 
@@ -115,7 +115,7 @@ def _rows(tensor: QuantizedTensor, start: int, end: int) -> QuantizedTensor:
 @implements_function(torch.Tensor.new_empty)
 def _new_empty(tensor: Tensor, size: Any, *args: Any, **kwargs: Any) -> Tensor:
     if isinstance(tensor, QuantizedTensor) and size == [] and kwargs == {"device": "cpu"}:
-        # What asynchronous checkpoints set to the copy of a storage, and give copied attributes.
+        # Asynchronous checkpoints set the result to a copied storage and copied attributes.
         tensor.flush()
         shape, dtype = tuple(tensor.shape), tensor.dtype
         return torch.Tensor._make_wrapper_subclass(type(tensor), shape, dtype=dtype, device="cpu")
@@ -138,10 +138,9 @@ def _new_zeros(
 
 
 def _is_piece(size: tuple[int, ...], tensor: QuantizedTensor) -> bool:
-    """Whether ``size`` is that of a tensor cut, or of what it is a shard of, along one dimension.
+    """Whether ``size`` is the shape of the tensor, or of its whole, cut in one dimension.
 
-    FSDP2 allocates shards so, and says no more of what it wants; whoever wants plain zeros of that
-    size names their dtype.
+    FSDP2 allocates shards by such a call, without a dtype. Plain zeros of that size need a dtype.
     """
     spec = tensor._shared.global_spec
     shape = tuple(tensor.shape) if spec is None else spec.shape
@@ -151,7 +150,7 @@ def _is_piece(size: tuple[int, ...], tensor: QuantizedTensor) -> bool:
     return sum(differs) <= 1 and all(map(int.__le__, size, shape))
 
 
-# FSDP2 keeps a shard flat, and gives what it has gathered its size and strides.
+# FSDP2 keeps a shard flat, and gives a gathered tensor its size and strides.
 @implements_operator(aten.view.default)
 def _view(func: Callable, tensor: QuantizedTensor, shape: tuple[int, ...]) -> Tensor:
     if tensor._shared.global_spec is None:
@@ -160,7 +159,7 @@ def _view(func: Callable, tensor: QuantizedTensor, shape: tuple[int, ...]) -> Te
         return tensor._alias()
     if tuple(shape) not in ((-1,), (tensor.numel(),)):
         return func(tensor._read(), shape)
-    # Also after a checkpoint has been loaded, on every rank.
+    # FSDP2 calls it on every rank also after a checkpoint has been loaded.
     tensor._shared.unsettled = True
     return tensor._alias((tensor.numel(),))
 
@@ -188,7 +187,7 @@ def _record_stream(func: Callable, tensor: QuantizedTensor, stream: torch.Stream
         func(inner, stream)
 
 
-# Optimizer state and gradients are made like the parameter, and are plain tensors.
+# Optimizer state and gradients have the parameter's shape, and are plain tensors.
 @implements_operator(
     aten.zeros_like.default,
     aten.ones_like.default,
@@ -217,12 +216,12 @@ def _copy_(func: Callable, out: Tensor, source: Tensor, non_blocking: bool = Fal
 
 
 def _reads_as(tensor: QuantizedTensor, value: Tensor) -> bool:
-    """Whether a tensor has just these values, as when its own ones are loaded again.
+    """Whether a tensor has exactly these values, as when its own values are loaded again.
 
-    To quantize them once more could give other scales.
+    Quantizing them once more could give other scales.
     """
     shared = tensor._shared
-    # To read rows would end the wait for others.
+    # Reading would quantize pending rows too early.
     if shared.first_row is None or shared.pending is not None or tensor.is_meta or value.is_meta:
         return False
     bits = torch.int32 if value.dtype == torch.float32 else torch.int16
@@ -236,7 +235,7 @@ def _foreach_copy_(
 ) -> None:
     for out, source in zip(outs, sources, strict=True):
         out.copy_(source, non_blocking)
-    # Below autograd, which would have done so.
+    # Autograd, which would raise it, is above this.
     plain = [out for out in outs if not isinstance(out, QuantizedTensor)]
     torch.autograd.graph.increment_version(plain)
 

@@ -50,15 +50,15 @@ class QuantizedTensor(torch.Tensor):
     To autograd and to modules it looks like a dense tensor of its nominal ``dtype``: gradients are
     plain tensors, and operators that do not know the format see the dequantized values. Build one
     with ``quantizer.quantize(x)``; write to it with :meth:`quantize_`, ``copy_`` or another full
-    overwrite such as ``normal_``. Pieces that ``split``, ``narrow`` and slices cut off along the
-    first dimension stay quantized and share memory with it, if the quantizer's ``rows_per_entry``
-    says how; all other views are copies: writing to one changes nothing.
+    overwrite such as ``normal_``. Results of ``split``, ``narrow`` and slices along the first
+    dimension stay quantized and share memory with it, if the quantizer's ``rows_per_entry`` is not
+    empty. All other views are copies: writing to one changes nothing.
 
     Attributes:
         quantizer: The :class:`Quantizer` that made it.
     """
 
-    # One for all, since storages are told apart by their identity.
+    # One for all tensors, since torch tells storages apart by identity.
     _no_storage = _NoStorage(0)
     _rowwise_data = _inner("rowwise_data")
     _rowwise_scale_inv = _inner("rowwise_scale_inv")
@@ -94,11 +94,11 @@ class QuantizedTensor(torch.Tensor):
         self.quantizer = quantizer
         is_shared = isinstance(storage, SharedStorage)
         self._shared = storage if is_shared else SharedStorage(storage)
-        # Of its rows, counted from the first one of the storage that is a value.
+        # Index of the first row, counted from the first row of values in the storage.
         self._start = 0
 
     def storage_tensors(self) -> dict[str, Tensor]:
-        """The inner tensors that exist, by the names of the attributes that they can be read by."""
+        """The existing inner tensors by the names of their attributes."""
         existing = self.flush()._shared.tensors.existing()
         return {f"_{name}": inner for name, inner in existing.items()}
 
@@ -111,7 +111,7 @@ class QuantizedTensor(torch.Tensor):
     def columnwise_data(self) -> Tensor | None:
         """uint8 codes with blocks along the first dimension, or None without columnwise usage.
 
-        A tensor that FSDP2 has gathered derives them from the rowwise ones, if asked.
+        A tensor that FSDP2 has gathered derives them from the rowwise ones on access.
         """
         tensors, quantizer = self.flush()._shared.tensors, self.quantizer
         if tensors.columnwise_data is None and quantizer.columnwise:
@@ -122,7 +122,7 @@ class QuantizedTensor(torch.Tensor):
     def rowwise_scale_inv(self) -> Tensor | None:
         """Decode scales of ``rowwise_data`` in Transformer Engine's layout, padding zero.
 
-        Square blocks of NVFP4 repeat theirs on 16 rows.
+        Scales of square NVFP4 blocks are repeated on their 16 rows.
         """
         return self.quantizer.scale_inv(self.flush()._shared.tensors, "rowwise")
 
@@ -137,7 +137,7 @@ class QuantizedTensor(torch.Tensor):
 
         NVFP4 and MXFP8: uint8 [rows to 128, blocks per row to 4], whose memory is in tiles of 128x4
         (cuBLAS; ``SWIZZLE_32_4_4`` in torch), padding zero. With ``optimize_for_gemm`` they are
-        stored and stay where they are; else this is a new tensor, which takes a launch.
+        stored, and their address stays; otherwise this is a new tensor, which takes a launch.
         Float8Block: ``rowwise_scale_inv``.
         """
         return self._gemm_scale_inv("rowwise")
@@ -158,7 +158,7 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def nbytes_stored(self) -> int:
-        """Bytes of all inner tensors."""
+        """Number of bytes of all inner tensors."""
         return sum(t.numel() * t.element_size() for t in self.storage_tensors().values())
 
     def quantize_(self, x: Tensor) -> "QuantizedTensor":
@@ -170,7 +170,7 @@ class QuantizedTensor(torch.Tensor):
 
         Raises:
             ValueError: If the shape differs.
-            TypeError: If the dtype is not one of the three, or ``x`` is no dense tensor.
+            TypeError: If the dtype is not one of the three, or ``x`` is not a dense tensor.
         """
         check_tensor(x)
         if x.shape != self.shape:
@@ -185,7 +185,7 @@ class QuantizedTensor(torch.Tensor):
     def _write(self, x: Tensor, non_blocking: bool = False, amax: Tensor | None = None) -> None:
         shared = self._shared
         if shared.is_gathered:
-            # Its amax is that of the shard.
+            # It shares its amax with the shard.
             raise RuntimeError(
                 f"a weight must be sharded to be written to, got a {type(self).__name__} of shape "
                 f"{tuple(self.shape)} that FSDP2 has gathered, which would lose the values; call "
@@ -218,10 +218,10 @@ class QuantizedTensor(torch.Tensor):
         return rows.read(self, direct, after).view(self.shape).to(dtype)
 
     def flush(self) -> "QuantizedTensor":
-        """Quantize rows that were written one after the other; returns the tensor.
+        """Quantize pending rows, which were written one after the other; returns the tensor.
 
-        Rows of a shard stay as they are if their scales depend on other ranks, until these join in:
-        at the next all-gather, or step of the optimizer.
+        Rows of a shard whose scales depend on other ranks stay pending until the next all-gather or
+        step of the optimizer, which all ranks take part in.
         """
         if self._shared.pending is not None:
             rows.flush(self)
@@ -233,11 +233,11 @@ class QuantizedTensor(torch.Tensor):
 
     @_high_precision_init_val.setter
     def _high_precision_init_val(self, value: Tensor | None) -> None:
-        # One on the meta device has no values: it asks to keep those that are written next.
+        # A value on the meta device asks to keep the value that is written next.
         is_meta = value is not None and value.is_meta
         if not rows.is_all(self):
             if value is None or is_meta:
-                return  # the other rows still have theirs
+                return  # the other rows keep theirs
             raise ValueError(
                 "a value before quantization must be one of the whole tensor, got one of rows of "
                 f"shape {tuple(self.shape)}; set that of the tensor that they were cut off from"
@@ -246,14 +246,14 @@ class QuantizedTensor(torch.Tensor):
         self._shared.keeps_init_val = is_meta
 
     def get_high_precision_init_val(self) -> Tensor | None:
-        """The value before quantization, if it was kept for the optimizer and not yet used."""
+        """The value before quantization, or None if it was not kept or has been used already."""
         value = self.flush()._shared.init_val
         if value is None or value.shape == self.shape:
             return value
         return rows.rows_of(self, value).view(self.shape)
 
     def pending_value(self) -> Tensor | None:
-        """What has been written and cannot be quantized before other ranks join in, or None."""
+        """The value that was written but has to wait for other ranks to be quantized, or None."""
         shared = self._shared
         if shared.pending is None or not shared.rows_share_scales:
             return None
@@ -262,12 +262,12 @@ class QuantizedTensor(torch.Tensor):
     def clear_high_precision_init_val(self) -> None:
         """Free the value before quantization.
 
-        One of all rows stays if these are only some of them, for the sake of the others.
+        A slice frees nothing, for the sake of the other rows.
         """
         self._high_precision_init_val = None
 
     def data_ptr(self) -> int:
-        """Address of the codes; a wrapper of its own would report 0 for every parameter."""
+        """Address of the codes; the wrapper has no memory, so torch would report 0."""
         data = self._rowwise_data if self._rowwise_data is not None else self._columnwise_data
         return data.data_ptr()
 
@@ -282,14 +282,14 @@ class QuantizedTensor(torch.Tensor):
             inner.share_memory_()
         return self
 
-    # Asynchronous checkpoints copy the storage of a tensor that has an address, then attributes.
-    # These, the inner tensors among them, are all that there is.
+    # Asynchronous checkpoints copy the storage of a tensor with an address, then its attributes.
+    # These, with the inner tensors among them, are all there is to copy.
     def untyped_storage(self) -> torch.UntypedStorage:
-        """An empty storage; the inner tensors have some."""
+        """An empty storage; the inner tensors have their own."""
         return self._no_storage
 
     def set_(self, *args: Any) -> "QuantizedTensor":
-        """Refused, but for the empty storage."""
+        """Refused, except for the empty storage."""
         if not (isinstance(args[0], torch.UntypedStorage) and args[0].nbytes() == 0):
             raise _refusal("set_", self)
         return self
@@ -326,7 +326,7 @@ class QuantizedTensor(torch.Tensor):
         raise _refusal("item assignment", self)
 
     def _alias(self, shape: tuple[int, ...] | None = None, start: int = 0) -> "QuantizedTensor":
-        """A tensor on the same storage; ``start``: its first row, counted from the own one."""
+        """A tensor on the same storage; ``start``: its first row relative to this tensor's."""
         shape = tuple(self.shape) if shape is None else shape
         with torch.inference_mode(False):  # an inference tensor could not be versioned
             alias = type(self)(shape, self.dtype, self.quantizer, self._shared)
@@ -336,7 +336,7 @@ class QuantizedTensor(torch.Tensor):
     def _map_storage(
         self, fn: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
     ) -> "QuantizedTensor":
-        """A tensor with storage of its own, that of its own blocks mapped by ``fn``."""
+        """A tensor with a new storage: ``fn`` of the blocks that it has rows of."""
         source = rows.own_blocks(self.flush())
         shared = source._shared
         mapped = {name: fn(inner) for name, inner in shared.tensors.existing().items()}
@@ -351,7 +351,7 @@ class QuantizedTensor(torch.Tensor):
         return type(self)(tuple(self.shape), dtype or self.dtype, source.quantizer, new)
 
     def twin(self) -> "QuantizedTensor":
-        """The same rows of a copy of the whole storage, to be written without changing this one."""
+        """The same rows on a copy of the whole storage; writing to it leaves this tensor alone."""
         shared = self.flush()._shared
         cloned = {name: inner.clone() for name, inner in shared.tensors.existing().items()}
         own = {"init_val": None, "keeps_init_val": False, "is_gathered": False, "pending": None}
@@ -370,13 +370,13 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def _first_row(self) -> int:
-        """Where its rows begin in the matrix that the inner tensors hold."""
+        """Index of its first row in the matrix that the inner tensors hold."""
         return (self._shared.first_row or 0) + self._start
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         usages = [u for u in ("rowwise", "columnwise") if getattr(self.quantizer, u)]
         stored, numel = self.nbytes_stored, self.numel()
-        # Symbols of torch.compile are no numbers to divide and to format.
+        # Symbols of torch.compile cannot be formatted as numbers.
         bits = f"{8 * stored / max(numel, 1):.2f}" if type(stored) is type(numel) is int else "?"
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
@@ -386,7 +386,7 @@ class QuantizedTensor(torch.Tensor):
 
     # torch.compile, FSDP2 and swap_tensors take a subclass apart with these two.
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Quantizer, torch.dtype, Operands]]:
-        # The operands for torch.compile to compare, which quantizers leave out.
+        # torch.compile has to compare operands, too, which quantizers leave out of ==.
         context = (self.quantizer, self.dtype, self.quantizer.operands)
         return list(self.storage_tensors()), context
 
@@ -403,14 +403,14 @@ class QuantizedTensor(torch.Tensor):
         return cls(outer_size, dtype, quantizer, tensors)
 
     def _stable_hash_for_caching(self) -> str:
-        """For the key of a compiled graph on disk: what tells graphs apart, and no values."""
+        """A part of the key of compiled graphs on disk: what tells graphs apart, no values."""
         names, context = self.__tensor_flatten__()
         inner = self._shared.tensors.existing().values()
         looks = [(x.shape, x.stride(), x.dtype, x.device) for x in inner]
         parts = type(self).__name__, self.shape, self.requires_grad, names, looks, context
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
-    # torch's own two assume that a tensor with an address owns a storage of its logical size.
+    # torch's implementations assume that a tensor with an address owns storage of its logical size.
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedTensor":
         if id(self) in memo:
             return memo[id(self)]
@@ -435,7 +435,7 @@ class QuantizedTensor(torch.Tensor):
             stored = stored._map_storage(torch.clone)
         attributes = {**self.__dict__, **stored.__dict__}
         if isinstance(self, torch.nn.Parameter):
-            # What state_dict() hands out goes into checkpoints, where bytes count.
+            # Tensors of a state_dict(), which go into checkpoints, leave it out.
             attributes["_high_precision_init_val"] = self.get_high_precision_init_val()
         shape, grad = tuple(self.shape), self.requires_grad
         return _rebuild_quantized_tensor, (type(self), shape, self.dtype, grad, attributes)
@@ -481,7 +481,7 @@ def _rebuild_quantized_tensor(
 
 
 class Dequantize(torch.autograd.Function):
-    """The values in a dtype, as a differentiable function; ``after`` as in ``Quantizer.read``."""
+    """Dequantization as a differentiable function; ``after`` as in ``Quantizer.read``."""
 
     # One function, because autograd inspects the signature at every call of two.
     @staticmethod
@@ -509,7 +509,7 @@ def _refuse_in_place(func: Callable, args: tuple, kwargs: dict) -> None:
     name = func._schema.name
     for i, argument in enumerate(func._schema.arguments):
         writes = argument.alias_info is not None and argument.alias_info.is_write
-        # Schemas of collectives do not tell that they write into their first argument.
+        # Schemas of collectives do not say that they write to their first argument.
         writes |= i == 0 and name.startswith("c10d::") and name.endswith("_")
         if not writes:
             continue
@@ -520,7 +520,7 @@ def _refuse_in_place(func: Callable, args: tuple, kwargs: dict) -> None:
 
 
 def implements_function(function: Callable) -> Callable:
-    """Register what a torch function does when a quantized tensor is among its arguments."""
+    """Register the implementation of a torch function for arguments with a quantized tensor."""
 
     def register(fn: Callable) -> Callable:
         _FUNCTIONS[function] = fn
@@ -530,7 +530,7 @@ def implements_function(function: Callable) -> Callable:
 
 
 def implements_operator(*operators: Callable) -> Callable:
-    """Register what aten operators do when a quantized tensor is among their arguments."""
+    """Register the implementation of aten operators for arguments with a quantized tensor."""
 
     def register(fn: Callable) -> Callable:
         _OPERATORS.update(dict.fromkeys(operators, fn))

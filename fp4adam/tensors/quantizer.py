@@ -1,4 +1,4 @@
-"""What every block-scaled format has to say about itself, and what it can hold."""
+"""The base class of block-scaled formats: their properties, and their encode and decode steps."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -16,7 +16,7 @@ HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Operands(NamedTuple):
-    """What a linear layer quantizes beside its weight; see :class:`fp4adam.Recipe`."""
+    """Operands that a linear layer quantizes besides its weight; see :class:`fp4adam.Recipe`."""
 
     activations: bool = False
     gradients: bool = False
@@ -25,14 +25,14 @@ class Operands(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Quantizer:
-    """How tensors become one block-scaled format.
+    """Quantizes tensors to one block-scaled format.
 
     Args:
         rowwise: Keep codes with blocks along the last dimension (what the forward GEMM reads).
         columnwise: Keep codes with blocks along the first dimension (what the backward GEMM reads).
         optimize_for_gemm: Keep the scales of both in the order of the block-scaled GEMM as well.
-        operands: What linear layers with such a weight quantize beside it. It changes no byte of
-            the tensor, so quantizers that differ in it alone are equal.
+        operands: Operands that linear layers quantize besides such a weight. They change no byte
+            of the tensor, so quantizers that differ in them alone are equal.
     """
 
     rowwise: bool = True
@@ -43,17 +43,17 @@ class Quantizer:
     )
 
     tensor_class: ClassVar[type["QuantizedTensor"]]
-    # By which kernels that serve several formats know this one.
+    # The name of the format in kernels that serve several formats.
     name: ClassVar[str]
-    # Of one code: 8, or 4, of which a byte holds two, the first one in its low nibble.
+    # Bits of a code: 8, or 4 with two codes per byte, the first one in the low nibble.
     code_bits: ClassVar[int]
-    # Side of a square block, and length of one that is a part of a row or column.
+    # Side of a square block, and length of a block within a row or column.
     block_rows: ClassVar[int]
-    # Whether one number scales the whole tensor.
+    # Whether the format also has a scale of the whole tensor.
     scales_tensor: ClassVar[bool] = False
-    # Whether GEMMs read scales in another order than that of ``rowwise_scale_inv``.
+    # Whether GEMMs read scales in another order than ``rowwise_scale_inv``.
     swizzles_scales: ClassVar[bool] = True
-    # Rows of ``rowwise_scale_inv`` that each row of square blocks has.
+    # Number of rows of ``rowwise_scale_inv`` per row of square blocks.
     rows_per_square: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
@@ -76,26 +76,26 @@ class Quantizer:
 
     @property
     def block_shapes(self) -> dict[str, tuple[int, int]]:
-        """Shapes of blocks by the direction of their scales; those of squares are rowwise."""
+        """Shapes of blocks by the direction of their scales; square blocks count as rowwise."""
         shapes = {"rowwise": (1, self.block_rows), "columnwise": (self.block_rows, 1)}
         return {usage: shape for usage, shape in shapes.items() if getattr(self, usage)}
 
     @property
     def scale_options(self) -> dict[str, Any]:
-        """How scales follow from amaxes, for kernels that serve several formats."""
+        """Options of computing scales from amaxes, for kernels that serve several formats."""
         return {"force_pow_2_scales": False, "amax_epsilon": 0.0}
 
     @property
     def rows_per_entry(self) -> dict[str, int]:
         """The inner tensors that rows can be cut off from, with the rows per entry of each.
 
-        What is not among them, but for the scale of the tensor, can be derived from these. Empty if
-        rows cannot be cut off: scales of single rows lie otherwise.
+        All other inner tensors but the scale of the tensor can be derived from these. Empty if rows
+        cannot be cut off, because scales lie in another order.
         """
         return {}
 
     def without_derived(self) -> "Quantizer":
-        """The quantizer of a tensor that consists of what ``rows_per_entry`` names."""
+        """The quantizer of a tensor with the inner tensors of ``rows_per_entry`` alone."""
         return self.with_compact_scales()
 
     def with_compact_scales(self) -> "Quantizer":
@@ -103,7 +103,7 @@ class Quantizer:
         return dataclasses.replace(self, optimize_for_gemm=False)
 
     def check_matrix(self, rows: int, cols: int) -> str | None:
-        """Say which rule of the format a [rows, cols] matrix breaks, or None."""
+        """The rule of the format that a [rows, cols] matrix breaks, or None."""
         return None
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
@@ -131,7 +131,7 @@ class Quantizer:
 
         Args:
             shape: Logical shape, at least 2 dimensions.
-            dtype: Nominal dtype, the one that autograd and other code sees.
+            dtype: Nominal dtype, which autograd and other code see.
             device: Where to allocate, the default device if None.
 
         Raises:
@@ -162,7 +162,7 @@ class Quantizer:
         return self.make_empty(x.shape, dtype=x.dtype, device=x.device).quantize_(x)
 
     def scale_inv(self, tensors: Storage, usage: str) -> Tensor | None:
-        """Scales of a direction in Transformer Engine's layout, None without that direction."""
+        """Scales of a direction in Transformer Engine's layout; None without that direction."""
         return getattr(tensors, f"{usage}_scale_inv")
 
     def scale_extent(self, usage: str, rows: int, cols: int) -> tuple[int, int]:
@@ -170,18 +170,18 @@ class Quantizer:
         raise NotImplementedError
 
     def gemm_scale_rows(self, tensors: Storage, usage: str) -> tuple[Tensor, int]:
-        """Scales of a direction as rows of an operand, [rows / n, blocks], and this n."""
+        """Scales of a direction as rows of an operand, [rows / n, blocks], and n."""
         return getattr(tensors, f"{usage}_scale_inv"), 1
 
     def scales_of_blocks(
         self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """What is stored for blocks, and the float32 factors from values to codes.
+        """The stored scales of blocks, and the float32 factors from values to codes.
 
         Args:
-            amaxes: float32, of each block.
-            tensor_amax: float32 [1], of the tensor, if the format ``scales_tensor``.
-            dtype: That the values have been rounded to.
+            amaxes: Amax of each block, float32.
+            tensor_amax: Amax of the tensor, float32 [1], if the format ``scales_tensor``.
+            dtype: The dtype that the values have been rounded to.
         """
         raise NotImplementedError
 
@@ -192,21 +192,21 @@ class Quantizer:
     def measure(self, x: Tensor, amax: Tensor) -> None:
         """Overwrite ``amax``, float32 [1], with the largest magnitude in the contiguous matrix.
 
-        Of formats that ``scales_tensor`` alone.
+        Only for formats that ``scales_tensor``.
         """
         raise NotImplementedError
 
     def write(self, x: Tensor, out: Storage) -> None:
-        """Quantize the contiguous matrix ``x`` into ``out``, but for scales in the GEMM's order.
+        """Quantize the contiguous matrix ``x`` into ``out``, without scales in the GEMM's order.
 
-        A format that ``scales_tensor`` takes an ``amax`` (float32 [1]) in place of that of ``x``.
+        A format that ``scales_tensor`` takes an ``amax`` (float32 [1]) instead of that of ``x``.
         """
         raise NotImplementedError
 
     def recode(self, x: Tensor, tensors: Storage) -> Tensor:
-        """The codes that the float32 matrix ``x`` has with the scales of ``tensors``.
+        """The codes of the float32 matrix ``x`` with the scales of ``tensors``.
 
-        For tensors that rows can be cut off from, in the direction that :meth:`read` reads.
+        Only if ``rows_per_entry`` is not empty; in the direction that :meth:`read` reads.
         """
         raise NotImplementedError
 
@@ -218,17 +218,17 @@ class Quantizer:
     def read(self, tensors: Storage, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
         """Decode ``tensors`` to a plain [rows, cols] matrix of ``dtype``.
 
-        ``after`` is never read: a graph of torch.compile just cannot decode before it exists.
+        ``after`` is not read; it keeps torch.compile from decoding before it has been computed.
         """
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class SquareBlockQuantizer(Quantizer):
-    """A format whose blocks may be square; both directions then share codes and scales.
+    """A format with square blocks as an option; both directions then share codes and scales.
 
     Args:
-        two_dimensional: Whether they are square.
+        two_dimensional: Whether blocks are square.
     """
 
     two_dimensional: bool = True
@@ -271,7 +271,7 @@ class SquareBlockQuantizer(Quantizer):
 
 
 def check_tensor(x: Tensor) -> None:
-    """Raise TypeError unless ``x`` is a tensor whose values lie in memory one by one."""
+    """Raise TypeError unless ``x`` is a dense (strided) tensor."""
     if not isinstance(x, Tensor) or x.layout != torch.strided:
         kind = f"one of layout {x.layout}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
         raise TypeError(
@@ -280,7 +280,7 @@ def check_tensor(x: Tensor) -> None:
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raise TypeError unless ``dtype`` is one that quantized tensors convert from and to."""
+    """Raise TypeError unless quantized tensors convert from and to ``dtype``."""
     if dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(
             f"{name} must be float32, bfloat16 or float16, got {dtype}; convert the tensor first"

@@ -1,8 +1,8 @@
-"""Tensors that are some rows of what their inner tensors hold: slices, pieces, and shards.
+"""Tensors with some of the rows that their inner tensors hold: slices and shards.
 
-The inner tensors hold a matrix of whole blocks. A window on it has the same inner tensors, and
-knows its first row and how many there are. So a slice costs nothing, what is written to it is
-written to the tensor, and a shard that begins in the middle of a block is like any other one.
+The inner tensors hold a matrix of whole blocks. A window on it has the same inner tensors, a first
+row and a number of rows. So a slice costs nothing, writing to it writes to the tensor, and a shard
+that begins within a block needs no special case.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ def matrix_shape(tensor: "QuantizedTensor") -> tuple[int, int]:
 
 
 def stored_rows(tensor: "QuantizedTensor") -> int:
-    """Rows of the matrix that the inner tensors hold."""
+    """Number of rows of the matrix that the inner tensors hold."""
     for name, rows in tensor.quantizer.rows_per_entry.items():
         if rows == 1 and name.endswith("_data"):
             return getattr(tensor._shared.tensors, name).shape[0]
@@ -40,22 +40,22 @@ def stored_rows(tensor: "QuantizedTensor") -> int:
 
 
 def is_all(tensor: "QuantizedTensor") -> bool:
-    """Whether a tensor has all rows of its storage that are values."""
+    """Whether a tensor has all rows of values in its storage."""
     rows = tensor._shared.rows
     rows = stored_rows(tensor) if rows is None else rows
     return tensor._start == 0 and matrix_shape(tensor)[0] == rows
 
 
 def is_whole_blocks(tensor: "QuantizedTensor") -> bool:
-    """Whether a tensor begins where its storage does, and no other one has a part of its blocks."""
+    """Whether a tensor has its whole storage, and no block that another shard has a part of."""
     spec = tensor._shared.global_spec
     return tensor._first_row == 0 and is_all(tensor) and not (spec is not None and spec.is_cut)
 
 
 def own_blocks(tensor: "QuantizedTensor") -> "QuantizedTensor":
-    """The tensor on a storage without blocks of which it has no row; itself if it has all rows.
+    """The tensor on a storage of only the blocks that it has rows of; itself if it has all rows.
 
-    What can be derived is left out.
+    Inner tensors that can be derived are left out.
     """
     if is_all(tensor):
         return tensor
@@ -78,7 +78,7 @@ def own_blocks(tensor: "QuantizedTensor") -> "QuantizedTensor":
 
 
 def _stored_between(tensor: "QuantizedTensor", low: int, high: int) -> Storage:
-    """Views of the inner tensors on the blocks of stored rows; without what can be derived."""
+    """Views of the inner tensors on the blocks of stored rows, without those that are derived."""
     tensors = tensor._shared.tensors
     views = {}
     for name, rows in tensor.quantizer.rows_per_entry.items():
@@ -96,12 +96,12 @@ def read(tensor: "QuantizedTensor", dtype: torch.dtype, after: Tensor | None = N
         return rows_of(tensor, pending).to(dtype, copy=True)
     part, rows = own_blocks(tensor), matrix_shape(tensor)[0]
     values = part.quantizer.read(part._shared.tensors, dtype, after)
-    # In memory of its own, where that begins: it may become a state of a DTensor.
+    # At the start of memory of its own, as it may become a state of a DTensor.
     return values if len(values) == rows else values[part._first_row :][:rows].clone()
 
 
 def write(tensor: "QuantizedTensor", value: Tensor, amax: Tensor | None = None) -> None:
-    """Overwrite a tensor by plain values on its device; ``amax`` as for ``Quantizer.write``."""
+    """Overwrite a tensor with plain values on its device; ``amax`` as for ``Quantizer.write``."""
     shared = tensor._shared
     shared.unsettled |= shared.rows_share_scales
     if tensor.is_meta or not value.numel():
@@ -121,7 +121,7 @@ def write(tensor: "QuantizedTensor", value: Tensor, amax: Tensor | None = None) 
 
 
 def _unrounded(tensor: "QuantizedTensor", dtype: torch.dtype) -> Tensor:
-    """All rows of a storage as a new matrix: before quantization if that is known, or decoded."""
+    """All rows of a storage as a new matrix: the value before quantization, or else decoded."""
     init_val = tensor._shared.init_val
     if init_val is None:
         return read(_every_row(tensor), dtype)
@@ -130,7 +130,7 @@ def _unrounded(tensor: "QuantizedTensor", dtype: torch.dtype) -> Tensor:
 
 
 def flush(tensor: "QuantizedTensor") -> None:
-    """Quantize pending rows, unless that takes what other ranks have."""
+    """Quantize pending rows, unless their scales depend on other ranks."""
     shared = tensor._shared
     if shared.pending is None or shared.rows_share_scales:
         return
@@ -142,7 +142,7 @@ def flush(tensor: "QuantizedTensor") -> None:
 
 
 def copy_bytes(tensor: "QuantizedTensor", source: "QuantizedTensor", non_blocking: bool) -> bool:
-    """Copy codes and scales of ``source``; False if they would not mean the same here."""
+    """Copy codes and scales of ``source``; False if they would decode to other values here."""
     shared, other = tensor._shared, source.flush()._shared
     if type(tensor) is not type(source):
         return False
@@ -154,7 +154,7 @@ def copy_bytes(tensor: "QuantizedTensor", source: "QuantizedTensor", non_blockin
             return False
         values = other.tensors.existing()
         for name, inner in shared.tensors.existing().items():
-            # What is not stored can be derived.
+            # Inner tensors that are not stored can be derived.
             value = values[name] if name in values else getattr(source, name)
             inner.copy_(value, non_blocking)
         shared.pending = None
@@ -185,16 +185,16 @@ def copy_bytes(tensor: "QuantizedTensor", source: "QuantizedTensor", non_blockin
 
 
 def _build_derived(tensor: "QuantizedTensor") -> None:
-    """Write again what follows from the other inner tensors."""
+    """Write the inner tensors that are derived from the others."""
     if tensor.quantizer.is_square:
         build_columnwise([tensor])
     build_gemm_scales([tensor])
 
 
 def is_of(tensor: "QuantizedTensor", value: Tensor) -> bool:
-    """Whether a tensor is what plain values are quantized to, if the scales that it has are right.
+    """Whether a tensor has the codes of plain values, given its own scales.
 
-    Of shards that share scales, a rank can tell no more without the others.
+    Without the other ranks, nothing can be said about the scales of shards that share them.
     """
     pending = tensor.flush()._shared.pending
     part, (rows, cols) = own_blocks(tensor), matrix_shape(tensor)
@@ -219,10 +219,10 @@ def is_of(tensor: "QuantizedTensor", value: Tensor) -> bool:
 def make_shard(
     tensor: "QuantizedTensor", shape: tuple[int, ...], device: torch.device
 ) -> "QuantizedTensor":
-    """A shard of ``tensor``, or of what that is a shard of, that has not been written yet.
+    """A new, unwritten shard of ``tensor``, or of the whole that ``tensor`` is a shard of.
 
     Raises:
-        ValueError: If the tensor can only be sharded otherwise, or not at all.
+        ValueError: If the tensor cannot be sharded, or not in this way.
     """
     spec = tensor._shared.global_spec
     if spec is None:
@@ -243,7 +243,7 @@ def make_shard(
         )
     block, rows = quantizer.block_rows, math.prod(shape[:-1])
     if spec.is_cut:
-        # Wherever in a block it is going to begin.
+        # Enough blocks for any first row within a block.
         rows = round_up(rows + block - 1, block)
     shared = SharedStorage(
         quantizer.zeros(rows, shape[-1], device),
@@ -259,11 +259,11 @@ def make_shard(
 def replace_init_val(
     tensor: "QuantizedTensor", value: Tensor | None, copied: "QuantizedTensor | None"
 ) -> None:
-    """Bring the value before quantization up to date, where it is kept, after a write.
+    """Update the value before quantization, where it is kept, after a write.
 
     Args:
-        tensor: What has been written.
-        value: What to, before quantization; None if nobody knows.
+        tensor: The tensor that was written.
+        value: Its new value before quantization; None if unknown.
         copied: The tensor whose bytes were copied, or None.
     """
     shared = tensor._shared
@@ -272,7 +272,7 @@ def replace_init_val(
             kept = None if value is None else value.to(tensor.device, copy=True)
             tensor._high_precision_init_val = kept
     elif copied is not None and shared.init_val is not None:
-        # The value may be a tensor of the user's. Of other rows nothing has changed.
+        # Cloned, as the value may be the user's own tensor. The other rows keep their values.
         shared.init_val = shared.init_val.clone()
         known = copied._read() if value is None else value
         rows_of(tensor, shared.init_val).copy_(known.reshape(matrix_shape(tensor)))
@@ -286,20 +286,20 @@ def _take_init_val(tensor: "QuantizedTensor", source: "QuantizedTensor") -> None
 
 
 def rows_of(tensor: "QuantizedTensor", value: Tensor) -> Tensor:
-    """The rows of a window, [rows, cols], of a value of all rows of its storage."""
+    """The rows [rows, cols] that a window has of a value of all rows of its storage."""
     rows, cols = matrix_shape(tensor)
     return value.reshape(-1, cols)[tensor._start : tensor._start + rows]
 
 
 def _every_row(tensor: "QuantizedTensor") -> "QuantizedTensor":
-    """The window on all rows of the storage, as a matrix."""
+    """A window on all rows of the storage, as a matrix."""
     rows = tensor._shared.rows
     shape = (stored_rows(tensor) if rows is None else rows, matrix_shape(tensor)[1])
     return tensor._alias(shape, -tensor._start)
 
 
 def _quantize(tensor: "QuantizedTensor", matrix: Tensor, amax: Tensor | None = None) -> None:
-    """Quantize all rows of a storage that shares no scales with another one."""
+    """Quantize all rows of a storage that shares no scales with others."""
     rows = len(matrix)
     if rows < stored_rows(tensor):
         storage = _stored_between(tensor, 0, rows)

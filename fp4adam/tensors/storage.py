@@ -1,8 +1,8 @@
-"""What lies behind a quantized tensor: its inner tensors, and what all its aliases share.
+"""The storage of quantized tensors: inner tensors, and the state that all aliases share.
 
 ``detach()``, ``state_dict()``, ``.data`` and slices give other tensor objects on the same memory.
-They all point to one :class:`SharedStorage`, whose ``tensors`` is an immutable :class:`Storage`. To
-exchange an inner tensor is to put another ``Storage`` there, so the identity of ``tensors`` and the
+They all point to one :class:`SharedStorage`, whose ``tensors`` is an immutable :class:`Storage`.
+Exchanging an inner tensor puts another ``Storage`` there, so the identity of ``tensors`` and the
 ``_version`` of each inner tensor tell whether anything has been exchanged or written.
 """
 
@@ -24,9 +24,9 @@ class Storage:
     """The inner tensors of a quantized tensor; None for those that its format does not have.
 
     Named as in Transformer Engine. Scales of square blocks are the same for both directions and are
-    kept once, one per block, in ``block_scale_inv``. The last two repeat the scales for GEMMs
-    alone, and are derived from those that everything else reads. It never changes, so which object
-    it is tells which tensors they are, also to who holds a weak reference alone.
+    kept once, one per block, in ``block_scale_inv``. The last two repeat the scales for GEMMs, and
+    are derived from the ones that everything else reads. A storage never changes, so its identity
+    tells which tensors these are, also through a weak reference.
     """
 
     rowwise_data: Tensor | None = None
@@ -54,12 +54,12 @@ STORAGE_NAMES = tuple(field.name for field in dataclasses.fields(Storage))
 
 @dataclasses.dataclass(frozen=True)
 class GlobalSpec:
-    """The tensor that a shard is a part of.
+    """The whole tensor that a shard is a part of.
 
     Attributes:
         shape: Its shape.
-        quantizer: How it is quantized; a shard may do without what can be derived.
-        chunk: How much of the first dimension each shard holds; the last ones may hold less.
+        quantizer: Its quantizer; that of a shard may leave out what can be derived.
+        chunk: Size of each shard along the first dimension; the last ones may be smaller.
     """
 
     shape: tuple[int, ...]
@@ -78,37 +78,37 @@ class GlobalSpec:
 
     @functools.cached_property
     def is_divided(self) -> bool:
-        """Whether there are several shards; assumed of one index at most: others may be empty."""
+        """Whether there are several shards; assumed for one index or none: others are empty."""
         return self.chunk < self.shape[0] or self.shape[0] <= 1
 
     @functools.cached_property
     def is_cut(self) -> bool:
-        """Whether shards end within blocks, whose scales they have to agree on."""
+        """Whether shards end within blocks, on whose scales they have to agree."""
         return self.chunk_rows < self.rows and self.chunk_rows % self.quantizer.block_rows != 0
 
     @functools.cached_property
     def shares_scales(self) -> bool:
-        """Whether a shard cannot be quantized without knowing the others."""
+        """Whether quantizing a shard takes amaxes of the others."""
         return self.chunk_rows < self.rows and (self.is_cut or self.quantizer.scales_tensor)
 
 
 @dataclasses.dataclass(eq=False)
 class SharedStorage:
-    """What all tensors on the same inner tensors share.
+    """The state that all tensors on the same inner tensors share.
 
     Attributes:
         tensors: The inner tensors; replaced as a whole when one of them is exchanged.
         global_spec: The tensor that this is a shard of, or None.
-        rows: How many rows of the stored matrix are values; None for all of them.
-        first_row: Where these begin; None for a shard that has not been written yet.
-        pending: Rows that have been written and could not be quantized yet, because that takes all
-            rows of the tensor; plain, [rows, cols].
+        rows: Number of rows of values in the stored matrix; None for all of them.
+        first_row: Index of the first of them; None for a shard that has not been written yet.
+        pending: Rows that have been written but not quantized yet, because that takes all rows of
+            the tensor; plain, [rows, cols].
         init_val: The value before quantization, if it was kept for the optimizer.
-        keeps_init_val: Whether the next value that is written is to become ``init_val``.
+        keeps_init_val: Whether the next value that is written becomes ``init_val``.
         unsettled: Whether a shard may have been written since the ranks last agreed on its scales.
-        is_gathered: Whether FSDP2 has gathered it from shards, which are to be written instead.
-        name: Of the parameter in its model, for errors.
-        scale_group: The weights that it shares its amax with, a ``ScaleGroup``, or None.
+        is_gathered: Whether FSDP2 has gathered it; writes go to the shards then.
+        name: The name of the parameter in its model, for errors.
+        scale_group: The ``ScaleGroup`` of weights that share its amax, or None.
     """
 
     tensors: Storage
@@ -123,9 +123,9 @@ class SharedStorage:
     name: str | None = None
     scale_group: Any = None
 
-    # pickle, copy.deepcopy and asynchronous checkpoints copy by these two; the last one moves the
-    # tensors that it finds in containers to the CPU, which __deepcopy__ could not. Checkpoints hold
-    # no values before quantization: where they belong into a copy, the tensor adds them.
+    # pickle, copy.deepcopy and asynchronous checkpoints copy by these two; the last of them moves
+    # tensors in containers to the CPU, which __deepcopy__ could not. Checkpoints hold no values
+    # before quantization: the tensor adds them to copies that need them.
     def __getstate__(self) -> dict[str, Any]:
         kept = {"init_val": None, "keeps_init_val": False, "is_gathered": False}
         return {**vars(self), **kept, "tensors": self.tensors.existing()}
@@ -135,13 +135,13 @@ class SharedStorage:
 
     @property
     def rows_share_scales(self) -> bool:
-        """Whether all rows that are here are not enough to quantize them."""
+        """Whether quantizing takes more rows than this storage has."""
         if self.global_spec is not None:
             return self.global_spec.shares_scales
-        return self.rows is not None  # a copy of rows that were cut off
+        return self.rows is not None  # a copy of a slice
 
     def mark_written(self) -> None:
-        """Raise the version of every inner tensor, which kernels do not."""
+        """Raise the version of every inner tensor; kernels do not do so."""
         torch.autograd.graph.increment_version(self.tensors.present)
 
 

@@ -1,4 +1,4 @@
-"""Block scales in the order in which the block-scaled GEMM of the hardware reads them.
+"""Block scales in the order that the hardware's block-scaled GEMM reads.
 
 A GEMM of NVFP4 or MXFP8 takes scales in tiles of 128 rows and 4 blocks, 512 bytes each, one row of
 tiles after the other. Byte (i, j) of a tile is at i % 32 * 16 + i // 32 * 4 + j.
@@ -27,7 +27,7 @@ class Scales(NamedTuple):
     Attributes:
         plain: Bytes [rows / repeats, blocks per row], any strides.
         swizzled: Contiguous bytes [rows to 128, blocks to 4].
-        repeats: How many rows one row of ``plain`` is for.
+        repeats: Number of rows that one row of ``plain`` stands for.
     """
 
     plain: Tensor
@@ -46,7 +46,7 @@ def swizzle_scales(scales: Sequence[Tensor]) -> list[Tensor]:
         For each a new matrix of its dtype [rows to 128, blocks to 4], padding zero.
 
     Raises:
-        ValueError: If a tensor is none of these.
+        ValueError: If a tensor is not as above.
     """
     pairs = []
     for i, scale in enumerate(scales):
@@ -70,7 +70,7 @@ def unswizzle_scales(
         For each a new matrix of its dtype.
 
     Raises:
-        ValueError: If a tensor is none of these, or a shape does not fit it.
+        ValueError: If a tensor is not as above, or a shape does not fit it.
     """
     shapes = [tuple(s.shape) for s in swizzled] if shapes is None else shapes
     if len(shapes) != len(swizzled):
@@ -103,7 +103,7 @@ def _check(name: str, i: int, tensor: Tensor, device: torch.device) -> None:
 
 
 def build_gemm_scales(tensors: Sequence["QuantizedTensor"]) -> None:
-    """Overwrite the GEMM's scales of tensors that store them, from the others; storage stays.
+    """Overwrite the GEMM's scales of tensors that store them; addresses stay.
 
     One launch per device.
     """
@@ -116,16 +116,16 @@ def build_gemm_scales(tensors: Sequence["QuantizedTensor"]) -> None:
 
 
 def new_gemm_scale(tensor: "QuantizedTensor", usage: str) -> Tensor:
-    """New scales for the GEMM in a direction that a tensor has."""
+    """New scales in the GEMM's order, in a direction that the tensor has."""
     pair = _scales_in(tensor, usage)
     write_scales([pair])
     return pair.swizzled
 
 
 def scales_of(tensor: "QuantizedTensor") -> dict[str, Scales]:
-    """The scales that GEMMs read swizzled, by the names of the inner tensors for the GEMM.
+    """The scales in both orders, by the names of the inner tensors for the GEMM.
 
-    Where it has no such inner tensor, ``swizzled`` is new and yet to be written.
+    If a tensor has no such inner tensor, ``swizzled`` is new and not written yet.
     """
     usages = [usage for usage in ("rowwise", "columnwise") if getattr(tensor.quantizer, usage)]
     return {f"{usage}_gemm_scale_inv": _scales_in(tensor, usage) for usage in usages}
@@ -168,12 +168,12 @@ def write_scales(pairs: list[Scales], undo: bool = False) -> None:
 
 
 def row_by_row(swizzled: Tensor, rows: int, blocks: int) -> Tensor:
-    """A view of swizzled scales that counts them row by row, the padded ones included.
+    """A view of swizzled scales in the order of rows, padding included.
 
     Args:
         swizzled: Contiguous, of any shape.
-        rows: Of the matrix, with padding or without.
-        blocks: Per row, likewise.
+        rows: Rows of the matrix, with or without padding.
+        blocks: Blocks per row, with or without padding.
 
     Returns:
         [rows to 128 / 128, 4, 32, blocks to 4 / 4, 4].
@@ -183,13 +183,13 @@ def row_by_row(swizzled: Tensor, rows: int, blocks: int) -> Tensor:
 
 
 def swizzle_groups(scales: Tensor, offsets: Tensor) -> Tensor:
-    """Bring scales of rows sorted by group into tiles of which no two groups share one.
+    """Bring scales of rows sorted by group into tiles that belong to one group each.
 
-    The host does not wait for ``offsets``, so there is room for the worst of them.
+    The host does not wait for ``offsets``, so the result has room for any of them.
 
     Args:
         scales: uint8 [rows, blocks to 4].
-        offsets: int32 [groups], where the rows of each group end; any behind form one more.
+        offsets: int32 [groups], where the rows of each group end; later rows form one more.
 
     Returns:
         uint8 [rows to 128 + 128 * groups, blocks to 4]: group after group, the rows of each padded
@@ -202,7 +202,7 @@ def swizzle_groups(scales: Tensor, offsets: Tensor) -> Tensor:
 
 
 def groups_shape(rows: int, blocks: int, offsets: Tensor) -> tuple[int, int]:
-    """What :func:`swizzle_groups` returns the shape of."""
+    """The shape of the result of :func:`swizzle_groups`."""
     return round_up(rows, 128) + 128 * len(offsets), blocks
 
 
@@ -212,7 +212,7 @@ def unswizzle_groups(swizzled: Tensor, offsets: Tensor, rows: int) -> Tensor:
 
 
 def _places(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tile, and the two coordinates in it, of each row's scales when groups start tiles."""
+    """Tile of each row's scales, and the two coordinates in it, if each group starts a new tile."""
     starts = F.pad(offsets, (1, 0))
     tiles = (starts.diff() + 127) // 128
     shift = F.pad(128 * tiles.cumsum(0), (1, 0)) - starts

@@ -1,4 +1,4 @@
-"""Columnwise codes from rowwise ones, where blocks are square and both directions share scales."""
+"""Columnwise codes from rowwise ones, for square blocks, whose scales both directions share."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -13,14 +13,14 @@ from fp4adam.tensors import backend
 if TYPE_CHECKING:
     from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
-ALIGNMENT = 16  # bytes, and elements per row and column, of what is transposed in words
+ALIGNMENT = 16  # bytes, and elements per row and column, for transposing in words
 
 
 def build_columnwise(tensors: Sequence["QuantizedTensor"]) -> None:
     """Overwrite columnwise codes of tensors with square blocks by the transposed rowwise ones.
 
-    Storage stays where it is. Two launches at most per width of codes and device, whatever the
-    number of tensors. Tensors without columnwise codes are left alone.
+    Addresses stay. At most two launches per width of codes and device, for any number of tensors.
+    Tensors without columnwise codes are left alone.
 
     Raises:
         ValueError: If a tensor with columnwise usage has no square blocks, or no rowwise codes.
@@ -42,7 +42,7 @@ def build_columnwise(tensors: Sequence["QuantizedTensor"]) -> None:
 def transposed_codes(codes: Tensor, bits: int) -> Tensor:
     """Codes [rows, cols * bits / 8] transposed in new memory: [cols, rows * bits / 8].
 
-    Or a stack of such matrices, each transposed, in one launch.
+    Also for a stack of such matrices, each transposed, in one launch.
     """
     return (_transposed if backend.runs_eagerly(codes) else _transposed_op)(codes, bits)
 
