@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -626,7 +626,7 @@ class FusedAdam(Optimizer):
             return super().state_dict()
 
     @torch.no_grad()
-    def _left(self, views: Iterable[ParamView]) -> list[ParamView]:
+    def _left(self, views: Iterable[ParamView]) -> Container[ParamView]:
         """Which parameters have left their masters; changes neither."""
         if self._plan is not None:
             self._masters.update(self._plan.notes())
@@ -696,10 +696,14 @@ class FusedAdam(Optimizer):
                 if not view.has_master and "master_param" in states[view.owner]:
                     saving.adopt_master(view, states[view.owner])
             masters = [view for view in views if view.has_master]
-            _, rounded = self._masters.left(masters, states, all_ranks=True)
+            left, rounded = self._masters.left(masters, states, all_ranks=True)
             for view, bytes_of_master in rounded.items():
                 view.param.copy_(bytes_of_master)
             self._masters.note(rounded)
+            # The weights may be loaded next, as plain values of these bytes.
+            for view, bytes_of_master in left.items():
+                if bytes_of_master is not None:
+                    view.param._shared.rounded_master = bytes_of_master
 
     @contextlib.contextmanager
     def _hook(

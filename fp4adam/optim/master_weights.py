@@ -62,7 +62,7 @@ class MasterWeights:
         views: Sequence[ParamView],
         states: dict[Tensor, dict[str, Any]],
         all_ranks: bool = False,
-    ) -> tuple[list[ParamView], dict[QuantizedView, QuantizedTensor]]:
+    ) -> tuple[dict[ParamView, QuantizedTensor | None], dict[QuantizedView, QuantizedTensor]]:
         """Which of the parameters are not what their masters round to; the others are noted.
 
         A step cannot ask other ranks: FSDP2 gives new memory to shards of some ranks alone, so not
@@ -75,8 +75,8 @@ class MasterWeights:
                 judged as a whole, with the scales of their masters.
 
         Returns:
-            Those that something else has written to; and of those that hold the rounded master's
-            values in other bytes, the rounded master.
+            Those that something else has written to, and those that hold the rounded master's
+            values in other bytes; with the rounded masters, as far as these were worked out.
         """
         unsure = [
             view
@@ -87,7 +87,7 @@ class MasterWeights:
             and not self.is_known(view)
         ]
         if not unsure:
-            return [], {}
+            return {}, {}
         answers: dict[ParamView, bool] = {}
         quantized = []
         for view in unsure:
@@ -97,17 +97,21 @@ class MasterWeights:
             if isinstance(view, QuantizedView) and (info is None or all_ranks):
                 quantized.append(view)
             else:
-                answers[view] = view.is_rounded(master_of(view, states[view.owner]))
+                master = master_of(view, states[view.owner])
+                answers[view] = view.was_written(master) or view.is_rounded(master)
         rounded = _rounded(quantized, views, states)
         answers |= {view: view.holds(rounded[view]) for view in quantized}
         answers = _agreed(answers) if all_ranks else answers
         # Values that were rounded, saved in the nominal dtype, and quantized again.
         others = [view for view in quantized if not answers[view]]
         again = {view: view.holds(twin) for view, twin in _requantized(others, rounded)}
+        # Or that were loaded in high precision beside their masters.
+        again |= {v: again[v] or v.was_written(master_of(v, states[v.owner])) for v in others}
         again = _agreed(again) if all_ranks else again
         same = [view for view in unsure if answers[view] or again.get(view)]
         self.note(same)
-        return [v for v in unsure if v not in same], {v: rounded[v] for v in others if again[v]}
+        left = {view: rounded.get(view) for view in unsure if view not in same}
+        return left, {view: rounded[view] for view in others if again[view]}
 
 
 def quantize_together(

@@ -102,6 +102,10 @@ class ParamView:
         """The FP32 value that a master weight starts from, in memory of its own."""
         return self.param.detach().to(torch.float32, copy=True)
 
+    def was_written(self, master: Tensor) -> bool:
+        """Whether the parameter still has the value before quantization, and that is ``master``."""
+        return False
+
     def is_rounded(self, master: Tensor) -> bool:
         """Whether the parameter is what the FP32 ``master`` rounds to."""
         rounded = split_master(master)[0] if self.has_remainder else master.to(self.param.dtype)
@@ -142,6 +146,13 @@ class QuantizedView(ParamView):
         # A copy, since a state_dict taken before quantize_model may hold the same storage.
         return written.to(self.param.device, torch.float32, copy=True).contiguous()
 
+    def was_written(self, master: Tensor) -> bool:
+        """Whether ``master``, rounded to 16 bits perhaps, is the value before quantization."""
+        written = written_value(self.param)
+        return written is not None and are_equal(
+            written.to(self.param.device), master.to(written.dtype).view(written.shape)
+        )
+
     def is_rounded(self, master: Tensor) -> bool:
         """Whether the codes are those of ``master`` with the scales that are there.
 
@@ -157,6 +168,7 @@ class QuantizedView(ParamView):
         self.param.quantize_(master.to(self.write_dtype))
 
     def free_initial_value(self, updates: bool) -> None:
+        self.param._shared.rounded_master = None
         if updates:
             self.param.clear_high_precision_init_val()
         elif self.param._shared.init_val is not None:

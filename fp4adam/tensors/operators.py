@@ -210,8 +210,15 @@ def _copy_(func: Callable, out: Tensor, source: Tensor, non_blocking: bool = Fal
         source = source.float()
     source = source.expand(out.shape) if source.shape != out.shape else source
     value = source.pending_value() if isinstance(source, QuantizedTensor) else source
-    if value is None or not _reads_as(out, value):
+    if value is None:
         out._write(source, non_blocking)
+    elif not _reads_as(out, value):
+        expected = out._shared.rounded_master
+        is_expected = expected is not None and (expected.shape, expected._start) == (
+            out.shape,
+            out._start,
+        )
+        out._write(expected if is_expected and _reads_as(expected, value) else source, non_blocking)
     return out
 
 

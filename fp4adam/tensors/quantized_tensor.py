@@ -344,6 +344,7 @@ class QuantizedTensor(torch.Tensor):
             shared,
             tensors=Storage(**mapped),
             init_val=None,
+            rounded_master=None,
             keeps_init_val=False,
             is_gathered=False,
             pending=None if shared.pending is None else fn(shared.pending),
@@ -354,7 +355,8 @@ class QuantizedTensor(torch.Tensor):
         """The same rows on a copy of the whole storage; writing to it leaves this tensor alone."""
         shared = self.flush()._shared
         cloned = {name: inner.clone() for name, inner in shared.tensors.existing().items()}
-        own = {"init_val": None, "keeps_init_val": False, "is_gathered": False, "pending": None}
+        own = dict.fromkeys(("init_val", "pending", "rounded_master"))
+        own |= {"keeps_init_val": False, "is_gathered": False}
         new = dataclasses.replace(shared, tensors=Storage(**cloned), **own)
         twin = type(self)(tuple(self.shape), self.dtype, self.quantizer, new)
         twin._start = self._start

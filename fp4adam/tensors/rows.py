@@ -68,6 +68,7 @@ def own_blocks(tensor: "QuantizedTensor") -> "QuantizedTensor":
         tensor._shared,
         tensors=_stored_between(tensor, low, high),
         init_val=None,
+        rounded_master=None,
         keeps_init_val=False,
         pending=None if pending is None else rows_of(tensor, pending),
         rows=rows,

@@ -106,6 +106,8 @@ class SharedStorage:
         init_val: The value before quantization, if it was kept for the optimizer.
         keeps_init_val: Whether the next value that is written becomes ``init_val``.
         unsettled: Whether a shard may have been written since the ranks last agreed on its scales.
+        rounded_master: What a loaded master weight rounds to, a tensor of these rows: plain values
+            that read as it does are its bytes. Until the next step.
         is_gathered: Whether FSDP2 has gathered it; writes go to the shards then.
         name: The name of the parameter in its model, for errors.
         scale_group: The ``ScaleGroup`` of weights that share its amax, or None.
@@ -119,6 +121,7 @@ class SharedStorage:
     init_val: Tensor | None = None
     keeps_init_val: bool = False
     unsettled: bool = False
+    rounded_master: Any = None
     is_gathered: bool = False
     name: str | None = None
     scale_group: Any = None
@@ -127,7 +130,8 @@ class SharedStorage:
     # tensors in containers to the CPU, which __deepcopy__ could not. Checkpoints hold no values
     # before quantization: the tensor adds them to copies that need them.
     def __getstate__(self) -> dict[str, Any]:
-        kept = {"init_val": None, "keeps_init_val": False, "is_gathered": False}
+        kept = {"init_val": None, "keeps_init_val": False, "rounded_master": None}
+        kept |= {"is_gathered": False}
         return {**vars(self), **kept, "tensors": self.tensors.existing()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

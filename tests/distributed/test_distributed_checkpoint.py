@@ -197,10 +197,6 @@ def transfers(saved: Pair, alone: Pair, case: tuple[Any, int, int]) -> Iterator[
     set_state_dict(*pair, **states, options=FULL)
     yield "quantized, on every rank", pair
 
-    model, optimizer = make(case, seed=1)
-    optimizer.load_state_dict(copy.deepcopy(alone[1].state_dict()))
-    yield "the whole state of the optimizer is enough", (model, optimizer)
-
     # Masters beside weights that have been rounded to the nominal dtype in place of the format.
     rounded, states = dict(alone[0].state_dict()), copy.deepcopy(alone[1].state_dict())
     for name, state in zip(rounded, states["state"].values(), strict=True):
@@ -462,7 +458,6 @@ def load_and_step(rank: int, by_kernels: bool) -> list[list[dict[str, Tensor]]]:
     set_model_state_dict(pair[0], other_weights(pair[0], 1), options=FULL)
     results = [snapshot(take_steps(pair, range(2, 4)))]
     pair[1].load_state_dict(saved)
-    results.append(snapshot(pair))
     return [*results, snapshot(take_steps(pair, range(2, 3)))]
 
 
