@@ -101,12 +101,17 @@ class MasterWeights:
                 answers[view] = view.was_written(master) or view.is_rounded(master)
         rounded = _rounded(quantized, views, states)
         answers |= {view: view.holds(rounded[view]) for view in quantized}
-        answers = _agreed(answers) if all_ranks else answers
-        # Values that were rounded, saved in the nominal dtype, and quantized again.
+        here = answers
+        answers = _agreed(here) if all_ranks else here
+        # Values that were rounded, saved in the nominal dtype, and quantized again; or that were
+        # loaded in high precision beside their masters. Some ranks may have got bytes all the same.
         others = [view for view in quantized if not answers[view]]
-        again = {view: view.holds(twin) for view, twin in _requantized(others, rounded)}
-        # Or that were loaded in high precision beside their masters.
-        again |= {v: again[v] or v.was_written(master_of(v, states[v.owner])) for v in others}
+        again = {
+            view: here[view]
+            or view.holds(twin)
+            or view.was_written(master_of(view, states[view.owner]))
+            for view, twin in _requantized(others, rounded)
+        }
         again = _agreed(again) if all_ranks else again
         same = [view for view in unsure if answers[view] or again.get(view)]
         self.note(same)

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 # Builtins, which map() calls without a Python frame.
 data_ptr = torch._C.TensorBase.data_ptr
 _is_contiguous = torch._C.TensorBase.is_contiguous
+_numel = torch._C.TensorBase.numel
 _stride = torch._C.TensorBase.stride
 _shape = attrgetter("shape")
 _dtype = attrgetter("dtype")
@@ -26,15 +27,13 @@ version = attrgetter("_version")
 
 
 def layout_of(tensors: Sequence[Tensor]) -> list[list[Any]]:
-    """Addresses, shapes, strides and dtypes of tensors; an address is on one device."""
+    """Addresses, sizes, strides and dtypes of tensors; an address is on one device."""
     dense = list(map(_is_contiguous, tensors))
-    strides = dense if all(dense) else list(map(_stride, tensors))
-    return [
-        list(map(data_ptr, tensors)),
-        list(map(_shape, tensors)),
-        strides,
-        list(map(_dtype, tensors)),
-    ]
+    # Contiguous ones are read flat, so their number of elements is all that matters of a shape.
+    sizes = [list(map(_numel, tensors))]
+    if not all(dense):
+        sizes = [list(map(_shape, tensors)), list(map(_stride, tensors))]
+    return [list(map(data_ptr, tensors)), dense, *sizes, list(map(_dtype, tensors))]
 
 
 class WriteNote(NamedTuple):

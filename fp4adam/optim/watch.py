@@ -27,10 +27,8 @@ _storage = attrgetter("_shared.tensors")
 _local_storage = attrgetter("_local_tensor._shared.tensors")
 _present = attrgetter("present")
 _is_current = methodcaller("is_current")
-
-
-def _deref(ref: weakref.ref) -> Any:
-    return ref()
+# The slot itself, which map() calls without a Python frame.
+_deref = weakref.ref.__call__
 
 
 class Watch:
