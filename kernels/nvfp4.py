@@ -70,8 +70,8 @@ def nvfp4_tile(
     directions; else one per 16 elements of each direction, in padded rows. USAGE.swizzled: also in
     the order of the GEMM, but for those of square blocks, which :func:`store_square_scales` takes.
     Returns amaxes of its blocks, words of codes [BR, BC / 8], and scales [BR / 16, BC / 16] of
-    square blocks, else columnwise ones [BR / 16, BC]; codes and columnwise scales, of no use
-    without USAGE.columnwise, are what :func:`store_columnwise` takes.
+    square blocks, else columnwise ones [BR / 16, BC]. :func:`store_columnwise` takes the codes and
+    columnwise scales; without USAGE.columnwise, ignore them.
     """
     if USAGE.square:
         blocks = tl.reshape(x, (BR // 16, 16, BC // 16, 16))

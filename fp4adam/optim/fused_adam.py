@@ -166,7 +166,8 @@ class FusedAdam(Optimizer):
         # By device: what the next step multiplies gradients by.
         self._clip: dict[torch.device, Tensor] = {}
         # Hooks are registered for the time of a call, which may come from several threads.
-        self._saving = threading.RLock()
+        # Loading comes by here while it holds the lock, which therefore stays.
+        self.__dict__.setdefault("_saving", threading.RLock())
 
     # Options and parameters
 
@@ -388,7 +389,8 @@ class FusedAdam(Optimizer):
         pairs = [(group, param) for group in self.param_groups for param in group["params"]]
         params = [param for _, param in pairs]
         self._masters.keep_only(params)
-        self._borrowed = {p: b for p, b in self._borrowed.items() if p in set(params)}
+        known = set(params)
+        self._borrowed = {p: b for p, b in self._borrowed.items() if p in known}
         stepped, moving = self._check_all(pairs)
         views = {p: self._view(p) for p in params if self._scales_of(p) in stepped}
         left, _ = self._masters.left([*views.values()], self.state)

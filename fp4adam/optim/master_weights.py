@@ -113,7 +113,7 @@ class MasterWeights:
             for view, twin in _requantized(others, rounded)
         }
         again = _agreed(again) if all_ranks else again
-        same = [view for view in unsure if answers[view] or again.get(view)]
+        same = {view for view in unsure if answers[view] or again.get(view)}
         self.note(same)
         left = {view: rounded.get(view) for view in unsure if view not in same}
         return left, {view: rounded[view] for view in others if again[view]}
@@ -171,12 +171,13 @@ def _requantized(
     views: Sequence[QuantizedView], rounded: dict[QuantizedView, QuantizedTensor]
 ) -> list[tuple[QuantizedView, QuantizedTensor]]:
     """What plain values of rounded masters are quantized to."""
+    wanted = set(views)
     groups = {view.scales for view in views}
     members = [view for view in rounded if view.scales in groups]
     values = [rounded[view].dequantize(view.param.dtype) for view in members]
     twins = [view.param.twin() for view in members]
     quantize_together(members, twins, values, [torch.float32] * len(members))
-    return [(view, twin) for view, twin in zip(members, twins, strict=True) if view in views]
+    return [(view, twin) for view, twin in zip(members, twins, strict=True) if view in wanted]
 
 
 def _agreed(answers: dict[ParamView, bool]) -> dict[ParamView, bool]:
