@@ -127,7 +127,7 @@ def post_all_gather(
     tensor = type(shard)(spec.shape, param_dtype, spec.quantizer, tensors)
     if spec.quantizer.optimize_for_gemm:
         gemm_scales = {name: pair.swizzled for name, pair in scales_of(tensor).items()}
-        tensor._shared.tensors = dataclasses.replace(tensors, **gemm_scales)
+        tensor._shared.tensors = tensors.exchange(**gemm_scales)
         build_gemm_scales([tensor])
         filled += gemm_scales.values()
     tensor._shared.is_gathered = True
@@ -143,7 +143,7 @@ def _fill_in_again(out: QuantizedTensor, known: dict[str, Tensor]) -> None:
     shared = out._shared
     # They differ if the shard has been moved or exchanged. A new storage in any case: its identity
     # tells that what was derived from the old one is stale.
-    shared.tensors = dataclasses.replace(shared.tensors, **known)
+    shared.tensors = shared.tensors.exchange(**known)
     refills, has_gemm_scales = _refills[shared], out.quantizer.optimize_for_gemm
     if refills or has_gemm_scales:
         # Compiled graphs have saved these tensors for the backward pass.

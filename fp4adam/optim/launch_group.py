@@ -3,23 +3,19 @@
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from functools import reduce
-from itertools import chain, compress, repeat
-from operator import attrgetter, is_, or_
+from itertools import chain, compress
+from operator import attrgetter, or_
 
 import torch
 from torch import Tensor
 
 from fp4adam.kernels.launch.device_tables import DeviceTables
+from fp4adam.optim.memory_note import are_laid_out_as, data_ptr
 from fp4adam.optim.param_state import ALIGNMENT, ParamState
 from fp4adam.optim.step_kernels import FusedLaunch, Kind, Listed, fused_launch
 from fp4adam.tensors.rows import matrix_shape
 
-# Builtins, which map() calls without a Python frame.
-_data_ptr = torch._C.TensorBase.data_ptr
 _numel = torch._C.TensorBase.numel
-_stride = torch._C.TensorBase.stride
-_is_contiguous = torch._C.TensorBase.is_contiguous
-_dtype = attrgetter("dtype")
 _shape_and_device = attrgetter("shape", "device")
 
 
@@ -63,40 +59,44 @@ class LaunchGroup:
         self.present: list[bool] | None = None
         self._read_grad = read_grad
         self._owners = [m.owner for m in members]
-        values = [m.value for m in members]
+        self._values = [m.value for m in members]
         # torch sees to it that .grad is like its parameter, until someone resizes it.
         self._size_of = _shape_and_device if grads_vary else _numel
-        self._sizes = list(map(self._size_of, values))
-        self._layout_of = _is_contiguous if kind.is_contiguous else _stride
-        self._layouts = list(map(self._layout_of, values))
+        # What is known to be fit: which members have gradients, None for all, and their layouts.
+        self._known: list[bool] | None = None
+        self._have_known_layouts: Callable[..., bool] = lambda *grads: False
 
     def takes_grads(self) -> bool:
         """Whether the launch is made for the gradients as they are; notes where they lie."""
         grads = list(map(self._read_grad, self._owners))
-        sizes, layouts, self.present = self._sizes, self._layouts, None
+        self.present = None
+        if not (self._known is None and self._have_known_layouts(*grads)):
+            present = [grad is not None for grad in grads]
+            grads = [*compress(grads, present)]
+            self.present = None if all(present) else present
+            if not (self.present == self._known and self._have_known_layouts(*grads)):
+                if not self._takes_layouts_of(grads, present):
+                    return False
+                self._known, self._have_known_layouts = self.present, are_laid_out_as(grads)
         try:
-            try:
-                self.grads = list(map(_data_ptr, grads))
-            except TypeError:  # where there is no gradient
-                self.present = [grad is not None for grad in grads]
-                self.grads = [0 if grad is None else _data_ptr(grad) for grad in grads]
-                grads, sizes, layouts = (
-                    list(compress(x, self.present)) for x in (grads, sizes, layouts)
-                )
-            return (
-                self.grads.count(0) == len(self.members) - len(grads)
-                and (self.present is None or all(map(self._are_alike, self._peers)))
-                and not reduce(or_, self.grads) % ALIGNMENT
-                and all(map(is_, map(_dtype, grads), repeat(self.kind.grad_dtype)))
-                and list(map(self._size_of, grads)) == sizes
-                and list(map(self._layout_of, grads)) == layouts
-            )
-        except (TypeError, RuntimeError):  # something has no address
+            self.grads = list(map(data_ptr, grads))
+        except RuntimeError:  # one has no address
             return False
+        is_aligned = not reduce(or_, self.grads, 0) % ALIGNMENT and 0 not in self.grads
+        if self.present is not None:
+            addresses = iter(self.grads)
+            self.grads = [next(addresses) if has_grad else 0 for has_grad in self.present]
+        return is_aligned
 
-    def _are_alike(self, peers: list[int]) -> bool:
-        """Whether all of some members have a gradient, or none of them."""
-        return len({self.present[i] for i in peers}) == 1
+    def _takes_layouts_of(self, grads: list[Tensor], present: list[bool]) -> bool:
+        """Whether gradients, of the members that have some, are as the launch reads them."""
+        is_flat = self.kind.is_contiguous
+        return all(len({present[i] for i in peers}) == 1 for peers in self._peers) and all(
+            grad.dtype is self.kind.grad_dtype
+            and self._size_of(grad) == self._size_of(value)
+            and (grad.is_contiguous() if is_flat else grad.stride() == value.stride())
+            for grad, value in zip(grads, compress(self._values, present), strict=True)
+        )
 
     def table_rows(self) -> list[list[int]]:
         """Rows of the table of tensors; those of gradient and scalars are 0."""

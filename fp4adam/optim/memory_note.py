@@ -5,35 +5,29 @@ nothing is concluded from them: everything is read from the tensors again. Notes
 alive, or ``model.cpu()`` would not free any.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 from torch.multiprocessing.reductions import StorageWeakRef
 
 # Builtins, which map() calls without a Python frame.
 data_ptr = torch._C.TensorBase.data_ptr
-_is_contiguous = torch._C.TensorBase.is_contiguous
-_numel = torch._C.TensorBase.numel
-_stride = torch._C.TensorBase.stride
-_shape = attrgetter("shape")
-_dtype = attrgetter("dtype")
-
 # The address of what owns a tensor's memory. ``.data = new`` changes it, and no version.
 storage_address = torch._C._storage_address
 version = attrgetter("_version")
 
 
-def layout_of(tensors: Sequence[Tensor]) -> list[list[Any]]:
-    """Addresses, sizes, strides and dtypes of tensors; an address is on one device."""
-    dense = list(map(_is_contiguous, tensors))
-    # Contiguous ones are read flat, so their number of elements is all that matters of a shape.
-    sizes = [list(map(_numel, tensors))]
-    if not all(dense):
-        sizes = [list(map(_shape, tensors)), list(map(_stride, tensors))]
-    return [list(map(data_ptr, tensors)), dense, *sizes, list(map(_dtype, tensors))]
+def are_laid_out_as(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Tells of as many tensors, in one call, whether they have the same layouts as ``tensors``.
+
+    These are their shapes, strides, dtypes and devices, as the guards of torch.compile check them.
+    """
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    return guards.check
 
 
 class WriteNote(NamedTuple):

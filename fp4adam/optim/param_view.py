@@ -137,7 +137,7 @@ class QuantizedView(ParamView):
 
     def note(self) -> WriteNote:
         storage = self.param.flush()._shared.tensors
-        return WriteNote(weakref.ref(storage), tuple(map(version, storage.present)))
+        return WriteNote(weakref.ref(storage), tuple(map(version, storage.versioned)))
 
     def value(self) -> Tensor:
         written = written_value(self.param)

@@ -63,6 +63,9 @@ def saved_state(view: ParamView, state: State, left: bool, compact: bool) -> Sta
         saved.pop("master_param_scale", None)
     elif waits and "master_param" in state and not view.is_rounded(local(state["master_param"])):
         saved["master_param"] = like(view.owner, view.value())
+    if not view.has_remainder:
+        # The parameter has become something else than the upper half of a master.
+        saved.pop("param_remainder", None)
     own = {name: local(value) for name, value in state.items()}
     if left:
         value = StoredState.encode(view.codecs["master_param"], view.value())

@@ -14,8 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fp4adam.distributed.dtensor import is_dtensor, local
 from fp4adam.optim.memory_note import (
     WriteNote,
+    are_laid_out_as,
     data_ptr,
-    layout_of,
     storage_address,
     version,
 )
@@ -25,7 +25,7 @@ from fp4adam.tensors.quantized_tensor import QuantizedTensor
 _local = attrgetter("_local_tensor")
 _storage = attrgetter("_shared.tensors")
 _local_storage = attrgetter("_local_tensor._shared.tensors")
-_present = attrgetter("present")
+_versioned = attrgetter("versioned")
 _is_current = methodcaller("is_current")
 # The slot itself, which map() calls without a Python frame.
 _deref = weakref.ref.__call__
@@ -54,13 +54,16 @@ class Watch:
             (is_sharded, itemgetter(*names), alike) for (is_sharded, names), alike in states.items()
         ]
         self._present: list[bool] = []
+        storages = [local(p)._shared.tensors for p in (*self._quantized, *self._quantized_shards)]
+        self._has_loose = any(storage.counter is None for storage in storages)
         self._read()
-        self._layout = self._read_layout()
-        self._addresses = list(map(storage_address, self._params))
+        self._have_known_layouts = are_laid_out_as([*self._params, *self._values])
+        self._addresses = self._read_addresses()
+        self._blocks = list(map(storage_address, self._params))
         # So that no other storage gets the address of one that is gone.
         self._alive = [StorageWeakRef(param.untyped_storage()) for param in self._params]
         self._storages = [weakref.ref(storage) for storage in self._now]
-        self._counts = [len(storage.present) for storage in self._now]
+        self._counts = [len(storage.versioned) for storage in self._now]
         self._versions = self._read_versions()
         self._let_go()
 
@@ -69,7 +72,9 @@ class Watch:
         self._params = [*self._plain, *map(_local, self._sharded)]
         self._now = list(map(_storage, self._quantized))
         self._now += map(_local_storage, self._quantized_shards)
-        self._inner = list(chain.from_iterable(map(_present, self._now)))
+        self._counters = list(chain.from_iterable(map(_versioned, self._now)))
+        # Inner tensors that count for themselves can be given other memory behind our back.
+        self._loose = self._counters if self._has_loose else []
         self._values: list[Tensor] = []
         for is_sharded, getter, states in self._states:
             values = chain.from_iterable(map(getter, states))
@@ -77,15 +82,14 @@ class Watch:
 
     def _let_go(self) -> None:
         """Drop what has been read: nobody else may hold it any more when it is next asked for."""
-        self._params, self._now, self._inner, self._values = [], [], [], []
+        self._params, self._now, self._values = [], [], []
+        self._counters = self._loose = []
 
-    def _read_layout(self) -> list[list[Any]]:
-        # Shapes and dtypes of inner tensors are those of their format, as long as nobody exchanges
-        # them, which makes another storage of them.
-        return [*layout_of([*self._params, *self._values]), list(map(data_ptr, self._inner))]
+    def _read_addresses(self) -> list[int]:
+        return list(map(data_ptr, chain(self._params, self._values, self._loose)))
 
     def _read_versions(self) -> list[int]:
-        return list(map(version, chain(self._params, self._sharded, self._inner)))
+        return list(map(version, chain(self._params, self._sharded, self._counters)))
 
     def is_unchanged(self) -> bool:
         """Read everything again; True if it is as the last own write has left it."""
@@ -94,8 +98,11 @@ class Watch:
             if (
                 all(map(is_, self._now, map(_deref, self._storages)))
                 and self._read_versions() == self._versions
-                and list(map(storage_address, self._params)) == self._addresses
-                and self._read_layout() == self._layout
+                and self._read_addresses() == self._addresses
+                and list(map(storage_address, self._params)) == self._blocks
+                # Inner tensors have the layouts of their format, unless someone exchanges them,
+                # which makes another storage of them.
+                and self._have_known_layouts(*self._params, *self._values)
                 and all(map(_is_current, self._borrowed))
             ):
                 return True
@@ -118,17 +125,17 @@ class Watch:
             self._written = [m.owner for m in stepped]
             self._written += [m.param for m in stepped if m.param is not m.owner]
             self._written += chain.from_iterable(
-                m.param._shared.tensors.present for m in stepped if m.borrowed is not None
+                m.param._shared.tensors.versioned for m in stepped if m.borrowed is not None
             )
             owners = {m.owner for m in stepped}
             quantized = (*self._quantized, *self._quantized_shards)
-            self._written_inner = [
+            self._written_counters = [
                 owner in owners
                 for owner, count in zip(quantized, self._counts, strict=True)
                 for _ in range(count)
             ]
-        inner = compress(self._inner, self._written_inner)
-        torch.autograd.graph.increment_version([*self._written, *inner])
+        counters = compress(self._counters, self._written_counters)
+        torch.autograd.graph.increment_version([*self._written, *counters])
         for borrowed in self._borrowed:
             borrowed.note()
         self._versions = self._read_versions()
@@ -136,12 +143,12 @@ class Watch:
 
     def notes(self) -> dict[Tensor, WriteNote]:
         """For each parameter how the last own write has left it."""
-        n, versions = len(self._addresses), self._versions
+        n, versions = len(self._blocks), self._versions
         notes = {}
         for i, owner in enumerate((*self._plain, *self._sharded)):
             number = i - len(self._plain)
             held = (versions[i],) if number < 0 else (versions[n + number], versions[i])
-            notes[owner] = WriteNote(self._addresses[i], held, self._alive[i])
+            notes[owner] = WriteNote(self._blocks[i], held, self._alive[i])
         first = n + len(self._sharded)
         quantized = (*self._quantized, *self._quantized_shards)
         for owner, storage, count in zip(quantized, self._storages, self._counts, strict=True):

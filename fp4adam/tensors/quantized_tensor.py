@@ -31,7 +31,7 @@ def _inner(name: str) -> property:
         return getattr(tensor._shared.tensors, name)
 
     def exchange(tensor: "QuantizedTensor", value: Tensor | None) -> None:
-        tensor._shared.tensors = dataclasses.replace(tensor._shared.tensors, **{name: value})
+        tensor._shared.tensors = tensor._shared.tensors.exchange(**{name: value})
 
     return property(get, exchange, doc=f"The inner tensor ``{name}``, or None.")
 
@@ -278,8 +278,8 @@ class QuantizedTensor(torch.Tensor):
 
     def share_memory_(self) -> "QuantizedTensor":
         """Move the inner tensors to shared memory."""
-        for inner in self.storage_tensors().values():
-            inner.share_memory_()
+        shared = self.flush()._shared
+        shared.tensors = shared.tensors.map(torch.Tensor.share_memory_)
         return self
 
     # Asynchronous checkpoints copy the storage of a tensor with an address, then its attributes.
@@ -339,10 +339,9 @@ class QuantizedTensor(torch.Tensor):
         """A tensor with a new storage: ``fn`` of the blocks that it has rows of."""
         source = rows.own_blocks(self.flush())
         shared = source._shared
-        mapped = {name: fn(inner) for name, inner in shared.tensors.existing().items()}
         new = dataclasses.replace(
             shared,
-            tensors=Storage(**mapped),
+            tensors=shared.tensors.map(fn),
             init_val=None,
             rounded_master=None,
             keeps_init_val=False,
@@ -354,10 +353,9 @@ class QuantizedTensor(torch.Tensor):
     def twin(self) -> "QuantizedTensor":
         """The same rows on a copy of the whole storage; writing to it leaves this tensor alone."""
         shared = self.flush()._shared
-        cloned = {name: inner.clone() for name, inner in shared.tensors.existing().items()}
         own = dict.fromkeys(("init_val", "pending", "rounded_master"))
         own |= {"keeps_init_val": False, "is_gathered": False}
-        new = dataclasses.replace(shared, tensors=Storage(**cloned), **own)
+        new = dataclasses.replace(shared, tensors=shared.tensors.map(torch.clone), **own)
         twin = type(self)(tuple(self.shape), self.dtype, self.quantizer, new)
         twin._start = self._start
         return twin

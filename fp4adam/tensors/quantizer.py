@@ -146,8 +146,8 @@ class Quantizer:
     def zeros(self, rows: int, cols: int, device: torch.device | str | None = None) -> Storage:
         """The inner tensors of a [rows, cols] matrix."""
         layout = self.storage_layout(rows, cols)
-        return Storage(
-            **{
+        return Storage.of(
+            {
                 name: torch.zeros(size, dtype=kind, device=device)
                 for name, (size, kind) in layout.items()
             }

@@ -8,6 +8,7 @@ Exchanging an inner tensor puts another ``Storage`` there, so the identity of ``
 
 import dataclasses
 import functools
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,9 @@ class Storage:
     kept once, one per block, in ``block_scale_inv``. The last two repeat the scales for GEMMs, and
     are derived from the ones that everything else reads. A storage never changes, so its identity
     tells which tensors these are, also through a weak reference.
+
+    ``counter`` has no elements, and the version of all of them, which a step reads once in place of
+    up to six times; None if each counts for itself, as after one has been exchanged.
     """
 
     rowwise_data: Tensor | None = None
@@ -37,6 +41,25 @@ class Storage:
     amax: Tensor | None = None
     rowwise_gemm_scale_inv: Tensor | None = None
     columnwise_gemm_scale_inv: Tensor | None = None
+    counter: Tensor | None = None
+
+    @classmethod
+    def of(cls, inner: Mapping[str, Tensor]) -> "Storage":
+        """A storage on the memory of tensors that are nobody else's; they get one version."""
+        with _aliases_share_versions():
+            counter = torch.empty(0, device=next(iter(inner.values())).device)
+            counted = {name: counter.detach() for name in inner}
+        for name, tensor in inner.items():
+            counted[name].data = tensor  # which exchanges all but the version
+        return cls(**counted, counter=counter)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Storage":
+        """A storage of what ``function`` makes of each inner tensor."""
+        return Storage.of({name: function(x) for name, x in self.existing().items()})
+
+    def exchange(self, **inner: Tensor | None) -> "Storage":
+        """A storage with other inner tensors in place of some."""
+        return dataclasses.replace(self, counter=None, **inner)
 
     def existing(self) -> dict[str, Tensor]:
         """The inner tensors that are not None, by name."""
@@ -48,8 +71,25 @@ class Storage:
         """The inner tensors that are not None."""
         return tuple(self.existing().values())
 
+    @functools.cached_property
+    def versioned(self) -> tuple[Tensor, ...]:
+        """The tensors whose versions tell those of all inner tensors."""
+        return self.present if self.counter is None else (self.counter,)
 
-STORAGE_NAMES = tuple(field.name for field in dataclasses.fields(Storage))
+
+STORAGE_NAMES = tuple(field.name for field in dataclasses.fields(Storage))[:-1]
+
+
+def _aliases_share_versions() -> Any:
+    """Makes aliases as a user's code does: with the version of what they are aliases of.
+
+    Operators on quantized tensors run below the part of torch that sees to it.
+    """
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    return torch._C._ForceDispatchKeyGuard(
+        torch._C._dispatch_tls_local_include_set(),
+        excluded.remove(torch._C.DispatchKey.ADInplaceOrView),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +175,7 @@ class SharedStorage:
         return {**vars(self), **kept, "tensors": self.tensors.existing()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**{**state, "tensors": Storage(**state["tensors"])})
+        self.__init__(**{**state, "tensors": Storage.of(state["tensors"])})
 
     @property
     def rows_share_scales(self) -> bool:
@@ -146,7 +186,7 @@ class SharedStorage:
 
     def mark_written(self) -> None:
         """Raise the version of every inner tensor; kernels do not do so."""
-        torch.autograd.graph.increment_version(self.tensors.present)
+        torch.autograd.graph.increment_version(self.tensors.versioned)
 
 
 torch.serialization.add_safe_globals([SharedStorage, GlobalSpec])

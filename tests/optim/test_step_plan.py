@@ -426,3 +426,22 @@ def test_kernels_of_a_step_are_few(device):
     names = [event.name for event in on_gpu if not event.is_user_annotation]
     assert sum("Memcpy" in name for name in names) == 1
     assert len(names) <= 1 + 5, names
+
+
+@NEEDS_GPU
+def test_hooks_of_triton_see_every_launch(device, monkeypatch):
+    import triton
+
+    params = make_params(device, NVFP4Quantizer())
+    optimizer = FP4Adam(params)
+    for seed in range(2):
+        set_grads(params, seed)
+        optimizer.step()
+    seen = []
+    hooks = triton.knobs.runtime.launch_enter_hook
+    hooks.add(lambda metadata: seen.append(metadata.get()["name"]))
+    try:
+        launched = count_launches(monkeypatch, optimizer)
+    finally:
+        hooks.calls.clear()
+    assert seen and seen == launched
