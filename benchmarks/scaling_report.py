@@ -18,6 +18,7 @@ COLUMNS = (
     Column("reduce_ms", "reduce ms", "all-reduce in it, ms", ".3f"),
     Column("reduce_share", "of step", "of the step", ".1%"),
     Column("train_ms", "train ms", "training step, ms", ".1f"),
+    Column("host_ms", "host ms", "host, ms", ".1f"),
     Column("tokens_per_second", "tokens/s", "tokens/s", ",.0f"),
     Column("forward_all_gather_MB", "gather MB", "gathered per forward and GPU, MB", ".1f"),
     Column("formula_MB", "formula", "by the formula, MB", ".1f"),

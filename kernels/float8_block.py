@@ -356,21 +356,20 @@ def _vectors_launch(
 
 @on_its_device
 def dequantize(
-    data: Tensor, scale_inv: Tensor, two_dimensional: bool, transposed: bool, dtype: torch.dtype
-) -> Tensor:
-    """Decode E4M3 codes; the result is transposed if they are.
+    data: Tensor, scale_inv: Tensor, two_dimensional: bool, transposed: bool, out: Tensor
+) -> None:
+    """Decode E4M3 codes [rows, cols] into ``out``; transposed codes give [cols, rows].
 
     ``scale_inv``: the grid of 128x128 blocks of the untransposed matrix, or [ceil(cols / 128), rows
     to 4] of the codes.
     """
     rows, cols = data.shape
-    out = torch.empty((cols, rows) if transposed else (rows, cols), dtype=dtype, device=data.device)
     if not out.numel():
-        return out
+        return
     scale = scale_inv if two_dimensional and not transposed else scale_inv.t()
     if not transposed and cols % 8 == 0 and data.data_ptr() % 16 == 0:
         _dequantize_words(data, scale, out=out, strides=scale.stride(), SQUARE=two_dimensional)
-        return out
+        return
     tile_rows = 32
     _dequantize_kernel[(triton.cdiv(rows, tile_rows) * triton.cdiv(cols, BLOCK),)](
         data,
@@ -384,4 +383,3 @@ def dequantize(
         BR=tile_rows,
         enable_fp_fusion=False,
     )
-    return out

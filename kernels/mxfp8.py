@@ -1,6 +1,5 @@
 """MXFP8: quantize and dequantize matrices, and the tile functions that do it."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -216,24 +215,22 @@ def quantize(
 
 
 @on_its_device
-def dequantize(data: Tensor, scale: Tensor, rowwise: bool, dtype: torch.dtype) -> Tensor:
+def dequantize(data: Tensor, scale: Tensor, rowwise: bool, out: Tensor) -> None:
     """Decode E4M3 codes [rows, cols] with scales per 1x32 (``rowwise``) or 32x1 block."""
     rows, cols = data.shape
-    out = torch.empty_like(data, dtype=dtype)
     if not out.numel():
-        return out
+        return
     if data.data_ptr() % 16 == 0:
         _dequantize_words(data, scale, out=out, strides=(scale.stride(0),), ROWWISE=rowwise)
-    else:
-        _dequantize_kernel[(rows // BLOCK * (cols // BLOCK),)](
-            data,
-            scale,
-            out,
-            cols,
-            scale.stride(0),
-            ROWWISE=rowwise,
-            BR=BLOCK,
-            BC=BLOCK,
-            enable_fp_fusion=False,
-        )
-    return out
+        return
+    _dequantize_kernel[(rows // BLOCK * (cols // BLOCK),)](
+        data,
+        scale,
+        out,
+        cols,
+        scale.stride(0),
+        ROWWISE=rowwise,
+        BR=BLOCK,
+        BC=BLOCK,
+        enable_fp_fusion=False,
+    )

@@ -1,6 +1,5 @@
 """NVFP4: quantize and dequantize matrices, and the tile functions that do it."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -324,20 +323,19 @@ def dequantize(
     amax: Tensor,
     two_dimensional: bool,
     transposed: bool,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Decode packed codes [rows, cols / 2]; the result is transposed if they are."""
+    out: Tensor,
+) -> None:
+    """Decode packed codes [rows, cols / 2] into ``out``; transposed codes give [cols, rows]."""
     rows, cols = data.shape[0], data.shape[1] * 2
-    out = torch.empty((cols, rows) if transposed else (rows, cols), dtype=dtype, device=data.device)
     tile_rows, tile_cols = divisor_tile(rows, 64, BLOCK), divisor_tile(cols, 64, BLOCK)
     grid = (rows // tile_rows * (cols // tile_cols),)
     if not out.numel():
-        return out
+        return
     if not transposed and data.data_ptr() % 16 == 0:
         _dequantize_words(
             data, scale, amax, out=out, strides=(scale.stride(0),), SQUARE=two_dimensional
         )
-        return out
+        return
     scale = scale.t() if two_dimensional and transposed else scale
     _dequantize_kernel[grid](
         data,
@@ -353,4 +351,3 @@ def dequantize(
         BC=tile_cols,
         enable_fp_fusion=False,
     )
-    return out

@@ -1,15 +1,18 @@
 """FSDP2's hooks: the tensors that a shard contributes to an all-gather, and the whole weight.
 
-Codes and scales are gathered, about half a byte per weight in NVFP4. ``fully_shard`` cuts a weight
-into equal numbers of rows, also within blocks: both shards then have the scale of the cut block,
-and both are the same (``scale_exchange.py``).
+Codes and scales are gathered, about half a byte per weight in NVFP4. Where matmuls read the values
+of a weight, the whole one is a plain tensor, decoded from them: layers and compiled graphs are then
+those of a model without quantized weights. Where they read codes, it is a quantized tensor.
+
+``fully_shard`` cuts a weight into equal numbers of rows, also within blocks: both shards then have
+the scale of the cut block, and both are the same (``scale_exchange.py``).
 
 FSDP2 calls both hooks for every weight, forward and backward, and the GPU waits for the host. So
 their work is done once and cached. FSDP2 runs several operators per gathered tensor, so what every
 rank has already is not gathered: the amax of an NVFP4 tensor.
 """
 
-import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -20,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fp4adam.distributed.dtensor import local
 from fp4adam.distributed.scale_exchange import ShardInfo, settle_shard
 from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -75,6 +79,8 @@ def _make_gathering(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
     n_shards = mesh.size() if spec.is_divided else 1
     inputs, known = {}, {}
     for name, rows in shard.quantizer.rows_per_entry.items():
+        if not spec.quantizer.multiplies_codes and name.startswith("columnwise"):
+            continue  # the rowwise ones have the values
         inner = getattr(tensors, name)
         if rows == 1:
             inputs[name] = inner[first : first + spec.chunk_rows]
@@ -103,28 +109,63 @@ def post_all_gather(
     metadata: Gathering,
     param_dtype: torch.dtype,
     *,
-    out: QuantizedTensor | None = None,
-) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-    """The whole tensor, and its inner tensors that FSDP2 has to free beside the outputs.
+    out: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    """The whole weight, and the tensors that FSDP2 has to free beside the outputs.
 
-    Codes that can be derived are derived on first access; scales for GEMMs are written in a launch.
-    With ``out``, an earlier result, inner tensors that are not views are written again.
+    With ``out``, an earlier result, what is not a view of the outputs is written again.
     """
-    spec = _global_spec(shard)
     # On one rank, and for replicate(), FSDP2 copies the first input, and hands over no other.
     n, own = len(all_gather_outputs), shard._shared.tensors
     gathered, rest = metadata.names[:n], metadata.names[n:]
     known = metadata.known | {name: getattr(own, name) for name in rest}
+    outputs = dict(zip(gathered, all_gather_outputs, strict=True))
+    if _global_spec(shard).quantizer.multiplies_codes:
+        return _whole_codes(shard, outputs, known, param_dtype, out)
+    return _whole_values(shard, outputs, known, param_dtype, out)
+
+
+def _whole_values(
+    shard: QuantizedTensor,
+    outputs: dict[str, Tensor],
+    known: dict[str, Tensor],
+    dtype: torch.dtype,
+    out: Tensor | None,
+) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    """The whole weight as a plain tensor, decoded in one launch."""
+    spec = _global_spec(shard)
+    codes = {name: _entries_in_order(name, inner, spec) for name, inner in outputs.items()}
+    shape = flat_shape(spec.shape)
+    if out is None:
+        values = torch.empty(shape, dtype=dtype, device=shard.device)
+    else:
+        # Without its version: the backward pass reads what the forward pass has saved.
+        values = local(out).data.view(shape)
+    spec.quantizer.read_into(Storage(**codes, **known), values)
+    for inner in outputs.values():
+        inner.untyped_storage().resize_(0)  # FSDP2 allocates it anew before the next all-gather
+    return (values.view(spec.shape), (values,)) if out is None else None
+
+
+def _whole_codes(
+    shard: QuantizedTensor,
+    outputs: dict[str, Tensor],
+    known: dict[str, Tensor],
+    dtype: torch.dtype,
+    out: QuantizedTensor | None,
+) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
+    """The whole weight as a quantized tensor.
+
+    Codes that can be derived are derived on first access; scales for GEMMs are written in a launch.
+    """
     if out is not None:
         _fill_in_again(out, known)
         return None
-    parts = {
-        name: _assemble(name, inner, spec)
-        for name, inner in zip(gathered, all_gather_outputs, strict=True)
-    }
+    spec = _global_spec(shard)
+    parts = {name: _assemble(name, inner, spec) for name, inner in outputs.items()}
     tensors = Storage(**{name: part.tensor for name, part in parts.items()}, **known)
     filled = [part.tensor for part in parts.values() if part.refill is not None]
-    tensor = type(shard)(spec.shape, param_dtype, spec.quantizer, tensors)
+    tensor = type(shard)(spec.shape, dtype, spec.quantizer, tensors)
     if spec.quantizer.optimize_for_gemm:
         gemm_scales = {name: pair.swizzled for name, pair in scales_of(tensor).items()}
         tensor._shared.tensors = tensors.exchange(**gemm_scales)
@@ -162,10 +203,9 @@ class _Part(NamedTuple):
 
 
 def _assemble(name: str, inner: Tensor, spec: GlobalSpec) -> _Part:
-    """An inner tensor of the whole, from those of all shards in order."""
+    """An inner tensor of the whole with its padding, from those of all shards in order."""
     if name == "amax":
-        # The first rank has rows.
-        return _Part(inner[:1])
+        return _Part(_entries_in_order(name, inner, spec))
     rows = spec.quantizer.rows_per_entry[name]
     entries = -(-spec.rows // rows)
     shape, _ = spec.quantizer.storage_layout(*flat_shape(spec.shape))[name]
@@ -173,17 +213,23 @@ def _assemble(name: str, inner: Tensor, spec: GlobalSpec) -> _Part:
     if shape[0] == entries and not is_cut:
         return _Part(inner[:entries])
     padded = inner.new_zeros(shape[0], *inner.shape[1:])
-    index = _entry_of_shards(spec, rows, inner.device) if is_cut else None
 
     def refill() -> None:
-        if index is not None:
-            torch.index_select(inner, 0, index, out=padded[:entries])
-        else:
-            padded[:entries] = inner[:entries]
+        padded[:entries] = _entries_in_order(name, inner, spec)
         padded[entries:] = 0  # freed memory holds anything
 
     refill()
     return _Part(padded, refill)
+
+
+def _entries_in_order(name: str, inner: Tensor, spec: GlobalSpec) -> Tensor:
+    """The entries of the whole, from those of all shards in order: a view where no block is cut."""
+    if name == "amax":
+        return inner[:1]  # the first rank has rows
+    rows = spec.quantizer.rows_per_entry[name]
+    if rows > 1 and spec.is_cut:
+        return inner.index_select(0, _entry_of_shards(spec, rows, inner.device))
+    return inner[: -(-spec.rows // rows)]
 
 
 def _entries(spec: GlobalSpec, rows: int) -> int:
@@ -193,6 +239,7 @@ def _entries(spec: GlobalSpec, rows: int) -> int:
     return (rows - 1 + spec.chunk_rows - 1) // rows + 1
 
 
+@functools.lru_cache(maxsize=4096)
 def _entry_of_shards(spec: GlobalSpec, rows: int, device: torch.device) -> Tensor:
     """For each entry of the whole, its index among the entries of all shards."""
     entry = torch.arange(math.ceil(spec.rows / rows), device="cpu")

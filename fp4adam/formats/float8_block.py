@@ -161,13 +161,25 @@ class Float8BlockQuantizer(SquareBlockQuantizer):
         return self.force_pow_2_scales
 
     def read(self, tensors: Storage, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
+        stored = self._stored(tensors)
+        decode = _decode if backend.runs_eagerly(stored[0]) else _dequantize
+        return decode(*stored, dtype, after)
+
+    def read_into(self, tensors: Storage, out: Tensor) -> None:
+        if not backend.uses_kernels(out.device):
+            return super().read_into(tensors, out)
+        from fp4adam.kernels import float8_block
+
+        float8_block.dequantize(*self._stored(tensors), out)
+
+    def _stored(self, tensors: Storage) -> tuple[Tensor, Tensor, bool, bool]:
+        """Codes, scales, whether blocks are square, and whether the codes are transposed."""
         transposed = tensors.rowwise_data is None
         data = tensors.columnwise_data if transposed else tensors.rowwise_data
         scale = tensors.columnwise_scale_inv if transposed else tensors.rowwise_scale_inv
         if self.two_dimensional:
             scale = tensors.block_scale_inv
-        decode = _decode if backend.runs_eagerly(data) else _dequantize
-        return decode(data, scale, self.two_dimensional, transposed, dtype, after)
+        return data, scale, self.two_dimensional, transposed
 
 
 def _decode(
@@ -184,11 +196,13 @@ def _decode(
     128 codes, transposed: [ceil(columns of data / 128), rows of data to 4]. ``after``: see
     :meth:`Quantizer.read`.
     """
+    rows, cols = data.shape
     if backend.uses_kernels(data.device):
         from fp4adam.kernels import float8_block
 
-        return float8_block.dequantize(data, scale_inv, two_dimensional, transposed, dtype)
-    rows, cols = data.shape
+        out = data.new_empty((cols, rows) if transposed else (rows, cols), dtype=dtype)
+        float8_block.dequantize(data, scale_inv, two_dimensional, transposed, out)
+        return out
     if two_dimensional:
         grid = scale_inv.t() if transposed else scale_inv
     else:

@@ -116,11 +116,23 @@ class MXFP8Quantizer(Quantizer):
         return minifloat.e4m3_code(blocks * factor[:, None, :, None]).view(x.shape)
 
     def read(self, tensors: Storage, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
+        stored = self._stored(tensors)
+        decode = _decode if backend.runs_eagerly(stored[0]) else _dequantize
+        return decode(*stored, dtype, after)
+
+    def read_into(self, tensors: Storage, out: Tensor) -> None:
+        if not backend.uses_kernels(out.device):
+            return super().read_into(tensors, out)
+        from fp4adam.kernels import mxfp8
+
+        mxfp8.dequantize(*self._stored(tensors), out)
+
+    def _stored(self, tensors: Storage) -> tuple[Tensor, Tensor, bool]:
+        """Codes, scales, and whether blocks lie along the last dimension."""
         rowwise = tensors.rowwise_data is not None
         data = tensors.rowwise_data if rowwise else tensors.columnwise_data
         scale = tensors.rowwise_scale_inv if rowwise else tensors.columnwise_scale_inv
-        decode = _decode if backend.runs_eagerly(data) else _dequantize
-        return decode(data, scale, rowwise, dtype, after)
+        return data, scale, rowwise
 
 
 def _encode(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -146,7 +158,9 @@ def _decode(
     if backend.uses_kernels(data.device):
         from fp4adam.kernels import mxfp8
 
-        return mxfp8.dequantize(data, scale, rowwise, dtype)
+        out = torch.empty_like(data, dtype=dtype)
+        mxfp8.dequantize(data, scale, rowwise, out)
+        return out
     rows, cols = data.shape
     block = (1, BLOCK) if rowwise else (BLOCK, 1)
     factor = minifloat.e8m0_value(scale[: rows // block[0], : cols // block[1]])

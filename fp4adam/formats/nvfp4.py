@@ -154,13 +154,25 @@ class NVFP4Quantizer(SquareBlockQuantizer):
         return minifloat.pack_e2m1(minifloat.e2m1_code(blocks).view(x.shape))
 
     def read(self, tensors: Storage, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
+        stored = self._stored(tensors)
+        decode = _decode if backend.runs_eagerly(stored[0]) else _dequantize
+        return decode(*stored, dtype, after)
+
+    def read_into(self, tensors: Storage, out: Tensor) -> None:
+        if not backend.uses_kernels(out.device):
+            return super().read_into(tensors, out)
+        from fp4adam.kernels import nvfp4
+
+        nvfp4.dequantize(*self._stored(tensors), out)
+
+    def _stored(self, tensors: Storage) -> tuple[Tensor, Tensor, Tensor, bool, bool]:
+        """Codes, scales, amax, whether blocks are square, and whether the codes are transposed."""
         transposed = tensors.rowwise_data is None
         data = tensors.columnwise_data if transposed else tensors.rowwise_data
         scale = tensors.columnwise_scale_inv if transposed else tensors.rowwise_scale_inv
         if self.two_dimensional:
             scale = tensors.block_scale_inv
-        decode = _decode if backend.runs_eagerly(data) else _dequantize
-        return decode(data, scale, tensors.amax, self.two_dimensional, transposed, dtype, after)
+        return data, scale, tensors.amax, self.two_dimensional, transposed
 
 
 def _encode(x: Tensor, amax: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -205,11 +217,13 @@ def _decode(
     ``scale`` is the grid of 16x16 blocks of the untransposed matrix, or holds one per 16 codes.
     ``after``: see :meth:`Quantizer.read`.
     """
+    rows, cols = data.shape[0], data.shape[1] * 2
     if backend.uses_kernels(data.device):
         from fp4adam.kernels import nvfp4
 
-        return nvfp4.dequantize(data, scale, amax, two_dimensional, transposed, dtype)
-    rows, cols = data.shape[0], data.shape[1] * 2
+        out = data.new_empty((cols, rows) if transposed else (rows, cols), dtype=dtype)
+        nvfp4.dequantize(data, scale, amax, two_dimensional, transposed, out)
+        return out
     if two_dimensional:
         grid = scale.t() if transposed else scale
     else:

@@ -222,6 +222,16 @@ class Quantizer:
         """
         raise NotImplementedError
 
+    def read_into(self, tensors: Storage, out: Tensor) -> None:
+        """Decode ``tensors`` to ``out``, a contiguous [rows, cols] matrix."""
+        out.copy_(self.read(tensors, out.dtype))
+
+    @property
+    def multiplies_codes(self) -> bool:
+        """Whether matmuls read the codes of a weight, and not its values."""
+        operands = self.operands
+        return operands.activations or operands.gradients or self.optimize_for_gemm
+
 
 @dataclasses.dataclass(frozen=True)
 class SquareBlockQuantizer(Quantizer):

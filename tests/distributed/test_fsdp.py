@@ -88,11 +88,13 @@ PARTS = (
 
 
 def bytes_of(param: Tensor) -> dict[str, Tensor]:
-    """What a whole parameter consists of; of a plain one its value."""
+    """What a whole parameter consists of, and its value."""
+    value = {"value": param.detach().clone()}
     if not isinstance(param, QuantizedTensor):
-        return {"value": param.detach().clone()}
+        return value
     parts = {name: getattr(param, name) for name in PARTS}
-    return {name: part.clone() for name, part in parts.items() if part is not None}
+    existing = {name: part.clone() for name, part in parts.items() if part is not None}
+    return {"value": param.detach().dequantize(param.dtype), **existing}
 
 
 def gathered_bytes(model: nn.Module) -> list[dict[str, Tensor]]:
@@ -108,7 +110,8 @@ def whole_bytes(model: nn.Module) -> list[dict[str, Tensor]]:
 
 def assert_same(actual: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
     for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
-        assert a.keys() == b.keys()
+        # Weights whose values are multiplied are gathered as such.
+        assert a.keys() in (b.keys(), {"value"})
         for name in a:
             difference = dict(rtol=0, atol=0, equal_nan=True)
             torch.testing.assert_close(a[name], b[name], msg=f"{name} of {i}", **difference)
@@ -353,9 +356,10 @@ def test_fully_shard_variants(variant, world_size, rows):
 
 
 def exchange_shards(rank: int) -> None:
-    n_gathered = {"nvfp4": 2, "mxfp8": 4, "float8block": 2}  # codes and scales
-    for format, n in n_gathered.items():
-        recipe = WITH_GEMM_SCALES.get(format, format)
+    # Codes and scales; of both directions where matmuls read them.
+    n_gathered = dict.fromkeys(FORMATS, 2)
+    n_gathered |= {WITH_GEMM_SCALES["nvfp4"]: 2, WITH_GEMM_SCALES["mxfp8"]: 4}
+    for recipe, n in n_gathered.items():
         whole, sharded, other = (build(256, 64, recipe) for _ in range(3))
         for model in (sharded, other):
             fully_shard(model, mesh=all_ranks())
@@ -367,8 +371,10 @@ def exchange_shards(rank: int) -> None:
         assert len(inputs) == n
         assert_same(gathered_bytes(sharded), whole_bytes(whole))
         sharded.unshard()
-        with pytest.raises(RuntimeError, match="must be sharded to be written to.*reshard"):
-            nn.init.zeros_(sharded[0].weight)
+        if isinstance(sharded[0].weight, QuantizedTensor):
+            with pytest.raises(RuntimeError, match="must be sharded to be written to.*reshard"):
+                nn.init.zeros_(sharded[0].weight)
+        assert isinstance(sharded[0].weight, QuantizedTensor) == (recipe not in FORMATS)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
