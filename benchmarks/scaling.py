@@ -260,7 +260,8 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
         "command": f"{launcher} {shlex.join(sys.argv)}",
         "processes": world_size(),
         "settings": {
-            name: getattr(args, name) for name in ("size", "layers", "batch", "repeats", "exact", "compile")
+            name: getattr(args, name)
+            for name in ("size", "layers", "batch", "repeats", "exact", "compile")
         },
     }
 

@@ -12,6 +12,8 @@ from fp4adam.kernels.launch.tensor_table import tile_offsets, tile_start
 from fp4adam.kernels.tiles.bfloat16 import round_to, to_float32
 from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_value, e4m3_words
 from fp4adam.kernels.tiles.words import (
+    are_aligned,
+    part_of,
     store_words,
     word_launcher,
     word_offsets,
@@ -240,7 +242,11 @@ def _dequantize_words_kernel(
     words_per_row,
     stride_scale_row,
     stride_scale_col,
+    rows_per_part,
+    data_gap,
+    scale_part,
     SQUARE: tl.constexpr,
+    PARTED: tl.constexpr,
     N: tl.constexpr,
 ):
     """Decode N groups of eight codes of a matrix with whole ones in a row; as the kernel above.
@@ -248,11 +254,12 @@ def _dequantize_words_kernel(
     Grid: (ceil(n_words / N),). A thread reads 8 bytes and writes their values, 16 bytes of BF16.
     """
     word, inside, row, i = word_positions(n_words, words_per_row, N)
+    part, row = part_of(row, rows_per_part, PARTED)
     offs = word_offsets(word)
-    code = tl.load(data_ptr + offs, inside[:, None], 0)
+    code = tl.load(data_ptr + (part * data_gap)[:, None] + offs, inside[:, None], 0)
     scale_row = (row // 128 if SQUARE else row).to(tl.int64)
     scales = scale_row * stride_scale_row + (i // 16).to(tl.int64) * stride_scale_col
-    scale = tl.load(scale_ptr + scales, inside, 0.0)
+    scale = tl.load(scale_ptr + part * scale_part + scales, inside, 0.0)
     value = round_to(e4m3_value(code) * scale[:, None], out_ptr.dtype.element_ty)
     tl.store(out_ptr + offs, value, inside[:, None])
 
@@ -361,15 +368,19 @@ def dequantize(
     """Decode E4M3 codes [rows, cols] into ``out``; transposed codes give [cols, rows].
 
     ``scale_inv``: the grid of 128x128 blocks of the untransposed matrix, or [ceil(cols / 128), rows
-    to 4] of the codes.
+    to 4] of the codes. Codes [parts, rows, cols] with square blocks, whose scales are [parts, ...],
+    are those of parts of the rows.
     """
-    rows, cols = data.shape
     if not out.numel():
         return
     scale = scale_inv if two_dimensional and not transposed else scale_inv.t()
-    if not transposed and cols % 8 == 0 and data.data_ptr() % 16 == 0:
-        _dequantize_words(data, scale, out=out, strides=scale.stride(), SQUARE=two_dimensional)
+    if not transposed and data.shape[-1] % 8 == 0 and are_aligned(data):
+        strides = scale.stride()[-2:]
+        _dequantize_words(data, scale, out=out, strides=strides, SQUARE=two_dimensional)
         return
+    if data.dim() == 3:
+        data, scale = data.flatten(0, 1), scale.flatten(0, 1)
+    rows, cols = (out.t() if transposed else out).shape
     tile_rows = 32
     _dequantize_kernel[(triton.cdiv(rows, tile_rows) * triton.cdiv(cols, BLOCK),)](
         data,

@@ -11,6 +11,8 @@ from fp4adam.kernels.tiles.bfloat16 import round_to, to_float32
 from fp4adam.kernels.tiles.e4m3 import e4m3_value, e4m3_words
 from fp4adam.kernels.tiles.e8m0 import e8m0_code_up, e8m0_reciprocal, e8m0_value
 from fp4adam.kernels.tiles.words import (
+    are_aligned,
+    part_of,
     store_words,
     word_launcher,
     word_offsets,
@@ -166,7 +168,11 @@ def _dequantize_words_kernel(
     n_words,
     words_per_row,
     stride_scale_row,
+    rows_per_part,
+    data_gap,
+    scale_part,
     ROWWISE: tl.constexpr,
+    PARTED: tl.constexpr,
     N: tl.constexpr,
 ):
     """Decode N groups of eight codes of a matrix; as the kernel above.
@@ -174,15 +180,17 @@ def _dequantize_words_kernel(
     Grid: (ceil(n_words / N),). A thread reads 8 bytes and writes their values, 16 bytes of BF16.
     """
     word, inside, row, i = word_positions(n_words, words_per_row, N)
+    part, row = part_of(row, rows_per_part, PARTED)
     offs = word_offsets(word)
-    code = tl.load(data_ptr + offs, inside[:, None], 0)
+    code = tl.load(data_ptr + (part * data_gap)[:, None] + offs, inside[:, None], 0)
+    scale_ptr += part * scale_part
     if ROWWISE:
         scales = scale_ptr + row.to(tl.int64) * stride_scale_row + i // 4
         scale = e8m0_value(tl.load(scales, inside, 0))[:, None]
     else:
         scales = (row // 32).to(tl.int64)[:, None] * stride_scale_row
         column = tl.multiple_of(8 * i, 8)[:, None] + tl.arange(0, 8)[None, :]
-        scale = e8m0_value(tl.load(scale_ptr + scales + column, inside[:, None], 0))
+        scale = e8m0_value(tl.load(scale_ptr[:, None] + scales + column, inside[:, None], 0))
     value = round_to(e4m3_value(code) * scale, out_ptr.dtype.element_ty)
     tl.store(out_ptr + offs, value, inside[:, None])
 
@@ -216,13 +224,18 @@ def quantize(
 
 @on_its_device
 def dequantize(data: Tensor, scale: Tensor, rowwise: bool, out: Tensor) -> None:
-    """Decode E4M3 codes [rows, cols] with scales per 1x32 (``rowwise``) or 32x1 block."""
-    rows, cols = data.shape
+    """Decode E4M3 codes [rows, cols] with scales per 1x32 (``rowwise``) or 32x1 block.
+
+    Codes [parts, rows, cols] with scales [parts, ...] are those of parts of the rows.
+    """
     if not out.numel():
         return
-    if data.data_ptr() % 16 == 0:
-        _dequantize_words(data, scale, out=out, strides=(scale.stride(0),), ROWWISE=rowwise)
+    if are_aligned(data):
+        _dequantize_words(data, scale, out=out, strides=(scale.stride(-2),), ROWWISE=rowwise)
         return
+    if data.dim() == 3:
+        data, scale = data.flatten(0, 1), scale.flatten(0, 1)
+    rows, cols = out.shape
     _dequantize_kernel[(rows // BLOCK * (cols // BLOCK),)](
         data,
         scale,

@@ -17,7 +17,9 @@ from fp4adam.kernels.tiles.bfloat16 import round_to, to_float32
 from fp4adam.kernels.tiles.e2m1 import e2m1_code, e2m1_value
 from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_value
 from fp4adam.kernels.tiles.words import (
+    are_aligned,
     pack_words,
+    part_of,
     store_words,
     transpose_words,
     word_launcher,
@@ -251,7 +253,11 @@ def _dequantize_words_kernel(
     n_words,
     words_per_row,
     stride_scale_row,
+    rows_per_part,
+    data_gap,
+    scale_part,
     SQUARE: tl.constexpr,
+    PARTED: tl.constexpr,
     N: tl.constexpr,
 ):
     """Decode N words of packed codes of a matrix, eight codes each; as the kernel above.
@@ -259,9 +265,12 @@ def _dequantize_words_kernel(
     Grid: (ceil(n_words / N),). A thread reads a word and writes its values, 16 bytes of BF16.
     """
     word, inside, row, i = word_positions(n_words, words_per_row, N)
-    packed = tl.load(data_ptr.to(tl.pointer_type(tl.uint32)) + word, inside, 0)
+    part, row = part_of(row, rows_per_part, PARTED)
+    words = (data_ptr + part * data_gap).to(tl.pointer_type(tl.uint32)) + word
+    packed = tl.load(words, inside, 0)
     scale_row = (row // 16 if SQUARE else row).to(tl.int64)
-    scale = tl.load(scale_ptr + scale_row * stride_scale_row + i // 2, inside, 0)
+    scales = scale_ptr + part * scale_part + scale_row * stride_scale_row + i // 2
+    scale = tl.load(scales, inside, 0)
     factor = (e4m3_value(scale) * tl.load(amax_ptr)) * 0.00037202380952380951
     code = (packed[:, None] >> (4 * tl.arange(0, 8))[None, :]) & 0xF
     value = round_to(e2m1_value(code) * factor[:, None], out_ptr.dtype.element_ty)
@@ -325,17 +334,22 @@ def dequantize(
     transposed: bool,
     out: Tensor,
 ) -> None:
-    """Decode packed codes [rows, cols / 2] into ``out``; transposed codes give [cols, rows]."""
-    rows, cols = data.shape[0], data.shape[1] * 2
-    tile_rows, tile_cols = divisor_tile(rows, 64, BLOCK), divisor_tile(cols, 64, BLOCK)
-    grid = (rows // tile_rows * (cols // tile_cols),)
+    """Decode packed codes [rows, cols / 2] into ``out``; transposed codes give [cols, rows].
+
+    Codes [parts, rows, cols / 2] with scales [parts, ...] are those of parts of the rows.
+    """
     if not out.numel():
         return
-    if not transposed and data.data_ptr() % 16 == 0:
+    if not transposed and are_aligned(data):
         _dequantize_words(
-            data, scale, amax, out=out, strides=(scale.stride(0),), SQUARE=two_dimensional
+            data, scale, amax, out=out, strides=(scale.stride(-2),), SQUARE=two_dimensional
         )
         return
+    if data.dim() == 3:
+        data, scale = data.flatten(0, 1), scale.flatten(0, 1)
+    rows, cols = (out.t() if transposed else out).shape
+    tile_rows, tile_cols = divisor_tile(rows, 64, BLOCK), divisor_tile(cols, 64, BLOCK)
+    grid = (rows // tile_rows * (cols // tile_cols),)
     scale = scale.t() if two_dimensional and transposed else scale
     _dequantize_kernel[grid](
         data,

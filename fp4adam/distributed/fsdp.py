@@ -4,12 +4,14 @@ Codes and scales are gathered, about half a byte per weight in NVFP4. Where matm
 of a weight, the whole one is a plain tensor, decoded from them: layers and compiled graphs are then
 those of a model without quantized weights. Where they read codes, it is a quantized tensor.
 
+FSDP2 runs several operators per gathered tensor, and the GPU waits for the host. So the codes and
+scales of a shard lie in one buffer, which is gathered as it is, and decoded in one launch.
+
 ``fully_shard`` cuts a weight into equal numbers of rows, also within blocks: both shards then have
 the scale of the cut block, and both are the same (``scale_exchange.py``).
 
-FSDP2 calls both hooks for every weight, forward and backward, and the GPU waits for the host. So
-their work is done once and cached. FSDP2 runs several operators per gathered tensor, so what every
-rank has already is not gathered: the amax of an NVFP4 tensor.
+FSDP2 calls both hooks for every weight, forward and backward. So their work is done once and kept,
+and what every rank has already is not gathered: the amax of an NVFP4 tensor.
 """
 
 import functools
@@ -25,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp4adam.distributed.dtensor import local
 from fp4adam.distributed.scale_exchange import ShardInfo, settle_shard
-from fp4adam.tensors.blocks import flat_shape
+from fp4adam.tensors.blocks import flat_shape, round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
 from fp4adam.tensors.swizzle import build_gemm_scales, scales_of
@@ -40,13 +42,19 @@ class Gathering(NamedTuple):
         names: The names of the inputs.
         known: Inner tensors of the whole that the shard has already, by name. They are the shard's
             own: a step that writes them makes the codes of the gathered weight stale as well.
+        packed: Where codes and scales are in the one input, if they are; by name the dtype, the
+            shape of what all shards have, and strides and offset in elements.
     """
 
     storage: Storage
     inputs: tuple[Tensor, ...]
     names: tuple[str, ...]
     known: dict[str, Tensor]
+    packed: dict[str, tuple[torch.dtype, tuple, tuple, int]] | None = None
 
+
+# Where inner tensors begin in a buffer: at the cache lines of a GPU.
+_ALIGNMENT = 128
 
 # The inputs of shards, and the functions that refill tensors gathered from them earlier.
 _gatherings: WeakKeyDictionary[SharedStorage, Gathering] = WeakKeyDictionary()
@@ -90,7 +98,34 @@ def _make_gathering(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
         # It is written with rows. A rank without rows does not see when others load theirs.
         has_idle_ranks = spec.rows <= (n_shards - 1) * spec.chunk_rows
         (inputs if has_idle_ranks else known)["amax"] = tensors.amax
+    # Every rank comes to the same answer.
+    if not spec.quantizer.multiplies_codes and not spec.is_cut and "amax" not in inputs:
+        return _pack(shard, n_shards, inputs, known)
     return Gathering(tensors, tuple(inputs.values()), tuple(inputs), known)
+
+
+def _pack(
+    shard: QuantizedTensor, n_shards: int, inputs: dict[str, Tensor], known: dict[str, Tensor]
+) -> Gathering:
+    """Move codes and scales of a shard to one buffer, which is the same size on every rank."""
+    inner = shard._shared.tensors.existing()
+    starts, size = {}, 0
+    for name in inputs:
+        starts[name] = size
+        size += round_up(inner[name].nbytes, _ALIGNMENT)
+    packed = {}
+    with torch.inference_mode(False):  # an inference tensor could not be versioned
+        buffer = torch.zeros(size, dtype=torch.uint8, device=shard.device)
+        for name, entries in inputs.items():
+            old, dtype = inner[name], inner[name].dtype
+            part = buffer[starts[name] : starts[name] + old.nbytes].view(dtype).view(old.shape)
+            inner[name] = part.copy_(old)
+            shape = n_shards, *entries.shape
+            strides = size // dtype.itemsize, *part.stride()
+            packed[name] = dtype, shape, strides, starts[name] // dtype.itemsize
+        shard._shared.tensors = storage = Storage.of(inner)
+    known = {name: getattr(storage, name) for name in known}
+    return Gathering(storage, (buffer,), ("packed",), known, packed)
 
 
 def _global_spec(shard: QuantizedTensor) -> GlobalSpec:
@@ -120,29 +155,36 @@ def post_all_gather(
     gathered, rest = metadata.names[:n], metadata.names[n:]
     known = metadata.known | {name: getattr(own, name) for name in rest}
     outputs = dict(zip(gathered, all_gather_outputs, strict=True))
-    if _global_spec(shard).quantizer.multiplies_codes:
+    spec = _global_spec(shard)
+    if spec.quantizer.multiplies_codes:
         return _whole_codes(shard, outputs, known, param_dtype, out)
-    return _whole_values(shard, outputs, known, param_dtype, out)
+    if metadata.packed is None:
+        codes = {name: _entries_in_order(name, inner, spec) for name, inner in outputs.items()}
+    else:
+        codes = {
+            name: outputs["packed"].view(dtype).as_strided(shape, strides, start)
+            for name, (dtype, shape, strides, start) in metadata.packed.items()
+        }
+    return _whole_values(shard, [*outputs.values()], codes | known, param_dtype, out)
 
 
 def _whole_values(
     shard: QuantizedTensor,
-    outputs: dict[str, Tensor],
-    known: dict[str, Tensor],
+    outputs: list[Tensor],
+    codes: dict[str, Tensor],
     dtype: torch.dtype,
     out: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
     """The whole weight as a plain tensor, decoded in one launch."""
     spec = _global_spec(shard)
-    codes = {name: _entries_in_order(name, inner, spec) for name, inner in outputs.items()}
     shape = flat_shape(spec.shape)
     if out is None:
         values = torch.empty(shape, dtype=dtype, device=shard.device)
     else:
         # Without its version: the backward pass reads what the forward pass has saved.
         values = local(out).data.view(shape)
-    spec.quantizer.read_into(Storage(**codes, **known), values)
-    for inner in outputs.values():
+    spec.quantizer.read_into(Storage(**codes), values)
+    for inner in outputs:
         inner.untyped_storage().resize_(0)  # FSDP2 allocates it anew before the next all-gather
     return (values.view(spec.shape), (values,)) if out is None else None
 

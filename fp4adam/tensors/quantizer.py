@@ -223,8 +223,14 @@ class Quantizer:
         raise NotImplementedError
 
     def read_into(self, tensors: Storage, out: Tensor) -> None:
-        """Decode ``tensors`` to ``out``, a contiguous [rows, cols] matrix."""
-        out.copy_(self.read(tensors, out.dtype))
+        """Decode ``tensors`` to ``out``, a contiguous [rows, cols] matrix.
+
+        Codes and scales of square or rowwise blocks may be [parts, ...], those of parts of the rows
+        one after the other, of which the last ones may have more than there are.
+        """
+        inner = tensors.existing().items()
+        whole = {name: x.flatten(0, 1) if x.dim() == 3 else x for name, x in inner}
+        out.copy_(self.read(Storage(**whole), out.dtype)[: len(out)])
 
     @property
     def multiplies_codes(self) -> bool:

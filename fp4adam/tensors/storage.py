@@ -172,7 +172,11 @@ class SharedStorage:
     def __getstate__(self) -> dict[str, Any]:
         kept = {"init_val": None, "keeps_init_val": False, "rounded_master": None}
         kept |= {"is_gathered": False}
-        return {**vars(self), **kept, "tensors": self.tensors.existing()}
+        inner = self.tensors.existing()
+        if len({x.untyped_storage()._cdata for x in inner.values()}) < len(inner):
+            # torch.save writes a block of memory once, as one dtype.
+            inner = {name: x.clone() for name, x in inner.items()}
+        return {**vars(self), **kept, "tensors": inner}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**{**state, "tensors": Storage.of(state["tensors"])})

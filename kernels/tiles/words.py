@@ -25,7 +25,8 @@ def word_launcher(kernel: Any) -> Callable[..., None]:
     """A function that launches a dequantize kernel, worked out once for all matrices of a shape.
 
     It takes codes, scales and amax as the kernel does, ``out`` [rows, cols], the strides of the
-    scales, and constexprs of the kernel.
+    scales within a part, and constexprs of the kernel. Codes [rows, ...] are those of one part;
+    [parts, rows of a part, ...], with scales [parts, ...], those of several, apart from each other.
     """
 
     @functools.lru_cache(maxsize=4096)
@@ -33,21 +34,39 @@ def word_launcher(kernel: Any) -> Callable[..., None]:
         rows: int,
         cols: int,
         strides: tuple[int, ...],
+        parts: tuple[int, int, int],
         dtype: torch.dtype,
         device: int | None,
         aligned: tuple[bool, ...],
         **constexprs: bool,
     ) -> Launch:
         n_words = rows * cols // 8
-        fixed = n_words, cols // 8, *strides
-        return Launch(kernel, triton.cdiv(n_words, WORDS), fixed, {**constexprs, "N": WORDS})
+        fixed = n_words, cols // 8, *strides, *parts
+        constexprs |= {"PARTED": parts[0] > 0, "N": WORDS}
+        return Launch(kernel, triton.cdiv(n_words, WORDS), fixed, constexprs)
 
     def run(data: Tensor, *scales: Tensor, out: Tensor, strides: tuple, **constexprs: bool) -> None:
+        parts = 0, 0, 0
+        if data.dim() == 3:
+            _, rows, row_bytes = data.shape
+            parts = rows, data.stride(0) - rows * row_bytes, scales[0].stride(0)
         # Dtype, device and alignments tell compiled kernels apart.
-        same = *out.shape, strides, out.dtype, out.device.index, alignment(*scales)
+        same = *out.shape, strides, parts, out.dtype, out.device.index, alignment(*scales)
         launch(*same, **constexprs)(data, *scales, out)
 
     return run
+
+
+def are_aligned(data: Tensor) -> bool:
+    """Whether a dequantize kernel can read codes in words."""
+    return data.data_ptr() % 16 == 0 and (data.dim() == 2 or data.stride(0) % 16 == 0)
+
+
+@triton.jit
+def part_of(row, rows_per_part, PARTED: tl.constexpr):
+    """The parts that rows are in, int64, and their rows there; all are in one unless PARTED."""
+    part = row // rows_per_part if PARTED else tl.zeros_like(row)
+    return part.to(tl.int64), row - part * rows_per_part
 
 
 @triton.jit

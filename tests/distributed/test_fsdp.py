@@ -300,6 +300,9 @@ def train_variant(rank: int, recipe: str, rows: int, variant: str) -> None:
         sharded.to_empty(device=home())
         initialize(sharded)
     expected, optimizer = (FP4Adam(model.parameters(), lr=1e-2) for model in (whole, sharded))
+    if variant == "evaluated":
+        with torch.inference_mode():
+            sharded(torch.ones(8, 32, device=home()))
     actual = train(sharded, optimizer, 4, microbatches)
     for a, b in zip(actual, train(whole, expected, 4, microbatches), strict=True):
         # The same values in BF16 where activations are rounded to it.
@@ -342,6 +345,7 @@ def gathered_layers(model: nn.Module) -> list[dict[str, Tensor]]:
     [
         ("", 2),
         ("kept", 2),
+        ("evaluated", 2),
         ("offloaded", 2),
         ("meta", 2),
         ("accumulated", 2),
@@ -356,8 +360,8 @@ def test_fully_shard_variants(variant, world_size, rows):
 
 
 def exchange_shards(rank: int) -> None:
-    # Codes and scales; of both directions where matmuls read them.
-    n_gathered = dict.fromkeys(FORMATS, 2)
+    # Codes and scales in one buffer; of both directions, and apart, where matmuls read them.
+    n_gathered = dict.fromkeys(FORMATS, 1)
     n_gathered |= {WITH_GEMM_SCALES["nvfp4"]: 2, WITH_GEMM_SCALES["mxfp8"]: 4}
     for recipe, n in n_gathered.items():
         whole, sharded, other = (build(256, 64, recipe) for _ in range(3))

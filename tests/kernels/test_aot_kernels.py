@@ -324,6 +324,7 @@ def kernel_jobs():
         {"SQUARE": True, "BR": 32},
     )
     words = {"n_words": "i32", "words_per_row": "i32", "stride_scale_row": "i32"}
+    parts = {"rows_per_part": "i32", "data_gap": "i32", "scale_part": "i32"}
     types = {"data_ptr": "*u8", "scale_ptr": "*u8", "out_ptr": "*bf16"}
     amax = {"data_ptr": "*u8", "scale_ptr": "*u8", "amax_ptr": "*fp32", "out_ptr": "*bf16"}
     fp32 = {**types, "scale_ptr": "*fp32"}
@@ -332,9 +333,12 @@ def kernel_jobs():
         ("mxfp8", {**types, **words}, {"ROWWISE": True}),
         ("float8_block", {**fp32, **words, "stride_scale_col": "i32"}, {"SQUARE": True}),
     ):
-        jobs[f"dequantize words {name}"] = job(
-            f"{name}._dequantize_words_kernel", signature, {**options, "N": WORDS}
-        )
+        for parted in (False, True):
+            jobs[f"dequantize words {name} parted={parted}"] = job(
+                f"{name}._dequantize_words_kernel",
+                {**signature, **parts},
+                {**options, "PARTED": parted, "N": WORDS},
+            )
     for x in ("bf16", "fp32"):
         jobs[f"quantize vectors {x}"] = job(
             "float8_block._quantize_vectors_kernel",

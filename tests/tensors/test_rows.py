@@ -13,6 +13,8 @@ from fp4adam import (
     build_columnwise,
     quantize_model,
 )
+from fp4adam.tensors import backend
+from fp4adam.tensors.storage import Storage
 
 QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(),
@@ -191,3 +193,35 @@ def test_the_default_device_does_not_matter(quantizer, default):
         actual = made()
     for a, b in zip(actual, expected, strict=True):
         assert a.device == b.device and torch.equal(a, b)
+
+
+def in_parts(inner: Tensor, rows: int, n: int, gap: int) -> Tensor:
+    """``rows`` rows each in ``n`` parts of one buffer, apart from each other; copies, 3-dim."""
+    size = rows * inner[0].nbytes + gap
+    buffer = torch.full((n * size,), 255, dtype=torch.uint8, device=inner.device).view(inner.dtype)
+    strides = size // inner.itemsize, *inner.stride()
+    parts = buffer.as_strided((n, rows, *inner.shape[1:]), strides)
+    for part, value in zip(parts, inner.split(rows), strict=True):
+        part[: len(value)] = value
+    return parts
+
+
+@pytest.mark.parametrize("gap", [0, 16, 4])
+@pytest.mark.parametrize("path", ["operators", "kernels"])
+@every_quantizer
+def test_rows_in_parts_are_decoded_as_in_one(quantizer, path, gap, device, monkeypatch):
+    """The last part has rows that the matrix does not."""
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: path == "kernels")
+    block = quantizer.block_rows
+    tensor = quantizer.quantize(randn((5 * block, 64)).to(device))
+    tensors, names = tensor._shared.tensors, ["rowwise_data", "rowwise_scale_inv"]
+    if quantizer.is_square:
+        names[1] = "block_scale_inv"
+    parts = {"amax": tensors.amax}
+    for name in names:
+        entries = 2 * block // quantizer.rows_per_entry[name]
+        inner = getattr(tensors, name)[: 5 * entries // 2 + 5 * entries % 2]
+        parts[name] = in_parts(inner.contiguous(), entries, 3, gap)
+    out = torch.empty(5 * block, 64, dtype=torch.bfloat16, device=device)
+    quantizer.read_into(Storage(**parts), out)
+    assert torch.equal(out, tensor.dequantize(torch.bfloat16))
