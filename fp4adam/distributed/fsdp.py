@@ -179,7 +179,9 @@ def _whole_values(
     spec = _global_spec(shard)
     shape = flat_shape(spec.shape)
     if out is None:
-        values = torch.empty(shape, dtype=dtype, device=shard.device)
+        with torch.inference_mode(False):  # the next pass may train
+            # The shard itself may be on the CPU.
+            values = torch.empty(shape, dtype=dtype, device=outputs[0].device)
     else:
         # Without its version: the backward pass reads what the forward pass has saved.
         values = local(out).data.view(shape)
