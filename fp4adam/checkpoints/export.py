@@ -306,16 +306,7 @@ def _gathered(weight: Tensor) -> Tensor:
     mesh = weight.device_mesh
     if mesh.ndim > 1:
         mesh = mesh[mesh.mesh_dim_names[sharded[0]]]
-    place = ShardInfo.in_mesh(mesh)
-    inputs, names = fsdp.pre_all_gather(shard, mesh)
-    outputs = []
-    for inner in inputs:
-        own = inner.to(place.device).contiguous()
-        out = own.new_empty(place.n_shards * len(own), *own.shape[1:])
-        dist.all_gather([*out.chunk(place.n_shards)], own, place.group)
-        outputs.append(out)
-    whole, _ = fsdp.post_all_gather(shard, tuple(outputs), names, weight.dtype)
-    return whole
+    return fsdp.gather_codes(shard, mesh, weight.dtype)
 
 
 def _config_of(model: nn.Module, config: Any, dtype: torch.dtype) -> dict[str, Any]:

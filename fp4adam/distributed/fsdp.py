@@ -14,6 +14,7 @@ FSDP2 calls both hooks for every weight, forward and backward. So their work is 
 and what every rank has already is not gathered: the amax of an NVFP4 tensor.
 """
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -22,6 +23,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -33,7 +35,8 @@ from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
 from fp4adam.tensors.swizzle import build_gemm_scales, scales_of
 
 
-class Gathering(NamedTuple):
+@dataclasses.dataclass(eq=False, slots=True)
+class Gathering:
     """The tensors that a shard contributes to an all-gather.
 
     Attributes:
@@ -44,6 +47,8 @@ class Gathering(NamedTuple):
             own: a step that writes them makes the codes of the gathered weight stale as well.
         packed: Where codes and scales are in the one input, if they are; by name the dtype, the
             shape of what all shards have, and strides and offset in elements.
+        decoded: What has been gathered to one output, its codes and scales there, and the values
+            that they have been decoded to. FSDP2 frees and allocates the memory of all of them.
     """
 
     storage: Storage
@@ -51,6 +56,7 @@ class Gathering(NamedTuple):
     names: tuple[str, ...]
     known: dict[str, Tensor]
     packed: dict[str, tuple[torch.dtype, tuple, tuple, int]] | None = None
+    decoded: tuple[Tensor, Storage, Tensor] | None = None
 
 
 # Where inner tensors begin in a buffer: at the cache lines of a GPU.
@@ -66,29 +72,80 @@ def pre_all_gather(
     shard: QuantizedTensor, mesh: DeviceMesh
 ) -> tuple[tuple[Tensor, ...], Gathering]:
     """The inner tensors to gather, of one size on every rank, and metadata for the result."""
-    shared = shard.flush()._shared
-    spec = shared.global_spec
-    if shared.unsettled and spec is not None and spec.shares_scales:
-        settle_shard(shard, ShardInfo.in_mesh(mesh))
+    shared = _settled(shard, mesh)
     gathering = _gatherings.get(shared)
     if gathering is None or gathering.storage is not shared.tensors:
         gathering = _gatherings[shared] = _make_gathering(shard, mesh)
     return gathering.inputs, gathering
 
 
-# FSDP2 inspects it at each call, which takes longer than the hook itself.
-pre_all_gather.__signature__ = inspect.signature(pre_all_gather)
+def _settled(shard: QuantizedTensor, mesh: DeviceMesh) -> SharedStorage:
+    shared = shard.flush()._shared
+    spec = shared.global_spec
+    if shared.unsettled and spec is not None and spec.shares_scales:
+        settle_shard(shard, ShardInfo.in_mesh(mesh))
+    return shared
+
+
+def gather_codes(shard: QuantizedTensor, mesh: DeviceMesh, dtype: torch.dtype) -> QuantizedTensor:
+    """The whole weight as a quantized tensor, whatever reads it; every rank has to call it."""
+    _settled(shard, mesh)
+    place, outputs = ShardInfo.in_mesh(mesh), {}
+    inputs, known = _entries_to_gather(shard, mesh, codes=True)
+    for name, inner in inputs.items():
+        own = inner.to(place.device).contiguous()
+        out = own.new_empty(place.n_shards * len(own), *own.shape[1:])
+        dist.all_gather([*out.chunk(place.n_shards)], own, place.group)
+        outputs[name] = out
+    return _whole_codes(shard, outputs, known, dtype, None)[0]
+
+
+class _PreAllGather:
+    """The hook of a shard, which FSDP2 inspects at each call: of a method that takes its time."""
+
+    __slots__ = ("_shard",)
+    __signature__ = inspect.Signature(
+        [inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_ONLY)]
+    )
+
+    def __init__(self, shard: QuantizedTensor) -> None:
+        self._shard = shard
+
+    def __call__(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Gathering]:
+        return pre_all_gather(self._shard, mesh)
 
 
 def _make_gathering(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
-    tensors = shard._shared.tensors
-    spec, first = _global_spec(shard), shard._first_row
+    spec = _global_spec(shard)
+    codes = spec.quantizer.multiplies_codes
+    inputs, known = _entries_to_gather(shard, mesh, codes)
+    # Every rank comes to the same answer.
+    if not codes and not spec.is_cut and "amax" not in inputs:
+        return _pack(shard, _number_of_shards(spec, mesh), inputs, known)
+    return Gathering(shard._shared.tensors, tuple(inputs.values()), tuple(inputs), known)
+
+
+def _number_of_shards(spec: GlobalSpec, mesh: DeviceMesh) -> int:
     # Composable replicate() passes a mesh whose ranks have whole weights.
-    n_shards = mesh.size() if spec.is_divided else 1
+    return mesh.size() if spec.is_divided else 1
+
+
+def _entries_to_gather(
+    shard: QuantizedTensor, mesh: DeviceMesh, codes: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Inner tensors of one size on every rank, and what every rank has already, by name.
+
+    Args:
+        shard: The shard.
+        mesh: The ranks.
+        codes: Whether those of both directions are wanted, where one does not follow from the
+            other; else what gives the values.
+    """
+    tensors, spec, first = shard._shared.tensors, _global_spec(shard), shard._first_row
     inputs, known = {}, {}
     for name, rows in shard.quantizer.rows_per_entry.items():
-        if not spec.quantizer.multiplies_codes and name.startswith("columnwise"):
-            continue  # the rowwise ones have the values
+        if not codes and name.startswith("columnwise"):
+            continue
         inner = getattr(tensors, name)
         if rows == 1:
             inputs[name] = inner[first : first + spec.chunk_rows]
@@ -96,12 +153,9 @@ def _make_gathering(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
             inputs[name] = inner[: _entries(spec, rows)]
     if tensors.amax is not None:
         # It is written with rows. A rank without rows does not see when others load theirs.
-        has_idle_ranks = spec.rows <= (n_shards - 1) * spec.chunk_rows
-        (inputs if has_idle_ranks else known)["amax"] = tensors.amax
-    # Every rank comes to the same answer.
-    if not spec.quantizer.multiplies_codes and not spec.is_cut and "amax" not in inputs:
-        return _pack(shard, n_shards, inputs, known)
-    return Gathering(tensors, tuple(inputs.values()), tuple(inputs), known)
+        n_others = _number_of_shards(spec, mesh) - 1
+        (inputs if spec.rows <= n_others * spec.chunk_rows else known)["amax"] = tensors.amax
+    return inputs, known
 
 
 def _pack(
@@ -150,6 +204,14 @@ def post_all_gather(
 
     With ``out``, an earlier result, what is not a view of the outputs is written again.
     """
+    if out is not None and metadata.decoded is not None:
+        flat, codes, values = metadata.decoded
+        # What has the same address at the same time is the same memory.
+        is_known = flat.data_ptr() == all_gather_outputs[0].data_ptr()
+        if is_known and values.data_ptr() == local(out).data_ptr():
+            _global_spec(shard).quantizer.read_into(codes, values)
+            flat.untyped_storage().resize_(0)
+            return None
     # On one rank, and for replicate(), FSDP2 copies the first input, and hands over no other.
     n, own = len(all_gather_outputs), shard._shared.tensors
     gathered, rest = metadata.names[:n], metadata.names[n:]
@@ -165,28 +227,19 @@ def post_all_gather(
             name: outputs["packed"].view(dtype).as_strided(shape, strides, start)
             for name, (dtype, shape, strides, start) in metadata.packed.items()
         }
-    return _whole_values(shard, [*outputs.values()], codes | known, param_dtype, out)
-
-
-def _whole_values(
-    shard: QuantizedTensor,
-    outputs: list[Tensor],
-    codes: dict[str, Tensor],
-    dtype: torch.dtype,
-    out: Tensor | None,
-) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    """The whole weight as a plain tensor, decoded in one launch."""
-    spec = _global_spec(shard)
+    codes = Storage(**codes, **known)
     shape = flat_shape(spec.shape)
     if out is None:
         with torch.inference_mode(False):  # the next pass may train
             # The shard itself may be on the CPU.
-            values = torch.empty(shape, dtype=dtype, device=outputs[0].device)
+            values = torch.empty(shape, dtype=param_dtype, device=all_gather_outputs[0].device)
     else:
-        # Without its version: the backward pass reads what the forward pass has saved.
         values = local(out).data.view(shape)
-    spec.quantizer.read_into(Storage(**codes), values)
-    for inner in outputs:
+    spec.quantizer.read_into(codes, values)
+    if metadata.packed is not None:
+        # Without the version: the backward pass reads what the forward pass has saved.
+        metadata.decoded = all_gather_outputs[0], codes, values.data
+    for inner in all_gather_outputs:
         inner.untyped_storage().resize_(0)  # FSDP2 allocates it anew before the next all-gather
     return (values.view(spec.shape), (values,)) if out is None else None
 
@@ -220,7 +273,7 @@ def _whole_codes(
     return tensor, tuple(filled)
 
 
-QuantizedTensor.fsdp_pre_all_gather = pre_all_gather
+QuantizedTensor.fsdp_pre_all_gather = property(_PreAllGather)
 QuantizedTensor.fsdp_post_all_gather = post_all_gather
 
 

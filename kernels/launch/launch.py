@@ -95,6 +95,8 @@ def on_its_device(
 
     @functools.wraps(launch)
     def launch_there(tensor: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+            return launch(tensor, *args, **kwargs)
         with torch.cuda.device_of(tensor):
             return launch(tensor, *args, **kwargs)
 
