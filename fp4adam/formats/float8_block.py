@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -102,9 +104,7 @@ class Float8BlockQuantizer(SquareBlockQuantizer):
 
     def write(self, x: Tensor, out: Storage) -> None:
         if backend.uses_kernels(x.device):
-            from fp4adam.kernels import float8_block
-
-            return float8_block.quantize(
+            return self.kernels().quantize(
                 x,
                 rowwise_data=out.rowwise_data,
                 columnwise_data=out.columnwise_data,
@@ -160,19 +160,17 @@ class Float8BlockQuantizer(SquareBlockQuantizer):
     def recodes_exactly(self) -> bool:
         return self.force_pow_2_scales
 
-    def read(self, tensors: Storage, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
-        stored = self._stored(tensors)
-        decode = _decode if backend.runs_eagerly(stored[0]) else _dequantize
-        return decode(*stored, dtype, after)
+    @staticmethod
+    def decoders() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+        return _decode, _dequantize
 
-    def read_into(self, tensors: Storage, out: Tensor) -> None:
-        if not backend.uses_kernels(out.device):
-            return super().read_into(tensors, out)
+    @staticmethod
+    def kernels() -> ModuleType:
         from fp4adam.kernels import float8_block
 
-        float8_block.dequantize(*self._stored(tensors), out)
+        return float8_block
 
-    def _stored(self, tensors: Storage) -> tuple[Tensor, Tensor, bool, bool]:
+    def stored(self, tensors: Storage) -> tuple[Tensor, Tensor, bool, bool]:
         """Codes, scales, whether blocks are square, and whether the codes are transposed."""
         transposed = tensors.rowwise_data is None
         data = tensors.columnwise_data if transposed else tensors.rowwise_data
@@ -198,10 +196,8 @@ def _decode(
     """
     rows, cols = data.shape
     if backend.uses_kernels(data.device):
-        from fp4adam.kernels import float8_block
-
         out = data.new_empty((cols, rows) if transposed else (rows, cols), dtype=dtype)
-        float8_block.dequantize(data, scale_inv, two_dimensional, transposed, out)
+        Float8BlockQuantizer.kernels().dequantize(data, scale_inv, two_dimensional, transposed, out)
         return out
     if two_dimensional:
         grid = scale_inv.t() if transposed else scale_inv

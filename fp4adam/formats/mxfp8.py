@@ -1,6 +1,8 @@
 """MXFP8: E4M3 codes with one power-of-two (E8M0) scale per 32 elements of each direction."""
 
 import dataclasses
+from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -92,9 +94,7 @@ class MXFP8Quantizer(Quantizer):
 
     def write(self, x: Tensor, out: Storage) -> None:
         if backend.uses_kernels(x.device):
-            from fp4adam.kernels import mxfp8
-
-            return mxfp8.quantize(
+            return self.kernels().quantize(
                 x,
                 rowwise_data=out.rowwise_data,
                 columnwise_data=out.columnwise_data,
@@ -115,19 +115,17 @@ class MXFP8Quantizer(Quantizer):
         factor = minifloat.e8m0_reciprocal(scale[: blocks.shape[0], : blocks.shape[2]])
         return minifloat.e4m3_code(blocks * factor[:, None, :, None]).view(x.shape)
 
-    def read(self, tensors: Storage, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
-        stored = self._stored(tensors)
-        decode = _decode if backend.runs_eagerly(stored[0]) else _dequantize
-        return decode(*stored, dtype, after)
+    @staticmethod
+    def decoders() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+        return _decode, _dequantize
 
-    def read_into(self, tensors: Storage, out: Tensor) -> None:
-        if not backend.uses_kernels(out.device):
-            return super().read_into(tensors, out)
+    @staticmethod
+    def kernels() -> ModuleType:
         from fp4adam.kernels import mxfp8
 
-        mxfp8.dequantize(*self._stored(tensors), out)
+        return mxfp8
 
-    def _stored(self, tensors: Storage) -> tuple[Tensor, Tensor, bool]:
+    def stored(self, tensors: Storage) -> tuple[Tensor, Tensor, bool]:
         """Codes, scales, and whether blocks lie along the last dimension."""
         rowwise = tensors.rowwise_data is not None
         data = tensors.rowwise_data if rowwise else tensors.columnwise_data
@@ -156,10 +154,8 @@ def _decode(
     ``after``: see :meth:`Quantizer.read`.
     """
     if backend.uses_kernels(data.device):
-        from fp4adam.kernels import mxfp8
-
         out = torch.empty_like(data, dtype=dtype)
-        mxfp8.dequantize(data, scale, rowwise, out)
+        MXFP8Quantizer.kernels().dequantize(data, scale, rowwise, out)
         return out
     rows, cols = data.shape
     block = (1, BLOCK) if rowwise else (BLOCK, 1)

@@ -1,6 +1,8 @@
 """NVFP4: E2M1 codes, an E4M3 scale per 16 elements or 16x16 block, an FP32 amax per tensor."""
 
 import dataclasses
+from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -87,9 +89,7 @@ class NVFP4Quantizer(SquareBlockQuantizer):
 
     def measure(self, x: Tensor, amax: Tensor) -> None:
         if backend.uses_kernels(x.device):
-            from fp4adam.kernels import nvfp4
-
-            nvfp4.measure(x, amax)
+            self.kernels().measure(x, amax)
         else:
             amax.copy_(torch.stack([minifloat.amax(strip) for _, strip in strips(x, BLOCK)]).amax())
 
@@ -117,9 +117,7 @@ class NVFP4Quantizer(SquareBlockQuantizer):
         else:
             out.amax.copy_(amax)
         if backend.uses_kernels(x.device):
-            from fp4adam.kernels import nvfp4
-
-            return nvfp4.quantize(
+            return self.kernels().quantize(
                 x,
                 rowwise_data=out.rowwise_data,
                 columnwise_data=out.columnwise_data,
@@ -153,19 +151,17 @@ class NVFP4Quantizer(SquareBlockQuantizer):
         blocks = blocks_of(x, (BLOCK, BLOCK)) * factor[:, None, :, None]
         return minifloat.pack_e2m1(minifloat.e2m1_code(blocks).view(x.shape))
 
-    def read(self, tensors: Storage, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
-        stored = self._stored(tensors)
-        decode = _decode if backend.runs_eagerly(stored[0]) else _dequantize
-        return decode(*stored, dtype, after)
+    @staticmethod
+    def decoders() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+        return _decode, _dequantize
 
-    def read_into(self, tensors: Storage, out: Tensor) -> None:
-        if not backend.uses_kernels(out.device):
-            return super().read_into(tensors, out)
+    @staticmethod
+    def kernels() -> ModuleType:
         from fp4adam.kernels import nvfp4
 
-        nvfp4.dequantize(*self._stored(tensors), out)
+        return nvfp4
 
-    def _stored(self, tensors: Storage) -> tuple[Tensor, Tensor, Tensor, bool, bool]:
+    def stored(self, tensors: Storage) -> tuple[Tensor, Tensor, Tensor, bool, bool]:
         """Codes, scales, amax, whether blocks are square, and whether the codes are transposed."""
         transposed = tensors.rowwise_data is None
         data = tensors.columnwise_data if transposed else tensors.rowwise_data
@@ -219,10 +215,8 @@ def _decode(
     """
     rows, cols = data.shape[0], data.shape[1] * 2
     if backend.uses_kernels(data.device):
-        from fp4adam.kernels import nvfp4
-
         out = data.new_empty((cols, rows) if transposed else (rows, cols), dtype=dtype)
-        nvfp4.dequantize(data, scale, amax, two_dimensional, transposed, out)
+        NVFP4Quantizer.kernels().dequantize(data, scale, amax, two_dimensional, transposed, out)
         return out
     if two_dimensional:
         grid = scale.t() if transposed else scale

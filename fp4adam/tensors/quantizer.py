@@ -1,11 +1,14 @@
 """The base class of block-scaled formats: their properties, and their encode and decode steps."""
 
 import dataclasses
+from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fp4adam.tensors import backend
 from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.storage import Storage
 
@@ -220,7 +223,9 @@ class Quantizer:
 
         ``after`` is not read; it keeps torch.compile from decoding before it has been computed.
         """
-        raise NotImplementedError
+        stored = self.stored(tensors)
+        decode, operator = self.decoders()
+        return (decode if backend.runs_eagerly(stored[0]) else operator)(*stored, dtype, after)
 
     def read_into(self, tensors: Storage, out: Tensor) -> None:
         """Decode ``tensors`` to ``out``, a contiguous [rows, cols] matrix.
@@ -228,9 +233,26 @@ class Quantizer:
         Codes and scales of square or rowwise blocks may be [parts, ...], those of parts of the rows
         one after the other, of which the last ones may have more than there are.
         """
+        # A format of one's own may decode in another way.
+        if backend.uses_kernels(out.device) and type(self).read is Quantizer.read:
+            return self.kernels().dequantize(*self.stored(tensors), out)
         inner = tensors.existing().items()
         whole = {name: x.flatten(0, 1) if x.dim() == 3 else x for name, x in inner}
         out.copy_(self.read(Storage(**whole), out.dtype)[: len(out)])
+
+    def stored(self, tensors: Storage) -> tuple:
+        """What decoding takes: codes, scales, and how these are laid out."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decoders() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+        """Functions of what is ``stored``, dtype and ``after``: a plain one, a custom operator."""
+        raise NotImplementedError
+
+    @staticmethod
+    def kernels() -> ModuleType:
+        """The module of ``fp4adam.kernels`` for the format; it imports Triton."""
+        raise NotImplementedError
 
     @property
     def multiplies_codes(self) -> bool:

@@ -15,6 +15,7 @@ from fp4adam import (
 )
 from fp4adam.interop.adapter import TensorAdapter
 from fp4adam.interop.borrowed_tensor import BorrowedTensor
+from fp4adam.tensors import backend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,3 +86,18 @@ def test_memory_of_others_is_borrowed(own, listed, monkeypatch):
     borrowed = BorrowedTensor(torch.empty(64, 96))
     assert torch.equal(borrowed.tensor.dequantize(), expected.dequantize())
     assert borrowed.is_of(matrix())
+
+
+@dataclasses.dataclass(frozen=True)
+class Doubled(NVFP4Quantizer):
+    def read(self, tensors, dtype, after=None):
+        return 2 * super().read(tensors, dtype, after)
+
+
+@pytest.mark.parametrize("path", ["operators", "kernels"])
+def test_a_format_that_decodes_otherwise_is_gathered_so(path, device, monkeypatch):
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: path == "kernels")
+    value = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    tensors, out = Doubled().quantize(value)._shared.tensors, torch.empty_like(value)
+    Doubled().read_into(tensors, out)
+    assert torch.equal(out, 2 * NVFP4Quantizer().quantize(value).dequantize())

@@ -641,6 +641,18 @@ def test_remainder_of_a_scalar_is_kept(device: str) -> None:
     )
 
 
+@pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.float], ids=["half", "float"])
+def test_a_remainder_is_of_bfloat16_alone(device: str, cast: Callable) -> None:
+    """Of a parameter that has another dtype now, it says nothing."""
+    model = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16, device=device)
+    optimizer = FP4Adam(model.parameters(), lr=1e-2, store_param_remainders=True)
+    take_steps(optimizer, [0])
+    model.weight.grad = None
+    cast(model)
+    for saved in (optimizer.state_dict(), optimizer.compact_state_dict()):
+        assert not {"master_param", "param_remainder"} & saved["state"][0].keys()
+
+
 def test_wrong_state_of_a_late_parameter_changes_nothing(device: str) -> None:
     """Found before the parameters in front of it are stepped."""
     model, optimizer = make_pair(device, store_param_remainders=True)
