@@ -91,12 +91,15 @@ def gather_codes(shard: QuantizedTensor, mesh: DeviceMesh, dtype: torch.dtype) -
     """The whole weight as a quantized tensor, whatever reads it; every rank has to call it."""
     _settled(shard, mesh)
     place, outputs = ShardInfo.in_mesh(mesh), {}
+    n_shards = _number_of_shards(_global_spec(shard), mesh)
     inputs, known = _entries_to_gather(shard, mesh, codes=True)
     for name, inner in inputs.items():
         own = inner.to(place.device).contiguous()
-        out = own.new_empty(place.n_shards * len(own), *own.shape[1:])
-        dist.all_gather([*out.chunk(place.n_shards)], own, place.group)
-        outputs[name] = out
+        outputs[name] = own.new_empty(n_shards * len(own), *own.shape[1:])
+        if n_shards > 1:
+            dist.all_gather([*outputs[name].chunk(n_shards)], own, place.group)
+        else:
+            outputs[name].copy_(own)
     return _whole_codes(shard, outputs, known, dtype, None)[0]
 
 
@@ -204,12 +207,13 @@ def post_all_gather(
 
     With ``out``, an earlier result, what is not a view of the outputs is written again.
     """
+    spec = _global_spec(shard)
     if out is not None and metadata.decoded is not None:
         flat, codes, values = metadata.decoded
         # What has the same address at the same time is the same memory.
         is_known = flat.data_ptr() == all_gather_outputs[0].data_ptr()
         if is_known and values.data_ptr() == local(out).data_ptr():
-            _global_spec(shard).quantizer.read_into(codes, values)
+            spec.quantizer.read_into(codes, values)
             flat.untyped_storage().resize_(0)
             return None
     # On one rank, and for replicate(), FSDP2 copies the first input, and hands over no other.
@@ -217,7 +221,6 @@ def post_all_gather(
     gathered, rest = metadata.names[:n], metadata.names[n:]
     known = metadata.known | {name: getattr(own, name) for name in rest}
     outputs = dict(zip(gathered, all_gather_outputs, strict=True))
-    spec = _global_spec(shard)
     if spec.quantizer.multiplies_codes:
         return _whole_codes(shard, outputs, known, param_dtype, out)
     if metadata.packed is None:

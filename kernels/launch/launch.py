@@ -88,6 +88,11 @@ def alignment(*tensors: Tensor) -> tuple[bool, ...]:
     return tuple(_data_ptr(tensor) % 16 == 0 for tensor in tensors)
 
 
+def is_on_current_device(tensor: Tensor) -> bool:
+    """Whether a launch needs no other GPU than the current one; tensors on a CPU have none."""
+    return not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device()
+
+
 def on_its_device(
     launch: Callable[Concatenate[Tensor, P], R],
 ) -> Callable[Concatenate[Tensor, P], R]:
@@ -95,7 +100,7 @@ def on_its_device(
 
     @functools.wraps(launch)
     def launch_there(tensor: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        if is_on_current_device(tensor):
             return launch(tensor, *args, **kwargs)
         with torch.cuda.device_of(tensor):
             return launch(tensor, *args, **kwargs)

@@ -374,7 +374,7 @@ def load_plain(rank: int, path: Path, saved: list[Any]) -> None:
         alone, _ = make(CASES[i], "alone")
         expected = {
             name: bytes_of(
-                param.quantizer.quantize(weights[name].to(home()))
+                param.quantizer.quantize(weights[name].to(home())).to(param.dtype)
                 if isinstance(param, QuantizedTensor)
                 else weights[name].to(param.dtype)
             )

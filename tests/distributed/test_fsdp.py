@@ -1,6 +1,6 @@
 """FSDP2: sharded training gives the same bits as training in one process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from fp4adam import (
     quantize_model,
 )
 from fp4adam.distributed.dtensor import like, local
+from fp4adam.distributed.fsdp import gather_codes
 from fp4adam.tensors import backend
 from ranks import all_ranks, home, run_ranks
 
@@ -97,11 +98,31 @@ def bytes_of(param: Tensor) -> dict[str, Tensor]:
     return {"value": param.detach().dequantize(param.dtype), **existing}
 
 
-def gathered_bytes(model: nn.Module) -> list[dict[str, Tensor]]:
-    model.unshard()
-    parts = whole_bytes(model)
-    model.reshard()
-    return parts
+def whole_of(param: Tensor) -> Tensor:
+    """A parameter, put together from the shards of all ranks."""
+    shard = local(param).detach()
+    if shard is param or not isinstance(shard, QuantizedTensor):
+        return full(param.detach())
+    mesh = param.device_mesh
+    mesh = mesh["shard"] if mesh.ndim > 1 else mesh
+    return gather_codes(shard, mesh, shard.dtype)
+
+
+def gathered_bytes(
+    model: nn.Module, modules: Iterable[Any] | None = None
+) -> list[dict[str, Tensor]]:
+    """The bytes of whole parameters; FSDP2 gathers their values, or these bytes."""
+    modules = [model] if modules is None else [*modules]
+    whole = [bytes_of(whole_of(param)) for param in model.parameters()]
+    for module in modules:
+        module.unshard()
+    for param, expected in zip(model.parameters(), whole, strict=True):
+        gathered = bytes_of(local(param))
+        assert gathered.keys() in (expected.keys(), {"value"})
+        assert_same([gathered], [{name: expected[name] for name in gathered}])
+    for module in modules:
+        module.reshard()
+    return whole
 
 
 def whole_bytes(model: nn.Module) -> list[dict[str, Tensor]]:
@@ -110,8 +131,7 @@ def whole_bytes(model: nn.Module) -> list[dict[str, Tensor]]:
 
 def assert_same(actual: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
     for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
-        # Weights whose values are multiplied are gathered as such.
-        assert a.keys() in (b.keys(), {"value"})
+        assert a.keys() == b.keys()
         for name in a:
             difference = dict(rtol=0, atol=0, equal_nan=True)
             torch.testing.assert_close(a[name], b[name], msg=f"{name} of {i}", **difference)
@@ -329,14 +349,7 @@ def test_composable_replicas_have_the_bits_of_one_process():
 
 
 def gathered_layers(model: nn.Module) -> list[dict[str, Tensor]]:
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            layer.unshard()
-    tensors = whole_bytes(model)
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            layer.reshard()
-    return tensors
+    return gathered_bytes(model, [layer for layer in model if isinstance(layer, nn.Linear)])
 
 
 @pytest.mark.parametrize("rows", [256, 48])
