@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import runpy
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from fp4adam import FP4Adam, FusedAdam, quantize_model
 from ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-README, DOCS, MAKEFILE = ROOT / "README.md", ROOT / "docs", ROOT / "Makefile"
+README, DOCS, MAKEFILE, SETUP = (ROOT / n for n in ("README.md", "docs", "Makefile", "setup.py"))
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 needs_docs = pytest.mark.skipif(not DOCS.is_dir(), reason="there is no docs/ beside this tests/")
@@ -133,6 +134,21 @@ def test_links_of_the_readme_lead_somewhere():
         path, _, anchor = target.partition("#")
         assert (ROOT / path).is_file(), target
         assert not anchor or anchor in anchors(ROOT / path), target
+
+
+@pytest.mark.skipif(not SETUP.is_file(), reason="there is none beside this copy of tests/")
+def test_links_work_on_a_package_index():
+    index_page = runpy.run_path(str(SETUP))["index_page"]
+    text = README.read_text()
+    page = index_page(text, "https://example.org/fp4adam", "1.2.3")
+    targets = re.findall(r"^\[.+?\]: (\S+)$", page, re.MULTILINE)
+    assert len(targets) > 20 and all(target.startswith("https://") for target in targets)
+    assert "https://example.org/fp4adam/raw/v1.2.3/benchmarks/h200/numerics.png" in targets
+    assert "https://example.org/fp4adam/blob/v1.2.3/docs/lora.md" in targets
+    # Without an address there is nothing to lead to.
+    page = index_page(text, None, "1.2.3")
+    assert "][" not in page and "]:" not in page and "![" not in page
+    assert "Out of memory (OOM)" in page and "## Does it train as well?\n\n50 M" in page
 
 
 def test_readme_is_short():
