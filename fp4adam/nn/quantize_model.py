@@ -297,7 +297,8 @@ def quantized_init(
     ends, and their high-precision values are kept for the optimizer, as by :func:`quantize_model`.
     Nothing is quantized if the block ends with an exception. A module from before the block counts
     as built inside once it becomes part of one that is. Weights that a nested block or
-    :func:`quantize_model` has quantized already keep their recipes.
+    :func:`quantize_model` has quantized already keep their recipes. It logs and warns as
+    :func:`quantize_model` does, once per outermost module.
 
     Args:
         recipe: As for :func:`quantize_model`.
