@@ -221,7 +221,7 @@ def _empty_parameter(quantizer: Quantizer, weight: nn.Parameter) -> nn.Parameter
     return nn.Parameter(empty, weight.requires_grad)
 
 
-def use_plain_state_dict(model: nn.Module) -> nn.Module:
+def use_plain_state_dict(model: Model) -> Model:
     """Make ``model.state_dict()`` return plain tensors of the nominal dtypes, in place.
 
     For programs that save models by memory address, as safetensors does. Such values can be loaded

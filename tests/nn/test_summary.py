@@ -166,6 +166,11 @@ def test_optimizer_of_parameters_in_use_is_not_disturbed():
     model[0].weight = old
     optimizer.zero_grad()
     optimizer.step()
+    # And quantized again.
+    quantize_model(model, "nvfp4")
+    FP4Adam(model.parameters()).step()
+    with pytest.raises(RuntimeError, match="create the optimizer after that"):
+        FP4Adam([old]).step()
 
 
 def test_model_moves_while_someone_has_its_old_weights():
