@@ -117,7 +117,7 @@ def _draw_costs(axes: Any, results: list[Result]) -> None:
             verticalalignment="center",
         )
     axes.invert_yaxis()
-    axes.set(title="Bytes per parameter; median time of a training step")
+    axes.set(title="Bytes per parameter, ms per step")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2)
 
 
