@@ -101,6 +101,14 @@ def total(value: Tensor) -> Tensor:
     return value
 
 
+def of_first(value: Any) -> Any:
+    """The first process's value, on every process."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
 def mean(value: Tensor) -> Tensor:
     """The mean of all processes' values."""
     return total(value) / world_size()

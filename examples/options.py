@@ -2,12 +2,15 @@
 
 import argparse
 import importlib.util
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from gpt import GPT, GPTConfig
 
+import fp4adam
 from distributed import EXTRA, load_extra, world_size
 
 QUANTIZED = ("nvfp4", "mxfp8", "float8block")
@@ -29,7 +32,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 # or quantized weights, activations and gradients.
 MATMULS = ("dequantized", "kept", "quantized")
 # What may differ between the run that wrote a checkpoint and the one that resumes it.
-FREE_ON_RESUME = {"resume", "device", "out", "eval_every", "checkpoint_every", "sample"}
+FREE_ON_RESUME = {"resume", "device", "out", "steps", "eval_every", "checkpoint_every", "sample"}
 
 
 def formats(text: str) -> list[str]:
@@ -61,6 +64,37 @@ def count(text: str, least: int = 1) -> int:
 def count_or_none(text: str) -> int:
     """A whole number from 0 (argparse type)."""
     return count(text, least=0)
+
+
+def number(text: str) -> float:
+    """A finite number from 0 (argparse type)."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"must be a number from 0, got {text!r}")
+    return value
+
+
+def positive_number(text: str) -> float:
+    """A finite number above 0 (argparse type)."""
+    if not (value := number(text)):
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text!r}")
+    return value
+
+
+def device(text: str) -> str:
+    """A device of this machine (argparse type)."""
+    kind, _, index = text.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        raise argparse.ArgumentTypeError(f"must be cpu, cuda or cuda:INDEX, got {text!r}")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise argparse.ArgumentTypeError(
+            f"must be a device of this machine, got {text!r} with {torch.cuda.device_count()} "
+            "CUDA devices; `python -m fp4adam` says why, --device cpu works everywhere"
+        )
+    return text
 
 
 def checkpoint(text: str) -> str:
@@ -139,7 +173,7 @@ def build_parser() -> argparse.ArgumentParser:
     how = parser.add_argument_group("how to train it").add_argument
     how("--batch", type=count, metavar="N", help="sequences per batch")
     how("--steps", type=count, metavar="N", help="optimizer steps")
-    how("--lr", type=float, metavar="X", help="highest learning rate")
+    how("--lr", type=positive_number, metavar="X", help="highest learning rate")
     how(
         "--schedule",
         choices=("cosine", "wsd"),
@@ -147,10 +181,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="after a warm-up of 10 %%: cosine to a tenth, or constant with a linear end over the "
         "last 20 %% (default: cosine)",
     )
-    how("--weight-decay", type=float, default=0.1, metavar="X", help="of matrices (default: 0.1)")
+    how("--weight-decay", type=number, default=0.1, metavar="X", help="of matrices (default: 0.1)")
     how(
         "--clip",
-        type=float,
+        type=number,
         default=1.0,
         metavar="X",
         help="largest norm of all gradients together; 0 for no limit (default: 1)",
@@ -169,9 +203,15 @@ def build_parser() -> argparse.ArgumentParser:
         help="compile the blocks with torch.compile (default: no)",
     )
     how("--seed", type=int, default=0, metavar="N", help="of weights and data order (default: 0)")
-    how("--device", default="cuda" if gpu else "cpu", help="cpu or cuda[:index] (default: the GPU)")
+    how(
+        "--device",
+        type=device,
+        default="cuda" if gpu else "cpu",
+        metavar="NAME",
+        help="cpu or cuda[:index] (default: the GPU)",
+    )
     out = parser.add_argument_group("what to write").add_argument
-    out("--out", metavar="DIR", help="folder for all files (default: runs/SIZE)")
+    out("--out", metavar="DIR", help="new folder for all files (default: runs/SIZE-NUMBER)")
     out(
         "--eval-every",
         type=count,
@@ -190,7 +230,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=checkpoint,
         metavar="DIR",
         help="continue from a checkpoint, to the same bits on as many processes as wrote it; its "
-        "settings are the defaults",
+        "settings are the defaults. --steps may be larger: the schedule is then the longer one's",
     )
     out(
         "--sample",
@@ -208,10 +248,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     first = parser.parse_args(argv)
     settings = PRESETS[first.size]
     if first.resume:
-        settings = load_extra(Path(first.resume))["settings"]
+        settings = load_extra(Path(first.resume))["settings"] | {"out": None}
     parser.set_defaults(**settings)
     args = parser.parse_args(argv)
-    args.out = args.out or f"runs/{args.size}"
     args.eval_every = args.eval_every or max(1, args.steps // 10)
     check_args(parser, args, settings)
     return args
@@ -244,6 +283,13 @@ def check_args(
             f"--matmul kept needs one process, got {world_size()}: weights that are gathered anew "
             "are not kept; leave it out"
         )
+    if args.out and Path(args.out).exists() and not is_empty_folder(Path(args.out)):
+        parser.error(f"--out must be new or empty, got {args.out}; choose another, or leave it out")
+    if args.resume:
+        done = load_extra(Path(args.resume))["scheduler"]["last_epoch"]
+        if args.steps < done:
+            parser.error(f"--steps must be at least the {done} of the checkpoint, got {args.steps}")
+    check_model(parser, args)
     if not set(args.baseline) <= set(PLAIN):
         parser.error(f"--baseline must be of bf16, fp32, got {','.join(args.baseline)}")
     if args.batch % world_size():
@@ -260,3 +306,26 @@ def check_args(
         if getattr(args, name) != settings[name]:
             option = "--" + name.replace("_", "-")
             parser.error(f"{option} must be {settings[name]} to resume, got {getattr(args, name)}")
+
+
+def is_empty_folder(path: Path) -> bool:
+    """Whether nothing in it could be overwritten."""
+    return path.is_dir() and not any(path.iterdir())
+
+
+def recipe_of(args: argparse.Namespace, weight_format: str) -> fp4adam.Recipe:
+    """What --format and --matmul say about one of the formats."""
+    both = args.matmul == "quantized"
+    return fp4adam.Recipe(weight_format, activations=both, gradients=both)
+
+
+def check_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends the program if there is no such model, or a format cannot hold one of its weights."""
+    try:
+        for name in args.format:
+            with torch.device("meta"):
+                model = GPT(GPTConfig(1, args.heads, args.dim, args.context))
+            if name in QUANTIZED:
+                fp4adam.quantize_model(model, recipe_of(args, name))
+    except ValueError as error:
+        parser.error(str(error))

@@ -42,12 +42,17 @@ def stored_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
 
 def print_table(results: list[Result]) -> None:
     """One row per run."""
-    print("\nformat       optimizer  train loss  val loss   tokens/s  weight B/param  peak GiB")
+    print(
+        "\nformat       optimizer  train loss  val loss   tokens/s  weight B/param  "
+        "state B/param  peak GiB"
+    )
     for r in results:
         print(
             f"{r['format']:<12} {r['optimizer']:<9}  {r['final_train_loss']:>10.4f}  "
             f"{r['final_validation_loss']:>8.4f}  {r['tokens_per_second']:>9,.0f}  "
-            f"{r['weight_bytes_per_parameter']:>14.3f}  {r['peak_memory_bytes'] / 2**30:>8.2f}"
+            f"{r['weight_bytes_per_parameter']:>14.3f}  "
+            f"{r['optimizer_bytes_per_parameter']:>13.3f}  "
+            f"{r['peak_memory_bytes'] / 2**30:>8.2f}"
         )
 
 
@@ -70,24 +75,50 @@ def write_json(path: Path, settings: dict[str, Any], results: list[Result]) -> N
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def write_plot(path: Path, results: list[Result]) -> None:
-    """Draws the losses, and how far each run's held-out loss is from the first run's."""
+def write_plot(path: Path, results: list[Result], title: str) -> None:
+    """Draws losses, gaps of the held-out losses to the first run's, bytes and times of steps."""
     from matplotlib.figure import Figure  # only here, so that training does without
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    baseline = results[0]["validation_loss"]
+    figure = Figure(figsize=(15, 4.5), layout="constrained")
+    figure.suptitle(title)
+    loss, gap, cost = figure.subplots(1, 3)
+    baseline, first = results[0]["validation_loss"], _label(results[0])
     for number, r in enumerate(results):
-        style = {"color": f"C{number}", "label": f"{r['format']}, {r['optimizer']}"}
-        left.plot(*zip(*enumerate(smooth(r["train_loss"]), start=1), strict=True), **style)
+        style = {"color": f"C{number}", "label": _label(r)}
+        loss.plot(*zip(*enumerate(smooth(r["train_loss"]), start=1), strict=True), **style)
         steps, losses = zip(*r["validation_loss"].items(), strict=True)
-        left.plot(steps, losses, "o", color=style["color"], markersize=4)
-        gap = [loss - baseline[step] for step, loss in r["validation_loss"].items()]
-        right.plot(steps, gap, "o-", markersize=4, **style)
-    left.set(xlabel="step", ylabel="nats per byte", title="Loss: training (line), held out (dots)")
-    right.set(xlabel="step", ylabel="nats per byte", title="Held-out loss minus the first run's")
-    left.legend()
+        loss.plot(steps, losses, "o", color=style["color"], markersize=4)
+        gaps = [value - baseline[step] for step, value in r["validation_loss"].items()]
+        gap.plot(steps, gaps, "o-", markersize=4, **style)
+    loss.set(xlabel="step", ylabel="nats per byte", title="Loss: training (line), held out (dots)")
+    gap.set(xlabel="step", ylabel="nats per byte", title=f"Held-out loss minus that of {first}")
+    loss.legend()
+    gap.legend()
+    _draw_costs(cost, results)
     figure.savefig(path, dpi=150)
+
+
+def _label(result: Result) -> str:
+    return f"{result['format']}, {result['optimizer']}"
+
+
+def _draw_costs(axes: Any, results: list[Result]) -> None:
+    """Bars of weight and state in bytes per parameter, with the time of a training step."""
+    labels = [_label(r) for r in results]
+    weights = [r["weight_bytes_per_parameter"] for r in results]
+    states = [r["optimizer_bytes_per_parameter"] for r in results]
+    axes.barh(labels, weights, color="tab:cyan", label="weight")
+    axes.barh(labels, states, left=weights, color="tab:orange", label="optimizer state")
+    for row, r in enumerate(results):
+        axes.text(
+            0.1,
+            row,
+            f"{weights[row]:.2f} + {states[row]:.2f} bytes, {1e3 * r['seconds_per_step']:.0f} ms",
+            verticalalignment="center",
+        )
+    axes.invert_yaxis()
+    axes.set(title="Bytes per parameter, ms per step")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2)
 
 
 def smooth(values: list[float]) -> list[float]:

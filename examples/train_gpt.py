@@ -12,8 +12,10 @@ spreads the model and each batch over eight GPUs; data order and starting weight
 import argparse
 import contextlib
 import gc
+import itertools
 import math
 import os
+import platform
 import statistics
 import time
 from collections.abc import Sequence
@@ -27,7 +29,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 import torch.nn.functional as F
 from gpt import GPT, GPTConfig
-from options import QUANTIZED, STATES, parse_args
+from options import QUANTIZED, STATES, parse_args, recipe_of
 from report import Result, peak_memory, print_table, stored_bytes, write_json, write_plot
 from stdlib_text import cut_batch, load_text
 from torch import Tensor, nn
@@ -93,9 +95,7 @@ def build_run(
         model = GPT(GPTConfig(args.layers, args.heads, args.dim, args.context))
     model.to(DTYPES.get(weight_format, torch.float32))
     if weight_format in QUANTIZED:
-        both = args.matmul == "quantized"
-        recipe = recipe or fp4adam.Recipe(weight_format, activations=both, gradients=both)
-        fp4adam.quantize_model(model, recipe)
+        fp4adam.quantize_model(model, recipe or recipe_of(args, weight_format))
     if args.compile:
         torch.compiler.reset()  # blocks of all runs share their code, and torch counts its versions
         for block in model.blocks:
@@ -125,16 +125,20 @@ def autocast(args: argparse.Namespace) -> torch.autocast:
     return torch.autocast(device_type, torch.bfloat16, enabled=device_type == "cuda")
 
 
-def text_parts(args: argparse.Namespace) -> list[Tensor]:
-    """Training and held-out text, uint8, where batches are to be cut."""
-    parts = load_text(tuple(args.text))
-    for part in parts:
+def check_text(args: argparse.Namespace) -> None:
+    """Ends the program if there is not enough text."""
+    for part in load_text(tuple(args.text)):
         if len(part) <= args.context:
             raise SystemExit(
                 f"--text must have more than --context = {args.context} bytes to train on and to "
                 f"hold out, got {len(part)}; add folders"
             )
-    return [part.to(args.device) for part in parts]
+
+
+def text_parts(args: argparse.Namespace) -> list[Tensor]:
+    """Training and held-out text, uint8, where batches are to be cut."""
+    check_text(args)
+    return [part.to(args.device) for part in load_text(tuple(args.text))]
 
 
 def compute_loss(run: Run, args: argparse.Namespace, text: Tensor, seed: int) -> Tensor:
@@ -224,6 +228,7 @@ def save_checkpoint(run: Run, args: argparse.Namespace) -> None:
     }
     path = Path(args.out) / f"{run.label}-step{run.step:06d}"
     distributed.save(path, run.model, run.optimizer, extra)
+    print(f"{run.label:<19}  step {run.step:>5}/{args.steps}  checkpoint: {path}", flush=True)
 
 
 def load_checkpoint(run: Run, args: argparse.Namespace) -> None:
@@ -250,6 +255,7 @@ def summarize(run: Run, args: argparse.Namespace) -> Result:
         "final_train_loss": statistics.fmean(run.train_loss[-max(1, args.steps // 10) :]),
         "final_validation_loss": run.validation_loss[run.step],
         "tokens_per_second": tokens_per_second(args, run.seconds),
+        "seconds_per_step": statistics.median(run.seconds),
         "peak_memory_bytes": peak_memory(device),
         "weight_bytes_per_parameter": stored_bytes(params, device) / count,
         "optimizer_bytes_per_parameter": stored_bytes(states, device) / count,
@@ -274,6 +280,8 @@ def execute(args: argparse.Namespace, weight_format: str, optimizer_name: str) -
         gc.collect()  # the model before this one, or its memory would count as this one's
         torch.cuda.reset_peak_memory_stats(args.device)
     run = build_run(args, weight_format, optimizer_name)
+    if weight_format in QUANTIZED:
+        print(f"\n{run.label}: {fp4adam.summary(run.model).describe()}", flush=True)
     if args.resume:
         load_checkpoint(run, args)
     train(run, args)
@@ -282,26 +290,80 @@ def execute(args: argparse.Namespace, weight_format: str, optimizer_name: str) -
     return summarize(run, args)
 
 
+def new_folder(args: argparse.Namespace) -> str:
+    """Makes --out, or the first runs/SIZE-NUMBER that does not exist yet."""
+    if args.out:
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+        return args.out
+    for number in itertools.count(1):
+        path = Path("runs", f"{args.size}-{number}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return str(path)
+
+
+def describe_device(args: argparse.Namespace) -> str:
+    """The GPU's name, or the CPU's architecture and number of threads."""
+    if torch.device(args.device).type == "cuda":
+        return torch.cuda.get_device_name(args.device)
+    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+
+
+def opening_line(args: argparse.Namespace, plan: list[tuple[str, str]]) -> str:
+    """What is trained, on what, how long, and where results go."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(args.layers, args.heads, args.dim, args.context))
+    count = sum(param.numel() for param in model.parameters())
+    devices = f"{distributed.world_size()} x " if distributed.world_size() > 1 else ""
+    names = ", ".join("-".join(names) for names in plan)
+    return (
+        f"{names}: a GPT of {count / 1e6:,.1f} M parameters (layers {args.layers}, "
+        f"width {args.dim}) on {devices}{describe_device(args)}, steps {args.steps} of "
+        f"{args.batch * args.accumulate} x {args.context} bytes; results go to {args.out}"
+    )
+
+
+def check_matmul(args: argparse.Namespace) -> None:
+    """Ends the program if the GPU has no matmuls for --matmul quantized."""
+    if args.matmul != "quantized":
+        return
+    try:
+        for name in args.format:
+            layer = nn.Linear(128, 128, bias=False, device=args.device)
+            fp4adam.quantize_model(layer, recipe_of(args, name))
+            with autocast(args):
+                layer(torch.zeros(128, 128, device=args.device))
+    except RuntimeError as error:
+        raise SystemExit(f"--matmul quantized: {error}") from None
+
+
 def main(argv: Sequence[str] | None = None) -> list[Result]:
     """Runs the command line and returns what results.json holds about each run."""
     args = parse_args(argv)
+    check_text(args)
     if torch.device(args.device).type == "cuda":
         # Attention's backward pass and cuBLAS give the same bits twice only when asked to.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # a check that costs bandwidth
-    Path(args.out).mkdir(parents=True, exist_ok=True)
     plan = [(name, args.optimizer) for name in args.format]
     if args.compare:
         plan = [(name, "adamw") for name in args.baseline] + plan
     with distributed.process_group(torch.device(args.device).type):
+        check_matmul(args)
+        args.out = distributed.of_first(new_folder(args) if distributed.rank() == 0 else None)
+        opening = opening_line(args, plan)
+        print(opening, flush=True)
         results = [execute(args, *names) for names in plan]
         print_table(results)
+        report, picture = (Path(args.out) / name for name in ("results.json", "comparison.png"))
         if distributed.rank() == 0:
-            write_json(Path(args.out) / "results.json", vars(args), results)
+            write_json(report, vars(args), results)
             if args.compare:
-                write_plot(Path(args.out) / "comparison.png", results)
-        print(f"\nwritten to {args.out}")
+                write_plot(picture, results, title=opening.partition(": ")[2].rpartition(";")[0])
+        print(f"\nnumbers: {report}")
+        if args.compare:
+            print(f"picture: {picture}")
     return results
 
 

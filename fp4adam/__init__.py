@@ -30,6 +30,9 @@ from fp4adam.nn.quantize_model import quantize_model as quantize_model
 from fp4adam.nn.quantize_model import quantized_init as quantized_init
 from fp4adam.nn.quantize_model import use_plain_state_dict as use_plain_state_dict
 from fp4adam.nn.recipe import Recipe as Recipe
+from fp4adam.nn.summary import ModelSummary as ModelSummary
+from fp4adam.nn.summary import ParameterSummary as ParameterSummary
+from fp4adam.nn.summary import summary as summary
 from fp4adam.optim.fp4_adam import FP4Adam as FP4Adam
 from fp4adam.optim.fused_adam import FusedAdam as FusedAdam
 from fp4adam.tensors import operators as operators

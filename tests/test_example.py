@@ -19,9 +19,13 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import minimal  # noqa: E402
 import options as command_line  # noqa: E402
+import report  # noqa: E402
 import train_gpt  # noqa: E402
 from stdlib_text import cut_batch, load_text  # noqa: E402
+
+import distributed  # noqa: E402
 
 FORMATS = ("nvfp4", "mxfp8", "float8block", "bf16", "fp32")
 TINY = (
@@ -101,7 +105,7 @@ def test_resumed_run_has_the_bits_of_an_uninterrupted_one(name, tmp_path):
 
 def test_kept_weights_give_the_same_bits(tmp_path):
     losses = [
-        run(tmp_path, "--steps", 4, "--accumulate", 2, "--matmul", how)[0]["train_loss"]
+        run(tmp_path / how, "--steps", 4, "--accumulate", 2, "--matmul", how)[0]["train_loss"]
         for how in ("dequantized", "kept")
     ]
     assert losses[0] == losses[1]
@@ -110,7 +114,7 @@ def test_kept_weights_give_the_same_bits(tmp_path):
 def test_quantized_matmuls_learn(tmp_path):
     options = ("--format", "float8block", "--dim", 128, "--steps", 20, "--lr", 3e-3)
     dequantized, quantized = (
-        run(tmp_path, *options, "--matmul", how)[0]["train_loss"]
+        run(tmp_path / how, *options, "--matmul", how)[0]["train_loss"]
         for how in ("dequantized", "quantized")
     )
     assert quantized != dequantized
@@ -127,9 +131,9 @@ def test_compiled_blocks_share_their_graphs(tmp_path, monkeypatch):
     eagerly = functools.partialmethod(nn.Module.compile, backend="aot_eager")
     monkeypatch.setattr(nn.Module, "compile", eagerly)
     options = ("--layers", 3, "--steps", 3, "--sample", 5)
-    (eager,) = run(tmp_path, *options)
+    (eager,) = run(tmp_path / "eager", *options)
     counters.clear()
-    (compiled,) = run(tmp_path, *options, "--compile")
+    (compiled,) = run(tmp_path / "compiled", *options, "--compile")
     assert counters["stats"]["unique_graphs"] == 2  # with gradients and without
     assert not counters["graph_break"]
     assert compiled["train_loss"] == pytest.approx(eager["train_loss"], rel=1e-4)
@@ -143,10 +147,82 @@ def test_resuming_keeps_the_settings(tmp_path, capsys):
     assert "--weight-decay must be 0.1 to resume, got 0.0" in capsys.readouterr().err
 
 
+def test_resuming_extends_the_run(tmp_path, capsys):
+    options = ("--steps", 4, "--checkpoint-every", 2, "--eval-every", 2)
+    (whole,) = run(tmp_path / "whole", *options)
+    checkpoint = tmp_path / "whole" / "nvfp4-fp4adam-step000002"
+    assert f"step     2/4  checkpoint: {checkpoint}" in capsys.readouterr().out
+    options = ("--resume", str(checkpoint), "--steps", "6", "--out", str(tmp_path / "longer"))
+    (longer,) = train_gpt.main(options)
+    assert len(longer["train_loss"]) == 6 and len(whole["train_loss"]) == 4
+    assert longer["train_loss"][:2] == whole["train_loss"][:2]
+    with pytest.raises(SystemExit):
+        train_gpt.main(["--resume", str(checkpoint), "--steps", "1"])
+    assert "--steps must be at least the 2 of the checkpoint" in capsys.readouterr().err
+
+
+def test_runs_have_folders_of_their_own(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        train_gpt.main([*TINY, "--steps", "1"])
+    assert sorted(os.listdir("runs")) == ["tiny-1", "tiny-2"]
+    assert [os.listdir(f"runs/tiny-{number}") for number in (1, 2)] == [["results.json"]] * 2
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        run("runs/tiny-1", "--steps", 1)
+    assert "--out must be new or empty, got runs/tiny-1; choose" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (("--device", "cuda"), "device of this machine, got 'cuda' with 0 .* --device cpu works"),
+        (("--device", "gpu"), "must be cpu, cuda or cuda:INDEX, got 'gpu'"),
+        (("--heads", 3), "dim must be a multiple of 2 . heads = 6, got 64; change dim or heads"),
+        (("--dim", 40, "--heads", 1), "layer 'blocks.0.attention.qkv': .* multiples of 16"),
+        (("--matmul", "quantized", "--format", "float8block"), "multiples of 128 .* got"),
+        (("--lr", 0), "argument --lr: must be above 0, got '0'"),
+        (("--lr", "nan"), "argument --lr: must be a number from 0, got 'nan'"),
+        (("--clip", -1), "argument --clip: "),
+        (("--text", "nowhere"), "argument --text: must be folders, got 'nowhere'"),
+    ],
+)
+def test_mistakes_are_told_before_anything_happens(options, match, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit):
+        run(tmp_path / "out", *options, "--steps", 1)
+    assert re.search(match, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_opening_line_says_what_will_happen(tmp_path, capsys):
+    run(tmp_path, "--steps", 1)
+    first, second = capsys.readouterr().out.strip().split("\n\n")[:2]
+    assert first.startswith(
+        "nvfp4-fp4adam: a GPT of 0.1 M parameters (layers 1, width 64) on CPU ("
+    )
+    assert first.endswith(f", steps 1 of 4 x 32 bytes; results go to {tmp_path}")
+    assert second.startswith("nvfp4-fp4adam: 5 of 10 weights are quantized, ")
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "float8block"])
+def test_the_template_learns(recipe, capsys):
+    losses = minimal.main(recipe, steps=12)
+    assert losses[0] == pytest.approx(math.log(256), abs=0.3)
+    assert losses[-1] < losses[0] - 1
+    printed = capsys.readouterr().out
+    assert "2 of 4 weights are quantized" in printed and "held out: loss" in printed
+
+
+def test_the_template_is_short():
+    assert len(Path(minimal.__file__).read_text().splitlines()) <= 70
+
+
 def test_killed_save_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
-    options = ("--format", "fp32", "--steps", 1, "--checkpoint-every", 1)
-    run(tmp_path, *options)
-    (good,) = tmp_path.glob("*-step000001")
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    good = tmp_path / "good"
+    distributed.save(good, model, optimizer, {"number": 0})
     expected = load(good)
 
     def killed(state, checkpoint_id):
@@ -155,13 +231,14 @@ def test_killed_save_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(dcp, "save", killed)
+    nn.init.zeros_(model.weight)
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, *options, "--seed", 1)
+        distributed.save(good, model, optimizer, {"number": 1})
     assert_same_bits(load(good), expected)
     monkeypatch.undo()
-    run(tmp_path, *options, "--seed", 1)
-    assert load(good)["settings"]["seed"] == 1
-    assert sorted(os.listdir(tmp_path)) == [good.name, f"{good.name}.pt", "results.json"]
+    distributed.save(good, model, optimizer, {"number": 1})
+    assert load(good)["number"] == 1 and not load(good)["model"]["weight"].any()
+    assert sorted(os.listdir(tmp_path)) == ["good", "good.pt"]
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +262,7 @@ def test_torchrun_trains_and_one_process_writes(on_two_processes):
     files = {*checkpoints, "comparison.png", "results.json"}
     assert set(os.listdir(out)) == files
     for name in runs:
-        assert len(re.findall(rf"^{name} .* 10/20 ", printed, re.MULTILINE)) == 1
+        assert len(re.findall(rf"^{name} .* 10/20  loss ", printed, re.MULTILINE)) == 1
         losses = results(out)[name]["train_loss"]
         assert all(map(math.isfinite, losses))
         assert sum(losses[-5:]) / 5 < losses[0] - 1
@@ -210,6 +287,7 @@ def test_resuming_on_any_number_of_processes(processes, name, on_two_processes, 
 
 def test_what_several_processes_cannot_do_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command_line, "world_size", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(SystemExit):
         run(tmp_path, "--steps", 1)
     assert "--batch must be a multiple of the 3 processes, got 4; change" in capsys.readouterr().err
@@ -224,18 +302,40 @@ def test_what_several_processes_cannot_do_is_refused(tmp_path, capsys, monkeypat
 def test_compare_writes_numbers_and_curves(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     run(tmp_path, "--compare", "--format", "nvfp4,mxfp8", "--baseline", "fp32,bf16", "--steps", 4)
-    report = json.loads((tmp_path / "results.json").read_text())
+    written = json.loads((tmp_path / "results.json").read_text())
     adamw, fp4adam = ("fp32 adamw", "bf16 adamw"), ("nvfp4 fp4adam", "mxfp8 fp4adam")
-    assert [f"{r['format']} {r['optimizer']}" for r in report["runs"]] == [*adamw, *fp4adam]
-    assert report["settings"]["seed"] == 0
-    assert report["versions"]["torch"] == torch.__version__
-    firsts = [r["train_loss"][0] for r in report["runs"]]
+    assert [f"{r['format']} {r['optimizer']}" for r in written["runs"]] == [*adamw, *fp4adam]
+    assert written["settings"]["seed"] == 0
+    assert written["versions"]["torch"] == torch.__version__
+    firsts = [r["train_loss"][0] for r in written["runs"]]
     assert max(firsts) - min(firsts) < 0.05  # the same batch, nearly the same weights
-    fp32, bf16, nvfp4, mxfp8 = (r["weight_bytes_per_parameter"] for r in report["runs"])
+    fp32, bf16, nvfp4, mxfp8 = (r["weight_bytes_per_parameter"] for r in written["runs"])
     assert (fp32, bf16) == (4, 2)
     assert nvfp4 < mxfp8 < fp32
-    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    assert "weight B/param" in capsys.readouterr().out
+    picture = tmp_path / "comparison.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "weight B/param" in printed and printed.endswith(f"picture: {picture}\n")
+
+
+def test_picture_shows_bytes_and_times():
+    figures = pytest.importorskip("matplotlib.figure")
+    plain = {
+        "format": "fp32",
+        "optimizer": "adamw",
+        "weight_bytes_per_parameter": 4.0,
+        "optimizer_bytes_per_parameter": 8.0,
+        "seconds_per_step": 0.25,
+    }
+    quantized = {**plain, "format": "nvfp4", "weight_bytes_per_parameter": 1.0}
+    axes = figures.Figure().subplots()
+    report._draw_costs(axes, [plain, quantized])
+    bars = [(bar.get_x(), bar.get_width()) for bar in axes.patches]
+    assert bars == [(0, 4), (0, 1), (4, 8), (1, 8)]
+    assert [text.get_text() for text in axes.texts] == [
+        "4.00 + 8.00 bytes, 250 ms",
+        "1.00 + 8.00 bytes, 250 ms",
+    ]
 
 
 def test_compare_without_matplotlib_says_so_before_training(tmp_path, capsys, monkeypatch):
@@ -288,6 +388,7 @@ def test_text_of_folders(tmp_path, capsys):
     (resumed,) = train_gpt.main(["--resume", str(checkpoint), "--out", str(tmp_path / "again")])
     assert resumed["train_loss"] == result["train_loss"]
     with pytest.raises(SystemExit, match="more than --context = 50 bytes .* got 50; add folders"):
-        run(tmp_path / "out", *options, "--context", 50)
+        run(tmp_path / "short", *options, "--context", 50)
+    assert not (tmp_path / "short").exists()
     with pytest.raises(SystemExit, match="first must hold 10 files or more .* got 9"):
         load_text(folders[:1])

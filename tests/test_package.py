@@ -1,5 +1,6 @@
 """What a bare machine gets: the package without Triton, and names without surprises."""
 
+import inspect
 import re
 import subprocess
 import sys
@@ -127,11 +128,32 @@ def test_public_names_are_those_of_the_readme():
         "QuantizedTensor",
         "quantize_model",
         "quantized_init",
+        "summary",
         "register_adapter",
         "TensorAdapter",
     }
     assert names <= vars(fp4adam).keys()
     assert fp4adam.__version__.count(".") == 2
+
+
+def test_fp4_adam_spells_out_the_options_of_fused_adam():
+    options = inspect.signature(fp4adam.FP4Adam).parameters
+    for name, option in inspect.signature(fp4adam.FusedAdam).parameters.items():
+        assert (options[name].default, options[name].kind) == (option.default, option.kind)
+        assert options[name].annotation == option.annotation
+    assert {p.kind for p in options.values()} == {
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+    }
+    with pytest.raises(TypeError, match="unexpected keyword argument 'exp_avg_dtyp'"):
+        fp4adam.FP4Adam([torch.ones(1)], exp_avg_dtyp=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["exp_avg_dtype", "exp_avg_sq_dtype", "master_weight_dtype"])
+def test_fp4_adam_hands_its_options_on(name):
+    optimizer = fp4adam.FP4Adam([torch.ones(1)], **{name: torch.float16}, maximize=True)
+    assert getattr(optimizer, name) == torch.float16
+    assert optimizer.param_groups[0]["maximize"] is True
 
 
 @pytest.mark.skipif(not API.is_file(), reason="there is no docs/ beside this copy of tests/")

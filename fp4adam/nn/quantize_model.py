@@ -1,10 +1,13 @@
 """Turning the weights of a model into quantized parameters."""
 
 import contextlib
+import logging
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
@@ -25,23 +28,19 @@ from fp4adam.nn.replacement import (
     hand_over,
     put_in,
 )
-from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.nn.summary import check_module, format_name, summary
+from fp4adam.tensors.quantized_tensor import QuantizedTensor, implements_function
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
 
+logger = logging.getLogger("fp4adam")
+
+Model = TypeVar("Model", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]
 
 # The names that GPT, Llama, Megatron, GPT-NeoX, timm and Hugging Face heads go by.
 OUTPUT_HEADS = frozenset(
     ("lm_head", "head", "output", "output_layer", "embed_out", "classifier", "score", "logits")
 )
-
-
-def check_module(model: nn.Module) -> None:
-    """Raise TypeError unless ``model`` is an ``nn.Module``."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model must be an nn.Module, got {type(model).__name__}; pass the model itself"
-        )
 
 
 def _check_filter(filter: Filter | None) -> None:
@@ -62,19 +61,23 @@ def is_hidden_linear(module: nn.Module, name: str) -> bool:
 
 
 def quantize_model(
-    model: nn.Module,
+    model: Model,
     recipe: str | Quantizer | Recipe,
     filter: Filter | None = None,
     *,
     scale_groups: ScaleGroups = (),
-) -> nn.Module:
+) -> Model:
     """Quantize the weights of the linear layers of ``model``, in place.
 
     Each weight becomes a parameter of the recipe's format with the same name and the same nominal
     dtype. Tied weights stay tied. Left alone are weights that something else uses as well (an
-    embedding, a layer that ``filter`` leaves out), and weights that the same recipe has quantized
-    already. The value before quantization is kept until ``FP4Adam`` takes it over as master weight
-    at the first step (``param.clear_high_precision_init_val()`` frees it for inference).
+    embedding, a layer that ``filter`` leaves out), weights that the same recipe has quantized
+    already, and all that is not the weight of an ``nn.Linear``: ``Conv1D`` of transformers' GPT-2,
+    stacked weights of experts. The logger "fp4adam" says at level INFO how many weights are
+    quantized and what is left; :func:`summary` shows each.
+
+    The value before quantization is kept until ``FP4Adam`` takes it over as master weight at the
+    first step (``param.clear_high_precision_init_val()`` frees it for inference).
 
     Attributes set on a weight, such as ``tensor_model_parallel``, go to the new parameter, and so
     do its gradient, ``requires_grad``, and the hooks of ``register_hook`` and
@@ -109,15 +112,30 @@ def quantize_model(
         TypeError: If a selected weight is not float32, bfloat16 or float16, or an argument has
             another type than above.
 
-    Nothing has been changed when it raises. Create the optimizer after this call: the parameters
-    are new objects.
+    Nothing has been changed when it raises. It warns if no selected layer has a weight that it can
+    take. Create the optimizer after this call: the parameters are new objects.
     """
     quantizer = resolve_recipe(recipe)
     check_module(model)
     _check_filter(filter)
     selected = filter or is_hidden_linear
-    _quantize_layers(model.named_modules(), quantizer, selected, scale_groups, keeps_others=False)
+    modules = model.named_modules()
+    count = _quantize_layers(modules, quantizer, selected, scale_groups, keeps_others=False)
+    _report([model], quantizer, count, stacklevel=3)
     return model
+
+
+def _report(models: Sequence[nn.Module], quantizer: Quantizer, count: int, stacklevel: int) -> None:
+    """Log what is quantized now and what is not; warn if ``count`` selected weights are none."""
+    for model in models:
+        described = f"{type(model).__name__}, {format_name(quantizer)}: {summary(model).describe()}"
+        logger.info("%s", described)
+        if not count:
+            warnings.warn(
+                f"no weight was quantized in {described}. Only weights of nn.Linear layers that "
+                "filter selects are, unless something else uses them as well",
+                stacklevel=stacklevel,
+            )
 
 
 def _quantize_layers(
@@ -126,12 +144,13 @@ def _quantize_layers(
     selected: Filter,
     scale_groups: ScaleGroups,
     keeps_others: bool,
-) -> None:
-    """Quantize the weights of selected layers.
+) -> int:
+    """Quantize the weights of selected layers; how many of these are quantized now.
 
     ``keeps_others``: Leave weights of other recipes as they are, rather than refuse them.
     """
     named_modules = [*named_modules]
+    already = set()
     layers: dict[nn.Parameter, list[tuple[str, nn.Linear]]] = {}
     left_alone = set()
     for name, module in named_modules:
@@ -141,8 +160,10 @@ def _quantize_layers(
             if not isinstance(weight, QuantizedTensor):
                 check_weight(name, weight)
                 layers.setdefault(weight, []).append((name, module))
-            elif not keeps_others:
-                _check_same_recipe(name, weight, quantizer)
+            else:
+                already.add(weight)
+                if not keeps_others:
+                    _check_same_recipe(name, weight, quantizer)
         left_alone.update(params.values())
     chosen = [(weight, users) for weight, users in layers.items() if weight not in left_alone]
     for weight, users in chosen:
@@ -170,6 +191,7 @@ def _quantize_layers(
         (module, p) for p, (_, named) in zip(params, chosen, strict=True) for _, module in named
     ]
     put_in(users)
+    return len(chosen) + len(already)
 
 
 def _check_same_recipe(name: str, weight: QuantizedTensor, quantizer: Quantizer) -> None:
@@ -199,7 +221,7 @@ def _empty_parameter(quantizer: Quantizer, weight: nn.Parameter) -> nn.Parameter
     return nn.Parameter(empty, weight.requires_grad)
 
 
-def use_plain_state_dict(model: nn.Module) -> nn.Module:
+def use_plain_state_dict(model: Model) -> Model:
     """Make ``model.state_dict()`` return plain tensors of the nominal dtypes, in place.
 
     For programs that save models by memory address, as safetensors does. Such values can be loaded
@@ -217,6 +239,18 @@ def use_plain_state_dict(model: nn.Module) -> nn.Module:
     model.register_state_dict_post_hook(_dequantize_values)
     model.register_load_state_dict_pre_hook(_refuse_plain_parameters)
     return model
+
+
+# safetensors asks for it after untyped_storage(), which has no address either.
+@implements_function(torch.Tensor.storage)
+def _refuse_storage(weight: QuantizedTensor) -> NoReturn:
+    raise RuntimeError(
+        "weights must be plain tensors to be saved by memory address, as safetensors does, got "
+        f"{type(weight).__name__} of shape {tuple(weight.shape)}; call "
+        "fp4adam.use_plain_state_dict(model) once after quantize_model, and save_pretrained, the "
+        "Trainer and safetensors save decoded values; fp4adam.export_checkpoint(model, folder) "
+        "writes the trained bytes"
+    )
 
 
 def _dequantize_values(
@@ -263,7 +297,8 @@ def quantized_init(
     ends, and their high-precision values are kept for the optimizer, as by :func:`quantize_model`.
     Nothing is quantized if the block ends with an exception. A module from before the block counts
     as built inside once it becomes part of one that is. Weights that a nested block or
-    :func:`quantize_model` has quantized already keep their recipes.
+    :func:`quantize_model` has quantized already keep their recipes. It logs and warns as
+    :func:`quantize_model` does, once per outermost module.
 
     Args:
         recipe: As for :func:`quantize_model`.
@@ -304,14 +339,15 @@ def quantized_init(
     seen = dict(is_new)
     new = {part for module in seen if seen[module] for part in module.modules()}
     children = {child for module in seen for child in module.children()}
-    named_modules = [
-        named for module in seen if module not in children for named in module.named_modules()
-    ]
+    roots = [module for module in seen if module not in children]
+    named_modules = [named for root in roots for named in root.named_modules()]
     selected = filter or is_hidden_linear
-    _quantize_layers(
+    count = _quantize_layers(
         named_modules,
         quantizer,
         lambda module, name: module in new and selected(module, name),
         scale_groups,
         keeps_others=True,
     )
+    with_weights = [root for root in roots if next(root.parameters(), None) is not None]
+    _report(with_weights, quantizer, count, stacklevel=4)

@@ -3,14 +3,17 @@
 First everything is checked, then new parameters are prepared, then all of them are put in.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fp4adam.distributed.dtensor import is_dtensor
+from fp4adam.distributed.dtensor import is_dtensor, local
+from fp4adam.nn.summary import format_name
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 
@@ -61,7 +64,7 @@ def check_no_replica(modules: Iterable[nn.Module], weights: Sequence[nn.Paramete
 
 def _attributes(weight: nn.Parameter, successor: nn.Parameter) -> dict[str, Any]:
     """Attributes that users have set on a parameter, such as ``tensor_model_parallel``."""
-    own = {"_is_param"}
+    own = {"_is_param", "_replaced_in"}
     if isinstance(weight, QuantizedTensor):
         own |= vars(successor).keys()
     return {name: value for name, value in vars(weight).items() if name not in own}
@@ -78,7 +81,10 @@ def hand_over(weight: nn.Parameter, successor: nn.Parameter) -> None:
 
 
 def put_in(weights: Iterable[tuple[nn.Module, nn.Parameter]]) -> None:
-    """Make each parameter the ``weight`` of its module; if one module refuses, none changes."""
+    """Make each parameter the ``weight`` of its module; if one module refuses, none changes.
+
+    The layers then show the format, and an optimizer that still has their old parameters can tell.
+    """
     replaced = []
     try:
         for module, weight in weights:
@@ -88,3 +94,28 @@ def put_in(weights: Iterable[tuple[nn.Module, nn.Parameter]]) -> None:
         for module, weight in replaced:
             module._parameters["weight"] = weight
         raise
+    for module, weight in replaced:
+        _retire(weight, module)
+        # Of the instance: its class may be nn.Linear itself.
+        module.extra_repr = functools.partial(_extra_repr, module)
+
+
+def _retire(weight: nn.Parameter, module: nn.Module) -> None:
+    """Let optimizers that have ``weight`` notice (``fp4adam.optim.checks.check_in_use``)."""
+    # Not the new parameter: model.to() exchanges only tensors that have no weak references.
+    weight._replaced_in = module
+    weight.grad = None  # it has gone along
+    if not weight.is_inference():
+        # An optimizer that has stepped it looks again at what has another version.
+        torch.autograd.graph.increment_version(weight)
+
+
+def _extra_repr(layer: nn.Module) -> str:
+    """What ``print(model)`` says of a layer: its own words and the format of its weight."""
+    words, weight = type(layer).extra_repr(layer), local(getattr(layer, "weight", None))
+    if not isinstance(weight, QuantizedTensor):
+        return words
+    operands = weight.quantizer.operands
+    quantized = [n for n in ("activations", "gradients") if getattr(operands, n)]
+    also = f", quantizes={'+'.join(quantized)}" if quantized else ""
+    return f"{words}, weight={format_name(weight.quantizer)}{also}"

@@ -96,6 +96,20 @@ def check_distinct(params: Sequence[Tensor]) -> None:
         seen.add(param)
 
 
+def check_in_use(param: Tensor) -> None:
+    """Raise RuntimeError if a layer has another weight in the place of ``param`` since.
+
+    For parameters without a gradient. Something else that uses it would give it one.
+    """
+    layer = getattr(param, "_replaced_in", None)
+    if layer is not None and layer._parameters.get("weight") is not param and param.requires_grad:
+        raise RuntimeError(
+            f"parameters must be those of the model, got one of shape {tuple(param.shape)} that "
+            "quantize_model or import_checkpoint has replaced by a quantized one, which gets the "
+            "gradients now; create the optimizer after that call"
+        )
+
+
 def check_steppable(name: str, param: Tensor) -> None:
     """Raise if the optimizer class ``name`` cannot update ``param`` as it is now."""
     if is_dtensor(param) and any(place.is_partial() for place in param.placements):

@@ -4,6 +4,7 @@ import pickle
 from collections.abc import Hashable
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -48,7 +49,28 @@ class FP4Adam(FusedAdam):
     gradients, all are written, and have a state; the step is fastest if all have.
 
     Args:
-        params: As for :class:`FusedAdam`, as are all other arguments.
+        params: Parameters, (name, parameter) pairs or dicts of parameter groups; those of a model
+            after ``quantize_model``.
+        lr: Learning rate, >= 0; a one-element tensor is read at every step.
+        betas: Decay rates of the first and second moment, in [0, 1).
+        eps: Term added to the denominator, >= 0.
+        weight_decay: Weight decay coefficient, >= 0.
+        amsgrad: Divide by the largest second moment so far.
+        bias_correction: Correct the moments for their start at zero.
+        adam_w_mode: Decoupled decay (AdamW); False adds ``weight_decay * param`` to the gradient.
+        master_weights: Keep FP32 masters of BF16 and FP16 parameters; quantized ones have to.
+        exp_avg_dtype: Storage of first moments: float32, bfloat16, float16 or float8_e4m3fn; see
+            :class:`FusedAdam`.
+        exp_avg_sq_dtype: The same of second moments; not with ``amsgrad`` unless float32.
+        master_weight_dtype: Storage of masters: float32 or float16.
+        store_param_remainders: Keep of the FP32 master of a BF16 parameter only what the parameter
+            lacks. Quantized parameters keep their masters.
+        use_decoupled_grad: Read ``param.decoupled_grad`` instead of ``param.grad``.
+        maximize: Ascend instead of descend.
+        foreach: Accepted for compatibility; updates are always batched.
+        capturable: Not supported.
+        differentiable: Not supported.
+        fused: False takes plain torch operators instead of the kernels, with the same results.
         quantize_from: "master" quantizes the FP32 master itself; "param_dtype" rounds it to the
             parameter's nominal dtype first, as Megatron's distributed optimizer does.
         scale_groups: Which NVFP4 weights share one amax, from the first step on: lists of lists of
@@ -77,9 +99,21 @@ class FP4Adam(FusedAdam):
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
         *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        master_weights: bool = True,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        master_weight_dtype: torch.dtype = torch.float32,
+        store_param_remainders: bool = False,
+        use_decoupled_grad: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         quantize_from: Literal["master", "param_dtype"] = "master",
         scale_groups: ScaleGroups | None = None,
-        **kwargs: Any,
     ) -> None:
         if quantize_from not in QUANTIZE_FROM:
             raise ValueError(
@@ -89,7 +123,27 @@ class FP4Adam(FusedAdam):
         guard_zero()
         self.quantize_from = quantize_from
         self.scale_groups = None
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            bias_correction=bias_correction,
+            adam_w_mode=adam_w_mode,
+            master_weights=master_weights,
+            exp_avg_dtype=exp_avg_dtype,
+            exp_avg_sq_dtype=exp_avg_sq_dtype,
+            master_weight_dtype=master_weight_dtype,
+            store_param_remainders=store_param_remainders,
+            use_decoupled_grad=use_decoupled_grad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
         if scale_groups is not None and not callable(scale_groups):
             scale_groups = lists_of_members(scale_groups)
         self.scale_groups = scale_groups

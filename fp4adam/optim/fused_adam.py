@@ -309,8 +309,8 @@ class FusedAdam(Optimizer):
             What ``closure`` returned.
 
         Raises:
-            RuntimeError: If a gradient is sparse, a parameter is on the meta device, or a state
-                does not fit its parameter.
+            RuntimeError: If a gradient is sparse, a parameter is on the meta device, a state does
+                not fit its parameter, or ``quantize_model`` has replaced a parameter since.
             TypeError: If a parameter or gradient has a dtype that Adam cannot update.
             ValueError: If a hyper-parameter of a group has become NaN or is out of range, or a
                 parameter is in the groups twice. Nothing has been changed in any of these cases,
@@ -442,6 +442,8 @@ class FusedAdam(Optimizer):
             if grad is not None:
                 checks.check_gradient(name, param, grad)
                 checks.check_state(param, self.state.get(param, {}), storing)
+            else:
+                checks.check_in_use(param)
         # A new amax changes all that share it, even what has no gradient.
         sharing: dict[Hashable, list[tuple[dict[str, Any], Tensor]]] = defaultdict(list)
         for group, param in pairs:

@@ -2,10 +2,17 @@
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+import with_transformers
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 from with_transformers import build_trainer
 
-from fp4adam import FP4Adam, QuantizedTensor
+from fp4adam import FP4Adam, QuantizedTensor, quantize_model, summary
 from quantized_training import assert_bytes_are_of_masters, assert_identical, quantized, snapshot
 
 ARGUMENTS = dict(
@@ -76,3 +83,32 @@ def test_checkpoints_hold_plain_tensors(trained):
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         logits = [model.eval()(tokens).logits.float() for model in (plain, trainer.model)]
     assert_identical(*logits)
+
+
+def test_first_save_without_plain_state_dict_names_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(with_transformers, "use_plain_state_dict", lambda model: model)
+    with pytest.raises(
+        RuntimeError, match=r"call fp4adam.use_plain_state_dict\(model\) once after"
+    ):
+        train(tmp_path, bf16=False)
+
+
+def test_layers_that_are_not_linear_are_named():
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=64))
+    with pytest.warns(UserWarning, match="no weight was quantized .* 4 of Conv1D"):
+        quantize_model(gpt2, "nvfp4")
+    config = MixtralConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+    mixtral = summary(quantize_model(MixtralForCausalLM(config), "nvfp4"))
+    assert len(mixtral.quantized) == 4
+    assert "mlp.experts.gate_up_proj (MixtralExperts)" in mixtral.describe()
+    rows = {line.split()[0]: line.split()[1:] for line in str(mixtral).splitlines() if line}
+    experts = ["MixtralExperts", "4x64x64", "float32", "65,536"]
+    assert rows["model.layers.0.mlp.experts.down_proj"] == experts

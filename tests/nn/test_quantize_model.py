@@ -368,7 +368,8 @@ def test_weights_that_others_use_stay_in_high_precision():
 
     refused = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     refused[1].weight = refused[0].weight
-    quantize_model(refused, "nvfp4", lambda module, name: name == "0")
+    with pytest.warns(UserWarning, match="no weight was quantized in Sequential, NVFP4: 0 of 1 "):
+        quantize_model(refused, "nvfp4", lambda module, name: name == "0")
     assert refused[1].weight is refused[0].weight and not quantized_names(refused)
 
     class Shared(nn.Module):
@@ -377,7 +378,8 @@ def test_weights_that_others_use_stay_in_high_precision():
             self.proj = nn.Linear(64, 64)
             self.projection_matrix = self.proj.weight
 
-    shared = quantize_model(Shared(), "nvfp4")
+    with pytest.warns(UserWarning, match="no weight was quantized in Shared"):
+        shared = quantize_model(Shared(), "nvfp4")
     assert shared.proj.weight is shared.projection_matrix and not quantized_names(shared)
 
 
@@ -553,9 +555,11 @@ def test_discarded_modules_do_not_hide_others():
 
 def test_filter_sees_names_from_the_outermost_module():
     seen = []
-    with quantized_init("nvfp4", lambda module, name: bool(seen.append(name))):
-        model = Model()
-        layer = nn.Linear(16, 16)
+    with pytest.warns(UserWarning, match="no weight was quantized in") as caught:
+        with quantized_init("nvfp4", lambda module, name: bool(seen.append(name))):
+            model = Model()
+            layer = nn.Linear(16, 16)
+    assert [warning.filename for warning in caught] == [__file__] * 2
     assert seen == [name.removesuffix(".weight") for name in HIDDEN] + ["lm_head", ""]
     assert not quantized_names(model) and not quantized_names(layer)
 

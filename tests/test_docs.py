@@ -1,0 +1,190 @@
+"""README and docs: their Python blocks run, their links lead somewhere, quoted errors exist."""
+
+import ast
+import os
+import re
+import runpy
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fp4adam
+from fp4adam import FP4Adam, FusedAdam, quantize_model
+from ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+README, DOCS, MAKEFILE, SETUP = (ROOT / n for n in ("README.md", "docs", "Makefile", "setup.py"))
+PAGES = [README, *sorted(DOCS.glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+needs_docs = pytest.mark.skipif(not DOCS.is_dir(), reason="there is no docs/ beside this tests/")
+
+
+def python_blocks() -> list:
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for match in BLOCK.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            found.append(pytest.param(match[1], id=f"{page.name}:{line}"))
+    return found
+
+
+class Model(nn.Module):
+    """A model as the blocks know it: it has ``blocks``, and fits every format and recipe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(128, 128) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = F.silu(block(x))
+        return x
+
+
+def preamble(block: str) -> dict[str, object]:
+    """What a block takes for granted: a model, quantized unless the block does that itself."""
+    model, batch = Model(), torch.randn(128, 128)
+    starts_plain = re.search(r"quantize_model\(|FusedAdam|AdamW", block)
+    if not starts_plain:
+        quantize_model(model, "nvfp4")
+    optimizer = FP4Adam(model.parameters())
+    model(batch).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    param = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    if "reset_master_weights" in block:
+        optimizer = FusedAdam([param])
+    AdamW8bit = torch.optim.AdamW
+    return {
+        "torch": torch,
+        "FP4Adam": FP4Adam,
+        "FusedAdam": FusedAdam,
+        "quantize_model": quantize_model,
+        "bitsandbytes": SimpleNamespace(optim=SimpleNamespace(AdamW8bit=AdamW8bit)),
+        "model": model,
+        "new_model": Model(),
+        "optimizer": optimizer,
+        "batch": batch,
+        "microbatches": batch.chunk(2),
+        "param": param,
+        "x": torch.ones(4),
+        "path": "checkpoint.pt",
+    }
+
+
+def run(block: str) -> dict[str, object]:
+    namespace = preamble(block)
+    exec(compile(block, "<documentation>", "exec"), namespace)
+    return namespace
+
+
+def run_on_a_rank(rank: int, block: str) -> None:
+    if "init_process_group" in block:
+        # The environment that torchrun makes.
+        dist.destroy_process_group()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    run(block)
+
+
+@pytest.mark.parametrize("block", python_blocks())
+def test_block_runs(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if "distributed" in block:
+        run_ranks(run_on_a_rank, 1, block)
+    else:
+        run(block)
+
+
+def test_the_swap_of_the_readme_trains_the_parameters_of_the_model():
+    (swap,) = BLOCK.findall(README.read_text())
+    namespace = run(swap)
+    model, optimizer = namespace["model"], namespace["optimizer"]
+    before = model.blocks[0].weight.dequantize()
+    model(namespace["batch"]).square().sum().backward()
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.step()
+    assert not torch.equal(model.blocks[0].weight.dequantize(), before)
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of the headings of a page, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    words = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
+    return {word.strip().replace(" ", "-") for word in words}
+
+
+@needs_docs
+def test_links_of_the_readme_lead_somewhere():
+    text = README.read_text()
+    targets = dict(re.findall(r"^\[(.+?)\]: (\S+)$", text, re.MULTILINE))
+    used = set(re.findall(r"\]\[(.+?)\]", text))
+    assert used == targets.keys()
+    assert not re.findall(r"\]\((?!https://)", text)  # definitions at the end, for setup.py
+    for target in targets.values():
+        path, _, anchor = target.partition("#")
+        assert (ROOT / path).is_file(), target
+        assert not anchor or anchor in anchors(ROOT / path), target
+
+
+@pytest.mark.skipif(not SETUP.is_file(), reason="there is none beside this copy of tests/")
+def test_links_work_on_a_package_index():
+    index_page = runpy.run_path(str(SETUP))["index_page"]
+    text = README.read_text()
+    page = index_page(text, "https://example.org/fp4adam", "1.2.3")
+    targets = re.findall(r"^\[.+?\]: (\S+)$", page, re.MULTILINE)
+    assert len(targets) > 20 and all(target.startswith("https://") for target in targets)
+    assert "https://example.org/fp4adam/raw/v1.2.3/benchmarks/h200/numerics.png" in targets
+    assert "https://example.org/fp4adam/blob/v1.2.3/docs/lora.md" in targets
+    # Without an address there is nothing to lead to.
+    page = index_page(text, None, "1.2.3")
+    assert "][" not in page and "]:" not in page and "![" not in page
+    assert "Out of memory (OOM)" in page and "## Does it train as well?\n\n50 M" in page
+
+
+def test_readme_is_short():
+    text = README.read_text()
+    assert len(text.splitlines()) <= 160
+    assert len(text.split()) <= 1100
+
+
+@pytest.mark.skipif(not MAKEFILE.is_file(), reason="there is none beside this copy of tests/")
+def test_commands_of_the_readme_exist():
+    targets = set(re.findall(r"^([\w-]+):", MAKEFILE.read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", README.read_text(), re.MULTILINE))
+    assert {"demo", "test"} <= named <= targets
+
+
+def messages() -> set[str]:
+    """Every text of the package, with "..." for what is filled in."""
+    texts = set()
+    for path in Path(fp4adam.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (v.value if isinstance(v, ast.Constant) else "..." for v in node.values)
+                texts.add("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.add(node.value)
+    return texts
+
+
+@needs_docs
+def test_errors_that_the_troubleshooting_page_quotes_are_those_of_the_package():
+    page = (DOCS / "troubleshooting.md").read_text()
+    tables = re.findall(r"^\| (`.+?`)(?: \(a warning\))? \| ", page, re.MULTILINE)
+    quoted = [quote for cell in tables for quote in re.findall(r"`(.+?)`", cell)]
+    assert len(quoted) > 25
+    texts = messages()
+    for quote in quoted:
+        # A name of an optimizer may be spelled out.
+        pattern = re.escape(quote).replace(r"\.\.\.", ".*").replace("FusedAdam", ".*")
+        assert any(re.search(pattern, text) for text in texts), quote
