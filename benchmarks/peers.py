@@ -49,7 +49,7 @@ RAGGED: list[Shape] = [
 # The matrices of one layer, and how many layers there are on a GPU.
 MODELS: dict[str, tuple[list[Shape], int]] = {
     "gpt": (LAYER, 16),
-    "small-tensors": ([(256, 256)] * 125, 16),
+    "small-tensors": ([(256, 256)] * 25, 80),
     "ragged": (RAGGED, 16),
     "large": ([(2 * rows, 2 * cols) for rows, cols in LAYER], 16),
     "huge": ([(32768, 65792)], 1),  # more than 2**31 elements

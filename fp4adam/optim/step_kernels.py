@@ -165,13 +165,14 @@ class NVFP4Launch(FusedLaunch):
         tile_amaxes = torch.zeros(len(tiles), dtype=torch.float32, device=device)
         n_slots = max(slots) + 1
         slots = torch.tensor(slots, dtype=torch.int32, device=device)
-        amaxes = torch.zeros(2, n_slots, dtype=torch.float32, device=device)
+        # Each at the start of memory of its own: Triton compiles anew for another alignment.
+        amaxes = [torch.zeros(n_slots, dtype=torch.float32, device=device) for _ in range(2)]
         exceeding = torch.zeros(n_slots, dtype=torch.float32, device=device)
         self.amaxes = torch.zeros(n_slots, dtype=torch.float32, device=device)
         self._is_shared = kind.group is not None
         # The amaxes of one step are the old ones of the next: the two take turns.
         self._turns = []
-        for old, new in ((amaxes[0], amaxes[1]), (amaxes[1], amaxes[0])):
+        for old, new in (amaxes, amaxes[::-1]):
             known = table, scalars, tiles, slots, tile_amaxes, old, new, exceeding, variant
             looks = [
                 amax_preview.preview_amax(*known, again=again)

@@ -19,8 +19,13 @@ from training_programs import KernelTraining, OperatorTraining, Training
 
 @pytest.mark.parametrize(
     ("machine", "programs", "length"),
-    [(OperatorTraining, 30, 20), (KernelTraining, 5, 12)],
-    ids=["operators", "kernels"],
+    [
+        (OperatorTraining, 20, 20),
+        (KernelTraining, 2, 12),
+        pytest.param(OperatorTraining, 60, 20, marks=pytest.mark.exhaustive),
+        pytest.param(KernelTraining, 10, 12, marks=pytest.mark.exhaustive),
+    ],
+    ids=["operators", "kernels", "operators, more", "kernels, more"],
 )
 def test_programs_do_what_the_model_says(
     machine: type[Training], programs: int, length: int

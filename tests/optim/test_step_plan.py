@@ -429,6 +429,31 @@ def test_kernels_of_a_step_are_few(device):
 
 
 @NEEDS_GPU
+@pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
+def test_the_first_step_compiles_all_that_others_need(quantizer, device):
+    import triton
+
+    value = randn(96, 64, seed=0, device=device).bfloat16()
+    params = [torch.nn.Parameter(quantizer.quantize(value + i)) for i in range(3)]
+    optimizer = FP4Adam(params)
+    compiled = []
+
+    def note(*args, fn, **kwargs):
+        compiled.append(fn.name)
+
+    set_grads(params, 0)
+    optimizer.step()
+    triton.knobs.runtime.jit_post_compile_hook = note
+    try:
+        for seed in range(1, 4):
+            set_grads(params, seed)
+            optimizer.step()
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = None
+    assert compiled == []
+
+
+@NEEDS_GPU
 def test_hooks_of_triton_see_every_launch(device, monkeypatch):
     import triton
 
