@@ -136,6 +136,12 @@ def make_launches(device: torch.device, groups: list[LaunchGroup], n_members: in
     for group, part in zip(groups, parts, strict=True):
         listed = Listed(group.shapes, group.slots, part, tables.scalars)
         group.launch = fused_launch(group.kind, listed)
+    if device.type == "cuda":
+        from fp4adam.kernels.launch.launch import compiled_together
+
+        with torch.cuda.device(device), compiled_together():
+            for group in groups:
+                group.launch.compile(*tables.signals(None, None, None))
     return tables
 
 

@@ -103,6 +103,11 @@ class FusedLaunch:
         tiles = adam.flat_tiles([numel for numel, _ in shapes]).to(table.device)
         self._launches = [adam.adam_step(table, scalars, tiles, kind.variant())]
 
+    def compile(self, *signals: Tensor) -> None:
+        """Compile all kernels of a step, for ``signals`` as for the call."""
+        for launch in self._launches:
+            launch.compile(*signals)
+
     def prepare(self, *signals: Tensor) -> None:
         """Find what other ranks have to know before the step; ``signals`` as for the call."""
 
@@ -197,6 +202,13 @@ class NVFP4Launch(FusedLaunch):
             self._turns.append((old, new, looks, steps, requantize))
         self._known = table, scalars, tiles, slots, tile_amaxes
         self._exceeding = exceeding
+
+    def compile(self, *signals: Tensor) -> None:
+        _, _, looks, steps, requantize = self._turns[0]
+        for launch in (*looks, *steps):
+            launch.compile(*signals)
+        if not self._is_shared:
+            requantize.compile()
 
     def candidates(self) -> Tensor:
         """Which tiles the preview looks into at the next call, bool [n_tiles]; for diagnosis."""

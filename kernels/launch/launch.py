@@ -1,7 +1,11 @@
 """Launches: on the device of their tensors, and repeated ones without working out what they are."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -11,6 +15,7 @@ from torch import Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_logger = logging.getLogger("fp4adam")
 _data_ptr = torch._C.TensorBase.data_ptr
 
 
@@ -61,6 +66,12 @@ class Launch:
             stream = self._current_stream(self._device)
             self._run(*self._grid, stream, *self._handles, *addresses, *self._arguments)
 
+    def compile(self, *leading: Tensor) -> None:
+        """Compile for ``leading`` without launching."""
+        if self._grid[0]:
+            arguments = (*leading, *self._fixed)
+            self._kernel.warmup(*arguments, grid=self._grid, **self._constexprs, **self._options)
+
     def _launch_first(self, leading: tuple[Tensor, ...]) -> None:
         compiled = self._kernel[self._grid](
             *leading, *self._fixed, **self._constexprs, **self._options
@@ -75,6 +86,17 @@ class Launch:
         # A launch asks the driver about every tensor, but takes addresses as they are.
         fixed = (x.data_ptr() if isinstance(x, Tensor) else x for x in self._fixed)
         self._arguments = (*fixed, *self._constexprs.values())
+
+
+@contextlib.contextmanager
+def compiled_together() -> Iterator[None]:
+    """Compiles all that is compiled inside on several threads, and waits for the last one."""
+    start = time.perf_counter()
+    with ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads):
+        yield
+    seconds = time.perf_counter() - start
+    if seconds > 1:
+        _logger.info("compiled the kernels of this step in %.1f s; Triton keeps them", seconds)
 
 
 def _has_hooks() -> bool:
