@@ -1,13 +1,13 @@
-"""Collectives that make a quantized tensor of one rank that of others, bit for bit.
+"""Collectives that copy quantized tensors between ranks, bit for bit.
 
-The sender's inner tensors travel as they are, and with them the value before quantization if the
-sender still has it: values that are decoded and quantized again need not give the same codes, and
-masters would start from other numbers. Only the sender knows what it has to send, so each call
-begins with a small all-reduce, which also tells every rank if formats differ. All ranks have to
-pass quantized tensors, as they have to pass tensors of one size and dtype to any collective.
+The sender transmits its inner tensors unchanged, and the high-precision initial value if it still
+has one. Decoding and quantizing again could change the codes, and masters would start from other
+values. Only the sender knows whether it has an initial value, so each call begins with a small
+all-reduce, which also detects differing formats. All ranks have to pass quantized tensors, just as
+any collective needs the same size and dtype on all ranks.
 
-Broadcasts and all-gathers work like this. A scatter sends values: DTensor pads shorter parts, which
-are plain then, and the other ranks cannot know.
+Broadcasts and all-gathers work like this. A scatter sends decoded values, because DTensor pads
+shorter parts, which makes them plain tensors without the other ranks knowing.
 """
 
 import functools
@@ -24,24 +24,24 @@ from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor, implements_operator
 from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
 
-# The sender announces its value before quantization: an index of these dtypes, or that its codes
-# are not written yet.
+# Announced by the sender: the dtype of its high-precision initial value, as an index, or that its
+# codes are not written yet.
 _INIT_DTYPES = (None, *HIGH_PRECISION_DTYPES)
 _UNSETTLED = len(_INIT_DTYPES)
 
 
 class _Slot(NamedTuple):
-    """One tensor that is sent: this rank's copy, and whether this rank sends."""
+    """One tensor of a collective: this rank's copy, and whether this rank is the sender."""
 
     tensor: Tensor
     sends: bool
 
 
 def _agree(group: dist.ProcessGroup, slots: Sequence[_Slot]) -> list[torch.dtype | None]:
-    """The dtype of each sender's value before quantization, None where it has none.
+    """The dtype of each sender's high-precision initial value; None if it has none.
 
     Raises:
-        RuntimeError: On every rank, if the ranks have different formats, or a sender has no codes.
+        RuntimeError: On every rank, if formats differ between ranks, or a sender has no codes yet.
     """
     told = [
         (_state_of(slot.tensor) if slot.sends else 0, look := _look_of(slot.tensor), -look)
@@ -83,7 +83,7 @@ def _state_of(tensor: Tensor) -> int:
 
 
 def _look_of(tensor: Tensor) -> int:
-    """A hash of everything that has to be equal, the same in every process."""
+    """A hash of everything that has to match between ranks; stable across processes."""
     look = [_name_of(tensor)]
     if isinstance(tensor, QuantizedTensor):
         part = rows.own_blocks(tensor)
@@ -99,12 +99,12 @@ def _parts_of(tensor: QuantizedTensor, init_dtype: torch.dtype | None) -> list[T
     if init_dtype is not None:
         value = tensor.get_high_precision_init_val()
         parts.append(value.detach().to(tensor.device).reshape(tensor.shape))
-    # Aliases with versions of their own: sending is not a write.
+    # .data has a version of its own; sending must not count as a write.
     return [inner.data.contiguous() for inner in parts]
 
 
 class _Arrival:
-    """Memory for what one tensor receives.
+    """The receive buffers of one tensor.
 
     Attributes:
         parts: Buffers to receive into, in the order of :func:`_parts_of` on the sender.
@@ -120,9 +120,9 @@ class _Arrival:
             self.parts.append(self._init_val)
 
     def take(self) -> None:
-        """Write what has been received to the tensor."""
+        """Write the received data to the tensor."""
         self._tensor._write(self._received)
-        # Optimizers notice writes by versions, which operators of c10d do not raise.
+        # Optimizers detect writes by versions, which c10d operators do not raise.
         torch.autograd.graph.increment_version([*self._tensor.storage_tensors().values()])
         if rows.is_all(self._tensor):
             self._tensor._high_precision_init_val = self._init_val
@@ -131,7 +131,7 @@ class _Arrival:
 def _ends_of(
     slots: Sequence[_Slot], dtypes: Sequence[torch.dtype | None]
 ) -> tuple[list[Tensor], list[_Arrival]]:
-    """The parts of all slots on this rank, and the arrivals that receive some of them."""
+    """The buffers of all slots on this rank, and the arrivals that wait for some of them."""
     parts, arrivals = [], []
     for slot, dtype in zip(slots, dtypes, strict=True):
         if not isinstance(slot.tensor, QuantizedTensor):
@@ -151,7 +151,7 @@ def _send(group: Any, parts: Sequence[Tensor], root: int) -> Any:
     return work
 
 
-# dist.broadcast; ZeroRedundancyOptimizer broadcasts each parameter after a step.
+# dist.broadcast, which ZeroRedundancyOptimizer calls for each parameter after a step.
 @implements_operator(torch.ops.c10d.broadcast_.default)
 def _broadcast_(
     func: Callable, outs: list[Tensor], group: Any, root: int, *args: Any
@@ -167,7 +167,7 @@ def _broadcast_(
     return outs, work
 
 
-# dist.all_gather into quantized tensors; plain ones receive values.
+# dist.all_gather into quantized tensors; plain tensors receive decoded values.
 @implements_operator(torch.ops.c10d.allgather_.default)
 def _allgather_(
     func: Callable, outs: list[list[Tensor]], inputs: list[Tensor], group: Any, *args: Any
@@ -198,7 +198,7 @@ def _allgather_(
     return outs, work
 
 
-# DTensor scatters the parts of a tensor that one rank has.
+# DTensor scatters a tensor from one rank to all.
 @implements_operator(torch.ops.c10d.scatter_.default)
 def _scatter_(
     func: Callable, outs: list[Tensor], parts: list[list[Tensor]], group: Any, root: int, *args: Any
@@ -210,13 +210,13 @@ def _scatter_(
 
 
 def _run_collective(func: Callable, *args: Any) -> Any:
-    """Run an operator of c10d, wait for what it writes, and return its work.
+    """Run a c10d operator, wait for its result, and return its work.
 
-    Always asynchronously: otherwise NCCL returns a null pointer, which cannot be waited for.
+    Always with async_op=True: otherwise NCCL returns a null work, which cannot be waited for.
     """
     parameters = func._schema.arguments
     given = {parameter.name: value for parameter, value in zip(parameters, args, strict=False)}
-    # Its name differs between versions of torch; it is the only flag.
+    # The name of the async flag differs between versions of torch, but it is the only bool.
     (flag,) = (parameter.name for parameter in parameters if str(parameter.type) == "bool")
     _, work = func(**given | {flag: True})
     work.wait()
@@ -227,10 +227,10 @@ def _values(tensors: list[Tensor]) -> list[Tensor]:
     return [t._read() if isinstance(t, QuantizedTensor) else t for t in tensors]
 
 
-# DistributedDataParallel makes all replicas equal to that of rank 0 when it is built. It passes all
-# parameters to a C++ function, which flattens and concatenates their values before any operator of
-# c10d sees which tensors they belong to. There is no hook in between, but torch looks this function
-# up by name in torch.distributed at each call, so another one can pass it the inner tensors.
+# When it is constructed, DistributedDataParallel copies rank 0's parameters to all replicas. It
+# passes them to a C++ function, which flattens and concatenates their values before a c10d operator
+# could see that they are quantized. There is no hook in between. But torch looks this function up
+# by name in torch.distributed at each call, so a replacement can pass it the inner tensors.
 _broadcast_coalesced_of_torch = dist._broadcast_coalesced
 
 
@@ -251,11 +251,11 @@ dist._broadcast_coalesced = _broadcast_coalesced
 
 
 def _receivers_are_plain() -> bool:
-    """Whether torch.distributed.checkpoint broadcasts a full state dict (broadcast_from_rank0).
+    """Whether the caller is torch.distributed.checkpoint's broadcast_from_rank0.
 
-    Rank 0 sends what it has, which may be quantized; the others have made a plain tensor of its
-    nominal dtype for it. Only the caller tells: torch has no hook, and its module takes a second to
-    import, so that it cannot be given another function here.
+    There rank 0 sends its tensor, which may be quantized, and the other ranks receive into plain
+    tensors of its nominal dtype. Only the call stack shows this. torch has no hook for it, and the
+    module takes a second to import, too long to patch it here.
     """
     module = sys.modules.get("torch.distributed._state_dict_utils")
     frame = None if module is None else sys._getframe(1)
@@ -267,7 +267,8 @@ def _receivers_are_plain() -> bool:
 def guard_zero() -> None:
     """Make ZeroRedundancyOptimizer refuse parameters_as_bucket_view=True with quantized parameters.
 
-    Its module is slow to import and warns; whoever builds such an optimizer has imported it.
+    Does nothing unless its module is already imported, as it must be to build such an optimizer.
+    Importing it here would be slow and emit warnings.
     """
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if module is None:

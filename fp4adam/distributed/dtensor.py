@@ -8,27 +8,28 @@ from torch import Tensor
 
 
 def dtensor_class() -> type | tuple[()]:
-    """The class DTensor for ``isinstance``; no class as long as nobody can have made a DTensor.
+    """The class DTensor for ``isinstance``, or () as long as no DTensor can exist.
 
-    torch.distributed.tensor takes a second to import. Whoever makes a DTensor has imported it.
+    Importing torch.distributed.tensor takes a second, so this does not import it. Code that makes
+    DTensors has imported it.
     """
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether it is a DTensor, without importing torch.distributed.tensor."""
+    """Whether ``tensor`` is a DTensor; does not import torch.distributed.tensor."""
     return isinstance(tensor, dtensor_class())
 
 
 def local(tensor: Any) -> Any:
-    """The local tensor of a DTensor; anything else as it is."""
-    # As dtensor_class() does, without a call: this is asked of every gradient in every step.
+    """The local tensor of a DTensor; anything else is returned as it is."""
+    # dtensor_class() inlined, because this runs for every gradient in every step.
     module = sys.modules.get("torch.distributed.tensor")
     return tensor._local_tensor if isinstance(tensor, getattr(module, "DTensor", ())) else tensor
 
 
 def like(param: Tensor, value: Tensor) -> Tensor:
-    """A local tensor of the local shape of ``param``, as a DTensor if that is one."""
+    """Wrap a local tensor as a DTensor placed like ``param``; return it as it is for plain ones."""
     if not is_dtensor(param):
         return value
     from torch.distributed.tensor import DTensor
@@ -43,7 +44,8 @@ def like(param: Tensor, value: Tensor) -> Tensor:
 def first_element(param: Tensor) -> int:
     """Index of the first local element in the flattened parameter.
 
-    0 if another dimension than the first is sharded: one index does not tell where the rest lies.
+    0 unless the parameter is sharded once and along its first dimension: the elements of any other
+    shard are not contiguous.
     """
     sharded = sharded_dims(param)
     if len(sharded) != 1:
@@ -60,7 +62,7 @@ def first_element(param: Tensor) -> int:
 
 
 def sharded_dims(tensor: Tensor) -> list[int]:
-    """The dimensions of its mesh that a DTensor is not replicated along; none of another tensor."""
+    """The mesh dimensions that a DTensor is not replicated along; empty for any other tensor."""
     placements = tensor.placements if is_dtensor(tensor) else ()
     return [dim for dim, place in enumerate(placements) if not place.is_replicate()]
 
@@ -97,6 +99,6 @@ def part_for(param: Tensor, value: Tensor) -> Tensor:
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    # Every rank has the whole, so there is nothing to send.
+    # Every rank has the whole value, so no communication is needed.
     mesh, placements = param.device_mesh, param.placements
     return distribute_tensor(value, mesh, placements, src_data_rank=None)._local_tensor

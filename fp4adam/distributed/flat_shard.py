@@ -1,4 +1,4 @@
-"""Flat shards of weights, as in ZeRO, and where their codes and scales are written."""
+"""Flat shards of weights, as in ZeRO, and the memory that their codes and scales are written to."""
 
 import dataclasses
 
@@ -9,16 +9,17 @@ from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
 
-# Where codes are written instead of the weight: one direction, or rowwise and columnwise.
+# Memory for codes outside of the weight: one direction, or (rowwise, columnwise).
 Out = Tensor | tuple[Tensor | None, Tensor | None] | None
 
 
 @dataclasses.dataclass
 class Shard:
-    """Elements [start, stop) of the row-major matrix of a weight.
+    """The elements [start, stop) of the row-major matrix of a weight.
 
-    ``dtype``: values are rounded to it first. ``amax``: float32 [1], or None for formats without
-    a scale of the tensor. ``grids``: float32 amaxes of blocks by direction. Both are views.
+    ``dtype``: the dtype that values are rounded to first. ``amax``: float32 [1], or None for
+    formats without a per-tensor scale. ``grids``: float32 block amaxes by direction. ``amax`` and
+    ``grids`` are views of one buffer.
     """
 
     weight: QuantizedTensor
@@ -35,7 +36,7 @@ class Shard:
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """Rows and columns of the weight."""
+        """Rows and columns of the matrix that the weight is quantized as."""
         return flat_shape(tuple(self.weight.shape))
 
     @property
@@ -44,13 +45,13 @@ class Shard:
         return self.quantizer.block_shapes
 
     def grid_shape(self, usage: str) -> tuple[int, int]:
-        """Number of rows and columns of blocks."""
+        """The number of block rows and block columns."""
         rows, cols = self.matrix_shape
         height, width = self.blocks[usage]
         return -(-rows // height), -(-cols // width)
 
     def scale_inv(self, usage: str) -> Tensor:
-        """The tensor that scales are stored in, which may be larger than the grid."""
+        """The inner tensor with the scales; it may be padded, and so larger than the grid."""
         tensors = self.weight._shared.tensors
         if self.quantizer.is_square:
             return tensors.block_scale_inv
@@ -62,12 +63,12 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes with codes of the shard, in one direction."""
+        """Number of bytes that hold codes of the shard, in one direction."""
         per_byte = 8 // self.quantizer.code_bits
         return -(-self.stop // per_byte) - self.start // per_byte if self.stop > self.start else 0
 
     def targets(self, out: Out) -> dict[str, tuple[Tensor, int]]:
-        """By direction, the flat bytes to write codes to, and the index of the first one."""
+        """By direction, the flat memory to write codes to, and the code byte that it starts at."""
         given = dict(zip(("rowwise", "columnwise"), as_pair(out), strict=True))
         tensors = self.weight._shared.tensors
         return {
@@ -79,5 +80,5 @@ class Shard:
 
 
 def as_pair(out: Out) -> tuple[Tensor | None, Tensor | None]:
-    """The outputs for rowwise and columnwise codes."""
+    """The memory for rowwise and for columnwise codes."""
     return tuple(out) if isinstance(out, tuple | list) else (out, None)

@@ -11,7 +11,7 @@ from fp4adam.distributed.partial_cast import Out
 from fp4adam.distributed.zero import quantize_master_weights
 from fp4adam.formats.nvfp4 import NVFP4Tensor
 
-# Multiples that token dimensions are padded to, by the kernels that read the result.
+# Multiples that the token dimension is padded to, by consuming kernel.
 ALIGNMENTS = {"tma": 32, "rht": 64, "fused": 128}
 
 
@@ -21,7 +21,7 @@ def is_nvfp4tensor(tensor: Any) -> bool:
 
 
 def get_nvfp4_rowwise_packed_shape(shape: Sequence[int]) -> torch.Size:
-    """Shape of the packed rowwise codes of a tensor: the last dimension halved, or no dimensions.
+    """The shape of a tensor's packed rowwise codes: last dimension halved; () stays ().
 
     Raises:
         ValueError: If the last dimension is odd.
@@ -40,9 +40,9 @@ def modify_nvfp4_rowwise_storage(fp4_tensor: NVFP4Tensor, new_rowwise_data: Tens
     """Move the rowwise codes of a tensor to other memory, such as a slice of a parameter buffer.
 
     Args:
-        fp4_tensor: The tensor; its ``rowwise_data`` is ``new_rowwise_data`` afterwards.
-        new_rowwise_data: Contiguous uint8 with as many bytes, on the same device; overwritten. At a
-            multiple of 16 bytes the fused kernels can step it.
+        fp4_tensor: The tensor; its ``rowwise_data`` is a view of ``new_rowwise_data`` afterwards.
+        new_rowwise_data: Contiguous uint8 of the same number of bytes, on the same device;
+            overwritten. The fused kernels can only step it if it is aligned to 16 bytes.
 
     Raises:
         ValueError: If an argument is not as above.
@@ -83,10 +83,10 @@ def quantize_nvfp4_param_shard(
     data_parallel_group: dist.ProcessGroup | None,
     fsdp_shard_model_params: Sequence[Out] | None = None,
 ) -> None:
-    """:func:`fp4adam.quantize_master_weights`, keeping columnwise storage for later processing.
+    """:func:`fp4adam.quantize_master_weights` with ``manual_post_all_gather_processing=True``.
 
     Raises:
-        ValueError: As by that function.
+        ValueError: As for that function.
     """
     quantize_master_weights(
         model_params,
@@ -104,10 +104,13 @@ def get_fp4_align_size(
     """The multiple that the token dimension of an activation is padded to before quantization.
 
     Args:
-        fp4_recipe: Accepted for compatibility: all NVFP4 recipes have the same alignment.
-        kernels: Which kernels read the result. "tma": 32, what the hardware's loads and matmuls
-            need. "rht": 64, for the kernel of the random Hadamard transform. "fused": 128, for
-            fused and grouped kernels, and for all others; Megatron's value since January 2026.
+        fp4_recipe: Accepted for compatibility and ignored: all NVFP4 recipes align alike.
+        kernels: The kernels that read the result. "tma": 32, as needed by TMA loads and matmuls.
+            "rht": 64, for the kernel of the random Hadamard transform. "fused": 128, for fused and
+            grouped kernels; it also suits all others, and is Megatron's value since January 2026.
+
+    Returns:
+        32, 64 or 128, in tokens.
 
     Raises:
         ValueError: If ``kernels`` is none of the three.

@@ -1,17 +1,18 @@
-"""FSDP2's hooks: the tensors that a shard contributes to an all-gather, and the whole weight.
+"""FSDP2's all-gather hooks for quantized weights.
 
-Codes and scales are gathered, about half a byte per weight in NVFP4. Where matmuls read the values
-of a weight, the whole one is a plain tensor, decoded from them: layers and compiled graphs are then
-those of a model without quantized weights. Where they read codes, it is a quantized tensor.
+The hooks gather codes and scales, about half a byte per weight in NVFP4. If matmuls read the values
+of a weight, the gathered weight is a plain tensor decoded from them, so that layers and compiled
+graphs are those of a model without quantized weights. If matmuls read codes, it is a quantized
+tensor.
 
-FSDP2 runs several operators per gathered tensor, and the GPU waits for the host. So the codes and
-scales of a shard lie in one buffer, which is gathered as it is, and decoded in one launch.
+FSDP2 runs several operators per gathered tensor, which would make the GPU wait for the host. So the
+codes and scales of a shard are in one buffer, which is gathered as it is and decoded in one launch.
 
-``fully_shard`` cuts a weight into equal numbers of rows, also within blocks: both shards then have
-the scale of the cut block, and both are the same (``scale_exchange.py``).
+``fully_shard`` cuts a weight into equal numbers of rows, even within blocks. Then both shards have
+a scale for the cut block, with the same value (``scale_exchange.py``).
 
-FSDP2 calls both hooks for every weight, forward and backward. So their work is done once and kept,
-and what every rank has already is not gathered: the amax of an NVFP4 tensor.
+FSDP2 calls both hooks for every weight, forward and backward, so their preparation is cached. The
+amax of an NVFP4 tensor is not gathered, because every rank has it.
 """
 
 import dataclasses
@@ -40,15 +41,16 @@ class Gathering:
     """The tensors that a shard contributes to an all-gather.
 
     Attributes:
-        storage: The inner tensors that this was made for.
+        storage: The shard's inner tensors that this was made for.
         inputs: Views of them, of the same sizes on every rank.
         names: The names of the inputs.
-        known: Inner tensors of the whole that the shard has already, by name. They are the shard's
-            own: a step that writes them makes the codes of the gathered weight stale as well.
-        packed: Where codes and scales are in the one input, if they are; by name the dtype, the
-            shape of what all shards have, and strides and offset in elements.
-        decoded: What has been gathered to one output, its codes and scales there, and the values
-            that they have been decoded to. FSDP2 frees and allocates the memory of all of them.
+        known: Inner tensors of the whole weight that the shard has already, by name. They are the
+            shard's own tensors; that is safe, because a step that writes them also makes the
+            gathered codes stale.
+        packed: The layout of the single packed input, or None. By name the dtype, the shape over
+            all shards, the strides and the offset, in elements.
+        decoded: The gathered output, the codes and scales viewed in it, and the decoded values, or
+            None. FSDP2 frees and reallocates the memory of output and values.
     """
 
     storage: Storage
@@ -59,19 +61,19 @@ class Gathering:
     decoded: tuple[Tensor, Storage, Tensor] | None = None
 
 
-# Where inner tensors begin in a buffer: at the cache lines of a GPU.
+# Alignment in bytes of inner tensors in a packed buffer: a cache line of a GPU.
 _ALIGNMENT = 128
 
-# The inputs of shards, and the functions that refill tensors gathered from them earlier.
+# The cached inputs of shards, and the functions that refill weights gathered earlier.
 _gatherings: WeakKeyDictionary[SharedStorage, Gathering] = WeakKeyDictionary()
 _refills: WeakKeyDictionary[SharedStorage, tuple[Callable[[], object], ...]] = WeakKeyDictionary()
 
 
-# FSDP2 passes more arguments to a hook that takes them, and then refuses uneven shards.
+# Takes only the mesh: if a hook takes more arguments, FSDP2 refuses uneven shards.
 def pre_all_gather(
     shard: QuantizedTensor, mesh: DeviceMesh
 ) -> tuple[tuple[Tensor, ...], Gathering]:
-    """The inner tensors to gather, of one size on every rank, and metadata for the result."""
+    """The tensors to gather, equal in size on every rank, and metadata for the second hook."""
     shared = _settled(shard, mesh)
     gathering = _gatherings.get(shared)
     if gathering is None or gathering.storage is not shared.tensors:
@@ -88,7 +90,7 @@ def _settled(shard: QuantizedTensor, mesh: DeviceMesh) -> SharedStorage:
 
 
 def gather_codes(shard: QuantizedTensor, mesh: DeviceMesh, dtype: torch.dtype) -> QuantizedTensor:
-    """The whole weight as a quantized tensor, whatever reads it; every rank has to call it."""
+    """Gather the whole weight as a quantized tensor, whatever matmuls read; a collective call."""
     _settled(shard, mesh)
     place, outputs = ShardInfo.in_mesh(mesh), {}
     n_shards = _number_of_shards(_global_spec(shard), mesh)
@@ -104,7 +106,10 @@ def gather_codes(shard: QuantizedTensor, mesh: DeviceMesh, dtype: torch.dtype) -
 
 
 class _PreAllGather:
-    """The hook of a shard, which FSDP2 inspects at each call: of a method that takes its time."""
+    """The hook as a callable with a fixed signature.
+
+    FSDP2 inspects the signature at each call, which is slow for a bound method.
+    """
 
     __slots__ = ("_shard",)
     __signature__ = inspect.Signature(
@@ -122,27 +127,27 @@ def _make_gathering(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
     spec = _global_spec(shard)
     codes = spec.quantizer.multiplies_codes
     inputs, known = _entries_to_gather(shard, mesh, codes)
-    # Every rank comes to the same answer.
+    # The condition has the same result on every rank.
     if not codes and not spec.is_cut and "amax" not in inputs:
         return _pack(shard, _number_of_shards(spec, mesh), inputs, known)
     return Gathering(shard._shared.tensors, tuple(inputs.values()), tuple(inputs), known)
 
 
 def _number_of_shards(spec: GlobalSpec, mesh: DeviceMesh) -> int:
-    # Composable replicate() passes a mesh whose ranks have whole weights.
+    # The composable replicate() passes a mesh on which every rank has the whole weight.
     return mesh.size() if spec.is_divided else 1
 
 
 def _entries_to_gather(
     shard: QuantizedTensor, mesh: DeviceMesh, codes: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Inner tensors of one size on every rank, and what every rank has already, by name.
+    """The inner tensors to gather, equal in size on every rank, and those known on every rank.
 
     Args:
         shard: The shard.
         mesh: The ranks.
-        codes: Whether those of both directions are wanted, where one does not follow from the
-            other; else what gives the values.
+        codes: Whether to gather the codes of both directions, unless one can be derived from the
+            other. If False, only what is needed to decode the values.
     """
     tensors, spec, first = shard._shared.tensors, _global_spec(shard), shard._first_row
     inputs, known = {}, {}
@@ -155,7 +160,8 @@ def _entries_to_gather(
         else:
             inputs[name] = inner[: _entries(spec, rows)]
     if tensors.amax is not None:
-        # It is written with rows. A rank without rows does not see when others load theirs.
+        # Gathered if some rank has no rows: such a rank's amax is not written when the others load
+        # theirs.
         n_others = _number_of_shards(spec, mesh) - 1
         (inputs if spec.rows <= n_others * spec.chunk_rows else known)["amax"] = tensors.amax
     return inputs, known
@@ -164,7 +170,7 @@ def _entries_to_gather(
 def _pack(
     shard: QuantizedTensor, n_shards: int, inputs: dict[str, Tensor], known: dict[str, Tensor]
 ) -> Gathering:
-    """Move codes and scales of a shard to one buffer, which is the same size on every rank."""
+    """Move codes and scales of a shard to one buffer, equal in size on every rank."""
     inner = shard._shared.tensors.existing()
     starts, size = {}, 0
     for name in inputs:
@@ -203,20 +209,21 @@ def post_all_gather(
     *,
     out: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    """The whole weight, and the tensors that FSDP2 has to free beside the outputs.
+    """The whole weight, and the tensors besides the outputs that FSDP2 has to free.
 
-    With ``out``, an earlier result, what is not a view of the outputs is written again.
+    With ``out``, the earlier result, everything in it that is no view of the outputs is rewritten,
+    and None is returned.
     """
     spec = _global_spec(shard)
     if out is not None and metadata.decoded is not None:
         flat, codes, values = metadata.decoded
-        # What has the same address at the same time is the same memory.
+        # Equal addresses at the same time mean the same memory.
         is_known = flat.data_ptr() == all_gather_outputs[0].data_ptr()
         if is_known and values.data_ptr() == local(out).data_ptr():
             spec.quantizer.read_into(codes, values)
             flat.untyped_storage().resize_(0)
             return None
-    # On one rank, and for replicate(), FSDP2 copies the first input, and hands over no other.
+    # On one rank, and for replicate(), FSDP2 copies and passes only the first input.
     n, own = len(all_gather_outputs), shard._shared.tensors
     gathered, rest = metadata.names[:n], metadata.names[n:]
     known = metadata.known | {name: getattr(own, name) for name in rest}
@@ -233,17 +240,17 @@ def post_all_gather(
     codes = Storage(**codes, **known)
     shape = flat_shape(spec.shape)
     if out is None:
-        with torch.inference_mode(False):  # the next pass may train
-            # The shard itself may be on the CPU.
+        with torch.inference_mode(False):  # the tensor is reused, maybe for training
+            # On the outputs' device, because the shard itself may be offloaded to the CPU.
             values = torch.empty(shape, dtype=param_dtype, device=all_gather_outputs[0].device)
     else:
         values = local(out).data.view(shape)
     spec.quantizer.read_into(codes, values)
     if metadata.packed is not None:
-        # Without the version: the backward pass reads what the forward pass has saved.
+        # .data has its own version: autograd must not see a rewrite of what the forward pass saved.
         metadata.decoded = all_gather_outputs[0], codes, values.data
     for inner in all_gather_outputs:
-        inner.untyped_storage().resize_(0)  # FSDP2 allocates it anew before the next all-gather
+        inner.untyped_storage().resize_(0)  # FSDP2 reallocates it before the next all-gather
     return (values.view(spec.shape), (values,)) if out is None else None
 
 
@@ -256,7 +263,8 @@ def _whole_codes(
 ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
     """The whole weight as a quantized tensor.
 
-    Codes that can be derived are derived on first access; scales for GEMMs are written in a launch.
+    Columnwise codes that can be derived are derived on access. Swizzled scales are written here, in
+    one launch.
     """
     if out is not None:
         _fill_in_again(out, known)
@@ -282,8 +290,8 @@ QuantizedTensor.fsdp_post_all_gather = post_all_gather
 
 def _fill_in_again(out: QuantizedTensor, known: dict[str, Tensor]) -> None:
     shared = out._shared
-    # They differ if the shard has been moved or exchanged. A new storage in any case: its identity
-    # tells that what was derived from the old one is stale.
+    # The known tensors differ if the shard was moved or exchanged. The storage is replaced in any
+    # case, because its identity shows that values derived from the old one are stale.
     shared.tensors = shared.tensors.exchange(**known)
     refills, has_gemm_scales = _refills[shared], out.quantizer.optimize_for_gemm
     if refills or has_gemm_scales:
@@ -296,14 +304,14 @@ def _fill_in_again(out: QuantizedTensor, known: dict[str, Tensor]) -> None:
 
 
 class _Part(NamedTuple):
-    """An inner tensor of the whole, and the function that writes it unless it is a view."""
+    """An inner tensor of the whole weight, and the function that refills it unless it is a view."""
 
     tensor: Tensor
     refill: Callable[[], object] | None = None
 
 
 def _assemble(name: str, inner: Tensor, spec: GlobalSpec) -> _Part:
-    """An inner tensor of the whole with its padding, from those of all shards in order."""
+    """An inner tensor of the whole weight, with padding, from the gathered shards in order."""
     if name == "amax":
         return _Part(_entries_in_order(name, inner, spec))
     rows = spec.quantizer.rows_per_entry[name]
@@ -316,16 +324,16 @@ def _assemble(name: str, inner: Tensor, spec: GlobalSpec) -> _Part:
 
     def refill() -> None:
         padded[:entries] = _entries_in_order(name, inner, spec)
-        padded[entries:] = 0  # freed memory holds anything
+        padded[entries:] = 0  # FSDP2 reallocates this memory without clearing it
 
     refill()
     return _Part(padded, refill)
 
 
 def _entries_in_order(name: str, inner: Tensor, spec: GlobalSpec) -> Tensor:
-    """The entries of the whole, from those of all shards in order: a view where no block is cut."""
+    """The entries of the whole weight from the gathered shards; a view if no block is cut."""
     if name == "amax":
-        return inner[:1]  # the first rank has rows
+        return inner[:1]  # the first rank always has rows
     rows = spec.quantizer.rows_per_entry[name]
     if rows > 1 and spec.is_cut:
         return inner.index_select(0, _entry_of_shards(spec, rows, inner.device))
@@ -333,7 +341,7 @@ def _entries_in_order(name: str, inner: Tensor, spec: GlobalSpec) -> Tensor:
 
 
 def _entries(spec: GlobalSpec, rows: int) -> int:
-    """The largest number of entries, of ``rows`` rows each, that a shard overlaps."""
+    """The largest number of entries (of ``rows`` rows each) that a shard can overlap."""
     if not spec.is_cut:
         return -(-spec.chunk_rows // rows)
     return (rows - 1 + spec.chunk_rows - 1) // rows + 1
@@ -341,7 +349,7 @@ def _entries(spec: GlobalSpec, rows: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _entry_of_shards(spec: GlobalSpec, rows: int, device: torch.device) -> Tensor:
-    """For each entry of the whole, its index among the entries of all shards."""
+    """For each entry of the whole weight, its index among the gathered entries of all shards."""
     entry = torch.arange(math.ceil(spec.rows / rows), device="cpu")
     shard = entry * rows // spec.chunk_rows
     first_entry = shard * spec.chunk_rows // rows

@@ -1,4 +1,4 @@
-"""Quantization of flat shards of weights, where each rank has a part of the values."""
+"""Quantization of flat shards of weights, when each rank has only a part of the values."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,24 +15,24 @@ from fp4adam.tensors.swizzle import build_gemm_scales
 
 
 class PartialCast:
-    """Quantizes flat shards of weights in place, so that all shards together give the full cast.
+    """Quantizes flat shards of weights in place; all shards together equal the full cast.
 
     Shard i consists of the elements [starts[i], starts[i] + sizes[i]) of the row-major matrix that
-    weights[i] is quantized as. Scales depend on values of other ranks, so it takes three steps::
+    weights[i] is quantized as. Scales depend on values of other ranks, so there are three steps::
 
         cast = PartialCast(weights, starts, sizes, dtypes)
         cast.measure(values)
         torch.distributed.all_reduce(cast.amaxes, torch.distributed.ReduceOp.MAX, group)
         cast.write(values)
 
-    Once every shard has been written, ``rowwise_data``, scales and amaxes are those of
+    Once every shard has been written, ``rowwise_data``, scales and amaxes equal those of
     ``weight.quantizer.quantize(values.to(dtype))``, bit for bit. MXFP8 columnwise data are written
-    as well; those of the other formats follow from the rowwise ones (``build_columnwise``). The
+    too; for the other formats they are derived from the rowwise data (``build_columnwise``). The
     number of launches does not depend on the number of weights, and nothing waits for the device.
-    Values and outs may be other tensors at every call.
+    Values and outs may be different tensors at every call.
 
     Args:
-        weights: :class:`QuantizedTensor` s on one device, formats may differ. NVFP4 and Float8Block
+        weights: :class:`QuantizedTensor` s on one device; formats may differ. NVFP4 and Float8Block
             need ``two_dimensional`` and rowwise data.
         starts: First element of each shard.
         sizes: Number of elements of each shard; 0 for a rank without a part of a weight.
@@ -40,14 +40,15 @@ class PartialCast:
             leaves them as they are.
 
     Attributes:
-        amaxes: float32 [n], one tensor for all: first an amax per NVFP4 weight, then amaxes of
-            blocks, weight by weight. Padding between them stays 0.
-        tensor_amaxes: Per weight a view [1] of it, None for formats without.
-        rowwise_amaxes: Per weight a view of it, a grid: [rows / 16, cols / 16] (NVFP4),
+        amaxes: float32 [n], one buffer for all: first an amax per NVFP4 weight, then the block
+            amaxes, weight by weight. Padding in between stays 0.
+        tensor_amaxes: Per weight a view [1] of the buffer; None for formats without a per-tensor
+            scale.
+        rowwise_amaxes: Per weight a view of the buffer: [rows / 16, cols / 16] (NVFP4),
             [ceil(rows / 128), ceil(cols / 128)] (Float8Block), or [rows, cols / 32] (MXFP8, None
             without rowwise usage).
-        columnwise_amaxes: Per weight a view [rows / 32, cols] of it for MXFP8 with columnwise
-            usage, else None.
+        columnwise_amaxes: Per weight a view [rows / 32, cols] of the buffer for MXFP8 with
+            columnwise usage, else None.
 
     Raises:
         ValueError: If lists differ in length, devices differ, a shard reaches past its weight, a
@@ -95,14 +96,14 @@ class PartialCast:
         self.columnwise_amaxes = [shard.grids.get("columnwise") for shard in self._shards]
 
     def measure(self, values: Sequence[Tensor | None]) -> None:
-        """Overwrite ``amaxes`` with those of these shards alone.
+        """Overwrite ``amaxes`` with the amaxes of this rank's shards.
 
         Args:
             values: Per weight a flat contiguous float32, bfloat16 or float16 tensor of the shard's
                 size, or None for an empty shard.
 
         Raises:
-            ValueError: If a value is not as above.
+            ValueError: If a value is not as described.
         """
         self.check_values(values)
         self.amaxes.zero_()
@@ -114,24 +115,24 @@ class PartialCast:
             _measure(shard, value)
 
     def write(self, values: Sequence[Tensor | None], outs: Sequence[Out] | None = None) -> None:
-        """Write all scales and amaxes of the weights from ``amaxes``, and the shards' own codes.
+        """Write all scales and amaxes of the weights from ``amaxes``, and the codes of the shards.
 
-        A byte of which the shard has one nibble keeps the other nibble.
+        If the shard owns one nibble of a byte, the other nibble is preserved.
 
         Args:
             values: As for :meth:`measure`.
-            outs: Per weight the memory for its codes, or None for the weight's own: contiguous
-                uint8 on the same device with the shard's bytes. NVFP4: bytes [start // 2, (start +
+            outs: Per weight the memory for the codes of its shard, contiguous uint8 on the same
+                device, or None to write to the weight itself. NVFP4: bytes [start // 2, (start +
                 size + 1) // 2) of ``rowwise_data``. MXFP8: a pair, rowwise and columnwise.
 
         Raises:
-            ValueError: If a value or an out is not as above.
+            ValueError: If a value or an out is not as described.
         """
         self.check_values(values)
         outs = [None] * len(self._shards) if outs is None else outs
         self.check_outs(outs)
         for shard in self._shards:
-            shard.weight.flush()  # else it would overwrite these values
+            shard.weight.flush()  # a later flush would overwrite these values
         if backend.uses_kernels(self.device):
             from fp4adam.distributed import partial_cast_launch
 
@@ -213,7 +214,7 @@ class PartialCast:
 
 
 def check_weights(weights: Sequence[QuantizedTensor], name: str = "weights") -> None:
-    """Raise ValueError unless all can be cast in shards; ``name`` is for the error."""
+    """Raise ValueError unless all weights can be cast in shards; ``name`` is for the error."""
     for i, weight in enumerate(weights):
         kind = type(weight).__name__
         if not isinstance(weight, QuantizedTensor):
@@ -221,7 +222,7 @@ def check_weights(weights: Sequence[QuantizedTensor], name: str = "weights") -> 
                 f"{name}[{i}] must be an NVFP4, MXFP8 or Float8Block tensor, got a {kind}; "
                 "quantize_model makes parameters of these"
             )
-        # Parts can be quantized on their own if rows can be cut off.
+        # A format that can be cut along rows can quantize parts on their own.
         if not weight.quantizer.rows_per_entry:
             raise ValueError(
                 f"{name}[{i}] must have square blocks and rowwise data to be cast in shards, got a "
@@ -258,7 +259,7 @@ def _describe(x: Tensor) -> str:
 
 
 def _strips(shard: Shard, value: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-    """Whole rows of blocks with the shard's elements, float32; zeros for all others."""
+    """Strips of whole block rows that contain the shard, float32; zero outside of the shard."""
     if shard.start == shard.stop:
         return
     rows, cols = shard.matrix_shape
@@ -287,7 +288,7 @@ def _measure(shard: Shard, value: Tensor | None) -> None:
 
 
 def _scales(shard: Shard, grid: Tensor) -> tuple[Tensor, Tensor]:
-    """The stored scales of blocks with the amaxes ``grid``, and factors from values to codes."""
+    """The stored scales for block amaxes ``grid``, and the factors that map values to codes."""
     return shard.quantizer.scales_of_blocks(grid, shard.amax, shard.dtype)
 
 
@@ -319,12 +320,12 @@ def _write_codes(
 
 
 def _store_nibbles(codes: Tensor, target: Tensor, first: int) -> None:
-    """Write codes over nibbles ``first``, ``first + 1``, ... of bytes, low ones first."""
+    """Overwrite nibbles ``first``, ``first + 1``, ... of ``target``, low nibbles first."""
     if first % 2 and len(codes):
         target[first // 2] = (target[first // 2] & 0x0F) | codes[0] << 4
         codes, first = codes[1:], first + 1
     pairs, byte = len(codes) // 2, first // 2
-    # Cloned, because pairs are read as 16-bit words, which have to be aligned.
+    # Cloned for alignment, because pack_e2m1 reads pairs as 16-bit words.
     target[byte : byte + pairs] = minifloat.pack_e2m1(codes[: 2 * pairs].clone())
     if len(codes) % 2:
         target[byte + pairs] = (target[byte + pairs] & 0xF0) | codes[-1]

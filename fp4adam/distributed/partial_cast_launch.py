@@ -1,4 +1,4 @@
-"""The launches of a partial cast: which kernels, on which tiles of which shards."""
+"""The kernel launches of a partial cast: kernels, tables and tiles of shards."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from fp4adam.kernels.launch import tile_lists
 from fp4adam.kernels.launch.tile_lists import Region
 from fp4adam.kernels.partial_cast import COLUMNS, SCALES, TILES
 
-ALIGNMENT = 16  # bytes, for everything that a tile without masks reads and writes
+ALIGNMENT = 16  # in bytes, of everything that an unmasked tile reads and writes
 
 
 class _Kind(NamedTuple):
@@ -27,7 +27,7 @@ class _Kind(NamedTuple):
     amax_epsilon: float
 
     def options(self, *names: str) -> dict[str, Any]:
-        """Some of them by name."""
+        """The named fields, as keyword arguments."""
         return {name: getattr(self, name) for name in names}
 
 
@@ -36,7 +36,7 @@ _SCALES = ("format", "write_dtype", "force_pow_2_scales", "amax_epsilon")
 
 
 def measure(shards: list[Shard], values: Sequence[Tensor | None], device: torch.device) -> None:
-    """Write the amaxes of blocks with elements of the shards; the others must be zero."""
+    """Write the amaxes of blocks that overlap the shards; all others must be zero before."""
     rows = _table_rows(shards, values, [None] * len(shards))
     table = tile_lists.table(rows, device)
     for kind, tiles in _tiles(shards, values, rows, device):
@@ -46,7 +46,7 @@ def measure(shards: list[Shard], values: Sequence[Tensor | None], device: torch.
 def write(
     shards: list[Shard], values: Sequence[Tensor | None], outs: Sequence[Out], device: torch.device
 ) -> None:
-    """Write scales of all blocks, and the codes of shards."""
+    """Write the scales of all blocks, and the codes of the shards."""
     rows = _table_rows(shards, values, outs)
     table = tile_lists.table(rows, device)
     for kind, chunks in _chunks(shards, device):
@@ -97,7 +97,7 @@ def _tiles(
     rows: list[dict[int, int]],
     device: torch.device,
 ) -> list[tuple[_Kind, list[Tensor]]]:
-    """Tiles by kind: those that shards fill, and those that shards cut."""
+    """By kind, the tiles that shards fill, and the tiles that shard boundaries or edges cut."""
     regions: dict[_Kind, tuple[list[Region], list[Region]]] = {}
     for i, (shard, value) in enumerate(zip(shards, values, strict=True)):
         if shard.stop > shard.start:
@@ -116,7 +116,7 @@ def _tile(format: str) -> tuple[int, int]:
 
 
 def _regions(i: int, shard: Shard, row: dict[int, int]) -> tuple[list[Region], list[Region]]:
-    """Regions for tiles without masks, and regions for tiles with them."""
+    """The regions for unmasked tiles, and the regions for masked tiles."""
     _, cols = shard.matrix_shape
     height, width = _tile(shard.quantizer.name)
     strip = height * cols
@@ -135,7 +135,7 @@ def _regions(i: int, shard: Shard, row: dict[int, int]) -> tuple[list[Region], l
 
 
 def _chunks(shards: list[Shard], device: torch.device) -> list[tuple[_Kind, Tensor]]:
-    """Blocks by kind, SCALES of them at a time."""
+    """By kind, lists of blocks in chunks of SCALES."""
     regions: dict[_Kind, list[Region]] = {}
     for i, shard in enumerate(shards):
         listed = regions.setdefault(_kind(shard, None), [])

@@ -1,7 +1,7 @@
-"""Scales that shards on different ranks share, found by one MAX all-reduce for all of them.
+"""Exchange of the scales that shards on different ranks share, in one MAX all-reduce for all.
 
-NVFP4 scales a whole tensor by its amax, and a block that a shard boundary cuts has one scale on
-both sides. The maximum of the ranks' local amaxes is the amax of the whole.
+NVFP4 scales a whole tensor by its amax, and a block that is cut by a shard boundary has one scale
+on both sides. The maximum of the ranks' local amaxes is the amax of the whole tensor.
 """
 
 import math
@@ -23,10 +23,10 @@ from fp4adam.tensors.storage import GlobalSpec
 
 
 class ShardInfo(NamedTuple):
-    """The position of a shard among those of its tensor, and the ranks that have them.
+    """The position of a shard among the shards of its tensor, and the ranks that hold them.
 
     Attributes:
-        group: The ranks that have the shards.
+        group: The ranks that hold the shards.
         number: The index of this shard.
         n_shards: The number of shards.
         device_type: The type of device that the ranks communicate with.
@@ -74,7 +74,7 @@ class ShardInfo(NamedTuple):
 
 
 def cut_blocks(spec: GlobalSpec, n_shards: int) -> list[int]:
-    """Indices of the rows of blocks that shard boundaries cut."""
+    """Indices of the block rows that shard boundaries cut."""
     block = spec.quantizer.block_rows
     ends = range(spec.chunk_rows, min(n_shards * spec.chunk_rows, spec.rows), spec.chunk_rows)
     return sorted({end // block for end in ends if end % block})
@@ -87,8 +87,8 @@ class Exchanged(NamedTuple):
         spec: The whole tensor.
         info: The position of the shard.
         amax: The amax of the tensor, float32 [1] on any device, or None.
-        grids: Amaxes of blocks, one grid per kind of block that can be cut; float32 on any device.
-        scales: Equal for shards of tensors that share one amax.
+        grids: Block amaxes, one grid per kind of block that can be cut; float32 on any device.
+        scales: A key that is equal for shards of tensors that share one amax.
     """
 
     spec: GlobalSpec
@@ -99,9 +99,9 @@ class Exchanged(NamedTuple):
 
 
 class AmaxExchange:
-    """Makes amaxes on all ranks of a group the largest of them, in one all-reduce.
+    """Replaces amaxes by their maximum over the ranks of a group, in one all-reduce.
 
-    Every rank of the group has to call it, also one without rows.
+    Every rank of the group has to call it, even one without rows.
 
     Args:
         group: The ranks.
@@ -135,7 +135,8 @@ class AmaxExchange:
                     size += width
         self._buffer = torch.zeros(size, dtype=torch.float32, device=device)
         self._slots = [self._buffer[start:stop] for start, stop in spans]
-        # For each tensor that shares its amax: its slot, and the slots of its group, padded.
+        # For each tensor that shares its amax: its slot, and the slots of its group, padded to
+        # equal length.
         shared = [slots for slots in peers.values() if len(slots) > 1]
         most = max(map(len, shared), default=0)
         rows = [slots + slots[:1] * (most - len(slots)) for slots in shared for _ in slots]
@@ -143,8 +144,8 @@ class AmaxExchange:
         self._peers = torch.tensor(rows, dtype=torch.int64, device=device)
 
     def largest(self) -> Tensor:
-        """The maximum of each amax in a flat tensor; valid until the next call."""
-        # Slots that this rank has no part of are left to the others.
+        """The maximum of each amax, in a flat float32 tensor that is valid until the next call."""
+        # -Inf in slots that this rank has no part of.
         self._buffer.fill_(-math.inf)
         if self._slots:
             torch._foreach_copy_(self._slots, self._amaxes)
@@ -161,14 +162,14 @@ class AmaxExchange:
 
 
 class ShardCast:
-    """Quantizes shards that share scales; all shards together are the full cast, bit for bit.
+    """Quantizes shards that share scales; together they equal the whole tensor's cast, bit for bit.
 
     Args:
         shards: Local tensors on one device.
         dtypes: The dtypes that values are rounded to first.
 
     Attributes:
-        exchanged: Per shard its tensor amax and its grids, for :class:`Exchanged`.
+        exchanged: Per shard its tensor amax and its block amaxes, for :class:`Exchanged`.
     """
 
     def __init__(self, shards: Sequence[QuantizedTensor], dtypes: Sequence[torch.dtype]) -> None:
@@ -184,7 +185,7 @@ class ShardCast:
         self._cast = PartialCast(matrices, starts, sizes, dtypes)
         columnwise = self._cast.columnwise_amaxes
         square = [m._block_scale_inv is not None for m in matrices]
-        # Blocks of single rows are not cut.
+        # Shards consist of whole rows, so 1x32 blocks are never cut.
         self.exchanged = [
             (amax, [rowwise] if is_square else [] if column is None else [column])
             for amax, rowwise, column, is_square in zip(
@@ -193,11 +194,11 @@ class ShardCast:
         ]
 
     def measure(self, values: Sequence[Tensor]) -> None:
-        """Find the amaxes of the values; one contiguous tensor per shard, of its shape."""
+        """Compute the amaxes of ``values``: one contiguous tensor per shard, in its shape."""
         self._cast.measure([value.view(-1) for value in values])
 
     def write(self, values: Sequence[Tensor]) -> None:
-        """Write scales and codes, after the exchange."""
+        """Write scales and codes; call it after the exchange."""
         self._cast.write([value.view(-1) for value in values])
         for shard in self._shards:
             shared = shard._shared
@@ -213,21 +214,22 @@ def write_shards(
     dtypes: Sequence[torch.dtype],
     scales: Sequence[Hashable],
 ) -> None:
-    """Quantize new values of shards that share scales; every rank joins in, with the same shards.
+    """Quantize new values of shards that share scales; every rank has to call it for the same ones.
 
     Args:
         shards: Local tensors on one device.
         infos: The position of each shard.
-        values: Per shard a contiguous tensor of its shape, or None on a rank that has no new value:
-            it keeps its value if another rank has a new one.
+        values: Per shard a contiguous tensor of its shape, or None if this rank has no new value.
+            If another rank has one, this rank quantizes its old value again.
         dtypes: The dtypes that values are rounded to first.
-        scales: As in :class:`Exchanged`; if one of several has a new value, all are quantized.
+        scales: As in :class:`Exchanged`. If one tensor has a new value, all that share its amax are
+            quantized.
     """
     groups: dict[tuple[dist.ProcessGroup, torch.device], list[int]] = defaultdict(list)
     for i, info in enumerate(infos):
         groups[info.group, info.device].append(i)
     for (group, device), members in groups.items():
-        # Perhaps only some ranks have been written to, and the others do not know.
+        # A write may have happened on some ranks only, without the others knowing.
         written = torch.tensor([values[i] is not None for i in members], device=device).float()
         dist.all_reduce(written, dist.ReduceOp.MAX, group)
         concerned = {scales[i] for i in compress(members, written.tolist())}
@@ -254,7 +256,7 @@ def settle_shard(shard: QuantizedTensor, info: ShardInfo) -> None:
     write_shards([shard], [info], [written], [torch.float32], [shard])
     shared.unsettled = False
     if written is not None and (shared.init_val is not None or shared.keeps_init_val):
-        # The master weight has to start from it.
+        # The master weight must start from the written value.
         shared.init_val, shared.keeps_init_val = written.view(shard.shape), False
 
 
@@ -262,9 +264,9 @@ def settle_shard(shard: QuantizedTensor, info: ShardInfo) -> None:
 def check_shards(model: nn.Module) -> None:
     """Check that all ranks agree on the scales that their shards share.
 
-    For diagnosis: every rank has to call it, between a step and the next backward pass, and waits
-    for the others. Codes that were written with different scales do not fit together; optimizers of
-    this package never write such.
+    For diagnosis. Every rank has to call it, between a step and the next backward pass; it waits
+    for all ranks. Codes written with different scales decode to a wrong tensor; the optimizers of
+    this package never write any.
 
     Raises:
         RuntimeError: On every rank, naming the first parameter whose scales differ.
@@ -285,7 +287,7 @@ def check_shards(model: nn.Module) -> None:
         for sign in (1, -1):
             amax = tensors.amax
             if amax is not None:
-                # Nothing reads the scales of a rank without rows.
+                # A rank without rows does not count: nothing reads its scales.
                 amax = amax * sign if shard.numel() else torch.full_like(amax, -math.inf)
             signed = [grid * sign for grid in grids]
             exchanged = Exchanged(shard._shared.global_spec, info, amax, signed, shard)

@@ -1,4 +1,4 @@
-"""ZeRO: quantized weights with sharded masters, in the steps of Megatron's optimizer."""
+"""ZeRO: quantized weights with sharded masters, for optimizers such as Megatron's."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -23,32 +23,32 @@ def quantize_master_weights(
     """Quantize this rank's slices of the masters into weights that every rank has in full.
 
     Masters are rounded to the nominal dtype of their weight, then quantized with scales that all
-    ranks of ``group`` agree on in one all-reduce. Every rank then has all scales and amaxes, and
-    the codes of its own slices: what is left is an all-gather of ``rowwise_data`` (for MXFP8 of
-    ``columnwise_data`` too) and :func:`post_all_gather_processing`. The weights are then those of
+    ranks of ``group`` agree on in one all-reduce. Afterwards every rank has all scales and amaxes,
+    and the codes of its own slices. The caller then all-gathers ``rowwise_data`` (for MXFP8 also
+    ``columnwise_data``) and calls :func:`post_all_gather_processing`. The result equals that of
     ``FP4Adam(quantize_from="param_dtype")`` on one process, bit for bit.
 
-    The value before quantization, if a weight still has it, is freed. All ranks have to pass the
-    same weights in the same order.
+    The high-precision initial value of a weight, if any, is freed. All ranks have to pass the same
+    weights in the same order.
 
     Args:
         model_weights: NVFP4, MXFP8 or Float8Block tensors on one device, of any shape; NVFP4 and
             Float8Block with ``two_dimensional=True``.
-        master_weights: Per weight this rank's part of the flattened values, flat and contiguous in
-            float32 (or bfloat16 or float16), or None where it has no part.
-        start_offsets: Per weight the index of the part's first element; None without a part.
-        group: The ranks that share the weights; None is all ranks.
-        fsdp_shard_model_weights: Per weight the memory for the codes of its part, or None for the
-            weight's own: contiguous uint8. NVFP4: bytes [start // 2, (start + size + 1) // 2) of
-            the flat ``rowwise_data``, in which the nibbles of other ranks stay. MXFP8: a pair,
-            rowwise and columnwise.
+        master_weights: Per weight this rank's slice of the flattened master, flat and contiguous,
+            float32, bfloat16 or float16; None if the rank has no slice of it.
+        start_offsets: Per weight the index of the slice's first element; None without a slice.
+        group: The ranks that share the weights; None means all ranks.
+        fsdp_shard_model_weights: Per weight the memory for the codes of its slice, contiguous
+            uint8, or None to write to the weight itself. NVFP4: bytes [start // 2, (start + size +
+            1) // 2) of the flat ``rowwise_data``; nibbles of other ranks are preserved. MXFP8: a
+            pair, rowwise and columnwise.
         manual_post_all_gather_processing: True keeps columnwise storage, which is stale until
-            :func:`post_all_gather_processing`. False drops that of NVFP4 and Float8Block, whose
-            quantizers then are rowwise-only; MXFP8 keeps both directions, which are both written.
+            :func:`post_all_gather_processing`. False drops it for NVFP4 and Float8Block, whose
+            quantizers become rowwise-only; MXFP8 keeps both directions, and both are written.
 
     Raises:
-        ValueError: If an argument is not as above, before any communication.
-        RuntimeError: Without a process group. Nothing has been changed in either case.
+        ValueError: If an argument is not as described; raised before any communication.
+        RuntimeError: Without a process group. In both cases nothing has changed.
     """
     for name, given in (
         ("master_weights", master_weights),
@@ -113,17 +113,18 @@ def _drop_columnwise(weight: QuantizedTensor) -> None:
 
 
 def post_all_gather_processing(model_weights: QuantizedTensor | Sequence[QuantizedTensor]) -> None:
-    """Bring columnwise codes up to date after rowwise ones have been gathered.
+    """Update columnwise codes after the all-gather of rowwise codes.
 
-    Codes of NVFP4 and Float8Block are transposed in place, a launch or two for all of them. MXFP8
-    gathers its columnwise codes, and tensors without such have none to write.
+    For NVFP4 and Float8Block the rowwise codes are transposed into the columnwise ones, in one or
+    two launches per code width. MXFP8 needs nothing, as its columnwise codes are gathered too.
+    Tensors without columnwise codes are skipped.
 
     Args:
         model_weights: One tensor or a sequence, after :func:`quantize_master_weights`.
 
     Raises:
-        ValueError: If one is not a quantized tensor, or has columnwise codes that do not follow
-            from its rowwise ones (``two_dimensional=False``).
+        ValueError: If one is not a quantized tensor, or its columnwise codes cannot be derived from
+            the rowwise ones (``two_dimensional=False``).
     """
     weights = [model_weights] if isinstance(model_weights, Tensor) else list(model_weights)
     square = []
@@ -131,7 +132,7 @@ def post_all_gather_processing(model_weights: QuantizedTensor | Sequence[Quantiz
         if isinstance(weight, QuantizedTensor) and (
             "columnwise_data" in weight.quantizer.rows_per_entry
         ):
-            continue  # gathered like rowwise ones
+            continue  # MXFP8: columnwise codes are gathered
         check_square(i, weight, "model_weights")
         square.append(weight)
     build_columnwise(square)

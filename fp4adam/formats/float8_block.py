@@ -23,18 +23,19 @@ class Float8BlockTensor(QuantizedTensor):
     """A tensor in Float8Block, 8 bits per element and direction.
 
     ``rowwise_data``: uint8 (E4M3) [rows, cols]; ``columnwise_data``: uint8 (E4M3) [cols, rows].
-    Scales are float32, padding zero. 128x128 blocks: ``rowwise_scale_inv`` [ceil(rows / 128),
-    ceil(cols / 128) to 4], ``columnwise_scale_inv`` [ceil(cols / 128), ceil(rows / 128) to 4].
-    1x128 blocks: ``rowwise_scale_inv`` [ceil(cols / 128), rows to 4], ``columnwise_scale_inv``
-    [ceil(rows / 128), cols to 4].
+    Scales are float32. "to 4" means padded with zeros to a multiple of 4. 128x128 blocks:
+    ``rowwise_scale_inv`` [ceil(rows / 128), ceil(cols / 128) to 4], ``columnwise_scale_inv``
+    [ceil(cols / 128), ceil(rows / 128) to 4]. 1x128 blocks: ``rowwise_scale_inv``
+    [ceil(cols / 128), rows to 4], ``columnwise_scale_inv`` [ceil(rows / 128), cols to 4].
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class Float8BlockQuantizer(SquareBlockQuantizer):
-    """Quantize to :class:`Float8BlockTensor`; any rows and columns (edge blocks are partial).
+    """Quantize to :class:`Float8BlockTensor`; any rows and columns (blocks at edges are partial).
 
-    Scale = 448 / max(block_amax, amax_epsilon), 1 for a block of zeros; code = E4M3(x * scale).
+    Scale = 448 / max(block_amax, amax_epsilon), or 1 for a block of zeros; code = E4M3(x * scale).
+    The decode scale, 1 / scale, is stored.
 
     Args:
         rowwise: Keep codes with blocks along the last dimension.
@@ -140,10 +141,13 @@ class Float8BlockQuantizer(SquareBlockQuantizer):
         return codes.flatten(2).flatten(0, 1)[:rows, :cols], 1.0 / scale
 
     def encode_scale(self, amax: Tensor, largest: float) -> Tensor:
-        """Encode scales; ``largest`` is the largest finite value of the input's dtype."""
+        """Encode scales of blocks with these amaxes, float32.
+
+        ``largest``: The largest finite value of the input's dtype, used where 448 / amax overflows.
+        """
         epsilon = torch.tensor(self.amax_epsilon, dtype=torch.float32, device=amax.device)
         amax = torch.where(amax < epsilon, epsilon, amax)
-        # A Python number over a tensor would be computed as number * (1 / tensor).
+        # torch computes number / tensor as number * (1 / tensor), which rounds twice.
         scale = torch.full_like(amax, minifloat.E4M3_MAX) / amax
         scale = torch.where(scale.isinf(), largest, scale)
         scale = torch.where((amax == 0) | ~amax.isfinite(), 1.0, scale)
@@ -188,10 +192,10 @@ def _decode(
     dtype: torch.dtype,
     after: Tensor | None = None,
 ) -> Tensor:
-    """Decode E4M3 codes to [rows, cols]; ``transposed`` codes are those of the transposed matrix.
+    """Decode E4M3 codes to [rows, cols]; ``transposed``: the codes are of the transposed matrix.
 
-    ``scale_inv`` is the grid of 128x128 blocks of the untransposed matrix, or holds one scale per
-    128 codes, transposed: [ceil(columns of data / 128), rows of data to 4]. ``after``: see
+    ``scale_inv`` is the grid of 128x128 blocks of the untransposed matrix, or has one scale per
+    128 codes, transposed: [ceil(columns of data / 128), rows of data padded to 4]. ``after``: see
     :meth:`Quantizer.read`.
     """
     rows, cols = data.shape

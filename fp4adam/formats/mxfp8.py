@@ -20,11 +20,14 @@ BLOCK = 32
 class MXFP8Tensor(QuantizedTensor):
     """A tensor in MXFP8, 8.25 bits per element and direction.
 
-    ``rowwise_data``, ``columnwise_data``: uint8 (E4M3) [rows, cols]; the second is not transposed.
-    ``rowwise_scale_inv``: uint8 (E8M0) [rows to 128, cols / 32 to 4], and
-    ``columnwise_scale_inv``: uint8 (E8M0) [rows / 32 to 4, cols to 128], padding zero.
-    ``rowwise_gemm_scale_inv``: those of rows in the GEMM's order, and
-    ``columnwise_gemm_scale_inv``: uint8 (E8M0) [cols to 128, rows / 32 to 4] in that order.
+    ``rowwise_data``, ``columnwise_data``: uint8 (E4M3) [rows, cols]; neither is transposed.
+    ``rowwise_scale_inv``: uint8 (E8M0) [rows padded to 128, cols / 32 padded to 4].
+    ``columnwise_scale_inv``: uint8 (E8M0) [rows / 32 padded to 4, cols padded to 128].
+    ``rowwise_gemm_scale_inv``: ``rowwise_scale_inv``, swizzled for the GEMM.
+    ``columnwise_gemm_scale_inv``: uint8 (E8M0) [cols padded to 128, rows / 32 padded to 4],
+    swizzled for the GEMM.
+
+    Padding of scales is 0.
     """
 
 
@@ -32,13 +35,13 @@ class MXFP8Tensor(QuantizedTensor):
 class MXFP8Quantizer(Quantizer):
     """Quantize to :class:`MXFP8Tensor`; rows and columns must be multiples of 32.
 
-    Scale = 2**ceil(log2(block_amax / 448)), so nothing saturates; code = E4M3(x / scale).
+    Scale = 2**ceil(log2(block_amax / 448)), so no code saturates; code = E4M3(x / scale).
 
     Args:
         rowwise: Keep codes with blocks of 1x32.
         columnwise: Keep codes with blocks of 32x1.
-        optimize_for_gemm: Keep ``rowwise_gemm_scale_inv`` and ``columnwise_gemm_scale_inv``, 1/32
-            byte per weight and direction, written together with the tensor.
+        optimize_for_gemm: Keep ``rowwise_gemm_scale_inv`` and ``columnwise_gemm_scale_inv``, which
+            are written with the tensor and take 1/32 byte per weight and direction.
 
     Source: OCP Microscaling Formats (MX) v1.0; the scale rounds up as in Transformer Engine.
     """
@@ -141,7 +144,7 @@ def _encode(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 
 def block_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """E8M0 scales (uint8) of blocks with the float32 amaxes, and their float32 reciprocals."""
+    """E8M0 scales (uint8) for float32 block amaxes, and their float32 reciprocals."""
     scale = minifloat.e8m0_code_up(amax * (1 / minifloat.E4M3_MAX))
     return scale, minifloat.e8m0_reciprocal(scale)
 

@@ -15,7 +15,7 @@ from fp4adam.tensors.quantizer import SquareBlockQuantizer
 from fp4adam.tensors.storage import Storage
 
 BLOCK = 16
-# The largest code times the largest block scale: what the tensor's amax is mapped to.
+# The largest E2M1 value times the largest block scale; the tensor's amax maps to it.
 RANGE = minifloat.E2M1_MAX * minifloat.E4M3_MAX
 
 
@@ -24,19 +24,21 @@ class NVFP4Tensor(QuantizedTensor):
 
     ``rowwise_data``: uint8 [rows, cols / 2], even elements in the low nibble.
     ``columnwise_data``: uint8 [cols, rows / 2], the transposed matrix packed the same way.
-    ``rowwise_scale_inv``: uint8 (E4M3) [rows to 128, cols / 16 to 4], and
-    ``columnwise_scale_inv``: uint8 (E4M3) [cols to 128, rows / 16 to 4], padding zero.
-    ``rowwise_gemm_scale_inv``, ``columnwise_gemm_scale_inv``: the same in the GEMM's order.
+    ``rowwise_scale_inv``: uint8 (E4M3) [rows padded to 128, cols / 16 padded to 4].
+    ``columnwise_scale_inv``: uint8 (E4M3) [cols padded to 128, rows / 16 padded to 4].
+    ``rowwise_gemm_scale_inv``, ``columnwise_gemm_scale_inv``: the same, swizzled for the GEMM.
+
+    Padding of scales is 0.
     """
 
     @property
     def amax_rowwise(self) -> Tensor | None:
-        """Largest magnitude of the quantized value, float32 [1], or None without rowwise usage."""
+        """The amax that the values were quantized with, float32 [1]; None without rowwise usage."""
         return self.flush()._amax if self.quantizer.rowwise else None
 
     @property
     def amax_columnwise(self) -> Tensor | None:
-        """Equal to ``amax_rowwise``, or None without columnwise usage."""
+        """Equal to ``amax_rowwise``; None without columnwise usage."""
         return self.flush()._amax if self.quantizer.columnwise else None
 
 
@@ -45,15 +47,15 @@ class NVFP4Quantizer(SquareBlockQuantizer):
     """Quantize to :class:`NVFP4Tensor`; rows and columns must be multiples of 16.
 
     Block scale = E4M3(block_amax * S / 6) with S = 2688 / amax(tensor); code = E2M1(x / decoded
-    scale), every step one float32 operation in the order of Transformer Engine's kernels.
+    scale). Every step is one float32 operation, in the same order as in Transformer Engine.
 
     Args:
         rowwise: Keep codes with blocks along the last dimension.
         columnwise: Keep transposed codes with blocks along the first dimension.
-        two_dimensional: One scale per 16x16 block, the same for both directions (the recipe for
-            weights), instead of one per 16 elements of each direction.
-        optimize_for_gemm: Keep ``rowwise_gemm_scale_inv`` and ``columnwise_gemm_scale_inv``, 1/16
-            byte per weight and direction, written together with the tensor.
+        two_dimensional: One scale per 16x16 block for both directions (the recipe for weights),
+            instead of one per 16 elements of each direction.
+        optimize_for_gemm: Keep ``rowwise_gemm_scale_inv`` and ``columnwise_gemm_scale_inv``, which
+            are written with the tensor and take 1/16 byte per weight and direction.
 
     Source: "Pretraining Large Language Models with NVFP4", arXiv:2509.25149, section 4.
     """
@@ -97,7 +99,7 @@ class NVFP4Quantizer(SquareBlockQuantizer):
         return (rows, cols // BLOCK) if usage == "rowwise" else (cols, rows // BLOCK)
 
     def expand_grid(self, grid: Tensor) -> Tensor:
-        """Repeat each block's scale on its 16 rows and pad as the GEMM expects."""
+        """Repeat each block's scale for its 16 rows and pad to 128 rows and 4 blocks."""
         rows, cols = grid.shape[0] * BLOCK, grid.shape[1]
         scale = grid.new_zeros(round_up(rows, 128), round_up(cols, 4))
         scale[:rows, :cols] = grid.repeat_interleave(BLOCK, dim=0)
@@ -142,7 +144,7 @@ class NVFP4Quantizer(SquareBlockQuantizer):
                 if not self.two_dimensional:
                     codes, scale = _encode(strip, amax, (BLOCK, 1))
                     out.columnwise_scale_inv[:cols, blocks] = scale.t()
-                # Packing rows before transposing moves half the bytes.
+                # Packing pairs of rows before the transpose halves the bytes that it moves.
                 packed = codes[0::2] | codes[1::2] << 4
                 out.columnwise_data[:, in_blocks(rows, 2)] = packed.t()
 
@@ -179,22 +181,22 @@ def _encode(x: Tensor, amax: Tensor, block: tuple[int, int]) -> tuple[Tensor, Te
 
 
 def block_scales(block_amax: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 scales (uint8) and the float32 factors that take values to codes.
+    """E4M3 scales (uint8), and the float32 factors that map values to codes.
 
-    ``block_amax``: float32, of each block. ``amax``: float32 with one element, of the whole tensor.
+    ``block_amax``: float32, one per block. ``amax``: float32 [1], of the whole tensor.
     """
     scale = minifloat.e4m3_code(block_amax * (_encode_scale(amax) * (1 / 6)))
     return scale, _factors(scale, amax)
 
 
 def _encode_scale(amax: Tensor) -> Tensor:
-    # A Python number over a tensor would be computed as number * (1 / tensor).
+    # torch computes number / tensor as number * (1 / tensor), which rounds twice.
     encode = torch.full_like(amax, RANGE) / amax
     return torch.where((amax == 0) | (encode == 0), 1.0, encode.clamp(max=minifloat.FP32_MAX))
 
 
 def _factors(scale: Tensor, amax: Tensor) -> Tensor:
-    """The factors that take values to codes in blocks with these scales."""
+    """The factors that map values to codes in blocks with these scales."""
     decode = 1.0 / _encode_scale(amax)
     return (1.0 / (minifloat.e4m3_value(scale) * decode)).clamp(max=minifloat.FP32_MAX)
 
@@ -208,9 +210,9 @@ def _decode(
     dtype: torch.dtype,
     after: Tensor | None = None,
 ) -> Tensor:
-    """Decode packed codes to [rows, cols]; ``transposed`` codes are those of the transposed matrix.
+    """Decode packed codes to [rows, cols]; ``transposed``: the codes are of the transposed matrix.
 
-    ``scale`` is the grid of 16x16 blocks of the untransposed matrix, or holds one per 16 codes.
+    ``scale`` is the grid of 16x16 blocks of the untransposed matrix, or has one per 16 codes.
     ``after``: see :meth:`Quantizer.read`.
     """
     rows, cols = data.shape[0], data.shape[1] * 2

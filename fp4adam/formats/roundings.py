@@ -1,4 +1,4 @@
-"""Values of a matrix after it is quantized with the usual options and decoded again."""
+"""Matrices quantized with the usual options and decoded again, to recognize such values."""
 
 from collections.abc import Iterator
 
@@ -21,10 +21,13 @@ _USUAL: tuple[Quantizer, ...] = (
 
 
 def known_roundings(x: Tensor) -> Iterator[Tensor]:
-    """FP32 values that ``x`` rounds to, in each format that can hold its shape.
+    """The values of ``x`` after a round trip through each format that can hold its shape.
 
     Args:
         x: float32, at least 2 dimensions.
+
+    Yields:
+        float32 tensors in the shape of ``x``, one per format and dtype that it was decoded to.
     """
     for quantizer in _USUAL:
         try:

@@ -1,7 +1,7 @@
-"""NVFP4 weights that share one amax, because they are served as one matrix.
+"""Groups of NVFP4 weights that share one amax, because they are served as one matrix.
 
-A server multiplies q, k and v by one fused weight, which has one scale. With the same amax in
-training, the bytes of each member are those of its rows of the fused weight.
+A server fuses q, k and v into one weight with one per-tensor scale. If they share their amax in
+training, the bytes of each member are its rows of the fused weight.
 """
 
 import dataclasses
@@ -15,11 +15,11 @@ from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
 
-# A rule gives members of a group the same key, and None to what is in no group.
+# A rule returns the same key for members of one group, and None for weights in no group.
 Rule = Callable[[str], Hashable | None]
 ScaleGroups = Rule | Iterable[Iterable[str | Tensor]]
 
-# The names of layers in Hugging Face models, and of the one that vLLM and SGLang fuse them to.
+# Layer names in Hugging Face models, and the layer that vLLM and SGLang fuse them into.
 _FUSED = {
     part: whole
     for whole, parts in {
@@ -36,7 +36,7 @@ _FUSED = {
 
 
 def hf_scale_groups(name: str) -> str | None:
-    """The rule for Hugging Face models: q, k, v and gate, up of a layer or expert share an amax.
+    """The rule for Hugging Face models: q, k and v share an amax, and so do gate and up.
 
     Args:
         name: The name of a parameter, such as ``model.layers.0.self_attn.q_proj.weight``.
@@ -54,7 +54,7 @@ def hf_scale_groups(name: str) -> str | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScaleGroup:
-    """The identity of a group, which its members share; copies of a group are other groups.
+    """A scale group. It is compared by identity, so copies are different groups.
 
     Attributes:
         names: The names of the members.
@@ -69,18 +69,18 @@ def resolve_scale_groups(
     names: Sequence[str] | None,
     quantizers: Sequence[Quantizer | None],
 ) -> list[list[int]]:
-    """The indices of the members of each group with two members or more.
+    """The indices of the members of each group with at least two members.
 
     Args:
-        scale_groups: A rule, which passes over parameters without a scale of the whole tensor, or
-            groups of names or parameters.
+        scale_groups: A rule, which skips parameters without a per-tensor scale, or groups of names
+            or parameters.
         params: All parameters that can be in a group.
         names: Their names, or None if they have none.
         quantizers: Their quantizers, None for plain parameters.
 
     Raises:
         ValueError: If a member is unknown, not NVFP4, or in two groups, or if names are needed
-            and there are none.
+            but missing.
         TypeError: If ``scale_groups`` is neither.
     """
     if callable(scale_groups):
@@ -108,7 +108,7 @@ def resolve_scale_groups(
 def lists_of_members(
     scale_groups: Iterable[Iterable[str | Tensor]],
 ) -> list[list[str | Tensor]]:
-    """Groups of members, rather than a rule, as lists."""
+    """Convert groups given as iterables of members to lists; raises TypeError for anything else."""
     wrong = scale_groups
     if isinstance(scale_groups, Iterable) and not isinstance(scale_groups, str | Tensor):
         lists = list(scale_groups)
@@ -168,14 +168,14 @@ def _check_disjoint(groups: list[list[int]], names: list[str] | None) -> None:
 
 
 def form_scale_group(members: Sequence[QuantizedTensor], names: Iterable[str]) -> None:
-    """Make NVFP4 tensors members of a new group; their bytes stay as they are."""
+    """Make NVFP4 tensors members of a new group, without changing their bytes."""
     group = ScaleGroup(tuple(names))
     for member in members:
         member._shared.scale_group = group
 
 
 def write_together(tensors: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> None:
-    """Quantize new values of all members of a group, or of a single tensor.
+    """Quantize new values for all members of a group, or for a single tensor.
 
     Args:
         tensors: Whole tensors; NVFP4 if there are several.

@@ -1,6 +1,6 @@
-"""Adapters, by which FP4Adam steps quantized tensors of other packages in their own memory.
+"""Adapters that let FP4Adam step other packages' quantized tensors in their own memory.
 
-No package is imported for them: adapters are found by the full name of a tensor's class.
+Adapters are found by the full name of a tensor's class, so no package is imported for them.
 """
 
 from typing import ClassVar
@@ -25,10 +25,10 @@ FIELDS = (
 
 
 class TensorAdapter:
-    """How another package's quantized tensor lies in memory, for ``FP4Adam`` to step it in place.
+    """Describes the memory of another package's quantized tensor, so FP4Adam can step it in place.
 
-    Derive a class from it that says which format a tensor has and where its codes and scales are,
-    and hand an instance to :func:`register_adapter`::
+    Derive a class that returns the format of a tensor and the location of its codes and scales, and
+    pass an instance to :func:`register_adapter`::
 
         class PackedAdapter(fp4adam.TensorAdapter):
             attributes = ("packed", "scales", "amax")
@@ -47,27 +47,28 @@ class TensorAdapter:
         fp4adam.register_adapter("my_package.PackedTensor", PackedAdapter())
 
     The tensor's ``shape``, ``dtype`` (float32, bfloat16 or float16) and ``device`` are those of its
-    values. After a step, its memory holds what ``quantizer(tensor).quantize(master)`` does, byte
-    for byte. Master weights start from what that memory decodes to.
+    values. After a step, its memory holds the bytes of ``quantizer(tensor).quantize(master)``.
+    Master weights start from the decoded values of that memory.
 
     Attributes:
-        attributes: Names of the attributes of a tensor that hold its memory, each a plain tensor or
-            None. Training continues from another tensor that is put there, and from another value
-            that torch writes.
+        attributes: Names of the tensor's attributes that hold its memory, each a plain tensor or
+            None. If one is replaced, or written by a torch operator, training continues from the
+            new value.
     """
 
     attributes: ClassVar[tuple[str, ...]]
 
     def quantizer(self, tensor: Tensor) -> Quantizer:
-        """The format of ``tensor``, with the directions that it has codes of.
+        """The format of ``tensor``, with the directions that it stores.
 
         Raises:
-            ValueError: If it is in none of the formats; name the property and the cure.
+            ValueError: If its format is not supported; the message should name the property and the
+                remedy.
         """
         raise NotImplementedError
 
     def fields(self, tensor: Tensor) -> dict[str, Tensor]:
-        """The fields of a quantized tensor as views of the memory of ``tensor``.
+        """The fields of a quantized tensor, as views of the memory of ``tensor``.
 
         =======================  =================================================================
         field                    view of
@@ -75,48 +76,48 @@ class TensorAdapter:
         ``rowwise_data``,        codes as in the class of the format (:class:`NVFP4Tensor`,
         ``columnwise_data``      :class:`MXFP8Tensor`, :class:`Float8BlockTensor`): contiguous, one
                                  byte per entry
-        ``rowwise_scale_inv``,   scales as there, in two dimensions with any padding. Or in more
-        ``columnwise_scale_inv`` dimensions, up to five, if they lie otherwise: then a view that
-                                 counts the padded ones row by row (not with
+        ``rowwise_scale_inv``,   scales as in that class, in two dimensions with any padding. For
+        ``columnwise_scale_inv`` any other layout, a view of up to five dimensions whose row-major
+                                 order is that of the padded matrix (not with
                                  ``two_dimensional=True``)
         ``amax_rowwise``,        NVFP4: one float32, the largest magnitude
         ``amax_columnwise``
-        ``per_tensor_scale``     NVFP4: one float32, the largest magnitude / 2688, if that is kept
+        ``per_tensor_scale``     NVFP4: one float32, the largest magnitude / 2688, if stored
         =======================  =================================================================
 
         Data and scales of each direction of the quantizer are required, and for NVFP4 one of the
-        last three. All given fields are written; padding is left alone.
+        last three. All returned fields are written; padding is left alone.
         """
         raise NotImplementedError
 
     def dequantize(self, tensor: Tensor) -> Tensor | None:
-        """Float32 values for the master weight to start from; None: the decoded fields."""
+        """The float32 values that the master weight starts from; None to decode the fields."""
         return None
 
     def get_high_precision_init_val(self, tensor: Tensor) -> Tensor | None:
-        """The value before quantization, if the tensor has kept it for the optimizer.
+        """The high-precision initial value, if the tensor keeps one for the optimizer.
 
-        The master weight starts from it if the tensor still holds its quantized value.
+        The master weight starts from it, unless the tensor has been overwritten since.
         """
         return None
 
     def clear_high_precision_init_val(self, tensor: Tensor) -> None:
-        """Free the value before quantization."""
+        """Free the high-precision initial value."""
 
 
 _ADAPTERS: dict[str, TensorAdapter] = {}
 
 
 def register_adapter(tensor_class: type[Tensor] | str, adapter: TensorAdapter) -> None:
-    """Have ``FP4Adam`` take parameters of a class of another package.
+    """Make ``FP4Adam`` accept parameters of another package's class.
 
     Args:
-        tensor_class: The class, or "module.Class", which need not have been imported; also for the
-            classes that are derived from it. Replaces an earlier adapter of that class.
-        adapter: How its tensors lie in memory.
+        tensor_class: The class, or its name "module.Class", which need not be imported. Applies to
+            derived classes too, and replaces an earlier adapter of the same class.
+        adapter: The adapter for its tensors.
 
     Raises:
-        TypeError: If ``adapter`` is not a :class:`TensorAdapter`, or ``tensor_class`` neither a
+        TypeError: If ``adapter`` is not a :class:`TensorAdapter`, or ``tensor_class`` is neither a
             class nor a name.
     """
     if not isinstance(adapter, TensorAdapter):
@@ -133,12 +134,12 @@ def register_adapter(tensor_class: type[Tensor] | str, adapter: TensorAdapter) -
 
 
 def class_name(tensor_class: type) -> str:
-    """The name that a class is registered by."""
+    """The name that a class is registered under."""
     return f"{tensor_class.__module__}.{tensor_class.__qualname__}"
 
 
 def is_foreign(tensor: Tensor) -> bool:
-    """Whether a tensor keeps its values in a way that only an adapter can know."""
+    """Whether a tensor is of another package's subclass, which needs an adapter."""
     own = (QuantizedTensor, FakeTensor)
     return not (
         type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
@@ -170,5 +171,5 @@ def memory(tensor: Tensor, adapter: TensorAdapter) -> list[Tensor | None]:
 
 
 def count_writes(tensor: Tensor, parts: list[Tensor | None]) -> int:
-    """A number that grows when torch writes to a tensor or to a part of its memory."""
+    """A count that grows when torch writes to the tensor or to any part of its memory."""
     return tensor._version + sum(part._version for part in parts if part is not None)

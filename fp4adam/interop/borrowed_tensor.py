@@ -1,9 +1,10 @@
-"""Quantized tensors on the memory of tensors of other packages.
+"""Quantized tensors on the memory of other packages' tensors.
 
-A step sees a tensor of this package, whose codes are those of the other one. So are its scales
-where they lie alike. Where they do not (repeated on the rows of a block, transposed, unpadded or
-swizzled), kernels write scales of its own, which are copied when they are done: at most an eighth
-of a byte per element, of the 27 that a step moves, and kernels need to know one layout only.
+The step works on a tensor of this package that shares the codes of the other tensor, and its scales
+if both use the same layout. If the layouts differ (scales repeated for the rows of a block,
+transposed, unpadded or swizzled), the kernels write scales to a buffer, which is then copied back.
+That costs at most an eighth of a byte per element, of the 27 that a step moves, and the kernels
+need to know only one layout.
 """
 
 from collections.abc import Sequence
@@ -19,17 +20,17 @@ from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
 from fp4adam.tensors.storage import Storage
 
-ALIGNMENT = 16  # bytes, of what kernels read and write
+ALIGNMENT = 16  # in bytes, of everything that kernels read and write
 USAGES = ("rowwise", "columnwise")
 
 
 class BorrowedTensor:
-    """A quantized tensor that has the memory of another package's tensor.
+    """A quantized tensor that uses the memory of another package's tensor.
 
     Attributes:
-        source: The tensor of the other package.
-        tensor: The one of this package.
-        copies: Pairs of views of the same scales: in the source, and in the tensor.
+        source: The other package's tensor.
+        tensor: This package's tensor on the same memory.
+        copies: Pairs of views of the same scales: (in the source, in the tensor).
         per_tensor_scale: The scale that the source has instead of an amax, or None.
     """
 
@@ -37,8 +38,9 @@ class BorrowedTensor:
         """Borrow the memory of ``source``.
 
         Raises:
-            TypeError: If its class has no adapter, or its dtype cannot be quantized.
-            ValueError: If it is in none of the formats, or its adapter does not give all fields.
+            TypeError: If its class has no adapter, or its dtype is not supported.
+            ValueError: If it has no supported format, or its adapter returns wrong or too few
+                fields.
         """
         self.source = source
         self._adapter = adapter_of(source)
@@ -58,7 +60,7 @@ class BorrowedTensor:
         self.note()
 
     def _storage(self, quantizer: Quantizer, fields: dict[str, Tensor]) -> Storage:
-        """The inner tensors: fields where they can be shared, new memory otherwise."""
+        """The inner tensors: shared fields where possible, new memory otherwise."""
         if unknown := fields.keys() - set(FIELDS):
             raise ValueError(
                 f"fields of {class_name(type(self.source))} must be some of {', '.join(FIELDS)}, "
@@ -101,7 +103,7 @@ class BorrowedTensor:
         return amax
 
     def _copy_grid(self, quantizer: Quantizer, fields: dict[str, Tensor], grid: Tensor) -> None:
-        """Note where scales of square blocks are copied to, one per block or per row of one."""
+        """Add the copies of the scales of square blocks, which the source may repeat per row."""
         for usage, blocks in zip(USAGES, (grid, grid.t()), strict=True):
             if not getattr(quantizer, usage):
                 continue
@@ -122,7 +124,7 @@ class BorrowedTensor:
         size: tuple[int, int],
         dtype: torch.dtype,
     ) -> Tensor:
-        """Scales of rows or columns: the field itself, or new memory."""
+        """The scales of one direction: the field itself if it fits, else new memory and a copy."""
         field = self._field(fields, name, dtype)
         if field.dim() == 2:
             usage = name.removesuffix("_scale_inv")
@@ -174,17 +176,17 @@ class BorrowedTensor:
         self._check(name, field, fits, f"at least [{rows}, {cols}]")
 
     def is_of(self, value: Tensor) -> bool:
-        """Whether the tensor equals the quantized ``value``, a plain tensor of its shape."""
+        """Whether the tensor equals ``value``, a plain tensor of its shape, after quantization."""
         wanted = self.tensor.quantizer.quantize(value)._shared.tensors.existing()
         if self.per_tensor_scale is not None:
-            # Several amaxes have the same quotient.
+            # Compare quotients: several amaxes round to the same per-tensor scale.
             quotient = _per_tensor_scale_of(wanted.pop("amax"))
             if not torch.equal(quotient, self.per_tensor_scale):
                 return False
         for name, inner in wanted.items():
             actual = getattr(self.tensor._shared.tensors, name)
             if name.endswith("wise_scale_inv"):
-                # The content of padding is up to the other package.
+                # Padding is the other package's business, so it is not compared.
                 usage = name.removesuffix("_scale_inv")
                 rows, cols = self.tensor.quantizer.scale_extent(usage, self._rows, self._cols)
                 actual, inner = actual[:rows, :cols], inner[:rows, :cols]
@@ -193,11 +195,11 @@ class BorrowedTensor:
         return True
 
     def value(self) -> Tensor:
-        """The value for a master weight to start from, a new float32 tensor."""
+        """The value that a master weight starts from, as a new float32 tensor."""
         value = self._adapter.get_high_precision_init_val(self.source)
         if value is not None:
             value = value.detach().to(self.source.device)
-        # A checkpoint that was loaded into the tensor makes the first value stale.
+        # The initial value is stale if a checkpoint was loaded into the tensor since.
         if value is None or not self.is_of(value):
             value = self._adapter.dequantize(self.source)
         if value is None:
@@ -205,11 +207,11 @@ class BorrowedTensor:
         return value.detach().to(torch.float32, copy=True).contiguous()
 
     def clear_high_precision_init_val(self) -> None:
-        """Free the value before quantization."""
+        """Free the high-precision initial value."""
         self._adapter.clear_high_precision_init_val(self.source)
 
     def is_current(self) -> bool:
-        """Whether the source has the same dtype and memory, not written since :meth:`note`."""
+        """Whether the source has the same dtype and memory, unwritten since :meth:`note`."""
         now = memory(self.source, self._adapter)
         return (
             self.source.dtype == self.tensor.dtype
@@ -218,12 +220,12 @@ class BorrowedTensor:
         )
 
     def note(self) -> None:
-        """Take all writes so far for the optimizer's own."""
+        """Count all writes so far as the optimizer's own."""
         self.writes = count_writes(self.source, self._memory)
 
 
 class ScaleWriteback:
-    """Copies scales that kernels have written to buffers of their own back to the sources.
+    """Copies scales from the kernels' buffers back to the source tensors.
 
     Args:
         borrowed: The tensors and their sources.
@@ -245,7 +247,7 @@ class ScaleWriteback:
 
 
 def _amax_of(per_tensor_scale: Tensor) -> Tensor:
-    """The amax whose 2688th part is the scale, if there is one."""
+    """An amax with amax / 2688 == per_tensor_scale in float32, or their product if none has."""
     middle = per_tensor_scale * RANGE
     infinity = torch.full_like(middle, torch.inf)
     candidates = [middle, middle.nextafter(infinity), middle.nextafter(-infinity)]
@@ -256,7 +258,7 @@ def _amax_of(per_tensor_scale: Tensor) -> Tensor:
 
 
 def _per_tensor_scale_of(amax: Tensor) -> Tensor:
-    # Dividing by a Python number, torch would multiply by its reciprocal.
+    # By a tensor, because torch divides by a Python number by multiplying with its reciprocal.
     return amax / torch.full_like(amax, RANGE)
 
 

@@ -1,4 +1,4 @@
-"""Repeated copies between fixed views, in one launch per dtype and device."""
+"""Repeatable copies between fixed views, in one launch per dtype and device."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ class StridedCopies:
     """Copies between views of up to five dimensions with any strides.
 
     Args:
-        pairs: Targets and sources: of one dtype, uint8 or float32, and on one device. A source may
-            have sizes of 1 where its target has larger ones. Targets do not overlap.
+        pairs: (target, source) pairs; both of a pair have the same dtype, uint8 or float32, and
+            device. Sources are broadcast to their targets. Targets must not overlap.
     """
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
@@ -31,7 +31,7 @@ class StridedCopies:
         for pair in pairs:
             if backend.uses_kernels(pair[0].device):
                 alike[pair[0].device, pair[0].dtype].append(pair)
-        # The views keep their memory alive.
+        # Holding the views keeps their memory alive.
         self._launches = [(views, _launch(*kind, views)) for kind, views in alike.items()]
 
     def __call__(self) -> None:

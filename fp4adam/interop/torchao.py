@@ -1,8 +1,8 @@
 """Adapters of torchao's NVFP4Tensor and MXTensor.
 
-Both have codes along rows, and scales without padding or in the order of tensor cores. Scales are
-computed as in this package: E8M0 ones are rounded up, where torchao rounds down by default, and
-E4M3 ones below 2**-6 are kept, where torchao writes 2**-6. It decodes both as they are.
+Both have rowwise codes, and scales that are either unpadded or swizzled. The step computes scales
+as this package does: it rounds E8M0 scales up, where torchao rounds down by default, and keeps E4M3
+scales below 2**-6, where torchao clamps to 2**-6. torchao decodes either kind correctly.
 """
 
 import torch
@@ -17,7 +17,7 @@ from fp4adam.tensors.swizzle import row_by_row
 
 
 class NVFP4Adapter(TensorAdapter):
-    """E4M3 scales, and one float32 number that multiplies all of them."""
+    """Adapter of NVFP4Tensor: E4M3 scales, and one float32 number that multiplies all of them."""
 
     attributes = ("qdata", "scale", "per_tensor_scale")
 
@@ -40,12 +40,12 @@ class NVFP4Adapter(TensorAdapter):
         }
 
     def dequantize(self, tensor: Tensor) -> Tensor:
-        # Products in another order differ in the last bit.
+        # torchao multiplies in another order than this package, so the last bit may differ.
         return tensor.dequantize(torch.float32)
 
 
 class MXAdapter(TensorAdapter):
-    """E8M0 scales."""
+    """Adapter of MXTensor: E8M0 scales."""
 
     attributes = ("qdata", "scale")
 
@@ -72,7 +72,7 @@ def _check_codes(tensor: Tensor) -> None:
 
 
 def _scale(tensor: Tensor) -> Tensor:
-    """Scales in two dimensions, or a view that counts swizzled ones, padded, row by row."""
+    """The scales as a matrix, or a view of swizzled ones, with padding, in row-major order."""
     rows, cols = flat_shape(tuple(tensor.shape))
     n_blocks = cols // tensor.block_size
     if not tensor.is_swizzled_scales:

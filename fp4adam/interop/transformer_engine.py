@@ -1,7 +1,7 @@
 """Adapters of Transformer Engine's NVFP4Tensor, MXFP8Tensor and Float8BlockwiseQTensor.
 
-The fields of this package are named after theirs. What is derived from a weight is either among the
-fields, and then written, or has been dropped and is derived again when it is needed.
+The fields of this package are named after theirs. Data derived from a weight is either among the
+fields, and so is written, or was dropped and is derived again when needed.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ class TransformerEngineAdapter(TensorAdapter):
             tensor.clear_high_precision_init_val()
 
     def _usages(self, tensor: Tensor) -> dict[str, bool]:
-        """The directions that the tensor has codes of."""
+        """The directions that the tensor stores, as arguments of a quantizer."""
         return {
             usage: getattr(tensor, f"_{usage}_data") is not None
             for usage in ("rowwise", "columnwise")
@@ -46,7 +46,7 @@ class TransformerEngineAdapter(TensorAdapter):
 
 
 class NVFP4Adapter(TransformerEngineAdapter):
-    """Square blocks or rows of 16, and two amaxes that are equal."""
+    """Adapter of NVFP4Tensor: 16x16 or 1x16 blocks, and two equal amaxes."""
 
     attributes = (*TransformerEngineAdapter.attributes, "_amax_rowwise", "_amax_columnwise")
 
@@ -63,7 +63,7 @@ class NVFP4Adapter(TransformerEngineAdapter):
 
 
 class MXFP8Adapter(TransformerEngineAdapter):
-    """Rows and columns of 32."""
+    """Adapter of MXFP8Tensor: 1x32 and 32x1 blocks."""
 
     def quantizer(self, tensor: Tensor) -> Quantizer:
         _require_e4m3(tensor)
@@ -74,7 +74,7 @@ class MXFP8Adapter(TransformerEngineAdapter):
 
 
 class Float8BlockwiseAdapter(TransformerEngineAdapter):
-    """Square blocks or rows of 128."""
+    """Adapter of Float8BlockwiseQTensor: 128x128 or 1x128 blocks."""
 
     def quantizer(self, tensor: Tensor) -> Quantizer:
         _require_e4m3(tensor)
@@ -99,7 +99,7 @@ def _quantizer_of(tensor: Tensor) -> Any:
 
 
 def _require(owner: Any, name: str, value: Any, cure: str, tensor: Tensor | None = None) -> None:
-    """Raise ValueError if an attribute exists and has another value than the supported one."""
+    """Raise ValueError if an attribute exists and its value is not the supported one."""
     if (actual := getattr(owner, name, value)) != value:
         kind = type(owner if tensor is None else tensor).__name__
         raise ValueError(f"{name} of a {kind} must be {value} to be stepped, got {actual}; {cure}")

@@ -1,6 +1,6 @@
-"""The Adam update: its scalars, and its arithmetic in plain torch operators.
+"""The Adam update: its scalars, and its arithmetic in torch operators.
 
-``fp4adam.kernels.adam.adam_tile`` does the same operations in the same order. Every one is a single
+``fp4adam.kernels.adam.adam_tile`` does the same operations in the same order. Each is a single
 correctly rounded float32 operation (float64 for float64 parameters), so both give the same bits.
 """
 
@@ -16,7 +16,7 @@ from fp4adam.tensors import backend
 
 
 class Scalars(NamedTuple):
-    """What one update takes from the hyper-parameters; computed in float64, used in float32.
+    """The scalars of one update; computed from the hyper-parameters in float64, used in float32.
 
     Attributes:
         grad_factor: 1, or -1 to maximize.
@@ -27,7 +27,7 @@ class Scalars(NamedTuple):
         eps: Term added to the denominator.
         step_size: lr / (1 - beta1**step).
         rsqrt_bias_correction2: 1 / sqrt(1 - beta2**step).
-        dither_step: Number of the update, for the dither of narrow states.
+        dither_step: Number of the update; seeds the dither of narrow states.
     """
 
     grad_factor: float
@@ -43,7 +43,7 @@ class Scalars(NamedTuple):
 
 def updates_params(group: Mapping[str, Any]) -> bool:
     """Whether steps of a parameter group change the parameters, and not just the moments."""
-    return abs(float(group["lr"])) > 2.0**-149  # float32 cannot tell less from zero
+    return abs(float(group["lr"])) > 2.0**-149  # the smallest float32 above zero
 
 
 def adam_scalars(group: Mapping[str, Any], step: float) -> Scalars:
@@ -53,7 +53,7 @@ def adam_scalars(group: Mapping[str, Any], step: float) -> Scalars:
     weight_decay = float(group["weight_decay"])
     decay = weight_decay
     if group["adam_w_mode"]:
-        # An infinite lr times no decay would not be a number.
+        # Infinite lr times zero decay would be NaN.
         decay = 1 - lr * weight_decay if weight_decay else 1.0
     bias_correction1 = bias_correction2 = 1.0
     if group["bias_correction"]:
@@ -92,8 +92,8 @@ def adam_(
         max_exp_avg_sq: Largest second moment so far (AMSGrad), or None.
         scalars: See :class:`Scalars`.
         adam_w_mode: Whether decay shrinks the value (AdamW) or is added to the gradient (L2).
-        grad_scale: float32 one-element tensor that the gradient is to be divided by, or None.
-        clip: float32 one-element tensor that it is multiplied by after that, or None.
+        grad_scale: float32 one-element tensor that divides the gradient, or None.
+        clip: float32 one-element tensor that multiplies it after that, or None.
 
     Source: arXiv:1711.05101, algorithm 2; arXiv:1904.09237 for AMSGrad.
     """
@@ -106,7 +106,7 @@ def adam_(
     if max_exp_avg_sq is not None:
         tensors.append(max_exp_avg_sq)
     parts = _cut(tensors)
-    # All parts share this memory, which stays unmapped where an update does without it.
+    # All parts share this scratch memory. Pages that an update does not touch stay unmapped.
     shape = parts[0][0].shape
     scratch = (
         exp_avg.new_empty(shape, dtype=torch.float64),
@@ -119,7 +119,7 @@ def adam_(
 
 
 def _cut(tensors: list[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Cut tensors of one shape alike into views for a CPU; only the last may be smaller."""
+    """Cut tensors of one shape into matching views of CPU chunk size; the last may be smaller."""
     value = tensors[0]
     size = backend.cpu_chunk_numel()
     if not value.is_cpu or value.numel() <= size:
@@ -140,7 +140,7 @@ def _update_(
     adam_w_mode: bool,
     factor: float | Tensor | None,
 ) -> None:
-    """Update one part. ``scratch``: a float64 tensor and four in the dtype of the moments."""
+    """Update one part; ``scratch`` is a float64 tensor and four in the dtype of the moments."""
     value, grad, exp_avg, exp_avg_sq, *max_exp_avg_sq = tensors
     wide, denominator, change, g, p = scratch
     dtype = exp_avg.dtype
@@ -151,7 +151,7 @@ def _update_(
         g.copy_(grad)
     if factor is not None:
         g.mul_(factor)
-    if not adam_w_mode and s.decay != 0:  # Infinite values would make NaN of no decay.
+    if not adam_w_mode and s.decay != 0:  # Infinite values times zero decay would be NaN.
         g.add_(torch.mul(p, s.decay, out=change))
 
     torch.mul(g, s.one_minus_beta2, out=change).mul_(g)
@@ -160,12 +160,12 @@ def _update_(
         largest = torch.maximum(maximum, exp_avg_sq, out=maximum)
     _sqrt(largest, wide, out=denominator).mul_(s.rsqrt_bias_correction2).add_(s.eps)
 
-    # Interpolate from the nearer end: exact for beta1 = 0, as torch.lerp does.
+    # Interpolate from the nearer end, as torch.lerp does: exact for beta1 = 0.
     base = exp_avg if s.lerp_weight > 0 else g
     torch.sub(g, exp_avg, out=change).mul_(s.lerp_weight)
     torch.add(base, change, out=exp_avg)
 
-    if s.step_size != 0:  # A step of length zero leaves the value alone, its sign of zero included.
+    if s.step_size != 0:  # A zero step leaves the value alone, including the sign of a zero.
         torch.mul(exp_avg, s.step_size, out=change).div_(denominator)
         if adam_w_mode:
             p.mul_(s.decay)

@@ -1,4 +1,4 @@
-"""Everything that an optimizer refuses. Checks read and raise; they change nothing."""
+"""Checks of everything that the optimizers refuse. They raise, and change nothing."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,10 +19,11 @@ PARAM_DTYPES = (torch.float64, *GRAD_DTYPES)
 
 
 def check_storing(storing: Storing, amsgrad: bool) -> None:
-    """Raise if states cannot be stored as the options say.
+    """Raise if the storage options are invalid or contradict each other.
 
     Raises:
-        ValueError: If there is no such storage, or for remainders without FP32 masters.
+        ValueError: If a state cannot be stored in the given dtype, or for remainders without FP32
+            masters.
         NotImplementedError: For ``amsgrad`` with second moments that are not float32.
     """
     if storing.store_param_remainders and storing.master_weight_dtype != torch.float32:
@@ -111,7 +112,7 @@ def check_in_use(param: Tensor) -> None:
 
 
 def check_steppable(name: str, param: Tensor) -> None:
-    """Raise if the optimizer class ``name`` cannot update ``param`` as it is now."""
+    """Raise if the optimizer class ``name`` cannot update ``param`` in its current form."""
     if is_dtensor(param) and any(place.is_partial() for place in param.placements):
         raise NotImplementedError(
             f"parameters must be replicated or sharded for {name}, got placements "
@@ -164,9 +165,9 @@ def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
 
 
 def check_state(param: Tensor, state: dict[str, Any], storing: Storing) -> None:
-    """Raise RuntimeError if the state of ``param`` is not what its step reads and writes.
+    """Raise RuntimeError if the state of ``param`` has wrong shapes, dtypes, devices or strides.
 
-    The kernels take addresses: they would write past the end of what is too small.
+    The kernels take bare addresses, so they would write past the end of a tensor that is too small.
     """
     codecs = storing.codecs(param.dtype)
     for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param", "param_remainder"):
@@ -195,7 +196,7 @@ def check_state(param: Tensor, state: dict[str, Any], storing: Storing) -> None:
             continue
         codec = codecs[name]
         if name == "master_param" and codes.dtype == torch.float32 and f"{name}_scale" not in state:
-            continue  # one that has been loaded, and not been taken over by a step yet
+            continue  # just loaded, in FP32; the next step encodes it
         if codes.dtype != codec.dtype or not (codec.exact or is_dense(codes)):
             raise RuntimeError(
                 f"{name} must be dense and stored as {codec.dtype}, got {codes.dtype} with "

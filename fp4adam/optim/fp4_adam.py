@@ -1,4 +1,4 @@
-"""FusedAdam for parameters that live in 4 or 8 bits."""
+"""FusedAdam for parameters that are stored in 4 or 8 bits."""
 
 import pickle
 from collections.abc import Hashable
@@ -28,25 +28,26 @@ QUANTIZE_FROM = ("master", "param_dtype")
 
 
 class FP4Adam(FusedAdam):
-    """``torch.optim.AdamW`` for :class:`QuantizedTensor` parameters beside plain ones.
+    """``torch.optim.AdamW`` for :class:`QuantizedTensor` parameters and plain ones.
 
     Parameters may also be ``NVFP4Tensor``, ``MXFP8Tensor`` and ``Float8BlockwiseQTensor`` of
-    Transformer Engine, ``NVFP4Tensor`` and ``MXTensor`` of torchao, and of other classes that have
-    a :class:`TensorAdapter`: their memory is written in place.
+    Transformer Engine, ``NVFP4Tensor`` and ``MXTensor`` of torchao, or of any class with a
+    :class:`TensorAdapter`. The step writes their memory in place.
 
     A quantized parameter has an FP32 master weight in the optimizer's state. One kernel reads the
     gradient (BF16, FP16 or FP32), updates master and moments in FP32 and writes the re-quantized
     weight in place. After every step the bytes of a parameter are those of
     ``param.quantizer.quantize(master_param)``. State: 12 bytes per element.
 
-    The master starts from the value before quantization where the parameter still has it (it is
-    freed then), else from ``param.dequantize()``. A parameter that something else overwrites later
-    (``load_state_dict``, an average) is where its master restarts from. A step with lr = 0 leaves
-    the bytes alone.
+    The master starts from the high-precision initial value if the parameter still has it, and frees
+    it; otherwise it starts from ``param.dequantize()``. If other code overwrites the parameter
+    later (``load_state_dict``, weight averaging), the master restarts from the new value. A step
+    with lr = 0 leaves the bytes alone.
 
-    NVFP4 weights of a scale group are quantized with one amax, the largest of their masters, which
-    each of them stores: a server that fuses them needs no other one. When some of them have
-    gradients, all are written, and have a state; the step is fastest if all have.
+    NVFP4 weights of a scale group are quantized with one amax, the largest magnitude in all of
+    their masters. Each member stores it, so a server can fuse them without re-quantizing. If any
+    member has a gradient, all members are written and have a state. The step is fastest if all of
+    them have gradients.
 
     Args:
         params: Parameters, (name, parameter) pairs or dicts of parameter groups; those of a model
@@ -73,18 +74,18 @@ class FP4Adam(FusedAdam):
         fused: False takes plain torch operators instead of the kernels, with the same results.
         quantize_from: "master" quantizes the FP32 master itself; "param_dtype" rounds it to the
             parameter's nominal dtype first, as Megatron's distributed optimizer does.
-        scale_groups: Which NVFP4 weights share one amax, from the first step on: lists of lists of
-            parameters or names, or a rule such as :func:`hf_scale_groups`; names are those of
-            ``model.named_parameters()``, which ``params`` has to be then. None leaves it at the
-            groups that ``quantize_model(..., scale_groups=...)`` made, () at none.
+        scale_groups: The NVFP4 weights that share one amax, from the first step on: lists of lists
+            of parameters or names, or a rule such as :func:`hf_scale_groups`. Names and rules need
+            ``params=model.named_parameters()``. None keeps the groups made by
+            ``quantize_model(..., scale_groups=...)``; () means no groups.
 
     Raises:
-        NotImplementedError: For ``capturable=True``, and DTensors of other packages' tensors.
-        TypeError: For tensors of a class that only an adapter could know, and that has none; if
+        NotImplementedError: For ``capturable=True``, and for DTensors of other packages' tensors.
+        TypeError: If a parameter is of another package's class without an adapter, or
             ``scale_groups`` is neither lists nor a rule.
         ValueError: For ``master_weights=False`` with quantized parameters, an unknown
-            ``quantize_from``, or a tensor of another package that no kernel can write. If a member
-            of a scale group is unknown, not NVFP4, or in two groups.
+            ``quantize_from``, or another package's tensor that the kernels cannot write; if a
+            member of a scale group is unknown, not NVFP4, or in two groups.
     """
 
     _option_names = (*FusedAdam._option_names, "quantize_from", "scale_groups")
@@ -184,7 +185,7 @@ class FP4Adam(FusedAdam):
             try:
                 pickle.dumps(self.scale_groups)
             except (pickle.PicklingError, AttributeError):
-                # A lambda cannot travel. The groups that it has formed are part of the weights.
+                # A lambda cannot be pickled. The groups that it has formed live in the weights.
                 state["scale_groups"] = None
         return state
 

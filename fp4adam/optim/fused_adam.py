@@ -1,4 +1,4 @@
-"""AdamW with FP32 master weights and moments, one fused kernel per kind of parameter."""
+"""AdamW with FP32 master weights and moments; one fused kernel per kind of parameter."""
 
 import contextlib
 import threading
@@ -37,7 +37,7 @@ from fp4adam.tensors import backend
 
 
 class FusedAdam(Optimizer):
-    """Drop-in ``torch.optim.AdamW`` that keeps 16-bit parameters exact through FP32 master weights.
+    """Drop-in ``torch.optim.AdamW`` that keeps FP32 master weights of 16-bit parameters.
 
     All arithmetic is FP32 and gives the same bits on a CPU and on a GPU (FP64 for FP64 parameters,
     where torch's own square root differs in the last bit).
@@ -45,10 +45,10 @@ class FusedAdam(Optimizer):
     ``step``, ``max_exp_avg_sq`` with ``amsgrad`` (4 bytes), and ``master_param`` for BF16 and FP16
     parameters (4 bytes).
 
-    Moments can be stored in less. The kernels decode, update in FP32 and encode again within the
-    one pass, and round so that the expected value is exact: what a code has no room for decides how
-    often it is rounded up, the same in every run. Blocks of 32 elements in the order of memory
-    share a power of two, in ``exp_avg_scale`` and ``exp_avg_sq_scale`` (uint8):
+    Moments can be stored in fewer bits. The kernels decode, update in FP32 and encode again in one
+    pass. Rounding is stochastic, so it is unbiased, and reproducible from run to run. Blocks of 32
+    elements, in memory order, share a power-of-two scale in ``exp_avg_scale`` and
+    ``exp_avg_sq_scale`` (uint8):
 
     =================  =====================  ==============================================
     dtype              bytes per element      ``exp_avg``; ``exp_avg_sq``
@@ -59,10 +59,10 @@ class FusedAdam(Optimizer):
     float8_e4m3fn      1 + 1/32               E4M3; 8-bit floats without sign
     =================  =====================  ==============================================
 
-    ``master_weight_dtype=torch.float16`` stores ``master_param`` as first moments in float16, with
-    ``master_param_scale``. With ``store_param_remainders`` a BF16 parameter is the upper half of
-    its master, and ``param_remainder`` (int16, 2 bytes) what is to be added to the bits. FP64
-    parameters keep FP64 moments.
+    ``master_weight_dtype=torch.float16`` stores ``master_param`` in the float16 format of first
+    moments, with ``master_param_scale``. With ``store_param_remainders`` a BF16 parameter is the
+    upper half of its master, and ``param_remainder`` (int16, 2 bytes) is added to its bits to get
+    the master. FP64 parameters keep FP64 moments.
 
     Args:
         params: Parameters, (name, parameter) pairs or dicts of parameter groups.
@@ -74,35 +74,36 @@ class FusedAdam(Optimizer):
         bias_correction: Correct the moments for their start at zero; False leaves them as they are.
         adam_w_mode: Decoupled decay (AdamW); False adds ``weight_decay * param`` to the gradient.
         master_weights: Keep FP32 masters of BF16 and FP16 parameters.
-        exp_avg_dtype: Storage of first moments: float32, bfloat16, float16 or float8_e4m3fn, which
-            may also be called uint8.
-        exp_avg_sq_dtype: The same of second moments; not with ``amsgrad`` unless float32.
-        master_weight_dtype: Storage of masters, those of quantized parameters included: float32, or
+        exp_avg_dtype: Storage dtype of first moments: float32, bfloat16, float16 or float8_e4m3fn
+            (uint8 is accepted as a synonym).
+        exp_avg_sq_dtype: Storage dtype of second moments, from the same list; float32 only with
+            ``amsgrad``.
+        master_weight_dtype: Storage dtype of masters, also of quantized parameters: float32 or
             float16.
-        store_param_remainders: Keep of the FP32 master of a BF16 parameter only what the parameter
-            lacks, which is then the master rounded with ties away from zero. Quantized parameters
-            keep their masters.
-        use_decoupled_grad: Read ``param.decoupled_grad`` instead of ``param.grad``; it may have
-            another dtype than the parameter.
+        store_param_remainders: Store only the low 16 bits of the FP32 master of a BF16 parameter.
+            The parameter is the upper half, the master rounded with ties away from zero. Quantized
+            parameters keep whole masters.
+        use_decoupled_grad: Read ``param.decoupled_grad`` instead of ``param.grad``; its dtype may
+            differ from the parameter's.
         maximize: Ascend instead of descend.
         foreach: Accepted for compatibility; updates are always batched.
         capturable: Not supported: the scalars of a step are computed on the host.
         differentiable: Not supported.
-        fused: False takes plain torch operators instead of the kernels, with the same results.
+        fused: False uses torch operators instead of the kernels, with the same results.
 
     Raises:
-        ValueError: If a hyper-parameter is out of range; the texts are those of ``torch.optim``. If
-            there is no such storage of a moment, or for ``store_param_remainders`` without FP32
+        ValueError: If a hyper-parameter is out of range, with the message of ``torch.optim``; if a
+            state cannot be stored in the given dtype; for ``store_param_remainders`` without FP32
             masters.
         NotImplementedError: For ``capturable`` and ``differentiable``, and for ``amsgrad`` with
             second moments that are not float32.
         RuntimeError: If ``fused`` and ``foreach`` are both True.
     """
 
-    # GradScaler then hands over grad_scale and found_inf as attributes for the time of a step.
+    # Makes GradScaler set grad_scale and found_inf as attributes for the duration of a step.
     _step_supports_amp_scaling = True
     _takes_quantized = False
-    # Options of the whole optimizer, which copies and pickles keep.
+    # Options of the whole optimizer, which copies and pickles preserve.
     _option_names: tuple[str, ...] = Storing._fields[:5] + ("use_decoupled_grad",)
 
     def __init__(
@@ -141,7 +142,7 @@ class FusedAdam(Optimizer):
             "capturable": capturable,
             "differentiable": differentiable,
             "fused": fused,
-            # What tells AdamW from Adam in a checkpoint of torch.optim.
+            # Tells AdamW from Adam in a checkpoint of torch.optim.
             "decoupled_weight_decay": adam_w_mode,
         }
         self.exp_avg_dtype, self.exp_avg_sq_dtype = exp_avg_dtype, exp_avg_sq_dtype
@@ -156,17 +157,17 @@ class FusedAdam(Optimizer):
         super().__init__(params, defaults)
 
     def _forget(self) -> None:
-        """Start without a plan, and without knowledge of who has written to parameters."""
+        """Drop the plan and all notes of who has written to the parameters."""
         self._plan: StepPlan | None = None
         self._planned: tuple[list[dict], list[Tensor], list[dict]] = ([], [], [])
         self._masters = MasterWeights()
         self._grad_norm: GradNorm | None = None
-        # Of parameters of other packages.
+        # Caches the views of other packages' tensors.
         self._borrowed: dict[Tensor, BorrowedTensor] = {}
-        # By device: what the next step multiplies gradients by.
+        # The clipping coefficient of the next step, by device.
         self._clip: dict[torch.device, Tensor] = {}
-        # Hooks are registered for the time of a call, which may come from several threads.
-        # Loading comes by here while it holds the lock, which therefore stays.
+        # Guards hooks that are registered for the duration of a call, as threads may save at the
+        # same time. Loading calls this method while it holds the lock, so an existing one is kept.
         self.__dict__.setdefault("_saving", threading.RLock())
 
     # Options and parameters
@@ -183,9 +184,9 @@ class FusedAdam(Optimizer):
 
     @property
     def state(self) -> dict[Any, Any]:
-        """State per parameter; as in ``torch.optim.Optimizer``.
+        """State per parameter, as in ``torch.optim.Optimizer``.
 
-        Waits for the device if it may have left out the last step, to say the right ``step``.
+        If the device may have skipped the last step, this waits for it, so that ``step`` is right.
         """
         if getattr(self, "_plan", None) is not None:
             self._plan.settle()
@@ -196,7 +197,7 @@ class FusedAdam(Optimizer):
         self.__dict__["state"] = state
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise if hyper-parameters or flags of a group are out of range or not supported."""
+        """Raise if a hyper-parameter is out of range or a flag is not supported."""
         if options["capturable"]:
             raise NotImplementedError(self._capturable_error())
         check_hyper_parameters(type(self).__name__, options)
@@ -209,7 +210,7 @@ class FusedAdam(Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its options are checked like those of the constructor."""
+        """Add a parameter group; its options are checked like the constructor's."""
         if isinstance(param_group, dict):
             self._check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
@@ -234,7 +235,7 @@ class FusedAdam(Optimizer):
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-            # A checkpoint of torch.optim brings the flags of the implementation that wrote it.
+            # A checkpoint of torch.optim carries the flags of the implementation that wrote it.
             group["capturable"] = group["differentiable"] = False
             group["decoupled_weight_decay"] = group["adam_w_mode"]
         for values in self.state.values():
@@ -245,7 +246,7 @@ class FusedAdam(Optimizer):
     # Gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, ``decoupled_grad`` included where that is in use."""
+        """Reset the gradients, including ``decoupled_grad`` if it is in use."""
         super().zero_grad(set_to_none)
         self._clip = {}
         if self.use_decoupled_grad:
@@ -256,18 +257,18 @@ class FusedAdam(Optimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Clip the norm of all gradients together in the next step.
+        """Clip the total norm of all gradients in the next step.
 
-        As ``torch.nn.utils.clip_grad_norm_`` on all parameters, but the gradients stay as they are:
-        the step multiplies each by min(max_norm / (norm + 1e-6), 1) when it reads it, without
-        rounding the product. So they are read once more, and not written; nothing waits for the
-        device. With a ``GradScaler``, call ``scaler.unscale_(optimizer)`` first. With sharded
-        parameters every rank has to call it.
+        Like ``torch.nn.utils.clip_grad_norm_`` on all parameters, but the gradients stay unchanged:
+        the step multiplies each by min(max_norm / (norm + 1e-6), 1) when it reads it, and does not
+        round the product to the gradient's dtype. This costs one more read of the gradients, no
+        write, and no device sync. With a ``GradScaler``, call ``scaler.unscale_(optimizer)`` first.
+        With sharded parameters, call it on every rank.
 
         Args:
-            max_norm: Largest norm to leave alone, >= 0; infinity only measures.
+            max_norm: Largest norm that is not clipped, >= 0; infinity only measures.
             norm_type: 1, 2 or infinity.
-            error_if_nonfinite: Raise if the norm is NaN or infinite, which the host waits for.
+            error_if_nonfinite: Raise if the norm is NaN or infinite; this syncs the device.
 
         Returns:
             The norm before clipping, a 0-dim float32 tensor on the device of the first gradient.
@@ -289,7 +290,7 @@ class FusedAdam(Optimizer):
 
     @property
     def _read_grad(self) -> Callable[[Tensor], Tensor | None]:
-        """Gives the local part of a parameter's gradient, or None."""
+        """A function that returns the local part of a parameter's gradient, or None."""
         read = _decoupled_grad if self.use_decoupled_grad else attrgetter("grad")
         kind = dtensor_class()
         if any(isinstance(param, kind) for param in self._params()):
@@ -306,26 +307,27 @@ class FusedAdam(Optimizer):
             closure: Re-evaluates the model and returns the loss, or None.
 
         Returns:
-            What ``closure`` returned.
+            The loss from ``closure``, or None.
 
         Raises:
             RuntimeError: If a gradient is sparse, a parameter is on the meta device, a state does
-                not fit its parameter, or ``quantize_model`` has replaced a parameter since.
+                not fit its parameter, ``quantize_model`` has replaced a parameter since, or the
+                call is in inference mode.
             TypeError: If a parameter or gradient has a dtype that Adam cannot update.
-            ValueError: If a hyper-parameter of a group has become NaN or is out of range, or a
-                parameter is in the groups twice. Nothing has been changed in any of these cases,
-                and clipping that is pending stays so.
+            ValueError: If a hyper-parameter is NaN or out of range, or a parameter is in the groups
+                twice. In all of these cases nothing has changed, and pending clipping still
+                applies to the next step.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Attributes of tensor subclasses are then read directly, which takes a tenth of the time.
+        # Reads attributes of tensor subclasses directly, in a tenth of the time.
         with torch._C.DisableTorchFunctionSubclass():
             self._step()
         return loss
 
-    # Addresses and tables are no matter for torch.compile, which would trace into this.
+    # torch.compile would trace into this, but addresses and tables cannot be traced.
     @torch._disable_dynamo
     def _step(self) -> None:
         if torch.is_inference_mode_enabled():
@@ -349,12 +351,12 @@ class FusedAdam(Optimizer):
         try:
             plan.run(grad_scale, clip, found_inf)
         except BaseException:
-            # Some parameters may have been stepped: nothing is known of any.
+            # Some parameters may have been stepped, so no note can be trusted.
             self._forget()
             raise
 
     def _fitting_plan(self) -> StepPlan:
-        """The plan of the last step, or a new one if anything that it depends on has changed."""
+        """The plan of the last step if it is still valid, else a new one."""
         state = self.state
         groups, params, states = self._planned
         structure = self._structure()
@@ -369,7 +371,7 @@ class FusedAdam(Optimizer):
         return self._new_plan(structure)
 
     def _structure(self) -> list:
-        """What the kernels and the layout of the state depend on, parameters aside."""
+        """Everything but the tensors that the kernels and the layout of the state depend on."""
         options = [getattr(self, name) for name in self._option_names]
         names = ("amsgrad", "adam_w_mode", "fused")
         for group in self.param_groups:
@@ -378,7 +380,7 @@ class FusedAdam(Optimizer):
         return options
 
     def _drop_plan(self) -> None:
-        """End a plan; what it has noted of parameters stays."""
+        """Drop the plan, but keep its notes of the parameters."""
         if self._plan is not None:
             self._plan.settle()
             self._masters.update(self._plan.notes())
@@ -428,10 +430,10 @@ class FusedAdam(Optimizer):
         return self._plan
 
     def _check_all(self, pairs: list[tuple[dict[str, Any], Tensor]]) -> tuple[set, set]:
-        """Check everything that a new plan steps, before anything is changed.
+        """Check all parameters of a new plan before anything changes.
 
         Returns:
-            The ``scales`` of parameters that are stepped, and of those whose values can change.
+            The ``scales`` keys of the parameters that are stepped, and of those that can change.
         """
         for group in self.param_groups:
             checks.check_storing(self._storing, group["amsgrad"])
@@ -444,7 +446,7 @@ class FusedAdam(Optimizer):
                 checks.check_state(param, self.state.get(param, {}), storing)
             else:
                 checks.check_in_use(param)
-        # A new amax changes all that share it, even what has no gradient.
+        # A new amax changes every tensor that shares it, even those without a gradient.
         sharing: dict[Hashable, list[tuple[dict[str, Any], Tensor]]] = defaultdict(list)
         for group, param in pairs:
             sharing[self._scales_of(param)].append((group, param))
@@ -458,32 +460,32 @@ class FusedAdam(Optimizer):
         return stepped, moving
 
     def _scales_of(self, param: Tensor) -> Hashable:
-        """Equal for parameters that share the amax of the tensor."""
+        """A key that is equal for parameters that share a per-tensor amax."""
         return param
 
     def _check_sharing(self, peers: list[Tensor]) -> None:
-        """Raise if parameters that share an amax cannot be stepped so."""
+        """Raise if parameters that share an amax cannot be stepped together."""
 
     def _is_in_training(self, param: Tensor) -> bool:
-        """Whether a parameter without a gradient has a state to go on with when it gets one."""
+        """Whether a parameter without a gradient now has a valid state from earlier steps."""
         if not {"step", "exp_avg", "exp_avg_sq"} <= self.state.get(param, {}).keys():
             return False
         try:
             checks.check_steppable(type(self).__name__, param)
             checks.check_state(param, self.state[param], self._storing)
         except (RuntimeError, TypeError, NotImplementedError):
-            return False  # what is wrong will be said once it matters
+            return False  # the error is raised once the parameter has a gradient
         return True
 
     def _complete_state(
         self, group: dict[str, Any], view: ParamView, restart: bool
     ) -> dict[str, Any]:
-        """The state of a parameter, created or completed where something is missing.
+        """The state of a parameter; missing entries are created.
 
         Args:
-            group: Its group.
+            group: The parameter group.
             view: The parameter.
-            restart: Whether its master starts anew from the parameter.
+            restart: Whether the master restarts from the parameter.
         """
         param, state = view.param, dict(self.state.get(view.owner, {}))
         new: dict[str, Any] = {}
@@ -503,24 +505,25 @@ class FusedAdam(Optimizer):
             master = master_of(view, state).contiguous()
             StoredState.encode(view.value_codec, master).put_into(new, "master_param")
         if not view.has_master:
-            # The parameter itself is as precise now, or has the rest of its master beside it.
+            # The parameter is FP32 itself, or its remainder completes the master.
             state.pop("master_param", None)
             state.pop("master_param_scale", None)
         if not view.has_remainder:
             state.pop("param_remainder", None)
         for name, value in new.items():
-            # Scales follow the memory of each rank, and not the shape of the parameter.
+            # Scales follow each rank's memory order, not the shape of the parameter: no DTensors.
             state[name] = value if name.endswith("_scale") else like(view.owner, value)
-        # All at once: an interrupt leaves the old state or a whole one.
+        # In one assignment, so that an interrupt leaves either the old state or the new one.
         self.state[view.owner] = state
         view.free_initial_value(updates_params(group))
         return state
 
     def _completed_remainder(self, view: ParamView, state: dict[str, Any]) -> dict[str, Any]:
-        """What is new of a remainder; together with any value of its parameter it is a master.
+        """The new ``param_remainder`` if the state has none; also repairs one that does not fit.
 
-        Where another value has been written, what remains of the old one is less than half a step,
-        but next to zero or infinity it would make a NaN.
+        Any parameter value with any remainder gives a master within half a BF16 step of that value.
+        The exceptions are next to zero and infinity, where a stale remainder could give a NaN, so
+        it is zeroed there.
         """
         param = view.param.detach()
         if "param_remainder" not in state:
@@ -537,15 +540,15 @@ class FusedAdam(Optimizer):
 
     @torch.no_grad()
     def reset_master_weights(self, params: Iterable[Tensor] | None = None) -> None:
-        """Restart master weights from their parameters, as they are now.
+        """Restart master weights from the current values of their parameters.
 
-        A step does so by itself where it finds other bytes in a parameter than it has left there.
-        This says it for writes that go unnoticed (through ``.data`` of a plain parameter), or that
-        leave the same bytes. Moments and step counts stay. Parameters that have no master yet
-        start from their value anyway.
+        A step does this by itself if it finds other bytes in a parameter than it left there. Call
+        it after writes that go unnoticed (through ``.data`` of a plain parameter) or that leave the
+        same bytes. Moments and step counts stay. A parameter without a master is unaffected: its
+        master starts from its value anyway.
 
         Args:
-            params: Which; None for all.
+            params: The parameters to restart; None for all.
 
         Raises:
             ValueError: If one is not a parameter of this optimizer.
@@ -580,26 +583,26 @@ class FusedAdam(Optimizer):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in FP32 under the names of ``torch.optim.AdamW``, whatever it is stored in.
+        """The state in FP32 under the names of ``torch.optim.AdamW``, whatever the storage dtypes.
 
-        As there, the tensors are those of the optimizer where these are FP32. Where something else
-        has written to a parameter, its value takes the place of the master that it has left.
+        As in ``torch.optim``, tensors that are FP32 already are the optimizer's own, not copies. If
+        other code has written to a parameter, its value replaces the outdated master.
         """
         return self._saved(compact=False)
 
     def compact_state_dict(self) -> dict[str, Any]:
-        """The state as it is stored; :meth:`load_state_dict` takes it back, bit for bit.
+        """The state as it is stored; :meth:`load_state_dict` restores it bit for bit.
 
-        Moments are what the attributes ``exp_avg_dtype`` and ``exp_avg_sq_dtype`` say, with
-        ``exp_avg_scale`` and ``exp_avg_sq_scale`` where 32 elements share a scale; 2 + 2/32 bytes
-        per element in place of 8 with two float8_e4m3fn. ``param_remainder`` is 2 bytes in place of
-        the 4 of ``master_param``; it belongs to the parameters of the same step, which have to be
-        loaded first. Any optimizer of this class can load it, whatever it stores its own state in;
-        ``torch.optim.AdamW`` cannot. The tensors are those of the optimizer.
+        Moments have the dtypes ``exp_avg_dtype`` and ``exp_avg_sq_dtype``, with ``exp_avg_scale``
+        and ``exp_avg_sq_scale`` if blocks of 32 elements share a scale. Two float8_e4m3fn moments
+        take 2 + 2/32 bytes per element instead of 8. ``param_remainder`` takes 2 bytes instead of
+        the 4 of ``master_param``; it is valid only with the parameters of the same step, which must
+        be loaded first. Any optimizer of this class can load the result, whatever its own storage
+        dtypes; ``torch.optim.AdamW`` cannot. The tensors are the optimizer's own, not copies.
 
         Raises:
-            NotImplementedError: For sharded parameters with a state that has scales: 32 elements
-                share one in the memory of each rank, which other shards would not fit.
+            NotImplementedError: For sharded parameters with scaled states: the blocks of 32
+                elements follow each rank's memory and would not fit other shards.
         """
         for param, state in self.state.items():
             scaled = (
@@ -631,7 +634,7 @@ class FusedAdam(Optimizer):
 
     @torch.no_grad()
     def _left(self, views: Iterable[ParamView]) -> Container[ParamView]:
-        """Which parameters have left their masters; changes neither."""
+        """The parameters that no longer equal their rounded masters; changes neither."""
         if self._plan is not None:
             self._masters.update(self._plan.notes())
         with torch._C.DisableTorchFunctionSubclass():
@@ -641,30 +644,30 @@ class FusedAdam(Optimizer):
         """Load a state saved by this class, compact or not, by ``torch.optim.AdamW``, or by
         Transformer Engine's ``FusedAdam``.
 
-        Moments and masters are taken unrounded whatever the dtype of the parameters, and stored as
-        this optimizer stores them. Nothing is shared with ``state_dict``.
+        Moments and masters are not rounded to the dtype of their parameters; they are converted to
+        the storage dtypes of this optimizer. Nothing is shared with ``state_dict``.
 
         Model and optimizer may be loaded in any order: the next step compares each parameter with
-        what its loaded master rounds to, and restarts the master where they differ. Masters that
-        ``state_dict`` lacks start from the parameters as well. Parameters keep their values. Where
-        these are the rounded master's but came back as plain tensors, they get its exact bytes; a
-        parameter that keeps no master itself, such as a float32 one, takes over a stored master
-        that it is a rounding of.
+        its rounded master, and restarts the master where they differ. Masters that ``state_dict``
+        lacks start from the parameters as well. Parameters keep their values, with two exceptions.
+        A quantized parameter that was restored from plain values of the rounded master gets the
+        master's exact bytes. A parameter without a master of its own, such as a float32 one, takes
+        over a stored master that rounds to its value.
 
-        With sharded parameters every rank has to call it, with states of its shards or of whole
+        With sharded parameters, call it on every rank, with states of its shards or of whole
         parameters.
 
         Raises:
             ValueError: If groups, shapes, dtypes, placements or numbers do not fit; nothing has
-                been changed then.
-            TypeError: If a hyper-parameter is no number.
+                changed then.
+            TypeError: If a hyper-parameter is not a number.
         """
         new: dict[Tensor, dict[str, Any]] = {}
 
         def check(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
             state_dict = saving.with_steps(state_dict)
             if not saving.has_groups_of(self.param_groups, state_dict):
-                return state_dict  # which torch.optim refuses in its own words
+                return state_dict  # torch.optim raises its own error
             saving.check_state_dict(self.param_groups, state_dict)
             for group in state_dict["param_groups"]:
                 check_numbers({**self.defaults, **group})
@@ -689,9 +692,10 @@ class FusedAdam(Optimizer):
             super().load_state_dict(state_dict)
 
     def _adopt_masters(self, owners: Sequence[Tensor]) -> None:
-        """Bring parameters that hold the values of loaded masters to the bytes of these.
+        """Give parameters with the values of their rounded loaded masters the exact bytes of these.
 
-        All others keep theirs: the next step looks again, whatever has been loaded first.
+        All others keep their bytes; the next step compares them again, in case the model is loaded
+        after the optimizer.
         """
         with torch._C.DisableTorchFunctionSubclass():
             views = [self._view(owner) for owner in owners if not owner.is_meta]
@@ -704,7 +708,7 @@ class FusedAdam(Optimizer):
             for view, bytes_of_master in rounded.items():
                 view.param.copy_(bytes_of_master)
             self._masters.note(rounded)
-            # The weights may be loaded next, as plain values of these bytes.
+            # If plain values of these bytes are loaded next, the parameter gets the bytes.
             for view, bytes_of_master in left.items():
                 if bytes_of_master is not None:
                     view.param._shared.rounded_master = bytes_of_master
@@ -713,7 +717,7 @@ class FusedAdam(Optimizer):
     def _hook(
         self, register: Callable[..., Any], hook: Callable[..., Any], prepend: bool = True
     ) -> Iterator[None]:
-        """A hook of torch.optim for the time of a call."""
+        """Register a hook of torch.optim for the duration of a ``with`` block."""
         handle = register(hook, prepend=prepend)
         try:
             yield
@@ -726,6 +730,6 @@ def _decoupled_grad(param: Tensor) -> Tensor | None:
 
 
 def _are_same(actual: Iterable, expected: list) -> bool:
-    """Whether both hold the same objects."""
+    """Whether both contain the same objects in the same order."""
     actual = list(actual)
     return len(actual) == len(expected) and all(map(is_, actual, expected))

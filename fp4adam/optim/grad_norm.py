@@ -1,10 +1,10 @@
-"""The norm of all gradients and the coefficient that clips them, without waiting for the device.
+"""The total norm of gradients and their clipping coefficient, without a device sync.
 
-Here in plain torch, in ``fp4adam.kernels.grad_norm`` for GPUs. Both give the same bits, because the
-order of summation is fixed. A tensor is read in the order of its memory, in spans of ``SPAN``
-elements. Within a span, lane l of ``LANES`` adds the elements l, l + LANES, ... one after the other
-(their magnitudes, squared for the 2-norm, in float64); then the lanes are added pairwise,
-neighbours first. The sums of all spans are added in the same way in ``TOTAL_LANES`` lanes.
+This module does it with torch operators, ``fp4adam.kernels.grad_norm`` on GPUs. Both give the same
+bits, because the order of summation is fixed. A tensor is read in memory order, in spans of
+``SPAN`` elements. Within a span, lane l of ``LANES`` adds the elements l, l + LANES, ... one after
+the other (magnitudes, squared for the 2-norm, in float64). Then the lanes are added pairwise,
+neighbours first. The sums of all spans are added the same way in ``TOTAL_LANES`` lanes.
 """
 
 import math
@@ -31,38 +31,37 @@ SPAN = 2**15
 LANES = 2**10
 TOTAL_LANES = 2**12
 
-# Elements that are widened to float64 at a time, so that they stay in a CPU's cache.
+# Elements widened to float64 at a time; few enough to stay in a CPU's cache.
 _CHUNK = 4 * SPAN
 
 MaybeTensors = Sequence[Tensor | None]
-# Groups of ranks, and the kind of device that each communicates between.
+# Process groups, each with the device type that it communicates between.
 Groups = tuple[tuple[dist.ProcessGroup, str], ...]
 
 
 class GradNorm:
     """Computes the norm of a fixed list of gradients, as if they were one vector.
 
-    The gradients are read once and left alone, and nothing waits for the device: on a GPU, a call
-    launches one kernel per dtype and one that finishes, after a copy of the gradients' addresses if
-    these have changed. What is kept on the device takes 8 bytes per tensor and 24 bytes per span of
-    32,768 elements.
+    It reads the gradients once, does not modify them, and never waits for the device. On a GPU a
+    call launches one kernel per dtype and one that finishes, after a copy of the gradients'
+    addresses if these have changed. It keeps 8 bytes per tensor and 24 bytes per span of 32,768
+    elements on the device.
 
-    The squares of float32 and narrower gradients are exact in float64, and so they are added: a
-    norm that float32 can hold does not overflow on the way. Before it is rounded to float32, it is
-    within a relative 2**-46 of the true one for up to 2**33 elements, and therefore correctly
-    rounded unless the true norm is that close to the middle between two float32 numbers. The order
-    of the sum depends on ``sizes`` alone, so the bits are the same on a CPU and on a GPU, in every
-    call, wherever the gradients lie in memory. Gradients of float64 are squared in float64, with
-    its rounding and range.
+    Squares of float32 and narrower gradients are exact in float64, where they are added, so a norm
+    that fits float32 does not overflow on the way. Before the rounding to float32, the relative
+    error is at most 2**-46 for up to 2**33 elements. The norm is therefore correctly rounded unless
+    the true one is that close to a tie between two float32 numbers. The order of the sum depends on
+    ``sizes`` alone: the bits are the same on CPU and GPU, in every call, and for any memory layout.
+    Float64 gradients are squared in float64, with its rounding and range.
 
-    Of a gradient that ranks have shards of, each adds up its own; then the sums of all are gathered
-    (8 bytes per rank) and added in the same order on each. A norm over ranks is as close to the
-    true one: its bits are the same however many there are, unless it is that close to a middle.
+    If a gradient is sharded, each rank adds up its own shard. The sums are then gathered (8 bytes
+    per rank) and added in the same order on every rank. The same error bound holds, so the bits do
+    not depend on the number of ranks unless the norm is that close to a tie.
 
     Attributes:
-        sizes: Number of elements of each gradient here; if they change, make a new instance.
-        groups: For each gradient the groups of ranks that it is distributed over, one per dimension
-            of a mesh; none if this rank has all of it.
+        sizes: Number of local elements of each gradient; if they change, make a new instance.
+        groups: For each gradient the process groups that it is sharded over, one per mesh
+            dimension; empty if this rank has all of it.
     """
 
     def __init__(self, sizes: Iterable[int], groups: Sequence[Groups] | None = None) -> None:
@@ -81,14 +80,14 @@ class GradNorm:
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
     ) -> tuple[Tensor, dict[torch.device, Tensor]]:
-        """The norm of all gradients, and what to multiply them by to clip it to ``max_norm``.
+        """The norm of all gradients, and the coefficient that clips it to ``max_norm``.
 
         Args:
             grads: One per size: float64, float32, bfloat16 or float16, of any shape, strides and
                 alignment, on any devices. None counts as zeros.
-            max_norm: Largest norm to leave alone, >= 0.
+            max_norm: Largest norm that is not clipped, >= 0.
             norm_type: 1, 2 or inf.
-            error_if_nonfinite: Raise if the norm is NaN or infinite, which the host waits for.
+            error_if_nonfinite: Raise if the norm is NaN or infinite; this syncs the device.
 
         Returns:
             The norm, a new 0-dim float32 tensor on the device of the first gradient (0 on the CPU
@@ -97,9 +96,9 @@ class GradNorm:
             NaN in a gradient makes both NaN; an infinite norm makes the coefficient 0.
 
         Raises:
-            ValueError: If ``norm_type`` or ``max_norm`` is out of range, or the gradients do not
-                have the sizes.
-            TypeError: If a gradient is not a plain, dense tensor of these dtypes.
+            ValueError: If ``norm_type`` or ``max_norm`` is out of range, or a gradient has another
+                number of elements than ``sizes`` says.
+            TypeError: If a gradient is not a plain, dense tensor of one of these dtypes.
             NotImplementedError: If one is a DTensor; pass the local tensors.
             RuntimeError: With ``error_if_nonfinite``, if the norm is not finite.
         """
@@ -128,7 +127,7 @@ class GradNorm:
     def _total_of(
         self, part: Groups, grads: MaybeTensors, devices: list[torch.device], norm_type: float
     ) -> Tensor:
-        """The float64 total [1] of the gradients that are distributed over the same ranks."""
+        """The float64 total [1] of the gradients that are sharded over the same ranks."""
         totals = []
         for device in devices:
             there = [
@@ -141,7 +140,8 @@ class GradNorm:
         for group, device_type in part:
             if len(total) > 1:
                 total, _ = _finish(total, math.inf, norm_type)
-            # Not reduced: what a maximum makes of NaN, and the order of a sum, are left open.
+            # Gathered rather than reduced: all-reduce fixes neither NaN handling nor the order of
+            # the sum.
             total = total.to(device_type)
             gathered = total.new_empty(group.size())
             dist.all_gather(list(gathered.split(1)), total, group)
@@ -149,7 +149,7 @@ class GradNorm:
         return _finish(total, math.inf, norm_type)[0]
 
     def _check_grads(self, grads: MaybeTensors) -> tuple[MaybeTensors, list[Tensor]]:
-        """The gradients, flat where they were not contiguous, and those of them that are there."""
+        """The gradients as contiguous tensors, and the list of those that are not None."""
         if len(grads) != len(self._sizes):
             raise ValueError(
                 f"grads must have one entry per size, {len(self._sizes)}, got {len(grads)}; pass "
@@ -194,7 +194,7 @@ class GradNorm:
 
 
 class _Tables:
-    """What the kernels read and write on one device; it is uploaded when it changes."""
+    """The kernels' tables and sums on one device; tables are uploaded when they change."""
 
     def __init__(self, device: torch.device, spans: Tensor, n_tensors: int) -> None:
         self.device = device
@@ -203,7 +203,7 @@ class _Tables:
         self._spans: dict[torch.dtype, Tensor] = {}
         self._uploaded = array("q")
         self._addresses = torch.empty(n_tensors, dtype=torch.int64, device=device)
-        # Those of gradients that never came stay zero.
+        # The sums of gradients that were never given stay zero.
         self._sums = torch.zeros(len(spans), dtype=torch.float64, device=device)
 
     def span_sums(self, grads: MaybeTensors, norm_type: float) -> Tensor:
@@ -220,7 +220,7 @@ class _Tables:
     def _update(self, grads: MaybeTensors) -> None:
         if type(None) in set(map(type, grads)):
             addresses = array("q", [0 if g is None else g.data_ptr() for g in grads])
-            # What is missing keeps its launch, which writes zeros for it.
+            # A missing gradient keeps its place in the launch, which writes zeros for it.
             pairs = zip(grads, self._dtypes, strict=True)
             dtypes = [known if g is None else g.dtype for g, known in pairs]
         else:
@@ -267,7 +267,7 @@ def _check_subclasses(grads: list[Tensor]) -> None:
             raise TypeError(
                 f"gradients must be plain tensors for their norm, got {name}; call dequantize()"
             )
-        # The kernels would take it for a gradient that is not there.
+        # The kernels take address 0 for a missing gradient.
         if grad.layout == torch.strided and grad.data_ptr() == 0 and grad.numel():
             raise TypeError(
                 f"gradients must be plain tensors for their norm, got {name} without memory of its "
@@ -283,7 +283,7 @@ def _are_contiguous(tensors: list[Tensor]) -> bool:
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    """A contiguous tensor of the same elements; a copy only if they lie in memory with gaps."""
+    """The elements as a contiguous tensor in memory order; copies only if there are gaps."""
     if tensor.layout != torch.strided:
         raise TypeError(
             f"gradients must be dense for their norm, got layout {tensor.layout}; call to_dense()"
@@ -292,7 +292,7 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def _devices(tensors: list[Tensor]) -> list[torch.device]:
-    """Their devices, each once, in the order of the tensors."""
+    """The distinct devices of the tensors, in order of first appearance."""
     indices = set(map(Tensor.get_device, tensors))  # far quicker than comparing devices
     if len(indices) == 1 and tensors[0].is_cuda:
         return [tensors[0].device]
@@ -305,7 +305,7 @@ def _devices(tensors: list[Tensor]) -> list[torch.device]:
 
 
 def _plan_spans(sizes: Sequence[int]) -> Tensor:
-    """Spans of all tensors: int32 [n, 4], (tensor, span of it, elements in that, index of it)."""
+    """Spans of all tensors: int32 [n, 4], (tensor, span in the tensor, elements, index in sums)."""
     numels = torch.tensor(sizes, dtype=torch.int64, device="cpu")
     counts = (numels + SPAN - 1) // SPAN
     tensors = torch.repeat_interleave(counts)
@@ -318,7 +318,7 @@ def _plan_spans(sizes: Sequence[int]) -> Tensor:
 def _span_sums(
     grads: MaybeTensors, sizes: Sequence[int], device: torch.device, norm_type: float
 ) -> Tensor:
-    """One float64 sum per span, by torch operators."""
+    """One float64 sum per span, with torch operators."""
     sums = [torch.zeros(0, dtype=torch.float64, device=device)]
     rows = _lane_sums(grads, sizes, device, norm_type)
     while batch := list(islice(rows, 64)):
@@ -345,7 +345,7 @@ def _lane_sums(
 
 
 def _add_lanes(rows: Tensor, lanes: int, norm_type: float) -> Tensor:
-    """Each row's lanes, elements ``lanes`` apart combined in turn: [n, any] to [n, lanes]."""
+    """Combine elements ``lanes`` apart, one after the other: [n, any] to [n, lanes]."""
     if missing := -rows.shape[1] % lanes:
         rows = torch.nn.functional.pad(rows, (0, missing))
     first, *others = rows.unflatten(1, (-1, lanes)).unbind(1)
@@ -356,22 +356,21 @@ def _add_lanes(rows: Tensor, lanes: int, norm_type: float) -> Tensor:
 
 
 def _fold(lanes: Tensor, norm_type: float) -> Tensor:
-    """Each row's neighbours combined until one is left: [n, power of two] to [n]."""
+    """Combine each row's neighbours until one value is left: [n, power of two] to [n]."""
     while lanes.shape[1] > 1:
         lanes = _combine(lanes[:, ::2], lanes[:, 1::2], norm_type)
     return lanes[:, 0]
 
 
 def _combine(a: Tensor, b: Tensor, norm_type: float, out: Tensor | None = None) -> Tensor:
-    """The sum, or for the infinity norm the larger one, NaN if either is."""
+    """The sum, or for the infinity norm the maximum; NaN if either is NaN."""
     return (torch.maximum if norm_type == math.inf else torch.add)(a, b, out=out)
 
 
 def _finish(sums: Tensor, max_norm: float, norm_type: float) -> tuple[Tensor, Tensor]:
-    """Their float64 total [1], and of that the norm and the coefficient, float32 [2].
+    """The float64 total [1] of ``sums``, and its norm and clipping coefficient, float32 [2].
 
-    Totals of parts of a model, added up (the largest, for the infinity norm), can be finished once
-    more: that is where devices and ranks come together.
+    Totals of several devices or ranks are combined by calling it again on those totals.
     """
     if backend.uses_kernels(sums.device):
         from fp4adam.kernels import grad_norm
@@ -387,7 +386,7 @@ def _finish(sums: Tensor, max_norm: float, norm_type: float) -> tuple[Tensor, Te
         total = _fold(_add_lanes(sums[None], TOTAL_LANES, norm_type), norm_type)
     norm = total
     if norm_type == 2:
-        # torch's own square root is off in the last bit for some numbers on the CPU.
+        # torch's float64 square root on the CPU is off in the last bit for some numbers.
         norm = total.new_tensor([math.sqrt(total.item())])
     norm = norm.float()
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -1,4 +1,4 @@
-"""What the hyper-parameters of a parameter group may be, in the words of ``torch.optim``."""
+"""Checks of hyper-parameters, with the error messages of ``torch.optim``."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -11,12 +11,12 @@ _NUMBERS = (float, Tensor, Real)  # the most frequent first
 
 
 def check_hyper_parameters(name: str, options: Mapping[str, Any]) -> None:
-    """Check the options of the optimizer class ``name``, the group's own over the defaults.
+    """Check the options of a group (merged with the defaults) of the optimizer class ``name``.
 
     Raises:
         ValueError: If a number is out of range, or a tensor has more than one element or comes
             with ``foreach=True``.
-        TypeError: If something else is in the place of a number.
+        TypeError: If a value is not a number or a tensor.
         NotImplementedError: For ``differentiable``.
         RuntimeError: If ``fused`` and ``foreach`` are both True.
     """
@@ -51,14 +51,15 @@ def check_hyper_parameters(name: str, options: Mapping[str, Any]) -> None:
 
 
 def check_numbers(options: Mapping[str, Any], may_wait: bool = True) -> None:
-    """Check what may have been written to a group since it was added, or saved with it.
+    """Check the numbers of a group, which user code may change or a checkpoint may bring.
 
-    A learning rate below zero ascends, as in ``torch.optim``; schedules may end just there. Unless
-    the host ``may_wait`` for a device, tensors there are taken on trust.
+    A negative learning rate is allowed and ascends, as in ``torch.optim``: schedules may end just
+    below zero. With ``may_wait=False`` tensors on a device are not checked, because reading them
+    would sync.
 
     Raises:
         ValueError: If a number is NaN or out of range.
-        TypeError: If something else is in its place.
+        TypeError: If a value is not a number or a tensor.
     """
     if not may_wait:
         options = {name: _on_host(options[name]) for name in ("lr", "eps", "betas", "weight_decay")}
@@ -76,7 +77,7 @@ def check_numbers(options: Mapping[str, Any], may_wait: bool = True) -> None:
 
 
 def _on_host(value: Any) -> Any:
-    """A number, or 0 for each tensor on a device."""
+    """The value, with 0 in place of each tensor that is not on the CPU."""
     if type(value) is tuple:
         return tuple(map(_on_host, value))
     return 0.0 if isinstance(value, Tensor) and value.device.type != "cpu" else value

@@ -1,4 +1,4 @@
-"""Parameters of one kind that one launch steps, and their rows of the table that it reads."""
+"""The parameters that one launch steps, and their rows of the tensor table."""
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable
@@ -20,20 +20,19 @@ _shape_and_device = attrgetter("shape", "device")
 
 
 class LaunchGroup:
-    """Parameters of one kind on one device.
+    """The parameters of one kind on one device.
 
     Args:
-        kind: What they have in common.
-        members: They share ``kind`` and ``state_names`` as well.
-        read_grad: Gives a parameter's gradient or None.
-        grads_vary: Whether gradients may be of other shapes and devices than their parameters.
+        kind: The properties that they have in common.
+        members: The parameters, all of this ``kind`` and with the same ``state_names``.
+        read_grad: Returns a parameter's gradient, or None.
+        grads_vary: Whether a gradient's shape or device may differ from its parameter's.
 
     Attributes:
-        launch: What steps them; set once the tables exist.
-        slots: A number for each, the same for members that share an amax.
-        grads: Addresses of the gradients when :meth:`takes_grads` was last called, 0 where there
-            is none.
-        present: Which have a gradient; None if all.
+        launch: The launch that steps them; set once the tables exist.
+        slots: The amax slot of each member; members that share an amax share a slot.
+        grads: Addresses of the gradients at the last call of :meth:`takes_grads`; 0 for none.
+        present: Which members have a gradient; None if all have one.
     """
 
     launch: FusedLaunch
@@ -53,21 +52,22 @@ class LaunchGroup:
             peers[member.scales].append(i)
         slots = {scales: slot for slot, scales in enumerate(peers)}
         self.slots = [slots[m.scales] for m in members]
-        # Members that the launch steps together, or not at all.
+        # Members that share an amax: the launch steps all of them or none.
         self._peers = [p for p in peers.values() if len(p) > 1 and kind.quantizer is not None]
         self.grads: list[int] = []
         self.present: list[bool] | None = None
         self._read_grad = read_grad
         self._owners = [m.owner for m in members]
         self._values = [m.value for m in members]
-        # torch sees to it that .grad is like its parameter, until someone resizes it.
+        # torch keeps .grad in the shape of its parameter, unless user code resizes it.
         self._size_of = _shape_and_device if grads_vary else _numel
-        # What is known to be fit: which members have gradients, None for all, and their layouts.
+        # The last gradients that were found to fit: which are present (None: all), and their
+        # layouts.
         self._known: list[bool] | None = None
         self._have_known_layouts: Callable[..., bool] = lambda *grads: False
 
     def takes_grads(self) -> bool:
-        """Whether the launch is made for the gradients as they are; notes where they lie."""
+        """Whether the launch can read the current gradients; records their addresses."""
         grads = list(map(self._read_grad, self._owners))
         self.present = None
         if not (self._known is None and self._have_known_layouts(*grads)):
@@ -89,7 +89,7 @@ class LaunchGroup:
         return is_aligned
 
     def _takes_layouts_of(self, grads: list[Tensor], present: list[bool]) -> bool:
-        """Whether gradients, of the members that have some, are as the launch reads them."""
+        """Whether the launch can read gradients with these dtypes, sizes and strides."""
         is_flat = self.kind.is_contiguous
         return all(len({present[i] for i in peers}) == 1 for peers in self._peers) and all(
             grad.dtype is self.kind.grad_dtype
@@ -99,11 +99,11 @@ class LaunchGroup:
         )
 
     def table_rows(self) -> list[list[int]]:
-        """Rows of the table of tensors; those of gradient and scalars are 0."""
+        """Rows of the tensor table; the columns for gradient and scalars are 0."""
         return [self._row(m, *shape) for m, shape in zip(self.members, self.shapes, strict=True)]
 
     def _table_shape(self, member: ParamState) -> tuple[int, int]:
-        """Rows and columns in the table; plain tensors are read flat."""
+        """Rows and columns of a member in the table; plain tensors are read flat."""
         if self.kind.quantizer is None:
             return member.value.numel(), 1
         return matrix_shape(member.param)
@@ -129,7 +129,7 @@ class LaunchGroup:
 
 
 def make_launches(device: torch.device, groups: list[LaunchGroup], n_members: int) -> DeviceTables:
-    """One table of all groups on a device, and the launch of each on its part of it."""
+    """Build one table for all groups on a device, and each group's launch on its part of it."""
     rows = [group.table_rows() for group in groups]
     tables = DeviceTables(device, [*chain.from_iterable(rows)], n_members)
     parts = tables.table.split([len(part) for part in rows])

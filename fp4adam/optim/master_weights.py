@@ -1,12 +1,12 @@
-"""Master weights: whether they still belong to their parameters, by one rule.
+"""Master weights, and the one rule that decides whether they still match their parameters.
 
-After its own write the optimizer notes the memory and the versions of a parameter. If both are the
-same at the next step, the master holds. If not, or if nothing has been noted, the parameter is
-compared with what the master rounds to, once: where they are equal the master holds, else it
-restarts from the parameter. Nothing else decides.
+After each of its own writes the optimizer notes the memory and the versions of a parameter. If both
+are unchanged at the next step, the master is valid. Otherwise, or without a note, the parameter is
+compared once with its rounded master: if they are equal the master is valid, else it restarts from
+the parameter. Nothing else decides.
 
-A weight that has come back through a plain state dict holds the rounded master's values, quantized
-once more, which need not give the same bytes. It counts as equal.
+A weight that was restored from a plain state dict holds the rounded master's values, quantized a
+second time, possibly with different bytes. It counts as equal.
 """
 
 from collections import defaultdict
@@ -35,25 +35,25 @@ def master_of(view: ParamView, state: dict[str, Any]) -> Tensor | None:
 
 
 class MasterWeights:
-    """What an optimizer has noted of its parameters after its own writes."""
+    """The notes that an optimizer takes of its parameters after its own writes."""
 
     def __init__(self) -> None:
         self._notes: dict[Tensor, WriteNote] = {}
 
     def note(self, views: Iterable[ParamView]) -> None:
-        """Take the parameters as they are now for what their masters round to."""
+        """Record that the parameters equal their rounded masters now."""
         self._notes.update((view.owner, view.note()) for view in views)
 
     def update(self, notes: dict[Tensor, WriteNote]) -> None:
-        """Take over notes that a step has made."""
+        """Add the notes taken by a step."""
         self._notes.update(notes)
 
     def keep_only(self, owners: Iterable[Tensor]) -> None:
-        """Forget parameters that are no longer there."""
+        """Forget all other parameters."""
         self._notes = {owner: self._notes[owner] for owner in owners if owner in self._notes}
 
     def is_known(self, view: ParamView) -> bool:
-        """Whether a parameter is certain to be as the optimizer has left it."""
+        """Whether a parameter is certainly unchanged since the optimizer's last write."""
         note = self._notes.get(view.owner)
         return note is not None and note.is_same(view.note())
 
@@ -63,20 +63,22 @@ class MasterWeights:
         states: dict[Tensor, dict[str, Any]],
         all_ranks: bool = False,
     ) -> tuple[dict[ParamView, QuantizedTensor | None], dict[QuantizedView, QuantizedTensor]]:
-        """Which of the parameters are not what their masters round to; the others are noted.
+        """The parameters that do not equal their rounded masters; records a note of all others.
 
-        A step cannot ask other ranks: FSDP2 gives new memory to shards of some ranks alone, so not
-        all of them look. There each rank judges its own rows, by the scales that these have.
+        A step cannot communicate here: FSDP2 may reallocate the shards of some ranks only, so not
+        every rank gets to this comparison. Then each rank compares its own rows, under the scales
+        that these have.
 
         Args:
-            views: All parameters, of which some have a master in ``states``.
-            states: By parameter.
+            views: All parameters; some have a master in ``states``.
+            states: The optimizer states by parameter.
             all_ranks: Whether every rank calls this with the same parameters. Shards are then
-                judged as a whole, with the scales of their masters.
+                compared as a whole, with the scales of their masters.
 
         Returns:
-            Those that something else has written to, and those that hold the rounded master's
-            values in other bytes; with the rounded masters, as far as these were worked out.
+            Two dictionaries from view to rounded master: the parameters that other code has
+            written (None if the rounded master was not computed), and those that hold the rounded
+            master's values in other bytes.
         """
         unsure = [
             view
@@ -103,8 +105,9 @@ class MasterWeights:
         answers |= {view: view.holds(rounded[view]) for view in quantized}
         here = answers
         answers = _agreed(here) if all_ranks else here
-        # Values that were rounded, saved in the nominal dtype, and quantized again; or that were
-        # loaded in high precision beside their masters. Some ranks may have got bytes all the same.
+        # Also equal: values that were rounded, saved in the nominal dtype and quantized again, and
+        # values loaded in high precision next to their masters. On some ranks the bytes may be the
+        # same nevertheless.
         others = [view for view in quantized if not answers[view]]
         again = {
             view: here[view]
@@ -125,13 +128,13 @@ def quantize_together(
     values: Sequence[Tensor],
     dtypes: Sequence[torch.dtype],
 ) -> None:
-    """Quantize values as their parameters are: with the amax of a group, and of all ranks.
+    """Quantize values with the scales that their parameters share with groups and other ranks.
 
     Args:
-        views: The parameters; with one of a scale group all of it.
-        targets: What is written, of the shapes and shards of the parameters.
-        values: FP32 values of them.
-        dtypes: What these are rounded to first.
+        views: The parameters; all members of a scale group, or none.
+        targets: The tensors that are written, with the shapes and shards of the parameters.
+        values: Their float32 values.
+        dtypes: The dtypes that values are rounded to first.
     """
     sharing: dict[Hashable, list[int]] = defaultdict(list)
     for i, view in enumerate(views):
@@ -156,9 +159,9 @@ def _rounded(
     views: Sequence[ParamView],
     states: dict[Tensor, dict[str, Any]],
 ) -> dict[QuantizedView, QuantizedTensor]:
-    """What the masters of quantized parameters round to, in memory of its own."""
+    """The rounded masters of quantized parameters, as new tensors."""
     groups = {view.scales for view in unsure}
-    # The amax of a scale group takes all of its members.
+    # The amax of a scale group needs all of its members.
     members = [v for v in views if isinstance(v, QuantizedView) and v.scales in groups]
     twins = [view.param.twin() for view in members]
     masters = [master_of(view, states.get(view.owner, {})) for view in members]
@@ -170,7 +173,7 @@ def _rounded(
 def _requantized(
     views: Sequence[QuantizedView], rounded: dict[QuantizedView, QuantizedTensor]
 ) -> list[tuple[QuantizedView, QuantizedTensor]]:
-    """What plain values of rounded masters are quantized to."""
+    """Rounded masters that were decoded to their nominal dtype and quantized again."""
     wanted = set(views)
     groups = {view.scales for view in views}
     members = [view for view in rounded if view.scales in groups]
@@ -181,7 +184,7 @@ def _requantized(
 
 
 def _agreed(answers: dict[ParamView, bool]) -> dict[ParamView, bool]:
-    """Answers that are yes only where all ranks that have a part say so."""
+    """Answers that are true only if they are true on all ranks that have a part; communicates."""
     shared: dict[Any, list[ParamView]] = defaultdict(list)
     for view in answers:
         if is_dtensor(view.owner):

@@ -1,15 +1,15 @@
-"""In which order the elements of a tensor lie in memory."""
+"""Memory order and density of strided tensors."""
 
 from torch import Tensor
 
 
 def memory_order(tensor: Tensor) -> list[int]:
-    """Dimensions, the one with the largest stride first."""
+    """The dimensions, sorted from the largest stride to the smallest."""
     return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a stretch of memory without gaps or overlaps, in any order."""
+    """Whether the elements fill a block of memory without gaps or overlaps, in any order."""
     if not tensor.numel():
         return True
     expected = 1

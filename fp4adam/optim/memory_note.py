@@ -1,8 +1,8 @@
-"""Where tensors lie and how often they have been written, as a plan compares it at each step.
+"""Addresses and versions of tensors, which a plan compares at every step.
 
-Counters that a tensor class keeps can be gone around (``swap_tensors``, ``.data``, ``set_``), so
-nothing is concluded from them: everything is read from the tensors again. Notes keep no memory
-alive, or ``model.cpu()`` would not free any.
+Counters kept by a tensor class can be bypassed (``swap_tensors``, ``.data``, ``set_``), so every
+step reads everything from the tensors again. Notes keep no memory alive; otherwise ``model.cpu()``
+would free none.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,27 +16,28 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 # Builtins, which map() calls without a Python frame.
 data_ptr = torch._C.TensorBase.data_ptr
-# The address of what owns a tensor's memory. ``.data = new`` changes it, and no version.
+# The address of the storage object behind a tensor. ``.data = new`` changes it, but no version.
 storage_address = torch._C._storage_address
 version = attrgetter("_version")
 
 
 def are_laid_out_as(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Tells of as many tensors, in one call, whether they have the same layouts as ``tensors``.
+    """A function that checks in one call whether its arguments have the layouts of ``tensors``.
 
-    These are their shapes, strides, dtypes and devices, as the guards of torch.compile check them.
+    It takes as many tensors, and compares shapes, strides, dtypes and devices with torch.compile's
+    guards.
     """
     guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     return guards.check
 
 
 class WriteNote(NamedTuple):
-    """Which memory a parameter has, and how often it has been written to.
+    """The memory of a parameter, and how often it has been written.
 
     Attributes:
-        memory: What is equal as long as the memory is the same: an address, or an object.
-        versions: Of the tensors that hold the value.
-        alive: Keeps the address from being given to another storage, but not its memory.
+        memory: Identifies the memory: an address, or an object.
+        versions: Versions of the tensors that hold the value.
+        alive: Keeps the address from being reused, without keeping the memory itself.
     """
 
     memory: object
@@ -44,5 +45,5 @@ class WriteNote(NamedTuple):
     alive: StorageWeakRef | None = None
 
     def is_same(self, other: "WriteNote") -> bool:
-        """Whether nobody has written or exchanged memory between two notes."""
+        """Whether the memory is neither written nor replaced between two notes."""
         return (self.memory, self.versions) == (other.memory, other.versions)

@@ -1,4 +1,4 @@
-"""The step without kernels: the same arithmetic in torch operators, parameter by parameter."""
+"""The step in torch operators, one parameter at a time: the arithmetic of the kernels."""
 
 from torch import Tensor
 
@@ -15,14 +15,14 @@ def step_by_operators(
     grad_scale: Tensor | None,
     clip: Tensor | None,
 ) -> None:
-    """Update a parameter and its state; gives the bits of the kernels.
+    """Update a parameter and its state, with the same bits as the kernels.
 
     Args:
         member: The parameter.
         grad: Its gradient, of any floating dtype and strides.
-        scalars: Of this step.
-        grad_scale: One-element tensor that the gradient is divided by, or None.
-        clip: One-element tensor that it is multiplied by after that, or None.
+        scalars: The scalars of this step.
+        grad_scale: One-element tensor that divides the gradient, or None.
+        clip: One-element tensor that multiplies it after that, or None.
     """
     if grad_scale is not None:
         grad_scale = grad_scale.to(grad.device)

@@ -1,4 +1,4 @@
-"""One parameter of a step: its view, its state, and what a kernel can do for it."""
+"""A parameter of a step: its view, its state, and whether kernels can step it."""
 
 from collections.abc import Hashable
 from typing import Any, NamedTuple
@@ -16,7 +16,8 @@ from fp4adam.optim.stored_state import StoredState
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.rows import is_whole_blocks
 
-# Vector accesses of the kernels; torch's allocators give more, views into flat buffers may not.
+# In bytes, for the kernels' vector accesses. torch's allocators align to more; views into flat
+# buffers may not.
 ALIGNMENT = 16
 
 
@@ -28,11 +29,11 @@ class ParamState(NamedTuple):
         view: The parameter.
         state: Its state in the optimizer.
         tensors: This rank's part of the state.
-        shard: Of a shard that shares scales with others; else None.
+        shard: The position of a shard that shares scales with other shards; else None.
         updates: Whether the value can change; with lr = 0 only the moments do.
         first_element: Index of its first element in the flattened parameter.
-        quantized_after_step: Whether it is quantized from its value once all have been updated,
-            and not by the launch that updates it.
+        quantized_after_step: Whether it is quantized after all values have been updated, instead of
+            by the launch that updates it.
     """
 
     group: dict[str, Any]
@@ -56,22 +57,22 @@ class ParamState(NamedTuple):
 
     @property
     def scales(self) -> Hashable:
-        """Equal for parameters that share the amax of the tensor, if their format has one."""
+        """A key that is equal for parameters that share a per-tensor amax."""
         return self.view.scales
 
     @property
     def borrowed(self) -> BorrowedTensor | None:
-        """Where the parameter has its memory from, if another package owns it."""
+        """The owner of the parameter's memory in another package, or None."""
         return self.view.borrowed
 
     @property
     def value(self) -> Tensor:
-        """What Adam reads and writes: the master weight, or the parameter itself."""
+        """The tensor that Adam updates: the master weight, or the parameter itself."""
         return self.tensors["master_param"] if self.view.has_master else self.param
 
     @property
     def codecs(self) -> tuple[StateCodec, StateCodec, StateCodec]:
-        """How the value and the two moments are stored."""
+        """The codecs of the value and the two moments."""
         codecs = self.view.codecs
         return self.view.value_codec, codecs["exp_avg"], codecs["exp_avg_sq"]
 
@@ -82,12 +83,12 @@ class ParamState(NamedTuple):
 
     @property
     def is_dithered(self) -> bool:
-        """Whether its rounding depends on where its elements are."""
+        """Whether any state is rounded with dither, which depends on the index of an element."""
         return not all(codec.exact for codec in self.codecs)
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The tensors of the state that the step reads and writes."""
+        """The names of the state tensors that the step reads and writes."""
         value, exp_avg, exp_avg_sq = self.codecs
         names = ["exp_avg", "exp_avg_sq"]
         if exp_avg.scaled:
@@ -106,12 +107,12 @@ class ParamState(NamedTuple):
 
     @property
     def remainder(self) -> Tensor | None:
-        """What the BF16 parameter lacks of its FP32 master, if that is how it is stored."""
+        """The int16 remainder that completes a BF16 parameter to its FP32 master, or None."""
         return self.tensors["param_remainder"] if self.view.has_remainder else None
 
     @property
     def state_scales(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Scales of the value and the two moments, where these have some."""
+        """The scales of the value and the two moments; None where a codec has none."""
         names = ("master_param_scale", "exp_avg_scale", "exp_avg_sq_scale")
         return tuple(
             self.tensors[name] if codec.scaled else None
@@ -119,21 +120,21 @@ class ParamState(NamedTuple):
         )
 
     def stored(self, name: str) -> StoredState:
-        """A moment as it is stored."""
+        """A moment in its stored form."""
         return StoredState.of(self.tensors, name, self.view.codecs[name])
 
     def stored_value(self) -> StoredState:
-        """The value as it is stored."""
+        """The value in its stored form."""
         extra = self.state_scales[0] if self.remainder is None else self.remainder
         return StoredState(self.view.value_codec, self.value, extra)
 
     def whole_value(self) -> Tensor:
-        """The value in FP32."""
+        """The decoded value, contiguous; FP32 unless the parameter itself is the value."""
         return self.stored_value().decode().contiguous()
 
     def kind(self, grad: Tensor | None) -> Kind:
-        """What must be equal among parameters of a launch."""
-        # Where the value cannot move, the bytes are left alone.
+        """The properties that the parameters of one launch have in common."""
+        # With lr = 0 the value does not change, so the bytes are not written.
         writes = self.updates and self.view.has_master and not self.quantized_after_step
         quantized = isinstance(self.param, QuantizedTensor) and writes
         value_codec, exp_avg_codec, exp_avg_sq_codec = self.codecs
@@ -152,7 +153,7 @@ class ParamState(NamedTuple):
         )
 
     def fits_a_launch(self, grad: Tensor | None) -> bool:
-        """Whether the kernels can step it: no FP64; dense, aligned tensors of one layout."""
+        """Whether kernels can step it: not FP64, not empty, dense, aligned, one layout for all."""
         value, param = self.value, self.param
         tensors = [value, self.tensors["exp_avg"], self.tensors["exp_avg_sq"]]
         tensors += [t for t in (grad, self.max_exp_avg_sq, self.remainder) if t is not None]
@@ -173,11 +174,11 @@ class ParamState(NamedTuple):
         scales = [t for t in self.state_scales if t is not None]
         if quantized:
             if scales and param.shape[-1] % STATE_BLOCK:
-                return False  # blocks would reach from row to row
+                return False  # blocks would span two rows
             tensors.extend(param.storage_tensors().values())
         tensors.extend(scales)
         return not any(t.data_ptr() % ALIGNMENT for t in tensors)
 
     def launch_key(self, grad: Tensor | None) -> Hashable:
-        """What is equal among parameters of a launch."""
+        """A key that is equal for parameters that can share a launch."""
         return self.param.device, self.kind(grad), self.state_names

@@ -1,7 +1,7 @@
-"""One view per kind of parameter: what Adam updates of it, and how a master weight becomes it.
+"""Views of parameters: one interface to plain, quantized and borrowed tensors.
 
-A plain parameter, a :class:`QuantizedTensor` and a quantized tensor of another package answer the
-same questions. Nothing here knows a state, a step or a plan.
+A view knows what Adam updates and how a master weight is written to its parameter. It knows nothing
+of states, steps or plans.
 """
 
 import weakref
@@ -31,7 +31,7 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Storing(NamedTuple):
-    """How an optimizer stores values: its options that hold for all groups."""
+    """The storage options of an optimizer, which hold for all parameter groups."""
 
     master_weights: bool
     exp_avg_dtype: torch.dtype
@@ -41,7 +41,7 @@ class Storing(NamedTuple):
     quantize_from: str = "master"
 
     def codecs(self, param_dtype: torch.dtype) -> dict[str, StateCodec]:
-        """The codecs of the states that can be stored in several ways."""
+        """The codecs of master and moments, by the name of the state."""
         if param_dtype == torch.float64:
             return dict.fromkeys(("exp_avg", "exp_avg_sq", "master_param"), FLOAT64)
         return {
@@ -52,18 +52,18 @@ class Storing(NamedTuple):
 
 
 class ParamView:
-    """A plain parameter, or this rank's part of one.
+    """The view of a plain parameter, or of this rank's part of one.
 
     Args:
         owner: The parameter in its group; it may be a DTensor.
-        storing: How the optimizer stores values.
+        storing: The storage options of the optimizer.
 
     Attributes:
         param: The local tensor that is written.
-        has_master: Whether the optimizer keeps an FP32 master weight beside it.
+        has_master: Whether the optimizer keeps a separate FP32 master weight.
         has_remainder: Whether the parameter itself is the upper half of its master.
-        write_dtype: The dtype that a master passes through on its way to the parameter.
-        borrowed: Where ``param`` has its memory from, if another package owns it.
+        write_dtype: The dtype that a master is rounded to on its way to the parameter.
+        borrowed: The owner of ``param``'s memory in another package, or None.
     """
 
     borrowed: BorrowedTensor | None = None
@@ -80,7 +80,7 @@ class ParamView:
 
     @property
     def value_codec(self) -> StateCodec:
-        """How the value that Adam updates is stored."""
+        """The codec of the value that Adam updates."""
         if self.has_remainder:
             return REMAINDER
         codec = self.codecs["master_param"]
@@ -88,39 +88,42 @@ class ParamView:
 
     @property
     def scales(self) -> Hashable:
-        """Equal for parameters that share the amax of the tensor."""
+        """A key that is equal for parameters that share a per-tensor amax."""
         return self.owner
 
     def note(self) -> WriteNote:
-        """Where the value lies and how often it has been written; see :class:`WriteNote`."""
-        # What is done to a DTensor raises its own version, and not that of the local tensor.
+        """The current memory and versions of the value; see :class:`WriteNote`."""
+        # An operation on a DTensor raises its own version, but not the local tensor's.
         held = (self.param,) if self.owner is self.param else (self.owner, self.param)
         alive = StorageWeakRef(self.param.untyped_storage())
         return WriteNote(storage_address(self.param), tuple(map(version, held)), alive)
 
     def value(self) -> Tensor:
-        """The FP32 value that a master weight starts from, in memory of its own."""
+        """The value that a master weight starts from, as a new float32 tensor."""
         return self.param.detach().to(torch.float32, copy=True)
 
     def was_written(self, master: Tensor) -> bool:
-        """Whether the parameter still has the value before quantization, and that is ``master``."""
+        """Whether the parameter still has its unrounded value, and it equals ``master``."""
         return False
 
     def is_rounded(self, master: Tensor) -> bool:
-        """Whether the parameter is what the FP32 ``master`` rounds to."""
+        """Whether the parameter equals the rounded FP32 ``master``."""
         rounded = split_master(master)[0] if self.has_remainder else master.to(self.param.dtype)
         return are_equal(self.param, rounded)
 
     def write(self, master: Tensor) -> None:
-        """Round the FP32 ``master`` to the parameter."""
+        """Round the FP32 ``master`` into the parameter."""
         self.param.copy_(master)
 
     def free_initial_value(self, updates: bool) -> None:
-        """Free the value before quantization, which the master weight has taken over."""
+        """Free the high-precision initial value, which the master weight has replaced.
+
+        ``updates``: Whether steps change the parameter.
+        """
 
 
 class QuantizedView(ParamView):
-    """A :class:`QuantizedTensor`, or a shard of one."""
+    """The view of a :class:`QuantizedTensor`, or of a shard of one."""
 
     param: QuantizedTensor
 
@@ -147,21 +150,21 @@ class QuantizedView(ParamView):
         return written.to(self.param.device, torch.float32, copy=True).contiguous()
 
     def was_written(self, master: Tensor) -> bool:
-        """Whether ``master``, rounded to 16 bits perhaps, is the value before quantization."""
+        """Whether ``master`` equals the unrounded value, in the dtype of the latter."""
         written = written_value(self.param)
         return written is not None and are_equal(
             written.to(self.param.device), master.to(written.dtype).view(written.shape)
         )
 
     def is_rounded(self, master: Tensor) -> bool:
-        """Whether the codes are those of ``master`` with the scales that are there.
+        """Whether the codes are those of ``master`` under the stored scales.
 
-        All that one rank can tell of a shard whose scales depend on others.
+        One rank cannot check more than that if the scales depend on other ranks.
         """
         return rows.is_of(self.param, master.to(self.write_dtype))
 
     def holds(self, twin: QuantizedTensor) -> bool:
-        """Whether the parameter has the bytes of ``twin``; a shard of no rows has no say."""
+        """Whether the parameter has the bytes of ``twin``; always true for a shard without rows."""
         return not self.param.numel() or self.param.flush().has_bytes_of(twin)
 
     def write(self, master: Tensor) -> None:
@@ -172,12 +175,12 @@ class QuantizedView(ParamView):
         if updates:
             self.param.clear_high_precision_init_val()
         elif self.param._shared.init_val is not None:
-            # The bytes stay as they are, so that the next value written is kept instead.
+            # Steps do not change the bytes, so keep the next value that is written instead.
             self.param._high_precision_init_val = self.param._high_precision_init_val.to("meta")
 
 
 class BorrowedView(ParamView):
-    """A quantized tensor of another package, stepped in its own memory."""
+    """The view of another package's quantized tensor, which is stepped in its own memory."""
 
     def __init__(self, owner: Tensor, storing: Storing, borrowed: BorrowedTensor) -> None:
         super().__init__(owner, storing)
@@ -187,7 +190,7 @@ class BorrowedView(ParamView):
         self.write_dtype = torch.float32 if master else self.param.dtype
 
     def note(self) -> WriteNote:
-        # Whatever has been exchanged or written since makes another BorrowedTensor.
+        # After a foreign write or exchange, `view_of` makes a new BorrowedTensor.
         return WriteNote(self.borrowed, (self.borrowed.writes,))
 
     def value(self) -> Tensor:
@@ -210,7 +213,7 @@ class BorrowedView(ParamView):
 
 
 def view_of(owner: Tensor, storing: Storing, borrowed: dict[Tensor, BorrowedTensor]) -> ParamView:
-    """The view of a parameter; ``borrowed`` keeps the tensors of other packages between calls."""
+    """The view of a parameter; ``borrowed`` caches tensors of other packages between calls."""
     own = local(owner)
     if isinstance(own, QuantizedTensor):
         return QuantizedView(owner, storing)
@@ -223,12 +226,12 @@ def view_of(owner: Tensor, storing: Storing, borrowed: dict[Tensor, BorrowedTens
 
 
 def written_value(param: QuantizedTensor) -> Tensor | None:
-    """The unrounded value of a parameter that no step has taken over yet, or None."""
+    """The unrounded value of a parameter that no step has used yet, or None."""
     pending = param.flush().pending_value()
     return param.get_high_precision_init_val() if pending is None else pending
 
 
 def are_equal(a: Tensor, b: Tensor) -> bool:
-    """As ``torch.equal``, but NaN, which uninitialized memory may hold, equals itself."""
+    """Like ``torch.equal``, but NaN equals NaN, because uninitialized memory may hold NaN."""
     alike = (a.dtype, a.shape) == (b.dtype, b.shape)
     return alike and bool(((a == b) | (a.isnan() & b.isnan())).all())

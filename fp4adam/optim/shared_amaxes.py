@@ -1,7 +1,8 @@
-"""Parameters whose scales depend on others: on members of a scale group, on shards elsewhere.
+"""Parameters whose scales depend on other tensors: a scale group, or shards on other ranks.
 
-Where one launch steps all that share an amax, it finds it. What it cannot find is quantized after
-the step: values are updated first, amaxes are measured and exchanged, and then codes are written.
+If one launch steps every tensor that shares an amax, that launch finds the amax. Otherwise the
+tensors are quantized after the step: update the values, measure and exchange the amaxes, then write
+the codes.
 """
 
 from collections import defaultdict
@@ -21,9 +22,9 @@ ReadGrad = Callable[[Tensor], Tensor | None]
 def quantized_after_step(
     peers: Sequence[ParamState], read_grad: ReadGrad, takes_kernels: Callable[[ParamState], bool]
 ) -> bool:
-    """Whether parameters that share an amax have to be updated first, for it to be known.
+    """Whether parameters that share an amax must all be updated before any of them is quantized.
 
-    No launch can find it unless it steps all of them.
+    This is so unless a single launch steps all of them and finds the amax on the way.
     """
     if peers[0].shard is None and len(peers) == 1 or not peers[0].updates:
         return False
@@ -37,12 +38,12 @@ def quantized_after_step(
 
 
 class SharedAmaxes:
-    """Makes parameters agree on amaxes, in the same order on every rank.
+    """Exchanges shared amaxes, in the same order on every rank, and quantizes what waits for them.
 
     Args:
         members: All parameters of a step.
-        groups: Those of them that launches step.
-        read_grad: Gives a parameter's gradient or None.
+        groups: The launches, with the parameters that they step.
+        read_grad: Returns a parameter's gradient, or None.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class SharedAmaxes:
             if member.quantized_after_step and member.shard is None:
                 together[member.scales].append(member)
             elif member.quantized_after_step:
-                # Narrow masters are decoded a parameter at a time.
+                # Narrow masters are decoded one parameter at a time, to bound the FP32 copies.
                 alone = not member.view.value_codec.exact
                 apart[member.owner if alone else member.param.device].append(member)
         self._together = [*together.values()]
@@ -82,12 +83,12 @@ class SharedAmaxes:
         ]
 
     def finish(self, launches: list[tuple], skipped: bool) -> None:
-        """Exchange amaxes, then write what has been waiting for them.
+        """Exchange amaxes, then write the weights that depend on them.
 
         Args:
-            launches: Those that have been prepared, with their signals.
-            skipped: Whether this step is known to change nothing. Every rank exchanges all the
-                same: others may have left it to the device to find out.
+            launches: The prepared launches, each with its signals.
+            skipped: Whether the host knows that this step changes nothing. The exchange happens
+                anyway, because other ranks may not have checked on the host.
         """
         if not skipped:
             for peers in self._together:

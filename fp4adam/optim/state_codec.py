@@ -1,16 +1,15 @@
-"""How optimizer states are stored in 8 or 16 bits: codes, scales of their blocks, and dither.
+"""Codecs that store optimizer states in 8 or 16 bits: codes, block scales, and dither.
 
-A moving average that changes by less than half a step between codes would never move if it were
-rounded to nearest. So what a code has no room for decides how likely the number is rounded up, and
-the average comes out right over the steps. That needs chances that are independent from step to
-step: rounding errors live on in the average, and meet the next dither. What stands for chance is a
-hash of element and step (:func:`dither_bits`), so shards, kernels and resumed runs draw the same
-bits.
+Rounding is stochastic. With rounding to nearest, a moving average that changes by less than half
+the spacing of two codes would never move. Here the bits that a code drops set the probability of
+rounding up, so the average is right in expectation. The dither must be independent from step to
+step, because rounding errors stay in the average and meet the next dither. It is a hash of element
+index and step (:func:`dither_bits`), so shards, kernels and resumed runs draw the same bits.
 
-Scales are powers of two, one byte per 32 consecutive elements: decoding is exact (above 2**-126),
-and a decoded value is encoded to itself whatever its dither.
+Scales are powers of two, one byte per 32 consecutive elements. Decoding is exact (above 2**-126),
+and a decoded value encodes to itself with any dither.
 
-``fp4adam.kernels.tiles.state`` has the same codecs as tile functions and gives the same bits.
+``fp4adam.kernels.tiles.state`` implements the same codecs as tile functions, with the same bits.
 """
 
 from abc import ABC, abstractmethod
@@ -27,21 +26,21 @@ STATE_BLOCK = 32
 _MAGNITUDE = 0x7FFFFFFF
 _INFINITY = 0x7F800000
 _NAN_SCALE = 255
-# The hash "lowbias32" of https://github.com/skeeto/hash-prospector. Rounds of shift, exclusive or,
-# and multiplication; each input bit changes each output bit half of the time.
+# The hash "lowbias32" of https://github.com/skeeto/hash-prospector: rounds of xor-shift and
+# multiply, in which each input bit flips each output bit about half of the time.
 _ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B))
 _LAST_SHIFT = 16
-_OF_MASTERS = 0x9E3779B1  # any odd number with bits everywhere
+_OF_MASTERS = 0x9E3779B1  # any odd number with its bits spread out
 
 
 def dither_origin(first: int, step: int) -> int:
-    """What the dither of element ``first`` in update number ``step`` is the hash of, 32 bits.
+    """The 32-bit hash input for element ``first`` in update number ``step``.
 
-    That of the next elements follows by counting up. The origins of different steps lie as far
-    apart as chance puts them; those of the first 2**32 steps are all different.
+    The inputs for the following elements count up from it. Origins are pseudo-random, and distinct
+    for the first 2**32 steps.
 
-    A run that is resumed draws the same bits up to step 2**24. From there on the float32 counter
-    in the state stands still, as that of ``torch.optim`` does, and cannot say where the run was.
+    A resumed run draws the same bits up to step 2**24. From there on the float32 step counter in
+    the state no longer advances, as in ``torch.optim``, so the position is lost on resume.
     """
     return (first + _mixed(_mixed(step >> 32) ^ step % 2**32)) % 2**32
 
@@ -53,13 +52,14 @@ def _mixed(x: int) -> int:
 
 
 class Dither(NamedTuple):
-    """Dither of some elements for each of their states, independent of each other in pairs.
+    """Dither for each state of some elements, pairwise independent between the states.
+
+    Each is int32 [n]. Its bits, read as an unsigned number and divided by 2**32, are in [0, 1).
 
     Attributes:
-        master: int32 [n]; its bits, read as an unsigned number over 2**32, are the dither in
-            [0, 1) of the master weights.
-        exp_avg: That of the first moments.
-        exp_avg_sq: That of the second moments.
+        master: Dither of the master weights.
+        exp_avg: Dither of the first moments.
+        exp_avg_sq: Dither of the second moments.
     """
 
     master: Tensor
@@ -68,15 +68,15 @@ class Dither(NamedTuple):
 
 
 def dither_bits(first: int, count: int, step: int, device: torch.device | str = "cpu") -> Dither:
-    """Dither of the elements ``first`` to ``first + count - 1`` of a flattened tensor.
+    """Dither for the elements ``first`` to ``first + count - 1`` of a flattened tensor.
 
-    Elements that are 2**32 apart share theirs.
+    Elements that are 2**32 apart share their dither.
 
     Args:
         first: Index of the first element.
         count: Number of elements.
         step: Number of the update.
-        device: Where to.
+        device: Device of the result.
     """
     x = torch.arange(count, dtype=torch.int32, device=device)
     x += _as_int32(dither_origin(first, step))
@@ -84,13 +84,13 @@ def dither_bits(first: int, count: int, step: int, device: torch.device | str = 
         x ^= _shifted(x, shift)
         x *= _as_int32(factor)
     x ^= _shifted(x, _LAST_SHIFT)
-    # One hash serves all: upper half, lower half, and the upper bits of a product, which any half
-    # of the hash alone leaves open.
+    # One hash serves all three: its upper half, its lower half, and the upper bits of a product,
+    # which neither half of the hash determines alone.
     return Dither(x * _as_int32(_OF_MASTERS), x, x << 16 | _shifted(x, 16))
 
 
 def _shifted(x: Tensor, count: int) -> Tensor:
-    """int32 bits moved down, with zeros from above."""
+    """Logical right shift of int32 bits, filling with zeros."""
     return (x >> count).bitwise_and_((1 << 32 - count) - 1)
 
 
@@ -99,16 +99,17 @@ def _as_int32(x: int) -> int:
 
 
 def _upper_bits(dither: Tensor | None, count: int) -> Tensor | int:
-    """The upper bits of the dither; half their range, to round to nearest, if it is None."""
+    """The upper ``count`` bits of the dither; without dither half their range, which rounds to
+    nearest."""
     return 1 << (count - 1) if dither is None else dither >> (32 - count) & (1 << count) - 1
 
 
 class StateCodec(ABC):
-    """One way of storing float32 numbers; works on flat tensors, in the order of memory.
+    """A storage format for float32 numbers; encodes and decodes flat tensors in memory order.
 
     Attributes:
-        name: What the kernels call it.
-        dtype: Of the codes.
+        name: The codec's name in the kernels.
+        dtype: Dtype of the codes.
         scaled: Whether every 32 codes share a scale.
         exact: Whether the codes are the numbers themselves.
     """
@@ -124,7 +125,8 @@ class StateCodec(ABC):
 
         Args:
             x: float32 [n], contiguous.
-            dither: int32 [n], one of :class:`Dither`; None rounds to nearest, ties away from zero.
+            dither: int32 [n], a field of :class:`Dither`; None rounds to nearest, ties away from
+                zero.
 
         Returns:
             Codes [n], and uint8 scales [ceil(n / 32)] or None.
@@ -132,10 +134,10 @@ class StateCodec(ABC):
 
     @abstractmethod
     def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
-        """float32 [n] of codes [n] and scales."""
+        """Decode codes [n] and scales to float32 [n]."""
 
     def zeros_like(self, param: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Codes in the layout of ``param``, and scales, that mean zero: all their bits are zero."""
+        """Codes in the layout of ``param``, and scales, that encode zero: all bits are zero."""
         codes = torch.zeros_like(param, dtype=self.dtype, memory_format=torch.preserve_format)
         if not self.scaled:
             return codes, None
@@ -158,13 +160,13 @@ class Float32(StateCodec):
 
 
 class Plain(Float32):
-    """What Adam updates, in its own dtype, rounded to nearest."""
+    """The value that Adam updates, kept in its own dtype and rounded to nearest."""
 
     name = "plain"
 
 
 class Remainder(StateCodec):
-    """BF16 parameters; what they lack of their FP32 masters takes the place of the scales."""
+    """BF16 parameters with the int16 remainders that complete their FP32 masters, as scales."""
 
     name = "remainder"
     dtype = torch.bfloat16
@@ -177,7 +179,7 @@ class Remainder(StateCodec):
 
 
 class Float64(Float32):
-    """The numbers of FP64 parameters."""
+    """FP64 numbers, for FP64 parameters."""
 
     name = "float64"
     dtype = torch.float64
@@ -199,16 +201,16 @@ class BFloat16(StateCodec):
 
 
 class BlockCodec(StateCodec):
-    """Codes relative to a scale, a power of two that follows from the largest magnitude of a block.
+    """Codes relative to a power-of-two scale that follows from the block's largest magnitude.
 
-    A block with a NaN or an Inf decodes to NaN throughout: its scale is 255.
+    A block with a NaN or an Inf has scale 255 and decodes to NaN throughout.
 
     Attributes:
         top: Exponent of the largest code.
-        carry: Added to the bits of a magnitude, it carries into the exponent if the mantissa is
-            above that of the largest code. The scale is then twice as large, so that no dither
-            can round a number out of range.
-        nan_code: All codes of a block with a NaN.
+        carry: Added to the bits of the amax, it carries into the exponent if the mantissa is above
+            that of the largest code. The scale doubles then, so that no dither can round a number
+            out of range.
+        nan_code: The value of every code in a block with a NaN or an Inf.
     """
 
     scaled = True
@@ -241,15 +243,15 @@ class BlockCodec(StateCodec):
 
     @abstractmethod
     def _encode_blocks(self, x: Tensor, scales: Tensor, dither: Tensor | None) -> Tensor:
-        """Codes of float32 [blocks, 32], with int32 scales [blocks, 1]; any where that is 255."""
+        """Encode float32 [blocks, 32] with int32 scales [blocks, 1]; codes are arbitrary at 255."""
 
     @abstractmethod
     def _decode_blocks(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """float32 [blocks, 32] of codes, with uint8 scales [blocks, 1]; NaN where that is 255."""
+        """Decode codes with uint8 scales [blocks, 1] to float32 [blocks, 32]; scale 255 is NaN."""
 
 
 class Float16(BlockCodec):
-    """FP16 numbers times 2**(scale - 127); what would be subnormal is zero."""
+    """FP16 numbers times 2**(scale - 127); subnormals are flushed to zero."""
 
     name = "float16"
     dtype = torch.float16
@@ -266,10 +268,10 @@ class Float16(BlockCodec):
 
 
 class E4M3(BlockCodec):
-    """E4M3 numbers times 2**(scale - 127), as in MXFP8; what would be subnormal is zero.
+    """E4M3 numbers times 2**(scale - 127), as in MXFP8; subnormals are flushed to zero.
 
-    Rounding a small number up in steps of its block's largest one could make it many times as
-    large, and so the update where the second moment is that small too.
+    Subnormals all have the same spacing. Rounding a tiny number up by one could make it many times
+    as large, and the update with it if the second moment is just as small.
     """
 
     name = "e4m3"
@@ -286,18 +288,18 @@ class E4M3(BlockCodec):
 
     def _decode_blocks(self, codes: Tensor, scales: Tensor) -> Tensor:
         codes = codes.to(torch.int32)
-        # Exponent and mantissa in FP32's fields, then the bias corrected.
+        # Move exponent and mantissa to FP32's fields, then correct the bias by a multiplication.
         bits = (codes & 0x80) << 24 | (codes & 0x7F) << 20
         return bits.view(torch.float32) * 2.0**120 * e8m0_value(scales)
 
 
 class UnsignedFloat(BlockCodec):
-    """Exponent and mantissa above the exponent of the scale, for squares, which have no sign.
+    """Unsigned floats relative to the exponent of the scale, for squares, which have no sign.
 
-    Code c is the FP32 number with the bits ``(scale << 23) + (c << (23 - mantissa bits))``: the
-    largest number is in the uppermost binade. What lies below the lowest one, zero included, is
-    raised to it: in a denominator a number that is too large does no harm, and zero does. A block
-    of zeros has scale 0, where code 0 is zero.
+    Code c is the FP32 number with the bits ``(scale << 23) + (c << (23 - mantissa bits))``. The
+    block's largest number is in the top binade. Numbers below the lowest one, zero included, are
+    raised to it: too large a number in a denominator does no harm, but zero does. A block of zeros
+    has scale 0, where code 0 is zero.
     """
 
     def __init__(self, exponent_bits: int, mantissa_bits: int) -> None:
@@ -342,20 +344,21 @@ _CODECS: dict[str, dict[torch.dtype, StateCodec]] = {
     "master_weight": {torch.float32: Float32(), torch.float16: Float16()},
 }
 
-# As the state is called whose dtype is master_weight_dtype.
+# The state's own name; its option is called master_weight_dtype.
 _CODECS["master_param"] = _CODECS["master_weight"]
 
 
 def state_codec(name: str, dtype: torch.dtype) -> StateCodec:
-    """The codec of a state.
+    """The codec that stores a state in a dtype.
 
     Args:
         name: "exp_avg", "exp_avg_sq" or "master_weight".
         dtype: float32 or float16; for the moments also bfloat16, and float8_e4m3fn, which
-            Transformer Engine calls uint8. Squares are stored in that many bits, without a sign.
+            Transformer Engine calls uint8. Except for bfloat16, narrow second moments are unsigned
+            floats of the same width.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If the state cannot be stored in ``dtype``.
     """
     codecs = _CODECS[name]
     if dtype not in codecs:
@@ -367,16 +370,17 @@ def state_codec(name: str, dtype: torch.dtype) -> StateCodec:
 
 
 def codec_of_codes(name: str, dtype: torch.dtype) -> StateCodec | None:
-    """The codec that stores a state in codes of this dtype and scales, if there is one."""
+    """The codec with scales that stores a state in codes of ``dtype``, or None."""
     scaled = (codec for codec in _CODECS.get(name, {}).values() if codec.scaled)
     return next((codec for codec in scaled if codec.dtype == dtype), None)
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Split float32 numbers into BF16 and what an INT16 remainder adds to their bits.
+    """Split float32 numbers into BF16 and an INT16 remainder that is added to their bits.
 
     Returns:
-        BF16, to nearest with ties away from zero, and the remainders; NaN gives (0x7FC0, 0).
+        BF16, rounded to nearest with ties away from zero, and the int16 remainders; NaN gives
+        (0x7FC0, 0).
     """
     bits = master.view(torch.int32).masked_fill(master.isnan(), 0x7FC00000)
     upper = (bits + 0x8000) >> 16
@@ -385,6 +389,6 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_master(param: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 numbers that :func:`split_master` has split, bit for bit."""
+    """Undo :func:`split_master`, bit for bit."""
     upper = param.view(torch.int16).to(torch.int32)
     return ((upper << 16) + remainder).view(torch.float32)

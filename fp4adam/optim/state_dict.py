@@ -1,8 +1,8 @@
-"""What an optimizer saves and loads: FP32 under torch's names, or the codes that are stored.
+"""Saved optimizer states: FP32 under torch's names, or the stored codes (compact).
 
-Saving reads. Loading makes everything new before anything old is touched. Names have a fixed order:
-ranks gather the tensors of a state one after the other, and a set would order them by the hash seed
-of each process.
+Saving only reads. Loading builds all new states before it touches an old one. Names have a fixed
+order, because ranks gather the tensors of a state one after the other: the order of a set depends
+on the hash seed of each process.
 """
 
 import math
@@ -30,13 +30,13 @@ State = dict[str, Any]
 
 
 def saved_states(groups: Groups, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, State]]:
-    """Parameters of ``groups`` with the states that ``state_dict`` has for them."""
+    """Pairs of a parameter of ``groups`` and its state in ``state_dict``."""
     for param, key in saved_keys(groups, state_dict):
         yield param, state_dict["state"][key]
 
 
 def saved_keys(groups: Groups, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, Any]]:
-    """Parameters that ``state_dict`` has a state for, with the key of that state."""
+    """Pairs of a parameter with a state in ``state_dict`` and the key of that state."""
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         for param, key in zip(group["params"], saved["params"], strict=True):
             if key in state_dict["state"]:
@@ -47,24 +47,25 @@ def saved_keys(groups: Groups, state_dict: dict[str, Any]) -> Iterator[tuple[Ten
 
 
 def saved_state(view: ParamView, state: State, left: bool, compact: bool) -> State:
-    """The state of a parameter as a checkpoint holds it, in torch's order of names.
+    """The state of a parameter in the form of a checkpoint, in torch's order of names.
 
     Args:
         view: The parameter.
         state: Its state in the optimizer.
-        left: Whether the parameter has left its master; its own value is saved then.
+        left: Whether the parameter no longer equals its rounded master. Its own value is saved as
+            the master then.
         compact: Keep codes and scales as they are stored.
     """
     saved = dict(state)
     waits = view.has_remainder and "param_remainder" not in state
     if not view.has_master and not waits:
-        # The parameter has become as precise as its master was.
+        # The parameter has been converted to FP32 and needs no master any more.
         saved.pop("master_param", None)
         saved.pop("master_param_scale", None)
     elif waits and "master_param" in state and not view.is_rounded(local(state["master_param"])):
         saved["master_param"] = like(view.owner, view.value())
     if not view.has_remainder:
-        # The parameter has become something else than the upper half of a master.
+        # The parameter is no longer the upper half of a master.
         saved.pop("param_remainder", None)
     own = {name: local(value) for name, value in state.items()}
     if left:
@@ -85,7 +86,7 @@ def saved_state(view: ParamView, state: State, left: bool, compact: bool) -> Sta
 
 
 def ordered(state: State) -> State:
-    """A state with its names in the order that is the same on every rank."""
+    """The same state with its names in an order that is equal on all ranks."""
     known = [name for name in _ORDER if name in state]
     return {name: state[name] for name in (*known, *sorted(state.keys() - set(_ORDER)))}
 
@@ -94,10 +95,10 @@ def ordered(state: State) -> State:
 
 
 def with_steps(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict whose states have a ``step`` each; Transformer Engine keeps it in the group.
+    """A state dict with a ``step`` in every state; Transformer Engine keeps it in the group.
 
     Raises:
-        ValueError: If it is none of an optimizer.
+        ValueError: If ``state_dict`` is not the state dict of an optimizer.
     """
     if not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(
@@ -116,12 +117,12 @@ def with_steps(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def new_state(view: ParamView, saved: State) -> State:
-    """A saved state as the optimizer stores it, in memory of its own.
+    """A copy of a saved state in the optimizer's own formats.
 
-    A master of a parameter that keeps none itself stays in it under ``master_param``.
+    If the state has a master but the parameter keeps none, ``master_param`` stays in the result.
 
     Raises:
-        ValueError: If the state is distributed otherwise than its parameter.
+        ValueError: If the placements of the state differ from those of its parameter.
     """
     saved = _local_part(view.owner, saved)
     param, state = view.param, {}
@@ -132,7 +133,8 @@ def new_state(view: ParamView, saved: State) -> State:
             given = StoredState.of_saved(saved, name)
             stored = restored(given, view.codecs[name], param)
             if name == "master_param" and not _is_exact(given, stored):
-                # The parameter may be what the master rounds to, and not what is left of it here.
+                # Keep it in FP32: the parameter may equal the rounded original, but not the rounded
+                # narrow copy.
                 stored = StoredState(PLAIN, state_like(param).copy_(given.decode()), None)
             stored.put_into(state, name)
         else:
@@ -146,23 +148,23 @@ def new_state(view: ParamView, saved: State) -> State:
         master = state_like(param).copy_(master)
         StoredState.encode(view.codecs["master_param"], master).put_into(state, "master_param")
     return {
-        # Scales follow the memory of each rank, and not the shape of the parameter.
+        # Scales follow each rank's memory order, not the shape of the parameter: no DTensors.
         name: value if name.endswith("_scale") else like(view.owner, value)
         for name, value in state.items()
     }
 
 
 def _is_exact(given: StoredState, stored: StoredState) -> bool:
-    """Whether a loaded master is stored without rounding."""
+    """Whether ``stored`` holds the values of the loaded master ``given`` without rounding."""
     if stored.codec.exact or given.codec.name == stored.codec.name:
         return True
     return are_equal(stored.decode(), given.decode().to(stored.codes.device, torch.float32))
 
 
 def adopt_master(view: ParamView, state: State) -> None:
-    """Give a loaded master to a parameter that is what it rounds to, where that keeps it itself.
+    """Copy a loaded master into a parameter without a master of its own, if it rounds to its value.
 
-    One that completes a remainder waits for the next step, as the model may be loaded later.
+    With remainders the next step decides, because the model may be loaded later.
     """
     if view.has_remainder:
         return
@@ -174,9 +176,9 @@ def adopt_master(view: ParamView, state: State) -> None:
 
 
 def _is_rounding(view: ParamView, master: Tensor) -> bool:
-    """Whether an FP32 parameter holds what ``master`` rounds to in 16 bits or in a format.
+    """Whether an FP32 parameter equals ``master`` rounded to 16 bits or to a quantized format.
 
-    Something that has trained the parameter since has left the master behind.
+    If not, the parameter has been trained since, and the master is out of date.
     """
     value = view.param.detach().to(torch.float32)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
@@ -188,7 +190,7 @@ def _is_rounding(view: ParamView, master: Tensor) -> bool:
 
 
 def _local_part(owner: Tensor, saved: State) -> State:
-    """The local part of a saved state; a dictionary of its own."""
+    """The local part of a saved state, as a new dictionary."""
     if not is_dtensor(owner):
         if any(is_dtensor(value) for value in saved.values()):
             return {
@@ -196,7 +198,7 @@ def _local_part(owner: Tensor, saved: State) -> State:
                 for name, value in saved.items()
             }
         return dict(saved)
-    # Scales belong to the whole.
+    # The saved scales are those of the whole tensor, so decode before cutting.
     names = [name for name in STATE_NAMES if name in saved]
     numbers = {name: StoredState.of_saved(saved, name).decode() for name in names}
     return {
@@ -207,7 +209,7 @@ def _local_part(owner: Tensor, saved: State) -> State:
 
 
 def others(saved: State) -> State:
-    """The step, and what a state holds beside the tensors of Adam."""
+    """The step, and the entries of a state that are not Adam's own tensors."""
     return {name: value for name, value in saved.items() if name == "step" or name not in _ORDER}
 
 
@@ -215,13 +217,13 @@ def others(saved: State) -> State:
 
 
 def has_groups_of(groups: Groups, state_dict: dict[str, Any]) -> bool:
-    """Whether a state dict has as many parameters in as many groups."""
+    """Whether a state dict has the same number of groups, and of parameters in each."""
     sizes = [len(group["params"]) for group in state_dict["param_groups"]]
     return sizes == [len(group["params"]) for group in groups]
 
 
 def check_state_dict(groups: Groups, state_dict: dict[str, Any]) -> None:
-    """Raise ValueError if ``state_dict`` holds states that these parameters cannot take over."""
+    """Raise ValueError if ``state_dict`` holds states that do not fit these parameters."""
     for i, (param, saved) in enumerate(saved_states(groups, state_dict)):
         if saved and not {"step", "exp_avg", "exp_avg_sq"} <= saved.keys():
             raise ValueError(

@@ -1,7 +1,8 @@
-"""How many steps each parameter has behind it, and the scalars that follow from that.
+"""Step counts of parameters, and the scalars that follow from them.
 
-Parameters of one group with equally many steps share their scalars. The counters in the state are
-views of one tensor, which one operator counts up. What the device skips is taken back later.
+Parameters of one group with the same step count share their scalars. The ``step`` tensors in the
+state are views of one tensor, so one operator increments them all. If the device skips a step, the
+count is taken back later.
 """
 
 from collections.abc import Sequence
@@ -21,15 +22,16 @@ _step = itemgetter("step")
 
 
 class StepGroup:
-    """Parameters of one group with equally many steps: they share the scalars of a step.
+    """Parameters of one group with the same step count, which share the scalars of a step.
 
     Attributes:
         group: The parameter group.
-        step: Steps that have been counted.
-        first_element: Index of the first element of each in its parameter, where that matters.
-        ratio: Bounds their moments; see ``update_bound``.
-        members: Their numbers.
-        scalars: Of the last step.
+        step: The number of steps counted so far.
+        first_element: Index of the first local element in the flattened parameter if the states are
+            dithered, else 0.
+        ratio: The bound on their moments; see ``update_bound``.
+        members: Indices of the parameters.
+        scalars: The scalars of the last step.
     """
 
     def __init__(self, group: dict[str, Any], step: float, first_element: int) -> None:
@@ -42,14 +44,14 @@ class StepGroup:
 
     def advance(self) -> None:
         """Count one step and work out its scalars."""
-        # As far as the float32 counter in the state goes, so that resumed runs count alike.
+        # Stop where the float32 counter in the state stops, so that resumed runs count alike.
         self.step = min(self.step + 1, 2.0**24)
         self.scalars = adam_scalars(self.group, self.step)
         self.ratio = next_ratio(self.ratio, self.scalars)
 
 
 class _Skip(NamedTuple):
-    """A step that the device may have left out: where it says so, and what has been counted."""
+    """A step that the device may have skipped: its ``found_inf`` on the host, and what to undo."""
 
     found_inf: Tensor
     arrival: "torch.cuda.Event | None"
@@ -62,10 +64,11 @@ class StepCounter:
 
     Args:
         members: The parameters; their states get new counters, equal to the old ones.
-        ratios: What bounds the moments of each so far.
+        ratios: The bound on the moments of each parameter; see ``update_bound``.
 
     Attributes:
-        rows: For each member the number of its row of scalars, that of its group in ``groups``.
+        groups: The step groups of the members that take part.
+        rows: For each member its row of scalars: the index of its group in ``groups``.
     """
 
     def __init__(self, members: Sequence[ParamState], ratios: Sequence[float]) -> None:
@@ -85,13 +88,13 @@ class StepCounter:
         self._skip: _Skip | None = None
 
     def fits(self) -> bool:
-        """Whether the states still have these counters, and nobody else has written to them."""
+        """Whether the states still hold these counters, and no other code has written to them."""
         return self._steps._version == self._version and all(
             map(is_, map(_step, self._states), self._views)
         )
 
     def regroup(self, present: list[bool]) -> bool:
-        """Say which members take part in this step; True if it is not as in the last one."""
+        """Set which members take part in this step; True if that differs from the last step."""
         if present == self._present:
             return False
         self._catch_up()
@@ -114,33 +117,33 @@ class StepCounter:
         return True
 
     def _catch_up(self) -> None:
-        """Write the counts of groups to their members."""
+        """Copy step counts and bounds from the groups to their members."""
         for group in self.groups:
             for i in group.members:
                 self._step_of[i] = group.step
                 self._ratio_of[i] = group.ratio
 
     def advance(self) -> None:
-        """Count one step of those that take part."""
+        """Count one step for the members that take part."""
         for group in self.groups:
             group.advance()
         self._steps += self._counted
         self._version = self._steps._version
 
     def scalars_rows(self) -> list[float]:
-        """The rows of scalars of all groups, with what bounds the update and begins the dither."""
+        """The scalars of all groups, one row each, with the update bounds and the dither origin."""
         rows: list[float] = []
         for group in self.groups:
             scalars = group.scalars
             decay = abs(scalars.decay) if group.group["adam_w_mode"] else 1.0
             dither = dither_origin(group.first_element, int(scalars.dither_step))
-            # In two halves, which float32 holds.
+            # Two 16-bit halves, which float32 represents exactly.
             rows += *scalars[:8], dither >> 16
             rows += largest_update(scalars, group.ratio), decay, dither & 0xFFFF
         return rows
 
     def may_have_skipped(self, found_inf: Tensor) -> None:
-        """Note that the device skips the step just counted if ``found_inf`` is not 0."""
+        """Record that the device skips the step just counted if ``found_inf`` is not 0."""
         arrival = None
         if found_inf.is_cuda:
             on_host = torch.empty(1, dtype=torch.float32, device="cpu", pin_memory=True)
@@ -152,7 +155,7 @@ class StepCounter:
         self._skip = _Skip(on_host, arrival, self.groups, self._counted)
 
     def settle(self) -> None:
-        """Take back the step count if the device has left out the last step."""
+        """Wait for the last ``found_inf``, and take back the step count if the step was skipped."""
         if self._skip is None:
             return
         skip, self._skip = self._skip, None

@@ -1,4 +1,4 @@
-"""The kernels of a step for tensors of one kind: which, on which tiles, with which constants."""
+"""The kernel launches of a step for tensors of one kind: kernels, tiles and constants."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,18 +12,17 @@ from fp4adam.formats.nvfp4 import NVFP4Quantizer
 from fp4adam.optim.state_codec import StateCodec
 from fp4adam.tensors.quantizer import Quantizer
 
-if TYPE_CHECKING:  # Triton is slow to import, and not everywhere.
+if TYPE_CHECKING:  # Triton is slow to import, and not installed everywhere.
     from fp4adam.kernels.adam import Variant
     from fp4adam.kernels.launch.tensor_table import Usage
 
 
 class Kind(NamedTuple):
-    """What must be equal among tensors that share a launch.
+    """The properties that tensors of one launch have in common.
 
-    ``quantizer`` is None for plain parameters. ``group``: the ranks that have the other shards of
-    tensors with a common scale, None if there is nothing to agree on. ``write_dtype`` is the dtype
-    that the updated value is rounded to on its way to the parameter, None if nothing is written
-    beside the value.
+    ``quantizer``: None for plain parameters. ``group``: the ranks with the other shards of tensors
+    that share a scale; None if no exchange is needed. ``write_dtype``: the dtype that the updated
+    value is rounded to on its way to the parameter; None if only the value itself is written.
     """
 
     quantizer: Quantizer | None
@@ -40,12 +39,12 @@ class Kind(NamedTuple):
 
     @property
     def has_scaled_states(self) -> bool:
-        """Whether 32 elements of a state share a scale."""
+        """Whether any stored state has scales, one per 32 elements."""
         codecs = (self.value_codec, self.exp_avg_codec, self.exp_avg_sq_codec)
         return any(codec.scaled for codec in codecs)
 
     def variant(self) -> "Variant":
-        """What kernels are compiled for."""
+        """The compile-time options of the Adam kernels."""
         from fp4adam.kernels.adam import step_variant
 
         return step_variant(
@@ -60,7 +59,7 @@ class Kind(NamedTuple):
         )
 
     def usage(self) -> "Usage":
-        """What kernels write of the quantized weights."""
+        """The parts of a quantized weight that the kernels write."""
         from fp4adam.kernels.launch.tensor_table import Usage
 
         quantizer = self.quantizer
@@ -73,13 +72,13 @@ class Kind(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """Tensors of one kind, for a launch.
+    """The tensors of one launch.
 
     Attributes:
-        shapes: Rows and columns of each, as in the table; plain ones have one column.
-        slots: A number for each: those with the same one share an amax, if they have some.
-        table: Their rows of the table of tensors, int64 on the device.
-        scalars: The scalars that these rows point to, float32 on the device.
+        shapes: Rows and columns of each tensor, as in the table; plain tensors have one column.
+        slots: The amax slot of each tensor; tensors with the same slot share an amax.
+        table: Their rows of the tensor table, int64 [n_tensors, 18] on the device.
+        scalars: The scalars that these rows refer to, float32 on the device.
     """
 
     shapes: list[tuple[int, int]]
@@ -92,8 +91,8 @@ class FusedLaunch:
     """The step of plain tensors.
 
     Args:
-        kind: What the tensors have in common.
-        tensors: Which they are.
+        kind: The properties that the tensors have in common.
+        tensors: The tensors.
     """
 
     def __init__(self, kind: Kind, tensors: Listed) -> None:
@@ -109,7 +108,7 @@ class FusedLaunch:
             launch.compile(*signals)
 
     def prepare(self, *signals: Tensor) -> None:
-        """Find what other ranks have to know before the step; ``signals`` as for the call."""
+        """Compute what other ranks need before the step; ``signals`` as for the call."""
 
     def __call__(self, *signals: Tensor) -> None:
         """Step the tensors; ``signals`` are grad_scale, clip and found_inf, float32 [1] each."""
@@ -149,13 +148,14 @@ class Float8BlockLaunch(FusedLaunch):
 
 
 class NVFP4Launch(FusedLaunch):
-    """A look at the tiles that can hold the new amaxes, then one pass over NVFP4 tensors.
+    """A preview of the tiles that can hold the new amaxes, then one pass over NVFP4 tensors.
 
-    Shards look for the amaxes of their own rows, twice, so that these are certain; the largest ones
-    among the ranks are what the pass takes.
+    For shards the preview covers the rank's own rows and runs twice, so that no tile is missed. The
+    pass then uses the largest amax of all ranks.
 
     Attributes:
-        amaxes: float32 [n_slots], those of shards between :meth:`prepare` and the call.
+        amaxes: float32 [n_slots]. For shards, the amaxes to exchange between :meth:`prepare` and
+            the call.
     """
 
     def __init__(self, kind: Kind, tensors: Listed) -> None:
@@ -166,7 +166,7 @@ class NVFP4Launch(FusedLaunch):
         variant, usage = kind.variant(), kind.usage()
         tiles, n_whole = nvfp4_step.step_tiles(shapes, usage.square, kind.has_scaled_states)
         tiles = tiles.to(device)
-        # Nothing is known at first: with these, all tiles are looked at.
+        # With zeros the first preview looks at every tile, as nothing is known yet.
         tile_amaxes = torch.zeros(len(tiles), dtype=torch.float32, device=device)
         n_slots = max(slots) + 1
         slots = torch.tensor(slots, dtype=torch.int32, device=device)
@@ -175,7 +175,7 @@ class NVFP4Launch(FusedLaunch):
         exceeding = torch.zeros(n_slots, dtype=torch.float32, device=device)
         self.amaxes = torch.zeros(n_slots, dtype=torch.float32, device=device)
         self._is_shared = kind.group is not None
-        # The amaxes of one step are the old ones of the next: the two take turns.
+        # Double buffer: the amaxes of one step are the old amaxes of the next.
         self._turns = []
         for old, new in (amaxes, amaxes[::-1]):
             known = table, scalars, tiles, slots, tile_amaxes, old, new, exceeding, variant
@@ -211,7 +211,7 @@ class NVFP4Launch(FusedLaunch):
             requantize.compile()
 
     def candidates(self) -> Tensor:
-        """Which tiles the preview looks into at the next call, bool [n_tiles]; for diagnosis."""
+        """The tiles that the next preview will read, bool [n_tiles]; for diagnosis."""
         from fp4adam.kernels import amax_preview
 
         return amax_preview.candidates(*self._known, self._turns[0][0])

@@ -1,8 +1,8 @@
-"""What a step does, worked out once and kept while nothing that it depends on changes.
+"""The plan of a step: built once, and reused until something that it depends on changes.
 
-Most steps are like the one before: the same parameters and states at the same addresses, and new
-gradients. :meth:`StepPlan.fits` reads all of that from the tensors again, without Python code per
-parameter. Then only the scalars and the gradients' addresses are new.
+Most steps repeat the one before, with the same parameters and states at the same addresses and new
+gradients. :meth:`StepPlan.fits` checks this on the tensors themselves, without running Python code
+per parameter. Then only the scalars and the addresses of the gradients are new.
 """
 
 import math
@@ -28,15 +28,15 @@ ReadGrad = Callable[[Tensor], Tensor | None]
 
 
 class StepPlan:
-    """The launches of a step, and the parameters that take plain operators.
+    """The launches of a step, and the parameters that are stepped by torch operators.
 
     Args:
-        members: What the step may update, with gradients or without.
+        members: The parameters that the step may update, with gradients or without.
         outsiders: All other parameters; they have no gradients while the plan holds.
-        structure: What else the step depends on; see :meth:`fits`.
-        read_grad: Gives a parameter's gradient or None.
-        grads_vary: Whether gradients may be of other shapes and devices than their parameters.
-        takes_kernels: Whether kernels are to step a member, provided they can.
+        structure: Everything else that the step depends on; see :meth:`fits`.
+        read_grad: Returns a parameter's gradient, or None.
+        grads_vary: Whether a gradient's shape or device may differ from its parameter's.
+        takes_kernels: Whether kernels should step a member if they can.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class StepPlan:
         self.members = [*launched, *self._by_operators]
         self._publish = ScaleWriteback([])
         self._amaxes = SharedAmaxes(members, self._groups, read_grad)
-        # What other ranks rely on is measured again if something else writes to the moments.
+        # Other ranks rely on these bounds, so they are measured again after any foreign write to
+        # the moments.
         self._bounded = [
             m.tensors[name]
             for group in self._groups
@@ -93,18 +94,18 @@ class StepPlan:
         self._present: list[bool] = []
 
     def notes(self) -> dict[Tensor, WriteNote]:
-        """How the step has left the parameters that have masters."""
+        """The memory and versions of all members, as the last step left them."""
         return self._watch.notes()
 
     def settle(self) -> None:
-        """Take back the step count if the device has left out the last step."""
+        """Wait for the last ``found_inf``, and take back the step count if the step was skipped."""
         self._counter.settle()
 
     def fits(self, structure: list) -> bool:
-        """Whether the plan holds for parameters, states and gradients as they are now.
+        """Whether the plan is still valid for the current parameters, states and gradients.
 
         Args:
-            structure: Everything else that the step depends on; compared with that of the plan.
+            structure: Everything else that the step depends on; compared with the plan's.
         """
         return (
             structure == self._structure
@@ -120,7 +121,7 @@ class StepPlan:
         return self._takes_kernels(member) and member.fits_a_launch(self._read_grad(member.owner))
 
     def gradients_for_operators(self) -> list[tuple[Tensor, Tensor]]:
-        """Parameters that take plain operators in this step, and their gradients."""
+        """The parameters that torch operators step now, each with its gradient."""
         params = [m.owner for m in self._by_operators]
         pairs = zip(params, map(self._read_grad, params), strict=True)
         return [(param, grad) for param, grad in pairs if grad is not None]
@@ -131,13 +132,13 @@ class StepPlan:
         clip: dict[torch.device, Tensor],
         found_inf: Tensor | None,
     ) -> None:
-        """Make the step; :meth:`fits` has just been true.
+        """Run the step; call :meth:`fits` right before, and only if it is true.
 
         Args:
-            grad_scale: One-element tensor that gradients are divided by, or None.
-            clip: By device, one-element tensors that gradients are multiplied by after that.
-            found_inf: One-element tensor; if it is not 0, nothing changes. Kernels see for
-                themselves, without the host waiting for it; for operators the host has to.
+            grad_scale: One-element tensor that divides the gradients, or None.
+            clip: One-element tensor per device that multiplies them after that.
+            found_inf: One-element tensor, or None; if it is not 0, nothing changes. The kernels
+                read it on the device; only the torch operators make the host wait for it.
         """
         grads = [self._read_grad(m.owner) for m in self._by_operators]
         self._regroup(grads)
@@ -167,14 +168,14 @@ class StepPlan:
                 step_by_operators(member, grad, scalars, grad_scale, clip.get(grad.device))
         self._amaxes.finish(launches, skipped)
         self._publish()
-        # Autograd, and whoever else has a note of these tensors, does not see what kernels write.
+        # Kernel writes do not raise versions, which autograd and other observers rely on.
         self._watch.note_own_write(self._present)
         self._bounded_versions = list(map(version, self._bounded))
         if found_inf is not None:
             self._counter.may_have_skipped(found_inf)
 
     def _regroup(self, grads_for_operators: list[Tensor | None]) -> None:
-        """Take note of which members take part, unless they are those of the last step."""
+        """Update everything that depends on which members take part, if that has changed."""
         present: list[bool] = []
         for group in self._groups:
             present += group.present or [True] * len(group.members)
@@ -191,7 +192,10 @@ class StepPlan:
 
 
 def _ratio(member: ParamState) -> float:
-    """What bounds the moments of a member so far; exact where other ranks rely on it."""
+    """The bound on a member's moments; measured if other ranks rely on it, which syncs the device.
+
+    See ``update_bound``. Inf if it has to be certain but the moments are stored rounded.
+    """
     step = member.state["step"].item()
     if step == 0 or member.shard is None or member.quantized_after_step:
         return ratio_after(step, adam_scalars(member.group, 1))

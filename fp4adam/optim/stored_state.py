@@ -1,7 +1,6 @@
-"""States of one parameter as they are stored: whole ones for checkpoints, pieces of them for steps.
+"""The stored states of one parameter: converted whole for checkpoints, updated in pieces by a step.
 
-What a codec makes of numbers is flat, in the order of memory; a state has the shape of its
-parameter.
+A codec works on flat tensors in memory order; a state has the shape of its parameter.
 """
 
 import math
@@ -22,18 +21,19 @@ from fp4adam.optim.state_codec import (
     dither_bits,
 )
 
-# Elements of which a step has FP32 copies at a time: per thread of a CPU, and on another device.
+# Elements that a step widens to FP32 at a time: per CPU thread, and on any other device.
 _CPU_PIECE = 2**16
 _DEVICE_PIECE = 2**24
 
 
 class StoredState(NamedTuple):
-    """A state of a parameter.
+    """One state of a parameter, in the form in which it is stored.
 
     Attributes:
-        codec: How it is stored.
-        codes: In the shape of the parameter, dense.
-        scales: uint8 [ceil(n / 32)], in the order of memory, or None.
+        codec: The storage format.
+        codes: Dense tensor in the shape of the parameter, of the codec's dtype.
+        scales: uint8 [ceil(n / 32)] in memory order; for remainders, int16 in the shape of the
+            parameter; otherwise None.
     """
 
     codec: StateCodec
@@ -42,29 +42,32 @@ class StoredState(NamedTuple):
 
     @classmethod
     def of(cls, state: dict[str, Any], name: str, codec: StateCodec) -> "StoredState":
-        """The state ``name`` of a parameter's state in the optimizer.
+        """The entry ``name`` of a parameter's optimizer state.
 
-        A loaded master is there in FP32, without scales, until the next step takes it over.
+        A master that was just loaded is FP32 without scales until the next step encodes it.
         """
         scales = state.get(f"{name}_scale")
         return cls(PLAIN if codec.scaled and scales is None else codec, state[name], scales)
 
     @classmethod
     def of_saved(cls, saved: dict[str, Any], name: str) -> "StoredState":
-        """The state ``name`` of a checkpoint, of codes and scales or of plain numbers."""
+        """The entry ``name`` of a saved state: codes with scales, or plain numbers."""
         scales = saved.get(f"{name}_scale")
         codec = PLAIN if scales is None else codec_of_codes(name, saved[name].dtype)
         return cls(codec, saved[name], scales)
 
     def put_into(self, state: dict[str, Any], name: str) -> None:
-        """Make it the state ``name``."""
+        """Store codes and scales in ``state`` under ``name`` and ``name_scale``."""
         state[name] = self.codes
         state.pop(f"{name}_scale", None)
         if self.scales is not None:
             state[f"{name}_scale"] = self.scales
 
     def decode(self) -> Tensor:
-        """The numbers, float32 in the layout of the codes; no copy of what is stored exactly."""
+        """The values as float32, in the layout of the codes.
+
+        An exact codec returns its codes as they are, in their own dtype and without a copy.
+        """
         if self.codec.exact:
             return self.codes
         order = memory_order(self.codes)
@@ -74,7 +77,7 @@ class StoredState(NamedTuple):
 
     @classmethod
     def encode(cls, codec: StateCodec, x: Tensor) -> "StoredState":
-        """Store float32 numbers, dense, each as the nearest code."""
+        """Encode a dense float32 tensor, rounding each value to the nearest code."""
         if codec.exact:
             return cls(codec, x, None)
         order = memory_order(x)
@@ -84,7 +87,7 @@ class StoredState(NamedTuple):
 
 
 def restored(saved: StoredState, codec: StateCodec, param: Tensor) -> StoredState:
-    """A saved state of ``param`` as ``codec`` stores it, in memory of its own."""
+    """A copy of a saved state of ``param``, converted to ``codec``."""
     codes, scales = codec.zeros_like(param)
     if saved.codec.name == codec.name and saved.codes.stride() == codes.stride():
         codes.copy_(saved.codes)
@@ -95,7 +98,7 @@ def restored(saved: StoredState, codec: StateCodec, param: Tensor) -> StoredStat
 
 
 def state_like(param: Tensor) -> Tensor:
-    """Plain zeros in the layout of ``param``: float32, or float64 for a float64 parameter."""
+    """Zeros in the layout of ``param``: float32, or float64 for a float64 parameter."""
     dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
     return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
@@ -116,9 +119,10 @@ def adam_stored_(
     clip: Tensor | None = None,
     first_element: int = 0,
 ) -> None:
-    """:func:`fp4adam.optim.adam.adam_` on stored states, which exist in FP32 a piece at a time.
+    """:func:`fp4adam.optim.adam.adam_` on stored states, which it decodes to FP32 piece by piece.
 
-    ``first_element``: Index of the first one in what this is a shard of, for the dither.
+    ``first_element``: Index of the first element within the whole parameter; seeds the dither, so
+    that shards round as the whole would.
     """
     stored = (value, exp_avg, exp_avg_sq)
     options = (scalars, adam_w_mode, grad_scale, clip)
@@ -126,7 +130,7 @@ def adam_stored_(
         codes = (s.codes for s in stored[1:])
         return adam_(value.codes, grad, *codes, max_exp_avg_sq, *options)
     order = memory_order(exp_avg.codes)
-    # A remainder is cut like the numbers, and not like scales.
+    # A remainder has one entry per element, so it is cut like the codes and not like scales.
     remainder = value.scales if value.codec is REMAINDER else None
     tensors = [
         None if t is None else t.permute(order)
@@ -157,10 +161,10 @@ def adam_stored_(
 
 
 def _pieces(tensors: list[Tensor | None]) -> Iterator[tuple[Tensor | None, ...]]:
-    """Cut tensors of one shape alike into views of whole blocks; None stays None."""
+    """Cut tensors of one shape into matching views of whole blocks; None stays None."""
     given = [t for t in tensors if t is not None]
     if not given[0].numel():
-        return  # where a rank has no rows
+        return  # this rank has no rows
     if all(t.is_contiguous() for t in given):
         tensors = [None if t is None else t.view(-1) for t in tensors]
     first = next(t for t in tensors if t is not None)

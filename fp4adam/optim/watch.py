@@ -1,4 +1,4 @@
-"""The tensors behind the parameters of a step, read from parameters and states at every step."""
+"""Detects foreign changes to the tensors of a step, by reading them again at every step."""
 
 import weakref
 from collections import defaultdict
@@ -27,12 +27,12 @@ _storage = attrgetter("_shared.tensors")
 _local_storage = attrgetter("_local_tensor._shared.tensors")
 _versioned = attrgetter("versioned")
 _is_current = methodcaller("is_current")
-# The slot itself, which map() calls without a Python frame.
+# The C slot itself, so that map() calls it without a Python frame.
 _deref = weakref.ref.__call__
 
 
 class Watch:
-    """Whether parameters and states are where they were, and whether others have written to them.
+    """Tells whether parameters or states have moved, or been written by other code.
 
     Args:
         members: The parameters of a plan.
@@ -41,7 +41,7 @@ class Watch:
     def __init__(self, members: Sequence[ParamState]) -> None:
         self._members = members
         self._borrowed = [m.borrowed for m in members if m.borrowed is not None]
-        # Which list a parameter is in decides how its tensors are read.
+        # One list per way of reading a parameter's tensors.
         own = [m.owner for m in members if m.borrowed is None]
         self._quantized, self._quantized_shards, self._plain, self._sharded = (
             [p for p in own if isinstance(local(p), QuantizedTensor) == q and (local(p) is p) == w]
@@ -60,7 +60,7 @@ class Watch:
         self._have_known_layouts = are_laid_out_as([*self._params, *self._values])
         self._addresses = self._read_addresses()
         self._blocks = list(map(storage_address, self._params))
-        # So that no other storage gets the address of one that is gone.
+        # Keeps the addresses of freed storages from being reused.
         self._alive = [StorageWeakRef(param.untyped_storage()) for param in self._params]
         self._storages = [weakref.ref(storage) for storage in self._now]
         self._counts = [len(storage.versioned) for storage in self._now]
@@ -73,7 +73,7 @@ class Watch:
         self._now = list(map(_storage, self._quantized))
         self._now += map(_local_storage, self._quantized_shards)
         self._counters = list(chain.from_iterable(map(_versioned, self._now)))
-        # Inner tensors that count for themselves can be given other memory behind our back.
+        # Inner tensors with versions of their own may get new memory without a new version.
         self._loose = self._counters if self._has_loose else []
         self._values: list[Tensor] = []
         for is_sharded, getter, states in self._states:
@@ -81,7 +81,7 @@ class Watch:
             self._values += map(local, values) if is_sharded else values
 
     def _let_go(self) -> None:
-        """Drop what has been read: nobody else may hold it any more when it is next asked for."""
+        """Drop the tensors that were read, so that the watch keeps no memory alive."""
         self._params, self._now, self._values = [], [], []
         self._counters = self._loose = []
 
@@ -92,7 +92,7 @@ class Watch:
         return list(map(version, chain(self._params, self._sharded, self._counters)))
 
     def is_unchanged(self) -> bool:
-        """Read everything again; True if it is as the last own write has left it."""
+        """Read everything again; True if it is as the optimizer's last write left it."""
         try:
             self._read()
             if (
@@ -100,24 +100,24 @@ class Watch:
                 and self._read_versions() == self._versions
                 and self._read_addresses() == self._addresses
                 and list(map(storage_address, self._params)) == self._blocks
-                # Inner tensors have the layouts of their format, unless someone exchanges them,
-                # which makes another storage of them.
+                # Inner tensors need no check: their format fixes their layouts, and exchanging one
+                # replaces the storage.
                 and self._have_known_layouts(*self._params, *self._values)
                 and all(map(_is_current, self._borrowed))
             ):
                 return True
         except (KeyError, AttributeError, RuntimeError, TypeError):
-            pass  # a state is gone, a parameter is of another kind, or something has no address
+            pass  # a state is gone, a parameter changed its class, or a tensor has no address
         self._let_go()
         return False
 
     def note_own_write(self, present: list[bool]) -> None:
-        """Raise the versions of what kernels have written, and take them for the optimizer's own.
+        """Raise the versions of what the kernels wrote, and record them as the optimizer's own.
 
-        Follows :meth:`is_unchanged`, whose reading it goes on from.
+        Call it after :meth:`is_unchanged`, whose tensors it uses.
 
         Args:
-            present: Which members have been stepped; a new list if they are others.
+            present: Which members were stepped. Pass the same list object while this is unchanged.
         """
         if present is not self._present:
             self._present = present
@@ -142,7 +142,7 @@ class Watch:
         self._let_go()
 
     def notes(self) -> dict[Tensor, WriteNote]:
-        """For each parameter how the last own write has left it."""
+        """The memory and versions of each parameter, as the optimizer's last write left them."""
         n, versions = len(self._blocks), self._versions
         notes = {}
         for i, owner in enumerate((*self._plain, *self._sharded)):

@@ -1,10 +1,10 @@
-"""Which implementation serves a tensor: Triton kernels on a GPU, torch operators elsewhere."""
+"""Chooses the implementation for a tensor: Triton kernels on a GPU, torch operators elsewhere."""
 
 import torch
 from torch import Tensor
 
-# Elements per thread that a CPU works on at a time: the few float32 tensors that an operator reads
-# and writes stay in a core's cache, and the work takes longer than starting it.
+# Elements per thread in a CPU chunk: few enough that the float32 tensors of an operator stay in a
+# core's cache, many enough to outweigh the cost of starting the operator.
 PER_THREAD = 2**17
 
 
@@ -14,10 +14,10 @@ def uses_kernels(device: torch.device) -> bool:
 
 
 def runs_eagerly(tensor: Tensor) -> bool:
-    """Whether nothing traces operations: then a function can replace a custom operator."""
+    """Whether no tracer is active, so that a plain function can replace a custom operator."""
     return type(tensor) is Tensor and not torch.compiler.is_compiling()
 
 
 def cpu_chunk_numel() -> int:
-    """Number of elements that a CPU works on at a time, so that intermediates stay in its cache."""
+    """Number of elements in a CPU chunk, small enough that intermediates stay in cache."""
     return PER_THREAD * torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Matrices in blocks: sizes rounded up to blocks, and views and strips of whole blocks."""
+"""Block arithmetic: sizes rounded up to blocks, and views and strips of whole blocks."""
 
 import math
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def flat_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Shape of the matrix that a weight is quantized as: [product of leading dimensions, last]."""
+    """The matrix shape that a weight is quantized as: [product of leading dimensions, last]."""
     return math.prod(shape[:-1]), shape[-1]
 
 
@@ -28,7 +28,7 @@ def strips(x: Tensor, block: int) -> Iterator[tuple[slice, Tensor]]:
 
 
 def blocks_of(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """View [rows, cols] as [block row, row, block column, column], edges filled with zeros."""
+    """View [rows, cols] as [block row, row, block column, column]; edges are padded with zeros."""
     rows, cols = (round_up(n, size) for n, size in zip(x.shape, block, strict=True))
     if x.shape != (rows, cols):
         x = torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0]))
@@ -36,5 +36,5 @@ def blocks_of(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def in_blocks(span: slice, block: int) -> slice:
-    """The blocks that cover the rows ``span``, which starts at the edge of a block."""
+    """The slice of blocks that covers the rows ``span``, which starts at a block boundary."""
     return slice(span.start // block, -(-span.stop // block))

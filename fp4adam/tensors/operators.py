@@ -1,6 +1,6 @@
-"""The operators that keep a quantized tensor quantized, each with who needs it.
+"""The operators that keep a quantized tensor quantized, each with its callers.
 
-All others see the dequantized values; those that would write to them are refused.
+All other operators see the dequantized values; in-place ones are refused.
 """
 
 import math
@@ -34,7 +34,7 @@ def _clone(
     return tensor._map_storage(torch.clone)
 
 
-# Module.to, .cuda, .cpu, .bfloat16: bytes move, the nominal dtype changes, nothing is rounded.
+# Module.to, .cuda, .cpu, .bfloat16: the bytes move, the nominal dtype changes, nothing is rounded.
 @implements_operator(aten._to_copy.default)
 def _to_copy(
     func: Callable,
@@ -80,7 +80,7 @@ def _empty_like(
     return empty
 
 
-# FSDP2 splits a parameter and allocates each shard; resharding of checkpoints takes slices.
+# FSDP2 splits a parameter and allocates each shard; resharding of checkpoints slices.
 @implements_operator(aten.split.Tensor)
 def _split(func: Callable, tensor: QuantizedTensor, size: int, dim: int = 0) -> Any:
     if dim % tensor.dim() or not tensor.quantizer.rows_per_entry:
@@ -107,7 +107,7 @@ def _slice(
 
 
 def _rows(tensor: QuantizedTensor, start: int, end: int) -> QuantizedTensor:
-    """A window on a range of the first dimension."""
+    """A window on the indices ``start`` to ``end`` of the first dimension."""
     shape = (end - start, *tensor.shape[1:])
     return tensor._alias(shape, start * math.prod(tensor.shape[1:-1]))
 
@@ -115,7 +115,7 @@ def _rows(tensor: QuantizedTensor, start: int, end: int) -> QuantizedTensor:
 @implements_function(torch.Tensor.new_empty)
 def _new_empty(tensor: Tensor, size: Any, *args: Any, **kwargs: Any) -> Tensor:
     if isinstance(tensor, QuantizedTensor) and size == [] and kwargs == {"device": "cpu"}:
-        # Asynchronous checkpoints set the result to a copied storage and copied attributes.
+        # Asynchronous checkpoints then give the result a copied storage and copied attributes.
         tensor.flush()
         shape, dtype = tuple(tensor.shape), tensor.dtype
         return torch.Tensor._make_wrapper_subclass(type(tensor), shape, dtype=dtype, device="cpu")
@@ -138,9 +138,10 @@ def _new_zeros(
 
 
 def _is_piece(size: tuple[int, ...], tensor: QuantizedTensor) -> bool:
-    """Whether ``size`` is the shape of the tensor, or of its whole, cut in one dimension.
+    """Whether ``size`` is the shape of the tensor, or of its whole tensor, cut in one dimension.
 
-    FSDP2 allocates shards by such a call, without a dtype. Plain zeros of that size need a dtype.
+    FSDP2 allocates shards with such a call, without a dtype. To get plain zeros of that size, pass
+    a dtype.
     """
     spec = tensor._shared.global_spec
     shape = tuple(tensor.shape) if spec is None else spec.shape
@@ -150,7 +151,7 @@ def _is_piece(size: tuple[int, ...], tensor: QuantizedTensor) -> bool:
     return sum(differs) <= 1 and all(map(int.__le__, size, shape))
 
 
-# FSDP2 keeps a shard flat, and gives a gathered tensor its size and strides.
+# FSDP2 keeps shards flat, and applies size and strides to gathered tensors.
 @implements_operator(aten.view.default)
 def _view(func: Callable, tensor: QuantizedTensor, shape: tuple[int, ...]) -> Tensor:
     if tensor._shared.global_spec is None:
@@ -159,7 +160,7 @@ def _view(func: Callable, tensor: QuantizedTensor, shape: tuple[int, ...]) -> Te
         return tensor._alias()
     if tuple(shape) not in ((-1,), (tensor.numel(),)):
         return func(tensor._read(), shape)
-    # FSDP2 calls it on every rank also after a checkpoint has been loaded.
+    # FSDP2 makes this call on every rank, also after loading a checkpoint.
     tensor._shared.unsettled = True
     return tensor._alias((tensor.numel(),))
 
@@ -187,7 +188,7 @@ def _record_stream(func: Callable, tensor: QuantizedTensor, stream: torch.Stream
         func(inner, stream)
 
 
-# Optimizer state and gradients have the parameter's shape, and are plain tensors.
+# Optimizer states and gradients are plain tensors in the shape of the parameter.
 @implements_operator(
     aten.zeros_like.default,
     aten.ones_like.default,
@@ -223,9 +224,9 @@ def _copy_(func: Callable, out: Tensor, source: Tensor, non_blocking: bool = Fal
 
 
 def _reads_as(tensor: QuantizedTensor, value: Tensor) -> bool:
-    """Whether a tensor has exactly these values, as when its own values are loaded again.
+    """Whether a tensor decodes to exactly these values, as when its own values are loaded again.
 
-    Quantizing them once more could give other scales.
+    Then the bytes are kept, because quantizing the values again could change the scales.
     """
     shared = tensor._shared
     # Reading would quantize pending rows too early.
@@ -242,12 +243,12 @@ def _foreach_copy_(
 ) -> None:
     for out, source in zip(outs, sources, strict=True):
         out.copy_(source, non_blocking)
-    # Autograd, which would raise it, is above this.
+    # Raised here, because autograd, which would raise the version, runs above this level.
     plain = [out for out in outs if not isinstance(out, QuantizedTensor)]
     torch.autograd.graph.increment_version(plain)
 
 
-# torch.nn.init on a quantized parameter: a full overwrite, rounded once.
+# torch.nn.init on a quantized parameter: overwrites all values and rounds once.
 @implements_operator(
     aten.zero_.default,
     aten.fill_.Scalar,
@@ -261,7 +262,7 @@ def _overwrite(func: Callable, out: QuantizedTensor, *args: Any, **kwargs: Any) 
     return _copy_(aten.copy_.default, out, values)
 
 
-# torch.load and data loaders ask; FSDP2 CPU offload pins.
+# torch.load and data loaders query it; FSDP2's CPU offload pins memory.
 @implements_operator(aten.is_pinned.default)
 def _is_pinned(func: Callable, tensor: QuantizedTensor, device: torch.device | None = None) -> bool:
     return all(inner.is_pinned() for inner in tensor._shared.tensors.existing().values())

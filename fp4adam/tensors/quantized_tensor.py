@@ -25,7 +25,7 @@ _OPERATORS: dict[Callable, Callable] = {}
 
 
 def _inner(name: str) -> property:
-    """An inner tensor as an attribute; to assign another one exchanges it for all aliases."""
+    """An inner tensor as an attribute; assignment exchanges it for all aliases."""
 
     def get(tensor: "QuantizedTensor") -> Tensor | None:
         return getattr(tensor._shared.tensors, name)
@@ -45,20 +45,20 @@ class _NoStorage(torch.UntypedStorage):
 
 
 class QuantizedTensor(torch.Tensor):
-    """A tensor whose values live as 4- or 8-bit codes with block scales.
+    """A tensor whose values are stored as 4- or 8-bit codes with block scales.
 
-    To autograd and to modules it looks like a dense tensor of its nominal ``dtype``: gradients are
-    plain tensors, and operators that do not know the format see the dequantized values. Build one
+    To autograd and modules it looks like a dense tensor of its nominal ``dtype``: gradients are
+    plain tensors, and operators that do not know the format see the dequantized values. Create one
     with ``quantizer.quantize(x)``; write to it with :meth:`quantize_`, ``copy_`` or another full
-    overwrite such as ``normal_``. Results of ``split``, ``narrow`` and slices along the first
+    overwrite such as ``normal_``. Results of ``split``, ``narrow`` and slicing along the first
     dimension stay quantized and share memory with it, if the quantizer's ``rows_per_entry`` is not
-    empty. All other views are copies: writing to one changes nothing.
+    empty. All other views are dequantized copies: writing to one does not change the tensor.
 
     Attributes:
         quantizer: The :class:`Quantizer` that made it.
     """
 
-    # One for all tensors, since torch tells storages apart by identity.
+    # One object for all tensors, since torch tells storages apart by identity.
     _no_storage = _NoStorage(0)
     _rowwise_data = _inner("rowwise_data")
     _rowwise_scale_inv = _inner("rowwise_scale_inv")
@@ -94,24 +94,24 @@ class QuantizedTensor(torch.Tensor):
         self.quantizer = quantizer
         is_shared = isinstance(storage, SharedStorage)
         self._shared = storage if is_shared else SharedStorage(storage)
-        # Index of the first row, counted from the first row of values in the storage.
+        # Index of the first row, relative to the storage's first row of values.
         self._start = 0
 
     def storage_tensors(self) -> dict[str, Tensor]:
-        """The existing inner tensors by the names of their attributes."""
+        """The inner tensors that exist, by attribute name."""
         existing = self.flush()._shared.tensors.existing()
         return {f"_{name}": inner for name, inner in existing.items()}
 
     @property
     def rowwise_data(self) -> Tensor | None:
-        """uint8 codes with blocks along the last dimension, or None without rowwise usage."""
+        """Codes with blocks along the last dimension, uint8; None without rowwise usage."""
         return self.flush()._rowwise_data
 
     @property
     def columnwise_data(self) -> Tensor | None:
-        """uint8 codes with blocks along the first dimension, or None without columnwise usage.
+        """Codes with blocks along the first dimension, uint8; None without columnwise usage.
 
-        A tensor that FSDP2 has gathered derives them from the rowwise ones on access.
+        A tensor gathered by FSDP2 derives them from the rowwise codes on access.
         """
         tensors, quantizer = self.flush()._shared.tensors, self.quantizer
         if tensors.columnwise_data is None and quantizer.columnwise:
@@ -120,31 +120,31 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def rowwise_scale_inv(self) -> Tensor | None:
-        """Decode scales of ``rowwise_data`` in Transformer Engine's layout, padding zero.
+        """Decode scales of ``rowwise_data`` in Transformer Engine's layout; padding is 0.
 
-        Scales of square NVFP4 blocks are repeated on their 16 rows.
+        The scale of a square NVFP4 block is repeated for each of its 16 rows.
         """
         return self.quantizer.scale_inv(self.flush()._shared.tensors, "rowwise")
 
     @property
     def columnwise_scale_inv(self) -> Tensor | None:
-        """Decode scales of ``columnwise_data`` in Transformer Engine's layout, padding zero."""
+        """Decode scales of ``columnwise_data`` in Transformer Engine's layout; padding is 0."""
         return self.quantizer.scale_inv(self.flush()._shared.tensors, "columnwise")
 
     @property
     def rowwise_gemm_scale_inv(self) -> Tensor | None:
-        """Scales of ``rowwise_data`` as the block-scaled GEMM reads them.
+        """Scales of ``rowwise_data`` in the layout that the block-scaled GEMM reads.
 
-        NVFP4 and MXFP8: uint8 [rows to 128, blocks per row to 4], whose memory is in tiles of 128x4
-        (cuBLAS; ``SWIZZLE_32_4_4`` in torch), padding zero. With ``optimize_for_gemm`` they are
-        stored, and their address stays; otherwise this is a new tensor, which takes a launch.
-        Float8Block: ``rowwise_scale_inv``.
+        NVFP4 and MXFP8: uint8 [rows padded to 128, blocks per row padded to 4], swizzled in tiles
+        of 128x4 (cuBLAS; ``SWIZZLE_32_4_4`` in torch); padding is 0. With ``optimize_for_gemm``
+        they are stored at a fixed address; otherwise each access launches a kernel and returns a
+        new tensor. Float8Block: ``rowwise_scale_inv``.
         """
         return self._gemm_scale_inv("rowwise")
 
     @property
     def columnwise_gemm_scale_inv(self) -> Tensor | None:
-        """The same for the transposed matrix and its blocks: [cols to 128, blocks to 4]."""
+        """The same for the transposed matrix: [cols padded to 128, blocks padded to 4]."""
         return self._gemm_scale_inv("columnwise")
 
     def _gemm_scale_inv(self, usage: str) -> Tensor | None:
@@ -158,19 +158,23 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def nbytes_stored(self) -> int:
-        """Number of bytes of all inner tensors."""
+        """Total size of all inner tensors in bytes."""
         return sum(t.numel() * t.element_size() for t in self.storage_tensors().values())
 
     def quantize_(self, x: Tensor) -> "QuantizedTensor":
         """Overwrite the values with ``x``; storage addresses stay.
 
         Args:
-            x: float32, bfloat16 or float16 tensor of the same shape, any device. A quantized one of
-                the same format is copied byte for byte.
+            x: float32, bfloat16 or float16 tensor of the same shape, on any device. A quantized
+                tensor of the same format is copied byte for byte.
+
+        Returns:
+            This tensor.
 
         Raises:
             ValueError: If the shape differs.
             TypeError: If the dtype is not one of the three, or ``x`` is not a dense tensor.
+            RuntimeError: If FSDP2 has gathered this tensor.
         """
         check_tensor(x)
         if x.shape != self.shape:
@@ -185,7 +189,7 @@ class QuantizedTensor(torch.Tensor):
     def _write(self, x: Tensor, non_blocking: bool = False, amax: Tensor | None = None) -> None:
         shared = self._shared
         if shared.is_gathered:
-            # It shares its amax with the shard.
+            # Its amax is the shard's own tensor, so a write would corrupt the shard.
             raise RuntimeError(
                 f"a weight must be sharded to be written to, got a {type(self).__name__} of shape "
                 f"{tuple(self.shape)} that FSDP2 has gathered, which would lose the values; call "
@@ -193,7 +197,7 @@ class QuantizedTensor(torch.Tensor):
             )
         plain, is_new = not isinstance(x, QuantizedTensor), shared.first_row is None
         if not plain and x._shared is shared and x._start == self._start:
-            return  # what state_dict() handed out is loaded again
+            return  # loading an alias of itself, such as a tensor from state_dict()
         with torch.no_grad():
             value = x.detach() if plain else x.pending_value()
             copied = not plain and rows.copy_bytes(self, x, non_blocking)
@@ -201,13 +205,17 @@ class QuantizedTensor(torch.Tensor):
                 source = (x._read() if value is None else value).to(self.device)
                 rows.write(self, source, amax)
             if not is_new:
-                # A value loaded before the first step is what the master weights start from.
+                # Master weights start from a value that is loaded before the first step.
                 rows.replace_init_val(self, value, x if copied else None)
         shared.mark_written()
         torch.autograd.graph.increment_version(self)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values as a plain float32, bfloat16 or float16 tensor; differentiable."""
+        """The values as a plain float32, bfloat16 or float16 tensor; differentiable.
+
+        Raises:
+            TypeError: If ``dtype`` is not one of the three.
+        """
         check_dtype("dtype", dtype)
         return Dequantize.apply(self, dtype)
 
@@ -218,10 +226,10 @@ class QuantizedTensor(torch.Tensor):
         return rows.read(self, direct, after).view(self.shape).to(dtype)
 
     def flush(self) -> "QuantizedTensor":
-        """Quantize pending rows, which were written one after the other; returns the tensor.
+        """Quantize pending rows, which were written slice by slice; returns this tensor.
 
-        Rows of a shard whose scales depend on other ranks stay pending until the next all-gather or
-        step of the optimizer, which all ranks take part in.
+        If scales depend on other ranks, the rows of a shard stay pending until the next all-gather
+        or optimizer step, in which all ranks take part.
         """
         if self._shared.pending is not None:
             rows.flush(self)
@@ -233,11 +241,11 @@ class QuantizedTensor(torch.Tensor):
 
     @_high_precision_init_val.setter
     def _high_precision_init_val(self, value: Tensor | None) -> None:
-        # A value on the meta device asks to keep the value that is written next.
+        # A value on the meta device means: keep the next value that is written.
         is_meta = value is not None and value.is_meta
         if not rows.is_all(self):
             if value is None or is_meta:
-                return  # the other rows keep theirs
+                return  # the value belongs to the other rows too
             raise ValueError(
                 "a value before quantization must be one of the whole tensor, got one of rows of "
                 f"shape {tuple(self.shape)}; set that of the tensor that they were cut off from"
@@ -246,32 +254,32 @@ class QuantizedTensor(torch.Tensor):
         self._shared.keeps_init_val = is_meta
 
     def get_high_precision_init_val(self) -> Tensor | None:
-        """The value before quantization, or None if it was not kept or has been used already."""
+        """The high-precision initial value; None if it was not kept or has been freed."""
         value = self.flush()._shared.init_val
         if value is None or value.shape == self.shape:
             return value
         return rows.rows_of(self, value).view(self.shape)
 
     def pending_value(self) -> Tensor | None:
-        """The value that was written but has to wait for other ranks to be quantized, or None."""
+        """The written value that cannot be quantized without the other ranks, or None."""
         shared = self._shared
         if shared.pending is None or not shared.rows_share_scales:
             return None
         return rows.rows_of(self, shared.pending).view(self.shape)
 
     def clear_high_precision_init_val(self) -> None:
-        """Free the value before quantization.
+        """Free the high-precision initial value.
 
-        A slice frees nothing, for the sake of the other rows.
+        A slice frees nothing, because other rows may need it.
         """
         self._high_precision_init_val = None
 
     def data_ptr(self) -> int:
-        """Address of the codes; the wrapper has no memory, so torch would report 0."""
+        """Address of the codes; the wrapper itself has no memory, so torch would report 0."""
         data = self._rowwise_data if self._rowwise_data is not None else self._columnwise_data
         return data.data_ptr()
 
-    # The next three would otherwise work on the wrapper's own memory, which does not exist.
+    # torch's implementations of these would use the wrapper's own memory, which does not exist.
     def is_shared(self) -> bool:
         """Whether the inner tensors are in shared memory."""
         return all(inner.is_shared() for inner in self.storage_tensors().values())
@@ -283,7 +291,7 @@ class QuantizedTensor(torch.Tensor):
         return self
 
     # Asynchronous checkpoints copy the storage of a tensor with an address, then its attributes.
-    # These, with the inner tensors among them, are all there is to copy.
+    # The attributes include the inner tensors, so an empty storage is enough.
     def untyped_storage(self) -> torch.UntypedStorage:
         """An empty storage; the inner tensors have their own."""
         return self._no_storage
@@ -302,9 +310,10 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def data(self) -> "QuantizedTensor":
-        """The tensor without autograd, sharing storage.
+        """The detached tensor on the same storage.
 
-        Assigning a tensor of the same format swaps the storage; any other is quantized in place.
+        Assigning a tensor of the same format swaps the storage; any other tensor is quantized in
+        place.
         """
         return self.detach()
 
@@ -326,7 +335,7 @@ class QuantizedTensor(torch.Tensor):
         raise _refusal("item assignment", self)
 
     def _alias(self, shape: tuple[int, ...] | None = None, start: int = 0) -> "QuantizedTensor":
-        """A tensor on the same storage; ``start``: its first row relative to this tensor's."""
+        """A tensor on the same storage; ``start`` is its first row relative to this tensor's."""
         shape = tuple(self.shape) if shape is None else shape
         with torch.inference_mode(False):  # an inference tensor could not be versioned
             alias = type(self)(shape, self.dtype, self.quantizer, self._shared)
@@ -336,7 +345,7 @@ class QuantizedTensor(torch.Tensor):
     def _map_storage(
         self, fn: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
     ) -> "QuantizedTensor":
-        """A tensor with a new storage: ``fn`` of the blocks that it has rows of."""
+        """A tensor on a new storage: ``fn`` applied to the blocks that hold its rows."""
         source = rows.own_blocks(self.flush())
         shared = source._shared
         new = dataclasses.replace(
@@ -361,7 +370,7 @@ class QuantizedTensor(torch.Tensor):
         return twin
 
     def has_bytes_of(self, other: "QuantizedTensor") -> bool:
-        """Whether all inner tensors have the same bits as those of a tensor of the same format."""
+        """Whether all inner tensors are bitwise equal to those of ``other``, of the same format."""
         pairs = zip(
             self.flush()._shared.tensors.present, other.flush()._shared.tensors.present, strict=True
         )
@@ -370,13 +379,13 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def _first_row(self) -> int:
-        """Index of its first row in the matrix that the inner tensors hold."""
+        """Index of its first row in the stored matrix."""
         return (self._shared.first_row or 0) + self._start
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         usages = [u for u in ("rowwise", "columnwise") if getattr(self.quantizer, u)]
         stored, numel = self.nbytes_stored, self.numel()
-        # Symbols of torch.compile cannot be formatted as numbers.
+        # torch.compile's symbolic sizes cannot be formatted as numbers.
         bits = f"{8 * stored / max(numel, 1):.2f}" if type(stored) is type(numel) is int else "?"
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
@@ -384,9 +393,9 @@ class QuantizedTensor(torch.Tensor):
             f"{bits} bits per element, dtype={self.dtype}, device='{self.device}'{grad})"
         )
 
-    # torch.compile, FSDP2 and swap_tensors take a subclass apart with these two.
+    # torch.compile, FSDP2 and swap_tensors use these two to take a subclass apart.
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Quantizer, torch.dtype, Operands]]:
-        # torch.compile has to compare operands, too, which quantizers leave out of ==.
+        # torch.compile has to compare operands too; quantizers exclude them from ==.
         context = (self.quantizer, self.dtype, self.quantizer.operands)
         return list(self.storage_tensors()), context
 
@@ -403,14 +412,14 @@ class QuantizedTensor(torch.Tensor):
         return cls(outer_size, dtype, quantizer, tensors)
 
     def _stable_hash_for_caching(self) -> str:
-        """A part of the key of compiled graphs on disk: what tells graphs apart, no values."""
+        """The tensor's part of torch.compile's disk cache key: metadata, but no values."""
         names, context = self.__tensor_flatten__()
         inner = self._shared.tensors.existing().values()
         looks = [(x.shape, x.stride(), x.dtype, x.device) for x in inner]
         parts = type(self).__name__, self.shape, self.requires_grad, names, looks, context
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
-    # torch's implementations assume that a tensor with an address owns storage of its logical size.
+    # torch's implementation assumes that a tensor with an address owns storage of its logical size.
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedTensor":
         if id(self) in memo:
             return memo[id(self)]
@@ -435,7 +444,7 @@ class QuantizedTensor(torch.Tensor):
             stored = stored._map_storage(torch.clone)
         attributes = {**self.__dict__, **stored.__dict__}
         if isinstance(self, torch.nn.Parameter):
-            # Tensors of a state_dict(), which go into checkpoints, leave it out.
+            # Checkpoints leave it out: their tensors come from state_dict() and are no Parameters.
             attributes["_high_precision_init_val"] = self.get_high_precision_init_val()
         shape, grad = tuple(self.shape), self.requires_grad
         return _rebuild_quantized_tensor, (type(self), shape, self.dtype, grad, attributes)
@@ -460,7 +469,7 @@ class QuantizedTensor(torch.Tensor):
 
 
 def same_format(a: Tensor, b: Tensor) -> bool:
-    """Whether both are quantized tensors whose storages can be copied byte for byte."""
+    """Whether both are quantized tensors of the same format and shape, for copies byte by byte."""
     return type(a) is type(b) and a.quantizer == b.quantizer and a.shape == b.shape
 
 
@@ -481,9 +490,9 @@ def _rebuild_quantized_tensor(
 
 
 class Dequantize(torch.autograd.Function):
-    """Dequantization as a differentiable function; ``after`` as in ``Quantizer.read``."""
+    """Differentiable dequantization; for ``after`` see ``Quantizer.read``."""
 
-    # One function, because autograd inspects the signature at every call of two.
+    # A combined forward: with a separate setup_context, autograd inspects signatures at every call.
     @staticmethod
     def forward(
         ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype, after: Tensor | None = None
@@ -505,11 +514,11 @@ def _refusal(what: object, tensor: QuantizedTensor) -> NotImplementedError:
 
 
 def _refuse_in_place(func: Callable, args: tuple, kwargs: dict) -> None:
-    """Rounding a weight to 4 bits at every in-place operator would lose training silently."""
+    """Refuse in-place operators: rounding after each one would silently lose small updates."""
     name = func._schema.name
     for i, argument in enumerate(func._schema.arguments):
         writes = argument.alias_info is not None and argument.alias_info.is_write
-        # Schemas of collectives do not say that they write to their first argument.
+        # Schemas of collectives do not mark their first argument as written.
         writes |= i == 0 and name.startswith("c10d::") and name.endswith("_")
         if not writes:
             continue
@@ -520,7 +529,7 @@ def _refuse_in_place(func: Callable, args: tuple, kwargs: dict) -> None:
 
 
 def implements_function(function: Callable) -> Callable:
-    """Register the implementation of a torch function for arguments with a quantized tensor."""
+    """Register an implementation of a torch function for calls with a quantized tensor."""
 
     def register(fn: Callable) -> Callable:
         _FUNCTIONS[function] = fn
@@ -530,7 +539,7 @@ def implements_function(function: Callable) -> Callable:
 
 
 def implements_operator(*operators: Callable) -> Callable:
-    """Register the implementation of aten operators for arguments with a quantized tensor."""
+    """Register an implementation of aten operators for calls with a quantized tensor."""
 
     def register(fn: Callable) -> Callable:
         _OPERATORS.update(dict.fromkeys(operators, fn))

@@ -19,7 +19,13 @@ HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Operands(NamedTuple):
-    """Operands that a linear layer quantizes besides its weight; see :class:`fp4adam.Recipe`."""
+    """The operands that a linear layer quantizes besides its weight; see :class:`fp4adam.Recipe`.
+
+    Attributes:
+        activations: Whether activations are quantized.
+        gradients: Whether output gradients are quantized.
+        emulate: Whether matmuls multiply decoded operands in FP32 on every device.
+    """
 
     activations: bool = False
     gradients: bool = False
@@ -31,11 +37,11 @@ class Quantizer:
     """Quantizes tensors to one block-scaled format.
 
     Args:
-        rowwise: Keep codes with blocks along the last dimension (what the forward GEMM reads).
-        columnwise: Keep codes with blocks along the first dimension (what the backward GEMM reads).
-        optimize_for_gemm: Keep the scales of both in the order of the block-scaled GEMM as well.
-        operands: Operands that linear layers quantize besides such a weight. They change no byte
-            of the tensor, so quantizers that differ in them alone are equal.
+        rowwise: Keep codes with blocks along the last dimension (read by the forward GEMM).
+        columnwise: Keep codes with blocks along the first dimension (read by the backward GEMM).
+        optimize_for_gemm: Also keep the scales of both directions in the swizzled GEMM layout.
+        operands: Operands that linear layers quantize besides the weight. They do not affect the
+            bytes of the tensor, so quantizers that differ only in them are equal.
     """
 
     rowwise: bool = True
@@ -52,9 +58,9 @@ class Quantizer:
     code_bits: ClassVar[int]
     # Side of a square block, and length of a block within a row or column.
     block_rows: ClassVar[int]
-    # Whether the format also has a scale of the whole tensor.
+    # Whether the format also has a per-tensor scale.
     scales_tensor: ClassVar[bool] = False
-    # Whether GEMMs read scales in another order than ``rowwise_scale_inv``.
+    # Whether GEMMs read scales in a swizzled layout rather than as in ``rowwise_scale_inv``.
     swizzles_scales: ClassVar[bool] = True
     # Number of rows of ``rowwise_scale_inv`` per row of square blocks.
     rows_per_square: ClassVar[int] = 1
@@ -74,39 +80,39 @@ class Quantizer:
 
     @property
     def is_square(self) -> bool:
-        """Whether blocks are square: columnwise codes then are the transposed rowwise ones."""
+        """Whether blocks are square, so that columnwise codes are the transposed rowwise ones."""
         return False
 
     @property
     def block_shapes(self) -> dict[str, tuple[int, int]]:
-        """Shapes of blocks by the direction of their scales; square blocks count as rowwise."""
+        """Block shapes by the direction of their scales; square blocks count as rowwise."""
         shapes = {"rowwise": (1, self.block_rows), "columnwise": (self.block_rows, 1)}
         return {usage: shape for usage, shape in shapes.items() if getattr(self, usage)}
 
     @property
     def scale_options(self) -> dict[str, Any]:
-        """Options of computing scales from amaxes, for kernels that serve several formats."""
+        """Options for computing scales from amaxes, for kernels that serve several formats."""
         return {"force_pow_2_scales": False, "amax_epsilon": 0.0}
 
     @property
     def rows_per_entry(self) -> dict[str, int]:
-        """The inner tensors that rows can be cut off from, with the rows per entry of each.
+        """The inner tensors that can be cut along rows, with the matrix rows per entry of each.
 
-        All other inner tensors but the scale of the tensor can be derived from these. Empty if rows
-        cannot be cut off, because scales lie in another order.
+        All other inner tensors, except the tensor's amax, can be derived from these. Empty if the
+        tensor cannot be cut along rows, because of how its scales are laid out.
         """
         return {}
 
     def without_derived(self) -> "Quantizer":
-        """The quantizer of a tensor with the inner tensors of ``rows_per_entry`` alone."""
+        """The same quantizer without the inner tensors that can be derived."""
         return self.with_compact_scales()
 
     def with_compact_scales(self) -> "Quantizer":
-        """The quantizer of a tensor without scales in the order of the GEMM."""
+        """The same quantizer without swizzled scales."""
         return dataclasses.replace(self, optimize_for_gemm=False)
 
     def check_matrix(self, rows: int, cols: int) -> str | None:
-        """The rule of the format that a [rows, cols] matrix breaks, or None."""
+        """The rule of the format that a [rows, cols] matrix violates, or None."""
         return None
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
@@ -130,12 +136,12 @@ class Quantizer:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> "QuantizedTensor":
-        """Allocate a tensor of this format; it holds zeros.
+        """Allocate a tensor of this format, filled with zeros.
 
         Args:
             shape: Logical shape, at least 2 dimensions.
-            dtype: Nominal dtype, which autograd and other code see.
-            device: Where to allocate, the default device if None.
+            dtype: Nominal dtype, as seen by autograd and other code.
+            device: Device to allocate on; None is the default device.
 
         Raises:
             ValueError: If the format cannot hold the shape.
@@ -147,7 +153,7 @@ class Quantizer:
         return self.tensor_class(shape, dtype, self, self.zeros(*flat_shape(shape), device))
 
     def zeros(self, rows: int, cols: int, device: torch.device | str | None = None) -> Storage:
-        """The inner tensors of a [rows, cols] matrix."""
+        """New inner tensors for a [rows, cols] matrix, all zero."""
         layout = self.storage_layout(rows, cols)
         return Storage.of(
             {
@@ -159,79 +165,85 @@ class Quantizer:
     def quantize(self, x: Tensor) -> "QuantizedTensor":
         """Quantize ``x`` (float32, bfloat16 or float16, at least 2 dimensions) to a new tensor.
 
-        The result has the shape, device and, as its nominal dtype, the dtype of ``x``.
+        The result has the shape and device of ``x``; its nominal dtype is the dtype of ``x``.
+
+        Raises:
+            ValueError: If the format cannot hold the shape.
+            TypeError: If ``x`` is not a dense tensor, or not of these dtypes.
         """
         check_tensor(x)
         return self.make_empty(x.shape, dtype=x.dtype, device=x.device).quantize_(x)
 
     def scale_inv(self, tensors: Storage, usage: str) -> Tensor | None:
-        """Scales of a direction in Transformer Engine's layout; None without that direction."""
+        """The scales of one direction in Transformer Engine's layout; None if it is not kept."""
         return getattr(tensors, f"{usage}_scale_inv")
 
     def scale_extent(self, usage: str, rows: int, cols: int) -> tuple[int, int]:
-        """Shape of :meth:`scale_inv` without padding, for blocks that are not square."""
+        """The shape of :meth:`scale_inv` without padding, for blocks that are not square."""
         raise NotImplementedError
 
     def gemm_scale_rows(self, tensors: Storage, usage: str) -> tuple[Tensor, int]:
-        """Scales of a direction as rows of an operand, [rows / n, blocks], and n."""
+        """The scales of a direction as a GEMM operand, [rows / n, blocks per row], and n."""
         return getattr(tensors, f"{usage}_scale_inv"), 1
 
     def scales_of_blocks(
         self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """The stored scales of blocks, and the float32 factors from values to codes.
+        """The stored block scales, and the float32 factors that map values to codes.
 
         Args:
             amaxes: Amax of each block, float32.
-            tensor_amax: Amax of the tensor, float32 [1], if the format ``scales_tensor``.
-            dtype: The dtype that the values have been rounded to.
+            tensor_amax: Amax of the tensor, float32 [1], if ``scales_tensor`` is true.
+            dtype: The dtype that the values were rounded to.
         """
         raise NotImplementedError
 
     def codes(self, x: Tensor) -> Tensor:
-        """The codes of float32 values that have been multiplied by their factors, one per byte."""
+        """The codes of float32 values already multiplied by their factors; uint8, one per byte."""
         raise NotImplementedError
 
     def measure(self, x: Tensor, amax: Tensor) -> None:
         """Overwrite ``amax``, float32 [1], with the largest magnitude in the contiguous matrix.
 
-        Only for formats that ``scales_tensor``.
+        Only for formats with ``scales_tensor``.
         """
         raise NotImplementedError
 
     def write(self, x: Tensor, out: Storage) -> None:
-        """Quantize the contiguous matrix ``x`` into ``out``, without scales in the GEMM's order.
+        """Quantize the contiguous matrix ``x`` into ``out``; swizzled scales are not written.
 
-        A format that ``scales_tensor`` takes an ``amax`` (float32 [1]) instead of that of ``x``.
+        Formats with ``scales_tensor`` also take ``amax`` (float32 [1]), to use instead of the amax
+        of ``x``.
         """
         raise NotImplementedError
 
     def recode(self, x: Tensor, tensors: Storage) -> Tensor:
-        """The codes of the float32 matrix ``x`` with the scales of ``tensors``.
+        """The codes of the float32 matrix ``x`` under the scales of ``tensors``.
 
-        Only if ``rows_per_entry`` is not empty; in the direction that :meth:`read` reads.
+        Only if ``rows_per_entry`` is not empty. The direction is the one that :meth:`read` reads.
         """
         raise NotImplementedError
 
     @property
     def recodes_exactly(self) -> bool:
-        """Whether :meth:`recode` gives the codes of :meth:`write`, or may be off by one."""
+        """Whether :meth:`recode` gives the exact codes of :meth:`write`; else off by at most 1."""
         return True
 
     def read(self, tensors: Storage, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
         """Decode ``tensors`` to a plain [rows, cols] matrix of ``dtype``.
 
-        ``after`` is not read; it keeps torch.compile from decoding before it has been computed.
+        ``after`` is not read. It is a false dependency, which keeps torch.compile from decoding
+        before ``after`` has been computed.
         """
         stored = self.stored(tensors)
         decode, operator = self.decoders()
         return (decode if backend.runs_eagerly(stored[0]) else operator)(*stored, dtype, after)
 
     def read_into(self, tensors: Storage, out: Tensor) -> None:
-        """Decode ``tensors`` to ``out``, a contiguous [rows, cols] matrix.
+        """Decode ``tensors`` into ``out``, a contiguous [rows, cols] matrix.
 
-        Codes and scales of square or rowwise blocks may be [parts, ...], those of parts of the rows
-        one after the other, of which the last ones may have more than there are.
+        Codes and scales of square or rowwise blocks may be stacks [parts, ...] of consecutive parts
+        of the rows, such as gathered shards. Rows past the end of ``out`` are ignored.
         """
         # A format of one's own may decode in another way.
         if backend.uses_kernels(out.device) and type(self).read is Quantizer.read:
@@ -256,14 +268,14 @@ class Quantizer:
 
     @property
     def multiplies_codes(self) -> bool:
-        """Whether matmuls read the codes of a weight, and not its values."""
+        """Whether matmuls read a weight's codes rather than its decoded values."""
         operands = self.operands
         return operands.activations or operands.gradients or self.optimize_for_gemm
 
 
 @dataclasses.dataclass(frozen=True)
 class SquareBlockQuantizer(Quantizer):
-    """A format with square blocks as an option; both directions then share codes and scales.
+    """A format with optional square blocks, for which both directions share codes and scales.
 
     Args:
         two_dimensional: Whether blocks are square.
@@ -282,7 +294,7 @@ class SquareBlockQuantizer(Quantizer):
         return super().block_shapes
 
     def expand_grid(self, grid: Tensor) -> Tensor:
-        """Scales of square blocks, one each, in Transformer Engine's layout."""
+        """Expand a grid with one scale per square block to Transformer Engine's layout."""
         raise NotImplementedError
 
     def scale_inv(self, tensors: Storage, usage: str) -> Tensor | None:
@@ -318,7 +330,7 @@ def check_tensor(x: Tensor) -> None:
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raise TypeError unless quantized tensors convert from and to ``dtype``."""
+    """Raise TypeError unless quantized tensors can convert from and to ``dtype``."""
     if dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(
             f"{name} must be float32, bfloat16 or float16, got {dtype}; convert the tensor first"

@@ -1,8 +1,8 @@
-"""Tensors with some of the rows that their inner tensors hold: slices and shards.
+"""Slices and shards: tensors with some of the rows that their inner tensors hold.
 
-The inner tensors hold a matrix of whole blocks. A window on it has the same inner tensors, a first
-row and a number of rows. So a slice costs nothing, writing to it writes to the tensor, and a shard
-that begins within a block needs no special case.
+The inner tensors hold a matrix of whole blocks. A window on it shares them, and adds a first row
+and a number of rows. So a slice costs nothing, writing to it writes to the tensor, and a shard that
+begins within a block needs no special case.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ def matrix_shape(tensor: "QuantizedTensor") -> tuple[int, int]:
     spec = tensor._shared.global_spec
     if spec is None:
         return flat_shape(tuple(tensor.shape))
-    # A shard may have been flattened, or be empty.
+    # A shard may be flattened, or empty.
     cols = spec.shape[-1]
     return tensor.numel() // max(cols, 1), cols
 
@@ -47,15 +47,15 @@ def is_all(tensor: "QuantizedTensor") -> bool:
 
 
 def is_whole_blocks(tensor: "QuantizedTensor") -> bool:
-    """Whether a tensor has its whole storage, and no block that another shard has a part of."""
+    """Whether a tensor has its whole storage, and shares no block with another shard."""
     spec = tensor._shared.global_spec
     return tensor._first_row == 0 and is_all(tensor) and not (spec is not None and spec.is_cut)
 
 
 def own_blocks(tensor: "QuantizedTensor") -> "QuantizedTensor":
-    """The tensor on a storage of only the blocks that it has rows of; itself if it has all rows.
+    """The tensor on views of only the blocks that hold its rows; itself if it has all rows.
 
-    Inner tensors that can be derived are left out.
+    The views leave out inner tensors that can be derived.
     """
     if is_all(tensor):
         return tensor
@@ -79,12 +79,12 @@ def own_blocks(tensor: "QuantizedTensor") -> "QuantizedTensor":
 
 
 def _stored_between(tensor: "QuantizedTensor", low: int, high: int) -> Storage:
-    """Views of the inner tensors on the blocks of stored rows, without those that are derived."""
+    """Views of the inner tensors on stored rows ``low`` to ``high``, without derived ones."""
     tensors = tensor._shared.tensors
     views = {}
     for name, rows in tensor.quantizer.rows_per_entry.items():
         inner = getattr(tensors, name)
-        # The last one keeps its padding.
+        # The last view keeps the padding.
         stop = inner.shape[0] if high == stored_rows(tensor) else -(-high // rows)
         views[name] = inner[low // rows : stop]
     return Storage(amax=tensors.amax, **views)
@@ -97,7 +97,7 @@ def read(tensor: "QuantizedTensor", dtype: torch.dtype, after: Tensor | None = N
         return rows_of(tensor, pending).to(dtype, copy=True)
     part, rows = own_blocks(tensor), matrix_shape(tensor)[0]
     values = part.quantizer.read(part._shared.tensors, dtype, after)
-    # At the start of memory of its own, as it may become a state of a DTensor.
+    # Cloned, so that it starts at the beginning of its own memory: it may become a DTensor's state.
     return values if len(values) == rows else values[part._first_row :][:rows].clone()
 
 
@@ -122,7 +122,7 @@ def write(tensor: "QuantizedTensor", value: Tensor, amax: Tensor | None = None) 
 
 
 def _unrounded(tensor: "QuantizedTensor", dtype: torch.dtype) -> Tensor:
-    """All rows of a storage as a new matrix: the value before quantization, or else decoded."""
+    """All rows of a storage as a new matrix: the high-precision initial value, else decoded."""
     init_val = tensor._shared.init_val
     if init_val is None:
         return read(_every_row(tensor), dtype)
@@ -143,7 +143,7 @@ def flush(tensor: "QuantizedTensor") -> None:
 
 
 def copy_bytes(tensor: "QuantizedTensor", source: "QuantizedTensor", non_blocking: bool) -> bool:
-    """Copy codes and scales of ``source``; False if they would decode to other values here."""
+    """Copy codes and scales of ``source`` if the formats allow it; False if nothing was copied."""
     shared, other = tensor._shared, source.flush()._shared
     if type(tensor) is not type(source):
         return False
@@ -186,16 +186,16 @@ def copy_bytes(tensor: "QuantizedTensor", source: "QuantizedTensor", non_blockin
 
 
 def _build_derived(tensor: "QuantizedTensor") -> None:
-    """Write the inner tensors that are derived from the others."""
+    """Write the inner tensors that can be derived from the others."""
     if tensor.quantizer.is_square:
         build_columnwise([tensor])
     build_gemm_scales([tensor])
 
 
 def is_of(tensor: "QuantizedTensor", value: Tensor) -> bool:
-    """Whether a tensor has the codes of plain values, given its own scales.
+    """Whether a tensor's codes are those of ``value`` under the tensor's own scales.
 
-    Without the other ranks, nothing can be said about the scales of shards that share them.
+    The scales themselves are not compared: with shards they may depend on other ranks.
     """
     pending = tensor.flush()._shared.pending
     part, (rows, cols) = own_blocks(tensor), matrix_shape(tensor)
@@ -220,10 +220,10 @@ def is_of(tensor: "QuantizedTensor", value: Tensor) -> bool:
 def make_shard(
     tensor: "QuantizedTensor", shape: tuple[int, ...], device: torch.device
 ) -> "QuantizedTensor":
-    """A new, unwritten shard of ``tensor``, or of the whole that ``tensor`` is a shard of.
+    """A new, unwritten shard of ``tensor``, or of the whole tensor that ``tensor`` is a shard of.
 
     Raises:
-        ValueError: If the tensor cannot be sharded, or not in this way.
+        ValueError: If the format cannot be sharded, or ``shape`` cuts another dimension.
     """
     spec = tensor._shared.global_spec
     if spec is None:
@@ -260,11 +260,11 @@ def make_shard(
 def replace_init_val(
     tensor: "QuantizedTensor", value: Tensor | None, copied: "QuantizedTensor | None"
 ) -> None:
-    """Update the value before quantization, where it is kept, after a write.
+    """Update the high-precision initial value after a write, if it is kept.
 
     Args:
         tensor: The tensor that was written.
-        value: Its new value before quantization; None if unknown.
+        value: The new unrounded value; None if unknown.
         copied: The tensor whose bytes were copied, or None.
     """
     shared = tensor._shared
@@ -273,7 +273,7 @@ def replace_init_val(
             kept = None if value is None else value.to(tensor.device, copy=True)
             tensor._high_precision_init_val = kept
     elif copied is not None and shared.init_val is not None:
-        # Cloned, as the value may be the user's own tensor. The other rows keep their values.
+        # Cloned, as it may be the user's own tensor. The other rows keep their values.
         shared.init_val = shared.init_val.clone()
         known = copied._read() if value is None else value
         rows_of(tensor, shared.init_val).copy_(known.reshape(matrix_shape(tensor)))
@@ -287,7 +287,7 @@ def _take_init_val(tensor: "QuantizedTensor", source: "QuantizedTensor") -> None
 
 
 def rows_of(tensor: "QuantizedTensor", value: Tensor) -> Tensor:
-    """The rows [rows, cols] that a window has of a value of all rows of its storage."""
+    """Cut the window's rows [rows, cols] out of a value for all rows of its storage."""
     rows, cols = matrix_shape(tensor)
     return value.reshape(-1, cols)[tensor._start : tensor._start + rows]
 
@@ -300,7 +300,7 @@ def _every_row(tensor: "QuantizedTensor") -> "QuantizedTensor":
 
 
 def _quantize(tensor: "QuantizedTensor", matrix: Tensor, amax: Tensor | None = None) -> None:
-    """Quantize all rows of a storage that shares no scales with others."""
+    """Quantize all rows of a storage that shares no scales with other storages."""
     rows = len(matrix)
     if rows < stored_rows(tensor):
         storage = _stored_between(tensor, 0, rows)

@@ -1,9 +1,9 @@
 """The storage of quantized tensors: inner tensors, and the state that all aliases share.
 
-``detach()``, ``state_dict()``, ``.data`` and slices give other tensor objects on the same memory.
+``detach()``, ``state_dict()``, ``.data`` and slices return other tensor objects on the same memory.
 They all point to one :class:`SharedStorage`, whose ``tensors`` is an immutable :class:`Storage`.
-Exchanging an inner tensor puts another ``Storage`` there, so the identity of ``tensors`` and the
-``_version`` of each inner tensor tell whether anything has been exchanged or written.
+Exchanging an inner tensor replaces the ``Storage``. So the identity of ``tensors`` shows exchanges,
+and the ``_version`` of the inner tensors shows writes.
 """
 
 import dataclasses
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 class Storage:
     """The inner tensors of a quantized tensor; None for those that its format does not have.
 
-    Named as in Transformer Engine. Scales of square blocks are the same for both directions and are
-    kept once, one per block, in ``block_scale_inv``. The last two repeat the scales for GEMMs, and
-    are derived from the ones that everything else reads. A storage never changes, so its identity
-    tells which tensors these are, also through a weak reference.
+    Names are those of Transformer Engine. Scales of square blocks are the same for both directions
+    and are kept once, one per block, in ``block_scale_inv``. The two ``*_gemm_scale_inv`` are
+    swizzled copies of the scales, derived from those that everything else reads. A storage is
+    immutable, so its identity, or a weak reference to it, identifies the tensors.
 
-    ``counter`` has no elements, and the version of all of them, which a step reads once in place of
-    up to six times; None if each counts for itself, as after one has been exchanged.
+    ``counter`` is an empty tensor that shares one version with all inner tensors, so that a step
+    reads one version instead of up to six. It is None if each inner tensor has its own version,
+    as after an exchange.
     """
 
     rowwise_data: Tensor | None = None
@@ -45,20 +46,23 @@ class Storage:
 
     @classmethod
     def of(cls, inner: Mapping[str, Tensor]) -> "Storage":
-        """A storage on the memory of tensors that are nobody else's; they get one version."""
+        """A storage on the memory of ``inner``, with one shared version.
+
+        No other code may use these tensors.
+        """
         with _aliases_share_versions():
             counter = torch.empty(0, device=next(iter(inner.values())).device)
             counted = {name: counter.detach() for name in inner}
         for name, tensor in inner.items():
-            counted[name].data = tensor  # which exchanges all but the version
+            counted[name].data = tensor  # replaces everything but the version
         return cls(**counted, counter=counter)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Storage":
-        """A storage of what ``function`` makes of each inner tensor."""
+        """A new storage with ``function`` applied to each inner tensor."""
         return Storage.of({name: function(x) for name, x in self.existing().items()})
 
     def exchange(self, **inner: Tensor | None) -> "Storage":
-        """A storage with other inner tensors in place of some."""
+        """A new storage with some inner tensors replaced."""
         return dataclasses.replace(self, counter=None, **inner)
 
     def existing(self) -> dict[str, Tensor]:
@@ -73,7 +77,7 @@ class Storage:
 
     @functools.cached_property
     def versioned(self) -> tuple[Tensor, ...]:
-        """The tensors whose versions tell those of all inner tensors."""
+        """The tensors whose versions cover writes to all inner tensors."""
         return self.present if self.counter is None else (self.counter,)
 
 
@@ -81,9 +85,9 @@ STORAGE_NAMES = tuple(field.name for field in dataclasses.fields(Storage))[:-1]
 
 
 def _aliases_share_versions() -> Any:
-    """Makes aliases as a user's code does: with the version of what they are aliases of.
+    """A guard under which new aliases share the version of their base, as in user code.
 
-    Operators on quantized tensors run below the part of torch that sees to it.
+    Operators on quantized tensors run below ADInplaceOrView, the dispatch key that shares versions.
     """
     excluded = torch._C._dispatch_tls_local_exclude_set()
     return torch._C._ForceDispatchKeyGuard(
@@ -98,8 +102,8 @@ class GlobalSpec:
 
     Attributes:
         shape: Its shape.
-        quantizer: Its quantizer; that of a shard may leave out what can be derived.
-        chunk: Size of each shard along the first dimension; the last ones may be smaller.
+        quantizer: Its quantizer; the shard's own one may leave out what can be derived.
+        chunk: Size of each shard along the first dimension; the last shards may be smaller.
     """
 
     shape: tuple[int, ...]
@@ -108,7 +112,7 @@ class GlobalSpec:
 
     @functools.cached_property
     def rows(self) -> int:
-        """Rows of the matrix that it is quantized as."""
+        """Rows of the matrix that the whole tensor is quantized as."""
         return flat_shape(self.shape)[0]
 
     @functools.cached_property
@@ -118,39 +122,42 @@ class GlobalSpec:
 
     @functools.cached_property
     def is_divided(self) -> bool:
-        """Whether there are several shards; assumed for one index or none: others are empty."""
+        """Whether there are several shards.
+
+        Also true for a first dimension of 0 or 1, where all shards but at most one are empty.
+        """
         return self.chunk < self.shape[0] or self.shape[0] <= 1
 
     @functools.cached_property
     def is_cut(self) -> bool:
-        """Whether shards end within blocks, on whose scales they have to agree."""
+        """Whether shard boundaries cut blocks, so that ranks have to agree on their scales."""
         return self.chunk_rows < self.rows and self.chunk_rows % self.quantizer.block_rows != 0
 
     @functools.cached_property
     def shares_scales(self) -> bool:
-        """Whether quantizing a shard takes amaxes of the others."""
+        """Whether quantizing a shard needs the amaxes of other shards."""
         return self.chunk_rows < self.rows and (self.is_cut or self.quantizer.scales_tensor)
 
 
 @dataclasses.dataclass(eq=False)
 class SharedStorage:
-    """The state that all tensors on the same inner tensors share.
+    """The state shared by all tensor objects on the same inner tensors.
 
     Attributes:
         tensors: The inner tensors; replaced as a whole when one of them is exchanged.
         global_spec: The tensor that this is a shard of, or None.
-        rows: Number of rows of values in the stored matrix; None for all of them.
-        first_row: Index of the first of them; None for a shard that has not been written yet.
-        pending: Rows that have been written but not quantized yet, because that takes all rows of
-            the tensor; plain, [rows, cols].
-        init_val: The value before quantization, if it was kept for the optimizer.
+        rows: Number of rows of the stored matrix that hold values; None for all of them.
+        first_row: Index of the first such row; None for a shard that has not been written yet.
+        pending: Plain values [rows, cols] that were written but are not quantized yet, because
+            quantization needs all rows of the tensor.
+        init_val: The high-precision initial value, if it was kept for the optimizer.
         keeps_init_val: Whether the next value that is written becomes ``init_val``.
         unsettled: Whether a shard may have been written since the ranks last agreed on its scales.
-        rounded_master: What a loaded master weight rounds to, a tensor of these rows: plain values
-            that read as it does are its bytes. Until the next step.
-        is_gathered: Whether FSDP2 has gathered it; writes go to the shards then.
-        name: The name of the parameter in its model, for errors.
-        scale_group: The ``ScaleGroup`` of weights that share its amax, or None.
+        rounded_master: A rounded loaded master weight, as a quantized tensor of these rows; writing
+            plain values equal to it copies its bytes. Kept until the next step.
+        is_gathered: Whether FSDP2 has gathered the tensor; write to the shards then.
+        name: The name of the parameter in its model, for error messages.
+        scale_group: The ``ScaleGroup`` of the weights that share its amax, or None.
     """
 
     tensors: Storage
@@ -166,15 +173,16 @@ class SharedStorage:
     name: str | None = None
     scale_group: Any = None
 
-    # pickle, copy.deepcopy and asynchronous checkpoints copy by these two; the last of them moves
-    # tensors in containers to the CPU, which __deepcopy__ could not. Checkpoints hold no values
-    # before quantization: the tensor adds them to copies that need them.
+    # pickle, copy.deepcopy and asynchronous checkpoints copy with these two methods; asynchronous
+    # checkpoints also move tensors in containers to the CPU, which __deepcopy__ could not do.
+    # Checkpoints hold no high-precision initial values: QuantizedTensor adds them to the copies
+    # that need them.
     def __getstate__(self) -> dict[str, Any]:
         kept = {"init_val": None, "keeps_init_val": False, "rounded_master": None}
         kept |= {"is_gathered": False}
         inner = self.tensors.existing()
         if len({x.untyped_storage()._cdata for x in inner.values()}) < len(inner):
-            # torch.save writes a block of memory once, as one dtype.
+            # torch.save writes each untyped storage once, with a single dtype.
             inner = {name: x.clone() for name, x in inner.items()}
         return {**vars(self), **kept, "tensors": inner}
 
@@ -183,13 +191,13 @@ class SharedStorage:
 
     @property
     def rows_share_scales(self) -> bool:
-        """Whether quantizing takes more rows than this storage has."""
+        """Whether quantization needs rows that this storage does not hold."""
         if self.global_spec is not None:
             return self.global_spec.shares_scales
         return self.rows is not None  # a copy of a slice
 
     def mark_written(self) -> None:
-        """Raise the version of every inner tensor; kernels do not do so."""
+        """Raise the version of every inner tensor, which kernels do not do."""
         torch.autograd.graph.increment_version(self.tensors.versioned)
 
 

@@ -1,7 +1,7 @@
-"""Block scales in the order that the hardware's block-scaled GEMM reads.
+"""Block scales in the swizzled layout that block-scaled GEMMs read.
 
-A GEMM of NVFP4 or MXFP8 takes scales in tiles of 128 rows and 4 blocks, 512 bytes each, one row of
-tiles after the other. Byte (i, j) of a tile is at i % 32 * 16 + i // 32 * 4 + j.
+NVFP4 and MXFP8 GEMMs read scales in tiles of 128 rows by 4 blocks (512 bytes), with the tiles in
+row-major order. Byte (i, j) of a tile is at i % 32 * 16 + i // 32 * 4 + j.
 """
 
 from collections import defaultdict
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class Scales(NamedTuple):
-    """The same scales in two orders.
+    """The same scales in two layouts.
 
     Attributes:
-        plain: Bytes [rows / repeats, blocks per row], any strides.
-        swizzled: Contiguous bytes [rows to 128, blocks to 4].
-        repeats: Number of rows that one row of ``plain`` stands for.
+        plain: One-byte dtype, [rows / repeats, blocks per row], any strides.
+        swizzled: One-byte dtype, contiguous [rows padded to 128, blocks padded to 4].
+        repeats: Number of rows that share one row of ``plain``.
     """
 
     plain: Tensor
@@ -36,14 +36,14 @@ class Scales(NamedTuple):
 
 
 def swizzle_scales(scales: Sequence[Tensor]) -> list[Tensor]:
-    """Bring block scales into the order of the block-scaled GEMM, in one launch for all of them.
+    """Swizzle block scales for the block-scaled GEMM, in one launch for all of them.
 
     Args:
-        scales: Matrices [rows, blocks per row] of a dtype of one byte, on one device, of any size
-            and strides. Columnwise scales of MXFP8 have to be transposed (a view will do).
+        scales: Matrices [rows, blocks per row] of a one-byte dtype, on one device, of any size and
+            strides. Columnwise scales of MXFP8 have to be transposed (a view is enough).
 
     Returns:
-        For each a new matrix of its dtype [rows to 128, blocks to 4], padding zero.
+        For each a new matrix [rows padded to 128, blocks padded to 4] of its dtype; padding is 0.
 
     Raises:
         ValueError: If a tensor is not as above.
@@ -62,8 +62,8 @@ def unswizzle_scales(
     """Undo :func:`swizzle_scales`, in one launch for all matrices.
 
     Args:
-        swizzled: Contiguous matrices [rows to 128, blocks to 4] of a dtype of one byte, on one
-            device.
+        swizzled: Contiguous matrices [rows padded to 128, blocks padded to 4] of a one-byte dtype,
+            on one device.
         shapes: [rows, blocks per row] of each result; None keeps the padding.
 
     Returns:
@@ -103,9 +103,9 @@ def _check(name: str, i: int, tensor: Tensor, device: torch.device) -> None:
 
 
 def build_gemm_scales(tensors: Sequence["QuantizedTensor"]) -> None:
-    """Overwrite the GEMM's scales of tensors that store them; addresses stay.
+    """Rewrite the swizzled scales of tensors that store them, in one launch per device.
 
-    One launch per device.
+    Addresses stay.
     """
     by_device: dict[torch.device, list[Scales]] = defaultdict(list)
     for tensor in tensors:
@@ -116,16 +116,16 @@ def build_gemm_scales(tensors: Sequence["QuantizedTensor"]) -> None:
 
 
 def new_gemm_scale(tensor: "QuantizedTensor", usage: str) -> Tensor:
-    """New scales in the GEMM's order, in a direction that the tensor has."""
+    """New swizzled scales of one direction ("rowwise" or "columnwise"), which the tensor has."""
     pair = _scales_in(tensor, usage)
     write_scales([pair])
     return pair.swizzled
 
 
 def scales_of(tensor: "QuantizedTensor") -> dict[str, Scales]:
-    """The scales in both orders, by the names of the inner tensors for the GEMM.
+    """The scales in both layouts, by the name of the inner tensor with the swizzled ones.
 
-    If a tensor has no such inner tensor, ``swizzled`` is new and not written yet.
+    If the tensor does not store that inner tensor, ``swizzled`` is new and uninitialized.
     """
     usages = [usage for usage in ("rowwise", "columnwise") if getattr(tensor.quantizer, usage)]
     return {f"{usage}_gemm_scale_inv": _scales_in(tensor, usage) for usage in usages}
@@ -143,9 +143,9 @@ def _room_for(plain: Tensor, repeats: int = 1) -> Tensor:
 
 
 def write_scales(pairs: list[Scales], undo: bool = False) -> None:
-    """Fill in ``swizzled`` from ``plain`` of pairs on one device; if ``undo``, the other way.
+    """Write ``swizzled`` from ``plain`` for pairs on one device; with ``undo`` the reverse.
 
-    Padding of ``swizzled`` becomes zero.
+    The padding of ``swizzled`` becomes zero.
     """
     if not pairs:
         return
@@ -168,7 +168,7 @@ def write_scales(pairs: list[Scales], undo: bool = False) -> None:
 
 
 def row_by_row(swizzled: Tensor, rows: int, blocks: int) -> Tensor:
-    """A view of swizzled scales in the order of rows, padding included.
+    """A view of swizzled scales whose elements are in row-major order, including padding.
 
     Args:
         swizzled: Contiguous, of any shape.
@@ -176,24 +176,25 @@ def row_by_row(swizzled: Tensor, rows: int, blocks: int) -> Tensor:
         blocks: Blocks per row, with or without padding.
 
     Returns:
-        [rows to 128 / 128, 4, 32, blocks to 4 / 4, 4].
+        A view [row tiles, 4, 32, column tiles, 4] on the tiles of 128 rows by 4 blocks.
     """
     tiles = round_up(rows, 128) // 128, round_up(blocks, 4) // 4
     return swizzled.view(*tiles, 32, 4, 4).permute(0, 3, 2, 1, 4)
 
 
 def swizzle_groups(scales: Tensor, offsets: Tensor) -> Tensor:
-    """Bring scales of rows sorted by group into tiles that belong to one group each.
+    """Swizzle scales of rows that are sorted by group, so that no tile spans two groups.
 
-    The host does not wait for ``offsets``, so the result has room for any of them.
+    The host does not wait for ``offsets``, so the result has room for any values of them.
 
     Args:
-        scales: uint8 [rows, blocks to 4].
-        offsets: int32 [groups], where the rows of each group end; later rows form one more.
+        scales: uint8 [rows, blocks padded to 4].
+        offsets: int32 [groups], the end of each group's rows; rows past the last form one more
+            group.
 
     Returns:
-        uint8 [rows to 128 + 128 * groups, blocks to 4]: group after group, the rows of each padded
-        to 128, padding zero.
+        uint8 [rows padded to 128 + 128 * groups, blocks padded to 4]: group after group, each with
+        its rows padded to 128; padding is 0.
     """
     rows, blocks = scales.shape
     swizzled = scales.new_zeros(groups_shape(rows, blocks, offsets))
@@ -207,12 +208,12 @@ def groups_shape(rows: int, blocks: int, offsets: Tensor) -> tuple[int, int]:
 
 
 def unswizzle_groups(swizzled: Tensor, offsets: Tensor, rows: int) -> Tensor:
-    """Undo :func:`swizzle_groups`: uint8 [rows, blocks to 4]."""
+    """Undo :func:`swizzle_groups`; returns uint8 [rows, blocks padded to 4]."""
     return row_by_row(swizzled, *swizzled.shape)[_places(offsets, rows)].flatten(1)
 
 
 def _places(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tile of each row's scales, and the two coordinates in it, if each group starts a new tile."""
+    """For each row its tile, and its two coordinates there, if each group starts a new tile."""
     starts = F.pad(offsets, (1, 0))
     tiles = (starts.diff() + 127) // 128
     shift = F.pad(128 * tiles.cumsum(0), (1, 0)) - starts

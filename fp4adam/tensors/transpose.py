@@ -1,4 +1,4 @@
-"""Columnwise codes from rowwise ones, for square blocks, whose scales both directions share."""
+"""Columnwise codes built by transposing rowwise ones, for square blocks, which share scales."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -13,17 +13,17 @@ from fp4adam.tensors import backend
 if TYPE_CHECKING:
     from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
-ALIGNMENT = 16  # bytes, and elements per row and column, for transposing in words
+ALIGNMENT = 16  # in bytes, and of sizes in elements, for the kernel that transposes whole words
 
 
 def build_columnwise(tensors: Sequence["QuantizedTensor"]) -> None:
-    """Overwrite columnwise codes of tensors with square blocks by the transposed rowwise ones.
+    """Rebuild the columnwise codes of tensors with square blocks from their rowwise codes.
 
-    Addresses stay. At most two launches per width of codes and device, for any number of tensors.
-    Tensors without columnwise codes are left alone.
+    Addresses stay. There are at most two launches per code width and device, for any number of
+    tensors. Tensors without columnwise codes are left alone.
 
     Raises:
-        ValueError: If a tensor with columnwise usage has no square blocks, or no rowwise codes.
+        ValueError: If a tensor with columnwise usage lacks square blocks or rowwise codes.
     """
     groups: dict[tuple[torch.device, int], list[tuple[Tensor, Tensor]]] = {}
     written: list[Tensor] = []
@@ -40,9 +40,9 @@ def build_columnwise(tensors: Sequence["QuantizedTensor"]) -> None:
 
 
 def transposed_codes(codes: Tensor, bits: int) -> Tensor:
-    """Codes [rows, cols * bits / 8] transposed in new memory: [cols, rows * bits / 8].
+    """A transposed copy of uint8 codes: [rows, cols * bits / 8] to [cols, rows * bits / 8].
 
-    Also for a stack of such matrices, each transposed, in one launch.
+    A stack of matrices [n, ...] is transposed matrix by matrix, in one launch.
     """
     return (_transposed if backend.runs_eagerly(codes) else _transposed_op)(codes, bits)
 
@@ -86,10 +86,10 @@ def check_square(i: int, tensor: "QuantizedTensor", name: str = "tensors") -> No
 
 
 def transpose_codes(pairs: list[tuple[Tensor, Tensor]], bits: int, device: torch.device) -> None:
-    """Write codes [rows, cols * bits / 8] transposed into [cols, rows * bits / 8].
+    """Transpose codes [rows, cols * bits / 8] into targets [cols, rows * bits / 8].
 
-    ``pairs``: contiguous uint8 on ``device``, source and target of each matrix. With 4 bits, rows
-    and columns are even.
+    ``pairs``: source and target of each matrix, contiguous uint8 on ``device``. With 4 bits, rows
+    and columns must be even.
     """
     if not backend.uses_kernels(device):
         for source, target in pairs:
@@ -129,7 +129,7 @@ def _transpose(source: Tensor, target: Tensor, bits: int) -> None:
     for top in range(0, len(source), height):
         rows = source[top : top + height]
         even, odd = rows[0::2], rows[1::2]
-        # The nibbles of two rows form the bytes of two columns.
+        # Two nibbles of two rows form the bytes of two columns.
         part = target[:, top // 2 : top // 2 + len(even)]
         part[0::2] = ((even & 0x0F) | odd << 4).t()
         part[1::2] = (even >> 4 | (odd & 0xF0)).t()
