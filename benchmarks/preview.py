@@ -20,7 +20,7 @@ import torch
 from provenance import about
 from torch import Tensor
 
-from fp4adam.optim.step_kernels import NVFP4Launch
+from fp4adam.kernels.nvfp4_step import StepLaunch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -32,14 +32,14 @@ from train_gpt import build_run, text_parts, train_step
 def counting() -> Iterator[list[tuple[int, int]]]:
     """Tiles, and those that are looked into, of every preview made inside."""
     counts = []
-    launch = NVFP4Launch.__call__
+    launch = StepLaunch.__call__
 
-    def counted(self: NVFP4Launch, *signals: Tensor) -> None:
+    def counted(self: StepLaunch, *signals: Tensor) -> None:
         candidates = self.candidates()
         counts.append((candidates.numel(), int(candidates.sum())))
         launch(self, *signals)
 
-    with mock.patch.object(NVFP4Launch, "__call__", counted):
+    with mock.patch.object(StepLaunch, "__call__", counted):
         yield counts
 
 

@@ -358,3 +358,30 @@ def adam_step(table: Tensor, scalars: Tensor, tiles: Tensor, variant: Variant) -
         num_warps=4,
         maxnreg=max_registers(*variant.codecs),
     )
+
+
+class StepLaunch:
+    """The step of plain tensors.
+
+    Args:
+        kind: The properties that the tensors have in common, a ``Kind`` of the optimizer.
+        tensors: Their shapes and amax slots, their part of the table, and the scalars.
+    """
+
+    def __init__(self, kind: Any, tensors: tuple) -> None:
+        shapes, _, table, scalars = tensors
+        tiles = flat_tiles([numel for numel, _ in shapes]).to(table.device)
+        self._launches = [adam_step(table, scalars, tiles, kind.variant())]
+
+    def compile(self, *signals: Tensor) -> None:
+        """Compile all kernels of a step, for ``signals`` as for the call."""
+        for launch in self._launches:
+            launch.compile(*signals)
+
+    def prepare(self, *signals: Tensor) -> None:
+        """Compute what other ranks need before the step; ``signals`` as for the call."""
+
+    def __call__(self, *signals: Tensor) -> None:
+        """Step the tensors; ``signals`` are grad_scale, clip and found_inf, float32 [1] each."""
+        for launch in self._launches:
+            launch(*signals)

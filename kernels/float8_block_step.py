@@ -1,10 +1,13 @@
 """The fused Adam step that writes Float8Block weights."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp4adam.kernels import adam
 from fp4adam.kernels.adam import SIGNALS, Variant, adam_step_tile, load_scalars, state_pointers
 from fp4adam.kernels.float8_block import (
     BLOCK,
@@ -306,3 +309,21 @@ def adam_step(
         )
         for part, tile, masked in zip(tiles, parts, (False, True), strict=True)
     ]
+
+
+class StepLaunch(adam.StepLaunch):
+    """One pass over Float8Block tensors."""
+
+    def __init__(self, kind: Any, tensors: tuple) -> None:
+        shapes, _, table, scalars = tensors
+        tiles = tuple(part.to(table.device) for part in step_tiles(shapes))
+        self._launches = adam_step(
+            table,
+            scalars,
+            tiles,
+            kind.variant(),
+            kind.usage(),
+            largest=torch.finfo(kind.write_dtype).max,
+            force_pow_2_scales=kind.quantizer.force_pow_2_scales,
+            amax_epsilon=kind.quantizer.amax_epsilon,
+        )

@@ -1,9 +1,12 @@
 """The fused Adam step that writes MXFP8 weights."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp4adam.kernels import adam
 from fp4adam.kernels.adam import SIGNALS, Variant, adam_step_tile, load_scalars, state_pointers
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.tensor_table import (
@@ -126,3 +129,12 @@ def adam_step(
         )
         for listed, (tile, part, registers) in zip(tiles, forms, strict=True)
     ]
+
+
+class StepLaunch(adam.StepLaunch):
+    """One pass over MXFP8 tensors."""
+
+    def __init__(self, kind: Any, tensors: tuple) -> None:
+        shapes, _, table, scalars = tensors
+        tiles = tuple(part.to(table.device) for part in step_tiles(shapes))
+        self._launches = adam_step(table, scalars, tiles, kind.variant(), kind.usage())

@@ -1,10 +1,13 @@
 """The fused Adam step that writes NVFP4 weights."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp4adam.kernels import adam, amax_preview
 from fp4adam.kernels.adam import SIGNALS, Variant, adam_step_tile, load_scalars, state_pointers
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.tensor_table import (
@@ -207,3 +210,88 @@ def adam_step(
         )
         for part, tile, registers in zip(parts, forms, most, strict=True)
     ]
+
+
+class StepLaunch(adam.StepLaunch):
+    """A preview of the tiles that can hold the new amaxes, then one pass over NVFP4 tensors.
+
+    For shards the preview covers the rank's own rows and runs twice, so that no tile is missed. The
+    pass then uses the largest amax of all ranks.
+
+    Attributes:
+        amaxes: float32 [n_slots]. For shards, the amaxes to exchange between :meth:`prepare` and
+            the call.
+    """
+
+    def __init__(self, kind: Any, tensors: tuple) -> None:
+        shapes, slots, table, scalars = tensors
+        device = table.device
+        variant, usage = kind.variant(), kind.usage()
+        tiles, n_whole = step_tiles(shapes, usage.square, kind.has_scaled_states)
+        tiles = tiles.to(device)
+        # With zeros the first preview looks at every tile, as nothing is known yet.
+        tile_amaxes = torch.zeros(len(tiles), dtype=torch.float32, device=device)
+        n_slots = max(slots) + 1
+        slots = torch.tensor(slots, dtype=torch.int32, device=device)
+        # Each at the start of memory of its own: Triton compiles anew for another alignment.
+        amaxes = [torch.zeros(n_slots, dtype=torch.float32, device=device) for _ in range(2)]
+        exceeding = torch.zeros(n_slots, dtype=torch.float32, device=device)
+        self.amaxes = torch.zeros(n_slots, dtype=torch.float32, device=device)
+        self._is_shared = kind.group is not None
+        # Double buffer: the amaxes of one step are the old amaxes of the next.
+        self._turns = []
+        for old, new in (amaxes, amaxes[::-1]):
+            known = table, scalars, tiles, slots, tile_amaxes, old, new, exceeding, variant
+            looks = [
+                amax_preview.preview_amax(*known, again=again)
+                for again in ((False, True) if self._is_shared else (False,))
+            ]
+            steps = adam_step(
+                table,
+                scalars,
+                tiles,
+                n_whole,
+                slots,
+                self.amaxes if self._is_shared else new,
+                old,
+                tile_amaxes,
+                exceeding,
+                variant,
+                usage,
+            )
+            requantize = amax_preview.requantize(
+                table, tiles, slots, new, exceeding, variant, usage
+            )
+            self._turns.append((old, new, looks, steps, requantize))
+        self._known = table, scalars, tiles, slots, tile_amaxes
+        self._exceeding = exceeding
+
+    def compile(self, *signals: Tensor) -> None:
+        _, _, looks, steps, requantize = self._turns[0]
+        for launch in (*looks, *steps):
+            launch.compile(*signals)
+        if not self._is_shared:
+            requantize.compile()
+
+    def candidates(self) -> Tensor:
+        """The tiles that the next preview will read, bool [n_tiles]; for diagnosis."""
+        return amax_preview.candidates(*self._known, self._turns[0][0])
+
+    def _look(self, *signals: Tensor) -> None:
+        for launch in self._turns[0][2]:
+            launch(*signals)
+
+    def prepare(self, *signals: Tensor) -> None:
+        if self._is_shared:
+            self._look(*signals)
+            self.amaxes.copy_(self._turns[0][1])
+
+    def __call__(self, *signals: Tensor) -> None:
+        if not self._is_shared:
+            self._look(*signals)
+        _, _, _, steps, requantize = self._turns[0]
+        for launch in steps:
+            launch(*signals)
+        if not self._is_shared:
+            requantize()
+        self._turns.reverse()

@@ -174,6 +174,12 @@ class Float8BlockQuantizer(SquareBlockQuantizer):
 
         return float8_block
 
+    @staticmethod
+    def step_kernels() -> ModuleType:
+        from fp4adam.kernels import float8_block_step
+
+        return float8_block_step
+
     def stored(self, tensors: Storage) -> tuple[Tensor, Tensor, bool, bool]:
         """Codes, scales, whether blocks are square, and whether the codes are transposed."""
         transposed = tensors.rowwise_data is None

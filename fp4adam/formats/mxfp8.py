@@ -128,6 +128,12 @@ class MXFP8Quantizer(Quantizer):
 
         return mxfp8
 
+    @staticmethod
+    def step_kernels() -> ModuleType:
+        from fp4adam.kernels import mxfp8_step
+
+        return mxfp8_step
+
     def stored(self, tensors: Storage) -> tuple[Tensor, Tensor, bool]:
         """Codes, scales, and whether blocks lie along the last dimension."""
         rowwise = tensors.rowwise_data is not None

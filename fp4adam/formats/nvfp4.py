@@ -163,6 +163,12 @@ class NVFP4Quantizer(SquareBlockQuantizer):
 
         return nvfp4
 
+    @staticmethod
+    def step_kernels() -> ModuleType:
+        from fp4adam.kernels import nvfp4_step
+
+        return nvfp4_step
+
     def stored(self, tensors: Storage) -> tuple[Tensor, Tensor, Tensor, bool, bool]:
         """Codes, scales, amax, whether blocks are square, and whether the codes are transposed."""
         transposed = tensors.rowwise_data is None

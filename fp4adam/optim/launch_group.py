@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable
 from functools import reduce
 from itertools import chain, compress
 from operator import attrgetter, or_
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,8 +13,11 @@ from torch import Tensor
 from fp4adam.kernels.launch.device_tables import DeviceTables
 from fp4adam.optim.memory_note import are_laid_out_as, data_ptr
 from fp4adam.optim.param_state import ALIGNMENT, ParamState
-from fp4adam.optim.step_kernels import FusedLaunch, Kind, Listed, fused_launch
+from fp4adam.optim.step_kernels import Kind, Listed, step_launch
 from fp4adam.tensors.rows import matrix_shape
+
+if TYPE_CHECKING:
+    from fp4adam.kernels.adam import StepLaunch
 
 _numel = torch._C.TensorBase.numel
 _shape_and_device = attrgetter("shape", "device")
@@ -35,7 +39,7 @@ class LaunchGroup:
         present: Which members have a gradient; None if all have one.
     """
 
-    launch: FusedLaunch
+    launch: "StepLaunch"
 
     def __init__(
         self,
@@ -135,7 +139,7 @@ def make_launches(device: torch.device, groups: list[LaunchGroup], n_members: in
     parts = tables.table.split([len(part) for part in rows])
     for group, part in zip(groups, parts, strict=True):
         listed = Listed(group.shapes, group.slots, part, tables.scalars)
-        group.launch = fused_launch(group.kind, listed)
+        group.launch = step_launch(group.kind, listed)
     if device.type == "cuda":
         from fp4adam.kernels.launch.launch import compiled_together
 

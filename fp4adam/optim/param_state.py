@@ -11,7 +11,7 @@ from fp4adam.interop.borrowed_tensor import BorrowedTensor
 from fp4adam.optim.memory_layout import is_dense
 from fp4adam.optim.param_view import ParamView
 from fp4adam.optim.state_codec import REMAINDER, STATE_BLOCK, StateCodec
-from fp4adam.optim.step_kernels import LAUNCHES, Kind
+from fp4adam.optim.step_kernels import Kind, has_step_kernels
 from fp4adam.optim.stored_state import StoredState
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.rows import is_whole_blocks
@@ -163,7 +163,7 @@ class ParamState(NamedTuple):
             tensors.append(param)
         if value.dtype == torch.float64 or value.numel() == 0:
             return False
-        if quantized and not (type(param.quantizer) in LAUNCHES and is_whole_blocks(param)):
+        if quantized and not (has_step_kernels(param.quantizer) and is_whole_blocks(param)):
             return False
         if quantized and param.pending_value() is not None:
             return False

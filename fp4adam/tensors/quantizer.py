@@ -266,6 +266,14 @@ class Quantizer:
         """The module of ``fp4adam.kernels`` for the format; it imports Triton."""
         raise NotImplementedError
 
+    @staticmethod
+    def step_kernels() -> ModuleType:
+        """The module of ``fp4adam.kernels`` whose ``StepLaunch`` steps weights of the format.
+
+        Optional: plain operators step formats that do not define it themselves.
+        """
+        raise NotImplementedError
+
     @property
     def multiplies_codes(self) -> bool:
         """Whether matmuls read a weight's codes rather than its decoded values."""

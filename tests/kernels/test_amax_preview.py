@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp4adam import FP4Adam, NVFP4Quantizer
+from fp4adam.kernels.nvfp4_step import StepLaunch
 from fp4adam.optim.adam import adam_, adam_scalars
-from fp4adam.optim.step_kernels import NVFP4Launch
 from fp4adam.optim.update_bound import largest_update, ratio_after
 from fp4adam.tensors import backend
 
@@ -126,15 +126,15 @@ def test_what_the_bound_does_not_cover_is_written_again(device):
 def tiles_read(weight, grad, monkeypatch):
     """Share of the tiles that the preview of one step looks into."""
     seen = []
-    original = NVFP4Launch.__call__
+    original = StepLaunch.__call__
 
     def spy(launch, *signals):
         seen.append(launch.candidates().float().mean().item())
         original(launch, *signals)
 
-    monkeypatch.setattr(NVFP4Launch, "__call__", spy)
+    monkeypatch.setattr(StepLaunch, "__call__", spy)
     weight.step(grad)
-    monkeypatch.setattr(NVFP4Launch, "__call__", original)
+    monkeypatch.setattr(StepLaunch, "__call__", original)
     return seen[0]
 
 
