@@ -384,13 +384,16 @@ class ModelOpt(Layout):
         return {CONFIG: config, HF_QUANT_CONFIG: hf_quant_config}
 
     def format_of(self, config: dict[str, Any]) -> Any:
-        algorithm = str(config.get("quant_algo")).upper()
+        algorithm = self._algorithm(config)
         layers = config.get("quantized_layers")
         if algorithm == "MIXED_PRECISION" and isinstance(layers, dict):
-            parts = [x.get("quant_algo") if isinstance(x, dict) else x for x in layers.values()]
-            algorithm = _only([str(part).upper() for part in parts], algorithm)
+            return _only([self._algorithm(layer) for layer in layers.values()], algorithm)
+        return algorithm
+
+    def _algorithm(self, config: Any) -> str:
+        name = str(config.get("quant_algo") if isinstance(config, dict) else config).upper()
         # That activations are quantized as well says nothing about the weights.
-        return "W4A16_NVFP4" if algorithm == "NVFP4" else algorithm
+        return "W4A16_NVFP4" if name == "NVFP4" else name
 
 
 class FP8(Layout):

@@ -148,7 +148,7 @@ def _open(folder: Path, name: str) -> Any:
     package = safetensors()
     try:
         return package.safe_open(path, framework="pt")
-    except (package.SafetensorError, OSError, ValueError) as error:
+    except (package.SafetensorError, OSError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"{str(path)!r} must be a whole safetensors file, got {error}; copy it again"
         ) from error
