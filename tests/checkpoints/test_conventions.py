@@ -276,8 +276,8 @@ HEADS = (
     "bert.classification_head.out_proj cls.predictions.decoder"
 )
 HIDDEN = (
-    "q_proj layers.0.self_attn.out_proj classifier.dense decoder lm_head.dense predictions.out_proj "
-    "model.decoder.layers.0.fc1 cls.predictions.transform.dense"
+    "q_proj layers.0.self_attn.out_proj classifier.dense decoder lm_head.dense "
+    "predictions.out_proj model.decoder.layers.0.fc1 cls.predictions.transform.dense"
 )
 
 
