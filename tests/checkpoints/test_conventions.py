@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -285,6 +286,13 @@ def test_task_heads_stay_in_high_precision():
     layer = nn.Linear(64, 64)
     assert not any(is_hidden_linear(layer, name) for name in HEADS.split())
     assert all(is_hidden_linear(layer, name) for name in ("", *HIDDEN.split()))
+
+
+def test_safetensors_is_asked_for_where_it_is_needed(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    export_checkpoint(build("nvfp4"), tmp_path)
+    with pytest.raises(ImportError, match=r"pip install fp4adam\[export\]"):
+        import_checkpoint(build(None), tmp_path)
 
 
 def test_no_warning_without_a_reason(tmp_path):

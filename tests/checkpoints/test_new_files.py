@@ -124,6 +124,36 @@ def test_links_mount_points_and_parents(tmp_path, monkeypatch, kind_of_files):
     assert names == ["disk", "later", "link", "mount", "some"]
 
 
+@pytest.mark.parametrize("folder", ["new", "old"])
+def test_file_systems_without_links(folder, tmp_path, monkeypatch):
+    """Such as FAT, which has no files without names either."""
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    (tmp_path / "old").mkdir()
+    monkeypatch.setattr(NewFiles, "_open_unnamed", lambda self: None)
+    monkeypatch.setattr(os, "link", refuse)
+    export_checkpoint(model := build("nvfp4"), tmp_path / folder, max_shard_bytes=1)
+    assert_same(bytes_of(import_checkpoint(build(None, 1), tmp_path / folder)), bytes_of(model))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({"old", folder})
+    assert len([*(tmp_path / folder).iterdir()]) == 7
+
+
+def test_file_systems_without_unnamed_files(tmp_path, monkeypatch):
+    open_file = os.open
+
+    def refuse(path: Any, flags: int, *args: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return open_file(path, flags, *args)
+
+    monkeypatch.setattr(os, "open", refuse)
+    export_checkpoint(model := build("nvfp4"), tmp_path / "out")
+    assert_same(bytes_of(import_checkpoint(build(None, 1), tmp_path / "out")), bytes_of(model))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_permissions_are_those_of_other_files(tmp_path, kind_of_files):
     (tmp_path / "other").write_text("")
     (tmp_path / "folder").mkdir()
