@@ -155,29 +155,38 @@ def _write_tensors(
     header: dict[str, Any] = {"__metadata__": metadata}
     # The largest elements first: all are aligned then.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    memory = [_memory_of(name, tensors[name]) for name in names]
     end = 0
-    for name in names:
-        value = tensors[name]
-        if value.dtype not in _NAMES:
-            raise TypeError(
-                f"{name!r} must have a dtype that safetensors files hold, got {value.dtype}; "
-                "convert it"
-            )
-        start, end = end, end + value.nbytes
+    for name, content in zip(names, memory, strict=True):
+        start, end = end, end + len(content)
         header[name] = {
-            "dtype": _NAMES[value.dtype],
-            "shape": [*value.shape],
+            "dtype": _NAMES[tensors[name].dtype],
+            "shape": [*tensors[name].shape],
             "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     _write_bytes(file, len(text).to_bytes(8, "little") + text, folder)
-    for name in names:
-        value = tensors[name]
-        if value.nbytes:
-            _write_bytes(
-                file, (ctypes.c_char * value.nbytes).from_address(value.data_ptr()), folder
-            )
+    for content in memory:
+        _write_bytes(file, content, folder)
+
+
+def _memory_of(name: str, value: Tensor) -> ctypes.Array[ctypes.c_char]:
+    """The bytes of a tensor, as its memory has them."""
+    if value.dtype not in _NAMES:
+        raise TypeError(
+            f"{name!r} must have a dtype that safetensors files hold, got {value.dtype}; convert it"
+        )
+    is_plain = value.layout == torch.strided and value.device.type == "cpu"
+    # Wrappers have no storage, whatever their size.
+    if not (
+        is_plain and value.is_contiguous() and value.untyped_storage().nbytes() >= value.nbytes
+    ):
+        raise TypeError(
+            f"{name!r} must be a plain tensor to be written, got a {type(value).__name__}; convert "
+            "it, or leave it out of the state dict"
+        )
+    return (ctypes.c_char * value.nbytes).from_address(value.data_ptr())
 
 
 def _write_bytes(file: io.FileIO, content: Any, folder: Path) -> None:

@@ -108,11 +108,12 @@ class _Import:
                 "a DTensor": is_dtensor(value),
                 "one on the meta device": value.is_meta,
                 "one of inference mode": value.is_inference(),
+                "an expanded one": 0 in value.stride() and value.numel() > 1,
             }
             if kind := next((kind for kind in kinds if kinds[kind]), None):
                 raise ValueError(
                     f"{name!r} of the model must be a whole tensor in memory, got {kind}; import "
-                    "before fully_shard, after to_empty and outside of inference mode"
+                    "before fully_shard and after to_empty, or clone it"
                 )
         self.linear = {
             plain_name(f"{name}.weight").removesuffix(".weight"): layer

@@ -31,6 +31,7 @@ class NewFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._place = next(path for path in (folder, *folder.parents) if path.exists())
+        self._prefix = f".{folder.name[:50]}-"  # names have limits, and what follows has its place
         self._hidden: dict[io.FileIO, Path] = {}
         self._files = contextlib.ExitStack()
 
@@ -76,7 +77,7 @@ class NewFiles:
 
     def _remove_abandoned(self) -> None:
         """Remove what processes that were killed have left."""
-        for path in self._place.glob(f".{glob.escape(self.folder.name)}-*.partial"):
+        for path in self._place.glob(glob.escape(self._prefix) + "[0-9a-f]" * 16 + ".partial"):
             is_folder = path.is_dir()
             flags = os.O_NOFOLLOW | (os.O_DIRECTORY if is_folder else os.O_RDWR)
             with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
@@ -151,7 +152,7 @@ class NewFiles:
                     return place
 
     def _hidden_path(self, place: Path) -> Path:
-        return place / f".{self.folder.name}-{secrets.token_hex(8)}.partial"
+        return place / f"{self._prefix}{secrets.token_hex(8)}.partial"
 
     def _give_name(self, file: io.FileIO, path: Path) -> None:
         if file in self._hidden:

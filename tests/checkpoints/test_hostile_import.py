@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_export import LAYOUT_OF, assert_same, build, bytes_of
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp4adam import QuantizedTensor, export_checkpoint, import_checkpoint
 from fp4adam.checkpoints import reader
@@ -482,7 +482,10 @@ def test_configurations_of_anything(sound, changes, tmp_path_factory):
 
 def test_models_that_cannot_be_written_to(folder):
     with torch.inference_mode():
-        model = build(None, seed=1)
-    with pytest.raises(ValueError, match="whole tensor in memory, got one of inference mode"):
-        import_checkpoint(model, folder)
-    assert not any(isinstance(param, QuantizedTensor) for param in model.parameters())
+        of_inference_mode = build(None, seed=1)
+    expanded = build(None, seed=1)
+    expanded.up.bias = nn.Parameter(torch.zeros(1).bfloat16().expand(96))
+    for kind, model in {"one of inference mode": of_inference_mode, "expanded": expanded}.items():
+        with pytest.raises(ValueError, match=f"must be a whole tensor in memory, got .*{kind};"):
+            import_checkpoint(model, folder)
+        assert not any(isinstance(param, QuantizedTensor) for param in model.parameters())

@@ -56,8 +56,14 @@ def test_safetensors_files(tmp_path):
         assert start % tensors[name].element_size() == 0, name
 
 
-def test_dtypes_and_names_that_files_cannot_hold(tmp_path):
+def test_what_files_cannot_hold(tmp_path):
+    wrapper = build("nvfp4").up.weight.detach()
+    sparse = torch.eye(3).to_sparse()
     for entries, error, match in (
+        ([Entry({"a": wrapper}, {})], TypeError, "'a' must be a plain tensor .* NVFP4Tensor"),
+        ([Entry({"a": sparse}, {})], TypeError, "'a' must be a plain tensor"),
+        ([Entry({"a": torch.ones(4, 4).t()[1:]}, {})], TypeError, "'a' must be a plain tensor"),
+        ([Entry({"a": torch.ones(4, device="meta")}, {})], TypeError, "'a' must be a plain"),
         ([Entry({"a": torch.ones(1, dtype=torch.complex128)}, {})], TypeError, "complex128"),
         ([Entry({"a": torch.ones(1)}, {})] * 2, ValueError, "different names, got two 'a'"),
     ):
@@ -152,6 +158,17 @@ def test_file_systems_without_unnamed_files(tmp_path, monkeypatch):
     export_checkpoint(model := build("nvfp4"), tmp_path / "out")
     assert_same(bytes_of(import_checkpoint(build(None, 1), tmp_path / "out")), bytes_of(model))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_long_names_and_files_that_look_like_hidden_ones(tmp_path, kind_of_files):
+    name = "x" * 240
+    similar = [f".{name[:50]}-mine.partial", f".{name[:50]}-0123456789abcdef.partial.txt"]
+    for other in similar:
+        (tmp_path / other).write_text("mine")
+    abandoned = tmp_path / f".{name[:50]}-0123456789abcdef.partial"
+    abandoned.write_text("what a killed process has left")
+    export_checkpoint(build("nvfp4"), tmp_path / name)
+    assert {path.name for path in tmp_path.iterdir()} == {name, *similar}
 
 
 def test_permissions_are_those_of_other_files(tmp_path, kind_of_files):
