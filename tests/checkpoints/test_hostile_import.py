@@ -485,7 +485,7 @@ def test_models_that_cannot_be_written_to(folder):
         of_inference_mode = build(None, seed=1)
     expanded = build(None, seed=1)
     expanded.up.bias = nn.Parameter(torch.zeros(1).bfloat16().expand(96))
-    for kind, model in {"one of inference mode": of_inference_mode, "expanded": expanded}.items():
+    for kind, model in {"of inference mode": of_inference_mode, "expanded one": expanded}.items():
         with pytest.raises(ValueError, match=f"must be a whole tensor in memory, got .*{kind};"):
             import_checkpoint(model, folder)
         assert not any(isinstance(param, QuantizedTensor) for param in model.parameters())

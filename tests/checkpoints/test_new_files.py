@@ -146,6 +146,22 @@ def test_file_systems_without_links(folder, tmp_path, monkeypatch):
     assert len([*(tmp_path / folder).iterdir()]) == 7
 
 
+@pytest.mark.parametrize("folder", ["new", "old"])
+def test_sandboxes_that_forbid_links_to_descriptors(folder, tmp_path, monkeypatch):
+    link = os.link
+
+    def refuse(source: Any, *args: Any, **options: Any) -> None:
+        if str(source).startswith("/proc"):
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        link(source, *args, **options)
+
+    (tmp_path / "old").mkdir()
+    monkeypatch.setattr(os, "link", refuse)
+    export_checkpoint(model := build("nvfp4"), tmp_path / folder)
+    assert_same(bytes_of(import_checkpoint(build(None, 1), tmp_path / folder)), bytes_of(model))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({"old", folder})
+
+
 def test_file_systems_without_unnamed_files(tmp_path, monkeypatch):
     open_file = os.open
 
