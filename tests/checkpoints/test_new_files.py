@@ -18,6 +18,7 @@ from torch import nn
 
 from fp4adam import export_checkpoint, import_checkpoint, quantize_model
 from fp4adam.checkpoints import folder as checkpoint_folder
+from fp4adam.checkpoints import new_files
 from fp4adam.checkpoints.folder import Entry
 from fp4adam.checkpoints.new_files import NewFiles
 
@@ -235,17 +236,21 @@ def test_a_full_disk(count, folder, tmp_path, monkeypatch, kind_of_files):
 
 
 @pytest.mark.parametrize("name", ["config.json", "model-00003-of-00005.safetensors"])
-@pytest.mark.parametrize("folder", ["new", "old"])
-def test_a_failure_while_files_get_their_names(folder, name, tmp_path, monkeypatch, kind_of_files):
+@pytest.mark.parametrize(("folder", "stage"), [("new", 1), ("old", 1), ("old", 2)])
+def test_a_failure_while_files_get_their_names(
+    folder, stage, name, tmp_path, monkeypatch, kind_of_files
+):
+    """First they are collected in a hidden folder, then they get names in one that exists."""
     (tmp_path / "old").mkdir()
-    give_name = NewFiles._give_name
+    owner, function = (NewFiles, "_give_name") if stage == 1 else (new_files, "_link")
+    change = getattr(owner, function)
 
-    def give(self: NewFiles, file: io.FileIO, path: Path) -> None:
-        if path.name == name:
+    def interrupt(*args: Any) -> None:
+        if args[-1].name == name:
             raise KeyboardInterrupt
-        give_name(self, file, path)
+        change(*args)
 
-    monkeypatch.setattr(NewFiles, "_give_name", give)
+    monkeypatch.setattr(owner, function, interrupt)
     with pytest.raises(KeyboardInterrupt):
         export_checkpoint(build("nvfp4"), tmp_path / folder, max_shard_bytes=1)
     assert [*tmp_path.iterdir()] == [tmp_path / "old"] and not content_of(tmp_path / "old")
