@@ -102,6 +102,7 @@ def write(
     folder = folder.resolve()
     with NewFiles(folder) as new:
         check_vacant(folder, documents)
+        first = new.open()  # where nothing can be written, it fails before tensors are gathered
         shards: list[io.FileIO] = []
         file_of: dict[str, int] = {}
         total = 0
@@ -115,7 +116,7 @@ def write(
                         "rename the buffer or parameter that is called like a scale of a weight"
                     )
                 file_of[name] = len(shards)
-            shards.append(new.open())
+            shards.append(new.open() if shards else first)
             _write_tensors(shards[-1], dict(tensors), {"format": "pt", **metadata}, folder)
             total += sum(entry.nbytes for entry in shard)
         names = [ONE_FILE]

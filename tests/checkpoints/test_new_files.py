@@ -235,6 +235,15 @@ def test_a_full_disk(count, folder, tmp_path, monkeypatch, kind_of_files):
     assert_same(bytes_of(import_checkpoint(build(None, 1), tmp_path / folder)), bytes_of(model))
 
 
+def test_folders_that_cannot_be_written_to_are_found_out_first(tmp_path, monkeypatch):
+    def refuse(self: NewFiles) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(NewFiles, "open", refuse)
+    with pytest.raises(PermissionError):
+        checkpoint_folder.write(tmp_path / "out", iter(lambda: 1 / 0, 1), {"config.json": {}}, 1)
+
+
 @pytest.mark.parametrize("name", ["config.json", "model-00003-of-00005.safetensors"])
 @pytest.mark.parametrize(("folder", "stage"), [("new", 1), ("old", 1), ("old", 2)])
 def test_a_failure_while_files_get_their_names(
