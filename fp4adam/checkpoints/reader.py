@@ -143,31 +143,25 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _open(folder: Path, name: str) -> Any:
+    """An open safetensors file; the package checks what its header says against its size."""
     path = _path(folder, name)
-    _check_header(path)
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > MAX_JSON_BYTES:
+            raise ValueError(
+                f"{str(path)!r} must be a whole safetensors file, got a header of {size} bytes "
+                f"where {MAX_JSON_BYTES} are possible; copy it again"
+            )
+        header = file.read(size)
     package = safetensors()
     try:
-        return package.safe_open(path, framework="pt")
+        opened = package.safe_open(path, framework="pt")
     except (package.SafetensorError, OSError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"{str(path)!r} must be a whole safetensors file, got {error}; copy it again"
         ) from error
-
-
-def _check_header(path: Path) -> None:
-    """Raise ValueError for a header that is too large, or has a name twice.
-
-    The rest, offsets, shapes and dtypes, safetensors checks itself.
-    """
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        room = min(path.stat().st_size - 8, MAX_JSON_BYTES)
-        if size > room:
-            raise ValueError(
-                f"{str(path)!r} must be a whole safetensors file, got a header of {size} bytes "
-                f"where {max(room, 0)} are possible; copy it again"
-            )
-        _parse(file.read(size), path)
+    _parse(header, path)  # of two entries with one name the package takes the last
+    return opened
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:

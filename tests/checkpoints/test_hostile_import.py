@@ -86,7 +86,7 @@ def put_header(folder: Path, header: dict[str, Any] | bytes) -> None:
 def test_truncated_files(left, folder):
     data = (folder / FILE).read_bytes()
     (folder / FILE).write_bytes(data[:left])
-    refused(folder, "model.safetensors' must be (a whole safetensors file|JSON), got .* copy it")
+    refused(folder, "model.safetensors' must be a whole safetensors file, got .* copy it")
 
 
 def test_bytes_after_the_last_tensor(folder):
@@ -126,6 +126,7 @@ JSON = {
 def test_json_that_is_none(name, text, match, folder):
     if name == FILE:
         put_header(folder, text.encode("latin-1"))
+        match = "must be a whole safetensors file, got Error while deserializing"
     else:
         (folder / name).write_bytes(text.encode("latin-1"))
     refused(folder, f"{name}' {match}")
