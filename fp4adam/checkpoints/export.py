@@ -28,6 +28,7 @@ from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import check_dtype
 
+GENERATION_CONFIG = "generation_config.json"
 MAX_SHARD_BYTES = 5 * 10**9  # as on the Hugging Face hub
 
 
@@ -42,7 +43,10 @@ def export_checkpoint(
     """Write a model with quantized weights as a checkpoint that engines serve as it is.
 
     Codes and block scales are the trained bytes; nothing is rounded again. Everything else, such as
-    embeddings, norms and the output head, is written in its own dtype.
+    embeddings, norms and the output head, is written in its own dtype. ``config.json`` names the
+    dtype that readers decode to: bfloat16 for ``"compressed-tensors"``, that of the quantized
+    weights for the others. Modules with weights in high precision, stacked experts included, are
+    listed there as well; the generation configuration of transformers' models goes along.
 
     ========================  ===========================================================
     layout                    what it holds
@@ -57,18 +61,21 @@ def export_checkpoint(
 
     Args:
         model: Its quantized weights are those of ``nn.Linear`` layers, all of one format.
-        folder: The folder to write to, without a checkpoint yet. Files appear once all have been
-            written, ``config.json`` last.
+        folder: The folder to write to, made if it does not exist, or without a checkpoint and
+            without files of these names. It may be a link or a mount point. Files appear once all
+            are complete, ``config.json`` last; a process that is killed before leaves none.
         layout: See above.
         config: The model's configuration, a dictionary or one of Hugging Face's;
             ``model.config`` if None, where there is one.
         max_shard_bytes: The most that one file holds, unless a single weight is larger.
 
     Raises:
-        ValueError: If the layout is unknown or cannot hold the weights, or weights are not finite.
-        FileExistsError: If ``folder`` holds a checkpoint already.
+        ValueError: If the layout is unknown or cannot hold the weights, weights are not finite, or
+            the model has adapters of PEFT.
+        FileExistsError: If ``folder`` holds a checkpoint already, or a ``config.json``, or gets one
+            from another process meanwhile.
+        OSError: If the files cannot be written, for example because the disk is full.
         NotImplementedError: For weights that are sharded in another way than by ``fully_shard``.
-        ImportError: If safetensors is not installed.
 
     Warns:
         UserWarning: For NVFP4 weights with different amaxes that engines serve as one matrix, and
@@ -78,6 +85,7 @@ def export_checkpoint(
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     check_module(model)
     model = unwrapped(model)
+    _check_no_adapters(model)
     weights = _first_named(_state_of(model))
     quantized = {n: local(w) for n, w in weights.items() if isinstance(local(w), QuantizedTensor)}
     encoding = _encoding_for(LAYOUTS[layout], quantized)
@@ -89,11 +97,12 @@ def export_checkpoint(
     for name, weight in quantized.items():
         _check_whole_linear(name, weight, linear)
     _warn_of_readers(quantized, weights, encoding)
-    excluded = [name.removesuffix(".weight") for name in linear if name not in quantized]
-    documents = LAYOUTS[layout].documents(encoding, excluded)
-    dtype = next(iter(quantized.values())).dtype
-    content = _config_of(model, config, dtype)
-    documents[CONFIG] = {**content, "quantization_config": documents[CONFIG]}
+    excluded, stacked = _unquantized_modules(model)
+    quantization = LAYOUTS[layout].documents(encoding, excluded, stacked)
+    dtype = LAYOUTS[layout].decoded_dtype or next(iter(quantized.values())).dtype
+    documents = _documents_of(model, config, dtype)
+    content = {**documents[CONFIG], "quantization_config": quantization[CONFIG]}
+    documents.update(quantization, **{CONFIG: content})
 
     def entries() -> Iterator[Entry]:
         for name, weight in weights.items():
@@ -131,7 +140,8 @@ def export_masters(
 
     Raises:
         TypeError: If ``dtype`` is another one, or model or optimizer is not one.
-        FileExistsError, ImportError, NotImplementedError: As :func:`export_checkpoint`.
+        ValueError: If the model has adapters of PEFT.
+        FileExistsError, OSError, NotImplementedError: As :func:`export_checkpoint`.
     """
     check_dtype("dtype", dtype)
     if not isinstance(optimizer, Optimizer):
@@ -141,6 +151,7 @@ def export_masters(
         )
     check_module(model)
     model = unwrapped(model)
+    _check_no_adapters(model)
     weights = _first_named(_state_of(model))
     masters = _current_masters(optimizer)
     parameters = set(model.parameters())
@@ -161,7 +172,7 @@ def export_masters(
                 whole = whole.to(dtype)
             yield Entry({name: whole.cpu().contiguous()}, {})
 
-    documents = {CONFIG: _config_of(model, config, dtype)}
+    documents = _documents_of(model, config, dtype)
     _write(Path(folder), entries(), documents, max_shard_bytes, weights)
 
 
@@ -307,6 +318,48 @@ def _gathered(weight: Tensor) -> Tensor:
     if mesh.ndim > 1:
         mesh = mesh[mesh.mesh_dim_names[sharded[0]]]
     return fsdp.gather_codes(shard, mesh, weight.dtype)
+
+
+def _check_no_adapters(model: nn.Module) -> None:
+    """Raise ValueError for a model with the adapters of PEFT, whose names no reader knows."""
+    for name, module in model.named_modules():
+        # The models of PEFT have the one, the layers that it puts into others the other.
+        if hasattr(module, "merge_and_unload") or hasattr(module, "get_base_layer"):
+            place = f"{name!r}, " if name else ""
+            raise ValueError(
+                f"model must be without adapters to be exported, got {place}a "
+                f"{type(module).__name__}; merge them first: model = model.merge_and_unload(), or "
+                "save them alone with save_pretrained"
+            )
+
+
+def _unquantized_modules(model: nn.Module) -> tuple[list[str], list[str]]:
+    """Modules whose weights stay in high precision, and those of them with stacks of weights.
+
+    They are the modules that engines could take for quantized linear layers: linear layers,
+    routers, stacked experts; not embeddings, convolutions and modules that contain quantized ones.
+    """
+    excluded, stacked = [], []
+    for name, module in model.named_modules(remove_duplicate=False):
+        name = plain_name(f"{name}.").removesuffix(".")
+        own = [param for param in module._parameters.values() if param is not None]
+        is_other = isinstance(module, nn.Embedding | nn.modules.conv._ConvNd)
+        if not name or is_other or not any(param.ndim > 1 for param in own):
+            continue
+        if not any(isinstance(local(param), QuantizedTensor) for param in module.parameters()):
+            excluded.append(name)
+            if any(param.ndim > 2 for param in own):
+                stacked.append(name)
+    return excluded, stacked
+
+
+def _documents_of(model: nn.Module, config: Any, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    """The JSON files of a model by name, without quantization."""
+    documents = {CONFIG: _config_of(model, config, dtype)}
+    generation = getattr(model, "generation_config", None)
+    if hasattr(generation, "to_json_string"):
+        documents[GENERATION_CONFIG] = json.loads(generation.to_json_string())
+    return documents
 
 
 def _config_of(model: nn.Module, config: Any, dtype: torch.dtype) -> dict[str, Any]:

@@ -1,26 +1,50 @@
-"""Folders of safetensors files and JSON, as Hugging Face lays them out."""
+"""Folders of safetensors files and JSON, as Hugging Face lays them out: how they are written."""
 
-import contextlib
+import ctypes
+import io
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from fp4adam.checkpoints.new_files import NewFiles
+
 CONFIG = "config.json"
+HF_QUANT_CONFIG = "hf_quant_config.json"
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# The dtypes of safetensors files by the names that headers have for them.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_CHUNK = 2**30  # bytes; Linux writes no more than 2 GiB at once
 
 
 class Entry(NamedTuple):
     """Tensors that belong together, with their metadata.
 
     Attributes:
-        tensors: By name.
+        tensors: By name, contiguous and on the CPU.
         metadata: For the header of the file.
     """
 
@@ -33,8 +57,12 @@ class Entry(NamedTuple):
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
 
-def check_vacant(folder: Path) -> None:
-    """Raise FileExistsError if ``folder`` is a file or holds a checkpoint: two might mix."""
+def check_vacant(folder: Path, names: Iterable[str]) -> None:
+    """Raise FileExistsError if a checkpoint cannot be added to ``folder``.
+
+    That is if it is a file, holds safetensors files, with which the new ones might mix, or a file
+    with one of ``names``: nothing is overwritten.
+    """
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"folder must be one, got the file {str(folder)!r}; choose another")
     present = sorted(folder.glob("*.safetensors*"))
@@ -43,6 +71,12 @@ def check_vacant(folder: Path) -> None:
             f"folder must not hold a checkpoint yet, got {str(present[0])!r}; choose another one, "
             "or remove its safetensors files"
         )
+    for name in names:
+        if (folder / name).exists():
+            raise FileExistsError(
+                f"folder must not hold a {name} yet, got {str(folder / name)!r}, which would be "
+                "overwritten; choose another folder, or remove it"
+            )
 
 
 def write(
@@ -51,44 +85,53 @@ def write(
     documents: dict[str, dict[str, Any]],
     max_shard_bytes: int,
 ) -> None:
-    """Write a checkpoint; if anything fails, no file of it remains.
+    """Write a checkpoint: all files of it appear at the end, or none does.
 
     Args:
         folder: The folder to write to, made if it does not exist.
         entries: All tensors, one shard of them in memory at a time.
         documents: JSON files by name, ``config.json`` among them: the last file to appear.
         max_shard_bytes: The most bytes of tensors in one file, unless a single entry is larger.
+
+    Raises:
+        FileExistsError: If something in the folder would be mixed with the checkpoint, or
+            overwritten.
+        ValueError: If two entries have a tensor of one name.
+        OSError: If the files cannot be written.
     """
-    save_file = safetensors().torch.save_file
-    check_vacant(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as name:
-        scratch = Path(name)
-        shards = []
+    folder = folder.resolve()
+    with NewFiles(folder) as new:
+        check_vacant(folder, documents)
+        first = new.open()  # where nothing can be written, it fails before tensors are gathered
+        shards: list[io.FileIO] = []
+        file_of: dict[str, int] = {}
         total = 0
-        for i, shard in enumerate(_shards(entries, max_shard_bytes)):
-            tensors = {name: tensor for entry in shard for name, tensor in entry.tensors.items()}
+        for shard in _shards(entries, max_shard_bytes):
+            tensors = [item for entry in shard for item in entry.tensors.items()]
             metadata = {name: text for entry in shard for name, text in entry.metadata.items()}
-            save_file(tensors, scratch / str(i), {"format": "pt", **metadata})
-            shards.append([*tensors])
+            for name, _ in tensors:
+                if name in file_of:
+                    raise ValueError(
+                        f"tensors of a checkpoint must have different names, got two {name!r}; "
+                        "rename the buffer or parameter that is called like a scale of a weight"
+                    )
+                file_of[name] = len(shards)
+            shards.append(new.open() if shards else first)
+            _write_tensors(shards[-1], dict(tensors), {"format": "pt", **metadata}, folder)
             total += sum(entry.nbytes for entry in shard)
         names = [ONE_FILE]
         if len(shards) != 1:
             n = len(shards)
             names = [f"model-{i + 1:05}-of-{n:05}.safetensors" for i in range(n)]
-            weight_map = {
-                key: file for file, keys in zip(names, shards, strict=True) for key in keys
-            }
+            weight_map = {name: names[i] for name, i in file_of.items()}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             documents = {INDEX: index, **documents}
-        for i, file in enumerate(names):
-            (scratch / str(i)).rename(scratch / file)
-        for file, content in documents.items():
-            text = json.dumps(content, indent=2, sort_keys=True)
-            (scratch / file).write_text(text + "\n")
-        folder.mkdir(exist_ok=True)
-        for file in sorted((*names, *documents), key=lambda file: file == CONFIG):
-            os.replace(scratch / file, folder / file)
+        files = dict(zip(names, shards, strict=True))
+        for name in sorted(documents, key=lambda name: name == CONFIG):
+            files[name] = new.open()
+            text = json.dumps(documents[name], indent=2, sort_keys=True) + "\n"
+            _write_bytes(files[name], text.encode(), folder)
+        new.publish(files)
 
 
 def _shards(entries: Iterable[Entry], max_shard_bytes: int) -> Iterator[list[Entry]]:
@@ -103,104 +146,56 @@ def _shards(entries: Iterable[Entry], max_shard_bytes: int) -> Iterator[list[Ent
     yield shard
 
 
-class CheckpointReader:
-    """The tensors of a checkpoint, each read on request; a context manager.
+def _write_tensors(
+    file: io.FileIO, tensors: dict[str, Tensor], metadata: dict[str, str], folder: Path
+) -> None:
+    """Write a safetensors file: the length of the header, the header, the bytes of the tensors.
 
-    Attributes:
-        config: The content of ``config.json``.
-        metadata: The headers of all files, merged.
-
-    Raises:
-        FileNotFoundError: If a file is missing.
-        ValueError: If one is damaged.
+    The package writes to paths alone, by way of a file that a killed process leaves behind.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.config = _read_json(folder / CONFIG)
-        self.metadata: dict[str, str] = {}
-        self._file_of: dict[str, Any] = {}
-        weight_map = None
-        files = [ONE_FILE]
-        if (folder / INDEX).exists():
-            weight_map = _read_json(folder / INDEX).get("weight_map", {})
-            files = sorted(set(weight_map.values()))
-        with contextlib.ExitStack() as stack:
-            for name in files:
-                file = stack.enter_context(_open(folder / name))
-                self.metadata.update(file.metadata() or {})
-                self._file_of.update(dict.fromkeys(file.keys(), file))
-            if weight_map is not None and weight_map.keys() != self._file_of.keys():
-                key = min(weight_map.keys() ^ self._file_of.keys())
-                raise ValueError(
-                    f"{INDEX} must list what its files hold, got another list, for instance "
-                    f"without {key!r} on one side; the checkpoint is damaged: copy it again"
-                )
-            self._stack = stack.pop_all()
-
-    def __enter__(self) -> "CheckpointReader":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stack.close()
-
-    def names(self) -> set[str]:
-        """The names of all tensors."""
-        return {*self._file_of}
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it."""
-        return tuple(self._file_of[name].get_slice(name).get_shape())
-
-    def read(self, name: str) -> Tensor:
-        """A tensor on the CPU."""
-        return self._file_of[name].get_tensor(name)
+    header: dict[str, Any] = {"__metadata__": metadata}
+    # The largest elements first: all are aligned then.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    memory = [_memory_of(name, tensors[name]) for name in names]
+    end = 0
+    for name, content in zip(names, memory, strict=True):
+        start, end = end, end + len(content)
+        header[name] = {
+            "dtype": _NAMES[tensors[name].dtype],
+            "shape": [*tensors[name].shape],
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    _write_bytes(file, len(text).to_bytes(8, "little") + text, folder)
+    for content in memory:
+        _write_bytes(file, content, folder)
 
 
-def _open(path: Path) -> Any:
-    if not path.exists():
-        raise FileNotFoundError(f"{str(path)!r} must exist, got no such file; copy it as well")
-    package = safetensors()
-    try:
-        return package.safe_open(path, framework="pt")
-    except package.SafetensorError as error:
-        raise ValueError(
-            f"{str(path)!r} must be a whole safetensors file, got {error}; copy it again"
-        ) from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{str(path)!r} must exist, got no such file; pass the folder of a checkpoint"
+def _memory_of(name: str, value: Tensor) -> ctypes.Array[ctypes.c_char]:
+    """The bytes of a tensor, as its memory has them."""
+    if value.dtype not in _NAMES:
+        raise TypeError(
+            f"{name!r} must have a dtype that safetensors files hold, got {value.dtype}; convert it"
         )
+    is_plain = value.layout == torch.strided and value.device.type == "cpu"
+    # Wrappers have no storage, whatever their size.
+    if not (
+        is_plain and value.is_contiguous() and value.untyped_storage().nbytes() >= value.nbytes
+    ):
+        raise TypeError(
+            f"{name!r} must be a plain tensor to be written, got a {type(value).__name__}; convert "
+            "it, or leave it out of the state dict"
+        )
+    return (ctypes.c_char * value.nbytes).from_address(value.data_ptr())
+
+
+def _write_bytes(file: io.FileIO, content: Any, folder: Path) -> None:
+    rest = memoryview(content).cast("B")
     try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{str(path)!r} must be JSON, got {error}; copy it again") from error
-    if not isinstance(content, dict):
-        kind = type(content).__name__
-        raise ValueError(f"{str(path)!r} must hold an object, got a {kind}; copy it again")
-    return content
-
-
-def safetensors() -> Any:
-    """The package.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
-    try:
-        import safetensors
-        import safetensors.torch
-    except ImportError:
-        raise ImportError(
-            "the package safetensors must be installed to export and import checkpoints; "
-            "pip install fp4adam[export]"
-        ) from None
-    return safetensors
+        while rest:
+            rest = rest[file.write(rest[:_CHUNK]) :]
+    except OSError as error:
+        message = f"the checkpoint must be written whole, got {error.strerror!r}; nothing of it is "
+        message += "left, make room or choose another folder"
+        raise OSError(error.errno, message, str(folder)) from error

@@ -1,13 +1,15 @@
 """Import of quantized checkpoints, to continue training from."""
 
+import re
+import warnings
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from fp4adam.checkpoints.folder import CheckpointReader
-from fp4adam.checkpoints.layouts import LAYOUTS, Encoding, Layout
+from fp4adam.checkpoints.layouts import LAYOUTS, Encoding
 from fp4adam.checkpoints.model_state import model_state, plain_name, unwrapped
+from fp4adam.checkpoints.reader import CheckpointReader, short
 from fp4adam.distributed.dtensor import is_dtensor
 from fp4adam.nn.quantize_model import check_module
 from fp4adam.nn.replacement import (
@@ -21,6 +23,9 @@ from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
 
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Last parts of the names of tensors that training does not need.
+ACTIVATION_SCALES = frozenset(("input_scale", "input_global_scale"))
+CACHE_SCALES = frozenset(("k_scale", "v_scale"))
 
 
 def import_checkpoint(
@@ -31,8 +36,12 @@ def import_checkpoint(
     Reads the layouts that :func:`fp4adam.export_checkpoint` writes, also from other programs.
     Linear layers that are quantized in the checkpoint get quantized weights with the same bytes and
     the nominal dtype of the old weight; all other parameters stay and get the values. Masters start
-    from the decoded values. Scales of activations are left out, and so are entries that hooks add
-    to the model's state dict.
+    from the decoded values. Scales of activations and of the KV cache are left out, and so are
+    entries that hooks add to the model's state dict.
+
+    The folder is not trusted: files are opened in it alone, apart from the cache of the Hugging
+    Face hub, whose links lead to its ``blobs``. Names, shapes and dtypes are compared with the
+    model before a tensor is read. Code that ``config.json`` names is not run.
 
     Args:
         model: A model with the names of the checkpoint, compiled or not, not on the meta device.
@@ -48,10 +57,14 @@ def import_checkpoint(
 
     Raises:
         FileNotFoundError: If a file is missing.
-        ValueError: If the layout is unknown, a file is damaged, or names, shapes or scales do not
-            fit the model, the layout or the quantizer.
+        ValueError: If the layout is unknown, a file is damaged or lies outside of the folder, if
+            names, shapes or scales do not fit the model, the layout or the quantizer, or if values
+            are not finite.
         TypeError: If a dtype does not fit.
         ImportError: If safetensors is not installed.
+
+    Warns:
+        UserWarning: If scales of the KV cache are left out.
 
     Nothing has been changed when it raises.
     """
@@ -91,11 +104,16 @@ class _Import:
         tensors, extra = model_state(model)
         self.state = {name: value for name, value in tensors.items() if name not in extra}
         for name, value in self.state.items():
-            if is_dtensor(value) or value.is_meta:
-                kind = "one on the meta device" if value.is_meta else type(value)
+            kinds = {
+                "a DTensor": is_dtensor(value),
+                "one on the meta device": value.is_meta,
+                "one of inference mode": value.is_inference(),
+                "an expanded one": 0 in value.stride() and value.numel() > 1,
+            }
+            if kind := next((kind for kind in kinds if kinds[kind]), None):
                 raise ValueError(
                     f"{name!r} of the model must be a whole tensor in memory, got {kind}; import "
-                    "before fully_shard and after to_empty"
+                    "before fully_shard and after to_empty, or clone it"
                 )
         self.linear = {
             plain_name(f"{name}.weight").removesuffix(".weight"): layer
@@ -103,17 +121,32 @@ class _Import:
             if isinstance(layer, nn.Linear)
         }
         self.checkpoint = checkpoint
-        layout, self.encoding = _encoding_of(checkpoint)
-        stored = {n for n in checkpoint.names() if n.rpartition(".")[2] not in layout.unused}
+        self.encoding = _encoding_of(checkpoint)
+        stored = self._needed(checkpoint.names())
         self.layers = self._layers(stored)
         of_layers = {f"{layer}.{key}" for layer in self.layers for key in self._keys}
         self.plain = stored - of_layers - extra
         self._check_names()
+        self._check_quantized()
+        self._check_plain()
         self.quantizer = self._quantizer(quantizer)
 
     @property
     def _keys(self) -> list[str]:
         return [*self.encoding.shapes(0, 0)]
+
+    def _needed(self, names: set[str]) -> set[str]:
+        """The names of the checkpoint without those of scales that the model does not have."""
+        others = names - self.state.keys()
+        cache = sorted(name for name in others if name.rpartition(".")[2] in CACHE_SCALES)
+        if cache:
+            warnings.warn(
+                "scales of the KV cache are left out, training does not quantize it: got "
+                f"{len(cache)} in the checkpoint, such as {cache[0]!r}",
+                stacklevel=4,
+            )
+        unused = ACTIVATION_SCALES | CACHE_SCALES
+        return names - {name for name in others if name.rpartition(".")[2] in unused}
 
     def _layers(self, stored: set[str]) -> list[str]:
         """The layers with quantized weights, found by any tensor of an encoding."""
@@ -139,9 +172,15 @@ class _Import:
         weights = {f"{layer}.weight" for layer in self.layers}
         unknown = sorted((weights | self.plain) - self.state.keys())
         if unknown:
+            advice = "build it from the checkpoint's config.json"
+            if stack := next(filter(None, map(self._stack_of, unknown)), None):
+                advice = (
+                    f"its experts are stacked in {stack!r}, those of the checkpoint are not: build "
+                    "a model with one nn.Linear per expert and projection"
+                )
             raise ValueError(
                 f"the model must have all that the checkpoint has, lacks {len(unknown)}, such as "
-                f"{unknown[0]!r}; build it from the checkpoint's config.json"
+                f"{unknown[0]!r}; {advice}"
             )
         # A tied weight has one name there.
         given = {id(self.state[name]) for name in weights | self.plain}
@@ -166,6 +205,53 @@ class _Import:
                     "quantized in the checkpoint; untie them"
                 )
 
+    def _stack_of(self, name: str) -> str | None:
+        """The parameter in which the model stacks what is one expert's weight in the checkpoint."""
+        match = re.match(r"(.*\bexperts)\.\d+\.", name)
+        stacks = (n for n, x in self.state.items() if x.ndim > 2)
+        return match and next((n for n in stacks if n.startswith(f"{match[1]}.")), None)
+
+    def _check_quantized(self) -> None:
+        """Raise unless all parts of quantized weights have the shapes and dtypes that they need."""
+        for layer in self.layers:
+            old = self.linear[layer].weight
+            check_dtype(f"weight of layer {layer!r}", old.dtype)
+            for key, (shape, dtype) in self.encoding.shapes(*old.shape).items():
+                name = f"{layer}.{key}"
+                actual = self.checkpoint.shape(name)
+                if actual != shape and not (actual in ((), (1,)) and shape in ((), (1,))):
+                    raise ValueError(
+                        f"{name!r} must have shape {shape} for a weight {tuple(old.shape)}, got "
+                        f"{actual}; build the model from the checkpoint's config.json"
+                    )
+                dtypes = self.encoding.dtypes(key, dtype)
+                if self.checkpoint.dtype(name) not in dtypes:
+                    raise TypeError(
+                        f"{name!r} must be {' or '.join(map(str, dtypes))}, got "
+                        f"{self.checkpoint.dtype(name)}; the checkpoint is damaged"
+                    )
+
+    def _check_plain(self) -> None:
+        """Raise unless all other tensors have the shapes and dtypes of the model's."""
+        for name in sorted(self.plain):
+            old, shape = self.state[name], self.checkpoint.shape(name)
+            if shape != tuple(old.shape):
+                raise ValueError(
+                    f"{name!r} must have shape {tuple(old.shape)}, got {shape} in the checkpoint; "
+                    f"build the model from its config.json"
+                )
+            dtype = self.checkpoint.dtype(name)
+            if isinstance(old, QuantizedTensor):
+                raise TypeError(
+                    f"{name!r} must be quantized in the checkpoint as it is in the model, got "
+                    f"{dtype}; import before quantize_model"
+                )
+            if dtype != old.dtype and not {dtype, old.dtype} <= {*PLAIN}:
+                raise TypeError(
+                    f"{name!r} must be {old.dtype}, got {dtype} without a scale; the checkpoint "
+                    "is damaged"
+                )
+
     def _quantizer(self, chosen: Quantizer | None) -> Quantizer:
         kind = self.encoding.quantizer_class
         if chosen is None:
@@ -187,74 +273,59 @@ class _Import:
 
     def _quantized_weight(self, layer: str) -> QuantizedTensor:
         old = self.linear[layer].weight
-        check_dtype(f"weight of layer {layer!r}", old.dtype)
-        stored = {}
-        for key, (shape, dtype) in self.encoding.shapes(*old.shape).items():
-            name = f"{layer}.{key}"
-            actual = self.checkpoint.shape(name)
-            if actual != shape and not (actual in ((), (1,)) and shape in ((), (1,))):
-                raise ValueError(
-                    f"{name!r} must have shape {shape} for a weight {tuple(old.shape)}, got "
-                    f"{actual}; build the model from the checkpoint's config.json"
-                )
-            stored[key] = self.checkpoint.read(name)
-            if stored[key].dtype != dtype:
-                raise TypeError(
-                    f"{name!r} must be {dtype}, got {stored[key].dtype}; the checkpoint is damaged"
-                )
+        stored = {key: self.checkpoint.read(f"{layer}.{key}") for key in self._keys}
         amax = self.checkpoint.metadata.get(f"{layer}.weight.amax")
         try:
             amax = None if amax is None else torch.tensor(float.fromhex(amax))
             weight = self.quantizer.make_empty(tuple(old.shape), old.dtype, "cpu")
             self.encoding.decode(stored, weight, amax)
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise ValueError(f"layer {layer!r}: {error}") from None
+        self._check_finite(f"{layer}.weight", weight.dequantize(old.dtype))
         return weight.to(old.device)
 
     def plain_values(self) -> dict[str, Tensor]:
-        """The values of everything that is not quantized."""
+        """The values of everything that is not quantized, in the dtypes of the model."""
         values = {}
         for name in sorted(self.plain):
-            old, shape = self.state[name], self.checkpoint.shape(name)
-            if shape != tuple(old.shape):
-                raise ValueError(
-                    f"{name!r} must have shape {tuple(old.shape)}, got {shape} in the checkpoint; "
-                    f"build the model from its config.json"
-                )
-            value = self.checkpoint.read(name)
-            if isinstance(old, QuantizedTensor):
-                raise TypeError(
-                    f"{name!r} must be quantized in the checkpoint as it is in the model, got "
-                    f"{value.dtype}; import before quantize_model"
-                )
-            if value.dtype != old.dtype and not {value.dtype, old.dtype} <= {*PLAIN}:
-                raise TypeError(
-                    f"{name!r} must be {old.dtype}, got {value.dtype} without a scale; the "
-                    "checkpoint is damaged"
-                )
-            values[name] = value
+            old = self.state[name]
+            values[name] = self.checkpoint.read(name).to(old.dtype)
+            if isinstance(old, nn.Parameter):  # buffers may be masks
+                self._check_finite(name, values[name])
         return values
 
+    def _check_finite(self, name: str, value: Tensor) -> None:
+        if not value.isfinite().all():
+            bad = value[~value.isfinite()][0].item()
+            raise ValueError(
+                f"{name!r} must be finite in {value.dtype}, got {bad}; the checkpoint is damaged, "
+                "or its training has diverged"
+            )
 
-def _encoding_of(checkpoint: CheckpointReader) -> tuple[Layout, Encoding]:
-    """The layout of a checkpoint, and how it stores weights."""
+
+def _encoding_of(checkpoint: CheckpointReader) -> Encoding:
+    """How a checkpoint stores its quantized weights."""
     config = checkpoint.config.get("quantization_config")
+    details = checkpoint.hf_quant_config.get("quantization")
+    if config is None and isinstance(details, dict):
+        config = {**details, "quant_method": "modelopt"}
     if not isinstance(config, dict):
         raise ValueError(
             f"config.json in {str(checkpoint.folder)!r} must have a quantization_config, got none; "
             "load weights in high precision with load_state_dict"
         )
     method = config.get("quant_method")
-    if method not in LAYOUTS:
+    layout = LAYOUTS.get(method) if isinstance(method, str) else None
+    if layout is None:
         raise ValueError(
-            f"quant_method must be one of {', '.join(LAYOUTS)} to be imported, got {method!r}"
+            f"quant_method must be one of {', '.join(LAYOUTS)} to be imported, got {short(method)}"
         )
-    layout = LAYOUTS[method]
     name = layout.format_of(config)
     for encoding in layout.encodings:
         if encoding.format == name:
-            return layout, encoding
+            return encoding
     held = ", ".join(encoding.format for encoding in layout.encodings)
     raise ValueError(
-        f"format must be one of {held} for quant_method {method!r} to be imported, got {name!r}"
+        f"format must be one of {held} for quant_method {method!r} to be imported, got "
+        f"{short(name)}"
     )

@@ -5,12 +5,14 @@ encoding for every format that it can hold, and describes it in ``config.json``.
 """
 
 import dataclasses
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from fp4adam.checkpoints.folder import CONFIG, HF_QUANT_CONFIG
 from fp4adam.formats import minifloat, nvfp4
 from fp4adam.formats.float8_block import BLOCK as FLOAT8_BLOCK
 from fp4adam.formats.float8_block import Float8BlockQuantizer
@@ -42,6 +44,7 @@ class Encoding:
     block: ClassVar[tuple[int, int]]  # rows and columns that one scale is for
     scale: ClassVar[str]  # name of the tensor of block scales
     scale_dtype: ClassVar[torch.dtype]
+    other_scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # in which others store them
 
     def refusal(self, quantizer: Quantizer) -> str | None:
         """The rule of the layout that tensors of ``quantizer`` break, or None."""
@@ -55,6 +58,10 @@ class Encoding:
         """The tensors that a weight is stored as, with its own bytes."""
         raise NotImplementedError
 
+    def dtypes(self, key: str, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        """The dtypes in which :meth:`decode` takes a tensor that :meth:`encode` writes in one."""
+        return (dtype, *self.other_scale_dtypes) if key == self.scale else (dtype,)
+
     def quantizer_for(self, scales: Iterable[Tensor]) -> Quantizer:
         """The quantizer for all weights of a checkpoint, given their block scales."""
         return self.quantizer_class()
@@ -63,7 +70,7 @@ class Encoding:
         """Fill ``out``, of the right shape, with stored codes and scales.
 
         Args:
-            stored: As :meth:`encode` returns it.
+            stored: As :meth:`encode` returns it, with any of :meth:`dtypes`.
             out: The tensor to fill.
             amax: Its amax, if known more exactly than from the stored scale.
 
@@ -110,7 +117,9 @@ class NVFP4Encoding(Encoding):
         """A tensor scale with which readers decode every code to the same BF16 value.
 
         They multiply in another order. With the nearest scale, one tensor in ten thousand would
-        have a value that rounds to another BF16 number; a neighboring scale is taken then.
+        have a value that rounds to another BF16 number; a neighboring scale is taken then. For 2
+        in 128 amaxes that are BF16 numbers themselves, values lie halfway between two BF16 numbers
+        and no scale will do: some of them become the other one with any.
         """
         if amax == 0:
             return torch.ones(1)  # all codes and block scales are zero
@@ -124,11 +133,17 @@ class NVFP4Encoding(Encoding):
         scale = minifloat.e4m3_value(tensor._rowwise_scale_inv[:, :1])
         value = torch.full_like(amax, nvfp4.RANGE)
         value = value / amax if self.divides else amax / value
+        fewest, best = expected.numel(), None
         for steps in (0, 1, -1, 2, -2, 3, -3):
             near = (value.view(torch.int32) + steps).view(torch.float32)
-            actual = codes * (scale / near if self.divides else scale * near)
-            if torch.equal(actual.bfloat16(), expected):
-                return near
+            actual = (codes * (scale / near if self.divides else scale * near)).bfloat16()
+            others = int((actual != expected).sum())
+            if others < fewest and torch.allclose(actual, expected, rtol=2**-7, atol=0):
+                fewest, best = others, near
+            if not fewest:
+                break
+        if best is not None:
+            return best
         raise ValueError(
             f"amax must be finite and at least 1e-35 for {self.format}, got {amax.item()}; the "
             "weight has overflowed or vanished: export a healthy one"
@@ -149,7 +164,9 @@ class NVFP4Encoding(Encoding):
         ratio = torch.full_like(factor, nvfp4.RANGE)
         rounded = ratio / factor if self.divides else factor * ratio
         # The scale may have been changed without the header.
-        is_its = amax is not None and (amax == 0 or torch.isclose(amax, rounded, rtol=1e-6))
+        is_its = amax is not None and (
+            (amax == 0 and not scale.any()) or torch.isclose(amax, rounded, rtol=1e-6)
+        )
         out._amax.copy_(amax if is_its else rounded)
         if not out.quantizer.two_dimensional:
             if out.quantizer.columnwise:
@@ -183,6 +200,7 @@ class MXFP8Encoding(Encoding):
     quantizer_class = MXFP8Quantizer
     bits, block = 8, (1, MX_BLOCK)
     scale, scale_dtype = "weight_scale", torch.uint8
+    other_scale_dtypes = (torch.float8_e8m0fnu,)
 
     def shapes(self, rows: int, cols: int) -> Shapes:
         return {
@@ -196,7 +214,7 @@ class MXFP8Encoding(Encoding):
         return {self.codes: weight.rowwise_data.view(E4M3), self.scale: scale}
 
     def decode(self, stored: dict[str, Tensor], out: QuantizedTensor, amax: Tensor | None) -> None:
-        scale = stored[self.scale]
+        scale = stored[self.scale].view(torch.uint8)
         _check_scales(self.scale, scale < 255, scale)
         out._rowwise_data.copy_(stored[self.codes].view(torch.uint8))
         out._rowwise_scale_inv[: scale.shape[0], : scale.shape[1]] = scale
@@ -215,6 +233,7 @@ class Float8BlockEncoding(Encoding):
     quantizer_class = Float8BlockQuantizer
     bits, block = 8, (FLOAT8_BLOCK, FLOAT8_BLOCK)
     scale, scale_dtype = "weight_scale_inv", torch.float32
+    other_scale_dtypes = (torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 
     def refusal(self, quantizer: Float8BlockQuantizer) -> str | None:
         if not quantizer.two_dimensional:
@@ -229,7 +248,7 @@ class Float8BlockEncoding(Encoding):
         return {self.codes: weight.rowwise_data.view(E4M3), self.scale: weight._block_scale_inv}
 
     def decode(self, stored: dict[str, Tensor], out: QuantizedTensor, amax: Tensor | None) -> None:
-        scale = stored[self.scale]
+        scale = stored[self.scale].float()
         _check_scales(self.scale, scale.isfinite() & (scale >= 0), scale)
         out._rowwise_data.copy_(stored[self.codes].view(torch.uint8))
         out._block_scale_inv.copy_(scale)
@@ -255,15 +274,19 @@ class Layout:
     encodings: tuple[Encoding, ...]
 
     name: ClassVar[str]
-    # Tensors beside a weight that training does not need.
-    unused: ClassVar[tuple[str, ...]] = ()
+    # The dtype that readers decode to, whatever the model's, or None.
+    decoded_dtype: ClassVar[torch.dtype | None] = None
 
-    def documents(self, encoding: Encoding, excluded: Sequence[str]) -> dict[str, dict[str, Any]]:
+    def documents(
+        self, encoding: Encoding, excluded: Sequence[str], stacked: Sequence[str]
+    ) -> dict[str, dict[str, Any]]:
         """JSON files of a model by name; of ``config.json`` the part about quantization.
 
         Args:
             encoding: The encoding of its quantized weights.
-            excluded: Its linear layers that are not quantized.
+            excluded: Its modules with weights that are not quantized.
+            stacked: Those of them that hold stacks of weights, which engines may know as a module
+                per expert.
         """
         raise NotImplementedError
 
@@ -272,13 +295,21 @@ class Layout:
         raise NotImplementedError
 
 
+def _only(values: Sequence[Any], otherwise: Any) -> Any:
+    """The value that all of ``values`` are."""
+    is_one = values and all(value == values[0] for value in values)
+    return values[0] if is_one else otherwise
+
+
 class CompressedTensors(Layout):
     """https://github.com/vllm-project/compressed-tensors"""
 
     name = "compressed-tensors"
-    unused = ("input_global_scale",)
+    decoded_dtype = torch.bfloat16
 
-    def documents(self, encoding: Encoding, excluded: Sequence[str]) -> dict[str, dict[str, Any]]:
+    def documents(
+        self, encoding: Encoding, excluded: Sequence[str], stacked: Sequence[str]
+    ) -> dict[str, dict[str, Any]]:
         weights = {
             "num_bits": encoding.bits,
             "type": "float",
@@ -300,23 +331,39 @@ class CompressedTensors(Layout):
             "format": encoding.format,
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
-            "ignore": [*excluded],
+            "ignore": [*excluded, *(rf"re:{re.escape(name)}\..*" for name in stacked)],
             "kv_cache_scheme": None,
             "global_compression_ratio": None,
         }
-        return {"config.json": config}
+        return {CONFIG: config}
 
     def format_of(self, config: dict[str, Any]) -> Any:
-        return config.get("format")
+        if config.get("format") != "mixed-precision":
+            return config.get("format")
+        groups = config.get("config_groups")
+        members = groups.values() if isinstance(groups, dict) else ()
+        formats = [self._format_of_group(group) for group in members]
+        return _only(formats, "mixed-precision")
+
+    def _format_of_group(self, group: Any) -> Any:
+        if not isinstance(group, dict):
+            return group
+        weights = group.get("weights")
+        if group.get("format") is not None or not isinstance(weights, dict):
+            return group.get("format")
+        described = [weights.get(key) for key in ("type", "num_bits", "group_size")]
+        fitting = [e.format for e in self.encodings if described == ["float", e.bits, e.block[1]]]
+        return _only(fitting, described)
 
 
 class ModelOpt(Layout):
     """https://nvidia.github.io/Model-Optimizer, "Unified HuggingFace Checkpoint"."""
 
     name = "modelopt"
-    unused = ("input_scale",)
 
-    def documents(self, encoding: Encoding, excluded: Sequence[str]) -> dict[str, dict[str, Any]]:
+    def documents(
+        self, encoding: Encoding, excluded: Sequence[str], stacked: Sequence[str]
+    ) -> dict[str, dict[str, Any]]:
         from fp4adam import __version__
 
         bits, group_size = encoding.bits, encoding.block[1]
@@ -342,12 +389,19 @@ class ModelOpt(Layout):
             }
             config["config_groups"] = {"group_0": {"weights": weights, "targets": ["Linear"]}}
         hf_quant_config = {"producer": producer, "quantization": details}
-        return {"config.json": config, "hf_quant_config.json": hf_quant_config}
+        return {CONFIG: config, HF_QUANT_CONFIG: hf_quant_config}
 
     def format_of(self, config: dict[str, Any]) -> Any:
-        algorithm = str(config.get("quant_algo")).upper()
+        algorithm = self._algorithm(config)
+        layers = config.get("quantized_layers")
+        if algorithm == "MIXED_PRECISION" and isinstance(layers, dict):
+            return _only([self._algorithm(layer) for layer in layers.values()], algorithm)
+        return algorithm
+
+    def _algorithm(self, config: Any) -> str:
+        name = str(config.get("quant_algo") if isinstance(config, dict) else config).upper()
         # That activations are quantized as well says nothing about the weights.
-        return "W4A16_NVFP4" if algorithm == "NVFP4" else algorithm
+        return "W4A16_NVFP4" if name == "NVFP4" else name
 
 
 class FP8(Layout):
@@ -355,7 +409,9 @@ class FP8(Layout):
 
     name = "fp8"
 
-    def documents(self, encoding: Encoding, excluded: Sequence[str]) -> dict[str, dict[str, Any]]:
+    def documents(
+        self, encoding: Encoding, excluded: Sequence[str], stacked: Sequence[str]
+    ) -> dict[str, dict[str, Any]]:
         config = {
             "quant_method": self.name,
             "fmt": "e4m3",
@@ -363,11 +419,12 @@ class FP8(Layout):
             "weight_block_size": [*encoding.block],
             "modules_to_not_convert": [*excluded],
         }
-        return {"config.json": config}
+        return {CONFIG: config}
 
     def format_of(self, config: dict[str, Any]) -> Any:
         block = config.get("weight_block_size")
-        if config.get("scale_fmt", "float") != "float":
+        # Scales in ue8m0 are powers of two, whatever dtype they are stored in.
+        if config.get("scale_fmt") not in (None, "float", "ue8m0"):
             return f"scales in {config['scale_fmt']}"
         fitting = [e.format for e in self.encodings if block == [*e.block]]
         return fitting[0] if fitting else f"blocks of {block}"

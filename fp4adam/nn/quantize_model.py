@@ -40,6 +40,8 @@ Filter = Callable[[nn.Module, str], bool]
 # The names that GPT, Llama, Megatron, GPT-NeoX, timm and Hugging Face heads go by.
 OUTPUT_HEADS = frozenset(
     ("lm_head", "head", "output", "output_layer", "embed_out", "classifier", "score", "logits")
+    + ("qa_outputs", "seq_relationship", "lm_head.decoder", "predictions.decoder")
+    + ("classifier.out_proj", "classification_head.out_proj")
 )
 
 
@@ -52,12 +54,14 @@ def _check_filter(filter: Filter | None) -> None:
 
 
 def is_hidden_linear(module: nn.Module, name: str) -> bool:
-    """The default filter: every linear layer but an output head.
+    """The default filter: every linear layer but an output head, task heads included.
 
-    Embeddings, norms and the output head stay in high precision, as in NVIDIA's NVFP4
-    pre-training recipe (arXiv:2509.25149, section 4.1).
+    Heads are known by the last one or two parts of their name. Embeddings, norms and the output
+    head stay in high precision, as in NVIDIA's NVFP4 pre-training recipe (arXiv:2509.25149,
+    section 4.1).
     """
-    return name.rpartition(".")[2] not in OUTPUT_HEADS
+    parts = name.split(".")
+    return parts[-1] not in OUTPUT_HEADS and ".".join(parts[-2:]) not in OUTPUT_HEADS
 
 
 def quantize_model(

@@ -2,8 +2,6 @@
 
 import copy
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +25,8 @@ from fp4adam import (
     quantize_model,
     use_plain_state_dict,
 )
-from fp4adam.checkpoints import folder as checkpoint_folder
 from fp4adam.checkpoints.layouts import LAYOUTS
+from fp4adam.checkpoints.reader import CheckpointReader
 from ranks import all_ranks, run_ranks
 from test_fsdp import fixed_grads, set_grads
 
@@ -221,6 +219,26 @@ def test_scale_of_the_tensor_gives_readers_the_same_bf16_values(divides):
         nearest = 2688 / float(amax) if divides else float(amax) / 2688
         moved += stored[f"w.{encoding.tensor_scale}"].item() != torch.tensor(nearest).item()
     assert moved == (3 if divides else 2)
+
+
+@pytest.mark.parametrize("divides", [True, False])
+def test_amaxes_for_which_no_scale_of_the_tensor_is_exact(divides):
+    """Of 128 in BF16, two. Readers then round values that lie halfway to the other side."""
+    layout = LAYOUTS["compressed-tensors" if divides else "modelopt"]
+    weight = ROWWISE_NVFP4.make_empty((128, 16))
+    weight._rowwise_data[:] = torch.arange(16).view(8, 2) @ torch.tensor([1, 16])
+    weight._rowwise_scale_inv[:, 0] = torch.arange(128).clamp(max=126)
+    inexact = []
+    for i in range(128):
+        weight._amax.fill_((1 + i / 128) / 16)
+        stored = layout.encodings[0].encode(weight)
+        read = decoded({f"w.{name}": value for name, value in stored.items()}, "w", layout.name)
+        expected = weight.dequantize(torch.bfloat16)
+        torch.testing.assert_close(read, expected, rtol=2**-7, atol=0)  # at most the next one
+        if not torch.equal(read, expected):
+            inexact.append(i)
+            assert (read != expected).sum() < 0.05 * read.numel()
+    assert len(inexact) == 2
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0])
@@ -474,7 +492,7 @@ def test_unequal_amaxes_of_what_is_served_as_one_matrix(tmp_path):
     model = quantize_model(Fused(), "nvfp4")
     with pytest.warns(UserWarning, match="should have one amax, got .*q_proj.*k_proj"):
         export_checkpoint(model, tmp_path / "unequal")
-    model.k_proj.weight.quantize_(model.q_proj.weight.dequantize())
+    model.k_proj.weight = nn.Parameter(model.q_proj.weight.detach().clone())
     export_checkpoint(model, tmp_path / "equal")
 
 
@@ -541,38 +559,6 @@ def test_types_that_cannot_be_exported(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_folders_with_a_checkpoint_are_left_alone(tmp_path):
-    model = build("nvfp4")
-    export_checkpoint(model, tmp_path)
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(FileExistsError, match="must not hold a checkpoint yet, got .*safetensors'"):
-        export_checkpoint(model, tmp_path)
-    with pytest.raises(FileExistsError, match="got the file"):
-        export_checkpoint(model, tmp_path / "config.json")
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
-    saved = []
-
-    def save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-        saved.append(path)
-        if len(saved) == 3:
-            raise OSError("no space left on device")
-        save_file(tensors, path, metadata)
-
-    monkeypatch.setattr("safetensors.torch.save_file", save)
-    with pytest.raises(OSError, match="no space"):
-        export_checkpoint(build("nvfp4"), tmp_path / "out", max_shard_bytes=1)
-    assert len(saved) == 3 and not list(tmp_path.iterdir())
-
-
-def test_safetensors_is_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ImportError, match=r"pip install fp4adam\[export\]"):
-        export_checkpoint(build("nvfp4"), tmp_path)
-
-
 def test_index_and_files_that_disagree(tmp_path):
     export_checkpoint(build("nvfp4"), tmp_path, max_shard_bytes=1)
     path = tmp_path / "model.safetensors.index.json"
@@ -599,7 +585,7 @@ def test_a_changed_scale_counts_more_than_the_header(tmp_path):
     model = build("nvfp4")
     export_checkpoint(model, tmp_path, "modelopt")
     path = tmp_path / "model.safetensors"
-    with checkpoint_folder.CheckpointReader(tmp_path) as reader:
+    with CheckpointReader(tmp_path) as reader:
         metadata = reader.metadata
     tensors = load_file(path)
     tensors["up.weight_scale_2"] *= 2
@@ -632,8 +618,8 @@ def test_shards_are_gathered_as_they_are(tmp_path):
     run_ranks(export_shards, 3, str(tmp_path))  # 96 and 64 rows: whole blocks, and cut ones
     for kind in ("", "-before", "-masters"):
         whole, sharded = (tmp_path / f"{name}{kind}" for name in ("whole0", "sharded"))
-        with checkpoint_folder.CheckpointReader(whole) as expected:
-            with checkpoint_folder.CheckpointReader(sharded) as actual:
+        with CheckpointReader(whole) as expected:
+            with CheckpointReader(sharded) as actual:
                 assert_same(*({n: r.read(n) for n in r.names()} for r in (actual, expected)))
                 assert actual.metadata == expected.metadata
                 assert actual.config == expected.config

@@ -1,12 +1,27 @@
 """Exported checkpoints, read back by transformers and compressed-tensors: the bits of training."""
 
+import json
 from pathlib import Path
 
 import finetune_and_export
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    BertForNextSentencePrediction,
+    BertForQuestionAnswering,
+    Gemma2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from fp4adam import (
@@ -145,3 +160,85 @@ def test_the_example_writes_the_same_text_twice(weight_format, tmp_path, capsys)
     start = ["--start", str(tmp_path / "first"), "--out", str(tmp_path / "second")]
     finetune_and_export.main([*options, *start])
     assert capsys.readouterr().out.count("the same text as the trained model") == 2
+
+
+SMALL = dict(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=0,
+)
+
+
+def small(config: type[PreTrainedConfig], **options: object) -> PreTrainedConfig:
+    options = {"num_key_value_heads": 2, "head_dim": 16, **options}
+    return config(**SMALL, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("recipe", "layout"), CASES)
+@pytest.mark.parametrize("config", [LlamaConfig, Qwen3Config, Gemma2Config])
+def test_models_of_other_dtypes_run_where_they_are_read(config, recipe, layout, dtype, tmp_path):
+    """compressed-tensors decodes to BF16: so the model has to be read in that dtype."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(small(config), dtype=dtype)
+    quantize_model(model, recipe)
+    train(model, steps=1)
+    export_checkpoint(model, tmp_path, layout)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert read.dtype == (torch.bfloat16 if layout == "compressed-tensors" else dtype)
+    other = AutoModelForCausalLM.from_config(small(config), dtype=read.dtype).eval()
+    import_checkpoint(other, tmp_path)
+    with torch.no_grad():
+        logits = read(text()).logits
+        assert torch.equal(logits, other(text()).logits)
+        assert (logits - model(text()).logits).abs().max() < 0.05
+
+
+def test_the_generation_configuration_is_read(tmp_path):
+    model = quantize_model(llama(), "nvfp4")
+    model.generation_config.eos_token_id = [3, 7]
+    export_checkpoint(model, tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id == [3, 7]
+
+
+@pytest.mark.parametrize(("recipe", "layout"), CASES)
+def test_models_with_stacked_experts_are_read(recipe, layout, tmp_path):
+    torch.manual_seed(0)
+    options = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+    config = small(Qwen3MoeConfig, **options)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    quantize_model(model, recipe)
+    export_checkpoint(model, tmp_path, layout)
+    listed = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    ignored = listed.get("ignore") or listed.get("modules_to_not_convert")
+    assert {"model.layers.0.mlp.experts", "model.layers.0.mlp.gate", "lm_head"} <= {*ignored}
+    read = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    other = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    import_checkpoint(other, tmp_path)
+    with torch.no_grad():
+        logits = model(text()).logits
+        assert torch.equal(other(text()).logits, logits)
+        assert torch.equal(read(text()).logits, logits)
+
+
+def test_heads_of_tasks_stay_in_high_precision():
+    bert = BertConfig(**SMALL, tie_word_embeddings=False)
+    heads = {
+        BertForQuestionAnswering(bert): ["qa_outputs"],
+        BertForNextSentencePrediction(bert): ["cls.seq_relationship"],
+        BertForMaskedLM(bert): ["cls.predictions.decoder"],
+        RobertaForSequenceClassification(RobertaConfig(**SMALL)): ["classifier.out_proj"],
+    }
+    for model, expected in heads.items():
+        quantize_model(model, "nvfp4")
+        plain = [
+            name
+            for name, layer in model.named_modules()
+            if isinstance(layer, torch.nn.Linear) and not isinstance(layer.weight, QuantizedTensor)
+        ]
+        assert plain == expected

@@ -1,0 +1,217 @@
+"""Reading of folders of safetensors files and JSON that others may have made.
+
+What a file says is checked before anything is allocated for it. Nothing outside the folder is
+opened, and nothing in it is run.
+"""
+
+import contextlib
+import json
+import re
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4adam.checkpoints.folder import CONFIG, DTYPES, HF_QUANT_CONFIG, INDEX, ONE_FILE
+
+# Of a JSON file or a header; an index of 500,000 tensors is smaller.
+MAX_JSON_BYTES = 50 * 10**6
+# No folders, links of devices, or names that the file system cannot hold.
+_SHARD_NAME = re.compile(r"[A-Za-z0-9_.+ -]{1,200}\.safetensors")
+
+
+class CheckpointReader:
+    """The tensors of a checkpoint, each read on request; a context manager.
+
+    Attributes:
+        folder: The folder.
+        config: The content of ``config.json``; empty if there is none, but the next one.
+        hf_quant_config: The content of ``hf_quant_config.json``; empty if there is none.
+        metadata: The headers of all files, merged.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+        ValueError: If one is damaged, is too large for what it is, or lies outside of the folder.
+        ImportError: If safetensors is not installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        has_quant_config = (folder / HF_QUANT_CONFIG).exists()
+        self.hf_quant_config = _read_json(folder, HF_QUANT_CONFIG) if has_quant_config else {}
+        has_config = (folder / CONFIG).exists() or not has_quant_config
+        self.config = _read_json(folder, CONFIG) if has_config else {}
+        self.metadata: dict[str, str] = {}
+        self._file_of: dict[str, Any] = {}
+        weight_map = _weight_map(folder) if (folder / INDEX).exists() else None
+        files = [ONE_FILE] if weight_map is None else sorted({*weight_map.values()})
+        with contextlib.ExitStack() as stack:
+            for name in files:
+                file = stack.enter_context(_open(folder, name))
+                self.metadata.update(file.metadata() or {})
+                for key in file.keys():
+                    if key in self._file_of:
+                        raise ValueError(
+                            f"{key!r} must be in one file, got it in {name!r} and another one; "
+                            "the checkpoint is damaged: copy it again"
+                        )
+                    self._file_of[key] = file
+            if weight_map is not None and weight_map.keys() != self._file_of.keys():
+                key = min(weight_map.keys() ^ self._file_of.keys())
+                raise ValueError(
+                    f"{INDEX} must list what its files hold, got another list, for instance "
+                    f"without {key!r} on one side; the checkpoint is damaged: copy it again"
+                )
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> "CheckpointReader":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        return {*self._file_of}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, without reading it."""
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype | str:
+        """The dtype of a tensor, without reading it; its name in the file if torch has none."""
+        dtype = self._file_of[name].get_slice(name).get_dtype()
+        return DTYPES.get(dtype, dtype)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor on the CPU."""
+        return self._file_of[name].get_tensor(name)
+
+
+def _path(folder: Path, name: str) -> Path:
+    """The path of a regular file of ``folder``, without links.
+
+    A link has to lead to another file in the folder, or, in the cache of the Hugging Face hub,
+    from ``snapshots/<revision>`` to ``blobs``, where that cache keeps the content.
+    """
+    root = folder.resolve()
+    try:
+        path = (root / name).resolve()
+    except (OSError, RuntimeError) as error:  # a circle of links
+        raise ValueError(f"{name!r} in {str(folder)!r} must be a file, got {error}") from None
+    homes = [root]
+    if root.parent.name == "snapshots":
+        homes.append(root.parent.parent / "blobs")
+    if not any(path.is_relative_to(home) for home in homes):
+        raise ValueError(
+            f"{name!r} must lie in {str(folder)!r}, got a link to {str(path)!r}; copy the file "
+            "itself if you trust it"
+        )
+    if not path.exists():
+        advice = "pass the folder of a checkpoint" if name == CONFIG else "copy it as well"
+        raise FileNotFoundError(f"{str(folder / name)!r} must exist, got no such file; {advice}")
+    if not path.is_file():
+        raise ValueError(
+            f"{str(folder / name)!r} must be a regular file, got a folder, a pipe or a device; "
+            "copy the checkpoint again"
+        )
+    return path
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """The file of every tensor, by the index."""
+    weight_map = _read_json(folder, INDEX).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(
+            f"{INDEX} must have a weight_map, an object, got {short(weight_map)}; the checkpoint "
+            "is damaged: copy it again"
+        )
+    for key, file in weight_map.items():
+        if not (isinstance(file, str) and _SHARD_NAME.fullmatch(file)):
+            raise ValueError(
+                f"{INDEX} must name safetensors files in its own folder, got {short(file)} for "
+                f"{short(key)}; do not trust this checkpoint"
+            )
+    return weight_map
+
+
+def _open(folder: Path, name: str) -> Any:
+    """An open safetensors file; the package checks what its header says against its size."""
+    path = _path(folder, name)
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > MAX_JSON_BYTES:
+            raise ValueError(
+                f"{str(path)!r} must be a whole safetensors file, got a header of {size} bytes "
+                f"where {MAX_JSON_BYTES} are possible; copy it again"
+            )
+        header = file.read(size)
+    package = safetensors()
+    try:
+        opened = package.safe_open(path, framework="pt")
+    except (package.SafetensorError, OSError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"{str(path)!r} must be a whole safetensors file, got {error}; copy it again"
+        ) from error
+    _parse(header, path)  # of two entries with one name the package takes the last
+    return opened
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    path = _path(folder, name)
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise ValueError(
+            f"{str(path)!r} must have at most {MAX_JSON_BYTES} bytes, got {path.stat().st_size}; "
+            "copy it again"
+        )
+    return _parse(path.read_bytes(), path)
+
+
+def _parse(content: bytes, path: Path) -> dict[str, Any]:
+    """A JSON object without duplicate keys."""
+    try:
+        parsed = json.loads(content, object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{str(path)!r} must be JSON, got {error}; copy it again") from None
+    if not isinstance(parsed, dict):
+        kind = type(parsed).__name__
+        raise ValueError(f"{str(path)!r} must hold an object, got a {kind}; copy it again")
+    return parsed
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"{short(twice)} twice in one object")
+    return content
+
+
+def short(value: Any) -> str:
+    """A value for an error message."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def safetensors() -> Any:
+    """The package.
+
+    Raises:
+        ImportError: If it is not installed.
+    """
+    try:
+        import safetensors
+    except ImportError:
+        raise ImportError(
+            "the package safetensors must be installed to import checkpoints; "
+            "pip install fp4adam[export]"
+        ) from None
+    return safetensors

@@ -1,0 +1,492 @@
+"""Folders that are damaged, or made to do harm: a clear error, and a model as it was."""
+
+import json
+import os
+import shutil
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from test_export import LAYOUT_OF, assert_same, build, bytes_of
+from torch import Tensor, nn
+
+from fp4adam import QuantizedTensor, export_checkpoint, import_checkpoint
+from fp4adam.checkpoints import reader
+
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module", params=LAYOUT_OF)
+def sound(request, tmp_path_factory) -> Path:
+    """A sound checkpoint of each format; tests copy it."""
+    folder = tmp_path_factory.mktemp("sound")
+    export_checkpoint(build(request.param), folder, LAYOUT_OF[request.param])
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    export_checkpoint(build("nvfp4"), tmp_path / "folder")
+    return tmp_path / "folder"
+
+
+@pytest.fixture
+def shards(tmp_path) -> Path:
+    export_checkpoint(build("nvfp4"), tmp_path / "shards", max_shard_bytes=1)
+    return tmp_path / "shards"
+
+
+def refused(folder: Path, match: str, error: type[Exception] = ValueError) -> None:
+    """The import raises, and changes nothing."""
+    model = build(None, seed=1)
+    before, params = bytes_of(model), [*model.parameters()]
+    with pytest.raises(error, match=match) as caught:
+        import_checkpoint(model, folder)
+    assert type(caught.value) in (ValueError, TypeError, FileNotFoundError)
+    assert len(str(caught.value)) < 2000
+    assert_same(bytes_of(model), before)
+    assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
+
+
+def change_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def change_tensor(folder: Path, name: str, change: Callable[[Tensor], Tensor]) -> None:
+    tensors = load_file(folder / FILE)
+    tensors[name] = change(tensors[name])
+    save_file(tensors, folder / FILE)
+
+
+def header_of(folder: Path) -> dict[str, Any]:
+    data = (folder / FILE).read_bytes()
+    return json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
+
+
+def put_header(folder: Path, header: dict[str, Any] | bytes) -> None:
+    data = (folder / FILE).read_bytes()
+    rest = data[8 + struct.unpack("<Q", data[:8])[0] :]
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    (folder / FILE).write_bytes(struct.pack("<Q", len(text)) + text + rest)
+
+
+# Files
+
+
+@pytest.mark.parametrize("left", [0, 1, 7, 8, 9, 100, -1000, -1])
+def test_truncated_files(left, folder):
+    data = (folder / FILE).read_bytes()
+    (folder / FILE).write_bytes(data[:left])
+    refused(folder, "model.safetensors' must be a whole safetensors file, got .* copy it")
+
+
+def test_bytes_after_the_last_tensor(folder):
+    with (folder / FILE).open("ab") as file:
+        file.write(b"more")
+    refused(folder, "must be a whole safetensors file")
+
+
+@pytest.mark.parametrize("size", [2**63, 2**40, reader.MAX_JSON_BYTES + 1])
+def test_headers_of_gigabytes(size, folder):
+    with (folder / FILE).open("wb") as file:
+        file.write(struct.pack("<Q", size))
+        file.truncate(3 * 2**30)  # a sparse file
+    refused(folder, f"got a header of {size} bytes where {reader.MAX_JSON_BYTES} are possible")
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_json_of_gigabytes(name, folder):
+    with (folder / name).open("wb") as file:
+        file.truncate(3 * 2**30)
+    refused(folder, f"{name}' must have at most {reader.MAX_JSON_BYTES} bytes, got 3221225472")
+
+
+JSON = {
+    "[1]": "must hold an object, got a list",
+    '{"a": 1, "b": {"c": 1, "c": 2}}': "must be JSON, got 'c' twice in one object",
+    '{"a": ' + "[" * 100_000: "must be JSON, got maximum recursion",
+    '{"a": ' + "9" * 10_000 + "}": "must be JSON, got Exceeds the limit",
+    "{": "must be JSON, got Expecting property name",
+    "\xff\xfe": "must be JSON",
+    "": "must be JSON",
+}
+
+
+@pytest.mark.parametrize(("text", "match"), JSON.items(), ids=range(len(JSON)))
+@pytest.mark.parametrize("name", ["config.json", INDEX, FILE, "hf_quant_config.json"])
+def test_json_that_is_none(name, text, match, folder):
+    if name == FILE:
+        put_header(folder, text.encode("latin-1"))
+        match = "must be a whole safetensors file, got Error while deserializing"
+    else:
+        (folder / name).write_bytes(text.encode("latin-1"))
+    refused(folder, f"{name}' {match}")
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX, FILE])
+def test_pipes_devices_and_folders(name, folder):
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)  # whoever opens it waits for ever
+    refused(folder, f"{name}' must be a regular file, got a folder, a pipe or a device")
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    refused(folder, f"{name}' must be a regular file")
+
+
+# Paths
+
+
+PATHS = ["../outside/model.safetensors", "{}/outside/model.safetensors", "..", "", ".", "a\0b",
+         "sub/model.safetensors", "\ud800.safetensors", "x" * 300 + ".safetensors", "config.json",
+         "..\\outside\\model.safetensors", 3, None, ["model.safetensors"], {"a": 1}]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", PATHS, ids=range(len(PATHS)))
+def test_paths_in_an_index(path, shards, tmp_path, monkeypatch):
+    shutil.copytree(shards, tmp_path / "outside")
+    path = path.format(tmp_path) if isinstance(path, str) else path
+    change_json(shards / INDEX, lambda index: index["weight_map"].update({"up.bias": path}))
+    opened = []
+    monkeypatch.setattr(Path, "open", watched(Path.open, opened))
+    refused(shards, "must name safetensors files in its own folder, got .* do not trust")
+    assert all(path.parent == shards for path in opened)
+
+
+def watched(open_path: Callable[..., Any], opened: list[Path]) -> Callable[..., Any]:
+    def watch(path: Path, *args: Any, **options: Any) -> Any:
+        opened.append(path)
+        return open_path(path, *args, **options)
+
+    return watch
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX, FILE, "hf_quant_config.json"])
+@pytest.mark.parametrize("target", ["absolute", "relative"])
+def test_links_that_lead_outside(name, target, folder, tmp_path):
+    (tmp_path / "outside").mkdir()
+    secret = tmp_path / "outside/secret"
+    if (folder / name).exists():
+        (folder / name).rename(secret)
+    else:
+        secret.write_text("{}")
+    (folder / name).symlink_to(secret if target == "absolute" else "../outside/secret")
+    refused(folder, f"{name}' must lie in .* got a link to .*outside/secret'; copy the file")
+
+
+def test_links_that_lead_nowhere(folder):
+    (folder / FILE).unlink()
+    (folder / FILE).symlink_to("nothing")
+    refused(folder, "must exist, got no such file; copy it as well", FileNotFoundError)
+    (folder / FILE).unlink()
+    (folder / FILE).symlink_to(FILE)
+    refused(folder, "must (be a file|exist), got", (ValueError, FileNotFoundError))
+
+
+def test_the_cache_of_the_hub(folder, tmp_path):
+    """Its snapshots are links to blobs, which lie beside them; the folder may be a link, too."""
+    cache = tmp_path / "models--a--b"
+    snapshot = cache / "snapshots/0123abc"
+    snapshot.mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    for i, path in enumerate(sorted(folder.iterdir())):
+        shutil.copy(path, cache / f"blobs/{i}")
+        (snapshot / path.name).symlink_to(f"../../blobs/{i}")
+    (tmp_path / "link").symlink_to(snapshot)
+    for place in (snapshot, tmp_path / "link"):
+        model = import_checkpoint(build(None, seed=1), place)
+        assert isinstance(model.up.weight, QuantizedTensor)
+    (snapshot / FILE).unlink()
+    (snapshot / FILE).symlink_to(folder / FILE)
+    refused(snapshot, "must lie in")
+
+
+def test_links_within_the_folder(folder):
+    (folder / FILE).rename(folder / "other")
+    (folder / FILE).symlink_to("other")
+    import_checkpoint(build(None, seed=1), folder)
+
+
+# Names
+
+
+def test_a_name_twice_in_a_header(folder):
+    header = json.dumps(header_of(folder))
+    entry = json.dumps(header_of(folder)["up.bias"])
+    put_header(folder, header.replace('{"', f'{{"up.bias": {entry}, "', 1).encode())
+    refused(folder, "must be JSON, got 'up.bias' twice in one object")
+
+
+def test_a_name_in_two_files(shards):
+    weight_map = json.loads((shards / INDEX).read_text())["weight_map"]
+    other = shards / weight_map["up.weight_scale"]
+    save_file({**load_file(other), "up.bias": torch.ones(96).bfloat16()}, other)
+    refused(shards, "'up.bias' must be in one file, got it in .* and another one")
+
+
+@pytest.mark.parametrize("value", [None, [], "a", 3])
+def test_an_index_without_a_map(value, shards):
+    change_json(shards / INDEX, lambda index: index.update(weight_map=value))
+    refused(shards, "must have a weight_map, an object, got")
+
+
+# Values
+
+
+BAD = {
+    "nvfp4": [
+        ("up.weight_scale", lambda x: x.float().neg().to(x.dtype), "weight_scale must hold scales"),
+        ("up.weight_scale", lambda x: torch.full_like(x, torch.nan), "not negative, got nan"),
+        ("up.weight_global_scale", lambda x: x * torch.nan, "weight_global_scale must hold scales"),
+        ("up.weight_global_scale", lambda x: x * 0, "weight_global_scale must hold scales"),
+        ("up.weight_global_scale", lambda x: -x, "weight_global_scale must hold scales"),
+        ("up.weight_global_scale", lambda x: x * 0 + 1e-37, "'up.weight' must be finite"),
+    ],
+    "mxfp8": [
+        ("up.weight", lambda x: torch.full_like(x, torch.nan), "'up.weight' must be finite"),
+        ("up.weight_scale", lambda x: torch.full_like(x, 255), "weight_scale must hold scales"),
+        ("up.weight_scale", lambda x: torch.full_like(x, 254), "'up.weight' must be finite"),
+    ],
+    "float8block": [
+        ("up.weight", lambda x: torch.full_like(x, torch.nan), "'up.weight' must be finite"),
+        ("up.weight_scale_inv", lambda x: -x, "weight_scale_inv must hold scales .* got -"),
+        ("up.weight_scale_inv", lambda x: x * torch.nan, "not negative, got nan"),
+        ("up.weight_scale_inv", lambda x: x * torch.inf, "not negative, got inf"),
+        ("up.weight_scale_inv", lambda x: x * 0 + 3e38, "'up.weight' must be finite .* got -?inf"),
+    ],
+}
+OF_ALL = [
+    ("up.bias", lambda x: x * torch.nan, "'up.bias' must be finite in torch.bfloat16, got nan"),
+    ("up.bias", lambda x: x.double() + 1e300, "'up.bias' must be finite in torch.bfloat16, got i"),
+    ("up.bias", lambda x: x[1:].clone(), "'up.bias' must have shape"),
+    ("up.bias", lambda x: x.to(torch.float8_e4m3fn), "'up.bias' must be torch.bfloat16, got"),
+    ("up.bias", lambda x: x.long(), "'up.bias' must be torch.bfloat16, got torch.int64"),
+    ("steps", lambda x: x.double(), "'steps' must be torch.int64, got torch.float64"),
+]
+
+
+@pytest.mark.parametrize("recipe", BAD)
+def test_bad_values(recipe, tmp_path):
+    export_checkpoint(build(recipe), tmp_path / "sound", LAYOUT_OF[recipe])
+    for i, (name, change, match) in enumerate(BAD[recipe] + OF_ALL):
+        shutil.copytree(tmp_path / "sound", tmp_path / f"{i}")
+        change_tensor(tmp_path / f"{i}", name, change)
+        refused(tmp_path / f"{i}", match, (ValueError, TypeError))
+
+
+def test_buffers_may_be_infinite(tmp_path):
+    models = [build("nvfp4"), build(None, seed=1)]
+    for model in models:
+        model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    export_checkpoint(models[0], tmp_path)
+    models[1].mask.zero_()
+    import_checkpoint(models[1], tmp_path)
+    assert torch.equal(models[1].mask, models[0].mask)
+
+
+@pytest.mark.parametrize("amax", ["0x0p+0", "-0x1p+0", "inf", "nan", "0x1p+2000", "rubbish", ""])
+def test_amaxes_of_a_header_that_cannot_be(amax, folder):
+    """Zeros and other values than the scale says are not taken, others are none."""
+    header = header_of(folder)
+    header["__metadata__"]["up.weight.amax"] = amax
+    put_header(folder, header)
+    if amax in ("0x1p+2000", "rubbish", ""):
+        refused(folder, "layer 'up': ")
+        return
+    model = import_checkpoint(build(None, seed=1), folder)
+    assert torch.equal(model.up.weight.dequantize(), build("nvfp4").up.weight.dequantize())
+
+
+@pytest.mark.parametrize("dtype", ["U8", "F64"])
+def test_nothing_is_read_before_shapes_and_dtypes_fit(dtype, folder, monkeypatch):
+    """A file may be sparse: 2 GiB that it says it holds takes no space on the disk."""
+    header, size = header_of(folder), 2**31
+    end = max(entry["data_offsets"][1] for name, entry in header.items() if name[0] != "_")
+    # The bytes of the old one go to a tensor that is left out.
+    header["down.input_scale"] = header["down.weight_scale"]
+    header["down.weight_scale"] = {
+        "dtype": dtype,
+        "shape": [size // (8 if dtype == "F64" else 1)],
+        "data_offsets": [end, end + size],
+    }
+    put_header(folder, header)
+    with (folder / FILE).open("ab") as file:
+        file.truncate(file.tell() + size)
+    monkeypatch.setattr(reader.CheckpointReader, "read", None)
+    refused(folder, "'down.weight_scale' must have shape")
+
+
+def test_a_file_that_no_memory_can_map(folder):
+    header = header_of(folder)
+    end = max(entry["data_offsets"][1] for name, entry in header.items() if name[0] != "_")
+    header["more"] = {"dtype": "U8", "shape": [2**43], "data_offsets": [end, end + 2**43]}
+    put_header(folder, header)
+    with (folder / FILE).open("ab") as file:
+        file.truncate(file.tell() + 2**43)
+    refused(folder, "must be a whole safetensors file|all that the checkpoint has, lacks 1")
+
+
+def test_a_file_that_announces_more_than_it_holds(folder):
+    entry = {"dtype": "F32", "shape": [2**20, 2**22], "data_offsets": [0, 2**44]}
+    put_header(folder, {"up.weight_packed": entry})
+    refused(folder, "must be a whole safetensors file")
+
+
+# Configurations
+
+
+CONFIGS = [
+    ({"quantization_config": []}, "must have a quantization_config"),
+    ({"quantization_config": {}}, "quant_method must be one of .* got None"),
+    ({"quantization_config": {"quant_method": ["fp8"]}}, "quant_method must be one of .* got "),
+    ({"quantization_config": {"quant_method": {}}}, "quant_method must be one of .* got {}"),
+    ({"quantization_config": {"quant_method": "x" * 10**6}}, r"quant_method must be .*x\.\.\."),
+    *(
+        ({"quantization_config": {"quant_method": method, key: value}}, "format must be one of")
+        for method, key in (
+            ("compressed-tensors", "format"),
+            ("modelopt", "quant_algo"),
+            ("fp8", "weight_block_size"),
+            ("fp8", "scale_fmt"),
+        )
+        for value in (3, "x" * 10**6, ["nvfp4"], {"a": []}, [[128, 128]])
+    ),
+    *(
+        (
+            {
+                "quantization_config": {
+                    "quant_method": "compressed-tensors",
+                    "format": "mixed-precision",
+                    "config_groups": groups,
+                }
+            },
+            "format must be one of .* got 'mixed-precision'",
+        )
+        for groups in (None, [], {}, 3, "nvfp4", {"a": {"weights": 3}, "b": []})
+    ),
+    *(
+        (
+            {
+                "quantization_config": {
+                    "quant_method": "modelopt",
+                    "quant_algo": "MIXED_PRECISION",
+                    "quantized_layers": layers,
+                }
+            },
+            "format must be one of .* got 'MIXED_PRECISION'",
+        )
+        for layers in (None, [], {}, {"a": {"quant_algo": "NVFP4"}, "b": {"quant_algo": "FP8"}})
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "match"), CONFIGS, ids=range(len(CONFIGS)))
+def test_configurations_of_odd_types(content, match, folder):
+    (folder / "config.json").write_text(json.dumps(content))
+    refused(folder, match)
+
+
+def test_code_that_a_configuration_names_is_not_run(folder, monkeypatch):
+    """Checkpoints of models with code of their own are imported; the code is the user's affair."""
+    name = "configuration_of_others"
+    (folder / f"{name}.py").write_text("raise SystemExit('run')")
+    change_json(
+        folder / "config.json",
+        lambda config: config.update(auto_map={"AutoConfig": f"{name}.Config"}, model_type=name),
+    )
+    monkeypatch.syspath_prepend(folder)
+    import_checkpoint(build(None, seed=1), folder)
+    assert name not in sys.modules
+
+
+# Anything
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_mutations(sound, data, tmp_path_factory):
+    """Whatever bytes of a sound file are changed: it is refused, or imported as a whole."""
+    names = sorted(path.name for path in sound.iterdir())
+    name = data.draw(st.sampled_from(names))
+    content = bytearray((sound / name).read_bytes())
+    header = 8 + struct.unpack("<Q", content[:8])[0] if name == FILE else len(content)
+    places = st.integers(0, header - 1) | st.integers(0, len(content) - 1)
+    for _ in range(data.draw(st.integers(1, 4))):
+        kind = data.draw(st.sampled_from(["set", "cut", "insert", "copy"]))
+        place = data.draw(places) % max(1, len(content))
+        piece = data.draw(st.binary(min_size=1, max_size=9))
+        if kind == "set":
+            content[place : place + len(piece)] = piece
+        elif kind == "cut":
+            del content[place : place + data.draw(st.integers(1, 50))]
+        elif kind == "insert":
+            content[place:place] = piece
+        else:
+            content[place:place] = content[place : place + data.draw(st.integers(1, 200))]
+    folder = tmp_path_factory.mktemp("mutated")
+    for other in names:
+        shutil.copy(sound / other, folder / other)
+    (folder / name).write_bytes(content)
+    model = build(None, seed=1)
+    before, params = bytes_of(model), [*model.parameters()]
+    try:
+        import_checkpoint(model, folder)
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        assert type(error) in (ValueError, TypeError, FileNotFoundError)
+        assert_same(bytes_of(model), before)
+        assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
+    else:
+        assert isinstance(model.up.weight, QuantizedTensor)
+        assert isinstance(model.down.weight, QuantizedTensor)
+        assert all(param.isfinite().all() for param in model.parameters())
+    shutil.rmtree(folder)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda values: (
+        st.lists(values, max_size=3)
+        | st.dictionaries(st.sampled_from(["a", "weights", "format", "quant_algo"]), values)
+    ),
+    max_leaves=6,
+)
+KEYS = ["quant_method", "format", "config_groups", "quant_algo", "quantized_layers", "scale_fmt",
+        "weight_block_size", "ignore"]  # fmt: skip
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(changes=st.dictionaries(st.sampled_from(KEYS), JSON_VALUES, max_size=3))
+@example(changes={"format": "mixed-precision", "config_groups": {"a": {"weights": {}}}})
+def test_configurations_of_anything(sound, changes, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("config")
+    for path in sound.iterdir():
+        shutil.copy(path, folder)
+    change_json(folder / "config.json", lambda c: c["quantization_config"].update(changes))
+    try:
+        import_checkpoint(build(None, seed=1), folder)
+    except ValueError as error:
+        assert type(error) is ValueError
+    shutil.rmtree(folder)
+
+
+def test_models_that_cannot_be_written_to(folder):
+    with torch.inference_mode():
+        of_inference_mode = build(None, seed=1)
+    expanded = build(None, seed=1)
+    expanded.up.bias = nn.Parameter(torch.zeros(1).bfloat16().expand(96))
+    for kind, model in {"of inference mode": of_inference_mode, "expanded one": expanded}.items():
+        with pytest.raises(ValueError, match=f"must be a whole tensor in memory, got .*{kind};"):
+            import_checkpoint(model, folder)
+        assert not any(isinstance(param, QuantizedTensor) for param in model.parameters())
