@@ -41,7 +41,7 @@ from fp4adam.kernels.tiles.state import (
     value_pointers,
 )
 
-# Four elements per thread: with more, a BF16 gradient is laid out otherwise than FP32 state.
+# Four elements per thread. With more, a BF16 gradient would get another layout than FP32 state.
 BLOCK = 512
 # Columns of a row of scalars.
 SCALARS_WIDTH = tl.constexpr(N_SCALARS)
@@ -50,23 +50,23 @@ LARGEST_UPDATE = tl.constexpr(SCALAR_COLUMNS.index("largest_update"))
 LARGEST_DECAY = tl.constexpr(SCALAR_COLUMNS.index("largest_decay"))
 DITHER_LOWER = tl.constexpr(SCALAR_COLUMNS.index("dither_lower"))
 
-# Arguments that may be another tensor at every call, with any alignment.
+# Arguments that may be a different tensor, of any alignment, at every call.
 SIGNALS = ("grad_scale_ptr", "clip_ptr", "found_inf_ptr")
 
 
 class Variant(NamedTuple):
-    """What a step is compiled for: one compile-time argument of its kernels and tile functions.
+    """The compile-time options of a step, as one argument of its kernels and tile functions.
 
     Attributes:
-        grad_dtype: Of the gradients.
-        value_dtype: Of what Adam updates, if that is the parameter; None for a master weight.
-        write_dtype: What the updated value is rounded to on its way to the parameter; None if it is
-            the parameter.
-        value_codec: How the value is stored; see :func:`load_value`.
-        exp_avg_codec: How the first moment is stored.
-        exp_avg_sq_codec: How the second moment is stored.
+        grad_dtype: Dtype of the gradients.
+        value_dtype: Dtype of the parameter if Adam updates it directly; None for a master weight.
+        write_dtype: Dtype that the updated value is rounded to on its way to the parameter; None if
+            the value is the parameter.
+        value_codec: Codec of the value; see :func:`load_value`.
+        exp_avg_codec: Codec of the first moment.
+        exp_avg_sq_codec: Codec of the second moment.
         adam_w: Whether decay shrinks the value (AdamW) or is added to the gradient (L2).
-        amsgrad: Whether the largest second moment so far is the one that counts.
+        amsgrad: Whether to divide by the largest second moment so far.
     """
 
     grad_dtype: tl.dtype
@@ -80,7 +80,7 @@ class Variant(NamedTuple):
 
     @property
     def codecs(self) -> tuple[str, str, str]:
-        """Of value and moments."""
+        """The codecs of the value and the two moments."""
         return self.value_codec, self.exp_avg_codec, self.exp_avg_sq_codec
 
 
@@ -91,13 +91,13 @@ def step_variant(
     write_dtype: torch.dtype | None,
     **others: Any,
 ) -> Variant:
-    """The :class:`Variant` with torch's dtypes."""
+    """A :class:`Variant` from torch dtypes."""
     dtypes = (None if d is None else TRITON_DTYPES[d] for d in (value_dtype, write_dtype))
     return Variant(TRITON_DTYPES[grad_dtype], *dtypes, **others)
 
 
 class Scalars(NamedTuple):
-    """What an update takes from the hyper-parameters, float32; ``dither`` is its origin, int32."""
+    """The scalars of an update, float32; ``dither`` is the dither origin, int32."""
 
     factor: Any
     decay: Any
@@ -111,7 +111,7 @@ class Scalars(NamedTuple):
 
 
 class Pointers(NamedTuple):
-    """Where the gradient and the state of a tensor begin."""
+    """Pointers to the gradient and the state of a tensor."""
 
     grad: Any
     value: Any
@@ -125,13 +125,13 @@ class Pointers(NamedTuple):
 
 @triton.jit
 def scalars_row(table, scalars, tensor):
-    """Where the scalars of a tensor's update are."""
+    """Pointer to the row of scalars of a tensor."""
     return scalars + tl.load(table + tensor.to(tl.int64) * WIDTH + SCALARS) * SCALARS_WIDTH
 
 
 @triton.jit
 def load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr):
-    """The :class:`Scalars` of a tensor's update; the gradient's factor includes clip / grad_scale.
+    """The :class:`Scalars` of a tensor's update; ``factor`` includes clip / grad_scale.
 
     scalars: float32 [n, 12], with the columns of ``launch.schema``. grad_scale_ptr, clip_ptr:
     float32 [1].
@@ -154,30 +154,32 @@ def load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr):
 
 @triton.jit
 def adam_tile(grad, value, exp_avg, exp_avg_sq, max_exp_avg_sq, scalars, VARIANT: tl.constexpr):
-    """One Adam update; every operation is a separate correctly rounded FP32 one.
+    """One Adam update; each operation is a separate, correctly rounded FP32 operation.
 
-    grad, value, exp_avg, exp_avg_sq, max_exp_avg_sq: float32 tiles (the last is read with AMSGrad
-    only). scalars: from :func:`load_scalars`. Returns the four updated tiles.
-    The order is that of ``fp4adam.optim.adam.adam_``: change both or neither.
+    grad, value, exp_avg, exp_avg_sq, max_exp_avg_sq: float32 tiles (the last is read only with
+    AMSGrad). scalars: from :func:`load_scalars`. Returns the updated value, first moment, second
+    moment and largest second moment.
+    ``fp4adam.optim.adam.adam_`` has the same operations in the same order, so that the bits are the
+    same: change both or neither.
     """
     g = grad * scalars.factor
     p = value
     if VARIANT.adam_w:
         p = p * scalars.decay
     else:
-        # Infinite values would make NaN of no decay.
+        # Infinite values times zero decay would be NaN.
         g = tl.where(scalars.decay != 0, g + p * scalars.decay, g)
-    # Interpolated from the nearer end: exact for beta1 = 0, as torch.lerp is.
+    # Interpolate from the nearer end, as torch.lerp does: exact for beta1 = 0.
     base = tl.where(scalars.lerp_weight > 0, exp_avg, g)
     m = base + (g - exp_avg) * scalars.lerp_weight
     v = exp_avg_sq * scalars.beta2 + (g * scalars.one_minus_beta2) * g
     largest = v
     if VARIANT.amsgrad:
-        # A comparison with NaN is False: a NaN on either side stays.
+        # Keeps a NaN on either side, since comparisons with NaN are False.
         largest = tl.where((v > max_exp_avg_sq) | (v != v), v, max_exp_avg_sq)
     denominator = tl.sqrt_rn(largest) * scalars.rsqrt_bias_correction2 + scalars.eps
     p = p - tl.div_rn(m * scalars.step_size, denominator)
-    # A step of length zero leaves the value alone, decay and the sign of zero included.
+    # A zero step leaves the value alone: no decay, and the sign of a zero stays.
     p = tl.where(scalars.step_size != 0, p, value)
     return p, m, v, largest
 
@@ -196,10 +198,10 @@ def store_value(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Store a float32 tile of what Adam has updated, as ``load_value`` loads it.
+    """Store a float32 tile of updated values in the form that ``load_value`` reads.
 
-    STORE: False stores nothing. Returns what a parameter is to be rounded from: the tile, or what
-    is left of it in a codec with scales.
+    STORE: False stores nothing. Returns the tile that the parameter is rounded from: ``x``, or the
+    decoded codes if the codec has scales.
     """
     offs = state_offsets(stride, BR, BC)
     if CODEC == "remainder":
@@ -218,7 +220,7 @@ def store_value(
 @triton.jit
 def state_pointers(table, tensor, VARIANT: tl.constexpr):
     """The :class:`Pointers` of a tensor; load them before a loop, not in it."""
-    # Names of their own: Triton 3.6 takes no plain strings as arguments of tile functions.
+    # As constexprs, because Triton 3.6 accepts no plain strings as arguments of tile functions.
     VALUE: tl.constexpr = VARIANT.value_codec
     FIRST: tl.constexpr = VARIANT.exp_avg_codec
     SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
@@ -250,11 +252,11 @@ def adam_step_tile(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Load a tile of a tensor's state, update it, store it if STORE is set; returns the value.
+    """Load a tile of a tensor's state, update it, and store it if STORE; returns the new value.
 
     pointers: from :func:`state_pointers`. start: int64 offset of the tile [BR, BC], whose rows are
-    ``stride`` apart: multiples of 32, as BC, if a codec has scales. scalars: from
-    :func:`load_scalars`. The value is float32: what is stored if its codec has scales, else
+    ``stride`` apart. start, stride and BC must be multiples of 32 if a codec has scales. scalars:
+    from :func:`load_scalars`. The returned value is float32: decoded if its codec has scales, else
     unrounded.
     """
     ptr = pointers
@@ -275,7 +277,7 @@ def adam_step_tile(
         grad, value, exp_avg, exp_avg_sq, largest, scalars, VARIANT
     )
 
-    # One hash for all states of an element; what does not need it is not compiled.
+    # One hash serves all states of an element. If no codec uses it, the compiler removes it.
     bits = dither_tile(start, stride, scalars.dither, BR, BC)
     value = store_value(
         ptr.value, ptr.value_extra, start, stride, mask, value, master_dither(bits), VALUE, STORE,
@@ -310,8 +312,8 @@ def _adam_step_kernel(
     Grid: (n_tiles,). Tile: BLOCK elements. grad_scale_ptr, clip_ptr, found_inf_ptr: float32 [1].
     table: int64 [n_tensors, 18]. scalars: float32 [n, 12]. tiles: int32 [n_tiles, 2], (tensor,
     block of that tensor).
-    Reads gradient, value, exp_avg, exp_avg_sq, writes the last three and the parameter: with a BF16
-    gradient and parameter and an FP32 master 28 bytes per element, FP32 throughout 28.
+    Reads gradient, value, exp_avg, exp_avg_sq, writes the last three and the parameter: 28 bytes
+    per element, both with a BF16 gradient and parameter and an FP32 master, and in FP32 throughout.
     """
     tile = tiles + 2 * tl.program_id(0)
     tensor = tl.load(tile)
@@ -337,7 +339,7 @@ def _adam_step_kernel(
 
 
 def flat_tiles(numels: list[int]) -> Tensor:
-    """Blocks of all tensors: int32 [n_tiles, 2], (tensor, block of that tensor)."""
+    """The blocks of all tensors: int32 [n_tiles, 2], (tensor, block of that tensor)."""
     blocks = torch.tensor([-(-n // BLOCK) for n in numels], dtype=torch.int64, device="cpu")
     tensors = torch.repeat_interleave(blocks)
     first = blocks.cumsum(0) - blocks
@@ -346,7 +348,7 @@ def flat_tiles(numels: list[int]) -> Tensor:
 
 
 def adam_step(table: Tensor, scalars: Tensor, tiles: Tensor, variant: Variant) -> Launch:
-    """The step of plain tensors, to be called with ``grad_scale, clip, found_inf``.
+    """The launch of the step of plain tensors; call it with ``grad_scale, clip, found_inf``.
 
     ``tiles``: from :func:`flat_tiles`.
     """

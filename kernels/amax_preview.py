@@ -1,11 +1,11 @@
-"""The amax that weights are going to have after a step, found by looking at few of their tiles.
+"""The amax of weights after a step, found in advance by reading only a few of their tiles.
 
 NVFP4 needs the largest magnitude of the *updated* tensor before its first block can be written.
-Adam's updates are bounded, so only tiles whose magnitudes come near the tensor's largest can hold
-the new one. These are updated here, without storing. The pass over all tiles then compares what it
-writes with what was found here, and :func:`requantize` writes a tensor again for which it was too
-small. So the bytes are right whatever the bound is worth: NaN may have taken the largest weight, or
-someone else may have written to the state since the last step.
+Adam's updates are bounded, so only tiles whose magnitudes are close to the tensor's amax can hold
+the new amax. This preview updates those tiles without storing them. The pass over all tiles then
+compares the weights that it writes with the result, and :func:`requantize` rewrites a tensor whose
+amax was too small. So the bytes are right even if the bound fails, because the largest weight
+became NaN, or other code wrote to the state since the last step.
 """
 
 import triton
@@ -40,11 +40,11 @@ from fp4adam.kernels.nvfp4 import nvfp4_tile, store_columnwise, store_square_sca
 from fp4adam.kernels.tiles.bfloat16 import round_through
 from fp4adam.kernels.tiles.state import has_scales, load_value, master_pointers, max_registers
 
-# Tiles whose amax one program compares at once.
+# Tiles whose amaxes one program compares.
 SCAN = 64
-# What a program updates at once of a tile that it looks into.
+# Rows and columns of a tile that a program updates at a time.
 PART = (8, 64)
-# How near a tile must come to the old amax; rounding is far smaller.
+# Lowers the threshold below the old amax by far more than rounding.
 SLACK = tl.constexpr(0.9998)
 # Programs that look for tensors to write again: enough for any GPU, few enough to cost nothing.
 N_REQUANTIZE = 512
@@ -70,26 +70,25 @@ def _amax_preview_kernel(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """The largest magnitude that the likely tiles of each tensor are going to hold.
+    """The largest updated magnitude in the candidate tiles of each tensor.
 
-    AGAIN: look at those that have been left out and can be larger than what has been found, because
-    the weight that was the largest has become NaN.
+    AGAIN: read the tiles that the first preview left out and that can exceed the amax it found,
+    which happens if the largest weight became NaN.
 
-    Grid: (cdiv(n_tiles, SCAN),). table: int64 [n_tensors, 18]. scalars: float32 [n, 12], with
-    the largest change of a weight (Inf if unknown) and the factor of its decay. tiles: int32
-    [n_tiles, 4], (tensor, row, column, rows << 16 | columns). slots: int32 [n_tensors], where the
-    amax of each tensor is; tensors that share one take part together. tile_amaxes: float32
-    [n_tiles], old_amaxes: float32 [n_slots], before the step. amaxes: float32 [n_slots], zero at
-    first; that of a tensor that takes no part stays the old one. exceeding: float32 [n_slots], set
-    to 0.
-    Reads 4 bytes per tile, and 14 per element of the tiles that are looked at (BF16 gradient).
+    Grid: (cdiv(n_tiles, SCAN),). table: int64 [n_tensors, 18]. scalars: float32 [n, 12], including
+    a bound of the update (Inf if unknown) and the decay factor. tiles: int32 [n_tiles, 4], (tensor,
+    row, column, rows << 16 | columns). slots: int32 [n_tensors], the amax slot of each tensor;
+    tensors that share one take part together. tile_amaxes: float32 [n_tiles], and old_amaxes:
+    float32 [n_slots], from before the step. amaxes: float32 [n_slots], zero at first; tensors that
+    take no part keep their old amax. exceeding: float32 [n_slots], set to 0.
+    Reads 4 bytes per tile, and 14 bytes per element of the candidate tiles (BF16 gradient).
     """
     index = tl.program_id(0) * SCAN + tl.arange(0, SCAN)
     inside = index < n_tiles
     tensors = tl.load(tiles + 4 * index, inside, 0)
     rows = table + tensors.to(tl.int64) * WIDTH
     slot = tl.load(slots + tensors, inside, 0)
-    # Loaded once per lane, because the interpreter (Triton 3.7) cannot broadcast a boolean.
+    # Loaded once per lane, because the interpreter of Triton 3.7 cannot broadcast a boolean.
     takes_part = tl.load(found_inf_ptr + 0 * tensors) == 0
     takes_part &= tl.load(rows + GRAD, inside, 0) != 0
     old_amax = tl.load(old_amaxes + slot, inside, 0.0)
@@ -99,16 +98,16 @@ def _amax_preview_kernel(
         tl.store(amaxes + slot, old_amax, first & ~takes_part)
         tl.store(exceeding + slot, tl.zeros((SCAN,), tl.float32), first)
 
-    # A weight of the size of old_amax, and any that could overtake it, is not below the threshold.
+    # A weight of magnitude old_amax, and any weight that could overtake it, is above the threshold.
     scalars_row = scalars + tl.load(rows + SCALARS, inside, 0) * SCALARS_WIDTH
     largest_update = tl.load(scalars_row + LARGEST_UPDATE, inside, 0.0)
     decay = tl.load(scalars_row + LARGEST_DECAY, inside, 1.0)
     threshold = old_amax * SLACK - tl.div_rn(2.0 * largest_update, decay)
-    # A comparison with NaN takes the tile in.
+    # Negated, so that a comparison with NaN selects the tile.
     tile_amax = tl.load(tile_amaxes + index, inside, 0.0)
     wanted = ~(tile_amax < threshold) & takes_part & inside
     if AGAIN:
-        # A little more than that, for rounding to a 16-bit format.
+        # 1 % more, to cover the rounding to a 16-bit format.
         reach = (tile_amax * decay + largest_update) * 1.01
         found = tl.load(amaxes + slot, inside, 0.0)
         wanted = ~wanted & ~(reach < found) & takes_part & inside
@@ -131,9 +130,10 @@ def _amax_preview_kernel(
             start = tile_start(first_row + done, col, cols)
             value = adam_step_tile(pointers, start, cols, mask, constants, VARIANT, False, BR, BC)
             magnitude = tl.abs(round_through(value, VARIANT.write_dtype))
-            # Also drops NaN, which no amax counts.
+            # The comparison is False for NaN, which amaxes ignore.
             amax = tl.where(mask & (magnitude > amax), magnitude, amax)
-        # The bits of non-negative floats order as integers do: one atomic instead of two.
+        # The bits of non-negative floats order as integers do; an integer maximum is one atomic, a
+        # float maximum two.
         bits = tl.max(tl.max(amax, 1), 0).to(tl.int32, bitcast=True)
         amax_ptr = amaxes + tl.load(slots + tensor)
         tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
@@ -153,11 +153,11 @@ def _requantize_kernel(
     USAGE: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Write tensors again that turned out to exceed the amax they were written with.
+    """Rewrite tensors that turned out to exceed the amax that they were quantized with.
 
-    Grid: any. Tile: [16, BC]. slots: int32 [n_tensors], where the amax of each tensor is. amaxes:
-    float32 [n_slots], corrected. exceeding: float32 [n_slots], the amax of such a tensor and of
-    those that share it, 0 of others. Usually reads 4 bytes per slot and program.
+    Grid: any. Tile: [16, BC]. slots: int32 [n_tensors], the amax slot of each tensor. amaxes:
+    float32 [n_slots], corrected. exceeding: float32 [n_slots], the right amax of slots to rewrite,
+    0 for all others. Usually reads only 4 bytes per slot and program.
     """
     n_exceeding = 0
     for start in range(0, n_slots, 1024):
@@ -209,7 +209,7 @@ def candidates(
     tile_amaxes: Tensor,
     old_amaxes: Tensor,
 ) -> Tensor:
-    """Which tiles :func:`_amax_preview_kernel` looks into if all take part, bool [n_tiles]."""
+    """The tiles that :func:`_amax_preview_kernel` reads if all take part, bool [n_tiles]."""
     rows = scalars.view(-1, SCALARS_WIDTH.value)[table[:, SCALARS.value]]
     reach = 2 * rows[:, LARGEST_UPDATE.value] / rows[:, LARGEST_DECAY.value]
     threshold = old_amaxes[slots] * SLACK.value - reach
@@ -229,9 +229,9 @@ def preview_amax(
     *,
     again: bool,
 ) -> Launch:
-    """What finds ``amaxes`` (zero before), to be called with ``grad_scale, clip, found_inf``.
+    """The launch that computes ``amaxes`` (zero before); call with ``grad_scale, clip, found_inf``.
 
-    ``again``: A second look makes them certain, if the bound of the update is.
+    ``again``: A second preview, after which the amaxes are exact if the update bound holds.
     """
     n_tiles = tiles.shape[0]
     br, bc = PART
@@ -254,14 +254,14 @@ def requantize(
     variant: Variant,
     usage: Usage,
 ) -> Launch:
-    """What writes the tensors again whose slot of ``exceeding`` is not zero."""
+    """The launch that rewrites the tensors whose slot in ``exceeding`` is not zero."""
     n_tiles = tiles.shape[0]
     return Launch(
         _requantize_kernel,
         min(n_tiles, N_REQUANTIZE),
         (table, tiles, slots, amaxes, exceeding, n_tiles, amaxes.shape[0]),
         dict(
-            # Not all of the variant, so that moments make no difference.
+            # Not the whole variant, so that one compiled kernel serves all formats of moments.
             WRITE_DTYPE=variant.write_dtype,
             VALUE_CODEC=variant.value_codec,
             USAGE=usage,

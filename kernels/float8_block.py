@@ -1,4 +1,4 @@
-"""Float8Block: quantize and dequantize matrices, and the tile functions that do it."""
+"""Float8Block: kernels that quantize and dequantize matrices, and their tile functions."""
 
 import functools
 
@@ -21,19 +21,19 @@ from fp4adam.kernels.tiles.words import (
 )
 
 BLOCK = 128
-# Of standalone quantization: left alone, ptxas gets there by spilling a few for sm_100.
+# Register limit of standalone quantization. Without it, ptxas spills a few registers for sm_100.
 QUANTIZE_REGISTERS = {True: None, False: 128}  # by two_dimensional
-# Of operands; both directions are held at once.
+# Warps of the kernel that quantizes operands, which holds both directions in registers at once.
 VECTORS_WARPS = {False: 16, True: 4}  # by columnwise
 
 
 @triton.jit
 def float8_scale(amax, epsilon, LARGEST: tl.constexpr, POW_2: tl.constexpr):
-    """Encode scales of blocks with the given amaxes, float32.
+    """Float32 encode scales of blocks with the given float32 amaxes.
 
-    LARGEST: the scale where 448 / amax overflows. POW_2: round down to powers of two.
+    LARGEST: the scale to use if 448 / amax overflows. POW_2: round down to powers of two.
     """
-    amax = tl.where(amax >= epsilon, amax, epsilon)  # also where all elements are NaN
+    amax = tl.where(amax >= epsilon, amax, epsilon)  # epsilon also if all elements are NaN
     scale = tl.div_rn(448.0, amax)
     scale = tl.where(scale == float("inf"), LARGEST, scale)
     scale = tl.where((amax == 0) | (amax == float("inf")), 1.0, scale)
@@ -44,7 +44,7 @@ def float8_scale(amax, epsilon, LARGEST: tl.constexpr, POW_2: tl.constexpr):
 
 @triton.jit
 def tile_mask(row, col, rows, cols, MASKED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Mask of the elements of a tile that lie inside the matrix, or None."""
+    """Mask [BR, BC] of a tile's elements that are inside the matrix, or None unless MASKED."""
     if MASKED:
         mask = (row + tl.arange(0, BR) < rows)[:, None] & (col + tl.arange(0, BC) < cols)[None, :]
     else:
@@ -67,7 +67,7 @@ def store_codes(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Store a tile of codes [BR, BC] as it is and transposed."""
+    """Store a tile of codes [BR, BC] rowwise, columnwise (transposed), or both."""
     if ROWWISE:
         ptr = rowwise_data + tile_start(row, col, cols) + tile_offsets(cols, BR, BC)
         tl.store(ptr, code, mask)
@@ -78,14 +78,14 @@ def store_codes(
 
 @triton.jit
 def store_rowwise_scale(scale, rowwise_scale, row, col, rows, mask, BR: tl.constexpr):
-    """Store the decode scales of BR rows of one column of 1x128 blocks."""
+    """Store the decode scales of BR rows in one column of 1x128 blocks; scale: encode scales."""
     ptr = rowwise_scale + tile_start(col // 128, row, (rows + 3) // 4 * 4) + tl.arange(0, BR)
     tl.store(ptr, tl.div_rn(1.0, scale), mask)
 
 
 @triton.jit
 def store_columnwise_scale(scale, columnwise_scale, row, col, cols, mask, BC: tl.constexpr):
-    """Store the decode scales of BC columns of one row of 128x1 blocks."""
+    """Store the decode scales of BC columns in one row of 128x1 blocks; scale: encode scales."""
     ptr = columnwise_scale + tile_start(row // 128, col, (cols + 3) // 4 * 4) + tl.arange(0, BC)
     tl.store(ptr, tl.div_rn(1.0, scale), mask)
 
@@ -115,14 +115,15 @@ def _quantize_kernel(
     row, col = block // blocks_per_row * 128, block % blocks_per_row * 128
     STORED_ONCE: tl.constexpr = not (ROWWISE and COLUMNWISE)
     if SQUARE:
-        # In strips, read again from L2 once the amax is known: a block does not fit in registers.
+        # A block does not fit in registers, so strips are read again, from L2, once the amax is
+        # known.
         largest = tl.zeros((32, 128), tl.float32)
         for i in range(4):
             strip = row + 32 * i
             mask = tile_mask(strip, col, rows, cols, True, 32, 128)
             ptr = x_ptr + tile_start(strip, col, cols) + tile_offsets(cols, 32, 128)
             magnitude = tl.abs(to_float32(tl.load(ptr, mask, 0.0)))
-            # Not tl.maximum, with which a NaN stays in the interpreter.
+            # Not tl.maximum, which keeps NaN in the interpreter.
             largest = tl.where(magnitude > largest, magnitude, largest)
         scale = float8_scale(tl.max(tl.max(largest, 1), 0), epsilon, LARGEST, POW_2)
         tl.store(rowwise_scale + block, tl.div_rn(1.0, scale))
@@ -174,14 +175,14 @@ def _quantize_vectors_kernel(
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
 ):
-    """Quantize a matrix [x_rows, cols], below which there are zeros, with a scale per 128 elements.
+    """Quantize x [x_rows, cols], padded with zeros to ``rows`` rows, with a scale per 128 elements.
 
-    Grid: (rows / 128 * cols / 128,). Tile: [128, 128], dividing rows and cols. Reads x (2 or 4
+    Grid: (rows / 128 * cols / 128,). Tile: [128, 128], which divides rows and cols. Reads x (2 or 4
     bytes per element) once, writes one byte per element and direction, and the scales, in words.
     """
     block, blocks_per_row = tl.program_id(0), cols // 128
     row, col = block // blocks_per_row * 128, block % blocks_per_row * 128
-    # Constant along a row, so that rows are still read 16 bytes at a time.
+    # The mask is constant along a row, so rows are still read 16 bytes at a time.
     inside = (row + tl.arange(0, 128) < x_rows)[:, None]
     ptr = x_ptr + tile_start(row, col, cols) + tile_offsets(cols, 128, 128)
     x = tl.load(ptr, inside, 0.0)
@@ -193,7 +194,8 @@ def _quantize_vectors_kernel(
         words_ptr = rowwise_data.to(tl.pointer_type(tl.uint32))
         store_words(words_ptr, row, col // 4, cols // 4, words, 128, 32)
     if COLUMNWISE:
-        # Values change places rather than codes, which come out of the instruction in words.
+        # Transposes values rather than codes, because the conversion instruction returns codes
+        # packed in words.
         value = to_float32(tl.trans(x))
         scale = float8_scale(tl.max(tl.abs(value), 1), epsilon, LARGEST, POW_2)
         store_columnwise_scale(scale, columnwise_scale, row, col, cols, None, 128)
@@ -249,9 +251,10 @@ def _dequantize_words_kernel(
     PARTED: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Decode N groups of eight codes of a matrix with whole ones in a row; as the kernel above.
+    """Decode N groups of eight codes each, with the arithmetic of the kernel above.
 
-    Grid: (ceil(n_words / N),). A thread reads 8 bytes and writes their values, 16 bytes of BF16.
+    Grid: (ceil(n_words / N),). Columns are a multiple of eight. A thread reads 8 bytes and writes
+    their values, 16 bytes if BF16.
     """
     word, inside, row, i = word_positions(n_words, words_per_row, N)
     part, row = part_of(row, rows_per_part, PARTED)
@@ -279,8 +282,10 @@ def quantize(
     force_pow_2_scales: bool,
     amax_epsilon: float,
 ) -> None:
-    """Quantize the contiguous matrix ``x`` into storage; ``rowwise_scale`` is the grid of 128x128
-    blocks if ``two_dimensional``."""
+    """Quantize the contiguous matrix ``x`` of any size into storage.
+
+    ``rowwise_scale`` is the grid of 128x128 blocks if ``two_dimensional``.
+    """
     rows, cols = x.shape
     _quantize_kernel[(triton.cdiv(rows, BLOCK) * triton.cdiv(cols, BLOCK),)](
         x,
@@ -316,8 +321,8 @@ def quantize_vectors(
 ) -> None:
     """Quantize the contiguous matrix ``x`` with a scale per 128 elements into new storage.
 
-    Storage is that of ``rows``, at least those of ``x``; what ``x`` lacks is zero. Rows and columns
-    are multiples of 128.
+    The storage has ``rows`` rows, at least as many as ``x``; missing rows of ``x`` count as zeros.
+    ``rows`` and the columns of ``x`` are multiples of 128.
     """
     launch = _vectors_launch(
         tuple(x.shape),
@@ -346,7 +351,7 @@ def _vectors_launch(
     force_pow_2_scales: bool,
     amax_epsilon: float,
 ) -> Launch:
-    """The launch for all matrices of a shape; ``device`` and ``aligned`` tell kernels apart."""
+    """The cached launch for a shape; ``device`` and ``aligned`` only distinguish kernels."""
     return Launch(
         _quantize_vectors_kernel,
         rows // BLOCK * (shape[1] // BLOCK),
@@ -368,8 +373,8 @@ def dequantize(
     """Decode E4M3 codes [rows, cols] into ``out``; transposed codes give [cols, rows].
 
     ``scale_inv``: the grid of 128x128 blocks of the untransposed matrix, or [ceil(cols / 128), rows
-    to 4] of the codes. Codes [parts, rows, cols] with square blocks, whose scales are [parts, ...],
-    are those of parts of the rows.
+    padded to 4] for the codes. With square blocks, a stack of codes [parts, rows, cols] with scales
+    [parts, ...] holds consecutive parts of the rows.
     """
     if not out.numel():
         return

@@ -39,8 +39,8 @@ from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_words
 from fp4adam.kernels.tiles.state import has_scales, load_value, master_pointers, max_registers
 from fp4adam.kernels.tiles.words import insert_tile, store_words, transpose_words
 
-# How the fused step takes a block apart: whole blocks, and those that reach past an edge. Masks,
-# and to encode states, need registers too.
+# The parts that the fused step divides a block into: of whole blocks, and of blocks that reach past
+# an edge. Masks and the encoding of states need registers, hence the smaller parts.
 STEP_PARTS = {  # by two_dimensional and scaled_states
     (True, False): (Tile(16, BLOCK, 8, 4, 3), Tile(16, 32, 32, 4, 1)),
     (True, True): (Tile(8, BLOCK, 16, 4, 3), Tile(16, 32, 32, 4, 1)),
@@ -66,10 +66,11 @@ def _put_codes(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Store codes of ``x``, part ``i`` of a block, or keep them for :func:`_store_column_words`.
+    """Store the codes of ``x``, part ``i`` of a block; keep columnwise words for later.
 
-    column_words: uint32 [parts, BR, BC / 4]. Returns them, with those of this part if COLUMNWISE.
-    Words need rows of a multiple of four bytes, so masked parts are stored byte by byte.
+    column_words: uint32 [parts, BR, BC / 4], for :func:`_store_column_words`. Returns them, with
+    this part's words inserted if COLUMNWISE. Words need rows whose size is a multiple of four
+    bytes, so masked parts are stored byte by byte, in both directions.
     """
     if mask is None:
         words = e4m3_words(x, BR, BC, HARDWARE=not COLUMNWISE)
@@ -89,7 +90,7 @@ def _put_codes(
 
 @triton.jit
 def _store_column_words(column_words, columnwise_data, row, col, rows):
-    """Store the codes of the block at (row, col) transposed. column_words: uint32 [n, R, 32]."""
+    """Store the transposed codes of the block at (row, col). column_words: uint32 [n, R, 32]."""
     words = transpose_words(tl.reshape(column_words, (128, 32)), 8, 128, 128)
     words_ptr = columnwise_data.to(tl.pointer_type(tl.uint32))
     store_words(words_ptr, col, row // 4, rows // 4, words, 128, 32)
@@ -117,11 +118,11 @@ def _adam_step_square_kernel(
 
     Grid: (n_tiles,). Tile: [128, 128] in parts of [BR, BC]. table: int64 [n_tensors, 18]. scalars:
     float32 [n, 12]. tiles: int32 [n_tiles, 4]. MASKED: the block may reach past an edge.
-    A power-of-two scale seldom changes, so each part is quantized with the stored scale at once,
-    and its codes are kept, to be stored transposed with the whole block's. Where the new amax asks
-    for another scale, the block is read again. Scales that are no power of two always are: reads
-    gradient (2 bytes if BF16) and three FP32 tensors, writes these and the codes, 28 bytes per
-    element with both directions, and 4 to 6 more from L2 where a block is repeated.
+    A power-of-two scale seldom changes, so each part is quantized with the stored scale right away.
+    Columnwise words are kept and stored transposed, for the whole block at once. If the new amax
+    needs another scale, the block is read and quantized again; without POW_2 that is always so.
+    Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these three and the codes: 28
+    bytes per element with both directions, and 4 to 6 more from L2 if the block is repeated.
     """
     tensor, first_row, first_col = load_tile(tiles, 128)
     if not takes_part(table, tensor, found_inf_ptr):
@@ -139,7 +140,7 @@ def _adam_step_square_kernel(
     PARTS: tl.constexpr = (128 // BR) * PARTS_PER_ROW
     VALUE: tl.constexpr = VARIANT.value_codec
 
-    # A maximum over each thread's four neighbours needs a quarter of the registers.
+    # Reduced over each thread's four neighbours, the maximum takes a quarter of the registers.
     largest = tl.zeros((BR, BC // 4), tl.float32)
     column_words = tl.zeros((PARTS, BR, BC // 4), tl.uint32)
     for i in tl.range(0, PARTS, num_stages=STAGES):
@@ -153,7 +154,7 @@ def _adam_step_square_kernel(
         magnitude = tl.reshape(tl.abs(x), (BR, BC // 4, 4))
         largest = tl.maximum(largest, tl.max(magnitude, 2))
         if POW_2:
-            # On the guess that the scale is the one of the last step.
+            # Speculates that the scale of the last step still holds.
             column_words = _put_codes(
                 x * stored_scale, column_words, i, rowwise_data, columnwise_data,
                 row, col, rows, cols, mask, USAGE.rowwise, USAGE.columnwise, BR, BC,
@@ -161,7 +162,7 @@ def _adam_step_square_kernel(
 
     scale = float8_scale(tl.max(tl.max(largest, 1), 0), epsilon, LARGEST, POW_2)
     if (not POW_2) | (scale != stored_scale):
-        # Parts are read back by other threads than those that wrote them.
+        # A barrier, because the threads that read a part back are not those that wrote it.
         tl.debug_barrier()
         for i in range(PARTS):
             row, col = first_row + i // PARTS_PER_ROW * BR, first_col + i % PARTS_PER_ROW * BC
@@ -197,10 +198,10 @@ def _adam_step_vector_kernel(
     BC: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """As the square kernel, with one scale per 128 elements of each direction.
+    """Like the square kernel, with one scale per 128 elements of each direction.
 
-    Grid, tile and tables as there; BC is 128. Rowwise codes are written with the update; the
-    columnwise scales are known only after the last row, so the block is then read again, from L2.
+    Grid, tile and tables are the same; BC is 128. Rowwise codes are written with the update.
+    Columnwise scales are known only after the last row, so the block is then read again, from L2.
     """
     tensor, first_row, col = load_tile(tiles, 128)
     if not takes_part(table, tensor, found_inf_ptr):
@@ -242,7 +243,7 @@ def _adam_step_vector_kernel(
             scale, pointer(table, tensor, COLUMNWISE_SCALE, tl.float32), first_row, col, cols,
             col + tl.arange(0, BC) < cols, BC,
         )  # fmt: skip
-        # Rows are read back by other threads than those that wrote them.
+        # A barrier, because the threads that read a row back are not those that wrote it.
         tl.debug_barrier()
         for i in range(PARTS):
             row = first_row + i * BR
@@ -260,12 +261,12 @@ def _adam_step_vector_kernel(
 
 
 def step_tiles(shapes: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Blocks of all tensors: whole ones of aligned matrices, and those that need masks."""
+    """The blocks of all tensors: whole blocks of aligned matrices, and blocks that need masks."""
     whole, masked = [], []
     for i, (rows, cols) in enumerate(shapes):
         tiles = tile_grid(i, (0, rows, BLOCK), (0, cols, BLOCK))
         inside = (tiles[:, 1] + BLOCK <= rows) & (tiles[:, 2] + BLOCK <= cols)
-        # Rows that are no multiple of 16 elements apart have no aligned vectors.
+        # Unless rows and columns are multiples of 16, vector accesses would be unaligned.
         inside &= rows % 16 == 0 and cols % 16 == 0
         whole.append(tiles[inside])
         masked.append(tiles[~inside])
@@ -283,9 +284,10 @@ def adam_step(
     force_pow_2_scales: bool,
     amax_epsilon: float,
 ) -> list[Launch]:
-    """The pass over all tensors of a table, to be called with ``grad_scale, clip, found_inf``.
+    """The launches of the pass over all tensors; call each with ``grad_scale, clip, found_inf``.
 
-    ``tiles``: from :func:`step_tiles`. ``largest``: number of the dtype that values are rounded to.
+    ``tiles``: from :func:`step_tiles`. ``largest``: the largest finite number of the dtype that
+    values are rounded to.
     """
     kernel = _adam_step_square_kernel if usage.square else _adam_step_vector_kernel
     parts = STEP_PARTS[usage.square, has_scales(*variant.codecs)]

@@ -1,4 +1,4 @@
-"""The norm of any number of tensors: one sum per span of a tensor, then one program adds these."""
+"""The norm of any number of tensors: one sum per span of a tensor, then the sum of those sums."""
 
 import torch
 import triton
@@ -8,16 +8,16 @@ from torch import Tensor
 from fp4adam.kernels.launch.tensor_table import ALIGNMENT, TRITON_DTYPES
 from fp4adam.kernels.tiles.bfloat16 import to_float32
 
-# What the coefficient's denominator is kept away from zero by, as in torch.nn.utils.
+# Keeps the coefficient's denominator away from zero, as in torch.nn.utils.clip_grad_norm_.
 EPS = tl.constexpr(1e-6)
 
 
 @triton.jit
 def magnitude(x, NORM_TYPE: tl.constexpr):
-    """What each element adds to the norm: x * x, |x|, or |x| to be compared (infinity norm).
+    """The contribution of each element to the norm: x * x for the 2-norm, else |x|.
 
-    x: any floating tile. Returns float64, exact but for the square of float64; float32 for the
-    infinity norm of all but float64.
+    x: any floating tile. Returns float64, exact except for squares of float64; for the infinity
+    norm float32, or float64 if x is float64.
     """
     if x.dtype != tl.float64:
         x = to_float32(x)
@@ -33,11 +33,11 @@ def magnitude(x, NORM_TYPE: tl.constexpr):
 
 @triton.jit
 def combine(a, b, NORM_TYPE: tl.constexpr):
-    """The sum, or for the infinity norm the larger one, NaN if either is."""
+    """The sum, or for the infinity norm the maximum; NaN if either is NaN."""
     if NORM_TYPE == 1.0 or NORM_TYPE == 2.0:
         y = a + b
     else:
-        # A comparison with NaN is False: a NaN on either side stays.
+        # Keeps a NaN on either side, since comparisons with NaN are False.
         y = tl.where((b > a) | (b != b), b, a)
     return y
 
@@ -46,14 +46,14 @@ def combine(a, b, NORM_TYPE: tl.constexpr):
 def fold(lanes, NORM_TYPE: tl.constexpr):
     """Combine neighbours until one is left. lanes: tile [power of two], >= 0. Returns a scalar."""
     if NORM_TYPE == 1.0 or NORM_TYPE == 2.0:
-        # One sum over all has an order too, but it depends on the layout and on Triton's version.
+        # In explicit pairs, because the order of one tl.sum depends on layout and Triton version.
         if lanes.shape[0] == 1:
             y = tl.sum(lanes)
         else:
             pairs = tl.reshape(lanes, (lanes.shape[0] // 2, 2))
             y = fold(tl.sum(pairs, 1), NORM_TYPE)
     else:
-        # The bits of non-negative floats order as integers do, NaN above all.
+        # The bits of non-negative floats order as integers do, with NaN on top.
         BITS: tl.constexpr = tl.int64 if lanes.dtype == tl.float64 else tl.int32
         y = tl.max(lanes.to(BITS, bitcast=True)).to(lanes.dtype, bitcast=True)
     return y
@@ -69,14 +69,17 @@ def add_span(
     ALIGNED: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Lane l combines elements start + l, start + l + LANES, ... of ``count`` in this order."""
+    """Lane l combines elements start + l, start + l + LANES, ... of ``count``, in this order.
+
+    address: int64, of a tensor read flat. ALIGNED: it is a multiple of 16. Returns a tile [LANES].
+    """
     ptr = address.to(tl.pointer_type(DTYPE))
     if ALIGNED:
-        # On the result of a cast made here, so that the other branch does not get the hint too.
+        # The hint is on a pointer made in this function, so it does not leak to the other branch.
         ptr = tl.multiple_of(ptr, ALIGNMENT)
     lane = tl.arange(0, LANES)
     lanes = magnitude(tl.zeros((LANES,), DTYPE), NORM_TYPE)
-    # A mask makes every access scalar, so only the last elements of a tensor have one.
+    # A mask makes every access scalar, so only the last elements of a tensor are masked.
     whole = count // LANES * LANES
     for offset in tl.range(0, whole, LANES, loop_unroll_factor=4):
         x = tl.load(ptr + (start + offset) + lane)
@@ -99,15 +102,15 @@ def _span_sums_kernel(
 ):
     """Combine the elements of one span of one tensor, read flat.
 
-    Grid: (n_spans,). Tile: LANES elements, as often as fills the span. addresses: int64
-    [n_tensors], 0 for a tensor that counts as zeros. spans: int32 [n_spans, 4], (tensor, span of
-    that tensor, elements in it, index in sums). sums: float64. Reads each element once.
+    Grid: (n_spans,). Tile: LANES elements, repeated over the span. addresses: int64 [n_tensors], 0
+    for a tensor that counts as zeros. spans: int32 [n_spans, 4], (tensor, span of that tensor,
+    elements in it, index in sums). sums: float64 [all spans]. Reads each element once.
     """
     span = spans + 4 * tl.program_id(0)
     address = tl.load(addresses + tl.load(span))
     start = tl.load(span + 1).to(tl.int64) * SPAN
     count = tl.where(address == 0, 0, tl.load(span + 2))
-    # Gradients that are views into a flat buffer may begin anywhere.
+    # Gradients that are views into a flat buffer may be unaligned.
     if address % ALIGNMENT == 0:
         lanes = add_span(address, start, count, DTYPE, NORM_TYPE, True, LANES)
     else:
@@ -119,9 +122,9 @@ def _span_sums_kernel(
 def _total_norm_kernel(
     sums, n_sums, max_norm, total, result, NORM_TYPE: tl.constexpr, LANES: tl.constexpr
 ):
-    """Combine all sums; from their total the norm and the coefficient that clips to ``max_norm``.
+    """Combine all sums to the total, the norm, and the coefficient that clips to ``max_norm``.
 
-    Grid: (1,). Tile: LANES sums, as often as there are. sums: float64 [n_sums]. total: float64 [1].
+    Grid: (1,). Tile: LANES sums, repeated over all. sums: float64 [n_sums]. total: float64 [1].
     result: float32 [2], the norm and min(max_norm / (norm + 1e-6), 1).
     """
     lane = tl.arange(0, LANES)
@@ -134,7 +137,7 @@ def _total_norm_kernel(
     if NORM_TYPE == 2.0:
         norm = tl.sqrt(norm)  # correctly rounded in float64
     norm = norm.to(tl.float32)
-    # A reciprocal and a product, because torch divides a number by a tensor that way.
+    # A reciprocal and a product, because torch divides a number by a tensor like this.
     coefficient = tl.div_rn(1.0, norm + EPS) * max_norm
     tl.store(result, norm)
     tl.store(result + 1, tl.where(coefficient > 1.0, 1.0, coefficient))
@@ -150,7 +153,7 @@ def span_sums(
     span: int,
     lanes: int,
 ) -> None:
-    """Launch :func:`_span_sums_kernel` on tables that are on the device."""
+    """Launch :func:`_span_sums_kernel`; all tables are on the device."""
     _span_sums_kernel[(spans.shape[0],)](
         addresses,
         spans,

@@ -1,4 +1,4 @@
-"""MXFP8: quantize and dequantize matrices, and the tile functions that do it."""
+"""MXFP8: kernels that quantize and dequantize matrices, and their tile functions."""
 
 import triton
 import triton.language as tl
@@ -25,14 +25,14 @@ BLOCK = 32
 @triton.jit
 def mxfp8_scale(amax):
     """E8M0 scales (int32) of blocks with the given float32 amaxes, and their reciprocals."""
-    # 1 / 448 rounded to float32; dividing instead gives the same scales.
+    # The factor is 1 / 448 rounded to float32; a division would give the same scales.
     scale = e8m0_code_up(amax * 0.0022321429569274187)
     return scale, e8m0_reciprocal(scale)
 
 
 @triton.jit
 def scale_blocks(blocks, AXIS: tl.constexpr):
-    """Float32 blocks that lie along AXIS, divided by their E8M0 scales; and the scales (uint8)."""
+    """Divide float32 blocks along AXIS by their E8M0 scales; returns them and scales (uint8)."""
     amax = tl.max(tl.abs(blocks), AXIS)
     amax = tl.where(amax == amax, amax, 0.0)  # all elements NaN
     scale, factor = mxfp8_scale(amax)
@@ -43,8 +43,9 @@ def scale_blocks(blocks, AXIS: tl.constexpr):
 def mxfp8_tile(x, USAGE: tl.constexpr, BC: tl.constexpr, HARDWARE: tl.constexpr):
     """Quantize the float32 tile [32, BC]; for HARDWARE see :func:`e4m3_words`.
 
-    Returns words of codes (uint32 [32, BC / 4]) and scales (uint8) of the rows ([32, BC / 32]), and
-    the same of the columns ([1, BC]); zeros in place of what is not wanted.
+    Returns rowwise words of codes (uint32 [32, BC / 4]) and scales (uint8 [32, BC / 32]), then
+    columnwise words (uint32 [32, BC / 4]) and scales (uint8 [1, BC]); zeros for a direction that is
+    not in USAGE.
     """
     row_words = tl.zeros((32, BC // 4), tl.uint32)
     row_scale = tl.zeros((32, BC // 32), tl.uint8)
@@ -72,7 +73,7 @@ def store_tile(
     USAGE: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Store what :func:`mxfp8_tile` gives for the tile [32, BC] at (row, col)."""
+    """Store the results of :func:`mxfp8_tile` for the tile [32, BC] at (row, col)."""
     if USAGE.rowwise:
         store_words(storage.rowwise_data, row, col // 4, cols // 4, row_words, 32, BC // 4)
         width = (cols // 32 + 3) // 4 * 4
@@ -97,7 +98,7 @@ def store_gemm_scales(
     USAGE: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Store the scales of the tile [32, BC] at (row, col) in the order of the GEMM."""
+    """Store the scales of the tile [32, BC] at (row, col) in the swizzled GEMM layout."""
     if USAGE.rowwise:
         store_swizzled(gemm_scales.rowwise, row, col // 32, cols // 32, row_scale, 32, BC // 32)
     if USAGE.columnwise:
@@ -125,7 +126,8 @@ def _quantize_kernel(
     row, col = tile // tiles_per_row * 32, tile % tiles_per_row * BC
     x = to_float32(tl.load(x_ptr + tile_start(row, col, cols) + tile_offsets(cols, 32, BC)))
     storage = Storage(rowwise_data, rowwise_scale, columnwise_data, columnwise_scale)
-    # The storage may have any alignment, so words are taken apart into bytes: no hardware codes.
+    # The storage may be unaligned, so words are split into bytes, which rules out HARDWARE (see
+    # e4m3_code).
     row_words, row_scale, column_words, column_scale = mxfp8_tile(x, USAGE, BC, False)
     store_tile(row_words, row_scale, column_words, column_scale, row, col, cols, storage, USAGE, BC)
 
@@ -175,9 +177,9 @@ def _dequantize_words_kernel(
     PARTED: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Decode N groups of eight codes of a matrix; as the kernel above.
+    """Decode N groups of eight codes each, with the arithmetic of the kernel above.
 
-    Grid: (ceil(n_words / N),). A thread reads 8 bytes and writes their values, 16 bytes of BF16.
+    Grid: (ceil(n_words / N),). A thread reads 8 bytes and writes their values, 16 bytes if BF16.
     """
     word, inside, row, i = word_positions(n_words, words_per_row, N)
     part, row = part_of(row, rows_per_part, PARTED)
@@ -226,7 +228,8 @@ def quantize(
 def dequantize(data: Tensor, scale: Tensor, rowwise: bool, out: Tensor) -> None:
     """Decode E4M3 codes [rows, cols] with scales per 1x32 (``rowwise``) or 32x1 block.
 
-    Codes [parts, rows, cols] with scales [parts, ...] are those of parts of the rows.
+    A stack of codes [parts, rows, cols] with scales [parts, ...] holds consecutive parts of the
+    rows.
     """
     if not out.numel():
         return

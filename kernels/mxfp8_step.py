@@ -27,17 +27,18 @@ from fp4adam.kernels.tiles.bfloat16 import round_through
 from fp4adam.kernels.tiles.state import are_narrow
 from fp4adam.kernels.tiles.words import insert_tile
 
-# Tiles of the fused step, taken in parts of so many columns; edges are covered by single blocks.
-# Encoding states needs registers, hence smaller parts.
-STEP_TILE, STEP_PART = Tile(32, 256, 1, 4, 3), {False: 64, True: 32}  # by whether they are narrow
+# Tiles of the fused step, and the columns of the parts that they are processed in. Edges are
+# covered by single blocks. Encoding narrow states needs registers, hence smaller parts.
+STEP_TILE, STEP_PART = Tile(32, 256, 1, 4, 3), {False: 64, True: 32}  # by are_narrow()
 EDGE_TILE, EDGE_PART = Tile(32, 32, 1, 4, 1), 32
-# Left alone, the compiler saves registers for edges, of which there are few, and spills.
+# Without a limit, ptxas saves registers for edge tiles and spills. There are few edge tiles, so
+# their occupancy does not matter.
 EDGE_REGISTERS = 128
 
 
 @triton.jit
 def _side_by_side(tiles):
-    """Tiles [n, R, C] as one [R, n * C]."""
+    """Concatenate tiles [n, R, C] along their columns to one [R, n * C]."""
     n: tl.constexpr = tiles.shape[0]
     R: tl.constexpr = tiles.shape[1]
     C: tl.constexpr = tiles.shape[2]
@@ -58,12 +59,12 @@ def _adam_step_kernel(
     PART: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Adam and re-quantization of one tile of one tensor, each byte moved once.
+    """Adam and re-quantization of one tile of one tensor; moves each byte once.
 
-    Grid: (n_tiles,). Tile: [32, BC] in parts of [32, PART], codes and scales of which are kept and
+    Grid: (n_tiles,). Tile: [32, BC] in parts of [32, PART], whose codes and scales are kept and
     stored together. table: int64 [n_tensors, 18]. scalars: float32 [n, 12]. tiles: int32
     [n_tiles, 4].
-    Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these, codes and scales:
+    Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these three, codes and scales:
     28 + 1/16 bytes per element with both directions; 1/16 more if USAGE.swizzled.
     """
     tensor, row, first_col = load_tile(tiles, 32)
@@ -73,8 +74,8 @@ def _adam_step_kernel(
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(table, tensor, VARIANT)
     storage = storage_pointers(table, tensor, tl.uint32, tl.uint8)
-    # Registers for the update are those of a part; codes and scales of all parts wait in words,
-    # until whole rows of the tile can be written in long pieces.
+    # The update takes registers for one part only. Codes and scales of all parts wait in words, so
+    # that whole rows of the tile are written as long segments.
     PARTS: tl.constexpr = BC // PART
     row_words = tl.zeros((PARTS, 32, PART // 4), tl.uint32)
     row_scale = tl.zeros((PARTS, 32, PART // 32), tl.uint8)
@@ -103,14 +104,14 @@ def _adam_step_kernel(
 
 
 def step_tiles(shapes: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """The lists of tiles for :func:`adam_step`: of STEP_TILE and, at the edges, of EDGE_TILE."""
+    """The tile lists for :func:`adam_step`: of STEP_TILE and, at the edges, of EDGE_TILE."""
     return cover(shapes, STEP_TILE, EDGE_TILE)
 
 
 def adam_step(
     table: Tensor, scalars: Tensor, tiles: tuple[Tensor, Tensor], variant: Variant, usage: Usage
 ) -> list[Launch]:
-    """The pass over all tensors of a table, to be called with ``grad_scale, clip, found_inf``.
+    """The launches of the pass over all tensors; call each with ``grad_scale, clip, found_inf``.
 
     ``tiles``: from :func:`step_tiles`.
     """

@@ -1,4 +1,4 @@
-"""NVFP4: quantize and dequantize matrices, and the tile functions that do it."""
+"""NVFP4: kernels that quantize and dequantize matrices, and their tile functions."""
 
 import triton
 import triton.language as tl
@@ -33,10 +33,11 @@ FP32_MAX = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def nvfp4_scale(block_amax, amax):
-    """E4M3 block scales (uint8) and the factors that take values to codes (float32).
+    """E4M3 block scales (uint8), and the factors that map values to codes (float32).
 
     block_amax: float32 tile. amax: float32 scalar, of the whole tensor.
     """
+    # The same float32 operations in the same order as ``formats.nvfp4.block_scales``.
     encode = tl.div_rn(2688.0, amax)
     encode = tl.where((amax == 0) | (encode == 0), 1.0, tl.minimum(encode, FP32_MAX))
     decode = tl.div_rn(1.0, encode)
@@ -47,7 +48,7 @@ def nvfp4_scale(block_amax, amax):
 
 @triton.jit
 def _amax(x, AXIS: tl.constexpr):
-    """Largest magnitude along an axis, ignoring NaN, 0 where all is NaN."""
+    """Largest magnitude along an axis, ignoring NaN; 0 if all elements are NaN."""
     amax = tl.max(tl.abs(x), AXIS)
     return tl.where(amax == amax, amax, 0.0)
 
@@ -67,12 +68,13 @@ def nvfp4_tile(
 ):
     """Quantize the float32 tile [BR, BC] at (row, col) and store the rowwise part.
 
-    USAGE.square: one scale per 16x16 block, in the grid at storage.rowwise_scale, for both
-    directions; else one per 16 elements of each direction, in padded rows. USAGE.swizzled: also in
-    the order of the GEMM, but for those of square blocks, which :func:`store_square_scales` takes.
-    Returns amaxes of its blocks, words of codes [BR, BC / 8], and scales [BR / 16, BC / 16] of
-    square blocks, else columnwise ones [BR / 16, BC]. :func:`store_columnwise` takes the codes and
-    columnwise scales; without USAGE.columnwise, ignore them.
+    USAGE.square: one scale per 16x16 block for both directions, in the grid at
+    storage.rowwise_scale; else one per 16 elements of each direction, in padded rows.
+    USAGE.swizzled: also store swizzled scales, except for square blocks, whose scales the caller
+    passes to :func:`store_square_scales`.
+    Returns block amaxes, words of codes [BR, BC / 8], and scales: [BR / 16, BC / 16] of square
+    blocks, else the columnwise ones [BR / 16, BC]. With USAGE.columnwise the caller passes codes
+    and scales to :func:`store_columnwise`; otherwise ignore them.
     """
     if USAGE.square:
         blocks = tl.reshape(x, (BR // 16, 16, BC // 16, 16))
@@ -121,7 +123,7 @@ def store_columnwise(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Store columnwise codes of R rows and C columns at (row, col), and scales if not square."""
+    """Store the columnwise codes of a tile [R, C] at (row, col), and its scales if not square."""
     words = transpose_words(words, 4, R, C)
     store_words(storage.columnwise_data, col, row // 8, rows // 8, words, C, R // 8)
     if not USAGE.square:
@@ -136,7 +138,7 @@ def store_columnwise(
 
 @triton.jit
 def _store_repeated(out, row, col, cols, scale, R: tl.constexpr, C: tl.constexpr):
-    """Store the scales [R / 16, C / 16] of 16x16 blocks at (row, col), each for 16 rows."""
+    """Store scales [R / 16, C / 16] of 16x16 blocks at (row, col), swizzled, each for 16 rows."""
     scale = tl.broadcast_to(scale[:, None, :], (R // 16, 16, C // 16))
     store_swizzled(out, row, col // 16, cols // 16, tl.reshape(scale, (R, C // 16)), R, C // 16)
 
@@ -153,7 +155,7 @@ def store_square_scales(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Store the scales [R / 16, C / 16] of 16x16 blocks at (row, col) in the order of the GEMM."""
+    """Store scales [R / 16, C / 16] of 16x16 blocks at (row, col) in the swizzled GEMM layout."""
     if USAGE.rowwise:
         _store_repeated(gemm_scales.rowwise, row, col, cols, scale, R, C)
     if USAGE.columnwise:
@@ -163,7 +165,8 @@ def store_square_scales(
 @triton.jit
 def _atomic_amax(amax_ptr, x):
     """Raise the non-negative float32 at amax_ptr to the largest magnitude of x; NaN is ignored."""
-    # The bits of non-negative floats order as integers do, and integers take one atomic, not two.
+    # The bits of non-negative floats order as integers do; an integer maximum is one atomic, a
+    # float maximum two.
     bits = _amax(x, 0).to(tl.int32, bitcast=True)
     tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
 
@@ -194,7 +197,7 @@ def _quantize_kernel(
 ):
     """Quantize a matrix with a known amax.
 
-    Grid: (n_tiles,). Tile: [BR, BC], dividing the matrix. Reads x (2 or 4 bytes per element),
+    Grid: (n_tiles,). Tile: [BR, BC], which divides the matrix. Reads x (2 or 4 bytes per element),
     writes half a byte per element and direction, and the scales.
     """
     tile = tl.program_id(0)
@@ -224,8 +227,8 @@ def _dequantize_kernel(
 ):
     """Decode packed codes [rows, cols / 2].
 
-    Grid: (n_tiles,). Tile: [BR, BC], dividing the matrix. Reads half a byte per element and the
-    scales, writes 2 or 4 bytes per element.
+    Grid: (n_tiles,). Tile: [BR, BC], which divides the matrix. Reads half a byte per element and
+    the scales, writes 2 or 4 bytes per element.
     """
     tile = tl.program_id(0)
     row, col = tile // tiles_per_row * BR, tile % tiles_per_row * BC
@@ -237,6 +240,7 @@ def _dequantize_kernel(
     scale_row = (r // 16 if SQUARE else r).to(tl.int64)
     scale_ptrs = scale_row[:, None] * stride_scale_row + block[None, :] * stride_scale_col
     scale = tl.load(scale_ptr + scale_ptrs)
+    # The last factor is 1 / 2688 = 1 / (6 * 448).
     factor = (e4m3_value(scale) * tl.load(amax_ptr)) * 0.00037202380952380951
     value = tl.reshape(e2m1_value(code), (BR, BC // 16, 16)) * factor[:, :, None]
     out = r.to(tl.int64)[:, None] * stride_out_row + c.to(tl.int64)[None, :] * stride_out_col
@@ -260,9 +264,9 @@ def _dequantize_words_kernel(
     PARTED: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Decode N words of packed codes of a matrix, eight codes each; as the kernel above.
+    """Decode N words of eight packed codes each, with the arithmetic of the kernel above.
 
-    Grid: (ceil(n_words / N),). A thread reads a word and writes its values, 16 bytes of BF16.
+    Grid: (ceil(n_words / N),). A thread reads a word and writes its values, 16 bytes if BF16.
     """
     word, inside, row, i = word_positions(n_words, words_per_row, N)
     part, row = part_of(row, rows_per_part, PARTED)
@@ -282,7 +286,7 @@ _dequantize_words = word_launcher(_dequantize_words_kernel)
 
 @on_its_device
 def measure(x: Tensor, amax: Tensor) -> None:
-    """Overwrite ``amax`` [1] with the largest magnitude of ``x`` (as for :func:`quantize`)."""
+    """Overwrite ``amax``, float32 [1], with the largest magnitude of ``x`` (as in `quantize`)."""
     rows, cols = x.shape
     tile_rows, tile_cols = divisor_tile(rows, 64, BLOCK), divisor_tile(cols, 64, BLOCK)
     grid = (rows // tile_rows * (cols // tile_cols),)
@@ -303,7 +307,8 @@ def quantize(
 ) -> None:
     """Quantize the matrix ``x`` [rows, cols] (contiguous, multiples of 16) into storage.
 
-    ``rowwise_scale`` is the grid of 16x16 blocks if ``two_dimensional``. ``amax``: [1], known.
+    ``rowwise_scale`` is the grid of 16x16 blocks if ``two_dimensional``. ``amax``: float32 [1], an
+    input.
     """
     rows, cols = x.shape
     tile_rows, tile_cols = divisor_tile(rows, 64, BLOCK), divisor_tile(cols, 64, BLOCK)
@@ -336,7 +341,8 @@ def dequantize(
 ) -> None:
     """Decode packed codes [rows, cols / 2] into ``out``; transposed codes give [cols, rows].
 
-    Codes [parts, rows, cols / 2] with scales [parts, ...] are those of parts of the rows.
+    A stack of codes [parts, rows, cols / 2] with scales [parts, ...] holds consecutive parts of the
+    rows.
     """
     if not out.numel():
         return

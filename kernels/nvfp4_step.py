@@ -30,8 +30,8 @@ from fp4adam.kernels.tiles.bfloat16 import round_through
 from fp4adam.kernels.tiles.state import are_narrow, has_scales, max_registers
 from fp4adam.kernels.tiles.words import insert_tile
 
-# Tiles of the fused step. The loop keeps loads of the next tile
-# in flight; the edges of a matrix are covered by single blocks.
+# Tiles of the fused step. The loop prefetches the next tile; the edges of a matrix are covered by
+# small tiles.
 STEP_TILE = {True: Tile(16, 64, 4, 4, 4), False: Tile(16, 64, 4, 4, 3)}  # by two_dimensional
 EDGE_TILE = {False: Tile(16, 16, 1, 4, 1), True: Tile(16, 32, 1, 4, 1)}  # by scaled_states
 
@@ -56,22 +56,22 @@ def _adam_step_kernel(
     LOOP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Adam and re-quantization of one column of tiles of one tensor, each byte moved once.
+    """Adam and re-quantization of one column of tiles of one tensor; moves each byte once.
 
     Grid: (n_tiles,). Tile: LOOP times [BR, BC] down the rows. table: int64 [n_tensors, 18].
-    scalars: float32 [n, 12]. tiles: int32 [n_tiles, 4]. slots: int32 [n_tensors], where the amax of
-    each tensor is; several may share one. amaxes: float32 [n_slots], of the updated weights;
-    next_amaxes: the same of the next step, set to zero. tile_amaxes: float32 [n_tiles], written: no
-    weight of the tile is larger. exceeding: float32 [n_slots], raised to the amax of a tensor that
-    is larger than amaxes says.
-    Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these and the codes: 27 bytes
-    per element with both directions, and 1/256 for the scales of 16x16 blocks, 1/8 more if
+    scalars: float32 [n, 12]. tiles: int32 [n_tiles, 4]. slots: int32 [n_tensors], the amax slot of
+    each tensor; several may share one. amaxes: float32 [n_slots], of the updated weights.
+    next_amaxes: float32 [n_slots] for the next step, set to zero. tile_amaxes: float32 [n_tiles],
+    written; an upper bound of each tile's magnitudes. exceeding: float32 [n_slots], raised to the
+    true amax of a tensor if that exceeds its entry in amaxes.
+    Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these three and the codes: 27
+    bytes per element with both directions, plus 1/256 for the scales of 16x16 blocks, plus 1/8 if
     USAGE.swizzled.
     """
     tensor, first_row, col = load_tile(tiles, 16)
     first_of_tensor = (first_row == 0) & (col == 0)
     if first_of_tensor:
-        # Of tensors without a gradient too: the next preview raises all of them from zero.
+        # Even without a gradient: the next preview raises every slot from zero.
         tl.store(next_amaxes + tl.load(slots + tensor), 0.0)
     if not takes_part(table, tensor, found_inf_ptr):
         return
@@ -79,18 +79,18 @@ def _adam_step_kernel(
     cols = size(table, tensor, COLS, 16)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(table, tensor, VARIANT)
-    # Known before the first block is written, so no program waits for another one.
+    # The preview has found it already, so no program has to wait for another.
     amax = tl.load(amaxes + tl.load(slots + tensor))
     if first_of_tensor:
         amax_ptr = tl.load(table + tensor.to(tl.int64) * WIDTH + AMAX)
         tl.store(amax_ptr.to(tl.pointer_type(tl.float32)), amax)
-    # As many as there are block amaxes in a tile: a maximum of weights would take more registers.
+    # One running maximum per block amax of a tile; one per weight would take more registers.
     SCALE_ROWS: tl.constexpr = BR if USAGE.rowwise and not USAGE.square else BR // 16
     SCALE_COLS: tl.constexpr = BC if not (USAGE.rowwise or USAGE.square) else BC // 16
     largest = tl.zeros((SCALE_ROWS, SCALE_COLS), tl.float32)
-    # All tiles of the loop are transposed together: one alone gives rows of 8 bytes.
+    # The tiles of the loop are transposed together, because one alone gives rows of only 8 bytes.
     column_words = tl.zeros((LOOP, BR, BC // 8), tl.uint32)
-    # Scales that are stored last, one tile's in each byte.
+    # Scales that are stored after the loop; each byte of a word holds those of one tile.
     KEEPS_SCALE: tl.constexpr = USAGE.swizzled if USAGE.square else USAGE.columnwise
     kept_scale = tl.zeros((BR // 16, BC // 16 if USAGE.square else BC), tl.uint32)
     storage = storage_pointers(table, tensor, tl.uint32, tl.uint8)
@@ -123,12 +123,13 @@ def _adam_step_kernel(
         )
     tile_amax = tl.max(tl.max(largest, 1), 0)
     if tile_amax > amax:
-        # The preview has missed it. Bits of non-negative floats order as integers do.
+        # The preview missed it. As integers, the bits of non-negative floats order like the floats.
         bits = tile_amax.to(tl.int32, bitcast=True)
         exceeding_ptr = exceeding + tl.load(slots + tensor)
         tl.atomic_max(exceeding_ptr.to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
     if VARIANT.write_dtype != tl.float32:
-        # The master may be larger than what it is rounded to, by half a step of a 16-bit format.
+        # The master may exceed its rounded value by half a step of a 16-bit format. The factor
+        # covers normal numbers, the term subnormal ones of FP16.
         tile_amax = tile_amax * 1.0078125 + 6e-8
     tl.store(tile_amaxes + tl.program_id(0), tile_amax)
 
@@ -136,9 +137,12 @@ def _adam_step_kernel(
 def step_tiles(
     shapes: list[tuple[int, int]], two_dimensional: bool, scaled_states: bool
 ) -> tuple[Tensor, int]:
-    """Tiles for :func:`adam_step`, those of STEP_TILE first, and the number of these.
+    """Tiles for :func:`adam_step`, those of STEP_TILE first, and the number of those.
 
     ``scaled_states``: Whether states have scales; columns must be multiples of 32 then.
+
+    Returns:
+        int32 [n_tiles, 4], (tensor, first row, first column, rows << 16 | columns), and a count.
     """
     forms = STEP_TILE[two_dimensional], EDGE_TILE[scaled_states]
     whole, edge = cover(shapes, *forms)
@@ -148,10 +152,10 @@ def step_tiles(
 
 
 def step_tile(two_dimensional: bool, codecs: tuple[str, str, str]) -> Tile:
-    """STEP_TILE as it is taken for states in these codecs."""
+    """STEP_TILE, adjusted for states in these codecs."""
     tile = STEP_TILE[two_dimensional]
     if not two_dimensional and are_narrow(*codecs) and not has_scales(*codecs):
-        # 128 registers in place of 168, for which ptxas spills a few on sm_100.
+        # Two stages take 128 registers instead of 168, for which ptxas spills a few on sm_100.
         return tile._replace(num_stages=2)
     return tile
 
@@ -159,10 +163,11 @@ def step_tile(two_dimensional: bool, codecs: tuple[str, str, str]) -> Tile:
 def step_registers(
     codecs: tuple[str, str, str], stores_square_scales: bool
 ) -> tuple[int | None, int | None]:
-    """The most registers per thread of STEP_TILE and of edges; None leaves it to ptxas.
+    """The register limits per thread of STEP_TILE and of edge tiles; None leaves it to ptxas.
 
-    128 let a fourth program run on each multiprocessor of an H200. So ptxas takes no more where it
-    can, and for sm_120 spills a few to get there, unless it is told.
+    With 128 registers, four programs fit on each multiprocessor of an H200 instead of three. ptxas
+    therefore aims for 128 on its own, and for sm_120 spills a few registers to get there unless a
+    limit is given.
     """
     limit = 128 if stores_square_scales else None
     of_codecs = max_registers(*codecs)
@@ -182,12 +187,12 @@ def adam_step(
     variant: Variant,
     usage: Usage,
 ) -> list[Launch]:
-    """The pass over all tensors of a table, to be called with ``grad_scale, clip, found_inf``.
+    """The launches of the pass over all tensors; call each with ``grad_scale, clip, found_inf``.
 
-    ``tiles``, ``n_whole``: from :func:`step_tiles`. ``slots``: where the amax of each tensor is.
-    ``amaxes``: of the updated weights, from ``amax_preview``. ``next_amaxes``: zeroed.
-    ``tile_amaxes``: float32 [n_tiles], written. ``exceeding``: zero, raised for tensors that have
-    to be written again.
+    ``tiles``, ``n_whole``: from :func:`step_tiles`. ``slots``: int32 [n_tensors], the amax slot of
+    each tensor. ``amaxes``: float32 [n_slots] of the updated weights, from ``amax_preview``.
+    ``next_amaxes``: float32 [n_slots], zeroed. ``tile_amaxes``: float32 [n_tiles], written.
+    ``exceeding``: float32 [n_slots], zero before; raised for tensors that must be written again.
     """
     forms = step_tile(usage.square, variant.codecs), EDGE_TILE[has_scales(*variant.codecs)]
     parts = slice(0, n_whole), slice(n_whole, tiles.shape[0])

@@ -1,8 +1,8 @@
-"""Quantize flat shards of any number of matrices: amaxes of blocks, scales, and codes.
+"""Quantize flat shards of any number of matrices: block amaxes, scales, and codes.
 
 A shard is a run of elements of a row-major matrix and may begin and end inside a block, a row or a
-byte. Tiles that it fills are told apart from those that it cuts: these are masked, element by
-element, and keep what is not theirs. A block, and a byte, belong to one tile.
+byte. Tiles inside the shard need no masks. Tiles that it cuts are masked, element by element, and
+preserve what is not part of the shard. Each block, and each byte, belongs to a single tile.
 """
 
 from collections.abc import Sequence
@@ -39,8 +39,8 @@ from fp4adam.kernels.tiles.e2m1 import e2m1_code
 from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_words
 from fp4adam.kernels.tiles.words import pack_words, store_words
 
-# Columns of the table; from VALUE on, all others are those of ``schema``. Addresses of values
-# and codes are those that the first element of the matrix would have.
+# Columns of the table; names shared with ``schema`` have the same index there. Addresses of values
+# and codes are extrapolated to the first element of the matrix.
 COLUMNS = {
     "start": 0,
     "stop": 1,
@@ -62,7 +62,7 @@ TENSOR_AMAX = tl.constexpr(3)
 ROWWISE_AMAX = tl.constexpr(4)
 COLUMNWISE_AMAX = tl.constexpr(5)
 
-# Tiles that shards fill, in parts of so many rows, and the same with masks, which need registers.
+# Unmasked and masked tiles, processed in parts of ``rows`` rows; masks need registers.
 TILES = {
     "nvfp4": (Tile(16, 128, 1, 4, 1), Tile(16, 128, 1, 4, 1)),
     "mxfp8": (Tile(32, 64, 1, 4, 1), Tile(32, 64, 1, 4, 1)),
@@ -74,13 +74,13 @@ SCALES = 1024
 
 @triton.jit
 def _load(table, tensor, COLUMN: tl.constexpr):
-    """An int64 of the table."""
+    """An int64 entry of the table."""
     return tl.load(table + tensor.to(tl.int64) * WIDTH + COLUMN)
 
 
 @triton.jit
 def _pointer(table, tensor, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointer from the table, which may be no multiple of anything unless ALIGNED."""
+    """Pointer from the table, with the alignment hint only if ALIGNED."""
     if ALIGNED:
         ptr = pointer(table, tensor, COLUMN, DTYPE)
     else:
@@ -90,13 +90,13 @@ def _pointer(table, tensor, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: 
 
 @triton.jit
 def _bounds(table, tensor):
-    """First element of the shard, and the one behind the last."""
+    """Index of the shard's first element, and of the element after its last."""
     return _load(table, tensor, START), _load(table, tensor, STOP)
 
 
 @triton.jit
 def _own(bounds, row, col, cols, WHOLE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Mask of a tile's elements that belong to the shard, or None if all do (WHOLE)."""
+    """Mask [BR, BC] of a tile's elements that belong to the shard; None if all do (WHOLE)."""
     if WHOLE:
         mask = None
     else:
@@ -110,7 +110,7 @@ def _own(bounds, row, col, cols, WHOLE: tl.constexpr, BR: tl.constexpr, BC: tl.c
 def _load_value(
     ptr, row, col, cols, mask, WRITE_DTYPE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
 ):
-    """Float32 tile [BR, BC], rounded to WRITE_DTYPE; zeros outside of the shard."""
+    """Load a float32 tile [BR, BC], rounded to WRITE_DTYPE; zeros outside of the shard."""
     ptr += tile_start(row, col, cols) + tile_offsets(cols, BR, BC)
     if mask is None:
         x = tl.load(ptr)
@@ -121,7 +121,7 @@ def _load_value(
 
 @triton.jit
 def _magnitude(x):
-    """|x|, and 0 for NaN."""
+    """|x|, or 0 for NaN, which amaxes ignore."""
     return tl.where(x == x, tl.abs(x), 0.0)
 
 
@@ -138,10 +138,11 @@ def _square_amax_kernel(
     BC: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Amaxes of the square blocks of one tile, and with OF_TENSOR of the tensor, as to the shard.
+    """The shard's amaxes of the square blocks of one tile, and of the tensor if OF_TENSOR.
 
     Grid: (n_tiles,). Tile: [BLOCK, BC] in parts of [BR, BC]. table: int64 [n_tensors, 18]. tiles:
-    int32 [n_tiles, 4]. Reads the shard (2 or 4 bytes per element), writes 4 bytes per block.
+    int32 [n_tiles, 4]. WHOLE: the shard contains the whole tile, so there are no masks. Reads the
+    shard (2 or 4 bytes per element), writes 4 bytes per block.
     """
     tensor, first_row, col = load_tile(tiles, 16)
     cols = size(table, tensor, COLS, 16 if WHOLE else 1)
@@ -160,7 +161,8 @@ def _square_amax_kernel(
     grid += tile_start(first_row // BLOCK, 0, blocks_per_row)
     tl.store(grid + block, amax, block < blocks_per_row)
     if OF_TENSOR:
-        # The bits of non-negative floats order as integers do, and these take one atomic, not two.
+        # The bits of non-negative floats order as integers do; an integer maximum is one atomic, a
+        # float maximum two.
         bits = tl.max(amax, 0).to(tl.int32, bitcast=True)
         ptr = _pointer(table, tensor, TENSOR_AMAX, tl.int32, False)
         tl.atomic_max(ptr, bits, sem="relaxed")
@@ -177,10 +179,10 @@ def _mxfp8_amax_kernel(
     WHOLE: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Amaxes of the 1x32 and of the 32x1 blocks of one tile, as to the shard.
+    """The shard's amaxes of the 1x32 and 32x1 blocks of one tile.
 
-    Grid: (n_tiles,). Tile: [32, BC]. Tables as for the square blocks. Reads the shard (2 or 4 bytes
-    per element), writes 4 bytes per block.
+    Grid: (n_tiles,). Tile: [32, BC]. Tables as in :func:`_square_amax_kernel`. Reads the shard (2
+    or 4 bytes per element), writes 4 bytes per block.
     """
     tensor, row, col = load_tile(tiles, 32)
     cols = size(table, tensor, COLS, 32)
@@ -210,10 +212,10 @@ def _scales_kernel(
     POW_2: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Scales of all blocks of matrices, also of those that the shard has nothing of.
+    """The scales of all blocks of the matrices, including blocks outside of the shards.
 
     Grid: (n_chunks,). Tile: CHUNK blocks. table: int64 [n_tensors, 18]. chunks: int32
-    [n_chunks, 4], (tensor, first block, 1 for columnwise blocks, 0). epsilon, LARGEST, POW_2: of
+    [n_chunks, 4], (tensor, first block, 1 for columnwise blocks, 0). epsilon, LARGEST, POW_2: for
     Float8Block. Reads 4 bytes per block, writes 1 or 4.
     """
     chunk = chunks + 4 * tl.program_id(0)
@@ -258,7 +260,7 @@ def _nvfp4_codes_kernel(
     WHOLE: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """E2M1 codes of one tile, as to the shard; the other nibble of a byte that it shares stays.
+    """The shard's E2M1 codes of one tile; preserves the other nibble of a byte that the shard cuts.
 
     Grid: (n_tiles,). Tile: [16, BC]. table: int64 [n_tensors, 18]. tiles: int32 [n_tiles, 4]. Reads
     the shard (2 or 4 bytes per element) and amaxes, writes half a byte per element.
@@ -303,7 +305,7 @@ def _store_e4m3(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Store codes of the scaled tile [BR, BC] at (row, col). data: uint32, or uint8 with a mask."""
+    """Store the codes of the scaled tile [BR, BC] at (row, col). data: uint32; uint8 if masked."""
     if mask is None:
         store_words(data, row, col // 4, cols // 4, e4m3_words(x, BR, BC), BR, BC // 4)
     else:
@@ -322,7 +324,7 @@ def _mxfp8_codes_kernel(
     WHOLE: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """E4M3 codes of one tile in both directions, as to the shard.
+    """The shard's E4M3 codes of one tile, in both directions.
 
     Grid: (n_tiles,). Tile: [32, BC]. Tables as for NVFP4. Reads the shard (2 or 4 bytes per
     element) and amaxes, writes one byte per element and direction.
@@ -364,7 +366,7 @@ def _float8_block_codes_kernel(
     BR: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """E4M3 codes of one 128x128 block, as to the shard.
+    """The shard's E4M3 codes of one 128x128 block.
 
     Grid: (n_tiles,). Tile: [128, 128] in parts of [BR, 128]. Tables as for NVFP4. Reads the shard
     (2 or 4 bytes per element) and one amax, writes one byte per element.
@@ -395,10 +397,10 @@ def measure(
     rowwise: bool,
     columnwise: bool,
 ) -> None:
-    """Write the amaxes of all blocks that tiles touch.
+    """Write the amaxes of all blocks in the given tiles.
 
-    ``tiles``: lists of those that shards fill and of those that they cut. ``format``: a key of
-    TILES; tensor amaxes must be zero before. ``rowwise``, ``columnwise``: of MXFP8.
+    ``tiles``: the list of unmasked tiles and the list of masked tiles. ``format``: a key of TILES.
+    ``rowwise``, ``columnwise``: the directions of MXFP8. Tensor amaxes must be zero before.
     """
     dtypes = dict(VALUE_DTYPE=TRITON_DTYPES[value_dtype], WRITE_DTYPE=TRITON_DTYPES[write_dtype])
     for listed, tile, whole in zip(tiles, TILES[format], (True, False), strict=True):
@@ -442,7 +444,7 @@ def write_scales(
     force_pow_2_scales: bool,
     amax_epsilon: float,
 ) -> None:
-    """Write scales, and tensor amaxes of NVFP4, from amaxes. ``chunks``: of SCALES blocks each."""
+    """Write scales, and NVFP4's tensor amaxes, from amaxes; ``chunks``: of SCALES blocks each."""
     if len(chunks):
         _scales_kernel[(len(chunks),)](
             table,
@@ -469,7 +471,7 @@ def write_codes(
     force_pow_2_scales: bool,
     amax_epsilon: float,
 ) -> None:
-    """Write the codes of shards from amaxes; arguments as for the other two."""
+    """Write the codes of shards, using amaxes; arguments as in `measure` and `write_scales`."""
     dtypes = dict(VALUE_DTYPE=TRITON_DTYPES[value_dtype], WRITE_DTYPE=TRITON_DTYPES[write_dtype])
     for listed, tile, whole in zip(tiles, TILES[format], (True, False), strict=True):
         if not len(listed):

@@ -1,4 +1,4 @@
-"""Copy between views of any strides, for any number of pairs of them."""
+"""Copy between any number of pairs of views with any strides."""
 
 import torch
 import triton
@@ -7,19 +7,19 @@ from torch import Tensor
 
 from fp4adam.kernels.launch.launch import Launch
 
-RANK = tl.constexpr(5)  # of all views, with sizes of 1 in front
+RANK = tl.constexpr(5)  # of all views; smaller ranks are padded with leading sizes of 1
 # A row of the table: addresses of source and target, sizes, strides of the source and the target.
 WIDTH = tl.constexpr(2 + 3 * RANK.value)
-# What one program copies.
+# Elements per program.
 CHUNK = 1024
 
 
 @triton.jit
 def _strided_copy_kernel(table, chunks, DTYPE: tl.constexpr, CHUNK: tl.constexpr):
-    """Copy one chunk of a view, which has less than 2**31 elements.
+    """Copy one chunk of a view of fewer than 2**31 elements.
 
-    Grid: (n_chunks,). table: int64 [n_views, 17]. chunks: int32 [n_chunks, 2], the view and the
-    first element. Reads and writes one DTYPE per element.
+    Grid: (n_chunks,). table: int64 [n_views, 17]. chunks: int32 [n_chunks, 2], (view, first
+    element). Reads and writes one DTYPE per element.
     """
     view = tl.load(chunks + 2 * tl.program_id(0))
     columns = table + view.to(tl.int64) * WIDTH
@@ -33,12 +33,12 @@ def _strided_copy_kernel(table, chunks, DTYPE: tl.constexpr, CHUNK: tl.constexpr
         source += position * tl.load(columns + RANK + dim)
         target += position * tl.load(columns + 2 * RANK + dim)
         rest = rest // size
-    mask = rest == 0  # else past the end
+    mask = rest == 0  # a remainder means past the end
     tl.store(target, tl.load(source, mask), mask)
 
 
 def strided_copy(table: Tensor, chunks: Tensor, dtype: torch.dtype) -> Launch:
-    """The launch that copies all views of a table, of a dtype of one or four bytes."""
+    """The launch that copies all views of a table; ``dtype`` has one or four bytes."""
     kind = {1: tl.uint8, 4: tl.float32}[dtype.itemsize]
     return Launch(
         _strided_copy_kernel, len(chunks), (table, chunks), {"DTYPE": kind, "CHUNK": CHUNK}

@@ -1,6 +1,6 @@
-"""Block scales in tiles of 128 rows and 4 blocks, the order in which block-scaled GEMMs read them.
+"""Block scales in the swizzled layout of block-scaled GEMMs: tiles of 128 rows by 4 blocks.
 
-A row of a tile is a word of 4 bytes, and rows that are 32 apart are neighbours.
+A row of a tile is a word of 4 bytes, and rows that are 32 apart are adjacent in memory.
 """
 
 import triton
@@ -10,8 +10,8 @@ from torch import Tensor
 from fp4adam.kernels.launch.launch import on_its_device
 from fp4adam.kernels.launch.tensor_table import WIDTH, load_tile
 
-# Columns of the table: addresses; of the plain matrix its sizes, its strides in bytes, and how many
-# rows each of its rows is for.
+# Columns of the table: both addresses; rows and blocks per row, without padding; strides of the
+# plain matrix in bytes, and the number of rows that share one of its rows.
 PLAIN = tl.constexpr(0)
 SWIZZLED = tl.constexpr(1)
 ROWS = tl.constexpr(2)
@@ -20,20 +20,21 @@ ROW_STRIDE = tl.constexpr(4)
 BLOCK_STRIDE = tl.constexpr(5)
 REPEATS = tl.constexpr(6)
 
-# Rows and blocks that one program takes: tiles that follow each other.
+# Rows and blocks per program: eight tiles that are adjacent in memory.
 TILE = (128, 32)
 
 
 @triton.jit
 def store_swizzled(out, row, block, blocks, scale, R: tl.constexpr, C: tl.constexpr):
-    """Store scales (uint8 [R, C]) at (row, block) of a matrix with so many blocks in a row.
+    """Store scales (uint8 [R, C]) at (row, block) of a matrix with ``blocks`` blocks per row.
 
     C is a power of two, and ``block`` a multiple of it. out: aligned to 4 bytes.
     """
     i, j = row + tl.arange(0, R)[:, None], block + tl.arange(0, C)[None, :]
-    # Shifts take fewer registers than divisions of what could be negative.
+    # Shifts take fewer registers than divisions, which handle negative numbers too.
     tile = (i >> 7).to(tl.int64) * ((blocks + 3) >> 2) + (j >> 2)
     offs = tile * 512 + ((i & 31) * 16 + ((i >> 5) & 3) * 4 + (j & 3))
+    # Up to four blocks of a row are adjacent and aligned, so the hint allows stores of whole words.
     WORD: tl.constexpr = min(C, 4)
     tl.store(out + tl.max_contiguous(tl.multiple_of(offs, (1, WORD)), (1, WORD)), scale)
 
@@ -65,6 +66,6 @@ def _swizzle_kernel(table, tiles, UNDO: tl.constexpr, BR: tl.constexpr, BC: tl.c
 
 @on_its_device
 def swizzle(table: Tensor, tiles: Tensor, *, undo: bool) -> None:
-    """Write the swizzled matrices of a table from the plain ones, or these if ``undo``."""
+    """Write the swizzled matrices of a table from the plain ones; with ``undo`` the reverse."""
     if len(tiles):
         _swizzle_kernel[(len(tiles),)](table, tiles, UNDO=undo, BR=TILE[0], BC=TILE[1])

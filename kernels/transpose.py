@@ -1,4 +1,4 @@
-"""Transpose codes of 4 or 8 bits of any number of matrices."""
+"""Transpose the 4- or 8-bit codes of any number of matrices."""
 
 from collections.abc import Sequence
 
@@ -21,14 +21,14 @@ from fp4adam.kernels.launch.tensor_table import (
 )
 from fp4adam.kernels.tiles.words import store_words, transpose_words
 
-# Rows and columns of a tile by bits, 64 bytes of either; and of the tiles at edges.
+# Side of a whole tile by bits, 64 bytes in either direction; and side of a tile at an edge.
 TILE = {4: 128, 8: 64}
 EDGE = 32
 
 
 @triton.jit
 def _transpose_kernel(table, tiles, BITS: tl.constexpr, SIDE: tl.constexpr):
-    """Transpose one whole tile of a matrix with rows and columns of whole words.
+    """Transpose one whole tile of a matrix whose rows and columns consist of whole words.
 
     Grid: (n_tiles,). Tile: [SIDE, SIDE]. table: int64 [n_tensors, 18]. tiles: int32 [n_tiles, 4].
     Reads and writes BITS / 8 bytes per element.
@@ -45,7 +45,7 @@ def _transpose_kernel(table, tiles, BITS: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def _transpose_edge_kernel(table, tiles, BITS: tl.constexpr, SIDE: tl.constexpr):
-    """Transpose one tile that may reach past an edge, byte by byte at any alignment.
+    """Transpose one tile that may reach past an edge, byte by byte, at any alignment.
 
     Grid, tile and tables as for whole tiles. With 4 bits, rows and columns are even.
     """
@@ -74,7 +74,7 @@ def _transpose_edge_kernel(table, tiles, BITS: tl.constexpr, SIDE: tl.constexpr)
 def transpose(table: Tensor, tiles: Sequence[Tensor], *, bits: int) -> None:
     """Write ``columnwise_data`` of a table from its ``rowwise_data``.
 
-    ``tiles``: lists of whole ones, of TILE[bits], and of those at edges, of EDGE.
+    ``tiles``: the list of whole tiles (side TILE[bits]) and the list of edge tiles (side EDGE).
     """
     for kernel, listed, side in zip(
         (_transpose_kernel, _transpose_edge_kernel), tiles, (TILE[bits], EDGE), strict=True

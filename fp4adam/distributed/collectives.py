@@ -57,12 +57,12 @@ def _agree(group: dist.ProcessGroup, slots: Sequence[_Slot]) -> list[torch.dtype
             raise RuntimeError(
                 "a quantized tensor must have the same shape, dtype and quantizer on all ranks of "
                 f"a collective, got {_name_of(slot.tensor)} on rank {group.rank()} and another one "
-                "elsewhere; quantize the model alike on all ranks"
+                "on another rank; quantize the model the same way on all ranks"
             )
         if state == _UNSETTLED:
             raise RuntimeError(
                 f"a {type(slot.tensor).__name__} must have been quantized to be sent, got one of "
-                f"shape {tuple(slot.tensor.shape)} that waits for other ranks or rows; run a "
+                f"shape {tuple(slot.tensor.shape)} with values that are not quantized yet; run a "
                 "forward pass or a step first"
             )
     return [_INIT_DTYPES[state] for state, *_ in found]
@@ -178,9 +178,9 @@ def _allgather_(
     for out in received:
         if not isinstance(out, QuantizedTensor) or _look_of(out) != _look_of(own):
             raise TypeError(
-                "the list of an all-gather must have tensors like the own one, of type "
+                "the output list of an all-gather must have tensors like the input, of type "
                 f"{type(own).__name__} and shape {tuple(own.shape)}, got a {type(out).__name__} of "
-                f"shape {tuple(out.shape)}; make it of torch.empty_like(tensor), or gather values"
+                f"shape {tuple(out.shape)}; fill it with torch.empty_like(tensor), or gather values"
             )
     process_group = dist.ProcessGroup.unbox(group)
     slots = [_Slot(out, False) for out in received]

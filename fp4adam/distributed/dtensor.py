@@ -91,7 +91,7 @@ def part_for(param: Tensor, value: Tensor) -> Tensor:
             value = value._local_tensor
         else:
             raise ValueError(
-                "a saved state must be whole, or distributed as its parameter, got placements "
+                "a saved state must be whole, or distributed like its parameter, got placements "
                 f"{value.placements}; load it with torch.distributed.checkpoint, or call "
                 "full_tensor() on every rank"
             )

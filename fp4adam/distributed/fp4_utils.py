@@ -30,8 +30,8 @@ def get_nvfp4_rowwise_packed_shape(shape: Sequence[int]) -> torch.Size:
         return torch.Size(shape)
     if shape[-1] % 2:
         raise ValueError(
-            f"the last dimension must be even to be packed, got shape {tuple(shape)}; a byte holds "
-            "two codes, pad it"
+            f"the last dimension must be even to be packed, got shape {tuple(shape)}; pad it, "
+            "because a byte holds two codes"
         )
     return torch.Size((*shape[:-1], shape[-1] // 2))
 
@@ -51,7 +51,7 @@ def modify_nvfp4_rowwise_storage(fp4_tensor: NVFP4Tensor, new_rowwise_data: Tens
     if not is_nvfp4tensor(fp4_tensor):
         raise ValueError(
             f"fp4_tensor must be an NVFP4Tensor, got a {type(fp4_tensor).__name__}; other formats "
-            "have codes of whole bytes"
+            "store one code per byte"
         )
     old = fp4_tensor._rowwise_data
     if old is None:
@@ -130,7 +130,7 @@ def dequantize_fp4_tensor(fp4_tensor: NVFP4Tensor) -> Tensor:
     """
     if not is_nvfp4tensor(fp4_tensor):
         raise ValueError(
-            f"fp4_tensor must be an NVFP4Tensor, got a {type(fp4_tensor).__name__}; call "
-            "dequantize() of tensors of other formats"
+            f"fp4_tensor must be an NVFP4Tensor, got a {type(fp4_tensor).__name__}; for other "
+            "formats call tensor.dequantize()"
         )
     return fp4_tensor.dequantize(fp4_tensor.dtype)

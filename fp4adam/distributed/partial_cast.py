@@ -66,7 +66,7 @@ class PartialCast:
             if len(given) != len(weights):
                 raise ValueError(
                     f"{name} must have one entry per weight, {len(weights)}, got {len(given)}; "
-                    "give a size of 0 where there is nothing of a weight"
+                    "pass a size of 0 for a weight without a shard"
                 )
         check_weights(weights)
         self._shards = [
@@ -152,7 +152,7 @@ class PartialCast:
         if len(values) != len(self._shards):
             raise ValueError(
                 f"{name} must have one entry per weight, {len(self._shards)}, got {len(values)}; "
-                "give None where there is nothing of a weight"
+                "pass None for a weight without a shard"
             )
         for i, (shard, value) in enumerate(zip(self._shards, values, strict=True)):
             size = shard.stop - shard.start
@@ -163,7 +163,7 @@ class PartialCast:
                 f"{size} elements on {self.device}"
             )
             if value is None:
-                raise ValueError(f"{wanted}, got None; give None for empty shards only")
+                raise ValueError(f"{wanted}, got None; pass None for empty shards only")
             if (
                 isinstance(value, QuantizedTensor)
                 or value.dtype not in HIGH_PRECISION_DTYPES
@@ -173,8 +173,8 @@ class PartialCast:
                 or value.device != self.device
             ):
                 raise ValueError(
-                    f"{wanted}, got {_describe(value)}; pass the values of this shard as they "
-                    "follow each other in weight.flatten()"
+                    f"{wanted}, got {_describe(value)}; pass this shard's slice of the flattened "
+                    "values"
                 )
 
     def check_outs(self, outs: Sequence[Out], name: str = "outs") -> None:
@@ -182,7 +182,7 @@ class PartialCast:
         if len(outs) != len(self._shards):
             raise ValueError(
                 f"{name} must have one entry per weight, {len(self._shards)}, got {len(outs)}; "
-                "give None where codes belong into the weight itself"
+                "pass None to write codes to the weight itself"
             )
         for i, (shard, out) in enumerate(zip(self._shards, outs, strict=True)):
             if out is None:
@@ -220,7 +220,7 @@ def check_weights(weights: Sequence[QuantizedTensor], name: str = "weights") -> 
         if not isinstance(weight, QuantizedTensor):
             raise ValueError(
                 f"{name}[{i}] must be an NVFP4, MXFP8 or Float8Block tensor, got a {kind}; "
-                "quantize_model makes parameters of these"
+                "quantize_model makes such parameters"
             )
         # A format that can be cut along rows can quantize parts on their own.
         if not weight.quantizer.rows_per_entry:
@@ -232,7 +232,7 @@ def check_weights(weights: Sequence[QuantizedTensor], name: str = "weights") -> 
         if weight.device != weights[0].device:
             raise ValueError(
                 f"{name}[{i}] must be on the device of the others, {weights[0].device}, got "
-                f"{weight.device}; cast the weights of each device on their own"
+                f"{weight.device}; cast the weights of each device separately"
             )
 
 

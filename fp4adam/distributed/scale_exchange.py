@@ -67,8 +67,8 @@ class ShardInfo(NamedTuple):
         if len(sharded) > 1 or type(param.placements[sharded[0]]) is not Shard or spec is None:
             raise NotImplementedError(
                 "quantized parameters must be replicated, or sharded by fully_shard along one "
-                f"dimension of the mesh, got placements {param.placements}; leave parameters that "
-                "are split otherwise in high precision (filter=...)"
+                f"dimension of the mesh, got placements {param.placements}; leave parameters with "
+                "other placements in high precision (filter=...)"
             )
         return cls.in_mesh(param.device_mesh, sharded[0]) if spec.shares_scales else None
 

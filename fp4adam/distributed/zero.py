@@ -58,7 +58,7 @@ def quantize_master_weights(
         if given is not None and len(given) != len(model_weights):
             raise ValueError(
                 f"{name} must have one entry per model weight, {len(model_weights)}, got "
-                f"{len(given)}; give None where this rank has nothing"
+                f"{len(given)}; pass None where this rank has no slice"
             )
     check_weights(model_weights, "model_weights")
     for i, (master, start) in enumerate(zip(master_weights, start_offsets, strict=True)):
@@ -93,16 +93,16 @@ def quantize_master_weights(
 def _check_part(i: int, master: Tensor | None, start: int | None) -> None:
     if master is not None and not isinstance(master, Tensor):
         raise ValueError(
-            f"master_weights[{i}] must be a tensor or None, got a {type(master).__name__}; give "
-            "None where this rank has nothing"
+            f"master_weights[{i}] must be a tensor or None, got a {type(master).__name__}; pass "
+            "None where this rank has no slice"
         )
     if (master is None) != (start is None):
         missing, given = ("start_offsets", "master_weights") if start is None else (
             "master_weights", "start_offsets"
         )  # fmt: skip
         raise ValueError(
-            f"{missing}[{i}] must be given where {given}[{i}] is, got None; give None for both "
-            "where this rank has nothing"
+            f"{missing}[{i}] must be given where {given}[{i}] is, got None; pass None for both "
+            "where this rank has no slice"
         )
 
 

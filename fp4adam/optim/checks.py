@@ -35,13 +35,13 @@ def check_storing(storing: Storing, amsgrad: bool) -> None:
     if storing.store_param_remainders and not storing.master_weights:
         raise ValueError(
             "store_param_remainders must be False with master_weights=False, got True: there "
-            "are no masters to keep a part of; leave master_weights True"
+            "are no masters to keep remainders of; leave master_weights True"
         )
     codecs = storing.codecs(torch.float32)
     if amsgrad and not codecs["exp_avg_sq"].exact:
         raise NotImplementedError(
             f"exp_avg_sq_dtype must be float32 with amsgrad, got {storing.exp_avg_sq_dtype}: the "
-            "largest of many rounded numbers is too large; leave amsgrad False"
+            "maximum of many rounded numbers is biased upwards; leave amsgrad False"
         )
 
 
@@ -91,7 +91,7 @@ def check_distinct(params: Sequence[Tensor]) -> None:
     for i, param in enumerate(params):
         if param in seen:
             raise ValueError(
-                f"parameters must be in their groups once, got number {i}, of shape "
+                f"each parameter must be in the groups once, got number {i}, of shape "
                 f"{tuple(param.shape)}, twice: both updates would write its memory; remove one"
             )
         seen.add(param)
@@ -160,7 +160,7 @@ def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
         raise ValueError(
             f"the gradient must have the shape and device of its parameter, {tuple(own.shape)} on "
             f"{own.device}, got {tuple(grad.shape)} on {grad.device}; recompute it, or "
-            "redistribute a DTensor as its parameter is"
+            "redistribute a DTensor like its parameter"
         )
 
 
@@ -184,7 +184,7 @@ def check_state(param: Tensor, state: dict[str, Any], storing: Storing) -> None:
         codes = local(value)
         if codes.shape != local(param).shape:
             raise RuntimeError(
-                f"the state must be sharded as its parameter, {tuple(local(param).shape)} here, "
+                f"the state must be sharded like its parameter, {tuple(local(param).shape)} here, "
                 f"got {name} {tuple(codes.shape)}; load states with load_state_dict()"
             )
         if name == "param_remainder" and codes.dtype != torch.int16:

@@ -214,13 +214,13 @@ class FP4Adam(FusedAdam):
             own = local(param)
             if own._shared.global_spec is None and not rows.is_all(own):
                 raise NotImplementedError(
-                    "members of a scale group must be whole tensors, got some rows of one, of "
+                    "members of a scale group must be whole tensors, got a slice of one, of "
                     f"shape {tuple(own.shape)}; leave it out"
                 )
         if len({info and info.group for info in map(ShardInfo.of, peers)}) > 1:
             raise NotImplementedError(
                 "members of a scale group must be sharded over the same ranks, got "
-                f"{', '.join(group.names)} sharded differently; shard them by one fully_shard"
+                f"{', '.join(group.names)} sharded differently; shard them in one fully_shard call"
             )
 
     def _capturable_error(self) -> str:

@@ -332,8 +332,8 @@ class FusedAdam(Optimizer):
     def _step(self) -> None:
         if torch.is_inference_mode_enabled():
             raise RuntimeError(
-                "step() must not be called in inference mode, got torch.inference_mode(): its "
-                "state could not be updated outside; call it outside inference mode"
+                "step() must not be called in inference mode, got torch.inference_mode(): state "
+                "created there cannot be updated outside; call it outside inference mode"
             )
         for group in self.param_groups:
             check_numbers(group, may_wait=False)
@@ -560,7 +560,7 @@ class FusedAdam(Optimizer):
                 raise ValueError(
                     "params must be parameters of this optimizer, got number "
                     f"{i}, of shape {tuple(param.shape)}, which is in none of its groups; pass "
-                    "those of param_groups"
+                    "tensors from param_groups"
                 )
         self._drop_plan()
         states, views = self.state, [*map(self._view, params)]
@@ -613,7 +613,7 @@ class FusedAdam(Optimizer):
             if scaled and is_dtensor(param):
                 raise NotImplementedError(
                     f"states of sharded parameters must have no scales to be saved as they are, "
-                    f"got {', '.join(scaled)}, which belong to the shards of this number of ranks; "
+                    f"got {', '.join(scaled)}, which fit the shards of this number of ranks only; "
                     "save state_dict(), or store moments in bfloat16"
                 )
         return self._saved(compact=True)

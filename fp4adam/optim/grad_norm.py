@@ -243,12 +243,12 @@ class _Tables:
 def _check_norm(max_norm: float, norm_type: float) -> tuple[float, float]:
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if not isinstance(value, Real | Tensor):
-            raise TypeError(f"{name} must be a number, got {value!r}; inf is one as well")
+            raise TypeError(f"{name} must be a number, got {value!r}; inf is allowed")
     max_norm, norm_type = float(max_norm), float(norm_type)
     if norm_type not in NORM_TYPES:
         raise ValueError(
-            f"norm_type must be 1, 2 or inf, got {norm_type}; clip with "
-            "torch.nn.utils.clip_grad_norm_ by other norms"
+            f"norm_type must be 1, 2 or inf, got {norm_type}; for other norms use "
+            "torch.nn.utils.clip_grad_norm_"
         )
     if not max_norm >= 0:
         raise ValueError(f"max_norm must be >= 0, got {max_norm}; pass inf to measure only")
@@ -261,7 +261,7 @@ def _check_subclasses(grads: list[Tensor]) -> None:
         if is_dtensor(grad):
             raise NotImplementedError(
                 "gradients must be local tensors for their norm, got a DTensor of shape "
-                f"{tuple(grad.shape)}; pass grad.to_local(), and the groups that have the others"
+                f"{tuple(grad.shape)}; pass grad.to_local(), and the groups with the other shards"
             )
         if isinstance(grad, QuantizedTensor):
             raise TypeError(

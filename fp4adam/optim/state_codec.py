@@ -99,8 +99,7 @@ def _as_int32(x: int) -> int:
 
 
 def _upper_bits(dither: Tensor | None, count: int) -> Tensor | int:
-    """The upper ``count`` bits of the dither; without dither half their range, which rounds to
-    nearest."""
+    """The upper ``count`` bits of the dither; half their range if None, to round to nearest."""
     return 1 << (count - 1) if dither is None else dither >> (32 - count) & (1 << count) - 1
 
 

@@ -249,7 +249,7 @@ def _check_saved_tensor(what: str, value: Any, param: Tensor) -> None:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(
-            f"{what} must be a floating point tensor, got {kind}; such a checkpoint has to be "
+            f"{what} must be a floating point tensor, got {kind}; such a checkpoint must be "
             "converted first"
         )
     if value.layout != torch.strided or (value.is_meta and not param.is_meta):

@@ -192,7 +192,7 @@ class QuantizedTensor(torch.Tensor):
             # Its amax is the shard's own tensor, so a write would corrupt the shard.
             raise RuntimeError(
                 f"a weight must be sharded to be written to, got a {type(self).__name__} of shape "
-                f"{tuple(self.shape)} that FSDP2 has gathered, which would lose the values; call "
+                f"{tuple(self.shape)} that FSDP2 has gathered, where writes would be lost; call "
                 "reshard() of its module first"
             )
         plain, is_new = not isinstance(x, QuantizedTensor), shared.first_row is None
@@ -248,7 +248,7 @@ class QuantizedTensor(torch.Tensor):
                 return  # the value belongs to the other rows too
             raise ValueError(
                 "a value before quantization must be one of the whole tensor, got one of rows of "
-                f"shape {tuple(self.shape)}; set that of the tensor that they were cut off from"
+                f"shape {tuple(self.shape)}; set it on the tensor that they were sliced from"
             )
         self._shared.init_val = None if is_meta else value
         self._shared.keeps_init_val = is_meta

@@ -234,13 +234,13 @@ def make_shard(
     if not quantizer.rows_per_entry:
         raise ValueError(
             f"{what} must have rowwise=True and two_dimensional=True to be sharded, got "
-            f"{spec.quantizer}; quantize it so, leave it in high precision (filter=...), or name "
-            "the dtype of plain zeros (dtype=...)"
+            f"{spec.quantizer}; quantize it that way, leave it in high precision (filter=...), or "
+            "ask for plain zeros (dtype=...)"
         )
     if tuple(shape[1:]) != tuple(spec.shape[1:]):
         raise ValueError(
             f"{what} must be sharded along its first dimension, got shards {tuple(shape)} of "
-            f"{tuple(spec.shape)}; use Shard(0), or name the dtype of plain zeros (dtype=...)"
+            f"{tuple(spec.shape)}; use Shard(0), or ask for plain zeros (dtype=...)"
         )
     block, rows = quantizer.block_rows, math.prod(shape[:-1])
     if spec.is_cut:

@@ -75,7 +75,7 @@ def unswizzle_scales(
     shapes = [tuple(s.shape) for s in swizzled] if shapes is None else shapes
     if len(shapes) != len(swizzled):
         raise ValueError(
-            f"shapes must have one entry per tensor, {len(swizzled)}, got {len(shapes)}; give None "
+            f"shapes must have one entry per tensor, {len(swizzled)}, got {len(shapes)}; pass None "
             "to keep all padding"
         )
     pairs = []
@@ -96,8 +96,8 @@ def unswizzle_scales(
 def _check(name: str, i: int, tensor: Tensor, device: torch.device) -> None:
     if tensor.dim() != 2 or tensor.element_size() != 1 or tensor.device != device:
         raise ValueError(
-            f"{name}[{i}] must be a matrix of a dtype of one byte on {device}, got "
-            f"{tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}; give the bytes of E4M3 "
+            f"{name}[{i}] must be a matrix of one byte per element on {device}, got "
+            f"{tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}; pass the bytes of E4M3 "
             "or E8M0 scales"
         )
 

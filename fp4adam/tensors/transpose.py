@@ -75,7 +75,7 @@ def check_square(i: int, tensor: "QuantizedTensor", name: str = "tensors") -> No
     if quantizer is None:
         raise ValueError(
             f"{name}[{i}] must be a quantized tensor to build columnwise data from rowwise data, "
-            f"got a {kind}; quantize_model makes parameters of these"
+            f"got a {kind}; quantize_model makes such parameters"
         )
     if quantizer.columnwise and not (quantizer.is_square and quantizer.rowwise):
         raise ValueError(

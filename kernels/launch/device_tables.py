@@ -1,4 +1,4 @@
-"""The tables that the kernels read, and how little of them travels to the device per step."""
+"""The tables that the kernels read; each step uploads only what has changed."""
 
 from array import array
 from typing import Any
@@ -8,21 +8,21 @@ from torch import Tensor
 
 from fp4adam.kernels.launch.schema import COLUMNS, SCALARS_WIDTH, TABLE_WIDTH
 
-# The driver keeps a copy of its own of so many bytes, in a third of the time of pinned memory. It
-# waits for the device to copy more.
+# Up to this size the driver stages a copy of pageable memory itself, in a third of the time that
+# pinned memory takes. For larger copies it would wait for the device.
 _STAGED_BYTES = 64 * 1024
 
 GRAD, SCALARS = COLUMNS.index("grad"), COLUMNS.index("scalars")
 
 
 class DeviceTables:
-    """The table of tensors and the scalars of one device.
+    """The tensor table and the scalars of one device.
 
     Args:
-        device: Where the kernels run.
-        rows: One per tensor, with the columns of ``schema``; those of the gradient
-            and of the scalars are filled in by :meth:`upload`.
-        n_scalars: The most rows of scalars that a step can have.
+        device: The device that the kernels run on.
+        rows: One row per tensor, with the columns of ``schema``. The columns for gradient and
+            scalars are filled in by :meth:`upload`.
+        n_scalars: The maximum number of rows of scalars in a step.
 
     Attributes:
         table: int64 [n_tensors, 18] on the device.
@@ -48,12 +48,13 @@ class DeviceTables:
         return words[:n].view(-1, TABLE_WIDTH), words[n:].view(torch.float32)
 
     def upload(self, grads: list[int], scalars_rows: list[int], scalars: list[float]) -> None:
-        """Bring the device up to date in one copy: of nothing, the scalars, or everything.
+        """Update the device in at most one copy: of nothing, the scalars, or everything.
 
         Args:
-            grads: Address of each tensor's gradient, 0 for a tensor that takes no part.
-            scalars_rows: Number of each tensor's row of scalars; a new list if it has changed.
-            scalars: The rows, one after the other.
+            grads: Address of each tensor's gradient; 0 for a tensor that takes no part.
+            scalars_rows: Index of each tensor's row of scalars. Pass a new list object if it has
+                changed.
+            scalars: The rows of scalars, concatenated.
         """
         old_grads, old_rows, old_scalars = self._uploaded
         if scalars_rows is not old_rows or grads != old_grads:
@@ -69,7 +70,7 @@ class DeviceTables:
     def signals(
         self, grad_scale: Tensor | None, clip: Tensor | None, found_inf: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The three as float32 [1] on the device; None means the one that changes nothing."""
+        """The three arguments as float32 [1] on the device; None becomes the neutral value."""
         given = ((grad_scale, self._one), (clip, self._one), (found_inf, self._zero))
         return tuple(
             default if x is None else x.to(self.device, torch.float32, non_blocking=True)
@@ -78,13 +79,13 @@ class DeviceTables:
 
 
 def upload(source: Tensor, target: Tensor) -> None:
-    """Copy from the host to a device without waiting; ``source`` may change at once."""
+    """Copy from the host to a device without waiting; ``source`` may be changed right away."""
     if target.is_cuda and source.nbytes > _STAGED_BYTES:
-        # The allocator of pinned memory does not give it away before the copy has been made.
+        # torch's allocator does not reuse pinned memory before the copy is done.
         source = source.pin_memory()
     target.copy_(source, non_blocking=True)
 
 
 def _tensor(typecode: str, dtype: torch.dtype, values: list) -> Tensor:
-    # Several times faster than torch.tensor, which looks at every value.
+    # Several times faster than torch.tensor, which inspects every value.
     return torch.frombuffer(array(typecode, values), dtype=dtype)

@@ -1,4 +1,4 @@
-"""Launches: on the device of their tensors, and repeated ones without working out what they are."""
+"""Kernel launches: repeatable ones with cached arguments, and launches on the tensors' device."""
 
 import contextlib
 import functools
@@ -20,18 +20,18 @@ _data_ptr = torch._C.TensorBase.data_ptr
 
 
 class Launch:
-    """``kernel`` on a grid of ``n_programs`` with arguments that stay.
+    """A repeatable launch of ``kernel`` on a grid of ``n_programs``, with fixed arguments.
 
-    The first call goes through Triton's front end, which specializes and compiles for the
-    arguments; later ones hand them to the compiled kernel, which takes a tenth of the time.
+    The first call goes through Triton's front end, which specializes and compiles the kernel.
+    Later calls pass the arguments straight to the compiled kernel, in a tenth of the time.
 
     Args:
-        kernel: A ``triton.jit`` function whose arguments are, in this order, those of each call,
-            ``fixed``, and ``constexprs``.
-        n_programs: Size of the grid; a launch of none does nothing.
-        fixed: Tensors and numbers.
+        kernel: A ``triton.jit`` function whose arguments are, in this order, the arguments of each
+            call, ``fixed``, and ``constexprs``.
+        n_programs: Size of the grid; 0 launches nothing.
+        fixed: Tensors and numbers that are the same at every call.
         constexprs: Compile-time constants by name, in the order of the kernel's arguments.
-        options: Triton's, such as ``num_warps``.
+        options: Triton's launch options, such as ``num_warps``.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Launch:
     ) -> None:
         self._kernel = kernel
         self._grid = (n_programs, 1, 1)
-        self._fixed = fixed  # which keeps the tensors alive
+        self._fixed = fixed  # keeps the tensors alive
         self._constexprs = constexprs
         self._options = dict(enable_fp_fusion=False, **options)
         self._compiled: Any = None
@@ -53,7 +53,7 @@ class Launch:
     def __call__(self, *leading: Tensor) -> None:
         """Launch with ``leading`` before the fixed arguments.
 
-        From call to call their alignment may vary where the kernel does not specialize on it.
+        Their alignment may change between calls only if the kernel does not specialize on it.
         """
         if self._compiled is None:
             if self._grid[0]:
@@ -77,13 +77,13 @@ class Launch:
             *leading, *self._fixed, **self._constexprs, **self._options
         )
         if compiled is None:
-            return  # the interpreter has nothing to go on with
+            return  # the interpreter compiles nothing that could be reused
         driver = triton.runtime.driver.active
         self._current_stream, self._device = driver.get_current_stream, driver.get_current_device()
-        # Metadata for hooks, and the hooks before and after the launch: there are none.
+        # The last three are metadata for hooks and the hooks before and after a launch: none here.
         self._handles = (compiled.function, compiled.packed_metadata, None, None, None)
         self._compiled, self._run = compiled, compiled.run
-        # A launch asks the driver about every tensor, but takes addresses as they are.
+        # Addresses instead of tensors, because a launch queries the driver for every tensor.
         fixed = (x.data_ptr() if isinstance(x, Tensor) else x for x in self._fixed)
         self._arguments = (*fixed, *self._constexprs.values())
 
@@ -100,13 +100,13 @@ def compiled_together() -> Iterator[None]:
 
 
 def _has_hooks() -> bool:
-    """Whether a profiler wants to know of Triton's launches."""
+    """Whether a profiler has registered launch hooks with Triton."""
     runtime = triton.knobs.runtime
     return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
 def alignment(*tensors: Tensor) -> tuple[bool, ...]:
-    """Which tensors are aligned to 16 bytes: launches that others than these take are others."""
+    """Which tensors are aligned to 16 bytes; a cache key, as Triton specializes on it."""
     return tuple(_data_ptr(tensor) % 16 == 0 for tensor in tensors)
 
 
@@ -118,7 +118,7 @@ def is_on_current_device(tensor: Tensor) -> bool:
 def on_its_device(
     launch: Callable[Concatenate[Tensor, P], R],
 ) -> Callable[Concatenate[Tensor, P], R]:
-    """``launch``, with the GPU of its first argument as the current one, where Triton launches."""
+    """Wrap ``launch`` to make its first argument's GPU the current one, where Triton launches."""
 
     @functools.wraps(launch)
     def launch_there(tensor: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,12 +1,12 @@
-"""What is in the tables that kernels read, said once: for those that fill them and for the kernels.
+"""The columns of the tables that kernels read, shared by the kernels and the code that fills them.
 
-Without Triton, which a machine that only fills them need not have.
+Does not import Triton, which the code that fills them does not need.
 """
 
 # One int64 row per tensor: addresses and sizes.
 COLUMNS = (
     "grad",  # 0 if the tensor takes no part in this step
-    "scalars",  # its row of the scalars
+    "scalars",  # index of its row of scalars
     "value",
     "exp_avg",
     "exp_avg_sq",
@@ -36,7 +36,7 @@ SCALAR_COLUMNS = (
     "eps",
     "step_size",
     "rsqrt_bias_correction2",
-    "dither_upper",  # halves of the 32 bits where the dither begins, which float32 holds
+    "dither_upper",  # 16-bit halves of the dither origin, which float32 represents exactly
     "largest_update",  # bounds of the update, for ``amax_preview``
     "largest_decay",
     "dither_lower",

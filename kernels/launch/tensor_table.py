@@ -1,7 +1,7 @@
-"""The table of tensors behind one launch: addresses and sizes in one int64 row per tensor.
+"""The tensor table of a launch: addresses and sizes, in one int64 row per tensor.
 
-Tiles are listed beside it, in an int32 row (tensor, first row, first column, 0) each, so that one
-launch covers any number of tensors of any shape with tiles that never reach past an edge.
+A separate list has one int32 row (tensor, first row, first column, 0) per tile. So one launch
+covers any number of tensors of any shape, with tiles that never reach past an edge.
 """
 
 from typing import Any, NamedTuple
@@ -45,15 +45,15 @@ TRITON_DTYPES = {
 
 @triton.jit
 def pointer(table, tensor, COLUMN: tl.constexpr, DTYPE: tl.constexpr):
-    """Pointer from the table; the hint, true by the table's contract, allows 16-byte accesses."""
+    """Pointer from the table; the hint that it is aligned to ALIGNMENT allows 16-byte accesses."""
     address = tl.load(table + tensor.to(tl.int64) * WIDTH + COLUMN)
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), ALIGNMENT)
 
 
 @triton.jit
 def size(table, tensor, COLUMN: tl.constexpr, MULTIPLE: tl.constexpr):
-    """Number of rows or columns from the table, known to be a multiple of MULTIPLE."""
-    # Inside, because a hint on the result of a call is lost when the call is inlined.
+    """Number of rows or columns from the table, int32, with the hint that MULTIPLE divides it."""
+    # The hint is in here, because a hint on the result of a call is lost by inlining.
     return tl.multiple_of(
         tl.load(table + tensor.to(tl.int64) * WIDTH + COLUMN).to(tl.int32), MULTIPLE
     )
@@ -61,14 +61,14 @@ def size(table, tensor, COLUMN: tl.constexpr, MULTIPLE: tl.constexpr):
 
 @triton.jit
 def takes_part(table, tensor, found_inf_ptr):
-    """Whether a step changes the tensor: it has a gradient, and found_inf (float32 [1]) is 0."""
+    """Whether the step updates the tensor: it has a gradient, and found_inf (float32 [1]) is 0."""
     grad = tl.load(table + tensor.to(tl.int64) * WIDTH + GRAD)
     return (grad != 0) & (tl.load(found_inf_ptr) == 0)
 
 
 @triton.jit
 def load_tile(tiles, MULTIPLE: tl.constexpr):
-    """This program's (tensor, first row, first column), the last two multiples of MULTIPLE."""
+    """This program's (tensor, first row, first column); MULTIPLE divides the last two."""
     tile = tiles + 4 * tl.program_id(0)
     row, col = tl.load(tile + 1), tl.load(tile + 2)
     return tl.load(tile), tl.multiple_of(row, MULTIPLE), tl.multiple_of(col, MULTIPLE)
@@ -105,13 +105,13 @@ def tile_grid(tensor: int, rows: tuple[int, int, int], cols: tuple[int, int, int
 
 
 class Usage(NamedTuple):
-    """What a kernel writes of a quantized weight: one compile-time argument.
+    """The parts of a quantized weight that a kernel writes, as one compile-time argument.
 
     Attributes:
-        rowwise: Codes along the rows.
-        columnwise: Codes along the columns.
+        rowwise: Whether to write rowwise codes.
+        columnwise: Whether to write columnwise codes.
         square: Whether one scale per square block serves both directions.
-        swizzled: Whether scales are written in the order of the GEMM too.
+        swizzled: Whether to write swizzled scales too.
     """
 
     rowwise: bool
@@ -121,7 +121,7 @@ class Usage(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """Pointers to codes and scales of a quantized weight; None where a kernel does without."""
+    """Pointers to codes and scales of a quantized weight; None for those that are not written."""
 
     rowwise_data: Any
     rowwise_scale: Any
@@ -130,7 +130,7 @@ class Storage(NamedTuple):
 
 
 class GemmScales(NamedTuple):
-    """Pointers to the scales of a quantized weight in the order of the GEMM."""
+    """Pointers to the swizzled scales of a quantized weight."""
 
     rowwise: Any
     columnwise: Any
@@ -157,7 +157,7 @@ def gemm_scale_pointers(table, tensor):
 
 
 class Tile(NamedTuple):
-    """What one program of a fused step covers: ``loop`` tiles [rows, cols] down the rows."""
+    """The work of one program: ``loop`` tiles [rows, cols] down the rows, and launch options."""
 
     rows: int
     cols: int
@@ -167,15 +167,15 @@ class Tile(NamedTuple):
 
 
 def cover(shapes: list[tuple[int, int]], large: Tile, small: Tile) -> tuple[Tensor, Tensor]:
-    """Cover matrices with large tiles, and what is left at their edges with small ones.
+    """Cover matrices with large tiles, and the rest at their edges with small tiles.
 
     Args:
         shapes: [rows, cols] of each tensor, multiples of the small tile.
         large: The tile for most of a matrix.
-        small: One that divides it and every matrix.
+        small: A tile that divides the large tile and every matrix.
 
     Returns:
-        The two int32 tile lists [n, 4].
+        The two tile lists, int32 [n, 4].
     """
     height, width = large.rows * large.loop, large.cols
     inner, edge = [], []

@@ -1,4 +1,4 @@
-"""Tables and lists of tiles on a device, kept for the next launch that needs the same ones."""
+"""Cached tables and tile lists on a device."""
 
 import functools
 
@@ -8,23 +8,23 @@ from torch import Tensor
 from fp4adam.kernels.launch.device_tables import upload
 from fp4adam.kernels.launch.schema import TABLE_WIDTH
 
-# Tensor, first row, row behind the last, first column, column behind the last.
+# (tensor, first row, end row, first column, end column); ends are exclusive.
 Region = tuple[int, int, int, int, int]
 
 
 def table(rows: list[dict[int, int]], device: torch.device) -> Tensor:
-    """int64 [n_tensors, 18] of rows that map columns to what is in them; 0 elsewhere."""
+    """A table, int64 [n_tensors, 18], from rows that map column indices to values; 0 elsewhere."""
     words = tuple(row.get(column, 0) for row in rows for column in range(TABLE_WIDTH))
     return _table(words, device, _stream(device))
 
 
 def tile_list(regions: list[Region], tile: tuple[int, int], device: torch.device) -> Tensor:
-    """Tiles (tensor, first row, first column, 0) of [rows, columns] that cover regions, int32."""
+    """Tiles of shape ``tile`` that cover regions: int32 [n, 4], (tensor, row, column, 0)."""
     return _tile_list(tuple(regions), tile, device, _stream(device))
 
 
 def _stream(device: torch.device) -> int:
-    # What a stream uploads is there for its own launches, not for those of another one.
+    # Part of the cache key: an upload is ordered before later launches on its own stream only.
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 

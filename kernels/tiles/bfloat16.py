@@ -1,4 +1,4 @@
-"""Rounding to BF16 and other dtypes of parameters, and widening."""
+"""Rounding of FP32 tiles to BF16 and other parameter dtypes, and widening to FP32."""
 
 import triton
 import triton.language as tl
@@ -8,14 +8,14 @@ from fp4adam.kernels.tiles.target import is_compiled
 
 @triton.jit
 def round_to_bfloat16(x):
-    """Nearest BF16 value of an FP32 tile, ties to even; NaN becomes 0x7FFF, as in PTX.
+    """Round an FP32 tile to the nearest BF16, ties to even; NaN becomes 0x7FFF, as in PTX.
 
-    x: float32. Returns bfloat16. Inf stays, values past the largest BF16 round to Inf.
+    x: float32. Returns bfloat16. Inf stays Inf, and values past the largest BF16 round to Inf.
     """
     if is_compiled():
         y = x.to(tl.bfloat16)
     else:
-        # The interpreter's cast truncates (Triton 3.6 to 3.9).
+        # On the bits, because the interpreter's cast truncates (Triton 3.6 to 3.9).
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(x == x, rounded, 0x7FFF)
@@ -25,12 +25,12 @@ def round_to_bfloat16(x):
 
 @triton.jit
 def to_float32(x):
-    """FP32 values of a tile of any floating type, exact."""
+    """Widen a tile of any floating type up to FP32, exactly."""
     if x.dtype == tl.bfloat16:
         if is_compiled():
             y = x.to(tl.float32)
         else:
-            # The interpreter's cast loses subnormals (Triton 3.6 to 3.9).
+            # On the bits, because the interpreter's cast loses subnormals (Triton 3.6 to 3.9).
             y = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
         y = x.to(tl.float32)
@@ -39,7 +39,7 @@ def to_float32(x):
 
 @triton.jit
 def round_to(x, DTYPE: tl.constexpr):
-    """Round a float32 tile to DTYPE, to nearest even."""
+    """Round a float32 tile to DTYPE, to nearest with ties to even."""
     if DTYPE == tl.bfloat16:
         y = round_to_bfloat16(x)
     else:
@@ -49,5 +49,5 @@ def round_to(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def round_through(x, DTYPE: tl.constexpr):
-    """Round a float32 tile to DTYPE and widen it again."""
+    """Round a float32 tile to DTYPE and widen it to float32 again."""
     return to_float32(round_to(x, DTYPE))

@@ -8,20 +8,21 @@ import triton.language as tl
 def e2m1_code(x):
     """Code of the nearest E2M1 value, ties to the even code.
 
-    x: float32. Returns int32 in 0..15. Beyond 6 and Inf saturate to 6 with their sign, NaN is +6,
-    and zero keeps its sign.
+    x: float32. Returns int32 in 0..15. Magnitudes above 6, and Inf, saturate to 6 with their sign.
+    NaN becomes +6, and zero keeps its sign.
     """
     bits = x.to(tl.int32, bitcast=True)
     magnitude = tl.abs(x)
     # Half the code is min(a, a/2 + 1, a/4 + 2, 3.5), lines that meet at 2, 4 and 6. Adding 2^22,
-    # where FP32 has steps of 0.5, rounds each of them to even and leaves the code in the low bits.
-    # Comparing to choose a line first would take fewer instructions, but more of the slow kind.
+    # where FP32 has a spacing of 0.5, rounds each to even and leaves the code in the low bits.
+    # Choosing a line by comparisons first would take fewer instructions, but more of the slow kind.
     low = (magnitude + 4194304.0).to(tl.uint32, bitcast=True)
     middle = (magnitude * 0.5 + 4194305.0).to(tl.uint32, bitcast=True)
     high = (magnitude * 0.25 + 4194306.0).to(tl.uint32, bitcast=True)
-    # As unsigned integers, because the float minimum treats NaN differently in the interpreter.
+    # An unsigned integer minimum, because the interpreter's float minimum treats NaN differently.
     code = tl.minimum(tl.minimum(low, middle), tl.minimum(high, 0x4A800007)).to(tl.int32) & 7
-    # As integers, -Inf and all negative numbers lie below the negative NaNs: NaN has no sign.
+    # As signed integers, -Inf and all negative numbers are below the negative NaNs, so this
+    # comparison drops the sign of NaN.
     return code | tl.where(bits <= -0x800000, 8, 0)
 
 
@@ -29,7 +30,7 @@ def e2m1_code(x):
 def e2m1_value(code):
     """Value of an E2M1 code. code: an integer type, 0..15. Returns float32, exact."""
     code = code.to(tl.int32)
-    # Exponent and mantissa moved to FP32's fields, zero exponent included, then the bias corrected:
-    # 2^-126 is the least normal FP32 number, 1 the least normal E2M1 number.
+    # Moves exponent and mantissa to FP32's fields, even for exponent zero, then multiplies by 2^126
+    # to correct the bias: the smallest normal number is 2^-126 in FP32 and 1 in E2M1.
     bits = ((code & 8) << 28) | ((code & 7) << 22)
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37

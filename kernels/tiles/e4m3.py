@@ -1,4 +1,4 @@
-"""E4M3, the 8-bit float of MXFP8 and Float8Block data and of NVFP4 block scales (at most 448)."""
+"""E4M3, the 8-bit float of MXFP8 and Float8Block codes and of NVFP4 block scales (at most 448)."""
 
 import triton
 import triton.language as tl
@@ -6,48 +6,51 @@ import triton.language as tl
 from fp4adam.kernels.tiles.target import is_compiled_for_sm90
 from fp4adam.kernels.tiles.words import pack_words
 
-# float8e4nv is trusted only when compiled for sm_90 or later: sm_80 refuses it, sm_89 rounds
-# twice (Triton 3.6, 3.7), the interpreter loses ties, carries and subnormals (3.6 to 3.9).
+# float8e4nv is used only if compiled for sm_90 or later: sm_80 does not support it, sm_89 rounds
+# twice (Triton 3.6, 3.7), and the interpreter gets ties, carries and subnormals wrong (3.6 to 3.9).
 
 
 @triton.jit
 def e4m3_code(x, HARDWARE: tl.constexpr = True):
     """Bits of the nearest E4M3 value, ties to even.
 
-    x: float32. Returns uint8. Overflow and Inf saturate to 448 with their sign, NaN is 0x7F, and
-    zero keeps its sign. HARDWARE: take the conversion instruction where it is right.
+    x: float32. Returns uint8. Overflow and Inf saturate to 448 with their sign, NaN becomes 0x7F,
+    and zero keeps its sign. HARDWARE: use the conversion instruction on targets where it is right.
 
-    Codes that are stored twice, as they are and transposed, or packed into words, need
-    HARDWARE=False: the ptxas 12.9 that Triton 3.6 to 3.8 bring then mixes up bytes of converted
-    values (triton issue 11111; seen on an H200 with Triton 3.6).
+    Codes that are stored twice (plain and transposed) or packed into words need HARDWARE=False:
+    otherwise ptxas 12.9, which Triton 3.6 to 3.8 ship, mixes up the bytes of converted values
+    (triton issue 11111; seen on an H200 with Triton 3.6).
     """
     if HARDWARE and is_compiled_for_sm90():
         code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         bits = x.to(tl.int32, bitcast=True)
-        magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # at most 448, Inf and NaN too
-        # Below 2^-6 the spacing is 2^-9: adding 2^14 leaves the multiple in the low bits.
+        magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # at most 448, even for Inf and NaN
+        # Below 2^-6 the spacing is 2^-9. Adding 2^14 rounds to it and leaves the code in the low
+        # bits.
         subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True)
         normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
         code = tl.where(magnitude < 0x3C800000, subnormal - 0x46800000, normal - (120 << 3))
         code = tl.where(x == x, code, 0x7F)
-        # As integers, -Inf and all negative numbers lie below the negative NaNs: NaN has no sign.
+        # As signed integers, -Inf and all negative numbers are below the negative NaNs, so this
+        # comparison drops the sign of NaN.
         code = (code | tl.where(bits <= -0x800000, 0x80, 0)).to(tl.uint8)
     return code
 
 
 @triton.jit
 def e4m3_words(x, R: tl.constexpr, C: tl.constexpr, HARDWARE: tl.constexpr = True):
-    """Words of the codes of neighbouring columns, as ``pack_words`` makes them.
+    """Codes of neighbouring columns packed in words, as by ``pack_words``.
 
-    x: float32 [R, C]. Returns uint32 [R, C / 4]. HARDWARE: take the conversion instruction where it
-    is right; only for words that are not taken apart again, for the reason given above.
+    x: float32 [R, C]. Returns uint32 [R, C / 4]. HARDWARE: use the conversion instruction on
+    targets where it is right; only for words that are not split into bytes again, because of the
+    ptxas error described in :func:`e4m3_code`.
     """
     if HARDWARE and is_compiled_for_sm90():
         even, odd = tl.split(tl.reshape(x, (R, C // 4, 2, 2)))
         x0, x2 = tl.split(even)
         x1, x3 = tl.split(odd)
-        # Converted in pairs and joined by one instruction, the codes are never single bytes.
+        # Converts pairs and joins them in one asm block, so the codes never exist as single bytes.
         words = tl.inline_asm_elementwise(
             "{ .reg .b16 low, high;"
             " cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
@@ -71,7 +74,8 @@ def e4m3_value(bits):
         value = bits.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
         code = bits.to(tl.int32)
-        # Exponent and mantissa in FP32's fields, zero exponent included, then the bias corrected.
+        # Moves exponent and mantissa to FP32's fields, even for exponent zero, then multiplies by
+        # 2^120 to correct the bias.
         value = (((code & 0x80) << 24) | ((code & 0x7F) << 20)).to(tl.float32, bitcast=True)
         value = tl.where((code & 0x7F) == 0x7F, float("nan"), value * 1.329227995784916e36)
     return value

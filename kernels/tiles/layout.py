@@ -1,4 +1,4 @@
-"""Hints that decide how Triton spreads a tile over threads."""
+"""Hints that decide how Triton distributes a tile over threads."""
 
 import triton
 import triton.language as tl
@@ -6,10 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def state_offsets(stride, BR: tl.constexpr, BC: tl.constexpr):
-    """Offsets [BR, BC] of a tile of gradient and state, of which a thread takes four neighbours.
+    """Offsets [BR, BC] of a tile of gradient or state, with four neighbours per thread.
 
-    That is 16 bytes of FP32. Left alone, Triton would take 16 bytes of a BF16 gradient too, eight
-    neighbours, and then compute the moments twice, once in either layout.
+    That is 16 bytes of FP32. Without the hint, Triton would also load 16 bytes of a BF16 gradient
+    per thread, eight neighbours, and then compute the moments twice, once in each layout.
     """
     offs = tl.arange(0, BR)[:, None] * stride + tl.arange(0, BC)[None, :]
     return tl.max_contiguous(offs, (1, 4))

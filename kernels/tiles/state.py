@@ -1,6 +1,6 @@
 """Optimizer states in 8 or 16 bits: codes, scales of 32 neighbours in a row, and dither.
 
-The same codecs as those of ``fp4adam.optim.state_codec``, bit for bit; what they are is said there.
+The codecs of ``fp4adam.optim.state_codec``, which describes them, bit for bit.
 """
 
 import triton
@@ -12,12 +12,12 @@ from fp4adam.kernels.tiles.e4m3 import e4m3_value
 from fp4adam.kernels.tiles.e8m0 import e8m0_reciprocal, e8m0_value
 from fp4adam.kernels.tiles.layout import state_offsets
 
-# Those of the hash in ``fp4adam.optim.state_codec``.
+# Constants of the hash in ``fp4adam.optim.state_codec``.
 FACTOR_1 = tl.constexpr(0x7FEB352D)
 FACTOR_2 = tl.constexpr(0x846CA68B)
 OF_MASTERS = tl.constexpr(0x9E3779B1)
 
-# Of the codes, by the name of the codec.
+# Dtypes of the codes, by the name of the codec.
 CODE_DTYPES = {
     "float32": tl.float32,
     "bfloat16": tl.bfloat16,
@@ -29,28 +29,31 @@ CODE_DTYPES = {
 
 
 def has_scales(*codecs: str) -> bool:
-    """Whether 32 neighbours in a row share a scale, so that tiles must not cut between them."""
+    """Whether any codec shares scales between 32 neighbours in a row, which tiles must not cut."""
     return not {"plain", "remainder", "float32", "bfloat16"}.issuperset(codecs)
 
 
 def are_narrow(*codecs: str) -> bool:
-    """Whether any numbers have to be encoded, which takes registers."""
+    """Whether any codec encodes numbers, which takes registers."""
     return not {"plain", "float32"}.issuperset(codecs)
 
 
 def max_registers(*codecs: str) -> int | None:
-    """What lets ptxas take the registers that codecs need; left alone it may rather spill a few."""
+    """The register limit for codecs that encode, or None; without it ptxas may spill a few.
+
+    It is the hardware's maximum, and so lets ptxas take the registers that it needs.
+    """
     return 255 if are_narrow(*codecs) else None
 
 
 @triton.jit
 def dither_tile(start, stride, origin, BR: tl.constexpr, BC: tl.constexpr):
-    """Hashes, uint32 [BR, BC], of the elements from ``start`` on in rows ``stride`` apart.
+    """Hashes, uint32 [BR, BC], of a tile of elements from ``start`` on, with rows ``stride`` apart.
 
-    start: int64. origin: that of the tensor's first element, of which 32 bits count. The hash
-    itself is the dither of the first moments.
+    start: int64. origin: the dither origin of the tensor's first element; only 32 bits count. The
+    hash itself is the dither of the first moments.
     """
-    # Sums modulo 2**32, as those of ``dither_bits``.
+    # Sums wrap modulo 2**32, as in ``dither_bits``.
     x = start.to(tl.uint32) + origin.to(tl.uint32) + state_offsets(stride, BR, BC).to(tl.uint32)
     x = (x ^ (x >> 16)) * FACTOR_1
     x = (x ^ (x >> 15)) * FACTOR_2
@@ -66,7 +69,7 @@ def master_dither(x):
 @triton.jit
 def exp_avg_sq_dither(x):
     """The dither of second moments, from :func:`dither_tile`."""
-    # One instruction: the halves of the hash trade places, so its lower half comes to the top.
+    # Swaps the halves of the hash, in one instruction, so that its lower half decides.
     return (x << 16) | (x >> 16)
 
 
@@ -76,7 +79,7 @@ def _block_scale(magnitude, CARRY: tl.constexpr, TOP: tl.constexpr):
 
     TOP, CARRY: as ``top`` and ``carry`` of a ``BlockCodec``.
     """
-    # Bits of magnitudes order as integers do; NaN and Inf come out on top, and as 255.
+    # The bits of magnitudes order as integers do, with Inf and NaN on top; both give scale 255.
     amax = tl.max(magnitude, 2)
     exponent = tl.maximum(((amax + CARRY) >> 23) - TOP, 0)
     return tl.where(amax >= 0x7F800000, 255, exponent)
@@ -84,12 +87,12 @@ def _block_scale(magnitude, CARRY: tl.constexpr, TOP: tl.constexpr):
 
 @triton.jit
 def encode_blocks(x, dither, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Codes [BR, BC] and scales, uint8 [BR, BC / 32], of a float32 tile with uint32 dither."""
+    """Encode a float32 tile with uint32 dither to codes [BR, BC] and uint8 scales [BR, BC / 32]."""
     x = tl.reshape(x, (BR, BC // 32, 32))
     dither = tl.reshape(dither, (BR, BC // 32, 32))
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    # Everywhere: dither is added below the bits that stay, a carry counts the code up (through the
-    # exponent, if need be), and the rest is cut off.
+    # All codecs: add the dither below the bits that are kept, so that a carry increments the code
+    # (into the exponent if need be), then drop the bits below.
     if CODEC == "ue4m4":
         scale = _block_scale(magnitude, 0x7FFFF, 15)
         code = tl.maximum(magnitude - (scale << 23)[:, :, None], 0)
@@ -104,16 +107,16 @@ def encode_blocks(x, dither, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.const
         scale = _block_scale(magnitude, 0x1FFFFF, 8)
         bits = (x * e8m0_reciprocal(scale)[:, :, None]).to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
-        # Exponent and mantissa as they stand in FP32, then the difference of the biases.
+        # FP32's exponent and mantissa, minus the difference of the biases (127 - 7).
         code = ((magnitude + (dither >> 12).to(tl.int32)) >> 20) - (120 << 3)
-        # Below 2**-6, the smallest normal number.
+        # Flushed to zero below 2**-6, the smallest normal number.
         code = tl.where(magnitude < 0x3C800000, 0, code) | ((bits >> 24) & 0x80)
         code = tl.where((scale == 255)[:, :, None], 0, code).to(tl.uint8)
     else:
         tl.static_assert(CODEC == "float16", "CODEC must be one with scales")
         scale = _block_scale(magnitude, 0x1FFF, 15)
         bits = (x * e8m0_reciprocal(scale)[:, :, None]).to(tl.int32, bitcast=True)
-        # Below 2**-14, the smallest normal number. What is left is exact in FP16.
+        # Flushed to zero below 2**-14, the smallest normal number. The rest is exact in FP16.
         zero = ((bits & 0x7FFFFFFF) < 0x38800000) | (scale == 255)[:, :, None]
         bits = tl.where(zero, 0, (bits + (dither >> 19).to(tl.int32)) & -0x2000)
         code = bits.to(tl.float32, bitcast=True).to(tl.float16)
@@ -122,7 +125,7 @@ def encode_blocks(x, dither, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.const
 
 @triton.jit
 def decode_blocks(code, scale, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """float32 [BR, BC] of codes [BR, BC] and uint8 scales [BR, BC / 32]."""
+    """Decode codes [BR, BC] and uint8 scales [BR, BC / 32] to float32 [BR, BC]."""
     code = tl.reshape(code, (BR, BC // 32, 32))
     if CODEC == "ue4m4":
         bits = (scale.to(tl.int32) << 23)[:, :, None] + (code.to(tl.int32) << 19)
@@ -141,7 +144,7 @@ def decode_blocks(code, scale, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.con
 
 @triton.jit
 def encode_bfloat16(x, dither):
-    """BF16 of a float32 tile with uint32 dither; any NaN is 0x7FFF."""
+    """Round a float32 tile to BF16 with uint32 dither; any NaN becomes 0x7FFF."""
     bits = (x.to(tl.uint32, bitcast=True) + (dither >> 16)) >> 16
     bits = tl.where(x == x, bits, 0x7FFF)
     return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -149,7 +152,7 @@ def encode_bfloat16(x, dither):
 
 @triton.jit
 def state_pointer(table, tensor, COLUMN: tl.constexpr, CODEC: tl.constexpr):
-    """Pointer to the codes of a state from the table."""
+    """Pointer to the codes of a state, from the table."""
     if CODEC == "float32":
         ptr = pointer(table, tensor, COLUMN, tl.float32)
     elif CODEC == "bfloat16":
@@ -166,7 +169,7 @@ def state_pointer(table, tensor, COLUMN: tl.constexpr, CODEC: tl.constexpr):
 
 @triton.jit
 def _block_mask(mask, BR: tl.constexpr, BC: tl.constexpr):
-    """Mask [BR, BC / 32] of the blocks of which any element is in the mask [BR, BC], or None."""
+    """Mask [BR, BC / 32] of the blocks with any element in the mask [BR, BC]; None stays None."""
     if mask is None:
         blocks = None
     else:
@@ -185,11 +188,11 @@ def load_state(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Load a tile of a state, float32 [BR, BC].
+    """Load a tile of a state as float32 [BR, BC].
 
-    start: int64 offset of the tile. stride: between its rows. Both, and BC, must be multiples of 32
-    if the codec has scales, of which there is one per 32 elements of the flattened tensor.
-    scale_ptr: uint8, not touched otherwise. mask: [BR, BC] or None.
+    start: int64 offset of the tile. stride: distance of its rows. If the codec has scales, one per
+    32 elements of the flattened tensor, then start, stride and BC must be multiples of 32.
+    scale_ptr: uint8, read only in that case. mask: [BR, BC] or None.
     """
     code = tl.load(ptr + start + state_offsets(stride, BR, BC), mask)
     if CODEC == "float32":
@@ -217,10 +220,10 @@ def store_state(
     BC: tl.constexpr,
     STORE: tl.constexpr = True,
 ):
-    """Store a float32 tile of a state, as :func:`load_state` loads it; returns what that would.
+    """Store a float32 tile of a state; returns what :func:`load_state` would read back.
 
-    STORE: False only says what would be stored. dither: uint32 [BR, BC], that of this state; see
-    :func:`dither_tile`. Not touched for float32.
+    STORE: False stores nothing and only returns it. dither: uint32 [BR, BC], the dither of this
+    state (see :func:`dither_tile`); ignored for float32.
     """
     ptr = ptr + start + state_offsets(stride, BR, BC)
     if CODEC == "float32":
@@ -246,7 +249,7 @@ def store_state(
 
 @triton.jit
 def split_master(master):
-    """BF16 and the INT16 remainder of a float32 tile; NaN gives (0x7FC0, 0)."""
+    """Split a float32 tile into BF16 and an INT16 remainder; NaN gives (0x7FC0, 0)."""
     bits = master.to(tl.int32, bitcast=True)
     bits = tl.where(master == master, bits, 0x7FC00000)
     upper = (bits + 0x8000) >> 16
@@ -256,7 +259,7 @@ def split_master(master):
 
 @triton.jit
 def join_master(param, remainder):
-    """The float32 tile that :func:`split_master` has split. param: bfloat16, remainder: int16."""
+    """Undo :func:`split_master`. param: bfloat16, remainder: int16. Returns float32."""
     upper = param.to(tl.int16, bitcast=True).to(tl.int32)
     return ((upper << 16) + remainder.to(tl.int32)).to(tl.float32, bitcast=True)
 
@@ -272,10 +275,10 @@ def load_value(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Load a tile of what Adam updates, float32 [BR, BC].
+    """Load a tile of the value that Adam updates, as float32 [BR, BC].
 
-    CODEC: "plain" for numbers of any floating type, "remainder" for BF16 with the int16 of
-    :func:`split_master` at extra_ptr, or one of a state, the scales of which are at extra_ptr.
+    CODEC: "plain" for numbers of any floating type; "remainder" for BF16 with the int16 remainder
+    of :func:`split_master` at extra_ptr; or a codec of a state, with its scales at extra_ptr.
     """
     offs = state_offsets(stride, BR, BC)
     if CODEC == "plain":
@@ -290,7 +293,7 @@ def load_value(
 
 @triton.jit
 def value_pointers(table, tensor, DTYPE: tl.constexpr, CODEC: tl.constexpr):
-    """Pointers to what Adam updates and to what completes it, for :func:`load_value`."""
+    """Pointers to the value that Adam updates and to its remainder or scales."""
     if CODEC == "remainder":
         extra_ptr = pointer(table, tensor, VALUE_EXTRA, tl.int16)
     else:
@@ -300,7 +303,7 @@ def value_pointers(table, tensor, DTYPE: tl.constexpr, CODEC: tl.constexpr):
 
 @triton.jit
 def master_pointers(table, tensor, CODEC: tl.constexpr):
-    """:func:`value_pointers` of a master weight, which is FP32 if plain."""
+    """:func:`value_pointers` of a master weight: FP32 if plain, else FP16."""
     if CODEC == "plain":
         pointers = value_pointers(table, tensor, tl.float32, CODEC)
     else:

@@ -1,11 +1,11 @@
-"""What a kernel is being compiled for, as compile-time constants inside ``@triton.jit`` code.
+"""The target of the current compilation, as compile-time constants in ``@triton.jit`` code.
 
-Triton calls a builtin with the code generator's ``_semantic``, whose options belong to the target
-of this compilation, whatever GPU the machine has. The interpreter calls it as plain Python, without
+Triton calls a builtin with the code generator's ``_semantic``, whose options describe the target of
+this compilation, not the GPU of this machine. The interpreter calls it as plain Python, without
 ``_semantic``. ``triton.language.target_info`` asks the driver instead, so it knows neither the
 target of an ahead-of-time compilation nor whether the kernel is interpreted.
 
-Builtins are not hashed: after a change here, clear Triton's cache.
+Triton's cache key does not include builtins: after a change here, clear Triton's cache.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ def is_compiled_for_sm90(_semantic: Any = None) -> bool | tl.constexpr:
     )
 
 
-# What Triton's code generator looks for. The decorator `triton.language.core.builtin` sets it too,
-# but then refuses the interpreter's calls.
+# The attribute that Triton's code generator looks for. The decorator `triton.language.core.builtin`
+# would set it too, but it refuses calls from the interpreter.
 is_compiled.__triton_builtin__ = True
 is_compiled_for_sm90.__triton_builtin__ = True

@@ -1,8 +1,8 @@
-"""Codes in 32-bit words: stored, carried from tile to tile, and transposed several at a time.
+"""Codes packed in 32-bit words: stored, collected over several tiles, and transposed.
 
-Transposed rows are long and a tile is a short piece of each. Written tile by tile, such pieces cost
-far more time than their bytes; so the words of several tiles are kept in registers, transposed
-together, and written as segments of 32 bytes and more.
+In the transposed matrix a tile covers only a short piece of each row. Stores of such short pieces
+take far more time than their size suggests. So the words of several tiles are kept in registers,
+transposed together, and written as segments of 32 bytes or more.
 """
 
 import functools
@@ -17,16 +17,16 @@ from torch import Tensor
 from fp4adam.kernels.launch.launch import Launch, alignment
 from fp4adam.kernels.launch.tensor_table import tile_offsets, tile_start
 
-# Groups of eight codes that a program of a dequantize kernel takes: two per thread.
+# Groups of eight codes per program of a dequantize kernel: two per thread.
 WORDS = 256
 
 
 def word_launcher(kernel: Any) -> Callable[..., None]:
-    """A function that launches a dequantize kernel, worked out once for all matrices of a shape.
+    """A function that launches a dequantize kernel, with the launch cached per shape.
 
     It takes codes, scales and amax as the kernel does, ``out`` [rows, cols], the strides of the
-    scales within a part, and constexprs of the kernel. Codes [rows, ...] are those of one part;
-    [parts, rows of a part, ...], with scales [parts, ...], those of several, apart from each other.
+    scales within a part, and constexprs of the kernel. Codes are [rows, ...], or a stack [parts,
+    rows of a part, ...] with scales [parts, ...], which may have gaps between parts.
     """
 
     @functools.lru_cache(maxsize=4096)
@@ -50,7 +50,7 @@ def word_launcher(kernel: Any) -> Callable[..., None]:
         if data.dim() == 3:
             _, rows, row_bytes = data.shape
             parts = rows, data.stride(0) - rows * row_bytes, scales[0].stride(0)
-        # Dtype, device and alignments tell compiled kernels apart.
+        # Dtype, device and alignments are part of the key, because they need different kernels.
         same = *out.shape, strides, parts, out.dtype, out.device.index, alignment(*scales)
         launch(*same, **constexprs)(data, *scales, out)
 
@@ -58,24 +58,25 @@ def word_launcher(kernel: Any) -> Callable[..., None]:
 
 
 def are_aligned(data: Tensor) -> bool:
-    """Whether a dequantize kernel can read codes in words."""
+    """Whether codes are aligned to 16 bytes, as the kernels that read words need."""
     return data.data_ptr() % 16 == 0 and (data.dim() == 2 or data.stride(0) % 16 == 0)
 
 
 @triton.jit
 def part_of(row, rows_per_part, PARTED: tl.constexpr):
-    """The parts that rows are in, int64, and their rows there; all are in one unless PARTED."""
+    """The part of each row, int64, and the row within it; part 0 for all rows unless PARTED."""
     part = row // rows_per_part if PARTED else tl.zeros_like(row)
     return part.to(tl.int64), row - part * rows_per_part
 
 
 @triton.jit
 def word_positions(n_words, words_per_row, N: tl.constexpr):
-    """This program's N groups of eight neighbouring codes, and where they are in a matrix.
+    """The positions of this program's N groups of eight neighbouring codes in a matrix.
 
-    Returns their numbers, whether they exist, their rows, and their places in the rows: int32 [N].
+    Returns tiles [N]: the index of each group, whether it exists, its row, and its index in the
+    row.
     """
-    # Neighbours go to different threads, of which each has its own 16 bytes of BF16 to write.
+    # The hint puts neighbouring groups in different threads; each writes its own 16 bytes of BF16.
     lane = tl.max_contiguous(tl.arange(0, N), 1)
     word = tl.program_id(0) * N + lane
     row = word // words_per_row
@@ -84,14 +85,15 @@ def word_positions(n_words, words_per_row, N: tl.constexpr):
 
 @triton.jit
 def word_offsets(word):
-    """Offsets [N, 8], int64, of the elements of groups of eight."""
+    """Element offsets [N, 8], int64, of groups of eight codes."""
+    # The hints let a thread access the eight elements of a group at once.
     offs = word.to(tl.int64)[:, None] * 8 + tl.arange(0, 8)[None, :]
     return tl.max_contiguous(tl.multiple_of(offs, (1, 8)), (1, 8))
 
 
 @triton.jit
 def pack_words(code, BITS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Words of neighbouring columns, the first in the lowest bits.
+    """Pack the codes of neighbouring columns into words, the first code in the lowest bits.
 
     code: integers [R, C] below 2^BITS, 4 or 8. Returns uint32 [R, C * BITS / 32].
     """
@@ -103,9 +105,9 @@ def pack_words(code, BITS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def store_words(data, row, col, stride, words, R: tl.constexpr, C: tl.constexpr):
-    """Store words [R, C] at (row, col) of a matrix; col and stride count words.
+    """Store words [R, C] at (row, col) of a matrix; col and stride are in words.
 
-    data: pointer to uint32, or to uint8 of any alignment.
+    data: pointer to uint32, or to uint8 with any alignment, which is written byte by byte.
     """
     if data.dtype.element_ty == tl.uint32:
         tl.store(data + tile_start(row, col, stride) + tile_offsets(stride, R, C), words)
@@ -117,7 +119,7 @@ def store_words(data, row, col, stride, words, R: tl.constexpr, C: tl.constexpr)
 
 @triton.jit
 def insert_tile(tiles, tile, i):
-    """The tiles [n, R, C] with ``tile`` [R, C] as number ``i`` of them."""
+    """The tiles [n, R, C] with tile ``i`` replaced by ``tile`` [R, C]."""
     number = tl.arange(0, tiles.shape[0])[:, None, None]
     return tl.where(number == i, tile[None, :, :], tiles)
 
@@ -137,11 +139,12 @@ def _exchange(pairs, SHIFT: tl.constexpr, LOW: tl.constexpr):
 
 @triton.jit
 def transpose_words(words, BITS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Words of neighbouring rows from words of neighbouring columns.
+    """Transpose packed codes: words of neighbouring columns to words of neighbouring rows.
 
     words: uint32 [R, C * BITS / 32] of codes [R, C]. Returns uint32 [C, R * BITS / 32].
     """
-    # Row and column within a square of codes trade places bit by bit; the bit comes last in turn.
+    # Within a square of codes, the bits of the row index and of the column index are swapped one
+    # pair at a time. Each permute moves the row bit to the last dimension for the exchange.
     if BITS == 4:
         x = tl.reshape(words, (R // 8, 2, 2, 2, C // 8))
         x = _exchange(tl.permute(x, (0, 4, 1, 2, 3)), 4, 0x0F0F0F0F)
