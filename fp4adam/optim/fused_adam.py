@@ -577,8 +577,13 @@ class FusedAdam(Optimizer):
             view.free_initial_value(updates=True)
         self._masters.note(new)
         for view in views:
-            if view.has_remainder and "param_remainder" in states.get(view.owner, {}):
-                local(states[view.owner]["param_remainder"]).zero_()
+            state = states.get(view.owner, {})
+            if not view.has_master:
+                # A loaded master that would have become the remainder at the next step.
+                state.pop("master_param", None)
+                state.pop("master_param_scale", None)
+            if view.has_remainder and "param_remainder" in state:
+                local(state["param_remainder"]).zero_()
 
     # Checkpoints
 

@@ -653,6 +653,19 @@ def test_a_remainder_is_of_bfloat16_alone(device: str, cast: Callable) -> None:
         assert not {"master_param", "param_remainder"} & saved["state"][0].keys()
 
 
+def test_reset_forgets_a_loaded_master_of_a_remainder(device: str) -> None:
+    models = [nn.Linear(8, 8, bias=False, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    exact = FP4Adam(models[0].parameters(), lr=1e-2)
+    split = FP4Adam(models[1].parameters(), lr=1e-2, store_param_remainders=True)
+    take_steps(exact, [0, 1])
+    models[1].load_state_dict(models[0].state_dict())
+    split.load_state_dict(exact.state_dict())
+    split.reset_master_weights()
+    saved = split.state_dict()["state"][0]
+    value = models[1].weight.detach().float()
+    assert torch.equal(saved.get("master_param", value), value)
+
+
 def test_wrong_state_of_a_late_parameter_changes_nothing(device: str) -> None:
     """Found before the parameters in front of it are stepped."""
     model, optimizer = make_pair(device, store_param_remainders=True)
