@@ -205,7 +205,10 @@ def test_opening_line_says_what_will_happen(tmp_path, capsys):
     assert second.startswith("nvfp4-fp4adam: 5 of 10 weights are quantized, ")
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "float8block"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["nvfp4", *(pytest.param(r, marks=pytest.mark.exhaustive) for r in ("mxfp8", "float8block"))],
+)
 def test_the_template_learns(recipe, capsys):
     losses = minimal.main(recipe, steps=12)
     assert losses[0] == pytest.approx(math.log(256), abs=0.3)

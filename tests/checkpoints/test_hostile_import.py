@@ -23,6 +23,9 @@ from fp4adam.checkpoints import reader
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
+EXAMPLES = 50  # of each format, in each of two tests
+
+
 @pytest.fixture(scope="module", params=LAYOUT_OF)
 def sound(request, tmp_path_factory) -> Path:
     """A sound checkpoint of each format; tests copy it."""
@@ -411,7 +414,9 @@ def test_code_that_a_configuration_names_is_not_run(folder, monkeypatch):
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
 def test_mutations(sound, data, tmp_path_factory):
@@ -465,7 +470,9 @@ KEYS = ["quant_method", "format", "config_groups", "quant_algo", "quantized_laye
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(changes=st.dictionaries(st.sampled_from(KEYS), JSON_VALUES, max_size=3))
 @example(changes={"format": "mixed-precision", "config_groups": {"a": {"weights": {}}}})

@@ -415,9 +415,8 @@ def test_processes_that_are_killed_at_random_moments(mode, tmp_path):
     assert all(map(whole, tmp_path.iterdir()))
 
 
-@pytest.mark.parametrize(
-    "mode", ["stop", pytest.param("stop hidden", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", ["stop", "stop hidden"])
 def test_processes_that_are_killed_while_files_get_their_names(mode, tmp_path):
     """Before each change of a folder: it is complete then, or the next export removes the rest."""
     lines = run(mode, tmp_path)
@@ -427,15 +426,15 @@ def test_processes_that_are_killed_while_files_get_their_names(mode, tmp_path):
     assert all(map(whole, tmp_path.iterdir()))
 
 
-@pytest.mark.parametrize(
-    "mode", ["race", pytest.param("race hidden", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", ["race", "race hidden"])
 def test_two_processes_that_export_to_one_folder(mode, tmp_path):
     assert run(mode, tmp_path) == ["0 3"] * 3
     assert len([*tmp_path.iterdir()]) == 3
     assert all(map(whole, tmp_path.iterdir()))
 
 
+@pytest.mark.exhaustive
 def test_a_limit_of_the_system(tmp_path):
     assert run("limit", tmp_path) == ["4"]
     assert not [*tmp_path.iterdir()]

@@ -72,7 +72,12 @@ class Record:
         twin: Its moments and step count.
         possible: The masters that the optimizer may hold, None for none. There are several where it
             is free to look at a parameter, or not: at a step that leaves the parameter alone.
+        origin: A value before quantization that a master may have started from, and the bytes that
+            the parameter had then. Cast since, it may round to other bytes; it stays the master
+            while nobody writes.
     """
+
+    origin: tuple[Tensor, dict[str, Tensor]] | None = None
 
     def __init__(self, twin: Twin | None = None, possible: list[Tensor | None] | None = None):
         self.twin = Twin(torch.empty(0), {}, 0) if twin is None else twin
@@ -335,10 +340,18 @@ class Training(RuleBasedStateMachine):
         found: list[Tensor | None] = []
         for master in record.possible:
             holds = master is not None and is_rounded(param, master, self.quantize_from)
-            start = master if holds else value
-            if not _is_among(start, found):
-                found.append(start)
+            starts = [master if holds else value]
+            if master is not None and self.is_origin(param, record, master):
+                starts.append(master)
+            found += [start for start in starts if not _is_among(start, found)]
         return found
+
+    def is_origin(self, param: Tensor, record: Record, master: Tensor) -> bool:
+        """Whether a master is the value before quantization of bytes that nobody has changed."""
+        if record.origin is None or not bits_equal(master, record.origin[0]):
+            return False
+        now, then = stored(param), record.origin[1]
+        return all(torch.equal(now[name], then[name]) for name in then)
 
     def remainder_starts(self, param: Tensor, record: Record) -> list[Tensor]:
         """A BF16 parameter is a part of its master: others can write that part alone."""
@@ -360,6 +373,10 @@ class Training(RuleBasedStateMachine):
         """Before something at which the optimizer may look at parameters, and need not."""
         for _, param, record in self.members():
             if which(param):
+                kept = isinstance(param, QuantizedTensor) and param.get_high_precision_init_val()
+                if isinstance(kept, Tensor):
+                    held = {name: inner.clone() for name, inner in stored(param).items()}
+                    record.origin = kept.to(torch.float32, copy=True), held
                 record.allow([*self.starts(param, record)])
                 if param.dtype == torch.float32 and not isinstance(param, QuantizedTensor):
                     record.allow([None])

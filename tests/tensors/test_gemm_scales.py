@@ -134,7 +134,10 @@ def test_any_number_of_matrices_takes_one_launch(launched, device):
     ("call", "match"),
     [
         (lambda: swizzle_scales([torch.ones(16)]), r"scales\[0\] must be a matrix of .* \(16,\)"),
-        (lambda: swizzle_scales([torch.ones(16, 4)]), "one byte on cpu, got .* torch.float32"),
+        (
+            lambda: swizzle_scales([torch.ones(16, 4)]),
+            "one byte per element on cpu, got .* torch.float32",
+        ),
         (
             lambda: unswizzle_scales([torch.zeros(128, 6, dtype=torch.uint8)]),
             r"swizzled\[0\] must be a contiguous matrix \[128, 8\] .* got \(128, 6\)",
