@@ -352,7 +352,8 @@ def gathered_layers(model: nn.Module) -> list[dict[str, Tensor]]:
     return gathered_bytes(model, [layer for layer in model if isinstance(layer, nn.Linear)])
 
 
-@pytest.mark.parametrize("rows", [256, 48])
+# 48 rows cut blocks.
+@pytest.mark.parametrize("rows", [256, pytest.param(48, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "variant, world_size",
     [

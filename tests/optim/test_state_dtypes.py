@@ -196,6 +196,7 @@ def test_zero_gradients_leave_zero_states_and_finite_weights(dtype, device):
         assert values.get("master_param", torch.zeros(1)).isfinite().all()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("quantizer", [None, QUANTIZER], ids=["plain", "nvfp4"])
 @by_dtype
 def test_training_converges_as_in_float32(dtype, quantizer, device):

@@ -141,6 +141,7 @@ def test_quantize_and_dequantize_agree_with_the_reference(data, format, path_dev
         assert same_values(tensor.dequantize(dtype), value.to(dtype))
 
 
+@pytest.mark.exhaustive  # golden vectors cover usages in the quick run
 @every_format
 @examples
 @given(data=st.data())
