@@ -172,9 +172,11 @@ def _pack(
 ) -> Gathering:
     """Move codes and scales of a shard to one buffer, equal in size on every rank."""
     inner = shard._shared.tensors.existing()
-    starts, size = {}, 0
-    for name in inputs:
+    starts, size, gathered = {}, 0, 0
+    for name, entries in inputs.items():
         starts[name] = size
+        # The padding of the last one stays at home. Kernels read in pieces of 16 bytes.
+        gathered = size + round_up(entries.nbytes, 16)
         size += round_up(inner[name].nbytes, _ALIGNMENT)
     packed = {}
     with torch.inference_mode(False):  # an inference tensor could not be versioned
@@ -184,11 +186,11 @@ def _pack(
             part = buffer[starts[name] : starts[name] + old.nbytes].view(dtype).view(old.shape)
             inner[name] = part.copy_(old)
             shape = n_shards, *entries.shape
-            strides = size // dtype.itemsize, *part.stride()
+            strides = gathered // dtype.itemsize, *part.stride()
             packed[name] = dtype, shape, strides, starts[name] // dtype.itemsize
         shard._shared.tensors = storage = Storage.of(inner)
     known = {name: getattr(storage, name) for name in known}
-    return Gathering(storage, (buffer,), ("packed",), known, packed)
+    return Gathering(storage, (buffer[:gathered],), ("packed",), known, packed)
 
 
 def _global_spec(shard: QuantizedTensor) -> GlobalSpec:
