@@ -32,9 +32,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     if config.option.markexpr == "not exhaustive":
         return (
-            "tests: the quick ones, all in 5 to 6 minutes of two cores; make test-all for the rest"
+            "tests: the quick ones, all in some 5 minutes of two cores; make test-all for the rest"
         )
-    return f"tests: {config.option.markexpr or 'all'}; all take 10 to 20 minutes of two cores"
+    return f"tests: {config.option.markexpr or 'all'}; all take some 10 minutes of two cores"
 
 
 # What starts processes or compiles ahead of time takes seconds a test, and comes last.
