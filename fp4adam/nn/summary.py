@@ -1,6 +1,7 @@
 """Which weights of a model are quantized, to which format, and in how many bytes."""
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -42,10 +43,7 @@ class ParameterSummary:
     @property
     def numel(self) -> int:
         """Number of elements on all ranks."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def is_bias(self) -> bool:
@@ -183,14 +181,10 @@ def _of_parameter(name: str, layer: str, param: nn.Parameter) -> ParameterSummar
         init = own.get_high_precision_init_val()
     elif is_foreign(own):
         kind = type(own).__name__
-        nbytes = sum(_nbytes(inner) for inner in vars(own).values() if isinstance(inner, Tensor))
+        nbytes = sum(inner.nbytes for inner in vars(own).values() if isinstance(inner, Tensor))
     elif not isinstance(own, nn.UninitializedParameter):
-        nbytes = _nbytes(own)
+        nbytes = own.nbytes
     is_quantized = isinstance(own, QuantizedTensor) or is_foreign(own)
-    init_nbytes = 0 if init is None else _nbytes(init)
+    init_nbytes = 0 if init is None else init.nbytes
     shape = () if isinstance(own, nn.UninitializedParameter) else tuple(param.shape)
     return ParameterSummary(name, layer, shape, kind, is_quantized, nbytes, init_nbytes)
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

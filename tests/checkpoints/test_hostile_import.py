@@ -23,10 +23,14 @@ from fp4adam.checkpoints import reader
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-EXAMPLES = 50  # of each format, in each of two tests
+EXAMPLES = 150  # of each format, in each of two tests
+OTHERS = [recipe for recipe in LAYOUT_OF if recipe != "nvfp4"]
 
 
-@pytest.fixture(scope="module", params=LAYOUT_OF)
+@pytest.fixture(
+    scope="module",
+    params=["nvfp4", *(pytest.param(r, marks=pytest.mark.exhaustive) for r in OTHERS)],
+)
 def sound(request, tmp_path_factory) -> Path:
     """A sound checkpoint of each format; tests copy it."""
     folder = tmp_path_factory.mktemp("sound")

@@ -304,7 +304,7 @@ def test_strided_and_unaligned_tensors_are_stepped(choose_path):
     assert_same_bits(actual, expected)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(data=st.data())
 def test_fused_step_holds_for_any_shape(data):
     """Random shapes, formats and hyper-parameters, kernel against torch."""
