@@ -226,13 +226,17 @@ def _run_rank(
     if device == "cuda":
         torch.cuda.set_device(rank)
     try:
+        store = dist.FileStore(f"{folder}/store", world_size)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-            store=dist.FileStore(f"{folder}/store", world_size),
+            store=store,
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout),
         )
+        # A rank that dies at once must not break connections that others are still making.
+        store.set(f"connected{rank}", "")
+        store.wait([f"connected{other}" for other in range(world_size)])
         function, args = pickle.loads(work)
         result = function(rank, *args)
         torch.save(result, f"{folder}/result{rank}.part")
