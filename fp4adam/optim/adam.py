@@ -11,6 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+try:
+    import numpy
+except ImportError:  # torch works without it
+    numpy = None
+
 from fp4adam.optim.memory_layout import memory_order
 from fp4adam.tensors import backend
 
@@ -108,10 +113,7 @@ def adam_(
     parts = _cut(tensors)
     # All parts share this scratch memory. Pages that an update does not touch stay unmapped.
     shape = parts[0][0].shape
-    scratch = (
-        exp_avg.new_empty(shape, dtype=torch.float64),
-        *exp_avg.new_empty(4, *shape).unbind(),
-    )
+    scratch = exp_avg.new_empty(4, *shape).unbind()
     for part in parts:
         if part[0].shape != shape:
             scratch = tuple(t[: len(part[0])] for t in scratch)
@@ -140,9 +142,9 @@ def _update_(
     adam_w_mode: bool,
     factor: float | Tensor | None,
 ) -> None:
-    """Update one part; ``scratch`` is a float64 tensor and four in the dtype of the moments."""
+    """Update one part; ``scratch`` is four tensors of its shape in the dtype of the moments."""
     value, grad, exp_avg, exp_avg_sq, *max_exp_avg_sq = tensors
-    wide, denominator, change, g, p = scratch
+    denominator, change, g, p = scratch
     dtype = exp_avg.dtype
     p = value if value.dtype == dtype else p.copy_(value)
     if grad.dtype == dtype and factor is None and adam_w_mode:
@@ -152,34 +154,46 @@ def _update_(
     if factor is not None:
         g.mul_(factor)
     if not adam_w_mode and s.decay != 0:  # Infinite values times zero decay would be NaN.
-        g.add_(torch.mul(p, s.decay, out=change))
+        _multiply_add(p, s.decay, g, out=g)
 
     torch.mul(g, s.one_minus_beta2, out=change).mul_(g)
-    largest = exp_avg_sq.mul_(s.beta2).add_(change)
+    largest = _multiply_add(exp_avg_sq, s.beta2, change, out=exp_avg_sq)
     for maximum in max_exp_avg_sq:
         largest = torch.maximum(maximum, exp_avg_sq, out=maximum)
-    _sqrt(largest, wide, out=denominator).mul_(s.rsqrt_bias_correction2).add_(s.eps)
+    _sqrt(largest, out=denominator).mul_(s.rsqrt_bias_correction2).add_(s.eps)
 
     # Interpolate from the nearer end, as torch.lerp does: exact for beta1 = 0.
     base = exp_avg if s.lerp_weight > 0 else g
-    torch.sub(g, exp_avg, out=change).mul_(s.lerp_weight)
-    torch.add(base, change, out=exp_avg)
+    torch.sub(g, exp_avg, out=change)
+    _multiply_add(change, s.lerp_weight, base, out=exp_avg)
 
     if s.step_size != 0:  # A zero step leaves the value alone, including the sign of a zero.
-        torch.mul(exp_avg, s.step_size, out=change).div_(denominator)
         if adam_w_mode:
             p.mul_(s.decay)
-        p.sub_(change)
+        # (-step_size * exp_avg) / denominator is rounded before it is added.
+        p.addcdiv_(exp_avg, denominator, value=-s.step_size)
         if p is not value:
             value.copy_(p)
 
 
-def _sqrt(x: Tensor, wide: Tensor, out: Tensor) -> Tensor:
+def _multiply_add(x: Tensor, factor: float, y: Tensor, out: Tensor) -> Tensor:
+    """``x * factor + y``, with the product rounded; ``out`` may be ``x`` or ``y``."""
+    if not x.is_cpu:
+        return torch.add(x * factor, y, out=out)
+    # One pass. Compilers make addcmul's last product and its sum one rounding, on most CPUs:
+    # (factor * x) * 1 + y has a last product that is exact.
+    return torch.addcmul(y, x, x.new_ones(()), value=factor, out=out)
+
+
+def _sqrt(x: Tensor, out: Tensor) -> Tensor:
     """Correctly rounded square root of float32; torch's own of float64."""
     if x.dtype == torch.float64:
         return torch.sqrt(x, out=out)
-    # torch's float32 square root on the CPU is off by one ulp for 0.6 % of the values (2.11, 2.13),
-    # its float64 one is slow on some. Root and two divisions in float64 are wrong by less than
-    # 3 * 2**-53 of the result. No root of a float32 is closer than 4 * 2**-53 to a tie of float32:
-    # the tie's square has odd multiples of 1/4 in units where the float32 is an integer.
-    return out.copy_(wide.copy_(x).rsqrt_().reciprocal_())
+    # torch's float32 square root on the CPU is off by one ulp for 17 % of the values (2.11, 2.13).
+    if x.is_cpu and numpy is not None:
+        numpy.sqrt(x.numpy(), out=out.numpy())
+        return out
+    # torch's float64 one is slow on some CPUs. Root and two divisions in float64 are wrong by less
+    # than 3 * 2**-53 of the result. No root of a float32 is closer than 4 * 2**-53 to a tie of
+    # float32: the tie's square has odd multiples of 1/4 in units where the float32 is an integer.
+    return out.copy_(x.double().rsqrt_().reciprocal_())

@@ -49,18 +49,18 @@ def fail(rank: int, how: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "how, error, text",
+    "how, timeout, error, text",
     [
-        ("raise", RankError, "ValueError: of rank 1"),
-        ("die", RankError, r"exit codes \{1: -9\}"),
-        ("hang", TimeoutError, r"ranks \[1\] did not end within 6.0 s"),
+        ("raise", 60.0, RankError, "ValueError: of rank 1"),
+        ("die", 60.0, RankError, r"exit codes \{1: -9\}"),
+        ("hang", 10.0, TimeoutError, r"ranks \[1\] did not end within 10.0 s"),
     ],
 )
-def test_a_rank_that_fails_is_named_and_the_next_call_works(how, error, text):
+def test_a_rank_that_fails_is_named_and_the_next_call_works(how, timeout, error, text):
     with pytest.raises(error, match=text):
-        run_ranks(fail, 2, how, timeout=6.0)
+        run_ranks(fail, 2, how, timeout=timeout)
     assert run_ranks(fail, 2, "") == [0, 1]
 
 
 def test_a_rank_may_die():
-    assert run_ranks(fail, 2, "die", timeout=6.0, survives=True) == [0, None]
+    assert run_ranks(fail, 2, "die", survives=True) == [0, None]

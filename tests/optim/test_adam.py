@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.optim import Adam, AdamW
 
 from fp4adam import FP4Adam, FusedAdam, NVFP4Quantizer
@@ -50,12 +49,26 @@ def test_a_tensor_in_parts_gives_the_bits_of_the_whole(dtype, layouts, amsgrad, 
     assert not torch.equal(results[0][0], value)
 
 
-def sqrt(x: Tensor) -> Tensor:
-    return adam._sqrt(x, torch.empty_like(x, dtype=torch.float64), out=torch.empty_like(x))
+def test_multiply_add_rounds_the_product():
+    generator = torch.Generator().manual_seed(0)
+    for n in (1, 7, 64, 40_001):
+        x, y = (torch.randn(2, n, generator=generator) * 2.0 ** torch.arange(2)[:, None]).unbind()
+        expected = x * 0.1 + y
+        for out in (torch.empty_like(x), x.clone(), y.clone()):
+            a = out if torch.equal(out, x) else x
+            b = out if torch.equal(out, y) else y
+            assert torch.equal(adam._multiply_add(a, 0.1, b, out=out), expected)
+
+
+@pytest.fixture(params=["numpy", "torch"])
+def sqrt(request, monkeypatch):
+    if request.param == "torch":
+        monkeypatch.setattr(adam, "numpy", None)
+    return lambda x: adam._sqrt(x, out=torch.empty_like(x))
 
 
 @pytest.mark.parametrize("first", [1.0, 2.0, 2.0**-126, 2.0**-149, 2.0**127])
-def test_square_root_is_the_nearest_float32(first):
+def test_square_root_is_the_nearest_float32(first, sqrt):
     # The roots of [1, 4) are those of every normal number but for a power of two.
     start = torch.tensor(first).view(torch.int32)
     x = torch.arange(2**23 - 1, dtype=torch.int32).add_(start).view(torch.float32)
@@ -66,7 +79,7 @@ def test_square_root_is_the_nearest_float32(first):
     assert (low * low < x).all() and (x < high * high).all()
 
 
-def test_square_roots_of_special_values():
+def test_square_roots_of_special_values(sqrt):
     x = torch.tensor([0.0, -0.0, torch.inf, torch.nan, -1.0])
     assert str(sqrt(x)) == str(torch.tensor([0.0, -0.0, torch.inf, torch.nan, torch.nan]))
 
