@@ -2,8 +2,10 @@
 
 import inspect
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ from fp4adam import __main__
 
 ROOT = Path(__file__).resolve().parents[1]
 API, CITATION = ROOT / "docs" / "api.md", ROOT / "CITATION.cff"
+SETUP = ROOT / "setup.py"
 
 WITHOUT_TRITON = """
 import sys
@@ -172,3 +175,49 @@ def test_api_reference_has_every_public_name():
 @pytest.mark.skipif(not CITATION.is_file(), reason="there is none beside this copy of tests/")
 def test_the_citation_names_the_version():
     assert f"\nversion: {fp4adam.__version__}\n" in CITATION.read_text()
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """What setuptools reads of a clone; modules without their functions."""
+    pytest.importorskip("setuptools")
+    if not SETUP.is_file():
+        pytest.skip("there is none beside this copy of tests/")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    for package in ("fp4adam", "kernels"):
+        for path in (ROOT / package).rglob("__init__.py"):
+            if "kernels" not in path.relative_to(ROOT / package).parts:
+                (tmp_path / path.relative_to(ROOT)).parent.mkdir()
+                (tmp_path / path.relative_to(ROOT)).touch()
+    (tmp_path / "fp4adam" / "__init__.py").write_text('__version__ = "0.0.0"\n')
+    (tmp_path / "fp4adam" / "py.typed").touch()
+    return tmp_path
+
+
+def build(clone, kind):
+    """The wheel that pip asks setuptools for."""
+    script = f"from setuptools import build_meta; print(build_meta.build_{kind}('dist'))"
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    done = subprocess.run(command, cwd=clone, check=True, capture_output=True, text=True)
+    return zipfile.ZipFile(clone / "dist" / done.stdout.split()[-1])
+
+
+def test_editable_install_is_a_folder_that_type_checkers_find(clone):
+    """An import hook would hide the types, and the clone itself would offer its kernels/."""
+    wheel = build(clone, "editable")
+    (pth,) = (name for name in wheel.namelist() if ".dist-info/" not in name)
+    assert pth.endswith(".pth")
+    folder = Path(wheel.read(pth).decode().strip())
+    assert [path.name for path in folder.iterdir()] == ["fp4adam"]
+    (clone / "kernels" / "new.py").touch()
+    assert (folder / "fp4adam" / "py.typed").is_file()
+    assert (folder / "fp4adam" / "kernels" / "new.py").is_file()
+
+
+def test_clone_has_its_kernels_after_an_install(clone):
+    """``python -m fp4adam`` in the clone imports what lies there, not what is installed."""
+    names = build(clone, "wheel").namelist()
+    assert "fp4adam/py.typed" in names and "fp4adam/kernels/launch/__init__.py" in names
+    assert not any(name.startswith(("build/", "kernels/")) for name in names)
+    assert (clone / "fp4adam" / "kernels" / "launch" / "__init__.py").is_file()

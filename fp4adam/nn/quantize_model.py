@@ -20,7 +20,7 @@ from fp4adam.formats.scale_groups import (
 )
 from fp4adam.nn.hardware import check_shape
 from fp4adam.nn.operand import has_quantized_operands
-from fp4adam.nn.recipe import Recipe, resolve_recipe
+from fp4adam.nn.recipe import FormatName, Recipe, resolve_recipe
 from fp4adam.nn.replacement import (
     check_attributes,
     check_no_replica,
@@ -66,7 +66,7 @@ def is_hidden_linear(module: nn.Module, name: str) -> bool:
 
 def quantize_model(
     model: Model,
-    recipe: str | Quantizer | Recipe,
+    recipe: FormatName | Quantizer | Recipe,
     filter: Filter | None = None,
     *,
     scale_groups: ScaleGroups = (),
@@ -290,7 +290,7 @@ def _refuse_plain_parameters(
 
 @contextlib.contextmanager
 def quantized_init(
-    recipe: str | Quantizer | Recipe,
+    recipe: FormatName | Quantizer | Recipe,
     filter: Filter | None = None,
     *,
     scale_groups: ScaleGroups = (),
