@@ -76,9 +76,10 @@ def quantize_model(
     Each weight becomes a parameter of the recipe's format with the same name and the same nominal
     dtype. Tied weights stay tied. Left alone are weights that something else uses as well (an
     embedding, a layer that ``filter`` leaves out), weights that the same recipe has quantized
-    already, and all that is not the weight of an ``nn.Linear``: ``Conv1D`` of transformers' GPT-2,
-    stacked weights of experts. The logger "fp4adam" says at level INFO how many weights are
-    quantized and what is left; :func:`summary` shows each.
+    already, and all that is not the weight of an ``nn.Linear``: stacked weights of experts, or
+    ``Conv1D`` of transformers' GPT-2, whose weights are [in, out] where blocks, recipes and exports
+    go by [out, in]. The logger "fp4adam" says at level INFO how many weights are quantized and what
+    is left; :func:`summary` shows each.
 
     The value before quantization is kept until ``FP4Adam`` takes it over as master weight at the
     first step (``param.clear_high_precision_init_val()`` frees it for inference).
