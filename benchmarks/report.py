@@ -1,4 +1,4 @@
-"""What step.py leaves behind: lines, JSON, CSV, pictures, and the tables of docs/performance.md.
+"""What step.py leaves behind: lines, JSON, CSV, pictures, and the tables of docs/measurements.md.
 
     python benchmarks/report.py results.json [--model gpt] [--only TEXT[;TEXT]] [--png step.png]
 

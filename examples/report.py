@@ -122,7 +122,7 @@ def write_plot(path: Path, results: list[Result], title: str) -> None:
     compared = [r for r in results if r not in repeats]
     # Upright and in large letters, to be read on a phone as well.
     figure = Figure(figsize=(6.6, 10.2), layout="constrained")
-    figure.suptitle(title, fontsize=12)
+    figure.suptitle(title, fontsize=13)
     loss, gap, cost = figure.subplots(3, 1, gridspec_kw={"height_ratios": (5, 5, 3)})
     for number, r in enumerate(compared):
         style = {"color": f"C{number}", "label": _label(r)}
@@ -154,17 +154,19 @@ def _draw_gaps(axes: Any, compared: list[Result], repeats: list[Result]) -> None
 
     # Two seeds differ by chance in either direction, so only how far they are apart counts.
     distances = zip(*([abs(value) for value in gaps(r)] for r in repeats), strict=True)
+    axes.axhline(0, color="C0", label=_label(first))
     if noise := mean_of_last([max(values) for values in distances]):
-        label = f"{_label(first)}, {'another seed' if len(repeats) == 1 else 'other seeds'}"
+        label = f"the same, {'another seed' if len(repeats) == 1 else 'other seeds'}"
         below = [-value for value in noise]
         axes.fill_between(steps, below, noise, color="C0", alpha=0.2, linewidth=0, label=label)
-    axes.axhline(0, color="C0", label=f"{_label(first)}")
     for number, r in enumerate(others, start=1):
         axes.plot(steps, gaps(r), ".", color=f"C{number}", alpha=0.5)
         axes.plot(steps, mean_of_last(gaps(r)), color=f"C{number}", label=_label(r))
     axes.set(xlabel=f"step (lines: means of {SMOOTHED} evaluations, dots: each)")
     axes.set(ylabel="nats per byte", title=f"Held-out loss minus that of {_label(first)}")
-    axes.legend()
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high + 0.12 * (high - low) * len(axes.get_legend_handles_labels()[1]))
+    axes.legend(loc="upper right")  # above the curves
 
 
 def _draw_costs(axes: Any, results: list[Result]) -> None:

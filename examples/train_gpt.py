@@ -392,7 +392,9 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
         if distributed.rank() == 0:
             write_json(report, vars(args), results)
             if args.compare:
-                write_plot(picture, results, title=training.replace(" on ", "\non ", 1))
+                write_plot(
+                    picture, results, title="Training " + training.replace(" on ", "\non ", 1)
+                )
         print(f"\nnumbers: {report}")
         if args.compare:
             print(f"picture: {picture}")

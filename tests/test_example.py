@@ -367,7 +367,7 @@ def test_picture_shows_gaps_beside_what_another_seed_makes():
     zero, dots, line = (list(curve.get_ydata()) for curve in axes.lines)
     assert (zero, dots, line) == ([0, 0], [0.5, 0], [0.5, 0.25])
     names = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert names[0] == "AdamW, FP32 weights, another seed"
+    assert names == ["AdamW, FP32 weights", "the same, another seed", "FP4Adam, NVFP4 weights"]
     axes = figures.Figure().subplots()
     report._draw_gaps(axes, [plain, quantized], [])
     assert not axes.collections
