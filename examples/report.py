@@ -162,7 +162,7 @@ def _draw_gaps(axes: Any, compared: list[Result], repeats: list[Result]) -> None
     for number, r in enumerate(others, start=1):
         axes.plot(steps, gaps(r), ".", color=f"C{number}", alpha=0.5)
         axes.plot(steps, mean_of_last(gaps(r)), color=f"C{number}", label=_label(r))
-    axes.set(xlabel=f"step (lines: means of {SMOOTHED} evaluations, dots: each)")
+    axes.set(xlabel=f"step (dots: evaluations, lines: means over {SMOOTHED * steps[0]} steps)")
     axes.set(ylabel="nats per byte", title=f"Held-out loss minus that of {_label(first)}")
     low, high = axes.get_ylim()
     axes.set_ylim(low, high + 0.12 * (high - low) * len(axes.get_legend_handles_labels()[1]))
@@ -183,7 +183,7 @@ def _draw_costs(axes: Any, results: list[Result]) -> None:
     for row, r in enumerate(results):
         words = f"{left[row]:.1f} bytes\n{1e3 * r['seconds_per_step']:.0f} ms"
         axes.text(left[row] + 0.1, row, words, va="center")
-    axes.set(xlim=(0, 1.25 * max(left)), title="Bytes per parameter, time of a training step")
+    axes.set(xlim=(0, 1.25 * max(left)), title="Bytes per parameter, median time of a step")
     axes.invert_yaxis()
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, frameon=False)
 
