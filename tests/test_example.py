@@ -186,6 +186,7 @@ def test_runs_have_folders_of_their_own(tmp_path, capsys, monkeypatch):
         (("--lr", "nan"), "argument --lr: must be a number from 0, got 'nan'"),
         (("--clip", -1), "argument --clip: "),
         (("--text", "nowhere"), "argument --text: must be folders, got 'nowhere'"),
+        (("--baseline-seeds", 3), "--baseline-seeds is for --compare alone; add it, or leave"),
     ],
 )
 def test_mistakes_are_told_before_anything_happens(options, match, tmp_path, capsys, monkeypatch):
