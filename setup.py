@@ -1,11 +1,15 @@
-"""The README as a package index shows it; everything else is in pyproject.toml."""
+"""What pyproject.toml cannot say: the README on a package index, links for editable installs."""
 
+import contextlib
 import re
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.editable_wheel import editable_wheel
 
 ROOT = Path(__file__).resolve().parent
+# The one folder that editable installs add to sys.path.
+EDITABLE = "build/editable"
 DEFINITION = re.compile(r"^\[([^\]]+)\]: (?!https://)(\S+)\n", re.MULTILINE)
 IMAGES = (".png", ".svg")
 
@@ -36,8 +40,35 @@ def _value(path: str, pattern: str) -> str | None:
     return found and found[1]
 
 
+class LinkedEditableWheel(editable_wheel):
+    """An editable install as a line in a .pth file: type checkers follow it, but no import hook.
+
+    The line names a folder with nothing but a link to the package. Beside the package itself lies
+    ``kernels/``, and Hugging Face has a package of that name.
+    """
+
+    def finalize_options(self) -> None:
+        """Make the links that an import follows."""
+        super().finalize_options()
+        _link(f"{EDITABLE}/fp4adam", "../../fp4adam")
+        _link("fp4adam/kernels", "../kernels")
+        self.package_dir = {"": EDITABLE}
+
+
+def _link(path: str, target: str) -> None:
+    """Make a symbolic link, unless there is one."""
+    link = ROOT / path
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if not link.exists():
+        link.symlink_to(target, target_is_directory=True)
+
+
 if __name__ == "__main__":
+    # A program that starts in the clone imports the package from there, however it is installed.
+    with contextlib.suppress(OSError):  # no links on this file system, or a clone for reading only
+        _link("fp4adam/kernels", "../kernels")
     setup(
+        cmdclass={"editable_wheel": LinkedEditableWheel},
         long_description=index_page(
             (ROOT / "README.md").read_text(),
             _value("pyproject.toml", r'^Repository = "([^"]+?)/?"'),

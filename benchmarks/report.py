@@ -1,4 +1,4 @@
-"""What step.py leaves behind: lines, JSON, CSV, pictures, and the tables of docs/performance.md.
+"""What step.py leaves behind: lines, JSON, CSV, pictures, and the tables of docs/measurements.md.
 
     python benchmarks/report.py results.json [--model gpt] [--only TEXT[;TEXT]] [--png step.png]
 
@@ -96,7 +96,7 @@ def write_plots(path: Path, about: dict[str, Any], rows: list[Row]) -> None:
     try:
         from matplotlib.figure import Figure  # only here, so that measuring does without
     except ImportError:
-        print(f"no {path}: install matplotlib to have it drawn (pip install fp4adam[demo])")
+        print(f"no {path}: install matplotlib to have it drawn (pip install 'fp4adam[demo]')")
         return
     models = by_model([row for row in rows if "error" not in row])
     if not models:

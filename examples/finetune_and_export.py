@@ -19,6 +19,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
+from options import count, device, is_empty_folder, positive_number
 from stdlib_text import cut_batch, load_text
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -35,13 +36,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--format", choices=FORMATS, default="nvfp4")
     parser.add_argument("--start", type=Path, metavar="DIR", help="an export to go on from")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/llama-FORMAT")
-    parser.add_argument("--steps", type=int, default=200, metavar="N", help="default: 200")
-    parser.add_argument("--batch", type=int, default=8, metavar="N", help="default: 8")
-    parser.add_argument("--context", type=int, default=128, metavar="N", help="default: 128")
-    parser.add_argument("--lr", type=float, default=3e-3, metavar="X", help="default: 3e-3")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=count, default=200, metavar="N", help="default: 200")
+    parser.add_argument("--batch", type=count, default=8, metavar="N", help="default: 8")
+    parser.add_argument("--context", type=count, default=128, metavar="N", help="default: 128")
+    parser.add_argument(
+        "--lr", type=positive_number, default=3e-3, metavar="X", help="default: 3e-3"
+    )
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=device, default=default, help="default: the GPU")
     args = parser.parse_args(argv)
     args.out = args.out or Path("runs", f"llama-{args.format}")
+    if args.out.exists() and not is_empty_folder(args.out):
+        parser.error(f"--out must be new or empty, got {args.out}; choose another, or remove it")
     return args
 
 

@@ -140,6 +140,14 @@ def build_parser() -> argparse.ArgumentParser:
         help="train each --baseline with torch's AdamW, then each --format, and plot them all",
     )
     what(
+        "--baseline-seeds",
+        type=count,
+        default=2,
+        metavar="N",
+        help="seeds that --compare trains the first baseline with, --seed and those after it, to "
+        "show how much is chance (default: 2)",
+    )
+    what(
         "--baseline",
         type=formats,
         default=["fp32"],
@@ -263,7 +271,12 @@ def check_args(
     if args.compare and args.resume:
         parser.error("--resume continues one run, got --compare too; leave one of them out")
     if args.compare and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--compare plots with matplotlib; install it: pip install fp4adam[demo]")
+        parser.error("--compare plots with matplotlib; install it: pip install 'fp4adam[demo]'")
+    for name in ("baseline", "baseline_seeds"):
+        is_given = not args.resume and getattr(args, name) != parser.get_default(name)
+        if is_given and not args.compare:
+            option = "--" + name.replace("_", "-")
+            parser.error(f"{option} is for --compare alone; add it, or leave {option} out")
     if not args.compare and len(args.format) > 1:
         parser.error(f"--format must be one name, got {','.join(args.format)}; add --compare")
     if args.optimizer == "adamw" and not set(args.format) <= set(PLAIN):

@@ -5,8 +5,9 @@
     torchrun --nproc-per-node 8 examples/train_gpt.py --size 1b --checkpoint-every 100
 
 The second line trains FP32 weights with torch's AdamW, then each format with FP4Adam, from the same
-starting weights and in the same data order, and writes results.json and comparison.png. The third
-spreads the model and each batch over eight GPUs; data order and starting weights stay the same.
+starting weights and in the same data order, then AdamW with another seed, to show how much is
+chance. It writes results.json and comparison.png. The third spreads the model and each batch over
+eight GPUs; data order and starting weights stay the same.
 """
 
 import argparse
@@ -30,7 +31,16 @@ import torch
 import torch.nn.functional as F
 from gpt import GPT, GPTConfig
 from options import QUANTIZED, STATES, parse_args, recipe_of
-from report import Result, peak_memory, print_table, stored_bytes, write_json, write_plot
+from report import (
+    Result,
+    peak_memory,
+    print_table,
+    progress_bar,
+    say,
+    stored_bytes,
+    write_json,
+    write_plot,
+)
 from stdlib_text import cut_batch, load_text
 from torch import Tensor, nn
 
@@ -50,6 +60,7 @@ class Run:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
+    suffix: str = ""
     train_loss: list[float] = field(default_factory=list)
     validation_loss: dict[int, float] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
@@ -62,7 +73,7 @@ class Run:
     @property
     def label(self) -> str:
         """The name of the run in progress lines and files."""
-        return f"{self.format}-{self.optimizer_name}"
+        return f"{self.format}-{self.optimizer_name}{self.suffix}"
 
 
 def learning_rate_share(step: int, steps: int, schedule: str) -> float:
@@ -180,18 +191,22 @@ def validate(
 def train(run: Run, args: argparse.Namespace) -> None:
     """Takes ``run`` from where it is to --steps."""
     text, held_out = text_parts(args)
-    while run.step < args.steps:
-        start = time.perf_counter()
-        loss = train_step(run, args, text).item()  # waits for the GPU, so that the clock is right
-        run.seconds.append(time.perf_counter() - start)
-        run.train_loss.append(loss)
-        if not math.isfinite(loss):
-            raise SystemExit(f"the loss of {run.label} is {loss} at step {run.step}; lower --lr")
-        if is_due(run, args, args.eval_every):
-            run.validation_loss[run.step] = statistics.fmean(validate(run, args, held_out))
-            print_progress(run, args)
-        if args.checkpoint_every and is_due(run, args, args.checkpoint_every):
-            save_checkpoint(run, args)
+    with progress_bar(run.label, run.step, args.steps) as advance:
+        while run.step < args.steps:
+            start = time.perf_counter()
+            loss = train_step(run, args, text).item()  # waits for the GPU: the clock is right
+            run.seconds.append(time.perf_counter() - start)
+            run.train_loss.append(loss)
+            if not math.isfinite(loss):
+                raise SystemExit(
+                    f"the loss of {run.label} is {loss} at step {run.step}; lower --lr"
+                )
+            if is_due(run, args, args.eval_every):
+                run.validation_loss[run.step] = statistics.fmean(validate(run, args, held_out))
+                print_progress(run, args)
+            if args.checkpoint_every and is_due(run, args, args.checkpoint_every):
+                save_checkpoint(run, args)
+            advance()
 
 
 def is_due(run: Run, args: argparse.Namespace, every: int) -> bool:
@@ -207,11 +222,10 @@ def tokens_per_second(args: argparse.Namespace, seconds: list[float]) -> float:
 def print_progress(run: Run, args: argparse.Namespace) -> None:
     """One line: step, losses, learning rate, speed since the last line, peak memory."""
     speed = tokens_per_second(args, run.seconds[-args.eval_every :])
-    print(
+    say(
         f"{run.label:<19}  step {run.step:>5}/{args.steps}  loss {run.train_loss[-1]:.4f}  "
         f"val {run.validation_loss[run.step]:.4f}  lr {run.scheduler.get_last_lr()[0]:.2e}  "
-        f"{speed:>9,.0f} tokens/s  {peak_memory(torch.device(args.device)) / 2**30:.2f} GiB",
-        flush=True,
+        f"{speed:>9,.0f} tokens/s  {peak_memory(torch.device(args.device)) / 2**30:.2f} GiB"
     )
 
 
@@ -228,7 +242,7 @@ def save_checkpoint(run: Run, args: argparse.Namespace) -> None:
     }
     path = Path(args.out) / f"{run.label}-step{run.step:06d}"
     distributed.save(path, run.model, run.optimizer, extra)
-    print(f"{run.label:<19}  step {run.step:>5}/{args.steps}  checkpoint: {path}", flush=True)
+    say(f"{run.label:<19}  step {run.step:>5}/{args.steps}  checkpoint: {path}")
 
 
 def load_checkpoint(run: Run, args: argparse.Namespace) -> None:
@@ -247,10 +261,12 @@ def summarize(run: Run, args: argparse.Namespace) -> Result:
     device = torch.device(args.device)
     params = list(run.optimizer.state)  # the model's own can be gathered after a forward pass
     count = sum(p.numel() for p in params)
-    states = [value for state in run.optimizer.state.values() for value in state.values()]
+    states = [pair for state in run.optimizer.state.values() for pair in state.items()]
+    masters = [value for name, value in states if name.startswith("master_param")]
     return {
         "format": run.format,
         "optimizer": run.optimizer_name,
+        "seed": args.seed,
         "parameters": count,
         "final_train_loss": statistics.fmean(run.train_loss[-max(1, args.steps // 10) :]),
         "final_validation_loss": run.validation_loss[run.step],
@@ -258,7 +274,8 @@ def summarize(run: Run, args: argparse.Namespace) -> Result:
         "seconds_per_step": statistics.median(run.seconds),
         "peak_memory_bytes": peak_memory(device),
         "weight_bytes_per_parameter": stored_bytes(params, device) / count,
-        "optimizer_bytes_per_parameter": stored_bytes(states, device) / count,
+        "optimizer_bytes_per_parameter": stored_bytes([v for _, v in states], device) / count,
+        "master_bytes_per_parameter": stored_bytes(masters, device) / count,
         "train_loss": run.train_loss,
         "validation_loss": run.validation_loss,
     }
@@ -274,20 +291,37 @@ def print_sample(run: Run, args: argparse.Namespace) -> None:
     print(f"\n{run.label} writes:{text}")
 
 
-def execute(args: argparse.Namespace, weight_format: str, optimizer_name: str) -> Result:
+def planned(args: argparse.Namespace) -> list[tuple[str, str, int]]:
+    """Format, optimizer and seed of each run."""
+    plan = [(name, args.optimizer, args.seed) for name in args.format]
+    if not args.compare:
+        return plan
+    baselines = [(name, "adamw", args.seed) for name in args.baseline]
+    repeats = [(args.baseline[0], "adamw", args.seed + i) for i in range(1, args.baseline_seeds)]
+    return baselines + plan + repeats
+
+
+def suffix(args: argparse.Namespace, seed: int) -> str:
+    """What the label of a run with ``seed`` has behind format and optimizer."""
+    return "" if seed == args.seed else f"-seed{seed}"
+
+
+def execute(args: argparse.Namespace, weight_format: str, optimizer_name: str, seed: int) -> Result:
     """Trains one model from beginning (or --resume) to end."""
     if torch.device(args.device).type == "cuda":
         gc.collect()  # the model before this one, or its memory would count as this one's
         torch.cuda.reset_peak_memory_stats(args.device)
-    run = build_run(args, weight_format, optimizer_name)
+    own = argparse.Namespace(**{**vars(args), "seed": seed})
+    run = build_run(own, weight_format, optimizer_name)
+    run.suffix = suffix(args, seed)
     if weight_format in QUANTIZED:
-        print(f"\n{run.label}: {fp4adam.summary(run.model).describe()}", flush=True)
+        say(f"\n{run.label}: {fp4adam.summary(run.model).describe()}")
     if args.resume:
-        load_checkpoint(run, args)
-    train(run, args)
+        load_checkpoint(run, own)
+    train(run, own)
     if args.sample:
-        print_sample(run, args)
-    return summarize(run, args)
+        print_sample(run, own)
+    return summarize(run, own)
 
 
 def new_folder(args: argparse.Namespace) -> str:
@@ -309,17 +343,16 @@ def describe_device(args: argparse.Namespace) -> str:
     return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
 
 
-def opening_line(args: argparse.Namespace, plan: list[tuple[str, str]]) -> str:
-    """What is trained, on what, how long, and where results go."""
+def describe_training(args: argparse.Namespace) -> str:
+    """What is trained, on what, and how long."""
     with torch.device("meta"):
         model = GPT(GPTConfig(args.layers, args.heads, args.dim, args.context))
     count = sum(param.numel() for param in model.parameters())
     devices = f"{distributed.world_size()} x " if distributed.world_size() > 1 else ""
-    names = ", ".join("-".join(names) for names in plan)
     return (
-        f"{names}: a GPT of {count / 1e6:,.1f} M parameters (layers {args.layers}, "
-        f"width {args.dim}) on {devices}{describe_device(args)}, steps {args.steps} of "
-        f"{args.batch * args.accumulate} x {args.context} bytes; results go to {args.out}"
+        f"a GPT of {count / 1e6:,.1f} M parameters (layers {args.layers}, width {args.dim})"
+        f" on {devices}{describe_device(args)}, steps {args.steps} of "
+        f"{args.batch * args.accumulate} x {args.context} bytes"
     )
 
 
@@ -346,21 +379,22 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # a check that costs bandwidth
-    plan = [(name, args.optimizer) for name in args.format]
-    if args.compare:
-        plan = [(name, "adamw") for name in args.baseline] + plan
+    plan = planned(args)
     with distributed.process_group(torch.device(args.device).type):
         check_matmul(args)
         args.out = distributed.of_first(new_folder(args) if distributed.rank() == 0 else None)
-        opening = opening_line(args, plan)
-        print(opening, flush=True)
-        results = [execute(args, *names) for names in plan]
+        labels = ", ".join(f"{name}-{kind}{suffix(args, seed)}" for name, kind, seed in plan)
+        training = describe_training(args)
+        say(f"{labels}: {training}; results go to {args.out}")
+        results = [execute(args, *run) for run in plan]
         print_table(results)
         report, picture = (Path(args.out) / name for name in ("results.json", "comparison.png"))
         if distributed.rank() == 0:
             write_json(report, vars(args), results)
             if args.compare:
-                write_plot(picture, results, title=opening.partition(": ")[2].rpartition(";")[0])
+                write_plot(
+                    picture, results, title="Training " + training.replace(" on ", "\non ", 1)
+                )
         print(f"\nnumbers: {report}")
         if args.compare:
             print(f"picture: {picture}")

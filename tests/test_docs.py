@@ -164,6 +164,21 @@ def test_commands_of_the_readme_exist():
     assert {"demo", "test"} <= named <= targets
 
 
+@pytest.mark.skipif(not SETUP.is_file(), reason="there is none beside this copy of tests/")
+def test_extras_that_texts_name_exist():
+    project = (ROOT / "pyproject.toml").read_text()
+    table = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    extras = set(re.findall(r"^(\w+) = \[", table, re.MULTILINE))
+    folders = (ROOT / name for name in ("fp4adam", "examples", "benchmarks", "docs"))
+    files = [f for folder in folders for f in folder.rglob("*") if f.suffix in (".py", ".md")]
+    named = [
+        n for f in [README, *files] for n in re.findall(r"install \S+\[(\w+)\]", f.read_text())
+    ]
+    assert len(named) > 10 and set(named) <= extras
+    # Unquoted brackets are a pattern of file names to zsh.
+    assert not any(re.search(r"install [^'\s]\S*\[", f.read_text()) for f in [README, *files])
+
+
 def messages() -> set[str]:
     """Every text of the package, with "..." for what is filled in."""
     texts = set()

@@ -1,6 +1,7 @@
 """The program in examples/: every format learns, and a resumed run goes on with the same bits."""
 
 import functools
+import io
 import json
 import math
 import os
@@ -185,6 +186,7 @@ def test_runs_have_folders_of_their_own(tmp_path, capsys, monkeypatch):
         (("--lr", "nan"), "argument --lr: must be a number from 0, got 'nan'"),
         (("--clip", -1), "argument --clip: "),
         (("--text", "nowhere"), "argument --text: must be folders, got 'nowhere'"),
+        (("--baseline-seeds", 3), "--baseline-seeds is for --compare alone; add it, or leave"),
     ],
 )
 def test_mistakes_are_told_before_anything_happens(options, match, tmp_path, capsys, monkeypatch):
@@ -249,7 +251,7 @@ def on_two_processes(tmp_path_factory):
     pytest.importorskip("matplotlib")
     out = tmp_path_factory.mktemp("two")
     options = ("--batch", 6, "--steps", 20, "--eval-every", 10, "--checkpoint-every", 10)
-    return out, run_processes(2, out, *TINY, *options, "--compare")
+    return out, run_processes(2, out, *TINY, *options, "--compare", "--baseline-seeds", 1)
 
 
 def results(folder):
@@ -307,45 +309,98 @@ def test_compare_writes_numbers_and_curves(tmp_path, capsys):
     run(tmp_path, "--compare", "--format", "nvfp4,mxfp8", "--baseline", "fp32,bf16", "--steps", 4)
     written = json.loads((tmp_path / "results.json").read_text())
     adamw, fp4adam = ("fp32 adamw", "bf16 adamw"), ("nvfp4 fp4adam", "mxfp8 fp4adam")
-    assert [f"{r['format']} {r['optimizer']}" for r in written["runs"]] == [*adamw, *fp4adam]
+    runs = [f"{r['format']} {r['optimizer']}" for r in written["runs"]]
+    assert runs == [*adamw, *fp4adam, adamw[0]]
+    assert [r["seed"] for r in written["runs"]] == [0, 0, 0, 0, 1]
     assert written["settings"]["seed"] == 0
     assert written["versions"]["torch"] == torch.__version__
-    firsts = [r["train_loss"][0] for r in written["runs"]]
+    *firsts, of_other_seed = [r["train_loss"][0] for r in written["runs"]]
     assert max(firsts) - min(firsts) < 0.05  # the same batch, nearly the same weights
-    fp32, bf16, nvfp4, mxfp8 = (r["weight_bytes_per_parameter"] for r in written["runs"])
+    assert of_other_seed != firsts[0]
+    fp32, bf16, nvfp4, mxfp8, _ = (r["weight_bytes_per_parameter"] for r in written["runs"])
     assert (fp32, bf16) == (4, 2)
     assert nvfp4 < mxfp8 < fp32
+    masters = [r["master_bytes_per_parameter"] for r in written["runs"]]
+    states = [r["optimizer_bytes_per_parameter"] for r in written["runs"]]
+    assert masters[0] == masters[1] == 0 and 2 < masters[2] == masters[3] < 4
+    assert states[2] - masters[2] == pytest.approx(8, abs=0.01)
     picture = tmp_path / "comparison.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "weight B/param" in printed and printed.endswith(f"picture: {picture}\n")
 
 
-def test_picture_shows_bytes_and_times():
-    figures = pytest.importorskip("matplotlib.figure")
-    plain = {
-        "format": "fp32",
-        "optimizer": "adamw",
-        "weight_bytes_per_parameter": 4.0,
-        "optimizer_bytes_per_parameter": 8.0,
+def made_up_run(kind, optimizer, seed, losses, weight, state, master):
+    return {
+        "format": kind,
+        "optimizer": optimizer,
+        "seed": seed,
+        "validation_loss": dict(zip((10, 20), losses, strict=True)),
+        "weight_bytes_per_parameter": weight,
+        "optimizer_bytes_per_parameter": state,
+        "master_bytes_per_parameter": master,
         "seconds_per_step": 0.25,
     }
-    quantized = {**plain, "format": "nvfp4", "weight_bytes_per_parameter": 1.0}
+
+
+def test_picture_shows_bytes_and_times():
+    figures = pytest.importorskip("matplotlib.figure")
+    plain = made_up_run("fp32", "adamw", 0, (3, 2), 4.0, 8.0, 0.0)
+    quantized = made_up_run("nvfp4", "fp4adam", 0, (3, 2), 1.0, 12.0, 4.0)
     axes = figures.Figure().subplots()
     report._draw_costs(axes, [plain, quantized])
     bars = [(bar.get_x(), bar.get_width()) for bar in axes.patches]
-    assert bars == [(0, 4), (0, 1), (4, 8), (1, 8)]
-    assert [text.get_text() for text in axes.texts] == [
-        "4.00 + 8.00 bytes, 250 ms",
-        "1.00 + 8.00 bytes, 250 ms",
-    ]
+    assert bars == [(0, 4), (0, 1), (4, 0), (1, 4), (4, 8), (5, 8)]
+    texts = ["4.00", "1.00", "4.00", "8.00", "8.00", "12.0 bytes\n250 ms", "13.0 bytes\n250 ms"]
+    assert [text.get_text() for text in axes.texts] == texts
+
+
+def test_picture_shows_gaps_beside_what_another_seed_makes():
+    figures = pytest.importorskip("matplotlib.figure")
+    plain = made_up_run("fp32", "adamw", 0, (3, 2), 4.0, 8.0, 0.0)
+    repeat = made_up_run("fp32", "adamw", 1, (2.5, 2.25), 4.0, 8.0, 0.0)
+    quantized = made_up_run("nvfp4", "fp4adam", 0, (3.5, 2), 1.0, 12.0, 4.0)
+    axes = figures.Figure().subplots()
+    report._draw_gaps(axes, [plain, quantized], [repeat])
+    (band,) = axes.collections
+    corners = {tuple(point) for point in band.get_paths()[0].vertices.tolist()}
+    assert corners == {(10, -0.5), (10, 0.5), (20, -0.375), (20, 0.375)}
+    zero, dots, line = (list(curve.get_ydata()) for curve in axes.lines)
+    assert (zero, dots, line) == ([0, 0], [0.5, 0], [0.5, 0.25])
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert names == ["AdamW, FP32 weights", "the same, another seed", "FP4Adam, NVFP4 weights"]
+    axes = figures.Figure().subplots()
+    report._draw_gaps(axes, [plain, quantized], [])
+    assert not axes.collections
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_terminals_show_the_time_that_is_left(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    run(tmp_path / "bar", "--steps", 3)
+    shown = terminal.getvalue()
+    assert "nvfp4-fp4adam:   0%|" in shown and "/3 [" in shown and "step/s" in shown
+    monkeypatch.setattr(sys, "stderr", pipe := io.StringIO())
+    run(tmp_path / "no_terminal", "--steps", 3)
+    assert not pipe.getvalue()
+    monkeypatch.setattr(report, "tqdm", None)
+    monkeypatch.setattr(sys, "stderr", without := Terminal())
+    run(tmp_path / "no_tqdm", "--steps", 3)
+    assert not without.getvalue()
+    lines = capsys.readouterr().out
+    assert all(lines.count(f"step {step:>5}/3") == 3 for step in (1, 2, 3))
 
 
 def test_compare_without_matplotlib_says_so_before_training(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit):
         run(tmp_path / "out", "--compare")
-    assert "pip install fp4adam[demo]" in capsys.readouterr().err
+    assert "pip install 'fp4adam[demo]'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -2,8 +2,10 @@
 
 import inspect
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +16,8 @@ import fp4adam
 from fp4adam import __main__
 
 ROOT = Path(__file__).resolve().parents[1]
-API, CITATION = ROOT / "docs" / "api.md", ROOT / "CITATION.cff"
+API, CITATION = ROOT / "docs" / "api", ROOT / "CITATION.cff"
+SETUP = ROOT / "setup.py"
 
 WITHOUT_TRITON = """
 import sys
@@ -156,11 +159,12 @@ def test_fp4_adam_hands_its_options_on(name):
     assert optimizer.param_groups[0]["maximize"] is True
 
 
-@pytest.mark.skipif(not API.is_file(), reason="there is no docs/ beside this copy of tests/")
+@pytest.mark.skipif(not API.is_dir(), reason="there is no docs/ beside this copy of tests/")
 def test_api_reference_has_every_public_name():
-    documented = {
-        line.rpartition(".")[2] for line in API.read_text().splitlines() if line.startswith("::: ")
-    }
+    lines = [line for page in API.glob("*.md") for line in page.read_text().splitlines()]
+    documented = {line.rpartition(".")[2] for line in lines if line.startswith("::: ")}
+    listed = set(re.findall(r"\[`(\w+)`\]\[fp4adam\.\1\]", (API / "index.md").read_text()))
+    assert listed == documented
     public = {
         name
         for name, value in vars(fp4adam).items()
@@ -172,3 +176,49 @@ def test_api_reference_has_every_public_name():
 @pytest.mark.skipif(not CITATION.is_file(), reason="there is none beside this copy of tests/")
 def test_the_citation_names_the_version():
     assert f"\nversion: {fp4adam.__version__}\n" in CITATION.read_text()
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """What setuptools reads of a clone; modules without their functions."""
+    pytest.importorskip("setuptools")
+    if not SETUP.is_file():
+        pytest.skip("there is none beside this copy of tests/")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    for package in ("fp4adam", "kernels"):
+        for path in (ROOT / package).rglob("__init__.py"):
+            if "kernels" not in path.relative_to(ROOT / package).parts:
+                (tmp_path / path.relative_to(ROOT)).parent.mkdir()
+                (tmp_path / path.relative_to(ROOT)).touch()
+    (tmp_path / "fp4adam" / "__init__.py").write_text('__version__ = "0.0.0"\n')
+    (tmp_path / "fp4adam" / "py.typed").touch()
+    return tmp_path
+
+
+def build(clone, kind):
+    """The wheel that pip asks setuptools for."""
+    script = f"from setuptools import build_meta; print(build_meta.build_{kind}('dist'))"
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    done = subprocess.run(command, cwd=clone, check=True, capture_output=True, text=True)
+    return zipfile.ZipFile(clone / "dist" / done.stdout.split()[-1])
+
+
+def test_editable_install_is_a_folder_that_type_checkers_find(clone):
+    """An import hook would hide the types, and the clone itself would offer its kernels/."""
+    wheel = build(clone, "editable")
+    (pth,) = (name for name in wheel.namelist() if ".dist-info/" not in name)
+    assert pth.endswith(".pth")
+    folder = Path(wheel.read(pth).decode().strip())
+    assert [path.name for path in folder.iterdir()] == ["fp4adam"]
+    (clone / "kernels" / "new.py").touch()
+    assert (folder / "fp4adam" / "py.typed").is_file()
+    assert (folder / "fp4adam" / "kernels" / "new.py").is_file()
+
+
+def test_clone_has_its_kernels_after_an_install(clone):
+    """``python -m fp4adam`` in the clone imports what lies there, not what is installed."""
+    names = build(clone, "wheel").namelist()
+    assert "fp4adam/py.typed" in names and "fp4adam/kernels/launch/__init__.py" in names
+    assert not any(name.startswith(("build/", "kernels/")) for name in names)
+    assert (clone / "fp4adam" / "kernels" / "launch" / "__init__.py").is_file()

@@ -212,6 +212,6 @@ def safetensors() -> Any:
     except ImportError:
         raise ImportError(
             "the package safetensors must be installed to import checkpoints; "
-            "pip install fp4adam[export]"
+            "pip install 'fp4adam[export]'"
         ) from None
     return safetensors

@@ -20,7 +20,7 @@ from fp4adam.formats.scale_groups import (
 )
 from fp4adam.nn.hardware import check_shape
 from fp4adam.nn.operand import has_quantized_operands
-from fp4adam.nn.recipe import Recipe, resolve_recipe
+from fp4adam.nn.recipe import FormatName, Recipe, resolve_recipe
 from fp4adam.nn.replacement import (
     check_attributes,
     check_no_replica,
@@ -66,7 +66,7 @@ def is_hidden_linear(module: nn.Module, name: str) -> bool:
 
 def quantize_model(
     model: Model,
-    recipe: str | Quantizer | Recipe,
+    recipe: FormatName | Quantizer | Recipe,
     filter: Filter | None = None,
     *,
     scale_groups: ScaleGroups = (),
@@ -76,9 +76,10 @@ def quantize_model(
     Each weight becomes a parameter of the recipe's format with the same name and the same nominal
     dtype. Tied weights stay tied. Left alone are weights that something else uses as well (an
     embedding, a layer that ``filter`` leaves out), weights that the same recipe has quantized
-    already, and all that is not the weight of an ``nn.Linear``: ``Conv1D`` of transformers' GPT-2,
-    stacked weights of experts. The logger "fp4adam" says at level INFO how many weights are
-    quantized and what is left; :func:`summary` shows each.
+    already, and all that is not the weight of an ``nn.Linear``: stacked weights of experts, or
+    ``Conv1D`` of transformers' GPT-2, whose weights are [in, out] where blocks, recipes and exports
+    go by [out, in]. The logger "fp4adam" says at level INFO how many weights are quantized and what
+    is left; :func:`summary` shows each.
 
     The value before quantization is kept until ``FP4Adam`` takes it over as master weight at the
     first step (``param.clear_high_precision_init_val()`` frees it for inference).
@@ -290,7 +291,7 @@ def _refuse_plain_parameters(
 
 @contextlib.contextmanager
 def quantized_init(
-    recipe: str | Quantizer | Recipe,
+    recipe: FormatName | Quantizer | Recipe,
     filter: Filter | None = None,
     *,
     scale_groups: ScaleGroups = (),

@@ -1,6 +1,7 @@
 """Recipes: which of weights, activations and gradients linear layers quantize."""
 
 import dataclasses
+from typing import Literal
 
 from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
@@ -8,7 +9,8 @@ from fp4adam.formats.nvfp4 import NVFP4Quantizer
 from fp4adam.nn.operand import FORMATS
 from fp4adam.tensors.quantizer import Operands, Quantizer
 
-RECIPES: dict[str, Quantizer] = {
+FormatName = Literal["nvfp4", "mxfp8", "float8block"]
+RECIPES: dict[FormatName, Quantizer] = {
     "nvfp4": NVFP4Quantizer(),
     "mxfp8": MXFP8Quantizer(),
     "float8block": Float8BlockQuantizer(),
@@ -45,7 +47,7 @@ class Recipe:
         TypeError: If ``weights`` is neither a name nor a quantizer, or another argument not a bool.
     """
 
-    weights: str | Quantizer
+    weights: FormatName | Quantizer
     activations: bool = False
     gradients: bool = False
     emulate: bool = False
@@ -84,7 +86,7 @@ class Recipe:
         )
 
 
-def resolve_recipe(recipe: str | Quantizer | Recipe) -> Quantizer:
+def resolve_recipe(recipe: FormatName | Quantizer | Recipe) -> Quantizer:
     """The quantizer of weights for a recipe.
 
     Raises:

@@ -14,6 +14,8 @@ from fp4adam.tensors.quantizer import Quantizer
 
 # Parameters of a layer class that are named one by one; of more, their number is given.
 NAMED = 2
+# Classes of layers that multiply as nn.Linear does, and why their weights are left all the same.
+REASONS = {"Conv1D": "of shape [in, out]"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +102,13 @@ class ModelSummary:
         sizes = {kind: sum(p.numel for p in params) for kind, params in left.items()}
         for kind in sorted(left, key=lambda kind: -sizes[kind]):
             params = left[kind]
+            described = f"{kind}, {REASONS[kind]}" if kind in REASONS else kind
             if kind == "biases":
                 yield f"{len(params)} biases"
             elif len(params) <= NAMED:
-                yield from (f"{p.name} ({kind})" for p in params)
+                yield from (f"{p.name} ({described})" for p in params)
             else:
-                yield f"{len(params)} of {kind} ({params[0].name}, ...)"
+                yield f"{len(params)} of {described} ({params[0].name}, ...)"
 
     def __str__(self) -> str:
         head = ("name", "layer", "shape", "format", "bytes")

@@ -160,6 +160,9 @@ def test_the_example_writes_the_same_text_twice(weight_format, tmp_path, capsys)
     start = ["--start", str(tmp_path / "first"), "--out", str(tmp_path / "second")]
     finetune_and_export.main([*options, *start])
     assert capsys.readouterr().out.count("the same text as the trained model") == 2
+    with pytest.raises(SystemExit):
+        finetune_and_export.parse_args(start)  # before it trains
+    assert "--out must be new or empty, got" in capsys.readouterr().err
 
 
 SMALL = dict(

@@ -1,5 +1,8 @@
 """Trainer: schedules, accumulation, checkpoints; a Llama from its configuration on real text."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import with_transformers
@@ -15,6 +18,7 @@ from with_transformers import build_trainer
 from fp4adam import FP4Adam, QuantizedTensor, quantize_model, summary
 from quantized_training import assert_bytes_are_of_masters, assert_identical, quantized, snapshot
 
+FRAMEWORKS = Path(__file__).resolve().parents[2] / "docs" / "frameworks.md"
 ARGUMENTS = dict(
     max_steps=6,
     save_steps=3,
@@ -93,9 +97,35 @@ def test_first_save_without_plain_state_dict_names_it(tmp_path, monkeypatch):
         train(tmp_path, bf16=False)
 
 
+@pytest.mark.skipif(not FRAMEWORKS.is_file(), reason="there is no docs/ beside this copy of tests/")
+def test_gpt2_is_quantized_as_the_docs_say():
+    (block,) = re.findall(r"^```python\n(.*?)^```", FRAMEWORKS.read_text(), re.M | re.S)
+    torch.manual_seed(0)
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=64)).eval()
+    tokens = torch.randint(64, (2, 16))
+    expected = gpt2(tokens).logits
+    functions = block.rpartition("quantize_model(")[0]
+    exec(functions, namespace := {"torch": torch})
+    torch.testing.assert_close(namespace["with_linear_layers"](gpt2)(tokens).logits, expected)
+    names = [p.name for p in summary(gpt2).parameters]
+    exec(block, {"quantize_model": quantize_model, "model": gpt2})
+    result = summary(gpt2)
+    assert [p.name for p in result.parameters] == names
+    assert len(result.quantized) == 2 * 4 and "Conv1D" not in result.describe()
+    optimizer = FP4Adam(gpt2.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(10):
+        loss = gpt2(tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1
+
+
 def test_layers_that_are_not_linear_are_named():
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=64))
-    with pytest.warns(UserWarning, match="no weight was quantized .* 4 of Conv1D"):
+    with pytest.warns(UserWarning, match="no weight was quantized .* 4 of Conv1D, of shape"):
         quantize_model(gpt2, "nvfp4")
     config = MixtralConfig(
         vocab_size=64,

@@ -53,8 +53,8 @@ def lines():
 
 
 LEFT = (
-    "left in high precision: 3.gate_up_proj (Experts), 2.weight (Conv1D), 4 biases, "
-    "3 of LayerNorm (4.0.weight, ...)"
+    "left in high precision: 3.gate_up_proj (Experts), 2.weight (Conv1D, of shape [in, out]), "
+    "4 biases, 3 of LayerNorm (4.0.weight, ...)"
 )
 
 
@@ -75,7 +75,9 @@ def test_log_says_what_is_quantized_and_what_is_left(lines):
 
 
 def test_a_model_without_linear_layers_is_warned_of():
-    with pytest.warns(UserWarning, match=r"no weight was .* weight \(Conv1D\)\. Only") as caught:
+    with pytest.warns(
+        UserWarning, match=r"no weight was .* weight \(Conv1D, of .*\)\. Only"
+    ) as caught:
         quantize_model(Conv1D(), "nvfp4")
     assert caught[0].filename == __file__
 
