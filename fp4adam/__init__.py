@@ -11,6 +11,8 @@ from fp4adam.distributed.partial_cast import PartialCast as PartialCast
 from fp4adam.distributed.scale_exchange import check_shards as check_shards
 from fp4adam.distributed.zero import post_all_gather_processing as post_all_gather_processing
 from fp4adam.distributed.zero import quantize_master_weights as quantize_master_weights
+from fp4adam.formats.float8 import Float8Quantizer as Float8Quantizer
+from fp4adam.formats.float8 import Float8Tensor as Float8Tensor
 from fp4adam.formats.float8_block import Float8BlockQuantizer as Float8BlockQuantizer
 from fp4adam.formats.float8_block import Float8BlockTensor as Float8BlockTensor
 from fp4adam.formats.mxfp8 import MXFP8Quantizer as MXFP8Quantizer

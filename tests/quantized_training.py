@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from fp4adam import (
     Float8BlockQuantizer,
+    Float8Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     QuantizedTensor,
@@ -24,6 +25,7 @@ RECIPES = {
     "nvfp4": NVFP4Quantizer(),
     "mxfp8": MXFP8Quantizer(),
     "float8block": Float8BlockQuantizer(),
+    "float8": Float8Quantizer(),
 }
 QUANTIZERS = {
     **RECIPES,
@@ -32,6 +34,8 @@ QUANTIZERS = {
     "mxfp8-rowwise": MXFP8Quantizer(columnwise=False),
     "float8block-1d": Float8BlockQuantizer(two_dimensional=False),
     "float8block-fp32": Float8BlockQuantizer(force_pow_2_scales=False, amax_epsilon=1e-3),
+    "float8-delayed": Float8Quantizer(scaling="delayed", amax_history_len=3),
+    "float8-columnwise": Float8Quantizer(rowwise=False, force_pow_2_scales=True),
 }
 SHAPES = ((64, 96), (32, 160))
 
