@@ -37,7 +37,7 @@ def _rebuild_quantized_tensor(
     attributes: dict[str, Any],
 ) -> QuantizedTensor:
     attributes = dict(attributes)
-    inner = {name: attributes.pop(f"_{name}") for name in STORAGE_NAMES}
+    inner = {name: attributes.pop(f"_{name}", None) for name in STORAGE_NAMES}
     quantizer, origin = attributes.pop("quantizer"), attributes.pop("_origin")
     shared = origin.shared_storage(Storage(**inner))
     tensor = cls(shape, dtype, quantizer, shared, requires_grad)

@@ -223,7 +223,7 @@ def check_weights(weights: Sequence[QuantizedTensor], name: str = "weights") -> 
         kind = type(weight).__name__
         if not isinstance(weight, QuantizedTensor):
             raise ValueError(
-                f"{name}[{i}] must be a tensor of fp4adam in NVFP4, MXFP8 or FP8, got a {kind}; "
+                f"{name}[{i}] must be an NVFP4, MXFP8, Float8 or Float8Block tensor, got a {kind}; "
                 "quantize_model makes such parameters"
             )
         if not weight.quantizer.casts_in_shards:

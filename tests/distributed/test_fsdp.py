@@ -30,7 +30,7 @@ from fp4adam.distributed.fsdp import gather_codes
 from fp4adam.tensors import backend
 from ranks import all_ranks, home, run_ranks
 
-FORMATS = ("nvfp4", "mxfp8", "float8block")
+FORMATS = ("nvfp4", "mxfp8", "float8block", "float8")
 WITH_GEMM_SCALES = {
     "nvfp4": NVFP4Quantizer(optimize_for_gemm=True),
     "mxfp8": MXFP8Quantizer(optimize_for_gemm=True),

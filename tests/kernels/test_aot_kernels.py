@@ -268,9 +268,13 @@ def kernel_jobs():
             num_warps=16,
         )
 
-    for square in (True, False):
+    for name, square, scales_blocks in (
+        ("nvfp4 square=True", True, True),
+        ("nvfp4 square=False", False, True),
+        ("float8", False, False),
+    ):
         for codec, width in (("plain", 16), ("float16", 32)):
-            jobs[f"requantize square={square} {codec}"] = job(
+            jobs[f"requantize {name} {codec}"] = job(
                 "amax_preview._requantize_kernel",
                 {
                     "table": "*i64",
@@ -285,7 +289,7 @@ def kernel_jobs():
                 {
                     "WRITE_DTYPE": dtype("fp32"),
                     "VALUE_CODEC": codec,
-                    **usage(square, square or scales_blocks),
+                    **usage(square, scales_blocks),
                     "SCALES_BLOCKS": scales_blocks,
                     "POW_2": False,
                     "BC": width,
@@ -326,6 +330,19 @@ def kernel_jobs():
             **strides,
         },
         {"SQUARE": True, **tile64},
+    )
+    jobs["float8 quantize"] = job(
+        "float8._quantize_kernel",
+        {
+            "x_ptr": "*bf16",
+            "rowwise_data": "*u8",
+            "columnwise_data": "*u8",
+            "amax_ptr": "*fp32",
+            **sizes,
+            "tiles_per_row": "i32",
+            "epsilon": "fp32",
+        },
+        {**usage(), "POW_2": False, **tile64},
     )
     jobs["mxfp8 quantize"] = job(
         "mxfp8._quantize_kernel",
@@ -404,7 +421,7 @@ def test_kernels_compile_to_exact_and_wide_code_without_spills(sm, forms):
     assert not any(inexact.values()), {name: n for name, n in inexact.items() if n}
 
     loads = r"^ld\.global\.v4|^ld\.global\.v2\.b64|^cp\.async\.cg"
-    wide = ["adam fp32", "adam bf16 with master"]
+    wide = ["adam fp32", "adam bf16 with master", "float8 step", "float8 delayed step"]
     for swizzled in (False, True):
         wide += [f"{name} swizzled={swizzled}" for name in ("nvfp4 step square=True", "mxfp8 step")]
     wide += [f"partial {name} codes fp32 whole=True" for name in ("mxfp8", "float8block")]
