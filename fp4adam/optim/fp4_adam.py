@@ -67,6 +67,7 @@ class FP4Adam(FusedAdam):
         store_param_remainders: Keep of the FP32 master of a BF16 parameter only what the parameter
             lacks. Quantized parameters keep their masters.
         use_decoupled_grad: Read ``param.decoupled_grad`` instead of ``param.grad``.
+        set_grad_none: Deprecated: what ``zero_grad`` does by default.
         maximize: Ascend instead of descend.
         foreach: Accepted for compatibility; updates are always batched.
         capturable: Not supported.
@@ -108,6 +109,7 @@ class FP4Adam(FusedAdam):
         master_weight_dtype: torch.dtype = torch.float32,
         store_param_remainders: bool = False,
         use_decoupled_grad: bool = False,
+        set_grad_none: bool | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -139,6 +141,7 @@ class FP4Adam(FusedAdam):
             master_weight_dtype=master_weight_dtype,
             store_param_remainders=store_param_remainders,
             use_decoupled_grad=use_decoupled_grad,
+            set_grad_none=set_grad_none,
             maximize=maximize,
             foreach=foreach,
             capturable=capturable,

@@ -295,7 +295,13 @@ WEIGHT = NVFP4Quantizer().make_empty((32, 32))
         ([WEIGHT], [-1], [4], [torch.float32], r"must lie inside .* got \[-1, 3\)"),
         ([WEIGHT], [1020], [5], [torch.float32], r"must lie inside .* got \[1020, 1025\)"),
         ([WEIGHT], [0], [4], [torch.float64], "must be float32, bfloat16 or float16"),
-        ([torch.ones(4, 4)], [0], [4], [torch.float32], "must be an NVFP4, MXFP8, Float8 or Float8Block"),
+        (
+            [torch.ones(4, 4)],
+            [0],
+            [4],
+            [torch.float32],
+            "must be an NVFP4, MXFP8, Float8 or Float8Block",
+        ),
         (
             [NVFP4Quantizer(two_dimensional=False).make_empty((16, 16))],
             [0],
