@@ -61,7 +61,7 @@ _MOVED = {
     "fused_adam": ("optim.fused_adam", ("FusedAdam",)),
     "fp4_adam": ("optim.fp4_adam", ("FP4Adam",)),
     # Megatron imports it by this path.
-    "fp4_utils": ("distributed.fp4_utils", ()),
+    "fp4_utils": ("nn.fp4_utils", ()),
 }
 # Names of which there is no equal now.
 _REPLACED = {

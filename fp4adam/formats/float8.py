@@ -83,6 +83,7 @@ class Float8Quantizer(Quantizer):
     swizzles_scales = False
     block_rows = BLOCK
     scales_blocks = False
+    largest_value = minifloat.E4M3_MAX
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -169,7 +170,10 @@ class Float8Quantizer(Quantizer):
         return dataclasses.replace(self, columnwise=False) if self.rows_per_entry else self
 
     def scale_inv(self, tensors: Storage, usage: str) -> Tensor | None:
-        return 1.0 / self.encode_scale(tensors.amax) if getattr(self, usage) else None
+        return self.per_tensor_scale(tensors.amax) if getattr(self, usage) else None
+
+    def per_tensor_scale(self, amax: Tensor) -> Tensor:
+        return 1.0 / self.encode_scale(amax)
 
     def encode_scale(self, amax: Tensor) -> Tensor:
         """The factors that map values to codes, float32, for these amaxes."""
@@ -256,7 +260,7 @@ class Float8Quantizer(Quantizer):
         """Codes, the decode scale, and whether the codes are transposed."""
         transposed = tensors.rowwise_data is None
         data = tensors.columnwise_data if transposed else tensors.rowwise_data
-        return data, 1.0 / self.encode_scale(tensors.amax), transposed
+        return data, self.per_tensor_scale(tensors.amax), transposed
 
 
 _OPTIONS = {

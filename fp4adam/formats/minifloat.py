@@ -73,8 +73,7 @@ def e4m3_encode_scale(
         epsilon: Lower bound of amaxes.
         force_pow_2_scales: Whether to round factors down to powers of two.
     """
-    bound = torch.tensor(epsilon, dtype=torch.float32, device=amax.device)
-    amax = torch.where(amax < bound, bound, amax)
+    amax = amax.clamp(min=epsilon)
     # torch computes number / tensor as number * (1 / tensor), which rounds twice.
     scale = torch.full_like(amax, E4M3_MAX) / amax
     scale = torch.where(scale.isinf(), largest, scale)

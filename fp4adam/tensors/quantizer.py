@@ -60,6 +60,8 @@ class Quantizer:
     block_rows: ClassVar[int]
     # Whether the amax of the whole tensor is part of its scales.
     scales_tensor: ClassVar[bool] = False
+    # The largest value of a tensor whose per-tensor scale is 1.
+    largest_value: ClassVar[float] = 0.0
     # Whether blocks have scales of their own, which are stored.
     scales_blocks: ClassVar[bool] = True
     # Whether GEMMs read scales in a swizzled layout rather than as in ``rowwise_scale_inv``.
@@ -228,6 +230,13 @@ class Quantizer:
         an amax.
         """
         tensors.amax.copy_(amax)
+
+    def per_tensor_scale(self, amax: Tensor) -> Tensor:
+        """The decode scales of tensors with these amaxes, which other packages store instead.
+
+        Only for formats that store an amax.
+        """
+        raise NotImplementedError
 
     def write(self, x: Tensor, out: Storage) -> None:
         """Quantize the contiguous matrix ``x`` into ``out``; swizzled scales are not written.
