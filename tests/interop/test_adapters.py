@@ -29,8 +29,8 @@ from fp4adam import (
     Quantizer,
     TensorAdapter,
 )
-from fp4adam.interop.strided_copy import StridedCopies
 from fp4adam.interop.borrowed_tensor import _amax_of
+from fp4adam.interop.strided_copy import StridedCopies
 from fp4adam.tensors import backend
 from golden_vectors import FORMATS, GoldenCase, golden_cases
 from quantized_training import random

@@ -13,6 +13,7 @@ from fp4adam.optim.adam import adam_, adam_scalars
 from fp4adam.optim.update_bound import largest_update, ratio_after
 from fp4adam.tensors import backend
 
+NVFP4 = NVFP4Quantizer()
 # Several tiles of both sizes: whole ones, and single blocks at the edges.
 SHAPE = (80, 96)
 OPTIONS = dict(
@@ -29,7 +30,7 @@ def through_the_kernels(monkeypatch, device):
 class Weight:
     """One parameter in training, with its exact expectation at hand."""
 
-    def __init__(self, value, device, quantizer=NVFP4Quantizer(), **options):
+    def __init__(self, value, device, quantizer=NVFP4, **options):
         self.param = torch.nn.Parameter(quantizer.quantize(value.to(device)))
         self.param._high_precision_init_val = value.to(device)
         self.optimizer = FP4Adam([self.param], **options)
