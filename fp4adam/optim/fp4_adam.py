@@ -30,14 +30,15 @@ QUANTIZE_FROM = ("master", "param_dtype")
 class FP4Adam(FusedAdam):
     """``torch.optim.AdamW`` for :class:`QuantizedTensor` parameters and plain ones.
 
-    Parameters may also be ``NVFP4Tensor``, ``MXFP8Tensor`` and ``Float8BlockwiseQTensor`` of
-    Transformer Engine, ``NVFP4Tensor`` and ``MXTensor`` of torchao, or of any class with a
+    Parameters may also be ``NVFP4Tensor``, ``MXFP8Tensor``, ``Float8BlockwiseQTensor`` and
+    ``Float8Tensor`` (current scaling) of Transformer Engine, ``NVFP4Tensor`` and ``MXTensor`` of torchao, or of any class with a
     :class:`TensorAdapter`. The step writes their memory in place.
 
     A quantized parameter has an FP32 master weight in the optimizer's state. One kernel reads the
     gradient (BF16, FP16 or FP32), updates master and moments in FP32 and writes the re-quantized
     weight in place. After every step the bytes of a parameter are those of
-    ``param.quantizer.quantize(master_param)``. State: 12 bytes per element.
+    ``param.quantizer.quantize(master_param)``; with delayed scaling those of the master under the
+    scale of earlier values. State: 12 bytes per element.
 
     The master starts from the high-precision initial value if the parameter still has it, and frees
     it; otherwise it starts from ``param.dequantize()``. If other code overwrites the parameter

@@ -1,4 +1,4 @@
-"""FP4Adam beside Transformer Engine itself, on a GPU that it runs on; see benchmarks/te_check.py."""
+"""FP4Adam beside Transformer Engine itself, on a GPU it runs on; see benchmarks/te_check.py."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is not installed")
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import te_check  # noqa: E402
+import te_check
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="Transformer Engine needs a CUDA device")
