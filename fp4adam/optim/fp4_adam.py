@@ -31,8 +31,8 @@ class FP4Adam(FusedAdam):
     """``torch.optim.AdamW`` for :class:`QuantizedTensor` parameters and plain ones.
 
     Parameters may also be ``NVFP4Tensor``, ``MXFP8Tensor``, ``Float8BlockwiseQTensor`` and
-    ``Float8Tensor`` (current scaling) of Transformer Engine, ``NVFP4Tensor`` and ``MXTensor`` of torchao, or of any class with a
-    :class:`TensorAdapter`. The step writes their memory in place.
+    ``Float8Tensor`` (current scaling) of Transformer Engine, ``NVFP4Tensor`` and ``MXTensor`` of
+    torchao, or of any class with a :class:`TensorAdapter`. The step writes their memory in place.
 
     A quantized parameter has an FP32 master weight in the optimizer's state. One kernel reads the
     gradient (BF16, FP16 or FP32), updates master and moments in FP32 and writes the re-quantized
