@@ -45,10 +45,10 @@ class FP4Adam(FusedAdam):
     later (``load_state_dict``, weight averaging), the master restarts from the new value. A step
     with lr = 0 leaves the bytes alone.
 
-    NVFP4 weights of a scale group are quantized with one amax, the largest magnitude in all of
-    their masters. Each member stores it, so a server can fuse them without re-quantizing. If any
-    member has a gradient, all members are written and have a state. The step is fastest if all of
-    them have gradients.
+    NVFP4 and Float8 weights of a scale group are quantized with one amax, the largest magnitude in
+    all of their masters. Each member stores it, so a server can fuse them without re-quantizing. If
+    any member has a gradient, all members are written and have a state. The step is fastest if all
+    of them have gradients.
 
     Args:
         params: Parameters, (name, parameter) pairs or dicts of parameter groups; those of a model
@@ -76,9 +76,9 @@ class FP4Adam(FusedAdam):
         fused: False takes plain torch operators instead of the kernels, with the same results.
         quantize_from: "master" quantizes the FP32 master itself; "param_dtype" rounds it to the
             parameter's nominal dtype first, as Megatron's distributed optimizer does.
-        scale_groups: The NVFP4 weights that share one amax, from the first step on: lists of lists
-            of parameters or names, or a rule such as :func:`hf_scale_groups`. Names and rules need
-            ``params=model.named_parameters()``. None keeps the groups made by
+        scale_groups: The NVFP4 or Float8 weights that share one amax, from the first step on: lists
+            of lists of parameters or names, or a rule such as :func:`hf_scale_groups`. Names and
+            rules need ``params=model.named_parameters()``. None keeps the groups made by
             ``quantize_model(..., scale_groups=...)``; () means no groups.
 
     Raises:
@@ -87,7 +87,8 @@ class FP4Adam(FusedAdam):
             ``scale_groups`` is neither lists nor a rule.
         ValueError: For ``master_weights=False`` with quantized parameters, an unknown
             ``quantize_from``, or another package's tensor that the kernels cannot write; if a
-            member of a scale group is unknown, not NVFP4, or in two groups.
+            member of a scale group is unknown, not NVFP4 or Float8 with current scaling, or in two
+            groups.
     """
 
     _option_names = (*FusedAdam._option_names, "quantize_from", "scale_groups")

@@ -91,7 +91,13 @@ def test_amax_is_that_of_the_updated_weight(value, case, device):
         weight.assert_exact()
 
 
-FLOAT8 = ["adamw-normal", "adamw-one outlier", "lr above the weights-zero", "through BF16-normal"]
+FLOAT8 = [
+    "adamw-normal",
+    *(
+        pytest.param(case, marks=pytest.mark.exhaustive)
+        for case in ("adamw-one outlier", "lr above the weights-zero", "through BF16-normal")
+    ),
+]
 
 
 @pytest.mark.parametrize("case", FLOAT8)

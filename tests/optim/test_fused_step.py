@@ -129,11 +129,8 @@ def assert_same_bits(actual, expected):
 @pytest.mark.parametrize(
     ("name", "option"),
     [(name, "adamw") for name in QUANTIZERS]
-    + [
-        (name, option)
-        for name in ("nvfp4", "mxfp8", "float8block", "float8")
-        for option in [*OPTIONS][1:]
-    ],
+    + [(name, option) for name in ("nvfp4", "mxfp8", "float8block") for option in [*OPTIONS][1:]]
+    + [pytest.param("float8", option, marks=pytest.mark.exhaustive) for option in [*OPTIONS][1:]],
 )
 def test_fused_step_gives_the_bits_of_the_torch_path(name, option, choose_path):
     quantizer, shapes = QUANTIZERS[name]
