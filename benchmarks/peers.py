@@ -28,11 +28,17 @@ FORMATS = {
     "MXFP8 swizzled": fp4adam.MXFP8Quantizer(optimize_for_gemm=True),
     "Float8Block": fp4adam.Float8BlockQuantizer(),
     "Float8Block 1D": fp4adam.Float8BlockQuantizer(two_dimensional=False),
+    "Float8": fp4adam.Float8Quantizer(),
+    "Float8 delayed": fp4adam.Float8Quantizer(scaling="delayed"),
 }
 UNFUSED = ("NVFP4", "MXFP8", "Float8Block")
 MOMENTS = {"BF16": torch.bfloat16, "FP8": torch.float8_e4m3fn}
 # A side of a matrix has to be a multiple of this; 1 where it is not said.
-MULTIPLE = {fp4adam.NVFP4Quantizer: 16, fp4adam.MXFP8Quantizer: 32}
+MULTIPLE = {
+    fp4adam.NVFP4Quantizer: 16,
+    fp4adam.Float8Quantizer: 16,
+    fp4adam.MXFP8Quantizer: 32,
+}
 
 # One layer of a GPT with hidden size 2048.
 LAYER: list[Shape] = [(3072, 2048), (2048, 2048), (8192, 2048), (8192, 2048), (2048, 8192)]

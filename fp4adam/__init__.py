@@ -5,12 +5,16 @@ from fp4adam.checkpoints.export import export_checkpoint as export_checkpoint
 from fp4adam.checkpoints.export import export_masters as export_masters
 from fp4adam.checkpoints.import_checkpoint import import_checkpoint as import_checkpoint
 from fp4adam.distributed import collectives as collectives
-from fp4adam.distributed import fp4_utils as fp4_utils
 from fp4adam.distributed import fsdp as fsdp
 from fp4adam.distributed.partial_cast import PartialCast as PartialCast
 from fp4adam.distributed.scale_exchange import check_shards as check_shards
+from fp4adam.distributed.zero import (
+    cast_master_weights_to_nvfp4 as cast_master_weights_to_nvfp4,
+)
 from fp4adam.distributed.zero import post_all_gather_processing as post_all_gather_processing
 from fp4adam.distributed.zero import quantize_master_weights as quantize_master_weights
+from fp4adam.formats.float8 import Float8Quantizer as Float8Quantizer
+from fp4adam.formats.float8 import Float8Tensor as Float8Tensor
 from fp4adam.formats.float8_block import Float8BlockQuantizer as Float8BlockQuantizer
 from fp4adam.formats.float8_block import Float8BlockTensor as Float8BlockTensor
 from fp4adam.formats.mxfp8 import MXFP8Quantizer as MXFP8Quantizer
@@ -22,6 +26,7 @@ from fp4adam.interop import torchao as torchao
 from fp4adam.interop import transformer_engine as transformer_engine
 from fp4adam.interop.adapter import TensorAdapter as TensorAdapter
 from fp4adam.interop.adapter import register_adapter as register_adapter
+from fp4adam.nn import fp4_utils as fp4_utils
 from fp4adam.nn import linear as linear
 from fp4adam.nn.grouped_linear import grouped_linear as grouped_linear
 from fp4adam.nn.kept_weights import kept_weights as kept_weights

@@ -13,6 +13,7 @@ FORMATS: dict[str, type[Quantizer]] = {
     "NVFP4": fp4adam.NVFP4Quantizer,
     "MXFP8": fp4adam.MXFP8Quantizer,
     "Float8Block": fp4adam.Float8BlockQuantizer,
+    "Float8": fp4adam.Float8Quantizer,
 }
 PARTS = ("fused step", "quantize, dequantize", "weight-only matmul", "quantized matmul")
 WHY = {
@@ -68,8 +69,10 @@ def support(
     cast = "emulated"
     if backend.uses_kernels(device):
         cast = "native" if has_triton else "missing"
-    matmul, needed = cast, REQUIREMENTS[quantizer]
-    if backend.uses_kernels(device) and not needed.is_met_by(capability):
+    matmul, needed = cast, REQUIREMENTS.get(quantizer)
+    if needed is None:
+        matmul = "missing: weights alone"
+    elif backend.uses_kernels(device) and not needed.is_met_by(capability):
         matmul = f"missing: needs capability {needed.capabilities}"
     return cast, cast, "missing" if cast == "missing" else "dequantized", matmul
 

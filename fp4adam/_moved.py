@@ -37,7 +37,7 @@ def _rebuild_quantized_tensor(
     attributes: dict[str, Any],
 ) -> QuantizedTensor:
     attributes = dict(attributes)
-    inner = {name: attributes.pop(f"_{name}") for name in STORAGE_NAMES}
+    inner = {name: attributes.pop(f"_{name}", None) for name in STORAGE_NAMES}
     quantizer, origin = attributes.pop("quantizer"), attributes.pop("_origin")
     shared = origin.shared_storage(Storage(**inner))
     tensor = cls(shape, dtype, quantizer, shared, requires_grad)
@@ -61,7 +61,7 @@ _MOVED = {
     "fused_adam": ("optim.fused_adam", ("FusedAdam",)),
     "fp4_adam": ("optim.fp4_adam", ("FP4Adam",)),
     # Megatron imports it by this path.
-    "fp4_utils": ("distributed.fp4_utils", ()),
+    "fp4_utils": ("nn.fp4_utils", ()),
 }
 # Names of which there is no equal now.
 _REPLACED = {

@@ -310,7 +310,7 @@ def _adam_step_kernel(
     """Adam on one block of one tensor, read flat; ``rows`` of the table is its number of elements.
 
     Grid: (n_tiles,). Tile: BLOCK elements. grad_scale_ptr, clip_ptr, found_inf_ptr: float32 [1].
-    table: int64 [n_tensors, 18]. scalars: float32 [n, 12]. tiles: int32 [n_tiles, 2], (tensor,
+    table: int64 [n_tensors, 19]. scalars: float32 [n, 12]. tiles: int32 [n_tiles, 2], (tensor,
     block of that tensor).
     Reads gradient, value, exp_avg, exp_avg_sq, writes the last three and the parameter: 28 bytes
     per element, both with a BF16 gradient and parameter and an FP32 master, and in FP32 throughout.

@@ -1,6 +1,7 @@
 """The amax of weights after a step, found in advance by reading only a few of their tiles.
 
-NVFP4 needs the largest magnitude of the *updated* tensor before its first block can be written.
+NVFP4, and Float8 with current scaling, need the largest magnitude of the *updated* tensor before
+its first block can be written.
 Adam's updates are bounded, so only tiles whose magnitudes are close to the tensor's amax can hold
 the new amax. This preview updates those tiles without storing them. The pass over all tiles then
 compares the weights that it writes with the result, and :func:`requantize` rewrites a tensor whose
@@ -8,10 +9,14 @@ amax was too small. So the bytes are right even if the bound fails, because the 
 became NaN, or other code wrote to the state since the last step.
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp4adam.kernels import adam, float8
 from fp4adam.kernels.adam import (
     LARGEST_DECAY,
     LARGEST_UPDATE,
@@ -22,6 +27,7 @@ from fp4adam.kernels.adam import (
     load_scalars,
     state_pointers,
 )
+from fp4adam.kernels.float8 import float8_tile, tensor_scale
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.tensor_table import (
     AMAX,
@@ -75,7 +81,7 @@ def _amax_preview_kernel(
     AGAIN: read the tiles that the first preview left out and that can exceed the amax it found,
     which happens if the largest weight became NaN.
 
-    Grid: (cdiv(n_tiles, SCAN),). table: int64 [n_tensors, 18]. scalars: float32 [n, 12], including
+    Grid: (cdiv(n_tiles, SCAN),). table: int64 [n_tensors, 19]. scalars: float32 [n, 12], including
     a bound of the update (Inf if unknown) and the decay factor. tiles: int32 [n_tiles, 4], (tensor,
     row, column, rows << 16 | columns). slots: int32 [n_tensors], the amax slot of each tensor;
     tensors that share one take part together. tile_amaxes: float32 [n_tiles], and old_amaxes:
@@ -140,6 +146,34 @@ def _amax_preview_kernel(
 
 
 @triton.jit
+def previewed_amax(table, tensor, slots, amaxes, is_first):
+    """The amax that a tensor is quantized with; the program of its first tile stores it."""
+    amax = tl.load(amaxes + tl.load(slots + tensor))
+    if is_first:
+        amax_ptr = tl.load(table + tensor.to(tl.int64) * WIDTH + AMAX)
+        tl.store(amax_ptr.to(tl.pointer_type(tl.float32)), amax)
+    return amax
+
+
+@triton.jit
+def report_amax(tile_amax, amax, tensor, slots, tile_amaxes, exceeding, WRITE_DTYPE: tl.constexpr):
+    """Store the amax of this program's tile for the next preview; report one the last one missed.
+
+    tile_amax: of the values as they were quantized. amax: what they were quantized with.
+    """
+    if tile_amax > amax:
+        # As integers, the bits of non-negative floats order like the floats.
+        bits = tile_amax.to(tl.int32, bitcast=True)
+        exceeding_ptr = exceeding + tl.load(slots + tensor)
+        tl.atomic_max(exceeding_ptr.to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
+    if WRITE_DTYPE != tl.float32:
+        # The master may exceed its rounded value by half a step of a 16-bit format. The factor
+        # covers normal numbers, the term subnormal ones of FP16.
+        tile_amax = tile_amax * 1.0078125 + 6e-8
+    tl.store(tile_amaxes + tl.program_id(0), tile_amax)
+
+
+@triton.jit
 def _requantize_kernel(
     table,
     tiles,
@@ -148,16 +182,20 @@ def _requantize_kernel(
     exceeding,
     n_tiles,
     n_slots,
+    epsilon,
     WRITE_DTYPE: tl.constexpr,
     VALUE_CODEC: tl.constexpr,
     USAGE: tl.constexpr,
+    SCALES_BLOCKS: tl.constexpr,
+    POW_2: tl.constexpr,
     BC: tl.constexpr,
 ):
     """Rewrite tensors that turned out to exceed the amax that they were quantized with.
 
     Grid: any. Tile: [16, BC]. slots: int32 [n_tensors], the amax slot of each tensor. amaxes:
     float32 [n_slots], corrected. exceeding: float32 [n_slots], the right amax of slots to rewrite,
-    0 for all others. Usually reads only 4 bytes per slot and program.
+    0 for all others. SCALES_BLOCKS: NVFP4, else Float8, to which epsilon and POW_2 belong. Usually
+    reads only 4 bytes per slot and program.
     """
     n_exceeding = 0
     for start in range(0, n_slots, 1024):
@@ -190,15 +228,23 @@ def _requantize_kernel(
                         value_ptr, extra_ptr, block_start, cols, None, VALUE_CODEC, 16, BC
                     )
                     x = round_through(value, WRITE_DTYPE)
-                    _, words, scale = nvfp4_tile(
-                        x, amax, row, col, cols, storage, gemm_scales, USAGE, 16, BC
-                    )
-                    if USAGE.columnwise:
-                        store_columnwise(
-                            words, scale, row, col, rows, storage, gemm_scales, USAGE, 16, BC
+                    if SCALES_BLOCKS:
+                        _, words, scale = nvfp4_tile(
+                            x, amax, row, col, cols, storage, gemm_scales, USAGE, 16, BC
                         )
-                    if USAGE.square and USAGE.swizzled:
-                        store_square_scales(scale, row, col, rows, cols, gemm_scales, USAGE, 16, BC)
+                        if USAGE.columnwise:
+                            store_columnwise(
+                                words, scale, row, col, rows, storage, gemm_scales, USAGE, 16, BC
+                            )
+                        if USAGE.square and USAGE.swizzled:
+                            store_square_scales(
+                                scale, row, col, rows, cols, gemm_scales, USAGE, 16, BC
+                            )
+                    else:
+                        encode = tensor_scale(amax, epsilon, POW_2)
+                        words = float8_tile(x, encode, row, col, cols, storage, USAGE, 16, BC)
+                        if USAGE.columnwise:
+                            float8.store_columnwise(words, row, col, rows, storage, 16, BC)
 
 
 def candidates(
@@ -253,19 +299,130 @@ def requantize(
     exceeding: Tensor,
     variant: Variant,
     usage: Usage,
+    *,
+    scales_blocks: bool,
+    force_pow_2_scales: bool,
+    amax_epsilon: float,
 ) -> Launch:
     """The launch that rewrites the tensors whose slot in ``exceeding`` is not zero."""
     n_tiles = tiles.shape[0]
     return Launch(
         _requantize_kernel,
         min(n_tiles, N_REQUANTIZE),
-        (table, tiles, slots, amaxes, exceeding, n_tiles, amaxes.shape[0]),
+        (table, tiles, slots, amaxes, exceeding, n_tiles, amaxes.shape[0], amax_epsilon),
         dict(
             # Not the whole variant, so that one compiled kernel serves all formats of moments.
             WRITE_DTYPE=variant.write_dtype,
             VALUE_CODEC=variant.value_codec,
             USAGE=usage,
+            SCALES_BLOCKS=scales_blocks,
+            POW_2=force_pow_2_scales,
             BC=32 if has_scales(variant.value_codec) else 16,
         ),
         num_warps=1,
     )
+
+
+class StepLaunch(adam.StepLaunch):
+    """A preview of the tiles that can hold the new amaxes, then one pass over the tensors.
+
+    Formats derive their own, with :meth:`tiles` and :meth:`passes`. For shards the preview covers
+    the rank's own rows and runs twice, so that no tile is missed. The pass then uses the largest
+    amax of all ranks.
+
+    Attributes:
+        amaxes: float32 [n_slots]. For shards, the amaxes to exchange between :meth:`prepare` and
+            the call.
+    """
+
+    def __init__(self, kind: Any, tensors: tuple) -> None:
+        shapes, slots, table, scalars = tensors
+        device = table.device
+        variant, usage, quantizer = kind.variant(), kind.usage(), kind.quantizer
+        tiles, n_whole = self.tiles(kind, shapes)
+        tiles = tiles.to(device)
+        # With zeros the first preview looks at every tile, as nothing is known yet.
+        tile_amaxes = torch.zeros(len(tiles), dtype=torch.float32, device=device)
+        n_slots = max(slots) + 1
+        slots = torch.tensor(slots, dtype=torch.int32, device=device)
+        # Each at the start of memory of its own: Triton compiles anew for another alignment.
+        amaxes = [torch.zeros(n_slots, dtype=torch.float32, device=device) for _ in range(2)]
+        exceeding = torch.zeros(n_slots, dtype=torch.float32, device=device)
+        self.amaxes = torch.zeros(n_slots, dtype=torch.float32, device=device)
+        self._is_shared = kind.group is not None
+        # Double buffer: the amaxes of one step are the old amaxes of the next.
+        self._turns = []
+        for old, new in (amaxes, amaxes[::-1]):
+            known = table, scalars, tiles, slots, tile_amaxes, old, new, exceeding, variant
+            looks = [
+                preview_amax(*known, again=again)
+                for again in ((False, True) if self._is_shared else (False,))
+            ]
+            steps = self.passes(
+                kind,
+                table,
+                scalars,
+                tiles,
+                n_whole,
+                slots,
+                self.amaxes if self._is_shared else new,
+                old,
+                tile_amaxes,
+                exceeding,
+            )
+            rewrite = requantize(
+                table,
+                tiles,
+                slots,
+                new,
+                exceeding,
+                variant,
+                usage,
+                scales_blocks=quantizer.scales_blocks,
+                **quantizer.scale_options,
+            )
+            self._turns.append((old, new, looks, steps, rewrite))
+        self._known = table, scalars, tiles, slots, tile_amaxes
+        self._exceeding = exceeding
+
+    def tiles(self, kind: Any, shapes: list[tuple[int, int]]) -> tuple[Tensor, int]:
+        """The tiles of tensors of these shapes, int32 [n_tiles, 4] as :func:`preview_amax` takes
+        them, and the number of those that come first and are larger.
+        """
+        raise NotImplementedError
+
+    def passes(self, kind: Any, *tensors: Any) -> list[Launch]:
+        """The launches of the pass, from table, scalars, tiles, number of large tiles, slots,
+        amaxes, next amaxes, tile amaxes and exceeding, as in ``nvfp4_step.adam_step``.
+        """
+        raise NotImplementedError
+
+    def compile(self, *signals: Tensor) -> None:
+        _, _, looks, steps, rewrite = self._turns[0]
+        for launch in (*looks, *steps):
+            launch.compile(*signals)
+        if not self._is_shared:
+            rewrite.compile()
+
+    def candidates(self) -> Tensor:
+        """The tiles that the next preview will read, bool [n_tiles]; for diagnosis."""
+        return candidates(*self._known, self._turns[0][0])
+
+    def _look(self, *signals: Tensor) -> None:
+        for launch in self._turns[0][2]:
+            launch(*signals)
+
+    def prepare(self, *signals: Tensor) -> None:
+        if self._is_shared:
+            self._look(*signals)
+            self.amaxes.copy_(self._turns[0][1])
+
+    def __call__(self, *signals: Tensor) -> None:
+        if not self._is_shared:
+            self._look(*signals)
+        _, _, _, steps, rewrite = self._turns[0]
+        for launch in steps:
+            launch(*signals)
+        if not self._is_shared:
+            rewrite()
+        self._turns.reverse()

@@ -116,7 +116,7 @@ def _adam_step_square_kernel(
 ):
     """Adam and re-quantization of one 128x128 block of one tensor.
 
-    Grid: (n_tiles,). Tile: [128, 128] in parts of [BR, BC]. table: int64 [n_tensors, 18]. scalars:
+    Grid: (n_tiles,). Tile: [128, 128] in parts of [BR, BC]. table: int64 [n_tensors, 19]. scalars:
     float32 [n, 12]. tiles: int32 [n_tiles, 4]. MASKED: the block may reach past an edge.
     A power-of-two scale seldom changes, so each part is quantized with the stored scale right away.
     Columnwise words are kept and stored transposed, for the whole block at once. If the new amax

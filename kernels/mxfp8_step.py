@@ -62,7 +62,7 @@ def _adam_step_kernel(
     """Adam and re-quantization of one tile of one tensor; moves each byte once.
 
     Grid: (n_tiles,). Tile: [32, BC] in parts of [32, PART], whose codes and scales are kept and
-    stored together. table: int64 [n_tensors, 18]. scalars: float32 [n, 12]. tiles: int32
+    stored together. table: int64 [n_tensors, 19]. scalars: float32 [n, 12]. tiles: int32
     [n_tiles, 4].
     Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these three, codes and scales:
     28 + 1/16 bytes per element with both directions; 1/16 more if USAGE.swizzled.

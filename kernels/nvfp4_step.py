@@ -7,14 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4adam.kernels import adam, amax_preview
+from fp4adam.kernels import amax_preview
 from fp4adam.kernels.adam import SIGNALS, Variant, adam_step_tile, load_scalars, state_pointers
+from fp4adam.kernels.amax_preview import previewed_amax, report_amax
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.tensor_table import (
-    AMAX,
     COLS,
     ROWS,
-    WIDTH,
     Tile,
     Usage,
     cover,
@@ -58,7 +57,7 @@ def _adam_step_kernel(
 ):
     """Adam and re-quantization of one column of tiles of one tensor; moves each byte once.
 
-    Grid: (n_tiles,). Tile: LOOP times [BR, BC] down the rows. table: int64 [n_tensors, 18].
+    Grid: (n_tiles,). Tile: LOOP times [BR, BC] down the rows. table: int64 [n_tensors, 19].
     scalars: float32 [n, 12]. tiles: int32 [n_tiles, 4]. slots: int32 [n_tensors], the amax slot of
     each tensor; several may share one. amaxes: float32 [n_slots], of the updated weights.
     next_amaxes: float32 [n_slots] for the next step, set to zero. tile_amaxes: float32 [n_tiles],
@@ -80,10 +79,7 @@ def _adam_step_kernel(
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(table, tensor, VARIANT)
     # The preview has found it already, so no program has to wait for another.
-    amax = tl.load(amaxes + tl.load(slots + tensor))
-    if first_of_tensor:
-        amax_ptr = tl.load(table + tensor.to(tl.int64) * WIDTH + AMAX)
-        tl.store(amax_ptr.to(tl.pointer_type(tl.float32)), amax)
+    amax = previewed_amax(table, tensor, slots, amaxes, first_of_tensor)
     # One running maximum per block amax of a tile; one per weight would take more registers.
     SCALE_ROWS: tl.constexpr = BR if USAGE.rowwise and not USAGE.square else BR // 16
     SCALE_COLS: tl.constexpr = BC if not (USAGE.rowwise or USAGE.square) else BC // 16
@@ -122,16 +118,7 @@ def _adam_step_kernel(
             kept_scale, first_row, col, rows, cols, gemm_scales, USAGE, LOOP * BR, BC
         )
     tile_amax = tl.max(tl.max(largest, 1), 0)
-    if tile_amax > amax:
-        # The preview missed it. As integers, the bits of non-negative floats order like the floats.
-        bits = tile_amax.to(tl.int32, bitcast=True)
-        exceeding_ptr = exceeding + tl.load(slots + tensor)
-        tl.atomic_max(exceeding_ptr.to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
-    if VARIANT.write_dtype != tl.float32:
-        # The master may exceed its rounded value by half a step of a 16-bit format. The factor
-        # covers normal numbers, the term subnormal ones of FP16.
-        tile_amax = tile_amax * 1.0078125 + 6e-8
-    tl.store(tile_amaxes + tl.program_id(0), tile_amax)
+    report_amax(tile_amax, amax, tensor, slots, tile_amaxes, exceeding, VARIANT.write_dtype)
 
 
 def step_tiles(
@@ -217,86 +204,11 @@ def adam_step(
     ]
 
 
-class StepLaunch(adam.StepLaunch):
-    """A preview of the tiles that can hold the new amaxes, then one pass over NVFP4 tensors.
+class StepLaunch(amax_preview.StepLaunch):
+    """A preview of the tiles that can hold the new amaxes, then one pass over NVFP4 tensors."""
 
-    For shards the preview covers the rank's own rows and runs twice, so that no tile is missed. The
-    pass then uses the largest amax of all ranks.
+    def tiles(self, kind: Any, shapes: list[tuple[int, int]]) -> tuple[Tensor, int]:
+        return step_tiles(shapes, kind.usage().square, kind.has_scaled_states)
 
-    Attributes:
-        amaxes: float32 [n_slots]. For shards, the amaxes to exchange between :meth:`prepare` and
-            the call.
-    """
-
-    def __init__(self, kind: Any, tensors: tuple) -> None:
-        shapes, slots, table, scalars = tensors
-        device = table.device
-        variant, usage = kind.variant(), kind.usage()
-        tiles, n_whole = step_tiles(shapes, usage.square, kind.has_scaled_states)
-        tiles = tiles.to(device)
-        # With zeros the first preview looks at every tile, as nothing is known yet.
-        tile_amaxes = torch.zeros(len(tiles), dtype=torch.float32, device=device)
-        n_slots = max(slots) + 1
-        slots = torch.tensor(slots, dtype=torch.int32, device=device)
-        # Each at the start of memory of its own: Triton compiles anew for another alignment.
-        amaxes = [torch.zeros(n_slots, dtype=torch.float32, device=device) for _ in range(2)]
-        exceeding = torch.zeros(n_slots, dtype=torch.float32, device=device)
-        self.amaxes = torch.zeros(n_slots, dtype=torch.float32, device=device)
-        self._is_shared = kind.group is not None
-        # Double buffer: the amaxes of one step are the old amaxes of the next.
-        self._turns = []
-        for old, new in (amaxes, amaxes[::-1]):
-            known = table, scalars, tiles, slots, tile_amaxes, old, new, exceeding, variant
-            looks = [
-                amax_preview.preview_amax(*known, again=again)
-                for again in ((False, True) if self._is_shared else (False,))
-            ]
-            steps = adam_step(
-                table,
-                scalars,
-                tiles,
-                n_whole,
-                slots,
-                self.amaxes if self._is_shared else new,
-                old,
-                tile_amaxes,
-                exceeding,
-                variant,
-                usage,
-            )
-            requantize = amax_preview.requantize(
-                table, tiles, slots, new, exceeding, variant, usage
-            )
-            self._turns.append((old, new, looks, steps, requantize))
-        self._known = table, scalars, tiles, slots, tile_amaxes
-        self._exceeding = exceeding
-
-    def compile(self, *signals: Tensor) -> None:
-        _, _, looks, steps, requantize = self._turns[0]
-        for launch in (*looks, *steps):
-            launch.compile(*signals)
-        if not self._is_shared:
-            requantize.compile()
-
-    def candidates(self) -> Tensor:
-        """The tiles that the next preview will read, bool [n_tiles]; for diagnosis."""
-        return amax_preview.candidates(*self._known, self._turns[0][0])
-
-    def _look(self, *signals: Tensor) -> None:
-        for launch in self._turns[0][2]:
-            launch(*signals)
-
-    def prepare(self, *signals: Tensor) -> None:
-        if self._is_shared:
-            self._look(*signals)
-            self.amaxes.copy_(self._turns[0][1])
-
-    def __call__(self, *signals: Tensor) -> None:
-        if not self._is_shared:
-            self._look(*signals)
-        _, _, _, steps, requantize = self._turns[0]
-        for launch in steps:
-            launch(*signals)
-        if not self._is_shared:
-            requantize()
-        self._turns.reverse()
+    def passes(self, kind: Any, *tensors: Any) -> list[Launch]:
+        return adam_step(*tensors, kind.variant(), kind.usage())

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp4adam.kernels.float8 import tensor_scale
 from fp4adam.kernels.float8_block import float8_scale
 from fp4adam.kernels.launch.launch import on_its_device
 from fp4adam.kernels.launch.tensor_table import (
@@ -66,6 +67,7 @@ COLUMNWISE_AMAX = tl.constexpr(5)
 TILES = {
     "nvfp4": (Tile(16, 128, 1, 4, 1), Tile(16, 128, 1, 4, 1)),
     "mxfp8": (Tile(32, 64, 1, 4, 1), Tile(32, 64, 1, 4, 1)),
+    "float8": (Tile(16, 128, 1, 4, 1), Tile(16, 128, 1, 4, 1)),
     "float8_block": (Tile(16, 128, 8, 4, 3), Tile(8, 128, 16, 4, 1)),
 }
 # Block scales that one program writes.
@@ -140,7 +142,7 @@ def _square_amax_kernel(
 ):
     """The shard's amaxes of the square blocks of one tile, and of the tensor if OF_TENSOR.
 
-    Grid: (n_tiles,). Tile: [BLOCK, BC] in parts of [BR, BC]. table: int64 [n_tensors, 18]. tiles:
+    Grid: (n_tiles,). Tile: [BLOCK, BC] in parts of [BR, BC]. table: int64 [n_tensors, 19]. tiles:
     int32 [n_tiles, 4]. WHOLE: the shard contains the whole tile, so there are no masks. Reads the
     shard (2 or 4 bytes per element), writes 4 bytes per block.
     """
@@ -214,7 +216,9 @@ def _scales_kernel(
 ):
     """The scales of all blocks of the matrices, including blocks outside of the shards.
 
-    Grid: (n_chunks,). Tile: CHUNK blocks. table: int64 [n_tensors, 18]. chunks: int32
+    Also the amaxes of NVFP4 and Float8 tensors; the latter have no scales of blocks.
+
+    Grid: (n_chunks,). Tile: CHUNK blocks. table: int64 [n_tensors, 19]. chunks: int32
     [n_chunks, 4], (tensor, first block, 1 for columnwise blocks, 0). epsilon, LARGEST, POW_2: for
     Float8Block. Reads 4 bytes per block, writes 1 or 4.
     """
@@ -224,6 +228,10 @@ def _scales_kernel(
     rows, cols = _load(table, tensor, ROWS), _load(table, tensor, COLS)
     block = first.to(tl.int64) + tl.arange(0, CHUNK)
     grid, out = _load(table, tensor, ROWWISE_AMAX), _load(table, tensor, ROWWISE_SCALE)
+    if FORMAT == "nvfp4" or FORMAT == "float8":
+        tensor_amax = tl.load(_pointer(table, tensor, TENSOR_AMAX, tl.float32, False))
+        if first == 0:
+            tl.store(_pointer(table, tensor, AMAX, tl.float32, False), tensor_amax)
     if FORMAT == "mxfp8":
         width = tl.where(columnwise, cols, cols // 32)
         numel = rows // 32 * cols  # in either direction
@@ -236,17 +244,14 @@ def _scales_kernel(
     inside = block < numel
     amax = tl.load(grid.to(tl.pointer_type(tl.float32)) + block, inside, 0.0)
     if FORMAT == "nvfp4":
-        tensor_amax = tl.load(_pointer(table, tensor, TENSOR_AMAX, tl.float32, False))
         scale, _ = nvfp4_scale(amax, tensor_amax)
         tl.store(out.to(tl.pointer_type(tl.uint8)) + block, scale, inside)
-        if first == 0:
-            tl.store(_pointer(table, tensor, AMAX, tl.float32, False), tensor_amax)
     elif FORMAT == "mxfp8":
         scale, _ = mxfp8_scale(amax)
         stored_width = tl.where(columnwise, (width + 127) // 128 * 128, (width + 3) // 4 * 4)
         at = block // width * stored_width + block % width
         tl.store(out.to(tl.pointer_type(tl.uint8)) + at, scale.to(tl.uint8), inside)
-    else:
+    elif FORMAT == "float8_block":
         scale = tl.div_rn(1.0, float8_scale(amax, epsilon, LARGEST, POW_2))
         tl.store(out.to(tl.pointer_type(tl.float32)) + block, scale, inside)
 
@@ -262,7 +267,7 @@ def _nvfp4_codes_kernel(
 ):
     """The shard's E2M1 codes of one tile; preserves the other nibble of a byte that the shard cuts.
 
-    Grid: (n_tiles,). Tile: [16, BC]. table: int64 [n_tensors, 18]. tiles: int32 [n_tiles, 4]. Reads
+    Grid: (n_tiles,). Tile: [16, BC]. table: int64 [n_tensors, 19]. tiles: int32 [n_tiles, 4]. Reads
     the shard (2 or 4 bytes per element) and amaxes, writes half a byte per element.
     """
     tensor, row, col = load_tile(tiles, 16)
@@ -292,6 +297,32 @@ def _nvfp4_codes_kernel(
         old = tl.load(data, (own == 0x0F) | (own == 0xF0), 0).to(tl.int32)
         new = ((low | (high << 4)) & own) | (old & (0xFF - own))
         tl.store(data, new.to(tl.uint8), own != 0)
+
+
+@triton.jit
+def _float8_codes_kernel(
+    table,
+    tiles,
+    epsilon,
+    VALUE_DTYPE: tl.constexpr,
+    WRITE_DTYPE: tl.constexpr,
+    POW_2: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """The shard's E4M3 codes of one tile, with the amax of the tensor that is stored already.
+
+    Grid: (n_tiles,). Tile: [16, BC]. Tables as for NVFP4. Reads the shard (2 or 4 bytes per
+    element), writes one byte per element.
+    """
+    tensor, row, col = load_tile(tiles, 16)
+    cols = size(table, tensor, COLS, 16)
+    ptr = _pointer(table, tensor, VALUE, VALUE_DTYPE, WHOLE)
+    mask = _own(_bounds(table, tensor), row, col, cols, WHOLE, 16, BC)
+    x = _load_value(ptr, row, col, cols, mask, WRITE_DTYPE, 16, BC)
+    amax = tl.load(_pointer(table, tensor, AMAX, tl.float32, False))
+    data = _pointer(table, tensor, ROWWISE_DATA, tl.uint32 if WHOLE else tl.uint8, WHOLE)
+    _store_e4m3(x * tensor_scale(amax, epsilon, POW_2), data, row, col, cols, mask, 16, BC)
 
 
 @triton.jit
@@ -423,7 +454,7 @@ def measure(
                 table,
                 listed,
                 **dtypes,
-                OF_TENSOR=format == "nvfp4",
+                OF_TENSOR=format in ("nvfp4", "float8"),
                 WHOLE=whole,
                 BLOCK=tile.rows * tile.loop,
                 BR=tile.rows,
@@ -444,7 +475,7 @@ def write_scales(
     force_pow_2_scales: bool,
     amax_epsilon: float,
 ) -> None:
-    """Write scales, and NVFP4's tensor amaxes, from amaxes; ``chunks``: of SCALES blocks each."""
+    """Write scales, and amaxes of tensors, from amaxes; ``chunks``: of SCALES blocks each."""
     if len(chunks):
         _scales_kernel[(len(chunks),)](
             table,
@@ -483,6 +514,17 @@ def write_codes(
             usage = dict(ROWWISE=rowwise, COLUMNWISE=columnwise)
             _mxfp8_codes_kernel[grid](
                 table, listed, **dtypes, **usage, WHOLE=whole, BC=tile.cols, **options
+            )
+        elif format == "float8":
+            _float8_codes_kernel[grid](
+                table,
+                listed,
+                amax_epsilon,
+                **dtypes,
+                POW_2=force_pow_2_scales,
+                WHOLE=whole,
+                BC=tile.cols,
+                **options,
             )
         else:
             _float8_block_codes_kernel[grid](

@@ -30,7 +30,7 @@ EDGE = 32
 def _transpose_kernel(table, tiles, BITS: tl.constexpr, SIDE: tl.constexpr):
     """Transpose one whole tile of a matrix whose rows and columns consist of whole words.
 
-    Grid: (n_tiles,). Tile: [SIDE, SIDE]. table: int64 [n_tensors, 18]. tiles: int32 [n_tiles, 4].
+    Grid: (n_tiles,). Tile: [SIDE, SIDE]. table: int64 [n_tensors, 19]. tiles: int32 [n_tiles, 4].
     Reads and writes BITS / 8 bytes per element.
     """
     tensor, row, col = load_tile(tiles, SIDE)

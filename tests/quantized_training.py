@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from fp4adam import (
     Float8BlockQuantizer,
+    Float8Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     QuantizedTensor,
@@ -24,6 +25,7 @@ RECIPES = {
     "nvfp4": NVFP4Quantizer(),
     "mxfp8": MXFP8Quantizer(),
     "float8block": Float8BlockQuantizer(),
+    "float8": Float8Quantizer(),
 }
 QUANTIZERS = {
     **RECIPES,
@@ -32,6 +34,8 @@ QUANTIZERS = {
     "mxfp8-rowwise": MXFP8Quantizer(columnwise=False),
     "float8block-1d": Float8BlockQuantizer(two_dimensional=False),
     "float8block-fp32": Float8BlockQuantizer(force_pow_2_scales=False, amax_epsilon=1e-3),
+    "float8-delayed": Float8Quantizer(scaling="delayed", amax_history_len=3),
+    "float8-columnwise": Float8Quantizer(rowwise=False, force_pow_2_scales=True),
 }
 SHAPES = ((64, 96), (32, 160))
 
@@ -175,5 +179,13 @@ def assert_bytes_are_of_masters(optimizer: Optimizer) -> None:
         master = optimizer.state[param]["master_param"]
         if optimizer.quantize_from == "param_dtype":
             master = master.to(param.dtype)
+        if param.quantizer.has_history:
+            # Earlier values set the scale: the master is in the codes, and the latest amax.
+            scaled = (master.float() * param.scale).clamp(-448, 448)
+            codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+            assert_identical([param.rowwise_data, param.columnwise_data], [codes, codes.t()])
+            if master.numel():
+                assert param.amax_history[0] == master.abs().max()
+            continue
         expected = param.quantizer.quantize(master).storage_tensors()
         assert_identical(param.storage_tensors(), expected)

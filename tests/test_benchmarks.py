@@ -127,7 +127,7 @@ def test_bytes(name, weight, grad, states, reads_weight, measured):
 @pytest.mark.parametrize("model", MODELS)
 def test_every_optimizer_is_measured_on_every_model(model, measured):
     results = rows(measured, model)
-    assert len(results) == (25 if model == "gpt" else 5)
+    assert len(results) == (27 if model == "gpt" else 5)
     for row in [r for name, r in results.items() if name != BROKEN]:
         assert all(row[key] > 0 for key in TIMES), row
         assert row["ms_min"] <= row["ms"] <= row["ms_max"]
@@ -412,3 +412,44 @@ def test_losses_of_other_settings_are_not_compared(trained, tmp_path):
     (tmp_path / "other.json").write_text(json.dumps({"runs": [other]}))
     with pytest.raises(SystemExit, match="must have the batch of BF16 .* 4, got 8 of NVFP4 2D"):
         report("numerics_report.py", path, tmp_path / "other.json")
+
+
+# Transformer Engine
+
+
+@pytest.fixture
+def te_check(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.delitem(sys.modules, "report", raising=False)  # the examples have one as well
+    return load("te_check")
+
+
+def test_without_transformer_engine_the_program_says_so(te_check, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    with pytest.raises(SystemExit, match="Transformer Engine could not be imported"):
+        te_check.run(["bytes"])
+
+
+def test_a_part_that_fails_leaves_a_row_and_the_others_run(te_check, monkeypatch):
+    def fails(*given):
+        yield {"format": "Float8", "what": "first", "ok": True}
+        raise ValueError("no such thing")
+
+    def runs(*given):
+        yield {"format": "Float8", "what": "last", "ok": True}
+
+    monkeypatch.setattr(te_check, "engine", lambda: ())
+    monkeypatch.setattr(te_check, "PARTS", {"bytes": fails, "times": runs})
+    rows = te_check.run(["bytes", "times"])
+    assert [row["what"] for row in rows] == ["first", "failed", "last"]
+    assert [row["ok"] for row in rows] == [True, False, True]
+    assert rows[1]["why"] == "ValueError: no such thing"
+
+
+def test_differing_bytes_are_counted_without_padding(te_check):
+    codes = torch.arange(64, dtype=torch.uint8).view(8, 8)
+    padded = torch.nn.functional.pad(codes, (0, 2))
+    other = codes.clone()
+    other[0, :4] += 1
+    assert te_check.differing({"a": codes, "b": codes}, {"a": padded}) == {"a": 0.0}
+    assert te_check.differing({"a": codes}, {"a": other}) == {"a": 4 / 64}

@@ -122,6 +122,8 @@ def test_public_names_are_those_of_the_readme():
     names = {
         "Float8BlockQuantizer",
         "Float8BlockTensor",
+        "Float8Quantizer",
+        "Float8Tensor",
         "FP4Adam",
         "FusedAdam",
         "MXFP8Quantizer",

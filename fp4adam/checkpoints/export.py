@@ -227,9 +227,12 @@ def _encoding_for(layout: Layout, quantized: dict[str, QuantizedTensor]) -> Enco
         quantizer = weight.quantizer
         if type(quantizer) not in known:
             others = [n for n, x in LAYOUTS.items() for e in x.encodings if _fits(e, weight)]
+            cure = "no layout has this format; call export_masters"
+            if others:
+                cure = f"use layout={' or '.join(map(repr, others))}"
             raise ValueError(
                 f"weights must be in {held} for layout {layout.name!r}, got {name!r} in "
-                f"{type(weight).__name__}; use layout={' or '.join(map(repr, others))}"
+                f"{type(weight).__name__}; {cure}"
             )
         if type(weight) is not type(quantized[first]):
             raise ValueError(

@@ -18,8 +18,8 @@ class Shard:
     """The elements [start, stop) of the row-major matrix of a weight.
 
     ``dtype``: the dtype that values are rounded to first. ``amax``: float32 [1], or None for
-    formats without a per-tensor scale. ``grids``: float32 block amaxes by direction. ``amax`` and
-    ``grids`` are views of one buffer.
+    formats that store none. ``grids``: float32 block amaxes by direction. ``amax`` and ``grids``
+    are views of one buffer.
     """
 
     weight: QuantizedTensor
@@ -50,8 +50,11 @@ class Shard:
         height, width = self.blocks[usage]
         return -(-rows // height), -(-cols // width)
 
-    def scale_inv(self, usage: str) -> Tensor:
-        """The inner tensor with the scales; it may be padded, and so larger than the grid."""
+    def scale_inv(self, usage: str) -> Tensor | None:
+        """The inner tensor with the scales of blocks; it may be larger than the grid, by padding.
+
+        None for formats without such scales.
+        """
         tensors = self.weight._shared.tensors
         if self.quantizer.is_square:
             return tensors.block_scale_inv

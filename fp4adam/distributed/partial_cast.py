@@ -40,13 +40,13 @@ class PartialCast:
             leaves them as they are.
 
     Attributes:
-        amaxes: float32 [n], one buffer for all: first an amax per NVFP4 weight, then the block
-            amaxes, weight by weight. Padding in between stays 0.
+        amaxes: float32 [n], one buffer for all: first an amax per NVFP4 or Float8 weight, then the
+            block amaxes of all formats but Float8, weight by weight. Padding in between stays 0.
         tensor_amaxes: Per weight a view [1] of the buffer; None for formats without a per-tensor
             scale.
         rowwise_amaxes: Per weight a view of the buffer: [rows / 16, cols / 16] (NVFP4),
             [ceil(rows / 128), ceil(cols / 128)] (Float8Block), or [rows, cols / 32] (MXFP8, None
-            without rowwise usage).
+            without rowwise usage). That of a Float8 weight is a view of other memory.
         columnwise_amaxes: Per weight a view [rows / 32, cols] of the buffer for MXFP8 with
             columnwise usage, else None.
 
@@ -77,20 +77,24 @@ class PartialCast:
         self._lay_out_amaxes()
 
     def _lay_out_amaxes(self) -> None:
-        of_tensors = [shard for shard in self._shards if shard.quantizer.scales_tensor]
-        n = len(of_tensors)
+        of_tensors = [shard for shard in self._shards if shard.weight._amax is not None]
+        n = n_exchanged = len(of_tensors)
         spans = []
-        for shard in self._shards:
+        # Ranks need not know each other's blocks if these have no scales of their own.
+        for shard in sorted(self._shards, key=lambda shard: not shard.quantizer.scales_blocks):
             for usage in shard.blocks:
                 shape = shard.grid_shape(usage)
                 n = round_up(n, 4)
                 spans.append((shard, usage, n, shape))
                 n += shape[0] * shape[1]
-        self.amaxes = torch.zeros(n, dtype=torch.float32, device=self.device)
+                if shard.quantizer.scales_blocks:
+                    n_exchanged = n
+        self._buffer = torch.zeros(n, dtype=torch.float32, device=self.device)
+        self.amaxes = self._buffer[:n_exchanged]
         for i, shard in enumerate(of_tensors):
             shard.amax = self.amaxes[i : i + 1]
         for shard, usage, first, shape in spans:
-            shard.grids[usage] = self.amaxes[first : first + shape[0] * shape[1]].view(shape)
+            shard.grids[usage] = self._buffer[first : first + shape[0] * shape[1]].view(shape)
         self.tensor_amaxes = [shard.amax for shard in self._shards]
         self.rowwise_amaxes = [shard.grids.get("rowwise") for shard in self._shards]
         self.columnwise_amaxes = [shard.grids.get("columnwise") for shard in self._shards]
@@ -106,7 +110,7 @@ class PartialCast:
             ValueError: If a value is not as described.
         """
         self.check_values(values)
-        self.amaxes.zero_()
+        self._buffer.zero_()
         if backend.uses_kernels(self.device):
             from fp4adam.distributed import partial_cast_launch
 
@@ -219,11 +223,10 @@ def check_weights(weights: Sequence[QuantizedTensor], name: str = "weights") -> 
         kind = type(weight).__name__
         if not isinstance(weight, QuantizedTensor):
             raise ValueError(
-                f"{name}[{i}] must be an NVFP4, MXFP8 or Float8Block tensor, got a {kind}; "
+                f"{name}[{i}] must be an NVFP4, MXFP8, Float8 or Float8Block tensor, got a {kind}; "
                 "quantize_model makes such parameters"
             )
-        # A format that can be cut along rows can quantize parts on their own.
-        if not weight.quantizer.rows_per_entry:
+        if not weight.quantizer.casts_in_shards:
             raise ValueError(
                 f"{name}[{i}] must have square blocks and rowwise data to be cast in shards, got a "
                 f"{kind} with {weight.quantizer}: its columnwise codes need whole columns; make it "
@@ -289,12 +292,14 @@ def _measure(shard: Shard, value: Tensor | None) -> None:
 
 def _scales(shard: Shard, grid: Tensor) -> tuple[Tensor, Tensor]:
     """The stored scales for block amaxes ``grid``, and the factors that map values to codes."""
-    return shard.quantizer.scales_of_blocks(grid, shard.amax, shard.dtype)
+    return shard.quantizer.scales_of_blocks(grid, shard.weight._amax, shard.dtype)
 
 
 def _write_scales(shard: Shard) -> None:
     if shard.amax is not None:
-        shard.weight._amax.copy_(shard.amax)
+        shard.quantizer.take_amax(shard.weight._shared.tensors, shard.amax)
+    if not shard.quantizer.scales_blocks:
+        return
     for usage, grid in shard.grids.items():
         stored = shard.scale_inv(usage)
         stored[: grid.shape[0], : grid.shape[1]] = _scales(shard, grid)[0]

@@ -49,6 +49,9 @@ def write(
     """Write the scales of all blocks, and the codes of the shards."""
     rows = _table_rows(shards, values, outs)
     table = tile_lists.table(rows, device)
+    for shard in shards:
+        if shard.quantizer.has_history:
+            shard.quantizer.take_amax(shard.weight._shared.tensors, shard.amax)
     for kind, chunks in _chunks(shards, device):
         partial_cast.write_scales(table, chunks, **kind.options(*_SCALES))
     for kind, tiles in _tiles(shards, values, rows, device):
@@ -87,7 +90,8 @@ def _table_row(shard: Shard, value: Tensor | None, out: Out) -> dict[str, int]:
     for usage, (codes, first_byte) in shard.targets(out).items():
         fields[f"{usage}_data"] = codes.data_ptr() - first_byte
         fields[f"{usage}_amax"] = shard.grids[usage].data_ptr()
-        fields[f"{usage}_scale"] = shard.scale_inv(usage).data_ptr()
+        if shard.quantizer.scales_blocks:
+            fields[f"{usage}_scale"] = shard.scale_inv(usage).data_ptr()
     return fields
 
 
@@ -138,7 +142,12 @@ def _chunks(shards: list[Shard], device: torch.device) -> list[tuple[_Kind, Tens
     """By kind, lists of blocks in chunks of SCALES."""
     regions: dict[_Kind, list[Region]] = {}
     for i, shard in enumerate(shards):
+        if shard.quantizer.has_history:
+            continue  # its amax is another one than that of the values
         listed = regions.setdefault(_kind(shard, None), [])
+        if not shard.quantizer.scales_blocks:
+            listed.append((i, 0, 1, 0, 1))  # for the amax alone
+            continue
         for usage, grid in shard.grids.items():
             columnwise = int(usage == "columnwise")
             listed.append((i, 0, grid.numel(), columnwise, columnwise + 1))

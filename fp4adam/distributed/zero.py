@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fp4adam.distributed.flat_shard import Out
 from fp4adam.distributed.partial_cast import PartialCast, check_weights
+from fp4adam.formats.nvfp4 import NVFP4Tensor
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.transpose import build_columnwise, check_square
 
@@ -18,7 +19,7 @@ def quantize_master_weights(
     start_offsets: Sequence[int | None],
     group: dist.ProcessGroup | None,
     fsdp_shard_model_weights: Sequence[Out] | None = None,
-    manual_post_all_gather_processing: bool = True,
+    manual_post_all_gather_processing: bool = False,
 ) -> None:
     """Quantize this rank's slices of the masters into weights that every rank has in full.
 
@@ -32,8 +33,9 @@ def quantize_master_weights(
     weights in the same order.
 
     Args:
-        model_weights: NVFP4, MXFP8 or Float8Block tensors on one device, of any shape; NVFP4 and
-            Float8Block with ``two_dimensional=True``.
+        model_weights: NVFP4, MXFP8, Float8 or Float8Block tensors on one device, of any shape;
+            NVFP4 and Float8Block with ``two_dimensional=True``. With delayed scaling the amax that
+            ranks agree on becomes part of the history.
         master_weights: Per weight this rank's slice of the flattened master, flat and contiguous,
             float32, bfloat16 or float16; None if the rank has no slice of it.
         start_offsets: Per weight the index of the slice's first element; None without a slice.
@@ -43,8 +45,8 @@ def quantize_master_weights(
             1) // 2) of the flat ``rowwise_data``; nibbles of other ranks are preserved. MXFP8: a
             pair, rowwise and columnwise.
         manual_post_all_gather_processing: True keeps columnwise storage, which is stale until
-            :func:`post_all_gather_processing`. False drops it for NVFP4 and Float8Block, whose
-            quantizers become rowwise-only; MXFP8 keeps both directions, and both are written.
+            :func:`post_all_gather_processing`. False drops it, except for MXFP8: quantizers become
+            rowwise-only. MXFP8 keeps both directions, and both are written.
 
     Raises:
         ValueError: If an argument is not as described; raised before any communication.
@@ -90,6 +92,36 @@ def quantize_master_weights(
             _drop_columnwise(weight)
 
 
+def cast_master_weights_to_nvfp4(
+    model_weights: Sequence[QuantizedTensor],
+    master_weights: Sequence[Tensor | None],
+    start_offsets: Sequence[int | None],
+    group: dist.ProcessGroup | None,
+    fsdp_shard_model_weights: Sequence[Out] | None = None,
+    manual_post_all_gather_processing: bool = False,
+) -> None:
+    """:func:`quantize_master_weights` for NVFP4 weights alone.
+
+    Raises:
+        ValueError: If a weight is not an NVFP4 tensor, or as for that function.
+        RuntimeError: As for that function.
+    """
+    for i, weight in enumerate(model_weights):
+        if not isinstance(weight, NVFP4Tensor):
+            raise ValueError(
+                f"model_weights[{i}] must be an NVFP4Tensor, got a {type(weight).__name__}; call "
+                "quantize_master_weights, which takes all formats"
+            )
+    quantize_master_weights(
+        model_weights,
+        master_weights,
+        start_offsets,
+        group,
+        fsdp_shard_model_weights,
+        manual_post_all_gather_processing,
+    )
+
+
 def _check_part(i: int, master: Tensor | None, start: int | None) -> None:
     if master is not None and not isinstance(master, Tensor):
         raise ValueError(
@@ -115,9 +147,9 @@ def _drop_columnwise(weight: QuantizedTensor) -> None:
 def post_all_gather_processing(model_weights: QuantizedTensor | Sequence[QuantizedTensor]) -> None:
     """Update columnwise codes after the all-gather of rowwise codes.
 
-    For NVFP4 and Float8Block the rowwise codes are transposed into the columnwise ones, in one or
-    two launches per code width. MXFP8 needs nothing, as its columnwise codes are gathered too.
-    Tensors without columnwise codes are skipped.
+    For NVFP4, Float8 and Float8Block the rowwise codes are transposed into the columnwise ones, in
+    one or two launches per code width. MXFP8 needs nothing, as its columnwise codes are
+    gathered too. Tensors without columnwise codes are skipped.
 
     Args:
         model_weights: One tensor or a sequence, after :func:`quantize_master_weights`.

@@ -145,15 +145,9 @@ class Float8BlockQuantizer(SquareBlockQuantizer):
 
         ``largest``: The largest finite value of the input's dtype, used where 448 / amax overflows.
         """
-        epsilon = torch.tensor(self.amax_epsilon, dtype=torch.float32, device=amax.device)
-        amax = torch.where(amax < epsilon, epsilon, amax)
-        # torch computes number / tensor as number * (1 / tensor), which rounds twice.
-        scale = torch.full_like(amax, minifloat.E4M3_MAX) / amax
-        scale = torch.where(scale.isinf(), largest, scale)
-        scale = torch.where((amax == 0) | ~amax.isfinite(), 1.0, scale)
-        if self.force_pow_2_scales:
-            scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
-        return scale
+        return minifloat.e4m3_encode_scale(
+            amax, largest, self.amax_epsilon, self.force_pow_2_scales
+        )
 
     def recode(self, x: Tensor, tensors: Storage) -> Tensor:
         factor = 1.0 / tensors.block_scale_inv

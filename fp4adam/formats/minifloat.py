@@ -62,6 +62,27 @@ def e4m3_code(x: Tensor) -> Tensor:
     return code.sub_(negative_nan, alpha=0x80)
 
 
+def e4m3_encode_scale(
+    amax: Tensor, largest: float, epsilon: float, force_pow_2_scales: bool
+) -> Tensor:
+    """Factors that map magnitudes up to ``amax`` to those of E4M3, float32.
+
+    Args:
+        amax: Amaxes, float32.
+        largest: The factor where 448 / amax overflows.
+        epsilon: Lower bound of amaxes.
+        force_pow_2_scales: Whether to round factors down to powers of two.
+    """
+    amax = amax.clamp(min=epsilon)
+    # torch computes number / tensor as number * (1 / tensor), which rounds twice.
+    scale = torch.full_like(amax, E4M3_MAX) / amax
+    scale = torch.where(scale.isinf(), largest, scale)
+    scale = torch.where((amax == 0) | ~amax.isfinite(), 1.0, scale)
+    if force_pow_2_scales:
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return scale
+
+
 def e4m3_value(code: Tensor) -> Tensor:
     """float32 values of uint8 E4M3 bytes."""
     # A table lookup, because torch's own conversion is several times slower.

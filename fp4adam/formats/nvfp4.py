@@ -65,6 +65,7 @@ class NVFP4Quantizer(SquareBlockQuantizer):
     code_bits = 4
     block_rows = BLOCK
     scales_tensor = True
+    largest_value = RANGE
     rows_per_square = BLOCK
 
     def check_matrix(self, rows: int, cols: int) -> str | None:
@@ -94,6 +95,10 @@ class NVFP4Quantizer(SquareBlockQuantizer):
             self.kernels().measure(x, amax)
         else:
             amax.copy_(torch.stack([minifloat.amax(strip) for _, strip in strips(x, BLOCK)]).amax())
+
+    def per_tensor_scale(self, amax: Tensor) -> Tensor:
+        # By a tensor, because torch divides by a number by multiplying with its reciprocal.
+        return amax / torch.full_like(amax, RANGE)
 
     def scale_extent(self, usage: str, rows: int, cols: int) -> tuple[int, int]:
         return (rows, cols // BLOCK) if usage == "rowwise" else (cols, rows // BLOCK)

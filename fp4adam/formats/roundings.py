@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fp4adam.formats.float8 import Float8Quantizer
 from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
@@ -17,6 +18,8 @@ _USUAL: tuple[Quantizer, ...] = (
     Float8BlockQuantizer(columnwise=False),
     Float8BlockQuantizer(columnwise=False, two_dimensional=False),
     Float8BlockQuantizer(columnwise=False, force_pow_2_scales=False),
+    Float8Quantizer(columnwise=False),
+    Float8Quantizer(columnwise=False, force_pow_2_scales=True),
 )
 
 

@@ -1,4 +1,4 @@
-"""Groups of NVFP4 weights that share one amax, because they are served as one matrix.
+"""Groups of NVFP4 or Float8 weights that share one amax, because they are served as one matrix.
 
 A server fuses q, k and v into one weight with one per-tensor scale. If they share their amax in
 training, the bytes of each member are its rows of the fused weight.
@@ -151,8 +151,8 @@ def _check_member(
     if quantizer is None or not quantizer.scales_tensor:
         kind = "a plain tensor" if quantizer is None else quantizer.tensor_class.__name__
         raise ValueError(
-            f"members of a scale group must be NVFP4 weights, got {what}, {kind}: there is no "
-            "scale of the whole tensor to share; leave it out"
+            f"members of a scale group must be NVFP4 or Float8 weights, got {what}, {kind}: there "
+            "is no scale of the whole tensor to share; leave it out"
         )
 
 

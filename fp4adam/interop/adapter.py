@@ -74,19 +74,20 @@ class TensorAdapter:
         field                    view of
         =======================  =================================================================
         ``rowwise_data``,        codes as in the class of the format (:class:`NVFP4Tensor`,
-        ``columnwise_data``      :class:`MXFP8Tensor`, :class:`Float8BlockTensor`): contiguous, one
-                                 byte per entry
+        ``columnwise_data``      :class:`MXFP8Tensor`, :class:`Float8Tensor`,
+                                 :class:`Float8BlockTensor`): contiguous, one byte per entry
         ``rowwise_scale_inv``,   scales as in that class, in two dimensions with any padding. For
         ``columnwise_scale_inv`` any other layout, a view of up to five dimensions whose row-major
                                  order is that of the padded matrix (not with
                                  ``two_dimensional=True``)
-        ``amax_rowwise``,        NVFP4: one float32, the largest magnitude
+        ``amax_rowwise``,        NVFP4, Float8: one float32, the largest magnitude
         ``amax_columnwise``
-        ``per_tensor_scale``     NVFP4: one float32, the largest magnitude / 2688, if stored
+        ``per_tensor_scale``     one float32, the decode scale of the tensor, if stored: NVFP4, the
+                                 largest magnitude / 2688; Float8, the reciprocal of its scale
         =======================  =================================================================
 
-        Data and scales of each direction of the quantizer are required, and for NVFP4 one of the
-        last three. All returned fields are written; padding is left alone.
+        Data and scales of each direction of the quantizer are required, and for NVFP4 and Float8
+        one of the last three. All returned fields are written; padding is left alone.
         """
         raise NotImplementedError
 

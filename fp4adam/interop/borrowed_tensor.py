@@ -7,13 +7,13 @@ That costs at most an eighth of a byte per element, of the 27 that a step moves,
 need to know only one layout.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from operator import is_
 
 import torch
 from torch import Tensor
 
-from fp4adam.formats.nvfp4 import RANGE
 from fp4adam.interop.adapter import FIELDS, adapter_of, class_name, count_writes, memory
 from fp4adam.interop.strided_copy import StridedCopies
 from fp4adam.tensors.blocks import flat_shape
@@ -75,7 +75,7 @@ class BorrowedTensor:
                 self._check_numel(name, field, size)
                 storage[name] = field.view(size)
             elif name == "amax":
-                storage[name] = self._amax(fields)
+                storage[name] = self._amax(quantizer, fields)
             elif name == "block_scale_inv":
                 grid = torch.zeros(size, dtype=dtype, device=self.source.device)
                 storage[name] = grid
@@ -84,7 +84,7 @@ class BorrowedTensor:
                 storage[name] = self._scale(quantizer, fields, name, size, dtype)
         return Storage(**storage)
 
-    def _amax(self, fields: dict[str, Tensor]) -> Tensor:
+    def _amax(self, quantizer: Quantizer, fields: dict[str, Tensor]) -> Tensor:
         names = [n for n in ("amax_rowwise", "amax_columnwise") if n in fields]
         if not names and "per_tensor_scale" not in fields:
             raise ValueError(
@@ -99,7 +99,7 @@ class BorrowedTensor:
         if "per_tensor_scale" in fields:
             self.per_tensor_scale = self._number(fields, "per_tensor_scale")
             if not amaxes:
-                amax.copy_(_amax_of(self.per_tensor_scale))
+                amax.copy_(_amax_of(quantizer, self.per_tensor_scale))
         return amax
 
     def _copy_grid(self, quantizer: Quantizer, fields: dict[str, Tensor], grid: Tensor) -> None:
@@ -179,9 +179,9 @@ class BorrowedTensor:
         """Whether the tensor equals ``value``, a plain tensor of its shape, after quantization."""
         wanted = self.tensor.quantizer.quantize(value)._shared.tensors.existing()
         if self.per_tensor_scale is not None:
-            # Compare quotients: several amaxes round to the same per-tensor scale.
-            quotient = _per_tensor_scale_of(wanted.pop("amax"))
-            if not torch.equal(quotient, self.per_tensor_scale):
+            # Compare scales: several amaxes round to the same per-tensor scale.
+            scale = self.tensor.quantizer.per_tensor_scale(wanted.pop("amax"))
+            if not torch.equal(scale, self.per_tensor_scale):
                 return False
         for name, inner in wanted.items():
             actual = getattr(self.tensor._shared.tensors, name)
@@ -233,33 +233,39 @@ class ScaleWriteback:
 
     def __init__(self, borrowed: Sequence[BorrowedTensor]) -> None:
         self._copies = StridedCopies([pair for one in borrowed for pair in one.copies])
-        scaled = [one for one in borrowed if one.per_tensor_scale is not None]
-        self._scales = [one.per_tensor_scale for one in scaled]
-        self._amaxes = [one.tensor._amax for one in scaled]
-        self._ranges = [torch.full_like(amax, RANGE) for amax in self._amaxes]
+        alike: dict[tuple[Quantizer, torch.device], list[BorrowedTensor]] = defaultdict(list)
+        for one in borrowed:
+            if one.per_tensor_scale is not None:
+                alike[one.tensor.quantizer, one.tensor.device].append(one)
+        self._scales = [
+            (
+                quantizer,
+                [one.tensor._amax for one in members],
+                [one.per_tensor_scale for one in members],
+            )
+            for (quantizer, _), members in alike.items()
+        ]
 
     def __call__(self) -> None:
         """Make all copies, in a few launches."""
         self._copies()
-        if self._scales:
-            quotients = torch._foreach_div(self._amaxes, self._ranges)
-            torch._foreach_copy_(self._scales, quotients)
+        for quantizer, amaxes, targets in self._scales:
+            scales = quantizer.per_tensor_scale(torch.cat(amaxes))
+            torch._foreach_copy_(targets, [*scales.split(1)])
 
 
-def _amax_of(per_tensor_scale: Tensor) -> Tensor:
-    """An amax with amax / 2688 == per_tensor_scale in float32, or their product if none has."""
-    middle = per_tensor_scale * RANGE
-    infinity = torch.full_like(middle, torch.inf)
-    candidates = [middle, middle.nextafter(infinity), middle.nextafter(-infinity)]
+def _amax_of(quantizer: Quantizer, scale: Tensor) -> Tensor:
+    """An amax with exactly this per-tensor scale in float32, or the nearest if none has."""
+    middle = scale * quantizer.largest_value
+    candidates = [middle]
+    for end in (torch.inf, -torch.inf):
+        limit = torch.full_like(middle, end)
+        near = middle.nextafter(limit)
+        candidates += [near, near.nextafter(limit)]
     for candidate in reversed(candidates):
-        is_exact = _per_tensor_scale_of(candidate) == per_tensor_scale
+        is_exact = quantizer.per_tensor_scale(candidate) == scale
         middle = torch.where(is_exact, candidate, middle)
     return middle
-
-
-def _per_tensor_scale_of(amax: Tensor) -> Tensor:
-    # By a tensor, because torch divides by a Python number by multiplying with its reciprocal.
-    return amax / torch.full_like(amax, RANGE)
 
 
 def _is_aligned(tensor: Tensor) -> bool:

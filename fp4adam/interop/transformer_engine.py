@@ -1,4 +1,4 @@
-"""Adapters of Transformer Engine's NVFP4Tensor, MXFP8Tensor and Float8BlockwiseQTensor.
+"""Adapters of Transformer Engine's NVFP4Tensor, MXFP8Tensor, Float8BlockwiseQTensor, Float8Tensor.
 
 The fields of this package are named after theirs. Data derived from a weight is either among the
 fields, and so is written, or was dropped and is derived again when needed.
@@ -8,15 +8,17 @@ from typing import Any
 
 from torch import Tensor
 
+from fp4adam.formats.float8 import Float8Quantizer
 from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
 from fp4adam.interop.adapter import TensorAdapter, register_adapter
+from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantizer import Quantizer
 
 
 class TransformerEngineAdapter(TensorAdapter):
-    """The common part of the three adapters."""
+    """The common part of the adapters."""
 
     attributes = (
         "_rowwise_data",
@@ -87,6 +89,45 @@ class Float8BlockwiseAdapter(TransformerEngineAdapter):
         )
 
 
+class Float8Adapter(TransformerEngineAdapter):
+    """Adapter of Float8Tensor with current scaling: one scale per tensor.
+
+    The transposed codes are written if the tensor has valid ones; otherwise Transformer Engine
+    makes them when it needs them.
+    """
+
+    attributes = ("_data", "_transpose", "_scale_inv")
+
+    def quantizer(self, tensor: Tensor) -> Quantizer:
+        _require_e4m3(tensor)
+        quantizer = _quantizer_of(tensor)
+        if not hasattr(quantizer, "amax_epsilon"):
+            raise ValueError(
+                "_quantizer of a Float8Tensor must be a Float8CurrentScalingQuantizer to be "
+                f"stepped, got a {type(quantizer).__name__}: with delayed scaling its scale comes "
+                "from Transformer Engine's own history; build the model with the recipe "
+                "Float8CurrentScaling or Float8BlockScaling"
+            )
+        return Float8Quantizer(
+            rowwise=tensor._data is not None,
+            columnwise=_has_transpose(tensor),
+            force_pow_2_scales=quantizer.force_pow_2_scales,
+            amax_epsilon=quantizer.amax_epsilon,
+        )
+
+    def fields(self, tensor: Tensor) -> dict[str, Tensor]:
+        fields = {"per_tensor_scale": tensor._scale_inv}
+        if tensor._data is not None:
+            fields["rowwise_data"] = tensor._data.view(flat_shape(tuple(tensor.shape)))
+        if _has_transpose(tensor):
+            fields["columnwise_data"] = tensor._transpose
+        return fields
+
+
+def _has_transpose(tensor: Tensor) -> bool:
+    return tensor._transpose is not None and not tensor._transpose_invalid
+
+
 def _quantizer_of(tensor: Tensor) -> Any:
     quantizer = getattr(tensor, "_quantizer", None)
     if quantizer is None:
@@ -120,3 +161,4 @@ register_adapter(f"{_MODULE}.mxfp8_tensor.MXFP8Tensor", MXFP8Adapter())
 register_adapter(
     f"{_MODULE}.float8_blockwise_tensor.Float8BlockwiseQTensor", Float8BlockwiseAdapter()
 )
+register_adapter(f"{_MODULE}.float8_tensor.Float8Tensor", Float8Adapter())

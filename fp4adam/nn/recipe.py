@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from fp4adam.formats.float8 import Float8Quantizer
 from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
@@ -14,6 +15,7 @@ RECIPES: dict[FormatName, Quantizer] = {
     "nvfp4": NVFP4Quantizer(),
     "mxfp8": MXFP8Quantizer(),
     "float8block": Float8BlockQuantizer(),
+    "float8": Float8Quantizer(),
 }
 
 
@@ -36,7 +38,8 @@ class Recipe:
     ====================  ===============================  =======================================
 
     Args:
-        weights: "nvfp4", "mxfp8", "float8block" or a quantizer.
+        weights: "nvfp4", "mxfp8", "float8block", "float8" or a quantizer. Float8 has no matmuls
+            with quantized operands.
         activations: Quantize the inputs of linear layers.
         gradients: Quantize the gradients of their outputs. They are rounded to nearest; gradients
             in NVFP4 are known to need more than that.
@@ -65,6 +68,12 @@ class Recipe:
                     "format of the weights"
                 )
         weights = resolve_recipe(self.weights)
+        if (self.activations or self.gradients) and type(weights) not in FORMATS:
+            names = ", ".join(quantizer.__name__ for quantizer in FORMATS)
+            raise ValueError(
+                "activations and gradients must be False unless weights are of "
+                f"{names}, got {weights}; quantize the weights alone"
+            )
         for wanted, usage in ((self.activations, "rowwise"), (self.gradients, "columnwise")):
             if wanted and not getattr(weights, usage):
                 name = "activations" if usage == "rowwise" else "gradients"

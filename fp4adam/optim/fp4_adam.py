@@ -30,24 +30,25 @@ QUANTIZE_FROM = ("master", "param_dtype")
 class FP4Adam(FusedAdam):
     """``torch.optim.AdamW`` for :class:`QuantizedTensor` parameters and plain ones.
 
-    Parameters may also be ``NVFP4Tensor``, ``MXFP8Tensor`` and ``Float8BlockwiseQTensor`` of
-    Transformer Engine, ``NVFP4Tensor`` and ``MXTensor`` of torchao, or of any class with a
-    :class:`TensorAdapter`. The step writes their memory in place.
+    Parameters may also be ``NVFP4Tensor``, ``MXFP8Tensor``, ``Float8BlockwiseQTensor`` and
+    ``Float8Tensor`` (current scaling) of Transformer Engine, ``NVFP4Tensor`` and ``MXTensor`` of
+    torchao, or of any class with a :class:`TensorAdapter`. The step writes their memory in place.
 
     A quantized parameter has an FP32 master weight in the optimizer's state. One kernel reads the
     gradient (BF16, FP16 or FP32), updates master and moments in FP32 and writes the re-quantized
     weight in place. After every step the bytes of a parameter are those of
-    ``param.quantizer.quantize(master_param)``. State: 12 bytes per element.
+    ``param.quantizer.quantize(master_param)``; with delayed scaling those of the master under the
+    scale of earlier values. State: 12 bytes per element.
 
     The master starts from the high-precision initial value if the parameter still has it, and frees
     it; otherwise it starts from ``param.dequantize()``. If other code overwrites the parameter
     later (``load_state_dict``, weight averaging), the master restarts from the new value. A step
     with lr = 0 leaves the bytes alone.
 
-    NVFP4 weights of a scale group are quantized with one amax, the largest magnitude in all of
-    their masters. Each member stores it, so a server can fuse them without re-quantizing. If any
-    member has a gradient, all members are written and have a state. The step is fastest if all of
-    them have gradients.
+    NVFP4 and Float8 weights of a scale group are quantized with one amax, the largest magnitude in
+    all of their masters. Each member stores it, so a server can fuse them without re-quantizing. If
+    any member has a gradient, all members are written and have a state. The step is fastest if all
+    of them have gradients.
 
     Args:
         params: Parameters, (name, parameter) pairs or dicts of parameter groups; those of a model
@@ -67,6 +68,7 @@ class FP4Adam(FusedAdam):
         store_param_remainders: Keep of the FP32 master of a BF16 parameter only what the parameter
             lacks. Quantized parameters keep their masters.
         use_decoupled_grad: Read ``param.decoupled_grad`` instead of ``param.grad``.
+        set_grad_none: Deprecated: what ``zero_grad`` does by default.
         maximize: Ascend instead of descend.
         foreach: Accepted for compatibility; updates are always batched.
         capturable: Not supported.
@@ -74,9 +76,9 @@ class FP4Adam(FusedAdam):
         fused: False takes plain torch operators instead of the kernels, with the same results.
         quantize_from: "master" quantizes the FP32 master itself; "param_dtype" rounds it to the
             parameter's nominal dtype first, as Megatron's distributed optimizer does.
-        scale_groups: The NVFP4 weights that share one amax, from the first step on: lists of lists
-            of parameters or names, or a rule such as :func:`hf_scale_groups`. Names and rules need
-            ``params=model.named_parameters()``. None keeps the groups made by
+        scale_groups: The NVFP4 or Float8 weights that share one amax, from the first step on: lists
+            of lists of parameters or names, or a rule such as :func:`hf_scale_groups`. Names and
+            rules need ``params=model.named_parameters()``. None keeps the groups made by
             ``quantize_model(..., scale_groups=...)``; () means no groups.
 
     Raises:
@@ -85,7 +87,8 @@ class FP4Adam(FusedAdam):
             ``scale_groups`` is neither lists nor a rule.
         ValueError: For ``master_weights=False`` with quantized parameters, an unknown
             ``quantize_from``, or another package's tensor that the kernels cannot write; if a
-            member of a scale group is unknown, not NVFP4, or in two groups.
+            member of a scale group is unknown, not NVFP4 or Float8 with current scaling, or in two
+            groups.
     """
 
     _option_names = (*FusedAdam._option_names, "quantize_from", "scale_groups")
@@ -108,6 +111,7 @@ class FP4Adam(FusedAdam):
         master_weight_dtype: torch.dtype = torch.float32,
         store_param_remainders: bool = False,
         use_decoupled_grad: bool = False,
+        set_grad_none: bool | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -139,6 +143,7 @@ class FP4Adam(FusedAdam):
             master_weight_dtype=master_weight_dtype,
             store_param_remainders=store_param_remainders,
             use_decoupled_grad=use_decoupled_grad,
+            set_grad_none=set_grad_none,
             maximize=maximize,
             foreach=foreach,
             capturable=capturable,

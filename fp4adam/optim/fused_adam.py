@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -28,6 +29,7 @@ from fp4adam.optim.adam import updates_params
 from fp4adam.optim.grad_norm import GradNorm
 from fp4adam.optim.hyper_parameters import check_hyper_parameters, check_numbers
 from fp4adam.optim.master_weights import MasterWeights, master_of
+from fp4adam.optim.named_states import NamedStates
 from fp4adam.optim.param_state import ParamState
 from fp4adam.optim.param_view import ParamView, Storing, view_of
 from fp4adam.optim.state_codec import join_master, split_master
@@ -36,7 +38,7 @@ from fp4adam.optim.stored_state import StoredState, state_like
 from fp4adam.tensors import backend
 
 
-class FusedAdam(Optimizer):
+class FusedAdam(NamedStates, Optimizer):
     """Drop-in ``torch.optim.AdamW`` that keeps FP32 master weights of 16-bit parameters.
 
     All arithmetic is FP32 and gives the same bits on a CPU and on a GPU (FP64 for FP64 parameters,
@@ -86,6 +88,7 @@ class FusedAdam(Optimizer):
         use_decoupled_grad: Read ``param.decoupled_grad`` instead of ``param.grad``; its dtype may
             differ from the parameter's.
         maximize: Ascend instead of descend.
+        set_grad_none: Deprecated, as in Transformer Engine: what :meth:`zero_grad` does by default.
         foreach: Accepted for compatibility; updates are always batched.
         capturable: Not supported: the scalars of a step are computed on the host.
         differentiable: Not supported.
@@ -104,7 +107,11 @@ class FusedAdam(Optimizer):
     _step_supports_amp_scaling = True
     _takes_quantized = False
     # Options of the whole optimizer, which copies and pickles preserve.
-    _option_names: tuple[str, ...] = Storing._fields[:5] + ("use_decoupled_grad",)
+    _option_names: tuple[str, ...] = (
+        *Storing._fields[:5],
+        "use_decoupled_grad",
+        "set_grad_none",
+    )
 
     def __init__(
         self,
@@ -123,6 +130,7 @@ class FusedAdam(Optimizer):
         master_weight_dtype: torch.dtype = torch.float32,
         store_param_remainders: bool = False,
         use_decoupled_grad: bool = False,
+        set_grad_none: bool | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -150,6 +158,13 @@ class FusedAdam(Optimizer):
         self.store_param_remainders = store_param_remainders
         self.master_weights = master_weights
         self.use_decoupled_grad = use_decoupled_grad
+        self.set_grad_none = set_grad_none
+        if set_grad_none is not None:
+            warnings.warn(
+                "set_grad_none is deprecated; call zero_grad(set_to_none=...)",
+                DeprecationWarning,
+                stacklevel=3 if self._takes_quantized else 2,
+            )
         self._check_options(defaults)
         if isinstance(betas[0], Tensor):
             defaults["betas"] = tuple(beta.squeeze() for beta in betas)
@@ -245,8 +260,24 @@ class FusedAdam(Optimizer):
 
     # Gradients
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, including ``decoupled_grad`` if it is in use."""
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Reset the gradients, including ``decoupled_grad`` if it is in use.
+
+        Args:
+            set_to_none: Free gradients instead of zeroing them; None means the ``set_grad_none`` of
+                the constructor, or else True.
+
+        Raises:
+            ValueError: If it contradicts ``set_grad_none``.
+        """
+        default = getattr(self, "set_grad_none", None)
+        if default is not None and set_to_none not in (None, default):
+            raise ValueError(
+                f"set_to_none must be {default} for an optimizer made with set_grad_none={default},"
+                f" got {set_to_none}; leave set_grad_none out"
+            )
+        if set_to_none is None:
+            set_to_none = default is None or default
         super().zero_grad(set_to_none)
         self._clip = {}
         if self.use_decoupled_grad:
@@ -300,11 +331,15 @@ class FusedAdam(Optimizer):
     # The step
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None, **options: Any) -> float | None:
         """Update every parameter that has a gradient.
 
         Args:
             closure: Re-evaluates the model and returns the loss, or None.
+            options: ``grad_scaler``, a ``torch.amp.GradScaler`` or None: step as
+                ``grad_scaler.step(optimizer)`` does, which reads its scale and skips the step for
+                infinite gradients. It has no name of its own in the signature, because GradScaler
+                would take that for a request to pass itself.
 
         Returns:
             The loss from ``closure``, or None.
@@ -313,11 +348,21 @@ class FusedAdam(Optimizer):
             RuntimeError: If a gradient is sparse, a parameter is on the meta device, a state does
                 not fit its parameter, ``quantize_model`` has replaced a parameter since, or the
                 call is in inference mode.
-            TypeError: If a parameter or gradient has a dtype that Adam cannot update.
+            TypeError: If a parameter or gradient has a dtype that Adam cannot update, or there are
+                other ``options``.
             ValueError: If a hyper-parameter is NaN or out of range, or a parameter is in the groups
                 twice. In all of these cases nothing has changed, and pending clipping still
                 applies to the next step.
         """
+        grad_scaler = options.pop("grad_scaler", None)
+        if options:
+            raise TypeError(
+                f"step() got an unexpected keyword argument {next(iter(options))!r}; it takes "
+                "closure and grad_scaler"
+            )
+        if grad_scaler is not None:
+            arguments = () if closure is None else (closure,)
+            return grad_scaler.step(self, *arguments)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -478,7 +523,7 @@ class FusedAdam(Optimizer):
         return True
 
     def _complete_state(
-        self, group: dict[str, Any], view: ParamView, restart: bool
+        self, group: dict[str, Any], view: ParamView, restart: bool, frees: bool = True
     ) -> dict[str, Any]:
         """The state of a parameter; missing entries are created.
 
@@ -486,6 +531,7 @@ class FusedAdam(Optimizer):
             group: The parameter group.
             view: The parameter.
             restart: Whether the master restarts from the parameter.
+            frees: Whether to free the high-precision initial value.
         """
         param, state = view.param, dict(self.state.get(view.owner, {}))
         new: dict[str, Any] = {}
@@ -515,7 +561,8 @@ class FusedAdam(Optimizer):
             state[name] = value if name.endswith("_scale") else like(view.owner, value)
         # In one assignment, so that an interrupt leaves either the old state or the new one.
         self.state[view.owner] = state
-        view.free_initial_value(updates_params(group))
+        if frees:
+            view.free_initial_value(updates_params(group))
         return state
 
     def _completed_remainder(self, view: ParamView, state: dict[str, Any]) -> dict[str, Any]:

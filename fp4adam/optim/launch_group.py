@@ -116,20 +116,21 @@ class LaunchGroup:
         state, param = member.tensors, member.param
         moments = (state["exp_avg"], state["exp_avg_sq"], member.max_exp_avg_sq)
         written: tuple[Tensor | None, ...] = (None,) * 5
-        gemm_scales: tuple[Tensor | None, ...] = (None,) * 2
+        others: tuple[Tensor | None, ...] = (None,) * 3
         if self.kind.quantizer is not None:
             square, rowwise = param._block_scale_inv, param._rowwise_scale_inv
             scale = rowwise if square is None else square
             columnwise = (param._columnwise_data, param._columnwise_scale_inv)
             written = (param._rowwise_data, scale, *columnwise, param._amax)
             gemm_scales = (param._rowwise_gemm_scale_inv, param._columnwise_gemm_scale_inv)
+            others = (*gemm_scales, param._amax_history)
         elif self.kind.write_dtype is not None:
             written = (param, None, None, None, None)
         tensors = map(_address, (member.value, *moments, *written))
         extra, *scales = member.state_scales
         if member.remainder is not None:
             extra = member.remainder
-        return [0, 0, *tensors, rows, cols, *map(_address, (extra, *scales, *gemm_scales))]
+        return [0, 0, *tensors, rows, cols, *map(_address, (extra, *scales, *others))]
 
 
 def make_launches(device: torch.device, groups: list[LaunchGroup], n_members: int) -> DeviceTables:

@@ -96,7 +96,9 @@ class MasterWeights:
             info = ShardInfo.of(view.owner) if isinstance(view, QuantizedView) else None
             if info is not None and all_ranks:
                 settle_shard(view.param, info)
-            if isinstance(view, QuantizedView) and (info is None or all_ranks):
+            # With a history, the bytes of a master depend on more than its value.
+            by_value = isinstance(view, QuantizedView) and not view.param.quantizer.has_history
+            if by_value and (info is None or all_ranks):
                 quantized.append(view)
             else:
                 master = master_of(view, states[view.owner])

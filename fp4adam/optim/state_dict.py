@@ -110,10 +110,19 @@ def with_steps(state_dict: dict[str, Any]) -> dict[str, Any]:
         if "step" in group:
             for key in group["params"]:
                 if isinstance(states.get(key), dict) and states[key]:
-                    states[key] = {"step": group["step"], **states[key]}
+                    states[key] = {"step": group["step"], **_with_remainder(states[key])}
             group = {name: value for name, value in group.items() if name != "step"}
         groups.append(group)
     return {**state_dict, "state": states, "param_groups": groups}
+
+
+def _with_remainder(state: State) -> State:
+    """A state of Transformer Engine, whose int16 ``master_param`` is a remainder."""
+    master = state.get("master_param")
+    if isinstance(master, Tensor) and master.dtype == torch.int16:
+        others = {name: value for name, value in state.items() if name != "master_param"}
+        return {**others, "param_remainder": master}
+    return state
 
 
 def new_state(view: ParamView, saved: State) -> State:

@@ -66,6 +66,7 @@ class QuantizedTensor(torch.Tensor):
     _columnwise_scale_inv = _inner("columnwise_scale_inv")
     _block_scale_inv = _inner("block_scale_inv")
     _amax = _inner("amax")
+    _amax_history = _inner("amax_history")
     _rowwise_gemm_scale_inv = _inner("rowwise_gemm_scale_inv")
     _columnwise_gemm_scale_inv = _inner("columnwise_gemm_scale_inv")
 

@@ -58,8 +58,12 @@ class Quantizer:
     code_bits: ClassVar[int]
     # Side of a square block, and length of a block within a row or column.
     block_rows: ClassVar[int]
-    # Whether the format also has a per-tensor scale.
+    # Whether the amax of the whole tensor is part of its scales.
     scales_tensor: ClassVar[bool] = False
+    # The largest value of a tensor whose per-tensor scale is 1.
+    largest_value: ClassVar[float] = 0.0
+    # Whether blocks have scales of their own, which are stored.
+    scales_blocks: ClassVar[bool] = True
     # Whether GEMMs read scales in a swizzled layout rather than as in ``rowwise_scale_inv``.
     swizzles_scales: ClassVar[bool] = True
     # Number of rows of ``rowwise_scale_inv`` per row of square blocks.
@@ -102,6 +106,16 @@ class Quantizer:
         tensor cannot be cut along rows, because of how its scales are laid out.
         """
         return {}
+
+    @property
+    def casts_in_shards(self) -> bool:
+        """Whether ranks can quantize parts of a tensor that each of them stores in full."""
+        return bool(self.rows_per_entry)
+
+    @property
+    def has_history(self) -> bool:
+        """Whether the bytes of a tensor also depend on values that it had before."""
+        return False
 
     def without_derived(self) -> "Quantizer":
         """The same quantizer without the inner tensors that can be derived."""
@@ -205,7 +219,22 @@ class Quantizer:
     def measure(self, x: Tensor, amax: Tensor) -> None:
         """Overwrite ``amax``, float32 [1], with the largest magnitude in the contiguous matrix.
 
-        Only for formats with ``scales_tensor``.
+        Only for formats that store an amax.
+        """
+        raise NotImplementedError
+
+    def take_amax(self, tensors: Storage, amax: Tensor) -> None:
+        """Make ``amax``, float32 [1], that of the values about to be written to ``tensors``.
+
+        Afterwards ``tensors.amax`` is the one to quantize them with. Only for formats that store
+        an amax.
+        """
+        tensors.amax.copy_(amax)
+
+    def per_tensor_scale(self, amax: Tensor) -> Tensor:
+        """The decode scales of tensors with these amaxes, which other packages store instead.
+
+        Only for formats that store an amax.
         """
         raise NotImplementedError
 

@@ -233,9 +233,9 @@ def make_shard(
     what = type(tensor).__name__ if name is None else f"parameter {name!r}"
     if not quantizer.rows_per_entry:
         raise ValueError(
-            f"{what} must have rowwise=True and two_dimensional=True to be sharded, got "
-            f"{spec.quantizer}; quantize it that way, leave it in high precision (filter=...), or "
-            "ask for plain zeros (dtype=...)"
+            f"{what} must have rowwise=True, and scaling='current' or two_dimensional=True to be "
+            f"sharded, got {spec.quantizer}; quantize it that way, leave it in high precision "
+            "(filter=...), or ask for plain zeros (dtype=...)"
         )
     if tuple(shape[1:]) != tuple(spec.shape[1:]):
         raise ValueError(

@@ -42,6 +42,7 @@ class Storage:
     amax: Tensor | None = None
     rowwise_gemm_scale_inv: Tensor | None = None
     columnwise_gemm_scale_inv: Tensor | None = None
+    amax_history: Tensor | None = None
     counter: Tensor | None = None
 
     @classmethod

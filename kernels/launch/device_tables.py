@@ -25,7 +25,7 @@ class DeviceTables:
         n_scalars: The maximum number of rows of scalars in a step.
 
     Attributes:
-        table: int64 [n_tensors, 18] on the device.
+        table: int64 [n_tensors, 19] on the device.
         scalars: float32 on the device, rows of 12.
     """
 

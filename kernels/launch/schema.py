@@ -23,6 +23,7 @@ COLUMNS = (
     "exp_avg_sq_scale",
     "rowwise_gemm_scale",
     "columnwise_gemm_scale",
+    "amax_history",
 )
 TABLE_WIDTH = len(COLUMNS)
 

@@ -31,6 +31,7 @@ EXP_AVG_SCALE = tl.constexpr(COLUMNS.index("exp_avg_scale"))
 EXP_AVG_SQ_SCALE = tl.constexpr(COLUMNS.index("exp_avg_sq_scale"))
 ROWWISE_GEMM_SCALE = tl.constexpr(COLUMNS.index("rowwise_gemm_scale"))
 COLUMNWISE_GEMM_SCALE = tl.constexpr(COLUMNS.index("columnwise_gemm_scale"))
+AMAX_HISTORY = tl.constexpr(COLUMNS.index("amax_history"))
 WIDTH = tl.constexpr(TABLE_WIDTH)
 
 # Every address in the table is a multiple of this many bytes.

@@ -13,7 +13,7 @@ Region = tuple[int, int, int, int, int]
 
 
 def table(rows: list[dict[int, int]], device: torch.device) -> Tensor:
-    """A table, int64 [n_tensors, 18], from rows that map column indices to values; 0 elsewhere."""
+    """A table, int64 [n_tensors, 19], from rows that map column indices to values; 0 elsewhere."""
     words = tuple(row.get(column, 0) for row in rows for column in range(TABLE_WIDTH))
     return _table(words, device, _stream(device))
 

@@ -524,6 +524,7 @@ EXPORT_ERRORS = [
     ("nvfp4", None, {"layout": "fp8"}, "in Float8BlockTensor for layout 'fp8', got 'up.weight'"),
     ("mxfp8", None, {"layout": "fp8"}, "use layout='compressed-tensors' or 'modelopt'"),
     ("float8block", None, {}, "use layout='fp8'"),
+    ("float8", None, {}, "no layout has this format; call export_masters"),
     (None, None, {}, "got none that are quantized; call quantize_model"),
     (Float8BlockQuantizer(two_dimensional=False), None, {"layout": "fp8"}, "two_dimensional=True"),
     (NVFP4Quantizer(rowwise=False), None, {}, "rowwise=True"),

@@ -25,7 +25,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import AdamW, Optimizer
 
-from fp4adam import Float8BlockQuantizer, FP4Adam, MXFP8Quantizer, NVFP4Quantizer, QuantizedTensor
+from fp4adam import (
+    Float8BlockQuantizer,
+    Float8Quantizer,
+    FP4Adam,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    QuantizedTensor,
+)
 from fp4adam.distributed.dtensor import like, local, part_for
 from fp4adam.tensors import backend
 from fp4adam.tensors.rows import is_of
@@ -42,6 +49,7 @@ CASES = [
     ("nvfp4", 64, 32),
     ("mxfp8", 96, 64),
     ("float8block", 64, 32),
+    ("float8", 64, 32),
     (Float8BlockQuantizer(force_pow_2_scales=False), 5, 16),
 ]
 
@@ -284,6 +292,7 @@ def test_another_model_restarts_the_masters_of_shards():
         MXFP8Quantizer(rowwise=False),
         Float8BlockQuantizer(),
         Float8BlockQuantizer(force_pow_2_scales=False),
+        Float8Quantizer(),
     ],
     ids=str,
 )

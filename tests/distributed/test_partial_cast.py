@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fp4adam import (
     Float8BlockQuantizer,
+    Float8Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     PartialCast,
@@ -31,6 +32,8 @@ FORMATS = {
     "mxfp8": (MXFP8Quantizer(), 32),
     "mxfp8-rowwise": (MXFP8Quantizer(columnwise=False), 32),
     "mxfp8-columnwise": (MXFP8Quantizer(rowwise=False), 32),
+    "float8": (Float8Quantizer(), 16),
+    "float8-rowwise": (Float8Quantizer(columnwise=False, force_pow_2_scales=True), 16),
     "float8block": (Float8BlockQuantizer(), 1),
     "float8block-fp32": (Float8BlockQuantizer(True, True, True, False, 1e-3), 1),
 }
@@ -292,7 +295,13 @@ WEIGHT = NVFP4Quantizer().make_empty((32, 32))
         ([WEIGHT], [-1], [4], [torch.float32], r"must lie inside .* got \[-1, 3\)"),
         ([WEIGHT], [1020], [5], [torch.float32], r"must lie inside .* got \[1020, 1025\)"),
         ([WEIGHT], [0], [4], [torch.float64], "must be float32, bfloat16 or float16"),
-        ([torch.ones(4, 4)], [0], [4], [torch.float32], "must be an NVFP4, MXFP8 or Float8Block"),
+        (
+            [torch.ones(4, 4)],
+            [0],
+            [4],
+            [torch.float32],
+            "must be an NVFP4, MXFP8, Float8 or Float8Block",
+        ),
         (
             [NVFP4Quantizer(two_dimensional=False).make_empty((16, 16))],
             [0],

@@ -17,7 +17,7 @@ from fp4adam import (
     post_all_gather_processing,
     quantize_master_weights,
 )
-from fp4adam.distributed import fp4_utils
+from fp4adam.nn import fp4_utils
 from ranks import run_ranks
 
 SHAPES = {

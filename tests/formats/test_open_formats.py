@@ -7,6 +7,7 @@ import torch
 
 from fp4adam import (
     Float8BlockQuantizer,
+    Float8Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     PartialCast,
@@ -29,6 +30,11 @@ class OwnMXFP8(MXFP8Quantizer):
 
 
 @dataclasses.dataclass(frozen=True)
+class OwnFloat8(Float8Quantizer):
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
 class OwnFloat8Block(Float8BlockQuantizer):
     pass
 
@@ -36,6 +42,7 @@ class OwnFloat8Block(Float8BlockQuantizer):
 PAIRS = {
     "nvfp4": (OwnNVFP4(), NVFP4Quantizer()),
     "mxfp8": (OwnMXFP8(), MXFP8Quantizer()),
+    "float8": (OwnFloat8(), Float8Quantizer()),
     "float8block": (OwnFloat8Block(), Float8BlockQuantizer()),
 }
 every_pair = pytest.mark.parametrize("own, listed", PAIRS.values(), ids=PAIRS.keys())

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 import fp4adam
 from fp4adam import (
     Float8BlockQuantizer,
+    Float8Quantizer,
     FP4Adam,
     FusedAdam,
     MXFP8Quantizer,
@@ -28,6 +29,7 @@ from fp4adam import (
     Quantizer,
     TensorAdapter,
 )
+from fp4adam.interop.borrowed_tensor import _amax_of
 from fp4adam.interop.strided_copy import StridedCopies
 from fp4adam.tensors import backend
 from golden_vectors import FORMATS, GoldenCase, golden_cases
@@ -83,6 +85,7 @@ TE_CLASSES = {
     NVFP4Quantizer: te_class("NVFP4Tensor", "nvfp4_tensor"),
     MXFP8Quantizer: te_class("MXFP8Tensor", "mxfp8_tensor"),
     Float8BlockQuantizer: te_class("Float8BlockwiseQTensor", "float8_blockwise_tensor"),
+    Float8Quantizer: te_class("Float8Tensor", "float8_tensor"),
 }
 FIELDS = [
     f"{usage}_{kind}" for usage in ("rowwise", "columnwise") for kind in ("data", "scale_inv")
@@ -95,6 +98,8 @@ QUANTIZERS = {
     "mxfp8": MXFP8Quantizer(),
     "float8block": Float8BlockQuantizer(),
     "float8block-1d": Float8BlockQuantizer(two_dimensional=False, force_pow_2_scales=False),
+    "float8": Float8Quantizer(),
+    "float8-rowwise": Float8Quantizer(columnwise=False, force_pow_2_scales=True),
 }
 every_format = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
 
@@ -104,11 +109,16 @@ def te_tensor(quantizer: Quantizer, value: Tensor, **attributes: Any) -> Paramet
     tensor = quantizer.quantize(value)
     names = FIELDS + AMAXES if isinstance(quantizer, NVFP4Quantizer) else FIELDS
     fields = {f"_{name}": getattr(tensor, name) for name in names}
+    if isinstance(quantizer, Float8Quantizer):
+        transposed = tensor.columnwise_data
+        fields = dict(_data=tensor.rowwise_data, _transpose=transposed)
+        fields["_scale_inv"] = tensor.rowwise_scale_inv
     fields = {name: x if x is None else x.clone() for name, x in fields.items()}
     of_class = {
         NVFP4Quantizer: dict(_with_gemm_swizzled_scales=False),
         MXFP8Quantizer: dict(_with_gemm_swizzled_scales=False, _fp8_dtype=E4M3),
         Float8BlockQuantizer: dict(_fp8_dtype=E4M3),
+        Float8Quantizer: dict(_fp8_dtype=E4M3, _transpose_invalid=not quantizer.columnwise),
     }[type(quantizer)]
     options = vars(quantizer).copy()
     if isinstance(quantizer, Float8BlockQuantizer):
@@ -501,3 +511,35 @@ def test_views_are_copied_whatever_their_strides(path_device):
             assert torch.equal(target, source.expand_as(target))
             source += 1
     assert not rows[:, 20].any() and not column[:, 0].any()
+
+
+def test_a_transpose_that_is_invalid_is_left_to_transformer_engine():
+    value = random(SHAPE, 0).bfloat16()
+    param = te_tensor(Float8Quantizer(), value, _transpose_invalid=True)
+    stale = param._transpose.clone()
+    optimizer = FP4Adam([param], lr=1e-2)
+    step(optimizer, 0)
+    assert torch.equal(param._transpose, stale)
+    master = master_of(optimizer, param)
+    assert torch.equal(param._data, Float8Quantizer().quantize(master).rowwise_data)
+    # It has made the transpose since.
+    param._transpose, param._transpose_invalid = param._data.t().contiguous(), False
+    step(optimizer, 1)
+    assert_bytes(param, te_tensor(Float8Quantizer(), master_of(optimizer, param)))
+    assert (master - master_of(optimizer, param)).abs().max() < 0.1
+
+
+def test_delayed_scaling_of_transformer_engine_is_refused_by_name():
+    quantizer = SimpleNamespace(scale=torch.ones(1), amax=torch.zeros(1))
+    param = te_tensor(Float8Quantizer(), random(SHAPE, 0).bfloat16(), _quantizer=quantizer)
+    with pytest.raises(ValueError, match="must be a Float8CurrentScalingQuantizer to be stepped"):
+        FP4Adam([param])
+
+
+@pytest.mark.parametrize("pow_2", [False, True])
+def test_amaxes_are_found_for_the_scales_that_others_store(pow_2):
+    quantizer = Float8Quantizer(force_pow_2_scales=pow_2)
+    amaxes = torch.cat([random((1000,), 0).abs(), random((1000,), 1).exp() * 1e-30])
+    scales = quantizer.per_tensor_scale(amaxes)
+    found = torch.cat([_amax_of(quantizer, scale) for scale in scales.split(1)])
+    assert torch.equal(quantizer.per_tensor_scale(found), scales)

@@ -1,4 +1,4 @@
-"""The previewed amax of NVFP4 is that of the updated weight, and few tiles are read for it."""
+"""The previewed amax is that of the updated weight, and few tiles are read for it."""
 
 import math
 
@@ -7,12 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp4adam import FP4Adam, NVFP4Quantizer
+from fp4adam import Float8Quantizer, FP4Adam, NVFP4Quantizer
 from fp4adam.kernels.nvfp4_step import StepLaunch
 from fp4adam.optim.adam import adam_, adam_scalars
 from fp4adam.optim.update_bound import largest_update, ratio_after
 from fp4adam.tensors import backend
 
+NVFP4 = NVFP4Quantizer()
 # Several tiles of both sizes: whole ones, and single blocks at the edges.
 SHAPE = (80, 96)
 OPTIONS = dict(
@@ -27,10 +28,10 @@ def through_the_kernels(monkeypatch, device):
 
 
 class Weight:
-    """One NVFP4 parameter in training, with its exact expectation at hand."""
+    """One parameter in training, with its exact expectation at hand."""
 
-    def __init__(self, value, device, **options):
-        self.param = torch.nn.Parameter(NVFP4Quantizer().quantize(value.to(device)))
+    def __init__(self, value, device, quantizer=NVFP4, **options):
+        self.param = torch.nn.Parameter(quantizer.quantize(value.to(device)))
         self.param._high_precision_init_val = value.to(device)
         self.optimizer = FP4Adam([self.param], **options)
 
@@ -41,10 +42,10 @@ class Weight:
     def assert_exact(self):
         master = self.optimizer.state[self.param]["master_param"]
         finite = torch.where(master.isnan(), 0.0, master)
-        assert self.param.amax_rowwise.item() == finite.abs().max().item()
+        assert self.param._amax.item() == finite.abs().max().item()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(backend, "uses_kernels", lambda d: False)
-            expected = NVFP4Quantizer().quantize(master.cpu()).storage_tensors()
+            expected = self.param.quantizer.quantize(master.cpu()).storage_tensors()
         for name, inner in self.param.storage_tensors().items():
             assert torch.equal(inner.cpu(), expected[name]), name
 
@@ -90,11 +91,34 @@ def test_amax_is_that_of_the_updated_weight(value, case, device):
         weight.assert_exact()
 
 
-@pytest.mark.parametrize("special", [math.nan, math.inf, 1e30], ids=str)
-def test_a_lost_maximum_is_found_elsewhere(special, device):
+FLOAT8 = [
+    "adamw-normal",
+    *(
+        pytest.param(case, marks=pytest.mark.exhaustive)
+        for case in ("adamw-one outlier", "lr above the weights-zero", "through BF16-normal")
+    ),
+]
+
+
+@pytest.mark.parametrize("case", FLOAT8)
+def test_amax_of_float8_is_that_of_the_updated_weight(case, device):
+    options, value = case.split("-")
+    weight = Weight(VALUES[value], device, Float8Quantizer(), **CASES[options])
+    for step in range(3):
+        weight.step(randn(step, 1e-2) if step != 2 else VALUES[value].sign() * 1e3)
+        weight.assert_exact()
+
+
+@pytest.mark.parametrize(
+    ("special", "quantizer"),
+    [*((special, NVFP4Quantizer()) for special in (math.nan, math.inf, 1e30)),
+     (math.nan, Float8Quantizer())],
+    ids=["nan", "inf", "1e30", "nan-float8"],
+)  # fmt: skip
+def test_a_lost_maximum_is_found_elsewhere(special, quantizer, device):
     """The largest weight becomes NaN: no other candidate tells that the amax is now far lower."""
     value = VALUES["one outlier"]
-    weight = Weight(value, device, lr=1e-4)
+    weight = Weight(value, device, quantizer, lr=1e-4)
     for _ in range(2):
         weight.step(randn(3, 1e-2))
     grad = randn(4, 1e-2)
@@ -103,7 +127,7 @@ def test_a_lost_maximum_is_found_elsewhere(special, device):
     weight.assert_exact()
     if special == 1e30:
         return  # too large for the second moment, which freezes the weight
-    assert weight.param.amax_rowwise < 0.1
+    assert weight.param._amax < 0.1
     weight.step(randn(5, 1e-2))
     weight.assert_exact()
 

@@ -12,6 +12,7 @@ CAPABILITIES = (90, 100, 120)
 # What one capability compiles in the quick run; the exhaustive one compiles all for each of them.
 LAUNCHED_MOST = (
     r"adam (fp32|bf16 with master)$|amax preview again=False$|(nvfp4|mxfp8) step .*swizzled=\w+$"
+    r"|float8 (step|delayed step|delayed amax)$"
     r"|float8block \w+ masked=False$|(nvfp4|mxfp8) step .* FP8 states, FP16 masters$"
     r"|partial \w+ codes fp32 whole=True|grad norm 2 bf16|dequantize words|quantize vectors fp32"
 )
@@ -79,7 +80,14 @@ def tile_options(tile):
 
 def step_jobs(codecs):
     """The kernels of a step, with the states in some codecs."""
-    from fp4adam.kernels import adam, amax_preview, float8_block_step, mxfp8_step, nvfp4_step
+    from fp4adam.kernels import (
+        adam,
+        amax_preview,
+        float8_block_step,
+        float8_step,
+        mxfp8_step,
+        nvfp4_step,
+    )
     from fp4adam.kernels.tiles.state import has_scales, max_registers
 
     jobs = {}
@@ -146,6 +154,27 @@ def step_jobs(codecs):
                 num_warps=tile.num_warps,
                 maxnreg=most,
             )
+    for size, tile in (
+        ("step", float8_step.STEP_TILE),
+        ("edge", float8_step.EDGE_TILE[scaled]),
+    ):
+        shape = {**usage(), "LOOP": tile.loop, **tile_options(tile)}
+        options = dict(num_warps=tile.num_warps, maxnreg=registers)
+        jobs[f"float8 {size}"] = job(
+            "float8_step._current_step_kernel",
+            {**amaxes, "epsilon": "fp32"},
+            {**variant(codecs), "POW_2": False, **shape},
+            **options,
+        )
+        jobs[f"float8 delayed {size}"] = job(
+            "float8_step._delayed_step_kernel", TABLES, {**variant(codecs), **shape}, **options
+        )
+    if not is_wide:
+        jobs["float8 delayed amax"] = job(
+            "float8_step._delayed_amax_kernel",
+            {**dict.fromkeys(SIGNALS, "*fp32"), "table": "*i64", "factor": "fp32"},
+            {"IS_MAX": True, "LENGTH": 1000, "BLOCK": 1024},
+        )
     epsilon = {**TABLES, "epsilon": "fp32"}
     for shape, square in (("square", True), ("vector", False)):
         parts = float8_block_step.STEP_PARTS[square, scaled]
@@ -174,6 +203,7 @@ def shard_jobs():
         types = {"VALUE_DTYPE": dtype(value), "WRITE_DTYPE": dtype("bf16"), "WHOLE": whole}
         tiles = {format: tiles[0 if whole else 1] for format, tiles in TILES.items()}
         e4m3, nvfp4, mxfp8 = tiles["float8_block"], tiles["nvfp4"], tiles["mxfp8"]
+        float8 = {"POW_2": True, "BC": tiles["float8"].cols}
         sixteen = {"BLOCK": 16, "OF_TENSOR": True, **tile_options(nvfp4)}
         square = {"BLOCK": 128, "OF_TENSOR": False, **tile_options(e4m3)}
         parts = {"BR": e4m3.rows, "STAGES": e4m3.num_stages, **block}
@@ -182,6 +212,7 @@ def shard_jobs():
             ("nvfp4 codes", "nvfp4_codes", {}, {"BC": nvfp4.cols}),
             ("mxfp8 amax", "mxfp8_amax", {}, {"BC": mxfp8.cols, **BOTH}),
             ("mxfp8 codes", "mxfp8_codes", {}, {"BC": mxfp8.cols, **BOTH}),
+            ("float8 codes", "float8_codes", epsilon, float8),
             ("float8block amax", "square_amax", {}, square),
             ("float8block codes", "float8_block_codes", epsilon, parts),
         ):
@@ -237,9 +268,13 @@ def kernel_jobs():
             num_warps=16,
         )
 
-    for square in (True, False):
+    for name, square, scales_blocks in (
+        ("nvfp4 square=True", True, True),
+        ("nvfp4 square=False", False, True),
+        ("float8", False, False),
+    ):
         for codec, width in (("plain", 16), ("float16", 32)):
-            jobs[f"requantize square={square} {codec}"] = job(
+            jobs[f"requantize {name} {codec}"] = job(
                 "amax_preview._requantize_kernel",
                 {
                     "table": "*i64",
@@ -249,11 +284,14 @@ def kernel_jobs():
                     "exceeding": "*fp32",
                     "n_tiles": "i32",
                     "n_slots": "i32",
+                    "epsilon": "fp32",
                 },
                 {
                     "WRITE_DTYPE": dtype("fp32"),
                     "VALUE_CODEC": codec,
-                    **usage(square, True),
+                    **usage(square, scales_blocks),
+                    "SCALES_BLOCKS": scales_blocks,
+                    "POW_2": False,
                     "BC": width,
                 },
                 num_warps=1,
@@ -292,6 +330,19 @@ def kernel_jobs():
             **strides,
         },
         {"SQUARE": True, **tile64},
+    )
+    jobs["float8 quantize"] = job(
+        "float8._quantize_kernel",
+        {
+            "x_ptr": "*bf16",
+            "rowwise_data": "*u8",
+            "columnwise_data": "*u8",
+            "amax_ptr": "*fp32",
+            **sizes,
+            "tiles_per_row": "i32",
+            "epsilon": "fp32",
+        },
+        {**usage(), "POW_2": False, **tile64},
     )
     jobs["mxfp8 quantize"] = job(
         "mxfp8._quantize_kernel",
@@ -370,7 +421,7 @@ def test_kernels_compile_to_exact_and_wide_code_without_spills(sm, forms):
     assert not any(inexact.values()), {name: n for name, n in inexact.items() if n}
 
     loads = r"^ld\.global\.v4|^ld\.global\.v2\.b64|^cp\.async\.cg"
-    wide = ["adam fp32", "adam bf16 with master"]
+    wide = ["adam fp32", "adam bf16 with master", "float8 step", "float8 delayed step"]
     for swizzled in (False, True):
         wide += [f"{name} swizzled={swizzled}" for name in ("nvfp4 step square=True", "mxfp8 step")]
     wide += [f"partial {name} codes fp32 whole=True" for name in ("mxfp8", "float8block")]

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fp4adam import (
     Float8BlockQuantizer,
+    Float8Quantizer,
     FP4Adam,
     MXFP8Quantizer,
     NVFP4Quantizer,
@@ -17,7 +18,7 @@ from fp4adam.nn.recipe import resolve_recipe
 
 EXPERTS, OUT, IN = 3, 64, 32
 every_format = pytest.mark.parametrize(
-    "quantizer", [NVFP4Quantizer(), MXFP8Quantizer(), Float8BlockQuantizer()]
+    "quantizer", [NVFP4Quantizer(), MXFP8Quantizer(), Float8BlockQuantizer(), Float8Quantizer()]
 )
 
 

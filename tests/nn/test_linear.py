@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp4adam import FP4Adam, NVFP4Quantizer, QuantizedTensor, quantize_model
 
-FORMATS = ("nvfp4", "mxfp8", "float8block")
+FORMATS = ("nvfp4", "mxfp8", "float8block", "float8")
 OUT, IN = 64, 128
 
 every_format = pytest.mark.parametrize("recipe", FORMATS)

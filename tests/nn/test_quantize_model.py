@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations
 
 from fp4adam import (
     Float8BlockQuantizer,
+    Float8Quantizer,
     FP4Adam,
     MXFP8Quantizer,
     NVFP4Quantizer,
@@ -27,6 +28,7 @@ RECIPES = {
     "nvfp4": NVFP4Quantizer(),
     "mxfp8": MXFP8Quantizer(),
     "float8block": Float8BlockQuantizer(),
+    "float8": Float8Quantizer(),
 }
 
 

@@ -6,7 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fp4adam
-from fp4adam import Float8BlockQuantizer, FP4Adam, MXFP8Quantizer, NVFP4Quantizer, QuantizedTensor
+from fp4adam import (
+    Float8BlockQuantizer,
+    Float8Quantizer,
+    FP4Adam,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    QuantizedTensor,
+)
 from fp4adam.tensors import backend
 
 # Whole tiles, edges in both directions, and the smallest matrix of each format.
@@ -31,6 +38,18 @@ QUANTIZERS = {
     ),
     "float8block-1d": (Float8BlockQuantizer(two_dimensional=False), [(128, 128), (130, 20)]),
     "float8block-columnwise": (Float8BlockQuantizer(rowwise=False), [(30, 48)]),
+    "float8": (Float8Quantizer(), [(64, 64), (144, 80), (16, 16)]),
+    "float8-pow2": (Float8Quantizer(force_pow_2_scales=True, amax_epsilon=1e-3), [(64, 80)]),
+    "float8-rowwise": (Float8Quantizer(columnwise=False), [(80, 64)]),
+    "float8-columnwise": (Float8Quantizer(rowwise=False), [(48, 80)]),
+    "float8-delayed": (
+        Float8Quantizer(scaling="delayed", amax_history_len=3, margin=1),
+        [(64, 64), (144, 80), (16, 16)],
+    ),
+    "float8-delayed-1": (
+        Float8Quantizer(scaling="delayed", amax_history_len=1, amax_compute_algo="most_recent"),
+        [(64, 80)],
+    ),
 }
 OPTIONS = {
     "adamw": {},
@@ -110,7 +129,8 @@ def assert_same_bits(actual, expected):
 @pytest.mark.parametrize(
     ("name", "option"),
     [(name, "adamw") for name in QUANTIZERS]
-    + [(name, option) for name in ("nvfp4", "mxfp8", "float8block") for option in [*OPTIONS][1:]],
+    + [(name, option) for name in ("nvfp4", "mxfp8", "float8block") for option in [*OPTIONS][1:]]
+    + [pytest.param("float8", option, marks=pytest.mark.exhaustive) for option in [*OPTIONS][1:]],
 )
 def test_fused_step_gives_the_bits_of_the_torch_path(name, option, choose_path):
     quantizer, shapes = QUANTIZERS[name]
@@ -131,9 +151,10 @@ def test_fused_step_gives_the_bits_of_the_torch_path(name, option, choose_path):
         (MXFP8Quantizer(), [(32, 256), (32, 32)]),
         (Float8BlockQuantizer(), [(128, 128), (20, 160), (5, 3)]),
         (Float8BlockQuantizer(two_dimensional=False), [(130, 32)]),
+        (Float8Quantizer(), [(64, 64), (16, 96), (16, 48)]),
         (None, [(1024,), (3, 5), (33,), (700,)]),
     ],
-    ids=["nvfp4", "mxfp8", "float8block", "float8block-1d", "plain"],
+    ids=["nvfp4", "mxfp8", "float8block", "float8block-1d", "float8", "plain"],
 )
 def test_narrow_states_have_the_bits_of_the_torch_path(quantizer, shapes, states, choose_path):
     results = []

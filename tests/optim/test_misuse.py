@@ -41,7 +41,7 @@ from fp4adam import (
     unswizzle_scales,
     use_plain_state_dict,
 )
-from fp4adam.distributed import fp4_utils
+from fp4adam.nn import fp4_utils
 from fp4adam.optim.hyper_parameters import check_numbers
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -342,8 +342,8 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     # Scale groups
     "group: unknown member": (new(scale_groups=[["up.weight", "x"]]), V, ("among the 3 quantized",
         "got 'x'", "model.named_parameters()")),
-    "group: plain member": (new(scale_groups=[["up.weight", "head.weight"]]), V, ("NVFP4 weights",
-        "'head.weight', a plain tensor", "leave it out")),
+    "group: plain member": (new(scale_groups=[["up.weight", "head.weight"]]), V, (
+        "NVFP4 or Float8 weights", "'head.weight', a plain tensor", "leave it out")),
     "group: a member twice": (new(scale_groups=[["up.weight", "up.weight"]]), V, ("one scale group",
         "'up.weight' twice", "join")),
     "group: text": (new(scale_groups="up.weight"), T, ("list of lists", "got str", "[[name, ")),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from fp4adam import Float8BlockQuantizer, FP4Adam, MXFP8Quantizer, NVFP4Quantizer
+from fp4adam import Float8BlockQuantizer, Float8Quantizer, FP4Adam, MXFP8Quantizer, NVFP4Quantizer
 from fp4adam.kernels.launch import launch
 from fp4adam.tensors import backend
 from waits import refusing_waits
@@ -19,6 +19,7 @@ QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(),
     "mxfp8": MXFP8Quantizer(),
     "float8block": Float8BlockQuantizer(),
+    "float8": Float8Quantizer(),
 }
 
 

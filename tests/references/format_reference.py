@@ -1,4 +1,4 @@
-"""NVFP4, MXFP8 and Float8Block in plain NumPy: what the package must compute, bit for bit.
+"""NVFP4, MXFP8, Float8 and Float8Block in plain NumPy: what the package must compute, bit for bit.
 
 It imports nothing from the package and goes other ways than the package where there is a choice:
 elements are encoded by searching a table of rounding midpoints, scales by frexp, layouts by
@@ -243,14 +243,42 @@ def dequantize_float8_block(fields: Fields, two_dimensional: bool = True) -> Flo
     return decode_e4m3(data) * scale_inv
 
 
+@np.errstate(all="ignore")
+def quantize_float8(x: Floats, pow_2_scales: bool = False, amax_epsilon: float = 0.0) -> Fields:
+    """Float8 of x [M, K] with current scaling; M and K are multiples of 16."""
+    amax = np.fmax.reduce(np.abs(x).ravel(), initial=0).astype(np.float32)
+    amax = np.maximum(amax, np.float32(amax_epsilon))
+    scale = np.minimum(np.float32(448) / amax, FLOAT32_MAX)
+    if amax == 0 or np.isinf(amax):
+        scale = np.float32(1)
+    if pow_2_scales:
+        scale = np.ldexp(np.float32(1), np.frexp(scale)[1] - 1)
+    data = encode_e4m3(x * scale)
+    scale_inv = (np.float32(1) / scale).reshape(1)
+    return {
+        "rowwise_data": data,
+        "rowwise_scale_inv": scale_inv,
+        "columnwise_data": np.ascontiguousarray(data.T),
+        "columnwise_scale_inv": scale_inv,
+    }
+
+
+@np.errstate(all="ignore")
+def dequantize_float8(fields: Fields) -> Floats:
+    """Float32 [M, K] from the rowwise fields."""
+    return decode_e4m3(fields["rowwise_data"]) * fields["rowwise_scale_inv"]
+
+
 def quantize(
     format: str, x: Floats, amax_epsilon: float = 0.0, largest: np.float32 = FLOAT32_MAX
 ) -> Fields:
-    """Dispatch by name: nvfp4_2d, nvfp4_1d, mxfp8 or fp8block_{2d,1d}_{pow2,fp32}."""
+    """Dispatch by name: nvfp4_{2d,1d}, mxfp8, float8_{pow2,fp32}, fp8block_{2d,1d}_{pow2,fp32}."""
     if format.startswith("nvfp4"):
         return quantize_nvfp4(x, format.endswith("2d"))
     if format == "mxfp8":
         return quantize_mxfp8(x)
+    if format.startswith("float8"):
+        return quantize_float8(x, format.endswith("pow2"), amax_epsilon)
     _, block, scale = format.split("_")
     return quantize_float8_block(x, block == "2d", scale == "pow2", amax_epsilon, largest)
 
@@ -261,4 +289,6 @@ def dequantize(format: str, fields: Fields) -> Floats:
         return dequantize_nvfp4(fields)
     if format == "mxfp8":
         return dequantize_mxfp8(fields)
+    if format.startswith("float8"):
+        return dequantize_float8(fields)
     return dequantize_float8_block(fields, format.startswith("fp8block_2d"))

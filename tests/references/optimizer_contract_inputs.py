@@ -14,6 +14,7 @@ from torch.testing._internal.common_optimizers import ErrorOptimizerInput, Optim
 
 from fp4adam import (
     Float8BlockQuantizer,
+    Float8Quantizer,
     FP4Adam,
     FusedAdam,
     MXFP8Quantizer,
@@ -24,7 +25,7 @@ from fp4adam import (
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIMIZERS = (FusedAdam, FP4Adam)
-QUANTIZERS = (NVFP4Quantizer(), MXFP8Quantizer(), Float8BlockQuantizer())
+QUANTIZERS = (NVFP4Quantizer(), MXFP8Quantizer(), Float8BlockQuantizer(), Float8Quantizer())
 REFUSED_FLAGS = ("capturable", "differentiable")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

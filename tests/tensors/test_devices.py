@@ -7,6 +7,7 @@ import torch
 
 from fp4adam import (
     Float8BlockQuantizer,
+    Float8Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     PartialCast,
@@ -22,6 +23,7 @@ QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(optimize_for_gemm=True),
     "mxfp8": MXFP8Quantizer(optimize_for_gemm=True),
     "float8block": Float8BlockQuantizer(),
+    "float8": Float8Quantizer(),
 }
 
 
@@ -33,7 +35,7 @@ def use_all(name, device):
     if name == "float8block":
         recipe = Recipe(name, activations=True, gradients=True)
         made += operand.quantize(x, recipe.quantizer, True, True)[1][:2]
-    else:
+    elif name != "float8":
         made += unswizzle_scales([scales := weight.rowwise_gemm_scale_inv], [scales.shape])
     if name != "mxfp8":
         build_columnwise([weight])

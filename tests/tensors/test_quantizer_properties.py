@@ -12,13 +12,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import format_reference as reference
-from fp4adam import Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer, QuantizedTensor
+from fp4adam import (
+    Float8BlockQuantizer,
+    Float8Quantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    QuantizedTensor,
+)
 from fp4adam.tensors import backend
 
 FORMATS = {
     "nvfp4_2d": (NVFP4Quantizer(two_dimensional=True), 16),
     "nvfp4_1d": (NVFP4Quantizer(two_dimensional=False), 16),
     "mxfp8": (MXFP8Quantizer(), 32),
+    "float8_fp32": (Float8Quantizer(), 16),
+    "float8_pow2": (Float8Quantizer(force_pow_2_scales=True), 16),
     "fp8block_2d_pow2": (Float8BlockQuantizer(), 1),
     "fp8block_2d_fp32": (Float8BlockQuantizer(force_pow_2_scales=False), 1),
     "fp8block_1d_pow2": (Float8BlockQuantizer(two_dimensional=False), 1),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fp4adam import (
     Float8BlockQuantizer,
+    Float8Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     PartialCast,
@@ -24,6 +25,7 @@ QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(optimize_for_gemm=True),
     "mxfp8": MXFP8Quantizer(optimize_for_gemm=True),
     "float8block": Float8BlockQuantizer(),
+    "float8": Float8Quantizer(),
 }
 SHAPE = (64, 96)
 

@@ -1,5 +1,12 @@
-"""NVFP4 weights as primary weights, under the names of Megatron's ``core.fp4_utils``."""
+"""NVFP4 weights as primary weights, under the names of Megatron's ``core.fp4_utils``.
 
+``HAVE_TE`` tells whether Transformer Engine is installed; nothing here imports it.
+``HAVE_TE_FP4_TENSOR_CLASS`` tells whether there is a class of FP4 tensors for
+:func:`is_nvfp4tensor`: always, as it is ``FP4_TENSOR_CLASS``, :class:`fp4adam.NVFP4Tensor`.
+"""
+
+import contextlib
+import importlib.util
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -7,9 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp4adam.distributed.partial_cast import Out
-from fp4adam.distributed.zero import quantize_master_weights
-from fp4adam.formats.nvfp4 import NVFP4Tensor
+from fp4adam.distributed.flat_shard import Out
+from fp4adam.distributed.zero import cast_master_weights_to_nvfp4
+from fp4adam.formats.nvfp4 import NVFP4Quantizer, NVFP4Tensor
+from fp4adam.nn.quantize_model import quantized_init
+
+HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
+HAVE_TE_FP4_TENSOR_CLASS = True
+FP4_TENSOR_CLASS = NVFP4Tensor
 
 # Multiples that the token dimension is padded to, by consuming kernel.
 ALIGNMENTS = {"tma": 32, "rht": 64, "fused": 128}
@@ -18,6 +30,15 @@ ALIGNMENTS = {"tma": 32, "rht": 64, "fused": 128}
 def is_nvfp4tensor(tensor: Any) -> bool:
     """Whether ``tensor`` is an :class:`NVFP4Tensor`."""
     return isinstance(tensor, NVFP4Tensor)
+
+
+def is_grouped_nvfp4tensor(tensor: Any) -> bool:
+    """Whether ``tensor`` is an :class:`NVFP4Tensor` of several weights, [weights, rows, cols].
+
+    Transformer Engine keeps such a stack in a class of its own; here :func:`is_nvfp4tensor` is true
+    of it as well.
+    """
+    return is_nvfp4tensor(tensor) and tensor.dim() == 3
 
 
 def get_nvfp4_rowwise_packed_shape(shape: Sequence[int]) -> torch.Size:
@@ -76,6 +97,25 @@ def modify_nvfp4_rowwise_storage(fp4_tensor: NVFP4Tensor, new_rowwise_data: Tens
     fp4_tensor._rowwise_data = new
 
 
+def modify_grouped_nvfp4_rowwise_storage(
+    grouped_tensor: NVFP4Tensor, new_rowwise_data: Tensor
+) -> None:
+    """:func:`modify_nvfp4_rowwise_storage` for a stack of weights; slices of it move along.
+
+    Raises:
+        ValueError: If it is no stack, or ``new_rowwise_data`` does not fit it.
+        RuntimeError: If the tensor has no rowwise data.
+    """
+    if not is_grouped_nvfp4tensor(grouped_tensor):
+        kind = type(grouped_tensor).__name__
+        shape = tuple(getattr(grouped_tensor, "shape", ()))
+        raise ValueError(
+            f"grouped_tensor must be an NVFP4Tensor of three dimensions, got a {kind} of shape "
+            f"{shape}; call modify_nvfp4_rowwise_storage for a single weight"
+        )
+    modify_nvfp4_rowwise_storage(grouped_tensor, new_rowwise_data)
+
+
 def quantize_nvfp4_param_shard(
     model_params: Sequence[NVFP4Tensor],
     main_params: Sequence[Tensor | None],
@@ -83,12 +123,14 @@ def quantize_nvfp4_param_shard(
     data_parallel_group: dist.ProcessGroup | None,
     fsdp_shard_model_params: Sequence[Out] | None = None,
 ) -> None:
-    """:func:`fp4adam.quantize_master_weights` with ``manual_post_all_gather_processing=True``.
+    """:func:`fp4adam.cast_master_weights_to_nvfp4` before a caller's own all-gather.
+
+    :func:`fp4adam.post_all_gather_processing` comes after it.
 
     Raises:
-        ValueError: As for that function.
+        ValueError, RuntimeError: As for that function.
     """
-    quantize_master_weights(
+    cast_master_weights_to_nvfp4(
         model_params,
         main_params,
         start_offsets,
@@ -134,3 +176,52 @@ def dequantize_fp4_tensor(fp4_tensor: NVFP4Tensor) -> Tensor:
             "formats call tensor.dequantize()"
         )
     return fp4_tensor.dequantize(fp4_tensor.dtype)
+
+
+def get_fp4_recipe(config: Any) -> NVFP4Quantizer:
+    """The recipe of weights for a Megatron configuration, for :func:`fp4adam.quantized_init`.
+
+    Args:
+        config: Any object with ``fp4_recipe``, "nvfp4" or an enum of that value.
+
+    Raises:
+        ValueError: For another recipe, such as "custom", whose factory makes quantizers of
+            Transformer Engine.
+    """
+    recipe = getattr(config.fp4_recipe, "value", config.fp4_recipe)
+    if recipe != "nvfp4":
+        raise ValueError(
+            f"fp4_recipe must be 'nvfp4', got {recipe!r}; for other options pass a quantizer to "
+            "fp4adam.quantized_init"
+        )
+    return NVFP4Quantizer()
+
+
+def get_fp4_context(
+    config: Any, layer_no: int = -1, is_init: bool = False
+) -> contextlib.AbstractContextManager:
+    """The context that Megatron builds or runs a layer in.
+
+    Args:
+        config: Any object with the entries of Megatron's ``TransformerConfig``: ``fp4``,
+            ``fp4_param``, ``fp4_recipe``, ``num_layers``, ``first_last_layers_bf16``,
+            ``num_layers_at_start_in_bf16`` and ``num_layers_at_end_in_bf16``.
+        layer_no: Index of the layer, from 0; -1 is none in particular.
+        is_init: Whether the layer is built, rather than run.
+
+    Returns:
+        ``quantized_init`` of the recipe where a layer with NVFP4 weights is built. Otherwise a
+        context that does nothing: layers of this package need none to run, and the first and last
+        layers may stay in BF16.
+
+    Raises:
+        ValueError: As for :func:`get_fp4_recipe`.
+    """
+    if not (config.fp4_param if is_init else config.fp4):
+        return contextlib.nullcontext()
+    if layer_no >= 0 and config.first_last_layers_bf16:
+        end = config.num_layers - config.num_layers_at_end_in_bf16
+        if not config.num_layers_at_start_in_bf16 <= layer_no < end:
+            return contextlib.nullcontext()
+    recipe = get_fp4_recipe(config)
+    return quantized_init(recipe) if is_init else contextlib.nullcontext()

@@ -1,0 +1,338 @@
+"""FP4Adam beside Transformer Engine itself: bytes, modules, checkpoints and times, in one run.
+
+    python benchmarks/te_check.py [--parts bytes,modules,checkpoints,times] [--json te.json]
+
+It needs a GPU and Transformer Engine (README.md says how to install it), and runs the formats that
+Transformer Engine has on that GPU. A part that fails says why in its row, and the exit status is 1.
+"""
+
+import argparse
+import copy
+import gc
+import importlib.metadata
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from provenance import about
+from report import write_json
+from step import Clock
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+import fp4adam
+from fp4adam import FP4Adam
+from fp4adam.tensors.quantizer import Quantizer
+
+Row = dict[str, Any]
+
+OPTIONS = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+STEPS = 20
+# By format: the recipe in Transformer Engine, what says whether it runs, and our quantizer.
+FORMATS: dict[str, tuple[str, str, Quantizer]] = {
+    "Float8": ("Float8CurrentScaling", "is_fp8_available", fp4adam.Float8Quantizer()),
+    "Float8Block": (
+        "Float8BlockScaling",
+        "is_fp8_block_scaling_available",
+        fp4adam.Float8BlockQuantizer(),
+    ),
+    "MXFP8": ("MXFP8BlockScaling", "is_mxfp8_available", fp4adam.MXFP8Quantizer()),
+    "NVFP4": ("NVFP4BlockScaling", "is_nvfp4_available", fp4adam.NVFP4Quantizer()),
+}
+# Attributes of Transformer Engine's tensors, by ours.
+FIELDS = {
+    name: f"_{name}"
+    for name in ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+}
+FLOAT8_FIELDS = {
+    "rowwise_data": "_data",
+    "rowwise_scale_inv": "_scale_inv",
+    "columnwise_data": "_transpose",
+}
+
+
+def engine() -> tuple[Any, Any, Any]:
+    """Transformer Engine's modules, recipes and optimizers."""
+    try:
+        import transformer_engine.pytorch as te
+        from transformer_engine.common import recipe
+        from transformer_engine.pytorch import optimizers
+    except (ImportError, OSError) as error:
+        raise SystemExit(f"Transformer Engine could not be imported: {error}") from error
+    if not torch.cuda.is_available():
+        raise SystemExit("Transformer Engine needs a CUDA device, got none")
+    return te, recipe, optimizers
+
+
+def formats(te: Any, recipes: Any) -> Iterator[tuple[str, Any, Quantizer]]:
+    """The formats that run here: name, recipe, and quantizer of this package."""
+    for name, (recipe, check, quantizer) in FORMATS.items():
+        runs, why = getattr(te, check)(return_reason=True)
+        if runs:
+            yield name, getattr(recipes, recipe)(), quantizer
+        else:
+            print(f"{name}: not on this GPU: {why}", flush=True)
+
+
+def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    """Normal values on the GPU."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda") * scale
+
+
+def te_fields(tensor: Tensor) -> dict[str, Tensor]:
+    """Copies of the codes and scales of a tensor of Transformer Engine, by our names."""
+    names = FLOAT8_FIELDS if hasattr(tensor, "_transpose") else FIELDS
+    found = {ours: getattr(tensor, theirs) for ours, theirs in names.items()}
+    if getattr(tensor, "_transpose_invalid", False):
+        found.pop("columnwise_data")
+    return {name: x.clone() for name, x in found.items() if x is not None}
+
+
+def differing(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """The share of bytes that differ, by field; shapes may differ by padding."""
+    shares = {}
+    for name in actual.keys() & expected.keys():
+        a, b = actual[name], expected[name]
+        if a.dim() == b.dim() == 2:
+            rows, cols = (min(sizes) for sizes in zip(a.shape, b.shape, strict=True))
+            a, b = a[:rows, :cols], b[:rows, :cols]
+        bits = [x.contiguous().view(-1).view(torch.uint8) for x in (a, b)]
+        shares[name] = (bits[0] != bits[1]).float().mean().item()
+    return dict(sorted(shares.items()))
+
+
+def linear(te: Any, recipe: Any, shape: tuple[int, int]) -> nn.Module:
+    """A linear layer of Transformer Engine whose weight is quantized."""
+    torch.manual_seed(0)
+    with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        return te.Linear(shape[1], shape[0], bias=False, params_dtype=torch.bfloat16, device="cuda")
+
+
+def bytes_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
+    """After every one of 20 steps, the bytes against Transformer Engine's quantizers."""
+    shape = (512, 768)
+    for name, recipe, quantizer in formats(te, recipes):
+        for kind in ("its tensor", "own tensor"):
+            weight = linear(te, recipe, shape).weight
+            theirs = weight._quantizer.copy()
+            theirs.set_usage(rowwise=True, columnwise=True)
+            value = weight.get_high_precision_init_val().cuda()
+            if kind == "own tensor":
+                weight = Parameter(quantizer.quantize(value))
+            optimizer, worst = FP4Adam([weight], **OPTIONS), {}
+            for step in range(STEPS):
+                weight.grad = random(*shape, seed=step, scale=1e-2).to(weight.dtype)
+                optimizer.step()
+                expected = te_fields(theirs(optimizer.state[weight]["master_param"].clone()))
+                if kind == "own tensor":
+                    own = {field: getattr(weight, field) for field in FIELDS}
+                else:
+                    own = te_fields(weight)
+                shares = differing(own, expected)
+                worst = {field: max(share, worst.get(field, 0)) for field, share in shares.items()}
+            assert worst, "no field was compared"
+            yield {"format": name, "what": kind, "differing": worst, "ok": not any(worst.values())}
+    yield delayed_row(te)
+
+
+def delayed_row(te: Any) -> Row:
+    """The codes, amaxes and scales of delayed scaling, with the scale that our history gives."""
+    from transformer_engine.pytorch.constants import DType
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    quantizer = fp4adam.Float8Quantizer(scaling="delayed", amax_history_len=4)
+    weight = Parameter(quantizer.quantize(random(512, 768, seed=0, scale=0.02)))
+    optimizer, worst = FP4Adam([weight], **OPTIONS), {}
+    for step in range(STEPS):
+        weight.grad = random(512, 768, seed=step, scale=1e-2)
+        optimizer.step()
+        theirs = Float8Quantizer(
+            scale=weight.scale, amax=torch.zeros(1, device="cuda"), fp8_dtype=DType.kFloat8E4M3
+        )
+        expected = te_fields(theirs(optimizer.state[weight]["master_param"].clone()))
+        expected["amax"] = theirs.amax
+        own = {field: getattr(weight, field) for field in FIELDS}
+        own["amax"] = weight.amax_history[:1]
+        shares = differing(own, expected)
+        worst = {field: max(share, worst.get(field, 0)) for field, share in shares.items()}
+    ok = not any(worst.values())
+    return {"format": "Float8 delayed", "what": "own tensor", "differing": worst, "ok": ok}
+
+
+def module_builders(te: Any) -> dict[str, Callable[[], nn.Module]]:
+    """Modules of Transformer Engine that map [tokens, 1, 512] to the same."""
+    common = dict(params_dtype=torch.bfloat16, device="cuda")
+    return {
+        "Linear": lambda: te.Linear(512, 512, **common),
+        "LayerNormLinear": lambda: te.LayerNormLinear(512, 512, **common),
+        "LayerNormMLP": lambda: te.LayerNormMLP(512, 2048, **common),
+        "TransformerLayer": lambda: te.TransformerLayer(
+            512, 2048, 8, hidden_dropout=0.0, attention_dropout=0.0, **common
+        ),
+    }
+
+
+def train(te: Any, recipe: Any, module: nn.Module, optimizer: Any) -> list[float]:
+    """Losses of 20 steps towards a rotation of the input."""
+    losses = []
+    for step in range(STEPS):
+        x = random(256, 1, 512, seed=step).bfloat16()
+        with te.autocast(enabled=True, recipe=recipe):
+            y = module(x)
+        loss = (y.float() - x.roll(1, dims=-1).float()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def modules_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
+    """Every module trained with both optimizers, from the same masters."""
+    for name, recipe, _ in formats(te, recipes):
+        for kind, build in module_builders(te).items():
+            losses = []
+            for ours in (False, True):
+                torch.manual_seed(0)
+                with te.quantized_model_init(recipe=recipe):
+                    module = build()
+                # Without initial values, both start from the decoded weights.
+                if ours:
+                    optimizer = FP4Adam(module.parameters(), **OPTIONS)
+                else:
+                    optimizer = optimizers.FusedAdam(
+                        module.parameters(), **OPTIONS, master_weights=True
+                    )
+                losses.append(train(te, recipe, module, optimizer))
+            apart = max(abs(a - b) / a for a, b in zip(*losses, strict=True))
+            falls = all(each[-1] < each[0] for each in losses)
+            yield {
+                "format": name,
+                "what": kind,
+                "first": losses[1][0],
+                "last (TE, ours)": [each[-1] for each in losses],
+                "largest relative difference": apart,
+                # Masters differ in the last bits, codes therefore seldom.
+                "ok": falls and apart < 0.02,
+            }
+
+
+def checkpoints_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
+    """A state dict of each optimizer goes on in the other as in itself."""
+    shape = (512, 768)
+
+    def made(ours: bool, recipe: Any) -> tuple[Parameter, Any]:
+        weight = linear(te, recipe, shape).weight
+        weight.clear_high_precision_init_val()
+        if ours:
+            return weight, FP4Adam([weight], **OPTIONS)
+        return weight, optimizers.FusedAdam([weight], **OPTIONS, master_weights=True)
+
+    def step(weight: Parameter, optimizer: Any, seed: int) -> None:
+        weight.grad = random(*shape, seed=seed, scale=1e-2).bfloat16()
+        optimizer.step()
+
+    for name, recipe, _ in formats(te, recipes):
+        for from_ours in (False, True):
+            weight, optimizer = made(from_ours, recipe)
+            for seed in range(3):
+                step(weight, optimizer, seed)
+            saved = optimizer.te_state_dict() if from_ours else optimizer.state_dict()
+            saved, masters = copy.deepcopy(saved), []
+            other_weight, other = made(not from_ours, recipe)
+            with torch.no_grad():
+                other_weight.copy_(weight)
+            other.load_state_dict(saved)
+            for each in ((weight, optimizer), (other_weight, other)):
+                step(*each, 3)
+                masters.append(each[1].state[each[0]]["master_param"].float())
+            apart = (masters[0] - masters[1]).abs().max().item()
+            what = "ours to TE" if from_ours else "TE to ours"
+            yield {"format": name, "what": what, "masters apart": apart, "ok": apart < 1e-6}
+
+
+def times_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
+    """Milliseconds of a step, of the host alone, and temporary memory; 973 M parameters."""
+    shapes = [(3072, 2048), (2048, 2048), (8192, 2048), (8192, 2048), (2048, 8192)] * 16
+    clock = Clock("cuda")
+    for name, recipe, _ in formats(te, recipes):
+        for ours in (False, True):
+            gc.collect()
+            torch.cuda.empty_cache()
+            weights = [linear(te, recipe, shape).weight for shape in shapes]
+            for i, weight in enumerate(weights):
+                weight.clear_high_precision_init_val()
+                weight.grad = random(*weight.shape, seed=i, scale=1e-3).bfloat16()
+            if ours:
+                optimizer = FP4Adam(weights, **OPTIONS)
+            else:
+                optimizer = optimizers.FusedAdam(weights, **OPTIONS, master_weights=True)
+            optimizer.step()
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            optimizer.step()
+            torch.cuda.synchronize()
+            temporary = torch.cuda.max_memory_allocated() - before
+            yield {
+                "format": name,
+                "what": "FP4Adam on TE's tensors" if ours else "TE FusedAdam on TE's tensors",
+                "ms": statistics.median(clock.samples(optimizer.step, 15)),
+                "host ms": clock.host(optimizer.step),
+                "temporary MiB": temporary / 2**20,
+                "ok": True,
+            }
+            del optimizer, weights
+
+
+PARTS = {
+    "bytes": bytes_rows,
+    "modules": modules_rows,
+    "checkpoints": checkpoints_rows,
+    "times": times_rows,
+}
+
+
+def run(parts: list[str], after_each: Callable[[list[Row]], None] = lambda rows: None) -> list[Row]:
+    """The rows of these parts; a part that raises ends with a row that says why."""
+    given, rows = engine(), []
+    for part in parts:
+        found = PARTS[part](*given)
+        while True:
+            try:
+                row = next(found, None)
+            except Exception as error:
+                row = {"what": "failed", "why": f"{type(error).__name__}: {error}", "ok": False}
+                found = iter(())
+            if row is None:
+                break
+            rows.append({"part": part, **row})
+            print(rows[-1], flush=True)
+            after_each(rows)
+    return rows
+
+
+def main() -> int:
+    """Run the parts that the command line names; 1 if any row is not as it should be."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    parts = args.parts.split(",")
+    if unknown := [part for part in parts if part not in PARTS]:
+        parser.error(f"--parts must be some of {', '.join(PARTS)}, got {', '.join(unknown)}")
+
+    def save(rows: list[Row]) -> None:
+        if args.json:
+            version = importlib.metadata.version("transformer_engine")
+            write_json(args.json, {**about("cuda"), "transformer_engine": version}, rows)
+
+    return int(not all(row["ok"] for row in run(parts, save)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

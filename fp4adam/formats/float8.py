@@ -1,0 +1,307 @@
+"""Float8: E4M3 codes with one FP32 scale per tensor, from its current amax or from earlier ones."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fp4adam.formats import minifloat
+from fp4adam.tensors import backend
+from fp4adam.tensors.blocks import flat_shape, strips
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.quantizer import Quantizer, check_tensor
+from fp4adam.tensors.storage import Storage
+
+BLOCK = 16
+SCALINGS = ("current", "delayed")
+AMAX_COMPUTE_ALGOS = ("max", "most_recent")
+
+
+class Float8Tensor(QuantizedTensor):
+    """A tensor in E4M3 with one scale, 8 bits per element and direction.
+
+    ``rowwise_data``: uint8 (E4M3) [rows, cols]; ``columnwise_data``: uint8 (E4M3) [cols, rows].
+    ``rowwise_scale_inv``, ``columnwise_scale_inv``: float32 [1], equal.
+    """
+
+    @property
+    def scale(self) -> Tensor:
+        """The factor that values were multiplied by before rounding, float32 [1]."""
+        return self.quantizer.encode_scale(self.flush()._amax)
+
+    @property
+    def amax_history(self) -> Tensor | None:
+        """With delayed scaling the amaxes of the last writes, float32; the latest is entry 0.
+
+        The order of the others is Transformer Engine's: entry -1 is the one before, entry 1 the
+        oldest.
+        """
+        return self.flush()._amax_history
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8Quantizer(Quantizer):
+    """Quantize to :class:`Float8Tensor`; rows and columns must be multiples of 16.
+
+    Code = E4M3(x * scale) with scale = 448 / max(amax, amax_epsilon), or 1 if the amax is 0 or
+    infinite; the largest float32 where the quotient overflows. Every step is one float32 operation,
+    in the same order as in Transformer Engine.
+
+    With current scaling, amax is the largest magnitude of the values themselves. With delayed
+    scaling, it is 2**margin times the ``amax_compute_algo`` of the history, the largest magnitudes
+    of the last ``amax_history_len`` writes, this one not among them; if that is 0 or infinite, the
+    scale stays. A tensor made by :meth:`quantize` begins with the amax of its values as history;
+    one from :meth:`make_empty` has none, and its first write has scale 1.
+
+    Args:
+        rowwise: Keep codes of the matrix.
+        columnwise: Keep codes of the transposed matrix.
+        scaling: "current" or "delayed".
+        force_pow_2_scales: Round scales down to powers of two; current scaling only.
+        amax_epsilon: Lower bound of the amax, >= 0; current scaling only.
+        amax_history_len: Number of amaxes that are kept, >= 1; delayed scaling only.
+        amax_compute_algo: "max" of the history or its "most_recent" entry; delayed scaling only.
+        margin: Powers of two that the scale is lowered by; delayed scaling only.
+
+    Source: "FP8 Formats for Deep Learning", arXiv:2209.05433.
+    """
+
+    scaling: Literal["current", "delayed"] = "current"
+    force_pow_2_scales: bool = False
+    amax_epsilon: float = 0.0
+    amax_history_len: int = 1024
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    margin: int = 0
+
+    tensor_class = Float8Tensor
+    name = "float8"
+    code_bits = 8
+    swizzles_scales = False
+    block_rows = BLOCK
+    scales_blocks = False
+    largest_value = minifloat.E4M3_MAX
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.optimize_for_gemm:
+            raise ValueError(
+                "optimize_for_gemm must be False for Float8, got True: it has no block scales; "
+                "leave it out"
+            )
+        for name, value, known in (
+            ("scaling", self.scaling, SCALINGS),
+            ("amax_compute_algo", self.amax_compute_algo, AMAX_COMPUTE_ALGOS),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        if not (self.amax_epsilon >= 0 and math.isfinite(self.amax_epsilon)):
+            raise ValueError(
+                f"amax_epsilon must be finite and >= 0, got {self.amax_epsilon}; 0 turns it off"
+            )
+        if self.amax_history_len < 1:
+            raise ValueError(
+                f"amax_history_len must be >= 1, got {self.amax_history_len}; 1 keeps the last amax"
+            )
+        if not isinstance(self.margin, int) or not -100 <= self.margin <= 100:
+            raise ValueError(
+                f"margin must be an integer within [-100, 100], got {self.margin!r}; 0 uses all of "
+                "the format's range"
+            )
+        other = [*_OPTIONS.keys() - {self.scaling}][0]
+        for name in _OPTIONS[other]:
+            default = type(self).__dataclass_fields__[name].default
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"{name} must be {default!r} with scaling={self.scaling!r}, got "
+                    f"{getattr(self, name)!r}; it is an option of scaling={other!r}"
+                )
+
+    def check_matrix(self, rows: int, cols: int) -> str | None:
+        if rows % BLOCK or cols % BLOCK:
+            return "rows and columns of Float8 must be multiples of 16"
+        return None
+
+    def storage_layout(
+        self, rows: int, cols: int
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        layout = {"amax": ((1,), torch.float32)}
+        if self.has_history:
+            layout["amax_history"] = ((self.amax_history_len,), torch.float32)
+        for usage, m, k in (("rowwise", rows, cols), ("columnwise", cols, rows)):
+            if getattr(self, usage):
+                layout[f"{usage}_data"] = ((m, k), torch.uint8)
+        return layout
+
+    @property
+    def scales_tensor(self) -> bool:
+        """Whether the values of the whole tensor set its scale now, not at the next write."""
+        return not self.has_history
+
+    @property
+    def has_history(self) -> bool:
+        return self.scaling == "delayed"
+
+    @property
+    def is_square(self) -> bool:
+        return True
+
+    @property
+    def block_shapes(self) -> dict[str, tuple[int, int]]:
+        return {"rowwise": (BLOCK, BLOCK)}
+
+    @property
+    def scale_options(self) -> dict[str, Any]:
+        return dict(force_pow_2_scales=self.force_pow_2_scales, amax_epsilon=self.amax_epsilon)
+
+    @property
+    def rows_per_entry(self) -> dict[str, int]:
+        # A history belongs to the tensor as a whole.
+        return {"rowwise_data": 1} if self.rowwise and not self.has_history else {}
+
+    @property
+    def casts_in_shards(self) -> bool:
+        return self.rowwise
+
+    def without_derived(self) -> Quantizer:
+        return dataclasses.replace(self, columnwise=False) if self.rows_per_entry else self
+
+    def scale_inv(self, tensors: Storage, usage: str) -> Tensor | None:
+        return self.per_tensor_scale(tensors.amax) if getattr(self, usage) else None
+
+    def per_tensor_scale(self, amax: Tensor) -> Tensor:
+        return 1.0 / self.encode_scale(amax)
+
+    def encode_scale(self, amax: Tensor) -> Tensor:
+        """The factors that map values to codes, float32, for these amaxes."""
+        return minifloat.e4m3_encode_scale(
+            amax, minifloat.FP32_MAX, self.amax_epsilon, self.force_pow_2_scales
+        )
+
+    def scales_of_blocks(
+        self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        factor = self.encode_scale(tensor_amax)
+        return 1.0 / factor, factor.expand(amaxes.shape)
+
+    def codes(self, x: Tensor) -> Tensor:
+        return minifloat.e4m3_code(x)
+
+    def quantize(self, x: Tensor) -> QuantizedTensor:
+        check_tensor(x)
+        tensor = self.make_empty(x.shape, dtype=x.dtype, device=x.device)
+        if self.has_history and not isinstance(x, QuantizedTensor) and x.numel() and not x.is_meta:
+            matrix = x.detach().reshape(flat_shape(tuple(x.shape))).contiguous()
+            self.measure(matrix, tensor._amax_history[:1])
+        return tensor.quantize_(x)
+
+    def measure(self, x: Tensor, amax: Tensor) -> None:
+        if backend.uses_kernels(x.device):
+            self.kernels().measure(x, amax)
+        else:
+            amax.copy_(torch.stack([minifloat.amax(strip) for _, strip in strips(x, BLOCK)]).amax())
+
+    def take_amax(self, tensors: Storage, amax: Tensor) -> None:
+        if not self.has_history:
+            tensors.amax.copy_(amax)
+            return
+        history = tensors.amax_history
+        is_max = self.amax_compute_algo == "max"
+        known = (history.amax(0, keepdim=True) if is_max else history[:1]) * 2.0**self.margin
+        tensors.amax.copy_(torch.where((known > 0) & known.isfinite(), known, tensors.amax))
+        history.copy_(history.roll(-1))
+        history[:1] = amax
+
+    def write(self, x: Tensor, out: Storage, amax: Tensor | None = None) -> None:
+        if amax is None:
+            amax = torch.zeros_like(out.amax)
+            self.measure(x, amax)
+        self.take_amax(out, amax)
+        if backend.uses_kernels(x.device):
+            return self.kernels().quantize(
+                x,
+                rowwise_data=out.rowwise_data,
+                columnwise_data=out.columnwise_data,
+                amax=out.amax,
+                **self.scale_options,
+            )
+        scale = self.encode_scale(out.amax)
+        for rows, strip in strips(x, BLOCK):
+            codes = minifloat.e4m3_code(strip * scale)
+            if out.rowwise_data is not None:
+                out.rowwise_data[rows] = codes
+            if out.columnwise_data is not None:
+                out.columnwise_data[:, rows] = codes.t()
+
+    def recode(self, x: Tensor, tensors: Storage) -> Tensor:
+        codes = minifloat.e4m3_code(x * self.encode_scale(tensors.amax))
+        return codes if self.rowwise else codes.t()
+
+    @staticmethod
+    def decoders() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+        return _decode, _dequantize
+
+    @staticmethod
+    def kernels() -> ModuleType:
+        from fp4adam.kernels import float8
+
+        return float8
+
+    @staticmethod
+    def step_kernels() -> ModuleType:
+        from fp4adam.kernels import float8_step
+
+        return float8_step
+
+    def stored(self, tensors: Storage) -> tuple[Tensor, Tensor, bool]:
+        """Codes, the decode scale, and whether the codes are transposed."""
+        transposed = tensors.rowwise_data is None
+        data = tensors.columnwise_data if transposed else tensors.rowwise_data
+        return data, self.per_tensor_scale(tensors.amax), transposed
+
+
+_OPTIONS = {
+    "current": ("force_pow_2_scales", "amax_epsilon"),
+    "delayed": ("amax_history_len", "amax_compute_algo", "margin"),
+}
+
+
+def _decode(
+    data: Tensor,
+    scale_inv: Tensor,
+    transposed: bool,
+    dtype: torch.dtype,
+    after: Tensor | None = None,
+) -> Tensor:
+    """Decode E4M3 codes to [rows, cols]; ``transposed``: the codes are of the transposed matrix.
+
+    ``scale_inv``: float32 [1]. ``after``: see :meth:`Quantizer.read`.
+    """
+    rows, cols = data.shape
+    if backend.uses_kernels(data.device):
+        out = data.new_empty((cols, rows) if transposed else (rows, cols), dtype=dtype)
+        Float8Quantizer.kernels().dequantize(data, scale_inv, transposed, out)
+        return out
+    matrix = minifloat.e4m3_value(data).mul_(scale_inv).to(dtype)
+    return matrix.t().contiguous() if transposed else matrix
+
+
+_dequantize = torch.library.custom_op("fp4adam::dequantize_float8", mutates_args=())(_decode)
+
+
+@_dequantize.register_fake
+def _(
+    data: Tensor,
+    scale_inv: Tensor,
+    transposed: bool,
+    dtype: torch.dtype,
+    after: Tensor | None = None,
+) -> Tensor:
+    rows, cols = data.shape
+    return data.new_empty((cols, rows) if transposed else (rows, cols), dtype=dtype)
+
+
+torch.serialization.add_safe_globals([Float8Tensor, Float8Quantizer])

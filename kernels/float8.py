@@ -1,0 +1,131 @@
+"""Float8, one scale per tensor: kernels that quantize and dequantize, and their tile functions."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp4adam.kernels import float8_block, nvfp4
+from fp4adam.kernels.float8_block import float8_scale
+from fp4adam.kernels.launch.launch import on_its_device
+from fp4adam.kernels.launch.tensor_table import (
+    Storage,
+    Usage,
+    divisor_tile,
+    tile_offsets,
+    tile_start,
+)
+from fp4adam.kernels.tiles.bfloat16 import to_float32
+from fp4adam.kernels.tiles.e4m3 import e4m3_words
+from fp4adam.kernels.tiles.words import store_words, transpose_words
+
+BLOCK = 16
+FP32_MAX = tl.constexpr(3.4028234663852886e38)
+
+# The largest magnitude of a matrix is a matter of no format.
+measure = nvfp4.measure
+
+
+@triton.jit
+def tensor_scale(amax, epsilon, POW_2: tl.constexpr):
+    """The float32 encode scale of a tensor with this amax; both scalars."""
+    return float8_scale(amax, epsilon, FP32_MAX, POW_2)
+
+
+@triton.jit
+def float8_tile(
+    x, scale, row, col, cols, storage, USAGE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
+    """Quantize the float32 tile [BR, BC] at (row, col) and store the rowwise part.
+
+    Returns words of codes [BR, BC / 4]. With USAGE.columnwise the caller passes them to
+    :func:`store_columnwise`; otherwise ignore them.
+    """
+    words = e4m3_words(x * scale, BR, BC, HARDWARE=not USAGE.columnwise)
+    if USAGE.rowwise:
+        store_words(storage.rowwise_data, row, col // 4, cols // 4, words, BR, BC // 4)
+    return words
+
+
+@triton.jit
+def store_columnwise(words, row, col, rows, storage, R: tl.constexpr, C: tl.constexpr):
+    """Store the columnwise codes of a tile [R, C] at (row, col)."""
+    words = transpose_words(words, 8, R, C)
+    store_words(storage.columnwise_data, col, row // 4, rows // 4, words, C, R // 4)
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr,
+    rowwise_data,
+    columnwise_data,
+    amax_ptr,
+    rows,
+    cols,
+    tiles_per_row,
+    epsilon,
+    USAGE: tl.constexpr,
+    POW_2: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Quantize a matrix with a known amax.
+
+    Grid: (n_tiles,). Tile: [BR, BC], which divides the matrix. Reads x (2 or 4 bytes per element),
+    writes one byte per element and direction.
+    """
+    tile = tl.program_id(0)
+    row, col = tile // tiles_per_row * BR, tile % tiles_per_row * BC
+    x = to_float32(tl.load(x_ptr + tile_start(row, col, cols) + tile_offsets(cols, BR, BC)))
+    scale = tensor_scale(tl.load(amax_ptr), epsilon, POW_2)
+    storage = Storage(rowwise_data, None, columnwise_data, None)
+    words = float8_tile(x, scale, row, col, cols, storage, USAGE, BR, BC)
+    if USAGE.columnwise:
+        store_columnwise(words, row, col, rows, storage, BR, BC)
+
+
+@on_its_device
+def quantize(
+    x: Tensor,
+    *,
+    rowwise_data: Tensor | None,
+    columnwise_data: Tensor | None,
+    amax: Tensor,
+    force_pow_2_scales: bool,
+    amax_epsilon: float,
+) -> None:
+    """Quantize the matrix ``x`` [rows, cols] (contiguous, multiples of 16) into storage.
+
+    ``amax``: float32 [1], an input.
+    """
+    rows, cols = x.shape
+    tile_rows, tile_cols = divisor_tile(rows, 64, BLOCK), divisor_tile(cols, 64, BLOCK)
+    _quantize_kernel[(rows // tile_rows * (cols // tile_cols),)](
+        x,
+        rowwise_data,
+        columnwise_data,
+        amax,
+        rows,
+        cols,
+        cols // tile_cols,
+        amax_epsilon,
+        USAGE=Usage(rowwise_data is not None, columnwise_data is not None),
+        POW_2=force_pow_2_scales,
+        BR=tile_rows,
+        BC=tile_cols,
+        enable_fp_fusion=False,
+    )
+
+
+@on_its_device
+def dequantize(data: Tensor, scale_inv: Tensor, transposed: bool, out: Tensor) -> None:
+    """Decode E4M3 codes [rows, cols] into ``out``; transposed codes give [cols, rows].
+
+    ``scale_inv``: float32 [1]. A stack of codes [parts, rows, cols] holds consecutive parts of the
+    rows.
+    """
+    *parts, rows, cols = data.shape
+    # One number for all blocks, with strides of 0.
+    grid = scale_inv.expand(*parts, triton.cdiv(rows, 128), triton.cdiv(cols, 128))
+    if transposed:
+        grid = grid.t()
+    float8_block.dequantize(data, grid, True, transposed, out)

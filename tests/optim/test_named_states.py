@@ -1,0 +1,260 @@
+"""The accessors and checkpoints of Transformer Engine's FusedAdam, on this package's optimizers."""
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from fp4adam import FP4Adam, FusedAdam, NVFP4Quantizer
+from quantized_training import RECIPES, assert_bytes_are_of_masters, assert_identical, random
+
+NAMES = ("exp_avg", "exp_avg_sq", "master_param")
+STORED = {
+    "fp32": {},
+    "bf16": dict(exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16),
+    "fp16": dict(
+        exp_avg_dtype=torch.float16,
+        exp_avg_sq_dtype=torch.float16,
+        master_weight_dtype=torch.float16,
+    ),
+    "fp8": dict(exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.uint8),
+}
+
+
+def weights(device="cpu") -> list[Parameter]:
+    value = random((64, 96), 0, device).bfloat16()
+    quantized = Parameter(NVFP4Quantizer().quantize(value))
+    quantized._high_precision_init_val = value
+    return [quantized, Parameter(random((5, 32), 1, device).bfloat16())]
+
+
+def step(optimizer, seed):
+    for group in optimizer.param_groups:
+        for i, param in enumerate(group["params"]):
+            param.grad = random(tuple(param.shape), 100 * seed + i, str(param.device)).to(
+                param.dtype
+            )
+    optimizer.step()
+
+
+# TE's example seeds masters by hand, in this order.
+def test_masters_are_seeded_by_hand(device):
+    params = weights(device)
+    optimizer = FP4Adam(params, lr=1e-2)
+    for param in params:
+        optimizer.initialize_state(param, False)
+        assert optimizer.state[param]["step"] == 0
+        assert not optimizer.get_unscaled_state(param, "exp_avg").any()
+    value = params[0].get_high_precision_init_val()
+    seed = value.float() + 2.0**-12  # finer than BF16
+    optimizer.set_scaled_state(params[0], "master_param", seed)
+    params[0].clear_high_precision_init_val()
+    assert torch.equal(optimizer.get_unscaled_state(params[0], "master_param"), seed)
+
+    reference = Parameter(seed.clone())
+    adamw = torch.optim.AdamW([reference], lr=1e-2)
+    for seed in range(2):
+        step(optimizer, seed)
+        reference.grad = params[0].grad.float()
+        adamw.step()
+    master = optimizer.get_unscaled_state(params[0], "master_param")
+    torch.testing.assert_close(master, reference.data, rtol=1e-6, atol=1e-7)
+    assert_bytes_are_of_masters(optimizer)
+
+
+def test_a_state_that_is_initialized_trains_like_one_that_a_step_makes(device):
+    results = []
+    for early in (True, False):
+        params = weights(device)
+        optimizer = FP4Adam(params, lr=1e-2)
+        if early:
+            for param in params:
+                optimizer.initialize_state(param)
+        for seed in range(2):
+            step(optimizer, seed)
+        results.append((optimizer.state_dict(), [p.detach().float() for p in params]))
+    assert_identical(*results)
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_states_are_read_and_written_in_fp32(stored, device):
+    params = weights(device)
+    optimizer = FP4Adam(params, lr=1e-2, **STORED[stored])
+    step(optimizer, 0)
+    expected = optimizer.state_dict()["state"]
+    for i, param in enumerate(params):
+        for name in NAMES:
+            value = optimizer.get_unscaled_state(param, name)
+            assert torch.equal(value, expected[i][name].float()), name
+            exact = stored == "fp32" or (stored, name) != ("fp16", name) and name == "master_param"
+            assert (value is optimizer.state[param][name]) == exact
+    raw = optimizer.get_unscaled_state(params[0], "exp_avg", skip_unscale=True)
+    assert raw.dtype == (torch.bfloat16 if stored == "bf16" else torch.float32)
+
+    given = random((64, 96), 7, device, scale=0.1)
+    kept = given.clone()
+    for name in NAMES:
+        optimizer.set_scaled_state(params[0], name, given.abs() if name == "exp_avg_sq" else given)
+    assert torch.equal(given, kept)  # TE's rescales the caller's tensor
+    for name in NAMES:
+        value = optimizer.get_unscaled_state(params[0], name)
+        wanted = given.abs() if name == "exp_avg_sq" else given
+        tolerance = {"fp32": 0, "bf16": 2**-7, "fp16": 2**-9, "fp8": 0.25}[stored]
+        torch.testing.assert_close(value, wanted, rtol=tolerance, atol=tolerance * 0.01)
+    step(optimizer, 1)
+    assert optimizer.state[params[0]]["step"] == 2
+
+
+def test_remainders_and_fp32_parameters(device):
+    params = [Parameter(random((4, 8), 0, device).bfloat16()), Parameter(random((3,), 1, device))]
+    optimizer = FusedAdam(params, store_param_remainders=True)
+    optimizer.initialize_state(params[0], True)
+    optimizer.initialize_state(params[1], False)
+    assert optimizer.get_unscaled_state(params[0], "master_param").dtype == torch.int16
+    remainder = torch.full((4, 8), 5, dtype=torch.int16, device=device)
+    optimizer.set_scaled_state(params[0], "master_param", remainder)
+    assert torch.equal(optimizer.get_unscaled_state(params[0], "master_param"), remainder)
+    with pytest.raises(TypeError, match=r"must be torch.int16 for master_param, got torch.float32"):
+        optimizer.set_scaled_state(params[0], "master_param", remainder.float())
+    # An FP32 parameter is its own master.
+    optimizer.set_scaled_state(params[1], "master_param", torch.ones(3, device=device))
+    assert params[1].eq(1).all()
+    step(optimizer, 0)
+    saved = optimizer.te_state_dict()["state"]
+    assert saved[0]["master_param"].dtype == torch.int16 and "master_param" not in saved[1]
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda o, p: o.initialize_state(Parameter(p.data)), "param must be a parameter of this"),
+        (lambda o, p: o.initialize_state(p, True), "store_param_remainders must be .* False, got"),
+        (lambda o, p: o.get_unscaled_state(p, "step"), "state_name must be one of exp_avg,"),
+        (lambda o, p: o.get_unscaled_state(p, "exp_avg"), "must have a state to read exp_avg"),
+        (lambda o, p: o.set_scaled_state(p, "exp_avg", torch.ones(3)), r"local parameter, \(5,"),
+    ],
+)
+def test_misuse_changes_nothing(call, match):
+    param = weights()[1]
+    optimizer = FusedAdam([param])
+    with pytest.raises(ValueError, match=match):
+        call(optimizer, param)
+    assert not optimizer.state
+
+
+def test_parameters_without_masters_have_none_to_set():
+    param = weights()[1]
+    optimizer = FusedAdam([param], master_weights=False)
+    for call in (
+        lambda: optimizer.get_unscaled_state(param, "master_param"),
+        lambda: optimizer.set_scaled_state(param, "master_param", param.float()),
+    ):
+        with pytest.raises(
+            ValueError, match="parameter without a master, got master_weights=False"
+        ):
+            call()
+
+
+# Checkpoints of Transformer Engine
+
+
+def load_as_te_does(state_dict: dict) -> dict:
+    """What TE's load_state_dict asks of its argument: a step per group, three names, FP32."""
+    states = {}
+    for group in state_dict["param_groups"]:
+        assert isinstance(group["step"], int)
+        assert group.keys() >= {"lr", "bias_correction", "betas", "eps", "weight_decay", "params"}
+        for key in group["params"]:
+            states[key] = dict(state_dict["state"].get(key, {}))
+            assert states[key].keys() <= set(NAMES)
+            for name, value in states[key].items():
+                assert value.dtype == torch.float32, name
+    return states
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_checkpoints_go_to_transformer_engine_and_back(recipe, device):
+    def build():
+        value = random((64, 96), 0, device).bfloat16()
+        if recipe is None:
+            return FusedAdam([Parameter(value)], lr=1e-2)
+        return FP4Adam([Parameter(RECIPES[recipe].quantize(value))], lr=1e-2)
+
+    first, second = build(), build()
+    for seed in range(3):
+        step(first, seed)
+    saved = first.te_state_dict()
+    assert saved["param_groups"][0]["step"] == 3
+    states = load_as_te_does(saved)
+    assert states[0].keys() == set(NAMES)
+    with torch.no_grad():
+        own, others = (o.param_groups[0]["params"][0] for o in (second, first))
+        own.copy_(others)
+    second.load_state_dict(saved)
+    for optimizer in (first, second):
+        step(optimizer, 3)
+    assert_identical(first.state_dict()["state"], second.state_dict()["state"])
+    assert_identical(own.detach().float(), others.detach().float())
+
+
+def test_a_remainder_checkpoint_of_transformer_engine_is_not_taken_for_weights(device):
+    def build():
+        param = Parameter(random((4, 32), 0, device).bfloat16())
+        return FusedAdam([param], lr=1e-2, store_param_remainders=True)
+
+    first, second = build(), build()
+    step(first, 0)
+    saved = first.te_state_dict()
+    with torch.no_grad():
+        second.param_groups[0]["params"][0].copy_(first.param_groups[0]["params"][0])
+    second.load_state_dict(saved)
+    for optimizer in (first, second):
+        step(optimizer, 1)
+    assert_identical(first.state_dict()["state"], second.state_dict()["state"])
+
+
+def test_groups_of_parameters_with_different_steps_are_refused():
+    params = weights()
+    optimizer = FP4Adam(params)
+    step(optimizer, 0)
+    params[0].grad = None
+    optimizer.step()
+    with pytest.raises(ValueError, match="group 0 must have taken the same number .* got 1 to 2"):
+        optimizer.te_state_dict()
+    with pytest.raises(ValueError, match="amsgrad must be False"):
+        FusedAdam([weights()[1]], amsgrad=True).te_state_dict()
+
+
+# Keywords
+
+
+def test_a_grad_scaler_can_be_passed_to_the_step():
+    def run(direct: bool) -> list:
+        param = Parameter(random((8, 8), 0))
+        optimizer, scaler = FusedAdam([param], lr=1e-2), torch.amp.GradScaler("cpu", init_scale=8.0)
+        for value in (1.0, float("inf"), 2.0):
+            scaler.scale((param * value).sum()).backward()
+            optimizer.step(grad_scaler=scaler) if direct else scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return [param.detach(), optimizer.state_dict()["state"], scaler.get_scale()]
+
+    assert_identical(run(True), run(False))
+    optimizer = FusedAdam([weights()[1]])
+    optimizer.step(grad_scaler=None)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'grad_scalar'"):
+        optimizer.step(grad_scalar=None)
+
+
+@pytest.mark.parametrize("none", [True, False])
+def test_set_grad_none_is_what_zero_grad_does(none):
+    for kind in (FusedAdam, FP4Adam):
+        param = weights()[1]
+        with pytest.warns(DeprecationWarning, match="call zero_grad") as warned:
+            optimizer = kind([param], set_grad_none=none)
+        assert warned[0].filename == __file__
+        param.grad = torch.ones_like(param)
+        with pytest.raises(ValueError, match=f"set_to_none must be {none} .* got {not none}"):
+            optimizer.zero_grad(set_to_none=not none)
+        optimizer.zero_grad()
+        assert (param.grad is None) == none
+        optimizer.zero_grad(none)
