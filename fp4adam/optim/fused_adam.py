@@ -555,13 +555,7 @@ class FusedAdam(Optimizer):
         """
         known = self._params()
         params = known if params is None else [*params]
-        for i, param in enumerate(params):
-            if not any(param is one for one in known):
-                raise ValueError(
-                    "params must be parameters of this optimizer, got number "
-                    f"{i}, of shape {tuple(param.shape)}, which is in none of its groups; pass "
-                    "tensors from param_groups"
-                )
+        checks.check_known(params, known)
         self._drop_plan()
         states, views = self.state, [*map(self._view, params)]
         with torch._C.DisableTorchFunctionSubclass():
@@ -708,15 +702,7 @@ class FusedAdam(Optimizer):
             for view in views:
                 if not view.has_master and "master_param" in states[view.owner]:
                     saving.adopt_master(view, states[view.owner])
-            masters = [view for view in views if view.has_master]
-            left, rounded = self._masters.left(masters, states, all_ranks=True)
-            for view, bytes_of_master in rounded.items():
-                view.param.copy_(bytes_of_master)
-            self._masters.note(rounded)
-            # If plain values of these bytes are loaded next, the parameter gets the bytes.
-            for view, bytes_of_master in left.items():
-                if bytes_of_master is not None:
-                    view.param._shared.rounded_master = bytes_of_master
+            self._masters.adopt([view for view in views if view.has_master], states)
 
     @contextlib.contextmanager
     def _hook(
