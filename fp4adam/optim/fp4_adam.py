@@ -149,6 +149,9 @@ class FP4Adam(FusedAdam):
         except Exception:
             self.param_groups.pop()
             raise
+        finally:
+            if getattr(self, "_release", None) is not None:
+                self._release.attach()  # to the parameters, together with their scale groups
 
     def _form_scale_groups(self) -> None:
         if self.scale_groups is None:

@@ -26,6 +26,7 @@ from fp4adam.optim import checks
 from fp4adam.optim import state_dict as saving
 from fp4adam.optim.adam import updates_params
 from fp4adam.optim.grad_norm import GradNorm
+from fp4adam.optim.gradient_release import GradientRelease, check_max_norm
 from fp4adam.optim.hyper_parameters import check_hyper_parameters, check_numbers
 from fp4adam.optim.master_weights import MasterWeights, master_of
 from fp4adam.optim.param_state import ParamState
@@ -166,6 +167,10 @@ class FusedAdam(Optimizer):
         self._borrowed: dict[Tensor, BorrowedTensor] = {}
         # The clipping coefficient of the next step, by device.
         self._clip: dict[torch.device, Tensor] = {}
+        # Set while gradients are released; it outlives loaded states, but is not copied.
+        self.__dict__.setdefault("_release", None)
+        if self._release is not None:
+            self._release.forget()
         # Guards hooks that are registered for the duration of a call, as threads may save at the
         # same time. Loading calls this method while it holds the lock, so an existing one is kept.
         self.__dict__.setdefault("_saving", threading.RLock())
@@ -224,6 +229,8 @@ class FusedAdam(Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+        if getattr(self, "_release", None) is not None:
+            self._release.attach()
 
     def __getstate__(self) -> dict[str, Any]:
         options = {name: getattr(self, name) for name in self._option_names}
@@ -275,8 +282,15 @@ class FusedAdam(Optimizer):
 
         Raises:
             ValueError: If an argument is out of range.
-            RuntimeError: With ``error_if_nonfinite``, if the norm is not finite.
+            RuntimeError: With ``error_if_nonfinite``, if the norm is not finite, and while gradients
+                are released.
         """
+        if self._release is not None:
+            raise RuntimeError(
+                "clip_grad_norm_ must not be called while gradients are released, got a call after "
+                "the step they were for; pass max_norm to enable_gradient_release, which clips by "
+                "the norm of the previous step"
+            )
         params = [param for group in self.param_groups for param in group["params"]]
         with torch._C.DisableTorchFunctionSubclass():
             groups = [*map(sharding_groups, params)]
@@ -324,8 +338,57 @@ class FusedAdam(Optimizer):
                 loss = closure()
         # Reads attributes of tensor subclasses directly, in a tenth of the time.
         with torch._C.DisableTorchFunctionSubclass():
-            self._step()
+            if self._release is None:
+                self._step()
+            else:
+                self._release.finish_step()
         return loss
+
+    def enable_gradient_release(self, max_norm: float | None = None) -> GradientRelease:
+        """Step each parameter as soon as its gradient is complete, and free the gradient.
+
+        The weights get the same bits as from ``step()`` after the backward pass, but gradients no
+        longer exist all at once. Keep the training loop as it is: ``step()`` steps parameters that
+        still have a gradient, such as one set by hand, and ends the step. It has to be called after
+        each backward pass, except those in :meth:`GradientRelease.accumulate`. Members of a scale
+        group are stepped once all of those that require gradients have one, or else in ``step()``.
+
+        Works with FSDP2, which calls the hooks with reduced gradients.
+        :class:`~torch.nn.parallel.DistributedDataParallel` averages gradients after the hooks, so
+        its parameters are refused at the first gradient. ``GradScaler`` is refused by ``step()``.
+        ``torch.nn.utils.clip_grad_norm_`` finds no gradients.
+
+        Args:
+            max_norm: Clip by the *previous* step's norm: every gradient of a step is multiplied by
+                min(max_norm / (norm + 1e-6), 1) of the norm of all gradients of the step before, as
+                its own is known only after its parameters were stepped. The first step is not
+                clipped. This costs one more read of the gradients. None does not measure.
+
+        Returns:
+            A handle; ``remove()`` returns to stepping in ``step()``. Copies of the optimizer do not
+            release gradients.
+
+        Raises:
+            RuntimeError: If gradients are released already.
+            NotImplementedError: With ``use_decoupled_grad``, and for parameters that FSDP2 offloads
+                to the CPU.
+            ValueError: If ``max_norm`` is negative.
+        """
+        check_max_norm(max_norm)
+        if self._release is not None:
+            raise RuntimeError(
+                "gradient release must be enabled once, got a second call; remove() the handle "
+                "that the first one returned"
+            )
+        if self.use_decoupled_grad:
+            raise NotImplementedError(
+                "use_decoupled_grad must be False for gradient release, got True: autograd calls "
+                "hooks for param.grad only; leave use_decoupled_grad False"
+            )
+        self._drop_plan()
+        self._clip = {}
+        self._release = GradientRelease(self, max_norm)
+        return self._release
 
     # torch.compile would trace into this, but addresses and tables cannot be traced.
     @torch._disable_dynamo
@@ -383,8 +446,15 @@ class FusedAdam(Optimizer):
         """Drop the plan, but keep its notes of the parameters."""
         if self._plan is not None:
             self._plan.settle()
+        self._take_notes()
+        self._plan = None
+
+    def _take_notes(self) -> None:
+        """Collect the notes that the last steps have taken of the parameters."""
+        if self._plan is not None:
             self._masters.update(self._plan.notes())
-            self._plan = None
+        if self._release is not None:
+            self._masters.update(self._release.notes())
 
     def _new_plan(self, structure: list) -> StepPlan:
         self._drop_plan()
@@ -634,9 +704,8 @@ class FusedAdam(Optimizer):
     @torch.no_grad()
     def _left(self, views: Iterable[ParamView]) -> Container[ParamView]:
         """The parameters that no longer equal their rounded masters; changes neither."""
-        if self._plan is not None:
-            self._masters.update(self._plan.notes())
         with torch._C.DisableTorchFunctionSubclass():
+            self._take_notes()
             return self._masters.left([*views], self.__dict__["state"])[0]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

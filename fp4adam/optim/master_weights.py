@@ -50,9 +50,13 @@ class MasterWeights:
         """Add the notes taken by a step."""
         self._notes.update(notes)
 
+    def notes_of(self, owners: Iterable[Tensor]) -> dict[Tensor, WriteNote]:
+        """The notes of these parameters, as far as there are any."""
+        return {owner: self._notes[owner] for owner in owners if owner in self._notes}
+
     def keep_only(self, owners: Iterable[Tensor]) -> None:
         """Forget all other parameters."""
-        self._notes = {owner: self._notes[owner] for owner in owners if owner in self._notes}
+        self._notes = self.notes_of(owners)
 
     def is_known(self, view: ParamView) -> bool:
         """Whether a parameter is certainly unchanged since the optimizer's last write."""
