@@ -136,7 +136,7 @@ def check_in_use(param: Tensor) -> None:
 
 
 def check_scale_group(peers: Sequence[Tensor], group: ScaleGroup) -> None:
-    """Raise if ``peers``, the parameters of an optimizer in ``group``, cannot be quantized together.
+    """Raise if ``peers``, an optimizer's parameters of a group, cannot be quantized together.
 
     Raises:
         ValueError: If a member is missing.

@@ -282,8 +282,8 @@ class FusedAdam(Optimizer):
 
         Raises:
             ValueError: If an argument is out of range.
-            RuntimeError: With ``error_if_nonfinite``, if the norm is not finite, and while gradients
-                are released.
+            RuntimeError: With ``error_if_nonfinite``, if the norm is not finite; with gradient
+                release.
         """
         if self._release is not None:
             raise RuntimeError(

@@ -106,8 +106,9 @@ class GradientRelease:
         if any(value is not None for value in given):
             raise RuntimeError(
                 "gradients must not be scaled with gradient release, got a GradScaler: parameters "
-                "are stepped before it knows of overflows, and those of this pass have taken scaled "
-                "gradients; train in bfloat16, or remove() the release and load a checkpoint"
+                "are stepped before it knows of overflows, and have been stepped with scaled "
+                "gradients in this pass; train in bfloat16, or remove() the handle and load a "
+                "checkpoint"
             )
 
     def finish_step(self) -> None:

@@ -277,9 +277,9 @@ class MasterWeightOptimizer(Optimizer):
         is_same = (kept.shape, kept.device) == (local(param).shape, local(param).device)
         if view.has_master != (master is not param) or not is_same:
             raise RuntimeError(
-                f"parameters must keep shape, device and kind of dtype for {name}, got one of shape "
-                f"{tuple(local(param).shape)} and {param.dtype} on {local(param).device}, stepped "
-                f"as {tuple(kept.shape)} of {kept.dtype} on {kept.device}; "
+                f"parameters must keep shape, device and kind of dtype for {name}, got one of "
+                f"shape {tuple(local(param).shape)} and {param.dtype} on {local(param).device}, "
+                f"stepped as {tuple(kept.shape)} of {kept.dtype} on {kept.device}; "
                 "optimizer.load_state_dict(optimizer.state_dict()) moves the state to the "
                 "parameter's device, for another shape or dtype create a new optimizer"
             )
