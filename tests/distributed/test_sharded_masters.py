@@ -1,5 +1,7 @@
 """MasterWeightOptimizer with FSDP2 and DDP: the bits of one process, and checkpoints."""
 
+import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +9,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Muon, Optimizer
+
+with warnings.catch_warnings():  # it compiles functions with torch.jit.script
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from fp4adam import MasterWeightOptimizer, QuantizedTensor, check_shards, quantize_model
 from fp4adam.distributed.dtensor import local
@@ -174,3 +182,66 @@ def whole_states(rank: int) -> None:
 
 def test_states_of_whole_parameters_are_cut() -> None:
     run(whole_states, 2)
+
+
+def train_variant(rank: int, recipe: str, variant: str) -> None:
+    """Whatever a shard is, its bytes are those of the whole rounded master."""
+    options: dict[str, Any] = {"mesh": all_ranks()}
+    if variant == "hybrid":
+        names = ("replicate", "shard")
+        options["mesh"] = init_device_mesh(home().type, (2, 2), mesh_dim_names=names)
+    elif variant == "bfloat16":
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    elif variant == "offloaded":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=home().type == "cuda")
+    model = build(64, 32, recipe)
+    if variant == "replicated":
+        replicate(model, mesh=all_ranks())
+    else:
+        fully_shard(model, **options)
+    optimizer = MasterWeightOptimizer(model.parameters(), AdamW, **OPTIONS)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        x = torch.randn(8, 32, generator=generator).to(home())
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    check_shards(model)
+    for param in model.parameters():
+        own = local(param)
+        if isinstance(own, QuantizedTensor):
+            spec = own._shared.global_spec
+            quantizer = own.quantizer if spec is None else spec.quantizer
+            master = full(optimizer.state[param]["master_param"])
+            expected = quantizer.quantize(master).dequantize()
+            assert_same([{"value": full(param.detach().float())}], [{"value": expected}])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recipe", ["nvfp4", "float8block"])
+@pytest.mark.parametrize(
+    "variant, world_size", [("hybrid", 4), ("bfloat16", 2), ("offloaded", 2), ("replicated", 2)]
+)
+def test_variants_of_fully_shard(variant, world_size, recipe):
+    run(train_variant, world_size, recipe, variant)
+
+
+def train_with_zero(rank: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = quantize_model(build(64, 32, None), "nvfp4")
+    replica = DistributedDataParallel(model)
+    make_optimizer = functools.partial(MasterWeightOptimizer, optimizer_class=AdamW)
+    optimizer = ZeroRedundancyOptimizer(replica.parameters(), make_optimizer, **OPTIONS)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        x = torch.randn(8, 32, generator=generator).to(home())
+        replica(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: param.detach().float() for name, param in model.named_parameters()}
+
+
+@pytest.mark.exhaustive
+def test_zero_redundancy_optimizer():
+    first, second = run_ranks(train_with_zero, 2)
+    assert_same([first], [second])

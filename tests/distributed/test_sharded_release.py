@@ -1,10 +1,13 @@
 """Gradient release on several ranks: with FSDP2 the bits of a plain step; DDP is refused."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fp4adam import FP4Adam, check_shards, hf_scale_groups, quantize_model
@@ -26,14 +29,22 @@ class Layer(nn.Module):
         return self.out(self.q_proj(x) * self.k_proj(x).tanh())
 
 
-def make(recipe: str, groups: bool) -> tuple[nn.Sequential, FP4Adam]:
+def make(recipe: str, groups: bool, variant: str = "") -> tuple[nn.Sequential, FP4Adam]:
+    options: dict[str, Any] = {"mesh": all_ranks()}
+    if variant == "hybrid":
+        names = ("replicate", "shard")
+        options["mesh"] = init_device_mesh(home().type, (2, 2), mesh_dim_names=names)
+    elif variant == "bfloat16":
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    elif variant == "kept":
+        options["reshard_after_forward"] = False
     torch.manual_seed(0)
     model = nn.Sequential(Layer(), Layer()).to(home(), torch.bfloat16)
     rule = hf_scale_groups if groups else ()
     quantize_model(model, recipe, filter=lambda *_: True, scale_groups=rule)
     for layer in model:
-        fully_shard(layer, mesh=all_ranks())
-    fully_shard(model, mesh=all_ranks())
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
     return model, FP4Adam(model.named_parameters(), **OPTIONS)
 
 
@@ -43,8 +54,8 @@ def backward(model: nn.Module, step: int) -> None:
     model(x).square().mean().backward()
 
 
-def release_on_shards(rank: int, recipe: str, groups: bool) -> None:
-    (model, optimizer), (other, plain) = (make(recipe, groups) for _ in range(2))
+def release_on_shards(rank: int, recipe: str, groups: bool, variant: str = "") -> None:
+    (model, optimizer), (other, plain) = (make(recipe, groups, variant) for _ in range(2))
     release = optimizer.enable_gradient_release(max_norm=0.05)
     clip: dict[torch.device, Tensor] = {}
     for step in range(4):
@@ -85,6 +96,12 @@ def release_on_shards(rank: int, recipe: str, groups: bool) -> None:
 )
 def test_the_bits_of_a_plain_step(recipe, groups, world_size):
     run(release_on_shards, world_size, recipe, groups)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("variant, world_size", [("hybrid", 4), ("bfloat16", 2), ("kept", 2)])
+def test_variants_of_fully_shard(variant, world_size):
+    run(release_on_shards, world_size, "nvfp4", True, variant)
 
 
 def release_in_replicas(rank: int) -> None:
