@@ -256,6 +256,8 @@ class FusedAdam(Optimizer):
         """Reset the gradients, including ``decoupled_grad`` if it is in use."""
         super().zero_grad(set_to_none)
         self._clip = {}
+        if self._release is not None:
+            self._release.drop_gradients()
         if self.use_decoupled_grad:
             for param in self._params():
                 if getattr(param, "decoupled_grad", None) is not None:

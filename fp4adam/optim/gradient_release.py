@@ -125,6 +125,10 @@ class GradientRelease:
             sums = [self._units[param].sums.pop(param, None) for param in params]
             self.grad_norm, self._clip = norm.of_span_sums(sums, self._max_norm)
         self._released = set()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Forget which gradients of scale groups are complete, after they have been reset."""
         for unit in self._units.values():
             unit.arrived.clear()
 
@@ -149,7 +153,7 @@ class GradientRelease:
             )
         unit = self._units[param]
         unit.arrived.add(param)
-        if all(p in unit.arrived for p in unit.params if p.requires_grad):
+        if all(p in unit.arrived and p.grad is not None for p in unit.params if p.requires_grad):
             with torch._C.DisableTorchFunctionSubclass():
                 self._step(unit)
 

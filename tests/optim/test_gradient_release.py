@@ -244,6 +244,22 @@ def test_scale_groups_are_stepped_together(has_all: bool, device: str) -> None:
     assert_same_training(*optimizers)
 
 
+@pytest.mark.parametrize("way", ["to none", "to zero", "of the model"])
+def test_gradients_of_a_group_that_were_reset_do_not_count(way: str, device: str) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(32, 32, bias=False) for name in ("q_proj", "k_proj")})
+    quantize_model(model.to(device), "nvfp4", filter=lambda *_: True, scale_groups=hf_scale_groups)
+    optimizer = FP4Adam(model.parameters(), **OPTIONS)
+    optimizer.enable_gradient_release()
+    x = random((4, 32), 0, device)
+    model["q_proj"](x).square().mean().backward()
+    (model if way == "of the model" else optimizer).zero_grad(set_to_none=way != "to zero")
+    model["k_proj"](x).square().mean().backward()
+    assert not optimizer.state and model["k_proj"].weight.grad is not None
+    model["q_proj"](x).square().mean().backward()
+    assert has_no_gradients(optimizer) and len(optimizer.state) == 2
+
+
 def assert_bytes_in_group(optimizer: FP4Adam) -> None:
     amaxes = [param.amax_rowwise for param in all_params(optimizer)]
     assert_identical(amaxes[0], amaxes[1])
