@@ -356,7 +356,7 @@ class FusedAdam(Optimizer):
         group are stepped once all of those that require gradients have one, or else in ``step()``.
 
         Works with FSDP2, which calls the hooks with reduced gradients.
-        :class:`~torch.nn.parallel.DistributedDataParallel` averages gradients after the hooks, so
+        ``torch.nn.parallel.DistributedDataParallel`` averages gradients after the hooks, so
         its parameters are refused at the first gradient. ``GradScaler`` is refused by ``step()``.
         ``torch.nn.utils.clip_grad_norm_`` finds no gradients.
 

@@ -10,6 +10,7 @@ import gc
 import math
 import operator
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -36,7 +37,8 @@ class GradientRelease:
 
     def __init__(self, optimizer: "FusedAdam", max_norm: float | None) -> None:
         self.grad_norm: Tensor | None = None
-        self._optimizer = optimizer
+        # Neither this nor the hooks keep the optimizer alive: without it, nothing is released.
+        self._owner = weakref.ref(optimizer)
         self._max_norm = max_norm
         self._accumulates = False
         self._is_checked = False
@@ -65,18 +67,40 @@ class GradientRelease:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}
-        if self._optimizer._release is self:
-            self._optimizer._masters.update(self.notes())
-            self._optimizer._release = None
+        optimizer = self._owner()
+        if optimizer is not None and optimizer._release is self:
+            optimizer._masters.update(self.notes())
+            optimizer._release = None
 
     # What the optimizer calls
+
+    @property
+    def _optimizer(self) -> "FusedAdam":
+        optimizer = self._owner()
+        if optimizer is None:
+            raise RuntimeError("the optimizer of a gradient release must exist; please report this")
+        return optimizer
+
+    def _check_param(self, param: Tensor) -> None:
+        hooks = (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()
+        if any(isinstance(hook, _Hook) and hook.is_of_another(self) for hook in hooks):
+            raise RuntimeError(
+                "each parameter must be released by one optimizer, got one of shape "
+                f"{tuple(param.shape)} that another one releases; remove() its handle first"
+            )
+        if is_dtensor(param) and param.device.type != param.device_mesh.device_type:
+            raise NotImplementedError(
+                "parameters must be where their gradients are reduced with gradient release, got "
+                f"one on {param.device.type} of a mesh of {param.device_mesh.device_type} (CPU "
+                "offload): the gradient may still be on its way; leave out the offload"
+            )
 
     def attach(self) -> None:
         """Register hooks for parameters that are new or newly trainable."""
         optimizer = self._optimizer
         together: dict[Hashable, list[Tensor]] = defaultdict(list)
         for param in optimizer._params():
-            _check_device(param)
+            self._check_param(param)
             together[optimizer._scales_of(param)].append(param)
         for params in together.values():
             unit = self._units.get(params[0])
@@ -86,7 +110,7 @@ class GradientRelease:
         self._units = {param: self._units[param] for param in optimizer._params()}
         for param in self._units:
             if param not in self._hooks and param.requires_grad:
-                self._hooks[param] = param.register_post_accumulate_grad_hook(self._release)
+                self._hooks[param] = param.register_post_accumulate_grad_hook(_Hook(self))
 
     def forget(self) -> None:
         """Drop what is known of parameters, after a state has been loaded."""
@@ -134,9 +158,14 @@ class GradientRelease:
 
     # The hook
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the optimizer still exists."""
+        return self._owner() is not None
+
     @torch.no_grad()
     @torch._disable_dynamo
-    def _release(self, param: Tensor) -> None:
+    def release(self, param: Tensor) -> None:
         """Step the unit of a parameter if all of its gradients are complete."""
         if self._accumulates or param.grad is None:
             return
@@ -167,6 +196,23 @@ class GradientRelease:
         unit.arrived.clear()
 
 
+class _Hook:
+    """What autograd and FSDP2 call once the gradient of a parameter is complete."""
+
+    def __init__(self, release: GradientRelease) -> None:
+        self._release = weakref.ref(release)
+
+    def __call__(self, param: Tensor) -> None:
+        release = self._release()
+        if release is not None and release.is_alive:
+            release.release(param)
+
+    def is_of_another(self, release: GradientRelease) -> bool:
+        """Whether it belongs to another release, which is still in use."""
+        own = self._release()
+        return own is not None and own is not release and own.is_alive
+
+
 class _Unit:
     """The parameters that are stepped together, and their part of the optimizer.
 
@@ -181,7 +227,7 @@ class _Unit:
         self.params = params
         self.arrived: set[Tensor] = set()
         self.sums: dict[Tensor, Tensor] = {}
-        self._whole = whole
+        self._owner = weakref.ref(whole)
         members = set(params)
         self._groups = [g for g in whole.param_groups if not members.isdisjoint(g["params"])]
         self.optimizer = object.__new__(type(whole))
@@ -198,7 +244,7 @@ class _Unit:
 
     def is_current(self, params: list[Tensor]) -> bool:
         """Whether it has these parameters, and the optimizer still has their groups."""
-        groups = self._whole.param_groups
+        groups = self._owner().param_groups
         same = len(params) == len(self.params) and all(map(operator.is_, params, self.params))
         return same and all(any(known is group for group in groups) for known in self._groups)
 
@@ -220,7 +266,7 @@ class _Unit:
 
     def step(self, clip: dict[torch.device, Tensor]) -> None:
         """Step the parameters with the current options and states of the whole optimizer."""
-        whole, part = self._whole, self.optimizer
+        whole, part = self._owner(), self.optimizer
         for name in part._option_names:
             setattr(part, name, getattr(whole, name))
         for own, group in zip(part.param_groups, self._groups, strict=True):
@@ -230,15 +276,6 @@ class _Unit:
         part._clip = dict(clip)
         part._step()
         states.update(part.__dict__["state"])
-
-
-def _check_device(param: Tensor) -> None:
-    if is_dtensor(param) and param.device.type != param.device_mesh.device_type:
-        raise NotImplementedError(
-            "parameters must be where their gradients are reduced with gradient release, got one "
-            f"on {param.device.type} of a mesh of {param.device_mesh.device_type} (CPU offload): "
-            "the gradient may still be on its way; leave out the offload"
-        )
 
 
 def check_max_norm(max_norm: float | None) -> None:

@@ -442,6 +442,25 @@ def test_arguments_are_checked(released: tuple[nn.Module, FP4Adam]) -> None:
         decoupled.enable_gradient_release()
 
 
+def test_a_parameter_is_released_by_one_optimizer(device: str) -> None:
+    model = make_mlp(RECIPES["nvfp4"], device)
+    first, second = (FP4Adam(model.parameters(), **OPTIONS) for _ in range(2))
+    handle = first.enable_gradient_release()
+    with pytest.raises(RuntimeError, match="each parameter must be released by one optimizer"):
+        second.enable_gradient_release()
+    assert second._release is None
+    # One that is gone releases nothing, whoever keeps its handle.
+    del first
+    mlp_loss(model).backward()
+    assert not has_no_gradients(second)
+    handle.remove()
+    second.zero_grad()
+    second.enable_gradient_release()
+    mlp_loss(model).backward()
+    assert has_no_gradients(second)
+    assert_bytes_are_of_masters(second)
+
+
 def test_scaled_gradients_are_refused(released: tuple[nn.Module, FP4Adam], device: str) -> None:
     model, optimizer = released
     scaler = torch.amp.GradScaler(device)
