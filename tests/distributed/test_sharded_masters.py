@@ -22,6 +22,7 @@ with warnings.catch_warnings():  # it compiles functions with torch.jit.script
 
 from fp4adam import MasterWeightOptimizer, QuantizedTensor, check_shards, quantize_model
 from fp4adam.distributed.dtensor import local
+from fp4adam.tensors import backend
 from ranks import all_ranks, home, run_ranks
 from test_fsdp import (
     FORMATS,
@@ -72,6 +73,18 @@ def step_in_parallel(rank: int, rows: int, cols: int, recipe: str) -> None:
 )
 def test_shards_have_the_bits_of_one_process(world_size, rows, cols, recipe):
     run(step_in_parallel, world_size, rows, cols, recipe)
+
+
+def step_by_kernels(rank: int, *args: Any) -> None:
+    """:func:`step_in_parallel` with the kernels of a GPU, in Triton's interpreter on a CPU."""
+    backend.uses_kernels = lambda device: True
+    step_in_parallel(rank, *args)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recipe", FORMATS)
+def test_kernels_quantize_shards(recipe):
+    run(step_by_kernels, 3, 64, 32, recipe)
 
 
 def test_a_rank_without_rows():
