@@ -65,13 +65,14 @@ def main() -> None:
         training.optimizer.enable_gradient_release(max_norm=1.0)  # by the norm of the step before
     for index in range(100):
         if in_backward:
-            loss = compute_loss(training.compiled, index)
-            loss.backward()
+            batch_loss = compute_loss(training.compiled, index)
+            batch_loss.backward()
             training.optimizer.step()
+            loss = batch_loss.item()
         else:
             loss = training.step(index)
         if index % 20 == 19:
-            print(f"step {index + 1}: loss {float(loss):.4f}")
+            print(f"step {index + 1}: loss {loss:.4f}")
     if not in_backward:
         with torch.no_grad():
             print(f"averaged weights: loss {compute_loss(training.average, 100):.4f}")
