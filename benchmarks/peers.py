@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import fp4adam
-from fp4adam import FP4Adam, FusedAdam
+from fp4adam import FP4Adam, FusedAdam, MasterWeightOptimizer
 from fp4adam.tensors.quantizer import Quantizer
 
 Shape = tuple[int, int]
@@ -241,6 +241,10 @@ def _contestants() -> list[Contestant]:
     for name in UNFUSED:
         make = quantized(UnfusedAdam, FORMATS[name])
         result.append(Contestant(f"Unfused, {name}", "unfused", make, _multiple(FORMATS[name])))
+        over_masters = dict(optimizer_class=adamw, **HYPER, fused=True)
+        make = quantized(MasterWeightOptimizer, FORMATS[name], **over_masters)
+        name, multiple = f"MasterWeightOptimizer, AdamW, {name}", _multiple(FORMATS[name])
+        result.append(Contestant(name, "unfused", make, multiple))
     for name, (module, optimizer, options) in PEERS.items():
         result.append(Contestant(name, "other packages", installed(module, optimizer, **options)))
     return result

@@ -1,11 +1,10 @@
 """torch alone: a compiled model, FP16 with a GradScaler, clipping, and an average of the weights.
 
 python examples/with_torch.py                 all of these
-python examples/with_torch.py --in-backward   one optimizer per parameter, stepped in backward()
+python examples/with_torch.py --in-backward   each gradient is used and freed in backward()
 """
 
 import argparse
-from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -56,19 +55,6 @@ class Training:
         return loss.item()
 
 
-def step_in_backward(params: Iterable[nn.Parameter], lr: float) -> dict[nn.Parameter, FP4Adam]:
-    """One optimizer per parameter, which steps and frees the gradient as soon as that is there."""
-    optimizers = {param: FP4Adam([param], lr=lr) for param in params}
-
-    def step(param: nn.Parameter) -> None:
-        optimizers[param].step()
-        optimizers[param].zero_grad()
-
-    for param in optimizers:
-        param.register_post_accumulate_grad_hook(step)
-    return optimizers
-
-
 def main() -> None:
     """Trains for 100 steps."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -76,15 +62,17 @@ def main() -> None:
     in_backward = parser.parse_args().in_backward
     training = Training()
     if in_backward:
-        step_in_backward(training.model.parameters(), lr=3e-3)
+        training.optimizer.enable_gradient_release(max_norm=1.0)  # by the norm of the step before
     for index in range(100):
         if in_backward:
-            loss = compute_loss(training.compiled, index)
-            loss.backward()
+            batch_loss = compute_loss(training.compiled, index)
+            batch_loss.backward()
+            training.optimizer.step()
+            loss = batch_loss.item()
         else:
             loss = training.step(index)
         if index % 20 == 19:
-            print(f"step {index + 1}: loss {float(loss):.4f}")
+            print(f"step {index + 1}: loss {loss:.4f}")
     if not in_backward:
         with torch.no_grad():
             print(f"averaged weights: loss {compute_loss(training.average, 100):.4f}")

@@ -40,6 +40,8 @@ from fp4adam.nn.summary import ParameterSummary as ParameterSummary
 from fp4adam.nn.summary import summary as summary
 from fp4adam.optim.fp4_adam import FP4Adam as FP4Adam
 from fp4adam.optim.fused_adam import FusedAdam as FusedAdam
+from fp4adam.optim.gradient_release import GradientRelease as GradientRelease
+from fp4adam.optim.master_weight_optimizer import MasterWeightOptimizer as MasterWeightOptimizer
 from fp4adam.tensors import operators as operators
 from fp4adam.tensors.quantized_tensor import QuantizedTensor as QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer as Quantizer

@@ -21,7 +21,7 @@ from fp4adam.tensors import backend
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 
-ONLY = "torch AdamW;FusedAdam, FP32;FusedAdam, BF16;FP4Adam;Unfused;FlashAdamW"
+ONLY = "torch AdamW;FusedAdam, FP32;FusedAdam, BF16;FP4Adam;Unfused;MasterWeight;FlashAdamW"
 BROKEN = "flashoptim FlashAdamW, 24-bit masters"
 MODELS = ("gpt", "small-tensors", "ragged", "large", "huge")
 # "gpt" with its sides divided by 64 and rounded down to multiples of 32.
@@ -111,6 +111,9 @@ def weight_bytes(name, rows, cols):
         ("Unfused, NVFP4", "NVFP4", 2, 12, False),
         ("Unfused, MXFP8", "MXFP8", 2, 12, False),
         ("Unfused, Float8Block", "Float8Block", 2, 12, False),
+        ("MasterWeightOptimizer, AdamW, NVFP4", "NVFP4", 2, 12, False),
+        ("MasterWeightOptimizer, AdamW, MXFP8", "MXFP8", 2, 12, False),
+        ("MasterWeightOptimizer, AdamW, Float8Block", "Float8Block", 2, 12, False),
     ],
 )
 def test_bytes(name, weight, grad, states, reads_weight, measured):
@@ -127,7 +130,7 @@ def test_bytes(name, weight, grad, states, reads_weight, measured):
 @pytest.mark.parametrize("model", MODELS)
 def test_every_optimizer_is_measured_on_every_model(model, measured):
     results = rows(measured, model)
-    assert len(results) == (27 if model == "gpt" else 5)
+    assert len(results) == (30 if model == "gpt" else 5)
     for row in [r for name, r in results.items() if name != BROKEN]:
         assert all(row[key] > 0 for key in TIMES), row
         assert row["ms_min"] <= row["ms"] <= row["ms_max"]

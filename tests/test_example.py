@@ -21,6 +21,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import minimal  # noqa: E402
+import muon  # noqa: E402
 import options as command_line  # noqa: E402
 import report  # noqa: E402
 import train_gpt  # noqa: E402
@@ -48,11 +49,18 @@ def run(out, *options):
 
 def run_processes(count, out, *options):
     """What the example prints when torchrun starts it."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--nproc-per-node", count, EXAMPLES / "train_gpt.py", "--out", out]
+    return run_program("train_gpt.py", "--nproc-per-node", count, "--out", out, *options)
+
+
+def run_program(name, *options):
+    """What a program prints; torchrun starts it if the options begin with ``--nproc-per-node``."""
+    command = [sys.executable, EXAMPLES / name, *options]
+    if options[:1] == ("--nproc-per-node",):
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [*launcher, *options[:2], EXAMPLES / name, *options[2:]]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     finished = subprocess.run(
-        [str(word) for word in (*command, *options)],
+        [str(word) for word in command],
         env=environment,
         capture_output=True,
         text=True,
@@ -102,6 +110,21 @@ def test_resumed_run_has_the_bits_of_an_uninterrupted_one(name, tmp_path):
     for part in ("model", "optimizer", "scheduler"):
         assert_same_bits(actual[part], expected[part])
     assert actual["history"][:2] == expected["history"][:2]
+
+
+def test_muon_trains_nvfp4_weights():
+    losses = muon.train(*muon.build(layers=1, dim=64), range(12))
+    assert losses[0] > 5 and sum(losses[-3:]) / 3 < losses[0] - 1.5
+
+
+@pytest.mark.exhaustive
+def test_muon_on_two_processes():
+    alone, together = (
+        run_program("muon.py", *processes, "--steps", 20)
+        for processes in ((), ("--nproc-per-node", 2))
+    )
+    losses = [float(printed.split("loss ")[1]) for printed in (alone, together)]
+    assert losses[1] == pytest.approx(losses[0], abs=0.1)
 
 
 def test_kept_weights_give_the_same_bits(tmp_path):

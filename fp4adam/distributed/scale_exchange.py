@@ -236,15 +236,52 @@ def write_shards(
         chosen = [i for i in members if scales[i] in concerned]
         if not chosen:
             continue
-        cast = ShardCast([shards[i] for i in chosen], [dtypes[i] for i in chosen])
         new = [shards[i]._read(torch.float32) if values[i] is None else values[i] for i in chosen]
-        cast.measure(new)
-        exchanged = [
-            Exchanged(shards[i]._shared.global_spec, infos[i], *amaxes, scales[i])
-            for i, amaxes in zip(chosen, cast.exchanged, strict=True)
-        ]
-        AmaxExchange(group, device, exchanged)()
-        cast.write(new)
+        cast_together(
+            [shards[i] for i in chosen],
+            [infos[i] for i in chosen],
+            new,
+            [dtypes[i] for i in chosen],
+            [scales[i] for i in chosen],
+        )
+
+
+def cast_together(
+    tensors: Sequence[QuantizedTensor],
+    infos: Sequence[ShardInfo | None],
+    values: Sequence[Tensor],
+    dtypes: Sequence[torch.dtype],
+    scales: Sequence[Hashable],
+) -> None:
+    """Quantize new values of shards and whole tensors in as many launches as one tensor takes.
+
+    If some are shards, every rank that has shards of these tensors has to call it for the same
+    ones. Columnwise codes that can be derived are not written.
+
+    Args:
+        tensors: Local tensors on one device, of formats that can be cast in shards.
+        infos: The position of each shard; None for tensors that share no scales with other ranks.
+        values: Per tensor a contiguous tensor of its shape.
+        dtypes: The dtypes that values are rounded to first.
+        scales: As in :class:`Exchanged`; ``tensors`` has all that share an amax.
+    """
+    cast = ShardCast(tensors, dtypes)
+    cast.measure(values)
+    exchanged: dict[tuple[dist.ProcessGroup, torch.device], list[Exchanged]] = defaultdict(list)
+    shared: dict[Hashable, list[Tensor]] = defaultdict(list)
+    for tensor, info, amaxes, key in zip(tensors, infos, cast.exchanged, scales, strict=True):
+        if info is not None:
+            spec = tensor._shared.global_spec
+            exchanged[info.group, info.device].append(Exchanged(spec, info, *amaxes, key))
+        elif amaxes[0] is not None:
+            shared[key].append(amaxes[0])
+    for peers in shared.values():
+        if len(peers) > 1:
+            largest = torch.cat(peers).amax(0, keepdim=True)
+            torch._foreach_copy_(peers, [largest] * len(peers))
+    for (group, device), shards in exchanged.items():
+        AmaxExchange(group, device, shards)()
+    cast.write(values)
 
 
 def settle_shard(shard: QuantizedTensor, info: ShardInfo) -> None:

@@ -1,6 +1,6 @@
 """Checks of everything that the optimizers refuse. They raise, and change nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -8,14 +8,17 @@ from torch import Tensor
 
 from fp4adam.distributed.dtensor import is_dtensor, local
 from fp4adam.distributed.scale_exchange import ShardInfo
+from fp4adam.formats.scale_groups import ScaleGroup
 from fp4adam.interop.adapter import adapter_of, is_foreign
 from fp4adam.optim.memory_layout import is_dense
 from fp4adam.optim.param_view import Storing
 from fp4adam.optim.state_codec import STATE_BLOCK
+from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PARAM_DTYPES = (torch.float64, *GRAD_DTYPES)
+QUANTIZE_FROM = ("master", "param_dtype")
 
 
 def check_storing(storing: Storing, amsgrad: bool) -> None:
@@ -42,6 +45,15 @@ def check_storing(storing: Storing, amsgrad: bool) -> None:
         raise NotImplementedError(
             f"exp_avg_sq_dtype must be float32 with amsgrad, got {storing.exp_avg_sq_dtype}: the "
             "maximum of many rounded numbers is biased upwards; leave amsgrad False"
+        )
+
+
+def check_quantize_from(quantize_from: str) -> None:
+    """Raise ValueError if ``quantize_from`` is unknown."""
+    if quantize_from not in QUANTIZE_FROM:
+        raise ValueError(
+            f"quantize_from must be one of {', '.join(QUANTIZE_FROM)}, got {quantize_from!r}; "
+            "'master' keeps the most precision"
         )
 
 
@@ -85,6 +97,18 @@ def check_param(name: str, param: Tensor, takes_quantized: bool, master_weights:
         )
 
 
+def check_known(params: Sequence[Tensor], known: Iterable[Tensor]) -> None:
+    """Raise ValueError if one of ``params`` is not among the parameters of the optimizer."""
+    known = set(known)
+    for i, param in enumerate(params):
+        if param not in known:
+            raise ValueError(
+                "params must be parameters of this optimizer, got number "
+                f"{i}, of shape {tuple(param.shape)}, which is in none of its groups; pass "
+                "tensors from param_groups"
+            )
+
+
 def check_distinct(params: Sequence[Tensor]) -> None:
     """Raise ValueError if a parameter is in the groups twice."""
     seen: set[Tensor] = set()
@@ -108,6 +132,32 @@ def check_in_use(param: Tensor) -> None:
             f"parameters must be those of the model, got one of shape {tuple(param.shape)} that "
             "quantize_model or import_checkpoint has replaced by a quantized one, which gets the "
             "gradients now; create the optimizer after that call"
+        )
+
+
+def check_scale_group(peers: Sequence[Tensor], group: ScaleGroup) -> None:
+    """Raise if ``peers``, an optimizer's parameters of a group, cannot be quantized together.
+
+    Raises:
+        ValueError: If a member is missing.
+        NotImplementedError: If a member is a slice, or members are sharded over different ranks.
+    """
+    if len(peers) != len(group.names):
+        raise ValueError(
+            "all members of a scale group must be parameters of one optimizer, got "
+            f"{len(peers)} of {', '.join(group.names)}; pass those without gradients as well, "
+            "or scale_groups=()"
+        )
+    for own in map(local, peers):
+        if own._shared.global_spec is None and not rows.is_all(own):
+            raise NotImplementedError(
+                "members of a scale group must be whole tensors, got a slice of one, of "
+                f"shape {tuple(own.shape)}; leave it out"
+            )
+    if len({info and info.group for info in map(ShardInfo.of, peers)}) > 1:
+        raise NotImplementedError(
+            "members of a scale group must be sharded over the same ranks, got "
+            f"{', '.join(group.names)} sharded differently; shard them in one fully_shard call"
         )
 
 

@@ -10,7 +10,6 @@ from torch.optim.optimizer import ParamsT
 
 from fp4adam.distributed.collectives import guard_zero
 from fp4adam.distributed.dtensor import local
-from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.formats.scale_groups import (
     ScaleGroup,
     ScaleGroups,
@@ -21,10 +20,7 @@ from fp4adam.formats.scale_groups import (
 from fp4adam.optim import checks
 from fp4adam.optim.fused_adam import FusedAdam
 from fp4adam.optim.param_view import Storing
-from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-
-QUANTIZE_FROM = ("master", "param_dtype")
 
 
 class FP4Adam(FusedAdam):
@@ -120,11 +116,7 @@ class FP4Adam(FusedAdam):
         quantize_from: Literal["master", "param_dtype"] = "master",
         scale_groups: ScaleGroups | None = None,
     ) -> None:
-        if quantize_from not in QUANTIZE_FROM:
-            raise ValueError(
-                f"quantize_from must be one of {', '.join(QUANTIZE_FROM)}, got {quantize_from!r}; "
-                "'master' keeps the most precision"
-            )
+        checks.check_quantize_from(quantize_from)
         guard_zero()
         self.quantize_from = quantize_from
         self.scale_groups = None
@@ -162,6 +154,9 @@ class FP4Adam(FusedAdam):
         except Exception:
             self.param_groups.pop()
             raise
+        finally:
+            if getattr(self, "_release", None) is not None:
+                self._release.attach()  # to the parameters, together with their scale groups
 
     def _form_scale_groups(self) -> None:
         if self.scale_groups is None:
@@ -207,26 +202,10 @@ class FP4Adam(FusedAdam):
         group = self._scales_of(peers[0])
         if not isinstance(group, ScaleGroup):
             return
-        if len(peers) != len(group.names):
-            raise ValueError(
-                "all members of a scale group must be parameters of one optimizer, got "
-                f"{len(peers)} of {', '.join(group.names)}; pass those without gradients as well, "
-                "or scale_groups=()"
-            )
+        checks.check_scale_group(peers, group)
         for param in peers:
             checks.check_steppable(type(self).__name__, param)
             checks.check_state(param, self.state.get(param, {}), self._storing)
-            own = local(param)
-            if own._shared.global_spec is None and not rows.is_all(own):
-                raise NotImplementedError(
-                    "members of a scale group must be whole tensors, got a slice of one, of "
-                    f"shape {tuple(own.shape)}; leave it out"
-                )
-        if len({info and info.group for info in map(ShardInfo.of, peers)}) > 1:
-            raise NotImplementedError(
-                "members of a scale group must be sharded over the same ranks, got "
-                f"{', '.join(group.names)} sharded differently; shard them in one fully_shard call"
-            )
 
     def _capturable_error(self) -> str:
         return (

@@ -27,6 +27,7 @@ from fp4adam.optim import checks
 from fp4adam.optim import state_dict as saving
 from fp4adam.optim.adam import updates_params
 from fp4adam.optim.grad_norm import GradNorm
+from fp4adam.optim.gradient_release import GradientRelease, check_max_norm
 from fp4adam.optim.hyper_parameters import check_hyper_parameters, check_numbers
 from fp4adam.optim.master_weights import MasterWeights, master_of
 from fp4adam.optim.named_states import NamedStates
@@ -181,6 +182,10 @@ class FusedAdam(NamedStates, Optimizer):
         self._borrowed: dict[Tensor, BorrowedTensor] = {}
         # The clipping coefficient of the next step, by device.
         self._clip: dict[torch.device, Tensor] = {}
+        # Set while gradients are released; it outlives loaded states, but is not copied.
+        self.__dict__.setdefault("_release", None)
+        if self._release is not None:
+            self._release.forget()
         # Guards hooks that are registered for the duration of a call, as threads may save at the
         # same time. Loading calls this method while it holds the lock, so an existing one is kept.
         self.__dict__.setdefault("_saving", threading.RLock())
@@ -239,6 +244,8 @@ class FusedAdam(NamedStates, Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+        if getattr(self, "_release", None) is not None:
+            self._release.attach()
 
     def __getstate__(self) -> dict[str, Any]:
         options = {name: getattr(self, name) for name in self._option_names}
@@ -280,6 +287,8 @@ class FusedAdam(NamedStates, Optimizer):
             set_to_none = default is None or default
         super().zero_grad(set_to_none)
         self._clip = {}
+        if self._release is not None:
+            self._release.drop_gradients()
         if self.use_decoupled_grad:
             for param in self._params():
                 if getattr(param, "decoupled_grad", None) is not None:
@@ -306,8 +315,15 @@ class FusedAdam(NamedStates, Optimizer):
 
         Raises:
             ValueError: If an argument is out of range.
-            RuntimeError: With ``error_if_nonfinite``, if the norm is not finite.
+            RuntimeError: With ``error_if_nonfinite``, if the norm is not finite; with gradient
+                release.
         """
+        if self._release is not None:
+            raise RuntimeError(
+                "clip_grad_norm_ must not be called while gradients are released, got a call after "
+                "the step they were for; pass max_norm to enable_gradient_release, which clips by "
+                "the norm of the previous step"
+            )
         params = [param for group in self.param_groups for param in group["params"]]
         with torch._C.DisableTorchFunctionSubclass():
             groups = [*map(sharding_groups, params)]
@@ -369,8 +385,57 @@ class FusedAdam(NamedStates, Optimizer):
                 loss = closure()
         # Reads attributes of tensor subclasses directly, in a tenth of the time.
         with torch._C.DisableTorchFunctionSubclass():
-            self._step()
+            if self._release is None:
+                self._step()
+            else:
+                self._release.finish_step()
         return loss
+
+    def enable_gradient_release(self, max_norm: float | None = None) -> GradientRelease:
+        """Step each parameter as soon as its gradient is complete, and free the gradient.
+
+        The weights get the same bits as from ``step()`` after the backward pass, but gradients no
+        longer exist all at once. Keep the training loop as it is: ``step()`` steps parameters that
+        still have a gradient, such as one set by hand, and ends the step. It has to be called after
+        each backward pass, except those in :meth:`GradientRelease.accumulate`. Members of a scale
+        group are stepped once all of those that require gradients have one, or else in ``step()``.
+
+        Works with FSDP2, which calls the hooks with reduced gradients.
+        ``torch.nn.parallel.DistributedDataParallel`` averages gradients after the hooks, so
+        its parameters are refused at the first gradient. ``GradScaler`` is refused by ``step()``.
+        ``torch.nn.utils.clip_grad_norm_`` finds no gradients.
+
+        Args:
+            max_norm: Clip by the *previous* step's norm: every gradient of a step is multiplied by
+                min(max_norm / (norm + 1e-6), 1) of the norm of all gradients of the step before, as
+                its own is known only after its parameters were stepped. The first step is not
+                clipped. This costs one more read of the gradients. None does not measure.
+
+        Returns:
+            A handle; ``remove()`` returns to stepping in ``step()``. Copies of the optimizer do not
+            release gradients.
+
+        Raises:
+            RuntimeError: If gradients are released already.
+            NotImplementedError: With ``use_decoupled_grad``, and for parameters that FSDP2 offloads
+                to the CPU.
+            ValueError: If ``max_norm`` is negative.
+        """
+        check_max_norm(max_norm)
+        if self._release is not None:
+            raise RuntimeError(
+                "gradient release must be enabled once, got a second call; remove() the handle "
+                "that the first one returned"
+            )
+        if self.use_decoupled_grad:
+            raise NotImplementedError(
+                "use_decoupled_grad must be False for gradient release, got True: autograd calls "
+                "hooks for param.grad only; leave use_decoupled_grad False"
+            )
+        self._drop_plan()
+        self._clip = {}
+        self._release = GradientRelease(self, max_norm)
+        return self._release
 
     # torch.compile would trace into this, but addresses and tables cannot be traced.
     @torch._disable_dynamo
@@ -428,8 +493,15 @@ class FusedAdam(NamedStates, Optimizer):
         """Drop the plan, but keep its notes of the parameters."""
         if self._plan is not None:
             self._plan.settle()
+        self._take_notes()
+        self._plan = None
+
+    def _take_notes(self) -> None:
+        """Collect the notes that the last steps have taken of the parameters."""
+        if self._plan is not None:
             self._masters.update(self._plan.notes())
-            self._plan = None
+        if self._release is not None:
+            self._masters.update(self._release.notes())
 
     def _new_plan(self, structure: list) -> StepPlan:
         self._drop_plan()
@@ -602,13 +674,7 @@ class FusedAdam(NamedStates, Optimizer):
         """
         known = self._params()
         params = known if params is None else [*params]
-        for i, param in enumerate(params):
-            if not any(param is one for one in known):
-                raise ValueError(
-                    "params must be parameters of this optimizer, got number "
-                    f"{i}, of shape {tuple(param.shape)}, which is in none of its groups; pass "
-                    "tensors from param_groups"
-                )
+        checks.check_known(params, known)
         self._drop_plan()
         states, views = self.state, [*map(self._view, params)]
         with torch._C.DisableTorchFunctionSubclass():
@@ -687,9 +753,8 @@ class FusedAdam(NamedStates, Optimizer):
     @torch.no_grad()
     def _left(self, views: Iterable[ParamView]) -> Container[ParamView]:
         """The parameters that no longer equal their rounded masters; changes neither."""
-        if self._plan is not None:
-            self._masters.update(self._plan.notes())
         with torch._C.DisableTorchFunctionSubclass():
+            self._take_notes()
             return self._masters.left([*views], self.__dict__["state"])[0]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -755,15 +820,7 @@ class FusedAdam(NamedStates, Optimizer):
             for view in views:
                 if not view.has_master and "master_param" in states[view.owner]:
                     saving.adopt_master(view, states[view.owner])
-            masters = [view for view in views if view.has_master]
-            left, rounded = self._masters.left(masters, states, all_ranks=True)
-            for view, bytes_of_master in rounded.items():
-                view.param.copy_(bytes_of_master)
-            self._masters.note(rounded)
-            # If plain values of these bytes are loaded next, the parameter gets the bytes.
-            for view, bytes_of_master in left.items():
-                if bytes_of_master is not None:
-                    view.param._shared.rounded_master = bytes_of_master
+            self._masters.adopt([view for view in views if view.has_master], states)
 
     @contextlib.contextmanager
     def _hook(

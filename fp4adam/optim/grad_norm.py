@@ -9,7 +9,7 @@ neighbours first. The sums of all spans are added the same way in ``TOTAL_LANES`
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from numbers import Real
 from operator import attrgetter
@@ -107,12 +107,69 @@ class GradNorm:
         if not present:
             return torch.tensor(0.0, dtype=torch.float32, device="cpu"), {}
         devices = _devices(present)
+
+        def sums_of(device: torch.device, part: Groups) -> Tensor:
+            if len(devices) == 1 and self._parts == [()]:
+                return self._span_sums(grads, device, norm_type)
+            there = [
+                g if g is not None and g.device == device and groups == part else None
+                for g, groups in zip(grads, self.groups, strict=True)
+            ]
+            return self._span_sums(there, device, norm_type, part)
+
+        return self._clip(sums_of, devices, max_norm, norm_type, error_if_nonfinite)
+
+    @torch.no_grad()
+    def span_sums(self, grads: MaybeTensors) -> Tensor:
+        """The sums of squares of gradients on one device, one per span; for :meth:`of_span_sums`.
+
+        Valid until the next call.
+        """
+        grads, present = self._check_grads(grads)
+        return self._span_sums(grads, _devices(present)[0], 2.0)
+
+    @torch.no_grad()
+    def of_span_sums(
+        self, sums: MaybeTensors, max_norm: float
+    ) -> tuple[Tensor, dict[torch.device, Tensor]]:
+        """The result of a call with ``max_norm``, for gradients that are gone by now.
+
+        Args:
+            sums: Per gradient its :meth:`span_sums`, or None.
+            max_norm: Largest norm that is not clipped.
+        """
+        max_norm, norm_type = _check_norm(max_norm, 2.0)
+        present = [s for s in sums if s is not None]
+        if not present:
+            return torch.tensor(0.0, dtype=torch.float32, device="cpu"), {}
+        listed = [*zip(sums, self.groups, self._sizes, strict=True)]
+
+        def sums_of(device: torch.device, part: Groups) -> Tensor:
+            there = [
+                s
+                if s is not None and s.device == device and groups == part
+                else torch.zeros(-(-size // SPAN), dtype=torch.float64, device=device)
+                for s, groups, size in listed
+            ]
+            return torch.cat(there)
+
+        return self._clip(sums_of, _devices(present), max_norm, norm_type, False)
+
+    def _clip(
+        self,
+        sums_of: Callable[[torch.device, Groups], Tensor],
+        devices: list[torch.device],
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool,
+    ) -> tuple[Tensor, dict[torch.device, Tensor]]:
+        """Norm and coefficients from the sums of each device and of each part of the gradients."""
         if len(devices) == 1 and self._parts == [()]:
-            sums = self._span_sums(grads, devices[0], norm_type)
+            sums = sums_of(devices[0], ())
         else:
             totals = []
             for part in self._parts:
-                total = self._total_of(part, grads, devices, norm_type)
+                total = self._total_of(part, sums_of, devices, norm_type)
                 totals.append(total.to(devices[0], non_blocking=True))
             sums = torch.cat(totals)
         _, result = _finish(sums, max_norm, norm_type)
@@ -125,17 +182,14 @@ class GradNorm:
         return norm, {d: coefficient.to(d, non_blocking=True) for d in devices}
 
     def _total_of(
-        self, part: Groups, grads: MaybeTensors, devices: list[torch.device], norm_type: float
+        self,
+        part: Groups,
+        sums_of: Callable[[torch.device, Groups], Tensor],
+        devices: list[torch.device],
+        norm_type: float,
     ) -> Tensor:
         """The float64 total [1] of the gradients that are sharded over the same ranks."""
-        totals = []
-        for device in devices:
-            there = [
-                g if g is not None and g.device == device and groups == part else None
-                for g, groups in zip(grads, self.groups, strict=True)
-            ]
-            sums = self._span_sums(there, device, norm_type, part)
-            totals.append(_finish(sums, math.inf, norm_type)[0])
+        totals = [_finish(sums_of(device, part), math.inf, norm_type)[0] for device in devices]
         total = torch.cat([t.to(devices[0], non_blocking=True) for t in totals])
         for group, device_type in part:
             if len(total) > 1:

@@ -18,12 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp4adam.distributed.dtensor import is_dtensor, local, sharding_groups
-from fp4adam.distributed.scale_exchange import ShardInfo, settle_shard, write_shards
+from fp4adam.distributed.scale_exchange import ShardInfo, cast_together, settle_shard
 from fp4adam.formats.scale_groups import write_together
 from fp4adam.optim.memory_note import WriteNote
 from fp4adam.optim.param_view import ParamView, QuantizedView
 from fp4adam.optim.stored_state import StoredState
+from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.transpose import build_columnwise
 
 
 def master_of(view: ParamView, state: dict[str, Any]) -> Tensor | None:
@@ -48,9 +50,13 @@ class MasterWeights:
         """Add the notes taken by a step."""
         self._notes.update(notes)
 
+    def notes_of(self, owners: Iterable[Tensor]) -> dict[Tensor, WriteNote]:
+        """The notes of these parameters, as far as there are any."""
+        return {owner: self._notes[owner] for owner in owners if owner in self._notes}
+
     def keep_only(self, owners: Iterable[Tensor]) -> None:
         """Forget all other parameters."""
-        self._notes = {owner: self._notes[owner] for owner in owners if owner in self._notes}
+        self._notes = self.notes_of(owners)
 
     def is_known(self, view: ParamView) -> bool:
         """Whether a parameter is certainly unchanged since the optimizer's last write."""
@@ -123,6 +129,20 @@ class MasterWeights:
         left = {view: rounded.get(view) for view in unsure if view not in same}
         return left, {view: rounded[view] for view in others if again[view]}
 
+    def adopt(self, views: Sequence[ParamView], states: dict[Tensor, dict[str, Any]]) -> None:
+        """Give parameters with the values of their rounded masters the exact bytes of these.
+
+        Every rank has to call it with the same parameters. Others keep their bytes, but get those
+        of the master if plain values of these bytes are loaded next.
+        """
+        left, rounded = self.left(views, states, all_ranks=True)
+        for view, bytes_of_master in rounded.items():
+            view.param.copy_(bytes_of_master)
+        self.note(rounded)
+        for view, bytes_of_master in left.items():
+            if bytes_of_master is not None:
+                view.param._shared.rounded_master = bytes_of_master
+
 
 def quantize_together(
     views: Sequence[QuantizedView],
@@ -131,6 +151,9 @@ def quantize_together(
     dtypes: Sequence[torch.dtype],
 ) -> None:
     """Quantize values with the scales that their parameters share with groups and other ranks.
+
+    The number of launches does not depend on the number of tensors, except for formats that cannot
+    be cast in shards (``two_dimensional=False``) and slices of tensors.
 
     Args:
         views: The parameters; all members of a scale group, or none.
@@ -141,19 +164,34 @@ def quantize_together(
     sharing: dict[Hashable, list[int]] = defaultdict(list)
     for i, view in enumerate(views):
         sharing[view.scales].append(i)
-    shards = []
-    for scales, members in sharing.items():
-        info = ShardInfo.of(views[members[0]].owner)
-        if info is None:
+    infos = [ShardInfo.of(view.owner) for view in views]
+    castable: dict[torch.device, list[int]] = defaultdict(list)
+    for members in sharing.values():
+        if all(infos[i] is not None or can_be_cast(targets[i]) for i in members):
+            castable[targets[members[0]].device] += members
+        else:
             write_together(
                 [targets[i] for i in members], [values[i].to(dtypes[i]) for i in members]
             )
-        else:
-            shards += [
-                (targets[i], info, values[i].contiguous(), dtypes[i], scales) for i in members
-            ]
-    if shards:
-        write_shards(*zip(*shards, strict=True))
+    for members in castable.values():
+        cast_together(
+            [targets[i] for i in members],
+            [infos[i] for i in members],
+            [values[i].contiguous() for i in members],
+            [dtypes[i] for i in members],
+            [views[i].scales for i in members],
+        )
+        written = [targets[i] for i in members]
+        # Formats with rows per entry of columnwise codes have quantized them from the values.
+        build_columnwise(
+            [t for t in written if "columnwise_data" not in t.quantizer.rows_per_entry]
+        )
+        torch.autograd.graph.increment_version(written)
+
+
+def can_be_cast(tensor: QuantizedTensor) -> bool:
+    """Whether a tensor can be quantized in one launch with others, by :func:`cast_together`."""
+    return bool(tensor.numel() and tensor.quantizer.rows_per_entry) and rows.is_all(tensor)
 
 
 def _rounded(

@@ -100,11 +100,7 @@ def with_steps(state_dict: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: If ``state_dict`` is not the state dict of an optimizer.
     """
-    if not {"state", "param_groups"} <= state_dict.keys():
-        raise ValueError(
-            f"state_dict must have state and param_groups, got {sorted(map(str, state_dict))[:3]}; "
-            "pass what optimizer.state_dict() returned, a model's goes to the model"
-        )
+    check_is_state_dict(state_dict)
     groups, states = [], dict(state_dict["state"])
     for group in state_dict["param_groups"]:
         if "step" in group:
@@ -223,6 +219,27 @@ def others(saved: State) -> State:
 
 
 # Checking
+
+
+def check_is_state_dict(state_dict: dict[str, Any]) -> None:
+    """Raise ValueError if ``state_dict`` is not the state dict of an optimizer."""
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            f"state_dict must have state and param_groups, got {sorted(map(str, state_dict))[:3]}; "
+            "pass what optimizer.state_dict() returned, a model's goes to the model"
+        )
+
+
+def check_masters(groups: Groups, state_dict: dict[str, Any]) -> None:
+    """Raise ValueError if ``state_dict`` holds masters that do not fit these parameters."""
+    for i, (param, saved) in enumerate(saved_states(groups, state_dict)):
+        if "master_param_scale" in saved or "param_remainder" in saved:
+            raise ValueError(
+                f"master_param of parameter {i} must be whole, got {sorted(saved)}; save "
+                "state_dict() instead of compact_state_dict()"
+            )
+        if "master_param" in saved:
+            _check_saved_tensor(f"master_param of parameter {i}", saved["master_param"], param)
 
 
 def has_groups_of(groups: Groups, state_dict: dict[str, Any]) -> bool:

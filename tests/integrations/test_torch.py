@@ -1,7 +1,7 @@
 """The example of torch alone; its parts are tested one by one with the core."""
 
 import torch
-from with_torch import Training, compute_loss, step_in_backward
+from with_torch import Training, compute_loss
 
 from quantized_training import assert_bytes_are_of_masters, assert_identical, quantized
 
@@ -16,16 +16,14 @@ def test_compiled_fp16_training_with_an_average():
         assert compute_loss(training.average, 12) < losses[0]
 
 
-def test_steps_in_backward_are_those_of_one_optimizer():
-    training, expected = Training(), Training()
-    step_in_backward(training.model.parameters(), lr=3e-3)
-    for group in expected.optimizer.param_groups:
-        group["weight_decay"] = 1e-2
+def test_compiled_training_with_gradient_release():
+    training, expected = Training(backend="aot_eager"), Training(backend="aot_eager")
+    training.optimizer.enable_gradient_release()
     for index in range(3):
-        compute_loss(training.model, index).backward()
-        compute_loss(expected.model, index).backward()
-        expected.optimizer.step()
-        expected.optimizer.zero_grad()
-    assert all(param.grad is None for param in training.model.parameters())
+        for one in (training, expected):
+            compute_loss(one.compiled, index).backward()
+            assert all(p.grad is None for p in one.model.parameters()) == (one is training)
+            one.optimizer.step()
+            one.optimizer.zero_grad()
     pair = (training.model, expected.model)
     assert_identical(*([param.detach() for param in model.parameters()] for model in pair))

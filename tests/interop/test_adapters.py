@@ -24,6 +24,7 @@ from fp4adam import (
     Float8Quantizer,
     FP4Adam,
     FusedAdam,
+    MasterWeightOptimizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
@@ -214,6 +215,45 @@ def test_training_is_that_of_own_tensors(quantizer):
     plan = optimizers[1]._plan
     step(optimizers[1], 3)
     assert optimizers[1]._plan is plan  # nothing is worked out again
+
+
+class WithGradient(torch.autograd.Function):
+    """Something whose gradient with respect to ``param`` is given."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, grad: Tensor) -> Tensor:
+        ctx.grad = grad.to(param.dtype)
+        return grad.sum()
+
+    @staticmethod
+    def backward(ctx: Any, of_sum: Tensor) -> tuple[Tensor, None]:
+        return ctx.grad * of_sum, None
+
+
+@every_format
+def test_other_optimizers_and_gradient_release(quantizer):
+    """Both write the memory of the other package as the fused step does."""
+    value = random(SHAPE, 0, scale=0.1).bfloat16()
+    own, theirs = Parameter(quantizer.quantize(value)), te_tensor(quantizer, value)
+    optimizers = [
+        MasterWeightOptimizer([param], torch.optim.AdamW, lr=1e-2) for param in (own, theirs)
+    ]
+    for seed in range(3):
+        for optimizer in optimizers:
+            step(optimizer, seed)
+    assert torch.equal(*(master_of(*pair) for pair in zip(optimizers, (own, theirs), strict=True)))
+    assert_bytes(theirs, te_tensor(quantizer, master_of(optimizers[1], theirs)))
+    params = [te_tensor(quantizer, value) for _ in range(2)]
+    released, plain = (FP4Adam([param], lr=1e-2) for param in params)
+    released.enable_gradient_release()
+    for scale in (1.0, 2.0):
+        for param in params:
+            WithGradient.apply(param, random(SHAPE, 1) * scale).backward()
+        assert params[0].grad is None and params[1].grad is not None
+        for optimizer in (released, plain):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_bytes(*params)
 
 
 def test_buffers_that_come_and_go_are_followed():

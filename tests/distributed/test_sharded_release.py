@@ -1,0 +1,126 @@
+"""Gradient release on several ranks: with FSDP2 the bits of a plain step; DDP is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from fp4adam import FP4Adam, check_shards, hf_scale_groups, quantize_model
+from ranks import all_ranks, home
+from test_fsdp import FORMATS, assert_same, full, gathered_bytes, run
+
+OPTIONS = dict(lr=1e-2, weight_decay=0.1)
+
+
+class Layer(nn.Module):
+    """Two matrices of one scale group, which FSDP2 gathers together, and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = (nn.Linear(32, 64, bias=i == 0) for i in range(2))
+        self.out = nn.Linear(64, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.q_proj(x) * self.k_proj(x).tanh())
+
+
+def make(recipe: str, groups: bool, variant: str = "") -> tuple[nn.Sequential, FP4Adam]:
+    options: dict[str, Any] = {"mesh": all_ranks()}
+    if variant == "hybrid":
+        names = ("replicate", "shard")
+        options["mesh"] = init_device_mesh(home().type, (2, 2), mesh_dim_names=names)
+    elif variant == "bfloat16":
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    elif variant == "kept":
+        options["reshard_after_forward"] = False
+    torch.manual_seed(0)
+    model = nn.Sequential(Layer(), Layer()).to(home(), torch.bfloat16)
+    rule = hf_scale_groups if groups else ()
+    quantize_model(model, recipe, filter=lambda *_: True, scale_groups=rule)
+    for layer in model:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return model, FP4Adam(model.named_parameters(), **OPTIONS)
+
+
+def backward(model: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    x = torch.randn(4, 32, generator=generator).to(home(), torch.bfloat16)
+    model(x).square().mean().backward()
+
+
+def release_on_shards(rank: int, recipe: str, groups: bool, variant: str = "") -> None:
+    (model, optimizer), (other, plain) = (make(recipe, groups, variant) for _ in range(2))
+    release = optimizer.enable_gradient_release(max_norm=0.05)
+    clip: dict[torch.device, Tensor] = {}
+    for step in range(4):
+        for module, one in ((model, optimizer), (other, plain)):
+            if step == 1:  # accumulated, reduced in the last pass only
+                module.set_requires_gradient_sync(False)
+                backward(module, 5)
+                module.set_requires_gradient_sync(True)
+            if step == 2:  # accumulated after each reduction
+                with release.accumulate():
+                    backward(module, 6)
+            backward(module, step)
+            released = all(param.grad is None for param in module.parameters())
+            assert released == (one is optimizer)
+        norm = plain.clip_grad_norm_(0.05)
+        clip, plain._clip = plain._clip, clip
+        for one in (optimizer, plain):
+            one.step()
+            one.zero_grad()
+        assert torch.equal(release.grad_norm, norm)
+        assert_same(gathered_bytes(model, [model, *model]), gathered_bytes(other, [other, *other]))
+    check_shards(model)
+    for param, same in zip(model.parameters(), other.parameters(), strict=True):
+        a, b = optimizer.state[param], plain.state[same]
+        for name in sorted(b):
+            assert_same([{name: full(a[name])}], [{name: full(b[name])}])
+
+
+@pytest.mark.parametrize(
+    "recipe, groups, world_size",
+    [
+        ("nvfp4", True, 2),
+        *(
+            pytest.param(recipe, False, 3, marks=pytest.mark.exhaustive)  # cuts blocks
+            for recipe in FORMATS
+        ),
+    ],
+)
+def test_the_bits_of_a_plain_step(recipe, groups, world_size):
+    run(release_on_shards, world_size, recipe, groups)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("variant, world_size", [("hybrid", 4), ("bfloat16", 2), ("kept", 2)])
+def test_variants_of_fully_shard(variant, world_size):
+    run(release_on_shards, world_size, "nvfp4", True, variant)
+
+
+def release_in_replicas(rank: int) -> None:
+    model = quantize_model(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)).to(home()), "nvfp4")
+    optimizer = FP4Adam(model.parameters())
+    optimizer.enable_gradient_release()
+    replica = DistributedDataParallel(model)
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(NotImplementedError, match="in a DistributedDataParallel with gradient"):
+        replica(torch.randn(4, 32, device=home())).sum().backward()
+    for param, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param.detach().float(), value.float())
+    # A model of its own beside it is fine.
+    alone = nn.Linear(32, 32).to(home())
+    one = FP4Adam(alone.parameters())
+    one.enable_gradient_release()
+    alone(torch.randn(4, 32, device=home())).sum().backward()
+    assert alone.weight.grad is None
+
+
+def test_replicas_are_refused():
+    run(release_in_replicas, 2)

@@ -1,0 +1,539 @@
+"""Any optimizer on quantized weights: the same bits as on FP32 parameters, rounded afterwards."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import SGD, Adadelta, Adafactor, Adagrad, AdamW, Muon, Optimizer
+
+from fp4adam import (
+    FP4Adam,
+    MasterWeightOptimizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    QuantizedTensor,
+    Quantizer,
+    hf_scale_groups,
+    quantize_model,
+)
+from fp4adam.tensors import backend
+from quantized_training import (
+    QUANTIZERS,
+    RECIPES,
+    all_params,
+    assert_bytes_are_of_masters,
+    assert_identical,
+    make_mlp,
+    make_params,
+    make_weight,
+    mlp_loss,
+    quantized,
+    random,
+    set_grads,
+    take_steps,
+)
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "adamw": AdamW,
+    "adamw, amsgrad": lambda params, **options: AdamW(params, amsgrad=True, **options),
+    "sgd": SGD,
+    "sgd, momentum": lambda params, **options: SGD(params, momentum=0.9, **options),
+    "adafactor": Adafactor,
+    "adagrad": Adagrad,
+    "adadelta": Adadelta,
+}
+
+
+def fp32_twins(params: list[Tensor]) -> list[Tensor]:
+    """FP32 parameters with the values that master weights start from."""
+    values = [getattr(param, "_high_precision_init_val", None) for param in params]
+    return [
+        Parameter((p.detach() if value is None else value).to(torch.float32, copy=True))
+        if not isinstance(p, QuantizedTensor) or value is not None
+        else Parameter(p.detach().dequantize())
+        for p, value in zip(params, values, strict=True)
+    ]
+
+
+def assert_is_rounded(param: Tensor, value: Tensor, quantize_from: str = "master") -> None:
+    if isinstance(param, QuantizedTensor):
+        value = value if quantize_from == "master" else value.to(param.dtype)
+        expected = param.quantizer.quantize(value.detach()).storage_tensors()
+        assert_identical(param.storage_tensors(), expected)
+    else:
+        assert_identical(param.detach(), value.detach().to(param.dtype))
+
+
+def step_with(optimizer: Optimizer, params: list[Tensor], twin: Optimizer, seed: int) -> None:
+    """A step of both with the same gradients."""
+    set_grads(params, seed)
+    for param, copied in zip(params, all_params(twin), strict=True):
+        copied.grad = None if param.grad is None else param.grad.float()
+    optimizer.step()
+    twin.step()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS.keys())
+def test_the_bits_of_the_optimizer_on_fp32(quantizer: Quantizer, kind: str, device: str) -> None:
+    params = make_params(quantizer, device)
+    twins = fp32_twins(params)
+    optimizer = MasterWeightOptimizer(params, OPTIMIZERS[kind], lr=1e-2)
+    twin = OPTIMIZERS[kind](twins, lr=1e-2)
+    for seed in range(3):
+        step_with(optimizer, params, twin, seed)
+        for param, value in zip(params, twins, strict=True):
+            assert_is_rounded(param, value)
+            if param.dtype != torch.float32:
+                assert_identical(optimizer.state[param]["master_param"], value.detach())
+    assert all(param.grad is not None for param in params)
+    assert all(m.grad is None for m in optimizer._stepped.values() if m not in set(params))
+
+
+@pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES.keys())
+def test_muon(quantizer: Quantizer, device: str) -> None:
+    params = [make_weight(quantizer, device, seed=seed) for seed in range(2)]
+    twins = fp32_twins(params)
+    optimizer = MasterWeightOptimizer(params, Muon, lr=1e-2, quantize_from="param_dtype")
+    twin = Muon(twins, lr=1e-2)
+    for seed in range(3):
+        step_with(optimizer, params, twin, seed)
+    for param, value in zip(params, twins, strict=True):
+        assert_is_rounded(param, value, "param_dtype")
+    with pytest.raises(ValueError, match="Muon only supports 2D"):
+        MasterWeightOptimizer(make_params(quantizer, device), Muon)
+
+
+@pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES.keys())
+def test_kernels_write_the_same_bytes(
+    quantizer: Quantizer, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = make_params(quantizer, device)
+    optimizer = MasterWeightOptimizer(params, AdamW, lr=1e-2)
+    set_grads(params, 0)
+    optimizer.step()
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
+    for seed in (1, 2):
+        set_grads(params, seed)
+        optimizer.step()
+    monkeypatch.undo()
+    assert_bytes_are_of_masters(optimizer)
+
+
+def test_all_weights_are_quantized_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of casts does not grow with the number of weights."""
+    from fp4adam.distributed.partial_cast import PartialCast
+
+    casts: list[int] = []
+    write = PartialCast.write
+    monkeypatch.setattr(
+        PartialCast,
+        "write",
+        lambda self, *args: casts.append(len(self._shards)) or write(self, *args),
+    )
+    params = [make_weight(q, device, seed=i) for i, q in enumerate([*RECIPES.values()] * 3)]
+    optimizer = MasterWeightOptimizer(params, SGD, lr=1.0)
+    set_grads(params, 0)
+    optimizer.step()
+    assert casts == [9]
+
+
+def test_scale_groups_are_quantized_with_one_amax(device: str) -> None:
+    model = nn.ModuleDict({name: nn.Linear(32, 32, bias=False) for name in ("q_proj", "k_proj")})
+    quantize_model(model.to(device), "nvfp4", filter=lambda *_: True, scale_groups=hf_scale_groups)
+    params = [*model.parameters()]
+    twins = fp32_twins(params)
+    optimizer = MasterWeightOptimizer(params, SGD, lr=1.0)
+    for grads in ((0, 1), (0,), (1,)):
+        for i, (param, twin) in enumerate(zip(params, twins, strict=True)):
+            param.grad = random(tuple(param.shape), i, device) if i in grads else None
+            twin.grad = param.grad
+        optimizer.step()
+        SGD(twins, lr=1.0).step()
+        amax = max(twin.detach().abs().max() for twin in twins)
+        for param, twin in zip(params, twins, strict=True):
+            assert param.amax_rowwise.item() == amax
+            codes = param.quantizer.make_empty(twin.shape, device=device)
+            codes._write(twin.detach(), amax=amax.reshape(1))
+            assert_identical(param.storage_tensors(), codes.storage_tensors())
+    with pytest.raises(ValueError, match="all members of a scale group"):
+        MasterWeightOptimizer(params[:1], SGD, lr=1.0).step()
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: range, scaler: Any = None) -> None:
+    for seed in steps:
+        optimizer.zero_grad()
+        loss = mlp_loss(model, seed)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_loop_of_fp4adam(scaled: bool, device: str) -> None:
+    """Scheduler, clipping, GradScaler, checkpoints: both classes, over AdamW, train alike."""
+    models = [make_mlp(RECIPES["nvfp4"], device) for _ in range(2)]
+    optimizers = [
+        FP4Adam(models[0].parameters(), lr=1e-2, eps=1e-6),
+        MasterWeightOptimizer(models[1].parameters(), AdamW, lr=1e-2, eps=1e-6),
+    ]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
+        scaler = torch.amp.GradScaler(device, init_scale=2.0**10) if scaled else None
+        for step in range(4):
+            train(model, optimizer, range(step, step + 1), scaler)
+            schedule.step()
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(
+            optimizers[0].state[a].get("master_param", a),
+            optimizers[1].state[b].get("master_param", b),
+            rtol=1e-5,
+            atol=1e-6,
+        )
+    assert_bytes_are_of_masters(optimizers[1])
+    # Either loads the state of the other.
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    names = [[sorted(state) for state in saved["state"].values()] for saved in states]
+    assert names[0] == names[1]
+    optimizers[1].load_state_dict(states[0])
+    assert_identical(
+        [optimizers[1].state[p] for p in models[1].parameters()],
+        [optimizers[0].state[p] for p in models[0].parameters()],
+    )
+    optimizers[0].load_state_dict(states[1])
+
+
+def test_an_overflow_is_skipped(device: str) -> None:
+    params = make_params(RECIPES["mxfp8"], device, torch.float32)[:2]
+    optimizer = MasterWeightOptimizer(params, AdamW, lr=1e-2)
+    take_steps(optimizer, range(1))
+    before = copy.deepcopy([param.detach() for param in params])
+    scaler = torch.amp.GradScaler(device)
+    scaler.scale(torch.zeros(1, device=device))
+    set_grads(params, 1)
+    params[1].grad[0, 0] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    assert_identical([param.detach() for param in params], before)
+    assert scaler.get_scale() == 2.0**15
+
+
+@pytest.mark.parametrize("way", ["state_dict", "torch.save", "deepcopy", "pickle"])
+@pytest.mark.parametrize("kind", ["adamw", "adafactor", "sgd", "sgd, momentum"])
+def test_resumed_runs_have_the_same_bits(kind: str, way: str, device: str) -> None:
+    if way == "pickle" and "," in kind:
+        pytest.skip("a lambda cannot be pickled")
+    model = make_mlp(RECIPES["nvfp4"], device, torch.bfloat16)
+    optimizer = MasterWeightOptimizer(model.named_parameters(), OPTIMIZERS[kind], lr=1e-2)
+    train(model, optimizer, range(2))
+    if way == "deepcopy":
+        other, again = copy.deepcopy((model, optimizer))
+    elif way == "pickle":
+        file = io.BytesIO()
+        torch.save((model, optimizer), file)
+        file.seek(0)
+        other, again = torch.load(file, weights_only=False)
+    else:
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        if way == "torch.save":
+            file = io.BytesIO()
+            torch.save(saved, file)
+            file.seek(0)
+            saved = torch.load(file, weights_only=True)
+        other = make_mlp(RECIPES["nvfp4"], device, torch.bfloat16)
+        again = MasterWeightOptimizer(other.named_parameters(), OPTIMIZERS[kind], lr=1.0)
+        other.load_state_dict(saved[0])
+        again.load_state_dict(saved[1])
+    assert_identical(again.state_dict(), optimizer.state_dict())
+    train(model, optimizer, range(2, 4))
+    train(other, again, range(2, 4))
+    assert_identical(
+        [p.detach() for p in other.parameters()], [p.detach() for p in model.parameters()]
+    )
+    assert_identical(again.state_dict(), optimizer.state_dict())
+
+
+def test_loading_shares_nothing(device: str) -> None:
+    params = make_params(RECIPES["nvfp4"], device)
+    optimizer = MasterWeightOptimizer(params, AdamW, lr=1e-2)
+    take_steps(optimizer, range(1))
+    saved = optimizer.state_dict()
+    other = MasterWeightOptimizer(copy.deepcopy(params), AdamW, lr=1e-2)
+    other.load_state_dict(saved)
+    before = copy.deepcopy(saved)
+    take_steps(other, range(2))
+    assert_identical(saved, before)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(
+    st.lists(
+        st.sampled_from(
+            ["step", "write", "same bytes", "freeze", "move", "reload", "copy", "zero lr", "reset"]
+        ),
+        max_size=8,
+    ),
+    st.sampled_from(["nvfp4", "mxfp8", "float8block"]),
+)
+def test_masters_follow_the_rule(actions: list[str], recipe: str) -> None:
+    """Random programs around the step, against masters that are tracked by hand."""
+    weights = [make_weight(RECIPES[recipe], "cpu", seed=seed) for seed in range(2)]
+    params = [*weights, Parameter(random((5, 3), 7).bfloat16())]
+    model = nn.ParameterList(params)
+    optimizer = MasterWeightOptimizer(model.parameters(), SGD, lr=0.1)
+    values = [twin.detach() for twin in fp32_twins(params)]
+    for seed, action in enumerate(["step", *actions, "step"]):
+        params = [*model.parameters()]
+        if action in ("step", "zero lr"):
+            set_grads(params, seed)
+            params[seed % 2].grad = None
+            optimizer.param_groups[0]["lr"] = 0.1 if action == "step" else 0.0
+            before = copy.deepcopy([param.detach() for param in params])
+            optimizer.step()
+            for i, param in enumerate(params):
+                if param.grad is not None:  # a rate of 0 may change the sign of zeros
+                    values[i].add_(param.grad.float(), alpha=-optimizer.param_groups[0]["lr"])
+                if action == "step" and param.grad is not None:
+                    assert_is_rounded(param, values[i])
+                else:
+                    assert_identical(param.detach(), before[i])
+            optimizer.zero_grad()
+        elif action == "write":
+            with torch.no_grad():
+                for param in params[seed % 2 :: 2]:
+                    param.copy_(random(tuple(param.shape), seed))
+            for i in range(seed % 2, len(params), 2):
+                values[i] = (
+                    params[i].detach().dequantize()
+                    if isinstance(params[i], QuantizedTensor)
+                    else params[i].detach().float()
+                )
+        elif action == "same bytes":
+            with torch.no_grad():
+                for param in params:
+                    param.copy_(param.detach().clone())
+        elif action == "freeze":
+            params[0].requires_grad_(not params[0].requires_grad)
+        elif action == "move":
+            for param in params:  # as a move to a GPU and back does
+                param.data = param.data.clone()
+        elif action == "reload":
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        elif action == "copy":
+            model, optimizer = copy.deepcopy((model, optimizer))
+        elif action == "reset":
+            optimizer.reset_master_weights([params[1]])
+            values[1] = params[1].detach().dequantize()
+    for param, value in zip(model.parameters(), values, strict=True):
+        if param in optimizer.state:
+            assert_identical(optimizer.state[param]["master_param"], value)
+
+
+def test_closures_see_the_parameters_of_their_masters(device: str) -> None:
+    """LBFGS evaluates the model several times a step."""
+    model = make_mlp(MXFP8Quantizer(), device)
+    optimizer = MasterWeightOptimizer(model.parameters(), torch.optim.LBFGS, lr=0.1, max_iter=4)
+    losses = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        if losses:
+            for param in quantized(model.parameters()):
+                assert_is_rounded(param, optimizer._stepped[param])
+        loss = mlp_loss(model)
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    first = optimizer.step(closure)
+    assert first == losses[0] and len(losses) > 2
+    for _ in range(3):
+        optimizer.step(closure)
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_frozen_parameters_keep_their_bytes(device: str) -> None:
+    params = make_params(RECIPES["nvfp4"], device)
+    params[1].requires_grad_(False)
+    optimizer = MasterWeightOptimizer(params, AdamW, lr=1e-2)
+    before = copy.deepcopy(params[1].detach())
+    for seed in range(2):
+        set_grads(params, seed)
+        params[1].grad = None
+        optimizer.step()
+    assert_identical(params[1].detach(), before)
+    assert params[1] not in optimizer.state and len(optimizer.state) == len(params) - 1
+    params[1].requires_grad_(True)
+    take_steps(optimizer, range(1))
+    assert optimizer.state[params[1]]["step"] == 1
+    assert_bytes_are_of_masters(optimizer)
+
+
+def test_groups_have_options_of_their_own(device: str) -> None:
+    first, second = make_weight(RECIPES["nvfp4"], device), make_weight(RECIPES["mxfp8"], device)
+    twins = fp32_twins([first, second])
+    optimizer = MasterWeightOptimizer([{"params": [first], "lr": 0.5}], SGD, lr=0.1)
+    optimizer.add_param_group({"params": [second]})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+    assert [group["momentum"] for group in optimizer.param_groups] == [0, 0]
+    twin = SGD([{"params": twins[:1], "lr": 0.5}, {"params": twins[1:]}], lr=0.1)
+    step_with(optimizer, [first, second], twin, 0)
+    assert_is_rounded(first, twins[0])
+    assert_is_rounded(second, twins[1])
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [first]})
+    assert len(optimizer.inner.param_groups) == 2
+
+
+def test_options_that_the_inner_optimizer_changes(device: str) -> None:
+    class Counting(SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+
+    optimizer = MasterWeightOptimizer([make_weight(RECIPES["nvfp4"], device)], Counting, lr=0.1)
+    take_steps(optimizer, range(3))
+    assert optimizer.param_groups[0]["k"] == 3
+    assert optimizer.state_dict()["param_groups"][0]["k"] == 3
+
+
+def test_masters_changed_by_other_code_are_written_back(device: str) -> None:
+    param = make_weight(RECIPES["nvfp4"], device, keeps_value=True)
+    optimizer = MasterWeightOptimizer([param], SGD, lr=0.1)
+    with torch.no_grad():
+        optimizer.inner.param_groups[0]["params"][0].mul_(2)
+    optimizer.write_back()
+    assert_bytes_are_of_masters(optimizer)
+    assert param.get_high_precision_init_val() is None
+    take_steps(optimizer, range(1))
+    assert_bytes_are_of_masters(optimizer)
+
+
+class Broken(SGD):
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_step_leaves_masters_in_charge(device: str) -> None:
+    param = make_weight(RECIPES["nvfp4"], device)
+    optimizer = MasterWeightOptimizer([param], Broken, lr=0.1)
+    set_grads([param], 0)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert all(m.grad is None for m in optimizer._stepped.values())
+    optimizer.write_back()
+    assert_bytes_are_of_masters(optimizer)
+
+
+def test_slices_and_empty_weights(device: str) -> None:
+    whole = NVFP4Quantizer().quantize(random((64, 32), 0, device))
+    halves = [Parameter(half) for half in whole.split(32)]
+    empty = Parameter(NVFP4Quantizer().make_empty((0, 32), device=device))
+    optimizer = MasterWeightOptimizer([*halves, empty], SGD, lr=0.1)
+    twins = [half.detach().dequantize() for half in halves]
+    set_grads([*halves, empty], 0)
+    optimizer.step()
+    for twin, half in zip(twins, halves, strict=True):
+        twin.sub_(half.grad, alpha=0.1)
+    expected = whole.quantizer.quantize(torch.cat(twins))
+    assert_identical(whole.flush().storage_tensors(), expected.storage_tensors())
+
+
+# What is refused
+
+
+def test_arguments_are_checked(device: str) -> None:
+    param = make_weight(RECIPES["nvfp4"], device)
+    with pytest.raises(ValueError, match="quantize_from must be one of master, param_dtype, got"):
+        MasterWeightOptimizer([param], SGD, quantize_from="bf16")
+    with pytest.raises(TypeError, match="optimizer_class must make a torch.optim.Optimizer"):
+        MasterWeightOptimizer([param], lambda groups: groups)
+    with pytest.raises(RuntimeError, match="on the meta device; materialize"):
+        MasterWeightOptimizer([Parameter(torch.empty(3, device="meta"))], SGD)
+    optimizer = MasterWeightOptimizer([param], SGD, lr=0.1)
+    with pytest.raises(AttributeError, match="the state of MasterWeightOptimizer cannot be set"):
+        optimizer.state = {param: {"step": 1}}
+    with pytest.raises(TypeError):  # read-only
+        optimizer.state[param] = {}
+    with pytest.raises(ValueError, match="params must be parameters of this optimizer, got number"):
+        optimizer.reset_master_weights([Parameter(torch.zeros(2))])
+    with (
+        torch.inference_mode(),
+        pytest.raises(RuntimeError, match="step.. must not be called in inference mode"),
+    ):
+        optimizer.step()
+
+
+def test_bad_steps_change_nothing(device: str) -> None:
+    params = make_params(RECIPES["nvfp4"], device)
+    optimizer = MasterWeightOptimizer(params, SGD, lr=0.1)
+    take_steps(optimizer, range(1))
+    before = copy.deepcopy([param.detach() for param in params])
+    set_grads(params, 1)
+    params[-1].grad = None
+    params[0].grad = params[0].grad.to_sparse()
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        optimizer.step()
+    params[0].grad = None
+    params[2].data = params[2].data.float()
+    with pytest.raises(RuntimeError, match="must keep shape, device and kind of dtype"):
+        optimizer.step()
+    params[2].data = params[2].data.bfloat16()
+    optimizer.param_groups[0]["params"] = params[:-1]
+    with pytest.raises(RuntimeError, match="must be those that it was made of"):
+        optimizer.step()
+    assert_identical([param.detach() for param in params], before)
+
+
+def test_bad_states_change_nothing(device: str) -> None:
+    params = make_params(RECIPES["nvfp4"], device)
+    optimizer = MasterWeightOptimizer(params, AdamW, lr=0.1)
+    take_steps(optimizer, range(1))
+    before = copy.deepcopy(optimizer.state_dict())
+    bad = copy.deepcopy(before)
+    bad["state"][1]["master_param"] = torch.zeros(3)
+    with pytest.raises(ValueError, match="master_param of parameter 1 must have shape"):
+        optimizer.load_state_dict(bad)
+    bad["state"][1]["master_param_scale"] = torch.zeros(3)
+    with pytest.raises(ValueError, match="master_param of parameter 1 must be whole"):
+        optimizer.load_state_dict(bad)
+    with pytest.raises(ValueError, match="state_dict must have state and param_groups"):
+        optimizer.load_state_dict({"0.weight": params[0]})
+    bad["param_groups"] = []
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(bad)
+    assert_identical(optimizer.state_dict(), before)
+
+
+def test_values_loaded_later_replace_masters_in_checkpoints(device: str) -> None:
+    param = make_weight(RECIPES["nvfp4"], device)
+    optimizer = MasterWeightOptimizer([param], AdamW, lr=0.1)
+    take_steps(optimizer, range(1))
+    kept, bytes_before = (
+        optimizer.state[param]["master_param"].clone(),
+        copy.deepcopy(param.detach()),
+    )
+    with torch.no_grad():
+        param.copy_(random(tuple(param.shape), 5, device))
+    saved = optimizer.state_dict()["state"][0]["master_param"]
+    assert_identical(saved, param.detach().dequantize())
+    # Saving only reads: put back, the parameter has its master again.
+    with torch.no_grad():
+        param.copy_(bytes_before)
+    assert_identical(optimizer.state_dict()["state"][0]["master_param"], kept)
