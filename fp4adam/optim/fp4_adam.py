@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from fp4adam.distributed.collectives import guard_zero
 from fp4adam.distributed.dtensor import local
-from fp4adam.distributed.scale_exchange import ShardInfo
+from fp4adam.distributed.scale_exchange import ShardInfo, groups_of
 from fp4adam.formats.scale_groups import (
     ScaleGroup,
     ScaleGroups,
@@ -217,7 +217,7 @@ class FP4Adam(FusedAdam):
                     "members of a scale group must be whole tensors, got a slice of one, of "
                     f"shape {tuple(own.shape)}; leave it out"
                 )
-        if len({info and info.group for info in map(ShardInfo.of, peers)}) > 1:
+        if len({*map(groups_of, map(ShardInfo.of, peers))}) > 1:
             raise NotImplementedError(
                 "members of a scale group must be sharded over the same ranks, got "
                 f"{', '.join(group.names)} sharded differently; shard them in one fully_shard call"

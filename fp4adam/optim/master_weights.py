@@ -93,10 +93,10 @@ class MasterWeights:
         answers: dict[ParamView, bool] = {}
         quantized = []
         for view in unsure:
-            info = ShardInfo.of(view.owner) if isinstance(view, QuantizedView) else None
-            if info is not None and all_ranks:
-                settle_shard(view.param, info)
-            if isinstance(view, QuantizedView) and (info is None or all_ranks):
+            infos = ShardInfo.of(view.owner) if isinstance(view, QuantizedView) else ()
+            if infos and all_ranks:
+                settle_shard(view.param, infos)
+            if isinstance(view, QuantizedView) and (not infos or all_ranks):
                 quantized.append(view)
             else:
                 master = master_of(view, states[view.owner])
@@ -141,14 +141,14 @@ def quantize_together(
         sharing[view.scales].append(i)
     shards = []
     for scales, members in sharing.items():
-        info = ShardInfo.of(views[members[0]].owner)
-        if info is None:
+        infos = ShardInfo.of(views[members[0]].owner)
+        if not infos:
             write_together(
                 [targets[i] for i in members], [values[i].to(dtypes[i]) for i in members]
             )
         else:
             shards += [
-                (targets[i], info, values[i].contiguous(), dtypes[i], scales) for i in members
+                (targets[i], infos, values[i].contiguous(), dtypes[i], scales) for i in members
             ]
     if shards:
         write_shards(*zip(*shards, strict=True))
