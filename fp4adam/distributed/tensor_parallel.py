@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp4adam.distributed.scale_exchange import ShardInfo
+from fp4adam.distributed.dtensor import sharded_dims
+from fp4adam.distributed.fsdp import gather_codes
+from fp4adam.distributed.scale_exchange import ShardInfo, settle_shard
 from fp4adam.tensors.quantized_tensor import QuantizedTensor, implements_function
-from fp4adam.tensors.rows import check_parallel, parallel_part
-from fp4adam.tensors.storage import SharedStorage
+from fp4adam.tensors.rows import check_parallel, copy_bytes, parallel_part
+from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
 
 # The storage of the parameter that distribute_tensor has been called with last; of values that it
 # divides for load_state_dict it is None.
@@ -72,3 +74,44 @@ def _for_quantized(shard_tensor: Any) -> Any:
         return parallel_part(tensor, self.dim, number, n_parts, info)
 
     return shard
+
+
+def gather_whole(weight: Tensor) -> QuantizedTensor:
+    """The whole of a quantized DTensor with its bytes; a collective call.
+
+    Raises:
+        NotImplementedError: As :meth:`ShardInfo.of`.
+    """
+    infos, part = ShardInfo.of(weight), weight._local_tensor.detach()
+    if infos:
+        settle_shard(part, infos)
+    mesh, sharded, spec = weight.device_mesh, sharded_dims(weight), part._shared.global_spec
+    is_parallel = spec is not None and spec.is_parallel
+    for dim in sharded[:-1] if is_parallel else sharded:
+        part = gather_codes(part, _one_of(mesh, dim), weight.dtype)
+    return _gather_parts(weight, part, sharded[-1]) if is_parallel else part
+
+
+def _one_of(mesh: DeviceMesh, dim: int) -> DeviceMesh:
+    return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[dim]]
+
+
+def _gather_parts(weight: Tensor, part: QuantizedTensor, mesh_dim: int) -> QuantizedTensor:
+    """The whole weight from the parts of tensor parallelism, along a dimension of its mesh."""
+    mesh, dim = weight.device_mesh, weight.placements[mesh_dim].dim
+    tensors, shape, compact = (
+        part._shared.tensors,
+        tuple(part.shape),
+        part.quantizer.without_derived(),
+    )
+    inner = {name: getattr(tensors, name) for name in compact.rows_per_entry}
+    spec = GlobalSpec(shape, part.quantizer, shape[0], is_parallel=True)
+    shared = SharedStorage(Storage(amax=tensors.amax, **inner), global_spec=spec)
+    own = type(part)(shape, weight.dtype, compact, shared)
+    parts = [torch.empty_like(own) for _ in range(mesh.size(mesh_dim))]
+    dist.all_gather(parts, own, mesh.get_group(mesh_dim))
+    whole = part.quantizer.make_empty(tuple(weight.shape), weight.dtype, part.device)
+    for number, one in enumerate(parts):
+        window = whole.narrow(dim, number * shape[dim], shape[dim])
+        copy_bytes(window, one, non_blocking=False)
+    return whole

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,9 +29,11 @@ from fp4adam import (
     QuantizedTensor,
     Recipe,
     check_shards,
+    export_checkpoint,
     quantize_model,
 )
 from fp4adam.distributed.dtensor import like, local, part_for
+from fp4adam.distributed.tensor_parallel import gather_whole
 from fp4adam.tensors import backend
 from fp4adam.tensors.swizzle import new_gemm_scale
 from fp4adam.tensors.transpose import transposed_codes
@@ -320,6 +323,32 @@ def load_values(rank: int, parallel: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_loaded_values_are_quantized_together(world_size):
     run_ranks(load_values, world_size, 2)
+
+
+def export_parts(rank: int, folder: Path) -> None:
+    for name in ("nvfp4", "mxfp8", "float8block"):
+        recipe, width = RECIPES[name]
+        whole, model = build(recipe, width), distribute(build(recipe, width), 2)
+        for m in (whole, model):
+            optimizer = FP4Adam(m.parameters(), **OPTIONS)
+            set_grads(m, fixed_grads(whole, 0))
+            optimizer.step()
+        for layer in ("up", "down"):
+            gathered = gather_whole(getattr(model, layer).weight)
+            assert gathered.has_bytes_of(getattr(whole, layer).weight.detach())
+        layout = {"layout": "fp8"} if name == "float8block" else {}
+        export_checkpoint(model, folder / name / "parts", **layout)
+        export_checkpoint(whole, folder / name / str(rank), **layout)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_exports_are_those_of_one_process(world_size, tmp_path):
+    pytest.importorskip("safetensors")
+    run_ranks(export_parts, world_size, tmp_path)
+    for name in ("nvfp4", "mxfp8", "float8block"):
+        parts, whole = (tmp_path / name / n / "model.safetensors" for n in ("parts", "0"))
+        assert parts.read_bytes() == whole.read_bytes()
 
 
 def misuse(rank: int) -> None:
