@@ -85,12 +85,17 @@ def hop(rank: int, names: list[str], source: Path | None, target: Path, layout: 
         assert_same(pair, take_steps(expected, range(3, 5)))
 
 
+HOPS = [(4, "parallel"), (3, "sharded"), (2, "parallel"), (1, "alone")]
+MORE_HOPS = [(2, "parallel"), (1, "alone"), (4, "parallel"), (2, "replicated"), (2, "parallel")]
+MORE_HOPS += [(3, "sharded"), (4, "parallel"), (2, "sharded"), (2, "replicated"), (4, "sharded")]
+
+
 @pytest.mark.parametrize(
-    "names", [["nvfp4"], pytest.param(NAMES, marks=pytest.mark.exhaustive)], ids=["quick", "all"]
+    "names, hops",
+    [(["nvfp4"], HOPS), pytest.param(NAMES, MORE_HOPS, marks=pytest.mark.exhaustive)],
+    ids=["quick", "all"],
 )
-def test_any_layout_resumes_what_any_other_has_saved(names, tmp_path):
-    hops = [(4, "parallel"), (2, "parallel"), (3, "sharded"), (1, "alone"), (2, "parallel")]
-    hops += [(2, "replicated"), (4, "parallel"), (2, "sharded"), (4, "parallel"), (1, "alone")]
+def test_any_layout_resumes_what_any_other_has_saved(names, hops, tmp_path):
     source = None
     for i, (world_size, layout) in enumerate(hops):
         try:
