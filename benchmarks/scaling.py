@@ -54,6 +54,7 @@ class Traffic(TorchDispatchMode):
 
     ``bytes`` says for each kind of collective what this process receives from the others (gather),
     sends to them (scatter) or hands in (reduce), by the sizes of the tensors that it works on;
+    ``calls`` is the number of these collectives;
     ``reduced`` has the shape and dtype of each tensor that is handed in to be reduced.
     """
 
@@ -66,6 +67,7 @@ class Traffic(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.bytes = dict.fromkeys(self.KINDS.values(), 0)
+        self.calls = 0
         self.reduced: list[tuple[torch.Size, torch.dtype]] = []
 
     def __torch_dispatch__(
@@ -82,6 +84,7 @@ class Traffic(TorchDispatchMode):
         return result
 
     def _count(self, kind: str, *involved: Any) -> None:
+        self.calls += 1
         # Some collectives write into an argument, others return what they have made.
         tensors = [[t for t in tree_leaves(part) if isinstance(t, Tensor)] for part in involved]
         sizes = sorted(sum(t.nbytes for t in part) for part in tensors if part)

@@ -6,6 +6,7 @@ from fp4adam.checkpoints.export import export_masters as export_masters
 from fp4adam.checkpoints.import_checkpoint import import_checkpoint as import_checkpoint
 from fp4adam.distributed import collectives as collectives
 from fp4adam.distributed import fsdp as fsdp
+from fp4adam.distributed import tensor_parallel as tensor_parallel
 from fp4adam.distributed.partial_cast import PartialCast as PartialCast
 from fp4adam.distributed.scale_exchange import check_shards as check_shards
 from fp4adam.distributed.zero import (
@@ -28,6 +29,7 @@ from fp4adam.interop.adapter import TensorAdapter as TensorAdapter
 from fp4adam.interop.adapter import register_adapter as register_adapter
 from fp4adam.nn import fp4_utils as fp4_utils
 from fp4adam.nn import linear as linear
+from fp4adam.nn import parallel_linear as parallel_linear
 from fp4adam.nn.grouped_linear import grouped_linear as grouped_linear
 from fp4adam.nn.kept_weights import kept_weights as kept_weights
 from fp4adam.nn.quantize_model import is_hidden_linear as is_hidden_linear

@@ -349,7 +349,7 @@ class StepLaunch(adam.StepLaunch):
         amaxes = [torch.zeros(n_slots, dtype=torch.float32, device=device) for _ in range(2)]
         exceeding = torch.zeros(n_slots, dtype=torch.float32, device=device)
         self.amaxes = torch.zeros(n_slots, dtype=torch.float32, device=device)
-        self._is_shared = kind.group is not None
+        self._is_shared = bool(kind.groups)
         # Double buffer: the amaxes of one step are the old amaxes of the next.
         self._turns = []
         for old, new in (amaxes, amaxes[::-1]):

@@ -16,9 +16,8 @@ from fp4adam.checkpoints import folder as checkpoint_folder
 from fp4adam.checkpoints.folder import CONFIG, Entry
 from fp4adam.checkpoints.layouts import LAYOUTS, Encoding, Layout
 from fp4adam.checkpoints.model_state import model_state, plain_name, unwrapped
-from fp4adam.distributed import fsdp
 from fp4adam.distributed.dtensor import is_dtensor, like, local, sharded_dims
-from fp4adam.distributed.scale_exchange import ShardInfo
+from fp4adam.distributed.tensor_parallel import gather_whole
 from fp4adam.formats.scale_groups import hf_scale_groups
 from fp4adam.nn.quantize_model import check_module
 from fp4adam.optim.fused_adam import FusedAdam
@@ -316,11 +315,7 @@ def _gathered(weight: Tensor) -> Tensor:
         return shard
     if not isinstance(shard, QuantizedTensor):
         return weight.detach().full_tensor()
-    ShardInfo.of(weight)  # raises for what cannot be gathered
-    mesh = weight.device_mesh
-    if mesh.ndim > 1:
-        mesh = mesh[mesh.mesh_dim_names[sharded[0]]]
-    return fsdp.gather_codes(shard, mesh, weight.dtype)
+    return gather_whole(weight)
 
 
 def _check_no_adapters(model: nn.Module) -> None:

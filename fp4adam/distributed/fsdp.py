@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp4adam.distributed.dtensor import local
-from fp4adam.distributed.scale_exchange import ShardInfo, settle_shard
+from fp4adam.distributed.scale_exchange import ShardInfo, parallel_infos, settle_shard
 from fp4adam.tensors.blocks import flat_shape, round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
@@ -85,7 +85,7 @@ def _settled(shard: QuantizedTensor, mesh: DeviceMesh) -> SharedStorage:
     shared = shard.flush()._shared
     spec = shared.global_spec
     if shared.unsettled and spec is not None and spec.shares_scales:
-        settle_shard(shard, ShardInfo.in_mesh(mesh))
+        settle_shard(shard, (ShardInfo.in_mesh(mesh), *parallel_infos(shard)))
     return shared
 
 

@@ -20,6 +20,7 @@ from fp4adam.distributed.partial_cast import PartialCast
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.rows import matrix_shape, stored_rows
 from fp4adam.tensors.storage import GlobalSpec
+from fp4adam.tensors.transpose import build_columnwise
 
 
 class ShardInfo(NamedTuple):
@@ -49,28 +50,45 @@ class ShardInfo(NamedTuple):
         return cls(mesh.get_group(dim), mesh.get_local_rank(dim), mesh.size(dim), mesh.device_type)
 
     @classmethod
-    def of(cls, param: Tensor) -> "ShardInfo | None":
-        """The position of a parameter's shard, or None if it shares no scales with others.
+    def in_parallel(cls, mesh: DeviceMesh, dim: int = 0) -> "ShardInfo":
+        """The part of this rank under tensor parallelism: whole blocks that share an amax."""
+        return cls.in_mesh(mesh, dim)._replace(number=0, n_shards=1)
+
+    @classmethod
+    def of(cls, param: Tensor) -> "tuple[ShardInfo, ...]":
+        """The positions of a parameter's shard, one for each dimension that shares scales.
+
+        That of ``fully_shard`` is first, then that of tensor parallelism.
 
         Raises:
             NotImplementedError: If it is a quantized tensor that is sharded in another way than by
-                ``fully_shard``.
+                ``fully_shard`` along one dimension, tensor parallelism along one, or both.
         """
         if not is_dtensor(param) or not isinstance(param._local_tensor, QuantizedTensor):
-            return None
+            return ()
         sharded = sharded_dims(param)
         if not sharded:
-            return None
+            return ()
         from torch.distributed.tensor import Shard
 
         spec = param._local_tensor._shared.global_spec
-        if len(sharded) > 1 or type(param.placements[sharded[0]]) is not Shard or spec is None:
+        is_parallel = spec is not None and spec.is_parallel
+        by_rows, parallel = (sharded[:-1], sharded[-1:]) if is_parallel else (sharded, [])
+        # Beside Shard(0) of tensor parallelism, fully_shard has a strided kind of it.
+        kinds = [] if is_parallel else [type(param.placements[dim]) for dim in by_rows]
+        if spec is None or len(by_rows) > 1 or any(kind is not Shard for kind in kinds):
             raise NotImplementedError(
-                "quantized parameters must be replicated, or sharded by fully_shard along one "
-                f"dimension of the mesh, got placements {param.placements}; leave parameters with "
-                "other placements in high precision (filter=...)"
+                "quantized parameters must be replicated, or sharded by fully_shard or "
+                "parallelize_module, each along one dimension of the mesh, got placements "
+                f"{param.placements}; leave parameters with other placements in high precision "
+                "(filter=...)"
             )
-        return cls.in_mesh(param.device_mesh, sharded[0]) if spec.shares_scales else None
+        if not spec.shares_scales:
+            return ()
+        infos = [cls.in_mesh(param.device_mesh, dim) for dim in by_rows]
+        if spec.quantizer.scales_tensor:
+            infos += [cls.in_parallel(param.device_mesh, dim) for dim in parallel]
+        return tuple(infos)
 
 
 def cut_blocks(spec: GlobalSpec, n_shards: int) -> list[int]:
@@ -205,11 +223,12 @@ class ShardCast:
             shared.pending, shared.unsettled = None, False
             if shared.first_row is None:
                 shared.first_row = 0
+        build_columnwise([shard for shard in self._shards if shard.quantizer.is_square])
 
 
 def write_shards(
     shards: Sequence[QuantizedTensor],
-    infos: Sequence[ShardInfo],
+    infos: Sequence[Sequence[ShardInfo]],
     values: Sequence[Tensor | None],
     dtypes: Sequence[torch.dtype],
     scales: Sequence[Hashable],
@@ -218,20 +237,22 @@ def write_shards(
 
     Args:
         shards: Local tensors on one device.
-        infos: The position of each shard.
+        infos: The positions of each shard, as by :meth:`ShardInfo.of`.
         values: Per shard a contiguous tensor of its shape, or None if this rank has no new value.
             If another rank has one, this rank quantizes its old value again.
         dtypes: The dtypes that values are rounded to first.
         scales: As in :class:`Exchanged`. If one tensor has a new value, all that share its amax are
             quantized.
     """
-    groups: dict[tuple[dist.ProcessGroup, torch.device], list[int]] = defaultdict(list)
-    for i, info in enumerate(infos):
-        groups[info.group, info.device].append(i)
-    for (group, device), members in groups.items():
+    together: dict[tuple[dist.ProcessGroup, ...], list[int]] = defaultdict(list)
+    for i, own in enumerate(infos):
+        together[groups_of(own)].append(i)
+    for groups, members in together.items():
+        device = infos[members[0]][0].device
         # A write may have happened on some ranks only, without the others knowing.
         written = torch.tensor([values[i] is not None for i in members], device=device).float()
-        dist.all_reduce(written, dist.ReduceOp.MAX, group)
+        for group in groups:
+            dist.all_reduce(written, dist.ReduceOp.MAX, group)
         concerned = {scales[i] for i in compress(members, written.tolist())}
         chosen = [i for i in members if scales[i] in concerned]
         if not chosen:
@@ -248,7 +269,7 @@ def write_shards(
 
 def cast_together(
     tensors: Sequence[QuantizedTensor],
-    infos: Sequence[ShardInfo | None],
+    infos: Sequence[Sequence[ShardInfo]],
     values: Sequence[Tensor],
     dtypes: Sequence[torch.dtype],
     scales: Sequence[Hashable],
@@ -256,11 +277,11 @@ def cast_together(
     """Quantize new values of shards and whole tensors in as many launches as one tensor takes.
 
     If some are shards, every rank that has shards of these tensors has to call it for the same
-    ones. Columnwise codes that can be derived are not written.
+    ones.
 
     Args:
         tensors: Local tensors on one device, of formats that can be cast in shards.
-        infos: The position of each shard; None for tensors that share no scales with other ranks.
+        infos: The positions of each shard, as by :meth:`ShardInfo.of`.
         values: Per tensor a contiguous tensor of its shape.
         dtypes: The dtypes that values are rounded to first.
         scales: As in :class:`Exchanged`; ``tensors`` has all that share an amax.
@@ -269,11 +290,11 @@ def cast_together(
     cast.measure(values)
     exchanged: dict[tuple[dist.ProcessGroup, torch.device], list[Exchanged]] = defaultdict(list)
     shared: dict[Hashable, list[Tensor]] = defaultdict(list)
-    for tensor, info, amaxes, key in zip(tensors, infos, cast.exchanged, scales, strict=True):
-        if info is not None:
+    for tensor, own, amaxes, key in zip(tensors, infos, cast.exchanged, scales, strict=True):
+        for info in own:
             spec = tensor._shared.global_spec
             exchanged[info.group, info.device].append(Exchanged(spec, info, *amaxes, key))
-        elif amaxes[0] is not None:
+        if not own and amaxes[0] is not None:
             shared[key].append(amaxes[0])
     for peers in shared.values():
         if len(peers) > 1:
@@ -284,13 +305,37 @@ def cast_together(
     cast.write(values)
 
 
-def settle_shard(shard: QuantizedTensor, info: ShardInfo) -> None:
+def groups_of(infos: Sequence[ShardInfo]) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of ranks that share the scales of a shard."""
+    return tuple(info.group for info in infos)
+
+
+def parallel_infos(shard: QuantizedTensor) -> tuple[ShardInfo, ...]:
+    """The position of a local tensor under tensor parallelism, if that shares scales.
+
+    Raises:
+        RuntimeError: If it is a copy, which does not know its ranks, and has to be quantized.
+    """
+    shared = shard._shared
+    spec = shared.global_spec
+    if spec is None or not (spec.is_parallel and spec.quantizer.scales_tensor):
+        return ()
+    if shared.parallel is None and shared.unsettled:
+        raise RuntimeError(
+            "a weight must have been distributed by parallelize_module for its ranks to agree on "
+            f"an amax, got a copy of shape {tuple(shard.shape)} that has been written; load values "
+            "into the model that parallelize_module returned"
+        )
+    return () if shared.parallel is None else (shared.parallel,)
+
+
+def settle_shard(shard: QuantizedTensor, infos: Sequence[ShardInfo]) -> None:
     """Quantize pending writes to a shard that shares scales; every rank has to call it."""
     shared = shard._shared
     if not shared.unsettled:
         return
     written = shared.pending
-    write_shards([shard], [info], [written], [torch.float32], [shard])
+    write_shards([shard], [infos], [written], [torch.float32], [shard])
     shared.unsettled = False
     if written is not None and (shared.init_val is not None or shared.keeps_init_val):
         # The master weight must start from the written value.
@@ -309,29 +354,36 @@ def check_shards(model: nn.Module) -> None:
         RuntimeError: On every rank, naming the first parameter whose scales differ.
     """
     for name, param in model.named_parameters():
-        info = ShardInfo.of(param)
-        if info is None:
+        infos = ShardInfo.of(param)
+        if not infos:
             continue
         shard = param._local_tensor
-        settle_shard(shard, info)
+        settle_shard(shard, infos)
         tensors = shard._shared.tensors
         grids = [
             getattr(tensors, name).float()
             for name, rows in shard.quantizer.rows_per_entry.items()
             if rows == shard.quantizer.block_rows
         ]
-        found = []
-        for sign in (1, -1):
-            amax = tensors.amax
-            if amax is not None:
-                # A rank without rows does not count: nothing reads its scales.
-                amax = amax * sign if shard.numel() else torch.full_like(amax, -math.inf)
-            signed = [grid * sign for grid in grids]
-            exchanged = Exchanged(shard._shared.global_spec, info, amax, signed, shard)
-            found.append(AmaxExchange(info.group, info.device, [exchanged]).largest() * sign)
-        if not torch.equal(*found):
+        problem = "others on another rank"
+        differs = torch.zeros(1, device=infos[0].device)
+        for info in infos:
+            found = []
+            for sign in (1, -1):
+                amax = tensors.amax
+                if amax is not None:
+                    # A rank without rows does not count: nothing reads its scales.
+                    amax = amax * sign if shard.numel() else torch.full_like(amax, -math.inf)
+                signed = [grid * sign for grid in grids]
+                exchanged = Exchanged(shard._shared.global_spec, info, amax, signed, shard)
+                found.append(AmaxExchange(info.group, info.device, [exchanged]).largest() * sign)
+            if not torch.equal(*found):
+                problem = f"up to {found[0].max().item()} and down to {found[1].min().item()}"
+                differs.fill_(1)
+        for group in groups_of(infos):
+            dist.all_reduce(differs, dist.ReduceOp.MAX, group)
+        if differs:
             raise RuntimeError(
-                f"shards of parameter {name!r} must have the same scales on all ranks, got up to "
-                f"{found[0].max().item()} and down to {found[1].min().item()}; write to sharded "
-                "weights on every rank, as load_state_dict does"
+                f"shards of parameter {name!r} must have the same scales on all ranks, got "
+                f"{problem}; write to sharded weights on every rank, as load_state_dict does"
             )

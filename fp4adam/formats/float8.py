@@ -163,6 +163,10 @@ class Float8Quantizer(Quantizer):
         return {"rowwise_data": 1} if self.rowwise and not self.has_history else {}
 
     @property
+    def cols_per_entry(self) -> dict[str, int]:
+        return dict(self.rows_per_entry)
+
+    @property
     def casts_in_shards(self) -> bool:
         return self.rowwise
 

@@ -60,6 +60,11 @@ class MXFP8Quantizer(Quantizer):
             entries.update(columnwise_data=1, columnwise_scale_inv=BLOCK)
         return entries
 
+    @property
+    def cols_per_entry(self) -> dict[str, int]:
+        entries = dict.fromkeys(self.rows_per_entry, 1)
+        return entries | {"rowwise_scale_inv": BLOCK} if self.rowwise else entries
+
     def check_matrix(self, rows: int, cols: int) -> str | None:
         if rows % BLOCK or cols % BLOCK:
             return "rows and columns of MXFP8 must be multiples of 32"

@@ -65,7 +65,7 @@ def keep(weight: QuantizedTensor, name: object, make: Callable[[], Any]) -> Any:
         made = {}
         kept[shared] = state, made
     # Of a window on the rows of a weight as well, which shares its storage.
-    key = name, weight._start, tuple(weight.shape)
+    key = name, weight._start, weight._start_col, tuple(weight.shape)
     if key not in made:
         made[key] = make()
     return made[key]

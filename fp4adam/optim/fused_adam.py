@@ -525,7 +525,7 @@ class FusedAdam(NamedStates, Optimizer):
                     view=view,
                     state=state,
                     tensors={name: local(value) for name, value in state.items()},
-                    shard=ShardInfo.of(param) if scales in moving else None,
+                    shards=ShardInfo.of(param) if scales in moving else (),
                     updates=scales in moving,
                     first_element=first_element(param),
                 )

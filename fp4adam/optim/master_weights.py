@@ -25,7 +25,6 @@ from fp4adam.optim.param_view import ParamView, QuantizedView
 from fp4adam.optim.stored_state import StoredState
 from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.transpose import build_columnwise
 
 
 def master_of(view: ParamView, state: dict[str, Any]) -> Tensor | None:
@@ -99,12 +98,12 @@ class MasterWeights:
         answers: dict[ParamView, bool] = {}
         quantized = []
         for view in unsure:
-            info = ShardInfo.of(view.owner) if isinstance(view, QuantizedView) else None
-            if info is not None and all_ranks:
-                settle_shard(view.param, info)
+            infos = ShardInfo.of(view.owner) if isinstance(view, QuantizedView) else ()
+            if infos and all_ranks:
+                settle_shard(view.param, infos)
             # With a history, the bytes of a master depend on more than its value.
             by_value = isinstance(view, QuantizedView) and not view.param.quantizer.has_history
-            if by_value and (info is None or all_ranks):
+            if by_value and (not infos or all_ranks):
                 quantized.append(view)
             else:
                 master = master_of(view, states[view.owner])
@@ -167,7 +166,7 @@ def quantize_together(
     infos = [ShardInfo.of(view.owner) for view in views]
     castable: dict[torch.device, list[int]] = defaultdict(list)
     for members in sharing.values():
-        if all(infos[i] is not None or can_be_cast(targets[i]) for i in members):
+        if all(infos[i] or can_be_cast(targets[i]) for i in members):
             castable[targets[members[0]].device] += members
         else:
             write_together(
@@ -181,12 +180,7 @@ def quantize_together(
             [dtypes[i] for i in members],
             [views[i].scales for i in members],
         )
-        written = [targets[i] for i in members]
-        # Formats with rows per entry of columnwise codes have quantized them from the values.
-        build_columnwise(
-            [t for t in written if "columnwise_data" not in t.quantizer.rows_per_entry]
-        )
-        torch.autograd.graph.increment_version(written)
+        torch.autograd.graph.increment_version([targets[i] for i in members])
 
 
 def can_be_cast(tensor: QuantizedTensor) -> bool:

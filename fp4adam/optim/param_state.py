@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp4adam.distributed.scale_exchange import ShardInfo
+from fp4adam.distributed.scale_exchange import ShardInfo, groups_of
 from fp4adam.interop.borrowed_tensor import BorrowedTensor
 from fp4adam.optim.memory_layout import is_dense
 from fp4adam.optim.param_view import ParamView
@@ -29,7 +29,7 @@ class ParamState(NamedTuple):
         view: The parameter.
         state: Its state in the optimizer.
         tensors: This rank's part of the state.
-        shard: The position of a shard that shares scales with other shards; else None.
+        shards: The positions of a shard that shares scales with others, as by ``ShardInfo.of``.
         updates: Whether the value can change; with lr = 0 only the moments do.
         first_element: Index of its first element in the flattened parameter.
         quantized_after_step: Whether it is quantized after all values have been updated, instead of
@@ -40,7 +40,7 @@ class ParamState(NamedTuple):
     view: ParamView
     state: dict[str, Any]
     tensors: dict[str, Any]
-    shard: ShardInfo | None
+    shards: tuple[ShardInfo, ...]
     updates: bool
     first_element: int = 0
     quantized_after_step: bool = False
@@ -140,7 +140,7 @@ class ParamState(NamedTuple):
         value_codec, exp_avg_codec, exp_avg_sq_codec = self.codecs
         return Kind(
             quantizer=self.param.quantizer if quantized else None,
-            group=self.shard.group if quantized and self.shard is not None else None,
+            groups=groups_of(self.shards) if quantized else (),
             grad_dtype=self.param.dtype if grad is None else grad.dtype,
             value_dtype=self.value.dtype,
             write_dtype=self.view.write_dtype if writes else None,

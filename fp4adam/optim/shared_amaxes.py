@@ -26,7 +26,7 @@ def quantized_after_step(
 
     This is so unless a single launch steps all of them and finds the amax on the way.
     """
-    if peers[0].shard is None and len(peers) == 1 or not peers[0].updates:
+    if not peers[0].shards and len(peers) == 1 or not peers[0].updates:
         return False
     grads = [read_grad(member.owner) for member in peers]
     return not (
@@ -53,7 +53,7 @@ class SharedAmaxes:
         together: dict[Hashable, list[ParamState]] = defaultdict(list)
         apart: dict[Hashable, list[ParamState]] = defaultdict(list)
         for member in members:
-            if member.quantized_after_step and member.shard is None:
+            if member.quantized_after_step and not member.shards:
                 together[member.scales].append(member)
             elif member.quantized_after_step:
                 # Narrow masters are decoded one parameter at a time, to bound the FP32 copies.
@@ -66,17 +66,17 @@ class SharedAmaxes:
             cast = ShardCast([m.param for m in alike], [m.view.write_dtype for m in alike])
             self._casts.append((cast, alike))
             exchanged.update(zip((m.owner for m in alike), cast.exchanged, strict=True))
-        self._launches = [group.launch for group in groups if group.kind.group is not None]
+        self._launches = [group.launch for group in groups if group.kind.groups]
         for group in groups:
-            if group.kind.group is not None:
+            if group.kind.groups:
                 for member, slot in zip(group.members, group.slots, strict=True):
                     exchanged[member.owner] = (group.launch.amaxes[slot : slot + 1], [])
         told: dict[tuple, list[Exchanged]] = defaultdict(list)
         for member in members:
-            if member.shard is not None:
+            for info in member.shards:
                 spec = member.param._shared.global_spec
-                told[member.shard.group, member.shard.device].append(
-                    Exchanged(spec, member.shard, *exchanged[member.owner], member.scales)
+                told[info.group, info.device].append(
+                    Exchanged(spec, info, *exchanged[member.owner], member.scales)
                 )
         self._exchanges = [
             AmaxExchange(group, device, shards) for (group, device), shards in told.items()

@@ -17,13 +17,13 @@ if TYPE_CHECKING:  # Triton is slow to import, and not installed everywhere.
 class Kind(NamedTuple):
     """The properties that tensors of one launch have in common.
 
-    ``quantizer``: None for plain parameters. ``group``: the ranks with the other shards of tensors
-    that share a scale; None if no exchange is needed. ``write_dtype``: the dtype that the updated
+    ``quantizer``: None for plain parameters. ``groups``: the ranks with the other shards of tensors
+    that share a scale; () if no exchange is needed. ``write_dtype``: the dtype that the updated
     value is rounded to on its way to the parameter; None if only the value itself is written.
     """
 
     quantizer: Quantizer | None
-    group: dist.ProcessGroup | None
+    groups: tuple[dist.ProcessGroup, ...]
     grad_dtype: torch.dtype
     value_dtype: torch.dtype
     write_dtype: torch.dtype | None

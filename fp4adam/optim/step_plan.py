@@ -82,7 +82,7 @@ class StepPlan:
         self._bounded = [
             m.tensors[name]
             for group in self._groups
-            if group.kind.group is not None
+            if group.kind.groups
             for m in group.members
             for name in ("exp_avg", "exp_avg_sq")
         ]
@@ -155,11 +155,11 @@ class StepPlan:
             with torch.cuda.device_of(tables.table):
                 signals = tables.signals(grad_scale, clip.get(tables.device), found_inf)
                 for group in groups:
-                    if group.kind.group is None:
-                        group.launch(*signals)
-                    else:
+                    if group.kind.groups:
                         group.launch.prepare(*signals)
                         launches.append((group.launch, signals))
+                    else:
+                        group.launch(*signals)
         for member, grad, row in zip(
             self._by_operators, grads, self._rows_by_operators, strict=True
         ):
@@ -197,7 +197,7 @@ def _ratio(member: ParamState) -> float:
     See ``update_bound``. Inf if it has to be certain but the moments are stored rounded.
     """
     step = member.state["step"].item()
-    if step == 0 or member.shard is None or member.quantized_after_step:
+    if step == 0 or not member.shards or member.quantized_after_step:
         return ratio_after(step, adam_scalars(member.group, 1))
     _, exp_avg, exp_avg_sq = member.codecs
     if not (exp_avg.exact and exp_avg_sq.exact):

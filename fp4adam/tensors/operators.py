@@ -83,10 +83,11 @@ def _empty_like(
 # FSDP2 splits a parameter and allocates each shard; resharding of checkpoints slices.
 @implements_operator(aten.split.Tensor)
 def _split(func: Callable, tensor: QuantizedTensor, size: int, dim: int = 0) -> Any:
-    if dim % tensor.dim() or not tensor.quantizer.rows_per_entry:
-        return func(tensor._read(), size, dim)
-    starts = range(0, max(tensor.shape[0], 1), max(size, 1))
-    return [_rows(tensor, start, min(start + size, tensor.shape[0])) for start in starts]
+    length = tensor.shape[dim]
+    starts = range(0, max(length, 1), max(size, 1))
+    pieces = [_piece(tensor, dim, start, min(start + size, length)) for start in starts]
+    is_decoded = any(piece is None for piece in pieces)
+    return func(tensor._read(), size, dim) if is_decoded else pieces
 
 
 @implements_operator(aten.slice.Tensor)
@@ -101,15 +102,24 @@ def _slice(
     start, end, step = slice(start, end, step).indices(tensor.shape[dim])
     if (start, step) == (0, 1) and end >= tensor.shape[dim]:
         return tensor._alias()
-    if dim % tensor.dim() or step != 1 or not tensor.quantizer.rows_per_entry:
-        return func(tensor._read(), dim, start, end, step)
-    return _rows(tensor, start, max(start, end))
+    piece = _piece(tensor, dim, start, max(start, end)) if step == 1 else None
+    return func(tensor._read(), dim, start, end, step) if piece is None else piece
 
 
-def _rows(tensor: QuantizedTensor, start: int, end: int) -> QuantizedTensor:
-    """A window on the indices ``start`` to ``end`` of the first dimension."""
-    shape = (end - start, *tensor.shape[1:])
-    return tensor._alias(shape, start * math.prod(tensor.shape[1:-1]))
+def _piece(tensor: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor | None:
+    """A window on the indices ``start`` to ``end`` of a dimension, or None if there is none.
+
+    There are windows on any rows, and on columns that are whole blocks.
+    """
+    dim, last = dim % tensor.dim(), tensor.dim() - 1
+    shape = (*tensor.shape[:dim], end - start, *tensor.shape[dim + 1 :])
+    if dim == 0 and tensor.quantizer.rows_per_entry:
+        return tensor._alias(shape, start * math.prod(tensor.shape[1:-1]))
+    block, width = tensor.quantizer.block_rows, tensor.shape[-1]
+    is_blocks = start % block == 0 and (end % block == 0 or end == width)
+    if dim == last and tensor.quantizer.cols_per_entry and is_blocks:
+        return tensor._alias(shape, 0, start)
+    return None
 
 
 @implements_function(torch.Tensor.new_empty)
@@ -215,9 +225,9 @@ def _copy_(func: Callable, out: Tensor, source: Tensor, non_blocking: bool = Fal
         out._write(source, non_blocking)
     elif not _reads_as(out, value):
         expected = out._shared.rounded_master
-        is_expected = expected is not None and (expected.shape, expected._start) == (
+        is_expected = expected is not None and (expected.shape, *expected._window[1:]) == (
             out.shape,
-            out._start,
+            *out._window[1:],
         )
         out._write(expected if is_expected and _reads_as(expected, value) else source, non_blocking)
     return out

@@ -51,8 +51,9 @@ class QuantizedTensor(torch.Tensor):
     plain tensors, and operators that do not know the format see the dequantized values. Create one
     with ``quantizer.quantize(x)``; write to it with :meth:`quantize_`, ``copy_`` or another full
     overwrite such as ``normal_``. Results of ``split``, ``narrow`` and slicing along the first
-    dimension stay quantized and share memory with it, if the quantizer's ``rows_per_entry`` is not
-    empty. All other views are dequantized copies: writing to one does not change the tensor.
+    dimension, and of whole blocks along the last one, stay quantized and share memory with it, if
+    the quantizer's ``rows_per_entry`` is not empty. All other views are dequantized copies: writing
+    to one does not change the tensor.
 
     Attributes:
         quantizer: The :class:`Quantizer` that made it.
@@ -95,8 +96,9 @@ class QuantizedTensor(torch.Tensor):
         self.quantizer = quantizer
         is_shared = isinstance(storage, SharedStorage)
         self._shared = storage if is_shared else SharedStorage(storage)
-        # Index of the first row, relative to the storage's first row of values.
-        self._start = 0
+        # Index of the first row, relative to the storage's first row of values, and of the first
+        # column.
+        self._start = self._start_col = 0
 
     def storage_tensors(self) -> dict[str, Tensor]:
         """The inner tensors that exist, by attribute name."""
@@ -197,7 +199,7 @@ class QuantizedTensor(torch.Tensor):
                 "reshard() of its module first"
             )
         plain, is_new = not isinstance(x, QuantizedTensor), shared.first_row is None
-        if not plain and x._shared is shared and x._start == self._start:
+        if not plain and x._window == self._window:
             return  # loading an alias of itself, such as a tensor from state_dict()
         with torch.no_grad():
             value = x.detach() if plain else x.pending_value()
@@ -329,19 +331,26 @@ class QuantizedTensor(torch.Tensor):
         if not same_format(self, value):
             return self._write(value)
         value = value.to(self.device)
-        self._shared, self._start = value._shared, value._start
+        self._shared, self._start, self._start_col = value._window
         torch.autograd.graph.increment_version(self)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise _refusal("item assignment", self)
 
-    def _alias(self, shape: tuple[int, ...] | None = None, start: int = 0) -> "QuantizedTensor":
-        """A tensor on the same storage; ``start`` is its first row relative to this tensor's."""
+    def _alias(
+        self, shape: tuple[int, ...] | None = None, start: int = 0, start_col: int = 0
+    ) -> "QuantizedTensor":
+        """A tensor on the same storage; first row and column are relative to this tensor's."""
         shape = tuple(self.shape) if shape is None else shape
         with torch.inference_mode(False):  # an inference tensor could not be versioned
             alias = type(self)(shape, self.dtype, self.quantizer, self._shared)
-        alias._start = self._start + start
+        alias._start, alias._start_col = self._start + start, self._start_col + start_col
         return alias
+
+    @property
+    def _window(self) -> tuple[SharedStorage, int, int]:
+        """The storage, and the first row and column in it."""
+        return self._shared, self._start, self._start_col
 
     def _map_storage(
         self, fn: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
@@ -367,7 +376,7 @@ class QuantizedTensor(torch.Tensor):
         own |= {"keeps_init_val": False, "is_gathered": False}
         new = dataclasses.replace(shared, tensors=shared.tensors.map(torch.clone), **own)
         twin = type(self)(tuple(self.shape), self.dtype, self.quantizer, new)
-        twin._start = self._start
+        twin._start, twin._start_col = self._start, self._start_col
         return twin
 
     def has_bytes_of(self, other: "QuantizedTensor") -> bool:

@@ -117,6 +117,13 @@ class Quantizer:
         """Whether the bytes of a tensor also depend on values that it had before."""
         return False
 
+    def cols_per_entry(self) -> dict[str, int]:
+        """For the inner tensors of ``rows_per_entry``, the matrix columns per entry of each.
+
+        Empty if the tensor cannot be cut along columns.
+        """
+        return {}
+
     def without_derived(self) -> "Quantizer":
         """The same quantizer without the inner tensors that can be derived."""
         return self.with_compact_scales()
@@ -351,6 +358,12 @@ class SquareBlockQuantizer(Quantizer):
         if not (self.two_dimensional and self.rowwise):
             return {}
         return {"rowwise_data": 1, "block_scale_inv": self.block_rows}
+
+    @property
+    def cols_per_entry(self) -> dict[str, int]:
+        if not self.rows_per_entry:
+            return {}
+        return {"rowwise_data": 8 // self.code_bits, "block_scale_inv": self.block_rows}
 
     def without_derived(self) -> Quantizer:
         compact = self.with_compact_scales()

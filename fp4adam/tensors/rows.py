@@ -2,12 +2,13 @@
 
 The inner tensors hold a matrix of whole blocks. A window on it shares them, and adds a first row
 and a number of rows. So a slice costs nothing, writing to it writes to the tensor, and a shard that
-begins within a block needs no special case.
+begins within a block needs no special case. A window may also have some of the columns, in whole
+blocks.
 """
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,31 +20,45 @@ from fp4adam.tensors.transpose import build_columnwise
 
 if TYPE_CHECKING:
     from fp4adam.tensors.quantized_tensor import QuantizedTensor
+    from fp4adam.tensors.quantizer import Quantizer
 
 
 def matrix_shape(tensor: "QuantizedTensor") -> tuple[int, int]:
     """Rows and columns of the matrix that a tensor is quantized as."""
-    spec = tensor._shared.global_spec
-    if spec is None:
+    if tensor.dim() > 1:
         return flat_shape(tuple(tensor.shape))
-    # A shard may be flattened, or empty.
-    cols = spec.shape[-1]
+    # FSDP2 keeps shards flat.
+    cols = tensor._shared.global_spec.shape[-1]
     return tensor.numel() // max(cols, 1), cols
+
+
+def stored_shape(tensor: "QuantizedTensor") -> tuple[int, int]:
+    """Rows and columns of the matrix that the inner tensors hold."""
+    rows, cols = matrix_shape(tensor)
+    for name, rows_of_entry in tensor.quantizer.rows_per_entry.items():
+        if rows_of_entry == 1 and name.endswith("_data"):
+            entries, width = getattr(tensor._shared.tensors, name).shape
+            cols_of_entry = tensor.quantizer.cols_per_entry.get(name)
+            return entries, cols if cols_of_entry is None else width * cols_of_entry
+    return rows, cols
 
 
 def stored_rows(tensor: "QuantizedTensor") -> int:
     """Number of rows of the matrix that the inner tensors hold."""
-    for name, rows in tensor.quantizer.rows_per_entry.items():
-        if rows == 1 and name.endswith("_data"):
-            return getattr(tensor._shared.tensors, name).shape[0]
-    return matrix_shape(tensor)[0]
+    return stored_shape(tensor)[0]
+
+
+def has_all_columns(tensor: "QuantizedTensor") -> bool:
+    """Whether a tensor has all columns of its storage."""
+    return matrix_shape(tensor)[1] == stored_shape(tensor)[1]
 
 
 def is_all(tensor: "QuantizedTensor") -> bool:
-    """Whether a tensor has all rows of values in its storage."""
+    """Whether a tensor has all values in its storage."""
     rows = tensor._shared.rows
     rows = stored_rows(tensor) if rows is None else rows
-    return tensor._start == 0 and matrix_shape(tensor)[0] == rows
+    is_all_rows = tensor._start == 0 and matrix_shape(tensor)[0] == rows
+    return is_all_rows and has_all_columns(tensor)
 
 
 def is_whole_blocks(tensor: "QuantizedTensor") -> bool:
@@ -53,9 +68,9 @@ def is_whole_blocks(tensor: "QuantizedTensor") -> bool:
 
 
 def own_blocks(tensor: "QuantizedTensor") -> "QuantizedTensor":
-    """The tensor on views of only the blocks that hold its rows; itself if it has all rows.
+    """The tensor on views of only the blocks that hold its rows; itself if it has all values.
 
-    The views leave out inner tensors that can be derived.
+    The views leave out inner tensors that can be derived. Blocks of some columns are copied.
     """
     if is_all(tensor):
         return tensor
@@ -66,7 +81,7 @@ def own_blocks(tensor: "QuantizedTensor") -> "QuantizedTensor":
     pending = tensor._shared.pending
     shared = dataclasses.replace(
         tensor._shared,
-        tensors=_stored_between(tensor, low, high),
+        tensors=_own_columns(tensor, _stored_between(tensor, low, high)),
         init_val=None,
         rounded_master=None,
         keeps_init_val=False,
@@ -88,6 +103,25 @@ def _stored_between(tensor: "QuantizedTensor", low: int, high: int) -> Storage:
         stop = inner.shape[0] if high == stored_rows(tensor) else -(-high // rows)
         views[name] = inner[low // rows : stop]
     return Storage(amax=tensors.amax, **views)
+
+
+def _own_columns(tensor: "QuantizedTensor", tensors: Storage) -> Storage:
+    """The columns of a window, from inner tensors that hold all; contiguous."""
+    if has_all_columns(tensor):
+        return tensors
+    views = {
+        name: _columns_of(tensor, name, getattr(tensors, name)).contiguous()
+        for name in tensor.quantizer.cols_per_entry
+    }
+    return Storage(amax=tensors.amax, **views)
+
+
+def _columns_of(tensor: "QuantizedTensor", name: str, inner: Tensor) -> Tensor:
+    """The window's columns of an inner tensor, without padding."""
+    cols, per_entry = matrix_shape(tensor)[1], tensor.quantizer.cols_per_entry.get(name)
+    if per_entry is None:
+        return inner
+    return inner[:, tensor._start_col // per_entry : -(-(tensor._start_col + cols) // per_entry)]
 
 
 def read(tensor: "QuantizedTensor", dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
@@ -126,8 +160,7 @@ def _unrounded(tensor: "QuantizedTensor", dtype: torch.dtype) -> Tensor:
     init_val = tensor._shared.init_val
     if init_val is None:
         return read(_every_row(tensor), dtype)
-    cols = matrix_shape(tensor)[1]
-    return init_val.reshape(-1, cols).to(tensor.device, copy=True)
+    return init_val.reshape(-1, stored_shape(tensor)[1]).to(tensor.device, copy=True)
 
 
 def flush(tensor: "QuantizedTensor") -> None:
@@ -175,8 +208,12 @@ def copy_bytes(tensor: "QuantizedTensor", source: "QuantizedTensor", non_blockin
         return False
     shared.pending = None
     for name, step in entries.items():
-        targets = getattr(shared.tensors, name)[to // step : -(-(to + rows) // step)]
-        values = getattr(other.tensors, name)[start // step : -(-(start + rows) // step)]
+        targets = _columns_of(tensor, name, getattr(shared.tensors, name))
+        values = _columns_of(source, name, getattr(other.tensors, name))
+        targets, values = (
+            inner[first // step : -(-(first + rows) // step)]
+            for inner, first in ((targets, to), (values, start))
+        )
         width = min(targets.shape[-1], values.shape[-1])
         targets[..., :width].copy_(values[..., :width], non_blocking)
     if shared.tensors.amax is not None and rows:
@@ -228,15 +265,10 @@ def make_shard(
     spec = tensor._shared.global_spec
     if spec is None:
         spec = GlobalSpec(tuple(tensor.shape), tensor.quantizer, shape[0])
+    elif spec.is_parallel and spec.chunk == spec.shape[0]:
+        spec = dataclasses.replace(spec, chunk=shape[0])
     quantizer = spec.quantizer.without_derived()
-    name = tensor._shared.name
-    what = type(tensor).__name__ if name is None else f"parameter {name!r}"
-    if not quantizer.rows_per_entry:
-        raise ValueError(
-            f"{what} must have rowwise=True, and scaling='current' or two_dimensional=True to be "
-            f"sharded, got {spec.quantizer}; quantize it that way, leave it in high precision "
-            "(filter=...), or ask for plain zeros (dtype=...)"
-        )
+    what = _check_can_be_sharded(tensor, spec.quantizer)
     if tuple(shape[1:]) != tuple(spec.shape[1:]):
         raise ValueError(
             f"{what} must be sharded along its first dimension, got shards {tuple(shape)} of "
@@ -251,10 +283,80 @@ def make_shard(
         global_spec=spec,
         first_row=None,
         unsettled=True,
-        name=name,
+        name=tensor._shared.name,
         scale_group=tensor._shared.scale_group,
+        parallel=tensor._shared.parallel,
     )
     return type(tensor)(tuple(shape), tensor.dtype, quantizer, shared)
+
+
+def parallel_part(
+    tensor: "QuantizedTensor", dim: int, number: int, n_parts: int, info: Any
+) -> "QuantizedTensor":
+    """One of equal parts of a whole weight for tensor parallelism: a tensor of its own.
+
+    It has all inner tensors that the weight has, their bytes, and the weight's amax.
+
+    Args:
+        tensor: The weight.
+        dim: The dimension that is divided.
+        number: The index of the part.
+        n_parts: Their number.
+        info: The ``ShardInfo`` of the part.
+
+    Raises:
+        ValueError: As :func:`check_parallel`.
+    """
+    check_parallel(tensor, dim, n_parts)
+    quantizer, size = tensor.quantizer, tensor.shape[dim] // n_parts
+    window = tensor.flush().narrow(dim, number * size, size)
+    shape = tuple(window.shape)
+    shared = SharedStorage(
+        quantizer.zeros(*flat_shape(shape), tensor.device),
+        global_spec=GlobalSpec(shape, quantizer, shape[0], is_parallel=True),
+        first_row=None,
+        name=tensor._shared.name,
+        scale_group=tensor._shared.scale_group,
+        parallel=info,
+    )
+    part = type(tensor)(shape, tensor.dtype, quantizer, shared)
+    if tensor.is_meta:
+        shared.first_row, shared.unsettled = 0, shared.rows_share_scales
+        shared.keeps_init_val = tensor._shared.keeps_init_val
+    else:
+        copy_bytes(part, window, non_blocking=False)
+    return part
+
+
+def check_parallel(tensor: "QuantizedTensor", dim: int, n_parts: int) -> None:
+    """Raise ValueError unless a weight has that many equal parts of whole blocks."""
+    what = _check_can_be_sharded(tensor, tensor.quantizer)
+    block, last = tensor.quantizer.block_rows, tensor.dim() - 1
+    dim = dim % tensor.dim()
+    indices = tensor.shape[dim]
+    rows_per_index = math.prod(tensor.shape[1:-1]) if dim == 0 else 1
+    is_cut = indices % n_parts or indices * rows_per_index % (n_parts * block)
+    is_whole = is_all(tensor) and tensor._shared.global_spec is None
+    if is_cut or dim not in (0, last) or not is_whole:
+        raise ValueError(
+            f"{what} must be whole, and the dimension that is divided the first or last one and a "
+            f"multiple of {n_parts} parts of {block} (the side of a block) for tensor parallelism, "
+            f"got shape {tuple(tensor.shape)} and Shard({dim}); use a mesh of another size, or "
+            "leave the layer in high precision (filter=...)"
+        )
+
+
+def _check_can_be_sharded(tensor: "QuantizedTensor", quantizer: "Quantizer") -> str:
+    """Raise ValueError if a format has no shards; returns the tensor's name for errors."""
+    name = tensor._shared.name
+    what = type(tensor).__name__ if name is None else f"parameter {name!r}"
+    if not quantizer.without_derived().rows_per_entry:
+        raise ValueError(
+            f"{what} must have rowwise=True, and scaling='current' or two_dimensional=True to be "
+            f"sharded, got {quantizer}; quantize it that way, leave it in high precision "
+            "(filter=...), or ask for plain zeros (dtype=...)"
+        )
+    return what
 
 
 def replace_init_val(
@@ -287,16 +389,18 @@ def _take_init_val(tensor: "QuantizedTensor", source: "QuantizedTensor") -> None
 
 
 def rows_of(tensor: "QuantizedTensor", value: Tensor) -> Tensor:
-    """Cut the window's rows [rows, cols] out of a value for all rows of its storage."""
+    """Cut the window [rows, cols] out of a value for all of its storage."""
     rows, cols = matrix_shape(tensor)
-    return value.reshape(-1, cols)[tensor._start : tensor._start + rows]
+    every_row = value.reshape(-1, stored_shape(tensor)[1])[tensor._start : tensor._start + rows]
+    return every_row[:, tensor._start_col : tensor._start_col + cols]
 
 
 def _every_row(tensor: "QuantizedTensor") -> "QuantizedTensor":
-    """A window on all rows of the storage, as a matrix."""
-    rows = tensor._shared.rows
-    shape = (stored_rows(tensor) if rows is None else rows, matrix_shape(tensor)[1])
-    return tensor._alias(shape, -tensor._start)
+    """A window on all of the storage, as a matrix."""
+    rows, (stored, cols) = tensor._shared.rows, stored_shape(tensor)
+    return tensor._alias(
+        (stored if rows is None else rows, cols), -tensor._start, -tensor._start_col
+    )
 
 
 def _quantize(tensor: "QuantizedTensor", matrix: Tensor, amax: Tensor | None = None) -> None:

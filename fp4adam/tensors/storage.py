@@ -105,11 +105,14 @@ class GlobalSpec:
         shape: Its shape.
         quantizer: Its quantizer; the shard's own one may leave out what can be derived.
         chunk: Size of each shard along the first dimension; the last shards may be smaller.
+        is_parallel: Whether it is itself one rank's part of a weight under tensor parallelism, in
+            whole blocks; all parts of the weight share its amax.
     """
 
     shape: tuple[int, ...]
     quantizer: "Quantizer"
     chunk: int
+    is_parallel: bool = False
 
     @functools.cached_property
     def rows(self) -> int:
@@ -137,7 +140,10 @@ class GlobalSpec:
     @functools.cached_property
     def shares_scales(self) -> bool:
         """Whether quantizing a shard needs the amaxes of other shards."""
-        return self.chunk_rows < self.rows and (self.is_cut or self.quantizer.scales_tensor)
+        shares_amax = self.quantizer.scales_tensor and self.is_parallel
+        return shares_amax or (
+            self.chunk_rows < self.rows and (self.is_cut or self.quantizer.scales_tensor)
+        )
 
 
 @dataclasses.dataclass(eq=False)
@@ -147,6 +153,7 @@ class SharedStorage:
     Attributes:
         tensors: The inner tensors; replaced as a whole when one of them is exchanged.
         global_spec: The tensor that this is a shard of, or None.
+        parallel: The ``ShardInfo`` of tensor parallelism, or None. Copies to files have none.
         rows: Number of rows of the stored matrix that hold values; None for all of them.
         first_row: Index of the first such row; None for a shard that has not been written yet.
         pending: Plain values [rows, cols] that were written but are not quantized yet, because
@@ -173,6 +180,7 @@ class SharedStorage:
     is_gathered: bool = False
     name: str | None = None
     scale_group: Any = None
+    parallel: Any = None
 
     # pickle, copy.deepcopy and asynchronous checkpoints copy with these two methods; asynchronous
     # checkpoints also move tensors in containers to the CPU, which __deepcopy__ could not do.
@@ -180,7 +188,7 @@ class SharedStorage:
     # that need them.
     def __getstate__(self) -> dict[str, Any]:
         kept = {"init_val": None, "keeps_init_val": False, "rounded_master": None}
-        kept |= {"is_gathered": False}
+        kept |= {"is_gathered": False, "parallel": None}
         inner = self.tensors.existing()
         if len({x.untyped_storage()._cdata for x in inner.values()}) < len(inner):
             # torch.save writes each untyped storage once, with a single dtype.

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -305,8 +306,11 @@ def train_variant(rank: int, recipe: str, rows: int, variant: str) -> None:
         sharded = build(rows, 32, recipe)
     if variant == "kept":
         options["reshard_after_forward"] = False
-    elif variant == "hybrid":
+    elif variant == "kept by two":
+        options["reshard_after_forward"] = 2
+    elif variant.startswith("hybrid"):
         mesh = init_device_mesh(home().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+        microbatches = 2 if variant == "hybrid, accumulated" else 1
     elif variant == "accumulated":
         microbatches = 2
     elif variant == "bfloat16":
@@ -318,6 +322,14 @@ def train_variant(rank: int, recipe: str, rows: int, variant: str) -> None:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh, **options)
     fully_shard(sharded, mesh=mesh, **options)
+    if variant == "prefetched":
+        sharded[0].set_modules_to_forward_prefetch([sharded[2]])
+        sharded[2].set_modules_to_backward_prefetch([sharded[0]])
+        sharded.set_unshard_in_backward(True)
+    if "recomputed" in variant:
+        for model in (whole, sharded):
+            checkpoint(model[0])
+            checkpoint(model[2])
     if variant == "meta":
         sharded.to_empty(device=home())
         initialize(sharded)
@@ -366,7 +378,12 @@ def gathered_layers(model: nn.Module) -> list[dict[str, Tensor]]:
         ("meta", 2),
         ("accumulated", 2),
         ("bfloat16", 2),
+        pytest.param("prefetched", 2, marks=pytest.mark.exhaustive),
+        pytest.param("recomputed", 2, marks=pytest.mark.exhaustive),
         ("hybrid", 4),
+        pytest.param("kept by two", 4, marks=pytest.mark.exhaustive),
+        pytest.param("hybrid, accumulated", 4, marks=pytest.mark.exhaustive),
+        pytest.param("hybrid, recomputed", 4, marks=pytest.mark.exhaustive),
     ],
 )
 def test_fully_shard_variants(variant, world_size, rows):
@@ -419,7 +436,7 @@ def test_shards_that_disagree_are_found_on_every_rank():
 def shard_otherwise(rank: int) -> None:
     mesh = all_ranks()
     for quantizer in (NVFP4Quantizer(two_dimensional=False), Float8BlockQuantizer(rowwise=False)):
-        with pytest.raises(ValueError, match="parameter '0.weight' must have rowwise=True, and scaling"):
+        with pytest.raises(ValueError, match="'0.weight' must have rowwise=True, and scaling"):
             fully_shard(build(64, 32, quantizer), mesh=mesh)
     with pytest.raises(ValueError, match="must be sharded along its first dimension"):
         fully_shard(build(64, 32, "nvfp4"), mesh=mesh, shard_placement_fn=lambda _: Shard(1))
