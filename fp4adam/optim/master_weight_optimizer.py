@@ -404,8 +404,8 @@ class MasterWeightOptimizer(Optimizer):
         States are not rounded to the dtype of their parameters, and nothing is shared with
         ``state_dict``. Masters that it lacks start from the parameters. Model and optimizer may be
         loaded in any order; parameters keep their values, except as described in
-        :meth:`FP4Adam.load_state_dict`. With sharded parameters, call it on every rank, with states of
-        its shards or, for tensors of the shape of their parameter, whole ones.
+        :meth:`FP4Adam.load_state_dict`. With sharded parameters, call it on every rank, with states
+        of its shards or, for tensors of the shape of their parameter, whole ones.
 
         Raises:
             ValueError: If groups or masters do not fit; nothing has changed then.
