@@ -5,6 +5,7 @@ states are shown under the model's parameters, so schedulers, clipping and check
 optimizer of the model.
 """
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from types import MappingProxyType
@@ -403,7 +404,8 @@ class MasterWeightOptimizer(Optimizer):
         States are not rounded to the dtype of their parameters, and nothing is shared with
         ``state_dict``. Masters that it lacks start from the parameters. Model and optimizer may be
         loaded in any order; parameters keep their values, except as described in
-        :meth:`FP4Adam.load_state_dict`. With sharded parameters, call it on every rank.
+        :meth:`FP4Adam.load_state_dict`. With sharded parameters, call it on every rank, with states
+        of its shards or, for tensors of the shape of their parameter, whole ones.
 
         Raises:
             ValueError: If groups or masters do not fit; nothing has changed then.
@@ -473,7 +475,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 def _own_part(param: Tensor, value: Any) -> Any:
     """A copy of a saved value for the inner optimizer; the shard of a whole one of this shape."""
     if not isinstance(value, Tensor):
-        return value
+        return copy.deepcopy(value)  # such as lists of tensors, which torch.optim would share
     if is_dtensor(param) and value.shape == param.shape:
         return like(param, part_for(param, value).clone())
     return value.detach().clone()

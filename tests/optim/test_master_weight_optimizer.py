@@ -268,12 +268,25 @@ def test_resumed_runs_have_the_same_bits(kind: str, way: str, device: str) -> No
     assert_identical(again.state_dict(), optimizer.state_dict())
 
 
-def test_loading_shares_nothing(device: str) -> None:
+class Summing(SGD):
+    """With sums of the gradients in a list, as Shampoo-like optimizers keep their factors."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state.setdefault("sums", [torch.zeros_like(param)])[0].add_(param.grad)
+                param.sub_(state["sums"][0], alpha=group["lr"])
+
+
+@pytest.mark.parametrize("kind", [AdamW, Summing])
+def test_loading_shares_nothing(kind: type[Optimizer], device: str) -> None:
     params = make_params(RECIPES["nvfp4"], device)
-    optimizer = MasterWeightOptimizer(params, AdamW, lr=1e-2)
+    optimizer = MasterWeightOptimizer(params, kind, lr=1e-2)
     take_steps(optimizer, range(1))
     saved = optimizer.state_dict()
-    other = MasterWeightOptimizer(copy.deepcopy(params), AdamW, lr=1e-2)
+    other = MasterWeightOptimizer(copy.deepcopy(params), kind, lr=1e-2)
     other.load_state_dict(saved)
     before = copy.deepcopy(saved)
     take_steps(other, range(2))
