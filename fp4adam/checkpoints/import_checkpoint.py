@@ -88,7 +88,7 @@ def import_checkpoint(
         param._shared.name = f"{layer}.weight"
     for module, param in zip(modules, params, strict=True):
         hand_over(module.weight, param)
-    put_in(zip(modules, params, strict=True))
+    put_in((module, "weight", param) for module, param in zip(modules, params, strict=True))
     with torch.no_grad():
         for name, value in plain.items():
             reading.state[name].copy_(value)

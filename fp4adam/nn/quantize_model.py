@@ -18,6 +18,7 @@ from fp4adam.formats.scale_groups import (
     resolve_scale_groups,
     write_together,
 )
+from fp4adam.nn.candidates import candidates
 from fp4adam.nn.hardware import check_shape
 from fp4adam.nn.operand import has_quantized_operands
 from fp4adam.nn.recipe import Recipe, resolve_recipe
@@ -54,7 +55,7 @@ def _check_filter(filter: Filter | None) -> None:
 
 
 def is_hidden_linear(module: nn.Module, name: str) -> bool:
-    """The default filter: every linear layer but an output head, task heads included.
+    """The default filter: every layer but an output head, task heads included.
 
     Heads are known by the last one or two parts of their name. Embeddings, norms and the output
     head stay in high precision, as in NVIDIA's NVFP4 pre-training recipe (arXiv:2509.25149,
@@ -71,14 +72,18 @@ def quantize_model(
     *,
     scale_groups: ScaleGroups = (),
 ) -> Model:
-    """Quantize the weights of the linear layers of ``model``, in place.
+    """Quantize the weights of linear layers and stacked experts of ``model``, in place.
 
     Each weight becomes a parameter of the recipe's format with the same name and the same nominal
     dtype. Tied weights stay tied. Left alone are weights that something else uses as well (an
     embedding, a layer that ``filter`` leaves out), weights that the same recipe has quantized
-    already, and all that is not the weight of an ``nn.Linear``: ``Conv1D`` of transformers' GPT-2,
-    stacked weights of experts. The logger "fp4adam" says at level INFO how many weights are
-    quantized and what is left; :func:`summary` shows each.
+    already, and all that is neither the weight of an ``nn.Linear`` nor a stack of experts:
+    ``Conv1D`` of transformers' GPT-2, say. The logger "fp4adam" says at level INFO how many weights
+    are quantized and what is left; :func:`summary` shows each.
+
+    A stack of experts is a 3-dimensional parameter of a module whose ``num_experts`` is its first
+    size, as transformers 5 has them. It is read by ``grouped_mm``, as by :func:`grouped_linear`;
+    any other operator sees decoded values.
 
     The value before quantization is kept until ``FP4Adam`` takes it over as master weight at the
     first step (``param.clear_high_precision_init_val()`` frees it for inference).
@@ -93,7 +98,8 @@ def quantize_model(
     trained from its decoded values.
 
     Args:
-        model: Its ``nn.Linear`` modules, subclasses included, are candidates.
+        model: Its ``nn.Linear`` modules, subclasses included, and its stacks of experts are
+            candidates.
         recipe: "nvfp4", "mxfp8", "float8block", a quantizer, or a :class:`fp4adam.Recipe`, which
             also says whether matmuls quantize activations and gradients.
         filter: ``filter(module, name) -> bool`` says which candidates are quantized;
@@ -136,8 +142,8 @@ def _report(models: Sequence[nn.Module], quantizer: Quantizer, count: int, stack
         logger.info("%s", described)
         if not count:
             warnings.warn(
-                f"no weight was quantized in {described}. Only weights of nn.Linear layers that "
-                "filter selects are, unless something else uses them as well",
+                f"no weight was quantized in {described}. Only weights of nn.Linear layers "
+                "and stacks of experts that filter selects are, unless something else uses them",
                 stacklevel=stacklevel,
             )
 
@@ -155,26 +161,27 @@ def _quantize_layers(
     """
     named_modules = [*named_modules]
     already = set()
-    layers: dict[nn.Parameter, list[tuple[str, nn.Linear]]] = {}
+    uses: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     left_alone = set()
     for name, module in named_modules:
         params = dict(module.named_parameters(recurse=False))
-        if isinstance(module, nn.Linear) and selected(module, name):
-            weight = params.pop("weight", None)
+        names = candidates(module)
+        for key in names if names and selected(module, name) else ():
+            weight = params.pop(key, None)
             if not isinstance(weight, QuantizedTensor):
                 check_weight(name, weight)
-                layers.setdefault(weight, []).append((name, module))
+                uses.setdefault(weight, []).append((name, module, key))
             else:
                 already.add(weight)
                 if not keeps_others:
                     _check_same_recipe(name, weight, quantizer)
         left_alone.update(params.values())
-    chosen = [(weight, users) for weight, users in layers.items() if weight not in left_alone]
+    chosen = [(weight, users) for weight, users in uses.items() if weight not in left_alone]
     for weight, users in chosen:
         _check_value(quantizer, users[0][0], weight)
     weights = [weight for weight, _ in chosen]
     check_no_replica((module for _, module in named_modules), weights)
-    names = [f"{users[0][0]}.weight" for _, users in chosen]
+    names = [f"{users[0][0]}.{users[0][2]}" for _, users in chosen]
     groups = resolve_scale_groups(scale_groups, weights, names, [quantizer] * len(chosen))
     params = [_empty_parameter(quantizer, weight) for weight in weights]
     for (weight, users), param in zip(chosen, params, strict=True):
@@ -191,10 +198,11 @@ def _quantize_layers(
         if weight.requires_grad:
             param._high_precision_init_val = weight.detach()
         hand_over(weight, param)
-    users = [
-        (module, p) for p, (_, named) in zip(params, chosen, strict=True) for _, module in named
-    ]
-    put_in(users)
+    put_in(
+        (module, key, param)
+        for param, (_, users) in zip(params, chosen, strict=True)
+        for _, module, key in users
+    )
     return len(chosen) + len(already)
 
 
@@ -295,7 +303,7 @@ def quantized_init(
     *,
     scale_groups: ScaleGroups = (),
 ) -> Iterator[None]:
-    """Quantize the linear layers of every module that is built inside the ``with`` block.
+    """Quantize every module that is built inside the ``with`` block, as ``quantize_model`` does.
 
     Building and initialization run in high precision; the weights are quantized when the block
     ends, and their high-precision values are kept for the optimizer, as by :func:`quantize_model`.

@@ -80,21 +80,21 @@ def hand_over(weight: nn.Parameter, successor: nn.Parameter) -> None:
     successor.grad = weight.grad
 
 
-def put_in(weights: Iterable[tuple[nn.Module, nn.Parameter]]) -> None:
-    """Make each parameter the ``weight`` of its module; if one module refuses, none changes.
+def put_in(weights: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
+    """Make each parameter that of its module and name; if one module refuses, none changes.
 
     The layers then show the format, and an optimizer that still has their old parameters can tell.
     """
     replaced = []
     try:
-        for module, weight in weights:
-            replaced.append((module, module._parameters["weight"]))
-            module.weight = weight
+        for module, name, weight in weights:
+            replaced.append((module, name, module._parameters[name]))
+            setattr(module, name, weight)
     except BaseException:
-        for module, weight in replaced:
-            module._parameters["weight"] = weight
+        for module, name, weight in replaced:
+            module._parameters[name] = weight
         raise
-    for module, weight in replaced:
+    for module, _, weight in replaced:
         _retire(weight, module)
         # Of the instance: its class may be nn.Linear itself.
         module.extra_repr = functools.partial(_extra_repr, module)
@@ -111,11 +111,13 @@ def _retire(weight: nn.Parameter, module: nn.Module) -> None:
 
 
 def _extra_repr(layer: nn.Module) -> str:
-    """What ``print(model)`` says of a layer: its own words and the format of its weight."""
-    words, weight = type(layer).extra_repr(layer), local(getattr(layer, "weight", None))
-    if not isinstance(weight, QuantizedTensor):
-        return words
-    operands = weight.quantizer.operands
-    quantized = [n for n in ("activations", "gradients") if getattr(operands, n)]
-    also = f", quantizes={'+'.join(quantized)}" if quantized else ""
-    return f"{words}, weight={format_name(weight.quantizer)}{also}"
+    """What ``print(model)`` says of a layer: its own words and the formats of its weights."""
+    words = [type(layer).extra_repr(layer)]
+    for name, param in layer._parameters.items():
+        weight = local(param)
+        if isinstance(weight, QuantizedTensor):
+            words.append(f"{name}={format_name(weight.quantizer)}")
+            operands = weight.quantizer.operands
+            if quantized := [n for n in ("activations", "gradients") if getattr(operands, n)]:
+                words.append(f"quantizes={'+'.join(quantized)}")
+    return ", ".join(dict.fromkeys(filter(None, words)))
