@@ -84,8 +84,8 @@ def export_checkpoint(
         NotImplementedError: For weights that are sharded in another way than by ``fully_shard``.
 
     Warns:
-        UserWarning: For NVFP4 weights with different amaxes that engines serve as one matrix, and
-            for Float8Block weights with partial blocks.
+        UserWarning: For NVFP4 weights with different amaxes that engines serve as one matrix, for
+            Float8Block weights with partial blocks, and for experts that transformers misreads.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
@@ -105,6 +105,15 @@ def export_checkpoint(
         if piece.name in quantized:
             _check_whole_linear(piece, quantized[piece.name], linear, encoding)
     _warn_of_readers(quantized, weights, encoding)
+    has_stacks = any(piece.rows and piece.name in quantized for piece in pieces.values())
+    if has_stacks and layout == "compressed-tensors" and hasattr(model, "from_pretrained"):
+        warnings.warn(
+            "experts in the layout 'compressed-tensors' should be read by an engine or by "
+            "import_checkpoint, got a model of transformers, whose from_pretrained (5.23) leaves "
+            "the tensor scales of experts out and refuses MXFP8 ones; for it, export Float8Block "
+            "weights in the layout 'fp8'",
+            stacklevel=2,
+        )
     excluded, stacked = _unquantized_modules(model, module_names(pieces))
     quantization = LAYOUTS[layout].documents(encoding, excluded, stacked)
     dtype = LAYOUTS[layout].decoded_dtype or next(iter(quantized.values())).dtype

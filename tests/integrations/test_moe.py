@@ -1,7 +1,10 @@
 """Mixtures of experts of transformers: their stacks are quantized and train unchanged."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -10,7 +13,16 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from fp4adam import FP4Adam, QuantizedTensor, quantize_model, summary
+from fp4adam import (
+    FP4Adam,
+    QuantizedTensor,
+    export_checkpoint,
+    export_masters,
+    hf_scale_groups,
+    import_checkpoint,
+    quantize_model,
+    summary,
+)
 from quantized_training import assert_bytes_are_of_masters, assert_identical
 
 SMALL = dict(
@@ -43,9 +55,12 @@ CONFIGS = {
 TOKENS = torch.arange(64).view(2, -1)
 
 
-def make(name, dtype=torch.float32, seed=0):
+def make(name, dtype=torch.float32, seed=0, **sizes):
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(CONFIGS[name]()).to(dtype)
+    config = CONFIGS[name]()
+    for key, value in sizes.items():
+        setattr(config, key, value)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def stacks(model):
@@ -98,3 +113,76 @@ def test_experts_train(name):
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 1
     assert_bytes_are_of_masters(optimizer)
+
+
+# Checkpoints
+
+# Experts of whole blocks of 128x128.
+WIDE = dict(hidden_size=128, intermediate_size=128, moe_intermediate_size=128)
+PER_EXPERT = {
+    "mixtral": ("model.layers.1.block_sparse_moe.experts", {"w1", "w2", "w3"}),
+    "qwen3_moe": ("model.layers.1.mlp.experts", {"gate_proj", "up_proj", "down_proj"}),
+    "deepseek_v3": ("model.layers.1.mlp.experts", {"gate_proj", "up_proj", "down_proj"}),
+}
+LAYOUTS = [("nvfp4", "compressed-tensors"), ("nvfp4", "modelopt"), ("float8block", "fp8")]
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+@pytest.mark.filterwarnings("ignore:experts in the layout 'compressed-tensors':UserWarning")
+@pytest.mark.parametrize("name", PER_EXPERT)
+@pytest.mark.parametrize(("recipe", "layout"), LAYOUTS)
+def test_checkpoints_have_the_names_of_the_hub(name, recipe, layout, tmp_path):
+    model = make(name, torch.bfloat16, **WIDE)
+    make(name, torch.bfloat16, **WIDE).save_pretrained(tmp_path / "plain")
+    hub = load_file(tmp_path / "plain/model.safetensors")
+    quantize_model(model, recipe, scale_groups=hf_scale_groups)
+    export_checkpoint(model, tmp_path / "out", layout)
+    stored = load_file(tmp_path / "out/model.safetensors")
+    suffixes = ("weight_packed", "weight_global_scale", "weight_scale_2", "weight_scale_inv")
+    layers = {key.rpartition(".")[0] for key in stored if key.endswith(suffixes)}
+    plain = {key for key in stored if key.rpartition(".")[0] not in layers}
+    assert {f"{layer}.weight" for layer in layers} | plain == hub.keys()
+    prefix, projections = PER_EXPERT[name]
+    assert {
+        f"{prefix}.{expert}.{projection}" for expert in range(4) for projection in projections
+    } <= layers
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    ignored = config.get("ignore", config.get("modules_to_not_convert"))
+    assert not any("experts" in module for module in ignored)
+    assert prefix.replace("experts", "gate") in ignored  # the router
+    imported = import_checkpoint(make(name, torch.bfloat16, 1, **WIDE), tmp_path / "out")
+    assert_identical(logits(imported), logits(model))
+    export_checkpoint(imported, tmp_path / "again", layout)
+    assert_identical(load_file(tmp_path / "again/model.safetensors"), stored)
+    if layout == "fp8":
+        read = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+        assert_identical(logits(read), logits(model))
+
+
+def test_experts_that_transformers_misreads_are_warned_of(tmp_path):
+    model = quantize_model(make("qwen3_moe", torch.bfloat16), "mxfp8")
+    with pytest.warns(UserWarning, match="from_pretrained .* refuses MXFP8 ones; .* 'fp8'"):
+        export_checkpoint(model, tmp_path)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_masters_are_read(name, tmp_path):
+    model = quantize_model(make(name), "nvfp4")
+    optimizer = FP4Adam(model.named_parameters(), lr=1e-2)
+    model(TOKENS, labels=TOKENS).loss.backward()
+    optimizer.step()
+    export_masters(model, optimizer, tmp_path)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for key, param in model.named_parameters():
+        master = optimizer.state[param].get("master_param", param.detach())
+        assert_identical(read.get_parameter(key).detach(), master)
+
+
+def test_stacks_that_the_hub_keeps_as_they_are_cannot_be_exported(tmp_path):
+    model = quantize_model(make("gpt_oss", torch.bfloat16), "nvfp4")
+    with pytest.raises(ValueError, match=r"nn.Linear layers, got 'model.layers.0.mlp.experts.g"):
+        export_checkpoint(model, tmp_path / "out")
