@@ -1,5 +1,7 @@
 """The parameters of a module that can be quantized: weights of linear layers, stacks of experts."""
 
+from collections.abc import Iterable
+
 from torch import nn
 
 
@@ -20,3 +22,17 @@ def is_stack(module: nn.Module, name: str) -> bool:
     if param is None or isinstance(param, nn.UninitializedParameter):
         return False
     return isinstance(experts, int) and param.dim() == 3 and param.shape[0] == experts
+
+
+def adapters(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """The modules of PEFT's adapters, such as ``lora_A`` and ``lora_B``, which are linear as well.
+
+    Layers of PEFT, around a base layer, name the members that belong to adapters.
+    """
+    found = set()
+    for module in modules:
+        names = getattr(module, "adapter_layer_names", ())
+        for member in (getattr(module, name, None) for name in names):
+            if isinstance(member, nn.Module):
+                found.update(member.modules())
+    return found

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ from fp4adam.formats.scale_groups import (
     resolve_scale_groups,
     write_together,
 )
-from fp4adam.nn.candidates import candidates
+from fp4adam.nn.candidates import adapters, candidates
 from fp4adam.nn.hardware import check_shape
 from fp4adam.nn.operand import has_quantized_operands
 from fp4adam.nn.recipe import Recipe, resolve_recipe
@@ -44,6 +45,8 @@ OUTPUT_HEADS = frozenset(
     + ("qa_outputs", "seq_relationship", "lm_head.decoder", "predictions.decoder")
     + ("classifier.out_proj", "classification_head.out_proj")
 )
+# What PEFT appends to the name of a layer that it has wrapped.
+_WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)$")
 
 
 def _check_filter(filter: Filter | None) -> None:
@@ -61,7 +64,7 @@ def is_hidden_linear(module: nn.Module, name: str) -> bool:
     head stay in high precision, as in NVIDIA's NVFP4 pre-training recipe (arXiv:2509.25149,
     section 4.1).
     """
-    parts = name.split(".")
+    parts = _WRAPPED.sub("", name).split(".")
     return parts[-1] not in OUTPUT_HEADS and ".".join(parts[-2:]) not in OUTPUT_HEADS
 
 
@@ -94,8 +97,9 @@ def quantize_model(
     one: call this before wrappers such as ``DistributedDataParallel`` register theirs.
 
     Frozen weights (``requires_grad=False``), such as those of a base model with adapters, keep no
-    value before quantization: freeze them before this call. A weight that is thawed later is
-    trained from its decoded values.
+    value before quantization; to freeze a weight later frees its value. A weight that is thawed is
+    trained from its decoded values. Adapters of PEFT (``lora_A``, ``lora_B``) are never quantized,
+    whatever ``filter`` says. :func:`dequantize_model` is the inverse.
 
     Args:
         model: Its ``nn.Linear`` modules, subclasses included, and its stacks of experts are
@@ -163,9 +167,10 @@ def _quantize_layers(
     already = set()
     uses: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     left_alone = set()
+    of_adapters = adapters(module for _, module in named_modules)
     for name, module in named_modules:
         params = dict(module.named_parameters(recurse=False))
-        names = candidates(module)
+        names = () if module in of_adapters else candidates(module)
         for key in names if names and selected(module, name) else ():
             weight = params.pop(key, None)
             if not isinstance(weight, QuantizedTensor):

@@ -1,4 +1,4 @@
-"""Replacement of a layer's weight by a quantized one, with attributes, hooks and gradient.
+"""Replacement of a weight by a quantized one or back, with attributes, hooks and gradient.
 
 First everything is checked, then new parameters are prepared, then all of them are put in.
 """
@@ -66,7 +66,7 @@ def _attributes(weight: nn.Parameter, successor: nn.Parameter) -> dict[str, Any]
     """Attributes that users have set on a parameter, such as ``tensor_model_parallel``."""
     own = {"_is_param", "_replaced_in"}
     if isinstance(weight, QuantizedTensor):
-        own |= vars(successor).keys()
+        own |= vars(weight.detach()).keys()
     return {name: value for name, value in vars(weight).items() if name not in own}
 
 
@@ -108,6 +108,8 @@ def _retire(weight: nn.Parameter, module: nn.Module) -> None:
     if not weight.is_inference():
         # An optimizer that has stepped it looks again at what has another version.
         torch.autograd.graph.increment_version(weight)
+        if isinstance(weight, QuantizedTensor):
+            weight._shared.mark_written()
 
 
 def _extra_repr(layer: nn.Module) -> str:
