@@ -22,6 +22,7 @@ from fp4adam import (
     import_checkpoint,
     quantize_model,
     summary,
+    use_plain_state_dict,
 )
 from quantized_training import assert_bytes_are_of_masters, assert_identical
 
@@ -186,3 +187,10 @@ def test_stacks_that_the_hub_keeps_as_they_are_cannot_be_exported(tmp_path):
     model = quantize_model(make("gpt_oss", torch.bfloat16), "nvfp4")
     with pytest.raises(ValueError, match=r"nn.Linear layers, got 'model.layers.0.mlp.experts.g"):
         export_checkpoint(model, tmp_path / "out")
+
+
+def test_saved_models_are_read_with_their_values(tmp_path):
+    model = use_plain_state_dict(quantize_model(make("mixtral"), "nvfp4"))
+    model.save_pretrained(tmp_path)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert_identical(logits(read), logits(model))

@@ -6,8 +6,16 @@ import gc
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 from fp4adam import (
     FP4Adam,
@@ -217,3 +225,29 @@ def test_fsdp():
         assert others == pytest.approx(losses, rel=1e-5)
         for name, value in values.items():
             torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_trainer_saves_and_resumes_adapters(tmp_path):
+    def run(steps, resume=None):
+        model = adapted(quantize_model(base(), "nvfp4"))
+        arguments = TrainingArguments(
+            str(tmp_path),
+            max_steps=steps,
+            save_steps=2,
+            per_device_train_batch_size=2,
+            lr_scheduler_type="constant",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        rows = [{"input_ids": row, "labels": row} for row in torch.arange(256).view(8, -1) % 64]
+        trainer = Trainer(
+            model, arguments, train_dataset=rows, optimizer_cls_and_kwargs=(FP4Adam, {"lr": 1e-2})
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return {name: p.detach() for name, p in model.named_parameters() if "lora_" in name}
+
+    expected = run(4)
+    saved = load_file(tmp_path / "checkpoint-4/adapter_model.safetensors")
+    assert saved.keys() == {name.replace(".default", "") for name in expected}
+    assert_identical(run(4, str(tmp_path / "checkpoint-2")), expected)
