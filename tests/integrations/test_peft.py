@@ -2,6 +2,9 @@
 
 import copy
 import gc
+import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -251,3 +254,23 @@ def test_trainer_saves_and_resumes_adapters(tmp_path):
     saved = load_file(tmp_path / "checkpoint-4/adapter_model.safetensors")
     assert saved.keys() == {name.replace(".default", "") for name in expected}
     assert_identical(run(4, str(tmp_path / "checkpoint-2")), expected)
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "lora.md"
+BLOCKS = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_blocks_of_the_page_run(block, tmp_path):
+    names = {"model": base(), "tokens": TOKENS}
+    before = os.getcwd()
+    os.chdir(tmp_path)
+    try:
+        exec(compile(block, str(PAGE), "exec"), names)
+    finally:
+        os.chdir(before)
+    assert not any("lora_" in p.name for p in summary(names["model"]).quantized)
+
+
+def test_the_page_has_blocks():
+    assert len(BLOCKS) == 2
