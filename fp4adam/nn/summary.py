@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fp4adam.distributed.dtensor import local
 from fp4adam.interop.adapter import is_foreign
+from fp4adam.nn.candidates import is_stack
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
 
@@ -30,6 +31,7 @@ class ParameterSummary:
         nbytes: Bytes of the codes and scales, or of the values, on this rank.
         init_nbytes: Bytes of the value before quantization, which ``FP4Adam`` frees at its first
             step.
+        reason: Why ``quantize_model`` does not take a stack of matrices, or "".
     """
 
     name: str
@@ -39,6 +41,7 @@ class ParameterSummary:
     is_quantized: bool
     nbytes: int
     init_nbytes: int
+    reason: str = ""
 
     @property
     def numel(self) -> int:
@@ -151,12 +154,12 @@ def summary(model: nn.Module) -> ModelSummary:
         TypeError: If ``model`` is not an ``nn.Module``.
     """
     check_module(model)
-    layers = {}
+    owners: dict[nn.Parameter, nn.Module] = {}
     for module in model.modules():
         for param in module.parameters(recurse=False):
-            layers.setdefault(param, type(module).__name__)
+            owners.setdefault(param, module)
     return ModelSummary(
-        tuple(_of_parameter(name, layers[p], p) for name, p in model.named_parameters())
+        tuple(_of_parameter(name, owners[p], p) for name, p in model.named_parameters())
     )
 
 
@@ -173,7 +176,7 @@ def format_name(quantizer: Quantizer) -> str:
     return type(quantizer).__name__.removesuffix("Quantizer")
 
 
-def _of_parameter(name: str, layer: str, param: nn.Parameter) -> ParameterSummary:
+def _of_parameter(name: str, module: nn.Module, param: nn.Parameter) -> ParameterSummary:
     own = local(param)
     kind, nbytes, init = str(param.dtype).removeprefix("torch."), 0, None
     if isinstance(own, QuantizedTensor):
@@ -187,4 +190,9 @@ def _of_parameter(name: str, layer: str, param: nn.Parameter) -> ParameterSummar
     is_quantized = isinstance(own, QuantizedTensor) or is_foreign(own)
     init_nbytes = 0 if init is None else init.nbytes
     shape = () if isinstance(own, nn.UninitializedParameter) else tuple(param.shape)
-    return ParameterSummary(name, layer, shape, kind, is_quantized, nbytes, init_nbytes)
+    key, reason = name.rpartition(".")[2], ""
+    is_other = isinstance(module, nn.modules.conv._ConvNd) or is_stack(module, key)
+    if len(shape) == 3 and not (is_quantized or is_other):
+        reason = "its module has no num_experts that is its first size"
+    layer = type(module).__name__
+    return ParameterSummary(name, layer, shape, kind, is_quantized, nbytes, init_nbytes, reason)

@@ -226,8 +226,10 @@ def test_what_is_a_stack(recwarn):
     model.experts.bias = nn.Parameter(torch.zeros(EXPERTS, DIM))
     model.other = nn.Module()
     model.other.cube = nn.Parameter(torch.zeros(EXPERTS, DIM, DIM))  # has no num_experts
-    names = [p.name for p in summary(quantize_model(model, "nvfp4", not_router)).quantized]
+    found = summary(quantize_model(model, "nvfp4", not_router))
+    names = [p.name for p in found.quantized]
     assert names == ["experts.gate_up_proj", "experts.down_proj"]
+    assert "other.cube (Module: its module has no num_experts" in found.describe()
     assert "gate_up_proj=NVFP4, down_proj=NVFP4" in str(model)
     before = dict(model.named_parameters())
     quantize_model(model, "nvfp4", not_router)  # again: nothing changes
@@ -245,15 +247,16 @@ def test_optimizers_from_before_are_noticed():
         optimizer.step()
 
 
-def train(rank: int, recipe: str, sharded: bool) -> tuple[list[float], dict[str, Tensor]]:
-    model = make(recipe)
+def train(rank: int, recipe: str | Recipe, sharded: bool) -> tuple[list[float], dict[str, Tensor]]:
+    dim = DIM if isinstance(recipe, str) else 128
+    model = make(recipe, dim=dim)
     if sharded:
         fully_shard(model.experts, mesh=all_ranks())
         fully_shard(model, mesh=all_ranks())
     optimizer = FP4Adam(model.named_parameters(), lr=1e-2)
     losses = []
     for number in range(3):
-        loss = loss_of(model, tokens(number))  # the same tokens on every rank
+        loss = loss_of(model, tokens(number, dim=dim))  # the same tokens on every rank
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -265,7 +268,16 @@ def train(rank: int, recipe: str, sharded: bool) -> tuple[list[float], dict[str,
     return losses, masters
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "float8block"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "nvfp4",
+        "mxfp8",
+        "float8block",
+        Recipe("nvfp4", activations=True, gradients=True, emulate=True),
+        Recipe("mxfp8", activations=True, gradients=True, emulate=True),
+    ],
+)
 def test_fsdp(recipe):
     alone = train(0, recipe, False)
     for losses, masters in run_ranks(train, 2, recipe, True):
