@@ -17,6 +17,7 @@ from fp4adam.nn import grouped_matmul
 from fp4adam.nn.linear import dequantized
 from fp4adam.nn.operand import has_quantized_operands, quantize
 from fp4adam.nn.scaled_matmul import without_padding
+from fp4adam.tensors.backend import runs_eagerly
 from fp4adam.tensors.quantized_tensor import Dequantize, QuantizedTensor, implements_function
 
 
@@ -241,8 +242,8 @@ _GROUPED_MM = {F.grouped_mm, torch._grouped_mm}
 def _transpose(tensor: QuantizedTensor, dim0: int, dim1: int) -> Tensor:
     is_stack = tensor.dim() == 3 and {dim0 % 3, dim1 % 3} == {1, 2}
     # Compiled graphs decide by themselves what they keep; torch.func has no rule for our function.
-    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if is_stack and not is_traced:
+    is_traced = not runs_eagerly(tensor._shared.tensors.present[0])
+    if is_stack and not (is_traced or torch._C._are_functorch_transforms_active()):
         return _TransposedStack(tensor)
     return torch.Tensor.transpose(tensor, dim0, dim1)
 

@@ -106,9 +106,10 @@ class ModelSummary:
             if kind == "biases":
                 yield f"{len(params)} biases"
             elif len(params) <= NAMED:
-                yield from (f"{p.name} ({kind})" for p in params)
+                yield from (f"{p.name} ({kind}{p.reason and ': ' + p.reason})" for p in params)
             else:
-                yield f"{len(params)} of {kind} ({params[0].name}, ...)"
+                reason = params[0].reason and f": {params[0].reason}"
+                yield f"{len(params)} of {kind} ({params[0].name}, ...{reason})"
 
     def __str__(self) -> str:
         head = ("name", "layer", "shape", "format", "bytes")
