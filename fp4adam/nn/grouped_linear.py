@@ -232,7 +232,8 @@ class _TransposedStack(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        return func(*pytree.tree_map_only(cls, cls.values, args), **(kwargs or {}))
+        args, kwargs = pytree.tree_map_only(cls, cls.values, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 _GROUPED_MM = {F.grouped_mm, torch._grouped_mm}
@@ -241,7 +242,7 @@ _GROUPED_MM = {F.grouped_mm, torch._grouped_mm}
 @implements_function(torch.Tensor.transpose)
 def _transpose(tensor: QuantizedTensor, dim0: int, dim1: int) -> Tensor:
     is_stack = tensor.dim() == 3 and {dim0 % 3, dim1 % 3} == {1, 2}
-    # Compiled graphs decide by themselves what they keep; torch.func has no rule for our function.
+    # Compiled graphs decide by themselves what they keep.
     is_traced = not runs_eagerly(tensor._shared.tensors.present[0])
     if is_stack and not (is_traced or torch._C._are_functorch_transforms_active()):
         return _TransposedStack(tensor)
@@ -272,6 +273,8 @@ def quantized_grouped_mm(
     stack = mat_b if transposed else mat_b.stack
     is_linear = isinstance(stack, QuantizedTensor) and stack.dim() == 3 and mat_a.dim() == 2
     is_plain = not isinstance(mat_a, QuantizedTensor | _TransposedStack)
+    # torch.func has rules for every operator, but none for an autograd function without them.
+    is_plain &= not torch._C._are_functorch_transforms_active()
     if is_linear and is_plain and offs is not None and bias is None:
         y = _grouped_linear(mat_a, stack, offs, transposed)
         return y if out_dtype is None else y.to(out_dtype)

@@ -151,8 +151,9 @@ def test_a_transposed_stack_looks_like_one():
         assert not stack.transpose(1, 2).requires_grad
 
 
-def test_functions_of_torch_and_compiled_graphs_take_stacks():
-    model, x = make(), tokens()
+@pytest.mark.parametrize("transposed", [False, True])
+def test_functions_of_torch_and_compiled_graphs_take_stacks(transposed):
+    model, x = make(transposed=transposed), tokens()
     params = {name: p.detach() for name, p in model.named_parameters()}
     grads = torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).sum())(params)
     model(x).sum().backward()
