@@ -165,7 +165,14 @@ def test_gradient_checkpointing_and_autocast():
     assert_identical(*runs)
 
 
-def test_lora_beside_stacks_of_experts():
+@pytest.mark.parametrize(
+    "targets",
+    [
+        {"target_modules": ["q_proj", "v_proj"]},
+        {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+    ],
+)
+def test_lora_of_mixtures_of_experts(targets):
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=64,
@@ -178,10 +185,15 @@ def test_lora_beside_stacks_of_experts():
         num_experts_per_tok=2,
     )
     model = quantize_model(Qwen3MoeForCausalLM(config), "nvfp4")
-    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    model = get_peft_model(model, LoraConfig(r=4, **targets))
     assert len(summary(model).quantized) == 6 and summary(model).init_nbytes == 0
+    before = codes(model)
     losses = train(model)
     assert losses[-1] < losses[0]
+    assert_identical(codes(model), before)
+    expected = logits(model)
+    merged = dequantize_model(model).merge_and_unload()
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-4)
 
 
 def tensor_bytes():
