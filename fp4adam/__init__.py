@@ -30,6 +30,7 @@ from fp4adam.interop.adapter import register_adapter as register_adapter
 from fp4adam.nn import fp4_utils as fp4_utils
 from fp4adam.nn import linear as linear
 from fp4adam.nn import parallel_linear as parallel_linear
+from fp4adam.nn.dequantize_model import dequantize_model as dequantize_model
 from fp4adam.nn.grouped_linear import grouped_linear as grouped_linear
 from fp4adam.nn.kept_weights import kept_weights as kept_weights
 from fp4adam.nn.quantize_model import is_hidden_linear as is_hidden_linear

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import expert_parallel  # noqa: E402
 import minimal  # noqa: E402
 import muon  # noqa: E402
 import options as command_line  # noqa: E402
@@ -473,3 +474,17 @@ def test_text_of_folders(tmp_path, capsys):
     assert not (tmp_path / "short").exists()
     with pytest.raises(SystemExit, match="first must hold 10 files or more .* got 9"):
         load_text(folders[:1])
+
+
+@pytest.mark.exhaustive
+def test_expert_parallelism_gives_the_same_bits():
+    expected = expert_parallel.main(["--format", "float8block", "--steps", "4"])
+    losses = expected["losses"]
+    assert losses[0] == pytest.approx(math.log(256), abs=0.3) and losses[-1] < losses[0] - 1
+    printed = run_program(
+        "expert_parallel.py", "--nproc-per-node", 2, "--format", "float8block", "--steps", 4
+    )
+    assert printed.count("weights ") == 1
+    assert printed.splitlines()[-1] == f"weights {expected['weights']}"
+    others = [f"step {i + 1}: loss {loss:.4f}" for i, loss in enumerate(losses)]
+    assert printed.splitlines()[:-1] == others

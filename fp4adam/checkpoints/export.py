@@ -1,6 +1,7 @@
 """Export of trained models to the checkpoints that serving engines and trainers read."""
 
 import json
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from fp4adam.checkpoints import folder as checkpoint_folder
 from fp4adam.checkpoints.folder import CONFIG, Entry
+from fp4adam.checkpoints.hub_names import Piece, module_names, pieces_of
 from fp4adam.checkpoints.layouts import LAYOUTS, Encoding, Layout
 from fp4adam.checkpoints.model_state import model_state, plain_name, unwrapped
 from fp4adam.distributed.dtensor import is_dtensor, like, local, sharded_dims
@@ -44,8 +46,11 @@ def export_checkpoint(
     Codes and block scales are the trained bytes; nothing is rounded again. Everything else, such as
     embeddings, norms and the output head, is written in its own dtype. ``config.json`` names the
     dtype that readers decode to: bfloat16 for ``"compressed-tensors"``, that of the quantized
-    weights for the others. Modules with weights in high precision, stacked experts included, are
-    listed there as well; the generation configuration of transformers' models goes along.
+    weights for the others. Modules with weights in high precision are listed there as well; the
+    generation configuration of transformers' models goes along.
+
+    Stacked experts are written one by one: of transformers' models under their names on the hub,
+    of others as ``<module>.<number>.gate_proj.weight``, say.
 
     ========================  ===========================================================
     layout                    what it holds
@@ -59,7 +64,8 @@ def export_checkpoint(
     models are gathered weight by weight: every rank has to call this, and the first one writes.
 
     Args:
-        model: Its quantized weights are those of ``nn.Linear`` layers, all of one format.
+        model: Its quantized weights are those of ``nn.Linear`` layers and stacks of experts
+            [experts, out_features, in_features], all of one format.
         folder: The folder to write to, made if it does not exist, or without a checkpoint and
             without files of these names. It may be a link or a mount point. Files appear once all
             are complete, ``config.json`` last; a process that is killed before leaves none.
@@ -77,8 +83,8 @@ def export_checkpoint(
         NotImplementedError: For weights that are sharded in another way than by ``fully_shard``.
 
     Warns:
-        UserWarning: For NVFP4 weights with different amaxes that engines serve as one matrix, and
-            for Float8Block weights with partial blocks.
+        UserWarning: For NVFP4 weights with different amaxes that engines serve as one matrix, for
+            Float8Block weights with partial blocks, and for experts that transformers misreads.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
@@ -86,6 +92,7 @@ def export_checkpoint(
     model = unwrapped(model)
     _check_no_adapters(model)
     weights = _first_named(_state_of(model))
+    pieces = pieces_of(model, weights)
     quantized = {n: local(w) for n, w in weights.items() if isinstance(local(w), QuantizedTensor)}
     encoding = _encoding_for(LAYOUTS[layout], quantized)
     linear = [
@@ -93,10 +100,20 @@ def export_checkpoint(
         for name, layer in model.named_modules(remove_duplicate=False)
         if isinstance(layer, nn.Linear)
     ]
-    for name, weight in quantized.items():
-        _check_whole_linear(name, weight, linear)
+    for piece in pieces.values():
+        if piece.name in quantized:
+            _check_whole_linear(piece, quantized[piece.name], linear, encoding)
     _warn_of_readers(quantized, weights, encoding)
-    excluded, stacked = _unquantized_modules(model)
+    has_stacks = any(piece.rows and piece.name in quantized for piece in pieces.values())
+    if has_stacks and layout == "compressed-tensors" and hasattr(model, "from_pretrained"):
+        warnings.warn(
+            "experts in the layout 'compressed-tensors' should be read by an engine or by "
+            "import_checkpoint, got a model of transformers, whose from_pretrained (5.23) leaves "
+            "the tensor scales of experts out and refuses MXFP8 ones; for it, export Float8Block "
+            "weights in the layout 'fp8'",
+            stacklevel=2,
+        )
+    excluded, stacked = _unquantized_modules(model, module_names(pieces))
     quantization = LAYOUTS[layout].documents(encoding, excluded, stacked)
     dtype = LAYOUTS[layout].decoded_dtype or next(iter(quantized.values())).dtype
     documents = _documents_of(model, config, dtype)
@@ -104,12 +121,12 @@ def export_checkpoint(
     documents.update(quantization, **{CONFIG: content})
 
     def entries() -> Iterator[Entry]:
-        for name, weight in weights.items():
-            whole = _gathered(weight)
+        for name, parts in _parts_of(pieces).items():
+            whole = _gathered(weights[name])
             if isinstance(whole, QuantizedTensor):
-                yield _quantized_entry(name, whole, encoding)
+                yield from _quantized_entries(name, whole, encoding, parts)
             else:
-                yield Entry({name: whole.cpu().contiguous()}, {})
+                yield from _plain_entries(whole, parts)
 
     _write(Path(folder), entries(), documents, max_shard_bytes, weights)
 
@@ -152,6 +169,7 @@ def export_masters(
     model = unwrapped(model)
     _check_no_adapters(model)
     weights = _first_named(_state_of(model))
+    parts = _parts_of(pieces_of(model, weights))
     masters = _current_masters(optimizer)
     parameters = set(model.parameters())
 
@@ -169,7 +187,7 @@ def export_masters(
             whole = _gathered(source)
             if weight in parameters and weight.is_floating_point():
                 whole = whole.to(dtype)
-            yield Entry({name: whole.cpu().contiguous()}, {})
+            yield from _plain_entries(whole, parts[name])
 
     documents = _documents_of(model, config, dtype)
     _write(Path(folder), entries(), documents, max_shard_bytes, weights)
@@ -251,11 +269,22 @@ def _fits(encoding: Encoding, weight: QuantizedTensor) -> bool:
     return encoding.quantizer_class is type(weight.quantizer)
 
 
-def _check_whole_linear(name: str, weight: QuantizedTensor, linear: list[str]) -> None:
-    if name not in linear:
+def _check_whole_linear(
+    piece: Piece, weight: QuantizedTensor, linear: list[str], encoding: Encoding
+) -> None:
+    """Raise ValueError unless ``piece`` of a quantized weight is one that layouts can hold."""
+    name, rows_of_it = piece
+    if rows_of_it is None and name not in linear:
         raise ValueError(
             f"quantized weights must be those of nn.Linear layers, got {name!r}; leave it in high "
-            "precision (filter=...)"
+            "precision (filter=...), or write the model in high precision with export_masters: of "
+            "stacks of experts, those that checkpoints hold one by one can be exported"
+        )
+    if rows_of_it is not None and any(row % encoding.block[0] for row in rows_of_it):
+        raise ValueError(
+            f"the weight of each expert must have a multiple of {encoding.block[0]} rows to be "
+            f"exported, got rows {rows_of_it[0]} to {rows_of_it[1]} of {name!r}, which share "
+            "scales with others; leave it in high precision (filter=...)"
         )
     if weight._shared.global_spec is None and not rows.is_whole_blocks(weight):
         raise ValueError(f"{name!r} must be a whole tensor, got rows of another one; clone it")
@@ -272,7 +301,7 @@ def _warn_of_readers(
         matrix = hf_scale_groups(name)
         if weight.quantizer.scales_tensor and matrix is not None:
             groups[matrix][layer.rpartition(".")[2]] = weight.flush()._amax.item()
-        sides = zip(weights[name].shape, encoding.block, strict=True)
+        sides = zip(weights[name].shape[-2:], encoding.block, strict=True)
         partial += [layer] * any(n > block and n % block for n, block in sides)
     unequal = [name for name, amaxes in groups.items() if len({*amaxes.values()}) > 1]
     if unequal:
@@ -293,17 +322,38 @@ def _warn_of_readers(
         )
 
 
-def _quantized_entry(name: str, weight: QuantizedTensor, encoding: Encoding) -> Entry:
-    layer = name.removesuffix("weight")
+Parts = dict[str, tuple[int, int] | None]
+
+
+def _parts_of(pieces: dict[str, Piece]) -> dict[str, Parts]:
+    """Per tensor of a model: the names it is stored under, with the rows of each."""
+    parts: dict[str, Parts] = defaultdict(dict)
+    for stored, (name, rows_of_it) in pieces.items():
+        parts[name][stored] = rows_of_it
+    return parts
+
+
+def _plain_entries(whole: Tensor, parts: Parts) -> Iterator[Entry]:
+    for stored, span in parts.items():
+        part = whole if span is None else whole.flatten(0, 1)[slice(*span)]
+        yield Entry({stored: part.cpu().contiguous()}, {})
+
+
+def _quantized_entries(
+    name: str, weight: QuantizedTensor, encoding: Encoding, parts: Parts
+) -> Iterator[Entry]:
+    matrix = weight.flush()._alias((math.prod(weight.shape[:-1]), weight.shape[-1]))
     try:
-        stored = encoding.encode(weight.flush())
+        encoded = encoding.encode(matrix)
     except ValueError as error:
         raise ValueError(f"{name!r}: {error}") from None
-    metadata = {}
-    if weight._amax is not None:
-        # The layout's rounded scale does not determine the last bit of the amax.
-        metadata[f"{name}.amax"] = weight._amax.item().hex()
-    return Entry({layer + key: t.cpu().contiguous() for key, t in stored.items()}, metadata)
+    for stored, span in parts.items():
+        part = encoded if span is None else encoding.cut(encoded, span)
+        layer, metadata = stored.removesuffix("weight"), {}
+        if weight._amax is not None:
+            # The layout's rounded scale does not determine the last bit of the amax.
+            metadata[f"{stored}.amax"] = weight._amax.item().hex()
+        yield Entry({layer + key: t.cpu().contiguous() for key, t in part.items()}, metadata)
 
 
 def _gathered(weight: Tensor) -> Tensor:
@@ -331,11 +381,14 @@ def _check_no_adapters(model: nn.Module) -> None:
             )
 
 
-def _unquantized_modules(model: nn.Module) -> tuple[list[str], list[str]]:
+def _unquantized_modules(
+    model: nn.Module, stored_names: dict[str, str]
+) -> tuple[list[str], list[str]]:
     """Modules whose weights stay in high precision, and those of them with stacks of weights.
 
-    They are the modules that engines could take for quantized linear layers: linear layers,
-    routers, stacked experts; not embeddings, convolutions and modules that contain quantized ones.
+    Each has its name in the model and, if it is another, the one in the checkpoint. They are the
+    modules that engines could take for quantized linear layers: linear layers, routers, stacked
+    experts; not embeddings, convolutions and modules that contain quantized ones.
     """
     excluded, stacked = [], []
     for name, module in model.named_modules(remove_duplicate=False):
@@ -345,9 +398,10 @@ def _unquantized_modules(model: nn.Module) -> tuple[list[str], list[str]]:
         if not name or is_other or not any(param.ndim > 1 for param in own):
             continue
         if not any(isinstance(local(param), QuantizedTensor) for param in module.parameters()):
-            excluded.append(name)
+            names = dict.fromkeys((name, stored_names.get(name, name)))
+            excluded += names
             if any(param.ndim > 2 for param in own):
-                stacked.append(name)
+                stacked += names
     return excluded, stacked
 
 

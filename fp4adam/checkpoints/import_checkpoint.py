@@ -7,10 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from fp4adam.checkpoints.hub_names import pieces_of
 from fp4adam.checkpoints.layouts import LAYOUTS, Encoding
 from fp4adam.checkpoints.model_state import model_state, plain_name, unwrapped
 from fp4adam.checkpoints.reader import CheckpointReader, short
+from fp4adam.checkpoints.stack_reader import StackReader
 from fp4adam.distributed.dtensor import is_dtensor
+from fp4adam.nn.candidates import candidates
 from fp4adam.nn.quantize_model import check_module
 from fp4adam.nn.replacement import (
     check_attributes,
@@ -19,6 +22,7 @@ from fp4adam.nn.replacement import (
     hand_over,
     put_in,
 )
+from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
 
@@ -35,9 +39,11 @@ def import_checkpoint(
 
     Reads the layouts that :func:`fp4adam.export_checkpoint` writes, also from other programs.
     Linear layers that are quantized in the checkpoint get quantized weights with the same bytes and
-    the nominal dtype of the old weight; all other parameters stay and get the values. Masters start
-    from the decoded values. Scales of activations and of the KV cache are left out, and so are
-    entries that hooks add to the model's state dict.
+    the nominal dtype of the old weight; all other parameters stay and get the values. So do stacks
+    of experts, from weights of one expert each, under the names that exports have for them; those
+    in NVFP4 have to share their tensor scale. Masters start from the decoded values. Scales of
+    activations and of the KV cache are left out, and so are entries that hooks add to the model's
+    state dict.
 
     The folder is not trusted: files are opened in it alone, apart from the cache of the Hugging
     Face hub, whose links lead to its ``blobs``. Names, shapes and dtypes are compared with the
@@ -76,19 +82,20 @@ def import_checkpoint(
     check_module(model)
     with CheckpointReader(Path(folder)) as checkpoint:
         reading = _Import(unwrapped(model), checkpoint, quantizer)
-        check_no_replica(model.modules(), [m.weight for m in reading.linear.values()])
+        check_no_replica(model.modules(), [reading.weight(layer) for layer in reading.places])
         quantized, plain = reading.quantized_weights(), reading.plain_values()
-    modules = [reading.linear[layer] for layer in quantized]
+    olds = [reading.weight(layer) for layer in quantized]
     params = [
-        nn.Parameter(weight, module.weight.requires_grad)
-        for weight, module in zip(quantized.values(), modules, strict=True)
+        nn.Parameter(weight, old.requires_grad)
+        for weight, old in zip(quantized.values(), olds, strict=True)
     ]
-    for layer, module, param in zip(quantized, modules, params, strict=True):
-        check_attributes(layer, module.weight, param)
-        param._shared.name = f"{layer}.weight"
-    for module, param in zip(modules, params, strict=True):
-        hand_over(module.weight, param)
-    put_in(zip(modules, params, strict=True))
+    for layer, old, param in zip(quantized, olds, params, strict=True):
+        check_attributes(layer, old, param)
+        param._shared.name = reading.parameter_name(layer)
+    for old, param in zip(olds, params, strict=True):
+        hand_over(old, param)
+    places = [reading.places[layer] for layer in quantized]
+    put_in((*place, param) for place, param in zip(places, params, strict=True))
     with torch.no_grad():
         for name, value in plain.items():
             reading.state[name].copy_(value)
@@ -115,14 +122,15 @@ class _Import:
                     f"{name!r} of the model must be a whole tensor in memory, got {kind}; import "
                     "before fully_shard and after to_empty, or clone it"
                 )
-        self.linear = {
-            plain_name(f"{name}.weight").removesuffix(".weight"): layer
-            for name, layer in model.named_modules(remove_duplicate=False)
-            if isinstance(layer, nn.Linear)
-        }
-        self.checkpoint = checkpoint
+        # By layer, the module and the name of its weight; a stack of experts is a layer as well.
+        self.places: dict[str, tuple[nn.Module, str]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            for key in candidates(module):
+                layer = plain_name(f"{name}.{key}" if name else key).removesuffix(".weight")
+                self.places[layer] = module, key
         self.encoding = _encoding_of(checkpoint)
-        stored = self._needed(checkpoint.names())
+        self.checkpoint = StackReader(checkpoint, pieces_of(model, self.state), self._keys)
+        stored = self._needed(self.checkpoint.names())
         self.layers = self._layers(stored)
         of_layers = {f"{layer}.{key}" for layer in self.layers for key in self._keys}
         self.plain = stored - of_layers - extra
@@ -130,6 +138,16 @@ class _Import:
         self._check_quantized()
         self._check_plain()
         self.quantizer = self._quantizer(quantizer)
+
+    def weight(self, layer: str) -> nn.Parameter:
+        """The parameter of a layer that can be quantized."""
+        module, key = self.places[layer]
+        return module._parameters[key]
+
+    def parameter_name(self, layer: str) -> str:
+        """The name of the parameter of a layer."""
+        is_stack = layer in self.places and self.places[layer][1] != "weight"
+        return layer if is_stack else f"{layer}.weight"
 
     @property
     def _keys(self) -> list[str]:
@@ -169,7 +187,7 @@ class _Import:
         return layers
 
     def _check_names(self) -> None:
-        weights = {f"{layer}.weight" for layer in self.layers}
+        weights = {self.parameter_name(layer) for layer in self.layers}
         unknown = sorted((weights | self.plain) - self.state.keys())
         if unknown:
             advice = "build it from the checkpoint's config.json"
@@ -191,12 +209,12 @@ class _Import:
                 f"{missing[0]!r}; build the model from its config.json"
             )
         for layer in self.layers:
-            if layer not in self.linear:
+            if layer not in self.places:
                 raise ValueError(
                     f"{layer!r} of the model must be an nn.Linear to have a quantized weight, got "
                     f"another module; build it from the checkpoint's config.json"
                 )
-            weight = self.linear[layer].weight
+            weight = self.weight(layer)
             check_weight(layer, weight)
             names = [name for name, x in self.state.items() if x is weight]
             if len(names) > 1:
@@ -214,9 +232,9 @@ class _Import:
     def _check_quantized(self) -> None:
         """Raise unless all parts of quantized weights have the shapes and dtypes that they need."""
         for layer in self.layers:
-            old = self.linear[layer].weight
+            old = self.weight(layer)
             check_dtype(f"weight of layer {layer!r}", old.dtype)
-            for key, (shape, dtype) in self.encoding.shapes(*old.shape).items():
+            for key, (shape, dtype) in self.encoding.shapes(*flat_shape(old.shape)).items():
                 name = f"{layer}.{key}"
                 actual = self.checkpoint.shape(name)
                 if actual != shape and not (actual in ((), (1,)) and shape in ((), (1,))):
@@ -235,9 +253,12 @@ class _Import:
         """Raise unless all other tensors have the shapes and dtypes of the model's."""
         for name in sorted(self.plain):
             old, shape = self.state[name], self.checkpoint.shape(name)
-            if shape != tuple(old.shape):
+            expected = tuple(old.shape)
+            if self.checkpoint.is_stack(name):
+                expected = flat_shape(expected)
+            if shape != expected:
                 raise ValueError(
-                    f"{name!r} must have shape {tuple(old.shape)}, got {shape} in the checkpoint; "
+                    f"{name!r} must have shape {expected}, got {shape} in the checkpoint; "
                     f"build the model from its config.json"
                 )
             dtype = self.checkpoint.dtype(name)
@@ -272,7 +293,7 @@ class _Import:
         return {layer: self._quantized_weight(layer) for layer in self.layers}
 
     def _quantized_weight(self, layer: str) -> QuantizedTensor:
-        old = self.linear[layer].weight
+        old = self.weight(layer)
         stored = {key: self.checkpoint.read(f"{layer}.{key}") for key in self._keys}
         amax = self.checkpoint.metadata.get(f"{layer}.weight.amax")
         try:
@@ -289,7 +310,7 @@ class _Import:
         values = {}
         for name in sorted(self.plain):
             old = self.state[name]
-            values[name] = self.checkpoint.read(name).to(old.dtype)
+            values[name] = self.checkpoint.read(name).view(old.shape).to(old.dtype)
             if isinstance(old, nn.Parameter):  # buffers may be masks
                 self._check_finite(name, values[name])
         return values

@@ -55,8 +55,20 @@ class Encoding:
         raise NotImplementedError
 
     def encode(self, weight: QuantizedTensor) -> dict[str, Tensor]:
-        """The tensors that a weight is stored as, with its own bytes."""
+        """The tensors that a weight [rows, cols] is stored as, with its own bytes."""
         raise NotImplementedError
+
+    def cut(self, stored: dict[str, Tensor], rows: tuple[int, int]) -> dict[str, Tensor]:
+        """The tensors of some rows of a weight, from the first to the one behind the last.
+
+        Args:
+            stored: As :meth:`encode` returns it.
+            rows: Multiples of ``block[0]``.
+        """
+        first, last = rows
+        spans = {self.codes: slice(first, last)}
+        spans[self.scale] = slice(first // self.block[0], last // self.block[0])
+        return {key: t[spans[key]] if key in spans else t for key, t in stored.items()}
 
     def dtypes(self, key: str, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         """The dtypes in which :meth:`decode` takes a tensor that :meth:`encode` writes in one."""

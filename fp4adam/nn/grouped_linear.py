@@ -1,45 +1,57 @@
-"""Linear layers of many experts whose weights are one quantized stack."""
+"""Linear layers of many experts whose weights are one quantized stack.
 
+torch's own ``grouped_mm`` takes quantized stacks as well, so that models that call it, such as
+those of transformers, train them unchanged.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
 
 from fp4adam.nn import grouped_matmul
 from fp4adam.nn.linear import dequantized
 from fp4adam.nn.operand import has_quantized_operands, quantize
 from fp4adam.nn.scaled_matmul import without_padding
-from fp4adam.tensors.quantized_tensor import Dequantize, QuantizedTensor
+from fp4adam.tensors.backend import runs_eagerly
+from fp4adam.tensors.quantized_tensor import Dequantize, QuantizedTensor, implements_function
 
 
 class _GroupedLinear(torch.autograd.Function):
     """y = x W_e^T for the tokens of each expert e, W dequantized to the dtype of x.
 
-    As for a single layer, the dequantized stack lives as long as the matmul that reads it.
+    As for a single layer, the dequantized stack lives as long as the matmul that reads it. With
+    ``transposed`` the stack is [experts, in_features, out_features], and y = x W_e.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, offsets: Tensor) -> Tensor:
-        x_needs_grad, weight_needs_grad, _ = ctx.needs_input_grad
+    def forward(
+        ctx: Any, x: Tensor, weight: QuantizedTensor, offsets: Tensor, transposed: bool
+    ) -> Tensor:
+        x_needs_grad, weight_needs_grad, *_ = ctx.needs_input_grad
         saved = x if weight_needs_grad else None, weight if x_needs_grad else None
         ctx.save_for_backward(*saved, offsets)
-        ctx.weight_dtype = weight.dtype
+        ctx.weight_dtype, ctx.transposed = weight.dtype, transposed
         dense = dequantized(weight, x.dtype, None)
-        return F.grouped_mm(x, dense.transpose(1, 2), offs=offsets)
+        return F.grouped_mm(x, dense if transposed else dense.transpose(1, 2), offs=offsets)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, offsets = ctx.saved_tensors
         grad_x = grad_weight = None
         grad = grad.contiguous()
         if ctx.needs_input_grad[0]:
             dense = Dequantize.apply if torch.is_grad_enabled() else dequantized
-            grad_x = F.grouped_mm(grad, dense(weight, grad.dtype, grad), offs=offsets)
+            dense = dense(weight, grad.dtype, grad)
+            dense = dense.transpose(1, 2) if ctx.transposed else dense
+            grad_x = F.grouped_mm(grad, dense, offs=offsets)
         if ctx.needs_input_grad[1]:
-            grad_weight = F.grouped_mm(grad.t(), x, offs=offsets).to(ctx.weight_dtype)
-        return grad_x, grad_weight, None
+            grad_weight = _weight_gradient(ctx, grad, x, offsets)
+        return grad_x, grad_weight, None, None
 
 
 class _ScaledGroupedLinear(torch.autograd.Function):
@@ -50,31 +62,43 @@ class _ScaledGroupedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, offsets: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: QuantizedTensor, offsets: Tensor, transposed: bool
+    ) -> Tensor:
         quantizer = weight.quantizer
-        x_needs_grad, weight_needs_grad, _ = ctx.needs_input_grad
+        x_needs_grad, weight_needs_grad, *_ = ctx.needs_input_grad
         ctx.native = grouped_matmul.runs_natively(quantizer, x)
         saved = x if weight_needs_grad else None, weight if x_needs_grad else None
         ctx.save_for_backward(*saved, offsets)
-        ctx.weight_dtype = weight.dtype
+        ctx.weight_dtype, ctx.transposed = weight.dtype, transposed
         if quantizer.operands.activations:
-            return _product(x, weight, "rowwise", offsets, ctx.native)
-        return F.grouped_mm(x, dequantized(weight, x.dtype, None).transpose(1, 2), offs=offsets)
+            usage = "columnwise" if transposed else "rowwise"
+            return _product(x, weight, usage, offsets, ctx.native)
+        dense = dequantized(weight, x.dtype, None)
+        return F.grouped_mm(x, dense if transposed else dense.transpose(1, 2), offs=offsets)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, offsets = ctx.saved_tensors
         grad_x = grad_weight = None
         grad = grad.contiguous()
         if ctx.needs_input_grad[0]:
             if weight.quantizer.operands.gradients:
-                grad_x = _product(grad, weight, "columnwise", offsets, ctx.native)
+                usage = "rowwise" if ctx.transposed else "columnwise"
+                grad_x = _product(grad, weight, usage, offsets, ctx.native)
             else:
-                grad_x = F.grouped_mm(grad, dequantized(weight, grad.dtype, grad), offs=offsets)
+                dense = dequantized(weight, grad.dtype, grad)
+                dense = dense.transpose(1, 2) if ctx.transposed else dense
+                grad_x = F.grouped_mm(grad, dense, offs=offsets)
         if ctx.needs_input_grad[1]:
-            grad_weight = F.grouped_mm(grad.t(), x, offs=offsets).to(ctx.weight_dtype)
-        return grad_x, grad_weight, None
+            grad_weight = _weight_gradient(ctx, grad, x, offsets)
+        return grad_x, grad_weight, None, None
+
+
+def _weight_gradient(ctx: Any, grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    rows, cols = (x, grad) if ctx.transposed else (grad, x)
+    return F.grouped_mm(rows.t(), cols, offs=offsets).to(ctx.weight_dtype)
 
 
 def _product(
@@ -114,11 +138,21 @@ def grouped_linear(input: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         NotImplementedError: If the recipe quantizes Float8Block operands, which torch has no
             grouped matmul for, or torch was built without those of the other formats (MSLK).
     """
-    if weight.dim() != 3 or input.dim() != 2 or input.shape[1] != weight.shape[2]:
+    return _grouped_linear(input, weight, offsets, transposed=False)
+
+
+def _grouped_linear(input: Tensor, weight: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+    """:func:`grouped_linear`; ``transposed``: weight is [experts, in_features, out_features]."""
+    if (
+        weight.dim() != 3
+        or input.dim() != 2
+        or input.shape[1] != weight.shape[1 if transposed else 2]
+    ):
+        sides = "in_features, out_features" if transposed else "out_features, in_features"
         raise ValueError(
-            "input and weight must be [tokens, in_features] and [experts, out_features, "
-            f"in_features], got {tuple(input.shape)} and {tuple(weight.shape)}; flatten the "
-            "tokens, and let in_features agree"
+            f"input and weight must be [tokens, in_features] and [experts, {sides}], got "
+            f"{tuple(input.shape)} and {tuple(weight.shape)}; flatten the tokens, and let "
+            "in_features agree"
         )
     if not input.is_floating_point():
         raise TypeError(f"input must be floating point, got {input.dtype}; convert it first")
@@ -147,8 +181,107 @@ def grouped_linear(input: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     # in the backward pass.
     input = input.contiguous()
     if not isinstance(weight, QuantizedTensor):
-        return F.grouped_mm(input, weight.to(input.dtype).transpose(1, 2), offs=offsets)
+        dense = weight.to(input.dtype)
+        return F.grouped_mm(input, dense if transposed else dense.transpose(1, 2), offs=offsets)
     if has_quantized_operands(weight.quantizer):
         grouped_matmul.check_stack(weight)
-        return _ScaledGroupedLinear.apply(input, weight, offsets)
-    return _GroupedLinear.apply(input, weight, offsets)
+        return _ScaledGroupedLinear.apply(input, weight, offsets, transposed)
+    return _GroupedLinear.apply(input, weight, offsets, transposed)
+
+
+class _TransposedStack(torch.Tensor):
+    """``stack.transpose(1, 2)``, which ``grouped_mm`` is called with; others see its values.
+
+    Decoded values would be kept for the backward pass, in high precision. ``grouped_mm`` takes the
+    quantized stack instead; for any other function the values are decoded then.
+    """
+
+    def __new__(cls, stack: QuantizedTensor) -> "_TransposedStack":
+        experts, out_features, in_features = stack.shape
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            (experts, in_features, out_features),
+            strides=(out_features * in_features, 1, in_features),
+            dtype=stack.dtype,
+            device=stack.device,
+            requires_grad=stack.requires_grad and torch.is_grad_enabled(),
+        )
+
+    def __init__(self, stack: QuantizedTensor) -> None:
+        self.stack = stack
+
+    def values(self) -> Tensor:
+        """The values as a plain tensor of the nominal dtype; differentiable."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.Tensor.transpose(self.stack, 1, 2)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _GROUPED_MM:
+            return quantized_grouped_mm(*args, **kwargs)
+        if getattr(func, "__name__", "") != "__get__":  # attributes, such as its shape
+            args, kwargs = pytree.tree_map_only(cls, cls.values, (args, kwargs))
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map_only(cls, cls.values, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+_GROUPED_MM = {F.grouped_mm, torch._grouped_mm}
+
+
+@implements_function(torch.Tensor.transpose)
+def _transpose(tensor: QuantizedTensor, dim0: int, dim1: int) -> Tensor:
+    is_stack = tensor.dim() == 3 and {dim0 % 3, dim1 % 3} == {1, 2}
+    # Compiled graphs decide by themselves what they keep.
+    is_traced = not runs_eagerly(tensor._shared.tensors.present[0])
+    if is_stack and not (is_traced or torch._C._are_functorch_transforms_active()):
+        return _TransposedStack(tensor)
+    return torch.Tensor.transpose(tensor, dim0, dim1)
+
+
+@implements_function(F.grouped_mm)
+@implements_function(torch._grouped_mm)
+def quantized_grouped_mm(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``torch.nn.functional.grouped_mm`` of tokens and a quantized stack; see ``grouped_linear``.
+
+    Args:
+        mat_a: [tokens, in_features], sorted by expert.
+        mat_b: [experts, in_features, out_features], a quantized stack or a transposed one.
+        offs: int32 [experts], where the tokens of each expert end.
+        bias: As in torch, which does not take one yet.
+        out_dtype: The dtype of the result, by default that of ``mat_a``.
+
+    Other operands are decoded.
+    """
+    transposed = not isinstance(mat_b, _TransposedStack)
+    stack = mat_b if transposed else mat_b.stack
+    is_linear = isinstance(stack, QuantizedTensor) and stack.dim() == 3 and mat_a.dim() == 2
+    is_plain = not isinstance(mat_a, QuantizedTensor | _TransposedStack)
+    # torch.func has rules for every operator, but none for an autograd function without them.
+    is_plain &= not torch._C._are_functorch_transforms_active()
+    if is_linear and is_plain and offs is not None and bias is None:
+        y = _grouped_linear(mat_a, stack, offs, transposed)
+        return y if out_dtype is None else y.to(out_dtype)
+    return F.grouped_mm(_plain(mat_a), _plain(mat_b), offs=offs, bias=bias, out_dtype=out_dtype)
+
+
+def _plain(x: Tensor) -> Tensor:
+    if isinstance(x, _TransposedStack):
+        return x.values()
+    return x.dequantize(x.dtype) if isinstance(x, QuantizedTensor) else x

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +19,7 @@ from fp4adam.formats.scale_groups import (
     resolve_scale_groups,
     write_together,
 )
+from fp4adam.nn.candidates import adapters, candidates
 from fp4adam.nn.hardware import check_shape
 from fp4adam.nn.operand import has_quantized_operands
 from fp4adam.nn.recipe import FormatName, Recipe, resolve_recipe
@@ -43,6 +45,8 @@ OUTPUT_HEADS = frozenset(
     + ("qa_outputs", "seq_relationship", "lm_head.decoder", "predictions.decoder")
     + ("classifier.out_proj", "classification_head.out_proj")
 )
+# What PEFT appends to the name of a layer that it has wrapped.
+_WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)$")
 
 
 def _check_filter(filter: Filter | None) -> None:
@@ -54,13 +58,13 @@ def _check_filter(filter: Filter | None) -> None:
 
 
 def is_hidden_linear(module: nn.Module, name: str) -> bool:
-    """The default filter: every linear layer but an output head, task heads included.
+    """The default filter: every layer but an output head, task heads included.
 
     Heads are known by the last one or two parts of their name. Embeddings, norms and the output
     head stay in high precision, as in NVIDIA's NVFP4 pre-training recipe (arXiv:2509.25149,
     section 4.1).
     """
-    parts = name.split(".")
+    parts = _WRAPPED.sub("", name).split(".")
     return parts[-1] not in OUTPUT_HEADS and ".".join(parts[-2:]) not in OUTPUT_HEADS
 
 
@@ -71,15 +75,19 @@ def quantize_model(
     *,
     scale_groups: ScaleGroups = (),
 ) -> Model:
-    """Quantize the weights of the linear layers of ``model``, in place.
+    """Quantize the weights of linear layers and stacked experts of ``model``, in place.
 
     Each weight becomes a parameter of the recipe's format with the same name and the same nominal
     dtype. Tied weights stay tied. Left alone are weights that something else uses as well (an
     embedding, a layer that ``filter`` leaves out), weights that the same recipe has quantized
-    already, and all that is not the weight of an ``nn.Linear``: stacked weights of experts, or
+    already, and all that is neither the weight of an ``nn.Linear`` nor a stack of experts, such as
     ``Conv1D`` of transformers' GPT-2, whose weights are [in, out] where blocks, recipes and exports
     go by [out, in]. The logger "fp4adam" says at level INFO how many weights are quantized and what
     is left; :func:`summary` shows each.
+
+    A stack of experts is a 3-dimensional parameter of a module whose ``num_experts`` is its first
+    size, as transformers 5 has them. It is read by ``grouped_mm``, as by :func:`grouped_linear`;
+    any other operator sees decoded values.
 
     The value before quantization is kept until ``FP4Adam`` takes it over as master weight at the
     first step (``param.clear_high_precision_init_val()`` frees it for inference).
@@ -90,11 +98,13 @@ def quantize_model(
     one: call this before wrappers such as ``DistributedDataParallel`` register theirs.
 
     Frozen weights (``requires_grad=False``), such as those of a base model with adapters, keep no
-    value before quantization: freeze them before this call. A weight that is thawed later is
-    trained from its decoded values.
+    value before quantization; to freeze a weight later frees its value. A weight that is thawed is
+    trained from its decoded values. Adapters of PEFT (``lora_A``, ``lora_B``) are never quantized,
+    whatever ``filter`` says. :func:`dequantize_model` is the inverse.
 
     Args:
-        model: Its ``nn.Linear`` modules, subclasses included, are candidates.
+        model: Its ``nn.Linear`` modules, subclasses included, and its stacks of experts are
+            candidates.
         recipe: "nvfp4", "mxfp8", "float8block", a quantizer, or a :class:`fp4adam.Recipe`, which
             also says whether matmuls quantize activations and gradients.
         filter: ``filter(module, name) -> bool`` says which candidates are quantized;
@@ -137,8 +147,8 @@ def _report(models: Sequence[nn.Module], quantizer: Quantizer, count: int, stack
         logger.info("%s", described)
         if not count:
             warnings.warn(
-                f"no weight was quantized in {described}. Only weights of nn.Linear layers that "
-                "filter selects are, unless something else uses them as well",
+                f"no weight was quantized in {described}. Only weights of nn.Linear layers "
+                "and stacks of experts that filter selects are, unless something else uses them",
                 stacklevel=stacklevel,
             )
 
@@ -156,26 +166,28 @@ def _quantize_layers(
     """
     named_modules = [*named_modules]
     already = set()
-    layers: dict[nn.Parameter, list[tuple[str, nn.Linear]]] = {}
+    uses: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     left_alone = set()
+    of_adapters = adapters(module for _, module in named_modules)
     for name, module in named_modules:
         params = dict(module.named_parameters(recurse=False))
-        if isinstance(module, nn.Linear) and selected(module, name):
-            weight = params.pop("weight", None)
+        names = () if module in of_adapters else candidates(module)
+        for key in names if names and selected(module, name) else ():
+            weight = params.pop(key, None)
             if not isinstance(weight, QuantizedTensor):
                 check_weight(name, weight)
-                layers.setdefault(weight, []).append((name, module))
+                uses.setdefault(weight, []).append((name, module, key))
             else:
                 already.add(weight)
                 if not keeps_others:
                     _check_same_recipe(name, weight, quantizer)
         left_alone.update(params.values())
-    chosen = [(weight, users) for weight, users in layers.items() if weight not in left_alone]
+    chosen = [(weight, users) for weight, users in uses.items() if weight not in left_alone]
     for weight, users in chosen:
         _check_value(quantizer, users[0][0], weight)
     weights = [weight for weight, _ in chosen]
     check_no_replica((module for _, module in named_modules), weights)
-    names = [f"{users[0][0]}.weight" for _, users in chosen]
+    names = [f"{users[0][0]}.{users[0][2]}" for _, users in chosen]
     groups = resolve_scale_groups(scale_groups, weights, names, [quantizer] * len(chosen))
     params = [_empty_parameter(quantizer, weight) for weight in weights]
     for (weight, users), param in zip(chosen, params, strict=True):
@@ -192,10 +204,11 @@ def _quantize_layers(
         if weight.requires_grad:
             param._high_precision_init_val = weight.detach()
         hand_over(weight, param)
-    users = [
-        (module, p) for p, (_, named) in zip(params, chosen, strict=True) for _, module in named
-    ]
-    put_in(users)
+    put_in(
+        (module, key, param)
+        for param, (_, users) in zip(params, chosen, strict=True)
+        for _, module, key in users
+    )
     return len(chosen) + len(already)
 
 
@@ -296,7 +309,7 @@ def quantized_init(
     *,
     scale_groups: ScaleGroups = (),
 ) -> Iterator[None]:
-    """Quantize the linear layers of every module that is built inside the ``with`` block.
+    """Quantize every module that is built inside the ``with`` block, as ``quantize_model`` does.
 
     Building and initialization run in high precision; the weights are quantized when the block
     ends, and their high-precision values are kept for the optimizer, as by :func:`quantize_model`.

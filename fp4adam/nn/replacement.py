@@ -1,4 +1,4 @@
-"""Replacement of a layer's weight by a quantized one, with attributes, hooks and gradient.
+"""Replacement of a weight by a quantized one or back, with attributes, hooks and gradient.
 
 First everything is checked, then new parameters are prepared, then all of them are put in.
 """
@@ -66,7 +66,7 @@ def _attributes(weight: nn.Parameter, successor: nn.Parameter) -> dict[str, Any]
     """Attributes that users have set on a parameter, such as ``tensor_model_parallel``."""
     own = {"_is_param", "_replaced_in"}
     if isinstance(weight, QuantizedTensor):
-        own |= vars(successor).keys()
+        own |= vars(weight.detach()).keys()
     return {name: value for name, value in vars(weight).items() if name not in own}
 
 
@@ -80,21 +80,21 @@ def hand_over(weight: nn.Parameter, successor: nn.Parameter) -> None:
     successor.grad = weight.grad
 
 
-def put_in(weights: Iterable[tuple[nn.Module, nn.Parameter]]) -> None:
-    """Make each parameter the ``weight`` of its module; if one module refuses, none changes.
+def put_in(weights: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
+    """Make each parameter that of its module and name; if one module refuses, none changes.
 
     The layers then show the format, and an optimizer that still has their old parameters can tell.
     """
     replaced = []
     try:
-        for module, weight in weights:
-            replaced.append((module, module._parameters["weight"]))
-            module.weight = weight
+        for module, name, weight in weights:
+            replaced.append((module, name, module._parameters[name]))
+            setattr(module, name, weight)
     except BaseException:
-        for module, weight in replaced:
-            module._parameters["weight"] = weight
+        for module, name, weight in replaced:
+            module._parameters[name] = weight
         raise
-    for module, weight in replaced:
+    for module, _, weight in replaced:
         _retire(weight, module)
         # Of the instance: its class may be nn.Linear itself.
         module.extra_repr = functools.partial(_extra_repr, module)
@@ -108,14 +108,18 @@ def _retire(weight: nn.Parameter, module: nn.Module) -> None:
     if not weight.is_inference():
         # An optimizer that has stepped it looks again at what has another version.
         torch.autograd.graph.increment_version(weight)
+        if isinstance(weight, QuantizedTensor):
+            weight._shared.mark_written()
 
 
 def _extra_repr(layer: nn.Module) -> str:
-    """What ``print(model)`` says of a layer: its own words and the format of its weight."""
-    words, weight = type(layer).extra_repr(layer), local(getattr(layer, "weight", None))
-    if not isinstance(weight, QuantizedTensor):
-        return words
-    operands = weight.quantizer.operands
-    quantized = [n for n in ("activations", "gradients") if getattr(operands, n)]
-    also = f", quantizes={'+'.join(quantized)}" if quantized else ""
-    return f"{words}, weight={format_name(weight.quantizer)}{also}"
+    """What ``print(model)`` says of a layer: its own words and the formats of its weights."""
+    words = [type(layer).extra_repr(layer)]
+    for name, param in layer._parameters.items():
+        weight = local(param)
+        if isinstance(weight, QuantizedTensor):
+            words.append(f"{name}={format_name(weight.quantizer)}")
+            operands = weight.quantizer.operands
+            if quantized := [n for n in ("activations", "gradients") if getattr(operands, n)]:
+                words.append(f"quantizes={'+'.join(quantized)}")
+    return ", ".join(dict.fromkeys(filter(None, words)))

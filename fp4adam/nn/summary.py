@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from fp4adam.distributed.dtensor import local
 from fp4adam.interop.adapter import is_foreign
+from fp4adam.nn.candidates import is_stack
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
 
 # Parameters of a layer class that are named one by one; of more, their number is given.
 NAMED = 2
 # Classes of layers that multiply as nn.Linear does, and why their weights are left all the same.
-REASONS = {"Conv1D": "of shape [in, out]"}
+REASONS = {"Conv1D": "its weight is [in, out]"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,7 @@ class ParameterSummary:
         nbytes: Bytes of the codes and scales, or of the values, on this rank.
         init_nbytes: Bytes of the value before quantization, which ``FP4Adam`` frees at its first
             step.
+        reason: Why ``quantize_model`` does not take a matrix or a stack of them, or "".
     """
 
     name: str
@@ -41,6 +43,7 @@ class ParameterSummary:
     is_quantized: bool
     nbytes: int
     init_nbytes: int
+    reason: str = ""
 
     @property
     def numel(self) -> int:
@@ -102,13 +105,13 @@ class ModelSummary:
         sizes = {kind: sum(p.numel for p in params) for kind, params in left.items()}
         for kind in sorted(left, key=lambda kind: -sizes[kind]):
             params = left[kind]
-            described = f"{kind}, {REASONS[kind]}" if kind in REASONS else kind
             if kind == "biases":
                 yield f"{len(params)} biases"
             elif len(params) <= NAMED:
-                yield from (f"{p.name} ({described})" for p in params)
+                yield from (f"{p.name} ({kind}{p.reason and ': ' + p.reason})" for p in params)
             else:
-                yield f"{len(params)} of {described} ({params[0].name}, ...)"
+                reason = params[0].reason and f": {params[0].reason}"
+                yield f"{len(params)} of {kind} ({params[0].name}, ...{reason})"
 
     def __str__(self) -> str:
         head = ("name", "layer", "shape", "format", "bytes")
@@ -154,12 +157,12 @@ def summary(model: nn.Module) -> ModelSummary:
         TypeError: If ``model`` is not an ``nn.Module``.
     """
     check_module(model)
-    layers = {}
+    owners: dict[nn.Parameter, nn.Module] = {}
     for module in model.modules():
         for param in module.parameters(recurse=False):
-            layers.setdefault(param, type(module).__name__)
+            owners.setdefault(param, module)
     return ModelSummary(
-        tuple(_of_parameter(name, layers[p], p) for name, p in model.named_parameters())
+        tuple(_of_parameter(name, owners[p], p) for name, p in model.named_parameters())
     )
 
 
@@ -176,7 +179,7 @@ def format_name(quantizer: Quantizer) -> str:
     return type(quantizer).__name__.removesuffix("Quantizer")
 
 
-def _of_parameter(name: str, layer: str, param: nn.Parameter) -> ParameterSummary:
+def _of_parameter(name: str, module: nn.Module, param: nn.Parameter) -> ParameterSummary:
     own = local(param)
     kind, nbytes, init = str(param.dtype).removeprefix("torch."), 0, None
     if isinstance(own, QuantizedTensor):
@@ -190,4 +193,10 @@ def _of_parameter(name: str, layer: str, param: nn.Parameter) -> ParameterSummar
     is_quantized = isinstance(own, QuantizedTensor) or is_foreign(own)
     init_nbytes = 0 if init is None else init.nbytes
     shape = () if isinstance(own, nn.UninitializedParameter) else tuple(param.shape)
-    return ParameterSummary(name, layer, shape, kind, is_quantized, nbytes, init_nbytes)
+    key, layer, reason = name.rpartition(".")[2], type(module).__name__, ""
+    is_other = isinstance(module, nn.modules.conv._ConvNd) or is_stack(module, key)
+    if len(shape) == 3 and not (is_quantized or is_other):
+        reason = "its module has no num_experts that is its first size"
+    elif len(shape) == 2 and not is_quantized:
+        reason = REASONS.get(layer, "")
+    return ParameterSummary(name, layer, shape, kind, is_quantized, nbytes, init_nbytes, reason)

@@ -122,16 +122,18 @@ def check_distinct(params: Sequence[Tensor]) -> None:
 
 
 def check_in_use(param: Tensor) -> None:
-    """Raise RuntimeError if a layer has another weight in the place of ``param`` since.
+    """Raise RuntimeError if a module has another weight in the place of ``param`` since.
 
     For parameters without a gradient. Something else that uses it would give it one.
     """
     layer = getattr(param, "_replaced_in", None)
-    if layer is not None and layer._parameters.get("weight") is not param and param.requires_grad:
+    if layer is None or not param.requires_grad:
+        return
+    if all(own is not param for own in layer._parameters.values()):
         raise RuntimeError(
             f"parameters must be those of the model, got one of shape {tuple(param.shape)} that "
-            "quantize_model or import_checkpoint has replaced by a quantized one, which gets the "
-            "gradients now; create the optimizer after that call"
+            "quantize_model, dequantize_model or import_checkpoint has replaced by another one, "
+            "which gets the gradients now; create the optimizer after that call"
         )
 
 

@@ -132,6 +132,22 @@ def _new_empty(tensor: Tensor, size: Any, *args: Any, **kwargs: Any) -> Tensor:
     return torch.Tensor.new_empty(tensor, size, *args, **kwargs)
 
 
+# Frozen weights, such as the base of adapters, have no master that would start from the value.
+@implements_function(torch.Tensor.requires_grad_)
+def _requires_grad_(tensor: QuantizedTensor, requires_grad: bool = True) -> QuantizedTensor:
+    _set_requires_grad(tensor, requires_grad)
+    return tensor
+
+
+@implements_function(torch.Tensor.requires_grad.__set__)
+def _set_requires_grad(tensor: QuantizedTensor, value: bool) -> None:
+    is_frozen_now = tensor.requires_grad and not value
+    torch.Tensor.requires_grad.__set__(tensor, value)
+    # Not for aliases: nn.Parameter(weight.detach(), False) makes one.
+    if is_frozen_now and isinstance(tensor, torch.nn.Parameter):
+        tensor.clear_high_precision_init_val()
+
+
 @implements_operator(aten.new_zeros.default, aten.new_empty.default)
 def _new_zeros(
     func: Callable,

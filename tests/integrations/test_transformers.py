@@ -6,16 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 import with_transformers
+from safetensors.torch import load_file
+from stdlib_text import load_text
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
+    Trainer,
+    TrainingArguments,
 )
-from with_transformers import build_trainer
+from with_transformers import CONTEXT, build_model, build_trainer, collate
 
-from fp4adam import FP4Adam, QuantizedTensor, quantize_model, summary
+from fp4adam import FP4Adam, QuantizedTensor, quantize_model, summary, use_plain_state_dict
 from quantized_training import assert_bytes_are_of_masters, assert_identical, quantized, snapshot
 
 FRAMEWORKS = Path(__file__).resolve().parents[2] / "docs" / "frameworks.md"
@@ -125,20 +127,51 @@ def test_gpt2_is_quantized_as_the_docs_say():
 
 def test_layers_that_are_not_linear_are_named():
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=64))
-    with pytest.warns(UserWarning, match="no weight was quantized .* 4 of Conv1D, of shape"):
+    with pytest.warns(
+        UserWarning, match="no weight was quantized .* 4 of Conv1D .*: its weight is"
+    ):
         quantize_model(gpt2, "nvfp4")
-    config = MixtralConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=4,
+
+
+def test_best_model_is_loaded_at_the_end(tmp_path):
+    torch.manual_seed(0)
+    texts = [text[: 8 * CONTEXT].view(-1, CONTEXT) for text in load_text()]
+    trainer = Trainer(
+        build_model(),
+        TrainingArguments(
+            str(tmp_path),
+            **ARGUMENTS | dict(max_steps=2, save_steps=1, lr_scheduler_type="constant"),
+            eval_strategy="steps",
+            eval_steps=1,
+            load_best_model_at_end=True,
+        ),
+        train_dataset=texts[0],
+        eval_dataset=texts[1],
+        data_collator=collate,
+        # A rate that ruins the model.
+        optimizer_cls_and_kwargs=(FP4Adam, {"lr": 0.5}),
     )
-    mixtral = summary(quantize_model(MixtralForCausalLM(config), "nvfp4"))
-    assert len(mixtral.quantized) == 4
-    assert "mlp.experts.gate_up_proj (MixtralExperts)" in mixtral.describe()
-    rows = {line.split()[0]: line.split()[1:] for line in str(mixtral).splitlines() if line}
-    experts = ["MixtralExperts", "4x64x64", "float32", "65,536"]
-    assert rows["model.layers.0.mlp.experts.down_proj"] == experts
+    trainer.train()
+    losses = logged(trainer, "eval_loss")
+    assert losses[0] < losses[1] - 0.1
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+    assert len(quantized(trainer.model.parameters())) == 2 * 7
+    state = trainer.model.state_dict()
+    for name, value in load_file(tmp_path / "checkpoint-1/model.safetensors").items():
+        # NVFP4 values that are quantized again may have an amax with another last bit.
+        torch.testing.assert_close(state[name], value, rtol=1e-6, atol=0)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_saved_models_are_read_with_their_values_and_quantized_again(tmp_path):
+    torch.manual_seed(0)
+    model = build_model()
+    model.save_pretrained(tmp_path)
+    read = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert not summary(read).quantized
+    state = model.state_dict()
+    assert_identical({name: read.state_dict()[name] for name in state}, dict(state))
+    again = use_plain_state_dict(quantize_model(read, "nvfp4"))
+    assert len(summary(again).quantized) == 2 * 7
+    for name, value in again.state_dict().items():
+        torch.testing.assert_close(value, state[name], rtol=1e-6, atol=0)

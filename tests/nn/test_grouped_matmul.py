@@ -173,7 +173,13 @@ def checked_grouped_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, sw
 @pytest.mark.parametrize(("weights", "capability"), [("mxfp8", (10, 0)), ("nvfp4", (10, 3))])
 @pytest.mark.parametrize("tokens", [0, 50, 256])
 @pytest.mark.parametrize("shape", [(4, 256, 128), (1, 128, 384)])
-def test_native_matmuls_pass_the_checks_of_torch(weights, capability, tokens, shape, monkeypatch):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_native_matmuls_pass_the_checks_of_torch(
+    weights, capability, tokens, shape, transposed, monkeypatch
+):
+    experts, out_features, in_features = shape
+    if transposed:
+        out_features, in_features = in_features, out_features
     monkeypatch.setattr(hardware, "_capability", lambda device: capability)
     monkeypatch.setattr(grouped_matmul, "_multiply_op", grouped_matmul._multiply)
     calls = []
@@ -185,14 +191,14 @@ def test_native_matmuls_pass_the_checks_of_torch(weights, capability, tokens, sh
     monkeypatch.setattr(F, "scaled_grouped_mm", checked)
     with FakeTensorMode():
         stack = both(weights).quantizer.make_empty(shape, torch.bfloat16, "cuda")
-        x = torch.empty(tokens, shape[2], dtype=torch.bfloat16, device="cuda")
-        offsets = torch.empty(shape[0], dtype=torch.int32, device="cuda")
+        x = torch.empty(tokens, in_features, dtype=torch.bfloat16, device="cuda")
+        offsets = torch.empty(experts, dtype=torch.int32, device="cuda")
         # Autograd itself would look for a stream of the GPU.
-        ctx = SimpleNamespace(needs_input_grad=(True, True, False))
+        ctx = SimpleNamespace(needs_input_grad=(True, True, False, False))
         ctx.save_for_backward = lambda *saved: setattr(ctx, "saved_tensors", saved)
-        y = _ScaledGroupedLinear.forward(ctx, x, stack, offsets)
-        grad_x, grad_stack, _ = _ScaledGroupedLinear.backward(ctx, torch.empty_like(y))
-    assert (y.shape, y.dtype, y.device.type) == ((tokens, shape[1]), x.dtype, "cuda")
+        y = _ScaledGroupedLinear.forward(ctx, x, stack, offsets, transposed)
+        grad_x, grad_stack, *_ = _ScaledGroupedLinear.backward(ctx, torch.empty_like(y))
+    assert (y.shape, y.dtype, y.device.type) == ((tokens, out_features), x.dtype, "cuda")
     assert grad_x.shape == x.shape and grad_stack.shape == shape and len(calls) == 2
 
 

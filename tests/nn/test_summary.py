@@ -21,7 +21,7 @@ class Conv1D(nn.Module):
 
 
 class Experts(nn.Module):
-    """As transformers has it in mixtures of experts: one stacked weight."""
+    """One stacked weight, which is not known to be of experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,8 +53,9 @@ def lines():
 
 
 LEFT = (
-    "left in high precision: 3.gate_up_proj (Experts), 2.weight (Conv1D, of shape [in, out]), "
-    "4 biases, 3 of LayerNorm (4.0.weight, ...)"
+    "left in high precision: 3.gate_up_proj (Experts: its module has no num_experts that is its "
+    "first size), 2.weight (Conv1D: its weight is [in, out]), 4 biases, "
+    "3 of LayerNorm (4.0.weight, ...)"
 )
 
 

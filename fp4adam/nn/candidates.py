@@ -1,0 +1,38 @@
+"""The parameters of a module that can be quantized: weights of linear layers, stacks of experts."""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+
+def candidates(module: nn.Module) -> list[str]:
+    """Names of the module's own parameters that :func:`fp4adam.quantize_model` would take.
+
+    They are the weight of an ``nn.Linear``, and stacks of the weights of experts: 3-dimensional
+    parameters of a module whose ``num_experts`` is their first size, as in transformers.
+    """
+    if isinstance(module, nn.Linear):
+        return ["weight"]
+    return [name for name in module._parameters if is_stack(module, name)]
+
+
+def is_stack(module: nn.Module, name: str) -> bool:
+    """Whether a parameter of a module is a stack of the weights of its experts."""
+    param, experts = module._parameters.get(name), getattr(module, "num_experts", None)
+    if param is None or isinstance(param, nn.UninitializedParameter):
+        return False
+    return isinstance(experts, int) and param.dim() == 3 and param.shape[0] == experts
+
+
+def adapters(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """The modules of PEFT's adapters, such as ``lora_A`` and ``lora_B``, which are linear as well.
+
+    Layers of PEFT, around a base layer, name the members that belong to adapters.
+    """
+    found = set()
+    for module in modules:
+        names = getattr(module, "adapter_layer_names", ())
+        for member in (getattr(module, name, None) for name in names):
+            if isinstance(member, nn.Module):
+                found.update(member.modules())
+    return found

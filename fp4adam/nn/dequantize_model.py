@@ -1,0 +1,82 @@
+"""Turning quantized weights of a model back into plain parameters."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import nn
+
+from fp4adam.distributed.dtensor import is_dtensor, local
+from fp4adam.nn.replacement import check_no_replica, hand_over, put_in
+from fp4adam.nn.summary import check_module
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def dequantize_model(model: Model, filter: Callable[[nn.Module, str], bool] | None = None) -> Model:
+    """Replace quantized weights of ``model`` by plain ones of their decoded values, in place.
+
+    The inverse of :func:`quantize_model`, for code that writes to weights in place or computes with
+    them in high precision: merging adapters, starts such as PiSSA and OLoRA, pruning. Each
+    quantized parameter becomes a plain one with the same name, in its nominal dtype, with the same
+    ``requires_grad``, attributes, hooks and gradient. Tied weights stay tied. The values are those
+    that the model computes with, not masters (:func:`export_masters` writes these); to quantize
+    them again may round them again.
+
+    Args:
+        model: Any module, a single layer for example; parameters of other packages' formats stay.
+        filter: ``filter(module, name) -> bool`` says which modules lose their quantized weights;
+            all by default. A tied weight has to be selected with all of its modules. Names are
+            those of ``model.named_modules()``.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: If the model is wrapped by ``DistributedDataParallel`` or sharded by
+            ``fully_shard``, or only some modules of a tied weight are selected.
+        TypeError: If an argument has another type than above.
+
+    Nothing has been changed when it raises. Create the optimizer after this call.
+    """
+    check_module(model)
+    if not (filter is None or callable(filter)):
+        raise TypeError(
+            f"filter must be a function of a module and its name, got {filter!r}; pass "
+            "lambda module, name: name.startswith('layers.0.')"
+        )
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    kept: dict[nn.Parameter, str] = {}
+    for name, module in model.named_modules():
+        for key, param in module.named_parameters(recurse=False):
+            if not isinstance(local(param), QuantizedTensor):
+                continue
+            place = f"{name}.{key}".removeprefix(".")
+            if filter is not None and not filter(module, name):
+                kept.setdefault(param, place)
+            elif is_dtensor(param):
+                raise ValueError(
+                    f"{place!r} must be whole to be dequantized, got a DTensor; call "
+                    "dequantize_model before fully_shard, or export_masters"
+                )
+            else:
+                places.setdefault(param, []).append((module, key))
+    for param in places:
+        if param in kept:
+            raise ValueError(
+                f"{kept[param]!r} must be selected by filter like the modules it is tied to, got "
+                "one of them left out; select all or none"
+            )
+    check_no_replica(model.modules(), [*places])
+    plain = [
+        nn.Parameter(param.detach().dequantize(param.dtype), param.requires_grad)
+        for param in places
+    ]
+    for param, successor in zip(places, plain, strict=True):
+        hand_over(param, successor)
+    put_in(
+        (module, key, successor)
+        for successor, users in zip(plain, places.values(), strict=True)
+        for module, key in users
+    )
+    return model

@@ -1,0 +1,286 @@
+"""Stacked experts as in transformers: quantized by quantize_model, read by grouped_mm."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from fp4adam import FP4Adam, QuantizedTensor, Recipe, quantize_model, summary
+from quantized_training import assert_identical
+from ranks import all_ranks, run_ranks
+
+EXPERTS, DIM, TOKENS = 4, 32, 24
+
+
+class Experts(nn.Module):
+    """Two grouped matmuls with a gate; ``transposed`` stacks are [experts, in, out]."""
+
+    def __init__(self, transposed: bool = False, dim: int = DIM) -> None:
+        super().__init__()
+        self.num_experts, self.transposed = EXPERTS, transposed
+        up, down = torch.randn(EXPERTS, 2 * dim, dim) / 6, torch.randn(EXPERTS, dim, dim) / 6
+        up, down = (x.mT.contiguous() if transposed else x for x in (up, down))
+        self.gate_up_proj, self.down_proj = nn.Parameter(up), nn.Parameter(down)
+
+    def product(self, x: Tensor, stack: Tensor, offsets: Tensor) -> Tensor:
+        stack = stack if self.transposed else stack.transpose(-2, -1)
+        return F.grouped_mm(x.to(stack.dtype), stack, offs=offsets)
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        gate, up = self.product(x, self.gate_up_proj, offsets).chunk(2, -1)
+        return self.product(F.silu(gate) * up, self.down_proj, offsets)
+
+
+class MoE(nn.Module):
+    """Each token goes to the expert of its largest logit; ``skips`` of them get none."""
+
+    def __init__(self, transposed: bool = False, dim: int = DIM, skips: int = 1) -> None:
+        super().__init__()
+        self.router = nn.Linear(dim, EXPERTS - skips, bias=False)
+        self.experts = Experts(transposed, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)
+        offsets = torch.bincount(chosen, minlength=EXPERTS).cumsum(0).int()
+        y = self.experts(x[order], offsets)[order.argsort()]
+        return x + weights[:, None] * y
+
+
+def not_router(module: nn.Module, name: str) -> bool:
+    return name != "router"
+
+
+def make(recipe="nvfp4", seed=0, dtype=torch.float32, **options) -> MoE:
+    torch.manual_seed(seed)
+    return quantize_model(MoE(**options).to(dtype), recipe, not_router)
+
+
+def tokens(seed=1, dtype=torch.float32, dim=DIM) -> Tensor:
+    return torch.randn(TOKENS, dim, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def decoded(model: nn.Module) -> nn.Module:
+    """The same model with plain parameters of the decoded values."""
+    plain = MoE(model.experts.transposed, model.router.in_features).to(model.router.weight.dtype)
+    for name, param in model.named_parameters():
+        value = param.detach()
+        if isinstance(value, QuantizedTensor):
+            value = value.dequantize(value.dtype)
+        plain.get_parameter(name).data = value.clone()
+    return plain
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x).float() - torch.roll(x.float(), 1, 1)).square().mean()
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "float8block"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_and_gradients_are_those_of_the_decoded_values(recipe, transposed, dtype):
+    model = make(recipe, transposed=transposed, dtype=dtype)
+    assert all(isinstance(param, QuantizedTensor) for param in model.experts.parameters())
+    plain = decoded(model)
+    runs = []
+    for each in (model, plain):
+        x = tokens(dtype=dtype).requires_grad_()
+        each(x).float().square().sum().backward()
+        grads = [param.grad for param in each.parameters()]
+        assert not grads[1][-1].any()  # the last expert has no tokens
+        runs.append([each(x), x.grad, *grads])
+    assert_identical(*runs)
+
+
+def test_under_autocast_experts_multiply_in_bfloat16():
+    model, x = make(), tokens()
+    offsets = torch.tensor([6, 6, 12, TOKENS], dtype=torch.int32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model.experts(x, offsets)
+        y.sum().backward()
+    assert y.dtype == torch.bfloat16
+    expected = decoded(model).bfloat16().experts(x.bfloat16(), offsets)
+    assert_identical(y, expected)
+    assert model.experts.down_proj.grad.dtype == torch.float32
+
+
+def test_no_decoded_stack_is_kept_for_the_backward_pass():
+    model, saved = make(dtype=torch.bfloat16), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        model(tokens(dtype=torch.bfloat16).requires_grad_())
+    stacks = [x for x in saved if x.dim() == 3]
+    assert len(stacks) == 2 and all(isinstance(x, QuantizedTensor) for x in stacks)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda stack: stack.transpose(1, 2) * 2,
+        lambda stack: stack.transpose(-1, -2).contiguous(),
+        lambda stack: torch.bmm(torch.ones(EXPERTS, 3, DIM), stack.transpose(2, 1)),
+        lambda stack: stack.transpose(1, 2)[1],
+        lambda stack: stack.transpose(1, 2).transpose(1, 2),
+        lambda stack: stack[2],
+        lambda stack: F.linear(torch.ones(3, DIM), stack[torch.tensor(2)]),
+        lambda stack: torch.stack([stack.transpose(1, 2)] * 2),
+        lambda stack: F.grouped_mm(torch.ones(EXPERTS, 4, DIM), stack.transpose(1, 2)),
+    ],
+)
+def test_other_operators_see_decoded_values(read):
+    stack = make().experts.gate_up_proj
+    plain = stack.dequantize().detach().requires_grad_()
+    for weight in (stack, plain):
+        read(weight).square().sum().backward()
+    assert_identical((read(stack), stack.grad), (read(plain), plain.grad))
+    with torch.no_grad():
+        assert_identical(read(stack), read(plain))
+
+
+def test_a_transposed_stack_looks_like_one():
+    stack = make().experts.gate_up_proj
+    turned, plain = stack.transpose(1, 2), stack.dequantize().transpose(1, 2)
+    for look in ("shape", "dtype", "device", "requires_grad", "ndim"):
+        assert getattr(turned, look) == getattr(plain, look)
+    assert turned.stride() == plain.stride() and len(turned) == EXPERTS
+    with torch.no_grad():
+        assert not stack.transpose(1, 2).requires_grad
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_functions_of_torch_and_compiled_graphs_take_stacks(transposed):
+    model, x = make(transposed=transposed), tokens()
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    grads = torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).sum())(params)
+    model(x).sum().backward()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(grads[name], param.grad)
+    offsets = torch.tensor([6, 6, 12, TOKENS], dtype=torch.int32)
+    model, x = model.bfloat16(), x.bfloat16()  # torch traces products of BF16 alone
+    compiled = torch.compile(model.experts, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, offsets), model.experts(x, offsets))
+
+
+def test_scaled_recipes_multiply_codes():
+    for weights in ("nvfp4", "mxfp8"):
+        recipe = Recipe(weights, activations=True, gradients=True, emulate=True)
+        products = []
+        for transposed in (False, True):
+            model = make(recipe, transposed=transposed, dim=128)
+            x = tokens(dim=128).requires_grad_()
+            model(x).square().sum().backward()
+            products.append((model(x).detach(), x.grad))
+        # Square NVFP4 blocks are the same both ways; MXFP8 codes lie along the other side.
+        for a, b in zip(*products, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "float8block"])
+def test_training_copying_saving_and_moving(recipe):
+    model = make(recipe)
+    optimizer = FP4Adam(model.named_parameters(), lr=1e-2)
+    x, losses = tokens(), []
+
+    def step(model, optimizer):
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    for _ in range(10):
+        losses.append(step(model, optimizer))
+    assert losses[-1] < 0.9 * losses[0]
+    twin, its = copy.deepcopy((model, optimizer))
+    pickled, others = pickle.loads(pickle.dumps((model, optimizer)))
+    loaded = make(recipe, seed=5)
+    loads = FP4Adam(loaded.named_parameters(), lr=1e-2)
+    loaded.load_state_dict(model.state_dict())
+    loads.load_state_dict(optimizer.state_dict())
+    moved = model.cpu()
+    pairs = (moved, optimizer), (twin, its), (pickled, others), (loaded, loads)
+    runs = [[step(*pair) for _ in range(2)] for pair in pairs]
+    assert all(run == runs[0] for run in runs)
+    states = [pair[0].state_dict() for pair in pairs]
+    for state in states[1:]:
+        for name, value in states[0].items():
+            assert_identical(value, state[name])
+
+
+def test_gradient_checkpointing():
+    model, x = make(), tokens().requires_grad_()
+    grads = []
+    for run in (model, lambda x: checkpoint(model, x, use_reentrant=False)):
+        model.zero_grad()
+        run(x).square().sum().backward()
+        grads.append([param.grad for param in model.parameters()])
+    assert_identical(*grads)
+
+
+def test_what_is_a_stack(recwarn):
+    torch.manual_seed(0)
+    model = MoE()
+    model.experts.bias = nn.Parameter(torch.zeros(EXPERTS, DIM))
+    model.other = nn.Module()
+    model.other.cube = nn.Parameter(torch.zeros(EXPERTS, DIM, DIM))  # has no num_experts
+    found = summary(quantize_model(model, "nvfp4", not_router))
+    names = [p.name for p in found.quantized]
+    assert names == ["experts.gate_up_proj", "experts.down_proj"]
+    assert "other.cube (Module: its module has no num_experts" in found.describe()
+    assert "gate_up_proj=NVFP4, down_proj=NVFP4" in str(model)
+    before = dict(model.named_parameters())
+    quantize_model(model, "nvfp4", not_router)  # again: nothing changes
+    assert all(before[name] is param for name, param in model.named_parameters())
+    with pytest.raises(ValueError, match="layer 'experts': rows and columns of MXFP8 must be"):
+        quantize_model(MoE(dim=16), "mxfp8", not_router)
+
+
+def test_optimizers_from_before_are_noticed():
+    model = MoE()
+    optimizer = FP4Adam(model.parameters())
+    quantize_model(model, "nvfp4", not_router)
+    model(tokens()).sum().backward()
+    with pytest.raises(RuntimeError, match=r"got one of shape \(4, 64, 32\) that quantize_model"):
+        optimizer.step()
+
+
+def train(rank: int, recipe: str | Recipe, sharded: bool) -> tuple[list[float], dict[str, Tensor]]:
+    dim = DIM if isinstance(recipe, str) else 128
+    model = make(recipe, dim=dim)
+    if sharded:
+        fully_shard(model.experts, mesh=all_ranks())
+        fully_shard(model, mesh=all_ranks())
+    optimizer = FP4Adam(model.named_parameters(), lr=1e-2)
+    losses = []
+    for number in range(3):
+        loss = loss_of(model, tokens(number, dim=dim))  # the same tokens on every rank
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    masters = {}
+    for name, param in model.named_parameters():
+        master = optimizer.state[param].get("master_param", param.detach())
+        masters[name] = master.full_tensor() if hasattr(master, "full_tensor") else master
+    return losses, masters
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "nvfp4",
+        "mxfp8",
+        "float8block",
+        Recipe("nvfp4", activations=True, gradients=True, emulate=True),
+        Recipe("mxfp8", activations=True, gradients=True, emulate=True),
+    ],
+)
+def test_fsdp(recipe):
+    alone = train(0, recipe, False)
+    for losses, masters in run_ranks(train, 2, recipe, True):
+        assert losses == alone[0]
+        assert_identical(masters, alone[1])
