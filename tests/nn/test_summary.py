@@ -77,7 +77,7 @@ def test_log_says_what_is_quantized_and_what_is_left(lines):
 
 def test_a_model_without_linear_layers_is_warned_of():
     with pytest.warns(
-        UserWarning, match=r"no weight was .* weight \(Conv1D, of .*\)\. Only"
+        UserWarning, match=r"no weight was .* weight \(Conv1D: its .*\)\. Only"
     ) as caught:
         quantize_model(Conv1D(), "nvfp4")
     assert caught[0].filename == __file__
