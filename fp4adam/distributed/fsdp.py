@@ -231,7 +231,7 @@ def post_all_gather(
     known = metadata.known | {name: getattr(own, name) for name in rest}
     outputs = dict(zip(gathered, all_gather_outputs, strict=True))
     if spec.quantizer.multiplies_codes:
-        return _whole_codes(shard, outputs, known, param_dtype, out)
+        return _whole_codes(shard, outputs, known, param_dtype, local(out))
     if metadata.packed is None:
         codes = {name: _entries_in_order(name, inner, spec) for name, inner in outputs.items()}
     else:
@@ -282,6 +282,8 @@ def _whole_codes(
         build_gemm_scales([tensor])
         filled += gemm_scales.values()
     tensor._shared.is_gathered = True
+    if spec.is_parallel:
+        tensor._shared.global_spec = dataclasses.replace(spec, chunk=spec.shape[0])
     _refills[tensor._shared] = tuple(part.refill for part in parts.values() if part.refill)
     return tensor, tuple(filled)
 

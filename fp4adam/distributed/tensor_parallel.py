@@ -69,7 +69,8 @@ def _for_quantized(shard_tensor: Any) -> Any:
             # Checked before ranks wait for each other: all have a weight of this shape.
             check_parallel(tensor, self.dim, n_parts)
             if number != src_data_rank:
-                tensor = torch.empty_like(tensor)
+                own, tensor = tensor._shared, torch.empty_like(tensor)
+                tensor._shared.name, tensor._shared.scale_group = own.name, own.scale_group
             dist.broadcast(tensor, group=info.group, group_src=src_data_rank)
         return parallel_part(tensor, self.dim, number, n_parts, info)
 

@@ -75,8 +75,7 @@ class TransposedWeight(torch.Tensor):
 @implements_operator(aten.t.default)
 def _t(func: Callable, tensor: QuantizedTensor) -> Tensor:
     spec = tensor._shared.global_spec
-    # FSDP2 gathers a quantized tensor if matmuls multiply codes.
-    if not (tensor._shared.is_gathered or (spec is not None and spec.is_parallel)):
+    if spec is None or not spec.is_parallel:
         return func(tensor._read())
     if infos := parallel_infos(tensor):
         settle_shard(tensor, infos)

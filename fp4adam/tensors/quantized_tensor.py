@@ -405,6 +405,15 @@ class QuantizedTensor(torch.Tensor):
 
     # torch.compile, FSDP2 and swap_tensors use these two to take a subclass apart.
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Quantizer, torch.dtype, Operands]]:
+        spec = self._shared.global_spec
+        if spec is not None and spec.is_parallel and spec.chunk == spec.shape[0]:
+            # A graph could neither quantize operands by the recipe nor agree on an amax.
+            raise NotImplementedError(
+                "layers whose weights parallelize_module has distributed must not be compiled, got "
+                f"a {type(self).__name__} of shape {tuple(self.shape)}; leave them eager "
+                "(torch.compiler.disable), or use fully_shard as well and a recipe for weights "
+                "alone, which are gathered as plain ones"
+            )
         # torch.compile has to compare operands too; quantizers exclude them from ==.
         context = (self.quantizer, self.dtype, self.quantizer.operands)
         return list(self.storage_tensors()), context

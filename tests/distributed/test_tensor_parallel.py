@@ -219,7 +219,9 @@ def train_beside_plain(rank: int, names: list[str], parallel: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_layers_are_those_of_torch_with_decoded_weights(world_size):
-    run_ranks(train_beside_plain, world_size, ["nvfp4", "mxfp8", "float8block"], 2)
+    # Under FSDP2 weights for GEMMs are gathered as quantized tensors.
+    names = ["nvfp4", "mxfp8", "float8block", "nvfp4, for GEMMs", "mxfp8, for GEMMs"]
+    run_ranks(train_beside_plain, world_size, names, 2)
 
 
 def multiply_codes(rank: int) -> None:
@@ -269,6 +271,28 @@ def test_quantized_operands():
     run_ranks(multiply_codes, 2)
 
 
+def share_an_amax(rank: int) -> None:
+    def build_group() -> Block:
+        torch.manual_seed(0)
+        model = Block(32).to(home(), torch.bfloat16)
+        return quantize_model(model, "nvfp4", scale_groups=[["up.weight", "down.weight"]])
+
+    whole, model = build_group(), distribute(build_group(), 2)
+    expected, optimizer = (FP4Adam(m.parameters(), **OPTIONS) for m in (whole, model))
+    for step in range(3):
+        for pair in ((whole, expected), (model, optimizer)):
+            set_grads(pair[0], fixed_grads(whole, step))
+            pair[1].step()
+        assert torch.equal(local(model.up.weight)._amax, local(model.down.weight)._amax)
+        assert_parts(model, whole)
+        assert_equal_state(optimizer, expected)
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_scale_groups(world_size):
+    run_ranks(share_an_amax, world_size)
+
+
 def count_collectives(rank: int, parallel: int) -> None:
     model = distribute(build("nvfp4", 32), parallel)
     optimizer = FP4Adam(model.parameters(), **OPTIONS)
@@ -310,6 +334,10 @@ def load_values(rank: int, parallel: int) -> None:
         model.load_state_dict(parts)
         forward_alone(model, width)
         assert_parts(model, whole)
+        # Moved and cast models keep their bytes.
+        assert_parts(
+            copy.deepcopy(model).float() if parallel == dist.get_world_size() else model, whole
+        )
         # On the meta device first; then values are initialized in place.
         with torch.device("meta"):
             empty = quantize_model(Block(width).to(torch.bfloat16), recipe)
@@ -380,6 +408,10 @@ def misuse(rank: int) -> None:
     model = distribute(build(both, 256), 2)
     with pytest.raises(NotImplementedError, match="under tensor parallelism"):
         loss_of(model, 256, False)
+    compiled = distribute(build("nvfp4", 32), 2)
+    compiled.compile(backend="aot_eager")
+    with pytest.raises(Exception, match="must not be compiled"):
+        loss_of(compiled, 32, False)
     copied = copy.deepcopy(local(distribute(build("nvfp4", 32), 2).up.weight))
     with torch.no_grad():
         copied.copy_(torch.ones(copied.shape))
