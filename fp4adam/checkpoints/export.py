@@ -3,7 +3,7 @@
 import json
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fp4adam.checkpoints import folder as checkpoint_folder
+from fp4adam.checkpoints import gguf_file
 from fp4adam.checkpoints.folder import CONFIG, Entry
-from fp4adam.checkpoints.layouts import LAYOUTS, Encoding, Layout
-from fp4adam.checkpoints.model_state import model_state, plain_name, unwrapped
-from fp4adam.distributed import fsdp
-from fp4adam.distributed.dtensor import is_dtensor, like, local, sharded_dims
-from fp4adam.distributed.scale_exchange import ShardInfo
+from fp4adam.checkpoints.layouts import LAYOUTS
+from fp4adam.checkpoints.model_state import plain_name
+from fp4adam.checkpoints.trained import Trained, gathered, tensors_of
+from fp4adam.distributed.dtensor import is_dtensor, like, local
 from fp4adam.formats.scale_groups import hf_scale_groups
-from fp4adam.nn.quantize_model import check_module
 from fp4adam.optim.fused_adam import FusedAdam
 from fp4adam.optim.param_view import written_value
 from fp4adam.optim.state_dict import saved_states
-from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import check_dtype
 
@@ -38,6 +36,7 @@ def export_checkpoint(
     layout: str = "compressed-tensors",
     *,
     config: Any = None,
+    tokenizer: str | Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a model with quantized weights as a checkpoint that engines serve as it is.
@@ -54,6 +53,8 @@ def export_checkpoint(
     ``"compressed-tensors"``  NVFP4 (``nvfp4-pack-quantized``), MXFP8 (``mxfp8-quantized``)
     ``"modelopt"``            NVFP4 (``W4A16_NVFP4``), MXFP8 (``MXFP8``)
     ``"fp8"``                 Float8Block of 128x128 (``weight_scale_inv``)
+    ``"gguf"``                for llama.cpp, one file ``model.gguf``: NVFP4 (type NVFP4), MXFP8 and
+                              Float8Block in BF16 if no value has to be rounded
     ========================  ===========================================================
 
     A weight with several names is written under the first one only, as Hugging Face does. Sharded
@@ -66,10 +67,15 @@ def export_checkpoint(
             are complete, ``config.json`` last; a process that is killed before leaves none.
         layout: See above.
         config: The model's configuration, a dictionary or one of Hugging Face's;
-            ``model.config`` if None, where there is one.
-        max_shard_bytes: The most that one file holds, unless a single weight is larger.
+            ``model.config`` if None, where there is one. ``"gguf"`` needs it.
+        tokenizer: For ``"gguf"``, which holds a vocabulary: another GGUF file with that of the
+            model, which llama.cpp's converter writes with ``--vocab-only``; ``"bytes"`` if tokens
+            are bytes; None for none, so that the model takes numbers of tokens alone.
+        max_shard_bytes: The most that one file holds, unless a single weight is larger; ``"gguf"``
+            has one file.
 
     Raises:
+        ImportError: For ``"gguf"`` without the package gguf: ``pip install 'fp4adam[gguf]'``.
         ValueError: If the layout is unknown or cannot hold the weights, weights are not finite, or
             the model has adapters of PEFT.
         FileExistsError: If ``folder`` holds a checkpoint already, or a ``config.json``, or gets one
@@ -81,38 +87,38 @@ def export_checkpoint(
         UserWarning: For NVFP4 weights with different amaxes that engines serve as one matrix, and
             for Float8Block weights with partial blocks.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    check_module(model)
-    model = unwrapped(model)
-    _check_no_adapters(model)
-    weights = _first_named(_state_of(model))
-    quantized = {n: local(w) for n, w in weights.items() if isinstance(local(w), QuantizedTensor)}
-    encoding = _encoding_for(LAYOUTS[layout], quantized)
-    linear = [
-        plain_name(f"{name}.weight")
-        for name, layer in model.named_modules(remove_duplicate=False)
-        if isinstance(layer, nn.Linear)
-    ]
-    for name, weight in quantized.items():
-        _check_whole_linear(name, weight, linear)
-    _warn_of_readers(quantized, weights, encoding)
-    excluded, stacked = _unquantized_modules(model)
-    quantization = LAYOUTS[layout].documents(encoding, excluded, stacked)
-    dtype = LAYOUTS[layout].decoded_dtype or next(iter(quantized.values())).dtype
-    documents = _documents_of(model, config, dtype)
+    known = {**LAYOUTS, gguf_file.LAYOUT.name: gguf_file.LAYOUT}
+    if layout not in known:
+        raise ValueError(f"layout must be one of {', '.join(known)}, got {layout!r}")
+    is_gguf = layout == gguf_file.LAYOUT.name
+    if tokenizer is not None and not is_gguf:
+        raise ValueError(
+            f"tokenizer must be None for layout {layout!r}, got {tokenizer!r}, which layout 'gguf' "
+            "alone holds; save it beside the checkpoint: tokenizer.save_pretrained(folder)"
+        )
+    trained = Trained.of(model, known[layout])
+    dtype = known[layout].decoded_dtype or next(iter(trained.quantized.values())).dtype
+    documents = _documents_of(trained.model, config, dtype)
+    _check_size(max_shard_bytes)
+    if is_gguf:
+        export = gguf_file.GGUFExport(trained, documents[CONFIG], tokenizer)
+        _write(lambda arrays: export.write(Path(folder), arrays), export.arrays(), trained.weights)
+        return
+    _warn_of_readers(trained)
+    excluded, stacked = _unquantized_modules(trained.model)
+    quantization = LAYOUTS[layout].documents(trained.encoding, excluded, stacked)
     content = {**documents[CONFIG], "quantization_config": quantization[CONFIG]}
     documents.update(quantization, **{CONFIG: content})
 
     def entries() -> Iterator[Entry]:
-        for name, weight in weights.items():
-            whole = _gathered(weight)
+        for name, weight in trained.weights.items():
+            whole = gathered(weight)
             if isinstance(whole, QuantizedTensor):
-                yield _quantized_entry(name, whole, encoding)
+                yield _quantized_entry(name, whole, trained)
             else:
                 yield Entry({name: whole.cpu().contiguous()}, {})
 
-    _write(Path(folder), entries(), documents, max_shard_bytes, weights)
+    _write_folder(folder, entries(), documents, max_shard_bytes, trained.weights)
 
 
 def export_masters(
@@ -144,15 +150,13 @@ def export_masters(
         FileExistsError, OSError, NotImplementedError: As :func:`export_checkpoint`.
     """
     check_dtype("dtype", dtype)
+    _check_size(max_shard_bytes)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer must be the one that trains the model, got {type(optimizer).__name__}; "
             "pass the FP4Adam that has its masters"
         )
-    check_module(model)
-    model = unwrapped(model)
-    _check_no_adapters(model)
-    weights = _first_named(_state_of(model))
+    model, weights = tensors_of(model)
     masters = _current_masters(optimizer)
     parameters = set(model.parameters())
 
@@ -167,13 +171,13 @@ def export_masters(
                 source = like(weight, value)
             else:
                 source = weight
-            whole = _gathered(source)
+            whole = gathered(source)
             if weight in parameters and weight.is_floating_point():
                 whole = whole.to(dtype)
             yield Entry({name: whole.cpu().contiguous()}, {})
 
     documents = _documents_of(model, config, dtype)
-    _write(Path(folder), entries(), documents, max_shard_bytes, weights)
+    _write_folder(folder, entries(), documents, max_shard_bytes, weights)
 
 
 def _current_masters(optimizer: Optimizer) -> dict[Tensor, Tensor]:
@@ -184,93 +188,17 @@ def _current_masters(optimizer: Optimizer) -> dict[Tensor, Tensor]:
     return {param: state["master_param"] for param, state in states if "master_param" in state}
 
 
-def _state_of(model: nn.Module) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, under all of their names."""
-    state = model_state(model).tensors
-    for name, value in state.items():
-        if value.is_meta:
-            raise ValueError(
-                f"{name!r} must have a value to be exported, got one on the meta device; load the "
-                "weights first"
-            )
-    return state
-
-
-def _first_named(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each weight once, by the first of its names."""
-    names: dict[int, str] = {}
-    weights = {}
-    for name, value in state.items():
-        first = names.setdefault(id(value), name)
-        if first == name:
-            weights[name] = value
-        elif isinstance(local(value), QuantizedTensor):
-            raise ValueError(
-                f"{first!r} and {name!r} must be two weights, got one quantized weight with two "
-                "names, which readers do not know of; untie them: "
-                "layer.weight = nn.Parameter(layer.weight.detach().clone())"
-            )
-    return weights
-
-
-def _encoding_for(layout: Layout, quantized: dict[str, QuantizedTensor]) -> Encoding:
-    """How ``layout`` stores the quantized weights of a model."""
-    known = {encoding.quantizer_class: encoding for encoding in layout.encodings}
-    held = ", ".join(kind.tensor_class.__name__ for kind in known)
-    if not quantized:
-        raise ValueError(
-            f"model must have weights in {held} for layout {layout.name!r}, got none that are "
-            "quantized; call quantize_model, or export_masters"
-        )
-    first, encoding = next(iter(quantized)), None
-    for name, weight in quantized.items():
-        quantizer = weight.quantizer
-        if type(quantizer) not in known:
-            others = [n for n, x in LAYOUTS.items() for e in x.encodings if _fits(e, weight)]
-            raise ValueError(
-                f"weights must be in {held} for layout {layout.name!r}, got {name!r} in "
-                f"{type(weight).__name__}; use layout={' or '.join(map(repr, others))}"
-            )
-        if type(weight) is not type(quantized[first]):
-            raise ValueError(
-                f"quantized weights must be of one format, got {first!r} in "
-                f"{type(quantized[first]).__name__} and {name!r} in {type(weight).__name__}; "
-                "quantize all of them alike"
-            )
-        encoding = known[type(quantizer)]
-        if problem := encoding.refusal(quantizer):
-            raise ValueError(
-                f"{name!r} must suit layout {layout.name!r}, got {quantizer}; {problem}"
-            )
-    return encoding
-
-
-def _fits(encoding: Encoding, weight: QuantizedTensor) -> bool:
-    return encoding.quantizer_class is type(weight.quantizer)
-
-
-def _check_whole_linear(name: str, weight: QuantizedTensor, linear: list[str]) -> None:
-    if name not in linear:
-        raise ValueError(
-            f"quantized weights must be those of nn.Linear layers, got {name!r}; leave it in high "
-            "precision (filter=...)"
-        )
-    if weight._shared.global_spec is None and not rows.is_whole_blocks(weight):
-        raise ValueError(f"{name!r} must be a whole tensor, got rows of another one; clone it")
-
-
-def _warn_of_readers(
-    quantized: dict[str, QuantizedTensor], weights: dict[str, Tensor], encoding: Encoding
-) -> None:
+def _warn_of_readers(trained: Trained) -> None:
     """Warn of weights that readers are known to misread."""
+    encoding = trained.encoding
     groups: dict[str, dict[str, float]] = defaultdict(dict)
     partial = []
-    for name, weight in quantized.items():
+    for name, weight in trained.quantized.items():
         layer = name.removesuffix(".weight")
         matrix = hf_scale_groups(name)
         if weight.quantizer.scales_tensor and matrix is not None:
             groups[matrix][layer.rpartition(".")[2]] = weight.flush()._amax.item()
-        sides = zip(weights[name].shape, encoding.block, strict=True)
+        sides = zip(trained.weights[name].shape, encoding.block, strict=True)
         partial += [layer] * any(n > block and n % block for n, block in sides)
     unequal = [name for name, amaxes in groups.items() if len({*amaxes.values()}) > 1]
     if unequal:
@@ -291,46 +219,13 @@ def _warn_of_readers(
         )
 
 
-def _quantized_entry(name: str, weight: QuantizedTensor, encoding: Encoding) -> Entry:
-    layer = name.removesuffix("weight")
-    try:
-        stored = encoding.encode(weight.flush())
-    except ValueError as error:
-        raise ValueError(f"{name!r}: {error}") from None
+def _quantized_entry(name: str, weight: QuantizedTensor, trained: Trained) -> Entry:
+    stored = trained.encode(name, weight)
     metadata = {}
     if weight._amax is not None:
         # The layout's rounded scale does not determine the last bit of the amax.
         metadata[f"{name}.amax"] = weight._amax.item().hex()
-    return Entry({layer + key: t.cpu().contiguous() for key, t in stored.items()}, metadata)
-
-
-def _gathered(weight: Tensor) -> Tensor:
-    """All of a weight, quantized as it is; of a DTensor every rank has to ask."""
-    if not is_dtensor(weight):
-        return weight.detach()
-    shard, sharded = weight._local_tensor.detach(), sharded_dims(weight)
-    if not sharded:
-        return shard
-    if not isinstance(shard, QuantizedTensor):
-        return weight.detach().full_tensor()
-    ShardInfo.of(weight)  # raises for what cannot be gathered
-    mesh = weight.device_mesh
-    if mesh.ndim > 1:
-        mesh = mesh[mesh.mesh_dim_names[sharded[0]]]
-    return fsdp.gather_codes(shard, mesh, weight.dtype)
-
-
-def _check_no_adapters(model: nn.Module) -> None:
-    """Raise ValueError for a model with the adapters of PEFT, whose names no reader knows."""
-    for name, module in model.named_modules():
-        # The models of PEFT have the one, the layers that it puts into others the other.
-        if hasattr(module, "merge_and_unload") or hasattr(module, "get_base_layer"):
-            place = f"{name!r}, " if name else ""
-            raise ValueError(
-                f"model must be without adapters to be exported, got {place}a "
-                f"{type(module).__name__}; merge them first: model = model.merge_and_unload(), or "
-                "save them alone with save_pretrained"
-            )
+    return Entry({key: t.cpu().contiguous() for key, t in stored.items()}, metadata)
 
 
 def _unquantized_modules(model: nn.Module) -> tuple[list[str], list[str]]:
@@ -383,26 +278,38 @@ def _config_of(model: nn.Module, config: Any, dtype: torch.dtype) -> dict[str, A
     return {**content, "dtype": str(dtype).removeprefix("torch.")}
 
 
-def _write(
-    folder: Path,
-    entries: Iterator[Entry],
-    documents: dict[str, dict[str, Any]],
-    max_shard_bytes: int,
-    weights: dict[str, Tensor],
-) -> None:
-    """Write from the first rank, and raise on every one if that fails."""
+def _check_size(max_shard_bytes: int) -> None:
     if not isinstance(max_shard_bytes, int) or max_shard_bytes <= 0:
         raise ValueError(
             f"max_shard_bytes must be a positive number of bytes, got {max_shard_bytes!r}; leave "
             f"it at {MAX_SHARD_BYTES}"
         )
+
+
+def _write_folder(
+    folder: str | Path,
+    entries: Iterator[Entry],
+    documents: dict[str, dict[str, Any]],
+    max_shard_bytes: int,
+    weights: dict[str, Tensor],
+) -> None:
+    def write(entries: Iterator[Entry]) -> None:
+        checkpoint_folder.write(Path(folder), entries, documents, max_shard_bytes)
+
+    _write(write, entries, weights)
+
+
+def _write(
+    write: Callable[[Iterator[Any]], None], entries: Iterator[Any], weights: dict[str, Tensor]
+) -> None:
+    """Write from the first rank, and raise on every one if that fails."""
     if not any(is_dtensor(weight) for weight in weights.values()):
-        checkpoint_folder.write(folder, entries, documents, max_shard_bytes)
+        write(entries)
         return
     failure: list[Exception | None] = [None]
     try:
         if dist.get_rank() == 0:
-            checkpoint_folder.write(folder, entries, documents, max_shard_bytes)
+            write(entries)
     except Exception as error:
         failure = [error]
     for _ in entries:
