@@ -220,12 +220,13 @@ def _warn_of_readers(trained: Trained) -> None:
 
 
 def _quantized_entry(name: str, weight: QuantizedTensor, trained: Trained) -> Entry:
+    layer = name.removesuffix("weight")
     stored = trained.encode(name, weight)
     metadata = {}
     if weight._amax is not None:
         # The layout's rounded scale does not determine the last bit of the amax.
         metadata[f"{name}.amax"] = weight._amax.item().hex()
-    return Entry({key: t.cpu().contiguous() for key, t in stored.items()}, metadata)
+    return Entry({layer + key: t.cpu().contiguous() for key, t in stored.items()}, metadata)
 
 
 def _unquantized_modules(model: nn.Module) -> tuple[list[str], list[str]]:

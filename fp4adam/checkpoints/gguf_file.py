@@ -120,11 +120,13 @@ class _Architecture(NamedTuple):
         pairs_neighbors: Whether rotary positions turn neighboring rows of q and k, where
             transformers turns the halves of a head.
         required: Values of the configuration that llama.cpp takes for granted.
+        keys: What its configuration must have, besides that of all.
     """
 
     name: str
     pairs_neighbors: bool = False
     required: dict[str, Any] = {}
+    keys: tuple[str, ...] = ()
 
 
 # What a configuration must have, and the kinds of rotary positions.
@@ -147,6 +149,7 @@ _ARCHITECTURES = {
     "Qwen3MoeForCausalLM": _Architecture(
         "qwen3moe",
         required={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        keys=("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
     ),
 }
 
@@ -197,7 +200,8 @@ class GGUFExport:
             ) from error
         self._gguf = gguf
         self._trained = trained
-        self._config = config
+        # transformers 5 writes the one, its configuration takes both.
+        self._config = {"num_experts": config.get("num_local_experts"), **config}
         self._architecture = self._known_architecture()
         self._tensors = [*self._plan()]
         self._frequencies = self._frequency_factors()
@@ -273,7 +277,8 @@ class GGUFExport:
             "partial_rotary_factor": 1.0,
             **architecture.required,
         }
-        missing = [key for key in _KEYS if self._config.get(key) is None]
+        keys = (*_KEYS, *architecture.keys)
+        missing = [key for key in keys if self._config.get(key) is None]
         wrong = {
             k: self._config[k] for k in required if self._config.get(k) not in (None, required[k])
         }
@@ -445,7 +450,7 @@ class GGUFExport:
             writer.add_rope_scaling_factor(rope["factor"])
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
         writer.add_vocab_size(config["vocab_size"])
-        if config.get("num_experts"):
+        if self._architecture.keys:
             writer.add_expert_count(config["num_experts"])
             writer.add_expert_used_count(config["num_experts_per_tok"])
             writer.add_expert_feed_forward_length(config["moe_intermediate_size"])

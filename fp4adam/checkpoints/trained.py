@@ -47,12 +47,11 @@ class Trained(NamedTuple):
         return cls(model, weights, quantized, encoding)
 
     def encode(self, name: str, weight: QuantizedTensor) -> dict[str, Tensor]:
-        """The tensors that a whole weight is stored as, on its device, by their full names."""
+        """The tensors that a whole weight is stored as, on its device."""
         try:
-            stored = self.encoding.encode(weight.flush())
+            return self.encoding.encode(weight.flush())
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}") from None
-        return {name.removesuffix("weight") + key: value for key, value in stored.items()}
 
 
 def tensors_of(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
