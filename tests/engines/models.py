@@ -1,0 +1,97 @@
+"""Small models of transformers that have learned eight lines by heart, and what they answer."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from fp4adam import FP4Adam, QuantizedTensor, hf_scale_groups, quantize_model
+
+VOCABULARY = 264  # bytes, and a token that merges two of them
+PROMPT, WRITTEN, N_PROMPTS = 32, 31, 3
+SHAPE = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=256,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=0,
+    tie_word_embeddings=False,
+)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
+CONFIGS: dict[str, Any] = {
+    "Llama": lambda: LlamaConfig(**SHAPE),
+    "Qwen3": lambda: Qwen3Config(**SHAPE),
+    "Qwen3-MoE": lambda: Qwen3MoeConfig(**SHAPE, **EXPERTS),
+}
+FORMATS = ("nvfp4", "mxfp8", "float8block")
+
+
+def build(name: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype)
+
+
+def text() -> Tensor:
+    """Eight lines of 64 bytes."""
+    content = Path(__file__).read_bytes()[: 8 * 64]
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(8, 64).long()
+
+
+@functools.cache
+def trained(name: str, weight_format: str) -> PreTrainedModel:
+    """A quantized model that is sure of how each line goes on."""
+    model = quantize_model(build(name), weight_format, scale_groups=hf_scale_groups)
+    optimizer = FP4Adam(model.named_parameters(), lr=3e-3, scale_groups=hf_scale_groups)
+    for _ in range(400):
+        loss = model(text(), labels=text()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if loss < 0.01:
+            return model.eval()
+    raise AssertionError(f"loss must fall below 0.01, got {loss}")
+
+
+def quantized_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The values of quantized weights in BF16, as training multiplies by them."""
+    return {
+        name: param.detach().dequantize(torch.bfloat16)
+        for name, param in model.named_parameters()
+        if isinstance(param, QuantizedTensor)
+    }
+
+
+@torch.no_grad()
+def log_probabilities(model: PreTrainedModel, dtype: torch.dtype) -> Tensor:
+    """Those of the first byte after each prompt, [prompts, vocabulary], computed in ``dtype``."""
+    if dtype != model.dtype:
+        values = quantized_weights(model)
+        state = {name: values.get(name, param) for name, param in model.named_parameters()}
+        model = AutoModelForCausalLM.from_config(model.config, dtype=dtype).eval()
+        model.load_state_dict({name: value.to(dtype) for name, value in state.items()})
+    logits = model(text()[:N_PROMPTS, :PROMPT]).logits[:, -1]
+    return logits.float().log_softmax(-1)
+
+
+@torch.no_grad()
+def greedy(model: PreTrainedModel) -> list[list[int]]:
+    """How the model goes on after each prompt."""
+    prompts = text()[:N_PROMPTS, :PROMPT]
+    options = dict(max_new_tokens=WRITTEN, do_sample=False, pad_token_id=0)
+    mask = torch.ones_like(prompts)
+    return model.generate(prompts, attention_mask=mask, **options)[:, PROMPT:].tolist()
