@@ -430,6 +430,7 @@ def export_shards(rank: int, folder: str) -> None:
         export_checkpoint(model, f"{folder}/sharded", "gguf", config=CONFIG)
 
 
+@pytest.mark.exhaustive
 def test_shards_give_the_same_file(tmp_path):
     run_ranks(export_shards, 3, str(tmp_path))
     files = [(tmp_path / name / "model.gguf").read_bytes() for name in ("whole0", "sharded")]

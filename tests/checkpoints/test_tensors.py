@@ -180,15 +180,16 @@ def test_what_cannot_be_fused():
 
 
 def compare_ranks(rank: int) -> None:
-    for layout, recipe in CASES:
-        for fused in (False, True):
-            expected = dict(export_tensors(build(recipe), layout, fused=fused))
-            torch.manual_seed(0)
-            model = build(recipe)
-            fully_shard(model, mesh=all_ranks())
-            pairs = export_tensors(model, layout, fused=fused)
-            actual = {name: value.clone() for name, value in pairs}
-            assert_same(actual, expected)
+    for layout, recipe, fused in (
+        ("compressed-tensors", "nvfp4", True),
+        ("modelopt", "mxfp8", True),
+        ("fp8", "float8block", False),
+    ):
+        expected = dict(export_tensors(build(recipe), layout, fused=fused))
+        model = build(recipe)
+        fully_shard(model, mesh=all_ranks())
+        actual = {n: t.clone() for n, t in export_tensors(model, layout, fused=fused)}
+        assert_same(actual, expected)
     amaxes = build("nvfp4", scale_groups=None)
     fully_shard(amaxes, mesh=all_ranks())
     with pytest.raises(ValueError, match="one amax to be fused"):  # on every rank
@@ -196,7 +197,7 @@ def compare_ranks(rank: int) -> None:
 
 
 def test_shards_are_gathered_in_the_same_order_on_all_ranks():
-    run_ranks(compare_ranks, 3)
+    run_ranks(compare_ranks, 2)
 
 
 def test_a_matrix_of_zeros():

@@ -33,7 +33,7 @@ def serve(path: Path) -> tuple[Tensor, list[list[int]]]:
     params.cpuparams.n_threads = 1
     server = xllamacpp.Server(params)
     logs, texts = [], []
-    for prompt in models.text()[: models.N_PROMPTS, : models.PROMPT].tolist():
+    for prompt in models.text()[:, : models.PROMPT].tolist():
         answer = server.handle_completions(
             dict(
                 prompt=prompt,

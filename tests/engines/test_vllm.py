@@ -33,7 +33,7 @@ CASES = [
 def test_vllm_serves_what_was_trained(name, weight_format, layout, tmp_path, record):
     model = models.trained(name, weight_format)
     export_checkpoint(model, tmp_path, layout)
-    prompts = models.text()[: models.N_PROMPTS, : models.PROMPT].tolist()
+    prompts = models.text()[:, : models.PROMPT].tolist()
     request = dict(prompts=prompts, written=models.WRITTEN, vocabulary=models.VOCABULARY)
     script = Path(__file__).with_name("serve_with_vllm.py")
     done = subprocess.run(
