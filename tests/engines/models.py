@@ -25,7 +25,6 @@ SHAPE = dict(
     num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
-    head_dim=32,
     max_position_embeddings=256,
     bos_token_id=None,
     eos_token_id=None,
@@ -34,16 +33,19 @@ SHAPE = dict(
 )
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
 CONFIGS: dict[str, Any] = {
-    "Llama": lambda: LlamaConfig(**SHAPE),
-    "Qwen3": lambda: Qwen3Config(**SHAPE),
-    "Qwen3-MoE": lambda: Qwen3MoeConfig(**SHAPE, **EXPERTS),
+    "Llama": lambda **options: LlamaConfig(**SHAPE, **options),
+    "Qwen3": lambda **options: Qwen3Config(**SHAPE, **options),
+    "Qwen3-MoE": lambda **options: Qwen3MoeConfig(**SHAPE, **EXPERTS, **options),
 }
 FORMATS = ("nvfp4", "mxfp8", "float8block")
 
 
-def build(name: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+def build(name: str, weight_format: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype)
+    # vLLM joins q, k and v, so that the rows of each have to fill blocks of 128.
+    head_dim = 64 if weight_format == "float8block" else 32
+    config = CONFIGS[name](head_dim=head_dim)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
 def text() -> Tensor:
@@ -55,7 +57,7 @@ def text() -> Tensor:
 @functools.cache
 def trained(name: str, weight_format: str) -> PreTrainedModel:
     """A quantized model that is sure of how each line goes on."""
-    model = quantize_model(build(name), weight_format, scale_groups=hf_scale_groups)
+    model = quantize_model(build(name, weight_format), weight_format, scale_groups=hf_scale_groups)
     optimizer = FP4Adam(model.named_parameters(), lr=3e-3, scale_groups=hf_scale_groups)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, STEPS)
     for _ in range(STEPS):
