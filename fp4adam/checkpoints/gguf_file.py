@@ -394,6 +394,14 @@ class GGUFExport:
             shape.insert(0, len(members))
         layer = name.rpartition(".")[0].rpartition(".")[2]
         n_heads = dict(zip(("q_proj", "k_proj"), self._heads, strict=True)).get(layer, 0)
+        rows = n_heads * self._head_dim
+        if layer == "embed_tokens":
+            rows = self._config["vocab_size"]
+        if rows and weight.shape[0] != rows:
+            raise ValueError(
+                f"config must be that of the model, got one with {rows} rows of {members[0]!r}, "
+                f"which has {weight.shape[0]}; correct vocab_size, head_dim or the numbers of heads"
+            )
         paired = n_heads if self._architecture.pairs_neighbors else 0
         return _Tensor(stored_as, kind, tuple(shape), members, piece, paired)
 

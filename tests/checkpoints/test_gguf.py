@@ -337,12 +337,16 @@ def test_the_vocabulary_of_another_file(tmp_path):
 
 PLAIN_SCALES = Float8BlockQuantizer(force_pow_2_scales=False)
 REFUSED = [
+    ({}, {"num_hidden_layers": 0}, "layers.0.* for which llama.cpp has no name"),
     ({}, {"architectures": ["GPT2LMHeadModel"]}, "architectures must be one of LlamaForCausalLM"),
     ({}, {"rms_norm_eps": None}, "config must have 'rms_norm_eps'"),
     ({}, {"hidden_act": "gelu"}, "hidden_act must be 'silu' .* got 'gelu'"),
     ({}, {"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be one of .* got 'yarn'"),
     ({}, {**MOE, "norm_topk_prob": False}, "norm_topk_prob must be True"),
     ({}, {**MOE, "decoder_sparse_step": 2}, "decoder_sparse_step must be 1"),
+    ({}, {"vocab_size": 300}, "got one with 300 rows of 'model.embed_tokens.weight'"),
+    ({}, {"head_dim": 64}, "got one with 256 rows of 'model.layers.0.self_attn.q_proj.weight'"),
+    ({}, {"num_key_value_heads": 4}, "k_proj.weight', which has 64; correct"),
     ({"recipe": PLAIN_SCALES}, {}, "scales that are powers of two"),
 ]
 
