@@ -79,16 +79,44 @@ def quantized_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     }
 
 
+def in_float32(model: PreTrainedModel) -> PreTrainedModel:
+    """The same values, computed with in FP32."""
+    values = quantized_weights(model)
+    state = {name: values.get(name, param) for name, param in model.named_parameters()}
+    exact = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
+    exact.load_state_dict({name: value.float() for name, value in state.items()})
+    return exact
+
+
 @torch.no_grad()
-def log_probabilities(model: PreTrainedModel, dtype: torch.dtype) -> Tensor:
-    """Those of the first byte after each prompt, [prompts, vocabulary], computed in ``dtype``."""
-    if dtype != model.dtype:
-        values = quantized_weights(model)
-        state = {name: values.get(name, param) for name, param in model.named_parameters()}
-        model = AutoModelForCausalLM.from_config(model.config, dtype=dtype).eval()
-        model.load_state_dict({name: value.to(dtype) for name, value in state.items()})
-    logits = model(text()[:, :PROMPT]).logits[:, -1]
-    return logits.float().log_softmax(-1)
+def log_probabilities(model: PreTrainedModel) -> Tensor:
+    """Those of the first byte after each prompt, [prompts, vocabulary]."""
+    return model(text()[:, :PROMPT]).logits[:, -1].float().log_softmax(-1)
+
+
+def errors(logs: Tensor, model: PreTrainedModel) -> tuple[float, float]:
+    """The largest difference from the same model in FP32, and that of the model itself.
+
+    Prompts for which a router hardly prefers the last expert that it takes are left out: whoever
+    rounds otherwise may take another one.
+    """
+    exact, gaps = in_float32(model), []
+
+    def note(router: torch.nn.Module, inputs: tuple[Tensor, ...], output: object) -> None:
+        count = model.config.num_experts_per_tok
+        best = torch.nn.functional.linear(inputs[0], router.weight).topk(count + 1).values
+        gaps.append((best[..., -2] - best[..., -1]).view(N_PROMPTS, PROMPT).amin(1))
+
+    for layer in exact.model.layers:
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_hook(note)
+    expected = log_probabilities(exact)
+    is_clear = torch.stack([*gaps, torch.ones(N_PROMPTS)]).amin(0) > 0.005
+    assert is_clear.any()
+    error, own = (
+        (x - expected)[is_clear].abs().max().item() for x in (logs, log_probabilities(model))
+    )
+    return error, own
 
 
 @torch.no_grad()
