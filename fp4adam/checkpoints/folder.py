@@ -1,5 +1,6 @@
 """Folders of safetensors files and JSON, as Hugging Face lays them out: how they are written."""
 
+import contextlib
 import ctypes
 import io
 import json
@@ -192,10 +193,18 @@ def _memory_of(name: str, value: Tensor) -> ctypes.Array[ctypes.c_char]:
 
 def _write_bytes(file: io.FileIO, content: Any, folder: Path) -> None:
     rest = memoryview(content).cast("B")
-    try:
+    with whole_or_nothing(folder):
         while rest:
             rest = rest[file.write(rest[:_CHUNK]) :]
+
+
+@contextlib.contextmanager
+def whole_or_nothing(folder: Path) -> Iterator[None]:
+    """Say of errors in writing what is left in ``folder``, a block of :class:`NewFiles`."""
+    try:
+        yield
     except OSError as error:
-        message = f"the checkpoint must be written whole, got {error.strerror!r}; nothing of it is "
-        message += "left, make room or choose another folder"
+        reason = error.strerror or str(error)
+        message = f"the checkpoint must be written whole, got {reason!r}; nothing of it is left, "
+        message += "make room or choose another folder"
         raise OSError(error.errno, message, str(folder)) from error

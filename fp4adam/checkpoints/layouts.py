@@ -122,8 +122,12 @@ class NVFP4Encoding(Encoding):
         return {
             self.codes: weight.rowwise_data,
             self.scale: scale.view(E4M3),
-            self.tensor_scale: self._scale_of(weight._amax.cpu()).reshape(shape),
+            self.tensor_scale: self._scale_of(weight._amax.cpu()).reshape(shape).to(scale.device),
         }
+
+    def _read(self, codes: Tensor, scale: Tensor, factor: Tensor) -> Tensor:
+        """Values of codes, as readers compute them from block scales and the tensor's."""
+        return codes * (scale / factor if self.divides else scale * factor)
 
     def _scale_of(self, amax: Tensor) -> Tensor:
         """A tensor scale with which readers decode every code to the same BF16 value.
@@ -148,7 +152,7 @@ class NVFP4Encoding(Encoding):
         fewest, best = expected.numel(), None
         for steps in (0, 1, -1, 2, -2, 3, -3):
             near = (value.view(torch.int32) + steps).view(torch.float32)
-            actual = (codes * (scale / near if self.divides else scale * near)).bfloat16()
+            actual = self._read(codes, scale, near).bfloat16()
             others = int((actual != expected).sum())
             if others < fewest and torch.allclose(actual, expected, rtol=2**-7, atol=0):
                 fewest, best = others, near

@@ -54,6 +54,10 @@ class NewFiles:
         file = self._open_unnamed() or self._open_hidden()
         return self._files.enter_context(file)
 
+    def path_of(self, file: io.FileIO) -> Path:
+        """A path by which a library can open a new file once more, to write to it."""
+        return self._hidden.get(file) or Path(f"/proc/self/fd/{file.fileno()}")
+
     def _open_unnamed(self) -> io.FileIO | None:
         if not (hasattr(os, "O_TMPFILE") and os.path.exists("/proc/self/fd")):
             return None

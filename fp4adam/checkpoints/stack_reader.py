@@ -36,7 +36,7 @@ class StackReader:
         layers = {stored.removesuffix(".weight"): piece for stored, piece in pieces.items()}
         # Parts of stacks, by the stack and the last part of their names, then by the first row.
         parts: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
-        for name in present:
+        for name in sorted(present):  # files list their tensors in no particular order
             layer, _, key = name.rpartition(".")
             is_quantized = any(f"{layer}.{other}" in present for other in others)
             piece = pieces.get(name)

@@ -20,19 +20,16 @@ Rule = Callable[[str], Hashable | None]
 ScaleGroups = Rule | Iterable[Iterable[str | Tensor]]
 
 # Layer names in Hugging Face models, and the layer that vLLM and SGLang fuse them into.
-_FUSED = {
-    part: whole
-    for whole, parts in {
-        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-        "gate_up_proj": ("gate_proj", "up_proj"),
-        "w13": ("w1", "w3"),
-        "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
-        "qkv": ("query", "key", "value"),
-        "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
-        "in_proj_ba": ("in_proj_b", "in_proj_a"),
-    }.items()
-    for part in parts
+_PARTS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "w13": ("w1", "w3"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "qkv": ("query", "key", "value"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
+_FUSED = {part: whole for whole, parts in _PARTS.items() for part in parts}
 
 
 def hf_scale_groups(name: str) -> str | None:
@@ -46,10 +43,21 @@ def hf_scale_groups(name: str) -> str | None:
         weight is not fused.
     """
     layer, _, kind = name.rpartition(".")
+    whole, _ = fused_layer(layer)
+    return whole if kind == "weight" else None
+
+
+def fused_layer(layer: str) -> tuple[str | None, tuple[str, ...]]:
+    """The layer that engines fuse a layer into, or None, and the layers in it, from the first row.
+
+    Args:
+        layer: The name of a layer, such as ``model.layers.0.self_attn.q_proj``.
+    """
     parent, dot, part = layer.rpartition(".")
-    if kind != "weight" or part not in _FUSED:
-        return None
-    return f"{parent}{dot}{_FUSED[part]}"
+    if part not in _FUSED:
+        return None, ()
+    whole = _FUSED[part]
+    return f"{parent}{dot}{whole}", tuple(f"{parent}{dot}{each}" for each in _PARTS[whole])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

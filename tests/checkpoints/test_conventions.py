@@ -291,7 +291,7 @@ def test_task_heads_stay_in_high_precision():
 def test_safetensors_is_asked_for_where_it_is_needed(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     export_checkpoint(build("nvfp4"), tmp_path)
-    with pytest.raises(ImportError, match=r"pip install fp4adam\[export\]"):
+    with pytest.raises(ImportError, match=r"pip install 'fp4adam\[export\]'"):
         import_checkpoint(build(None), tmp_path)
 
 

@@ -16,6 +16,7 @@ from fp4adam import (
     QuantizedTensor,
     export_checkpoint,
     export_masters,
+    export_tensors,
     import_checkpoint,
     quantize_model,
 )
@@ -74,6 +75,9 @@ def test_round_trip(recipe, layout, tmp_path):
     imported = import_checkpoint(make(seed=1), tmp_path)
     assert_identical(tensors(imported), tensors(model))
     assert imported.experts.down_proj._shared.name == "experts.down_proj"
+    stored = load_file(tmp_path / "model.safetensors")
+    assert_identical(dict(export_tensors(model, layout)), stored)
+    assert_identical(dict(export_tensors(model, layout, fused=True)), stored)
     export_checkpoint(imported, tmp_path / "again", layout)
     assert (tmp_path / "again/model.safetensors").read_bytes() == (
         tmp_path / "model.safetensors"

@@ -1,0 +1,214 @@
+"""What exports read of a model: its tensors, checked, whole, and as a layout stores them."""
+
+import math
+from collections import defaultdict
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from fp4adam.checkpoints.hub_names import Piece, pieces_of
+from fp4adam.checkpoints.layouts import LAYOUTS, Encoding, Layout
+from fp4adam.checkpoints.model_state import model_state, plain_name, unwrapped
+from fp4adam.distributed.dtensor import is_dtensor, local, sharded_dims
+from fp4adam.distributed.tensor_parallel import gather_whole
+from fp4adam.nn.quantize_model import check_module
+from fp4adam.tensors import rows
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
+
+
+class Trained(NamedTuple):
+    """A model that a layout can hold.
+
+    Attributes:
+        model: The model, without wrappers.
+        weights: All tensors by the first of their names, sharded ones as DTensors.
+        quantized: Of these the quantized ones, a shard where they are sharded.
+        encoding: How the layout stores the quantized ones.
+        pieces: What a checkpoint stores, by its names: stacked experts one by one.
+    """
+
+    model: nn.Module
+    weights: dict[str, Tensor]
+    quantized: dict[str, QuantizedTensor]
+    encoding: Encoding
+    pieces: dict[str, Piece]
+
+    @classmethod
+    def of(cls, model: nn.Module, layout: Layout) -> "Trained":
+        """Check that ``layout`` can hold a model; raises ValueError if not."""
+        model, weights = tensors_of(model)
+        quantized = {
+            n: local(w) for n, w in weights.items() if isinstance(local(w), QuantizedTensor)
+        }
+        encoding = _encoding_for(layout, quantized)
+        linear = [
+            plain_name(f"{name}.weight")
+            for name, layer in model.named_modules(remove_duplicate=False)
+            if isinstance(layer, nn.Linear)
+        ]
+        pieces = pieces_of(model, weights)
+        for piece in pieces.values():
+            if piece.name in quantized:
+                _check_whole_linear(piece, quantized[piece.name], linear, encoding)
+        return cls(model, weights, quantized, encoding, pieces)
+
+    @property
+    def spans(self) -> dict[str, dict[str, tuple[int, int] | None]]:
+        """As :func:`spans_of`."""
+        return spans_of(self.pieces)
+
+    def encode(self, name: str, weight: QuantizedTensor) -> dict[str, Tensor]:
+        """The tensors that a whole weight is stored as, on its device; a stack as one matrix."""
+        matrix = weight.flush()._alias((math.prod(weight.shape[:-1]), weight.shape[-1]))
+        try:
+            return self.encoding.encode(matrix)
+        except ValueError as error:
+            raise ValueError(f"{name!r}: {error}") from None
+
+    def encode_parts(self, name: str, weight: QuantizedTensor) -> dict[str, dict[str, Tensor]]:
+        """The tensors of each name that a whole weight is stored under, on its device."""
+        encoded = self.encode(name, weight)
+        return {
+            stored: encoded if span is None else self.encoding.cut(encoded, span)
+            for stored, span in self.spans[name].items()
+        }
+
+
+def spans_of(pieces: dict[str, Piece]) -> dict[str, dict[str, tuple[int, int] | None]]:
+    """Per tensor of a model: the names it is stored under, with the rows of each; None for all."""
+    spans: dict[str, dict[str, tuple[int, int] | None]] = defaultdict(dict)
+    for stored, piece in pieces.items():
+        spans[piece.name][stored] = piece.rows
+    return spans
+
+
+def cut_rows(whole: Tensor, span: tuple[int, int] | None) -> Tensor:
+    """Rows of a plain stack of matrices, or all of a tensor in its own shape."""
+    return whole if span is None else whole.flatten(0, 1)[slice(*span)]
+
+
+def tensors_of(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model without wrappers, and all of its tensors by the first of their names.
+
+    Raises:
+        TypeError: If it is not a model.
+        ValueError: If it cannot be exported in any layout.
+    """
+    check_module(model)
+    model = unwrapped(model)
+    _check_no_adapters(model)
+    return model, _first_named(_state_of(model))
+
+
+def _state_of(model: nn.Module) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, under all of their names."""
+    state = model_state(model).tensors
+    for name, value in state.items():
+        if value.is_meta:
+            raise ValueError(
+                f"{name!r} must have a value to be exported, got one on the meta device; load the "
+                "weights first"
+            )
+    return state
+
+
+def _first_named(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each weight once, by the first of its names."""
+    names: dict[int, str] = {}
+    weights = {}
+    for name, value in state.items():
+        first = names.setdefault(id(value), name)
+        if first == name:
+            weights[name] = value
+        elif isinstance(local(value), QuantizedTensor):
+            raise ValueError(
+                f"{first!r} and {name!r} must be two weights, got one quantized weight with two "
+                "names, which readers do not know of; untie them: "
+                "layer.weight = nn.Parameter(layer.weight.detach().clone())"
+            )
+    return weights
+
+
+def _encoding_for(layout: Layout, quantized: dict[str, QuantizedTensor]) -> Encoding:
+    """How ``layout`` stores the quantized weights of a model."""
+    known = {encoding.quantizer_class: encoding for encoding in layout.encodings}
+    held = ", ".join(kind.tensor_class.__name__ for kind in known)
+    if not quantized:
+        raise ValueError(
+            f"model must have weights in {held} for layout {layout.name!r}, got none that are "
+            "quantized; call quantize_model, or export_masters"
+        )
+    first, encoding = next(iter(quantized)), None
+    for name, weight in quantized.items():
+        quantizer = weight.quantizer
+        if type(quantizer) not in known:
+            others = [n for n, x in LAYOUTS.items() for e in x.encodings if _fits(e, weight)]
+            cure = "no layout has this format; call export_masters"
+            if others:
+                cure = f"use layout={' or '.join(map(repr, others))}"
+            raise ValueError(
+                f"weights must be in {held} for layout {layout.name!r}, got {name!r} in "
+                f"{type(weight).__name__}; {cure}"
+            )
+        if type(weight) is not type(quantized[first]):
+            raise ValueError(
+                f"quantized weights must be of one format, got {first!r} in "
+                f"{type(quantized[first]).__name__} and {name!r} in {type(weight).__name__}; "
+                "quantize all of them alike"
+            )
+        encoding = known[type(quantizer)]
+        if problem := encoding.refusal(quantizer):
+            raise ValueError(
+                f"{name!r} must suit layout {layout.name!r}, got {quantizer}; {problem}"
+            )
+    return encoding
+
+
+def _fits(encoding: Encoding, weight: QuantizedTensor) -> bool:
+    return encoding.quantizer_class is type(weight.quantizer)
+
+
+def _check_whole_linear(
+    piece: Piece, weight: QuantizedTensor, linear: list[str], encoding: Encoding
+) -> None:
+    """Raise ValueError unless ``piece`` of a quantized weight is one that layouts can hold."""
+    name, rows_of_it = piece
+    if rows_of_it is None and name not in linear:
+        raise ValueError(
+            f"quantized weights must be those of nn.Linear layers, got {name!r}; leave it in high "
+            "precision (filter=...), or write the model in high precision with export_masters: of "
+            "stacks of experts, those that checkpoints hold one by one can be exported"
+        )
+    if rows_of_it is not None and any(row % encoding.block[0] for row in rows_of_it):
+        raise ValueError(
+            f"the weight of each expert must have a multiple of {encoding.block[0]} rows to be "
+            f"exported, got rows {rows_of_it[0]} to {rows_of_it[1]} of {name!r}, which share "
+            "scales with others; leave it in high precision (filter=...)"
+        )
+    if weight._shared.global_spec is None and not rows.is_whole_blocks(weight):
+        raise ValueError(f"{name!r} must be a whole tensor, got rows of another one; clone it")
+
+
+def gathered(weight: Tensor) -> Tensor:
+    """All of a weight, quantized as it is; of a DTensor every rank has to ask."""
+    if not is_dtensor(weight):
+        return weight.detach()
+    shard, sharded = weight._local_tensor.detach(), sharded_dims(weight)
+    if not sharded:
+        return shard
+    if not isinstance(shard, QuantizedTensor):
+        return weight.detach().full_tensor()
+    return gather_whole(weight)
+
+
+def _check_no_adapters(model: nn.Module) -> None:
+    """Raise ValueError for a model with the adapters of PEFT, whose names no reader knows."""
+    for name, module in model.named_modules():
+        # The models of PEFT have the one, the layers that it puts into others the other.
+        if hasattr(module, "merge_and_unload") or hasattr(module, "get_base_layer"):
+            place = f"{name!r}, " if name else ""
+            raise ValueError(
+                f"model must be without adapters to be exported, got {place}a "
+                f"{type(module).__name__}; merge them first: model = model.merge_and_unload(), or "
+                "save them alone with save_pretrained"
+            )

@@ -1,0 +1,147 @@
+"""llama.cpp on the CPU: exports in layout gguf, and others after its own converter."""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import models
+import numpy as np
+import pytest
+import torch
+import xllamacpp
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from fp4adam import export_checkpoint
+
+VERSION = f"xllamacpp {importlib.metadata.version('xllamacpp')}"
+# The source of llama.cpp, with its converter: see the Makefile.
+SOURCE = os.environ.get("LLAMA_CPP", "")
+
+
+def serve(path: Path) -> tuple[Tensor, list[list[int]]]:
+    """Log probabilities of the first byte after each prompt, and the greedy text."""
+    params = xllamacpp.CommonParams()
+    params.model.path = str(path)
+    params.n_ctx, params.n_parallel, params.warmup = 256, 1, False
+    params.cpuparams.n_threads = 1
+    server = xllamacpp.Server(params)
+    logs, texts = [], []
+    for prompt in models.text()[:, : models.PROMPT].tolist():
+        answer = server.handle_completions(
+            dict(
+                prompt=prompt,
+                max_tokens=models.WRITTEN,
+                temperature=0,
+                logprobs=models.VOCABULARY,
+                ignore_eos=True,
+            )
+        )
+        answer = json.loads(answer) if isinstance(answer, str | bytes) else answer
+        tokens = answer["choices"][0]["logprobs"]["content"]
+        row = torch.full((models.VOCABULARY,), float("nan"))
+        for entry in tokens[0]["top_logprobs"]:
+            row[entry["id"]] = entry["logprob"]
+        logs.append(row)
+        texts.append([token["id"] for token in tokens])
+    return torch.stack(logs), texts
+
+
+def assert_serves(path: Path, model: object, name: str, *kind: object, record: object) -> None:
+    logs, texts = serve(path)
+    error, bf16 = models.errors(logs, model)
+    # The engine quantizes the inputs of NVFP4 weights to 8 bits and rounds those of BF16 weights;
+    # training rounds every result to BF16, which is an error of the same size.
+    assert error < 0.1, (error, bf16)
+    assert texts == models.greedy(model)
+    count = len(models.quantized_weights(model))
+    record(VERSION, name, *kind, count, f"{error:.3f} (BF16 {bf16:.3f})", f"{len(texts)} equal")
+
+
+@pytest.mark.parametrize("weight_format", models.FORMATS)
+@pytest.mark.parametrize("name", models.CONFIGS)
+def test_llama_cpp_serves_what_was_trained(name, weight_format, tmp_path, record):
+    model = models.trained(name, weight_format)
+    export_checkpoint(model, tmp_path, "gguf", tokenizer="bytes")
+    assert_weights(tmp_path / "model.gguf", model)
+    assert_serves(tmp_path / "model.gguf", model, name, weight_format, "gguf", record=record)
+
+
+def assert_weights(path: Path, model: object) -> None:
+    """Values times scales are those of training, whatever the order of their rows."""
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    for name, value in models.quantized_weights(model).items():
+        tensor = tensors[names.get_name(name, try_suffixes=(".weight",))]
+        decoded = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+        scale = tensors.get(tensor.name.removesuffix("weight") + "scale")
+        if scale is not None:
+            decoded *= torch.from_numpy(np.array(scale.data))
+        decoded = decoded.bfloat16()
+        assert decoded.shape == value.shape
+        assert torch.equal(in_order(decoded), in_order(value)), name
+
+
+def in_order(value: Tensor) -> Tensor:
+    """The rows of a matrix, sorted."""
+    rows = value.float().contiguous().numpy()
+    return torch.from_numpy(rows[np.lexsort(rows.T)])
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer of bytes, numbered as bytes, with one merge, which llama.cpp wants."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    tokens = [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    space = tokens[ord(" ")]
+    vocabulary = {token: i for i, token in enumerate([*tokens, 2 * space])}
+    tokenizer = Tokenizer(BPE(vocabulary, [(space, space)]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def convert(folder: Path, out: Path) -> None:
+    save_tokenizer(folder)
+    script = Path(__file__).with_name("convert_with_llama_cpp.py")
+    command = [sys.executable, script, SOURCE, folder, "--outfile", out, "--outtype", "bf16"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+CONVERTED = [
+    ("nvfp4", "compressed-tensors"),
+    ("nvfp4", "modelopt"),
+    ("float8block", "fp8"),
+]
+
+
+@pytest.mark.skipif(not SOURCE, reason="LLAMA_CPP must be the folder of llama.cpp's source")
+@pytest.mark.parametrize(("weight_format", "layout"), CONVERTED)
+@pytest.mark.parametrize("name", models.CONFIGS)
+def test_its_converter_reads_other_layouts(name, weight_format, layout, tmp_path, record):
+    model = models.trained(name, weight_format)
+    export_checkpoint(model, tmp_path / "out", layout)
+    convert(tmp_path / "out", path := tmp_path / "model.gguf")
+    export_checkpoint(model, tmp_path / "ours", "gguf", tokenizer="bytes")
+    theirs, ours = (
+        {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+        for file in (path, tmp_path / "ours/model.gguf")
+    )
+    # Its converter writes scales of inputs as well, which are 1.
+    assert {name for name in theirs if not name.endswith("input_scale")} == ours.keys()
+    for key, tensor in ours.items():
+        other = theirs[key]
+        assert (other.tensor_type, [*other.shape]) == (tensor.tensor_type, [*tensor.shape]), key
+        if key.endswith(".scale"):
+            np.testing.assert_allclose(other.data, tensor.data, rtol=3e-7)
+        else:
+            np.testing.assert_array_equal(other.data, tensor.data, err_msg=key)
+    kind = (weight_format, f"{layout}, converted")
+    assert_serves(path, model, name, *kind, record=record)

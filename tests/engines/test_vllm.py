@@ -1,0 +1,61 @@
+"""vLLM reads exports: its loader, names, config and fusing; the products are replaced.
+
+vLLM pins other versions of transformers and compressed-tensors, so it lives in an environment of
+its own and runs as a program: serve_with_vllm.py says what is replaced.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import models
+import pytest
+import torch
+
+from fp4adam import export_checkpoint
+
+PYTHON = os.environ.get("VLLM_PYTHON", "")
+
+pytestmark = pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON must be the Python that has vLLM")
+
+CASES = [
+    ("nvfp4", "compressed-tensors"),
+    ("nvfp4", "modelopt"),
+    ("mxfp8", "compressed-tensors"),
+    ("mxfp8", "modelopt"),
+    ("float8block", "fp8"),
+]
+
+
+@pytest.mark.parametrize(("weight_format", "layout"), CASES)
+@pytest.mark.parametrize("name", models.CONFIGS)
+def test_vllm_serves_what_was_trained(name, weight_format, layout, tmp_path, record):
+    model = models.trained(name, weight_format)
+    export_checkpoint(model, tmp_path, layout)
+    prompts = models.text()[:, : models.PROMPT].tolist()
+    request = dict(prompts=prompts, written=models.WRITTEN, vocabulary=models.VOCABULARY)
+    script = Path(__file__).with_name("serve_with_vllm.py")
+    done = subprocess.run(
+        [PYTHON, script, tmp_path],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "PYTHONPATH": ""},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    answer = json.loads(done.stdout.splitlines()[-1])
+    # q, k and v are one there, and so are gate and up; stacked experts stay in high precision.
+    parts = 2 if name == "Qwen3-MoE" else 4
+    assert len(answer["decoded"]) == parts * model.config.num_hidden_layers
+    values = models.quantized_weights(model).values()
+    assert sum(map(torch.Size.numel, map(torch.Size, answer["decoded"]))) == sum(
+        value.numel() for value in values
+    )
+    error, bf16 = models.errors(torch.tensor(answer["logs"]), model)
+    assert error < 0.3, (error, bf16)  # both round every result to BF16
+    assert answer["texts"] == models.greedy(model)
+    version = f"vLLM {answer['version']}, products replaced"
+    result = f"{error:.3f} (BF16 {bf16:.3f})"
+    record(version, name, weight_format, layout, len(values), result, f"{len(prompts)} equal")
