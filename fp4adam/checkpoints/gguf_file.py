@@ -289,7 +289,7 @@ class GGUFExport:
         wrong = {
             k: self._config[k] for k in required if self._config.get(k) not in (None, required[k])
         }
-        # transformers' default, which it leaves out of no file, is another one.
+        # Without them nobody knows: transformers has other defaults, and writes them always.
         absent = [key for key in architecture.required if key not in self._config]
         if missing or absent:
             raise ValueError(
