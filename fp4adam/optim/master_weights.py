@@ -114,12 +114,13 @@ class MasterWeights:
         answers = _agreed(here) if all_ranks else here
         # Also equal: values that were rounded, saved in the nominal dtype and quantized again, and
         # values loaded in high precision next to their masters. On some ranks the bytes may be the
-        # same nevertheless.
+        # same nevertheless, and if only others have quantized again, the amax is neither's.
         others = [view for view in quantized if not answers[view]]
         again = {
             view: here[view]
             or view.holds(twin)
             or view.was_written(master_of(view, states[view.owner]))
+            or _has_codes_of(view, master_of(view, states[view.owner]))
             for view, twin in _requantized(others, rounded)
         }
         again = _agreed(again) if all_ranks else again
@@ -141,6 +142,12 @@ class MasterWeights:
         for view, bytes_of_master in left.items():
             if bytes_of_master is not None:
                 view.param._shared.rounded_master = bytes_of_master
+
+
+def _has_codes_of(view: QuantizedView, master: Tensor) -> bool:
+    """Whether a shard has exactly the codes of a master, under scales that may differ from its."""
+    is_shard = ShardInfo.of(view.owner) is not None
+    return is_shard and view.param.quantizer.recodes_exactly and view.is_rounded(master)
 
 
 def quantize_together(
