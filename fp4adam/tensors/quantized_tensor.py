@@ -404,29 +404,32 @@ class QuantizedTensor(torch.Tensor):
         )
 
     # torch.compile, FSDP2 and swap_tensors use these two to take a subclass apart.
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Quantizer, torch.dtype, Operands]]:
-        spec = self._shared.global_spec
-        if spec is not None and spec.is_parallel and spec.chunk == spec.shape[0]:
-            # A graph could neither quantize operands by the recipe nor agree on an amax.
-            raise NotImplementedError(
-                "layers whose weights parallelize_module has distributed must not be compiled, got "
-                f"a {type(self).__name__} of shape {tuple(self.shape)}; leave them eager "
-                "(torch.compiler.disable), or use fully_shard as well and a recipe for weights "
-                "alone, which are gathered as plain ones"
-            )
+    def __tensor_flatten__(
+        self,
+    ) -> tuple[list[str], tuple[Quantizer, torch.dtype, Operands, bool]]:
         # torch.compile has to compare operands too; quantizers exclude them from ==.
-        context = (self.quantizer, self.dtype, self.quantizer.operands)
+        spec = self._shared.global_spec
+        is_parallel = spec is not None and spec.is_parallel and spec.chunk == spec.shape[0]
+        context = (self.quantizer, self.dtype, self.quantizer.operands, is_parallel)
         return list(self.storage_tensors()), context
 
     @classmethod
     def __tensor_unflatten__(
         cls,
         inner: dict[str, Tensor],
-        context: tuple[Quantizer, torch.dtype, Operands],
+        context: tuple[Quantizer, torch.dtype, Operands, bool],
         outer_size: tuple[int, ...],
         outer_stride: tuple[int, ...],
     ) -> "QuantizedTensor":
-        quantizer, dtype, _ = context
+        quantizer, dtype, _, is_parallel = context
+        if is_parallel:
+            # A graph could neither quantize operands by the recipe nor agree on an amax.
+            raise NotImplementedError(
+                "layers whose weights parallelize_module has distributed must not be compiled, got "
+                f"a {cls.__name__} of shape {tuple(outer_size)}; leave them eager "
+                "(torch.compiler.disable), or use fully_shard as well and a recipe for weights "
+                "alone, which are gathered as plain ones"
+            )
         tensors = Storage(**{name.removeprefix("_"): value for name, value in inner.items()})
         return cls(outer_size, dtype, quantizer, tensors)
 
