@@ -306,8 +306,6 @@ def train_variant(rank: int, recipe: str, rows: int, variant: str) -> None:
         sharded = build(rows, 32, recipe)
     if variant == "kept":
         options["reshard_after_forward"] = False
-    elif variant == "kept by two":
-        options["reshard_after_forward"] = 2
     elif variant.startswith("hybrid"):
         mesh = init_device_mesh(home().type, (2, 2), mesh_dim_names=("replicate", "shard"))
         microbatches = 2 if variant == "hybrid, accumulated" else 1
@@ -381,7 +379,6 @@ def gathered_layers(model: nn.Module) -> list[dict[str, Tensor]]:
         pytest.param("prefetched", 2, marks=pytest.mark.exhaustive),
         pytest.param("recomputed", 2, marks=pytest.mark.exhaustive),
         ("hybrid", 4),
-        pytest.param("kept by two", 4, marks=pytest.mark.exhaustive),
         pytest.param("hybrid, accumulated", 4, marks=pytest.mark.exhaustive),
         pytest.param("hybrid, recomputed", 4, marks=pytest.mark.exhaustive),
     ],
