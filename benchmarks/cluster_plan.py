@@ -199,7 +199,7 @@ class Small(nn.Sequential):
 def check(name: str, device: str) -> dict[str, tuple[int, int]]:
     """By what is counted, the planned number and the counted one, on this rank."""
     # Counting needs torch's distributed tensors, which plans do not.
-    from scaling import Traffic
+    from traffic import Traffic
 
     n = dist.get_world_size()
     quantizer = FORMATS[name]

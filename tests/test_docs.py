@@ -171,12 +171,11 @@ def test_extras_that_texts_name_exist():
     extras = set(re.findall(r"^(\w+) = \[", table, re.MULTILINE))
     folders = (ROOT / name for name in ("fp4adam", "examples", "benchmarks", "docs"))
     files = [f for folder in folders for f in folder.rglob("*") if f.suffix in (".py", ".md")]
-    named = [
-        n for f in [README, *files] for n in re.findall(r"install \S+\[(\w+)\]", f.read_text())
-    ]
+    pattern = re.compile(r"install '?(?:\.|fp4adam)\[(\w+)\]")
+    named = [n for f in [README, *files] for n in pattern.findall(f.read_text())]
     assert len(named) > 10 and set(named) <= extras
     # Unquoted brackets are a pattern of file names to zsh.
-    assert not any(re.search(r"install [^'\s]\S*\[", f.read_text()) for f in [README, *files])
+    assert not any(re.search(r"install [^'\"\s]\S*\[", f.read_text()) for f in [README, *files])
 
 
 def messages() -> set[str]:

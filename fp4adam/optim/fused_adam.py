@@ -113,6 +113,8 @@ class FusedAdam(NamedStates, Optimizer):
         "use_decoupled_grad",
         "set_grad_none",
     )
+    # Those saved by version 0.1 have none.
+    set_grad_none: bool | None = None
 
     def __init__(
         self,

@@ -145,9 +145,10 @@ class MasterWeights:
 
 
 def _has_codes_of(view: QuantizedView, master: Tensor) -> bool:
-    """Whether a shard has exactly the codes of a master, under scales that may differ from its."""
-    is_shard = ShardInfo.of(view.owner) is not None
-    return is_shard and view.param.quantizer.recodes_exactly and view.is_rounded(master)
+    """Whether a shard has the codes of a master, under an amax that may differ from its."""
+    is_shard = bool(ShardInfo.of(view.owner))
+    quantizer = view.param.quantizer
+    return is_shard and quantizer.scales_tensor and view.is_rounded(master)
 
 
 def quantize_together(

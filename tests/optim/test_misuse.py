@@ -477,7 +477,10 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         ("must be even", "(3, 7)", "pad it"),
     ),
     # Export
-    "export: unknown layout": (exporting(layout="gguf"), V, ("layout must be one of", "'gguf'")),
+    "export: unknown layout": (exporting(layout="onnx"), V, ("layout must be one of", "'onnx'")),
+    "export: unknown architecture": (
+        exporting(layout="gguf"), V, ("architectures must be one of", "got None", "pass config="),
+    ),
     "export: nothing quantized": (
         call(lambda s: export_checkpoint(s.plain, s.folder)), V, ("got none", "quantize_model"),
     ),
@@ -538,7 +541,7 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         "--format must be one name, got nvfp4,mxfp8; add --compare",)),
     "--format: unknown": (command("--format", "fp8"), SystemExit, (
         "must be of nvfp4, mxfp8, float8block, bf16, fp32, got 'fp8'",)),
-    "--baseline": (command("--baseline", "nvfp4"), SystemExit, (
+    "--baseline": (command("--compare", "--baseline", "nvfp4"), SystemExit, (
         "--baseline must be of bf16, fp32, got nvfp4",)),
     "--matmul: nothing quantized": (command("--matmul", "kept", "--format", "bf16"), SystemExit, (
         "--matmul kept needs quantized weights, got --format bf16; leave",)),
