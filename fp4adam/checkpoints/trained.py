@@ -25,6 +25,7 @@ class Trained(NamedTuple):
         quantized: Of these the quantized ones, a shard where they are sharded.
         encoding: How the layout stores the quantized ones.
         pieces: What a checkpoint stores, by its names: stacked experts one by one.
+        spans: The same by the names of the model, as :func:`spans_of`.
     """
 
     model: nn.Module
@@ -32,6 +33,7 @@ class Trained(NamedTuple):
     quantized: dict[str, QuantizedTensor]
     encoding: Encoding
     pieces: dict[str, Piece]
+    spans: dict[str, dict[str, tuple[int, int] | None]]
 
     @classmethod
     def of(cls, model: nn.Module, layout: Layout) -> "Trained":
@@ -50,12 +52,7 @@ class Trained(NamedTuple):
         for piece in pieces.values():
             if piece.name in quantized:
                 _check_whole_linear(piece, quantized[piece.name], linear, encoding)
-        return cls(model, weights, quantized, encoding, pieces)
-
-    @property
-    def spans(self) -> dict[str, dict[str, tuple[int, int] | None]]:
-        """As :func:`spans_of`."""
-        return spans_of(self.pieces)
+        return cls(model, weights, quantized, encoding, pieces, spans_of(pieces))
 
     def encode(self, name: str, weight: QuantizedTensor) -> dict[str, Tensor]:
         """The tensors that a whole weight is stored as, on its device; a stack as one matrix."""
