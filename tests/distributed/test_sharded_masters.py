@@ -104,6 +104,16 @@ def make_muon(seed: int = 0) -> tuple[nn.Module, Optimizer, Optimizer]:
     )
 
 
+def train(model: nn.Module, optimizer: Optimizer, rank: int) -> None:
+    """Three steps, with batches of this rank."""
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        x = torch.randn(8, 32, generator=generator).to(home())
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def train_with_muon(rank: int, folder: str) -> None:
     model, muon, adamw = make_muon()
     alone = build(64, 32, "nvfp4", torch.bfloat16)
@@ -158,12 +168,7 @@ def train_replicas(rank: int) -> dict[str, Any]:
     quantize_model(model, "nvfp4")
     replica = DistributedDataParallel(model)
     optimizer = MasterWeightOptimizer(model.parameters(), AdamW, **OPTIONS)
-    for step in range(3):
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        x = torch.randn(8, 32, generator=generator).to(home())
-        replica(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(replica, optimizer, rank)
     found = {}
     for name, param in model.named_parameters():
         inner = param.storage_tensors() if isinstance(param, QuantizedTensor) else {"": param}
@@ -213,12 +218,7 @@ def train_variant(rank: int, recipe: str, variant: str) -> None:
     else:
         fully_shard(model, **options)
     optimizer = MasterWeightOptimizer(model.parameters(), AdamW, **OPTIONS)
-    for step in range(3):
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        x = torch.randn(8, 32, generator=generator).to(home())
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, rank)
     check_shards(model)
     for param in model.parameters():
         own = local(param)
@@ -245,12 +245,7 @@ def train_with_zero(rank: int) -> dict[str, Tensor]:
     replica = DistributedDataParallel(model)
     make_optimizer = functools.partial(MasterWeightOptimizer, optimizer_class=AdamW)
     optimizer = ZeroRedundancyOptimizer(replica.parameters(), make_optimizer, **OPTIONS)
-    for step in range(3):
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        x = torch.randn(8, 32, generator=generator).to(home())
-        replica(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(replica, optimizer, rank)
     return {name: param.detach().float() for name, param in model.named_parameters()}
 
 
