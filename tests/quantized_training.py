@@ -86,9 +86,8 @@ def make_mlp(quantizer: Quantizer | None, device: str, dtype: torch.dtype = torc
 
 def mlp_loss(model: Callable[[Tensor], Tensor], seed: int = 0, batch: int = 32) -> Tensor:
     """How far the model is from a rotation of its input."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     first = getattr(model, "_orig_mod", model)[0]
-    x = random((batch, 32), seed, device)
+    x = random((batch, 32), seed, first.bias.device)
     return (model(x.to(first.bias.dtype)).float() - x.roll(1, dims=1)).square().mean()
 
 

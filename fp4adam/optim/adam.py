@@ -170,8 +170,7 @@ def _update_(
     if s.step_size != 0:  # A zero step leaves the value alone, including the sign of a zero.
         if adam_w_mode:
             p.mul_(s.decay)
-        # (-step_size * exp_avg) / denominator is rounded before it is added.
-        p.addcdiv_(exp_avg, denominator, value=-s.step_size)
+        _subtract_ratio_(p, exp_avg, s.step_size, denominator, scratch=change)
         if p is not value:
             value.copy_(p)
 
@@ -183,6 +182,14 @@ def _multiply_add(x: Tensor, factor: float, y: Tensor, out: Tensor) -> Tensor:
     # One pass. Compilers make addcmul's last product and its sum one rounding, on most CPUs:
     # (factor * x) * 1 + y has a last product that is exact.
     return torch.addcmul(y, x, x.new_ones(()), value=factor, out=out)
+
+
+def _subtract_ratio_(p: Tensor, x: Tensor, factor: float, y: Tensor, scratch: Tensor) -> None:
+    """``p -= (factor * x) / y``, with both products rounded."""
+    if p.is_cpu:  # One pass; compilers cannot join a quotient with a sum.
+        p.addcdiv_(x, y, value=-factor)
+    else:  # A GPU's addcdiv is p + factor * (x / y), with one rounding for product and sum.
+        p.sub_(torch.mul(x, factor, out=scratch).div_(y))
 
 
 def _sqrt(x: Tensor, out: Tensor) -> Tensor:

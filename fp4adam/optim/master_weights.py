@@ -28,11 +28,15 @@ from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 
 def master_of(view: ParamView, state: dict[str, Any]) -> Tensor | None:
-    """The local part of a master weight in FP32; None if the state has none."""
+    """The local part of a master weight in FP32, on its parameter's device; None without one.
+
+    Models move without the states, which follow when they are loaded.
+    """
     if "master_param" not in state:
         return None
     own = {name: local(value) for name, value in state.items()}
-    return StoredState.of(own, "master_param", view.codecs["master_param"]).decode()
+    stored = StoredState.of(own, "master_param", view.codecs["master_param"])
+    return stored.decode().to(view.param.device)
 
 
 class MasterWeights:

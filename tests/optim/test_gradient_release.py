@@ -387,7 +387,8 @@ def test_new_groups_are_released_too(device: str) -> None:
     st.sampled_from([*RECIPES]),
 )
 def test_programs_train_alike(actions: list[str], recipe: str) -> None:
-    (model, optimizer), (other, plain) = pair(RECIPES[recipe], "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    (model, optimizer), (other, plain) = pair(RECIPES[recipe], device)
     handle: Any = optimizer.enable_gradient_release()
     for step, action in enumerate(["train", *actions, "train"]):
         for one, module in ((optimizer, model), (plain, other)):

