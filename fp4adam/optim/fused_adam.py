@@ -1,45 +1,37 @@
 """AdamW with FP32 master weights and moments; one fused kernel per kind of parameter."""
 
-import contextlib
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from fp4adam.distributed.dtensor import (
-    dtensor_class,
-    first_element,
-    is_dtensor,
-    like,
-    local,
-    sharding_groups,
-)
+from fp4adam.distributed.dtensor import first_element, like, local
 from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.interop.borrowed_tensor import BorrowedTensor
 from fp4adam.optim import checks
-from fp4adam.optim import state_dict as saving
 from fp4adam.optim.adam import updates_params
 from fp4adam.optim.grad_norm import GradNorm
-from fp4adam.optim.gradient_release import GradientRelease, check_max_norm
+from fp4adam.optim.gradients import Gradients
 from fp4adam.optim.hyper_parameters import check_hyper_parameters, check_numbers
 from fp4adam.optim.master_weights import MasterWeights, master_of
 from fp4adam.optim.named_states import NamedStates
 from fp4adam.optim.param_state import ParamState
 from fp4adam.optim.param_view import ParamView, Storing, view_of
+from fp4adam.optim.saved_states import SavedStates
 from fp4adam.optim.state_codec import join_master, split_master
 from fp4adam.optim.step_plan import StepPlan
 from fp4adam.optim.stored_state import StoredState, state_like
 from fp4adam.tensors import backend
 
 
-class FusedAdam(NamedStates, Optimizer):
+class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
     """Drop-in ``torch.optim.AdamW`` that keeps FP32 master weights of 16-bit parameters.
 
     All arithmetic is FP32 and gives the same bits on a CPU and on a GPU (FP64 for FP64 parameters,
@@ -267,85 +259,6 @@ class FusedAdam(NamedStates, Optimizer):
                 step = torch.as_tensor(values["step"], dtype=torch.float32, device="cpu")
                 values["step"] = step.reshape(()).clone()
 
-    # Gradients
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Reset the gradients, including ``decoupled_grad`` if it is in use.
-
-        Args:
-            set_to_none: Free gradients instead of zeroing them; None means the ``set_grad_none`` of
-                the constructor, or else True.
-
-        Raises:
-            ValueError: If it contradicts ``set_grad_none``.
-        """
-        default = getattr(self, "set_grad_none", None)
-        if default is not None and set_to_none not in (None, default):
-            raise ValueError(
-                f"set_to_none must be {default} for an optimizer made with set_grad_none={default},"
-                f" got {set_to_none}; leave set_grad_none out"
-            )
-        if set_to_none is None:
-            set_to_none = default is None or default
-        super().zero_grad(set_to_none)
-        self._clip = {}
-        if self._release is not None:
-            self._release.drop_gradients()
-        if self.use_decoupled_grad:
-            for param in self._params():
-                if getattr(param, "decoupled_grad", None) is not None:
-                    param.decoupled_grad = None if set_to_none else param.decoupled_grad.zero_()
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor:
-        """Clip the total norm of all gradients in the next step.
-
-        Like ``torch.nn.utils.clip_grad_norm_`` on all parameters, but the gradients stay unchanged:
-        the step multiplies each by min(max_norm / (norm + 1e-6), 1) when it reads it, and does not
-        round the product to the gradient's dtype. This costs one more read of the gradients, no
-        write, and no device sync. With a ``GradScaler``, call ``scaler.unscale_(optimizer)`` first.
-        With sharded parameters, call it on every rank.
-
-        Args:
-            max_norm: Largest norm that is not clipped, >= 0; infinity only measures.
-            norm_type: 1, 2 or infinity.
-            error_if_nonfinite: Raise if the norm is NaN or infinite; this syncs the device.
-
-        Returns:
-            The norm before clipping, a 0-dim float32 tensor on the device of the first gradient.
-
-        Raises:
-            ValueError: If an argument is out of range.
-            RuntimeError: With ``error_if_nonfinite``, if the norm is not finite; with gradient
-                release.
-        """
-        if self._release is not None:
-            raise RuntimeError(
-                "clip_grad_norm_ must not be called while gradients are released, got a call after "
-                "the step they were for; pass max_norm to enable_gradient_release, which clips by "
-                "the norm of the previous step"
-            )
-        params = [param for group in self.param_groups for param in group["params"]]
-        with torch._C.DisableTorchFunctionSubclass():
-            groups = [*map(sharding_groups, params)]
-            sizes = [*map(Tensor.numel, map(local, params))]
-            known = self._grad_norm
-            if known is None or (known.sizes, known.groups) != (sizes, groups):
-                self._grad_norm = GradNorm(sizes, groups)
-            grads = [*map(self._read_grad, params)]
-            norm, self._clip = self._grad_norm(grads, max_norm, norm_type, error_if_nonfinite)
-        return norm
-
-    @property
-    def _read_grad(self) -> Callable[[Tensor], Tensor | None]:
-        """A function that returns the local part of a parameter's gradient, or None."""
-        read = _decoupled_grad if self.use_decoupled_grad else attrgetter("grad")
-        kind = dtensor_class()
-        if any(isinstance(param, kind) for param in self._params()):
-            return lambda param: local(read(param))
-        return read
-
     # The step
 
     @torch.no_grad()
@@ -392,52 +305,6 @@ class FusedAdam(NamedStates, Optimizer):
             else:
                 self._release.finish_step()
         return loss
-
-    def enable_gradient_release(self, max_norm: float | None = None) -> GradientRelease:
-        """Step each parameter as soon as its gradient is complete, and free the gradient.
-
-        The weights get the same bits as from ``step()`` after the backward pass, but gradients no
-        longer exist all at once. Keep the training loop as it is: ``step()`` steps parameters that
-        still have a gradient, such as one set by hand, and ends the step. It has to be called after
-        each backward pass, except those in :meth:`GradientRelease.accumulate`. Members of a scale
-        group are stepped once all of those that require gradients have one, or else in ``step()``.
-
-        Works with FSDP2, which calls the hooks with reduced gradients.
-        ``torch.nn.parallel.DistributedDataParallel`` averages gradients after the hooks, so
-        its parameters are refused at the first gradient. ``GradScaler`` is refused by ``step()``.
-        ``torch.nn.utils.clip_grad_norm_`` finds no gradients.
-
-        Args:
-            max_norm: Clip by the *previous* step's norm: every gradient of a step is multiplied by
-                min(max_norm / (norm + 1e-6), 1) of the norm of all gradients of the step before, as
-                its own is known only after its parameters were stepped. The first step is not
-                clipped. This costs one more read of the gradients. None does not measure.
-
-        Returns:
-            A handle; ``remove()`` returns to stepping in ``step()``. Copies of the optimizer do not
-            release gradients.
-
-        Raises:
-            RuntimeError: If gradients are released already.
-            NotImplementedError: With ``use_decoupled_grad``, and for parameters that FSDP2 offloads
-                to the CPU.
-            ValueError: If ``max_norm`` is negative.
-        """
-        check_max_norm(max_norm)
-        if self._release is not None:
-            raise RuntimeError(
-                "gradient release must be enabled once, got a second call; remove() the handle "
-                "that the first one returned"
-            )
-        if self.use_decoupled_grad:
-            raise NotImplementedError(
-                "use_decoupled_grad must be False for gradient release, got True: autograd calls "
-                "hooks for param.grad only; leave use_decoupled_grad False"
-            )
-        self._drop_plan()
-        self._clip = {}
-        self._release = GradientRelease(self, max_norm)
-        return self._release
 
     # torch.compile would trace into this, but addresses and tables cannot be traced.
     @torch._disable_dynamo
@@ -699,145 +566,6 @@ class FusedAdam(NamedStates, Optimizer):
                 state.pop("master_param_scale", None)
             if view.has_remainder and "param_remainder" in state:
                 local(state["param_remainder"]).zero_()
-
-    # Checkpoints
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state in FP32 under the names of ``torch.optim.AdamW``, whatever the storage dtypes.
-
-        As in ``torch.optim``, tensors that are FP32 already are the optimizer's own, not copies. If
-        other code has written to a parameter, its value replaces the outdated master.
-        """
-        return self._saved(compact=False)
-
-    def compact_state_dict(self) -> dict[str, Any]:
-        """The state as it is stored; :meth:`load_state_dict` restores it bit for bit.
-
-        Moments have the dtypes ``exp_avg_dtype`` and ``exp_avg_sq_dtype``, with ``exp_avg_scale``
-        and ``exp_avg_sq_scale`` if blocks of 32 elements share a scale. Two float8_e4m3fn moments
-        take 2 + 2/32 bytes per element instead of 8. ``param_remainder`` takes 2 bytes instead of
-        the 4 of ``master_param``; it is valid only with the parameters of the same step, which must
-        be loaded first. Any optimizer of this class can load the result, whatever its own storage
-        dtypes; ``torch.optim.AdamW`` cannot. The tensors are the optimizer's own, not copies.
-
-        Raises:
-            NotImplementedError: For sharded parameters with scaled states: the blocks of 32
-                elements follow each rank's memory and would not fit other shards.
-        """
-        for param, state in self.state.items():
-            scaled = (
-                [name for name in state if name.endswith("_scale")]
-                if isinstance(state, dict)
-                else []
-            )
-            if scaled and is_dtensor(param):
-                raise NotImplementedError(
-                    f"states of sharded parameters must have no scales to be saved as they are, "
-                    f"got {', '.join(scaled)}, which fit the shards of this number of ranks only; "
-                    "save state_dict(), or store moments in bfloat16"
-                )
-        return self._saved(compact=True)
-
-    def _saved(self, compact: bool) -> dict[str, Any]:
-        def encode(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-            states = state_dict["state"]
-            keys = dict(saving.saved_keys(self.param_groups, state_dict))
-            keys = {param: key for param, key in keys.items() if isinstance(states[key], dict)}
-            views = {param: self._view(param) for param in keys}
-            left = self._left(views.values())
-            for param, key in keys.items():
-                view = views[param]
-                states[key] = saving.saved_state(view, states[key], view in left, compact)
-
-        with self._saving, self._hook(self.register_state_dict_post_hook, encode):
-            return super().state_dict()
-
-    @torch.no_grad()
-    def _left(self, views: Iterable[ParamView]) -> Container[ParamView]:
-        """The parameters that no longer equal their rounded masters; changes neither."""
-        with torch._C.DisableTorchFunctionSubclass():
-            self._take_notes()
-            return self._masters.left([*views], self.__dict__["state"])[0]
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state saved by this class, compact or not, by ``torch.optim.AdamW``, or by
-        Transformer Engine's ``FusedAdam``.
-
-        Moments and masters are not rounded to the dtype of their parameters; they are converted to
-        the storage dtypes of this optimizer. Nothing is shared with ``state_dict``.
-
-        Model and optimizer may be loaded in any order: the next step compares each parameter with
-        its rounded master, and restarts the master where they differ. Masters that ``state_dict``
-        lacks start from the parameters as well. Parameters keep their values, with two exceptions.
-        A quantized parameter that was restored from plain values of the rounded master gets the
-        master's exact bytes. A parameter without a master of its own, such as a float32 one, takes
-        over a stored master that rounds to its value.
-
-        With sharded parameters, call it on every rank, with states of its shards or of whole
-        parameters.
-
-        Raises:
-            ValueError: If groups, shapes, dtypes, placements or numbers do not fit; nothing has
-                changed then.
-            TypeError: If a hyper-parameter is not a number.
-        """
-        new: dict[Tensor, dict[str, Any]] = {}
-
-        def check(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-            state_dict = saving.with_steps(state_dict)
-            if not saving.has_groups_of(self.param_groups, state_dict):
-                return state_dict  # torch.optim raises its own error
-            saving.check_state_dict(self.param_groups, state_dict)
-            for group in state_dict["param_groups"]:
-                check_numbers({**self.defaults, **group})
-                checks.check_storing(self._storing, group.get("amsgrad", False))
-            states = dict(state_dict["state"])
-            for owner, key in saving.saved_keys(self.param_groups, state_dict):
-                new[owner] = saving.new_state(self._view(owner), states[key])
-                states[key] = saving.others(states[key])
-            return {**state_dict, "state": states}
-
-        def restore(optimizer: Optimizer) -> None:
-            for owner, state in new.items():
-                self.state[owner].update(state)
-            self._adopt_masters([*new])
-
-        with (
-            self._saving,
-            torch.no_grad(),
-            self._hook(self.register_load_state_dict_pre_hook, check, prepend=False),
-            self._hook(self.register_load_state_dict_post_hook, restore),
-        ):
-            super().load_state_dict(state_dict)
-
-    def _adopt_masters(self, owners: Sequence[Tensor]) -> None:
-        """Give parameters with the values of their rounded loaded masters the exact bytes of these.
-
-        All others keep their bytes; the next step compares them again, in case the model is loaded
-        after the optimizer.
-        """
-        with torch._C.DisableTorchFunctionSubclass():
-            views = [self._view(owner) for owner in owners if not owner.is_meta]
-            states = self.__dict__["state"]
-            for view in views:
-                if not view.has_master and "master_param" in states[view.owner]:
-                    saving.adopt_master(view, states[view.owner])
-            self._masters.adopt([view for view in views if view.has_master], states)
-
-    @contextlib.contextmanager
-    def _hook(
-        self, register: Callable[..., Any], hook: Callable[..., Any], prepend: bool = True
-    ) -> Iterator[None]:
-        """Register a hook of torch.optim for the duration of a ``with`` block."""
-        handle = register(hook, prepend=prepend)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-
-def _decoupled_grad(param: Tensor) -> Tensor | None:
-    return getattr(param, "decoupled_grad", None)
 
 
 def _are_same(actual: Iterable, expected: list) -> bool:
