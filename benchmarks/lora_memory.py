@@ -65,8 +65,8 @@ class Adapted(nn.Module):
     def __init__(self, base: nn.Module, rows: int, cols: int, rank: int) -> None:
         super().__init__()
         self.base = base
-        self.down = nn.Parameter(torch.randn(rank, cols) / math.sqrt(cols))
-        self.up = nn.Parameter(torch.zeros(rows, rank))
+        self.down = nn.Parameter(torch.randn(rank, cols, dtype=BF16) / math.sqrt(cols))
+        self.up = nn.Parameter(torch.zeros(rows, rank, dtype=BF16))
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps [..., cols] to [..., rows]."""
@@ -166,7 +166,7 @@ def build(base: Base, config: GPTConfig, device: str, rank: int, row: Row) -> GP
         squares += torch.stack([difference.square().sum(), value.float().square().sum()]).cpu()
         count, nbytes = count + value.numel(), nbytes + nbytes_of(frozen)
         with torch.device(device):
-            setattr(parent, name, Adapted(frozen, rows, cols, rank).to(BF16))
+            setattr(parent, name, Adapted(frozen, rows, cols, rank))
     row["base_parameters"], row["base_B"] = count, nbytes / count
     row["base_error"] = (squares[0] / squares[1]).sqrt().item()
     return model
