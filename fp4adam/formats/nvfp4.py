@@ -212,6 +212,11 @@ def _factors(scale: Tensor, amax: Tensor) -> Tensor:
     return (1.0 / (minifloat.e4m3_value(scale) * decode)).clamp(max=minifloat.FP32_MAX)
 
 
+def decode_factors(scale: Tensor, amax: Tensor) -> Tensor:
+    """The factors that map codes to values in blocks with these scales, as float32 values."""
+    return (scale * amax) * (1 / RANGE)
+
+
 def _decode(
     data: Tensor,
     scale: Tensor,
@@ -235,7 +240,7 @@ def _decode(
         grid = scale.t() if transposed else scale
     else:
         grid = scale[:rows, : cols // BLOCK]
-    factor = (minifloat.e4m3_value(grid.contiguous()) * amax) * (1 / RANGE)
+    factor = decode_factors(minifloat.e4m3_value(grid.contiguous()), amax)
     values = minifloat.unpack_e2m1(data)
     block_rows = BLOCK if two_dimensional else 1
     blocks = values.view(rows // block_rows, block_rows, cols // BLOCK, BLOCK)

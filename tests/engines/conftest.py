@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 OTHERS = [
+    "ignore:experts in the layout .compressed-tensors.:UserWarning",
     "ignore::DeprecationWarning",
     "ignore::FutureWarning",
     "ignore::PendingDeprecationWarning",

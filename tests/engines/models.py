@@ -31,7 +31,7 @@ SHAPE = dict(
     pad_token_id=0,
     tie_word_embeddings=False,
 )
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, norm_topk_prob=True)
 CONFIGS: dict[str, Any] = {
     "Llama": lambda **options: LlamaConfig(**SHAPE, **options),
     "Qwen3": lambda **options: Qwen3Config(**SHAPE, **options),

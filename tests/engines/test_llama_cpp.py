@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
@@ -73,19 +74,36 @@ def test_llama_cpp_serves_what_was_trained(name, weight_format, tmp_path, record
     assert_serves(tmp_path / "model.gguf", model, name, weight_format, "gguf", record=record)
 
 
+def matrices(model: object) -> Iterator[tuple[str, Tensor]]:
+    """Quantized weights by the names that the package gguf knows, gate and up apart."""
+    for name, value in models.quantized_weights(model).items():
+        if name.endswith("experts.gate_up_proj"):
+            for half, part in zip(("gate", "up"), value.chunk(2, 1), strict=True):
+                yield name.replace("gate_up", half) + ".weight", part
+        else:
+            yield name.removesuffix(".weight") + ".weight", value
+
+
 def assert_weights(path: Path, model: object) -> None:
     """Values times scales are those of training, whatever the order of their rows."""
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
-    for name, value in models.quantized_weights(model).items():
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, 2)
+    for name, value in matrices(model):
         tensor = tensors[names.get_name(name, try_suffixes=(".weight",))]
         decoded = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
         scale = tensors.get(tensor.name.removesuffix("weight") + "scale")
         if scale is not None:
-            decoded *= torch.from_numpy(np.array(scale.data))
+            # One, or one for each expert.
+            decoded *= torch.from_numpy(np.array(scale.data)).view(-1, *(1,) * (value.dim() - 1))
         decoded = decoded.bfloat16()
         assert decoded.shape == value.shape
-        assert torch.equal(in_order(decoded), in_order(value)), name
+        for ours, theirs in zip(each_matrix(value), each_matrix(decoded), strict=True):
+            assert torch.equal(in_order(theirs), in_order(ours)), name
+
+
+def each_matrix(value: Tensor) -> Tensor:
+    """The matrices of a stack; of a matrix itself, as a stack of one."""
+    return value.view(-1, *value.shape[-2:])
 
 
 def in_order(value: Tensor) -> Tensor:

@@ -46,9 +46,8 @@ def test_vllm_serves_what_was_trained(name, weight_format, layout, tmp_path, rec
     )
     assert done.returncode == 0, done.stderr[-4000:]
     answer = json.loads(done.stdout.splitlines()[-1])
-    # q, k and v are one there, and so are gate and up; stacked experts stay in high precision.
-    parts = 2 if name == "Qwen3-MoE" else 4
-    assert len(answer["decoded"]) == parts * model.config.num_hidden_layers
+    # q, k and v are one there, and so are gate and up.
+    assert len(answer["decoded"]) == 4 * model.config.num_hidden_layers
     values = models.quantized_weights(model).values()
     assert sum(map(torch.Size.numel, map(torch.Size, answer["decoded"]))) == sum(
         value.numel() for value in values
