@@ -4,6 +4,7 @@
 correctly rounded float32 operation (float64 for float64 parameters), so both give the same bits.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -51,8 +52,27 @@ def updates_params(group: Mapping[str, Any]) -> bool:
     return abs(float(group["lr"])) > 2.0**-149  # the smallest float32 above zero
 
 
+@functools.lru_cache(maxsize=64)
+def power(base: float, exponent: int) -> float:
+    """``base ** exponent`` for an exponent >= 0, by squaring.
+
+    A sequence of products rounds alike everywhere; ``**`` of C libraries and of GPUs does not.
+    ``fp4adam.kernels.step_scalars`` does the same.
+    """
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
+
+
 def adam_scalars(group: Mapping[str, Any], step: float) -> Scalars:
-    """The scalars of a parameter group for its update number ``step`` (1 for the first)."""
+    """The scalars of a parameter group for its update number ``step`` (1 for the first).
+
+    ``fp4adam.kernels.step_scalars`` does the same on a device.
+    """
     lr = float(group["lr"])
     beta1, beta2 = (float(beta) for beta in group["betas"])
     weight_decay = float(group["weight_decay"])
@@ -62,7 +82,10 @@ def adam_scalars(group: Mapping[str, Any], step: float) -> Scalars:
         decay = 1 - lr * weight_decay if weight_decay else 1.0
     bias_correction1 = bias_correction2 = 1.0
     if group["bias_correction"]:
-        bias_correction1, bias_correction2 = 1 - beta1**step, 1 - beta2**step
+        bias_correction1, bias_correction2 = (
+            1 - power(beta1, int(step)),
+            1 - power(beta2, int(step)),
+        )
     return Scalars(
         grad_factor=-1.0 if group["maximize"] else 1.0,
         decay=decay,

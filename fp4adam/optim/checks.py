@@ -184,6 +184,23 @@ def check_steppable(name: str, param: Tensor) -> None:
         )
 
 
+def check_capturable(param: Tensor, grad: Tensor | None) -> None:
+    """Raise RuntimeError for a parameter of a capturable optimizer that kernels cannot step.
+
+    Torch operators would need the step count on the host.
+    """
+    if not param.numel():
+        return
+    got = f"a parameter of shape {tuple(param.shape)}, {param.dtype} on {param.device}"
+    if grad is not None:
+        got += f", with a gradient of strides {grad.stride()}"
+    raise RuntimeError(
+        "capturable=True needs parameters that the kernels step: on a GPU, not float64, dense, "
+        f"aligned to 16 bytes, with gradients of the same strides, got {got}; move the model to "
+        "the GPU first, make gradients contiguous, or leave capturable False"
+    )
+
+
 def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
     """Raise if ``grad``, the local part of the gradient, cannot update ``param``."""
     if not isinstance(grad, Tensor):

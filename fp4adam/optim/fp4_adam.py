@@ -1,7 +1,7 @@
 """FusedAdam for parameters that are stored in 4 or 8 bits."""
 
 import pickle
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,12 @@ from fp4adam.optim import checks
 from fp4adam.optim.fused_adam import FusedAdam
 from fp4adam.optim.param_view import Storing
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
+
+
+_CAPTURE_AROUND = (
+    "capture forward and backward, and call step() outside the graph: it writes weights at the "
+    "addresses that the graph reads"
+)
 
 
 class FP4Adam(FusedAdam):
@@ -67,7 +73,8 @@ class FP4Adam(FusedAdam):
         set_grad_none: Deprecated: what ``zero_grad`` does by default.
         maximize: Ascend instead of descend.
         foreach: Accepted for compatibility; updates are always batched.
-        capturable: Not supported.
+        capturable: Not supported; capture forward and backward, and call ``step()`` outside of the
+            CUDA graph. It writes weights in place, where the graph reads them.
         differentiable: Not supported.
         fused: False takes plain torch operators instead of the kernels, with the same results.
         quantize_from: "master" quantizes the FP32 master itself; "param_dtype" rounds it to the
@@ -207,10 +214,16 @@ class FP4Adam(FusedAdam):
             checks.check_steppable(type(self).__name__, param)
             checks.check_state(param, self.state.get(param, {}), self._storing)
 
-    def _capturable_error(self) -> str:
+    def _check_capturable_option(self, options: Mapping[str, Any]) -> None:
+        if options["capturable"]:
+            raise NotImplementedError(
+                "capturable must be False for FP4Adam, got True: re-quantization takes its scales "
+                "from values that exist on the device only between launches, and a CUDA graph would "
+                f"replay the step with the scalars of its capture; {_CAPTURE_AROUND}"
+            )
+
+    def _capture_error(self) -> str:
         return (
-            "capturable must be False for FP4Adam, got True: re-quantization takes its scales from "
-            "values that exist on the device only between launches, and a CUDA graph would replay "
-            "the step with the scalars of its capture; capture forward and backward, and call "
-            "step() outside the graph"
+            "step() of FP4Adam must not be captured in a CUDA graph, got a call in a capture: "
+            f"replays would repeat its scalars; {_CAPTURE_AROUND}"
         )

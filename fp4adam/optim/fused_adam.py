@@ -19,7 +19,7 @@ from fp4adam.optim import checks
 from fp4adam.optim.adam import updates_params
 from fp4adam.optim.grad_norm import GradNorm
 from fp4adam.optim.gradients import Gradients
-from fp4adam.optim.hyper_parameters import check_hyper_parameters, check_numbers
+from fp4adam.optim.hyper_parameters import check_hyper_parameters, check_numbers, is_on_device
 from fp4adam.optim.master_weights import MasterWeights, master_of
 from fp4adam.optim.named_states import NamedStates
 from fp4adam.optim.param_state import ParamState
@@ -83,16 +83,17 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
         maximize: Ascend instead of descend.
         set_grad_none: Deprecated, as in Transformer Engine: what :meth:`zero_grad` does by default.
         foreach: Accepted for compatibility; updates are always batched.
-        capturable: Not supported: the scalars of a step are computed on the host.
+        capturable: Keep step counts and learning rates on the GPU, and compute the scalars of a
+            step there, so that a CUDA graph can record ``step()``; see :meth:`step`.
         differentiable: Not supported.
         fused: False uses torch operators instead of the kernels, with the same results.
 
     Raises:
         ValueError: If a hyper-parameter is out of range, with the message of ``torch.optim``; if a
             state cannot be stored in the given dtype; for ``store_param_remainders`` without FP32
-            masters.
-        NotImplementedError: For ``capturable`` and ``differentiable``, and for ``amsgrad`` with
-            second moments that are not float32.
+            masters; for ``capturable`` without the kernels, or in some groups only.
+        NotImplementedError: For ``differentiable``, and for ``amsgrad`` with second moments that
+            are not float32.
         RuntimeError: If ``fused`` and ``foreach`` are both True.
     """
 
@@ -176,6 +177,8 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
         self._borrowed: dict[Tensor, BorrowedTensor] = {}
         # The clipping coefficient of the next step, by device.
         self._clip: dict[torch.device, Tensor] = {}
+        # Memory that captured steps use; graphs outlive plans and loaded states.
+        self.__dict__.setdefault("_captured", [])
         # Set while gradients are released; it outlives loaded states, but is not copied.
         self.__dict__.setdefault("_release", None)
         if self._release is not None:
@@ -212,16 +215,32 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         """Raise if a hyper-parameter is out of range or a flag is not supported."""
-        if options["capturable"]:
-            raise NotImplementedError(self._capturable_error())
+        self._check_capturable_option(options)
         check_hyper_parameters(type(self).__name__, options)
         checks.check_storing(self._storing, options["amsgrad"])
 
-    def _capturable_error(self) -> str:
-        return (
-            f"capturable must be False for {type(self).__name__}, got True: the scalars of each "
-            "step are computed on the host in float64; run the step outside the CUDA graph"
-        )
+    def _check_capturable_option(self, options: Mapping[str, Any]) -> None:
+        own = getattr(self, "defaults", options)["capturable"]
+        if options["capturable"] != own:
+            raise ValueError(
+                f"capturable must be the same for all groups, got {options['capturable']} in one of "
+                f"an optimizer with {own}; pass it to the constructor"
+            )
+        if own and options["fused"] is False:
+            raise ValueError(
+                "fused must not be False with capturable=True, got False: torch operators take the "
+                "scalars of a step from the host; leave fused out"
+            )
+
+    @property
+    def _is_capturable(self) -> bool:
+        # Not that of a group, which torch.compile and checkpoints of torch.optim set.
+        return self.defaults.get("capturable", False)
+
+    def _updates(self, group: dict[str, Any]) -> bool:
+        """Whether steps may change the parameters of a group, and not just the moments."""
+        # Otherwise only the device knows the learning rate.
+        return self._is_capturable or updates_params(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; its options are checked like the constructor's."""
@@ -252,11 +271,14 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
             # A checkpoint of torch.optim carries the flags of the implementation that wrote it.
-            group["capturable"] = group["differentiable"] = False
+            group["capturable"], group["differentiable"] = self._is_capturable, False
             group["decoupled_weight_decay"] = group["adam_w_mode"]
-        for values in self.state.values():
+            if self._is_capturable and not is_on_device(group["lr"]):
+                group["lr"] = float(group["lr"])
+        for param, values in self.state.items():
             if isinstance(values, dict) and "step" in values:
-                step = torch.as_tensor(values["step"], dtype=torch.float32, device="cpu")
+                device = param.device if self._is_capturable else "cpu"
+                step = torch.as_tensor(values["step"], dtype=torch.float32, device=device)
                 values["step"] = step.reshape(()).clone()
 
     # The step
@@ -264,6 +286,14 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> float | None:
         """Update every parameter that has a gradient.
+
+        With ``capturable=True`` a CUDA graph can record it. Run at least one step outside the
+        graph first, which creates the states; its learning rates become float64 tensors on the
+        GPU, which schedulers of torch and Megatron fill in place. A replay reads the gradients at
+        the addresses of the capture, tensors among lr, betas, eps and weight decay, ``grad_scale``
+        and ``found_inf``; other numbers are those of the capture. The bits are those of steps that
+        are not captured. Capture again after loading a state, resetting masters or adding
+        parameters, and keep the optimizer as long as the graph.
 
         Args:
             closure: Re-evaluates the model and returns the loss, or None.
@@ -278,7 +308,8 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
         Raises:
             RuntimeError: If a gradient is sparse, a parameter is on the meta device, a state does
                 not fit its parameter, ``quantize_model`` has replaced a parameter since, or the
-                call is in inference mode.
+                call is in inference mode; if a CUDA graph is captured without ``capturable``, or
+                before a step has run; if ``capturable`` and the kernels cannot step a parameter.
             TypeError: If a parameter or gradient has a dtype that Adam cannot update, or there are
                 other ``options``.
             ValueError: If a hyper-parameter is NaN or out of range, or a parameter is in the groups
@@ -316,9 +347,14 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
             )
         for group in self.param_groups:
             check_numbers(group, may_wait=False)
+        captures = backend.is_capturing()
+        if captures:
+            self._check_capture()
+        elif self._is_capturable:
+            self._put_rates_on_devices()
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         try:
-            plan = self._fitting_plan()
+            plan = self._plan if captures else self._fitting_plan()
             name = type(self).__name__
             for param, grad in plan.gradients_for_operators():
                 checks.check_gradient(name, param, grad)
@@ -328,26 +364,75 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
             raise
         clip, self._clip = self._clip, {}
         try:
-            plan.run(grad_scale, clip, found_inf)
+            plan.run(grad_scale, clip, found_inf, captures)
         except BaseException:
             # Some parameters may have been stepped, so no note can be trusted.
             self._forget()
             raise
 
+    def _check_capture(self) -> None:
+        """Raise if a CUDA graph cannot record this step."""
+        if not self._is_capturable:
+            raise RuntimeError(self._capture_error())
+        if self._clip:
+            raise RuntimeError(
+                "clipping must not be pending while a step is captured, got a clip_grad_norm_ before "
+                "it: every replay would multiply by that coefficient; capture "
+                "torch.nn.utils.clip_grad_norm_, which scales the gradients"
+            )
+        for group in self.param_groups:
+            if not is_on_device(group["lr"]):
+                raise RuntimeError(
+                    f"lr must be a tensor on the GPU while a step is captured, got {group['lr']!r}: "
+                    "replays would repeat this number; run one step outside the graph first, which "
+                    'makes it one, then change it with group["lr"].fill_()'
+                )
+        structure = self._structure()
+        if self._plan is None or not (self._plan.can_be_captured and self._is_planned(structure)):
+            raise RuntimeError(
+                "a captured step must be like the last one outside the graph, got a first step, or "
+                "one with other parameters, states or gradients: these need new memory and kernels; "
+                "run one step outside the graph right before the capture"
+            )
+        self._captured.append(self._plan.memory_of_replays())
+
+    def _capture_error(self) -> str:
+        return (
+            "capturable must be True to capture step() in a CUDA graph, got False: replays would "
+            f"repeat the scalars of the capture; create {type(self).__name__}(capturable=True), or "
+            "call step() outside the graph"
+        )
+
+    def _put_rates_on_devices(self) -> None:
+        """Make learning rates tensors that replays can read, as Transformer Engine does."""
+        for group in self.param_groups:
+            lr = group["lr"]
+            if isinstance(lr, Tensor) and not is_on_device(lr):
+                raise ValueError(
+                    "lr must be a number or a tensor on the GPU with capturable=True, got a tensor "
+                    f"on {lr.device}, which a replay cannot read; move it, or pass a number"
+                )
+            if not isinstance(lr, Tensor) and group["params"]:
+                device = group["params"][0].device
+                # Float64, because it holds the number itself.
+                group["lr"] = torch.tensor(float(lr), dtype=torch.float64).to(device)
+
     def _fitting_plan(self) -> StepPlan:
         """The plan of the last step if it is still valid, else a new one."""
+        structure = self._structure()
+        return self._plan if self._is_planned(structure) else self._new_plan(structure)
+
+    def _is_planned(self, structure: list) -> bool:
+        """Whether the plan of the last step is valid for this one."""
         state = self.state
         groups, params, states = self._planned
-        structure = self._structure()
-        if (
+        return (
             self._plan is not None
             and _are_same(self.param_groups, groups)
             and _are_same(chain.from_iterable(g["params"] for g in groups), params)
             and _are_same(state.values(), states)
             and self._plan.fits(structure)
-        ):
-            return self._plan
-        return self._new_plan(structure)
+        )
 
     def _structure(self) -> list:
         """Everything but the tensors that the kernels and the layout of the state depend on."""
@@ -355,7 +440,7 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
         names = ("amsgrad", "adam_w_mode", "fused")
         for group in self.param_groups:
             options += [group[name] for name in names]
-            options += [len(group["params"]), updates_params(group)]
+            options += [len(group["params"]), self._updates(group)]
         return options
 
     def _drop_plan(self) -> None:
@@ -409,6 +494,7 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
             takes_kernels=lambda member: (
                 backend.uses_kernels(member.param.device) and member.group["fused"] is not False
             ),
+            capturable=self._is_capturable,
         )
         self._planned = list(self.param_groups), params, list(self.state.values())
         if not self._plan.fits(structure):
@@ -441,7 +527,7 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
             if any(read_grad(p) is not None or self._is_in_training(p) for _, p in peers):
                 stepped.add(scales)
                 self._check_sharing([p for _, p in peers])
-            if any(updates_params(group) for group, _ in peers):
+            if any(self._updates(group) for group, _ in peers):
                 moving.add(scales)
         return stepped, moving
 
@@ -476,8 +562,11 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
         """
         param, state = view.param, dict(self.state.get(view.owner, {}))
         new: dict[str, Any] = {}
+        device = param.device if self._is_capturable else torch.device("cpu")
         if "step" not in state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        elif self._is_capturable:
+            state["step"] = state["step"].to(device, torch.float32).reshape(())
         for name, codec in view.codecs.items():
             if name not in state and name != "master_param":
                 StoredState(codec, *codec.zeros_like(param)).put_into(new, name)
@@ -503,7 +592,7 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
         # In one assignment, so that an interrupt leaves either the old state or the new one.
         self.state[view.owner] = state
         if frees:
-            view.free_initial_value(updates_params(group))
+            view.free_initial_value(self._updates(group))
         return state
 
     def _completed_remainder(self, view: ParamView, state: dict[str, Any]) -> dict[str, Any]:

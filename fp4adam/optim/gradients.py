@@ -9,6 +9,7 @@ from torch import Tensor
 from fp4adam.distributed.dtensor import dtensor_class, local, sharding_groups
 from fp4adam.optim.grad_norm import GradNorm
 from fp4adam.optim.gradient_release import GradientRelease, check_max_norm
+from fp4adam.tensors import backend
 
 
 class Gradients:
@@ -63,8 +64,14 @@ class Gradients:
         Raises:
             ValueError: If an argument is out of range.
             RuntimeError: With ``error_if_nonfinite``, if the norm is not finite; with gradient
-                release.
+                release; while a CUDA graph is captured.
         """
+        if backend.is_capturing():
+            raise RuntimeError(
+                "clip_grad_norm_ must not be called while a CUDA graph is captured, got a call in a "
+                "capture: the step would multiply by the coefficient of that moment at every "
+                "replay; capture torch.nn.utils.clip_grad_norm_, which scales the gradients"
+            )
         if self._release is not None:
             raise RuntimeError(
                 "clip_grad_norm_ must not be called while gradients are released, got a call after "
@@ -117,8 +124,8 @@ class Gradients:
 
         Raises:
             RuntimeError: If gradients are released already.
-            NotImplementedError: With ``use_decoupled_grad``, and for parameters that FSDP2 offloads
-                to the CPU.
+            NotImplementedError: With ``use_decoupled_grad`` or ``capturable``, and for parameters
+                that FSDP2 offloads to the CPU.
             ValueError: If ``max_norm`` is negative.
         """
         check_max_norm(max_norm)
@@ -131,6 +138,11 @@ class Gradients:
             raise NotImplementedError(
                 "use_decoupled_grad must be False for gradient release, got True: autograd calls "
                 "hooks for param.grad only; leave use_decoupled_grad False"
+            )
+        if self._is_capturable:
+            raise NotImplementedError(
+                "capturable must be False for gradient release, got True: its hooks step parameters "
+                "one by one; capture backward() and step() in one graph instead"
             )
         self._drop_plan()
         self._clip = {}

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fp4adam.tensors import backend
+
 _NUMBERS = (float, Tensor, Real)  # the most frequent first
 
 
@@ -31,7 +33,7 @@ def check_hyper_parameters(name: str, options: Mapping[str, Any]) -> None:
             "outside autograd; torch.optim.AdamW can be differentiated"
         )
     if isinstance(lr, Tensor):
-        if foreach:
+        if foreach and not options["capturable"]:
             raise ValueError(
                 "lr as a Tensor is not supported for capturable=False and foreach=True"
             )
@@ -42,7 +44,7 @@ def check_hyper_parameters(name: str, options: Mapping[str, Any]) -> None:
     if len(betas) != 2 or len({isinstance(beta, Tensor) for beta in betas}) != 1:
         raise ValueError("betas must be either both floats or both Tensors")
     for i, beta in enumerate(betas):
-        if isinstance(beta, Tensor) and foreach:
+        if isinstance(beta, Tensor) and foreach and not options["capturable"]:
             raise ValueError(
                 f"betas[{i}] as a Tensor is not supported for capturable=False and foreach=True"
             )
@@ -74,6 +76,11 @@ def check_numbers(options: Mapping[str, Any], may_wait: bool = True) -> None:
                 f"Invalid beta parameter at index {i}: {beta}; it must be at least 0 and below 1"
             )
     _check_at_least(0.0, "weight_decay value", options["weight_decay"])
+
+
+def is_on_device(value: Any) -> bool:
+    """Whether kernels can read a hyper-parameter at every step, because it is a tensor there."""
+    return isinstance(value, Tensor) and backend.uses_kernels(value.device)
 
 
 def _on_host(value: Any) -> Any:

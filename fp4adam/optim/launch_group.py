@@ -133,10 +133,15 @@ class LaunchGroup:
         return [0, 0, *tensors, rows, cols, *map(_address, (extra, *scales, *others))]
 
 
-def make_launches(device: torch.device, groups: list[LaunchGroup], n_members: int) -> DeviceTables:
-    """Build one table for all groups on a device, and each group's launch on its part of it."""
+def make_launches(
+    device: torch.device, groups: list[LaunchGroup], n_members: int, n_hyper: int = 0
+) -> DeviceTables:
+    """Build one table for all groups on a device, and each group's launch on its part of it.
+
+    ``n_members``, ``n_hyper``: The rows of scalars and of hyper-parameters, as in ``DeviceTables``.
+    """
     rows = [group.table_rows() for group in groups]
-    tables = DeviceTables(device, [*chain.from_iterable(rows)], n_members)
+    tables = DeviceTables(device, [*chain.from_iterable(rows)], n_members, n_hyper)
     parts = tables.table.split([len(part) for part in rows])
     for group, part in zip(groups, parts, strict=True):
         listed = Listed(group.shapes, group.slots, part, tables.scalars)

@@ -64,6 +64,10 @@ class SavedStates:
             for param, key in keys.items():
                 view = views[param]
                 states[key] = saving.saved_state(view, states[key], view in left, compact)
+            if self._is_capturable:
+                # As a number, which optimizers with and without capturable load.
+                for group in state_dict["param_groups"]:
+                    group["lr"] = float(group["lr"])
 
         with self._saving, self._hook(self.register_state_dict_post_hook, encode):
             return super().state_dict()

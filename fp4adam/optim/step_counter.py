@@ -130,7 +130,7 @@ class StepCounter:
         self._steps += self._counted
         self._version = self._steps._version
 
-    def scalars_rows(self) -> list[float]:
+    def numbers(self) -> list[float]:
         """The scalars of all groups, one row each, with the update bounds and the dither origin."""
         rows: list[float] = []
         for group in self.groups:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from fp4adam.interop.borrowed_tensor import ScaleWriteback
 from fp4adam.optim.adam import adam_scalars
+from fp4adam.optim.device_counter import DeviceCounter, hyper_groups
+from fp4adam.optim.checks import check_capturable
 from fp4adam.optim.launch_group import LaunchGroup, make_launches
 from fp4adam.optim.memory_note import WriteNote, version
 from fp4adam.optim.operators import step_by_operators
@@ -37,6 +39,11 @@ class StepPlan:
         read_grad: Returns a parameter's gradient, or None.
         grads_vary: Whether a gradient's shape or device may differ from its parameter's.
         takes_kernels: Whether kernels should step a member if they can.
+        capturable: Whether step counts and scalars stay on the device, so that a CUDA graph can
+            replay the step.
+
+    Raises:
+        RuntimeError: If ``capturable`` and kernels cannot step a member.
     """
 
     def __init__(
@@ -47,6 +54,7 @@ class StepPlan:
         read_grad: ReadGrad,
         grads_vary: bool,
         takes_kernels: Callable[[ParamState], bool],
+        capturable: bool = False,
     ) -> None:
         self._outsiders = outsiders
         self._structure = structure
@@ -68,8 +76,12 @@ class StepPlan:
         by_device: dict[torch.device, list[LaunchGroup]] = defaultdict(list)
         for (device, kind, _), alike in kinds.items():
             by_device[device].append(LaunchGroup(kind, alike, read_grad, grads_vary))
+        if capturable:
+            for member in self._by_operators:
+                check_capturable(member.param, read_grad(member.owner))
+        n_hyper = len(hyper_groups(members)) if capturable else 0
         self._parts = [
-            (make_launches(device, groups, len(members)), groups)
+            (make_launches(device, groups, len(members), n_hyper), groups)
             for device, groups in by_device.items()
         ]
         self._groups = [group for _, groups in self._parts for group in groups]
@@ -87,8 +99,13 @@ class StepPlan:
             for name in ("exp_avg", "exp_avg_sq")
         ]
         self._bounded_versions = list(map(version, self._bounded))
-        self._counter = StepCounter(self.members, list(map(_ratio, self.members)))
-        self._watch = Watch(self.members)
+        self._capturable, self._has_run = capturable, False
+        self._counter: StepCounter | DeviceCounter
+        if capturable:
+            self._counter = DeviceCounter(self._parts, self._by_operators)
+        else:
+            self._counter = StepCounter(self.members, list(map(_ratio, self.members)))
+        self._watch = Watch(self.members, ("step",) if capturable else ())
         self._rows_of_parts: list[list[int]] = [[] for _ in self._parts]
         self._rows_by_operators: list[int] = []
         self._present: list[bool] = []
@@ -99,7 +116,18 @@ class StepPlan:
 
     def settle(self) -> None:
         """Wait for the last ``found_inf``, and take back the step count if the step was skipped."""
-        self._counter.settle()
+        if isinstance(self._counter, StepCounter):
+            self._counter.settle()
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a CUDA graph can record the step: it has run, so all its kernels are loaded."""
+        return self._capturable and self._has_run
+
+    def memory_of_replays(self) -> list:
+        """Keeps alive what a captured step reads besides parameters, states and gradients."""
+        launches = [group.launch for group in self._groups]
+        return [[tables for tables, _ in self._parts], launches, self._counter.launches]
 
     def fits(self, structure: list) -> bool:
         """Whether the plan is still valid for the current parameters, states and gradients.
@@ -131,6 +159,7 @@ class StepPlan:
         grad_scale: Tensor | None,
         clip: dict[torch.device, Tensor],
         found_inf: Tensor | None,
+        captures: bool = False,
     ) -> None:
         """Run the step; call :meth:`fits` right before, and only if it is true.
 
@@ -139,40 +168,74 @@ class StepPlan:
             clip: One-element tensor per device that multiplies them after that.
             found_inf: One-element tensor, or None; if it is not 0, nothing changes. The kernels
                 read it on the device; only the torch operators make the host wait for it.
+            captures: Whether a CUDA graph records the step.
         """
         grads = [self._read_grad(m.owner) for m in self._by_operators]
         self._regroup(grads)
         if not self._counter.groups:
             return
+        if isinstance(self._counter, DeviceCounter):
+            self._launch_all(grad_scale, clip, found_inf, captures)
+            self._counter.count_empty(found_inf)
+        else:
+            self._run_counted(self._counter, grads, grad_scale, clip, found_inf)
+        # Kernel writes do not raise versions, which autograd and other observers rely on.
+        self._watch.note_own_write(self._present)
+        self._bounded_versions = list(map(version, self._bounded))
+        self._has_run = True
+
+    def _run_counted(
+        self,
+        counter: StepCounter,
+        grads: list[Tensor | None],
+        grad_scale: Tensor | None,
+        clip: dict[torch.device, Tensor],
+        found_inf: Tensor | None,
+    ) -> None:
+        """Run a step that the host counts; ``grads`` are those for torch operators."""
         waits = found_inf is not None and any(grad is not None for grad in grads)
         skipped = waits and bool(found_inf.item())
-        self._counter.advance()
-        rows = self._counter.scalars_rows()
+        counter.advance()
+        launches = self._launch_all(grad_scale, clip, found_inf)
+        for member, grad, row in zip(
+            self._by_operators, grads, self._rows_by_operators, strict=True
+        ):
+            if grad is not None and not skipped:
+                scalars = counter.groups[row].scalars
+                step_by_operators(member, grad, scalars, grad_scale, clip.get(grad.device))
+        self._amaxes.finish(launches, skipped)
+        self._publish()
+        if found_inf is not None:
+            counter.may_have_skipped(found_inf)
+
+    def _launch_all(
+        self,
+        grad_scale: Tensor | None,
+        clip: dict[torch.device, Tensor],
+        found_inf: Tensor | None,
+        captures: bool = False,
+    ) -> list[tuple]:
+        """Upload what has changed and launch the kernels on all devices.
+
+        Returns:
+            The launches that wait for other ranks, each with its signals.
+        """
+        numbers = self._counter.numbers()
         launches = []
-        for (tables, groups), rows_of_part in zip(self._parts, self._rows_of_parts, strict=True):
+        for i, (tables, groups) in enumerate(self._parts):
             addresses = [*chain.from_iterable(group.grads for group in groups)]
-            tables.upload(addresses, rows_of_part, rows)
+            tables.upload(addresses, self._rows_of_parts[i], numbers, captures)
             with torch.cuda.device_of(tables.table):
                 signals = tables.signals(grad_scale, clip.get(tables.device), found_inf)
+                if isinstance(self._counter, DeviceCounter):
+                    self._counter.count(i, tables, signals[2])
                 for group in groups:
                     if group.kind.groups:
                         group.launch.prepare(*signals)
                         launches.append((group.launch, signals))
                     else:
                         group.launch(*signals)
-        for member, grad, row in zip(
-            self._by_operators, grads, self._rows_by_operators, strict=True
-        ):
-            if grad is not None and not skipped:
-                scalars = self._counter.groups[row].scalars
-                step_by_operators(member, grad, scalars, grad_scale, clip.get(grad.device))
-        self._amaxes.finish(launches, skipped)
-        self._publish()
-        # Kernel writes do not raise versions, which autograd and other observers rely on.
-        self._watch.note_own_write(self._present)
-        self._bounded_versions = list(map(version, self._bounded))
-        if found_inf is not None:
-            self._counter.may_have_skipped(found_inf)
+        return launches
 
     def _regroup(self, grads_for_operators: list[Tensor | None]) -> None:
         """Update everything that depends on which members take part, if that has changed."""

@@ -36,9 +36,10 @@ class Watch:
 
     Args:
         members: The parameters of a plan.
+        more_names: Names of state tensors that the kernels use besides ``state_names``.
     """
 
-    def __init__(self, members: Sequence[ParamState]) -> None:
+    def __init__(self, members: Sequence[ParamState], more_names: tuple[str, ...] = ()) -> None:
         self._members = members
         self._borrowed = [m.borrowed for m in members if m.borrowed is not None]
         # One list per way of reading a parameter's tensors.
@@ -49,7 +50,7 @@ class Watch:
         )
         states: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
         for m in members:
-            states[is_dtensor(m.owner), m.state_names].append(m.state)
+            states[is_dtensor(m.owner), (*m.state_names, *more_names)].append(m.state)
         self._states = [
             (is_sharded, itemgetter(*names), alike) for (is_sharded, names), alike in states.items()
         ]

@@ -13,6 +13,11 @@ def uses_kernels(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def is_capturing() -> bool:
+    """Whether the current stream records a CUDA graph instead of running its work."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def runs_eagerly(tensor: Tensor) -> bool:
     """Whether no tracer is active, so that a plain function can replace a custom operator."""
     return type(tensor) is Tensor and not torch.compiler.is_compiling()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4adam.kernels.launch.schema import COLUMNS, SCALARS_WIDTH, TABLE_WIDTH
+from fp4adam.kernels.launch.schema import COLUMNS, HYPER_COLUMNS, SCALARS_WIDTH, TABLE_WIDTH
 
 # Up to this size the driver stages a copy of pageable memory itself, in a third of the time that
 # pinned memory takes. For larger copies it would wait for the device.
@@ -23,49 +23,95 @@ class DeviceTables:
         rows: One row per tensor, with the columns of ``schema``. The columns for gradient and
             scalars are filled in by :meth:`upload`.
         n_scalars: The maximum number of rows of scalars in a step.
+        n_hyper: The number of rows of hyper-parameters, if a kernel computes the scalars from them;
+            0 if the host uploads scalars.
 
     Attributes:
         table: int64 [n_tensors, 19] on the device.
         scalars: float32 on the device, rows of 12.
+        hyper: float64 [n_hyper, 8] on the device.
     """
 
-    def __init__(self, device: torch.device, rows: list[list[int]], n_scalars: int) -> None:
+    def __init__(
+        self, device: torch.device, rows: list[list[int]], n_scalars: int, n_hyper: int = 0
+    ) -> None:
         self.device = device
         self._table_words = len(rows) * TABLE_WIDTH
-        # An int64 word holds two scalars.
-        n_words = self._table_words + n_scalars * SCALARS_WIDTH // 2
+        # Behind the table, so that one copy takes both: an int64 word holds two scalars, or one
+        # hyper-parameter.
+        n_numbers = n_hyper * len(HYPER_COLUMNS) if n_hyper else n_scalars * SCALARS_WIDTH // 2
+        n_words = self._table_words + n_numbers
+        self._typecode, self._dtype = ("d", torch.float64) if n_hyper else ("f", torch.float32)
         self._host_words = torch.zeros(n_words, dtype=torch.int64, device="cpu")
-        self._host_table, self._host_scalars = self._split(self._host_words)
+        self._host_table, self._host_numbers = self._split(self._host_words)
         self._host_table.copy_(torch.tensor(rows, dtype=torch.int64, device="cpu"))
         self._device_words = torch.zeros(n_words, dtype=torch.int64, device=device)
-        self.table, self.scalars = self._split(self._device_words)
+        self.table, self._numbers = self._split(self._device_words)
+        if n_hyper:
+            n = n_scalars * SCALARS_WIDTH
+            self.scalars = torch.zeros(n, dtype=torch.float32, device=device)
+            self.hyper = self._numbers.view(n_hyper, len(HYPER_COLUMNS))
+        else:
+            self.scalars = self._numbers
         self._uploaded: tuple[Any, ...] = (None, None, None)
+        # What captured copies read at every replay, and memory for the next one.
+        self._captured: list[Tensor] = []
+        self._next_capture = self._page_locked() if n_hyper else None
         self._one = torch.ones(1, dtype=torch.float32, device=device)
         self._zero = torch.zeros(1, dtype=torch.float32, device=device)
 
     def _split(self, words: Tensor) -> tuple[Tensor, Tensor]:
         n = self._table_words
-        return words[:n].view(-1, TABLE_WIDTH), words[n:].view(torch.float32)
+        return words[:n].view(-1, TABLE_WIDTH), words[n:].view(self._dtype)
 
-    def upload(self, grads: list[int], scalars_rows: list[int], scalars: list[float]) -> None:
-        """Update the device in at most one copy: of nothing, the scalars, or everything.
+    def _page_locked(self) -> Tensor:
+        return torch.empty_like(self._host_words, pin_memory=self.device.type == "cuda")
+
+    def upload(
+        self,
+        grads: list[int],
+        scalars_rows: list[int],
+        numbers: list[float],
+        captures: bool = False,
+    ) -> None:
+        """Update the device in at most one copy: of nothing, the numbers, or everything.
 
         Args:
             grads: Address of each tensor's gradient; 0 for a tensor that takes no part.
             scalars_rows: Index of each tensor's row of scalars. Pass a new list object if it has
                 changed.
-            scalars: The rows of scalars, concatenated.
+            numbers: The rows of scalars, or those of hyper-parameters, concatenated.
+            captures: Whether a CUDA graph records the copy, of everything then. Replays copy the
+                same again.
         """
-        old_grads, old_rows, old_scalars = self._uploaded
-        if scalars_rows is not old_rows or grads != old_grads:
+        old_grads, old_rows, old_numbers = self._uploaded
+        if captures or scalars_rows is not old_rows or grads != old_grads:
             self._host_table[:, GRAD] = _tensor("q", torch.int64, grads)
             self._host_table[:, SCALARS] = _tensor("q", torch.int64, scalars_rows)
-            self._host_scalars[: len(scalars)] = _tensor("f", torch.float32, scalars)
-            used = self._table_words + len(scalars) // 2
-            upload(self._host_words[:used], self._device_words[:used])
-        elif scalars != old_scalars:
-            upload(_tensor("f", torch.float32, scalars), self.scalars[: len(scalars)])
-        self._uploaded = grads, scalars_rows, scalars
+            self._host_numbers[: len(numbers)] = self._packed(numbers)
+            used = self._table_words + len(numbers) * self._dtype.itemsize // 8
+            if captures:
+                self._capture_copy()
+            else:
+                upload(self._host_words[:used], self._device_words[:used])
+        elif numbers != old_numbers:
+            upload(self._packed(numbers), self._numbers[: len(numbers)])
+        if not self._captured:
+            self._uploaded = grads, scalars_rows, numbers
+        elif not captures and self._next_capture is None:
+            self._next_capture = self._page_locked()
+
+    def _capture_copy(self) -> None:
+        """Copy everything from memory that nothing else writes to."""
+        words = self._page_locked() if self._next_capture is None else self._next_capture
+        self._device_words.copy_(words.copy_(self._host_words), non_blocking=True)
+        self._captured.append(words)
+        self._next_capture = None
+        # From now on a replay may have written to the device between any two steps.
+        self._uploaded = (None, None, None)
+
+    def _packed(self, numbers: list[float]) -> Tensor:
+        return _tensor(self._typecode, self._dtype, numbers)
 
     def signals(
         self, grad_scale: Tensor | None, clip: Tensor | None, found_inf: Tensor | None

@@ -43,3 +43,15 @@ SCALAR_COLUMNS = (
     "dither_lower",
 )
 SCALARS_WIDTH = len(SCALAR_COLUMNS)
+
+# One float64 row per parameter group whose scalars are computed on the device.
+HYPER_COLUMNS = (
+    "lr",
+    "beta1",
+    "beta2",
+    "eps",
+    "weight_decay",
+    "grad_factor",  # -1 to maximize, else 1
+    "bias_correction",  # 1 or 0
+    "adam_w_mode",  # 1 or 0
+)

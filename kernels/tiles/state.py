@@ -47,6 +47,14 @@ def max_registers(*codecs: str) -> int | None:
 
 
 @triton.jit
+def mixed(x):
+    """The hash of uint32 numbers that ``dither_origin`` and ``dither_bits`` use."""
+    x = (x ^ (x >> 16)) * FACTOR_1
+    x = (x ^ (x >> 15)) * FACTOR_2
+    return x ^ (x >> 16)
+
+
+@triton.jit
 def dither_tile(start, stride, origin, BR: tl.constexpr, BC: tl.constexpr):
     """Hashes, uint32 [BR, BC], of a tile of elements from ``start`` on, with rows ``stride`` apart.
 
@@ -54,10 +62,9 @@ def dither_tile(start, stride, origin, BR: tl.constexpr, BC: tl.constexpr):
     hash itself is the dither of the first moments.
     """
     # Sums wrap modulo 2**32, as in ``dither_bits``.
-    x = start.to(tl.uint32) + origin.to(tl.uint32) + state_offsets(stride, BR, BC).to(tl.uint32)
-    x = (x ^ (x >> 16)) * FACTOR_1
-    x = (x ^ (x >> 15)) * FACTOR_2
-    return x ^ (x >> 16)
+    return mixed(
+        start.to(tl.uint32) + origin.to(tl.uint32) + state_offsets(stride, BR, BC).to(tl.uint32)
+    )
 
 
 @triton.jit

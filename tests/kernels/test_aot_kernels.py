@@ -14,7 +14,7 @@ LAUNCHED_MOST = (
     r"adam (fp32|bf16 with master)$|amax preview again=False$|(nvfp4|mxfp8) step .*swizzled=\w+$"
     r"|float8 (step|delayed step|delayed amax)$"
     r"|float8block \w+ masked=False$|(nvfp4|mxfp8) step .* FP8 states, FP16 masters$"
-    r"|partial \w+ codes fp32 whole=True|grad norm 2 bf16|dequantize words|quantize vectors fp32"
+    r"|partial \w+ codes fp32 whole=True|step scalars|grad norm 2 bf16|dequantize words|quantize vectors fp32"
 )
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SIGNALS = ("grad_scale_ptr", "clip_ptr", "found_inf_ptr")
@@ -241,13 +241,27 @@ def shard_jobs():
 
 def kernel_jobs():
     """Every kernel in the forms that a training run launches most, and in its widest one."""
-    from fp4adam.kernels import float8_block, swizzle
+    from fp4adam.kernels import float8_block, step_scalars, swizzle
     from fp4adam.kernels.tiles.words import WORDS
 
     jobs = {}
     for codecs in STATE_CODECS:
         jobs |= step_jobs(codecs)
     jobs |= shard_jobs()
+    jobs["step scalars"] = job(
+        "step_scalars._step_scalars_kernel",
+        {
+            "found_inf_ptr": "*fp32",
+            "table": "*i64",
+            "hyper": "*fp64",
+            "groups": "*i32",
+            "first_elements": "*i64",
+            "steps": "*i64",
+            "scalars": "*fp32",
+            "n": "i32",
+        },
+        {"BLOCK": step_scalars.BLOCK},
+    )
     for name, norm_type in (("1", 1.0), ("2", 2.0), ("inf", math.inf)):
         for grad in DTYPES:
             jobs[f"grad norm {name} {grad}"] = job(
@@ -419,6 +433,9 @@ def test_kernels_compile_to_exact_and_wide_code_without_spills(sm, forms):
     assert not any(spilled.values()), {name: n for name, n in spilled.items() if n}
     inexact = {name: count(each, INEXACT) for name, each in compiled.items()}
     assert not any(inexact.values()), {name: n for name, n in inexact.items() if n}
+
+    scalars = compiled["step scalars"]
+    assert count(scalars, r"^div\.rn\.f64") and count(scalars, r"^sqrt\.rn\.f64")
 
     loads = r"^ld\.global\.v4|^ld\.global\.v2\.b64|^cp\.async\.cg"
     wide = ["adam fp32", "adam bf16 with master", "float8 step", "float8 delayed step"]

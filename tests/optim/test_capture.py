@@ -1,0 +1,603 @@
+"""Steps of capturable optimizers: counted on the device, and replayed from CUDA graphs.
+
+Without a GPU a stand-in records what a graph would: launches, and copies to the device. A replay
+runs these again, with what the host had at the time of the capture.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch.nn import Parameter
+from torch.nn.utils import clip_grad_norm_
+
+from fp4adam import FP4Adam, FusedAdam, NVFP4Quantizer
+from fp4adam.kernels.launch.launch import Launch
+from fp4adam.optim.adam import adam_scalars, power
+from fp4adam.tensors import backend
+from quantized_training import assert_identical
+
+HAS_GPU = torch.cuda.is_available()
+SHAPES = [(48, 16), (600,), (7,), (3, 5, 4)]
+# Options of the optimizer, and the dtype of its parameters.
+VARIANTS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
+    "fp32": ({}, torch.float32),
+    "bf16 with masters": ({}, torch.bfloat16),
+    "fp16 without masters": (dict(master_weights=False), torch.float16),
+    "bf16 moments": (
+        dict(exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16),
+        torch.bfloat16,
+    ),
+    "fp8 moments and fp16 masters": (
+        dict(
+            exp_avg_dtype=torch.float8_e4m3fn,
+            exp_avg_sq_dtype=torch.float8_e4m3fn,
+            master_weight_dtype=torch.float16,
+        ),
+        torch.bfloat16,
+    ),
+    "remainders": (dict(store_param_remainders=True), torch.bfloat16),
+    "amsgrad": (dict(amsgrad=True), torch.float32),
+    "L2, maximize": (dict(adam_w_mode=False, maximize=True), torch.float32),
+    "no bias correction": (dict(bias_correction=False), torch.float32),
+}
+every_variant = pytest.mark.parametrize(("options", "dtype"), VARIANTS.values(), ids=VARIANTS)
+
+
+@pytest.fixture(autouse=True)
+def through_the_kernels(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
+
+
+class StandIn:
+    """Records launches and asynchronous copies instead of running them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.work: list[Callable[[], Any]] = []
+        launch, copy_ = Launch.__call__, torch.Tensor.copy_
+
+        def record_copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False):
+            if not non_blocking:
+                return copy_(target, source)
+            self.work.append(lambda: copy_(target, source))
+            return target
+
+        def record_launch(each: Launch, *leading: torch.Tensor) -> None:
+            self.work.append(lambda: launch(each, *leading))
+
+        patch.setattr(torch.Tensor, "copy_", record_copy)
+        patch.setattr(Launch, "__call__", record_launch)
+        patch.setattr(backend, "is_capturing", lambda: True)
+
+    def replay(self) -> None:
+        for each in self.work:
+            each()
+
+
+def capture(work: Callable[[], Any]) -> Callable[[], None]:
+    """Capture ``work`` in a graph; returns its replay."""
+    if HAS_GPU:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        return graph.replay
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in = StandIn(patch)
+        work()
+    return stand_in.replay
+
+
+def randn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_params(device: str, dtype: torch.dtype = torch.float32) -> list[Parameter]:
+    return [Parameter(randn(*s, seed=i).to(device, dtype)) for i, s in enumerate(SHAPES)]
+
+
+def make_pair(
+    device: str, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[FusedAdam, FusedAdam]:
+    """A capturable optimizer and one that is not, with gradients at fixed addresses."""
+    pair = []
+    for capturable in (True, False):
+        params = make_params(device, dtype)
+        groups = [{"params": params[:2]}, {"params": params[2:], "lr": 3e-3, "weight_decay": 0.0}]
+        pair.append(FusedAdam(groups, lr=1e-2, capturable=capturable, **options))
+        for param in params:
+            param.grad = torch.zeros_like(param)
+    return pair[0], pair[1]
+
+
+def params_of(optimizer: FusedAdam) -> list[Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def fill_grads(optimizer: FusedAdam, seed: int) -> None:
+    """New gradients at the same addresses."""
+    for i, param in enumerate(params_of(optimizer)):
+        if param.grad is not None:
+            param.grad.copy_(randn(*param.shape, seed=100 * seed + i) * 1e-2)
+
+
+def everything(optimizer: FusedAdam) -> list[dict[str, torch.Tensor]]:
+    """Parameters and states, on the CPU."""
+    return [
+        {"": param.detach().cpu(), **{k: v.cpu() for k, v in optimizer.state[param].items()}}
+        for param in params_of(optimizer)
+    ]
+
+
+def assert_same(a: FusedAdam, b: FusedAdam) -> None:
+    assert_identical(everything(a), everything(b))
+
+
+def set_rates(optimizer: FusedAdam, rate: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+# The scalars
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    beta=st.floats(0, 1, exclude_max=True),
+    step=st.integers(0, 2**24),
+)
+def test_power_is_close_to_the_exact_one(beta: float, step: int) -> None:
+    assert power(beta, step) == pytest.approx(beta**step, rel=1e-8, abs=1e-300)
+
+
+# Each example takes a step, so failures are not shrunk.
+@settings(deadline=None, max_examples=8, phases=[Phase.explicit, Phase.generate])
+@given(
+    lr=st.one_of(st.sampled_from([0.0, -1e-3, 1e-50, 1e30]), st.floats(1e-9, 10)),
+    betas=st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)),
+    eps=st.floats(0, 1),
+    weight_decay=st.sampled_from([0.0, 0.01, 0.3]),
+    steps=st.lists(st.integers(0, 2**24), min_size=4, max_size=4),
+    flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+)
+def test_device_computes_the_scalars_of_the_host(
+    lr: float, betas: tuple, eps: float, weight_decay: float, steps: list[int], flags: tuple
+) -> None:
+    device = "cuda" if HAS_GPU else "cpu"
+    options = dict(zip(("maximize", "bias_correction", "adam_w_mode"), flags, strict=True))
+    options |= dict(betas=betas, eps=eps, weight_decay=weight_decay)
+    params = make_params(device)
+    optimizer = FusedAdam(params, lr=0.1, capturable=True, **options)
+    optimizer.param_groups[0]["lr"] = lr
+    for param, step in zip(params, steps, strict=True):
+        param.grad = torch.zeros_like(param)
+        state = dict(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+        optimizer.state[param] = state | {"step": torch.tensor(float(step), device=device)}
+    optimizer.step()
+    group = {**optimizer.param_groups[0], "lr": lr}
+    counts = [min(step + 1, 2**24) for step in steps]
+    expected = [adam_scalars(group, count)[:8] for count in counts]
+    rows = optimizer._plan._parts[0][0].scalars.view(-1, 12)[: len(params), :8]
+    assert torch.equal(rows.cpu(), torch.tensor(expected, dtype=torch.float64).float())
+    assert [optimizer.state[param]["step"].item() for param in params] == counts
+
+
+# Steps outside a graph
+
+
+@every_variant
+def test_capturable_step_gives_the_same_bits(
+    options: dict[str, Any], dtype: torch.dtype, device: str
+) -> None:
+    pair = make_pair(device, dtype, **options)
+    for seed in range(4):
+        for optimizer in pair:
+            fill_grads(optimizer, seed)
+            if seed == 2:
+                optimizer.found_inf = torch.ones(1, device=device)
+            if seed == 3:
+                params_of(optimizer)[1].grad = None
+            optimizer.step()
+            vars(optimizer).pop("found_inf", None)
+    assert_same(*pair)
+    assert [s["step"].item() for s in pair[0].state.values()] == [3.0, 2.0, 3.0, 3.0]
+    assert {s["step"].device.type for s in pair[0].state.values()} == {device}
+
+
+def test_parameters_without_elements_are_counted(device: str) -> None:
+    params = [Parameter(torch.zeros(0, 4, device=device)), Parameter(torch.ones(4, device=device))]
+    optimizer = FusedAdam(params, capturable=True)
+    for overflow in (0.0, 1.0, 0.0):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.found_inf = torch.full((1,), overflow, device=device)
+        optimizer.step()
+    assert [optimizer.state[param]["step"].item() for param in params] == [2.0, 2.0]
+
+
+def test_schedulers_fill_the_learning_rate_in_place(device: str) -> None:
+    pair = make_pair(device)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in pair]
+    rates = []
+    for seed in range(4):
+        for optimizer, scheduler in zip(pair, schedulers, strict=True):
+            fill_grads(optimizer, seed)
+            optimizer.step()
+            scheduler.step()
+        rates.append(pair[0].param_groups[0]["lr"])
+    assert all(rate is rates[0] for rate in rates)
+    assert rates[0].dtype == torch.float64
+    assert_same(*pair)
+
+
+# Replays
+
+
+@every_variant
+def test_replays_give_the_bits_of_steps(
+    options: dict[str, Any], dtype: torch.dtype, device: str
+) -> None:
+    """Also with other learning rates, overflows, scaled gradients, and steps in between."""
+    pair = make_pair(device, dtype, **options)
+    signals = [(torch.ones(1, device=device), torch.zeros(1, device=device)) for _ in pair]
+
+    def step(optimizer: FusedAdam, index: int) -> None:
+        optimizer.grad_scale, optimizer.found_inf = signals[index]
+        optimizer.step()
+
+    for i, optimizer in enumerate(pair):
+        fill_grads(optimizer, 0)
+        step(optimizer, i)
+    before = everything(pair[0])
+    replay = capture(lambda: step(pair[0], 0))
+    assert_identical(everything(pair[0]), before)
+    for seed in range(1, 7):
+        for i, optimizer in enumerate(pair):
+            set_rates(optimizer, 1e-2 / seed)
+            fill_grads(optimizer, seed)
+            scale, found_inf = signals[i]
+            scale.fill_(2.0**seed)
+            found_inf.fill_(float(seed == 3))
+            if i == 0 and seed != 4:
+                replay()
+            else:
+                step(optimizer, i)
+    assert_same(*pair)
+    assert pair[0].state[params_of(pair[0])[0]]["step"] == 6
+
+
+def test_each_graph_reads_its_own_gradients(device: str) -> None:
+    """Two captures, and steps outside with gradients elsewhere."""
+    optimizer, twin = make_pair(device)
+    fill_grads(optimizer, 0)
+    optimizer.step()
+    sets = []
+    for seed in (1, 2):
+        for param in params_of(optimizer):
+            param.grad = torch.zeros_like(param)
+        fill_grads(optimizer, seed)
+        grads = [param.grad for param in params_of(optimizer)]
+        sets.append((capture(optimizer.step), grads))
+    for param in params_of(optimizer):
+        param.grad = torch.zeros_like(param)
+    fill_grads(optimizer, 3)
+    order = [1, 2, 3, 2, 3, 1, 1, 2]
+    for seed in order:
+        optimizer.step() if seed == 3 else sets[seed - 1][0]()
+    for seed in [0, *order]:
+        fill_grads(twin, seed)
+        twin.step()
+    assert_same(optimizer, twin)
+
+
+def test_replays_outlive_the_plan(device: str) -> None:
+    """A step with other states of the gradients makes a new plan; the graph goes on."""
+    optimizer, twin = make_pair(device)
+    for each in (optimizer, twin):
+        fill_grads(each, 0)
+        each.step()
+    replay = capture(optimizer.step)
+    plan = optimizer._plan
+    for each in (optimizer, twin):
+        with torch.no_grad():
+            params_of(each)[0].mul_(0.5)
+        fill_grads(each, 1)
+        each.step()
+    assert optimizer._plan is not plan
+    for seed in (2, 3):
+        for each in (optimizer, twin):
+            fill_grads(each, seed)
+        replay()
+        twin.step()
+    assert_same(optimizer, twin)
+
+
+class OptimizerGraph:
+    """Megatron's pattern: steps outside a graph, then one capture, then replays."""
+
+    def __init__(self, step: Callable[[], Any], warmup_steps: int = 1) -> None:
+        self._step, self._warmup_steps = step, warmup_steps
+        self._iteration = 0
+        self._replay: Callable[[], None] | None = None
+
+    def __call__(self) -> None:
+        if self._iteration == self._warmup_steps:
+            self._replay = capture(self._step)
+        if self._replay is None:
+            self._step()
+        else:
+            self._replay()
+        self._iteration += 1
+
+
+def test_megatrons_wrapper_trains_alike(device: str) -> None:
+    """With its scheduler, which fills rates that are tensors, and its separate gradients."""
+    narrow = dict(exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16)
+    optimizers = []
+    for capturable in (True, False):
+        params = make_params(device, torch.bfloat16)
+        optimizer = FusedAdam(params, capturable=capturable, use_decoupled_grad=True, **narrow)
+        for param in params:
+            param.decoupled_grad = torch.zeros_like(param, dtype=torch.float32)
+        step = OptimizerGraph(optimizer.step) if capturable else optimizer.step
+        for seed in range(6):
+            set_rates(optimizer, 1e-2 / (1 + seed))
+            for i, param in enumerate(params):
+                param.decoupled_grad.copy_(randn(*param.shape, seed=10 * seed + i))
+            step()
+        optimizers.append(optimizer)
+    assert_same(*optimizers)
+
+
+# States
+
+
+@pytest.mark.parametrize("source", [True, False, "adamw"])
+@pytest.mark.parametrize("target", [True, False])
+def test_states_go_both_ways(source: bool | str, target: bool, device: str) -> None:
+    if source == "adamw":
+        params = make_params(device)
+        first: Any = torch.optim.AdamW(params, lr=1e-2, capturable=HAS_GPU, fused=True)
+    else:
+        first = make_pair(device)[0 if source else 1]
+    for param in params_of(first):
+        param.grad = torch.zeros_like(param)
+    for seed in range(2):
+        fill_grads(first, seed)
+        first.step()
+    saved = copy.deepcopy(first.state_dict())
+    if source is True:
+        assert [group["lr"] for group in saved["param_groups"]] == [1e-2, 3e-3]
+    loaded = []
+    for capturable in (target, False):
+        params = [Parameter(param.detach().clone()) for param in params_of(first)]
+        groups = [params[:2], params[2:]] if source != "adamw" else [params]
+        optimizer = FusedAdam([{"params": g} for g in groups], lr=1.0, capturable=capturable)
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        assert {group["capturable"] for group in optimizer.param_groups} == {capturable}
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        for seed in (2, 3):
+            fill_grads(optimizer, seed)
+            optimizer.step()
+        loaded.append(optimizer)
+    assert_same(*loaded)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_copies_stay_capturable(copied: Callable, device: str) -> None:
+    optimizer, twin = make_pair(device)
+    for each in (optimizer, twin):
+        fill_grads(each, 0)
+        each.step()
+    again = copied(optimizer)
+    for param in params_of(again):
+        param.grad = torch.zeros_like(param)
+    for each in (again, twin):
+        fill_grads(each, 1)
+        each.step()
+    replay = capture(again.step)
+    for each in (again, twin):
+        fill_grads(each, 2)
+    replay()
+    twin.step()
+    assert_same(again, twin)
+
+
+def test_torch_loads_the_state(device: str) -> None:
+    optimizer, _ = make_pair(device)
+    for seed in range(2):
+        fill_grads(optimizer, seed)
+        optimizer.step()
+    params = [Parameter(param.detach().clone()) for param in params_of(optimizer)]
+    groups = [{"params": params[:2]}, {"params": params[2:]}]
+    adamw = torch.optim.AdamW(groups, capturable=HAS_GPU, fused=True)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for group in saved["param_groups"]:
+        group["capturable"] = HAS_GPU  # torch's takes it from the checkpoint
+    adamw.load_state_dict(saved)
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    for each in (optimizer, adamw):
+        fill_grads(each, 2)
+        each.step()
+    for param, twin in zip(params, params_of(optimizer), strict=True):
+        torch.testing.assert_close(param, twin, rtol=1e-5, atol=1e-7)
+        assert adamw.state[param]["step"] == 3
+
+
+# What is refused
+
+
+@pytest.fixture
+def stepped(device: str) -> FusedAdam:
+    optimizer, _ = make_pair(device)
+    fill_grads(optimizer, 0)
+    optimizer.step()
+    return optimizer
+
+
+def refused(step: Callable[[], Any], message: str, optimizer: FusedAdam) -> None:
+    before = everything(optimizer) if optimizer.state else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "is_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match=message):
+            step()
+    if before is not None:
+        assert_identical(everything(optimizer), before)
+    optimizer.step()
+
+
+def test_capture_needs_a_capturable_optimizer(device: str) -> None:
+    _, optimizer = make_pair(device)
+    optimizer.step()
+    refused(optimizer.step, r"capturable must be True.*FusedAdam\(capturable=True\)", optimizer)
+
+
+def test_fp4_adam_says_what_to_capture(device: str) -> None:
+    param = Parameter(NVFP4Quantizer().quantize(randn(32, 32, seed=0).to(device)))
+    param.grad = torch.ones(32, 32, device=device)
+    optimizer = FP4Adam([param])
+    optimizer.step()
+    refused(optimizer.step, "capture forward and backward, and call step", optimizer)
+    with pytest.raises(NotImplementedError, match="capture forward and backward"):
+        FP4Adam([param], capturable=True)
+
+
+def test_first_step_is_not_captured(device: str) -> None:
+    optimizer, _ = make_pair(device)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(0.1, device=device)
+    refused(optimizer.step, "one step outside the graph right before", optimizer)
+    assert len(optimizer.state) == len(SHAPES)
+
+
+def test_step_with_other_states_is_not_captured(stepped: FusedAdam) -> None:
+    state = stepped.state[params_of(stepped)[0]]
+    state["exp_avg"] = state["exp_avg"].clone()
+    refused(stepped.step, "other parameters, states or gradients", stepped)
+
+
+def test_step_with_a_number_as_rate_is_not_captured(stepped: FusedAdam) -> None:
+    stepped.param_groups[1]["lr"] = 0.5
+    refused(stepped.step, r"lr must be a tensor on the GPU.*got 0.5.*fill_", stepped)
+
+
+def test_clipping_is_not_captured(stepped: FusedAdam) -> None:
+    refused(lambda: stepped.clip_grad_norm_(1.0), "torch.nn.utils.clip_grad_norm_", stepped)
+    stepped.clip_grad_norm_(1.0)
+    refused(stepped.step, "clipping must not be pending", stepped)
+
+
+def test_unsupported_combinations_are_refused(device: str, stepped: FusedAdam) -> None:
+    params = make_params(device)
+    with pytest.raises(ValueError, match="fused must not be False"):
+        FusedAdam(params, capturable=True, fused=False)
+    with pytest.raises(ValueError, match="same for all groups, got False"):
+        FusedAdam([{"params": params, "capturable": False}], capturable=True)
+    with pytest.raises(NotImplementedError, match="capturable must be False for gradient release"):
+        stepped.enable_gradient_release()
+    if HAS_GPU:
+        stepped.param_groups[0]["lr"] = torch.tensor(0.1)
+        with pytest.raises(ValueError, match="tensor on the GPU.*got a tensor on cpu"):
+            stepped.step()
+
+
+@pytest.mark.parametrize("kind", ["float64", "strided gradient"])
+def test_what_kernels_cannot_step_is_refused(kind: str, device: str) -> None:
+    dtype = torch.float64 if kind == "float64" else torch.float32
+    param = Parameter(randn(8, 4, seed=0).to(device, dtype))
+    param.grad = torch.ones(4, 8, device=device, dtype=dtype).t()
+    if kind == "float64":
+        param.grad = param.grad.contiguous()
+    optimizer = FusedAdam([param], capturable=True)
+    with pytest.raises(RuntimeError, match=r"capturable=True needs parameters.*shape \(8, 4\)"):
+        optimizer.step()
+
+
+# On a GPU
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="captures a backward pass")
+def test_whole_iterations_are_captured_with_a_scaler() -> None:
+    """Forward, backward, unscaling and clipping by torch, and the step, in one graph."""
+    losses = []
+    for captured in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))).cuda()
+        optimizer = FusedAdam(model.parameters(), lr=1e-2, capturable=captured)
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
+        x, loss = torch.zeros(8, 64, device="cuda"), torch.zeros((), device="cuda")
+
+        def iteration() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            value = (model(x) - x).square().mean()
+            scaler.scale(value).backward()
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            loss.copy_(value.detach())
+
+        seen = []
+        replay = None
+        for seed in range(8):
+            x.copy_(randn(8, 64, seed=seed))
+            if captured and seed == 3:
+                side = torch.cuda.Stream()
+                side.wait_stream(torch.cuda.current_stream())
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=side):
+                    iteration()
+                replay = graph.replay
+            replay() if replay else iteration()
+            seen.append(loss.item())
+        losses.append((seen, [param.detach().cpu() for param in model.parameters()]))
+    assert losses[0][0] == losses[1][0]
+    assert_identical(losses[0][1], losses[1][1])
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="captures a backward pass")
+def test_captured_passes_see_the_steps_of_fp4_adam() -> None:
+    """Weights are written where the graph of forward and backward reads them."""
+    from fp4adam import quantize_model
+
+    results = []
+    for captured in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        model = quantize_model(model.cuda().bfloat16(), NVFP4Quantizer())
+        optimizer = FP4Adam(model.parameters(), lr=1e-2)
+        x, graph, losses = torch.zeros(8, 64, device="cuda", dtype=torch.bfloat16), None, []
+        loss = torch.zeros((), device="cuda")
+
+        def passes() -> None:
+            value = (model(x) - x).float().square().mean()
+            value.backward()
+            loss.copy_(value.detach())
+
+        for seed in range(6):
+            x.copy_(randn(8, 64, seed=seed))
+            if captured and seed == 2:
+                optimizer.zero_grad()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    passes()
+            if graph is None:
+                optimizer.zero_grad()
+                passes()
+            else:
+                graph.replay()
+            optimizer.step()
+            losses.append(loss.item())
+        results.append(losses)
+    assert results[0] == results[1]
