@@ -31,6 +31,7 @@ from fp4adam.optim.gradient_release import GradientRelease, check_max_norm
 from fp4adam.optim.hyper_parameters import check_hyper_parameters, check_numbers
 from fp4adam.optim.master_weights import MasterWeights, master_of
 from fp4adam.optim.named_states import NamedStates
+from fp4adam.optim.offload import StateOffload, chunks, moved
 from fp4adam.optim.param_state import ParamState
 from fp4adam.optim.param_view import ParamView, Storing, view_of
 from fp4adam.optim.state_codec import join_master, split_master
@@ -89,6 +90,8 @@ class FusedAdam(NamedStates, Optimizer):
         use_decoupled_grad: Read ``param.decoupled_grad`` instead of ``param.grad``; its dtype may
             differ from the parameter's.
         maximize: Ascend instead of descend.
+        offload_states: Keep masters and moments in pinned host memory. They stream through the GPU
+            during the step, which gives the same bits. Parameters must be on a GPU.
         set_grad_none: Deprecated, as in Transformer Engine: what :meth:`zero_grad` does by default.
         foreach: Accepted for compatibility; updates are always batched.
         capturable: Not supported: the scalars of a step are computed on the host.
@@ -111,10 +114,12 @@ class FusedAdam(NamedStates, Optimizer):
     _option_names: tuple[str, ...] = (
         *Storing._fields[:5],
         "use_decoupled_grad",
+        "offload_states",
         "set_grad_none",
     )
-    # Those saved by version 0.1 have none.
+    # Optimizers that were pickled before these options existed have none.
     set_grad_none: bool | None = None
+    offload_states: bool = False
 
     def __init__(
         self,
@@ -133,6 +138,7 @@ class FusedAdam(NamedStates, Optimizer):
         master_weight_dtype: torch.dtype = torch.float32,
         store_param_remainders: bool = False,
         use_decoupled_grad: bool = False,
+        offload_states: bool = False,
         set_grad_none: bool | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
@@ -161,6 +167,7 @@ class FusedAdam(NamedStates, Optimizer):
         self.store_param_remainders = store_param_remainders
         self.master_weights = master_weights
         self.use_decoupled_grad = use_decoupled_grad
+        self.offload_states = offload_states
         self.set_grad_none = set_grad_none
         if set_grad_none is not None:
             warnings.warn(
@@ -186,6 +193,10 @@ class FusedAdam(NamedStates, Optimizer):
         self._clip: dict[torch.device, Tensor] = {}
         # Set while gradients are released; it outlives loaded states, but is not copied.
         self.__dict__.setdefault("_release", None)
+        # None in the parts of an optimizer, whose states have been brought to their parameters.
+        self.__dict__.setdefault("_offload", StateOffload() if self.offload_states else None)
+        if self._offload is not None:
+            self._offload.forget()
         if self._release is not None:
             self._release.forget()
         # Guards hooks that are registered for the duration of a call, as threads may save at the
@@ -209,7 +220,11 @@ class FusedAdam(NamedStates, Optimizer):
         """State per parameter, as in ``torch.optim.Optimizer``.
 
         If the device may have skipped the last step, this waits for it, so that ``step`` is right.
+        Offloaded states are CPU tensors. This waits until they have arrived, so read them through
+        this property after every step.
         """
+        if getattr(self, "_offload", None) is not None:
+            self._offload.settle()
         if getattr(self, "_plan", None) is not None:
             self._plan.settle()
         return self.__dict__["state"]
@@ -387,10 +402,12 @@ class FusedAdam(NamedStates, Optimizer):
                 loss = closure()
         # Reads attributes of tensor subclasses directly, in a tenth of the time.
         with torch._C.DisableTorchFunctionSubclass():
-            if self._release is None:
-                self._step()
-            else:
+            if self._release is not None:
                 self._release.finish_step()
+            elif self._offload is not None:
+                self._step_offloaded()
+            else:
+                self._step()
         return loss
 
     def enable_gradient_release(self, max_norm: float | None = None) -> GradientRelease:
@@ -442,20 +459,14 @@ class FusedAdam(NamedStates, Optimizer):
     # torch.compile would trace into this, but addresses and tables cannot be traced.
     @torch._disable_dynamo
     def _step(self) -> None:
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "step() must not be called in inference mode, got torch.inference_mode(): state "
-                "created there cannot be updated outside; call it outside inference mode"
-            )
-        for group in self.param_groups:
-            check_numbers(group, may_wait=False)
+        self._check_call()
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         try:
             plan = self._fitting_plan()
             name = type(self).__name__
             for param, grad in plan.gradients_for_operators():
                 checks.check_gradient(name, param, grad)
-                checks.check_state(param, self.state[param], self._storing)
+                self._check_state(param)
         except Exception:
             self._drop_plan()
             raise
@@ -467,20 +478,38 @@ class FusedAdam(NamedStates, Optimizer):
             self._forget()
             raise
 
+    @torch._disable_dynamo
+    def _step_offloaded(self) -> None:
+        self._check_call()
+        names = ("grad_scale", "found_inf")
+        self._offload.step_all(self, **{name: getattr(self, name, None) for name in names})
+
+    def _check_call(self) -> None:
+        """Raise if a step is impossible here and now, whatever the parameters are."""
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "step() must not be called in inference mode, got torch.inference_mode(): state "
+                "created there cannot be updated outside; call it outside inference mode"
+            )
+        for group in self.param_groups:
+            check_numbers(group, may_wait=False)
+
     def _fitting_plan(self) -> StepPlan:
         """The plan of the last step if it is still valid, else a new one."""
+        structure = self._structure()
+        return self._plan if self._has_fitting_plan(structure) else self._new_plan(structure)
+
+    def _has_fitting_plan(self, structure: list | None = None) -> bool:
+        """Whether the plan of the last step is still valid."""
         state = self.state
         groups, params, states = self._planned
-        structure = self._structure()
-        if (
+        return (
             self._plan is not None
             and _are_same(self.param_groups, groups)
             and _are_same(chain.from_iterable(g["params"] for g in groups), params)
             and _are_same(state.values(), states)
-            and self._plan.fits(structure)
-        ):
-            return self._plan
-        return self._new_plan(structure)
+            and self._plan.fits(self._structure() if structure is None else structure)
+        )
 
     def _structure(self) -> list:
         """Everything but the tensors that the kernels and the layout of the state depend on."""
@@ -497,6 +526,8 @@ class FusedAdam(NamedStates, Optimizer):
             self._plan.settle()
         self._take_notes()
         self._plan = None
+        if self._offload is not None:
+            self._offload.forget()
 
     def _take_notes(self) -> None:
         """Collect the notes that the last steps have taken of the parameters."""
@@ -504,6 +535,8 @@ class FusedAdam(NamedStates, Optimizer):
             self._masters.update(self._plan.notes())
         if self._release is not None:
             self._masters.update(self._release.notes())
+        if self._offload is not None:
+            self._masters.update(self._offload.notes())
 
     def _new_plan(self, structure: list) -> StepPlan:
         self._drop_plan()
@@ -557,12 +590,12 @@ class FusedAdam(NamedStates, Optimizer):
         for group in self.param_groups:
             checks.check_storing(self._storing, group["amsgrad"])
         checks.check_distinct([param for _, param in pairs])
-        name, read_grad, storing = type(self).__name__, self._read_grad, self._storing
+        name, read_grad = type(self).__name__, self._read_grad
         for _, param in pairs:
             grad = read_grad(param)
             if grad is not None:
                 checks.check_gradient(name, param, grad)
-                checks.check_state(param, self.state.get(param, {}), storing)
+                self._check_state(param)
             else:
                 checks.check_in_use(param)
         # A new amax changes every tensor that shares it, even those without a gradient.
@@ -591,10 +624,19 @@ class FusedAdam(NamedStates, Optimizer):
             return False
         try:
             checks.check_steppable(type(self).__name__, param)
-            checks.check_state(param, self.state[param], self._storing)
+            self._check_state(param)
         except (RuntimeError, TypeError, NotImplementedError):
             return False  # the error is raised once the parameter has a gradient
         return True
+
+    def _check_state(self, param: Tensor) -> None:
+        """Raise if the state of a parameter does not fit it."""
+        state, is_offloaded = self.state.get(param, {}), self._offload is not None
+        checks.check_state(param, state, self._storing, is_offloaded)
+
+    def _offloaded(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """A state that has just been made, on the host if states are offloaded."""
+        return state if self._offload is None else moved(param, state, "cpu")
 
     def _complete_state(
         self, group: dict[str, Any], view: ParamView, restart: bool, frees: bool = True
@@ -680,15 +722,17 @@ class FusedAdam(NamedStates, Optimizer):
         self._drop_plan()
         states, views = self.state, [*map(self._view, params)]
         with torch._C.DisableTorchFunctionSubclass():
-            new = {}
+            new: dict[ParamView, dict[str, Any]] = {}
             for view in views:
                 if view.has_master and "master_param" in states.get(view.owner, {}):
+                    master = new[view] = {}
                     codec = view.codecs["master_param"]
-                    new[view] = StoredState.encode(codec, view.value())
-        for view, value in new.items():
-            state = states[view.owner]
-            value.put_into(state, "master_param")
-            state["master_param"] = like(view.owner, state["master_param"])
+                    StoredState.encode(codec, view.value()).put_into(master, "master_param")
+                    master["master_param"] = like(view.owner, master["master_param"])
+                    new[view] = self._offloaded(view.owner, master)
+        for view, master in new.items():
+            states[view.owner].pop("master_param_scale", None)
+            states[view.owner].update(master)
             view.free_initial_value(updates=True)
         self._masters.note(new)
         for view in views:
@@ -757,7 +801,18 @@ class FusedAdam(NamedStates, Optimizer):
         """The parameters that no longer equal their rounded masters; changes neither."""
         with torch._C.DisableTorchFunctionSubclass():
             self._take_notes()
-            return self._masters.left([*views], self.__dict__["state"])[0]
+            states, found = self.__dict__["state"], {}
+            for some in self._together([*views]):
+                found |= self._masters.left(some, states)[0]
+            return found
+
+    def _together(self, views: Sequence[ParamView]) -> list[list[ParamView]]:
+        """The views whose masters may be on the GPU at the same time; not all if offloaded."""
+        if self._offload is None:
+            return [[*views]]
+        of = {view.owner: view for view in views}
+        parts = chunks([*of], [*map(self._scales_of, of)])
+        return [[of[owner] for owner in part] for part in parts]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state saved by this class, compact or not, by ``torch.optim.AdamW``, or by
@@ -793,7 +848,8 @@ class FusedAdam(NamedStates, Optimizer):
                 checks.check_storing(self._storing, group.get("amsgrad", False))
             states = dict(state_dict["state"])
             for owner, key in saving.saved_keys(self.param_groups, state_dict):
-                new[owner] = saving.new_state(self._view(owner), states[key])
+                state = saving.new_state(self._view(owner), states[key])
+                new[owner] = self._offloaded(owner, state)
                 states[key] = saving.others(states[key])
             return {**state_dict, "state": states}
 
@@ -822,7 +878,8 @@ class FusedAdam(NamedStates, Optimizer):
             for view in views:
                 if not view.has_master and "master_param" in states[view.owner]:
                     saving.adopt_master(view, states[view.owner])
-            self._masters.adopt([view for view in views if view.has_master], states)
+            for some in self._together([view for view in views if view.has_master]):
+                self._masters.adopt(some, states)
 
     @contextlib.contextmanager
     def _hook(

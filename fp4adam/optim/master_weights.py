@@ -28,11 +28,11 @@ from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 
 def master_of(view: ParamView, state: dict[str, Any]) -> Tensor | None:
-    """The local part of a master weight in FP32; None if the state has none."""
+    """The local part of a master weight in FP32, beside its parameter; None if there is none."""
     if "master_param" not in state:
         return None
     own = {name: local(value) for name, value in state.items()}
-    return StoredState.of(own, "master_param", view.codecs["master_param"]).decode()
+    return StoredState.of(own, "master_param", view.codecs["master_param"]).decode().to(view.param.device)
 
 
 class MasterWeights:
