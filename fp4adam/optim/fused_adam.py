@@ -400,6 +400,9 @@ class FusedAdam(NamedStates, Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.offload_states != (self._offload is not None):
+            self._drop_plan()
+            self._offload = StateOffload() if self.offload_states else None
         # Reads attributes of tensor subclasses directly, in a tenth of the time.
         with torch._C.DisableTorchFunctionSubclass():
             if self._release is not None:

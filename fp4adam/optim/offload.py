@@ -253,15 +253,15 @@ def chunks(params: Sequence[Tensor], scales: Sequence[Hashable]) -> list[list[Te
     for param, key in zip(params, scales, strict=True):
         units[key].append(param)
     found: list[list[Tensor]] = []
-    filling: dict[torch.device, tuple[list[Tensor], int]] = {}
+    filling: dict[torch.device, int] = {}
+    last: dict[torch.device, list[Tensor]] = {}
     for unit in units.values():
         device, size = local(unit[0]).device, sum(map(_chunk_bytes, unit))
-        chunk, filled = filling.get(device, ([], CHUNK_BYTES))
-        if filled + size > CHUNK_BYTES:
-            chunk, filled = [], 0
-            found.append(chunk)
-        chunk += unit
-        filling[device] = chunk, filled + size
+        if device not in last or filling[device] + size > CHUNK_BYTES:
+            last[device], filling[device] = [], 0
+            found.append(last[device])
+        last[device] += unit
+        filling[device] += size
     return found
 
 
