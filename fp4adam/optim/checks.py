@@ -233,17 +233,21 @@ def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
         )
 
 
-def check_state(param: Tensor, state: dict[str, Any], storing: Storing) -> None:
+def check_state(
+    param: Tensor, state: dict[str, Any], storing: Storing, is_offloaded: bool = False
+) -> None:
     """Raise RuntimeError if the state of ``param`` has wrong shapes, dtypes, devices or strides.
 
     The kernels take bare addresses, so they would write past the end of a tensor that is too small.
+    If states are offloaded, they may be on the host as well.
     """
+    devices = {param.device, torch.device("cpu")} if is_offloaded else {param.device}
     codecs = storing.codecs(param.dtype)
     for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param", "param_remainder"):
         if name not in state:
             continue
         value = state[name]
-        if value.shape != param.shape or value.device != param.device:
+        if value.shape != param.shape or value.device not in devices:
             raise RuntimeError(
                 "the state must have the shape and device of its parameter, "
                 f"{tuple(param.shape)} on {param.device}, got {name} {tuple(value.shape)} on "

@@ -70,6 +70,7 @@ class FP4Adam(FusedAdam):
         store_param_remainders: Keep of the FP32 master of a BF16 parameter only what the parameter
             lacks. Quantized parameters keep their masters.
         use_decoupled_grad: Read ``param.decoupled_grad`` instead of ``param.grad``.
+        offload_states: Keep masters and moments in pinned host memory; see :class:`FusedAdam`.
         set_grad_none: Deprecated: what ``zero_grad`` does by default.
         maximize: Ascend instead of descend.
         foreach: Accepted for compatibility; updates are always batched.
@@ -114,6 +115,7 @@ class FP4Adam(FusedAdam):
         master_weight_dtype: torch.dtype = torch.float32,
         store_param_remainders: bool = False,
         use_decoupled_grad: bool = False,
+        offload_states: bool = False,
         set_grad_none: bool | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
@@ -142,6 +144,7 @@ class FP4Adam(FusedAdam):
             master_weight_dtype=master_weight_dtype,
             store_param_remainders=store_param_remainders,
             use_decoupled_grad=use_decoupled_grad,
+            offload_states=offload_states,
             set_grad_none=set_grad_none,
             maximize=maximize,
             foreach=foreach,
@@ -212,7 +215,7 @@ class FP4Adam(FusedAdam):
         checks.check_scale_group(peers, group)
         for param in peers:
             checks.check_steppable(type(self).__name__, param)
-            checks.check_state(param, self.state.get(param, {}), self._storing)
+            self._check_state(param)
 
     def _check_capturable_option(self, options: Mapping[str, Any]) -> None:
         if options["capturable"]:

@@ -22,6 +22,7 @@ from fp4adam.optim.gradients import Gradients
 from fp4adam.optim.hyper_parameters import check_hyper_parameters, check_numbers, is_on_device
 from fp4adam.optim.master_weights import MasterWeights, master_of
 from fp4adam.optim.named_states import NamedStates
+from fp4adam.optim.offload import StateOffload, moved
 from fp4adam.optim.param_state import ParamState
 from fp4adam.optim.param_view import ParamView, Storing, view_of
 from fp4adam.optim.saved_states import SavedStates
@@ -81,6 +82,8 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
         use_decoupled_grad: Read ``param.decoupled_grad`` instead of ``param.grad``; its dtype may
             differ from the parameter's.
         maximize: Ascend instead of descend.
+        offload_states: Keep masters and moments in pinned host memory. They stream through the GPU
+            during the step, which gives the same bits. Parameters must be on a GPU.
         set_grad_none: Deprecated, as in Transformer Engine: what :meth:`zero_grad` does by default.
         foreach: Accepted for compatibility; updates are always batched.
         capturable: Keep step counts and learning rates on the GPU, and compute the scalars of a
@@ -104,10 +107,12 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
     _option_names: tuple[str, ...] = (
         *Storing._fields[:5],
         "use_decoupled_grad",
+        "offload_states",
         "set_grad_none",
     )
-    # Those saved by version 0.1 have none.
+    # Optimizers that were pickled before these options existed have none.
     set_grad_none: bool | None = None
+    offload_states: bool = False
 
     def __init__(
         self,
@@ -126,6 +131,7 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
         master_weight_dtype: torch.dtype = torch.float32,
         store_param_remainders: bool = False,
         use_decoupled_grad: bool = False,
+        offload_states: bool = False,
         set_grad_none: bool | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
@@ -154,6 +160,7 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
         self.store_param_remainders = store_param_remainders
         self.master_weights = master_weights
         self.use_decoupled_grad = use_decoupled_grad
+        self.offload_states = offload_states
         self.set_grad_none = set_grad_none
         if set_grad_none is not None:
             warnings.warn(
@@ -181,6 +188,10 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
         self.__dict__.setdefault("_captured", [])
         # Set while gradients are released; it outlives loaded states, but is not copied.
         self.__dict__.setdefault("_release", None)
+        # None in the parts of an optimizer, whose states have been brought to their parameters.
+        self.__dict__.setdefault("_offload", StateOffload() if self.offload_states else None)
+        if self._offload is not None:
+            self._offload.forget()
         if self._release is not None:
             self._release.forget()
         # Guards hooks that are registered for the duration of a call, as threads may save at the
@@ -204,7 +215,11 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
         """State per parameter, as in ``torch.optim.Optimizer``.
 
         If the device may have skipped the last step, this waits for it, so that ``step`` is right.
+        Offloaded states are CPU tensors. This waits until they have arrived, so read them through
+        this property after every step.
         """
+        if getattr(self, "_offload", None) is not None:
+            self._offload.settle()
         if getattr(self, "_plan", None) is not None:
             self._plan.settle()
         return self.__dict__["state"]
@@ -225,6 +240,11 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
             raise ValueError(
                 f"capturable must be the same for all groups, got {options['capturable']} in one of "
                 f"an optimizer with {own}; pass it to the constructor"
+            )
+        if own and self.offload_states:
+            raise ValueError(
+                "offload_states must be False with capturable=True, got True: a replay cannot stream "
+                "states from the host; leave one of them out"
             )
         if own and options["fused"] is False:
             raise ValueError(
@@ -329,24 +349,24 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.offload_states != (self._offload is not None):
+            self._check_capturable_option(self.defaults)
+            self._drop_plan()
+            self._offload = StateOffload() if self.offload_states else None
         # Reads attributes of tensor subclasses directly, in a tenth of the time.
         with torch._C.DisableTorchFunctionSubclass():
-            if self._release is None:
-                self._step()
-            else:
+            if self._release is not None:
                 self._release.finish_step()
+            elif self._offload is not None:
+                self._step_offloaded()
+            else:
+                self._step()
         return loss
 
     # torch.compile would trace into this, but addresses and tables cannot be traced.
     @torch._disable_dynamo
     def _step(self) -> None:
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "step() must not be called in inference mode, got torch.inference_mode(): state "
-                "created there cannot be updated outside; call it outside inference mode"
-            )
-        for group in self.param_groups:
-            check_numbers(group, may_wait=False)
+        self._check_call()
         captures = backend.is_capturing()
         if captures:
             self._check_capture()
@@ -358,7 +378,7 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
             name = type(self).__name__
             for param, grad in plan.gradients_for_operators():
                 checks.check_gradient(name, param, grad)
-                checks.check_state(param, self.state[param], self._storing)
+                self._check_state(param)
         except Exception:
             self._drop_plan()
             raise
@@ -388,7 +408,7 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
                     'makes it one, then change it with group["lr"].fill_()'
                 )
         structure = self._structure()
-        if self._plan is None or not (self._plan.can_be_captured and self._is_planned(structure)):
+        if self._plan is None or not (self._plan.can_be_captured and self._has_fitting_plan(structure)):
             raise RuntimeError(
                 "a captured step must be like the last one outside the graph, got a first step, or "
                 "one with other parameters, states or gradients: these need new memory and kernels; "
@@ -417,12 +437,28 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
                 # Float64, because it holds the number itself.
                 group["lr"] = torch.tensor(float(lr), dtype=torch.float64).to(device)
 
+    @torch._disable_dynamo
+    def _step_offloaded(self) -> None:
+        self._check_call()
+        names = ("grad_scale", "found_inf")
+        self._offload.step_all(self, **{name: getattr(self, name, None) for name in names})
+
+    def _check_call(self) -> None:
+        """Raise if a step is impossible here and now, whatever the parameters are."""
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "step() must not be called in inference mode, got torch.inference_mode(): state "
+                "created there cannot be updated outside; call it outside inference mode"
+            )
+        for group in self.param_groups:
+            check_numbers(group, may_wait=False)
+
     def _fitting_plan(self) -> StepPlan:
         """The plan of the last step if it is still valid, else a new one."""
         structure = self._structure()
-        return self._plan if self._is_planned(structure) else self._new_plan(structure)
+        return self._plan if self._has_fitting_plan(structure) else self._new_plan(structure)
 
-    def _is_planned(self, structure: list) -> bool:
+    def _has_fitting_plan(self, structure: list | None = None) -> bool:
         """Whether the plan of the last step is valid for this one."""
         state = self.state
         groups, params, states = self._planned
@@ -431,7 +467,7 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
             and _are_same(self.param_groups, groups)
             and _are_same(chain.from_iterable(g["params"] for g in groups), params)
             and _are_same(state.values(), states)
-            and self._plan.fits(structure)
+            and self._plan.fits(self._structure() if structure is None else structure)
         )
 
     def _structure(self) -> list:
@@ -449,6 +485,8 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
             self._plan.settle()
         self._take_notes()
         self._plan = None
+        if self._offload is not None:
+            self._offload.forget()
 
     def _take_notes(self) -> None:
         """Collect the notes that the last steps have taken of the parameters."""
@@ -456,6 +494,8 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
             self._masters.update(self._plan.notes())
         if self._release is not None:
             self._masters.update(self._release.notes())
+        if self._offload is not None:
+            self._masters.update(self._offload.notes())
 
     def _new_plan(self, structure: list) -> StepPlan:
         self._drop_plan()
@@ -510,12 +550,12 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
         for group in self.param_groups:
             checks.check_storing(self._storing, group["amsgrad"])
         checks.check_distinct([param for _, param in pairs])
-        name, read_grad, storing = type(self).__name__, self._read_grad, self._storing
+        name, read_grad = type(self).__name__, self._read_grad
         for _, param in pairs:
             grad = read_grad(param)
             if grad is not None:
                 checks.check_gradient(name, param, grad)
-                checks.check_state(param, self.state.get(param, {}), storing)
+                self._check_state(param)
             else:
                 checks.check_in_use(param)
         # A new amax changes every tensor that shares it, even those without a gradient.
@@ -544,10 +584,19 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
             return False
         try:
             checks.check_steppable(type(self).__name__, param)
-            checks.check_state(param, self.state[param], self._storing)
+            self._check_state(param)
         except (RuntimeError, TypeError, NotImplementedError):
             return False  # the error is raised once the parameter has a gradient
         return True
+
+    def _check_state(self, param: Tensor) -> None:
+        """Raise if the state of a parameter does not fit it."""
+        state, is_offloaded = self.state.get(param, {}), self._offload is not None
+        checks.check_state(param, state, self._storing, is_offloaded)
+
+    def _offloaded(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """A state that has just been made, on the host if states are offloaded."""
+        return state if self._offload is None else moved(param, state, "cpu")
 
     def _complete_state(
         self, group: dict[str, Any], view: ParamView, restart: bool, frees: bool = True
@@ -636,15 +685,17 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
         self._drop_plan()
         states, views = self.state, [*map(self._view, params)]
         with torch._C.DisableTorchFunctionSubclass():
-            new = {}
+            new: dict[ParamView, dict[str, Any]] = {}
             for view in views:
                 if view.has_master and "master_param" in states.get(view.owner, {}):
+                    master = new[view] = {}
                     codec = view.codecs["master_param"]
-                    new[view] = StoredState.encode(codec, view.value())
-        for view, value in new.items():
-            state = states[view.owner]
-            value.put_into(state, "master_param")
-            state["master_param"] = like(view.owner, state["master_param"])
+                    StoredState.encode(codec, view.value()).put_into(master, "master_param")
+                    master["master_param"] = like(view.owner, master["master_param"])
+                    new[view] = self._offloaded(view.owner, master)
+        for view, master in new.items():
+            states[view.owner].pop("master_param_scale", None)
+            states[view.owner].update(master)
             view.free_initial_value(updates=True)
         self._masters.note(new)
         for view in views:

@@ -8,7 +8,6 @@ complete gradients run these optimizers.
 import contextlib
 import gc
 import math
-import operator
 import sys
 import weakref
 from collections import defaultdict
@@ -22,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from fp4adam.distributed.dtensor import is_dtensor, local, sharding_groups
 from fp4adam.optim.grad_norm import GradNorm
 from fp4adam.optim.memory_note import WriteNote
+from fp4adam.optim.optimizer_part import OptimizerPart
 
 if TYPE_CHECKING:
     from fp4adam.optim.fused_adam import FusedAdam
@@ -142,6 +142,8 @@ class GradientRelease:
         for unit in dict.fromkeys(self._units.values()):
             if any(param.grad is not None for param in unit.params):
                 self._step(unit)
+        if self._optimizer._offload is not None:
+            self._optimizer._offload.join()
         if self._max_norm is not None and self._released:
             params = [*self._units]
             sizes = [local(param).numel() for param in params]
@@ -213,45 +215,21 @@ class _Hook:
         return own is not None and own is not release and own.is_alive
 
 
-class _Unit:
-    """The parameters that are stepped together, and their part of the optimizer.
+class _Unit(OptimizerPart):
+    """What is stepped together: one parameter, or all members of a scale group.
 
     Attributes:
-        params: One parameter, or all members of a scale group.
-        optimizer: An optimizer of these alone.
         arrived: Those with complete gradients.
         sums: Sums of squares of the gradients that were stepped, by parameter.
     """
 
+    beside = True
+
     def __init__(self, whole: "FusedAdam", params: list[Tensor]) -> None:
-        self.params = params
+        super().__init__(whole, params)
         self.arrived: set[Tensor] = set()
         self.sums: dict[Tensor, Tensor] = {}
-        self._owner = weakref.ref(whole)
-        members = set(params)
-        self._groups = [g for g in whole.param_groups if not members.isdisjoint(g["params"])]
-        self.optimizer = object.__new__(type(whole))
-        self.optimizer.__dict__.update(whole.__dict__)
-        self.optimizer.param_groups = [
-            {"params": [param for param in group["params"] if param in members]}
-            for group in self._groups
-        ]
-        self.optimizer._release = None
-        self.optimizer.state = {}
-        self.optimizer._forget()
-        self.optimizer._masters.update(whole._masters.notes_of(params))
         self._norms: dict[Tensor, GradNorm] = {}
-
-    def is_current(self, params: list[Tensor]) -> bool:
-        """Whether it has these parameters, and the optimizer still has their groups."""
-        groups = self._owner().param_groups
-        same = len(params) == len(self.params) and all(map(operator.is_, params, self.params))
-        return same and all(any(known is group for group in groups) for known in self._groups)
-
-    def notes(self) -> dict[Tensor, WriteNote]:
-        """The notes of the parameters as the last step left them."""
-        self.optimizer._take_notes()
-        return self.optimizer._masters.notes_of(self.params)
 
     def measure(self) -> None:
         """Add up the squares of the gradients."""
@@ -263,19 +241,6 @@ class _Unit:
             if norm is None or norm.sizes != [grad.numel()]:
                 norm = self._norms[param] = GradNorm([grad.numel()])
             self.sums[param] = norm.span_sums([grad])
-
-    def step(self, clip: dict[torch.device, Tensor]) -> None:
-        """Step the parameters with the current options and states of the whole optimizer."""
-        whole, part = self._owner(), self.optimizer
-        for name in part._option_names:
-            setattr(part, name, getattr(whole, name))
-        for own, group in zip(part.param_groups, self._groups, strict=True):
-            own.update((k, v) for k, v in group.items() if k not in ("params", "param_names"))
-        states = whole.__dict__["state"]
-        part.state = {param: states[param] for param in self.params if param in states}
-        part._clip = dict(clip)
-        part._step()
-        states.update(part.__dict__["state"])
 
 
 def check_max_norm(max_norm: float | None) -> None:

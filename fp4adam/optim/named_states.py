@@ -60,7 +60,8 @@ class NamedStates:
         group = next(g for g in self.param_groups if any(param is one for one in g["params"]))
         self.state.pop(param, None)
         with torch._C.DisableTorchFunctionSubclass():
-            self._complete_state(group, view, restart=False, frees=False)
+            state = self._complete_state(group, view, restart=False, frees=False)
+            self.state[param] = self._offloaded(param, state)
             self._masters.note([view] if view.has_master else [])
 
     @torch.no_grad()
@@ -127,6 +128,7 @@ class NamedStates:
         with torch._C.DisableTorchFunctionSubclass():
             known = self._masters.is_known(view)
             _write_state(view, self.state[param], state_name, value)
+            self.state[param] = self._offloaded(param, self.state[param])
             if view.has_master and (known or state_name == "master_param"):
                 self._masters.note([view])
 

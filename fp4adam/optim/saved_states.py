@@ -12,6 +12,7 @@ from fp4adam.distributed.dtensor import is_dtensor
 from fp4adam.optim import checks
 from fp4adam.optim import state_dict as saving
 from fp4adam.optim.hyper_parameters import check_numbers
+from fp4adam.optim.offload import chunks
 from fp4adam.optim.param_view import ParamView
 
 
@@ -77,7 +78,18 @@ class SavedStates:
         """The parameters that no longer equal their rounded masters; changes neither."""
         with torch._C.DisableTorchFunctionSubclass():
             self._take_notes()
-            return self._masters.left([*views], self.__dict__["state"])[0]
+            states, found = self.__dict__["state"], {}
+            for some in self._together([*views]):
+                found |= self._masters.left(some, states)[0]
+            return found
+
+    def _together(self, views: Sequence[ParamView]) -> list[list[ParamView]]:
+        """The views whose masters may be on the GPU at the same time; not all if offloaded."""
+        if self._offload is None:
+            return [[*views]]
+        of = {view.owner: view for view in views}
+        parts = chunks([*of], [*map(self._scales_of, of)])
+        return [[of[owner] for owner in part] for part in parts]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state saved by this class, compact or not, by ``torch.optim.AdamW``, or by
@@ -113,7 +125,8 @@ class SavedStates:
                 checks.check_storing(self._storing, group.get("amsgrad", False))
             states = dict(state_dict["state"])
             for owner, key in saving.saved_keys(self.param_groups, state_dict):
-                new[owner] = saving.new_state(self._view(owner), states[key])
+                state = saving.new_state(self._view(owner), states[key])
+                new[owner] = self._offloaded(owner, state)
                 states[key] = saving.others(states[key])
             return {**state_dict, "state": states}
 
@@ -142,7 +155,8 @@ class SavedStates:
             for view in views:
                 if not view.has_master and "master_param" in states[view.owner]:
                     saving.adopt_master(view, states[view.owner])
-            self._masters.adopt([view for view in views if view.has_master], states)
+            for some in self._together([view for view in views if view.has_master]):
+                self._masters.adopt(some, states)
 
     @contextlib.contextmanager
     def _hook(

@@ -24,6 +24,8 @@ _ORDER = (
     *(name for state in STATE_NAMES for name in (state, f"{state}_scale")),
     "param_remainder",
 )
+# The tensors of a state; ``step`` is a count.
+TENSOR_NAMES = frozenset(_ORDER[1:])
 
 Groups = list[dict[str, Any]]
 State = dict[str, Any]
@@ -62,7 +64,9 @@ def saved_state(view: ParamView, state: State, left: bool, compact: bool) -> Sta
         # The parameter has been converted to FP32 and needs no master any more.
         saved.pop("master_param", None)
         saved.pop("master_param_scale", None)
-    elif waits and "master_param" in state and not view.is_rounded(local(state["master_param"])):
+    elif waits and "master_param" in state and not view.is_rounded(
+        local(state["master_param"]).to(view.param.device)
+    ):
         saved["master_param"] = like(view.owner, view.value())
     if not view.has_remainder:
         # The parameter is no longer the upper half of a master.
@@ -80,7 +84,8 @@ def saved_state(view: ParamView, state: State, left: bool, compact: bool) -> Sta
                 saved[name] = like(view.owner, StoredState.of(own, name, codec).decode())
                 saved.pop(f"{name}_scale", None)
         if "param_remainder" in saved:
-            master = join_master(view.param.detach(), local(saved.pop("param_remainder")))
+            remainder = local(saved.pop("param_remainder"))
+            master = join_master(view.param.detach().to(remainder.device), remainder)
             saved["master_param"] = like(view.owner, master)
     return ordered(saved)
 
@@ -173,7 +178,7 @@ def adopt_master(view: ParamView, state: State) -> None:
     """
     if view.has_remainder:
         return
-    master = local(state.pop("master_param")).to(torch.float32)
+    master = local(state.pop("master_param")).to(view.param.device, torch.float32)
     state.pop("master_param_scale", None)
     if view.param.dtype.itemsize >= 4 and _is_rounding(view, master):
         with torch.no_grad():

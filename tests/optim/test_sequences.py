@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from fp4adam import FP4Adam
 from master_reference import Twin
 from quantized_training import random, set_grads
-from training_programs import KernelTraining, OperatorTraining, Training
+from training_programs import KernelTraining, OffloadedTraining, OperatorTraining, Training
 
 
 @pytest.mark.parametrize(
@@ -22,10 +22,12 @@ from training_programs import KernelTraining, OperatorTraining, Training
     [
         (OperatorTraining, 20, 20),
         (KernelTraining, 2, 12),
+        (OffloadedTraining, 20, 20),
         pytest.param(OperatorTraining, 60, 20, marks=pytest.mark.exhaustive),
         pytest.param(KernelTraining, 10, 12, marks=pytest.mark.exhaustive),
+        pytest.param(OffloadedTraining, 60, 20, marks=pytest.mark.exhaustive),
     ],
-    ids=["operators", "kernels", "operators, more", "kernels, more"],
+    ids=["operators", "kernels", "offloaded"] + 3 * ["more"],
 )
 def test_programs_do_what_the_model_says(
     machine: type[Training], programs: int, length: int

@@ -27,6 +27,7 @@ from fp4adam import FP4Adam, QuantizedTensor, quantize_model, use_plain_state_di
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.optim.state_codec import join_master, split_master
 from fp4adam.tensors import backend
+from late_link import LateLink, offload_to
 from master_reference import Twin, bits_equal, is_rounded, rounded, same_bits, stored, value_of
 from quantized_training import RECIPES, random
 
@@ -264,6 +265,8 @@ class Training(RuleBasedStateMachine):
 
     device = "cpu"
     kernels = False
+    # Further options of the optimizer.
+    extra: dict[str, Any] = {}
     # Rules that do nothing, to see what else there is.
     without: frozenset[str] = frozenset()
     # Where the lines of the program that runs are written before they run, or None.
@@ -284,7 +287,7 @@ class Training(RuleBasedStateMachine):
 
     @initialize(options=st.sampled_from([*OPTIONS]))
     def start(self, options: str) -> None:
-        self.options = OPTIONS[options]
+        self.options = {**OPTIONS[options], **self.extra}
         self.has_exact_moments = options != "narrow moments"
         self.model = Net(self.device)
         self.optimizer: Any = FP4Adam(self.model.groups(), **self.options)
@@ -844,3 +847,18 @@ class KernelTraining(Training):
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kernels = True
+
+
+class OffloadedTraining(Training):
+    """With states on the host, which come in several chunks."""
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    extra = {"offload_states": True}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offload = offload_to(LateLink(), chunk_bytes=12 * 32 * 32)
+
+    def teardown(self) -> None:
+        self.offload.close()
+        super().teardown()

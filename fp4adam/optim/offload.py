@@ -1,0 +1,625 @@
+"""States in pinned host memory, which stream through the GPU while a step runs.
+
+Parameters are stepped in chunks. Each chunk is an :class:`OptimizerPart`, whose states are views
+into a ring of GPU memory. They are copied in before the part steps and copied out afterwards, so
+one copy each way serves all that a step reads: the comparison of masters with their parameters, the
+preview of amaxes, and the update. Both copies have streams of their own, so that one chunk comes in
+while the one before is stepped and the one before that goes out.
+
+``optimizer.state`` holds the tensors on the host. The states of a chunk lie together in one block,
+which is its ``_Home``, and move in one copy. Whatever else is found in ``optimizer.state``, because
+it is new, loaded or exchanged, is copied once without overlap and gets a home then. So nothing
+depends on what is remembered here.
+"""
+
+import contextlib
+import mmap
+import weakref
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp4adam.distributed.dtensor import like, local, sharded_dims
+from fp4adam.optim.memory_layout import is_dense
+from fp4adam.optim.memory_note import WriteNote, version
+from fp4adam.optim.optimizer_part import OptimizerPart, states_of
+from fp4adam.optim.state_dict import TENSOR_NAMES
+
+if TYPE_CHECKING:
+    from fp4adam.optim.fused_adam import FusedAdam
+
+# Bytes of FP32 states that a chunk is filled up to. A link moves much smaller copies slower.
+CHUNK_BYTES = 2**28
+_BYTES_PER_ELEMENT = 12
+# Of every state within its block; more than any kernel needs.
+_ALIGNMENT = 256
+
+State = dict[str, Any]
+
+
+class StateOffload:
+    """Steps the parameters of one optimizer with states that stay on the host."""
+
+    def __init__(self) -> None:
+        self._parts: list[OptimizerPart] = []
+        self._known: tuple[list, ...] = ()
+        self._homes: weakref.WeakKeyDictionary[OptimizerPart, _Home] = weakref.WeakKeyDictionary()
+        self._lanes: dict[torch.device, _Lane] = {}
+
+    # What the optimizer calls
+
+    def forget(self) -> None:
+        """Drop all parts; the states keep their values and get new homes in the next step."""
+        self.wait()
+        self._parts, self._known = [], ()
+        self._homes.clear()
+
+    def notes(self) -> dict[Tensor, WriteNote]:
+        """The notes that all parts have taken of their parameters."""
+        notes: dict[Tensor, WriteNote] = {}
+        for part in self._parts:
+            notes |= part.notes()
+        return notes
+
+    def wait(self) -> None:
+        """Wait until the host has the states of the last step."""
+        for lane in self._lanes.values():
+            lane.link.wait()
+
+    def settle(self) -> None:
+        """Wait for the states, and take back the counts of a step that the device skipped."""
+        self.wait()
+        for part in self._homes:
+            if part.optimizer._plan is not None:
+                part.optimizer._plan.settle()
+
+    def join(self) -> None:
+        """Let what is launched next wait for the parts that were stepped beside other work."""
+        for lane in self._lanes.values():
+            lane.link.join()
+
+    def step_all(self, whole: "FusedAdam", **signals: Tensor | None) -> None:
+        """Step all parameters, part after part; what cannot be stepped is refused before the first.
+
+        Args:
+            whole: The optimizer.
+            signals: ``grad_scale`` and ``found_inf``, or None.
+        """
+        self._update_parts(whole)
+        states = whole.__dict__["state"]
+        active = []
+        for part in self._parts:
+            ready = self._is_ready(part, states)
+            # Nothing moves for parameters that are frozen, or unused in this step.
+            if part.has_gradients() or (not ready and states_of(part.params, states)):
+                active.append((part, ready))
+        if not all(ready for _, ready in active):
+            check_all(whole, states)
+        # Out of the optimizer before the first part runs, so that an interrupt ends its validity.
+        clip, whole._clip = whole._clip, {}
+        try:
+            for part, _ in active:
+                part.step(clip, **signals)
+        except BaseException:
+            whole._forget()
+            raise
+
+    def step(self, part: OptimizerPart, states: dict[Tensor, State]) -> None:
+        """Step a part with its states, from the host and back.
+
+        Args:
+            part: The part; its options are up to date.
+            states: The states of the whole optimizer.
+        """
+        lane = self._lane(part.params[0])
+        home = self._homes.get(part)
+        if home is not None and home.holds(part.params, states):
+            self._stream(part, home, lane, states)
+        else:
+            self._place(part, lane, states)
+
+    # Parts
+
+    def _update_parts(self, whole: "FusedAdam") -> None:
+        """Divide the parameters into parts again if they are others than at the last step."""
+        params = whole._params()
+        scales = [*map(whole._scales_of, params)]
+        devices = [str(local(param).device) for param in params]
+        known = ([*map(id, whole.param_groups)], [*map(id, params)], [*map(id, scales)], devices)
+        if known == self._known:
+            return
+        whole._take_notes()
+        old = {part.params[0]: part for part in self._parts}
+        parts = []
+        for chunk in chunks(params, scales):
+            part = old.get(chunk[0])
+            parts.append(
+                part
+                if part is not None and part.is_current(chunk)
+                else OptimizerPart(whole, chunk)
+            )
+        self._parts, self._known = parts, known
+
+    def _is_ready(self, part: OptimizerPart, states: dict[Tensor, State]) -> bool:
+        """Whether states and plan are those of the last step, so that nothing has to be checked."""
+        home, optimizer = self._homes.get(part), part.optimizer
+        part.take_options()
+        return (
+            home is not None
+            and home.holds(part.params, states)
+            and optimizer._has_fitting_plan()
+            and not optimizer._plan.gradients_for_operators()
+        )
+
+    # Either states stream through the ring, or they are copied once and get a home.
+
+    def _stream(
+        self, part: OptimizerPart, home: "_Home", lane: "_Lane", states: dict[Tensor, State]
+    ) -> None:
+        link, optimizer = lane.link, part.optimizer
+        ring = lane.ring(self._homes.values())
+        optimizer.state = home.staged_in(ring, states)
+        home.pass_on_foreign_writes()
+        ready = link.copy_in(home.bytes, home.ring_bytes, ring.users_of(home.span))
+        fits = False
+        try:
+            with link.stepping(ready, part.grads() if part.beside else None):
+                try:
+                    optimizer._step()
+                finally:
+                    fits = home.take_back(optimizer)
+        finally:
+            ring.uses.append((home.span, link.copy_out(home.ring_bytes, home.bytes)))
+            if not fits:
+                link.join()
+                self._settle(part, lane, states)
+        for param, state in home.staged.items():
+            states[param].update(_others(state))
+
+    def _place(self, part: OptimizerPart, lane: "_Lane", states: dict[Tensor, State]) -> None:
+        lane.link.wait()
+        optimizer = part.optimizer
+        optimizer._drop_plan()
+        optimizer.state = {
+            param: moved(param, state, local(param).device)
+            for param, state in states_of(part.params, states).items()
+        }
+        try:
+            optimizer._step()
+        finally:
+            self._settle(part, lane, states)
+
+    def _settle(self, part: OptimizerPart, lane: "_Lane", states: dict[Tensor, State]) -> None:
+        """Give the states of a part, which are on the GPU, a new home."""
+        optimizer = part.optimizer
+        new = optimizer.__dict__["state"]
+        self._homes.pop(part, None)
+        lane.link.wait()
+        try:
+            home = _Home(lane.link, new)
+        except BaseException:
+            states.update(new)  # they stay on the GPU until the next step tries again
+            raise
+        for param, state in new.items():
+            states[param] = {**_others(state), **home.host.get(param, {})}
+        self._homes[part] = home
+        lane.has_new_homes = True
+        if home.nbytes:
+            # The plan would keep the states on the GPU alive.
+            optimizer._drop_plan()
+            optimizer.state = {}
+
+    def _lane(self, param: Tensor) -> "_Lane":
+        device = local(param).device
+        if device not in self._lanes:
+            self._lanes[device] = _Lane(link_of(device))
+        return self._lanes[device]
+
+
+def check_all(whole: "FusedAdam", states: dict[Tensor, State]) -> None:
+    """Raise if a parameter cannot be stepped, or is not on a GPU."""
+    whole._check_all([(group, p) for group in whole.param_groups for p in group["params"]])
+    for param in whole._params():
+        if whole._read_grad(param) is not None or param in states:
+            link_of(local(param).device)
+
+
+def link_of(device: torch.device) -> "Link":
+    """The link between the host and a device.
+
+    Raises:
+        RuntimeError: If the device is the host.
+    """
+    if device.type != "cuda":
+        raise RuntimeError(
+            f"parameters must be on a GPU with offload_states, got one on {device}, where its "
+            "states are on the host already; move the model, or leave offload_states False"
+        )
+    return Link(device)
+
+
+def chunks(params: Sequence[Tensor], scales: Sequence[Hashable]) -> list[list[Tensor]]:
+    """Divide parameters into chunks of at most ``CHUNK_BYTES`` of FP32 states.
+
+    A larger parameter is a chunk of its own. Parameters with equal ``scales`` stay together, and
+    those of different devices apart. All ranks get the same chunks of sharded parameters.
+    """
+    units: dict[Hashable, list[Tensor]] = defaultdict(list)
+    for param, key in zip(params, scales, strict=True):
+        units[key].append(param)
+    found: list[list[Tensor]] = []
+    filling: dict[torch.device, int] = {}
+    last: dict[torch.device, list[Tensor]] = {}
+    for unit in units.values():
+        device, size = local(unit[0]).device, sum(map(_chunk_bytes, unit))
+        if device not in last or filling[device] + size > CHUNK_BYTES:
+            last[device], filling[device] = [], 0
+            found.append(last[device])
+        last[device] += unit
+        filling[device] += size
+    return found
+
+
+def _chunk_bytes(param: Tensor) -> int:
+    n_shards = 1
+    for dim in sharded_dims(param):
+        n_shards *= param.device_mesh.size(dim)
+    return -(-param.numel() // n_shards) * _BYTES_PER_ELEMENT
+
+
+# Entries of a state
+
+
+def _is_offloaded(name: str, value: Any) -> bool:
+    """Whether an entry of a state is one of Adam's tensors; step counts are on the host anyway."""
+    return name in TENSOR_NAMES and isinstance(value, Tensor)
+
+
+def _others(state: State) -> State:
+    return {name: value for name, value in state.items() if not _is_offloaded(name, value)}
+
+
+def _offloaded(states: dict[Tensor, State]) -> dict[Tensor, State]:
+    return {
+        param: {name: value for name, value in state.items() if _is_offloaded(name, value)}
+        for param, state in states.items()
+    }
+
+
+def moved(param: Tensor, state: State, device: torch.device | str) -> State:
+    """A state of ``param`` with its tensors on ``device``."""
+    return {
+        name: _wrapped(param, name, local(value).to(device))
+        if _is_offloaded(name, value)
+        else value
+        for name, value in state.items()
+    }
+
+
+def _wrapped(param: Tensor, name: str, value: Tensor) -> Tensor:
+    # Scales follow each rank's memory order, not the shape of the parameter: no DTensors.
+    return value if name.endswith("_scale") else like(param, value)
+
+
+class _Place(NamedTuple):
+    """A tensor of a state in the block of its chunk."""
+
+    param: Tensor
+    name: str
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def fits(self, value: Any) -> bool:
+        """Whether a new value has the same layout."""
+        own = local(value)
+        return (own.dtype, own.shape, own.stride()) == (self.dtype, self.shape, self.stride)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in the block."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+class _Home:
+    """The place of a chunk's states on the host, and in the ring while they are stepped.
+
+    Args:
+        link: The link to the device.
+        states: The states to be copied, by parameter.
+
+    Attributes:
+        link: The link to the device.
+        nbytes: Size of the block.
+        bytes: The block, uint8.
+        host: The tensors on the host, by parameter and name.
+        staged: The states whose tensors are views into the ring.
+        span: The bytes of the ring that they take.
+        ring_bytes: These bytes, uint8.
+    """
+
+    def __init__(self, link: "Link", states: dict[Tensor, State]) -> None:
+        self._places: list[_Place] = []
+        self.link, self.nbytes = link, 0
+        values: list[Tensor] = []
+        for param, state in states.items():
+            for name, value in state.items():
+                if _is_offloaded(name, value):
+                    own = local(value)
+                    own = own if is_dense(own) else own.contiguous()
+                    values.append(own)
+                    place = _Place(param, name, self.nbytes, own.dtype, own.shape, own.stride())
+                    self._places.append(place)
+                    self.nbytes += -(-place.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._block = _Block(link, self.nbytes)
+        self.bytes = self._block.tensor(0, self.nbytes, torch.uint8)
+        # Each has a storage of its own, so that saving or copying one does not take the block.
+        own = [self._block.tensor(p.offset, p.nbytes, p.dtype) for p in self._places]
+        own = [t.as_strided(p.shape, p.stride) for t, p in zip(own, self._places, strict=True)]
+        for tensor, value in zip(own, values, strict=True):
+            tensor.copy_(value)
+        self.host: dict[Tensor, State] = {param: {} for param in states}
+        for place, tensor in zip(self._places, own, strict=True):
+            wrapped = _wrapped(place.param, place.name, tensor)
+            self.host[place.param][place.name] = wrapped
+        self._addresses = [tensor.data_ptr() for tensor in own]
+        self._versions = self._read_versions()
+        # Without any bytes the states can stay where they are.
+        self.staged: dict[Tensor, State] = {} if self.nbytes else states
+        self._views = {} if self.nbytes else _offloaded(states)
+        self._ring: _Ring | None = None
+        self.span, self.ring_bytes = (0, 0), self.bytes
+
+    def holds(self, params: Iterable[Tensor], states: dict[Tensor, State]) -> bool:
+        """Whether ``states`` has these tensors for the parameters, and no others."""
+        for param in params:
+            state, own = states.get(param), self.host.get(param)
+            if state is None or own is None:
+                if state is not own:
+                    return False
+                continue
+            found = {name for name, value in state.items() if _is_offloaded(name, value)}
+            if found != own.keys() or any(state[name] is not own[name] for name in own):
+                return False
+            if self.staged and self.staged[param].get("step") is not state.get("step"):
+                return False
+        return [local(value).data_ptr() for value in self._values()] == self._addresses
+
+    def _values(self) -> Iterator[Tensor]:
+        return (self.host[place.param][place.name] for place in self._places)
+
+    def _read_versions(self) -> list[int]:
+        values = [*self._values()]
+        return [*map(version, values), *map(version, map(local, values))]
+
+    def staged_in(self, ring: "_Ring", states: dict[Tensor, State]) -> dict[Tensor, State]:
+        """The states as views into a ring; the same objects as at the last step if possible."""
+        if self.nbytes and self._ring is not ring:
+            self._ring, self.span, self.staged = ring, ring.place(self.nbytes), {}
+            # Two aliases with versions of their own: copies into the ring are no foreign writes,
+            # and chunks that take turns in it do not count each other's.
+            self.ring_bytes, alias = (ring.bytes.data[slice(*self.span)] for _ in range(2))
+            self._views = {param: {} for param in self.host}
+            for place in self._places:
+                flat = alias[place.offset : place.offset + place.nbytes].view(place.dtype)
+                view = _wrapped(place.param, place.name, flat.as_strided(place.shape, place.stride))
+                self._views[place.param][place.name] = view
+        if not self.staged:
+            self.staged = {param: dict(views) for param, views in self._views.items()}
+        for param, state in self.staged.items():
+            state.update(_others(states[param]))
+        return self.staged
+
+    def pass_on_foreign_writes(self) -> None:
+        """Count writes to the tensors on the host as writes to the views."""
+        versions = self._read_versions()
+        if versions != self._versions:
+            self._versions = versions
+            views = chain.from_iterable(state.values() for state in self._views.values())
+            torch.autograd.graph.increment_version([*map(local, views)])
+
+    def take_back(self, optimizer: "FusedAdam") -> bool:
+        """Take over the states that a step has left, in the ring if they have the same layout.
+
+        Returns:
+            False if they have not. Then nothing has changed.
+        """
+        new = optimizer.__dict__["state"]
+        entries = _offloaded(new).items()
+        found = {(param, name): state[name] for param, state in entries for name in state}
+        places = {(place.param, place.name): place for place in self._places}
+        if found.keys() != places.keys() or not all(p.fits(found[key]) for key, p in places.items()):
+            return False
+        exchanged = [key for key in places if found[key] is not self._views[key[0]][key[1]]]
+        for param, name in exchanged:  # the master has restarted
+            view = self._views[param][name]
+            local(view).copy_(local(found[param, name]))
+            new[param][name] = view
+        if exchanged:
+            optimizer._drop_plan()
+        self.staged = dict(new)
+        return True
+
+
+class _Block:
+    """Pinned host memory; tensors in it outlive it, unpinned.
+
+    Raises:
+        MemoryError: If there is not as much.
+    """
+
+    def __init__(self, link: "Link", nbytes: int) -> None:
+        try:
+            # Pages of its own, of exactly this size; torch's pinned memory comes in powers of two.
+            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._memory = mmap.mmap(-1, max(nbytes, 1), flags=private)
+        except OSError as error:
+            raise no_memory(nbytes, link, str(error)) from error
+        if nbytes:
+            memory = self.tensor(0, nbytes, torch.uint8)
+            link.pin(memory)
+            # The memory is an argument so that it lives until it has been unpinned.
+            weakref.finalize(self, link.unpin, memory).atexit = False
+
+    def tensor(self, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor of some of the bytes, with a storage of its own."""
+        if not nbytes:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        count = nbytes // dtype.itemsize
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
+
+
+class _Ring:
+    """GPU memory that chunks take turns in.
+
+    Attributes:
+        bytes: The memory, uint8.
+        uses: The spans that are being copied out, each with the event after it.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self.bytes = memory
+        self.uses: list[tuple[tuple[int, int], Any]] = []
+        self._next = 0
+
+    def place(self, nbytes: int) -> tuple[int, int]:
+        """The next span of ``nbytes``; after the last one begins the first."""
+        start = self._next if self._next + nbytes <= len(self.bytes) else 0
+        self._next = start + nbytes
+        return start, start + nbytes
+
+    def users_of(self, span: tuple[int, int]) -> list[Any]:
+        """The events that a copy into a span has to wait for. Later copies come after it."""
+        start, stop = span
+        overlaps = [start < other[1] and other[0] < stop for other, _ in self.uses]
+        events = [event for (_, event), here in zip(self.uses, overlaps, strict=True) if here]
+        self.uses = [use for use, here in zip(self.uses, overlaps, strict=True) if not here]
+        return events
+
+
+def ring_bytes(sizes: Sequence[int]) -> int:
+    """The size of a ring for chunks of these sizes.
+
+    Three chunks fit in: one comes in, one is stepped, one goes out. For that the chunk counts that
+    half of all bytes are in chunks up to; a few larger ones may have the ring to themselves.
+    """
+    total, half, usual = sum(sizes), 0, 0
+    for usual in sorted(sizes):
+        half += usual
+        if 2 * half >= total:
+            break
+    return min(total, max([3 * usual, *sizes]))
+
+
+class _Lane:
+    """The link to a device, and the ring there."""
+
+    def __init__(self, link: "Link") -> None:
+        self.link = link
+        self.has_new_homes = False
+        self._ring: _Ring | None = None
+
+    def ring(self, homes: Iterable[_Home]) -> _Ring:
+        """The ring for these homes; a larger one in place of one that has become too small."""
+        if self._ring is None or self.has_new_homes:
+            needed = ring_bytes([home.nbytes for home in homes if home.link is self.link])
+            if self._ring is None or needed > len(self._ring.bytes):
+                self.link.wait()
+                self._ring = None  # frees it first
+                self._ring = _Ring(self.link.empty(needed))
+            self.has_new_homes = False
+        return self._ring
+
+
+class Link:
+    """Copies between pinned memory and one GPU: one stream per direction, one for steps beside."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._in, self._out, self._beside = (torch.cuda.Stream(device) for _ in range(3))
+        self._stepped = torch.cuda.Event()
+        self.pinned_bytes = 0
+
+    def pin(self, memory: Tensor) -> None:
+        """Pin host memory.
+
+        Raises:
+            MemoryError: If the system refuses.
+        """
+        memory.zero_()  # so that all threads touch the pages, in place of one
+        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 1))
+        if code:
+            raise no_memory(memory.nbytes, self, f"cudaHostRegister returned {code}")
+        self.pinned_bytes += memory.nbytes
+
+    def unpin(self, memory: Tensor) -> None:
+        """Undo :meth:`pin`, after all copies."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        self.pinned_bytes -= memory.nbytes
+
+    def empty(self, nbytes: int) -> Tensor:
+        """Memory on the GPU, uint8, that copies may write to right away."""
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        # What had this memory before may still be in use there.
+        self._in.wait_stream(torch.cuda.current_stream(self._device))
+        return memory
+
+    def copy_in(self, host: Tensor, staged: Tensor, after: Iterable[Any]) -> Any:
+        """Copy to the GPU after some events; returns the event after that."""
+        for event in after:
+            self._in.wait_event(event)
+        with torch.cuda.stream(self._in):
+            staged.copy_(host, non_blocking=True)
+        return self._in.record_event()
+
+    @contextlib.contextmanager
+    def stepping(self, ready: Any, grads: Sequence[Tensor] | None) -> Iterator[None]:
+        """Launch the steps of a ``with`` block after an event.
+
+        Args:
+            ready: The event.
+            grads: If given, step on a stream beside the current one, with these gradients of it.
+        """
+        stream = current = torch.cuda.current_stream(self._device)
+        if grads is not None:
+            stream = self._beside
+            stream.wait_stream(current)
+            for grad in grads:
+                grad.record_stream(stream)
+        stream.wait_event(ready)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            self._stepped = stream.record_event()
+
+    def copy_out(self, staged: Tensor, host: Tensor) -> Any:
+        """Copy to the host after the last step; returns the event after that."""
+        self._out.wait_event(self._stepped)
+        with torch.cuda.stream(self._out):
+            host.copy_(staged, non_blocking=True)
+        return self._out.record_event()
+
+    def join(self) -> None:
+        """Let the current stream wait for the steps beside it."""
+        torch.cuda.current_stream(self._device).wait_stream(self._beside)
+
+    def wait(self) -> None:
+        """Let the host wait for all copies."""
+        self._out.synchronize()
+
+
+def no_memory(nbytes: int, link: Link, reason: str) -> MemoryError:
+    """The error if states do not fit into pinned memory."""
+    return MemoryError(
+        f"offloaded states must fit into pinned host memory, got none for {nbytes:,} bytes beyond "
+        f"the {link.pinned_bytes:,} that are pinned ({reason}); use narrower states, such as "
+        "exp_avg_dtype=torch.bfloat16, or more ranks, or raise the limits (ulimit -l, the memory "
+        "of the container)"
+    )
