@@ -21,7 +21,6 @@ from fp4adam.distributed.dtensor import (
     local,
     sharding_groups,
 )
-from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.interop.borrowed_tensor import BorrowedTensor
 from fp4adam.optim import checks
 from fp4adam.optim import state_dict as saving
@@ -527,7 +526,7 @@ class FusedAdam(NamedStates, Optimizer):
                     view=view,
                     state=state,
                     tensors={name: local(value) for name, value in state.items()},
-                    shards=ShardInfo.of(param) if scales in moving else (),
+                    shards=view.shards if scales in moving else (),
                     updates=scales in moving,
                     first_element=first_element(param),
                 )
