@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine import RECIPES
 from provenance import about
 from report import write_json
 from step import Clock
@@ -31,21 +32,13 @@ Row = dict[str, Any]
 
 OPTIONS = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 STEPS = 20
-# By format: the recipe in Transformer Engine, what says whether it runs, and our quantizer.
-FORMATS: dict[str, tuple[str, str, Quantizer]] = {
-    "Float8": ("Float8CurrentScaling", "is_fp8_available", fp4adam.Float8Quantizer()),
-    "Float8 delayed": (
-        "DelayedScaling",
-        "is_fp8_available",
-        fp4adam.Float8Quantizer(scaling="delayed", amax_history_len=4),
-    ),
-    "Float8Block": (
-        "Float8BlockScaling",
-        "is_fp8_block_scaling_available",
-        fp4adam.Float8BlockQuantizer(),
-    ),
-    "MXFP8": ("MXFP8BlockScaling", "is_mxfp8_available", fp4adam.MXFP8Quantizer()),
-    "NVFP4": ("NVFP4BlockScaling", "is_nvfp4_available", fp4adam.NVFP4Quantizer()),
+# This package's quantizer for each format.
+QUANTIZERS: dict[str, Quantizer] = {
+    "Float8": fp4adam.Float8Quantizer(),
+    "Float8 delayed": fp4adam.Float8Quantizer(scaling="delayed", amax_history_len=4),
+    "Float8Block": fp4adam.Float8BlockQuantizer(),
+    "MXFP8": fp4adam.MXFP8Quantizer(),
+    "NVFP4": fp4adam.NVFP4Quantizer(),
 }
 # Attributes of Transformer Engine's tensors, by ours.
 FIELDS = {
@@ -59,7 +52,7 @@ FLOAT8_FIELDS = {
 }
 
 
-def engine() -> tuple[Any, Any, Any]:
+def packages() -> tuple[Any, Any, Any]:
     """Transformer Engine's modules, recipes and optimizers."""
     try:
         import transformer_engine.pytorch as te
@@ -74,10 +67,10 @@ def engine() -> tuple[Any, Any, Any]:
 
 def formats(te: Any, recipes: Any) -> Iterator[tuple[str, Any, Quantizer]]:
     """The formats that run here: name, recipe, and quantizer of this package."""
-    for name, (recipe, check, quantizer) in FORMATS.items():
+    for name, (recipe, check) in RECIPES.items():
         runs, why = getattr(te, check)(return_reason=True)
         if runs:
-            yield name, getattr(recipes, recipe)(), quantizer
+            yield name, getattr(recipes, recipe)(), QUANTIZERS[name]
         else:
             print(f"{name}: not on this GPU: {why}", flush=True)
 
@@ -397,7 +390,7 @@ PARTS = {
 
 def run(parts: list[str], after_each: Callable[[list[Row]], None] = lambda rows: None) -> list[Row]:
     """The rows of these parts; a part that raises ends with a row that says why."""
-    given, rows = engine(), []
+    given, rows = packages(), []
     for part in parts:
         found = PARTS[part](*given)
         while True:

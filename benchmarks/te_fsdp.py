@@ -20,20 +20,13 @@ import torch
 import torch.distributed as dist
 from provenance import about
 from report import write_json
-from te_check import OPTIONS, Row, engine, random
+from te_check import OPTIONS, Row, formats, packages, random
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fp4adam import FP4Adam
 
-RECIPES = {
-    "Float8": ("Float8CurrentScaling", "is_fp8_available"),
-    "Float8 delayed": ("DelayedScaling", "is_fp8_available"),
-    "Float8Block": ("Float8BlockScaling", "is_fp8_block_scaling_available"),
-    "MXFP8": ("MXFP8BlockScaling", "is_mxfp8_available"),
-    "NVFP4": ("NVFP4BlockScaling", "is_nvfp4_available"),
-}
 SIZE = 1024
 
 
@@ -179,18 +172,12 @@ def row_of(te: Any, optimizers: Any, recipe: Any, meta: bool, reshard: bool, ste
 
 def rows(steps: int) -> Iterator[Row]:
     """All rows; on every rank."""
-    te, recipes, optimizers = engine()
-    for name, (recipe, check) in RECIPES.items():
-        runs, why = getattr(te, check)(return_reason=True)
-        if not runs:
-            if dist.get_rank() == 0:
-                print(f"{name}: not on this GPU: {why}", flush=True)
-            continue
+    te, recipes, optimizers = packages()
+    for name, recipe, _ in formats(te, recipes):
         for meta, reshard in ((False, True), (True, True), (True, False)):
             row = {"format": name, "meta": meta, "reshard_after_forward": reshard}
             try:
-                made = getattr(recipes, recipe)()
-                row |= row_of(te, optimizers, made, meta, reshard, steps)
+                row |= row_of(te, optimizers, recipe, meta, reshard, steps)
             except Exception as error:
                 row |= {"why": f"{type(error).__name__}: {str(error)[:400]}", "ok": False}
             yield row
