@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import engine
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,7 +29,8 @@ class Contestant(NamedTuple):
     """An optimizer of a GPT in ``dtype``, its linear weights quantized where there is a recipe.
 
     FP32 weights are multiplied in BF16, by autocast. ``keeps_weights`` is for ``kept_weights()``
-    around the batches of a step.
+    around the batches of a step. ``engine`` is the format of Transformer Engine's linear layers, if
+    the blocks have these.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Contestant(NamedTuple):
     recipe: str | Recipe | None = None
     dtype: torch.dtype = torch.bfloat16
     keeps_weights: bool = False
+    engine: str | None = None
 
 
 def gpt_config(size: str, **sizes: int | None) -> GPTConfig:
@@ -51,6 +54,8 @@ def build_model(contestant: Contestant, config: GPTConfig, device: str) -> GPT:
         model = GPT(config).to(contestant.dtype)
     if contestant.recipe:
         quantize_model(model, contestant.recipe)
+    if contestant.engine:
+        engine.use_in(model, contestant.engine)
     return model
 
 
@@ -71,10 +76,16 @@ class Training:
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Cross entropy, in nats per byte."""
-        is_mixed = self.contestant.dtype == torch.float32
-        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=is_mixed):
+        with self._autocast(inputs.device.type):
             logits = self.model(inputs)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def _autocast(self, device: str) -> contextlib.AbstractContextManager:
+        if self.contestant.engine:
+            te, recipe = engine.recipe_of(self.contestant.engine)
+            return te.autocast(enabled=True, recipe=recipe)
+        is_mixed = self.contestant.dtype == torch.float32
+        return torch.autocast(device, torch.bfloat16, enabled=is_mixed)
 
     def accumulate(self, *batches: Batch) -> Tensor:
         """Gradients of the mean loss over batches, and that loss."""

@@ -8,6 +8,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import engine
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -192,6 +193,21 @@ def clipped(make: Callable) -> Callable:
     return make_clipped
 
 
+def engine_tensors(optimizer: Callable[..., Any], format: str) -> Callable:
+    """How to make an optimizer of Transformer Engine's own weights; an error without it."""
+
+    def make(shapes: list[Shape], device: str) -> tuple[Any, list[Parameter]]:
+        te, recipe = engine.recipe_of(format)
+        params = []
+        for shape in shapes:
+            param = engine.linear(te, recipe, *shape).weight
+            param.grad = torch.randn(shape, device=device).mul_(1e-3).bfloat16()
+            params.append(param)
+        return optimizer(params, **HYPER), params
+
+    return make
+
+
 def installed(module: str, name: str, **options: Any) -> Callable:
     """How to make another package's optimizer of BF16 parameters; ImportError without it."""
 
@@ -245,6 +261,12 @@ def _contestants() -> list[Contestant]:
         make = quantized(MasterWeightOptimizer, FORMATS[name], **over_masters)
         name, multiple = f"MasterWeightOptimizer, AdamW, {name}", _multiple(FORMATS[name])
         result.append(Contestant(name, "unfused", make, multiple))
+    for name in engine.RECIPES:
+        for package, optimizer in (("TE FusedAdam", engine.adam), ("FP4Adam", FP4Adam)):
+            # In whole blocks for every format; kernels of both packages write these tensors.
+            make = engine_tensors(optimizer, name)
+            title = f"{package} on TE's tensors, {name}"
+            result.append(Contestant(title, "Transformer Engine", make, 128))
     for name, (module, optimizer, options) in PEERS.items():
         result.append(Contestant(name, "other packages", installed(module, optimizer, **options)))
     return result

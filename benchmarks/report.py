@@ -43,6 +43,7 @@ COLUMNS = (
     Column("temporary_MiB", "temp MiB", "temporary, MiB", ".2f"),
 )
 COLORS = {"torch": "C0", "fp4adam": "C2", "unfused": "C3", "other packages": "C7"}
+COLORS["Transformer Engine"] = "C1"
 # What memory goes to, the last only while a step runs.
 PARTS: dict[str, dict[str, Any]] = {
     "weight": {"color": "C9"},

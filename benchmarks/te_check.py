@@ -1,6 +1,6 @@
-"""FP4Adam beside Transformer Engine itself: bytes, modules, checkpoints and times, in one run.
+"""FP4Adam beside Transformer Engine itself: bytes, modules, shards of masters, checkpoints, times.
 
-    python benchmarks/te_check.py [--parts bytes,modules,checkpoints,times] [--json te.json]
+    python benchmarks/te_check.py [--parts bytes,modules,zero,checkpoints,times] [--json te.json]
 
 It needs a GPU and Transformer Engine (README.md says how to install it), and runs the formats that
 Transformer Engine has on that GPU. A part that fails says why in its row, and the exit status is 1.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine import RECIPES
 from provenance import about
 from report import write_json
 from step import Clock
@@ -31,16 +32,13 @@ Row = dict[str, Any]
 
 OPTIONS = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 STEPS = 20
-# By format: the recipe in Transformer Engine, what says whether it runs, and our quantizer.
-FORMATS: dict[str, tuple[str, str, Quantizer]] = {
-    "Float8": ("Float8CurrentScaling", "is_fp8_available", fp4adam.Float8Quantizer()),
-    "Float8Block": (
-        "Float8BlockScaling",
-        "is_fp8_block_scaling_available",
-        fp4adam.Float8BlockQuantizer(),
-    ),
-    "MXFP8": ("MXFP8BlockScaling", "is_mxfp8_available", fp4adam.MXFP8Quantizer()),
-    "NVFP4": ("NVFP4BlockScaling", "is_nvfp4_available", fp4adam.NVFP4Quantizer()),
+# This package's quantizer for each format.
+QUANTIZERS: dict[str, Quantizer] = {
+    "Float8": fp4adam.Float8Quantizer(),
+    "Float8 delayed": fp4adam.Float8Quantizer(scaling="delayed", amax_history_len=4),
+    "Float8Block": fp4adam.Float8BlockQuantizer(),
+    "MXFP8": fp4adam.MXFP8Quantizer(),
+    "NVFP4": fp4adam.NVFP4Quantizer(),
 }
 # Attributes of Transformer Engine's tensors, by ours.
 FIELDS = {
@@ -54,7 +52,7 @@ FLOAT8_FIELDS = {
 }
 
 
-def engine() -> tuple[Any, Any, Any]:
+def packages() -> tuple[Any, Any, Any]:
     """Transformer Engine's modules, recipes and optimizers."""
     try:
         import transformer_engine.pytorch as te
@@ -69,10 +67,10 @@ def engine() -> tuple[Any, Any, Any]:
 
 def formats(te: Any, recipes: Any) -> Iterator[tuple[str, Any, Quantizer]]:
     """The formats that run here: name, recipe, and quantizer of this package."""
-    for name, (recipe, check, quantizer) in FORMATS.items():
+    for name, (recipe, check) in RECIPES.items():
         runs, why = getattr(te, check)(return_reason=True)
         if runs:
-            yield name, getattr(recipes, recipe)(), quantizer
+            yield name, getattr(recipes, recipe)(), QUANTIZERS[name]
         else:
             print(f"{name}: not on this GPU: {why}", flush=True)
 
@@ -92,13 +90,33 @@ def te_fields(tensor: Tensor) -> dict[str, Tensor]:
     return {name: x.clone() for name, x in found.items() if x is not None}
 
 
-def differing(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """The share of bytes that differ, by field; shapes may differ by padding."""
+def extents(shape: tuple[int, int], quantizer: Quantizer) -> dict[str, tuple[int, int]]:
+    """The scales that stand for blocks, rows and columns of each field; the rest is padding."""
+    rows, cols = shape
+    block = quantizer.block_rows
+    if isinstance(quantizer, fp4adam.Float8BlockQuantizer):
+        rows, cols = -(-rows // block), -(-cols // block)
+        return {"rowwise_scale_inv": (rows, cols), "columnwise_scale_inv": (cols, rows)}
+    if isinstance(quantizer, fp4adam.MXFP8Quantizer):
+        return {
+            "rowwise_scale_inv": (rows, cols // block),
+            "columnwise_scale_inv": (rows // block, cols),
+        }
+    return {
+        "rowwise_scale_inv": (rows, cols // block),
+        "columnwise_scale_inv": (cols, rows // block),
+    }
+
+
+def differing(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], known: dict[str, tuple[int, int]]
+) -> dict[str, float]:
+    """The share of bytes that differ, by field, without padding; ``known`` from `extents`."""
     shares = {}
     for name in actual.keys() & expected.keys():
         a, b = actual[name], expected[name]
-        if a.dim() == b.dim() == 2:
-            rows, cols = (min(sizes) for sizes in zip(a.shape, b.shape, strict=True))
+        if name in known and a.dim() == b.dim() == 2:
+            rows, cols = known[name]
             a, b = a[:rows, :cols], b[:rows, :cols]
         bits = [x.contiguous().view(-1).view(torch.uint8) for x in (a, b)]
         shares[name] = (bits[0] != bits[1]).float().mean().item()
@@ -116,6 +134,8 @@ def bytes_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
     """After every one of 20 steps, the bytes against Transformer Engine's quantizers."""
     shape = (512, 768)
     for name, recipe, quantizer in formats(te, recipes):
+        if quantizer.has_history:
+            continue
         for kind in ("its tensor", "own tensor"):
             weight = linear(te, recipe, shape).weight
             theirs = weight._quantizer.copy()
@@ -132,35 +152,49 @@ def bytes_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
                     own = {field: getattr(weight, field) for field in FIELDS}
                 else:
                     own = te_fields(weight)
-                shares = differing(own, expected)
+                shares = differing(own, expected, extents(shape, quantizer))
                 worst = {field: max(share, worst.get(field, 0)) for field, share in shares.items()}
             assert worst, "no field was compared"
             yield {"format": name, "what": kind, "differing": worst, "ok": not any(worst.values())}
-    yield delayed_row(te)
+    yield from delayed_rows(te, recipes)
 
 
-def delayed_row(te: Any) -> Row:
-    """The codes, amaxes and scales of delayed scaling, with the scale that our history gives."""
+def delayed_rows(te: Any, recipes: Any) -> Iterator[Row]:
+    """Codes, amaxes and scales of delayed scaling, under the scale that a history gives."""
     from transformer_engine.pytorch.constants import DType
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
-    quantizer = fp4adam.Float8Quantizer(scaling="delayed", amax_history_len=4)
-    weight = Parameter(quantizer.quantize(random(512, 768, seed=0, scale=0.02)))
-    optimizer, worst = FP4Adam([weight], **OPTIONS), {}
-    for step in range(STEPS):
-        weight.grad = random(512, 768, seed=step, scale=1e-2)
-        optimizer.step()
-        theirs = Float8Quantizer(
-            scale=weight.scale, amax=torch.zeros(1, device="cuda"), fp8_dtype=DType.kFloat8E4M3
-        )
-        expected = te_fields(theirs(optimizer.state[weight]["master_param"].clone()))
-        expected["amax"] = theirs.amax
-        own = {field: getattr(weight, field) for field in FIELDS}
-        own["amax"] = weight.amax_history[:1]
-        shares = differing(own, expected)
-        worst = {field: max(share, worst.get(field, 0)) for field, share in shares.items()}
-    ok = not any(worst.values())
-    return {"format": "Float8 delayed", "what": "own tensor", "differing": worst, "ok": ok}
+    for kind in ("its tensor", "own tensor"):
+        if kind == "its tensor":
+            weight = linear(te, recipes.DelayedScaling(), (512, 768)).weight
+        else:
+            quantizer = fp4adam.Float8Quantizer(scaling="delayed", amax_history_len=4)
+            weight = Parameter(quantizer.quantize(random(512, 768, seed=0, scale=0.02)))
+        optimizer, worst = FP4Adam([weight], **OPTIONS), {}
+        for step in range(STEPS):
+            weight.grad = random(512, 768, seed=step, scale=1e-2).to(weight.dtype)
+            if kind == "its tensor":
+                # As the next forward pass would do.
+                weight._quantizer.scale.copy_(448 / random(1, seed=step).abs())
+                weight._quantizer.amax.zero_()
+            optimizer.step()
+            if kind == "its tensor":
+                own, scale = te_fields(weight), weight._quantizer.scale
+                own["amax"] = weight._quantizer.amax.clone()
+            else:
+                own, scale = {field: getattr(weight, field) for field in FIELDS}, weight.scale
+                own["amax"] = weight.amax_history[:1]
+            theirs = Float8Quantizer(
+                scale=scale.clone(),
+                amax=torch.zeros(1, device="cuda"),
+                fp8_dtype=DType.kFloat8E4M3,
+            )
+            expected = te_fields(theirs(optimizer.state[weight]["master_param"].clone()))
+            expected["amax"] = theirs.amax
+            shares = differing(own, expected, {})
+            worst = {field: max(share, worst.get(field, 0)) for field, share in shares.items()}
+        ok = not any(worst.values())
+        yield {"format": "Float8 delayed", "what": kind, "differing": worst, "ok": ok}
 
 
 def module_builders(te: Any) -> dict[str, Callable[[], nn.Module]]:
@@ -171,14 +205,24 @@ def module_builders(te: Any) -> dict[str, Callable[[], nn.Module]]:
         "LayerNormLinear": lambda: te.LayerNormLinear(512, 512, **common),
         "LayerNormMLP": lambda: te.LayerNormMLP(512, 2048, **common),
         "TransformerLayer": lambda: te.TransformerLayer(
-            512, 2048, 8, hidden_dropout=0.0, attention_dropout=0.0, **common
+            512,
+            2048,
+            8,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            fuse_qkv_params=True,  # needed for a quantized weight
+            **common,
         ),
     }
 
 
-def train(te: Any, recipe: Any, module: nn.Module, optimizer: Any) -> list[float]:
-    """Losses of 20 steps towards a rotation of the input."""
-    losses = []
+def train(te: Any, recipe: Any, module: nn.Module, optimizer: Any) -> tuple[list[float], float]:
+    """Losses of 20 steps towards a rotation of the input, and the share of stale transposes.
+
+    A transpose of Float8 codes that counts as valid is not made again by Transformer Engine. Stale
+    ones are declared invalid here, so that losses can be compared.
+    """
+    losses, stale = [], 0.0
     for step in range(STEPS):
         x = random(256, 1, 512, seed=step).bfloat16()
         with te.autocast(enabled=True, recipe=recipe):
@@ -188,37 +232,83 @@ def train(te: Any, recipe: Any, module: nn.Module, optimizer: Any) -> list[float
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses
+        for param in module.parameters():
+            if getattr(param, "_transpose", None) is not None and not param._transpose_invalid:
+                share = (param._transpose != param._data.t()).float().mean().item()
+                stale = max(stale, share)
+                if share:
+                    param._reset_caches()
+    return losses, stale
 
 
 def modules_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
     """Every module trained with both optimizers, from the same masters."""
     for name, recipe, _ in formats(te, recipes):
         for kind, build in module_builders(te).items():
-            losses = []
-            for ours in (False, True):
-                torch.manual_seed(0)
-                with te.quantized_model_init(recipe=recipe):
-                    module = build()
-                # Without initial values, both start from the decoded weights.
-                if ours:
-                    optimizer = FP4Adam(module.parameters(), **OPTIONS)
-                else:
-                    optimizer = optimizers.FusedAdam(
-                        module.parameters(), **OPTIONS, master_weights=True
-                    )
-                losses.append(train(te, recipe, module, optimizer))
-            apart = max(abs(a - b) / a for a, b in zip(*losses, strict=True))
-            falls = all(each[-1] < each[0] for each in losses)
-            yield {
-                "format": name,
-                "what": kind,
-                "first": losses[1][0],
-                "last (TE, ours)": [each[-1] for each in losses],
-                "largest relative difference": apart,
-                # Masters differ in the last bits, codes therefore seldom.
-                "ok": falls and apart < 0.02,
-            }
+            row = {"format": name, "what": kind}
+            try:
+                yield {**row, **module_row(te, recipe, optimizers, build)}
+            except Exception as error:
+                yield {**row, "why": f"{type(error).__name__}: {error}", "ok": False}
+
+
+def module_row(te: Any, recipe: Any, optimizers: Any, build: Callable[[], nn.Module]) -> Row:
+    """Losses of one module with both optimizers."""
+    losses, stale = [], []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        with te.quantized_model_init(recipe=recipe):
+            module = build()
+        # Without initial values, both start from the decoded weights.
+        if ours:
+            optimizer = FP4Adam(module.parameters(), **OPTIONS)
+        else:
+            optimizer = optimizers.FusedAdam(module.parameters(), **OPTIONS, master_weights=True)
+        for found, value in zip((losses, stale), train(te, recipe, module, optimizer), strict=True):
+            found.append(value)
+    apart = max(abs(a - b) / a for a, b in zip(*losses, strict=True))
+    falls = all(each[-1] < each[0] for each in losses)
+    return {
+        "first": losses[1][0],
+        "last (TE, ours)": [each[-1] for each in losses],
+        "largest relative difference": apart,
+        "stale transposes (TE, ours)": stale,
+        # Masters differ in the last bits, codes therefore seldom.
+        "ok": falls and apart < 0.02 and not stale[1],
+    }
+
+
+def zero_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
+    """Slices of masters quantized into TE's tensors, by both packages' functions."""
+    from transformer_engine.pytorch.tensor import utils
+
+    shape = (512, 768)
+    n = shape[0] * shape[1]
+    if not torch.distributed.is_initialized():
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
+    for name, recipe, quantizer in formats(te, recipes):
+        for start, stop in ((0, n), (0, n // 2), (n // 2 + 768 * 3 + 128, n)):
+            master = random(stop - start, seed=start, scale=0.03)
+            fields = []
+            for package in (utils, fp4adam):
+                weight = linear(te, recipe, shape).weight
+                if quantizer.has_history:
+                    weight._quantizer.scale.fill_(4000.0)
+                arguments = ([weight], [master.clone()], [start], None)
+                package.quantize_master_weights(*arguments, manual_post_all_gather_processing=True)
+                package.post_all_gather_processing([weight])
+                found = te_fields(weight)
+                # Codes of other slices are those of other ranks, gathered afterwards.
+                found["rowwise_data"] = found["rowwise_data"].view(-1)[start:stop]
+                if stop - start < n:
+                    found.pop("columnwise_data", None)
+                if quantizer.has_history:
+                    found["amax"] = weight._quantizer.amax.clone()
+                fields.append(found)
+            shares = differing(*fields, extents(shape, quantizer))
+            ok = len(shares) > 1 and not any(shares.values())
+            yield {"format": name, "what": [start, stop], "differing": shares, "ok": ok}
 
 
 def checkpoints_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
@@ -292,6 +382,7 @@ def times_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
 PARTS = {
     "bytes": bytes_rows,
     "modules": modules_rows,
+    "zero": zero_rows,
     "checkpoints": checkpoints_rows,
     "times": times_rows,
 }
@@ -299,7 +390,7 @@ PARTS = {
 
 def run(parts: list[str], after_each: Callable[[list[Row]], None] = lambda rows: None) -> list[Row]:
     """The rows of these parts; a part that raises ends with a row that says why."""
-    given, rows = engine(), []
+    given, rows = packages(), []
     for part in parts:
         found = PARTS[part](*given)
         while True:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import engine
 import torch
 import torch.nn.functional as F
 from gpt_training import PRESETS, Batch, Contestant, Training, build_model, gpt_config
@@ -47,6 +48,11 @@ CONTESTANTS = (
             Recipe(recipe, activations=True, gradients=True),
         )
         for name, recipe in FORMATS.items()
+    ),
+    *(
+        Contestant(f"{optimizer}, TE's layers, {name}", make, engine=name)
+        for name in engine.RECIPES
+        for optimizer, make in (("TE FusedAdam", engine.adam), ("FP4Adam", FP4Adam))
     ),
 )
 

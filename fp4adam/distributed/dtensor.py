@@ -67,6 +67,30 @@ def sharded_dims(tensor: Tensor) -> list[int]:
     return [dim for dim, place in enumerate(placements) if not place.is_replicate()]
 
 
+def shard_size(tensor: Tensor) -> int | None:
+    """Size of the shards of a tensor along its first dimension; None if it is not sharded.
+
+    The last shards may be smaller.
+
+    Raises:
+        NotImplementedError: If it is sharded in another way than by ``fully_shard`` along one
+            dimension of the mesh.
+    """
+    sharded = sharded_dims(tensor)
+    if not sharded:
+        return None
+    from torch.distributed.tensor import Shard
+
+    placement = tensor.placements[sharded[0]]
+    if len(sharded) > 1 or type(placement) is not Shard or placement.dim != 0:
+        raise NotImplementedError(
+            "quantized parameters of other packages must be replicated, or sharded by fully_shard "
+            f"along one dimension of the mesh, got placements {tensor.placements}; leave "
+            "parameters with other placements in high precision"
+        )
+    return -(-tensor.shape[0] // tensor.device_mesh.size(sharded[0]))
+
+
 def sharding_groups(tensor: Tensor) -> tuple[tuple[dist.ProcessGroup, str], ...]:
     """The process groups that a DTensor is sharded over, each with the device type of its mesh."""
     return tuple(

@@ -55,23 +55,28 @@ class ShardInfo(NamedTuple):
         return cls.in_mesh(mesh, dim)._replace(number=0, n_shards=1)
 
     @classmethod
-    def of(cls, param: Tensor) -> "tuple[ShardInfo, ...]":
+    def of(cls, param: Tensor, own: Tensor | None = None) -> "tuple[ShardInfo, ...]":
         """The positions of a parameter's shard, one for each dimension that shares scales.
 
         That of ``fully_shard`` is first, then that of tensor parallelism.
+
+        Args:
+            param: The parameter.
+            own: The tensor that is written for it, if that is not its local tensor.
 
         Raises:
             NotImplementedError: If it is a quantized tensor that is sharded in another way than by
                 ``fully_shard`` along one dimension, tensor parallelism along one, or both.
         """
-        if not is_dtensor(param) or not isinstance(param._local_tensor, QuantizedTensor):
+        own = param._local_tensor if own is None and is_dtensor(param) else own
+        if not is_dtensor(param) or not isinstance(own, QuantizedTensor):
             return ()
         sharded = sharded_dims(param)
         if not sharded:
             return ()
         from torch.distributed.tensor import Shard
 
-        spec = param._local_tensor._shared.global_spec
+        spec = own._shared.global_spec
         is_parallel = spec is not None and spec.is_parallel
         by_rows, parallel = (sharded[:-1], sharded[-1:]) if is_parallel else (sharded, [])
         # Beside Shard(0) of tensor parallelism, fully_shard has a strided kind of it.

@@ -3,18 +3,21 @@
 import dataclasses
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fp4adam.distributed.flat_shard import Out
 from fp4adam.distributed.partial_cast import PartialCast, check_weights
 from fp4adam.formats.nvfp4 import NVFP4Tensor
+from fp4adam.interop.adapter import adapter_of, is_foreign
+from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, borrow
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.transpose import build_columnwise, check_square
 
 
 def quantize_master_weights(
-    model_weights: Sequence[QuantizedTensor],
+    model_weights: Sequence[Tensor],
     master_weights: Sequence[Tensor | None],
     start_offsets: Sequence[int | None],
     group: dist.ProcessGroup | None,
@@ -33,9 +36,10 @@ def quantize_master_weights(
     weights in the same order.
 
     Args:
-        model_weights: NVFP4, MXFP8, Float8 or Float8Block tensors on one device, of any shape;
-            NVFP4 and Float8Block with ``two_dimensional=True``. With delayed scaling the amax that
-            ranks agree on becomes part of the history.
+        model_weights: NVFP4, MXFP8, Float8 or Float8Block tensors on one device, of any shape, of
+            this package, Transformer Engine or a class with a :class:`TensorAdapter`; NVFP4 and
+            Float8Block with square blocks. With delayed scaling the amax that ranks agree on
+            becomes part of the history.
         master_weights: Per weight this rank's slice of the flattened master, flat and contiguous,
             float32, bfloat16 or float16; None if the rank has no slice of it.
         start_offsets: Per weight the index of the slice's first element; None without a slice.
@@ -43,13 +47,15 @@ def quantize_master_weights(
         fsdp_shard_model_weights: Per weight the memory for the codes of its slice, contiguous
             uint8, or None to write to the weight itself. NVFP4: bytes [start // 2, (start + size +
             1) // 2) of the flat ``rowwise_data``; nibbles of other ranks are preserved. MXFP8: a
-            pair, rowwise and columnwise.
+            pair, rowwise and columnwise. A tensor of another package stands for its codes.
         manual_post_all_gather_processing: True keeps columnwise storage, which is stale until
             :func:`post_all_gather_processing`. False drops it, except for MXFP8: quantizers become
-            rowwise-only. MXFP8 keeps both directions, and both are written.
+            rowwise-only, and Transformer Engine's tensors build it again in the next forward pass.
+            MXFP8 keeps both directions, and both are written.
 
     Raises:
         ValueError: If an argument is not as described; raised before any communication.
+        TypeError: If a weight is of another package's class without an adapter.
         RuntimeError: Without a process group. In both cases nothing has changed.
     """
     for name, given in (
@@ -62,19 +68,22 @@ def quantize_master_weights(
                 f"{name} must have one entry per model weight, {len(model_weights)}, got "
                 f"{len(given)}; pass None where this rank has no slice"
             )
-    check_weights(model_weights, "model_weights")
+    borrowed = _borrowed_among(model_weights)
+    tensors = _tensors(model_weights, borrowed)
+    check_weights(tensors, "model_weights")
     for i, (master, start) in enumerate(zip(master_weights, start_offsets, strict=True)):
         _check_part(i, master, start)
     if not model_weights:
         return
     cast = PartialCast(
-        model_weights,
+        tensors,
         starts=[start or 0 for start in start_offsets],
         sizes=[0 if master is None else master.numel() for master in master_weights],
         dtypes=[weight.dtype for weight in model_weights],
     )
     cast.check_values(master_weights, "master_weights")
     if fsdp_shard_model_weights is not None:
+        fsdp_shard_model_weights = [*map(_codes, fsdp_shard_model_weights)]
         cast.check_outs(fsdp_shard_model_weights, "fsdp_shard_model_weights")
 
     if not dist.is_initialized():
@@ -82,18 +91,42 @@ def quantize_master_weights(
             "quantize_master_weights must be called on the ranks of a process group, got none; "
             "call torch.distributed.init_process_group first, on a single process as well"
         )
-    for weight in model_weights:
-        weight.clear_high_precision_init_val()
+    for i, tensor in enumerate(tensors):
+        (borrowed[i] if i in borrowed else tensor).clear_high_precision_init_val()
+    scales_of_others = ScaleWriteback([*borrowed.values()])
+    scales_of_others.read()
     cast.measure(master_weights)
     dist.all_reduce(cast.amaxes, dist.ReduceOp.MAX, group)
     cast.write(master_weights, fsdp_shard_model_weights)
+    scales_of_others()
+    torch.autograd.graph.increment_version([model_weights[i] for i in borrowed])
     if not manual_post_all_gather_processing:
-        for weight in model_weights:
-            _drop_columnwise(weight)
+        for i, tensor in enumerate(tensors):
+            if i not in borrowed:
+                _drop_columnwise(tensor)
+            elif tensor.quantizer.is_square:
+                borrowed[i].adapter.drop_columnwise(model_weights[i])
+
+
+def _borrowed_among(weights: Sequence[Tensor]) -> dict[int, BorrowedTensor]:
+    """By index, the borrowed tensors for weights of other packages."""
+    return {i: borrow(w) for i, w in enumerate(weights) if isinstance(w, Tensor) and is_foreign(w)}
+
+
+def _tensors(weights: Sequence[Tensor], borrowed: dict[int, BorrowedTensor]) -> list[Tensor]:
+    """The weights, with this package's tensors in the place of others."""
+    return [borrowed[i].tensor if i in borrowed else w for i, w in enumerate(weights)]
+
+
+def _codes(out: Out) -> Out:
+    """The memory of codes; a tensor of another package stands for its rowwise codes."""
+    if isinstance(out, Tensor) and is_foreign(out):
+        return adapter_of(out).fields(out)["rowwise_data"]
+    return out
 
 
 def cast_master_weights_to_nvfp4(
-    model_weights: Sequence[QuantizedTensor],
+    model_weights: Sequence[Tensor],
     master_weights: Sequence[Tensor | None],
     start_offsets: Sequence[int | None],
     group: dist.ProcessGroup | None,
@@ -106,7 +139,7 @@ def cast_master_weights_to_nvfp4(
         ValueError: If a weight is not an NVFP4 tensor, or as for that function.
         RuntimeError: As for that function.
     """
-    for i, weight in enumerate(model_weights):
+    for i, weight in enumerate(_tensors(model_weights, _borrowed_among(model_weights))):
         if not isinstance(weight, NVFP4Tensor):
             raise ValueError(
                 f"model_weights[{i}] must be an NVFP4Tensor, got a {type(weight).__name__}; call "
@@ -144,12 +177,13 @@ def _drop_columnwise(weight: QuantizedTensor) -> None:
         weight.quantizer = dataclasses.replace(weight.quantizer, columnwise=False)
 
 
-def post_all_gather_processing(model_weights: QuantizedTensor | Sequence[QuantizedTensor]) -> None:
+def post_all_gather_processing(model_weights: Tensor | Sequence[Tensor]) -> None:
     """Update columnwise codes after the all-gather of rowwise codes.
 
     For NVFP4, Float8 and Float8Block the rowwise codes are transposed into the columnwise ones, in
     one or two launches per code width. MXFP8 needs nothing, as its columnwise codes are
-    gathered too. Tensors without columnwise codes are skipped.
+    gathered too. Tensors without columnwise codes are skipped; those of Transformer Engine make
+    them when they need them.
 
     Args:
         model_weights: One tensor or a sequence, after :func:`quantize_master_weights`.
@@ -159,8 +193,8 @@ def post_all_gather_processing(model_weights: QuantizedTensor | Sequence[Quantiz
             the rowwise ones (``two_dimensional=False``).
     """
     weights = [model_weights] if isinstance(model_weights, Tensor) else list(model_weights)
-    square = []
-    for i, weight in enumerate(weights):
+    borrowed, square = _borrowed_among(weights), []
+    for i, weight in enumerate(_tensors(weights, borrowed)):
         if isinstance(weight, QuantizedTensor) and (
             "columnwise_data" in weight.quantizer.rows_per_entry
         ):
@@ -168,3 +202,4 @@ def post_all_gather_processing(model_weights: QuantizedTensor | Sequence[Quantiz
         check_square(i, weight, "model_weights")
         square.append(weight)
     build_columnwise(square)
+    torch.autograd.graph.increment_version([weights[i] for i in borrowed])

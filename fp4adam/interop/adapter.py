@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fp4adam.distributed.dtensor import is_dtensor
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
 
@@ -21,6 +20,8 @@ FIELDS = (
     "amax_rowwise",
     "amax_columnwise",
     "per_tensor_scale",
+    "scale",
+    "amax",
 )
 
 
@@ -52,8 +53,8 @@ class TensorAdapter:
 
     Attributes:
         attributes: Names of the tensor's attributes that hold its memory, each a plain tensor or
-            None. If one is replaced, or written by a torch operator, training continues from the
-            new value.
+            None, and of flags (True, False, None) that say which of it is valid. If one is
+            replaced, or written by a torch operator, training continues from the new value.
     """
 
     attributes: ClassVar[tuple[str, ...]]
@@ -84,10 +85,14 @@ class TensorAdapter:
         ``amax_columnwise``
         ``per_tensor_scale``     one float32, the decode scale of the tensor, if stored: NVFP4, the
                                  largest magnitude / 2688; Float8, the reciprocal of its scale
+        ``scale``, ``amax``      Float8 with delayed scaling: one float32 each, the factor that the
+                                 next values are multiplied by, which is only read, and the largest
+                                 magnitude written, which is raised
         =======================  =================================================================
 
-        Data and scales of each direction of the quantizer are required, and for NVFP4 and Float8
-        one of the last three. All returned fields are written; padding is left alone.
+        Data and scales of each direction of the quantizer are required, for NVFP4 and Float8 also
+        an amax of a direction or ``per_tensor_scale``, and with delayed scaling the last two. All
+        returned fields but ``scale`` are written; padding is left alone.
         """
         raise NotImplementedError
 
@@ -104,6 +109,16 @@ class TensorAdapter:
 
     def clear_high_precision_init_val(self, tensor: Tensor) -> None:
         """Free the high-precision initial value."""
+
+    def drop_columnwise(self, tensor: Tensor) -> None:
+        """Drop columnwise codes that were transposed from rowwise ones, which are new now.
+
+        Called by :func:`quantize_master_weights`, not by a step.
+        """
+        raise NotImplementedError(
+            f"drop_columnwise must be defined by {type(self).__name__} for "
+            "quantize_master_weights, got none; or pass manual_post_all_gather_processing=True"
+        )
 
 
 _ADAPTERS: dict[str, TensorAdapter] = {}
@@ -140,13 +155,15 @@ def class_name(tensor_class: type) -> str:
 
 
 def is_foreign(tensor: Tensor) -> bool:
-    """Whether a tensor is of another package's subclass, which needs an adapter."""
-    own = (QuantizedTensor, FakeTensor)
-    return not (
-        type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-        or isinstance(tensor, own)
-        or is_dtensor(tensor)
-    )
+    """Whether a (local) tensor is of another package's subclass, which needs an adapter."""
+    is_plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return not (is_plain or isinstance(tensor, QuantizedTensor | FakeTensor))
+
+
+def find_adapter(tensor: Tensor) -> TensorAdapter | None:
+    """The adapter of a tensor of another package, or None."""
+    found = (_ADAPTERS.get(class_name(base)) for base in type(tensor).__mro__)
+    return next((adapter for adapter in found if adapter is not None), None)
 
 
 def adapter_of(tensor: Tensor) -> TensorAdapter:
@@ -155,9 +172,8 @@ def adapter_of(tensor: Tensor) -> TensorAdapter:
     Raises:
         TypeError: If none has been registered for its class.
     """
-    for base in type(tensor).__mro__:
-        if (adapter := _ADAPTERS.get(class_name(base))) is not None:
-            return adapter
+    if (adapter := find_adapter(tensor)) is not None:
+        return adapter
     raise TypeError(
         "parameters must be plain tensors, tensors of fp4adam or of classes that have an adapter, "
         f"got {class_name(type(tensor))}; register a fp4adam.TensorAdapter, which says where its "
@@ -166,11 +182,11 @@ def adapter_of(tensor: Tensor) -> TensorAdapter:
     )
 
 
-def memory(tensor: Tensor, adapter: TensorAdapter) -> list[Tensor | None]:
-    """The tensors that hold the codes and scales of a tensor of another package."""
+def memory(tensor: Tensor, adapter: TensorAdapter) -> list[Tensor | bool | None]:
+    """What holds the codes and scales of a tensor of another package."""
     return [getattr(tensor, name) for name in adapter.attributes]
 
 
-def count_writes(tensor: Tensor, parts: list[Tensor | None]) -> int:
+def count_writes(tensor: Tensor, parts: list[Tensor | bool | None]) -> int:
     """A count that grows when torch writes to the tensor or to any part of its memory."""
-    return tensor._version + sum(part._version for part in parts if part is not None)
+    return tensor._version + sum(part._version for part in parts if isinstance(part, Tensor))

@@ -7,57 +7,107 @@ That costs at most an eighth of a byte per element, of the 27 that a step moves,
 need to know only one layout.
 """
 
+import math
+import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import is_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4adam.interop.adapter import FIELDS, adapter_of, class_name, count_writes, memory
 from fp4adam.interop.strided_copy import StridedCopies
 from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
-from fp4adam.tensors.storage import Storage
+from fp4adam.tensors.rows import is_of as has_codes_of
+from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
 
 ALIGNMENT = 16  # in bytes, of everything that kernels read and write
 USAGES = ("rowwise", "columnwise")
 
 
+class Whole(NamedTuple):
+    """The tensor that a source is one rank's rows of.
+
+    Attributes:
+        shape: Its shape.
+        chunk: Size of each shard along the first dimension; the last shards may be smaller.
+    """
+
+    shape: tuple[int, ...]
+    chunk: int
+
+
 class BorrowedTensor:
     """A quantized tensor that uses the memory of another package's tensor.
 
+    Blocks of a shard begin at its first row, so ranks share no scale but that of a whole tensor.
+
     Attributes:
-        source: The other package's tensor.
         tensor: This package's tensor on the same memory.
         copies: Pairs of views of the same scales: (in the source, in the tensor).
         per_tensor_scale: The scale that the source has instead of an amax, or None.
+        given: With delayed scaling the source's next encode scale and its largest magnitude so
+            far, else None.
+        adapter: The adapter of the source.
     """
 
-    def __init__(self, source: Tensor) -> None:
-        """Borrow the memory of ``source``.
+    def __init__(self, source: Tensor, whole: Whole | None = None) -> None:
+        """Borrow the memory of ``source``, which is a shard if there is a ``whole``.
 
         Raises:
             TypeError: If its class has no adapter, or its dtype is not supported.
-            ValueError: If it has no supported format, or its adapter returns wrong or too few
-                fields.
+            ValueError: If it has no supported format, if shards cut its blocks, or if its adapter
+                returns wrong or too few fields.
         """
-        self.source = source
-        self._adapter = adapter_of(source)
-        self._memory = memory(source, self._adapter)
-        quantizer = self._adapter.quantizer(source)
+        # Weak, so that `borrow` keeps no tensor alive.
+        self._source = weakref.ref(source)
+        self.adapter = adapter_of(source)
+        quantizer = self.adapter.quantizer(source)
         shape = tuple(source.shape)
-        quantizer.check_shape(shape)
+        if whole is None:
+            quantizer.check_shape(shape)
+        else:
+            self._check_shards(quantizer, whole)
         check_dtype(f"the dtype of a {class_name(type(source))}", source.dtype)
         self._rows, self._cols = flat_shape(shape)
         self.copies: list[tuple[Tensor, Tensor]] = []
         self.per_tensor_scale: Tensor | None = None
-        storage = self._storage(quantizer, dict(self._adapter.fields(source)))
-        self.tensor = quantizer.tensor_class(shape, source.dtype, quantizer, storage)
+        self.given: tuple[Tensor, Tensor] | None = None
+        fields = dict(self.adapter.fields(source))
+        self._memory = memory(source, self.adapter)
+        shared = SharedStorage(self._storage(quantizer, fields))
+        if whole is not None and quantizer.scales_tensor:
+            shared.global_spec = GlobalSpec(whole.shape, quantizer, whole.chunk)
+        self._given_fields = _given_fields(fields)
+        if quantizer.has_history:
+            self.given = self._number(fields, "scale"), self._number(fields, "amax")
+        self.tensor = quantizer.tensor_class(shape, source.dtype, quantizer, shared)
         with torch.no_grad():
             for target, own in self.copies:
                 own.copy_(target[tuple(map(slice, own.shape))])
         self.note()
+
+    @property
+    def source(self) -> Tensor:
+        """The other package's tensor; it must be alive."""
+        return self._source()
+
+    def _check_shards(self, quantizer: Quantizer, whole: Whole) -> None:
+        """Raise ValueError, on every rank alike, unless each shard can be quantized by itself."""
+        quantizer.check_shape(whole.shape)
+        per_index = math.prod(whole.shape[1:-1])
+        chunk_rows, block = whole.chunk * per_index, quantizer.block_rows
+        is_cut = whole.chunk < whole.shape[0] and chunk_rows % block != 0
+        if quantizer.scales_blocks and is_cut:
+            raise ValueError(
+                f"shards of a {type(self.source).__name__} must have multiples of {block} rows, so "
+                f"that no block lies on two ranks, got {chunk_rows} rows of shape {whole.shape}; "
+                "use another number of ranks, or leave the layer in high precision"
+            )
 
     def _storage(self, quantizer: Quantizer, fields: dict[str, Tensor]) -> Storage:
         """The inner tensors: shared fields where possible, new memory otherwise."""
@@ -76,6 +126,8 @@ class BorrowedTensor:
                 storage[name] = field.view(size)
             elif name == "amax":
                 storage[name] = self._amax(quantizer, fields)
+            elif name == "amax_history":
+                storage[name] = torch.zeros(size, dtype=dtype, device=self.source.device)
             elif name == "block_scale_inv":
                 grid = torch.zeros(size, dtype=dtype, device=self.source.device)
                 storage[name] = grid
@@ -176,7 +228,15 @@ class BorrowedTensor:
         self._check(name, field, fits, f"at least [{rows}, {cols}]")
 
     def is_of(self, value: Tensor) -> bool:
-        """Whether the tensor equals ``value``, a plain tensor of its shape, after quantization."""
+        """Whether the tensor equals ``value``, a plain tensor of its shape, after quantization.
+
+        Only the codes are compared if the scales depend on other ranks or on earlier values. Two
+        encode scales may have one decode scale, so they may be off by 1 then.
+        """
+        shared = self.tensor._shared
+        if self.given is not None or shared.rows_share_scales:
+            slack = int(self.per_tensor_scale is not None)
+            return has_codes_of(self.tensor, value.to(self.source.device), slack)
         wanted = self.tensor.quantizer.quantize(value)._shared.tensors.existing()
         if self.per_tensor_scale is not None:
             # Compare scales: several amaxes round to the same per-tensor scale.
@@ -196,36 +256,62 @@ class BorrowedTensor:
 
     def value(self) -> Tensor:
         """The value that a master weight starts from, as a new float32 tensor."""
-        value = self._adapter.get_high_precision_init_val(self.source)
+        value = self.adapter.get_high_precision_init_val(self.source)
         if value is not None:
             value = value.detach().to(self.source.device)
         # The initial value is stale if a checkpoint was loaded into the tensor since.
         if value is None or not self.is_of(value):
-            value = self._adapter.dequantize(self.source)
+            value = self.adapter.dequantize(self.source)
         if value is None:
             return self.tensor.dequantize(torch.float32)
         return value.detach().to(torch.float32, copy=True).contiguous()
 
     def clear_high_precision_init_val(self) -> None:
         """Free the high-precision initial value."""
-        self._adapter.clear_high_precision_init_val(self.source)
+        self.adapter.clear_high_precision_init_val(self.source)
 
-    def is_current(self) -> bool:
-        """Whether the source has the same dtype and memory, unwritten since :meth:`note`."""
-        now = memory(self.source, self._adapter)
+    def is_on(self, source: Tensor) -> bool:
+        """Whether this is on the memory of ``source``, in its dtype."""
+        if self.given is None:
+            is_given = True
+        else:
+            is_given = all(map(is_, _given_fields(self.adapter.fields(source)), self._given_fields))
         return (
-            self.source.dtype == self.tensor.dtype
-            and all(map(is_, now, self._memory))
-            and count_writes(self.source, now) == self.writes
+            source is self.source
+            and source.dtype == self.tensor.dtype
+            and all(map(is_, memory(source, self.adapter), self._memory))
+            and is_given
         )
+
+    def is_current(self, source: Tensor) -> bool:
+        """Whether this is on the memory of ``source``, unwritten since :meth:`note`."""
+        return self.is_on(source) and count_writes(source, self._memory) == self.writes
 
     def note(self) -> None:
         """Count all writes so far as the optimizer's own."""
         self.writes = count_writes(self.source, self._memory)
 
 
+_borrowed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def borrow(source: Tensor) -> BorrowedTensor:
+    """The borrowed tensor for a whole tensor of another package; cached until its memory changes.
+
+    Raises:
+        TypeError, ValueError: As for :class:`BorrowedTensor`.
+    """
+    known = _borrowed.get(source)
+    if known is None or not known.is_on(source):
+        known = _borrowed[source] = BorrowedTensor(source)
+    return known
+
+
 class ScaleWriteback:
     """Copies scales from the kernels' buffers back to the source tensors.
+
+    With delayed scaling, the source says what its next scale is. So call :meth:`read` before the
+    tensors are written, and the object itself afterwards.
 
     Args:
         borrowed: The tensors and their sources.
@@ -245,27 +331,76 @@ class ScaleWriteback:
             )
             for (quantizer, _), members in alike.items()
         ]
+        given: dict[torch.device, list[BorrowedTensor]] = defaultdict(list)
+        for one in borrowed:
+            if one.given is not None:
+                given[one.tensor.device].append(one)
+        self._given = [_GivenScales(members) for members in given.values()]
+
+    def read(self) -> None:
+        """Read the scales that sources give for the next write."""
+        for given in self._given:
+            given.read()
 
     def __call__(self) -> None:
         """Make all copies, in a few launches."""
         self._copies()
+        for given in self._given:
+            given.write()
         for quantizer, amaxes, targets in self._scales:
             scales = quantizer.per_tensor_scale(torch.cat(amaxes))
             torch._foreach_copy_(targets, [*scales.split(1)])
 
 
+class _GivenScales:
+    """Delayed scaling by another package: its scale comes in, the largest magnitude goes out.
+
+    The histories have two entries. Before a write, the first becomes an amax with the given scale.
+    The write takes its scale from there; afterwards the first entry is its own amax, and the other
+    one the former first. If the device skips the write, that entry stays 0.
+
+    Args:
+        members: Tensors on one device.
+    """
+
+    def __init__(self, members: Sequence[BorrowedTensor]) -> None:
+        self._quantizer = members[0].tensor.quantizer
+        self._scales, self._amaxes = zip(*(one.given for one in members), strict=True)
+        self._histories = [one.tensor._amax_history for one in members]
+        self._firsts = [history[:1] for history in self._histories]
+
+    def read(self) -> None:
+        scales = torch.cat(self._scales)
+        amaxes = _solve(
+            self._quantizer.encode_scale, scales, self._quantizer.largest_value / scales
+        )
+        torch._foreach_zero_(self._histories)
+        torch._foreach_copy_(self._firsts, [*amaxes.split(1)])
+
+    def write(self) -> None:
+        histories = torch.stack(self._histories)
+        found = torch.where(histories[:, 1] > 0, histories[:, 0], 0.0)
+        torch._foreach_maximum_(self._amaxes, [*found.split(1)])
+
+
+def _given_fields(fields: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    return fields.get("scale"), fields.get("amax")
+
+
 def _amax_of(quantizer: Quantizer, scale: Tensor) -> Tensor:
     """An amax with exactly this per-tensor scale in float32, or the nearest if none has."""
-    middle = scale * quantizer.largest_value
-    candidates = [middle]
-    for end in (torch.inf, -torch.inf):
-        limit = torch.full_like(middle, end)
-        near = middle.nextafter(limit)
-        candidates += [near, near.nextafter(limit)]
-    for candidate in reversed(candidates):
-        is_exact = quantizer.per_tensor_scale(candidate) == scale
-        middle = torch.where(is_exact, candidate, middle)
-    return middle
+    return _solve(quantizer.per_tensor_scale, scale, scale * quantizer.largest_value)
+
+
+def _solve(function: Callable[[Tensor], Tensor], target: Tensor, start: Tensor) -> Tensor:
+    """Positive float32 numbers x with function(x) = target, at most two away from ``start``.
+
+    ``start`` itself where there are none. One-dimensional.
+    """
+    offsets = torch.tensor([0, 1, -1, 2, -2], dtype=torch.int32, device=start.device)
+    near = (start.view(torch.int32) + offsets[:, None]).view(torch.float32)
+    first = (function(near) == target).int().argmax(0)
+    return near.gather(0, first[None])[0]
 
 
 def _is_aligned(tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ from fp4adam.formats.float8 import Float8Quantizer
 from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
-from fp4adam.interop.adapter import TensorAdapter, register_adapter
+from fp4adam.interop.adapter import TensorAdapter, find_adapter, is_foreign, register_adapter
 from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantizer import Quantizer
 
@@ -30,6 +30,9 @@ class TransformerEngineAdapter(TensorAdapter):
     def fields(self, tensor: Tensor) -> dict[str, Tensor]:
         named = {name[1:]: getattr(tensor, name) for name in self.attributes}
         return {name: field for name, field in named.items() if field is not None}
+
+    def drop_columnwise(self, tensor: Tensor) -> None:
+        tensor.update_usage(rowwise_usage=True, columnwise_usage=False)
 
     def get_high_precision_init_val(self, tensor: Tensor) -> Tensor | None:
         getter = getattr(tensor, "get_high_precision_init_val", None)
@@ -90,27 +93,26 @@ class Float8BlockwiseAdapter(TransformerEngineAdapter):
 
 
 class Float8Adapter(TransformerEngineAdapter):
-    """Adapter of Float8Tensor with current scaling: one scale per tensor.
+    """Adapter of Float8Tensor: one scale per tensor, from its current amax or from earlier ones.
 
-    The transposed codes are written if the tensor has valid ones; otherwise Transformer Engine
-    makes them when it needs them.
+    With delayed scaling, Transformer Engine keeps the history: a step multiplies by the quantizer's
+    ``scale``, and raises its ``amax``. The transposed codes are written if the tensor has valid
+    ones; otherwise Transformer Engine makes them when it needs them.
     """
 
-    attributes = ("_data", "_transpose", "_scale_inv")
+    attributes = ("_data", "_transpose", "_transpose_invalid", "_scale_inv")
 
     def quantizer(self, tensor: Tensor) -> Quantizer:
         _require_e4m3(tensor)
         quantizer = _quantizer_of(tensor)
-        if not hasattr(quantizer, "amax_epsilon"):
-            raise ValueError(
-                "_quantizer of a Float8Tensor must be a Float8CurrentScalingQuantizer to be "
-                f"stepped, got a {type(quantizer).__name__}: with delayed scaling its scale comes "
-                "from Transformer Engine's own history; build the model with the recipe "
-                "Float8CurrentScaling or Float8BlockScaling"
+        usages = dict(rowwise=tensor._data is not None, columnwise=_has_transpose(tensor))
+        if _is_delayed(quantizer):
+            # The history has the two entries that the scale of another package needs.
+            return Float8Quantizer(
+                **usages, scaling="delayed", amax_history_len=2, amax_compute_algo="most_recent"
             )
         return Float8Quantizer(
-            rowwise=tensor._data is not None,
-            columnwise=_has_transpose(tensor),
+            **usages,
             force_pow_2_scales=quantizer.force_pow_2_scales,
             amax_epsilon=quantizer.amax_epsilon,
         )
@@ -121,11 +123,33 @@ class Float8Adapter(TransformerEngineAdapter):
             fields["rowwise_data"] = tensor._data.view(flat_shape(tuple(tensor.shape)))
         if _has_transpose(tensor):
             fields["columnwise_data"] = tensor._transpose
+        elif tensor._data is not None:
+            # One that no step writes: strided, as that of a shard may be, or stale already.
+            tensor._transpose_invalid = True
+        if _is_delayed(tensor._quantizer):
+            fields |= {"scale": tensor._quantizer.scale, "amax": tensor._quantizer.amax}
         return fields
+
+    def drop_columnwise(self, tensor: Tensor) -> None:
+        tensor._reset_caches()
+
+
+def _is_delayed(quantizer: Any) -> bool:
+    return not hasattr(quantizer, "amax_epsilon")
 
 
 def _has_transpose(tensor: Tensor) -> bool:
-    return tensor._transpose is not None and not tensor._transpose_invalid
+    """Whether a Float8Tensor has transposed codes, in a layout that a step can write."""
+    if tensor._transpose is None or tensor._transpose_invalid:
+        return False
+    rows, _ = flat_shape(tuple(tensor.shape))
+    return tensor._data is None or (tensor._transpose.is_contiguous() and not rows % 16)
+
+
+def is_nvfp4_tensor(tensor: Any) -> bool:
+    """Whether a tensor is Transformer Engine's NVFP4Tensor."""
+    is_other = isinstance(tensor, Tensor) and is_foreign(tensor)
+    return is_other and isinstance(find_adapter(tensor), NVFP4Adapter)
 
 
 def _quantizer_of(tensor: Tensor) -> Any:

@@ -17,6 +17,8 @@ from torch import Tensor
 from fp4adam.distributed.flat_shard import Out
 from fp4adam.distributed.zero import cast_master_weights_to_nvfp4
 from fp4adam.formats.nvfp4 import NVFP4Quantizer, NVFP4Tensor
+from fp4adam.interop.borrowed_tensor import borrow
+from fp4adam.interop.transformer_engine import is_nvfp4_tensor
 from fp4adam.nn.quantize_model import quantized_init
 
 HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
@@ -28,17 +30,17 @@ ALIGNMENTS = {"tma": 32, "rht": 64, "fused": 128}
 
 
 def is_nvfp4tensor(tensor: Any) -> bool:
-    """Whether ``tensor`` is an :class:`NVFP4Tensor`."""
-    return isinstance(tensor, NVFP4Tensor)
+    """Whether ``tensor`` is an :class:`NVFP4Tensor`, of this package or of Transformer Engine."""
+    return isinstance(tensor, NVFP4Tensor) or is_nvfp4_tensor(tensor)
 
 
 def is_grouped_nvfp4tensor(tensor: Any) -> bool:
     """Whether ``tensor`` is an :class:`NVFP4Tensor` of several weights, [weights, rows, cols].
 
-    Transformer Engine keeps such a stack in a class of its own; here :func:`is_nvfp4tensor` is true
-    of it as well.
+    Transformer Engine keeps such a stack in a class of its own, which is not taken; here
+    :func:`is_nvfp4tensor` is true of it as well.
     """
-    return is_nvfp4tensor(tensor) and tensor.dim() == 3
+    return isinstance(tensor, NVFP4Tensor) and tensor.dim() == 3
 
 
 def get_nvfp4_rowwise_packed_shape(shape: Sequence[int]) -> torch.Size:
@@ -175,7 +177,8 @@ def dequantize_fp4_tensor(fp4_tensor: NVFP4Tensor) -> Tensor:
             f"fp4_tensor must be an NVFP4Tensor, got a {type(fp4_tensor).__name__}; for other "
             "formats call tensor.dequantize()"
         )
-    return fp4_tensor.dequantize(fp4_tensor.dtype)
+    own = fp4_tensor if isinstance(fp4_tensor, NVFP4Tensor) else borrow(fp4_tensor).tensor
+    return own.dequantize(fp4_tensor.dtype)
 
 
 def get_fp4_recipe(config: Any) -> NVFP4Quantizer:

@@ -68,11 +68,6 @@ def check_param(name: str, param: Tensor, takes_quantized: bool, master_weights:
         raise TypeError(
             f"parameters must be plain tensors for {name}, got {type(own).__name__}; use FP4Adam"
         )
-    if foreign and own is not param:
-        raise NotImplementedError(
-            "sharded quantized parameters must be made by quantize_model, got a DTensor of "
-            f"{type(own).__name__}; the ranks would have to agree on its scales"
-        )
     if is_quantized and not master_weights:
         raise ValueError(
             f"master_weights must be True for {type(own).__name__} parameters, got False: updates "

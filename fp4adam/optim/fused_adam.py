@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fp4adam.distributed.dtensor import first_element, like, local
-from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.interop.borrowed_tensor import BorrowedTensor
 from fp4adam.optim import checks
 from fp4adam.optim.adam import updates_params
@@ -519,7 +518,7 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
                     view=view,
                     state=state,
                     tensors={name: local(value) for name, value in state.items()},
-                    shards=ShardInfo.of(param) if scales in moving else (),
+                    shards=view.shards if scales in moving else (),
                     updates=scales in moving,
                     first_element=first_element(param),
                 )

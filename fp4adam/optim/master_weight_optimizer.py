@@ -19,12 +19,12 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from fp4adam.distributed.collectives import guard_zero
 from fp4adam.distributed.dtensor import is_dtensor, like, local, part_for
 from fp4adam.formats.scale_groups import ScaleGroup
-from fp4adam.interop.borrowed_tensor import BorrowedTensor
+from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback
 from fp4adam.optim import checks
 from fp4adam.optim import state_dict as saving
 from fp4adam.optim.adam import updates_params
 from fp4adam.optim.master_weights import MasterWeights, quantize_together
-from fp4adam.optim.param_view import ParamView, QuantizedView, Storing, view_of
+from fp4adam.optim.param_view import ParamView, Storing, view_of
 
 _OF_GROUP = ("params", "param_names")
 
@@ -335,8 +335,11 @@ class MasterWeightOptimizer(Optimizer):
             scales = {view.scales for view in stepped if view.owner in moving}
             written = [view for view in views.values() if view.scales in scales]
             masters = [local(self._stepped[view.owner]).detach() for view in written]
-            quantized = [i for i, view in enumerate(written) if isinstance(view, QuantizedView)]
+            quantized = [i for i, view in enumerate(written) if type(view) is not ParamView]
             plain = [i for i, view in enumerate(written) if type(view) is ParamView]
+            borrowed = [view.borrowed for view in written if view.borrowed is not None]
+            scales_of_others = ScaleWriteback(borrowed)
+            scales_of_others.read()
             quantize_together(
                 [written[i] for i in quantized],
                 [written[i].param for i in quantized],
@@ -346,9 +349,8 @@ class MasterWeightOptimizer(Optimizer):
             torch.autograd.graph.increment_version([written[i].owner for i in quantized])
             if plain:
                 torch._foreach_copy_([written[i].param for i in plain], [masters[i] for i in plain])
-            for i, view in enumerate(written):
-                if view.borrowed is not None:
-                    view.write(masters[i])
+            scales_of_others()
+            torch.autograd.graph.increment_version([one.source for one in borrowed])
             self._masters.note([*stepped, *written])
             self._in_use |= params
 

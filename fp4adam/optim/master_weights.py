@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp4adam.distributed.dtensor import is_dtensor, local, sharding_groups
-from fp4adam.distributed.scale_exchange import ShardInfo, cast_together, settle_shard
+from fp4adam.distributed.scale_exchange import cast_together, settle_shard
 from fp4adam.formats.scale_groups import write_together
 from fp4adam.optim.memory_note import WriteNote
-from fp4adam.optim.param_view import ParamView, QuantizedView
+from fp4adam.optim.param_view import BorrowedView, ParamView, QuantizedView
 from fp4adam.optim.stored_state import StoredState
 from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -102,7 +102,7 @@ class MasterWeights:
         answers: dict[ParamView, bool] = {}
         quantized = []
         for view in unsure:
-            infos = ShardInfo.of(view.owner) if isinstance(view, QuantizedView) else ()
+            infos = view.shards if isinstance(view, QuantizedView) else ()
             if infos and all_ranks:
                 settle_shard(view.param, infos)
             # With a history, the bytes of a master depend on more than its value.
@@ -150,13 +150,12 @@ class MasterWeights:
 
 def _has_codes_of(view: QuantizedView, master: Tensor) -> bool:
     """Whether a shard has the codes of a master, under an amax that may differ from its."""
-    is_shard = bool(ShardInfo.of(view.owner))
     quantizer = view.param.quantizer
-    return is_shard and quantizer.scales_tensor and view.is_rounded(master)
+    return bool(view.shards) and quantizer.scales_tensor and view.is_rounded(master)
 
 
 def quantize_together(
-    views: Sequence[QuantizedView],
+    views: Sequence[QuantizedView | BorrowedView],
     targets: Sequence[QuantizedTensor],
     values: Sequence[Tensor],
     dtypes: Sequence[torch.dtype],
@@ -175,7 +174,7 @@ def quantize_together(
     sharing: dict[Hashable, list[int]] = defaultdict(list)
     for i, view in enumerate(views):
         sharing[view.scales].append(i)
-    infos = [ShardInfo.of(view.owner) for view in views]
+    infos = [view.shards for view in views]
     castable: dict[torch.device, list[int]] = defaultdict(list)
     for members in sharing.values():
         if all(infos[i] or can_be_cast(targets[i]) for i in members):

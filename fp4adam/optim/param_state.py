@@ -14,7 +14,7 @@ from fp4adam.optim.state_codec import REMAINDER, STATE_BLOCK, StateCodec
 from fp4adam.optim.step_kernels import Kind, has_step_kernels
 from fp4adam.optim.stored_state import StoredState
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.rows import is_whole_blocks
+from fp4adam.tensors.rows import is_whole_blocks, matrix_shape
 
 # In bytes, for the kernels' vector accesses. torch's allocators align to more; views into flat
 # buffers may not.
@@ -165,6 +165,8 @@ class ParamState(NamedTuple):
             return False
         if quantized and not (has_step_kernels(param.quantizer) and is_whole_blocks(param)):
             return False
+        if quantized and param.quantizer.check_matrix(*matrix_shape(param)):
+            return False  # a shard of another package
         if quantized and param.pending_value() is not None:
             return False
         if not all(t.is_contiguous() for t in tensors):

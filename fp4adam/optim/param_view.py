@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fp4adam.distributed.dtensor import local
+from fp4adam.distributed.dtensor import local, shard_size
+from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.interop.adapter import is_foreign
-from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback
+from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, Whole
 from fp4adam.optim.memory_note import WriteNote, storage_address, version
 from fp4adam.optim.state_codec import (
     FLOAT64,
@@ -91,6 +92,11 @@ class ParamView:
         """A key that is equal for parameters that share a per-tensor amax."""
         return self.owner
 
+    @property
+    def shards(self) -> tuple[ShardInfo, ...]:
+        """The positions of this rank's part among others that it shares scales with."""
+        return ()
+
     def note(self) -> WriteNote:
         """The current memory and versions of the value; see :class:`WriteNote`."""
         # An operation on a DTensor raises its own version, but not the local tensor's.
@@ -137,6 +143,10 @@ class QuantizedView(ParamView):
     def scales(self) -> Hashable:
         group = self.param._shared.scale_group
         return self.owner if group is None else group
+
+    @property
+    def shards(self) -> tuple[ShardInfo, ...]:
+        return ShardInfo.of(self.owner)
 
     def note(self) -> WriteNote:
         storage = self.param.flush()._shared.tensors
@@ -189,6 +199,12 @@ class BorrowedView(ParamView):
         master = storing.quantize_from == "master"
         self.write_dtype = torch.float32 if master else self.param.dtype
 
+    @property
+    def shards(self) -> tuple[ShardInfo, ...]:
+        # A shard without a specification has scales of its own.
+        has_peers = self.param._shared.global_spec is not None
+        return ShardInfo.of(self.owner, self.param) if has_peers else ()
+
     def note(self) -> WriteNote:
         # After a foreign write or exchange, `view_of` makes a new BorrowedTensor.
         return WriteNote(self.borrowed, (self.borrowed.writes,))
@@ -200,12 +216,16 @@ class BorrowedView(ParamView):
         value = master.to(self.write_dtype)
         if self.borrowed.is_of(value):
             return True
+        if self.borrowed.given is not None or self.shards:
+            return False
         rounded = self.param.quantizer.quantize(value).dequantize(self.param.dtype)
         return self.borrowed.is_of(rounded)
 
     def write(self, master: Tensor) -> None:
+        scales = ScaleWriteback([self.borrowed])
+        scales.read()
         self.param.quantize_(master.to(self.write_dtype))
-        ScaleWriteback([self.borrowed])()
+        scales()
         torch.autograd.graph.increment_version([self.borrowed.source])
 
     def free_initial_value(self, updates: bool) -> None:
@@ -220,8 +240,10 @@ def view_of(owner: Tensor, storing: Storing, borrowed: dict[Tensor, BorrowedTens
     if not is_foreign(own):
         return ParamView(owner, storing)
     known = borrowed.get(owner)
-    if known is None or not known.is_current():
-        known = borrowed[owner] = BorrowedTensor(own)
+    if known is None or not known.is_current(own):
+        chunk = shard_size(owner)
+        whole = None if chunk is None else Whole(tuple(owner.shape), chunk)
+        known = borrowed[owner] = BorrowedTensor(own, whole)
     return BorrowedView(owner, storing, known)
 
 

@@ -87,7 +87,7 @@ class StepPlan:
         self._groups = [group for _, groups in self._parts for group in groups]
         launched = chain.from_iterable(group.members for group in self._groups)
         self.members = [*launched, *self._by_operators]
-        self._publish = ScaleWriteback([])
+        self._scales_of_others = ScaleWriteback([])
         self._amaxes = SharedAmaxes(members, self._groups, read_grad)
         # Other ranks rely on these bounds, so they are measured again after any foreign write to
         # the moments.
@@ -196,6 +196,7 @@ class StepPlan:
         waits = found_inf is not None and any(grad is not None for grad in grads)
         skipped = waits and bool(found_inf.item())
         counter.advance()
+        self._scales_of_others.read()
         launches = self._launch_all(grad_scale, clip, found_inf)
         for member, grad, row in zip(
             self._by_operators, grads, self._rows_by_operators, strict=True
@@ -204,7 +205,7 @@ class StepPlan:
                 scalars = counter.groups[row].scalars
                 step_by_operators(member, grad, scalars, grad_scale, clip.get(grad.device))
         self._amaxes.finish(launches, skipped)
-        self._publish()
+        self._scales_of_others()
         if found_inf is not None:
             counter.may_have_skipped(found_inf)
 
@@ -247,7 +248,9 @@ class StepPlan:
             return
         self._present = present
         written = [m.borrowed for m in compress(self.members, present) if m.updates]
-        self._publish = ScaleWriteback([borrowed for borrowed in written if borrowed is not None])
+        self._scales_of_others = ScaleWriteback(
+            [borrowed for borrowed in written if borrowed is not None]
+        )
         sizes = [sum(len(group.members) for group in groups) for _, groups in self._parts]
         rows = iter(self._counter.rows)
         self._rows_of_parts = [[*islice(rows, size)] for size in sizes]

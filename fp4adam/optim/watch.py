@@ -4,7 +4,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain, compress
-from operator import attrgetter, is_, itemgetter, methodcaller
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp4adam.distributed.dtensor import is_dtensor, local
+from fp4adam.interop.borrowed_tensor import BorrowedTensor
 from fp4adam.optim.memory_note import (
     WriteNote,
     are_laid_out_as,
@@ -26,7 +27,6 @@ _local = attrgetter("_local_tensor")
 _storage = attrgetter("_shared.tensors")
 _local_storage = attrgetter("_local_tensor._shared.tensors")
 _versioned = attrgetter("versioned")
-_is_current = methodcaller("is_current")
 # The C slot itself, so that map() calls it without a Python frame.
 _deref = weakref.ref.__call__
 
@@ -42,6 +42,7 @@ class Watch:
     def __init__(self, members: Sequence[ParamState], more_names: tuple[str, ...] = ()) -> None:
         self._members = members
         self._borrowed = [m.borrowed for m in members if m.borrowed is not None]
+        self._lenders = [m.owner for m in members if m.borrowed is not None]
         # One list per way of reading a parameter's tensors.
         own = [m.owner for m in members if m.borrowed is None]
         self._quantized, self._quantized_shards, self._plain, self._sharded = (
@@ -104,7 +105,7 @@ class Watch:
                 # Inner tensors need no check: their format fixes their layouts, and exchanging one
                 # replaces the storage.
                 and self._have_known_layouts(*self._params, *self._values)
-                and all(map(_is_current, self._borrowed))
+                and all(map(BorrowedTensor.is_current, self._borrowed, map(local, self._lenders)))
             ):
                 return True
         except (KeyError, AttributeError, RuntimeError, TypeError):

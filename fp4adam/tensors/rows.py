@@ -229,10 +229,11 @@ def _build_derived(tensor: "QuantizedTensor") -> None:
     build_gemm_scales([tensor])
 
 
-def is_of(tensor: "QuantizedTensor", value: Tensor) -> bool:
+def is_of(tensor: "QuantizedTensor", value: Tensor, slack: int = 0) -> bool:
     """Whether a tensor's codes are those of ``value`` under the tensor's own scales.
 
-    The scales themselves are not compared: with shards they may depend on other ranks.
+    The scales themselves are not compared: with shards they may depend on other ranks. Codes may
+    differ by ``slack``, in formats with one code per byte.
     """
     pending = tensor.flush()._shared.pending
     part, (rows, cols) = own_blocks(tensor), matrix_shape(tensor)
@@ -250,7 +251,7 @@ def is_of(tensor: "QuantizedTensor", value: Tensor) -> bool:
         actual = data[own].short()
     else:
         actual = codes(rows_of(tensor, pending))
-    slack = 0 if part.quantizer.recodes_exactly else 1
+    slack = max(slack, 0 if part.quantizer.recodes_exactly else 1)
     return bool(((codes(value) - actual).abs() <= slack).all())
 
 

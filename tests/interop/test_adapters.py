@@ -1,8 +1,7 @@
 """FP4Adam with quantized tensors of other packages.
 
-Transformer Engine cannot run here: its classes are played by stand-ins that have their names,
-attributes and buffers, and no operators but copies. Its bytes are those of tests/golden. The real
-torchao is tested in tests/integrations.
+Transformer Engine cannot run here: its classes are played by stand-ins. Its bytes are those of
+tests/golden. The real torchao is tested in tests/integrations.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard, init_device_mesh
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn import Parameter
 
 import fp4adam
@@ -27,71 +24,18 @@ from fp4adam import (
     MasterWeightOptimizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
-    Quantizer,
     TensorAdapter,
 )
+from fp4adam.formats import minifloat
 from fp4adam.interop.borrowed_tensor import _amax_of
 from fp4adam.interop.strided_copy import StridedCopies
 from fp4adam.tensors import backend
 from golden_vectors import FORMATS, GoldenCase, golden_cases
 from quantized_training import random
+from te_stand_ins import Wrapper, assert_bytes, assert_same, te_bytes, te_tensor
 
-aten = torch.ops.aten
 # Scales of a row are padded, and those of a column as well.
 SHAPE = (32, 96)
-E4M3 = SimpleNamespace(name="kFloat8E4M3")
-
-
-class Wrapper(torch.Tensor):
-    """A tensor whose memory is in attributes that only its package knows."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @staticmethod
-    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, **attributes: Any) -> Wrapper:
-        device = next(x.device for x in attributes.values() if isinstance(x, Tensor))
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, **attributes: Any) -> None:
-        self.attributes = list(attributes)
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def with_memory(self, function: Any) -> Wrapper:
-        values = {name: getattr(self, name) for name in self.attributes}
-        new = {n: function(x) if isinstance(x, Tensor) else x for n, x in values.items()}
-        return type(self)(tuple(self.shape), self.dtype, **new)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        if func in (aten.detach.default, aten.alias.default):
-            return args[0].with_memory(lambda inner: inner)
-        if func is aten.clone.default:
-            return args[0].with_memory(torch.clone)
-        if func is aten.copy_.default:
-            for name in args[0].attributes:
-                if isinstance(getattr(args[0], name), Tensor):
-                    getattr(args[0], name).copy_(getattr(args[1], name))
-            return args[0]
-        raise NotImplementedError(f"{func} of {cls.__name__}")
-
-
-def te_class(name: str, module: str) -> type[Wrapper]:
-    """A stand-in with the name of a class of Transformer Engine."""
-    module = f"transformer_engine.pytorch.tensor.{module}"
-    return type(name, (Wrapper,), {"__module__": module, "__qualname__": name})
-
-
-TE_CLASSES = {
-    NVFP4Quantizer: te_class("NVFP4Tensor", "nvfp4_tensor"),
-    MXFP8Quantizer: te_class("MXFP8Tensor", "mxfp8_tensor"),
-    Float8BlockQuantizer: te_class("Float8BlockwiseQTensor", "float8_blockwise_tensor"),
-    Float8Quantizer: te_class("Float8Tensor", "float8_tensor"),
-}
-FIELDS = [
-    f"{usage}_{kind}" for usage in ("rowwise", "columnwise") for kind in ("data", "scale_inv")
-]
-AMAXES = ["amax_rowwise", "amax_columnwise"]
 QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(),
     "nvfp4-1d": NVFP4Quantizer(two_dimensional=False),
@@ -103,52 +47,6 @@ QUANTIZERS = {
     "float8-rowwise": Float8Quantizer(columnwise=False, force_pow_2_scales=True),
 }
 every_format = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
-
-
-def te_tensor(quantizer: Quantizer, value: Tensor, **attributes: Any) -> Parameter:
-    """A parameter as Transformer Engine makes it of a value, given that the bytes are the same."""
-    tensor = quantizer.quantize(value)
-    names = FIELDS + AMAXES if isinstance(quantizer, NVFP4Quantizer) else FIELDS
-    fields = {f"_{name}": getattr(tensor, name) for name in names}
-    if isinstance(quantizer, Float8Quantizer):
-        transposed = tensor.columnwise_data
-        fields = dict(_data=tensor.rowwise_data, _transpose=transposed)
-        fields["_scale_inv"] = tensor.rowwise_scale_inv
-    fields = {name: x if x is None else x.clone() for name, x in fields.items()}
-    of_class = {
-        NVFP4Quantizer: dict(_with_gemm_swizzled_scales=False),
-        MXFP8Quantizer: dict(_with_gemm_swizzled_scales=False, _fp8_dtype=E4M3),
-        Float8BlockQuantizer: dict(_fp8_dtype=E4M3),
-        Float8Quantizer: dict(_fp8_dtype=E4M3, _transpose_invalid=not quantizer.columnwise),
-    }[type(quantizer)]
-    options = vars(quantizer).copy()
-    if isinstance(quantizer, Float8BlockQuantizer):
-        of_class["_is_2D_scaled"] = quantizer.two_dimensional
-    elif isinstance(quantizer, NVFP4Quantizer):
-        options["with_2d_quantization"] = quantizer.two_dimensional
-    attributes = {"_quantizer": SimpleNamespace(**options), **of_class, **attributes}
-    cls = TE_CLASSES[type(quantizer)]
-    return Parameter(cls(tuple(value.shape), value.dtype, **fields, **attributes))
-
-
-def te_bytes(tensor: Tensor) -> dict[str, Tensor]:
-    """Copies of all buffers."""
-    buffers = {name: getattr(tensor, name) for name in tensor.attributes}
-    return {name: x.clone() for name, x in buffers.items() if isinstance(x, Tensor)}
-
-
-def assert_same(actual: Tensor, expected: Tensor, name: str) -> None:
-    assert actual.shape == expected.shape, name
-    bits = [x.cpu().contiguous().view(-1).view(torch.uint8) for x in (actual, expected)]
-    assert torch.equal(*bits), name
-
-
-def assert_bytes(actual: Tensor, expected: Tensor) -> None:
-    """Assert that two stand-ins have the same bytes."""
-    theirs = te_bytes(expected)
-    assert te_bytes(actual).keys() == theirs.keys()
-    for name, value in te_bytes(actual).items():
-        assert_same(value, theirs[name], name)
 
 
 def step(optimizer: FP4Adam, seed: int) -> None:
@@ -416,21 +314,6 @@ def test_masters_and_fp4_adam_are_needed():
         FusedAdam([param])
 
 
-def test_sharded_tensors_of_others_are_refused():
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        own = te_tensor(MXFP8Quantizer(), random(SHAPE, 0).bfloat16()).detach()
-        meta = TensorMeta(own.shape, own.stride(), own.dtype)
-        spec = DTensorSpec(init_device_mesh("cpu", (1,)), (Shard(0),), tensor_meta=meta)
-        with pytest.raises(
-            NotImplementedError, match="made by quantize_model, got a DTensor of MX"
-        ):
-            FP4Adam([DTensor(own, spec, requires_grad=True)])
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 class Packed(Wrapper):
     """NVFP4 of a package that keeps a multiplier and scales without padding."""
 
@@ -468,7 +351,7 @@ def packed(value: Tensor) -> Parameter:
     )
 
 
-@pytest.mark.parametrize("name", [Packed, f"{__name__}.Packed", f"{__name__}.Wrapper"])
+@pytest.mark.parametrize("name", [Packed, f"{__name__}.Packed", "te_stand_ins.Wrapper"])
 def test_a_class_with_an_adapter_is_stepped(name, registry):
     fp4adam.register_adapter(name, PackedAdapter())
     param = packed(random(SHAPE, 0).bfloat16())
@@ -569,11 +452,78 @@ def test_a_transpose_that_is_invalid_is_left_to_transformer_engine():
     assert (master - master_of(optimizer, param)).abs().max() < 0.1
 
 
-def test_delayed_scaling_of_transformer_engine_is_refused_by_name():
-    quantizer = SimpleNamespace(scale=torch.ones(1), amax=torch.zeros(1))
-    param = te_tensor(Float8Quantizer(), random(SHAPE, 0).bfloat16(), _quantizer=quantizer)
-    with pytest.raises(ValueError, match="must be a Float8CurrentScalingQuantizer to be stepped"):
-        FP4Adam([param])
+def delayed(quantizer: SimpleNamespace, master: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes and the decode scale of a master under the scale that a quantizer gives."""
+    codes = minifloat.e4m3_code(master * quantizer.scale)
+    return codes, 1 / quantizer.scale
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_delayed_scaling_takes_scales_and_returns_amaxes(columnwise, path_device):
+    """Scales as Transformer Engine's own, which it computes anew after each forward pass."""
+    quantizer = Float8Quantizer(scaling="delayed", columnwise=columnwise)
+    params = [te_tensor(quantizer, random(SHAPE, i, path_device).bfloat16()) for i in range(2)]
+    optimizer = FP4Adam(params, lr=1e-2)
+    largest = [0.0, 0.0]
+    for seed in range(3):
+        for i, param in enumerate(params):
+            param._quantizer.scale.copy_(448 / (torch.rand(1) * 8 + 0.1)).div_(2.0 ** (seed * i))
+        plan = optimizer._plan
+        step(optimizer, seed)
+        assert seed < 2 or optimizer._plan is plan  # nothing is worked out again
+        for i, param in enumerate(params):
+            master = master_of(optimizer, param)
+            codes, scale_inv = delayed(param._quantizer, master)
+            assert torch.equal(param._data, codes) and torch.equal(param._scale_inv, scale_inv)
+            assert not columnwise or torch.equal(param._transpose, codes.t())
+            largest[i] = max(largest[i], master.abs().max().item())
+            assert param._quantizer.amax.item() == largest[i]
+
+
+def test_a_skipped_step_leaves_delayed_scaling_alone(path_device):
+    param = te_tensor(Float8Quantizer(scaling="delayed"), random(SHAPE, 0, path_device).bfloat16())
+    optimizer = FP4Adam([param], lr=1e-2)
+    step(optimizer, 0)
+    param._quantizer.scale.mul_(0.5)
+    param._quantizer.amax.fill_(0.25)
+    before = te_bytes(param)
+    optimizer.found_inf = torch.ones((), device=path_device)
+    step(optimizer, 1)
+    assert all(torch.equal(x, before[name]) for name, x in te_bytes(param).items())
+    assert param._quantizer.amax.item() == 0.25
+    optimizer.found_inf.zero_()
+    step(optimizer, 1)
+    assert torch.equal(param._scale_inv, 1 / param._quantizer.scale)
+
+
+def test_delayed_scaling_follows_a_quantizer_that_is_replaced():
+    param = te_tensor(Float8Quantizer(scaling="delayed"), random(SHAPE, 0).bfloat16())
+    optimizer = FP4Adam([param], lr=1e-2)
+    step(optimizer, 0)
+    master = master_of(optimizer, param).clone()
+    param._quantizer = SimpleNamespace(scale=torch.tensor([7.0]), amax=torch.zeros(1))
+    step(optimizer, 1)
+    assert (master - master_of(optimizer, param)).abs().max() < 0.02  # it went on from there
+    codes, scale_inv = delayed(param._quantizer, master_of(optimizer, param))
+    assert torch.equal(param._data, codes) and torch.equal(param._scale_inv, scale_inv)
+    assert param._quantizer.amax.item() == master_of(optimizer, param).abs().max().item()
+
+
+def test_delayed_scaling_with_another_optimizer():
+    param = te_tensor(Float8Quantizer(scaling="delayed"), random(SHAPE, 0).bfloat16())
+    optimizer = MasterWeightOptimizer([param], torch.optim.AdamW, lr=1e-2)
+    for seed in range(2):
+        param._quantizer.scale.fill_(100.0 + seed)
+        step(optimizer, seed)
+        codes, scale_inv = delayed(param._quantizer, master_of(optimizer, param))
+        assert torch.equal(param._data, codes) and torch.equal(param._scale_inv, scale_inv)
+
+
+def test_a_transpose_in_other_strides_is_declared_invalid():
+    param = te_tensor(Float8Quantizer(), random(SHAPE, 0).bfloat16())
+    param._transpose = torch.zeros(96, 40, dtype=torch.uint8)[:, :32]
+    step(FP4Adam([param]), 0)
+    assert param._transpose_invalid and not param._transpose.any()
 
 
 @pytest.mark.parametrize("pow_2", [False, True])

@@ -1,0 +1,328 @@
+"""Shards of other packages' tensors on several ranks; stand-ins play Transformer Engine."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.nn import Parameter
+from torch.nn.functional import linear
+
+from fp4adam import (
+    Float8BlockQuantizer,
+    Float8Quantizer,
+    FP4Adam,
+    MasterWeightOptimizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
+from fp4adam.distributed.dtensor import like
+from fp4adam.formats import minifloat
+from fp4adam.tensors import backend
+from quantized_training import random
+from ranks import all_ranks, run_ranks
+from te_stand_ins import assert_same, stand_in, te_tensor
+
+QUANTIZERS = {
+    "float8": Float8Quantizer(),
+    "nvfp4": NVFP4Quantizer(),
+    "mxfp8": MXFP8Quantizer(),
+    "float8block": Float8BlockQuantizer(),
+}
+# World size and shape of each case.
+CASES = {
+    "cut": ("float8", 2, (48, 32)),
+    "uneven": ("float8", 3, (32, 48)),
+    "empty": ("float8", 3, (2, 16, 32)),
+    "nvfp4": ("nvfp4", 2, (64, 32)),
+    "nvfp4-empty": ("nvfp4", 3, (2, 16, 32)),
+    "mxfp8": ("mxfp8", 2, (64, 32)),
+    "float8block": ("float8block", 2, (256, 32)),
+}
+OPTIONS = dict(lr=1e-2, weight_decay=0.1)
+
+
+def chunk_of(x: Tensor) -> slice:
+    chunk = -(-x.shape[0] // dist.get_world_size())
+    first = min(dist.get_rank() * chunk, x.shape[0])
+    return slice(first, min(first + chunk, x.shape[0]))
+
+
+def sharded(quantizer: Quantizer, value: Tensor) -> Parameter:
+    """A DTensor of a stand-in: as Transformer Engine quantizes the rows of each rank."""
+    local = value[chunk_of(value)]
+    own = quantizer.make_empty(local.shape, dtype=value.dtype)
+    matrix = local.reshape(-1, local.shape[-1])
+    amax = value.float().abs().amax().view(1)
+    if len(matrix):
+        known = dict(amax=amax) if quantizer.scales_tensor else {}
+        quantizer.write(matrix.contiguous(), own._shared.tensors, **known)
+    elif quantizer.scales_tensor:
+        own._amax.copy_(amax)
+    meta = TensorMeta(value.shape, value.stride(), value.dtype)
+    spec = DTensorSpec(all_ranks(), (Shard(0),), tensor_meta=meta)
+    return Parameter(DTensor(stand_in(own), spec, requires_grad=False))
+
+
+class UncheckedFloat8Quantizer(Float8Quantizer):
+    """Makes shards of any number of rows."""
+
+    tensor_class = Float8Quantizer.tensor_class
+
+    def check_matrix(self, rows: int, cols: int) -> None:
+        return None
+
+
+def set_grads(params: list[Tensor], step: int) -> None:
+    for i, param in enumerate(params):
+        grad = random(tuple(param.shape), 10 * step + i).to(param.dtype)
+        if isinstance(param, DTensor):
+            grad = like(param, grad[chunk_of(grad)].contiguous())
+        param.grad = grad
+
+
+def step_shards(rank: int, name: str, shape: tuple, kernels: bool, optimizer_class: str) -> None:
+    """Each rank has the bytes of its rows of a tensor that one process trains."""
+    quantizer = QUANTIZERS[name]
+    maker = stand_in_maker(quantizer)
+    values = [random(shape, i, scale=0.1).bfloat16() for i in range(2)]
+    wholes = [Parameter(quantizer.quantize(value)) for value in values]
+    shards = [sharded(maker, value) for value in values]
+    for shard, whole in zip(shards, wholes, strict=True):
+        assert_same_bytes(shard, whole)
+    if kernels:
+        backend.uses_kernels = lambda device: True
+    calls = []
+    all_reduce = dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: (calls.append(args[0]), all_reduce(*args, **kwargs))
+    optimizers = [
+        FP4Adam(params, **OPTIONS)
+        if optimizer_class == "FP4Adam"
+        else MasterWeightOptimizer(params, torch.optim.AdamW, **OPTIONS)
+        for params in (wholes, shards)
+    ]
+    for step in range(3):
+        for optimizer, params in zip(optimizers, (wholes, shards), strict=True):
+            set_grads(params, step)
+            calls.clear()
+            optimizer.step()
+        assert len(calls) == quantizer.scales_tensor  # one for all parameters
+        for shard, whole in zip(shards, wholes, strict=True):
+            master = optimizers[0].state[whole]["master_param"]
+            own = optimizers[1].state[shard]["master_param"]
+            assert isinstance(own, DTensor) and own.shape == master.shape
+            assert_same(own._local_tensor, master[chunk_of(master)], "master_param")
+            assert_same_bytes(shard, whole)
+    if optimizer_class == "FP4Adam" and not kernels:
+        other = [sharded(maker, value) for value in values]
+        with torch.no_grad():
+            for to, shard in zip(other, shards, strict=True):
+                to._local_tensor.copy_(shard._local_tensor)
+        resumed = FP4Adam(other, **OPTIONS)
+        resumed.load_state_dict(optimizers[1].state_dict())
+        for optimizer, params in ((optimizers[1], shards), (resumed, other)):
+            set_grads(params, 3)
+            optimizer.step()
+        for a, b in zip(shards, other, strict=True):
+            states = (o.state[p]["master_param"] for o, p in ((optimizers[1], a), (resumed, b)))
+            assert_same(*(state._local_tensor for state in states), "resumed master")
+
+
+def stand_in_maker(quantizer: Quantizer) -> Quantizer:
+    return UncheckedFloat8Quantizer() if isinstance(quantizer, Float8Quantizer) else quantizer
+
+
+def assert_same_bytes(shard: Parameter, whole: Parameter) -> None:
+    """Codes of all formats, and the scale or amax of those with one per tensor."""
+    source, rows = shard._local_tensor, chunk_of(whole)
+    codes = source._data if hasattr(source, "_data") else source._rowwise_data
+    expected = whole.rowwise_data.view(*whole.shape[:-1], -1)[rows]
+    assert_same(codes.view(expected.shape), expected, "codes")
+    if hasattr(source, "_data"):
+        assert_same(source._scale_inv, whole.rowwise_scale_inv, "scale")
+        if not source._transpose_invalid:
+            assert_same(source._transpose, source._data.view(-1, whole.shape[-1]).t(), "transpose")
+    elif source._amax_rowwise is not None if hasattr(source, "_amax_rowwise") else False:
+        assert_same(source._amax_rowwise, whole.amax_rowwise, "amax")
+        assert_same(source._amax_columnwise, whole.amax_rowwise, "amax")
+
+
+@pytest.mark.parametrize(
+    ("case", "kernels", "optimizer"),
+    [
+        ("cut", False, "FP4Adam"),
+        ("nvfp4-empty", False, "FP4Adam"),
+        ("nvfp4", True, "FP4Adam"),
+        ("empty", False, "MasterWeightOptimizer"),
+        *(
+            pytest.param(case, kernels, optimizer, marks=pytest.mark.exhaustive)
+            for case, kernels, optimizer in (
+                ("uneven", False, "FP4Adam"),
+                ("uneven", False, "MasterWeightOptimizer"),
+                ("empty", False, "FP4Adam"),
+                ("cut", True, "FP4Adam"),
+                ("empty", True, "FP4Adam"),
+                ("mxfp8", False, "FP4Adam"),
+                ("mxfp8", False, "MasterWeightOptimizer"),
+                ("float8block", False, "FP4Adam"),
+                ("float8block", False, "MasterWeightOptimizer"),
+            )
+        ),
+    ],
+)
+def test_shards_have_the_bytes_of_one_process(case, kernels, optimizer):
+    name, world_size, shape = CASES[case]
+    run_ranks(step_shards, world_size, name, shape, kernels, optimizer)
+
+
+def start_from_initial_values(rank: int) -> list:
+    """Initial values are kept by the local tensors; under a scale of all ranks."""
+    value = random((48, 32), 0).bfloat16()
+    shard = sharded(UncheckedFloat8Quantizer(), value)
+    kept = [value[chunk_of(value)]]
+    local = shard._local_tensor
+    local.get_high_precision_init_val = lambda: kept[0] if kept else None
+    local.clear_high_precision_init_val = kept.clear
+    optimizer = FP4Adam([shard], **OPTIONS)
+    optimizer.initialize_state(shard)
+    assert kept
+    master = optimizer.state[shard]["master_param"]._local_tensor.clone()
+    assert torch.equal(master, kept[0].float())
+    set_grads([shard], 0)
+    optimizer.step()
+    assert not kept
+    return [master.abs().max().item(), local._scale_inv.item()]
+
+
+def test_masters_start_from_the_initial_values_of_shards():
+    first, second = run_ranks(start_from_initial_values, 2)
+    assert first[0] != second[0] and first[1] == second[1]
+
+
+def refuse_shards_that_cut_blocks(rank: int) -> None:
+    with pytest.raises(ValueError, match=r"MXFP8Tensor must have multiples of 32 rows.*got 48"):
+        value = random((96, 32), 0)
+        local = MXFP8Quantizer().quantize(value[: 64 - 32 * rank])
+        meta = TensorMeta(value.shape, value.stride(), value.dtype)
+        spec = DTensorSpec(all_ranks(), (Shard(0),), tensor_meta=meta)
+        FP4Adam([Parameter(DTensor(stand_in(local), spec, requires_grad=False))])
+    with pytest.raises(
+        NotImplementedError, match=r"sharded by fully_shard along one.*Shard\(dim=1"
+    ):
+        spec = DTensorSpec(all_ranks(), (Shard(1),), tensor_meta=meta)
+        FP4Adam([Parameter(DTensor(stand_in(local), spec, requires_grad=False))])
+
+
+def test_shards_that_cut_blocks_are_refused_on_every_rank():
+    run_ranks(refuse_shards_that_cut_blocks, 2)
+
+
+class Decode(torch.autograd.Function):
+    """The values of a stand-in for Transformer Engine's Float8Tensor."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor) -> Tensor:
+        return weight.dequantize()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad.bfloat16()
+
+
+class Layer(nn.Module):
+    """A linear layer, as those of Transformer Engine read a Float8Tensor."""
+
+    def __init__(self, quantizer: Quantizer, rows: int, cols: int, seed: int) -> None:
+        super().__init__()
+        self.weight = te_tensor(quantizer, random((rows, cols), seed, scale=0.1).bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(linear(x, Decode.apply(self.weight)))
+
+
+def train_with_fsdp(rank: int, scaling: str, reshard: bool) -> None:
+    quantizer = Float8Quantizer(scaling=scaling, columnwise=False)
+    models = [nn.Sequential(*[Layer(quantizer, 48, 48, i) for i in range(2)]) for _ in range(2)]
+    for layer in models[1]:
+        fully_shard(layer, mesh=all_ranks(), reshard_after_forward=reshard)
+    fully_shard(models[1], mesh=all_ranks())
+    optimizers = [FP4Adam(model.parameters(), **OPTIONS) for model in models]
+    losses: list[list[float]] = [[], []]
+    for step in range(4):
+        x = random((8, 48), 100 + step)
+        for model, optimizer, found in zip(models, optimizers, losses, strict=True):
+            loss = (model(x) - x.roll(1, dims=1)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        for whole, part in zip(*(model.parameters() for model in models), strict=True):
+            local, rows = part._local_tensor, chunk_of(whole)
+            assert type(local) is type(whole.data) and len(local) == 24
+            assert_same(local._data, whole._data[rows], "codes")
+            assert_same(local._scale_inv, whole._scale_inv, "scale")
+            if scaling == "delayed":
+                # Transformer Engine reduces amaxes over all ranks in the next forward pass.
+                amax = local._quantizer.amax.clone()
+                dist.all_reduce(amax, dist.ReduceOp.MAX)
+                assert_same(amax, whole._quantizer.amax, "amax")
+    assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "reshard"),
+    [
+        ("current", True),
+        pytest.param("current", False, marks=pytest.mark.exhaustive),
+        ("delayed", True),
+    ],
+)
+def test_fsdp_trains_as_one_process_bit_for_bit(scaling, reshard):
+    run_ranks(train_with_fsdp, 2, scaling, reshard)
+
+
+def step_delayed_shards_of_odd_rows(rank: int, kernels: bool) -> None:
+    if kernels:
+        backend.uses_kernels = lambda device: True
+    value = random((48, 32), 0).bfloat16()
+    shard = sharded(UncheckedFloat8Quantizer(columnwise=False), value)
+    scales = torch.tensor([123.0]), torch.zeros(1)
+    source = shard._local_tensor
+    source._quantizer.__dict__.clear()
+    source._quantizer.scale, source._quantizer.amax = scales
+    optimizer = FP4Adam([shard], **OPTIONS)
+    set_grads([shard], 0)
+    optimizer.step()
+    master = optimizer.state[shard]["master_param"]._local_tensor
+    assert torch.equal(source._data, minifloat.e4m3_code(master * 123))
+    assert scales[1].item() == master.abs().max().item()
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_delayed_scaling_of_shards_of_any_rows(kernels):
+    run_ranks(step_delayed_shards_of_odd_rows, 2, kernels)
+
+
+def test_other_ways_of_sharding_keep_the_adapter_protocol():
+    """Replicated DTensors are whole tensors."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        from torch.distributed.tensor import Replicate
+
+        value = random((32, 64), 0).bfloat16()
+        local = stand_in(MXFP8Quantizer().quantize(value))
+        meta = TensorMeta(value.shape, value.stride(), value.dtype)
+        spec = DTensorSpec(init_device_mesh("cpu", (1,)), (Replicate(),), tensor_meta=meta)
+        param = Parameter(DTensor(local, spec, requires_grad=False))
+        optimizer = FP4Adam([param], **OPTIONS)
+        param.grad = like(param, random((32, 64), 1).bfloat16())
+        optimizer.step()
+        master = optimizer.state[param]["master_param"]._local_tensor
+        expected = MXFP8Quantizer().quantize(master)
+        assert_same(param._local_tensor._rowwise_data, expected.rowwise_data, "codes")
+    finally:
+        dist.destroy_process_group()
