@@ -88,7 +88,7 @@ def matrices(model: object) -> Iterator[tuple[str, Tensor]]:
 def assert_weights(path: Path, model: object) -> None:
     """Values times scales are those of training, whatever the order of their rows."""
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, 2)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
     for name, value in matrices(model):
         tensor = tensors[names.get_name(name, try_suffixes=(".weight",))]
         decoded = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
