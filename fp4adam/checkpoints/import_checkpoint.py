@@ -339,7 +339,8 @@ def _encoding_of(checkpoint: CheckpointReader) -> Encoding:
     layout = LAYOUTS.get(method) if isinstance(method, str) else None
     if layout is None:
         raise ValueError(
-            f"quant_method must be one of {', '.join(LAYOUTS)} to be imported, got {short(method)}"
+            f"quant_method must be one of {', '.join(LAYOUTS)} to be imported, got "
+            f"{short(method)}; load the checkpoint decoded, and call quantize_model"
         )
     name = layout.format_of(config)
     for encoding in layout.encodings:

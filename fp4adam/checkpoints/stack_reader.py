@@ -109,7 +109,8 @@ class StackReader:
                 raise ValueError(
                     "experts must have one tensor scale to be one stack, got "
                     f"{first.tolist()} for {self._parts[name][0]!r} and {other.tolist()} for "
-                    f"{part!r}; build a model with one nn.Linear per expert and projection"
+                    f"{part!r}; build a model with one nn.Linear per expert and projection, or "
+                    "load the checkpoint decoded and call quantize_model, which rounds it again"
                 )
         return first
 

@@ -172,9 +172,10 @@ def _check_whole_linear(
     name, rows_of_it = piece
     if rows_of_it is None and name not in linear:
         raise ValueError(
-            f"quantized weights must be those of nn.Linear layers, got {name!r}; leave it in high "
-            "precision (filter=...), or write the model in high precision with export_masters: of "
-            "stacks of experts, those that checkpoints hold one by one can be exported"
+            f"quantized weights must be those of nn.Linear layers, or stacks of experts that "
+            f"checkpoints hold one by one, got {name!r}; leave it in high precision (filter=...), "
+            "or write the values of training in high precision: dequantize_model(model), then "
+            "model.save_pretrained(folder); export_masters writes masters"
         )
     if rows_of_it is not None and any(row % encoding.block[0] for row in rows_of_it):
         raise ValueError(

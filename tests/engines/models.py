@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    GptOssConfig,
     LlamaConfig,
     PreTrainedModel,
     Qwen3Config,
@@ -37,6 +38,9 @@ CONFIGS: dict[str, Any] = {
     "Qwen3": lambda **options: Qwen3Config(**SHAPE, **options),
     "Qwen3-MoE": lambda **options: Qwen3MoeConfig(**SHAPE, **EXPERTS, **options),
 }
+# Its experts are served in BF16 alone.
+GPT_OSS = "gpt-oss"
+FEW_WIDE = dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=128)
 FORMATS = ("nvfp4", "mxfp8", "float8block")
 
 
@@ -44,7 +48,10 @@ def build(name: str, weight_format: str) -> PreTrainedModel:
     torch.manual_seed(0)
     # vLLM joins q, k and v, so that the rows of each have to fill blocks of 128.
     head_dim = 64 if weight_format == "float8block" else 32
-    config = CONFIGS[name](head_dim=head_dim)
+    if name == GPT_OSS:
+        config = GptOssConfig(**{**SHAPE, **FEW_WIDE}, head_dim=head_dim)
+    else:
+        config = CONFIGS[name](head_dim=head_dim)
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
@@ -104,12 +111,14 @@ def errors(logs: Tensor, model: PreTrainedModel) -> tuple[float, float]:
 
     def note(router: torch.nn.Module, inputs: tuple[Tensor, ...], output: object) -> None:
         count = model.config.num_experts_per_tok
-        best = torch.nn.functional.linear(inputs[0], router.weight).topk(count + 1).values
+        bias = getattr(router, "bias", None)
+        best = torch.nn.functional.linear(inputs[0], router.weight, bias).topk(count + 1).values
         gaps.append((best[..., -2] - best[..., -1]).view(N_PROMPTS, PROMPT).amin(1))
 
     for layer in exact.model.layers:
-        if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.register_forward_hook(note)
+        router = getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None))
+        if router is not None:
+            router.register_forward_hook(note)
     expected = log_probabilities(exact)
     is_clear = torch.stack([*gaps, torch.ones(N_PROMPTS)]).amin(0) > 0.005
     assert is_clear.any()

@@ -1,5 +1,6 @@
 """llama.cpp on the CPU: exports in layout gguf, and others after its own converter."""
 
+import copy
 import importlib.metadata
 import json
 import os
@@ -19,7 +20,7 @@ from tokenizers.models import BPE
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from fp4adam import export_checkpoint
+from fp4adam import dequantize_model, export_checkpoint
 
 VERSION = f"xllamacpp {importlib.metadata.version('xllamacpp')}"
 # The source of llama.cpp, with its converter: see the Makefile.
@@ -87,7 +88,7 @@ def matrices(model: object) -> Iterator[tuple[str, Tensor]]:
 def assert_weights(path: Path, model: object) -> None:
     """Values times scales are those of training, whatever the order of their rows."""
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, 2)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
     for name, value in matrices(model):
         tensor = tensors[names.get_name(name, try_suffixes=(".weight",))]
         decoded = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
@@ -163,3 +164,12 @@ def test_its_converter_reads_other_layouts(name, weight_format, layout, tmp_path
             np.testing.assert_array_equal(other.data, tensor.data, err_msg=key)
     kind = (weight_format, f"{layout}, converted")
     assert_serves(path, model, name, *kind, record=record)
+
+
+@pytest.mark.skipif(not SOURCE, reason="LLAMA_CPP must be the folder of llama.cpp's source")
+def test_gpt_oss_is_served_with_the_values_of_training(tmp_path, record):
+    model = models.trained(models.GPT_OSS, "nvfp4")
+    dequantize_model(copy.deepcopy(model)).save_pretrained(tmp_path / "decoded")
+    convert(tmp_path / "decoded", path := tmp_path / "model.gguf")
+    kind = ("nvfp4", "BF16, converted")
+    assert_serves(path, model, models.GPT_OSS, *kind, record=record)

@@ -16,6 +16,7 @@ from transformers import (
 from fp4adam import (
     FP4Adam,
     QuantizedTensor,
+    dequantize_model,
     export_checkpoint,
     export_masters,
     hf_scale_groups,
@@ -183,10 +184,16 @@ def test_masters_are_read(name, tmp_path):
         assert_identical(read.get_parameter(key).detach(), master)
 
 
-def test_stacks_that_the_hub_keeps_as_they_are_cannot_be_exported(tmp_path):
-    model = quantize_model(make("gpt_oss", torch.bfloat16), "nvfp4")
-    with pytest.raises(ValueError, match=r"nn.Linear layers, got 'model.layers.0.mlp.experts.g"):
-        export_checkpoint(model, tmp_path / "out")
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "float8block"])
+def test_stacks_that_the_hub_keeps_as_they_are_are_served_decoded(recipe, tmp_path):
+    sizes = dict(hidden_size=128, intermediate_size=128)
+    model = quantize_model(make("gpt_oss", torch.bfloat16, **sizes), recipe)
+    layout = "fp8" if recipe == "float8block" else "compressed-tensors"
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj'; .* dequantize_model\(model\)"):
+        export_checkpoint(model, tmp_path / "out", layout)
+    expected = logits(model)
+    dequantize_model(model).save_pretrained(tmp_path / "decoded")
+    assert_identical(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "decoded")), expected)
 
 
 def test_saved_models_are_read_with_their_values(tmp_path):

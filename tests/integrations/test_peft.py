@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from transformers import (
     LlamaConfig,
@@ -231,6 +232,13 @@ def train_on_ranks(rank, sharded):
         if "lora_" in name:
             value = param.detach()
             values[name] = value.full_tensor() if sharded else value
+    if not sharded:
+        return losses, values
+    # As a rank saves the adapter alone.
+    options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
+    state = get_model_state_dict(model, options=options)
+    adapter = get_peft_model_state_dict(model, state_dict=state)
+    assert_identical(adapter, {name.replace(".default", ""): v for name, v in values.items()})
     return losses, values
 
 
