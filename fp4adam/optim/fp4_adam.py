@@ -22,7 +22,6 @@ from fp4adam.optim.fused_adam import FusedAdam
 from fp4adam.optim.param_view import Storing
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
-
 _CAPTURE_AROUND = (
     "capture forward and backward, and call step() outside the graph: it writes weights at the "
     "addresses that the graph reads"
@@ -221,8 +220,8 @@ class FP4Adam(FusedAdam):
         if options["capturable"]:
             raise NotImplementedError(
                 "capturable must be False for FP4Adam, got True: re-quantization takes its scales "
-                "from values that exist on the device only between launches, and a CUDA graph would "
-                f"replay the step with the scalars of its capture; {_CAPTURE_AROUND}"
+                "from values that exist on the device only between launches, and a CUDA graph "
+                f"would replay the step with the scalars of its capture; {_CAPTURE_AROUND}"
             )
 
     def _capture_error(self) -> str:

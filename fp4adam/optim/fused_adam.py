@@ -1,5 +1,6 @@
 """AdamW with FP32 master weights and moments; one fused kernel per kind of parameter."""
 
+import functools
 import threading
 import warnings
 from collections import defaultdict
@@ -10,7 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import (
+    Optimizer,
+    ParamsT,
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
 
 from fp4adam.distributed.dtensor import first_element, like, local
 from fp4adam.interop.borrowed_tensor import BorrowedTensor
@@ -237,13 +243,13 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
         own = getattr(self, "defaults", options)["capturable"]
         if options["capturable"] != own:
             raise ValueError(
-                f"capturable must be the same for all groups, got {options['capturable']} in one of "
-                f"an optimizer with {own}; pass it to the constructor"
+                f"capturable must be the same for all groups, got {options['capturable']} in one "
+                f"of an optimizer with {own}; pass it to the constructor"
             )
         if own and self.offload_states:
             raise ValueError(
-                "offload_states must be False with capturable=True, got True: a replay cannot stream "
-                "states from the host; leave one of them out"
+                "offload_states must be False with capturable=True, got True: a replay cannot "
+                "stream states from the host; leave one of them out"
             )
         if own and options["fused"] is False:
             raise ValueError(
@@ -301,6 +307,28 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
                 values["step"] = step.reshape(()).clone()
 
     # The step
+
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``step`` as torch.optim does, for profilers and hooks, unless there are none.
+
+        torch marks each step for profilers that may be attached, which takes some 20 us.
+        """
+        wrapped = Optimizer.profile_hook_step(func)
+
+        @functools.wraps(wrapped)
+        def step(self: "FusedAdam", *args: Any, **kwargs: Any) -> Any:
+            if (
+                self._optimizer_step_pre_hooks
+                or self._optimizer_step_post_hooks
+                or _global_optimizer_pre_hooks
+                or _global_optimizer_post_hooks
+                or torch.autograd._profiler_enabled()
+            ):
+                return wrapped(self, *args, **kwargs)
+            return func(self, *args, **kwargs)
+
+        return step
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> float | None:
@@ -395,23 +423,24 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
             raise RuntimeError(self._capture_error())
         if self._clip:
             raise RuntimeError(
-                "clipping must not be pending while a step is captured, got a clip_grad_norm_ before "
-                "it: every replay would multiply by that coefficient; capture "
+                "clipping must not be pending while a step is captured, got a clip_grad_norm_ "
+                "before it: every replay would multiply by that coefficient; capture "
                 "torch.nn.utils.clip_grad_norm_, which scales the gradients"
             )
         for group in self.param_groups:
             if not is_on_device(group["lr"]):
                 raise RuntimeError(
-                    f"lr must be a tensor on the GPU while a step is captured, got {group['lr']!r}: "
-                    "replays would repeat this number; run one step outside the graph first, which "
-                    'makes it one, then change it with group["lr"].fill_()'
+                    "lr must be a tensor on the GPU while a step is captured, got "
+                    f"{group['lr']!r}: replays would repeat this number; run one step outside the "
+                    'graph first, which makes it one, then change it with group["lr"].fill_()'
                 )
         structure = self._structure()
-        if self._plan is None or not (self._plan.can_be_captured and self._has_fitting_plan(structure)):
+        can_be_captured = self._plan is not None and self._plan.can_be_captured
+        if not (can_be_captured and self._has_fitting_plan(structure)):
             raise RuntimeError(
-                "a captured step must be like the last one outside the graph, got a first step, or "
-                "one with other parameters, states or gradients: these need new memory and kernels; "
-                "run one step outside the graph right before the capture"
+                "a captured step must be like the last one outside the graph, got a first step, "
+                "or one with other parameters, states or gradients: these need new memory and "
+                "kernels; run one step outside the graph right before the capture"
             )
         self._captured.append(self._plan.memory_of_replays())
 

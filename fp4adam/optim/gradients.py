@@ -68,8 +68,8 @@ class Gradients:
         """
         if backend.is_capturing():
             raise RuntimeError(
-                "clip_grad_norm_ must not be called while a CUDA graph is captured, got a call in a "
-                "capture: the step would multiply by the coefficient of that moment at every "
+                "clip_grad_norm_ must not be called while a CUDA graph is captured, got a call in "
+                "a capture: the step would multiply by the coefficient of that moment at every "
                 "replay; capture torch.nn.utils.clip_grad_norm_, which scales the gradients"
             )
         if self._release is not None:
@@ -141,8 +141,8 @@ class Gradients:
             )
         if self._is_capturable:
             raise NotImplementedError(
-                "capturable must be False for gradient release, got True: its hooks step parameters "
-                "one by one; capture backward() and step() in one graph instead"
+                "capturable must be False for gradient release, got True: its hooks step "
+                "parameters one by one; capture backward() and step() in one graph instead"
             )
         self._drop_plan()
         self._clip = {}

@@ -68,6 +68,8 @@ class LaunchGroup:
         # The last gradients that were found to fit: which are present (None: all), and their
         # layouts.
         self._known: list[bool] | None = None
+        # Their addresses, which are all aligned.
+        self._aligned: list[int] = []
         self._have_known_layouts: Callable[..., bool] = lambda *grads: False
 
     def takes_grads(self) -> bool:
@@ -83,14 +85,19 @@ class LaunchGroup:
                     return False
                 self._known, self._have_known_layouts = self.present, are_laid_out_as(grads)
         try:
-            self.grads = list(map(data_ptr, grads))
+            addresses = list(map(data_ptr, grads))
         except RuntimeError:  # one has no address
             return False
-        is_aligned = not reduce(or_, self.grads, 0) % ALIGNMENT and 0 not in self.grads
-        if self.present is not None:
-            addresses = iter(self.grads)
-            self.grads = [next(addresses) if has_grad else 0 for has_grad in self.present]
-        return is_aligned
+        if addresses != self._aligned:
+            if reduce(or_, addresses, 0) % ALIGNMENT or 0 in addresses:
+                return False
+            self._aligned = addresses
+        if self.present is None:
+            self.grads = addresses
+        else:
+            found = iter(addresses)
+            self.grads = [next(found) if has_grad else 0 for has_grad in self.present]
+        return True
 
     def _takes_layouts_of(self, grads: list[Tensor], present: list[bool]) -> bool:
         """Whether the launch can read gradients with these dtypes, sizes and strides."""

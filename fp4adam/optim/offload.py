@@ -138,9 +138,7 @@ class StateOffload:
         for chunk in chunks(params, scales):
             part = old.get(chunk[0])
             parts.append(
-                part
-                if part is not None and part.is_current(chunk)
-                else OptimizerPart(whole, chunk)
+                part if part is not None and part.is_current(chunk) else OptimizerPart(whole, chunk)
             )
         self._parts, self._known = parts, known
 
@@ -433,7 +431,9 @@ class _Home:
         entries = _offloaded(new).items()
         found = {(param, name): state[name] for param, state in entries for name in state}
         places = {(place.param, place.name): place for place in self._places}
-        if found.keys() != places.keys() or not all(p.fits(found[key]) for key, p in places.items()):
+        if found.keys() != places.keys() or not all(
+            p.fits(found[key]) for key, p in places.items()
+        ):
             return False
         exchanged = [key for key in places if found[key] is not self._views[key[0]][key[1]]]
         for param, name in exchanged:  # the master has restarted

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fp4adam.interop.borrowed_tensor import ScaleWriteback
 from fp4adam.optim.adam import adam_scalars
-from fp4adam.optim.device_counter import DeviceCounter, hyper_groups
 from fp4adam.optim.checks import check_capturable
+from fp4adam.optim.device_counter import DeviceCounter, hyper_groups
 from fp4adam.optim.launch_group import LaunchGroup, make_launches
 from fp4adam.optim.memory_note import WriteNote, version
 from fp4adam.optim.operators import step_by_operators

@@ -27,6 +27,8 @@ _local = attrgetter("_local_tensor")
 _storage = attrgetter("_shared.tensors")
 _local_storage = attrgetter("_local_tensor._shared.tensors")
 _versioned = attrgetter("versioned")
+_counter = attrgetter("_shared.tensors.counter")
+_local_counter = attrgetter("_local_tensor._shared.tensors.counter")
 # The C slot itself, so that map() calls it without a Python frame.
 _deref = weakref.ref.__call__
 
@@ -56,27 +58,37 @@ class Watch:
             (is_sharded, itemgetter(*names), alike) for (is_sharded, names), alike in states.items()
         ]
         self._present: list[bool] = []
+        self._let_go()
         storages = [local(p)._shared.tensors for p in (*self._quantized, *self._quantized_shards)]
-        self._has_loose = any(storage.counter is None for storage in storages)
+        self._storages = [weakref.ref(storage) for storage in storages]
+        self._counts = [len(storage.versioned) for storage in storages]
+        # A counter belongs to one storage and holds no memory. So keeping the counters themselves
+        # tells storages apart, in less time than weak references to these. Storages that have had
+        # an inner tensor exchanged have none.
+        counters = [storage.counter for storage in storages]
+        self._has_loose = any(counter is None for counter in counters)
+        self._known_counters = [] if self._has_loose else counters
         self._read()
         self._have_known_layouts = are_laid_out_as([*self._params, *self._values])
         self._addresses = self._read_addresses()
         self._blocks = list(map(storage_address, self._params))
         # Keeps the addresses of freed storages from being reused.
         self._alive = [StorageWeakRef(param.untyped_storage()) for param in self._params]
-        self._storages = [weakref.ref(storage) for storage in self._now]
-        self._counts = [len(storage.versioned) for storage in self._now]
         self._versions = self._read_versions()
         self._let_go()
 
     def _read(self) -> None:
         """Read the tensors of all parameters and states."""
         self._params = [*self._plain, *map(_local, self._sharded)]
-        self._now = list(map(_storage, self._quantized))
-        self._now += map(_local_storage, self._quantized_shards)
-        self._counters = list(chain.from_iterable(map(_versioned, self._now)))
-        # Inner tensors with versions of their own may get new memory without a new version.
-        self._loose = self._counters if self._has_loose else []
+        if self._has_loose:
+            self._now = list(map(_storage, self._quantized))
+            self._now += map(_local_storage, self._quantized_shards)
+            self._counters = list(chain.from_iterable(map(_versioned, self._now)))
+            # Inner tensors with versions of their own may get new memory without a new version.
+            self._loose = self._counters
+        else:
+            self._counters = list(map(_counter, self._quantized))
+            self._counters += map(_local_counter, self._quantized_shards)
         self._values: list[Tensor] = []
         for is_sharded, getter, states in self._states:
             values = chain.from_iterable(map(getter, states))
@@ -98,7 +110,7 @@ class Watch:
         try:
             self._read()
             if (
-                all(map(is_, self._now, map(_deref, self._storages)))
+                self._has_known_storages()
                 and self._read_versions() == self._versions
                 and self._read_addresses() == self._addresses
                 and list(map(storage_address, self._params)) == self._blocks
@@ -112,6 +124,11 @@ class Watch:
             pass  # a state is gone, a parameter changed its class, or a tensor has no address
         self._let_go()
         return False
+
+    def _has_known_storages(self) -> bool:
+        if self._has_loose:
+            return all(map(is_, self._now, map(_deref, self._storages)))
+        return all(map(is_, self._counters, self._known_counters))
 
     def note_own_write(self, present: list[bool]) -> None:
         """Raise the versions of what the kernels wrote, and record them as the optimizer's own.

@@ -527,43 +527,63 @@ def test_what_kernels_cannot_step_is_refused(kind: str, device: str) -> None:
 # On a GPU
 
 
+def train(
+    model: torch.nn.Module,
+    optimizer: FusedAdam,
+    iteration: Callable[[], torch.Tensor],
+    x: torch.Tensor,
+    between: Callable[[], Any],
+    captured: bool,
+) -> list[float]:
+    """The losses of 8 iterations; with ``captured``, from the fourth on as replays.
+
+    ``between`` runs outside the graph, after each iteration. All is on one stream other than the
+    default one, as backward passes that are captured need.
+    """
+    losses, graph = [], None
+    with torch.cuda.stream(torch.cuda.Stream()):
+        loss = torch.zeros((), device="cuda")
+        for seed in range(8):
+            x.copy_(randn(*x.shape, seed=seed))
+            if captured and seed == 3:
+                optimizer.zero_grad()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+                    loss.copy_(iteration())
+            if graph is None:
+                optimizer.zero_grad()
+                loss.copy_(iteration())
+            else:
+                graph.replay()
+            between()
+            losses.append(loss.item())
+        losses += [param.double().sum().item() for param in model.parameters()]
+    return losses
+
+
 @pytest.mark.skipif(not HAS_GPU, reason="captures a backward pass")
 def test_whole_iterations_are_captured_with_a_scaler() -> None:
     """Forward, backward, unscaling and clipping by torch, and the step, in one graph."""
-    losses = []
-    for captured in (True, False):
+
+    def losses(captured: bool) -> list[float]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))).cuda()
         optimizer = FusedAdam(model.parameters(), lr=1e-2, capturable=captured)
         scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
-        x, loss = torch.zeros(8, 64, device="cuda"), torch.zeros((), device="cuda")
+        x = torch.zeros(8, 64, device="cuda")
 
-        def iteration() -> None:
-            optimizer.zero_grad(set_to_none=True)
-            value = (model(x) - x).square().mean()
-            scaler.scale(value).backward()
+        def iteration() -> torch.Tensor:
+            loss = (model(x) - x).square().mean()
+            scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
             clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
-            loss.copy_(value.detach())
+            return loss.detach()
 
-        seen = []
-        replay = None
-        for seed in range(8):
-            x.copy_(randn(8, 64, seed=seed))
-            if captured and seed == 3:
-                side = torch.cuda.Stream()
-                side.wait_stream(torch.cuda.current_stream())
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=side):
-                    iteration()
-                replay = graph.replay
-            replay() if replay else iteration()
-            seen.append(loss.item())
-        losses.append((seen, [param.detach().cpu() for param in model.parameters()]))
-    assert losses[0][0] == losses[1][0]
-    assert_identical(losses[0][1], losses[1][1])
+        return train(model, optimizer, iteration, x, lambda: None, captured)
+
+    assert losses(True) == losses(False)
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="captures a backward pass")
@@ -571,33 +591,18 @@ def test_captured_passes_see_the_steps_of_fp4_adam() -> None:
     """Weights are written where the graph of forward and backward reads them."""
     from fp4adam import quantize_model
 
-    results = []
-    for captured in (True, False):
+    def losses(captured: bool) -> list[float]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
         model = quantize_model(model.cuda().bfloat16(), NVFP4Quantizer())
         optimizer = FP4Adam(model.parameters(), lr=1e-2)
-        x, graph, losses = torch.zeros(8, 64, device="cuda", dtype=torch.bfloat16), None, []
-        loss = torch.zeros((), device="cuda")
+        x = torch.zeros(8, 64, device="cuda", dtype=torch.bfloat16)
 
-        def passes() -> None:
-            value = (model(x) - x).float().square().mean()
-            value.backward()
-            loss.copy_(value.detach())
+        def iteration() -> torch.Tensor:
+            loss = (model(x) - x).float().square().mean()
+            loss.backward()
+            return loss.detach()
 
-        for seed in range(6):
-            x.copy_(randn(8, 64, seed=seed))
-            if captured and seed == 2:
-                optimizer.zero_grad()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    passes()
-            if graph is None:
-                optimizer.zero_grad()
-                passes()
-            else:
-                graph.replay()
-            optimizer.step()
-            losses.append(loss.item())
-        results.append(losses)
-    assert results[0] == results[1]
+        return train(model, optimizer, iteration, x, optimizer.step, captured)
+
+    assert losses(True) == losses(False)

@@ -471,3 +471,41 @@ def test_hooks_of_triton_see_every_launch(device, monkeypatch):
     finally:
         hooks.calls.clear()
     assert seen and seen == launched
+
+
+# Hooks and profilers, which a step looks for itself
+
+
+@pytest.mark.parametrize("kind", ["own", "global"])
+def test_hooks_of_torch_are_called(kind, trained):
+    from torch.optim.optimizer import (
+        register_optimizer_step_post_hook,
+        register_optimizer_step_pre_hook,
+    )
+
+    params, seen = trained.param_groups[0]["params"], []
+    registers = (
+        (trained.register_step_pre_hook, trained.register_step_post_hook)
+        if kind == "own"
+        else (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+    )
+    counts = [trained.state[params[0]]["step"].item()]
+    handles = [
+        register(lambda *_: seen.append(trained.state[params[0]]["step"].item()))
+        for register in registers
+    ]
+    set_grads(params, 3)
+    trained.step()
+    for handle in handles:
+        handle.remove()
+    trained.step()
+    assert seen == [counts[0], counts[0] + 1]
+
+
+def test_profilers_see_the_step(trained):
+    set_grads(trained.param_groups[0]["params"], 3)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+    ) as profile:
+        trained.step()
+    assert "Optimizer.step#FP4Adam.step" in {event.name for event in profile.events()}
