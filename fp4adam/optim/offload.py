@@ -134,6 +134,7 @@ class StateOffload:
         if known == self._known:
             return
         whole._take_notes()
+        whole._keep_only(params)
         old = {part.params[0]: part for part in self._parts}
         parts = []
         for chunk in chunks(params, scales):
