@@ -456,6 +456,8 @@ class FusedAdam(NamedStates, Optimizer):
             )
         self._drop_plan()
         self._clip = {}
+        if self._offload is not None:
+            self._offload.forget()
         self._release = GradientRelease(self, max_norm)
         return self._release
 
@@ -530,7 +532,7 @@ class FusedAdam(NamedStates, Optimizer):
         self._take_notes()
         self._plan = None
         if self._offload is not None:
-            self._offload.forget()
+            self._offload.drop_plans()
 
     def _take_notes(self) -> None:
         """Collect the notes that the last steps have taken of the parameters."""

@@ -48,6 +48,8 @@ class StateOffload:
     def __init__(self) -> None:
         self._parts: list[OptimizerPart] = []
         self._known: tuple[list, ...] = ()
+        # Whether the parts have the newest notes of their parameters, or the whole optimizer has.
+        self._have_notes = True
         self._homes: weakref.WeakKeyDictionary[OptimizerPart, _Home] = weakref.WeakKeyDictionary()
         self._lanes: dict[torch.device, _Lane] = {}
 
@@ -58,6 +60,12 @@ class StateOffload:
         self.wait()
         self._parts, self._known = [], ()
         self._homes.clear()
+
+    def drop_plans(self) -> None:
+        """Drop the plans of all parts, whose notes the whole optimizer has taken over."""
+        for part in self._parts:
+            part.optimizer._drop_plan()
+        self._have_notes = False
 
     def notes(self) -> dict[Tensor, WriteNote]:
         """The notes that all parts have taken of their parameters."""
@@ -99,7 +107,7 @@ class StateOffload:
             if part.has_gradients() or (not ready and states_of(part.params, states)):
                 active.append((part, ready))
         if not all(ready for _, ready in active):
-            check_all(whole, states)
+            self._check(whole, states)
         # Out of the optimizer before the first part runs, so that an interrupt ends its validity.
         clip, whole._clip = whole._clip, {}
         try:
@@ -131,6 +139,10 @@ class StateOffload:
         scales = [*map(whole._scales_of, params)]
         devices = [str(local(param).device) for param in params]
         known = ([*map(id, whole.param_groups)], [*map(id, params)], [*map(id, scales)], devices)
+        if not self._have_notes:
+            for part in self._parts:
+                part.optimizer._masters.update(whole._masters.notes_of(part.params))
+            self._have_notes = True
         if known == self._known:
             return
         whole._take_notes()
@@ -145,6 +157,13 @@ class StateOffload:
                 else OptimizerPart(whole, chunk)
             )
         self._parts, self._known = parts, known
+
+    def _check(self, whole: "FusedAdam", states: dict[Tensor, State]) -> None:
+        """Raise if a parameter cannot be stepped, or is not on a GPU."""
+        whole._check_all([(group, p) for group in whole.param_groups for p in group["params"]])
+        for param in whole._params():
+            if whole._read_grad(param) is not None or param in states:
+                self._lane(param)
 
     def _is_ready(self, part: OptimizerPart, states: dict[Tensor, State]) -> bool:
         """Whether states and plan are those of the last step, so that nothing has to be checked."""
@@ -163,7 +182,7 @@ class StateOffload:
         self, part: OptimizerPart, home: "_Home", lane: "_Lane", states: dict[Tensor, State]
     ) -> None:
         link, optimizer = lane.link, part.optimizer
-        ring = lane.ring(self._homes.values())
+        ring = self._ring(lane)
         optimizer.state = home.staged_in(ring, states)
         home.pass_on_foreign_writes()
         ready = link.copy_in(home.bytes, home.ring_bytes, ring.users_of(home.span))
@@ -215,19 +234,28 @@ class StateOffload:
             optimizer._drop_plan()
             optimizer.state = {}
 
+    def _ring(self, lane: "_Lane") -> "_Ring":
+        """The ring of a lane; a larger one in place of one that has become too small."""
+        if lane.ring is None or lane.has_new_homes:
+            homes = {p: home for p, home in self._homes.items() if home.link is lane.link}
+            needed = ring_bytes([home.nbytes for home in homes.values()])
+            if lane.ring is None or needed > len(lane.ring.bytes):
+                lane.link.wait()
+                for part, home in homes.items():
+                    if home.nbytes:  # frees the old ring
+                        home.leave_ring()
+                        part.optimizer._drop_plan()
+                        part.optimizer.state = {}
+                lane.ring = None
+                lane.ring = _Ring(lane.link.empty(needed))
+            lane.has_new_homes = False
+        return lane.ring
+
     def _lane(self, param: Tensor) -> "_Lane":
         device = local(param).device
         if device not in self._lanes:
             self._lanes[device] = _Lane(link_of(device))
         return self._lanes[device]
-
-
-def check_all(whole: "FusedAdam", states: dict[Tensor, State]) -> None:
-    """Raise if a parameter cannot be stepped, or is not on a GPU."""
-    whole._check_all([(group, p) for group in whole.param_groups for p in group["params"]])
-    for param in whole._params():
-        if whole._read_grad(param) is not None or param in states:
-            link_of(local(param).device)
 
 
 def link_of(device: torch.device) -> "Link":
@@ -371,11 +399,9 @@ class _Home:
             self.host[place.param][place.name] = wrapped
         self._addresses = [tensor.data_ptr() for tensor in own]
         self._versions = self._read_versions()
-        # Without any bytes the states can stay where they are.
-        self.staged: dict[Tensor, State] = {} if self.nbytes else states
-        self._views = {} if self.nbytes else _offloaded(states)
-        self._ring: _Ring | None = None
-        self.span, self.ring_bytes = (0, 0), self.bytes
+        self.leave_ring()
+        if not self.nbytes:  # nothing has to move
+            self.staged, self._views = states, _offloaded(states)
 
     def holds(self, params: Iterable[Tensor], states: dict[Tensor, State]) -> bool:
         """Whether ``states`` has these tensors for the parameters, and no others."""
@@ -402,7 +428,8 @@ class _Home:
     def staged_in(self, ring: "_Ring", states: dict[Tensor, State]) -> dict[Tensor, State]:
         """The states as views into a ring; the same objects as at the last step if possible."""
         if self.nbytes and self._ring is not ring:
-            self._ring, self.span, self.staged = ring, ring.place(self.nbytes), {}
+            self.leave_ring()
+            self._ring, self.span = ring, ring.place(self.nbytes)
             # Two aliases with versions of their own: copies into the ring are no foreign writes,
             # and chunks that take turns in it do not count each other's.
             self.ring_bytes, alias = (ring.bytes.data[slice(*self.span)] for _ in range(2))
@@ -416,6 +443,13 @@ class _Home:
         for param, state in self.staged.items():
             state.update(_others(states[param]))
         return self.staged
+
+    def leave_ring(self) -> None:
+        """Drop all views into the ring."""
+        self._ring: _Ring | None = None
+        self.span, self.ring_bytes = (0, 0), self.bytes[:0]
+        self.staged: dict[Tensor, State] = {}
+        self._views: dict[Tensor, State] = {}
 
     def pass_on_foreign_writes(self) -> None:
         """Count writes to the tensors on the host as writes to the views."""
@@ -523,19 +557,9 @@ class _Lane:
 
     def __init__(self, link: "Link") -> None:
         self.link = link
+        self.ring: _Ring | None = None
+        # Since the size of the ring was chosen.
         self.has_new_homes = False
-        self._ring: _Ring | None = None
-
-    def ring(self, homes: Iterable[_Home]) -> _Ring:
-        """The ring for these homes; a larger one in place of one that has become too small."""
-        if self._ring is None or self.has_new_homes:
-            needed = ring_bytes([home.nbytes for home in homes if home.link is self.link])
-            if self._ring is None or needed > len(self._ring.bytes):
-                self.link.wait()
-                self._ring = None  # frees it first
-                self._ring = _Ring(self.link.empty(needed))
-            self.has_new_homes = False
-        return self._ring
 
 
 class Link:
