@@ -32,7 +32,11 @@ def master_of(view: ParamView, state: dict[str, Any]) -> Tensor | None:
     if "master_param" not in state:
         return None
     own = {name: local(value) for name, value in state.items()}
-    return StoredState.of(own, "master_param", view.codecs["master_param"]).decode().to(view.param.device)
+    return (
+        StoredState.of(own, "master_param", view.codecs["master_param"])
+        .decode()
+        .to(view.param.device)
+    )
 
 
 class MasterWeights:

@@ -14,7 +14,6 @@ depends on what is remembered here.
 
 import contextlib
 import mmap
-import statistics
 import weakref
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -33,8 +32,11 @@ from fp4adam.optim.state_dict import TENSOR_NAMES
 if TYPE_CHECKING:
     from fp4adam.optim.fused_adam import FusedAdam
 
-# Bytes of FP32 states that a chunk is filled up to. A link moves much smaller copies slower.
+# Bytes of FP32 states that a chunk is filled up to.
 CHUNK_BYTES = 2**28
+# Bytes of one copy. A link moves much smaller ones slower, and space in the ring that a part of a
+# large chunk has left can be taken sooner.
+PIECE_BYTES = 2**26
 _BYTES_PER_ELEMENT = 12
 # Of every state within its block; more than any kernel needs.
 _ALIGNMENT = 256
@@ -152,9 +154,7 @@ class StateOffload:
         for chunk in chunks(params, scales):
             part = old.get(chunk[0])
             parts.append(
-                part
-                if part is not None and part.is_current(chunk)
-                else OptimizerPart(whole, chunk)
+                part if part is not None and part.is_current(chunk) else OptimizerPart(whole, chunk)
             )
         self._parts, self._known = parts, known
 
@@ -185,7 +185,8 @@ class StateOffload:
         ring = self._ring(lane)
         optimizer.state = home.staged_in(ring, states)
         home.pass_on_foreign_writes()
-        ready = link.copy_in(home.bytes, home.ring_bytes, ring.users_of(home.span))
+        for span, host, staged in home.pieces():
+            ready = link.copy_in(host, staged, ring.users_of(span))
         fits = False
         try:
             with link.stepping(ready, part.grads() if part.beside else None):
@@ -194,7 +195,9 @@ class StateOffload:
                 finally:
                     fits = home.take_back(optimizer)
         finally:
-            ring.uses.append((home.span, link.copy_out(home.ring_bytes, home.bytes)))
+            ring.uses += [
+                (span, link.copy_out(staged, host)) for span, host, staged in home.pieces()
+            ]
             if not fits:
                 link.join()
                 self._settle(part, lane, states)
@@ -444,6 +447,16 @@ class _Home:
             state.update(_others(states[param]))
         return self.staged
 
+    def pieces(self) -> list[tuple[tuple[int, int], Tensor, Tensor]]:
+        """What is copied at a time: the span of the ring, the bytes on the host and in the ring."""
+        starts = range(0, max(self.nbytes, 1), PIECE_BYTES)
+        cuts = [slice(start, min(start + PIECE_BYTES, self.nbytes)) for start in starts]
+        first = self.span[0]
+        return [
+            ((first + cut.start, first + cut.stop), self.bytes[cut], self.ring_bytes[cut])
+            for cut in cuts
+        ]
+
     def leave_ring(self) -> None:
         """Drop all views into the ring."""
         self._ring: _Ring | None = None
@@ -469,7 +482,9 @@ class _Home:
         entries = _offloaded(new).items()
         found = {(param, name): state[name] for param, state in entries for name in state}
         places = {(place.param, place.name): place for place in self._places}
-        if found.keys() != places.keys() or not all(p.fits(found[key]) for key, p in places.items()):
+        if found.keys() != places.keys() or not all(
+            p.fits(found[key]) for key, p in places.items()
+        ):
             return False
         exchanged = [key for key in places if found[key] is not self._views[key[0]][key[1]]]
         for param, name in exchanged:  # the master has restarted
@@ -541,15 +556,15 @@ class _Ring:
 def ring_bytes(sizes: Sequence[int]) -> int:
     """The size of a ring for chunks of these sizes.
 
-    Three chunks fit in: one comes in, one is stepped, one goes out. For that the chunk counts that
-    half of all bytes are in chunks up to; a few larger ones may have the ring to themselves.
+    Two chunks fit in: one is stepped and goes out while the other one comes in. For that the chunk
+    counts that half of all bytes are in chunks up to; a few larger ones may fill the ring alone.
     """
     total, half, usual = sum(sizes), 0, 0
     for usual in sorted(sizes):
         half += usual
         if 2 * half >= total:
             break
-    return min(total, max([3 * usual, *sizes]))
+    return min(total, max([2 * usual, *sizes]))
 
 
 class _Lane:

@@ -64,8 +64,10 @@ def saved_state(view: ParamView, state: State, left: bool, compact: bool) -> Sta
         # The parameter has been converted to FP32 and needs no master any more.
         saved.pop("master_param", None)
         saved.pop("master_param_scale", None)
-    elif waits and "master_param" in state and not view.is_rounded(
-        local(state["master_param"]).to(view.param.device)
+    elif (
+        waits
+        and "master_param" in state
+        and not view.is_rounded(local(state["master_param"]).to(view.param.device))
     ):
         saved["master_param"] = like(view.owner, view.value())
     if not view.has_remainder:
