@@ -198,11 +198,13 @@ class StateOffload:
             ring.uses += [
                 (span, link.copy_out(staged, host)) for span, host, staged in home.pieces()
             ]
-            if not fits:
+            if fits:
+                for param, state in home.staged.items():
+                    states[param].update(_others(state))
+            else:
                 link.join()
+                home.unstage(optimizer.__dict__["state"])
                 self._settle(part, lane, states)
-        for param, state in home.staged.items():
-            states[param].update(_others(state))
 
     def _place(self, part: OptimizerPart, lane: "_Lane", states: dict[Tensor, State]) -> None:
         lane.link.wait()
@@ -218,7 +220,7 @@ class StateOffload:
             self._settle(part, lane, states)
 
     def _settle(self, part: OptimizerPart, lane: "_Lane", states: dict[Tensor, State]) -> None:
-        """Give the states of a part, which are on the GPU, a new home."""
+        """Give the states that a part has after a step a new home."""
         optimizer = part.optimizer
         new = optimizer.__dict__["state"]
         self._homes.pop(part, None)
@@ -226,7 +228,7 @@ class StateOffload:
         try:
             home = _Home(lane.link, new)
         except BaseException:
-            states.update(new)  # they stay on the GPU until the next step tries again
+            states.update(new)  # where they are now, until the next step tries again
             raise
         for param, state in new.items():
             states[param] = {**_others(state), **home.host.get(param, {})}
@@ -447,6 +449,13 @@ class _Home:
             state.update(_others(states[param]))
         return self.staged
 
+    def unstage(self, states: dict[Tensor, State]) -> None:
+        """Replace views into the ring by the tensors on the host, which the copies out write."""
+        for param, views in self._views.items():
+            for name, view in views.items():
+                if states[param].get(name) is view:
+                    states[param][name] = self.host[param][name]
+
     def pieces(self) -> list[tuple[tuple[int, int], Tensor, Tensor]]:
         """What is copied at a time: the span of the ring, the bytes on the host and in the ring."""
         starts = range(0, max(self.nbytes, 1), PIECE_BYTES)
@@ -632,6 +641,7 @@ class Link:
             ready: The event.
             grads: If given, step on a stream beside the current one, with these gradients of it.
         """
+        self._stepped = ready  # what goes out has come in, even if nothing is launched
         stream = current = torch.cuda.current_stream(self._device)
         if grads is not None:
             stream = self._beside
