@@ -95,11 +95,12 @@ def offload_to(
 
     By default the ring has space for one chunk, so that each has to wait for the one before.
     """
-    names = ("link_of", "CHUNK_BYTES", "ring_bytes")
+    names = ("link_of", "CHUNK_BYTES", "PIECE_BYTES", "ring_bytes")
     before = {name: vars(offload)[name] for name in names}
     stack = contextlib.ExitStack()
     stack.callback(lambda: vars(offload).update(before))
     offload.CHUNK_BYTES, offload.ring_bytes = chunk_bytes, ring_bytes
+    offload.PIECE_BYTES = max(chunk_bytes // 3, 1)
     if not torch.cuda.is_available():
         offload.link_of = lambda device: link
     return stack

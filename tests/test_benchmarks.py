@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import io
 import json
+import math
 import os
 import runpy
 import subprocess
@@ -17,6 +18,7 @@ import torch
 
 from fp4adam import FP4Adam, NVFP4Quantizer, kernels
 from fp4adam.tensors import backend
+from late_link import LateLink, offload_to
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -504,3 +506,28 @@ def test_extents_are_those_of_the_scales_without_padding(name, te_check):
         inside = scale[: extent[0], : extent[1]]
         assert inside.shape == extent and inside.all()
         assert scale.sum() == inside.sum()  # the rest is padding
+
+
+def test_offload_counts_the_model_and_compares_bytes(tmp_path, capsys):
+    benchmark = load("offload")
+    sizes = [(math.prod(shape), quantized) for shape, quantized in benchmark.shapes(32)]
+    assert sum(numel for numel, _ in sizes) == 8_030_261_248  # as published
+    assert sum(numel for numel, quantized in sizes if not quantized) < 1.06e9
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    small = ["--device", device, "--layers", "1", "--scale", "64", "--repeats", "1"]
+    with offload_to(LateLink(), 2**16):
+        assert benchmark.main([*small, "--exact", "3", "--states", "bf16"]) == 0
+        path = tmp_path / "new" / "offload.json"
+        benchmark.main([*small, "--resident", "--json", str(path)])
+        rows = read(path)
+        assert [row["offloaded"] for row in rows] == [True, False]
+        assert all(row["state_B"] == pytest.approx(12, rel=1e-2) for row in rows)
+        assert rows[0]["share_of_link"] > 0
+        benchmark.main([*small, "--train", "32", "--json", str(path)])
+        ways = [(row["offloaded"], row["gradient_release"]) for row in read(path)]
+        assert ways == [(False, False), (True, False), (True, True)]
+    assert "PASS" in capsys.readouterr().out
+
+
+def read(path):
+    return json.loads(path.read_text())["results"]

@@ -514,7 +514,7 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
         self._take_notes()
         self._plan = None
         if self._offload is not None:
-            self._offload.forget()
+            self._offload.drop_plans()
 
     def _take_notes(self) -> None:
         """Collect the notes that the last steps have taken of the parameters."""
@@ -525,13 +525,17 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
         if self._offload is not None:
             self._masters.update(self._offload.notes())
 
+    def _keep_only(self, params: Sequence[Tensor]) -> None:
+        """Forget all other parameters, which may have been taken out of the groups."""
+        self._masters.keep_only(params)
+        known = set(params)
+        self._borrowed = {p: b for p, b in self._borrowed.items() if p in known}
+
     def _new_plan(self, structure: list) -> StepPlan:
         self._drop_plan()
         pairs = [(group, param) for group in self.param_groups for param in group["params"]]
         params = [param for _, param in pairs]
-        self._masters.keep_only(params)
-        known = set(params)
-        self._borrowed = {p: b for p, b in self._borrowed.items() if p in known}
+        self._keep_only(params)
         stepped, moving = self._check_all(pairs)
         views = {p: self._view(p) for p in params if self._scales_of(p) in stepped}
         left, _ = self._masters.left([*views.values()], self.state)

@@ -146,6 +146,8 @@ class Gradients:
             )
         self._drop_plan()
         self._clip = {}
+        if self._offload is not None:
+            self._offload.forget()
         self._release = GradientRelease(self, max_norm)
         return self._release
 

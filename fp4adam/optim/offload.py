@@ -32,8 +32,11 @@ from fp4adam.optim.state_dict import TENSOR_NAMES
 if TYPE_CHECKING:
     from fp4adam.optim.fused_adam import FusedAdam
 
-# Bytes of FP32 states that a chunk is filled up to. A link moves much smaller copies slower.
+# Bytes of FP32 states that a chunk is filled up to.
 CHUNK_BYTES = 2**28
+# Bytes of one copy. A link moves much smaller ones slower, and space in the ring that a part of a
+# large chunk has left can be taken sooner.
+PIECE_BYTES = 2**26
 _BYTES_PER_ELEMENT = 12
 # Of every state within its block; more than any kernel needs.
 _ALIGNMENT = 256
@@ -47,6 +50,8 @@ class StateOffload:
     def __init__(self) -> None:
         self._parts: list[OptimizerPart] = []
         self._known: tuple[list, ...] = ()
+        # Whether the parts have the newest notes of their parameters, or the whole optimizer has.
+        self._have_notes = True
         self._homes: weakref.WeakKeyDictionary[OptimizerPart, _Home] = weakref.WeakKeyDictionary()
         self._lanes: dict[torch.device, _Lane] = {}
 
@@ -57,6 +62,12 @@ class StateOffload:
         self.wait()
         self._parts, self._known = [], ()
         self._homes.clear()
+
+    def drop_plans(self) -> None:
+        """Drop the plans of all parts, whose notes the whole optimizer has taken over."""
+        for part in self._parts:
+            part.optimizer._drop_plan()
+        self._have_notes = False
 
     def notes(self) -> dict[Tensor, WriteNote]:
         """The notes that all parts have taken of their parameters."""
@@ -98,7 +109,7 @@ class StateOffload:
             if part.has_gradients() or (not ready and states_of(part.params, states)):
                 active.append((part, ready))
         if not all(ready for _, ready in active):
-            check_all(whole, states)
+            self._check(whole, states)
         # Out of the optimizer before the first part runs, so that an interrupt ends its validity.
         clip, whole._clip = whole._clip, {}
         try:
@@ -130,9 +141,14 @@ class StateOffload:
         scales = [*map(whole._scales_of, params)]
         devices = [str(local(param).device) for param in params]
         known = ([*map(id, whole.param_groups)], [*map(id, params)], [*map(id, scales)], devices)
+        if not self._have_notes:
+            for part in self._parts:
+                part.optimizer._masters.update(whole._masters.notes_of(part.params))
+            self._have_notes = True
         if known == self._known:
             return
         whole._take_notes()
+        whole._keep_only(params)
         old = {part.params[0]: part for part in self._parts}
         parts = []
         for chunk in chunks(params, scales):
@@ -141,6 +157,13 @@ class StateOffload:
                 part if part is not None and part.is_current(chunk) else OptimizerPart(whole, chunk)
             )
         self._parts, self._known = parts, known
+
+    def _check(self, whole: "FusedAdam", states: dict[Tensor, State]) -> None:
+        """Raise if a parameter cannot be stepped, or is not on a GPU."""
+        whole._check_all([(group, p) for group in whole.param_groups for p in group["params"]])
+        for param in whole._params():
+            if whole._read_grad(param) is not None or param in states:
+                self._lane(param)
 
     def _is_ready(self, part: OptimizerPart, states: dict[Tensor, State]) -> bool:
         """Whether states and plan are those of the last step, so that nothing has to be checked."""
@@ -159,10 +182,11 @@ class StateOffload:
         self, part: OptimizerPart, home: "_Home", lane: "_Lane", states: dict[Tensor, State]
     ) -> None:
         link, optimizer = lane.link, part.optimizer
-        ring = lane.ring(self._homes.values())
+        ring = self._ring(lane)
         optimizer.state = home.staged_in(ring, states)
         home.pass_on_foreign_writes()
-        ready = link.copy_in(home.bytes, home.ring_bytes, ring.users_of(home.span))
+        for span, host, staged in home.pieces():
+            ready = link.copy_in(host, staged, ring.users_of(span))
         fits = False
         try:
             with link.stepping(ready, part.grads() if part.beside else None):
@@ -171,12 +195,16 @@ class StateOffload:
                 finally:
                     fits = home.take_back(optimizer)
         finally:
-            ring.uses.append((home.span, link.copy_out(home.ring_bytes, home.bytes)))
-            if not fits:
+            ring.uses += [
+                (span, link.copy_out(staged, host)) for span, host, staged in home.pieces()
+            ]
+            if fits:
+                for param, state in home.staged.items():
+                    states[param].update(_others(state))
+            else:
                 link.join()
+                home.unstage(optimizer.__dict__["state"])
                 self._settle(part, lane, states)
-        for param, state in home.staged.items():
-            states[param].update(_others(state))
 
     def _place(self, part: OptimizerPart, lane: "_Lane", states: dict[Tensor, State]) -> None:
         lane.link.wait()
@@ -192,7 +220,7 @@ class StateOffload:
             self._settle(part, lane, states)
 
     def _settle(self, part: OptimizerPart, lane: "_Lane", states: dict[Tensor, State]) -> None:
-        """Give the states of a part, which are on the GPU, a new home."""
+        """Give the states that a part has after a step a new home."""
         optimizer = part.optimizer
         new = optimizer.__dict__["state"]
         self._homes.pop(part, None)
@@ -200,7 +228,7 @@ class StateOffload:
         try:
             home = _Home(lane.link, new)
         except BaseException:
-            states.update(new)  # they stay on the GPU until the next step tries again
+            states.update(new)  # where they are now, until the next step tries again
             raise
         for param, state in new.items():
             states[param] = {**_others(state), **home.host.get(param, {})}
@@ -211,19 +239,28 @@ class StateOffload:
             optimizer._drop_plan()
             optimizer.state = {}
 
+    def _ring(self, lane: "_Lane") -> "_Ring":
+        """The ring of a lane; a larger one in place of one that has become too small."""
+        if lane.ring is None or lane.has_new_homes:
+            homes = {p: home for p, home in self._homes.items() if home.link is lane.link}
+            needed = ring_bytes([home.nbytes for home in homes.values()])
+            if lane.ring is None or needed > len(lane.ring.bytes):
+                lane.link.wait()
+                for part, home in homes.items():
+                    if home.nbytes:  # frees the old ring
+                        home.leave_ring()
+                        part.optimizer._drop_plan()
+                        part.optimizer.state = {}
+                lane.ring = None
+                lane.ring = _Ring(lane.link.empty(needed))
+            lane.has_new_homes = False
+        return lane.ring
+
     def _lane(self, param: Tensor) -> "_Lane":
         device = local(param).device
         if device not in self._lanes:
             self._lanes[device] = _Lane(link_of(device))
         return self._lanes[device]
-
-
-def check_all(whole: "FusedAdam", states: dict[Tensor, State]) -> None:
-    """Raise if a parameter cannot be stepped, or is not on a GPU."""
-    whole._check_all([(group, p) for group in whole.param_groups for p in group["params"]])
-    for param in whole._params():
-        if whole._read_grad(param) is not None or param in states:
-            link_of(local(param).device)
 
 
 def link_of(device: torch.device) -> "Link":
@@ -367,11 +404,9 @@ class _Home:
             self.host[place.param][place.name] = wrapped
         self._addresses = [tensor.data_ptr() for tensor in own]
         self._versions = self._read_versions()
-        # Without any bytes the states can stay where they are.
-        self.staged: dict[Tensor, State] = {} if self.nbytes else states
-        self._views = {} if self.nbytes else _offloaded(states)
-        self._ring: _Ring | None = None
-        self.span, self.ring_bytes = (0, 0), self.bytes
+        self.leave_ring()
+        if not self.nbytes:  # nothing has to move
+            self.staged, self._views = states, _offloaded(states)
 
     def holds(self, params: Iterable[Tensor], states: dict[Tensor, State]) -> bool:
         """Whether ``states`` has these tensors for the parameters, and no others."""
@@ -398,7 +433,8 @@ class _Home:
     def staged_in(self, ring: "_Ring", states: dict[Tensor, State]) -> dict[Tensor, State]:
         """The states as views into a ring; the same objects as at the last step if possible."""
         if self.nbytes and self._ring is not ring:
-            self._ring, self.span, self.staged = ring, ring.place(self.nbytes), {}
+            self.leave_ring()
+            self._ring, self.span = ring, ring.place(self.nbytes)
             # Two aliases with versions of their own: copies into the ring are no foreign writes,
             # and chunks that take turns in it do not count each other's.
             self.ring_bytes, alias = (ring.bytes.data[slice(*self.span)] for _ in range(2))
@@ -412,6 +448,30 @@ class _Home:
         for param, state in self.staged.items():
             state.update(_others(states[param]))
         return self.staged
+
+    def unstage(self, states: dict[Tensor, State]) -> None:
+        """Replace views into the ring by the tensors on the host, which the copies out write."""
+        for param, views in self._views.items():
+            for name, view in views.items():
+                if states[param].get(name) is view:
+                    states[param][name] = self.host[param][name]
+
+    def pieces(self) -> list[tuple[tuple[int, int], Tensor, Tensor]]:
+        """What is copied at a time: the span of the ring, the bytes on the host and in the ring."""
+        starts = range(0, max(self.nbytes, 1), PIECE_BYTES)
+        cuts = [slice(start, min(start + PIECE_BYTES, self.nbytes)) for start in starts]
+        first = self.span[0]
+        return [
+            ((first + cut.start, first + cut.stop), self.bytes[cut], self.ring_bytes[cut])
+            for cut in cuts
+        ]
+
+    def leave_ring(self) -> None:
+        """Drop all views into the ring."""
+        self._ring: _Ring | None = None
+        self.span, self.ring_bytes = (0, 0), self.bytes[:0]
+        self.staged: dict[Tensor, State] = {}
+        self._views: dict[Tensor, State] = {}
 
     def pass_on_foreign_writes(self) -> None:
         """Count writes to the tensors on the host as writes to the views."""
@@ -460,6 +520,8 @@ class _Block:
             self._memory = mmap.mmap(-1, max(nbytes, 1), flags=private)
         except OSError as error:
             raise no_memory(nbytes, link, str(error)) from error
+        with contextlib.suppress(OSError):  # larger pages are pinned faster
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
         if nbytes:
             memory = self.tensor(0, nbytes, torch.uint8)
             link.pin(memory)
@@ -505,15 +567,15 @@ class _Ring:
 def ring_bytes(sizes: Sequence[int]) -> int:
     """The size of a ring for chunks of these sizes.
 
-    Three chunks fit in: one comes in, one is stepped, one goes out. For that the chunk counts that
-    half of all bytes are in chunks up to; a few larger ones may have the ring to themselves.
+    Two chunks fit in: one is stepped and goes out while the other one comes in. For that the chunk
+    counts that half of all bytes are in chunks up to; a few larger ones may fill the ring alone.
     """
     total, half, usual = sum(sizes), 0, 0
     for usual in sorted(sizes):
         half += usual
         if 2 * half >= total:
             break
-    return min(total, max([3 * usual, *sizes]))
+    return min(total, max([2 * usual, *sizes]))
 
 
 class _Lane:
@@ -521,19 +583,9 @@ class _Lane:
 
     def __init__(self, link: "Link") -> None:
         self.link = link
+        self.ring: _Ring | None = None
+        # Since the size of the ring was chosen.
         self.has_new_homes = False
-        self._ring: _Ring | None = None
-
-    def ring(self, homes: Iterable[_Home]) -> _Ring:
-        """The ring for these homes; a larger one in place of one that has become too small."""
-        if self._ring is None or self.has_new_homes:
-            needed = ring_bytes([home.nbytes for home in homes if home.link is self.link])
-            if self._ring is None or needed > len(self._ring.bytes):
-                self.link.wait()
-                self._ring = None  # frees it first
-                self._ring = _Ring(self.link.empty(needed))
-            self.has_new_homes = False
-        return self._ring
 
 
 class Link:
@@ -554,6 +606,9 @@ class Link:
         memory.zero_()  # so that all threads touch the pages, in place of one
         code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 1))
         if code:
+            # The CUDA runtime would report this error once more, at the next launch.
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device=self._device).add_(1)
             raise no_memory(memory.nbytes, self, f"cudaHostRegister returned {code}")
         self.pinned_bytes += memory.nbytes
 
@@ -586,6 +641,7 @@ class Link:
             ready: The event.
             grads: If given, step on a stream beside the current one, with these gradients of it.
         """
+        self._stepped = ready  # what goes out has come in, even if nothing is launched
         stream = current = torch.cuda.current_stream(self._device)
         if grads is not None:
             stream = self._beside

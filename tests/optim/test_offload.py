@@ -93,6 +93,8 @@ def test_the_bits_of_resident_states(storing: str, device: str, link: LateLink) 
             set_grads(params, step)
             if step == 3:
                 params[1].grad = params[2].grad = None
+            if step < 2:  # a part of a chunk begins later
+                params[3].grad = None
             if step % 2:
                 optimizer.clip_grad_norm_(0.5)
             optimizer.step()
@@ -487,7 +489,7 @@ def test_rings(sizes: list[int]) -> None:
     size = offload.ring_bytes(sizes)
     assert max(sizes) <= size <= sum(sizes)
     if len(set(sizes)) == 1:
-        assert size == min(3, len(sizes)) * sizes[0]
+        assert size == min(2, len(sizes)) * sizes[0]
     ring = offload._Ring(torch.empty(size, dtype=torch.uint8))
     waiting: list[int] = []
     for i, nbytes in enumerate(sizes):
@@ -508,7 +510,7 @@ def test_rings(sizes: list[int]) -> None:
 @needs_gpu
 def test_gpu_memory_is_the_ring() -> None:
     params = [Parameter(random((1024, 1024), i, "cuda").bfloat16()) for i in range(16)]
-    with offload_to(LateLink(), 12 * 2**20):
+    with offload_to(LateLink(), 12 * 2**20, offload.ring_bytes):
         optimizer = FusedAdam(params, offload_states=True)
         set_grads(params, 0)
         optimizer.step()
@@ -518,7 +520,7 @@ def test_gpu_memory_is_the_ring() -> None:
         for _ in range(3):
             optimizer.step()
         torch.cuda.synchronize()
-        ring = 3 * 12 * 2**20
+        ring = 2 * 12 * 2**20
         assert torch.cuda.max_memory_allocated() - before <= ring + 2**21
 
 
