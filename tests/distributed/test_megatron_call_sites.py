@@ -285,3 +285,63 @@ def test_flags_say_what_is_there():
     else:
         assert fp4_utils.HAVE_TE
     assert fp4_utils.HAVE_TE_FP4_TENSOR_CLASS and fp4_utils.FP4_TENSOR_CLASS is NVFP4Tensor
+
+
+def test_transformer_engines_nvfp4_tensors_are_known_by_name():
+    value = torch.randn(32, 64).bfloat16()
+    weight = te_tensor(NVFP4Quantizer(), value)
+    assert fp4_utils.is_nvfp4tensor(weight) and not fp4_utils.is_grouped_nvfp4tensor(weight)
+    others = (te_tensor(MXFP8Quantizer(), value), MXFP8Quantizer().quantize(value), value, None)
+    assert not any(map(fp4_utils.is_nvfp4tensor, others))
+    expected = NVFP4Quantizer().quantize(value).dequantize(torch.bfloat16)
+    assert torch.equal(fp4_utils.dequantize_fp4_tensor(weight), expected)
+    buffer = torch.zeros(fp4_utils.get_nvfp4_rowwise_packed_shape(value.shape).numel())
+    buffer = buffer.to(torch.uint8)
+    fp4_utils.modify_nvfp4_rowwise_storage(weight, buffer)
+    assert weight._rowwise_data.data_ptr() == buffer.data_ptr()
+    assert torch.equal(fp4_utils.dequantize_fp4_tensor(weight), expected)
+    with pytest.raises(ValueError, match="must be an NVFP4Tensor, got a MXFP8Tensor"):
+        fp4_utils.dequantize_fp4_tensor(others[0])
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_slices_are_written_to_other_memory(name, alone):
+    """As with Megatron's FSDP: codes go to a shard of the caller's, a tensor or bare memory."""
+    quantizer, value = QUANTIZERS[name], (torch.randn(32, 64) * 0.1).bfloat16()
+    weights = [te_tensor(quantizer, value) for _ in range(2)]
+    before = te_bytes(weights[0])
+    master, start = torch.randn(32 * 16), 64 * 4
+    per_byte = 8 // quantizer.code_bits
+    outs = [torch.zeros(len(master) // per_byte, dtype=torch.uint8) for _ in range(2)]
+    target = (outs[0], outs[1]) if name == "mxfp8" else outs[0]
+    if name.startswith("float8") and name != "float8block":
+        target = weights[0].on(outs[0])  # a Float8Tensor of the same codes
+    quantize_master_weights([weights[0]], [master], [start], None, [target], True)
+    quantize_master_weights([weights[1]], [master], [start], None, None, True)
+    codes = [gathered_codes(weight) for weight in weights]
+    own = slice(start // per_byte, start // per_byte + len(outs[0]))
+    for out, elsewhere, within in zip(outs, *codes, strict=False):
+        assert out.any() and torch.equal(out, within.view(-1)[own])
+        assert any(torch.equal(elsewhere, x) for x in before.values())  # still the old codes
+    scales = [{n: x for n, x in te_bytes(w).items() if "scale" in n} for w in weights]
+    assert all(torch.equal(x, scales[1][n]) for n, x in scales[0].items())
+
+
+def test_an_adapter_says_how_columnwise_codes_are_dropped(alone, monkeypatch):
+    from fp4adam.interop import transformer_engine
+
+    monkeypatch.delattr(transformer_engine.TransformerEngineAdapter, "drop_columnwise")
+    weight, master = te_tensor(NVFP4Quantizer(), torch.ones(16, 32)), torch.randn(512)
+    before = te_bytes(weight)
+    with pytest.raises(
+        NotImplementedError, match="drop_columnwise must be defined by NVFP4Adapter"
+    ):
+        quantize_master_weights([weight], [master], [0], None)
+    assert all(torch.equal(x, before[name]) for name, x in te_bytes(weight).items())
