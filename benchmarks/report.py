@@ -42,8 +42,13 @@ COLUMNS = (
     Column("steady_MiB", "steady MiB", None, ".1f"),
     Column("temporary_MiB", "temp MiB", "temporary, MiB", ".2f"),
 )
-COLORS = {"torch": "C0", "fp4adam": "C2", "unfused": "C3", "other packages": "C7"}
-COLORS["Transformer Engine"] = "C1"
+COLORS = {
+    "torch": "C0",
+    "fp4adam": "C2",
+    "unfused": "C3",
+    "Transformer Engine": "C1",
+    "other packages": "C7",
+}
 # What memory goes to, the last only while a step runs.
 PARTS: dict[str, dict[str, Any]] = {
     "weight": {"color": "C9"},

@@ -10,7 +10,7 @@ from torch import Tensor
 from fp4adam.distributed.flat_shard import Out
 from fp4adam.distributed.partial_cast import PartialCast, check_weights
 from fp4adam.formats.nvfp4 import NVFP4Tensor
-from fp4adam.interop.adapter import adapter_of, is_foreign
+from fp4adam.interop.adapter import TensorAdapter, adapter_of, is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, borrow
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.transpose import build_columnwise, check_square
@@ -56,6 +56,7 @@ def quantize_master_weights(
     Raises:
         ValueError: If an argument is not as described; raised before any communication.
         TypeError: If a weight is of another package's class without an adapter.
+        NotImplementedError: If columnwise codes of another package's tensor cannot be dropped.
         RuntimeError: Without a process group. In both cases nothing has changed.
     """
     for name, given in (
@@ -69,6 +70,9 @@ def quantize_master_weights(
                 f"{len(given)}; pass None where this rank has no slice"
             )
     borrowed = _borrowed_among(model_weights)
+    if not manual_post_all_gather_processing:
+        for one in borrowed.values():
+            _check_drops_columnwise(one)
     tensors = _tensors(model_weights, borrowed)
     check_weights(tensors, "model_weights")
     for i, (master, start) in enumerate(zip(master_weights, start_offsets, strict=True)):
@@ -104,7 +108,7 @@ def quantize_master_weights(
         for i, tensor in enumerate(tensors):
             if i not in borrowed:
                 _drop_columnwise(tensor)
-            elif tensor.quantizer.is_square:
+            elif _has_derived(borrowed[i]):
                 borrowed[i].adapter.drop_columnwise(model_weights[i])
 
 
@@ -116,6 +120,20 @@ def _borrowed_among(weights: Sequence[Tensor]) -> dict[int, BorrowedTensor]:
 def _tensors(weights: Sequence[Tensor], borrowed: dict[int, BorrowedTensor]) -> list[Tensor]:
     """The weights, with this package's tensors in the place of others."""
     return [borrowed[i].tensor if i in borrowed else w for i, w in enumerate(weights)]
+
+
+def _has_derived(borrowed: BorrowedTensor) -> bool:
+    """Whether a tensor may have columnwise codes that are transposed from rowwise ones."""
+    return borrowed.tensor.quantizer.is_square and borrowed.tensor.quantizer.columnwise
+
+
+def _check_drops_columnwise(borrowed: BorrowedTensor) -> None:
+    known = type(borrowed.adapter).drop_columnwise is not TensorAdapter.drop_columnwise
+    if _has_derived(borrowed) and not known:
+        raise NotImplementedError(
+            f"drop_columnwise must be defined by {type(borrowed.adapter).__name__} to drop "
+            "columnwise codes, got none; or pass manual_post_all_gather_processing=True"
+        )
 
 
 def _codes(out: Out) -> Out:

@@ -113,12 +113,9 @@ class TensorAdapter:
     def drop_columnwise(self, tensor: Tensor) -> None:
         """Drop columnwise codes that were transposed from rowwise ones, which are new now.
 
-        Called by :func:`quantize_master_weights`, not by a step.
+        Called by :func:`quantize_master_weights`, not by a step; optional.
         """
-        raise NotImplementedError(
-            f"drop_columnwise must be defined by {type(self).__name__} for "
-            "quantize_master_weights, got none; or pass manual_post_all_gather_processing=True"
-        )
+        raise NotImplementedError
 
 
 _ADAPTERS: dict[str, TensorAdapter] = {}

@@ -296,7 +296,9 @@ _borrowed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def borrow(source: Tensor) -> BorrowedTensor:
-    """The borrowed tensor for a whole tensor of another package; cached until its memory changes.
+    """The borrowed tensor for a whole tensor of another package, to write to.
+
+    Cached until the memory changes. Scales that have another layout there may be outdated in it.
 
     Raises:
         TypeError, ValueError: As for :class:`BorrowedTensor`.

@@ -17,7 +17,7 @@ from torch import Tensor
 from fp4adam.distributed.flat_shard import Out
 from fp4adam.distributed.zero import cast_master_weights_to_nvfp4
 from fp4adam.formats.nvfp4 import NVFP4Quantizer, NVFP4Tensor
-from fp4adam.interop.borrowed_tensor import borrow
+from fp4adam.interop.borrowed_tensor import BorrowedTensor
 from fp4adam.interop.transformer_engine import is_nvfp4_tensor
 from fp4adam.nn.quantize_model import quantized_init
 
@@ -177,7 +177,7 @@ def dequantize_fp4_tensor(fp4_tensor: NVFP4Tensor) -> Tensor:
             f"fp4_tensor must be an NVFP4Tensor, got a {type(fp4_tensor).__name__}; for other "
             "formats call tensor.dequantize()"
         )
-    own = fp4_tensor if isinstance(fp4_tensor, NVFP4Tensor) else borrow(fp4_tensor).tensor
+    own = fp4_tensor if isinstance(fp4_tensor, NVFP4Tensor) else BorrowedTensor(fp4_tensor).tensor
     return own.dequantize(fp4_tensor.dtype)
 
 

@@ -32,7 +32,7 @@ class FP4Adam(FusedAdam):
     """``torch.optim.AdamW`` for :class:`QuantizedTensor` parameters and plain ones.
 
     Parameters may also be ``NVFP4Tensor``, ``MXFP8Tensor``, ``Float8BlockwiseQTensor`` and
-    ``Float8Tensor`` (current scaling) of Transformer Engine, ``NVFP4Tensor`` and ``MXTensor`` of
+    ``Float8Tensor`` of Transformer Engine, ``NVFP4Tensor`` and ``MXTensor`` of
     torchao, or of any class with a :class:`TensorAdapter`. The step writes their memory in place.
 
     A quantized parameter has an FP32 master weight in the optimizer's state. One kernel reads the
@@ -85,7 +85,8 @@ class FP4Adam(FusedAdam):
             ``quantize_model(..., scale_groups=...)``; () means no groups.
 
     Raises:
-        NotImplementedError: For ``capturable=True``, and for DTensors of other packages' tensors.
+        NotImplementedError: For ``capturable=True``, and for DTensors of other packages' tensors
+            that ``fully_shard`` has not made.
         TypeError: If a parameter is of another package's class without an adapter, or
             ``scale_groups`` is neither lists nor a rule.
         ValueError: For ``master_weights=False`` with quantized parameters, an unknown

@@ -20,7 +20,10 @@ from fp4adam import (
     post_all_gather_processing,
     quantize_master_weights,
 )
+from fp4adam.interop.adapter import is_foreign
+from fp4adam.interop.borrowed_tensor import BorrowedTensor
 from ranks import run_ranks
+from te_stand_ins import te_bytes, te_tensor
 
 QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(),
@@ -34,24 +37,60 @@ OPTIONS = dict(lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
 
 class Model(nn.Module):
-    """One layer per format, with weights that every rank has in full."""
+    """One layer per format, with weights that every rank has in full.
 
-    def __init__(self) -> None:
+    With ``te`` they are stand-ins for those of Transformer Engine.
+    """
+
+    def __init__(self, te: bool) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.initial, weights = [], []
+        weights = []
         for quantizer in QUANTIZERS.values():
             value = (torch.randn(SIZE, SIZE, generator=generator) * 0.2).bfloat16()
-            weight = nn.Parameter(quantizer.quantize(value))
-            weight._high_precision_init_val = value
-            self.initial.append(value)
+            if te:
+                weight = te_tensor(quantizer, value, **initial_value(value))
+            else:
+                weight = nn.Parameter(quantizer.quantize(value))
+                weight._high_precision_init_val = value
             weights.append(weight)
         self.weights = nn.ParameterList(weights)
 
     def forward(self, x: Tensor) -> Tensor:
         for weight in self.weights:
-            x = torch.tanh(nn.functional.linear(x, weight.dequantize(torch.float32)))
+            update_scale(weight)
+            x = torch.tanh(nn.functional.linear(x, Decode.apply(weight)))
         return x
+
+
+def initial_value(value: Tensor) -> dict:
+    """The methods of Transformer Engine's tensors for the value before quantization."""
+    kept = [value]
+    return dict(
+        get_high_precision_init_val=lambda: kept[0] if kept else None,
+        clear_high_precision_init_val=kept.clear,
+    )
+
+
+class Decode(torch.autograd.Function):
+    """The values of a weight of this package, or of a stand-in."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor) -> Tensor:
+        own = BorrowedTensor(weight).tensor if is_foreign(weight) else weight
+        return own.dequantize(torch.float32)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad.bfloat16()
+
+
+def update_scale(weight: Tensor) -> None:
+    """Delayed scaling as Transformer Engine's forward pass does it, with a history of 1."""
+    quantizer = getattr(weight, "_quantizer", None)
+    if hasattr(quantizer, "amax") and quantizer.amax > 0:
+        quantizer.scale.copy_(448 / quantizer.amax)
+        quantizer.amax.zero_()
 
 
 def batch(step: int) -> Tensor:
@@ -110,27 +149,48 @@ class DistributedOptimizer:
 
     def _all_gather(self) -> None:
         for param in self.model_params:
-            directions = [param._rowwise_data]
-            if isinstance(param.quantizer, MXFP8Quantizer):
-                directions.append(param._columnwise_data)
-            for codes in directions:
+            for codes in gathered_codes(param):
                 flat = codes.view(-1)
                 own = flat.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)]
                 dist.all_gather_into_tensor(flat, own.clone(), self.group)
 
 
-def train_sharded(rank: int, iterations: int, manual: bool) -> tuple[list, list]:
-    model = Model()
+def gathered_codes(param: Tensor) -> list[Tensor]:
+    """The codes that ranks gather: rowwise ones, of MXFP8 those of both directions."""
+    if hasattr(param, "_data"):
+        return [param._data]
+    is_mxfp8 = type(param).__name__ == "MXFP8Tensor"
+    return [param._rowwise_data] + is_mxfp8 * [param._columnwise_data]
+
+
+def buffers(param: Tensor) -> dict[str, Tensor]:
+    """All inner tensors that are valid, by name."""
+    if not is_foreign(param):
+        return param.storage_tensors()
+    found = te_bytes(param)
+    if getattr(param, "_transpose_invalid", False):
+        found.pop("_transpose")
+    return found
+
+
+def is_derived(param: Tensor, name: str) -> bool:
+    """Whether an inner tensor is dropped before the codes are gathered."""
+    columnwise = name == "_transpose" or name.startswith("_columnwise")
+    return columnwise and type(param).__name__ != "MXFP8Tensor"
+
+
+def train_sharded(rank: int, iterations: int, manual: bool, te: bool) -> tuple[list, list]:
+    model = Model(te)
     optimizer = DistributedOptimizer(model, dist.group.WORLD)
     losses = []
     for step in range(iterations):
         losses.append(backward(model, step))
         optimizer.step(manual)
-    return losses, [(p.quantizer.columnwise, p.storage_tensors()) for p in model.weights]
+    return losses, [*map(buffers, model.weights)]
 
 
-def train_unsharded(iterations: int) -> tuple[list, Model]:
-    model, losses = Model(), []
+def train_unsharded(iterations: int, te: bool) -> tuple[list, Model]:
+    model, losses = Model(te), []
     optimizer = FP4Adam(model.parameters(), quantize_from="param_dtype", **OPTIONS)
     for step in range(iterations):
         losses.append(backward(model, step))
@@ -140,20 +200,27 @@ def train_unsharded(iterations: int) -> tuple[list, Model]:
 
 
 @pytest.mark.parametrize(
-    ("iterations", "manual"),
-    [(20, True), (20, False), pytest.param(500, True, marks=pytest.mark.exhaustive)],
+    ("iterations", "manual", "te"),
+    [
+        (20, True, False),
+        (20, False, False),
+        (20, True, True),
+        (20, False, True),
+        *(pytest.param(500, True, te, marks=pytest.mark.exhaustive) for te in (False, True)),
+    ],
 )
-def test_two_ranks_train_as_one_process_bit_for_bit(iterations, manual):
-    losses, model = train_unsharded(iterations)
+def test_two_ranks_train_as_one_process_bit_for_bit(iterations, manual, te):
+    losses, model = train_unsharded(iterations, te)
     assert sum(losses[-10:]) < sum(losses[:10])
-    for of_rank, weights in run_ranks(train_sharded, 2, iterations, manual):
+    for of_rank, weights in run_ranks(train_sharded, 2, iterations, manual, te):
         assert of_rank == losses
-        for param, (columnwise, tensors) in zip(model.weights, weights, strict=True):
-            keeps = manual or isinstance(param.quantizer, MXFP8Quantizer)
-            assert columnwise == keeps
-            for name, inner in param.storage_tensors().items():
-                if keeps or not name.startswith("_columnwise"):
-                    assert torch.equal(tensors[name], inner), name
+        for param, tensors in zip(model.weights, weights, strict=True):
+            expected = buffers(param)
+            if not manual:
+                expected = {n: x for n, x in expected.items() if not is_derived(param, n)}
+            assert tensors.keys() == expected.keys()
+            for name, inner in expected.items():
+                assert torch.equal(tensors[name], inner), name
 
 
 def test_lists_of_other_formats_are_refused():
@@ -218,3 +285,63 @@ def test_flags_say_what_is_there():
     else:
         assert fp4_utils.HAVE_TE
     assert fp4_utils.HAVE_TE_FP4_TENSOR_CLASS and fp4_utils.FP4_TENSOR_CLASS is NVFP4Tensor
+
+
+def test_transformer_engines_nvfp4_tensors_are_known_by_name():
+    value = torch.randn(32, 64).bfloat16()
+    weight = te_tensor(NVFP4Quantizer(), value)
+    assert fp4_utils.is_nvfp4tensor(weight) and not fp4_utils.is_grouped_nvfp4tensor(weight)
+    others = (te_tensor(MXFP8Quantizer(), value), MXFP8Quantizer().quantize(value), value, None)
+    assert not any(map(fp4_utils.is_nvfp4tensor, others))
+    expected = NVFP4Quantizer().quantize(value).dequantize(torch.bfloat16)
+    assert torch.equal(fp4_utils.dequantize_fp4_tensor(weight), expected)
+    buffer = torch.zeros(fp4_utils.get_nvfp4_rowwise_packed_shape(value.shape).numel())
+    buffer = buffer.to(torch.uint8)
+    fp4_utils.modify_nvfp4_rowwise_storage(weight, buffer)
+    assert weight._rowwise_data.data_ptr() == buffer.data_ptr()
+    assert torch.equal(fp4_utils.dequantize_fp4_tensor(weight), expected)
+    with pytest.raises(ValueError, match="must be an NVFP4Tensor, got a MXFP8Tensor"):
+        fp4_utils.dequantize_fp4_tensor(others[0])
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_slices_are_written_to_other_memory(name, alone):
+    """As with Megatron's FSDP: codes go to a shard of the caller's, a tensor or bare memory."""
+    quantizer, value = QUANTIZERS[name], (torch.randn(32, 64) * 0.1).bfloat16()
+    weights = [te_tensor(quantizer, value) for _ in range(2)]
+    before = te_bytes(weights[0])
+    master, start = torch.randn(32 * 16), 64 * 4
+    per_byte = 8 // quantizer.code_bits
+    outs = [torch.zeros(len(master) // per_byte, dtype=torch.uint8) for _ in range(2)]
+    target = (outs[0], outs[1]) if name == "mxfp8" else outs[0]
+    if name.startswith("float8") and name != "float8block":
+        target = weights[0].on(outs[0])  # a Float8Tensor of the same codes
+    quantize_master_weights([weights[0]], [master], [start], None, [target], True)
+    quantize_master_weights([weights[1]], [master], [start], None, None, True)
+    codes = [gathered_codes(weight) for weight in weights]
+    own = slice(start // per_byte, start // per_byte + len(outs[0]))
+    for out, elsewhere, within in zip(outs, *codes, strict=False):
+        assert out.any() and torch.equal(out, within.view(-1)[own])
+        assert any(torch.equal(elsewhere, x) for x in before.values())  # still the old codes
+    scales = [{n: x for n, x in te_bytes(w).items() if "scale" in n} for w in weights]
+    assert all(torch.equal(x, scales[1][n]) for n, x in scales[0].items())
+
+
+def test_an_adapter_says_how_columnwise_codes_are_dropped(alone, monkeypatch):
+    from fp4adam.interop import transformer_engine
+
+    monkeypatch.delattr(transformer_engine.TransformerEngineAdapter, "drop_columnwise")
+    weight, master = te_tensor(NVFP4Quantizer(), torch.ones(16, 32)), torch.randn(512)
+    before = te_bytes(weight)
+    with pytest.raises(
+        NotImplementedError, match="drop_columnwise must be defined by NVFP4Adapter"
+    ):
+        quantize_master_weights([weight], [master], [0], None)
+    assert all(torch.equal(x, before[name]) for name, x in te_bytes(weight).items())

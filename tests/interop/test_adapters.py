@@ -32,7 +32,7 @@ from fp4adam.interop.strided_copy import StridedCopies
 from fp4adam.tensors import backend
 from golden_vectors import FORMATS, GoldenCase, golden_cases
 from quantized_training import random
-from te_stand_ins import Wrapper, assert_bytes, assert_same, te_bytes, te_tensor
+from te_stand_ins import Wrapper, assert_bytes, assert_same, te_bytes, te_class, te_tensor
 
 # Scales of a row are padded, and those of a column as well.
 SHAPE = (32, 96)
@@ -294,7 +294,25 @@ REFUSED = {
     "rht": (NVFP4Quantizer(), dict(_quantizer=SimpleNamespace(with_rht=True)), "with_rht"),
     "no quantizer": (NVFP4Quantizer(), dict(_quantizer=None), "got None.*quantized_model_init"),
     "e5m2": (MXFP8Quantizer(), dict(_fp8_dtype=SimpleNamespace(name="kFloat8E5M2")), "be E4M3"),
+    "e5m2 float8": (
+        Float8Quantizer(),
+        dict(_fp8_dtype=SimpleNamespace(name="kFloat8E5M2")),
+        "_fp8_dtype of a Float8Tensor must be E4M3",
+    ),
+    "row-scaled": (NVFP4Quantizer(), dict(_row_scaled_nvfp4=True), "_row_scaled_nvfp4 of a NVFP4T"),
+    "2-D MXFP8": (
+        MXFP8Quantizer(),
+        dict(_quantizer=SimpleNamespace(with_2d_quantization=True)),
+        "with_2d_quantization of a MXFP8Tensor must be False to be stepped, got True",
+    ),
 }
+
+
+def test_hybrid_tensors_are_refused_by_name():
+    hybrid = te_class("HybridQuantizedTensor", "hybrid_tensor")
+    value = torch.zeros(SHAPE, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"have an adapter, got .*hybrid_tensor.HybridQuantized"):
+        FP4Adam([Parameter(hybrid(SHAPE, value.dtype, _rowwise_storage=value))])
 
 
 @pytest.mark.parametrize(("quantizer", "attributes", "words"), REFUSED.values(), ids=REFUSED)

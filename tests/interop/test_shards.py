@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn import Parameter
 from torch.nn.functional import linear
@@ -243,13 +243,15 @@ class Layer(nn.Module):
         return torch.tanh(linear(x, Decode.apply(self.weight)))
 
 
-def train_with_fsdp(rank: int, scaling: str, reshard: bool) -> None:
+def train_with_fsdp(rank: int, scaling: str, reshard: bool, releases: bool) -> None:
     quantizer = Float8Quantizer(scaling=scaling, columnwise=False)
     models = [nn.Sequential(*[Layer(quantizer, 48, 48, i) for i in range(2)]) for _ in range(2)]
     for layer in models[1]:
         fully_shard(layer, mesh=all_ranks(), reshard_after_forward=reshard)
     fully_shard(models[1], mesh=all_ranks())
     optimizers = [FP4Adam(model.parameters(), **OPTIONS) for model in models]
+    if releases:
+        optimizers[1].enable_gradient_release()
     losses: list[list[float]] = [[], []]
     for step in range(4):
         x = random((8, 48), 100 + step)
@@ -273,15 +275,18 @@ def train_with_fsdp(rank: int, scaling: str, reshard: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scaling", "reshard"),
+    ("scaling", "reshard", "releases"),
     [
-        ("current", True),
-        pytest.param("current", False, marks=pytest.mark.exhaustive),
-        ("delayed", True),
+        ("current", True, False),
+        ("delayed", True, False),
+        *(
+            pytest.param("current", *how, marks=pytest.mark.exhaustive)
+            for how in ((False, False), (True, True))
+        ),
     ],
 )
-def test_fsdp_trains_as_one_process_bit_for_bit(scaling, reshard):
-    run_ranks(train_with_fsdp, 2, scaling, reshard)
+def test_fsdp_trains_as_one_process_bit_for_bit(scaling, reshard, releases):
+    run_ranks(train_with_fsdp, 2, scaling, reshard, releases)
 
 
 def step_delayed_shards_of_odd_rows(rank: int, kernels: bool) -> None:
@@ -311,8 +316,6 @@ def test_other_ways_of_sharding_keep_the_adapter_protocol():
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        from torch.distributed.tensor import Replicate
-
         value = random((32, 64), 0).bfloat16()
         local = stand_in(MXFP8Quantizer().quantize(value))
         meta = TensorMeta(value.shape, value.stride(), value.dtype)
@@ -326,3 +329,29 @@ def test_other_ways_of_sharding_keep_the_adapter_protocol():
         assert_same(param._local_tensor._rowwise_data, expected.rowwise_data, "codes")
     finally:
         dist.destroy_process_group()
+
+
+def step_in_two_dimensions(rank: int) -> None:
+    """Replicas of shards: HSDP."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    whole = random((64, 32), 0, scale=0.1).bfloat16()
+    rows = slice(32 * (rank % 2), 32 * (rank % 2) + 32)
+    own = Float8Quantizer().make_empty((32, 32), dtype=whole.dtype)
+    Float8Quantizer().write(whole[rows], own._shared.tensors, amax=whole.abs().amax().float()[None])
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    spec = DTensorSpec(mesh, (Replicate(), Shard(0)), tensor_meta=meta)
+    shard = Parameter(DTensor(stand_in(own), spec, requires_grad=False))
+    expected = Parameter(Float8Quantizer().quantize(whole))
+    optimizers = [FP4Adam([param], **OPTIONS) for param in (shard, expected)]
+    for step in range(2):
+        expected.grad = random((64, 32), step).bfloat16()
+        shard.grad = like(shard, expected.grad[rows].contiguous())
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same(shard._local_tensor._data, expected.rowwise_data[rows], "codes")
+        assert_same(shard._local_tensor._scale_inv, expected.rowwise_scale_inv, "scale")
+
+
+@pytest.mark.exhaustive
+def test_replicas_of_shards():
+    run_ranks(step_in_two_dimensions, 4)
