@@ -4,7 +4,7 @@ import functools
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
