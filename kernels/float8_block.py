@@ -1,6 +1,8 @@
 """Float8Block: kernels that quantize and dequantize matrices, and their tile functions."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -15,7 +17,7 @@ from fp4adam.kernels.tiles.words import (
     are_aligned,
     part_of,
     store_words,
-    word_launcher,
+    word_decoder,
     word_offsets,
     word_positions,
 )
@@ -267,7 +269,7 @@ def _dequantize_words_kernel(
     tl.store(out_ptr + offs, value, inside[:, None])
 
 
-_dequantize_words = word_launcher(_dequantize_words_kernel)
+_words_decoder = word_decoder(_dequantize_words_kernel)
 
 
 @on_its_device
@@ -366,22 +368,33 @@ def _vectors_launch(
     )
 
 
-@on_its_device
-def dequantize(
+def decoder(
     data: Tensor, scale_inv: Tensor, two_dimensional: bool, transposed: bool, out: Tensor
-) -> None:
-    """Decode E4M3 codes [rows, cols] into ``out``; transposed codes give [cols, rows].
+) -> Callable[[], None]:
+    """A function that decodes E4M3 codes [rows, cols] into ``out`` whenever it is called.
 
-    ``scale_inv``: the grid of 128x128 blocks of the untransposed matrix, or [ceil(cols / 128), rows
-    padded to 4] for the codes. With square blocks, a stack of codes [parts, rows, cols] with scales
-    [parts, ...] holds consecutive parts of the rows.
+    Transposed codes give [cols, rows]. ``scale_inv``: the grid of 128x128 blocks of the
+    untransposed matrix, or [ceil(cols / 128), rows padded to 4] for the codes. With square blocks,
+    a stack of codes [parts, rows, cols] with scales [parts, ...] holds consecutive parts of the
+    rows.
     """
-    if not out.numel():
-        return
     scale = scale_inv if two_dimensional and not transposed else scale_inv.t()
     if not transposed and data.shape[-1] % 8 == 0 and are_aligned(data):
         strides = scale.stride()[-2:]
-        _dequantize_words(data, scale, out=out, strides=strides, SQUARE=two_dimensional)
+        return _words_decoder(data, scale, out=out, strides=strides, SQUARE=two_dimensional)
+    return functools.partial(_decode_tiles, data, scale, two_dimensional, transposed, out)
+
+
+@on_its_device
+def dequantize(data: Tensor, *others: Any) -> None:
+    """Decode once; arguments as for :func:`decoder`."""
+    decoder(data, *others)()
+
+
+def _decode_tiles(
+    data: Tensor, scale: Tensor, two_dimensional: bool, transposed: bool, out: Tensor
+) -> None:
+    if not out.numel():
         return
     if data.dim() == 3:
         data, scale = data.flatten(0, 1), scale.flatten(0, 1)

@@ -1,5 +1,9 @@
 """MXFP8: kernels that quantize and dequantize matrices, and their tile functions."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,7 +18,7 @@ from fp4adam.kernels.tiles.words import (
     are_aligned,
     part_of,
     store_words,
-    word_launcher,
+    word_decoder,
     word_offsets,
     word_positions,
 )
@@ -197,7 +201,7 @@ def _dequantize_words_kernel(
     tl.store(out_ptr + offs, value, inside[:, None])
 
 
-_dequantize_words = word_launcher(_dequantize_words_kernel)
+_words_decoder = word_decoder(_dequantize_words_kernel)
 
 
 @on_its_device
@@ -224,17 +228,26 @@ def quantize(
     )
 
 
-@on_its_device
-def dequantize(data: Tensor, scale: Tensor, rowwise: bool, out: Tensor) -> None:
-    """Decode E4M3 codes [rows, cols] with scales per 1x32 (``rowwise``) or 32x1 block.
+def decoder(data: Tensor, scale: Tensor, rowwise: bool, out: Tensor) -> Callable[[], None]:
+    """A function that decodes E4M3 codes [rows, cols] into ``out`` whenever it is called.
 
-    A stack of codes [parts, rows, cols] with scales [parts, ...] holds consecutive parts of the
-    rows.
+    Scales are per 1x32 (``rowwise``) or 32x1 block. A stack of codes [parts, rows, cols] with
+    scales [parts, ...] holds consecutive parts of the rows.
     """
-    if not out.numel():
-        return
     if are_aligned(data):
-        _dequantize_words(data, scale, out=out, strides=(scale.stride(-2),), ROWWISE=rowwise)
+        strides = (scale.stride(-2),)
+        return _words_decoder(data, scale, out=out, strides=strides, ROWWISE=rowwise)
+    return functools.partial(_decode_tiles, data, scale, rowwise, out)
+
+
+@on_its_device
+def dequantize(data: Tensor, *others: Any) -> None:
+    """Decode once; arguments as for :func:`decoder`."""
+    decoder(data, *others)()
+
+
+def _decode_tiles(data: Tensor, scale: Tensor, rowwise: bool, out: Tensor) -> None:
+    if not out.numel():
         return
     if data.dim() == 3:
         data, scale = data.flatten(0, 1), scale.flatten(0, 1)

@@ -1,5 +1,9 @@
 """NVFP4: kernels that quantize and dequantize matrices, and their tile functions."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,7 +26,7 @@ from fp4adam.kernels.tiles.words import (
     part_of,
     store_words,
     transpose_words,
-    word_launcher,
+    word_decoder,
     word_offsets,
     word_positions,
 )
@@ -281,7 +285,7 @@ def _dequantize_words_kernel(
     tl.store(out_ptr + word_offsets(word), value, inside[:, None])
 
 
-_dequantize_words = word_launcher(_dequantize_words_kernel)
+_words_decoder = word_decoder(_dequantize_words_kernel)
 
 
 @on_its_device
@@ -330,8 +334,32 @@ def quantize(
     )
 
 
+def decoder(
+    data: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    two_dimensional: bool,
+    transposed: bool,
+    out: Tensor,
+) -> Callable[[], None]:
+    """A function that decodes packed codes [rows, cols / 2] into ``out`` whenever it is called.
+
+    Transposed codes give [cols, rows]. A stack of codes [parts, rows, cols / 2] with scales [parts,
+    ...] holds consecutive parts of the rows.
+    """
+    if not transposed and are_aligned(data):
+        strides = (scale.stride(-2),)
+        return _words_decoder(data, scale, amax, out=out, strides=strides, SQUARE=two_dimensional)
+    return functools.partial(_decode_tiles, data, scale, amax, two_dimensional, transposed, out)
+
+
 @on_its_device
-def dequantize(
+def dequantize(data: Tensor, *others: Any) -> None:
+    """Decode once; arguments as for :func:`decoder`."""
+    decoder(data, *others)()
+
+
+def _decode_tiles(
     data: Tensor,
     scale: Tensor,
     amax: Tensor,
@@ -339,17 +367,7 @@ def dequantize(
     transposed: bool,
     out: Tensor,
 ) -> None:
-    """Decode packed codes [rows, cols / 2] into ``out``; transposed codes give [cols, rows].
-
-    A stack of codes [parts, rows, cols / 2] with scales [parts, ...] holds consecutive parts of the
-    rows.
-    """
     if not out.numel():
-        return
-    if not transposed and are_aligned(data):
-        _dequantize_words(
-            data, scale, amax, out=out, strides=(scale.stride(-2),), SQUARE=two_dimensional
-        )
         return
     if data.dim() == 3:
         data, scale = data.flatten(0, 1), scale.flatten(0, 1)

@@ -49,7 +49,7 @@ class Gathering:
             gathered codes stale.
         packed: The layout of the single packed input, or None. By name the dtype, the shape over
             all shards, the strides and the offset, in elements.
-        decoded: The gathered output, the codes and scales viewed in it, and the decoded values, or
+        decoded: The gathered output, the decoded values, and a function that decodes once more, or
             None. FSDP2 frees and reallocates the memory of output and values.
     """
 
@@ -58,7 +58,7 @@ class Gathering:
     names: tuple[str, ...]
     known: dict[str, Tensor]
     packed: dict[str, tuple[torch.dtype, tuple, tuple, int]] | None = None
-    decoded: tuple[Tensor, Storage, Tensor] | None = None
+    decoded: tuple[Tensor, Tensor, Callable[[], None]] | None = None
 
 
 # Alignment in bytes of inner tensors in a packed buffer: a cache line of a GPU.
@@ -216,15 +216,15 @@ def post_all_gather(
     With ``out``, the earlier result, everything in it that is no view of the outputs is rewritten,
     and None is returned.
     """
-    spec = _global_spec(shard)
     if out is not None and metadata.decoded is not None:
-        flat, codes, values = metadata.decoded
+        flat, values, decode = metadata.decoded
         # Equal addresses at the same time mean the same memory.
         is_known = flat.data_ptr() == all_gather_outputs[0].data_ptr()
         if is_known and values.data_ptr() == local(out).data_ptr():
-            spec.quantizer.read_into(codes, values)
+            decode()
             flat.untyped_storage().resize_(0)
             return None
+    spec = _global_spec(shard)
     # On one rank, and for replicate(), FSDP2 copies and passes only the first input.
     n, own = len(all_gather_outputs), shard._shared.tensors
     gathered, rest = metadata.names[:n], metadata.names[n:]
@@ -247,10 +247,12 @@ def post_all_gather(
             values = torch.empty(shape, dtype=param_dtype, device=all_gather_outputs[0].device)
     else:
         values = local(out).data.view(shape)
-    spec.quantizer.read_into(codes, values)
+    # .data has its own version: autograd must not see a rewrite of what the forward pass saved.
+    rewritten = values.data
+    decode = spec.quantizer.decoder(codes, rewritten)
+    decode()
     if metadata.packed is not None:
-        # .data has its own version: autograd must not see a rewrite of what the forward pass saved.
-        metadata.decoded = all_gather_outputs[0], codes, values.data
+        metadata.decoded = all_gather_outputs[0], rewritten, decode
     for inner in all_gather_outputs:
         inner.untyped_storage().resize_(0)  # FSDP2 reallocates it before the next all-gather
     return (values.view(spec.shape), (values,)) if out is None else None

@@ -1,6 +1,7 @@
 """The base class of block-scaled formats: their properties, and their encode and decode steps."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -275,15 +276,20 @@ class Quantizer:
         decode, operator = self.decoders()
         return (decode if backend.runs_eagerly(stored[0]) else operator)(*stored, dtype, after)
 
-    def read_into(self, tensors: Storage, out: Tensor) -> None:
-        """Decode ``tensors`` into ``out``, a contiguous [rows, cols] matrix.
+    def decoder(self, tensors: Storage, out: Tensor) -> Callable[[], None]:
+        """A function that decodes ``tensors`` into ``out``, a contiguous [rows, cols] matrix.
 
-        Codes and scales of square or rowwise blocks may be stacks [parts, ...] of consecutive parts
-        of the rows, such as gathered shards. Rows past the end of ``out`` are ignored.
+        Each call decodes anew, and the memory of ``out`` and of codes and scales may have been
+        reallocated in between. Codes and scales of square or rowwise blocks may be stacks [parts,
+        ...] of consecutive parts of the rows, such as gathered shards. Rows past the end of ``out``
+        are ignored.
         """
         # A format of one's own may decode in another way.
         if backend.uses_kernels(out.device) and type(self).read is Quantizer.read:
-            return self.kernels().dequantize(*self.stored(tensors), out)
+            return self.kernels().decoder(*self.stored(tensors), out)
+        return functools.partial(self._read_into, tensors, out)
+
+    def _read_into(self, tensors: Storage, out: Tensor) -> None:
         inner = tensors.existing().items()
         whole = {name: x.flatten(0, 1) if x.dim() == 3 else x for name, x in inner}
         out.copy_(self.read(Storage(**whole), out.dtype)[: len(out)])

@@ -379,10 +379,12 @@ def kernel_jobs():
     types = {"data_ptr": "*u8", "scale_ptr": "*u8", "out_ptr": "*bf16"}
     amax = {"data_ptr": "*u8", "scale_ptr": "*u8", "amax_ptr": "*fp32", "out_ptr": "*bf16"}
     fp32 = {**types, "scale_ptr": "*fp32"}
+    float8_words = {name: kind for name, kind in {**amax, **words}.items() if "scale" not in name}
     for name, signature, options in (
         ("nvfp4", {**amax, **words}, {"SQUARE": True}),
         ("mxfp8", {**types, **words}, {"ROWWISE": True}),
         ("float8_block", {**fp32, **words, "stride_scale_col": "i32"}, {"SQUARE": True}),
+        ("float8", float8_words, {"EPSILON": 0.0, "POW_2": True}),
     ):
         for parted in (False, True):
             jobs[f"dequantize words {name} parted={parted}"] = job(

@@ -227,5 +227,5 @@ def test_rows_in_parts_are_decoded_as_in_one(quantizer, path, gap, device, monke
         inner = getattr(tensors, name)[: 5 * entries // 2 + 5 * entries % 2]
         parts[name] = in_parts(inner.contiguous(), entries, 3, gap)
     out = torch.empty(5 * block, 64, dtype=torch.bfloat16, device=device)
-    quantizer.read_into(Storage(**parts), out)
+    quantizer.decoder(Storage(**parts), out)()
     assert torch.equal(out, tensor.dequantize(torch.bfloat16))
