@@ -1,8 +1,6 @@
 """Float8, one scale per tensor: kernels that quantize and dequantize, and their tile functions."""
 
-import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import triton
@@ -149,7 +147,7 @@ def _dequantize_words_kernel(
     Grid: (ceil(n_words / N),). A thread reads 8 bytes and writes their values, 16 bytes if BF16.
     """
     word, inside, row, _ = word_positions(n_words, words_per_row, N)
-    part, _ = part_of(row, rows_per_part, PARTED)
+    part, _ = part_of(row, rows_per_part, 1, PARTED)
     offs = word_offsets(word)
     code = tl.load(data_ptr + (part * data_gap)[:, None] + offs, inside[:, None], 0)
     scale = tl.div_rn(1.0, tensor_scale(tl.load(amax_ptr), EPSILON, POW_2))
@@ -167,31 +165,31 @@ def decoder(
     amax_epsilon: float,
     transposed: bool,
     out: Tensor,
-) -> Callable[[], None]:
+) -> Callable[[], None] | None:
     """A function that decodes E4M3 codes [rows, cols] into ``out`` whenever it is called.
 
-    Transposed codes give [cols, rows]. ``amax``: float32 [1]. A stack of codes [parts, rows, cols]
-    holds consecutive parts of the rows.
+    None if codes are transposed or unaligned. ``amax``: float32 [1]. A stack of codes [parts, rows,
+    cols] holds consecutive parts of the rows.
     """
+    if transposed or not are_aligned(data):
+        return None
     options = dict(EPSILON=amax_epsilon, POW_2=force_pow_2_scales)
-    if not transposed and are_aligned(data):
-        return _words_decoder(data, amax, out=out, strides=(), **options)
-    return functools.partial(_decode_copy, data, amax, transposed, out, options)
+    return _words_decoder(data, amax, out=out, strides=(), **options)
 
 
 @on_its_device
-def dequantize(data: Tensor, *others: Any) -> None:
-    """Decode once; arguments as for :func:`decoder`."""
-    decoder(data, *others)()
-
-
-def _decode_copy(
-    data: Tensor, amax: Tensor, transposed: bool, out: Tensor, options: dict[str, Any]
+def dequantize(
+    data: Tensor,
+    amax: Tensor,
+    force_pow_2_scales: bool,
+    amax_epsilon: float,
+    transposed: bool,
+    out: Tensor,
 ) -> None:
-    """Decode codes that the kernel cannot read where they are."""
-    codes = (
-        (data.t() if transposed else data)
-        .flatten(0, -2)
-        .clone(memory_format=torch.contiguous_format)
-    )
-    _words_decoder(codes, amax, out=out, strides=(), **options)()
+    """Decode E4M3 codes [rows, cols] into ``out``; transposed codes give [cols, rows]."""
+    options = force_pow_2_scales, amax_epsilon, False, out
+    decode = None if transposed else decoder(data, amax, *options)
+    if decode is None:
+        codes = data.t() if transposed else data
+        decode = decoder(codes.clone(memory_format=torch.contiguous_format), amax, *options)
+    decode()

@@ -1,8 +1,6 @@
 """NVFP4: kernels that quantize and dequantize matrices, and their tile functions."""
 
-import functools
 from collections.abc import Callable
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -273,10 +271,9 @@ def _dequantize_words_kernel(
     Grid: (ceil(n_words / N),). A thread reads a word and writes its values, 16 bytes if BF16.
     """
     word, inside, row, i = word_positions(n_words, words_per_row, N)
-    part, row = part_of(row, rows_per_part, PARTED)
+    part, scale_row = part_of(row, rows_per_part, 16 if SQUARE else 1, PARTED)
     words = (data_ptr + part * data_gap).to(tl.pointer_type(tl.uint32)) + word
     packed = tl.load(words, inside, 0)
-    scale_row = (row // 16 if SQUARE else row).to(tl.int64)
     scales = scale_ptr + part * scale_part + scale_row * stride_scale_row + i // 2
     scale = tl.load(scales, inside, 0)
     factor = (e4m3_value(scale) * tl.load(amax_ptr)) * 0.00037202380952380951
@@ -341,25 +338,20 @@ def decoder(
     two_dimensional: bool,
     transposed: bool,
     out: Tensor,
-) -> Callable[[], None]:
+) -> Callable[[], None] | None:
     """A function that decodes packed codes [rows, cols / 2] into ``out`` whenever it is called.
 
-    Transposed codes give [cols, rows]. A stack of codes [parts, rows, cols / 2] with scales [parts,
-    ...] holds consecutive parts of the rows.
+    None if codes are transposed or unaligned. A stack of codes [parts, rows, cols / 2] with scales
+    [parts, ...] holds consecutive parts of the rows; both have the scales of a block that is cut.
     """
-    if not transposed and are_aligned(data):
-        strides = (scale.stride(-2),)
-        return _words_decoder(data, scale, amax, out=out, strides=strides, SQUARE=two_dimensional)
-    return functools.partial(_decode_tiles, data, scale, amax, two_dimensional, transposed, out)
+    if transposed or not are_aligned(data):
+        return None
+    strides = (scale.stride(-2),)
+    return _words_decoder(data, scale, amax, out=out, strides=strides, SQUARE=two_dimensional)
 
 
 @on_its_device
-def dequantize(data: Tensor, *others: Any) -> None:
-    """Decode once; arguments as for :func:`decoder`."""
-    decoder(data, *others)()
-
-
-def _decode_tiles(
+def dequantize(
     data: Tensor,
     scale: Tensor,
     amax: Tensor,
@@ -367,10 +359,11 @@ def _decode_tiles(
     transposed: bool,
     out: Tensor,
 ) -> None:
+    """Decode packed codes [rows, cols / 2] into ``out``; transposed codes give [cols, rows]."""
     if not out.numel():
         return
-    if data.dim() == 3:
-        data, scale = data.flatten(0, 1), scale.flatten(0, 1)
+    if decode := decoder(data, scale, amax, two_dimensional, transposed, out):
+        return decode()
     rows, cols = (out.t() if transposed else out).shape
     tile_rows, tile_cols = divisor_tile(rows, 64, BLOCK), divisor_tile(cols, 64, BLOCK)
     grid = (rows // tile_rows * (cols // tile_cols),)

@@ -16,9 +16,7 @@ amax of an NVFP4 tensor is not gathered, because every rank has it.
 """
 
 import dataclasses
-import functools
 import inspect
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -30,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp4adam.distributed.dtensor import local
 from fp4adam.distributed.scale_exchange import ShardInfo, parallel_infos, settle_shard
-from fp4adam.tensors.blocks import flat_shape, round_up
+from fp4adam.tensors.blocks import blocks_of_parts, flat_shape, round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
 from fp4adam.tensors.swizzle import build_gemm_scales, scales_of
@@ -47,18 +45,31 @@ class Gathering:
         known: Inner tensors of the whole weight that the shard has already, by name. They are the
             shard's own tensors; that is safe, because a step that writes them also makes the
             gathered codes stale.
-        packed: The layout of the single packed input, or None. By name the dtype, the shape over
-            all shards, the strides and the offset, in elements.
-        decoded: The gathered output, the decoded values, and a function that decodes once more, or
-            None. FSDP2 frees and reallocates the memory of output and values.
+        stacks: Where the entries of all shards are in the outputs, by name, if they are decoded.
+        decoded: The first gathered output, the decoded values, and a function that decodes once
+            more, or None. FSDP2 frees and reallocates the memory of outputs and values.
     """
 
     storage: Storage
     inputs: tuple[Tensor, ...]
     names: tuple[str, ...]
     known: dict[str, Tensor]
-    packed: dict[str, tuple[torch.dtype, tuple, tuple, int]] | None = None
+    stacks: "dict[str, _Stack]"
     decoded: tuple[Tensor, Tensor, Callable[[], None]] | None = None
+
+
+class _Stack(NamedTuple):
+    """A view of a gathered output: its index, then dtype, shape, strides and offset in elements."""
+
+    output: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int = 0
+
+    def of(self, outputs: tuple[Tensor, ...]) -> Tensor:
+        flat = outputs[self.output].view(-1).view(self.dtype)
+        return flat.as_strided(self.shape, self.strides, self.start)
 
 
 # Alignment in bytes of inner tensors in a packed buffer: a cache line of a GPU.
@@ -127,10 +138,17 @@ def _make_gathering(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
     spec = _global_spec(shard)
     codes = spec.quantizer.multiplies_codes
     inputs, known = _entries_to_gather(shard, mesh, codes)
+    n_shards, stacks = _number_of_shards(spec, mesh), {}
     # The condition has the same result on every rank.
     if not codes and not spec.is_cut and "amax" not in inputs:
-        return _pack(shard, _number_of_shards(spec, mesh), inputs, known)
-    return Gathering(shard._shared.tensors, tuple(inputs.values()), tuple(inputs), known)
+        return _pack(shard, n_shards, inputs, known)
+    if not codes:
+        for i, (name, entries) in enumerate(inputs.items()):
+            # The first rank always has rows, so its amax counts.
+            shape = (1,) if name == "amax" else (n_shards, *entries.shape)
+            strides = torch.empty(shape, device="meta").stride()
+            stacks[name] = _Stack(i, entries.dtype, shape, strides)
+    return Gathering(shard._shared.tensors, tuple(inputs.values()), tuple(inputs), known, stacks)
 
 
 def _number_of_shards(spec: GlobalSpec, mesh: DeviceMesh) -> int:
@@ -178,7 +196,7 @@ def _pack(
         # The padding of the last one stays at home. Kernels read in pieces of 16 bytes.
         gathered = size + round_up(entries.nbytes, 16)
         size += round_up(inner[name].nbytes, _ALIGNMENT)
-    packed = {}
+    stacks = {}
     with torch.inference_mode(False):  # an inference tensor could not be versioned
         buffer = torch.zeros(size, dtype=torch.uint8, device=shard.device)
         for name, entries in inputs.items():
@@ -187,10 +205,10 @@ def _pack(
             inner[name] = part.copy_(old)
             shape = n_shards, *entries.shape
             strides = gathered // dtype.itemsize, *part.stride()
-            packed[name] = dtype, shape, strides, starts[name] // dtype.itemsize
+            stacks[name] = _Stack(0, dtype, shape, strides, starts[name] // dtype.itemsize)
         shard._shared.tensors = storage = Storage.of(inner)
     known = {name: getattr(storage, name) for name in known}
-    return Gathering(storage, (buffer[:gathered],), ("packed",), known, packed)
+    return Gathering(storage, (buffer[:gathered],), ("packed",), known, stacks)
 
 
 def _global_spec(shard: QuantizedTensor) -> GlobalSpec:
@@ -222,24 +240,21 @@ def post_all_gather(
         is_known = flat.data_ptr() == all_gather_outputs[0].data_ptr()
         if is_known and values.data_ptr() == local(out).data_ptr():
             decode()
-            flat.untyped_storage().resize_(0)
+            _free(all_gather_outputs)
             return None
     spec = _global_spec(shard)
     # On one rank, and for replicate(), FSDP2 copies and passes only the first input.
     n, own = len(all_gather_outputs), shard._shared.tensors
-    gathered, rest = metadata.names[:n], metadata.names[n:]
-    known = metadata.known | {name: getattr(own, name) for name in rest}
-    outputs = dict(zip(gathered, all_gather_outputs, strict=True))
     if spec.quantizer.multiplies_codes:
+        gathered, rest = metadata.names[:n], metadata.names[n:]
+        known = metadata.known | {name: getattr(own, name) for name in rest}
+        outputs = dict(zip(gathered, all_gather_outputs, strict=True))
         return _whole_codes(shard, outputs, known, param_dtype, local(out))
-    if metadata.packed is None:
-        codes = {name: _entries_in_order(name, inner, spec) for name, inner in outputs.items()}
-    else:
-        codes = {
-            name: outputs["packed"].view(dtype).as_strided(shape, strides, start)
-            for name, (dtype, shape, strides, start) in metadata.packed.items()
-        }
-    codes = Storage(**codes, **known)
+    stacks = {
+        name: stack.of(all_gather_outputs) if stack.output < n else getattr(own, name)
+        for name, stack in metadata.stacks.items()
+    }
+    codes = Storage(**stacks, **metadata.known)
     shape = flat_shape(spec.shape)
     if out is None:
         with torch.inference_mode(False):  # the tensor is reused, maybe for training
@@ -251,11 +266,14 @@ def post_all_gather(
     rewritten = values.data
     decode = spec.quantizer.decoder(codes, rewritten)
     decode()
-    if metadata.packed is not None:
-        metadata.decoded = all_gather_outputs[0], rewritten, decode
-    for inner in all_gather_outputs:
-        inner.untyped_storage().resize_(0)  # FSDP2 reallocates it before the next all-gather
+    metadata.decoded = all_gather_outputs[0], rewritten, decode
+    _free(all_gather_outputs)
     return (values.view(spec.shape), (values,)) if out is None else None
+
+
+def _free(outputs: tuple[Tensor, ...]) -> None:
+    for inner in outputs:
+        inner.untyped_storage().resize_(0)  # FSDP2 reallocates it before the next all-gather
 
 
 def _whole_codes(
@@ -342,7 +360,8 @@ def _entries_in_order(name: str, inner: Tensor, spec: GlobalSpec) -> Tensor:
         return inner[:1]  # the first rank always has rows
     rows = spec.quantizer.rows_per_entry[name]
     if rows > 1 and spec.is_cut:
-        return inner.index_select(0, _entry_of_shards(spec, rows, inner.device))
+        part = spec.chunk_rows, _entries(spec, rows)
+        return inner[blocks_of_parts(spec.rows, rows, *part, inner.device)]
     return inner[: -(-spec.rows // rows)]
 
 
@@ -351,12 +370,3 @@ def _entries(spec: GlobalSpec, rows: int) -> int:
     if not spec.is_cut:
         return -(-spec.chunk_rows // rows)
     return (rows - 1 + spec.chunk_rows - 1) // rows + 1
-
-
-@functools.lru_cache(maxsize=4096)
-def _entry_of_shards(spec: GlobalSpec, rows: int, device: torch.device) -> Tensor:
-    """For each entry of the whole weight, its index among the gathered entries of all shards."""
-    entry = torch.arange(math.ceil(spec.rows / rows), device="cpu")
-    shard = entry * rows // spec.chunk_rows
-    first_entry = shard * spec.chunk_rows // rows
-    return (shard * _entries(spec, rows) + entry - first_entry).to(device, non_blocking=True)

@@ -26,9 +26,9 @@ def word_decoder(kernel: Any) -> Callable[..., Callable[[], None]]:
 
     It takes codes, scales and amax as the kernel does, ``out`` [rows, cols], the strides of the
     scales within a part, and constexprs of the kernel. Codes are [rows, ...], or a stack [parts,
-    rows of a part, ...] with scales [parts, ...], which may have gaps between parts. A decoder
-    takes nothing. It launches the kernel on these tensors, whose memory may have been reallocated
-    since, with the same alignment.
+    rows of a part, ...] with scales [parts, ...], which may have gaps between parts; a block that
+    a part cuts has a scale in both. A decoder takes nothing. It launches the kernel on these
+    tensors, whose memory may have been reallocated since, with the same alignment.
     """
 
     @functools.lru_cache(maxsize=4096)
@@ -67,10 +67,14 @@ def are_aligned(data: Tensor) -> bool:
 
 
 @triton.jit
-def part_of(row, rows_per_part, PARTED: tl.constexpr):
-    """The part of each row, int64, and the row within it; part 0 for all rows unless PARTED."""
+def part_of(row, rows_per_part, BLOCK: tl.constexpr, PARTED: tl.constexpr):
+    """The part of each row, int64, and the row's block of BLOCK rows within it, int64.
+
+    Unless PARTED, all rows are in part 0. Parts may cut blocks, and both have a cut one then.
+    """
     part = row // rows_per_part if PARTED else tl.zeros_like(row)
-    return part.to(tl.int64), row - part * rows_per_part
+    first = part * rows_per_part
+    return part.to(tl.int64), (row // BLOCK - first // BLOCK).to(tl.int64)
 
 
 @triton.jit
