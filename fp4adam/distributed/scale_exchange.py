@@ -98,6 +98,17 @@ def cut_blocks(spec: GlobalSpec, n_shards: int) -> list[int]:
     return sorted({end // block for end in ends if end % block})
 
 
+def own_cut_blocks(spec: GlobalSpec, info: ShardInfo) -> tuple[int, ...]:
+    """Those of them that a shard has rows of, counted from its first block."""
+    first = info.number * spec.chunk_rows
+    last = min(first + spec.chunk_rows, spec.rows) - 1
+    block = spec.quantizer.block_rows
+    own = range(first // block, last // block + 1) if first <= last else ()
+    return tuple(
+        number - first // block for number in cut_blocks(spec, info.n_shards) if number in own
+    )
+
+
 class Exchanged(NamedTuple):
     """The amaxes of a shard that ranks exchange.
 
@@ -141,14 +152,13 @@ class AmaxExchange:
                 spans.append((size, size + 1))
                 peers[scales].append(size)
                 size += 1
-            first = info.number * spec.chunk_rows
-            last = min(first + spec.chunk_rows, spec.rows) - 1
-            block = spec.quantizer.block_rows
+            first_block = info.number * spec.chunk_rows // spec.quantizer.block_rows
+            own = own_cut_blocks(spec, info)
             for number in cut_blocks(spec, info.n_shards):
                 for grid in grids:
                     width = grid.shape[1]
-                    if first // block <= number <= last // block and first <= last:
-                        self._amaxes.append(grid[number - first // block])
+                    if number - first_block in own:
+                        self._amaxes.append(grid[number - first_block])
                         spans.append((size, size + width))
                     size += width
         self._buffer = torch.zeros(size, dtype=torch.float32, device=device)

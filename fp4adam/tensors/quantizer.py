@@ -67,6 +67,8 @@ class Quantizer:
     scales_blocks: ClassVar[bool] = True
     # Whether GEMMs read scales in a swizzled layout rather than as in ``rowwise_scale_inv``.
     swizzles_scales: ClassVar[bool] = True
+    # Whether step kernels take shards that share blocks with other ranks.
+    steps_cut_blocks: ClassVar[bool] = False
     # Number of rows of ``rowwise_scale_inv`` per row of square blocks.
     rows_per_square: ClassVar[int] = 1
 
