@@ -17,6 +17,7 @@ amax of an NVFP4 tensor is not gathered, because every rank has it.
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -134,7 +135,31 @@ class _PreAllGather:
         return pre_all_gather(self._shard, mesh)
 
 
+def _check_reshard_setting(shard: QuantizedTensor) -> None:
+    """Raise ValueError if FSDP2 would keep gathered codes sharded over fewer ranks.
+
+    It keeps plain weights alone so. Its hooks do not show the setting, but the call stack does.
+    """
+    module = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_param"]
+    frame = sys._getframe(1)
+    while frame is not None:
+        param = frame.f_locals.get("self")
+        if isinstance(param, module.FSDPParam):
+            after, before = param.post_forward_mesh_info, param.mesh_info
+            if after is not None and after.shard_mesh_size != before.shard_mesh_size:
+                name = shard._shared.name
+                what = "a quantized weight" if name is None else f"parameter {name!r}"
+                raise ValueError(
+                    f"reshard_after_forward must be True or False for {what}, got "
+                    f"{after.shard_mesh_size}: FSDP2 cannot gather codes again from fewer ranks; "
+                    "pass True to free gathered weights after forward, or False to keep them"
+                )
+            return
+        frame = frame.f_back
+
+
 def _make_gathering(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
+    _check_reshard_setting(shard)
     spec = _global_spec(shard)
     codes = spec.quantizer.multiplies_codes
     inputs, known = _entries_to_gather(shard, mesh, codes)

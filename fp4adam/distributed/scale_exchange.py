@@ -7,7 +7,7 @@ on both sides. The maximum of the ranks' local amaxes is the amax of the whole t
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from itertools import chain, compress
+from itertools import chain, compress, product
 from typing import NamedTuple
 
 import torch
@@ -31,12 +31,16 @@ class ShardInfo(NamedTuple):
         number: The index of this shard.
         n_shards: The number of shards.
         device_type: The type of device that the ranks communicate with.
+        part: The index of the part under tensor parallelism that this is a shard of.
+        n_parts: The number of such parts whose shards ``group`` holds.
     """
 
     group: dist.ProcessGroup
     number: int
     n_shards: int
     device_type: str
+    part: int = 0
+    n_parts: int = 1
 
     @property
     def device(self) -> torch.device:
@@ -58,7 +62,8 @@ class ShardInfo(NamedTuple):
     def of(cls, param: Tensor) -> "tuple[ShardInfo, ...]":
         """The positions of a parameter's shard, one for each dimension that shares scales.
 
-        That of ``fully_shard`` is first, then that of tensor parallelism.
+        That of ``fully_shard`` is first, then that of tensor parallelism. They are one if their
+        mesh has all ranks, which then exchange all amaxes in one collective.
 
         Raises:
             NotImplementedError: If it is a quantized tensor that is sharded in another way than by
@@ -85,9 +90,13 @@ class ShardInfo(NamedTuple):
             )
         if not spec.shares_scales:
             return ()
-        infos = [cls.in_mesh(param.device_mesh, dim) for dim in by_rows]
+        mesh = param.device_mesh
+        infos = [cls.in_mesh(mesh, dim) for dim in by_rows]
         if spec.quantizer.scales_tensor:
-            infos += [cls.in_parallel(param.device_mesh, dim) for dim in parallel]
+            infos += [cls.in_parallel(mesh, dim) for dim in parallel]
+        if len(infos) == 2 and mesh.size() == dist.get_world_size():
+            of_part = dict(part=mesh.get_local_rank(parallel[0]), n_parts=mesh.size(parallel[0]))
+            return (infos[0]._replace(group=dist.group.WORLD, **of_part),)
         return tuple(infos)
 
 
@@ -155,9 +164,9 @@ class AmaxExchange:
             first_block = info.number * spec.chunk_rows // spec.quantizer.block_rows
             own = own_cut_blocks(spec, info)
             for number in cut_blocks(spec, info.n_shards):
-                for grid in grids:
+                for part, grid in product(range(info.n_parts), grids):
                     width = grid.shape[1]
-                    if number - first_block in own:
+                    if part == info.part and number - first_block in own:
                         self._amaxes.append(grid[number - first_block])
                         spans.append((size, size + width))
                     size += width

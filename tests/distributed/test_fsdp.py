@@ -349,7 +349,7 @@ def train_variant(rank: int, recipe: str, rows: int, variant: str) -> None:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh, **options)
     fully_shard(sharded, mesh=mesh, **options)
-    if variant == "prefetched":
+    if "prefetched" in variant:
         sharded[0].set_modules_to_forward_prefetch([sharded[2]])
         sharded[2].set_modules_to_backward_prefetch([sharded[0]])
         sharded.set_unshard_in_backward(True)
@@ -409,6 +409,7 @@ def gathered_layers(model: nn.Module) -> list[dict[str, Tensor]]:
         pytest.param("recomputed", 2, marks=pytest.mark.exhaustive),
         ("hybrid", 4),
         pytest.param("hybrid, accumulated", 4, marks=pytest.mark.exhaustive),
+        pytest.param("hybrid, prefetched", 4, marks=pytest.mark.exhaustive),
         pytest.param("hybrid, recomputed", 4, marks=pytest.mark.exhaustive),
     ],
 )
@@ -468,6 +469,14 @@ def shard_otherwise(rank: int) -> None:
             fully_shard(build(64, 32, quantizer), mesh=mesh)
     with pytest.raises(ValueError, match="must be sharded along its first dimension"):
         fully_shard(build(64, 32, "nvfp4"), mesh=mesh, shard_placement_fn=lambda _: Shard(1))
+    for recipe in ("nvfp4", WITH_GEMM_SCALES["mxfp8"]):
+        model = build(64, 32, recipe)
+        for layer in (model[0], model[2]):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=2)
+        fully_shard(model, mesh=mesh, reshard_after_forward=2)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"reshard_after_forward .* '0\.weight', got 2:"):
+                model(torch.ones(8, 32, device=home()))
     plain = build(64, 32, None)
     fully_shard(plain, mesh=mesh)
     with pytest.raises(ValueError, match="layer '0' must be whole.*fully_shard after"):
@@ -477,7 +486,7 @@ def shard_otherwise(rank: int) -> None:
 
 
 def test_what_cannot_be_sharded_is_refused_on_every_rank():
-    run(shard_otherwise, 2)
+    run(shard_otherwise, 4)
 
 
 def count_collectives(rank: int) -> None:
