@@ -55,10 +55,15 @@ def build_model(contestant: Contestant, config: GPTConfig, device: str) -> GPT:
 
 
 class Training:
-    """A model and its optimizer."""
+    """A model and its optimizer.
+
+    Attributes:
+        forward: What computes the logits: the model, or what wraps it.
+    """
 
     def __init__(self, contestant: Contestant, model: GPT, size: str) -> None:
         self.contestant, self.model = contestant, model
+        self.forward: Callable[[Tensor], Tensor] = model
         lr = PRESETS[size]["lr"]
         self.optimizer = contestant.optimizer(model.parameters(), lr=lr, **HYPER)
 
@@ -73,7 +78,7 @@ class Training:
         """Cross entropy, in nats per byte."""
         is_mixed = self.contestant.dtype == torch.float32
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=is_mixed):
-            logits = self.model(inputs)
+            logits = self.forward(inputs)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def accumulate(self, *batches: Batch) -> Tensor:

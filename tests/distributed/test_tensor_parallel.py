@@ -44,6 +44,7 @@ from test_fsdp import OPTIONS, fixed_grads
 
 RECIPES: dict[str, tuple[Any, int]] = {
     "nvfp4": ("nvfp4", 32),
+    "nvfp4, cut by FSDP2": ("nvfp4", 16),
     "nvfp4, rowwise": (NVFP4Quantizer(columnwise=False), 32),
     "nvfp4, for GEMMs": (NVFP4Quantizer(optimize_for_gemm=True), 32),
     "mxfp8": ("mxfp8", 64),
@@ -166,7 +167,7 @@ def step_in_parallel(rank: int, names: list[str], parallel: int, by_kernels: boo
     "world_size, names",
     [
         (2, ["nvfp4", "mxfp8", "float8block"]),
-        (4, ["nvfp4"]),
+        (4, ["nvfp4", "nvfp4, cut by FSDP2"]),
         pytest.param(4, [*RECIPES], marks=pytest.mark.exhaustive),
     ],
 )
