@@ -60,10 +60,15 @@ def build_model(contestant: Contestant, config: GPTConfig, device: str) -> GPT:
 
 
 class Training:
-    """A model and its optimizer."""
+    """A model and its optimizer.
+
+    Attributes:
+        forward: What computes the logits: the model, or what wraps it.
+    """
 
     def __init__(self, contestant: Contestant, model: GPT, size: str) -> None:
         self.contestant, self.model = contestant, model
+        self.forward: Callable[[Tensor], Tensor] = model
         lr = PRESETS[size]["lr"]
         self.optimizer = contestant.optimizer(model.parameters(), lr=lr, **HYPER)
 
@@ -77,7 +82,7 @@ class Training:
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Cross entropy, in nats per byte."""
         with self._autocast(inputs.device.type):
-            logits = self.model(inputs)
+            logits = self.forward(inputs)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def _autocast(self, device: str) -> contextlib.AbstractContextManager:

@@ -1,6 +1,7 @@
 """A GPT that FSDP2 spreads over GPUs: times, bytes on the wire, memory, and whether bits agree.
 
     torchrun --nproc-per-node 4 benchmarks/scaling.py [--size 1b] [--compile] [--out scaling.json]
+    torchrun --nproc-per-node 4 benchmarks/scaling.py --ddp    # replicas in place of shards
     torchrun --nproc-per-node 4 benchmarks/scaling.py --exact 20 [--out exact.json]
 
 Each run adds what it finds to --out, and scaling_report.py makes tables of one or several of these
@@ -27,6 +28,7 @@ from step import Clock, release
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from traffic import Traffic
 
 from fp4adam import FP4Adam, FusedAdam, QuantizedTensor
@@ -60,10 +62,20 @@ def build(contestant: Contestant, args: argparse.Namespace) -> tuple[Training, f
         * (GATHERED[contestant.recipe] if isinstance(p, QuantizedTensor) else p.element_size())
         for p in model.parameters()
     )
+    if world_size() > 1 and args.ddp:
+        replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        training = Training(contestant, model, args.size)
+        training.forward = replica
+        return training, 0
     if world_size() > 1:
         # The mean of equal BF16 gradients is then exact where their number is a power of two.
         shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     return Training(contestant, model, args.size), to_gather
+
+
+def name_of(contestant: Contestant, args: argparse.Namespace) -> str:
+    """The name of a row."""
+    return f"{contestant.name} (DDP)" if args.ddp else contestant.name
 
 
 def measure(contestant: Contestant, args: argparse.Namespace) -> Row:
@@ -71,7 +83,7 @@ def measure(contestant: Contestant, args: argparse.Namespace) -> Row:
     clock = Clock(args.device)
     training, to_gather = build(contestant, args)
     crops = training.crops(args.batch, seed=rank())
-    row: Row = {"name": contestant.name, "processes": world_size()}
+    row: Row = {"name": name_of(contestant, args), "processes": world_size()}
     row["parameters"] = sum(p.numel() for p in training.model.parameters())
 
     def median(fn: Callable[[], Any]) -> float:
@@ -140,7 +152,7 @@ def train_exactly(contestant: Contestant, args: argparse.Namespace) -> Row:
             module.unshard()
     digests["weights"] = digest(training.model.parameters())
     return {
-        "name": contestant.name,
+        "name": name_of(contestant, args),
         "processes": world_size(),
         "losses": losses,
         "digests": digests,
@@ -185,6 +197,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, help="counted steps; 30 on a GPU, 3 on a CPU")
     parser.add_argument("--compile", action="store_true", help="compile the blocks")
     parser.add_argument(
+        "--ddp", action="store_true", help="DistributedDataParallel in place of FSDP2"
+    )
+    parser.add_argument(
         "--exact", type=int, metavar="STEPS", help="train so many steps and record bits, not times"
     )
     parser.add_argument(
@@ -217,7 +232,7 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
         "processes": world_size(),
         "settings": {
             name: getattr(args, name)
-            for name in ("size", "layers", "batch", "repeats", "exact", "compile")
+            for name in ("size", "layers", "batch", "repeats", "exact", "compile", "ddp")
         },
     }
 

@@ -371,7 +371,7 @@ class StepLaunch:
     """
 
     def __init__(self, kind: Any, tensors: tuple) -> None:
-        shapes, _, table, scalars = tensors
+        shapes, _, table, scalars, _ = tensors
         tiles = flat_tiles([numel for numel, _ in shapes]).to(table.device)
         self._launches = [adam_step(table, scalars, tiles, kind.variant())]
 
@@ -382,6 +382,13 @@ class StepLaunch:
 
     def prepare(self, *signals: Tensor) -> None:
         """Compute what other ranks need before the step; ``signals`` as for the call."""
+
+    def exchanged(self, slot: int) -> tuple[Tensor | None, list[Tensor]]:
+        """The amaxes of a tensor to exchange between :meth:`prepare` and the call.
+
+        The amax of the tensor, float32 [1], or None; and grids with those of its blocks.
+        """
+        raise NotImplementedError
 
     def __call__(self, *signals: Tensor) -> None:
         """Step the tensors; ``signals`` are grad_scale, clip and found_inf, float32 [1] each."""

@@ -1,10 +1,13 @@
 """Float8, one scale per tensor: kernels that quantize and dequantize, and their tile functions."""
 
+from collections.abc import Callable
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4adam.kernels import float8_block, nvfp4
+from fp4adam.kernels import nvfp4
 from fp4adam.kernels.float8_block import float8_scale
 from fp4adam.kernels.launch.launch import on_its_device
 from fp4adam.kernels.launch.tensor_table import (
@@ -14,9 +17,17 @@ from fp4adam.kernels.launch.tensor_table import (
     tile_offsets,
     tile_start,
 )
-from fp4adam.kernels.tiles.bfloat16 import to_float32
-from fp4adam.kernels.tiles.e4m3 import e4m3_words
-from fp4adam.kernels.tiles.words import store_words, transpose_words
+from fp4adam.kernels.tiles.bfloat16 import round_to, to_float32
+from fp4adam.kernels.tiles.e4m3 import e4m3_value, e4m3_words
+from fp4adam.kernels.tiles.words import (
+    are_aligned,
+    part_of,
+    store_words,
+    transpose_words,
+    word_decoder,
+    word_offsets,
+    word_positions,
+)
 
 BLOCK = 16
 FP32_MAX = tl.constexpr(3.4028234663852886e38)
@@ -116,16 +127,69 @@ def quantize(
     )
 
 
-@on_its_device
-def dequantize(data: Tensor, scale_inv: Tensor, transposed: bool, out: Tensor) -> None:
-    """Decode E4M3 codes [rows, cols] into ``out``; transposed codes give [cols, rows].
+@triton.jit
+def _dequantize_words_kernel(
+    data_ptr,
+    amax_ptr,
+    out_ptr,
+    n_words,
+    words_per_row,
+    rows_per_part,
+    data_gap,
+    scale_part,
+    EPSILON: tl.constexpr,
+    POW_2: tl.constexpr,
+    PARTED: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Decode N groups of eight codes each.
 
-    ``scale_inv``: float32 [1]. A stack of codes [parts, rows, cols] holds consecutive parts of the
-    rows.
+    Grid: (ceil(n_words / N),). A thread reads 8 bytes and writes their values, 16 bytes if BF16.
     """
-    *parts, rows, cols = data.shape
-    # One number for all blocks, with strides of 0.
-    grid = scale_inv.expand(*parts, triton.cdiv(rows, 128), triton.cdiv(cols, 128))
-    if transposed:
-        grid = grid.t()
-    float8_block.dequantize(data, grid, True, transposed, out)
+    word, inside, row, _ = word_positions(n_words, words_per_row, N)
+    part, _ = part_of(row, rows_per_part, 1, PARTED)
+    offs = word_offsets(word)
+    code = tl.load(data_ptr + (part * data_gap)[:, None] + offs, inside[:, None], 0)
+    scale = tl.div_rn(1.0, tensor_scale(tl.load(amax_ptr), EPSILON, POW_2))
+    value = round_to(e4m3_value(code) * scale, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offs, value, inside[:, None])
+
+
+_words_decoder = word_decoder(_dequantize_words_kernel)
+
+
+def decoder(
+    data: Tensor,
+    amax: Tensor,
+    force_pow_2_scales: bool,
+    amax_epsilon: float,
+    transposed: bool,
+    out: Tensor,
+) -> Callable[[], None] | None:
+    """A function that decodes E4M3 codes [rows, cols] into ``out`` whenever it is called.
+
+    None if codes are transposed or unaligned. ``amax``: float32 [1]. A stack of codes [parts, rows,
+    cols] holds consecutive parts of the rows.
+    """
+    if transposed or not are_aligned(data):
+        return None
+    options = dict(EPSILON=amax_epsilon, POW_2=force_pow_2_scales)
+    return _words_decoder(data, amax, out=out, strides=(), **options)
+
+
+@on_its_device
+def dequantize(
+    data: Tensor,
+    amax: Tensor,
+    force_pow_2_scales: bool,
+    amax_epsilon: float,
+    transposed: bool,
+    out: Tensor,
+) -> None:
+    """Decode E4M3 codes [rows, cols] into ``out``; transposed codes give [cols, rows]."""
+    options = force_pow_2_scales, amax_epsilon, False, out
+    decode = None if transposed else decoder(data, amax, *options)
+    if decode is None:
+        codes = data.t() if transposed else data
+        decode = decoder(codes.clone(memory_format=torch.contiguous_format), amax, *options)
+    decode()

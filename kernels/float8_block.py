@@ -1,6 +1,7 @@
 """Float8Block: kernels that quantize and dequantize matrices, and their tile functions."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 import triton
@@ -15,7 +16,7 @@ from fp4adam.kernels.tiles.words import (
     are_aligned,
     part_of,
     store_words,
-    word_launcher,
+    word_decoder,
     word_offsets,
     word_positions,
 )
@@ -257,17 +258,16 @@ def _dequantize_words_kernel(
     their values, 16 bytes if BF16.
     """
     word, inside, row, i = word_positions(n_words, words_per_row, N)
-    part, row = part_of(row, rows_per_part, PARTED)
+    part, scale_row = part_of(row, rows_per_part, 128 if SQUARE else 1, PARTED)
     offs = word_offsets(word)
     code = tl.load(data_ptr + (part * data_gap)[:, None] + offs, inside[:, None], 0)
-    scale_row = (row // 128 if SQUARE else row).to(tl.int64)
     scales = scale_row * stride_scale_row + (i // 16).to(tl.int64) * stride_scale_col
     scale = tl.load(scale_ptr + part * scale_part + scales, inside, 0.0)
     value = round_to(e4m3_value(code) * scale[:, None], out_ptr.dtype.element_ty)
     tl.store(out_ptr + offs, value, inside[:, None])
 
 
-_dequantize_words = word_launcher(_dequantize_words_kernel)
+_words_decoder = word_decoder(_dequantize_words_kernel)
 
 
 @on_its_device
@@ -366,6 +366,22 @@ def _vectors_launch(
     )
 
 
+def decoder(
+    data: Tensor, scale_inv: Tensor, two_dimensional: bool, transposed: bool, out: Tensor
+) -> Callable[[], None] | None:
+    """A function that decodes E4M3 codes [rows, cols] into ``out`` whenever it is called.
+
+    None if codes are transposed or unaligned. ``scale_inv``: as for :func:`dequantize`. With square
+    blocks, a stack of codes [parts, rows, cols] with scales [parts, ...] holds consecutive parts of
+    the rows; both have the scales of a block that is cut.
+    """
+    if transposed or data.shape[-1] % 8 or not are_aligned(data):
+        return None
+    scale = scale_inv if two_dimensional else scale_inv.t()
+    strides = scale.stride()[-2:]
+    return _words_decoder(data, scale, out=out, strides=strides, SQUARE=two_dimensional)
+
+
 @on_its_device
 def dequantize(
     data: Tensor, scale_inv: Tensor, two_dimensional: bool, transposed: bool, out: Tensor
@@ -373,18 +389,13 @@ def dequantize(
     """Decode E4M3 codes [rows, cols] into ``out``; transposed codes give [cols, rows].
 
     ``scale_inv``: the grid of 128x128 blocks of the untransposed matrix, or [ceil(cols / 128), rows
-    padded to 4] for the codes. With square blocks, a stack of codes [parts, rows, cols] with scales
-    [parts, ...] holds consecutive parts of the rows.
+    padded to 4] for the codes.
     """
     if not out.numel():
         return
+    if decode := decoder(data, scale_inv, two_dimensional, transposed, out):
+        return decode()
     scale = scale_inv if two_dimensional and not transposed else scale_inv.t()
-    if not transposed and data.shape[-1] % 8 == 0 and are_aligned(data):
-        strides = scale.stride()[-2:]
-        _dequantize_words(data, scale, out=out, strides=strides, SQUARE=two_dimensional)
-        return
-    if data.dim() == 3:
-        data, scale = data.flatten(0, 1), scale.flatten(0, 1)
     rows, cols = (out.t() if transposed else out).shape
     tile_rows = 32
     _dequantize_kernel[(triton.cdiv(rows, tile_rows) * triton.cdiv(cols, BLOCK),)](

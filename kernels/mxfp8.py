@@ -1,5 +1,7 @@
 """MXFP8: kernels that quantize and dequantize matrices, and their tile functions."""
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,7 +16,7 @@ from fp4adam.kernels.tiles.words import (
     are_aligned,
     part_of,
     store_words,
-    word_launcher,
+    word_decoder,
     word_offsets,
     word_positions,
 )
@@ -182,22 +184,22 @@ def _dequantize_words_kernel(
     Grid: (ceil(n_words / N),). A thread reads 8 bytes and writes their values, 16 bytes if BF16.
     """
     word, inside, row, i = word_positions(n_words, words_per_row, N)
-    part, row = part_of(row, rows_per_part, PARTED)
+    part, scale_row = part_of(row, rows_per_part, 1 if ROWWISE else 32, PARTED)
     offs = word_offsets(word)
     code = tl.load(data_ptr + (part * data_gap)[:, None] + offs, inside[:, None], 0)
     scale_ptr += part * scale_part
     if ROWWISE:
-        scales = scale_ptr + row.to(tl.int64) * stride_scale_row + i // 4
+        scales = scale_ptr + scale_row * stride_scale_row + i // 4
         scale = e8m0_value(tl.load(scales, inside, 0))[:, None]
     else:
-        scales = (row // 32).to(tl.int64)[:, None] * stride_scale_row
+        scales = scale_row[:, None] * stride_scale_row
         column = tl.multiple_of(8 * i, 8)[:, None] + tl.arange(0, 8)[None, :]
         scale = e8m0_value(tl.load(scale_ptr[:, None] + scales + column, inside[:, None], 0))
     value = round_to(e4m3_value(code) * scale, out_ptr.dtype.element_ty)
     tl.store(out_ptr + offs, value, inside[:, None])
 
 
-_dequantize_words = word_launcher(_dequantize_words_kernel)
+_words_decoder = word_decoder(_dequantize_words_kernel)
 
 
 @on_its_device
@@ -224,20 +226,25 @@ def quantize(
     )
 
 
+def decoder(data: Tensor, scale: Tensor, rowwise: bool, out: Tensor) -> Callable[[], None] | None:
+    """A function that decodes E4M3 codes [rows, cols] into ``out`` whenever it is called.
+
+    None if codes are unaligned. Scales are per 1x32 (``rowwise``) or 32x1 block. A stack of codes
+    [parts, rows, cols] with scales [parts, ...] holds consecutive parts of the rows.
+    """
+    if not are_aligned(data):
+        return None
+    strides = (scale.stride(-2),)
+    return _words_decoder(data, scale, out=out, strides=strides, ROWWISE=rowwise)
+
+
 @on_its_device
 def dequantize(data: Tensor, scale: Tensor, rowwise: bool, out: Tensor) -> None:
-    """Decode E4M3 codes [rows, cols] with scales per 1x32 (``rowwise``) or 32x1 block.
-
-    A stack of codes [parts, rows, cols] with scales [parts, ...] holds consecutive parts of the
-    rows.
-    """
+    """Decode E4M3 codes [rows, cols] with scales per 1x32 (``rowwise``) or 32x1 block."""
     if not out.numel():
         return
-    if are_aligned(data):
-        _dequantize_words(data, scale, out=out, strides=(scale.stride(-2),), ROWWISE=rowwise)
-        return
-    if data.dim() == 3:
-        data, scale = data.flatten(0, 1), scale.flatten(0, 1)
+    if decode := decoder(data, scale, rowwise, out):
+        return decode()
     rows, cols = out.shape
     _dequantize_kernel[(rows // BLOCK * (cols // BLOCK),)](
         data,

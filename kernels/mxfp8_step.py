@@ -136,6 +136,6 @@ class StepLaunch(adam.StepLaunch):
     """One pass over MXFP8 tensors."""
 
     def __init__(self, kind: Any, tensors: tuple) -> None:
-        shapes, _, table, scalars = tensors
+        shapes, _, table, scalars, _ = tensors
         tiles = tuple(part.to(table.device) for part in step_tiles(shapes))
         self._launches = adam_step(table, scalars, tiles, kind.variant(), kind.usage())

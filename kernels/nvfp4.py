@@ -1,5 +1,7 @@
 """NVFP4: kernels that quantize and dequantize matrices, and their tile functions."""
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,7 +24,7 @@ from fp4adam.kernels.tiles.words import (
     part_of,
     store_words,
     transpose_words,
-    word_launcher,
+    word_decoder,
     word_offsets,
     word_positions,
 )
@@ -269,10 +271,9 @@ def _dequantize_words_kernel(
     Grid: (ceil(n_words / N),). A thread reads a word and writes its values, 16 bytes if BF16.
     """
     word, inside, row, i = word_positions(n_words, words_per_row, N)
-    part, row = part_of(row, rows_per_part, PARTED)
+    part, scale_row = part_of(row, rows_per_part, 16 if SQUARE else 1, PARTED)
     words = (data_ptr + part * data_gap).to(tl.pointer_type(tl.uint32)) + word
     packed = tl.load(words, inside, 0)
-    scale_row = (row // 16 if SQUARE else row).to(tl.int64)
     scales = scale_ptr + part * scale_part + scale_row * stride_scale_row + i // 2
     scale = tl.load(scales, inside, 0)
     factor = (e4m3_value(scale) * tl.load(amax_ptr)) * 0.00037202380952380951
@@ -281,7 +282,7 @@ def _dequantize_words_kernel(
     tl.store(out_ptr + word_offsets(word), value, inside[:, None])
 
 
-_dequantize_words = word_launcher(_dequantize_words_kernel)
+_words_decoder = word_decoder(_dequantize_words_kernel)
 
 
 @on_its_device
@@ -330,6 +331,25 @@ def quantize(
     )
 
 
+def decoder(
+    data: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    two_dimensional: bool,
+    transposed: bool,
+    out: Tensor,
+) -> Callable[[], None] | None:
+    """A function that decodes packed codes [rows, cols / 2] into ``out`` whenever it is called.
+
+    None if codes are transposed or unaligned. A stack of codes [parts, rows, cols / 2] with scales
+    [parts, ...] holds consecutive parts of the rows; both have the scales of a block that is cut.
+    """
+    if transposed or not are_aligned(data):
+        return None
+    strides = (scale.stride(-2),)
+    return _words_decoder(data, scale, amax, out=out, strides=strides, SQUARE=two_dimensional)
+
+
 @on_its_device
 def dequantize(
     data: Tensor,
@@ -339,20 +359,11 @@ def dequantize(
     transposed: bool,
     out: Tensor,
 ) -> None:
-    """Decode packed codes [rows, cols / 2] into ``out``; transposed codes give [cols, rows].
-
-    A stack of codes [parts, rows, cols / 2] with scales [parts, ...] holds consecutive parts of the
-    rows.
-    """
+    """Decode packed codes [rows, cols / 2] into ``out``; transposed codes give [cols, rows]."""
     if not out.numel():
         return
-    if not transposed and are_aligned(data):
-        _dequantize_words(
-            data, scale, amax, out=out, strides=(scale.stride(-2),), SQUARE=two_dimensional
-        )
-        return
-    if data.dim() == 3:
-        data, scale = data.flatten(0, 1), scale.flatten(0, 1)
+    if decode := decoder(data, scale, amax, two_dimensional, transposed, out):
+        return decode()
     rows, cols = (out.t() if transposed else out).shape
     tile_rows, tile_cols = divisor_tile(rows, 64, BLOCK), divisor_tile(cols, 64, BLOCK)
     grid = (rows // tile_rows * (cols // tile_cols),)

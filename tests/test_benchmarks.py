@@ -213,11 +213,17 @@ def test_tiles_of_the_preview_are_counted(monkeypatch):
 
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory):
-    """A file of times on two processes, and of bits on one and on two."""
+    """A file of times on two processes, and of bits on one and on two, and on two replicas."""
     path = tmp_path_factory.mktemp("scaling") / "new" / "scaling.json"
-    for processes, options in ((2, "--repeats 1"), (None, "--exact 3"), (2, "--exact 3")):
+    for processes, *options in (
+        (2, "--repeats", 1),
+        (None, "--exact", 3),
+        (2, "--exact", 3),
+        (2, "--exact", 3, "--ddp", "--only", "FusedAdam;NVFP4"),
+        (2, "--repeats", 1, "--ddp", "--only", "NVFP4"),
+    ):
         common = ("--device", "cpu", "--layers", 1, "--out", path)
-        run("scaling.py", *common, *options.split(), processes=processes)
+        run("scaling.py", *common, *options, processes=processes)
     return path, [run["results"] for run in json.loads(path.read_text())["runs"]]
 
 
@@ -243,7 +249,11 @@ def test_bytes_between_processes(scaled):
 
 @pytest.mark.exhaustive
 def test_bits_do_not_depend_on_the_number_of_processes(scaled):
-    _, one, two = scaled[1]
+    _, one, two, replicas, _ = scaled[1]
+    named = {row["name"]: row for row in one}
+    for replica in replicas:
+        alone = named[replica["name"].removesuffix(" (DDP)")]
+        assert replica == {**alone, "name": replica["name"], "processes": 2}
     for alone, shared in zip(one, two, strict=True):
         assert (alone.pop("processes"), shared.pop("processes")) == (1, 2)
         assert alone == shared

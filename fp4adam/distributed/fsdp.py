@@ -16,9 +16,8 @@ amax of an NVFP4 tensor is not gathered, because every rank has it.
 """
 
 import dataclasses
-import functools
 import inspect
-import math
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -30,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp4adam.distributed.dtensor import local
 from fp4adam.distributed.scale_exchange import ShardInfo, parallel_infos, settle_shard
-from fp4adam.tensors.blocks import flat_shape, round_up
+from fp4adam.tensors.blocks import blocks_of_parts, flat_shape, round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
 from fp4adam.tensors.swizzle import build_gemm_scales, scales_of
@@ -47,18 +46,31 @@ class Gathering:
         known: Inner tensors of the whole weight that the shard has already, by name. They are the
             shard's own tensors; that is safe, because a step that writes them also makes the
             gathered codes stale.
-        packed: The layout of the single packed input, or None. By name the dtype, the shape over
-            all shards, the strides and the offset, in elements.
-        decoded: The gathered output, the codes and scales viewed in it, and the decoded values, or
-            None. FSDP2 frees and reallocates the memory of output and values.
+        stacks: Where the entries of all shards are in the outputs, by name, if they are decoded.
+        decoded: The first gathered output, the decoded values, and a function that decodes once
+            more, or None. FSDP2 frees and reallocates the memory of outputs and values.
     """
 
     storage: Storage
     inputs: tuple[Tensor, ...]
     names: tuple[str, ...]
     known: dict[str, Tensor]
-    packed: dict[str, tuple[torch.dtype, tuple, tuple, int]] | None = None
-    decoded: tuple[Tensor, Storage, Tensor] | None = None
+    stacks: "dict[str, _Stack]"
+    decoded: tuple[Tensor, Tensor, Callable[[], None]] | None = None
+
+
+class _Stack(NamedTuple):
+    """A view of a gathered output: its index, then dtype, shape, strides and offset in elements."""
+
+    output: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int = 0
+
+    def of(self, outputs: tuple[Tensor, ...]) -> Tensor:
+        flat = outputs[self.output].view(-1).view(self.dtype)
+        return flat.as_strided(self.shape, self.strides, self.start)
 
 
 # Alignment in bytes of inner tensors in a packed buffer: a cache line of a GPU.
@@ -123,14 +135,45 @@ class _PreAllGather:
         return pre_all_gather(self._shard, mesh)
 
 
+def _check_reshard_setting(shard: QuantizedTensor) -> None:
+    """Raise ValueError if FSDP2 would keep gathered codes sharded over fewer ranks.
+
+    It keeps plain weights alone so. Its hooks do not show the setting, but the call stack does.
+    """
+    module = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_param"]
+    frame = sys._getframe(1)
+    while frame is not None:
+        param = frame.f_locals.get("self")
+        if isinstance(param, module.FSDPParam):
+            after, before = param.post_forward_mesh_info, param.mesh_info
+            if after is not None and after.shard_mesh_size != before.shard_mesh_size:
+                name = shard._shared.name
+                what = "a quantized weight" if name is None else f"parameter {name!r}"
+                raise ValueError(
+                    f"reshard_after_forward must be True or False for {what}, got "
+                    f"{after.shard_mesh_size}: FSDP2 cannot gather codes again from fewer ranks; "
+                    "pass True to free gathered weights after forward, or False to keep them"
+                )
+            return
+        frame = frame.f_back
+
+
 def _make_gathering(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
+    _check_reshard_setting(shard)
     spec = _global_spec(shard)
     codes = spec.quantizer.multiplies_codes
     inputs, known = _entries_to_gather(shard, mesh, codes)
+    n_shards, stacks = _number_of_shards(spec, mesh), {}
     # The condition has the same result on every rank.
     if not codes and not spec.is_cut and "amax" not in inputs:
-        return _pack(shard, _number_of_shards(spec, mesh), inputs, known)
-    return Gathering(shard._shared.tensors, tuple(inputs.values()), tuple(inputs), known)
+        return _pack(shard, n_shards, inputs, known)
+    if not codes:
+        for i, (name, entries) in enumerate(inputs.items()):
+            # The first rank always has rows, so its amax counts.
+            shape = (1,) if name == "amax" else (n_shards, *entries.shape)
+            strides = torch.empty(shape, device="meta").stride()
+            stacks[name] = _Stack(i, entries.dtype, shape, strides)
+    return Gathering(shard._shared.tensors, tuple(inputs.values()), tuple(inputs), known, stacks)
 
 
 def _number_of_shards(spec: GlobalSpec, mesh: DeviceMesh) -> int:
@@ -178,7 +221,7 @@ def _pack(
         # The padding of the last one stays at home. Kernels read in pieces of 16 bytes.
         gathered = size + round_up(entries.nbytes, 16)
         size += round_up(inner[name].nbytes, _ALIGNMENT)
-    packed = {}
+    stacks = {}
     with torch.inference_mode(False):  # an inference tensor could not be versioned
         buffer = torch.zeros(size, dtype=torch.uint8, device=shard.device)
         for name, entries in inputs.items():
@@ -187,10 +230,10 @@ def _pack(
             inner[name] = part.copy_(old)
             shape = n_shards, *entries.shape
             strides = gathered // dtype.itemsize, *part.stride()
-            packed[name] = dtype, shape, strides, starts[name] // dtype.itemsize
+            stacks[name] = _Stack(0, dtype, shape, strides, starts[name] // dtype.itemsize)
         shard._shared.tensors = storage = Storage.of(inner)
     known = {name: getattr(storage, name) for name in known}
-    return Gathering(storage, (buffer[:gathered],), ("packed",), known, packed)
+    return Gathering(storage, (buffer[:gathered],), ("packed",), known, stacks)
 
 
 def _global_spec(shard: QuantizedTensor) -> GlobalSpec:
@@ -216,30 +259,27 @@ def post_all_gather(
     With ``out``, the earlier result, everything in it that is no view of the outputs is rewritten,
     and None is returned.
     """
-    spec = _global_spec(shard)
     if out is not None and metadata.decoded is not None:
-        flat, codes, values = metadata.decoded
+        flat, values, decode = metadata.decoded
         # Equal addresses at the same time mean the same memory.
         is_known = flat.data_ptr() == all_gather_outputs[0].data_ptr()
         if is_known and values.data_ptr() == local(out).data_ptr():
-            spec.quantizer.read_into(codes, values)
-            flat.untyped_storage().resize_(0)
+            decode()
+            _free(all_gather_outputs)
             return None
+    spec = _global_spec(shard)
     # On one rank, and for replicate(), FSDP2 copies and passes only the first input.
     n, own = len(all_gather_outputs), shard._shared.tensors
-    gathered, rest = metadata.names[:n], metadata.names[n:]
-    known = metadata.known | {name: getattr(own, name) for name in rest}
-    outputs = dict(zip(gathered, all_gather_outputs, strict=True))
     if spec.quantizer.multiplies_codes:
+        gathered, rest = metadata.names[:n], metadata.names[n:]
+        known = metadata.known | {name: getattr(own, name) for name in rest}
+        outputs = dict(zip(gathered, all_gather_outputs, strict=True))
         return _whole_codes(shard, outputs, known, param_dtype, local(out))
-    if metadata.packed is None:
-        codes = {name: _entries_in_order(name, inner, spec) for name, inner in outputs.items()}
-    else:
-        codes = {
-            name: outputs["packed"].view(dtype).as_strided(shape, strides, start)
-            for name, (dtype, shape, strides, start) in metadata.packed.items()
-        }
-    codes = Storage(**codes, **known)
+    stacks = {
+        name: stack.of(all_gather_outputs) if stack.output < n else getattr(own, name)
+        for name, stack in metadata.stacks.items()
+    }
+    codes = Storage(**stacks, **metadata.known)
     shape = flat_shape(spec.shape)
     if out is None:
         with torch.inference_mode(False):  # the tensor is reused, maybe for training
@@ -247,13 +287,18 @@ def post_all_gather(
             values = torch.empty(shape, dtype=param_dtype, device=all_gather_outputs[0].device)
     else:
         values = local(out).data.view(shape)
-    spec.quantizer.read_into(codes, values)
-    if metadata.packed is not None:
-        # .data has its own version: autograd must not see a rewrite of what the forward pass saved.
-        metadata.decoded = all_gather_outputs[0], codes, values.data
-    for inner in all_gather_outputs:
-        inner.untyped_storage().resize_(0)  # FSDP2 reallocates it before the next all-gather
+    # .data has its own version: autograd must not see a rewrite of what the forward pass saved.
+    rewritten = values.data
+    decode = spec.quantizer.decoder(codes, rewritten)
+    decode()
+    metadata.decoded = all_gather_outputs[0], rewritten, decode
+    _free(all_gather_outputs)
     return (values.view(spec.shape), (values,)) if out is None else None
+
+
+def _free(outputs: tuple[Tensor, ...]) -> None:
+    for inner in outputs:
+        inner.untyped_storage().resize_(0)  # FSDP2 reallocates it before the next all-gather
 
 
 def _whole_codes(
@@ -340,7 +385,8 @@ def _entries_in_order(name: str, inner: Tensor, spec: GlobalSpec) -> Tensor:
         return inner[:1]  # the first rank always has rows
     rows = spec.quantizer.rows_per_entry[name]
     if rows > 1 and spec.is_cut:
-        return inner.index_select(0, _entry_of_shards(spec, rows, inner.device))
+        part = spec.chunk_rows, _entries(spec, rows)
+        return inner[blocks_of_parts(spec.rows, rows, *part, inner.device)]
     return inner[: -(-spec.rows // rows)]
 
 
@@ -349,12 +395,3 @@ def _entries(spec: GlobalSpec, rows: int) -> int:
     if not spec.is_cut:
         return -(-spec.chunk_rows // rows)
     return (rows - 1 + spec.chunk_rows - 1) // rows + 1
-
-
-@functools.lru_cache(maxsize=4096)
-def _entry_of_shards(spec: GlobalSpec, rows: int, device: torch.device) -> Tensor:
-    """For each entry of the whole weight, its index among the gathered entries of all shards."""
-    entry = torch.arange(math.ceil(spec.rows / rows), device="cpu")
-    shard = entry * rows // spec.chunk_rows
-    first_entry = shard * spec.chunk_rows // rows
-    return (shard * _entries(spec, rows) + entry - first_entry).to(device, non_blocking=True)

@@ -7,7 +7,7 @@ on both sides. The maximum of the ranks' local amaxes is the amax of the whole t
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from itertools import chain, compress
+from itertools import chain, compress, product
 from typing import NamedTuple
 
 import torch
@@ -31,12 +31,16 @@ class ShardInfo(NamedTuple):
         number: The index of this shard.
         n_shards: The number of shards.
         device_type: The type of device that the ranks communicate with.
+        part: The index of the part under tensor parallelism that this is a shard of.
+        n_parts: The number of such parts whose shards ``group`` holds.
     """
 
     group: dist.ProcessGroup
     number: int
     n_shards: int
     device_type: str
+    part: int = 0
+    n_parts: int = 1
 
     @property
     def device(self) -> torch.device:
@@ -58,7 +62,8 @@ class ShardInfo(NamedTuple):
     def of(cls, param: Tensor, own: Tensor | None = None) -> "tuple[ShardInfo, ...]":
         """The positions of a parameter's shard, one for each dimension that shares scales.
 
-        That of ``fully_shard`` is first, then that of tensor parallelism.
+        That of ``fully_shard`` is first, then that of tensor parallelism. They are one if their
+        mesh has all ranks, which then exchange all amaxes in one collective.
 
         Args:
             param: The parameter.
@@ -90,9 +95,13 @@ class ShardInfo(NamedTuple):
             )
         if not spec.shares_scales:
             return ()
-        infos = [cls.in_mesh(param.device_mesh, dim) for dim in by_rows]
+        mesh = param.device_mesh
+        infos = [cls.in_mesh(mesh, dim) for dim in by_rows]
         if spec.quantizer.scales_tensor:
-            infos += [cls.in_parallel(param.device_mesh, dim) for dim in parallel]
+            infos += [cls.in_parallel(mesh, dim) for dim in parallel]
+        if len(infos) == 2 and mesh.size() == dist.get_world_size():
+            of_part = dict(part=mesh.get_local_rank(parallel[0]), n_parts=mesh.size(parallel[0]))
+            return (infos[0]._replace(group=dist.group.WORLD, **of_part),)
         return tuple(infos)
 
 
@@ -101,6 +110,17 @@ def cut_blocks(spec: GlobalSpec, n_shards: int) -> list[int]:
     block = spec.quantizer.block_rows
     ends = range(spec.chunk_rows, min(n_shards * spec.chunk_rows, spec.rows), spec.chunk_rows)
     return sorted({end // block for end in ends if end % block})
+
+
+def own_cut_blocks(spec: GlobalSpec, info: ShardInfo) -> tuple[int, ...]:
+    """Those of them that a shard has rows of, counted from its first block."""
+    first = info.number * spec.chunk_rows
+    last = min(first + spec.chunk_rows, spec.rows) - 1
+    block = spec.quantizer.block_rows
+    own = range(first // block, last // block + 1) if first <= last else ()
+    return tuple(
+        number - first // block for number in cut_blocks(spec, info.n_shards) if number in own
+    )
 
 
 class Exchanged(NamedTuple):
@@ -146,14 +166,13 @@ class AmaxExchange:
                 spans.append((size, size + 1))
                 peers[scales].append(size)
                 size += 1
-            first = info.number * spec.chunk_rows
-            last = min(first + spec.chunk_rows, spec.rows) - 1
-            block = spec.quantizer.block_rows
+            first_block = info.number * spec.chunk_rows // spec.quantizer.block_rows
+            own = own_cut_blocks(spec, info)
             for number in cut_blocks(spec, info.n_shards):
-                for grid in grids:
+                for part, grid in product(range(info.n_parts), grids):
                     width = grid.shape[1]
-                    if first // block <= number <= last // block and first <= last:
-                        self._amaxes.append(grid[number - first // block])
+                    if part == info.part and number - first_block in own:
+                        self._amaxes.append(grid[number - first_block])
                         spans.append((size, size + width))
                     size += width
         self._buffer = torch.zeros(size, dtype=torch.float32, device=device)

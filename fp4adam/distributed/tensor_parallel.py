@@ -7,6 +7,7 @@ exchanges that as it does for shards of FSDP2, whose shards these parts may be d
 """
 
 import functools
+import inspect
 import sys
 import weakref
 from typing import Any
@@ -36,9 +37,28 @@ def _is_leaf(tensor: Tensor) -> bool:
     is_quantized = isinstance(tensor, QuantizedTensor) and isinstance(tensor, nn.Parameter)
     _parameter = weakref.ref(tensor._shared) if is_quantized else None
     module = sys.modules.get("torch.distributed.tensor.placement_types")
-    if module is not None and not hasattr(module.Shard._shard_tensor, "__wrapped__"):
-        module.Shard._shard_tensor = _for_quantized(module.Shard._shard_tensor)
+    if module is not None:
+        _keep_parts_quantized(module.Shard)
     return torch.Tensor.is_leaf.__get__(tensor)
+
+
+def _keep_parts_quantized(kind: Any) -> None:
+    """Wrap ``_shard_tensor`` of torch's class Shard, once.
+
+    Raises:
+        NotImplementedError: If this torch has no such function; parts would silently be plain.
+    """
+    own = getattr(kind, "_shard_tensor", None)
+    if hasattr(own, "__wrapped__"):
+        return
+    names = [] if own is None else [*inspect.signature(own).parameters]
+    if names != ["self", "tensor", "mesh", "mesh_dim", "src_data_rank"]:
+        raise NotImplementedError(
+            "Shard._shard_tensor must take (tensor, mesh, mesh_dim, src_data_rank) for quantized "
+            f"weights to be distributed, got {names} in torch {torch.__version__}; use torch 2.11 "
+            "to 2.13, or leave the layer in high precision (filter=...)"
+        )
+    kind._shard_tensor = _for_quantized(own)
 
 
 def _is_of_parameter(tensor: Tensor) -> bool:

@@ -261,11 +261,11 @@ class Float8Quantizer(Quantizer):
 
         return float8_step
 
-    def stored(self, tensors: Storage) -> tuple[Tensor, Tensor, bool]:
-        """Codes, the decode scale, and whether the codes are transposed."""
+    def stored(self, tensors: Storage) -> tuple[Tensor, Tensor, bool, float, bool]:
+        """Codes, amax, how the scale follows from it, and whether the codes are transposed."""
         transposed = tensors.rowwise_data is None
         data = tensors.columnwise_data if transposed else tensors.rowwise_data
-        return data, self.per_tensor_scale(tensors.amax), transposed
+        return data, tensors.amax, self.force_pow_2_scales, self.amax_epsilon, transposed
 
 
 _OPTIONS = {
@@ -276,21 +276,26 @@ _OPTIONS = {
 
 def _decode(
     data: Tensor,
-    scale_inv: Tensor,
+    amax: Tensor,
+    force_pow_2_scales: bool,
+    amax_epsilon: float,
     transposed: bool,
     dtype: torch.dtype,
     after: Tensor | None = None,
 ) -> Tensor:
     """Decode E4M3 codes to [rows, cols]; ``transposed``: the codes are of the transposed matrix.
 
-    ``scale_inv``: float32 [1]. ``after``: see :meth:`Quantizer.read`.
+    ``amax``: float32 [1]. ``after``: see :meth:`Quantizer.read`.
     """
     rows, cols = data.shape
     if backend.uses_kernels(data.device):
         out = data.new_empty((cols, rows) if transposed else (rows, cols), dtype=dtype)
-        Float8Quantizer.kernels().dequantize(data, scale_inv, transposed, out)
+        Float8Quantizer.kernels().dequantize(
+            data, amax, force_pow_2_scales, amax_epsilon, transposed, out
+        )
         return out
-    matrix = minifloat.e4m3_value(data).mul_(scale_inv).to(dtype)
+    scale = minifloat.e4m3_encode_scale(amax, minifloat.FP32_MAX, amax_epsilon, force_pow_2_scales)
+    matrix = minifloat.e4m3_value(data).mul_(1.0 / scale).to(dtype)
     return matrix.t().contiguous() if transposed else matrix
 
 
@@ -300,7 +305,9 @@ _dequantize = torch.library.custom_op("fp4adam::dequantize_float8", mutates_args
 @_dequantize.register_fake
 def _(
     data: Tensor,
-    scale_inv: Tensor,
+    amax: Tensor,
+    force_pow_2_scales: bool,
+    amax_epsilon: float,
     transposed: bool,
     dtype: torch.dtype,
     after: Tensor | None = None,

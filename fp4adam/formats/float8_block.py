@@ -54,6 +54,7 @@ class Float8BlockQuantizer(SquareBlockQuantizer):
     name = "float8_block"
     code_bits = 8
     swizzles_scales = False
+    steps_cut_blocks = True
     block_rows = BLOCK
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.kernels.launch.device_tables import DeviceTables
+from fp4adam.kernels.launch.schema import Cut
 from fp4adam.optim.memory_note import are_laid_out_as, data_ptr
 from fp4adam.optim.param_state import ALIGNMENT, ParamState
 from fp4adam.optim.step_kernels import Kind, Listed, step_launch
@@ -50,7 +51,9 @@ class LaunchGroup:
     ) -> None:
         self.kind = kind
         self.members = members
-        self.shapes = [self._table_shape(m) for m in members]
+        is_quantized = kind.quantizer is not None
+        self.cuts = [m.cut() if is_quantized else Cut() for m in members]
+        self.shapes = list(map(self._table_shape, members, self.cuts))
         peers: dict[Hashable, list[int]] = defaultdict(list)
         for i, member in enumerate(members):
             peers[member.scales].append(i)
@@ -63,6 +66,11 @@ class LaunchGroup:
         self._read_grad = read_grad
         self._owners = [m.owner for m in members]
         self._values = [m.value for m in members]
+        # Elements from stored row 0 to the first row of a shard.
+        self._offsets = [
+            c.first_row * cols for c, (_, cols) in zip(self.cuts, self.shapes, strict=True)
+        ]
+        self._are_cut = any(self._offsets)
         # torch keeps .grad in the shape of its parameter, unless user code resizes it.
         self._size_of = _shape_and_device if grads_vary else _numel
         # The last gradients that were found to fit: which are present (None: all), and their
@@ -92,11 +100,14 @@ class LaunchGroup:
             if reduce(or_, addresses, 0) % ALIGNMENT or 0 in addresses:
                 return False
             self._aligned = addresses
-        if self.present is None:
-            self.grads = addresses
-        else:
+        if self.present is not None:
             found = iter(addresses)
-            self.grads = [next(found) if has_grad else 0 for has_grad in self.present]
+            addresses = [next(found) if has_grad else 0 for has_grad in self.present]
+        if self._are_cut:
+            size = self.kind.grad_dtype.itemsize
+            pairs = zip(addresses, self._offsets, strict=True)
+            addresses = [address and address - size * offset for address, offset in pairs]
+        self.grads = addresses
         return True
 
     def _takes_layouts_of(self, grads: list[Tensor], present: list[bool]) -> bool:
@@ -111,15 +122,16 @@ class LaunchGroup:
 
     def table_rows(self) -> list[list[int]]:
         """Rows of the tensor table; the columns for gradient and scalars are 0."""
-        return [self._row(m, *shape) for m, shape in zip(self.members, self.shapes, strict=True)]
+        return list(map(self._row, self.members, self.shapes, self._offsets))
 
-    def _table_shape(self, member: ParamState) -> tuple[int, int]:
+    def _table_shape(self, member: ParamState, cut: Cut) -> tuple[int, int]:
         """Rows and columns of a member in the table; plain tensors are read flat."""
         if self.kind.quantizer is None:
             return member.value.numel(), 1
-        return matrix_shape(member.param)
+        rows, cols = matrix_shape(member.param)
+        return cut.first_row + rows, cols
 
-    def _row(self, member: ParamState, rows: int, cols: int) -> list[int]:
+    def _row(self, member: ParamState, shape: tuple[int, int], offset: int) -> list[int]:
         state, param = member.tensors, member.param
         moments = (state["exp_avg"], state["exp_avg_sq"], member.max_exp_avg_sq)
         written: tuple[Tensor | None, ...] = (None,) * 5
@@ -133,11 +145,12 @@ class LaunchGroup:
             others = (*gemm_scales, param._amax_history)
         elif self.kind.write_dtype is not None:
             written = (param, None, None, None, None)
-        tensors = map(_address, (member.value, *moments, *written))
+        own = (_address(tensor, offset) for tensor in (member.value, *moments))
         extra, *scales = member.state_scales
         if member.remainder is not None:
             extra = member.remainder
-        return [0, 0, *tensors, rows, cols, *map(_address, (extra, *scales, *others))]
+        rest = (_address(extra, offset), *map(_address, (*scales, *others)))
+        return [0, 0, *own, *map(_address, written), *shape, *rest]
 
 
 def make_launches(
@@ -151,7 +164,7 @@ def make_launches(
     tables = DeviceTables(device, [*chain.from_iterable(rows)], n_members, n_hyper)
     parts = tables.table.split([len(part) for part in rows])
     for group, part in zip(groups, parts, strict=True):
-        listed = Listed(group.shapes, group.slots, part, tables.scalars)
+        listed = Listed(group.shapes, group.slots, part, tables.scalars, group.cuts)
         group.launch = step_launch(group.kind, listed)
     if device.type == "cuda":
         from fp4adam.kernels.launch.launch import compiled_together
@@ -162,5 +175,6 @@ def make_launches(
     return tables
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _address(tensor: Tensor | None, offset: int = 0) -> int:
+    """The address of the element that lies ``offset`` elements before a tensor; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr() - offset * tensor.itemsize

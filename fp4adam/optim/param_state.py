@@ -6,15 +6,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp4adam.distributed.scale_exchange import ShardInfo, groups_of
+from fp4adam.distributed.scale_exchange import ShardInfo, groups_of, own_cut_blocks
 from fp4adam.interop.borrowed_tensor import BorrowedTensor
+from fp4adam.kernels.launch.schema import Cut
 from fp4adam.optim.memory_layout import is_dense
 from fp4adam.optim.param_view import ParamView
 from fp4adam.optim.state_codec import REMAINDER, STATE_BLOCK, StateCodec
 from fp4adam.optim.step_kernels import Kind, has_step_kernels
 from fp4adam.optim.stored_state import StoredState
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.rows import is_whole_blocks, matrix_shape
+from fp4adam.tensors.rows import is_all, is_whole_blocks, matrix_shape
 
 # In bytes, for the kernels' vector accesses. torch's allocators align to more; views into flat
 # buffers may not.
@@ -163,7 +164,9 @@ class ParamState(NamedTuple):
             tensors.append(param)
         if value.dtype == torch.float64 or value.numel() == 0:
             return False
-        if quantized and not (has_step_kernels(param.quantizer) and is_whole_blocks(param)):
+        if quantized and not (
+            has_step_kernels(param.quantizer) and (is_whole_blocks(param) or self._cuts_fit())
+        ):
             return False
         if quantized and param.quantizer.check_matrix(*matrix_shape(param)):
             return False  # a shard of another package
@@ -180,6 +183,24 @@ class ParamState(NamedTuple):
             tensors.extend(param.storage_tensors().values())
         tensors.extend(scales)
         return not any(t.data_ptr() % ALIGNMENT for t in tensors)
+
+    def _cuts_fit(self) -> bool:
+        """Whether kernels can step it though it shares blocks with other ranks."""
+        param = self.param
+        return (
+            param.quantizer.steps_cut_blocks
+            and bool(self.shards)
+            and is_all(param)
+            and not self.is_dithered
+            and param.shape[-1] % ALIGNMENT == 0
+        )
+
+    def cut(self) -> Cut:
+        """The blocks of a quantized parameter that it shares with other ranks."""
+        spec = self.param._shared.global_spec
+        if spec is None or not spec.is_cut:
+            return Cut()
+        return Cut(self.param._first_row, own_cut_blocks(spec, self.shards[0]))
 
     def launch_key(self, grad: Tensor | None) -> Hashable:
         """A key that is equal for parameters that can share a launch."""

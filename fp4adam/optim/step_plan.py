@@ -25,6 +25,7 @@ from fp4adam.optim.shared_amaxes import SharedAmaxes, quantized_after_step
 from fp4adam.optim.step_counter import StepCounter
 from fp4adam.optim.update_bound import measured_ratio, ratio_after
 from fp4adam.optim.watch import Watch
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 ReadGrad = Callable[[Tensor], Tensor | None]
 
@@ -94,7 +95,7 @@ class StepPlan:
         self._bounded = [
             m.tensors[name]
             for group in self._groups
-            if group.kind.groups
+            if group.kind.groups and group.kind.quantizer.scales_tensor
             for m in group.members
             for name in ("exp_avg", "exp_avg_sq")
         ]
@@ -263,7 +264,8 @@ def _ratio(member: ParamState) -> float:
     See ``update_bound``. Inf if it has to be certain but the moments are stored rounded.
     """
     step = member.state["step"].item()
-    if step == 0 or not member.shards or member.quantized_after_step:
+    previews = isinstance(member.param, QuantizedTensor) and member.param.quantizer.scales_tensor
+    if step == 0 or not (member.shards and previews) or member.quantized_after_step:
         return ratio_after(step, adam_scalars(member.group, 1))
     _, exp_avg, exp_avg_sq = member.codecs
     if not (exp_avg.exact and exp_avg_sq.exact):

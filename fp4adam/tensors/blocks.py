@@ -1,5 +1,6 @@
 """Block arithmetic: sizes rounded up to blocks, and views and strips of whole blocks."""
 
+import functools
 import math
 from collections.abc import Iterator
 
@@ -38,3 +39,24 @@ def blocks_of(x: Tensor, block: tuple[int, int]) -> Tensor:
 def in_blocks(span: slice, block: int) -> slice:
     """The slice of blocks that covers the rows ``span``, which starts at a block boundary."""
     return slice(span.start // block, -(-span.stop // block))
+
+
+@functools.lru_cache(maxsize=4096)
+def blocks_of_parts(
+    rows: int, block: int, part_rows: int, part_blocks: int, device: torch.device
+) -> Tensor:
+    """For each block of rows, the index of its entry among those of consecutive parts, int64.
+
+    Each part has an entry for every block that it overlaps, the parts' ends may cut blocks.
+
+    Args:
+        rows: Number of rows.
+        block: Rows of a block.
+        part_rows: Rows of a part.
+        part_blocks: Number of entries that each part has room for.
+        device: Where to put the indices.
+    """
+    number = torch.arange(-(-rows // block), device="cpu")
+    part = number * block // part_rows
+    index = part * part_blocks + number - part * part_rows // block
+    return index.to(device, non_blocking=True)

@@ -1,6 +1,7 @@
 """The base class of block-scaled formats: their properties, and their encode and decode steps."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.tensors import backend
-from fp4adam.tensors.blocks import flat_shape
+from fp4adam.tensors.blocks import blocks_of_parts, flat_shape
 from fp4adam.tensors.storage import Storage
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ class Quantizer:
     scales_blocks: ClassVar[bool] = True
     # Whether GEMMs read scales in a swizzled layout rather than as in ``rowwise_scale_inv``.
     swizzles_scales: ClassVar[bool] = True
+    # Whether step kernels take shards that share blocks with other ranks.
+    steps_cut_blocks: ClassVar[bool] = False
     # Number of rows of ``rowwise_scale_inv`` per row of square blocks.
     rows_per_square: ClassVar[int] = 1
 
@@ -275,18 +278,29 @@ class Quantizer:
         decode, operator = self.decoders()
         return (decode if backend.runs_eagerly(stored[0]) else operator)(*stored, dtype, after)
 
-    def read_into(self, tensors: Storage, out: Tensor) -> None:
-        """Decode ``tensors`` into ``out``, a contiguous [rows, cols] matrix.
+    def decoder(self, tensors: Storage, out: Tensor) -> Callable[[], None]:
+        """A function that decodes ``tensors`` into ``out``, a contiguous [rows, cols] matrix.
 
-        Codes and scales of square or rowwise blocks may be stacks [parts, ...] of consecutive parts
-        of the rows, such as gathered shards. Rows past the end of ``out`` are ignored.
+        Each call decodes anew, and the memory of ``out`` and of codes and scales may have been
+        reallocated in between. Codes and scales of square or rowwise blocks may be stacks [parts,
+        ...] of consecutive parts of the rows, such as gathered shards; a block that is cut has a
+        scale in both. Rows past the end of ``out`` are ignored.
         """
+        decode = None
         # A format of one's own may decode in another way.
         if backend.uses_kernels(out.device) and type(self).read is Quantizer.read:
-            return self.kernels().dequantize(*self.stored(tensors), out)
-        inner = tensors.existing().items()
-        whole = {name: x.flatten(0, 1) if x.dim() == 3 else x for name, x in inner}
-        out.copy_(self.read(Storage(**whole), out.dtype)[: len(out)])
+            decode = self.kernels().decoder(*self.stored(tensors), out)
+        return decode or functools.partial(self._read_into, tensors, out)
+
+    def _read_into(self, tensors: Storage, out: Tensor) -> None:
+        whole = {}
+        for name, inner in tensors.existing().items():
+            if inner.dim() == 3:
+                part = tensors.rowwise_data.shape[1], inner.shape[1]
+                index = blocks_of_parts(len(out), self.rows_per_entry[name], *part, inner.device)
+                inner = inner.flatten(0, 1)[index]
+            whole[name] = inner
+        out.copy_(self.read(Storage(**whole), out.dtype))
 
     def stored(self, tensors: Storage) -> tuple:
         """What decoding takes: codes, scales, and how these are laid out."""

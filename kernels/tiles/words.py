@@ -21,12 +21,14 @@ from fp4adam.kernels.launch.tensor_table import tile_offsets, tile_start
 WORDS = 256
 
 
-def word_launcher(kernel: Any) -> Callable[..., None]:
-    """A function that launches a dequantize kernel, with the launch cached per shape.
+def word_decoder(kernel: Any) -> Callable[..., Callable[[], None]]:
+    """A function that makes decoders from a dequantize kernel, with launches cached per shape.
 
     It takes codes, scales and amax as the kernel does, ``out`` [rows, cols], the strides of the
     scales within a part, and constexprs of the kernel. Codes are [rows, ...], or a stack [parts,
-    rows of a part, ...] with scales [parts, ...], which may have gaps between parts.
+    rows of a part, ...] with scales [parts, ...], which may have gaps between parts; a block that
+    a part cuts has a scale in both. A decoder takes nothing. It launches the kernel on these
+    tensors, whose memory may have been reallocated since, with the same alignment.
     """
 
     @functools.lru_cache(maxsize=4096)
@@ -38,23 +40,25 @@ def word_launcher(kernel: Any) -> Callable[..., None]:
         dtype: torch.dtype,
         device: int | None,
         aligned: tuple[bool, ...],
-        **constexprs: bool,
+        **constexprs: Any,
     ) -> Launch:
         n_words = rows * cols // 8
         fixed = n_words, cols // 8, *strides, *parts
         constexprs |= {"PARTED": parts[0] > 0, "N": WORDS}
         return Launch(kernel, triton.cdiv(n_words, WORDS), fixed, constexprs)
 
-    def run(data: Tensor, *scales: Tensor, out: Tensor, strides: tuple, **constexprs: bool) -> None:
+    def decoder(
+        data: Tensor, *scales: Tensor, out: Tensor, strides: tuple, **constexprs: Any
+    ) -> Callable[[], None]:
         parts = 0, 0, 0
         if data.dim() == 3:
             _, rows, row_bytes = data.shape
             parts = rows, data.stride(0) - rows * row_bytes, scales[0].stride(0)
         # Dtype, device and alignments are part of the key, because they need different kernels.
         same = *out.shape, strides, parts, out.dtype, out.device.index, alignment(*scales)
-        launch(*same, **constexprs)(data, *scales, out)
+        return functools.partial(launch(*same, **constexprs), data, *scales, out)
 
-    return run
+    return decoder
 
 
 def are_aligned(data: Tensor) -> bool:
@@ -63,10 +67,14 @@ def are_aligned(data: Tensor) -> bool:
 
 
 @triton.jit
-def part_of(row, rows_per_part, PARTED: tl.constexpr):
-    """The part of each row, int64, and the row within it; part 0 for all rows unless PARTED."""
+def part_of(row, rows_per_part, BLOCK: tl.constexpr, PARTED: tl.constexpr):
+    """The part of each row, int64, and the row's block of BLOCK rows within it, int64.
+
+    Unless PARTED, all rows are in part 0. Parts may cut blocks, and both have a cut one then.
+    """
     part = row // rows_per_part if PARTED else tl.zeros_like(row)
-    return part.to(tl.int64), row - part * rows_per_part
+    first = part * rows_per_part
+    return part.to(tl.int64), (row // BLOCK - first // BLOCK).to(tl.int64)
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from fp4adam import (
 )
 from fp4adam.distributed.dtensor import like, local
 from fp4adam.distributed.fsdp import gather_codes
+from fp4adam.kernels import float8_block_step
 from fp4adam.tensors import backend
 from ranks import all_ranks, home, run_ranks
 
@@ -237,6 +238,34 @@ def test_kernels_have_the_bits_of_one_process(recipe, world_size):
     run(step_by_kernels, world_size, rows, 32, recipe, {})
 
 
+def step_cut_blocks(rank: int, options: dict) -> None:
+    """Rows 128 to 191 of the first weight are one block row of two shards, as are all of the other.
+
+    One pass steps the rest.
+    """
+    launched = []
+    make = float8_block_step.StepLaunch.__init__
+
+    def note(launch, kind, tensors):
+        make(launch, kind, tensors)
+        if kind.groups:
+            whole, masked, shared = float8_block_step.step_tiles(tensors.shapes, tensors.cuts)
+            launched.append((len(whole) + len(masked), len(shared)))
+
+    float8_block_step.StepLaunch.__init__ = note
+    step_by_kernels(rank, 320, 16, "float8block", options)
+    assert launched == [(1, 1 + 3)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"amsgrad": True, "adam_w_mode": False}, marks=pytest.mark.exhaustive)],
+    ids=str,
+)
+def test_blocks_that_shards_cut_are_quantized_after_the_exchange(options):
+    run(step_cut_blocks, 2, options)
+
+
 def clip_in_parallel(rank: int) -> None:
     whole, sharded = build(64, 32, "nvfp4"), build(64, 32, "nvfp4")
     whole[0].bias.requires_grad_(False)
@@ -320,7 +349,7 @@ def train_variant(rank: int, recipe: str, rows: int, variant: str) -> None:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh, **options)
     fully_shard(sharded, mesh=mesh, **options)
-    if variant == "prefetched":
+    if "prefetched" in variant:
         sharded[0].set_modules_to_forward_prefetch([sharded[2]])
         sharded[2].set_modules_to_backward_prefetch([sharded[0]])
         sharded.set_unshard_in_backward(True)
@@ -380,6 +409,7 @@ def gathered_layers(model: nn.Module) -> list[dict[str, Tensor]]:
         pytest.param("recomputed", 2, marks=pytest.mark.exhaustive),
         ("hybrid", 4),
         pytest.param("hybrid, accumulated", 4, marks=pytest.mark.exhaustive),
+        pytest.param("hybrid, prefetched", 4, marks=pytest.mark.exhaustive),
         pytest.param("hybrid, recomputed", 4, marks=pytest.mark.exhaustive),
     ],
 )
@@ -439,6 +469,14 @@ def shard_otherwise(rank: int) -> None:
             fully_shard(build(64, 32, quantizer), mesh=mesh)
     with pytest.raises(ValueError, match="must be sharded along its first dimension"):
         fully_shard(build(64, 32, "nvfp4"), mesh=mesh, shard_placement_fn=lambda _: Shard(1))
+    for recipe in ("nvfp4", WITH_GEMM_SCALES["mxfp8"]):
+        model = build(64, 32, recipe)
+        for layer in (model[0], model[2]):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=2)
+        fully_shard(model, mesh=mesh, reshard_after_forward=2)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"reshard_after_forward .* '0\.weight', got 2:"):
+                model(torch.ones(8, 32, device=home()))
     plain = build(64, 32, None)
     fully_shard(plain, mesh=mesh)
     with pytest.raises(ValueError, match="layer '0' must be whole.*fully_shard after"):
@@ -448,7 +486,7 @@ def shard_otherwise(rank: int) -> None:
 
 
 def test_what_cannot_be_sharded_is_refused_on_every_rank():
-    run(shard_otherwise, 2)
+    run(shard_otherwise, 4)
 
 
 def count_collectives(rank: int) -> None:

@@ -1,6 +1,7 @@
 """Tensor parallelism gives the bits of one process, alone and under FSDP2."""
 
 import copy
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from fp4adam import (
     export_checkpoint,
     quantize_model,
 )
+from fp4adam.distributed import tensor_parallel
 from fp4adam.distributed.dtensor import like, local, part_for
 from fp4adam.distributed.tensor_parallel import gather_whole
 from fp4adam.tensors import backend
@@ -42,6 +44,7 @@ from test_fsdp import OPTIONS, fixed_grads
 
 RECIPES: dict[str, tuple[Any, int]] = {
     "nvfp4": ("nvfp4", 32),
+    "nvfp4, cut by FSDP2": ("nvfp4", 16),
     "nvfp4, rowwise": (NVFP4Quantizer(columnwise=False), 32),
     "nvfp4, for GEMMs": (NVFP4Quantizer(optimize_for_gemm=True), 32),
     "mxfp8": ("mxfp8", 64),
@@ -164,7 +167,7 @@ def step_in_parallel(rank: int, names: list[str], parallel: int, by_kernels: boo
     "world_size, names",
     [
         (2, ["nvfp4", "mxfp8", "float8block"]),
-        (4, ["nvfp4"]),
+        (4, ["nvfp4", "nvfp4, cut by FSDP2"]),
         pytest.param(4, [*RECIPES], marks=pytest.mark.exhaustive),
     ],
 )
@@ -299,8 +302,7 @@ def count_collectives(rank: int, parallel: int) -> None:
         set_grads(model, fixed_grads(build(None, 32), step))
         with CommDebugMode() as mode:
             optimizer.step()
-        n_dims = 1 if parallel == dist.get_world_size() else 2
-        assert dict(mode.get_comm_counts()) == {torch.ops.c10d.allreduce_: n_dims}
+        assert dict(mode.get_comm_counts()) == {torch.ops.c10d.allreduce_: 1}
     model = distribute(build("mxfp8", 64), parallel)
     optimizer = FP4Adam(model.parameters(), **OPTIONS)
     set_grads(model, fixed_grads(build(None, 64), 0))
@@ -310,7 +312,7 @@ def count_collectives(rank: int, parallel: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_one_collective_per_step_and_dimension_of_the_mesh(world_size):
+def test_one_collective_per_step(world_size):
     run_ranks(count_collectives, world_size, 2)
 
 
@@ -422,6 +424,25 @@ def misuse(rank: int) -> None:
     with pytest.raises(ValueError, match="must be whole"):
         distribute_tensor(weight, grid, [Shard(1), Shard(0)])
     dist.barrier()
+
+
+def test_a_torch_that_divides_tensors_otherwise_is_refused():
+    class Renamed:
+        def shard_tensor(self, tensor, mesh, mesh_dim, src_data_rank=0): ...
+
+    class Changed:
+        def _shard_tensor(self, tensor, mesh, mesh_dim): ...
+
+    for kind, names in ((Renamed, r"\[\]"), (Changed, "mesh_dim'\\]")):
+        with pytest.raises(NotImplementedError, match=f"got .*{names} in torch"):
+            tensor_parallel._keep_parts_quantized(kind)
+    # Tensors are divided by the function that is wrapped, on each rank.
+    tensor_parallel._keep_parts_quantized(Shard)
+    assert hasattr(Shard._shard_tensor, "__wrapped__")
+    wrapped = Shard._shard_tensor
+    tensor_parallel._keep_parts_quantized(Shard)
+    assert Shard._shard_tensor is wrapped
+    assert "._shard_tensor(" in inspect.getsource(Shard._make_shard_tensor)
 
 
 def test_what_does_not_fit_is_refused_on_every_rank():

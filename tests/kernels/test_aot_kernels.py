@@ -13,7 +13,7 @@ CAPABILITIES = (90, 100, 120)
 LAUNCHED_MOST = (
     r"adam (fp32|bf16 with master)$|amax preview again=False$|(nvfp4|mxfp8) step .*swizzled=\w+$"
     r"|float8 (step|delayed step|delayed amax)$"
-    r"|float8block \w+ masked=False$|(nvfp4|mxfp8) step .* FP8 states, FP16 masters$"
+    r"|float8block (\w+ masked=False|cut \w+)$|(nvfp4|mxfp8) step .* FP8 states, FP16 masters$"
     r"|partial \w+ codes fp32 whole=True|step scalars|grad norm 2 bf16|dequantize words"
     r"|quantize vectors fp32"
 )
@@ -188,6 +188,22 @@ def step_jobs(codecs):
                 num_warps=tile.num_warps,
                 maxnreg=registers,
             )
+    if codecs == PLAIN:
+        shape = {"BR": float8_block_step.CUT_PART.rows, "BC": float8_block_step.CUT_PART.cols}
+        options = {"num_warps": float8_block_step.CUT_PART.num_warps, "maxnreg": registers}
+        listed = {name: kind for name, kind in TABLES.items() if name != "scalars"}
+        jobs["float8block cut step"] = job(
+            "float8_block_step._adam_step_cut_kernel",
+            {**TABLES, "amaxes": "*fp32"},
+            {**variant(codecs), **shape},
+            **options,
+        )
+        jobs["float8block cut codes"] = job(
+            "float8_block_step._quantize_cut_kernel",
+            {**listed, "amaxes": "*fp32", "epsilon": "fp32"},
+            {**variant(codecs), "LARGEST": FP32_MAX, "POW_2": True, **shape},
+            **options,
+        )
     return {f"{name}{STATE_CODECS[codecs]}": found for name, found in jobs.items()}
 
 
@@ -394,10 +410,12 @@ def kernel_jobs():
     types = {"data_ptr": "*u8", "scale_ptr": "*u8", "out_ptr": "*bf16"}
     amax = {"data_ptr": "*u8", "scale_ptr": "*u8", "amax_ptr": "*fp32", "out_ptr": "*bf16"}
     fp32 = {**types, "scale_ptr": "*fp32"}
+    float8_words = {name: kind for name, kind in {**amax, **words}.items() if "scale" not in name}
     for name, signature, options in (
         ("nvfp4", {**amax, **words}, {"SQUARE": True}),
         ("mxfp8", {**types, **words}, {"ROWWISE": True}),
         ("float8_block", {**fp32, **words, "stride_scale_col": "i32"}, {"SQUARE": True}),
+        ("float8", float8_words, {"EPSILON": 0.0, "POW_2": True}),
     ):
         for parted in (False, True):
             jobs[f"dequantize words {name} parted={parted}"] = job(
@@ -440,6 +458,7 @@ def test_kernels_compile_to_exact_and_wide_code_without_spills(sm, forms):
 
     loads = r"^ld\.global\.v4|^ld\.global\.v2\.b64|^cp\.async\.cg"
     wide = ["adam fp32", "adam bf16 with master", "float8 step", "float8 delayed step"]
+    wide += ["float8block cut step"]
     for swizzled in (False, True):
         wide += [f"{name} swizzled={swizzled}" for name in ("nvfp4 step square=True", "mxfp8 step")]
     wide += [f"partial {name} codes fp32 whole=True" for name in ("mxfp8", "float8block")]

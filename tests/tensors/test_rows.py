@@ -197,22 +197,27 @@ def test_the_default_device_does_not_matter(quantizer, default):
         assert a.device == b.device and torch.equal(a, b)
 
 
-def in_parts(inner: Tensor, rows: int, n: int, gap: int) -> Tensor:
-    """``rows`` rows each in ``n`` parts of one buffer, apart from each other; copies, 3-dim."""
-    size = rows * inner[0].nbytes + gap
-    buffer = torch.full((n * size,), 255, dtype=torch.uint8, device=inner.device).view(inner.dtype)
-    strides = size // inner.itemsize, *inner.stride()
-    parts = buffer.as_strided((n, rows, *inner.shape[1:]), strides)
-    for part, value in zip(parts, inner.split(rows), strict=True):
-        part[: len(value)] = value
+def in_parts(inner: Tensor, per_entry: int, part: int, n_parts: int, gap: int) -> Tensor:
+    """A stack of the entries that each part of so many rows overlaps, with bytes in between."""
+    spans = [(i * part // per_entry, -(-(i + 1) * part // per_entry)) for i in range(n_parts)]
+    values = [inner[start:stop] for start, stop in spans]
+    most = max(map(len, values))
+    width = most * inner[0].numel() + gap // inner.itemsize
+    buffer = torch.full((n_parts * width * inner.itemsize,), 255, dtype=torch.uint8)
+    buffer = buffer.to(inner.device).view(inner.dtype)
+    strides = width, *inner[:1].stride()
+    parts = buffer.as_strided((n_parts, most, *inner.shape[1:]), strides)
+    for stack, value in zip(parts, values, strict=True):
+        stack[: len(value)] = value
     return parts
 
 
 @pytest.mark.parametrize("gap", [0, 16, 4])
 @pytest.mark.parametrize("path", ["operators", "kernels"])
+@pytest.mark.parametrize("blocks", [2, 1.25])
 @every_quantizer
-def test_rows_in_parts_are_decoded_as_in_one(quantizer, path, gap, device, monkeypatch):
-    """The last part has rows that the matrix does not."""
+def test_rows_in_parts_are_decoded_as_in_one(quantizer, blocks, path, gap, device, monkeypatch):
+    """The last part has rows that the matrix does not, or parts cut blocks."""
     monkeypatch.setattr(backend, "uses_kernels", lambda d: path == "kernels")
     block = quantizer.block_rows
     tensor = quantizer.quantize(randn((5 * block, 64)).to(device))
@@ -221,11 +226,21 @@ def test_rows_in_parts_are_decoded_as_in_one(quantizer, path, gap, device, monke
         names[1] = "block_scale_inv"
     if not quantizer.scales_blocks:
         names.pop()
-    parts = {"amax": tensors.amax}
+    parts, part = {"amax": tensors.amax}, int(blocks * block)
     for name in names:
-        entries = 2 * block // quantizer.rows_per_entry[name]
-        inner = getattr(tensors, name)[: 5 * entries // 2 + 5 * entries % 2]
-        parts[name] = in_parts(inner.contiguous(), entries, 3, gap)
+        per_entry = quantizer.rows_per_entry[name]
+        inner = getattr(tensors, name)[: 5 * block // per_entry].contiguous()
+        parts[name] = in_parts(inner, per_entry, part, -(-5 * block // part), gap)
     out = torch.empty(5 * block, 64, dtype=torch.bfloat16, device=device)
-    quantizer.read_into(Storage(**parts), out)
+    decode = quantizer.decoder(Storage(**parts), out)
+    decode()
+    assert torch.equal(out, tensor.dequantize(torch.bfloat16))
+    # Memory is freed and reallocated between passes.
+    data, storage = parts["rowwise_data"].clone(), parts["rowwise_data"].untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    storage.resize_(size)
+    parts["rowwise_data"].copy_(data)
+    out.zero_()
+    decode()
     assert torch.equal(out, tensor.dequantize(torch.bfloat16))
