@@ -98,7 +98,8 @@ class NVFP4Encoding(Encoding):
 
     Args:
         tensor_scale: Name of the scale of the tensor.
-        divides: Whether it is 2688 / amax (values are divided by it) rather than amax / 2688.
+        divides: Whether values are divided by it rather than multiplied. For an amax that maps to a
+            block scale of 448 it is 2688 / amax or amax / 2688.
     """
 
     tensor_scale: str = "weight_scale_2"
@@ -122,14 +123,14 @@ class NVFP4Encoding(Encoding):
         return {
             self.codes: weight.rowwise_data,
             self.scale: scale.view(E4M3),
-            self.tensor_scale: self._scale_of(weight._amax.cpu()).reshape(shape).to(scale.device),
+            self.tensor_scale: self._scale_of(weight).reshape(shape).to(scale.device),
         }
 
     def _read(self, codes: Tensor, scale: Tensor, factor: Tensor) -> Tensor:
         """Values of codes, as readers compute them from block scales and the tensor's."""
         return codes * (scale / factor if self.divides else scale * factor)
 
-    def _scale_of(self, amax: Tensor) -> Tensor:
+    def _scale_of(self, weight: QuantizedTensor) -> Tensor:
         """A tensor scale with which readers decode every code to the same BF16 value.
 
         They multiply in another order. With the nearest scale, one tensor in ten thousand would
@@ -137,9 +138,11 @@ class NVFP4Encoding(Encoding):
         in 128 amaxes that are BF16 numbers themselves, values lie halfway between two BF16 numbers
         and no scale will do: some of them become the other one with any.
         """
+        amax, own = weight._amax.cpu(), weight.quantizer
         if amax == 0:
             return torch.ones(1)  # all codes and block scales are zero
-        tensor = NVFP4Quantizer(two_dimensional=False, columnwise=False).make_empty((128, 16))
+        quantizer = NVFP4Quantizer(True, False, False, own.adaptive, own.bound)
+        tensor = quantizer.make_empty((128, 16))
         # A row with every code for every block scale (0x7F is NaN).
         tensor._rowwise_data[:] = minifloat.pack_e2m1(torch.arange(16, dtype=torch.uint8))
         tensor._rowwise_scale_inv[:, 0] = torch.arange(128).clamp_(max=0x7E)
@@ -147,7 +150,7 @@ class NVFP4Encoding(Encoding):
         expected = tensor._read(torch.bfloat16)
         codes = minifloat.unpack_e2m1(tensor._rowwise_data)
         scale = minifloat.e4m3_value(tensor._rowwise_scale_inv[:, :1])
-        value = torch.full_like(amax, nvfp4.RANGE)
+        value = torch.full_like(amax, quantizer.largest_value)
         value = value / amax if self.divides else amax / value
         fewest, best = expected.numel(), None
         for steps in (0, 1, -1, 2, -2, 3, -3):
@@ -177,7 +180,7 @@ class NVFP4Encoding(Encoding):
         _check_scales(self.scale, scale <= 0x7E, stored[self.scale].float())
         _check_scales(self.tensor_scale, factor.isfinite() & (factor > 0), factor)
         out._rowwise_data.copy_(stored[self.codes])
-        ratio = torch.full_like(factor, nvfp4.RANGE)
+        ratio = torch.full_like(factor, out.quantizer.largest_value)
         rounded = ratio / factor if self.divides else factor * ratio
         # The scale may have been changed without the header.
         is_its = amax is not None and (
