@@ -152,9 +152,13 @@ class NVFP4Quantizer(SquareBlockQuantizer):
         return scale
 
     def scales_of_blocks(
-        self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
+        self,
+        amaxes: Tensor,
+        tensor_amax: Tensor | None,
+        dtype: torch.dtype,
+        four: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return self._block_scales(amaxes, tensor_amax)
+        return self._block_scales(amaxes, tensor_amax, four)
 
     def codes(self, x: Tensor) -> Tensor:
         return minifloat.e2m1_code(x)
