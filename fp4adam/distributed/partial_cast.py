@@ -199,6 +199,18 @@ class PartialCast:
                 whole.append((dataclasses.replace(shard, start=first, stop=last), part))
         self._compare(whole)
 
+    @property
+    def cut_strips(self) -> list[tuple[tuple[int, int], dict[int, Tensor]] | None]:
+        """Per adaptive weight the number of its rows of blocks and of the elements in each, and by
+        row the magnitudes in those that are cut; None for other weights.
+        """
+        return [
+            ((shard.grid_shape("rowwise")[0], shard.strip_numel), shard.strips)
+            if shard.is_adaptive
+            else None
+            for shard in self._shards
+        ]
+
     def _compare(self, parts: list[tuple[Shard, Tensor]]) -> None:
         """Write the choices of blocks in whole rows of blocks."""
         if not parts:
