@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp4adam.kernels.four_over_six import adaptive_codes, per_element
 from fp4adam.kernels.launch.launch import on_its_device
 from fp4adam.kernels.launch.tensor_table import (
     Storage,
@@ -49,6 +50,17 @@ def nvfp4_scale(block_amax, amax):
 
 
 @triton.jit
+def _codes(blocks, block_amax, amax, FORM: tl.constexpr, USAGE: tl.constexpr):
+    """Scales (uint8) and codes of blocks; FORM: as for :func:`adaptive_codes`."""
+    if USAGE.adaptive is None:
+        scale, factor = nvfp4_scale(block_amax, amax)
+        code = e2m1_code(blocks * per_element(factor, FORM))
+    else:
+        scale, code = adaptive_codes(blocks, block_amax, amax, FORM, USAGE.adaptive, USAGE.bound)
+    return scale, code
+
+
+@triton.jit
 def _amax(x, AXIS: tl.constexpr):
     """Largest magnitude along an axis, ignoring NaN; 0 if all elements are NaN."""
     amax = tl.max(tl.abs(x), AXIS)
@@ -72,6 +84,7 @@ def nvfp4_tile(
 
     USAGE.square: one scale per 16x16 block for both directions, in the grid at
     storage.rowwise_scale; else one per 16 elements of each direction, in padded rows.
+    USAGE.adaptive, USAGE.bound: how scales are chosen.
     USAGE.swizzled: also store swizzled scales, except for square blocks, whose scales the caller
     passes to :func:`store_square_scales`.
     Returns block amaxes, words of codes [BR, BC / 8], and scales: [BR / 16, BC / 16] of square
@@ -81,8 +94,7 @@ def nvfp4_tile(
     if USAGE.square:
         blocks = tl.reshape(x, (BR // 16, 16, BC // 16, 16))
         block_amax = _amax(_amax(blocks, 3), 1)
-        scale, factor = nvfp4_scale(block_amax, amax)
-        code = e2m1_code(blocks * factor[:, None, :, None])
+        scale, code = _codes(blocks, block_amax, amax, "square", USAGE)
         words = pack_words(tl.reshape(code, (BR, BC)), 4, BR, BC)
         grid = storage.rowwise_scale + tile_start(row // 16, col // 16, cols // 16)
         tl.store(grid + tile_offsets(cols // 16, BR // 16, BC // 16), scale)
@@ -92,8 +104,7 @@ def nvfp4_tile(
         if USAGE.rowwise:
             blocks = tl.reshape(x, (BR, BC // 16, 16))
             block_amax = _amax(blocks, 2)
-            scale, factor = nvfp4_scale(block_amax, amax)
-            code = e2m1_code(blocks * factor[:, :, None])
+            scale, code = _codes(blocks, block_amax, amax, "row", USAGE)
             words = pack_words(tl.reshape(code, (BR, BC)), 4, BR, BC)
             store_words(storage.rowwise_data, row, col // 8, cols // 8, words, BR, BC // 8)
             width = (cols // 16 + 3) // 4 * 4
@@ -104,10 +115,9 @@ def nvfp4_tile(
         if USAGE.columnwise:
             blocks = tl.reshape(x, (BR // 16, 16, BC))
             column_amax = _amax(blocks, 1)
-            scale, factor = nvfp4_scale(column_amax, amax)
+            scale, code = _codes(blocks, column_amax, amax, "column", USAGE)
             if not USAGE.rowwise:
                 block_amax = column_amax
-            code = e2m1_code(blocks * factor[:, None, :])
             words = pack_words(tl.reshape(code, (BR, BC)), 4, BR, BC)
     return block_amax, words, scale
 
@@ -224,6 +234,7 @@ def _dequantize_kernel(
     stride_out_row,
     stride_out_col,
     SQUARE: tl.constexpr,
+    BOUND: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
@@ -242,8 +253,7 @@ def _dequantize_kernel(
     scale_row = (r // 16 if SQUARE else r).to(tl.int64)
     scale_ptrs = scale_row[:, None] * stride_scale_row + block[None, :] * stride_scale_col
     scale = tl.load(scale_ptr + scale_ptrs)
-    # The last factor is 1 / 2688 = 1 / (6 * 448).
-    factor = (e4m3_value(scale) * tl.load(amax_ptr)) * 0.00037202380952380951
+    factor = (e4m3_value(scale) * tl.load(amax_ptr)) * (1.0 / (6.0 * BOUND))
     value = tl.reshape(e2m1_value(code), (BR, BC // 16, 16)) * factor[:, :, None]
     out = r.to(tl.int64)[:, None] * stride_out_row + c.to(tl.int64)[None, :] * stride_out_col
     value = tl.reshape(value, (BR, BC))
@@ -263,6 +273,7 @@ def _dequantize_words_kernel(
     data_gap,
     scale_part,
     SQUARE: tl.constexpr,
+    BOUND: tl.constexpr,
     PARTED: tl.constexpr,
     N: tl.constexpr,
 ):
@@ -276,7 +287,7 @@ def _dequantize_words_kernel(
     packed = tl.load(words, inside, 0)
     scales = scale_ptr + part * scale_part + scale_row * stride_scale_row + i // 2
     scale = tl.load(scales, inside, 0)
-    factor = (e4m3_value(scale) * tl.load(amax_ptr)) * 0.00037202380952380951
+    factor = (e4m3_value(scale) * tl.load(amax_ptr)) * (1.0 / (6.0 * BOUND))
     code = (packed[:, None] >> (4 * tl.arange(0, 8))[None, :]) & 0xF
     value = round_to(e2m1_value(code) * factor[:, None], out_ptr.dtype.element_ty)
     tl.store(out_ptr + word_offsets(word), value, inside[:, None])
@@ -305,11 +316,13 @@ def quantize(
     columnwise_scale: Tensor | None,
     amax: Tensor,
     two_dimensional: bool,
+    adaptive: str | None,
+    bound: int,
 ) -> None:
     """Quantize the matrix ``x`` [rows, cols] (contiguous, multiples of 16) into storage.
 
     ``rowwise_scale`` is the grid of 16x16 blocks if ``two_dimensional``. ``amax``: float32 [1], an
-    input.
+    input. ``adaptive``, ``bound``: as in ``NVFP4Quantizer``.
     """
     rows, cols = x.shape
     tile_rows, tile_cols = divisor_tile(rows, 64, BLOCK), divisor_tile(cols, 64, BLOCK)
@@ -324,7 +337,13 @@ def quantize(
         rows,
         cols,
         cols // tile_cols,
-        USAGE=Usage(rowwise_data is not None, columnwise_data is not None, two_dimensional),
+        USAGE=Usage(
+            rowwise_data is not None,
+            columnwise_data is not None,
+            two_dimensional,
+            adaptive=adaptive,
+            bound=bound,
+        ),
         BR=tile_rows,
         BC=tile_cols,
         enable_fp_fusion=False,
@@ -337,6 +356,7 @@ def decoder(
     amax: Tensor,
     two_dimensional: bool,
     transposed: bool,
+    bound: int,
     out: Tensor,
 ) -> Callable[[], None] | None:
     """A function that decodes packed codes [rows, cols / 2] into ``out`` whenever it is called.
@@ -346,8 +366,8 @@ def decoder(
     """
     if transposed or not are_aligned(data):
         return None
-    strides = (scale.stride(-2),)
-    return _words_decoder(data, scale, amax, out=out, strides=strides, SQUARE=two_dimensional)
+    options = dict(SQUARE=two_dimensional, BOUND=bound)
+    return _words_decoder(data, scale, amax, out=out, strides=(scale.stride(-2),), **options)
 
 
 @on_its_device
@@ -357,12 +377,13 @@ def dequantize(
     amax: Tensor,
     two_dimensional: bool,
     transposed: bool,
+    bound: int,
     out: Tensor,
 ) -> None:
     """Decode packed codes [rows, cols / 2] into ``out``; transposed codes give [cols, rows]."""
     if not out.numel():
         return
-    if decode := decoder(data, scale, amax, two_dimensional, transposed, out):
+    if decode := decoder(data, scale, amax, two_dimensional, transposed, bound, out):
         return decode()
     rows, cols = (out.t() if transposed else out).shape
     tile_rows, tile_cols = divisor_tile(rows, 64, BLOCK), divisor_tile(cols, 64, BLOCK)
@@ -378,6 +399,7 @@ def dequantize(
         *scale.stride(),
         *(out.stride() if not transposed else out.t().stride()),
         SQUARE=two_dimensional,
+        BOUND=bound,
         BR=tile_rows,
         BC=tile_cols,
         enable_fp_fusion=False,

@@ -183,7 +183,9 @@ def adam_step(
     """
     forms = step_tile(usage.square, variant.codecs), EDGE_TILE[has_scales(*variant.codecs)]
     parts = slice(0, n_whole), slice(n_whole, tiles.shape[0])
-    most = step_registers(variant.codecs, usage.square and usage.swizzled)
+    # Adaptive scales need more than the limit.
+    is_limited = usage.square and usage.swizzled and usage.adaptive is None
+    most = step_registers(variant.codecs, is_limited)
     return [
         Launch(
             _adam_step_kernel,

@@ -35,6 +35,7 @@ from fp4adam.kernels.launch.tensor_table import (
 )
 from fp4adam.kernels.mxfp8 import mxfp8_scale
 from fp4adam.kernels.nvfp4 import nvfp4_scale
+from fp4adam.kernels.four_over_six import adaptive_scale, choose
 from fp4adam.kernels.tiles.bfloat16 import round_through, to_float32
 from fp4adam.kernels.tiles.e2m1 import e2m1_code
 from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_words
@@ -56,12 +57,14 @@ COLUMNS = {
     "amax": 10,
     "rows": 11,
     "cols": 12,
+    "choices": 13,
 }
 START = tl.constexpr(0)
 STOP = tl.constexpr(1)
 TENSOR_AMAX = tl.constexpr(3)
 ROWWISE_AMAX = tl.constexpr(4)
 COLUMNWISE_AMAX = tl.constexpr(5)
+CHOICES = tl.constexpr(13)
 
 # Unmasked and masked tiles, processed in parts of ``rows`` rows; masks need registers.
 TILES = {
@@ -212,6 +215,8 @@ def _scales_kernel(
     FORMAT: tl.constexpr,
     LARGEST: tl.constexpr,
     POW_2: tl.constexpr,
+    ADAPTIVE: tl.constexpr,
+    BOUND: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """The scales of all blocks of the matrices, including blocks outside of the shards.
@@ -220,7 +225,7 @@ def _scales_kernel(
 
     Grid: (n_chunks,). Tile: CHUNK blocks. table: int64 [n_tensors, 19]. chunks: int32
     [n_chunks, 4], (tensor, first block, 1 for columnwise blocks, 0). epsilon, LARGEST, POW_2: for
-    Float8Block. Reads 4 bytes per block, writes 1 or 4.
+    Float8Block. ADAPTIVE, BOUND: for NVFP4. Reads 4 bytes per block, or 8, writes 1 or 4.
     """
     chunk = chunks + 4 * tl.program_id(0)
     tensor, first = tl.load(chunk), tl.load(chunk + 1)
@@ -244,7 +249,12 @@ def _scales_kernel(
     inside = block < numel
     amax = tl.load(grid.to(tl.pointer_type(tl.float32)) + block, inside, 0.0)
     if FORMAT == "nvfp4":
-        scale, _ = nvfp4_scale(amax, tensor_amax)
+        if ADAPTIVE is None:
+            scale, _ = nvfp4_scale(amax, tensor_amax)
+        else:
+            choices = _pointer(table, tensor, CHOICES, tl.float32, False)
+            four = tl.load(choices + block, inside, 0.0) > 0
+            scale, _ = adaptive_scale(amax, tensor_amax, four, BOUND)
         tl.store(out.to(tl.pointer_type(tl.uint8)) + block, scale, inside)
     elif FORMAT == "mxfp8":
         scale, _ = mxfp8_scale(amax)
@@ -257,11 +267,47 @@ def _scales_kernel(
 
 
 @triton.jit
+def _nvfp4_choices_kernel(
+    table,
+    tiles,
+    VALUE_DTYPE: tl.constexpr,
+    WRITE_DTYPE: tl.constexpr,
+    ADAPTIVE: tl.constexpr,
+    BOUND: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Which of two scales each block has: 1 where the amax of the block maps to 4, else 0.
+
+    Grid: (n_tiles,). Tile: [16, BC]. table: int64 [n_tensors, 19]. tiles: int32 [n_tiles, 4]. Reads
+    a shard of whole blocks (2 or 4 bytes per element) and amaxes, writes 4 bytes per block.
+    """
+    tensor, row, col = load_tile(tiles, 16)
+    cols = size(table, tensor, COLS, 16)
+    ptr = _pointer(table, tensor, VALUE, VALUE_DTYPE, WHOLE)
+    mask = _own(_bounds(table, tensor), row, col, cols, WHOLE, 16, BC)
+    x = _load_value(ptr, row, col, cols, mask, WRITE_DTYPE, 16, BC)
+    block = col // 16 + tl.arange(0, BC // 16)
+    inside = block < cols // 16
+    start = tile_start(row // 16, 0, cols // 16)
+    grid = _pointer(table, tensor, ROWWISE_AMAX, tl.float32, False) + start
+    amax = tl.load(grid + block, inside, 0.0)
+    tensor_amax = tl.load(_pointer(table, tensor, TENSOR_AMAX, tl.float32, False))
+    blocks = tl.reshape(x, (1, 16, BC // 16, 16))
+    four, _, _ = choose(blocks, amax[None, :], tensor_amax, "square", ADAPTIVE, BOUND)
+    four = tl.reshape(four.to(tl.int32), (BC // 16,)).to(tl.float32)
+    out = _pointer(table, tensor, CHOICES, tl.float32, False) + start
+    tl.store(out + block, four, inside)
+
+
+@triton.jit
 def _nvfp4_codes_kernel(
     table,
     tiles,
     VALUE_DTYPE: tl.constexpr,
     WRITE_DTYPE: tl.constexpr,
+    ADAPTIVE: tl.constexpr,
+    BOUND: tl.constexpr,
     WHOLE: tl.constexpr,
     BC: tl.constexpr,
 ):
@@ -281,7 +327,13 @@ def _nvfp4_codes_kernel(
     grid += tile_start(row // 16, 0, cols // 16)
     amax = tl.load(grid + block, block < cols // 16, 0.0)
     tensor_amax = tl.load(_pointer(table, tensor, TENSOR_AMAX, tl.float32, False))
-    _, factor = nvfp4_scale(amax, tensor_amax)
+    if ADAPTIVE is None:
+        _, factor = nvfp4_scale(amax, tensor_amax)
+    else:
+        choices = _pointer(table, tensor, CHOICES, tl.float32, False)
+        choices += tile_start(row // 16, 0, cols // 16)
+        four = tl.load(choices + block, block < cols // 16, 0.0) > 0
+        _, factor = adaptive_scale(amax, tensor_amax, four, BOUND)
     code = e2m1_code(tl.reshape(x, (16, BC // 16, 16)) * factor[None, :, None])
     code = tl.reshape(code, (16, BC))
     if WHOLE:
@@ -474,6 +526,8 @@ def write_scales(
     write_dtype: torch.dtype,
     force_pow_2_scales: bool,
     amax_epsilon: float,
+    adaptive: str | None,
+    bound: int,
 ) -> None:
     """Write scales, and amaxes of tensors, from amaxes; ``chunks``: of SCALES blocks each."""
     if len(chunks):
@@ -484,9 +538,38 @@ def write_scales(
             FORMAT=format,
             LARGEST=torch.finfo(write_dtype).max,
             POW_2=force_pow_2_scales,
+            ADAPTIVE=adaptive,
+            BOUND=bound,
             CHUNK=SCALES,
             enable_fp_fusion=False,
         )
+
+
+@on_its_device
+def write_choices(
+    table: Tensor,
+    tiles: Sequence[Tensor],
+    *,
+    value_dtype: torch.dtype,
+    write_dtype: torch.dtype,
+    adaptive: str,
+    bound: int,
+) -> None:
+    """Write which of two scales the blocks of NVFP4 shards have; ``tiles`` as for `measure`."""
+    dtypes = dict(VALUE_DTYPE=TRITON_DTYPES[value_dtype], WRITE_DTYPE=TRITON_DTYPES[write_dtype])
+    for listed, tile, whole in zip(tiles, TILES["nvfp4"], (True, False), strict=True):
+        if len(listed):
+            _nvfp4_choices_kernel[(len(listed),)](
+                table,
+                listed,
+                **dtypes,
+                ADAPTIVE=adaptive,
+                BOUND=bound,
+                WHOLE=whole,
+                BC=tile.cols,
+                num_warps=tile.num_warps,
+                enable_fp_fusion=False,
+            )
 
 
 @on_its_device
@@ -501,6 +584,8 @@ def write_codes(
     columnwise: bool,
     force_pow_2_scales: bool,
     amax_epsilon: float,
+    adaptive: str | None,
+    bound: int,
 ) -> None:
     """Write the codes of shards, using amaxes; arguments as in `measure` and `write_scales`."""
     dtypes = dict(VALUE_DTYPE=TRITON_DTYPES[value_dtype], WRITE_DTYPE=TRITON_DTYPES[write_dtype])
@@ -509,7 +594,10 @@ def write_codes(
             continue
         grid, options = (len(listed),), dict(num_warps=tile.num_warps, enable_fp_fusion=False)
         if format == "nvfp4":
-            _nvfp4_codes_kernel[grid](table, listed, **dtypes, WHOLE=whole, BC=tile.cols, **options)
+            choice = dict(ADAPTIVE=adaptive, BOUND=bound)
+            _nvfp4_codes_kernel[grid](
+                table, listed, **dtypes, **choice, WHOLE=whole, BC=tile.cols, **options
+            )
         elif format == "mxfp8":
             usage = dict(ROWWISE=rowwise, COLUMNWISE=columnwise)
             _mxfp8_codes_kernel[grid](

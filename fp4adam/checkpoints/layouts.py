@@ -103,7 +103,8 @@ class NVFP4Encoding(Encoding):
 
     Args:
         tensor_scale: Name of the scale of the tensor.
-        divides: Whether it is 2688 / amax (values are divided by it) rather than amax / 2688.
+        divides: Whether values are divided by it rather than multiplied. For an amax that maps to a
+            block scale of 448 it is 2688 / amax or amax / 2688.
     """
 
     tensor_scale: str = "weight_scale_2"
@@ -127,14 +128,14 @@ class NVFP4Encoding(Encoding):
         return {
             self.codes: weight.rowwise_data,
             self.scale: scale.view(E4M3),
-            self.tensor_scale: self._scale_of(weight._amax.cpu()).reshape(shape).to(scale.device),
+            self.tensor_scale: self._scale_of(weight).reshape(shape).to(scale.device),
         }
 
     def _read(self, codes: Tensor, scale: Tensor, factor: Tensor) -> Tensor:
         """Values of codes, as readers compute them from block scales and the tensor's."""
         return codes * (scale / factor if self.divides else scale * factor)
 
-    def _scale_of(self, amax: Tensor) -> Tensor:
+    def _scale_of(self, weight: QuantizedTensor) -> Tensor:
         """A tensor scale with which readers decode every code to the same BF16 value.
 
         They multiply in another order. With the nearest scale, one tensor in ten thousand would
@@ -142,11 +143,12 @@ class NVFP4Encoding(Encoding):
         in 128 amaxes that are BF16 numbers themselves, values lie halfway between two BF16 numbers
         and no scale will do: some of them become the other one with any.
         """
+        amax, own = weight._amax.cpu(), weight.quantizer
         if amax == 0:
             return torch.ones(1)  # all codes and block scales are zero
         codes, scale = _MAGNITUDES, _BLOCK_SCALES
-        expected = (codes * nvfp4.decode_factors(scale, amax)).bfloat16()
-        value = torch.full_like(amax, nvfp4.RANGE)
+        expected = (codes * nvfp4.decode_factors(scale, amax, own.bound)).bfloat16()
+        value = torch.full_like(amax, own.largest_value)
         value = value / amax if self.divides else amax / value
         fewest, best = expected.numel(), None
         for steps in (0, 1, -1, 2, -2, 3, -3):
@@ -176,7 +178,7 @@ class NVFP4Encoding(Encoding):
         _check_scales(self.scale, scale <= 0x7E, stored[self.scale].float())
         _check_scales(self.tensor_scale, factor.isfinite() & (factor > 0), factor)
         out._rowwise_data.copy_(stored[self.codes])
-        ratio = torch.full_like(factor, nvfp4.RANGE)
+        ratio = torch.full_like(factor, out.quantizer.largest_value)
         rounded = ratio / factor if self.divides else factor * ratio
         # The scale may have been changed without the header.
         is_its = amax is not None and (

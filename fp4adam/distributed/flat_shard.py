@@ -19,7 +19,9 @@ class Shard:
 
     ``dtype``: the dtype that values are rounded to first. ``amax``: float32 [1], or None for
     formats that store none. ``grids``: float32 block amaxes by direction. ``amax`` and ``grids``
-    are views of one buffer.
+    are views of one buffer. ``cut``: for adaptive scales, 1 for rows of blocks that a boundary of
+    shards cuts, else 0, float32. ``choices``: 1 for blocks whose amax maps to 4, else 0, float32.
+    ``strips``: by row of blocks, the magnitudes in those that are cut.
     """
 
     weight: QuantizedTensor
@@ -28,11 +30,24 @@ class Shard:
     dtype: torch.dtype
     amax: Tensor | None = None
     grids: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    cut: Tensor | None = None
+    choices: Tensor | None = None
+    strips: dict[int, Tensor] = dataclasses.field(default_factory=dict)
 
     @property
     def quantizer(self) -> Quantizer:
         """The quantizer of the weight."""
         return self.weight.quantizer
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the scale of a block depends on all of its values."""
+        return getattr(self.quantizer, "adaptive", None) is not None
+
+    @property
+    def strip_numel(self) -> int:
+        """Number of elements in a row of blocks."""
+        return self.quantizer.block_rows * self.matrix_shape[1]
 
     @property
     def matrix_shape(self) -> tuple[int, int]:

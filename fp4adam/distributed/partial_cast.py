@@ -1,5 +1,6 @@
 """Quantization of flat shards of weights, when each rank has only a part of the values."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -25,10 +26,17 @@ class PartialCast:
         torch.distributed.all_reduce(cast.amaxes, torch.distributed.ReduceOp.MAX, group)
         cast.write(values)
 
+    Adaptive scales depend on all values of a block, so there is one more step if ``is_adaptive``.
+    Before ``cast.write(values)``::
+
+        cast.choose(values)
+        torch.distributed.all_reduce(cast.choices, torch.distributed.ReduceOp.MAX, group)
+
     Once every shard has been written, ``rowwise_data``, scales and amaxes equal those of
     ``weight.quantizer.quantize(values.to(dtype))``, bit for bit. MXFP8 columnwise data are written
     too; for the other formats they are derived from the rowwise data (``build_columnwise``). The
-    number of launches does not depend on the number of weights, and nothing waits for the device.
+    number of launches does not depend on the number of weights, and nothing waits for the device
+    but ``choose``.
     Values and outs may be different tensors at every call.
 
     Args:
@@ -41,7 +49,10 @@ class PartialCast:
 
     Attributes:
         amaxes: float32 [n], one buffer for all: first an amax per NVFP4 or Float8 weight, then the
-            block amaxes of all formats but Float8, weight by weight. Padding in between stays 0.
+            block amaxes of all formats but Float8, weight by weight, and marks of the rows of
+            blocks that are cut, for adaptive scales. Padding in between stays 0.
+        choices: float32, one buffer for all adaptive weights, made by :meth:`choose`: which of two
+            scales each block has, then the magnitudes in rows of blocks that are cut. Else None.
         tensor_amaxes: Per weight a view [1] of the buffer; None for formats without a per-tensor
             scale.
         rowwise_amaxes: Per weight a view of the buffer: [rows / 16, cols / 16] (NVFP4),
@@ -74,7 +85,14 @@ class PartialCast:
             for i, given in enumerate(zip(weights, starts, sizes, dtypes, strict=True))
         ]
         self.device = weights[0].device if weights else torch.device("cpu")
+        self._adaptive = [shard for shard in self._shards if shard.is_adaptive]
+        self.choices: Tensor | None = None
         self._lay_out_amaxes()
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether a weight has adaptive scales, so that :meth:`choose` is needed."""
+        return bool(self._adaptive)
 
     def _lay_out_amaxes(self) -> None:
         of_tensors = [shard for shard in self._shards if shard.weight._amax is not None]
@@ -89,12 +107,18 @@ class PartialCast:
                 n += shape[0] * shape[1]
                 if shard.quantizer.scales_blocks:
                     n_exchanged = n
+        marks = []
+        for shard in self._adaptive:
+            marks.append((n, n + shard.grid_shape("rowwise")[0]))
+            n = n_exchanged = marks[-1][1]
         self._buffer = torch.zeros(n, dtype=torch.float32, device=self.device)
         self.amaxes = self._buffer[:n_exchanged]
         for i, shard in enumerate(of_tensors):
             shard.amax = self.amaxes[i : i + 1]
         for shard, usage, first, shape in spans:
             shard.grids[usage] = self._buffer[first : first + shape[0] * shape[1]].view(shape)
+        for shard, (first, last) in zip(self._adaptive, marks, strict=True):
+            shard.cut = self._buffer[first:last]
         self.tensor_amaxes = [shard.amax for shard in self._shards]
         self.rowwise_amaxes = [shard.grids.get("rowwise") for shard in self._shards]
         self.columnwise_amaxes = [shard.grids.get("columnwise") for shard in self._shards]
@@ -111,12 +135,93 @@ class PartialCast:
         """
         self.check_values(values)
         self._buffer.zero_()
+        self.choices = None
+        for shard in self._adaptive:
+            for end in (shard.start, shard.stop) if shard.stop > shard.start else ():
+                if end % shard.strip_numel:
+                    shard.cut[end // shard.strip_numel] = 1
         if backend.uses_kernels(self.device):
             from fp4adam.distributed import partial_cast_launch
 
             return partial_cast_launch.measure(self._shards, values, self.device)
         for shard, value in zip(self._shards, values, strict=True):
             _measure(shard, value)
+
+    def choose(self, values: Sequence[Tensor | None]) -> None:
+        """Compare the two scales of every block of adaptive weights; waits for the device.
+
+        Call it after the reduction of ``amaxes``, then reduce ``choices``.
+
+        Args:
+            values: As for :meth:`measure`.
+
+        Raises:
+            ValueError: If a value is not as described.
+        """
+        self.check_values(values)
+        if not self._adaptive:
+            return
+        marks = torch.cat([shard.cut for shard in self._adaptive]).tolist()
+        spans: list[tuple[Shard, int | None, int, int]] = []
+        n = 0
+        for shard in self._adaptive:
+            rows, cols = shard.grid_shape("rowwise")
+            spans.append((shard, None, n, n + rows * cols))
+            n = round_up(spans[-1][3], 4)
+        for shard in self._adaptive:
+            rows, _ = shard.grid_shape("rowwise")
+            own, marks = marks[:rows], marks[rows:]
+            for row in (row for row, is_cut in enumerate(own) if is_cut):
+                spans.append((shard, row, n, n + shard.strip_numel))
+                n = spans[-1][3]
+        self.choices = torch.zeros(n, dtype=torch.float32, device=self.device)
+        for shard, row, first, last in spans:
+            if row is None:
+                shard.choices = self.choices[first:last].view(shard.grid_shape("rowwise"))
+                shard.strips = {}
+            else:
+                shard.strips[row] = self.choices[first:last]
+        given = dict(zip(map(id, self._shards), values, strict=True))
+        whole = []
+        for shard in self._adaptive:
+            value, strip = given[id(shard)], shard.strip_numel
+            if shard.stop == shard.start:
+                continue
+            for row, magnitudes in shard.strips.items():
+                first, last = max(shard.start, row * strip), min(shard.stop, (row + 1) * strip)
+                if first < last:
+                    part = value[first - shard.start : last - shard.start].detach()
+                    part = part.to(shard.dtype).float().abs().nan_to_num_(torch.inf, torch.inf)
+                    magnitudes[first - row * strip : last - row * strip] = part
+            first, last = -(-shard.start // strip) * strip, shard.stop // strip * strip
+            if first < last:
+                part = value[first - shard.start : last - shard.start]
+                whole.append((dataclasses.replace(shard, start=first, stop=last), part))
+        self._compare(whole)
+
+    @property
+    def cut_strips(self) -> list[tuple[tuple[int, int], dict[int, Tensor]] | None]:
+        """Per adaptive weight the number of its rows of blocks and of the elements in each, and by
+        row the magnitudes in those that are cut; None for other weights.
+        """
+        return [
+            ((shard.grid_shape("rowwise")[0], shard.strip_numel), shard.strips)
+            if shard.is_adaptive
+            else None
+            for shard in self._shards
+        ]
+
+    def _compare(self, parts: list[tuple[Shard, Tensor]]) -> None:
+        """Write the choices of blocks in whole rows of blocks."""
+        if not parts:
+            return
+        shards, values = zip(*parts, strict=True)
+        if backend.uses_kernels(self.device):
+            from fp4adam.distributed import partial_cast_launch
+
+            return partial_cast_launch.choose(shards, values, self.device)
+        for shard, value in parts:
+            _choose(shard, value)
 
     def write(self, values: Sequence[Tensor | None], outs: Sequence[Out] | None = None) -> None:
         """Write all scales and amaxes of the weights from ``amaxes``, and the codes of the shards.
@@ -131,12 +236,19 @@ class PartialCast:
 
         Raises:
             ValueError: If a value or an out is not as described.
+            RuntimeError: If weights have adaptive scales and :meth:`choose` was not called.
         """
         self.check_values(values)
+        if self._adaptive and self.choices is None:
+            raise RuntimeError(
+                "choose must be called before write for weights with adaptive scales, got none "
+                "since measure; call it after the reduction of amaxes, then reduce choices"
+            )
         outs = [None] * len(self._shards) if outs is None else outs
         self.check_outs(outs)
         for shard in self._shards:
             shard.weight.flush()  # a later flush would overwrite these values
+        self._compare([strip for shard in self._adaptive for strip in _cut_strips(shard)])
         if backend.uses_kernels(self.device):
             from fp4adam.distributed import partial_cast_launch
 
@@ -290,9 +402,30 @@ def _measure(shard: Shard, value: Tensor | None) -> None:
         shard.amax.copy_(shard.grids["rowwise"].amax())
 
 
-def _scales(shard: Shard, grid: Tensor) -> tuple[Tensor, Tensor]:
-    """The stored scales for block amaxes ``grid``, and the factors that map values to codes."""
-    return shard.quantizer.scales_of_blocks(grid, shard.weight._amax, shard.dtype)
+def _cut_strips(shard: Shard) -> Iterator[tuple[Shard, Tensor]]:
+    """The rows of blocks that boundaries cut, as shards of their own, with their magnitudes."""
+    for row, magnitudes in shard.strips.items():
+        start = row * shard.strip_numel
+        stop = start + shard.strip_numel
+        yield dataclasses.replace(shard, start=start, stop=stop, dtype=torch.float32), magnitudes
+
+
+def _choose(shard: Shard, value: Tensor) -> None:
+    """Write the choices of blocks in a shard of whole rows of blocks."""
+    block = shard.blocks["rowwise"]
+    for rows, strip in _strips(shard, value):
+        own = in_blocks(rows, block[0])
+        blocks = blocks_of(strip, block)
+        shard.choices[own] = shard.quantizer.maps_to_four(
+            blocks, shard.grids["rowwise"][own], shard.amax
+        ).float()
+
+
+def _scales(shard: Shard, usage: str, rows: slice) -> tuple[Tensor, Tensor]:
+    """The stored scales of some rows of blocks, and the factors that map values to codes."""
+    grid = shard.grids[usage][rows]
+    choices = () if shard.choices is None else (shard.choices[rows] > 0,)
+    return shard.quantizer.scales_of_blocks(grid, shard.weight._amax, shard.dtype, *choices)
 
 
 def _write_scales(shard: Shard) -> None:
@@ -302,7 +435,7 @@ def _write_scales(shard: Shard) -> None:
         return
     for usage, grid in shard.grids.items():
         stored = shard.scale_inv(usage)
-        stored[: grid.shape[0], : grid.shape[1]] = _scales(shard, grid)[0]
+        stored[: grid.shape[0], : grid.shape[1]] = _scales(shard, usage, slice(None))[0]
 
 
 def _write_codes(
@@ -313,7 +446,7 @@ def _write_codes(
         top = rows.start * cols
         start, stop = max(shard.start, top), min(shard.stop, rows.stop * cols)
         for usage, block in shard.blocks.items():
-            _, factor = _scales(shard, shard.grids[usage][in_blocks(rows, block[0])])
+            _, factor = _scales(shard, usage, in_blocks(rows, block[0]))
             scaled = blocks_of(strip, block) * factor[:, None, :, None]
             target, first_byte = targets[usage]
             codes = shard.quantizer.codes(scaled).flatten(2).flatten(0, 1)

@@ -25,6 +25,8 @@ class _Kind(NamedTuple):
     columnwise: bool
     force_pow_2_scales: bool
     amax_epsilon: float
+    adaptive: str | None
+    bound: int
 
     def options(self, *names: str) -> dict[str, Any]:
         """The named fields, as keyword arguments."""
@@ -32,7 +34,8 @@ class _Kind(NamedTuple):
 
 
 _MEASURE = ("format", "value_dtype", "write_dtype", "rowwise", "columnwise")
-_SCALES = ("format", "write_dtype", "force_pow_2_scales", "amax_epsilon")
+_SCALES = ("format", "write_dtype", "force_pow_2_scales", "amax_epsilon", "adaptive", "bound")
+_CHOICES = ("value_dtype", "write_dtype", "adaptive", "bound")
 
 
 def measure(shards: list[Shard], values: Sequence[Tensor | None], device: torch.device) -> None:
@@ -41,6 +44,14 @@ def measure(shards: list[Shard], values: Sequence[Tensor | None], device: torch.
     table = tile_lists.table(rows, device)
     for kind, tiles in _tiles(shards, values, rows, device):
         partial_cast.measure(table, tiles, **kind.options(*_MEASURE))
+
+
+def choose(shards: Sequence[Shard], values: Sequence[Tensor], device: torch.device) -> None:
+    """Write the choices of adaptive scales for shards of whole rows of blocks."""
+    rows = _table_rows(shards, values, [None] * len(shards))
+    table = tile_lists.table(rows, device)
+    for kind, tiles in _tiles(shards, values, rows, device):
+        partial_cast.write_choices(table, tiles, **kind.options(*_CHOICES))
 
 
 def write(
@@ -67,11 +78,13 @@ def _kind(shard: Shard, value_dtype: torch.dtype | None) -> _Kind:
         "rowwise" in shard.blocks,
         "columnwise" in shard.blocks,
         **quantizer.scale_options,
+        adaptive=getattr(quantizer, "adaptive", None),
+        bound=getattr(quantizer, "bound", 448),
     )
 
 
 def _table_rows(
-    shards: list[Shard], values: Sequence[Tensor | None], outs: Sequence[Out]
+    shards: Sequence[Shard], values: Sequence[Tensor | None], outs: Sequence[Out]
 ) -> list[dict[int, int]]:
     return [
         {COLUMNS[name]: field for name, field in _table_row(*given).items()}
@@ -87,6 +100,8 @@ def _table_row(shard: Shard, value: Tensor | None, out: Out) -> dict[str, int]:
     if shard.amax is not None:
         fields["tensor_amax"] = shard.amax.data_ptr()
         fields["amax"] = shard.weight._amax.data_ptr()
+    if shard.choices is not None:
+        fields["choices"] = shard.choices.data_ptr()
     for usage, (codes, first_byte) in shard.targets(out).items():
         fields[f"{usage}_data"] = codes.data_ptr() - first_byte
         fields[f"{usage}_amax"] = shard.grids[usage].data_ptr()
@@ -96,7 +111,7 @@ def _table_row(shard: Shard, value: Tensor | None, out: Out) -> dict[str, int]:
 
 
 def _tiles(
-    shards: list[Shard],
+    shards: Sequence[Shard],
     values: Sequence[Tensor | None],
     rows: list[dict[int, int]],
     device: torch.device,

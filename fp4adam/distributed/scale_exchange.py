@@ -1,9 +1,11 @@
 """Exchange of the scales that shards on different ranks share, in one MAX all-reduce for all.
 
 NVFP4 scales a whole tensor by its amax, and a block that is cut by a shard boundary has one scale
-on both sides. The maximum of the ranks' local amaxes is the amax of the whole tensor.
+on both sides. The maximum of the ranks' local amaxes is the amax of the whole tensor. An adaptive
+scale depends on all values of its block, so ranks exchange those of blocks that are cut as well.
 """
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
@@ -123,6 +125,22 @@ def own_cut_blocks(spec: GlobalSpec, info: ShardInfo) -> tuple[int, ...]:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class CutStrips:
+    """The magnitudes in a shard's rows of blocks, only of those that boundaries cut.
+
+    Attributes:
+        shape: As if it were a tensor with all of them.
+        strips: By row of blocks, float32.
+    """
+
+    shape: tuple[int, int]
+    strips: dict[int, Tensor]
+
+    def __getitem__(self, row: int) -> Tensor:
+        return self.strips[row]
+
+
 class Exchanged(NamedTuple):
     """The amaxes of a shard that ranks exchange.
 
@@ -137,7 +155,7 @@ class Exchanged(NamedTuple):
     spec: GlobalSpec
     info: ShardInfo
     amax: Tensor | None
-    grids: Sequence[Tensor]
+    grids: Sequence[Tensor | CutStrips]
     scales: Hashable
 
 
@@ -239,6 +257,24 @@ class ShardCast:
         """Compute the amaxes of ``values``: one contiguous tensor per shard, in its shape."""
         self._cast.measure([value.view(-1) for value in values])
 
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether a shard has adaptive scales, so that :meth:`choose` is needed."""
+        return self._cast.is_adaptive
+
+    def choose(self, values: Sequence[Tensor]) -> list[CutStrips | None]:
+        """Choose adaptive scales; call it after the exchange of amaxes.
+
+        Args:
+            values: As for :meth:`measure`.
+
+        Returns:
+            Per shard what :func:`exchange_strips` takes; None for shards without adaptive scales.
+        """
+        self._cast.choose([value.view(-1) for value in values])
+        found = self._cast.cut_strips
+        return [None if strips is None else CutStrips(*strips) for strips in found]
+
     def write(self, values: Sequence[Tensor]) -> None:
         """Write scales and codes; call it after the exchange."""
         self._cast.write([value.view(-1) for value in values])
@@ -248,6 +284,31 @@ class ShardCast:
             if shared.first_row is None:
                 shared.first_row = 0
         build_columnwise([shard for shard in self._shards if shard.quantizer.is_square])
+
+
+def exchange_strips(
+    cut: Sequence[tuple[QuantizedTensor, Sequence[ShardInfo], CutStrips | None]],
+) -> None:
+    """Complete the magnitudes in rows of blocks that boundaries cut.
+
+    Every rank that has shards of these tensors has to call it for the same ones.
+
+    Args:
+        cut: Per shard with adaptive scales the tensor, its positions, and its strips from
+            :meth:`ShardCast.choose`; None if it has no rows in such blocks.
+    """
+    exchanged: dict[tuple[dist.ProcessGroup, torch.device], list[Exchanged]] = defaultdict(list)
+    for shard, infos, strips in cut:
+        spec, cols = shard._shared.global_spec, matrix_shape(shard)[1]
+        for info in infos:
+            if cut_blocks(spec, info.n_shards):
+                grid = strips or CutStrips((0, spec.quantizer.block_rows * cols), {})
+                amax = torch.zeros(1, device=shard.device)  # it has been exchanged already
+                exchanged[info.group, info.device].append(
+                    Exchanged(spec, info, amax, [grid], shard)
+                )
+    for (group, device), shards in exchanged.items():
+        AmaxExchange(group, device, shards)()
 
 
 def write_shards(
@@ -326,6 +387,9 @@ def cast_together(
             torch._foreach_copy_(peers, [largest] * len(peers))
     for (group, device), shards in exchanged.items():
         AmaxExchange(group, device, shards)()
+    if cast.is_adaptive:
+        strips = zip(tensors, infos, cast.choose(values), strict=True)
+        exchange_strips([given for given in strips if given[2] is not None])
     cast.write(values)
 
 

@@ -27,7 +27,7 @@ def quantize_master_weights(
     """Quantize this rank's slices of the masters into weights that every rank has in full.
 
     Masters are rounded to the nominal dtype of their weight, then quantized with scales that all
-    ranks of ``group`` agree on in one all-reduce. Afterwards every rank has all scales and amaxes,
+    ranks of ``group`` agree on in one all-reduce, or two for adaptive scales. Afterwards every rank has all scales and amaxes,
     and the codes of its own slices. The caller then all-gathers ``rowwise_data`` (for MXFP8 also
     ``columnwise_data``) and calls :func:`post_all_gather_processing`. The result equals that of
     ``FP4Adam(quantize_from="param_dtype")`` on one process, bit for bit.
@@ -101,6 +101,9 @@ def quantize_master_weights(
     scales_of_others.read()
     cast.measure(master_weights)
     dist.all_reduce(cast.amaxes, dist.ReduceOp.MAX, group)
+    if cast.is_adaptive:
+        cast.choose(master_weights)
+        dist.all_reduce(cast.choices, dist.ReduceOp.MAX, group)
     cast.write(master_weights, fsdp_shard_model_weights)
     scales_of_others()
     torch.autograd.graph.increment_version([model_weights[i] for i in borrowed])

@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fp4adam.formats import minifloat
+from fp4adam.formats import four_over_six, minifloat
 from fp4adam.tensors import backend
 from fp4adam.tensors.blocks import blocks_of, in_blocks, round_up, strips
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -15,8 +16,8 @@ from fp4adam.tensors.quantizer import SquareBlockQuantizer
 from fp4adam.tensors.storage import Storage
 
 BLOCK = 16
-# The largest E2M1 value times the largest block scale; the tensor's amax maps to it.
-RANGE = minifloat.E2M1_MAX * minifloat.E4M3_MAX
+ERRORS = ("mae", "mse")
+BOUNDS = (256, 448)
 
 
 class NVFP4Tensor(QuantizedTensor):
@@ -46,27 +47,67 @@ class NVFP4Tensor(QuantizedTensor):
 class NVFP4Quantizer(SquareBlockQuantizer):
     """Quantize to :class:`NVFP4Tensor`; rows and columns must be multiples of 16.
 
-    Block scale = E4M3(block_amax * S / 6) with S = 2688 / amax(tensor); code = E2M1(x / decoded
-    scale). Every step is one float32 operation, in the same order as in Transformer Engine.
+    Block scale = E4M3(block_amax * S / 6) with S = 6 * bound / amax(tensor); code = E2M1(x /
+    decoded scale). Every step is one float32 operation, in the same order as in Transformer Engine.
+
+    With ``adaptive`` (4over6) the scale of each block is this or 1.5 times as much, which maps its
+    amax to 4 instead of 6, whichever gives the smaller error. Codes and scales mean what they
+    always do, so engines read the weights like any others.
 
     Args:
         rowwise: Keep codes with blocks along the last dimension.
         columnwise: Keep transposed codes with blocks along the first dimension.
         two_dimensional: One scale per 16x16 block for both directions (the recipe for weights),
             instead of one per 16 elements of each direction.
+        adaptive: The error that the scale of each block is chosen by, the sum of magnitudes "mae"
+            or of squares "mse"; None for one scale without a choice.
+        bound: The block scale that the amax of the tensor maps to. With ``adaptive`` 256, the
+            default, which leaves room for the larger scale, or 448; without, 448.
         optimize_for_gemm: Keep ``rowwise_gemm_scale_inv`` and ``columnwise_gemm_scale_inv``, which
             are written with the tensor and take 1/16 byte per weight and direction.
 
-    Source: "Pretraining Large Language Models with NVFP4", arXiv:2509.25149, section 4.
+    Raises:
+        ValueError: If ``adaptive`` or ``bound`` is none of these.
+
+    Sources: "Pretraining Large Language Models with NVFP4", arXiv:2509.25149, section 4; "Four Over
+    Six", arXiv:2512.02010.
     """
+
+    adaptive: Literal["mae", "mse"] | None = None
+    bound: int | None = None
 
     tensor_class = NVFP4Tensor
     name = "nvfp4"
     code_bits = 4
     block_rows = BLOCK
     scales_tensor = True
-    largest_value = RANGE
     rows_per_square = BLOCK
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.adaptive not in (None, *ERRORS):
+            raise ValueError(
+                f"adaptive must be 'mae', 'mse' or None, got {self.adaptive!r}; 'mae' is the "
+                "default of Transformer Engine's 4over6"
+            )
+        bounds = (minifloat.E4M3_MAX,) if self.adaptive is None else BOUNDS
+        if self.bound is None:
+            object.__setattr__(self, "bound", int(bounds[0]))
+        elif self.bound not in bounds:
+            allowed = "448 without adaptive" if self.adaptive is None else "256 or 448"
+            raise ValueError(
+                f"bound must be {allowed}, got {self.bound!r}; leave it out for the default"
+            )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Quantizers saved by version 0.1 have no bound.
+        vars(self).update(state)
+        self.__post_init__()
+
+    @property
+    def largest_value(self) -> float:  # type: ignore[override]
+        """The largest E2M1 value times the block scale that the tensor's amax maps to."""
+        return minifloat.E2M1_MAX * self.bound
 
     def check_matrix(self, rows: int, cols: int) -> str | None:
         if rows % BLOCK or cols % BLOCK:
@@ -98,7 +139,7 @@ class NVFP4Quantizer(SquareBlockQuantizer):
 
     def per_tensor_scale(self, amax: Tensor) -> Tensor:
         # By a tensor, because torch divides by a number by multiplying with its reciprocal.
-        return amax / torch.full_like(amax, RANGE)
+        return amax / torch.full_like(amax, self.largest_value)
 
     def scale_extent(self, usage: str, rows: int, cols: int) -> tuple[int, int]:
         return (rows, cols // BLOCK) if usage == "rowwise" else (cols, rows // BLOCK)
@@ -111,9 +152,13 @@ class NVFP4Quantizer(SquareBlockQuantizer):
         return scale
 
     def scales_of_blocks(
-        self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
+        self,
+        amaxes: Tensor,
+        tensor_amax: Tensor | None,
+        dtype: torch.dtype,
+        four: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return block_scales(amaxes, tensor_amax)
+        return self._block_scales(amaxes, tensor_amax, four)
 
     def codes(self, x: Tensor) -> Tensor:
         return minifloat.e2m1_code(x)
@@ -134,29 +179,65 @@ class NVFP4Quantizer(SquareBlockQuantizer):
                 columnwise_scale=out.columnwise_scale_inv,
                 amax=out.amax,
                 two_dimensional=self.two_dimensional,
+                adaptive=self.adaptive,
+                bound=self.bound,
             )
         amax, cols = out.amax, x.shape[1]
         for rows, strip in strips(x, BLOCK):
             blocks = in_blocks(rows, BLOCK)
             if self.two_dimensional:
-                codes, out.block_scale_inv[blocks] = _encode(strip, amax, (BLOCK, BLOCK))
+                codes, out.block_scale_inv[blocks] = self._encode(strip, amax, (BLOCK, BLOCK))
             if out.rowwise_data is not None:
                 if not self.two_dimensional:
-                    codes, scale = _encode(strip, amax, (1, BLOCK))
+                    codes, scale = self._encode(strip, amax, (1, BLOCK))
                     out.rowwise_scale_inv[rows, : cols // BLOCK] = scale
                 out.rowwise_data[rows] = minifloat.pack_e2m1(codes)
             if out.columnwise_data is not None:
                 if not self.two_dimensional:
-                    codes, scale = _encode(strip, amax, (BLOCK, 1))
+                    codes, scale = self._encode(strip, amax, (BLOCK, 1))
                     out.columnwise_scale_inv[:cols, blocks] = scale.t()
                 # Packing pairs of rows before the transpose halves the bytes that it moves.
                 packed = codes[0::2] | codes[1::2] << 4
                 out.columnwise_data[:, in_blocks(rows, 2)] = packed.t()
 
     def recode(self, x: Tensor, tensors: Storage) -> Tensor:
-        factor = _factors(tensors.block_scale_inv, tensors.amax)
+        factor = _factors(tensors.block_scale_inv, self._encode_scale(tensors.amax))
         blocks = blocks_of(x, (BLOCK, BLOCK)) * factor[:, None, :, None]
         return minifloat.pack_e2m1(minifloat.e2m1_code(blocks).view(x.shape))
+
+    def _encode(self, x: Tensor, amax: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Codes [rows, cols] and E4M3 scales [rows / block[0], cols / block[1]] of float32 rows."""
+        blocks = blocks_of(x, block)
+        block_amax = minifloat.amax(blocks, (1, 3))
+        four = None if self.adaptive is None else self.maps_to_four(blocks, block_amax, amax)
+        scale, factor = self._block_scales(block_amax, amax, four)
+        return minifloat.e2m1_code(blocks * factor[:, None, :, None]).view(x.shape), scale
+
+    def maps_to_four(self, blocks: Tensor, block_amax: Tensor, amax: Tensor) -> Tensor:
+        """The choice of adaptive scales for blocks, bool; see :mod:`.four_over_six`."""
+        encode = self._encode_scale(amax)
+        return four_over_six.maps_to_four(
+            blocks, block_amax, amax, encode, 1.0 / encode, self.adaptive, self.bound
+        )
+
+    def _block_scales(
+        self, block_amax: Tensor, amax: Tensor, four: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """E4M3 scales (uint8), and the float32 factors that map values to codes.
+
+        ``block_amax``: float32, one per block. ``amax``: float32 [1], of the whole tensor.
+        ``four``: bool, the choice per block of adaptive scales.
+        """
+        encode = self._encode_scale(amax)
+        if self.adaptive is not None:
+            return four_over_six.block_scales(block_amax, four, encode, 1.0 / encode)
+        scale = minifloat.e4m3_code(block_amax * (encode * (1 / 6)))
+        return scale, _factors(scale, encode)
+
+    def _encode_scale(self, amax: Tensor) -> Tensor:
+        # torch computes number / tensor as number * (1 / tensor), which rounds twice.
+        encode = torch.full_like(amax, self.largest_value) / amax
+        return torch.where((amax == 0) | (encode == 0), 1.0, encode.clamp(max=minifloat.FP32_MAX))
 
     @staticmethod
     def decoders() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
@@ -174,47 +255,24 @@ class NVFP4Quantizer(SquareBlockQuantizer):
 
         return nvfp4_step
 
-    def stored(self, tensors: Storage) -> tuple[Tensor, Tensor, Tensor, bool, bool]:
-        """Codes, scales, amax, whether blocks are square, and whether the codes are transposed."""
+    def stored(self, tensors: Storage) -> tuple[Tensor, Tensor, Tensor, bool, bool, int]:
+        """Codes, scales, amax, whether blocks are square, whether codes are transposed, bound."""
         transposed = tensors.rowwise_data is None
         data = tensors.columnwise_data if transposed else tensors.rowwise_data
         scale = tensors.columnwise_scale_inv if transposed else tensors.rowwise_scale_inv
         if self.two_dimensional:
             scale = tensors.block_scale_inv
-        return data, scale, tensors.amax, self.two_dimensional, transposed
+        return data, scale, tensors.amax, self.two_dimensional, transposed, self.bound
 
 
-def _encode(x: Tensor, amax: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Codes [rows, cols] and E4M3 scales [rows / block[0], cols / block[1]] of float32 rows."""
-    blocks = blocks_of(x, block)
-    scale, factor = block_scales(minifloat.amax(blocks, (1, 3)), amax)
-    return minifloat.e2m1_code(blocks * factor[:, None, :, None]).view(x.shape), scale
-
-
-def block_scales(block_amax: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 scales (uint8), and the float32 factors that map values to codes.
-
-    ``block_amax``: float32, one per block. ``amax``: float32 [1], of the whole tensor.
-    """
-    scale = minifloat.e4m3_code(block_amax * (_encode_scale(amax) * (1 / 6)))
-    return scale, _factors(scale, amax)
-
-
-def _encode_scale(amax: Tensor) -> Tensor:
-    # torch computes number / tensor as number * (1 / tensor), which rounds twice.
-    encode = torch.full_like(amax, RANGE) / amax
-    return torch.where((amax == 0) | (encode == 0), 1.0, encode.clamp(max=minifloat.FP32_MAX))
-
-
-def _factors(scale: Tensor, amax: Tensor) -> Tensor:
+def _factors(scale: Tensor, encode: Tensor) -> Tensor:
     """The factors that map values to codes in blocks with these scales."""
-    decode = 1.0 / _encode_scale(amax)
-    return (1.0 / (minifloat.e4m3_value(scale) * decode)).clamp(max=minifloat.FP32_MAX)
+    return (1.0 / (minifloat.e4m3_value(scale) * (1.0 / encode))).clamp(max=minifloat.FP32_MAX)
 
 
-def decode_factors(scale: Tensor, amax: Tensor) -> Tensor:
+def decode_factors(scale: Tensor, amax: Tensor, bound: int) -> Tensor:
     """The factors that map codes to values in blocks with these scales, as float32 values."""
-    return (scale * amax) * (1 / RANGE)
+    return (scale * amax) * (1 / (minifloat.E2M1_MAX * bound))
 
 
 def _decode(
@@ -223,6 +281,7 @@ def _decode(
     amax: Tensor,
     two_dimensional: bool,
     transposed: bool,
+    bound: int,
     dtype: torch.dtype,
     after: Tensor | None = None,
 ) -> Tensor:
@@ -234,13 +293,15 @@ def _decode(
     rows, cols = data.shape[0], data.shape[1] * 2
     if backend.uses_kernels(data.device):
         out = data.new_empty((cols, rows) if transposed else (rows, cols), dtype=dtype)
-        NVFP4Quantizer.kernels().dequantize(data, scale, amax, two_dimensional, transposed, out)
+        NVFP4Quantizer.kernels().dequantize(
+            data, scale, amax, two_dimensional, transposed, bound, out
+        )
         return out
     if two_dimensional:
         grid = scale.t() if transposed else scale
     else:
         grid = scale[:rows, : cols // BLOCK]
-    factor = decode_factors(minifloat.e4m3_value(grid.contiguous()), amax)
+    factor = decode_factors(minifloat.e4m3_value(grid.contiguous()), amax, bound)
     values = minifloat.unpack_e2m1(data)
     block_rows = BLOCK if two_dimensional else 1
     blocks = values.view(rows // block_rows, block_rows, cols // BLOCK, BLOCK)
@@ -259,6 +320,7 @@ def _(
     amax: Tensor,
     two_dimensional: bool,
     transposed: bool,
+    bound: int,
     dtype: torch.dtype,
     after: Tensor | None = None,
 ) -> Tensor:

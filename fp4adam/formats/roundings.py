@@ -13,6 +13,7 @@ from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES, Quantizer
 
 _USUAL: tuple[Quantizer, ...] = (
     NVFP4Quantizer(columnwise=False),
+    NVFP4Quantizer(columnwise=False, adaptive="mae"),
     NVFP4Quantizer(columnwise=False, two_dimensional=False),
     MXFP8Quantizer(columnwise=False),
     Float8BlockQuantizer(columnwise=False),

@@ -59,12 +59,17 @@ class NVFP4Adapter(TransformerEngineAdapter):
         quantizer = _quantizer_of(tensor)
         _require(tensor, "_with_gemm_swizzled_scales", False, "set optimize_for_gemm=False")
         _require(tensor, "_row_scaled_nvfp4", False, "leave it False for weights")
-        _require(tensor, "_nvfp4_use_4over6", False, "leave it False for weights")
-        _require(tensor, "_nvfp4_e4m3_max", 448, "leave it 448 for weights")
         _require(quantizer, "with_rht", False, "leave it False for weights", tensor)
         _require(quantizer, "stochastic_rounding", False, "leave it False for weights", tensor)
-        square = getattr(quantizer, "with_2d_quantization", False)
-        return NVFP4Quantizer(**self._usages(tensor), two_dimensional=square)
+        adaptive = None
+        if getattr(tensor, "_nvfp4_use_4over6", False):
+            adaptive = quantizer.nvfp4_4over6_err_mode.lower()
+        return NVFP4Quantizer(
+            **self._usages(tensor),
+            two_dimensional=getattr(quantizer, "with_2d_quantization", False),
+            adaptive=adaptive,
+            bound=getattr(tensor, "_nvfp4_e4m3_max", 448),
+        )
 
 
 class MXFP8Adapter(TransformerEngineAdapter):

@@ -80,7 +80,8 @@ def _stack_operand(stack: QuantizedTensor, usage: str) -> Operand:
         codes = form.columns_of_stack(stack)
         scales = scales.view(cols // 128, experts, -1).transpose(0, 1).reshape(experts, -1)
     # Some versions of torch read a scale per expert, whatever is given.
-    amax = None if stack._amax is None else stack._amax.expand(experts)
+    amax = form.amax_of(stack)
+    amax = None if amax is None else amax.expand(experts)
     return Operand(codes, scales, form.kinds[0], amax)
 
 

@@ -39,7 +39,7 @@ class Operand(NamedTuple):
             square blocks, "float8_block_2d": float32 [rows / 128, k / 128 to 4]; "mxfp8" and
             "nvfp4": uint8 [rows to 128, blocks to 4] in tiles (``swizzle_scales``).
         kind: One of these four, a string so that operators of ``torch.library`` can take it.
-        amax: float32 [1] of NVFP4.
+        amax: float32 [1] of NVFP4: 2688 times what multiplies codes and block scales.
     """
 
     codes: Tensor
@@ -172,7 +172,11 @@ class SwizzledOperands(OperandFormat):
     def of_weight(self, weight: QuantizedTensor, usage: str) -> Operand:
         codes = weight.rowwise_data if usage == "rowwise" else self.columns_of(weight)
         scales = getattr(weight, f"{usage}_gemm_scale_inv")
-        return Operand(codes, scales, *self.kinds, weight._amax)
+        return Operand(codes, scales, *self.kinds, self.amax_of(weight))
+
+    def amax_of(self, weight: QuantizedTensor) -> Tensor | None:
+        """The amax of a weight as an operand."""
+        return weight._amax
 
     def columns_of(self, weight: QuantizedTensor) -> Tensor:
         """Columnwise codes, those of the transposed matrix row by row."""
@@ -211,6 +215,11 @@ class NVFP4Operands(SwizzledOperands):
     kinds = ("nvfp4",)
     quantizer = NVFP4Quantizer(two_dimensional=False, columnwise=False)
 
+    def amax_of(self, weight: QuantizedTensor) -> Tensor | None:
+        # Every operand is decoded alike, whatever the amax of the weight maps to.
+        bound = weight.quantizer.bound
+        return weight._amax if bound == self.quantizer.bound else weight._amax * (448 / bound)
+
     def columns_of_stack(self, stack: QuantizedTensor) -> Tensor:
         # Columns of all experts lie side by side; the operand has one expert after the other.
         experts, _, cols = stack.shape
@@ -219,8 +228,7 @@ class NVFP4Operands(SwizzledOperands):
 
     def for_torch(self, operand: Operand) -> ForTorch:
         blocks, orders = F.ScalingType, F.SwizzleType
-        # Codes and block scales are for an amax of 2688.
-        scale = operand.amax * (1 / nvfp4.RANGE)
+        scale = operand.amax * (1 / self.quantizer.largest_value)
         return (
             operand.codes.view(torch.float4_e2m1fn_x2),
             [operand.scales.view(torch.float8_e4m3fn), scale],
@@ -229,7 +237,8 @@ class NVFP4Operands(SwizzledOperands):
         )
 
     def decode_rows(self, codes: Tensor, scales: Tensor, amax: Tensor | None) -> Tensor:
-        return nvfp4._decode(codes, scales, amax, False, False, torch.float32)
+        bound = self.quantizer.bound
+        return nvfp4._decode(codes, scales, amax, False, False, bound, torch.float32)
 
 
 FORMATS: dict[type[Quantizer], OperandFormat] = {

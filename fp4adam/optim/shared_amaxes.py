@@ -11,7 +11,13 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
-from fp4adam.distributed.scale_exchange import AmaxExchange, Exchanged, ShardCast
+from fp4adam.distributed.scale_exchange import (
+    AmaxExchange,
+    CutStrips,
+    Exchanged,
+    ShardCast,
+    exchange_strips,
+)
 from fp4adam.formats.scale_groups import write_together
 from fp4adam.optim.launch_group import LaunchGroup
 from fp4adam.optim.param_state import ParamState
@@ -78,9 +84,25 @@ class SharedAmaxes:
                 told[info.group, info.device].append(
                     Exchanged(spec, info, *exchanged[member.owner], member.scales)
                 )
+        self._adaptive = [
+            member
+            for member in members
+            if member.shards and getattr(member.param.quantizer, "adaptive", None) is not None
+        ]
         self._exchanges = [
             AmaxExchange(group, device, shards) for (group, device), shards in told.items()
         ]
+
+    def _choose(self) -> None:
+        """Choose adaptive scales, in the same order on every rank, whoever quantizes how."""
+        strips: dict[Tensor, CutStrips | None] = {}
+        for cast, members in self._casts:
+            if cast.is_adaptive:
+                chosen = cast.choose([m.whole_value() for m in members])
+                strips.update(zip((m.owner for m in members), chosen, strict=True))
+        if self._adaptive:
+            cut = [(m.param, m.shards, strips.get(m.owner)) for m in self._adaptive]
+            exchange_strips(cut)
 
     def finish(self, launches: list[tuple], skipped: bool) -> None:
         """Exchange amaxes, then write the weights that depend on them.
@@ -95,13 +117,15 @@ class SharedAmaxes:
                 if any(self._read_grad(m.owner) is not None for m in peers):
                     values = [m.whole_value().to(m.view.write_dtype) for m in peers]
                     write_together([m.param for m in peers], values)
-            for cast, members in self._casts:
+        for cast, members in self._casts:
+            if not skipped or cast.is_adaptive:
                 cast.measure([m.whole_value() for m in members])
         for exchange in self._exchanges:
             exchange()
         for launch, signals in launches:
             with torch.cuda.device_of(launch.amaxes):
                 launch(*signals)
+        self._choose()
         if not skipped:
             for cast, members in self._casts:
                 cast.write([m.whole_value() for m in members])

@@ -66,6 +66,8 @@ class Kind(NamedTuple):
             quantizer.columnwise,
             getattr(quantizer, "two_dimensional", False),
             getattr(quantizer, "optimize_for_gemm", False),
+            getattr(quantizer, "adaptive", None),
+            getattr(quantizer, "bound", 448),
         )
 
 

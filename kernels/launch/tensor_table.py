@@ -113,12 +113,16 @@ class Usage(NamedTuple):
         columnwise: Whether to write columnwise codes.
         square: Whether one scale per square block serves both directions.
         swizzled: Whether to write swizzled scales too.
+        adaptive: The error, "mae" or "mse", by which NVFP4 chooses each block's scale, or None.
+        bound: The block scale of NVFP4 that the amax of the tensor maps to, 448 or 256.
     """
 
     rowwise: bool
     columnwise: bool
     square: bool = False
     swizzled: bool = False
+    adaptive: str | None = None
+    bound: int = 448
 
 
 class Storage(NamedTuple):

@@ -152,9 +152,9 @@ def step_by_kernels(rank: int, *args) -> None:
 
 
 def step_in_parallel(
-    rank: int, rows: int, cols: int, recipe: str, options: dict, last: int = 19
+    rank: int, rows: int, cols: int, recipe: str | Quantizer, options: dict, last: int = 19
 ) -> None:
-    quantizer = WITH_GEMM_SCALES.get(recipe, recipe)
+    quantizer = WITH_GEMM_SCALES.get(recipe, recipe) if isinstance(recipe, str) else recipe
     whole, sharded = (build(rows, cols, quantizer, torch.bfloat16) for _ in range(2))
     fully_shard(sharded, mesh=all_ranks())
     expected = FP4Adam(whole.parameters(), **OPTIONS, **options)
@@ -264,6 +264,21 @@ def step_cut_blocks(rank: int, options: dict) -> None:
 )
 def test_blocks_that_shards_cut_are_quantized_after_the_exchange(options):
     run(step_cut_blocks, 2, options)
+
+
+@pytest.mark.parametrize(
+    "step, world_size, rows, adaptive",
+    [
+        (step_in_parallel, 2, 64, "mse"),  # whole blocks
+        (step_in_parallel, 3, 64, "mae"),  # 22, 22 and 20 rows: boundaries cut blocks
+        (step_in_parallel, 5, 16, "mae"),  # four rows each on four of five ranks
+        pytest.param(step_by_kernels, 2, 64, "mae", marks=pytest.mark.exhaustive),
+        # 20 rows each, and 16 on the last rank, which alone has a whole block and nothing else.
+        pytest.param(step_by_kernels, 5, 96, "mse", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_adaptive_scales_have_the_bits_of_one_process(step, world_size, rows, adaptive):
+    run(step, world_size, rows, 32, NVFP4Quantizer(adaptive=adaptive), {})
 
 
 def clip_in_parallel(rank: int) -> None:

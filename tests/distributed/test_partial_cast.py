@@ -29,6 +29,8 @@ from test_quantizer_properties import examples, matrices
 FORMATS = {
     "nvfp4": (NVFP4Quantizer(), 16),
     "nvfp4-rowwise": (NVFP4Quantizer(columnwise=False, optimize_for_gemm=True), 16),
+    "nvfp4-mae": (NVFP4Quantizer(adaptive="mae"), 16),
+    "nvfp4-mse": (NVFP4Quantizer(columnwise=False, adaptive="mse", bound=448), 16),
     "mxfp8": (MXFP8Quantizer(), 32),
     "mxfp8-rowwise": (MXFP8Quantizer(columnwise=False), 32),
     "mxfp8-columnwise": (MXFP8Quantizer(rowwise=False), 32),
@@ -86,6 +88,12 @@ def cast_in_shards(
     amaxes = torch.stack([cast.amaxes for cast, _ in ranks]).amax(0)
     for cast, own in ranks:
         cast.amaxes.copy_(amaxes)
+        cast.choose(own)
+    if ranks[0][0].is_adaptive:
+        choices = torch.stack([cast.choices for cast, _ in ranks]).amax(0)
+        for cast, _ in ranks:
+            cast.choices.copy_(choices)
+    for cast, own in ranks:
         cast.write(own)
 
 

@@ -24,6 +24,8 @@ from fp4adam.tensors import backend
 FORMATS = {
     "nvfp4_2d": (NVFP4Quantizer(two_dimensional=True), 16),
     "nvfp4_1d": (NVFP4Quantizer(two_dimensional=False), 16),
+    "nvfp4_2d_mae_256": (NVFP4Quantizer(adaptive="mae"), 16),
+    "nvfp4_1d_mse_448": (NVFP4Quantizer(two_dimensional=False, adaptive="mse", bound=448), 16),
     "mxfp8": (MXFP8Quantizer(), 32),
     "float8_fp32": (Float8Quantizer(), 16),
     "float8_pow2": (Float8Quantizer(force_pow_2_scales=True), 16),
