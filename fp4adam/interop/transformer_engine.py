@@ -116,6 +116,12 @@ class Float8Adapter(TransformerEngineAdapter):
             return Float8Quantizer(
                 **usages, scaling="delayed", amax_history_len=2, amax_compute_algo="most_recent"
             )
+        if not hasattr(quantizer, "amax_epsilon"):
+            raise ValueError(
+                "_quantizer of a Float8Tensor must be a Float8CurrentScalingQuantizer or a "
+                f"Float8Quantizer to be stepped, got a {type(quantizer).__name__}; build the model "
+                "with the recipe Float8CurrentScaling or DelayedScaling"
+            )
         return Float8Quantizer(
             **usages,
             force_pow_2_scales=quantizer.force_pow_2_scales,
@@ -140,7 +146,8 @@ class Float8Adapter(TransformerEngineAdapter):
 
 
 def _is_delayed(quantizer: Any) -> bool:
-    return not hasattr(quantizer, "amax_epsilon")
+    """Whether a Float8Tensor's quantizer takes a scale, rather than making it from values."""
+    return hasattr(quantizer, "scale") and hasattr(quantizer, "amax")
 
 
 def _has_transpose(tensor: Tensor) -> bool:

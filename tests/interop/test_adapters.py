@@ -299,6 +299,11 @@ REFUSED = {
         dict(_fp8_dtype=SimpleNamespace(name="kFloat8E5M2")),
         "_fp8_dtype of a Float8Tensor must be E4M3",
     ),
+    "another quantizer": (
+        Float8Quantizer(),
+        dict(_quantizer=SimpleNamespace(rowwise=True)),
+        "Float8Quantizer to be stepped, got a SimpleNamespace",
+    ),
     "row-scaled": (NVFP4Quantizer(), dict(_row_scaled_nvfp4=True), "_row_scaled_nvfp4 of a NVFP4T"),
     "2-D MXFP8": (
         MXFP8Quantizer(),

@@ -35,6 +35,7 @@ QUANTIZERS = {
 # World size and shape of each case.
 CASES = {
     "cut": ("float8", 2, (48, 32)),
+    "whole": ("float8", 2, (64, 32)),
     "uneven": ("float8", 3, (32, 48)),
     "empty": ("float8", 3, (2, 16, 32)),
     "nvfp4": ("nvfp4", 2, (64, 32)),
@@ -164,6 +165,7 @@ def assert_same_bytes(shard: Parameter, whole: Parameter) -> None:
                 ("uneven", False, "MasterWeightOptimizer"),
                 ("empty", False, "FP4Adam"),
                 ("cut", True, "FP4Adam"),
+                ("whole", True, "FP4Adam"),
                 ("empty", True, "FP4Adam"),
                 ("mxfp8", False, "FP4Adam"),
                 ("mxfp8", False, "MasterWeightOptimizer"),
