@@ -106,6 +106,7 @@ def weight_bytes(name, rows, cols):
         ("FusedAdam, BF16 + FP32 masters", "BF16", 2, 12, False),
         ("FP4Adam, NVFP4", "NVFP4", 2, 12, False),
         ("FP4Adam, NVFP4 rowwise", "NVFP4 rowwise", 2, 12, False),
+        ("FP4Adam, NVFP4 4over6", "NVFP4", 2, 12, False),
         ("FP4Adam, MXFP8", "MXFP8", 2, 12, False),
         ("FP4Adam, Float8Block", "Float8Block", 2, 12, False),
         ("Unfused, NVFP4", "NVFP4", 2, 12, False),
@@ -130,7 +131,7 @@ def test_bytes(name, weight, grad, states, reads_weight, measured):
 @pytest.mark.parametrize("model", MODELS)
 def test_every_optimizer_is_measured_on_every_model(model, measured):
     results = rows(measured, model)
-    assert len(results) == (30 if model == "gpt" else 5)
+    assert len(results) == (32 if model == "gpt" else 5)
     for row in [r for name, r in results.items() if name != BROKEN]:
         assert all(row[key] > 0 for key in TIMES), row
         assert row["ms_min"] <= row["ms"] <= row["ms_max"]

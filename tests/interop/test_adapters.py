@@ -95,6 +95,7 @@ AMAXES = ["amax_rowwise", "amax_columnwise"]
 QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(),
     "nvfp4-1d": NVFP4Quantizer(two_dimensional=False),
+    "nvfp4-4over6": NVFP4Quantizer(adaptive="mse"),
     "nvfp4-columnwise": NVFP4Quantizer(rowwise=False),
     "mxfp8": MXFP8Quantizer(),
     "float8block": Float8BlockQuantizer(),
@@ -126,6 +127,9 @@ def te_tensor(quantizer: Quantizer, value: Tensor, **attributes: Any) -> Paramet
         of_class["_is_2D_scaled"] = quantizer.two_dimensional
     elif isinstance(quantizer, NVFP4Quantizer):
         options["with_2d_quantization"] = quantizer.two_dimensional
+        if quantizer.adaptive is not None:
+            options["nvfp4_4over6_err_mode"] = quantizer.adaptive.upper()
+            of_class |= dict(_nvfp4_use_4over6=True, _nvfp4_e4m3_max=quantizer.bound)
     attributes = {"_quantizer": SimpleNamespace(**options), **of_class, **attributes}
     cls = TE_CLASSES[type(quantizer)]
     return Parameter(cls(tuple(value.shape), value.dtype, **fields, **attributes))
@@ -391,7 +395,6 @@ def test_a_step_that_changes_nothing_leaves_the_bytes_alone(reason, path_device)
 
 REFUSED = {
     "swizzled": (NVFP4Quantizer(), dict(_with_gemm_swizzled_scales=True), "optimize_for_gemm"),
-    "4over6": (NVFP4Quantizer(), dict(_nvfp4_use_4over6=True), "4over6 of a NVFP4Tensor must be F"),
     "e4m3_max": (NVFP4Quantizer(), dict(_nvfp4_e4m3_max=256), "must be 448 to be stepped, got 256"),
     "rht": (NVFP4Quantizer(), dict(_quantizer=SimpleNamespace(with_rht=True)), "with_rht"),
     "no quantizer": (NVFP4Quantizer(), dict(_quantizer=None), "got None.*quantized_model_init"),
