@@ -31,6 +31,8 @@ FORMATS = {
     "Float8Block 1D": fp4adam.Float8BlockQuantizer(two_dimensional=False),
     "Float8": fp4adam.Float8Quantizer(),
     "Float8 delayed": fp4adam.Float8Quantizer(scaling="delayed"),
+    "NVFP4 4over6": fp4adam.NVFP4Quantizer(adaptive="mae"),
+    "NVFP4 4over6 1D": fp4adam.NVFP4Quantizer(two_dimensional=False, adaptive="mae"),
 }
 UNFUSED = ("NVFP4", "MXFP8", "Float8Block")
 MOMENTS = {"BF16": torch.bfloat16, "FP8": torch.float8_e4m3fn}

@@ -319,7 +319,7 @@ def requantize(
             POW_2=force_pow_2_scales,
             BC=32 if has_scales(variant.value_codec) else 16,
         ),
-        num_warps=1,
+        num_warps=1 if usage.adaptive is None else 4,
     )
 
 

@@ -138,7 +138,10 @@ def _sum_of_16(x, M: tl.constexpr, N: tl.constexpr):
     x2, x6, x10, x14 = _split_4(a1, M, N)
     x3, x7, x11, x15 = _split_4(b1, M, N)
     total = x0 + x1 + x2 + x3 + x4 + x5 + x6 + x7
-    return total + x8 + x9 + x10 + x11 + x12 + x13 + x14 + x15
+    total = total + x8 + x9 + x10 + x11 + x12 + x13 + x14
+    # The last sum as a reduction keeps the compiler from doing all of this in the layout that the
+    # result is needed in, where many threads have the same blocks.
+    return tl.sum(tl.join(total, x15), 2)
 
 
 @triton.jit

@@ -31,6 +31,8 @@ from fp4adam.kernels.tiles.words import (
 )
 
 BLOCK = 16
+# Largest tiles of `quantize`, by whether scales are adaptive, which takes more registers.
+QUANTIZE_TILE = {False: (64, 64), True: (32, 64)}
 FP32_MAX = tl.constexpr(3.4028234663852886e38)
 
 
@@ -325,7 +327,9 @@ def quantize(
     input. ``adaptive``, ``bound``: as in ``NVFP4Quantizer``.
     """
     rows, cols = x.shape
-    tile_rows, tile_cols = divisor_tile(rows, 64, BLOCK), divisor_tile(cols, 64, BLOCK)
+    most_rows, most_cols = QUANTIZE_TILE[adaptive is not None]
+    tile_rows = divisor_tile(rows, most_rows, BLOCK)
+    tile_cols = divisor_tile(cols, most_cols, BLOCK)
     grid = (rows // tile_rows * (cols // tile_cols),)
     _quantize_kernel[grid](
         x,

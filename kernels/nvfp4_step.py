@@ -138,9 +138,13 @@ def step_tiles(
     return torch.cat((whole, edge)), len(whole)
 
 
-def step_tile(two_dimensional: bool, codecs: tuple[str, str, str]) -> Tile:
-    """STEP_TILE, adjusted for states in these codecs."""
+def step_tile(
+    two_dimensional: bool, codecs: tuple[str, str, str], is_adaptive: bool = False
+) -> Tile:
+    """STEP_TILE, adjusted for states in these codecs and for adaptive scales."""
     tile = STEP_TILE[two_dimensional]
+    if not two_dimensional and is_adaptive:
+        return tile._replace(num_stages=2)
     if not two_dimensional and are_narrow(*codecs) and not has_scales(*codecs):
         # Two stages take 128 registers instead of 168, for which ptxas spills a few on sm_100.
         return tile._replace(num_stages=2)
@@ -181,10 +185,14 @@ def adam_step(
     ``next_amaxes``: float32 [n_slots], zeroed. ``tile_amaxes``: float32 [n_tiles], written.
     ``exceeding``: float32 [n_slots], zero before; raised for tensors that must be written again.
     """
-    forms = step_tile(usage.square, variant.codecs), EDGE_TILE[has_scales(*variant.codecs)]
+    is_adaptive = usage.adaptive is not None
+    forms = (
+        step_tile(usage.square, variant.codecs, is_adaptive),
+        EDGE_TILE[has_scales(*variant.codecs)],
+    )
     parts = slice(0, n_whole), slice(n_whole, tiles.shape[0])
     # Adaptive scales need more than the limit.
-    is_limited = usage.square and usage.swizzled and usage.adaptive is None
+    is_limited = usage.square and usage.swizzled and not is_adaptive
     most = step_registers(variant.codecs, is_limited)
     return [
         Launch(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fp4adam.kernels.float8 import tensor_scale
 from fp4adam.kernels.float8_block import float8_scale
+from fp4adam.kernels.four_over_six import adaptive_scale, choose
 from fp4adam.kernels.launch.launch import on_its_device
 from fp4adam.kernels.launch.tensor_table import (
     AMAX,
@@ -35,7 +36,6 @@ from fp4adam.kernels.launch.tensor_table import (
 )
 from fp4adam.kernels.mxfp8 import mxfp8_scale
 from fp4adam.kernels.nvfp4 import nvfp4_scale
-from fp4adam.kernels.four_over_six import adaptive_scale, choose
 from fp4adam.kernels.tiles.bfloat16 import round_through, to_float32
 from fp4adam.kernels.tiles.e2m1 import e2m1_code
 from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_words

@@ -59,7 +59,7 @@ class NVFP4Blocks(NVFP4Encoding):
         blocks = (scale.reshape(groups), (first | second << 4).view(groups))
         return {
             self.codes: torch.cat(blocks, -1).flatten(1),
-            self.tensor_scale: self._scale_of(weight._amax.cpu()).to(weight.device),
+            self.tensor_scale: self._scale_of(weight).to(weight.device),
         }
 
     def _read(self, codes: Tensor, scale: Tensor, factor: Tensor) -> Tensor:

@@ -27,9 +27,10 @@ def quantize_master_weights(
     """Quantize this rank's slices of the masters into weights that every rank has in full.
 
     Masters are rounded to the nominal dtype of their weight, then quantized with scales that all
-    ranks of ``group`` agree on in one all-reduce, or two for adaptive scales. Afterwards every rank has all scales and amaxes,
-    and the codes of its own slices. The caller then all-gathers ``rowwise_data`` (for MXFP8 also
-    ``columnwise_data``) and calls :func:`post_all_gather_processing`. The result equals that of
+    ranks of ``group`` agree on in one all-reduce, or two for adaptive scales. Afterwards every rank
+    has all scales and amaxes, and the codes of its own slices. The caller then all-gathers
+    ``rowwise_data`` (for MXFP8 also ``columnwise_data``) and calls
+    :func:`post_all_gather_processing`. The result equals that of
     ``FP4Adam(quantize_from="param_dtype")`` on one process, bit for bit.
 
     The high-precision initial value of a weight, if any, is freed. All ranks have to pass the same

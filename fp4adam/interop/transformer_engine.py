@@ -64,6 +64,8 @@ class NVFP4Adapter(TransformerEngineAdapter):
         adaptive = None
         if getattr(tensor, "_nvfp4_use_4over6", False):
             adaptive = quantizer.nvfp4_4over6_err_mode.lower()
+        else:
+            _require(tensor, "_nvfp4_e4m3_max", 448, "only 4over6 has another bound")
         return NVFP4Quantizer(
             **self._usages(tensor),
             two_dimensional=getattr(quantizer, "with_2d_quantization", False),

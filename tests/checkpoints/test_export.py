@@ -35,7 +35,9 @@ CASES = [
     ("compressed-tensors", NVFP4Quantizer()),
     ("compressed-tensors", ROWWISE_NVFP4),
     ("compressed-tensors", MXFP8Quantizer()),
+    ("compressed-tensors", NVFP4Quantizer(adaptive="mae")),
     ("modelopt", NVFP4Quantizer(columnwise=False)),
+    ("modelopt", NVFP4Quantizer(adaptive="mse", bound=448)),
     ("modelopt", MXFP8Quantizer(columnwise=False)),
     ("fp8", Float8BlockQuantizer()),
     ("fp8", Float8BlockQuantizer(force_pow_2_scales=False)),
@@ -144,6 +146,8 @@ def test_trained_bytes_go_out_and_come_back(layout, quantizer, tmp_path):
 
     other = build(None, seed=1)
     default = {MXFP8Quantizer: quantizer, Float8BlockQuantizer: quantizer}.get(type(quantizer))
+    if getattr(quantizer, "adaptive", None) is not None:
+        default = quantizer  # checkpoints do not say that scales were chosen
     assert import_checkpoint(other, tmp_path / "out", default) is other
     expected, actual = bytes_of(model), bytes_of(other)
     if isinstance(quantizer, MXFP8Quantizer):  # columnwise blocks are those of the decoded values
@@ -219,6 +223,22 @@ def test_scale_of_the_tensor_gives_readers_the_same_bf16_values(divides):
         nearest = 2688 / float(amax) if divides else float(amax) / 2688
         moved += stored[f"w.{encoding.tensor_scale}"].item() != torch.tensor(nearest).item()
     assert moved == (3 if divides else 2)
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+def test_adaptive_weights_come_back_as_any_others(layout, tmp_path):
+    model, _ = trained(NVFP4Quantizer(adaptive="mae"))
+    export_checkpoint(model, tmp_path, layout)
+    other = import_checkpoint(build(None, seed=1), tmp_path)
+    for weight, expected in (
+        (other.up.weight, model.up.weight),
+        (other.down.weight, model.down.weight),
+    ):
+        assert weight.quantizer == NVFP4Quantizer()
+        assert torch.equal(weight.rowwise_data, expected.rowwise_data)
+        assert torch.equal(weight.rowwise_scale_inv, expected.rowwise_scale_inv)
+        torch.testing.assert_close(weight._amax, expected._amax * 1.75)
+        torch.testing.assert_close(weight.dequantize(), expected.dequantize())
 
 
 @pytest.mark.parametrize("divides", [True, False])

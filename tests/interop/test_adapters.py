@@ -39,6 +39,7 @@ SHAPE = (32, 96)
 QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(),
     "nvfp4-1d": NVFP4Quantizer(two_dimensional=False),
+    "nvfp4-4over6": NVFP4Quantizer(adaptive="mse"),
     "nvfp4-columnwise": NVFP4Quantizer(rowwise=False),
     "mxfp8": MXFP8Quantizer(),
     "float8block": Float8BlockQuantizer(),
@@ -289,7 +290,6 @@ def test_a_step_that_changes_nothing_leaves_the_bytes_alone(reason, path_device)
 
 REFUSED = {
     "swizzled": (NVFP4Quantizer(), dict(_with_gemm_swizzled_scales=True), "optimize_for_gemm"),
-    "4over6": (NVFP4Quantizer(), dict(_nvfp4_use_4over6=True), "4over6 of a NVFP4Tensor must be F"),
     "e4m3_max": (NVFP4Quantizer(), dict(_nvfp4_e4m3_max=256), "must be 448 to be stepped, got 256"),
     "rht": (NVFP4Quantizer(), dict(_quantizer=SimpleNamespace(with_rht=True)), "with_rht"),
     "no quantizer": (NVFP4Quantizer(), dict(_quantizer=None), "got None.*quantized_model_init"),

