@@ -366,7 +366,7 @@ def test_megatrons_wrapper_trains_alike(device: str) -> None:
 def test_states_go_both_ways(source: bool | str, target: bool, device: str) -> None:
     if source == "adamw":
         params = make_params(device)
-        first: Any = torch.optim.AdamW(params, lr=1e-2, capturable=HAS_GPU, fused=True)
+        first: Any = torch.optim.AdamW(params, lr=1e-2, fused=True)
     else:
         first = make_pair(device)[0 if source else 1]
     for param in params_of(first):
@@ -420,10 +420,10 @@ def test_torch_loads_the_state(device: str) -> None:
         optimizer.step()
     params = [Parameter(param.detach().clone()) for param in params_of(optimizer)]
     groups = [{"params": params[:2]}, {"params": params[2:]}]
-    adamw = torch.optim.AdamW(groups, capturable=HAS_GPU, fused=True)
+    adamw = torch.optim.AdamW(groups)
     saved = copy.deepcopy(optimizer.state_dict())
     for group in saved["param_groups"]:
-        group["capturable"] = HAS_GPU  # torch's takes it from the checkpoint
+        group["capturable"] = False  # torch's takes it from the checkpoint
     adamw.load_state_dict(saved)
     for param in params:
         param.grad = torch.zeros_like(param)
@@ -583,7 +583,8 @@ def test_whole_iterations_are_captured_with_a_scaler() -> None:
 
         return train(model, optimizer, iteration, x, lambda: None, captured)
 
-    assert losses(True) == losses(False)
+    # Within a capture cuBLAS may choose another algorithm.
+    assert losses(True) == pytest.approx(losses(False), rel=1e-4)
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="captures a backward pass")
@@ -605,4 +606,5 @@ def test_captured_passes_see_the_steps_of_fp4_adam() -> None:
 
         return train(model, optimizer, iteration, x, optimizer.step, captured)
 
-    assert losses(True) == losses(False)
+    # Within a capture cuBLAS may choose another algorithm.
+    assert losses(True) == pytest.approx(losses(False), rel=1e-4)

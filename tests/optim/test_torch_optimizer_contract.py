@@ -111,8 +111,10 @@ def test_misuse_has_the_exception_and_text_of_adamw(
     assert str(torchs.value).rstrip(".") in str(ours.value)
 
 
-@every_optimizer
-@pytest.mark.parametrize("flag", inputs.REFUSED_FLAGS)
+@pytest.mark.parametrize(
+    ("optimizer_class", "flag"),
+    [(FP4Adam, "capturable"), (FP4Adam, "differentiable"), (inputs.FusedAdam, "differentiable")],
+)
 @pytest.mark.parametrize("others", [{}, {"fused": True}, {"foreach": True}], ids=str)
 def test_refused_flag_is_named_at_construction(
     optimizer_class: OptimizerClass, flag: str, others: dict[str, bool]
