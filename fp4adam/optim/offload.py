@@ -604,12 +604,14 @@ class Link:
             MemoryError: If the system refuses.
         """
         memory.zero_()  # so that all threads touch the pages, in place of one
-        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 1))
-        if code:
+        cudart = torch.cuda.cudart()
+        portable = 1
+        code = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, portable)
+        if int(code):
             # The CUDA runtime would report this error once more, at the next launch.
             with contextlib.suppress(RuntimeError):
                 torch.ones(1, device=self._device).add_(1)
-            raise no_memory(memory.nbytes, self, f"cudaHostRegister returned {code}")
+            raise no_memory(memory.nbytes, self, cudart.cudaGetErrorString(code))
         self.pinned_bytes += memory.nbytes
 
     def unpin(self, memory: Tensor) -> None:

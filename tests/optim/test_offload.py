@@ -449,6 +449,35 @@ def test_pinned_memory_that_runs_out_is_named(device: str) -> None:
         assert_same_training(optimizer, resident)
 
 
+def test_what_cuda_says_about_memory_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple] = []
+
+    class Cudart:
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+            calls.append((address, nbytes, flags))
+            return 0 if nbytes < 2**16 else 2
+
+        def cudaHostUnregister(self, address: int) -> None:
+            calls.append((address,))
+
+        def cudaGetErrorString(self, code: int) -> str:
+            return {2: "out of memory"}[code]
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    link = object.__new__(offload.Link)
+    link._device, link.pinned_bytes = torch.device("cpu"), 0
+    block = offload._Block(link, 4096)
+    address = block.tensor(0, 4096, torch.uint8).data_ptr()
+    kept = block.tensor(256, 64, torch.float32).fill_(3.0)
+    assert (calls, link.pinned_bytes) == ([(address, 4096, 1)], 4096)
+    with pytest.raises(MemoryError, match=r"65,536 bytes beyond the 4,096 .* \(out of memory\)"):
+        offload._Block(link, 2**16)
+    del block
+    assert (calls[-1], link.pinned_bytes) == ((address,), 0)
+    assert kept.tolist() == [3.0] * 16
+
+
 def test_the_option_changes_at_the_next_step(device: str, link: LateLink) -> None:
     optimizer, resident = pair(RECIPES["nvfp4"], device)
     resident.offload_states = True
