@@ -128,7 +128,13 @@ def test_kernels(
     assert_same_training(*optimizers)
 
 
-@pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
+@pytest.mark.parametrize(
+    "quantizer",
+    [
+        pytest.param(q, id=name, marks=[] if name in RECIPES else pytest.mark.exhaustive)
+        for name, q in QUANTIZERS.items()
+    ],
+)
 def test_formats(quantizer: Any, device: str, link: LateLink) -> None:
     optimizers = pair(quantizer, device, quantize_from="param_dtype")
     for optimizer in optimizers:
@@ -320,7 +326,9 @@ WRITES: dict[str, Callable[[FP4Adam], object]] = {
 
 
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("storing", ["float32", "narrow"])
+@pytest.mark.parametrize(
+    "storing", ["float32", pytest.param("narrow", marks=pytest.mark.exhaustive)]
+)
 def test_writes_by_others(write: str, storing: str, device: str, link: LateLink) -> None:
     if write.startswith("moments") and storing == "narrow":
         pytest.skip("codes are no numbers")
