@@ -105,11 +105,13 @@ class StateOffload:
         active = []
         for part in self._parts:
             ready = self._is_ready(part, states)
-            # Nothing moves for parameters that are frozen, or unused in this step.
-            if part.has_gradients() or (not ready and states_of(part.params, states)):
+            # Nothing moves for parameters that are frozen or unused in this step, unless somebody
+            # has written to them or to their states.
+            written = not ready and states_of(part.params, states)
+            if part.has_gradients() or (written and part.device in self._lanes):
                 active.append((part, ready))
         if not all(ready for _, ready in active):
-            self._check(whole, states)
+            self._check(whole)
         # Out of the optimizer before the first part runs, so that an interrupt ends its validity.
         clip, whole._clip = whole._clip, {}
         try:
@@ -126,7 +128,7 @@ class StateOffload:
             part: The part; its options are up to date.
             states: The states of the whole optimizer.
         """
-        lane = self._lane(part.params[0])
+        lane = self._lane(part.device)
         home = self._homes.get(part)
         if home is not None and home.holds(part.params, states):
             self._stream(part, home, lane, states)
@@ -158,12 +160,12 @@ class StateOffload:
             )
         self._parts, self._known = parts, known
 
-    def _check(self, whole: "FusedAdam", states: dict[Tensor, State]) -> None:
+    def _check(self, whole: "FusedAdam") -> None:
         """Raise if a parameter cannot be stepped, or is not on a GPU."""
         whole._check_all([(group, p) for group in whole.param_groups for p in group["params"]])
         for param in whole._params():
-            if whole._read_grad(param) is not None or param in states:
-                self._lane(param)
+            if whole._read_grad(param) is not None:
+                self._lane(local(param).device)
 
     def _is_ready(self, part: OptimizerPart, states: dict[Tensor, State]) -> bool:
         """Whether states and plan are those of the last step, so that nothing has to be checked."""
@@ -256,8 +258,7 @@ class StateOffload:
             lane.has_new_homes = False
         return lane.ring
 
-    def _lane(self, param: Tensor) -> "_Lane":
-        device = local(param).device
+    def _lane(self, device: torch.device) -> "_Lane":
         if device not in self._lanes:
             self._lanes[device] = _Lane(link_of(device))
         return self._lanes[device]
@@ -604,12 +605,14 @@ class Link:
             MemoryError: If the system refuses.
         """
         memory.zero_()  # so that all threads touch the pages, in place of one
-        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 1))
-        if code:
+        cudart = torch.cuda.cudart()
+        portable = 1
+        code = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, portable)
+        if int(code):
             # The CUDA runtime would report this error once more, at the next launch.
             with contextlib.suppress(RuntimeError):
                 torch.ones(1, device=self._device).add_(1)
-            raise no_memory(memory.nbytes, self, f"cudaHostRegister returned {code}")
+            raise no_memory(memory.nbytes, self, cudart.cudaGetErrorString(code))
         self.pinned_bytes += memory.nbytes
 
     def unpin(self, memory: Tensor) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fp4adam.distributed.dtensor import local
 from fp4adam.optim.memory_note import WriteNote
 
 if TYPE_CHECKING:
@@ -59,6 +60,11 @@ class OptimizerPart:
         """The notes of the parameters as the last step left them."""
         self.optimizer._take_notes()
         return self.optimizer._masters.notes_of(self.params)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters, or of the first one."""
+        return local(self.params[0]).device
 
     def has_gradients(self) -> bool:
         """Whether any of the parameters has one."""

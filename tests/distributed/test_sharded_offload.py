@@ -103,6 +103,7 @@ def step_by_kernels(rank: int) -> None:
         assert_same_states(*optimizers)
 
 
+@pytest.mark.exhaustive
 def test_kernels() -> None:
     run(step_by_kernels, 2)
 

@@ -128,7 +128,13 @@ def test_kernels(
     assert_same_training(*optimizers)
 
 
-@pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
+@pytest.mark.parametrize(
+    "quantizer",
+    [
+        pytest.param(q, id=name, marks=[] if name in RECIPES else pytest.mark.exhaustive)
+        for name, q in QUANTIZERS.items()
+    ],
+)
 def test_formats(quantizer: Any, device: str, link: LateLink) -> None:
     optimizers = pair(quantizer, device, quantize_from="param_dtype")
     for optimizer in optimizers:
@@ -320,7 +326,9 @@ WRITES: dict[str, Callable[[FP4Adam], object]] = {
 
 
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("storing", ["float32", "narrow"])
+@pytest.mark.parametrize(
+    "storing", ["float32", pytest.param("narrow", marks=pytest.mark.exhaustive)]
+)
 def test_writes_by_others(write: str, storing: str, device: str, link: LateLink) -> None:
     if write.startswith("moments") and storing == "narrow":
         pytest.skip("codes are no numbers")
@@ -447,6 +455,35 @@ def test_pinned_memory_that_runs_out_is_named(device: str) -> None:
         take_steps(optimizer, [1])
         take_steps(resident, [1])
         assert_same_training(optimizer, resident)
+
+
+def test_what_cuda_says_about_memory_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple] = []
+
+    class Cudart:
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+            calls.append((address, nbytes, flags))
+            return 0 if nbytes < 2**16 else 2
+
+        def cudaHostUnregister(self, address: int) -> None:
+            calls.append((address,))
+
+        def cudaGetErrorString(self, code: int) -> str:
+            return {2: "out of memory"}[code]
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    link = object.__new__(offload.Link)
+    link._device, link.pinned_bytes = torch.device("cpu"), 0
+    block = offload._Block(link, 4096)
+    address = block.tensor(0, 4096, torch.uint8).data_ptr()
+    kept = block.tensor(256, 64, torch.float32).fill_(3.0)
+    assert (calls, link.pinned_bytes) == ([(address, 4096, 1)], 4096)
+    with pytest.raises(MemoryError, match=r"65,536 bytes beyond the 4,096 .* \(out of memory\)"):
+        offload._Block(link, 2**16)
+    del block
+    assert (calls[-1], link.pinned_bytes) == ((address,), 0)
+    assert kept.tolist() == [3.0] * 16
 
 
 def test_the_option_changes_at_the_next_step(device: str, link: LateLink) -> None:

@@ -22,7 +22,7 @@ from training_programs import KernelTraining, OffloadedTraining, OperatorTrainin
     [
         (OperatorTraining, 20, 20),
         (KernelTraining, 2, 12),
-        (OffloadedTraining, 20, 20),
+        (OffloadedTraining, 6, 20),
         pytest.param(OperatorTraining, 60, 20, marks=pytest.mark.exhaustive),
         pytest.param(KernelTraining, 10, 12, marks=pytest.mark.exhaustive),
         pytest.param(OffloadedTraining, 60, 20, marks=pytest.mark.exhaustive),
