@@ -23,6 +23,7 @@ from report import Column, header_line, result_line, write_json
 from step import Clock, reason, release, stored_bytes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from training import allocate_workspaces
 
 from fp4adam import (
     Float8BlockQuantizer,
@@ -248,6 +249,8 @@ def main() -> None:
     print(", ".join(f"{name} {version}" for name, version in run["versions"].items()))
     print(f"{run['device']}, {run['date']}, {args.size}, rank {args.rank}, batch {args.batch}\n")
     print(header_line("", COLUMNS), flush=True)
+    if args.device == "cuda":
+        allocate_workspaces()
     for base in BASES:
         release()
         row: Row = {"name": base.name}
