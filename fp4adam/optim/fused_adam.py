@@ -319,10 +319,10 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         try:
             plan = self._fitting_plan()
-            name = type(self).__name__
+            name, storing = type(self).__name__, self._storing
             for param, grad in plan.gradients_for_operators():
                 checks.check_gradient(name, param, grad)
-                checks.check_state(param, self.state[param], self._storing)
+                checks.check_state(param, self.state[param], storing)
         except Exception:
             self._drop_plan()
             raise
