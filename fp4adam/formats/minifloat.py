@@ -17,9 +17,10 @@ E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 FP32_MAX = torch.finfo(torch.float32).max
 
-# 2**22 + 0, 1 and 2. Numbers without a dimension go with tensors of any device, and unlike Python's
-# they cost no conversion.
-_ROUNDED_TO_HALVES = torch.tensor([2.0**22 + i for i in range(3)], device="cpu").unbind()
+# 2**22, 2**22 + 1 and 2**22 + 2, as tensors that operators take with those of any device.
+_ROUNDING = torch.tensor(
+    [2.0**22, 2.0**22 + 1, 2.0**22 + 2], dtype=torch.float32, device="cpu"
+).unbind()
 
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -36,16 +37,18 @@ def e2m1_code(x: Tensor) -> Tensor:
         uint8 codes 0..15 in the shape of ``x``; bit 3 is the sign, which zero keeps.
     """
     magnitude = x.abs()
-    if x.numel() and not magnitude.amax() < E2M1_MAX + 1:  # Below, 6 is nearest; also true for NaN.
+    if (
+        x.numel() and not magnitude.amax() < E2M1_MAX + 1
+    ):  # A code would be above 7, or there is NaN.
         x = x.nan_to_num(E2M1_MAX).clamp_(-E2M1_MAX, E2M1_MAX)
         magnitude = x.abs()
     # Half the code is min(a, a/2 + 1, a/4 + 2), lines that meet at 2 and 4. Adding 2**22, where
     # float32 has steps of 0.5, rounds each of them to even and leaves the code in the low byte.
     # The products are exact, so fused multiply-adds give the same sums.
-    half = torch.add(_ROUNDED_TO_HALVES[2], magnitude, alpha=0.25)
-    line = torch.add(_ROUNDED_TO_HALVES[1], magnitude, alpha=0.5)
+    half = torch.add(_ROUNDING[2], magnitude, alpha=0.25)
+    line = torch.add(_ROUNDING[1], magnitude, alpha=0.5)
     torch.minimum(half, line, out=half)
-    torch.minimum(half, torch.add(_ROUNDED_TO_HALVES[0], magnitude, out=line), out=half)
+    torch.minimum(half, torch.add(_ROUNDING[0], magnitude, out=line), out=half)
     sign = torch.bitwise_right_shift(x.view(torch.int32), 31, out=line.view(torch.int32))  # -1 or 0
     return half.view(torch.int32).add_(sign, alpha=-8).to(torch.uint8)
 

@@ -19,8 +19,7 @@ except ImportError:  # torch works without it
 from fp4adam.optim.memory_layout import memory_order
 from fp4adam.tensors import backend
 
-# Numbers that broadcast, of no dimension.
-_ZERO, _ONE = torch.tensor([0.0, 1.0], device="cpu").unbind()
+_ZERO, _ONE = torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu").unbind()
 
 
 class Scalars(NamedTuple):
