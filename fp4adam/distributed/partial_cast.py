@@ -9,7 +9,7 @@ from torch import Tensor
 from fp4adam.distributed.flat_shard import Out, Shard, as_pair
 from fp4adam.formats import minifloat
 from fp4adam.tensors import backend
-from fp4adam.tensors.blocks import blocks_of, in_blocks, round_up
+from fp4adam.tensors.blocks import blocks_of, in_blocks, round_up, times_factors
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
 from fp4adam.tensors.swizzle import build_gemm_scales
@@ -447,7 +447,7 @@ def _write_codes(
         start, stop = max(shard.start, top), min(shard.stop, rows.stop * cols)
         for usage, block in shard.blocks.items():
             _, factor = _scales(shard, usage, in_blocks(rows, block[0]))
-            scaled = blocks_of(strip, block) * factor[:, None, :, None]
+            scaled = times_factors(blocks_of(strip, block), factor)
             target, first_byte = targets[usage]
             codes = shard.quantizer.codes(scaled).flatten(2).flatten(0, 1)
             codes = codes[: len(strip), :cols].reshape(-1)[start - top : stop - top]

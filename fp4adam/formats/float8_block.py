@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp4adam.formats import minifloat
 from fp4adam.tensors import backend
-from fp4adam.tensors.blocks import blocks_of, in_blocks, round_up, strips
+from fp4adam.tensors.blocks import blocks_of, in_blocks, round_up, strips, times_factors
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import SquareBlockQuantizer
 from fp4adam.tensors.storage import Storage
@@ -138,7 +138,7 @@ class Float8BlockQuantizer(SquareBlockQuantizer):
         rows, cols = x.shape
         blocks = blocks_of(x, block)
         scale = self.encode_scale(minifloat.amax(blocks, (1, 3)), largest)
-        codes = minifloat.e4m3_code(blocks * scale[:, None, :, None])
+        codes = minifloat.e4m3_code(times_factors(blocks, scale))
         return codes.flatten(2).flatten(0, 1)[:rows, :cols], 1.0 / scale
 
     def encode_scale(self, amax: Tensor, largest: float) -> Tensor:
@@ -152,7 +152,7 @@ class Float8BlockQuantizer(SquareBlockQuantizer):
 
     def recode(self, x: Tensor, tensors: Storage) -> Tensor:
         factor = 1.0 / tensors.block_scale_inv
-        codes = minifloat.e4m3_code(blocks_of(x, (BLOCK, BLOCK)) * factor[:, None, :, None])
+        codes = minifloat.e4m3_code(times_factors(blocks_of(x, (BLOCK, BLOCK)), factor))
         return codes.flatten(2).flatten(0, 1)[: x.shape[0], : x.shape[1]]
 
     @property

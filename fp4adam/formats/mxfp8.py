@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp4adam.formats import minifloat
 from fp4adam.tensors import backend
-from fp4adam.tensors.blocks import blocks_of, in_blocks, round_up, strips
+from fp4adam.tensors.blocks import blocks_of, in_blocks, round_up, strips, times_factors
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.storage import Storage
@@ -121,7 +121,7 @@ class MXFP8Quantizer(Quantizer):
         blocks = blocks_of(x, (1, BLOCK) if self.rowwise else (BLOCK, 1))
         scale = tensors.rowwise_scale_inv if self.rowwise else tensors.columnwise_scale_inv
         factor = minifloat.e8m0_reciprocal(scale[: blocks.shape[0], : blocks.shape[2]])
-        return minifloat.e4m3_code(blocks * factor[:, None, :, None]).view(x.shape)
+        return minifloat.e4m3_code(times_factors(blocks, factor)).view(x.shape)
 
     @staticmethod
     def decoders() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
@@ -151,7 +151,7 @@ def _encode(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Codes [rows, cols] and E8M0 scales [rows / block[0], cols / block[1]] of float32 rows."""
     blocks = blocks_of(x, block)
     scale, factor = block_scales(minifloat.amax(blocks, (1, 3)))
-    return minifloat.e4m3_code(blocks * factor[:, None, :, None]).view(x.shape), scale
+    return minifloat.e4m3_code(times_factors(blocks, factor)).view(x.shape), scale
 
 
 def block_scales(amax: Tensor) -> tuple[Tensor, Tensor]:

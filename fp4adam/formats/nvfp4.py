@@ -1,6 +1,7 @@
 """NVFP4: E2M1 codes, an E4M3 scale per 16 elements or 16x16 block, an FP32 amax per tensor."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from fp4adam.formats import four_over_six, minifloat
 from fp4adam.tensors import backend
-from fp4adam.tensors.blocks import blocks_of, in_blocks, round_up, strips
+from fp4adam.tensors.blocks import blocks_of, in_blocks, round_up, strips, times_factors
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import SquareBlockQuantizer
 from fp4adam.tensors.storage import Storage
@@ -135,7 +136,7 @@ class NVFP4Quantizer(SquareBlockQuantizer):
         if backend.uses_kernels(x.device):
             self.kernels().measure(x, amax)
         else:
-            amax.copy_(torch.stack([minifloat.amax(strip) for _, strip in strips(x, BLOCK)]).amax())
+            amax.copy_(minifloat.block_amaxes(x, (BLOCK, BLOCK)).amax())
 
     def per_tensor_scale(self, amax: Tensor) -> Tensor:
         # By a tensor, because torch divides by a number by multiplying with its reciprocal.
@@ -164,58 +165,75 @@ class NVFP4Quantizer(SquareBlockQuantizer):
         return minifloat.e2m1_code(x)
 
     def write(self, x: Tensor, out: Storage, amax: Tensor | None = None) -> None:
+        if not backend.uses_kernels(x.device):
+            return self._write_by_operators(x, out, amax)
         if amax is None:
             self.measure(x, out.amax)
         else:
             out.amax.copy_(amax)
-        if backend.uses_kernels(x.device):
-            return self.kernels().quantize(
-                x,
-                rowwise_data=out.rowwise_data,
-                columnwise_data=out.columnwise_data,
-                rowwise_scale=out.block_scale_inv
-                if self.two_dimensional
-                else out.rowwise_scale_inv,
-                columnwise_scale=out.columnwise_scale_inv,
-                amax=out.amax,
-                two_dimensional=self.two_dimensional,
-                adaptive=self.adaptive,
-                bound=self.bound,
-            )
-        amax, cols = out.amax, x.shape[1]
-        for rows, strip in strips(x, BLOCK):
-            blocks = in_blocks(rows, BLOCK)
-            if self.two_dimensional:
-                codes, out.block_scale_inv[blocks] = self._encode(strip, amax, (BLOCK, BLOCK))
-            if out.rowwise_data is not None:
-                if not self.two_dimensional:
-                    codes, scale = self._encode(strip, amax, (1, BLOCK))
-                    out.rowwise_scale_inv[rows, : cols // BLOCK] = scale
-                out.rowwise_data[rows] = minifloat.pack_e2m1(codes)
-            if out.columnwise_data is not None:
-                if not self.two_dimensional:
-                    codes, scale = self._encode(strip, amax, (BLOCK, 1))
-                    out.columnwise_scale_inv[:cols, blocks] = scale.t()
+        self.kernels().quantize(
+            x,
+            rowwise_data=out.rowwise_data,
+            columnwise_data=out.columnwise_data,
+            rowwise_scale=out.block_scale_inv if self.two_dimensional else out.rowwise_scale_inv,
+            columnwise_scale=out.columnwise_scale_inv,
+            amax=out.amax,
+            two_dimensional=self.two_dimensional,
+            adaptive=self.adaptive,
+            bound=self.bound,
+        )
+
+    def _write_by_operators(self, x: Tensor, out: Storage, amax: Tensor | None) -> None:
+        rows, cols = x.shape
+        # The scales of all blocks come first, because they depend on the amax of the tensor.
+        shapes = self.block_shapes
+        amaxes = {usage: minifloat.block_amaxes(x, shape) for usage, shape in shapes.items()}
+        out.amax.copy_(next(iter(amaxes.values())).amax() if amax is None else amax)
+        scales, factors = {}, {}
+        for usage, grid in amaxes.items():
+            four = None
+            if self.adaptive is not None:
+                four = self._choices(x, shapes[usage], grid, out.amax)
+            scales[usage], factors[usage] = self._block_scales(grid, out.amax, four)
+        if self.two_dimensional:
+            out.block_scale_inv.copy_(scales["rowwise"])
+        elif self.rowwise:
+            out.rowwise_scale_inv[:rows, : cols // BLOCK] = scales["rowwise"]
+        if self.columnwise and not self.two_dimensional:
+            out.columnwise_scale_inv[:cols, : rows // BLOCK] = scales["columnwise"].t()
+        for span, strip in strips(x, BLOCK):
+            codes = {
+                usage: _codes(strip, factors[usage][in_blocks(span, shape[0])], shape)
+                for usage, shape in shapes.items()
+            }
+            if self.rowwise:
+                out.rowwise_data[span] = minifloat.pack_e2m1(codes["rowwise"])
+            if self.columnwise:
+                column_codes = codes["rowwise" if self.two_dimensional else "columnwise"]
                 # Packing pairs of rows before the transpose halves the bytes that it moves.
-                packed = codes[0::2] | codes[1::2] << 4
-                out.columnwise_data[:, in_blocks(rows, 2)] = packed.t()
+                packed = torch.add(column_codes[0::2], column_codes[1::2], alpha=16)
+                out.columnwise_data[:, in_blocks(span, 2)] = packed.t()
 
     def recode(self, x: Tensor, tensors: Storage) -> Tensor:
         factor = _factors(tensors.block_scale_inv, self._encode_scale(tensors.amax))
-        blocks = blocks_of(x, (BLOCK, BLOCK)) * factor[:, None, :, None]
-        return minifloat.pack_e2m1(minifloat.e2m1_code(blocks).view(x.shape))
+        return minifloat.pack_e2m1(_codes(x, factor, (BLOCK, BLOCK)))
 
-    def _encode(self, x: Tensor, amax: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Codes [rows, cols] and E4M3 scales [rows / block[0], cols / block[1]] of float32 rows."""
-        blocks = blocks_of(x, block)
-        block_amax = minifloat.amax(blocks, (1, 3))
-        four = None if self.adaptive is None else self.maps_to_four(blocks, block_amax, amax)
-        scale, factor = self._block_scales(block_amax, amax, four)
-        return minifloat.e2m1_code(blocks * factor[:, None, :, None]).view(x.shape), scale
+    def _choices(
+        self, x: Tensor, block: tuple[int, int], block_amax: Tensor, amax: Tensor
+    ) -> Tensor:
+        """The choices of adaptive scales for all blocks of float32 rows."""
+        return torch.cat(
+            [
+                self.maps_to_four(
+                    blocks_of(strip, block), block_amax[in_blocks(span, block[0])], amax
+                )
+                for span, strip in strips(x, block[0])
+            ]
+        )
 
     def maps_to_four(self, blocks: Tensor, block_amax: Tensor, amax: Tensor) -> Tensor:
         """The choice of adaptive scales for blocks, bool; see :mod:`.four_over_six`."""
-        encode = self._encode_scale(amax)
+        encode = torch.full_like(amax, self._encode_scale(amax))
         return four_over_six.maps_to_four(
             blocks, block_amax, amax, encode, 1.0 / encode, self.adaptive, self.bound
         )
@@ -230,14 +248,19 @@ class NVFP4Quantizer(SquareBlockQuantizer):
         """
         encode = self._encode_scale(amax)
         if self.adaptive is not None:
+            encode = torch.full_like(amax, encode)
             return four_over_six.block_scales(block_amax, four, encode, 1.0 / encode)
-        scale = minifloat.e4m3_code(block_amax * (encode * (1 / 6)))
+        to_scale = minifloat.float32(encode * minifloat.float32(1 / 6))
+        scale = minifloat.e4m3_code(block_amax * to_scale)
         return scale, _factors(scale, encode)
 
-    def _encode_scale(self, amax: Tensor) -> Tensor:
-        # torch computes number / tensor as number * (1 / tensor), which rounds twice.
-        encode = torch.full_like(amax, self.largest_value) / amax
-        return torch.where((amax == 0) | (encode == 0), 1.0, encode.clamp(max=minifloat.FP32_MAX))
+    def _encode_scale(self, amax: Tensor) -> float:
+        """The factor that maps the values of a tensor to the range of codes times block scales."""
+        largest = amax.item()
+        if largest == 0 or math.isinf(largest):
+            return 1.0
+        # A float64 quotient or product of float32 numbers rounds to float32 as the exact one does.
+        return min(minifloat.float32(self.largest_value / largest), minifloat.FP32_MAX)
 
     @staticmethod
     def decoders() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
@@ -265,9 +288,15 @@ class NVFP4Quantizer(SquareBlockQuantizer):
         return data, scale, tensors.amax, self.two_dimensional, transposed, self.bound
 
 
-def _factors(scale: Tensor, encode: Tensor) -> Tensor:
+def _codes(x: Tensor, factor: Tensor, block: tuple[int, int]) -> Tensor:
+    """Codes [rows, cols] of float32 rows, with one factor per block."""
+    return minifloat.e2m1_code(times_factors(blocks_of(x, block), factor)).view(x.shape)
+
+
+def _factors(scale: Tensor, encode: float) -> Tensor:
     """The factors that map values to codes in blocks with these scales."""
-    return (1.0 / (minifloat.e4m3_value(scale) * (1.0 / encode))).clamp(max=minifloat.FP32_MAX)
+    decode = minifloat.float32(1 / encode)
+    return (minifloat.e4m3_value(scale) * decode).reciprocal_().clamp_(max=minifloat.FP32_MAX)
 
 
 def decode_factors(scale: Tensor, amax: Tensor, bound: int) -> Tensor:

@@ -20,6 +20,8 @@ except ImportError:  # torch works without it
 from fp4adam.optim.memory_layout import memory_order
 from fp4adam.tensors import backend
 
+_ZERO, _ONE = torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu").unbind()
+
 
 class Scalars(NamedTuple):
     """The scalars of one update; computed from the hyper-parameters in float64, used in float32.
@@ -136,7 +138,8 @@ def adam_(
     parts = _cut(tensors)
     # All parts share this scratch memory. Pages that an update does not touch stay unmapped.
     shape = parts[0][0].shape
-    scratch = exp_avg.new_empty(4, *shape).unbind()
+    scratch = exp_avg.new_empty(5, *shape).unbind()
+    scratch[-1].fill_(scalars.eps)
     for part in parts:
         if part[0].shape != shape:
             scratch = tuple(t[: len(part[0])] for t in scratch)
@@ -165,9 +168,12 @@ def _update_(
     adam_w_mode: bool,
     factor: float | Tensor | None,
 ) -> None:
-    """Update one part; ``scratch`` is four tensors of its shape in the dtype of the moments."""
+    """Update one part.
+
+    ``scratch``: Five tensors of its shape in the dtype of the moments; the last one is full of eps.
+    """
     value, grad, exp_avg, exp_avg_sq, *max_exp_avg_sq = tensors
-    denominator, change, g, p = scratch
+    denominator, change, g, p, eps = scratch
     dtype = exp_avg.dtype
     p = value if value.dtype == dtype else p.copy_(value)
     if grad.dtype == dtype and factor is None and adam_w_mode:
@@ -179,11 +185,12 @@ def _update_(
     if not adam_w_mode and s.decay != 0:  # Infinite values times zero decay would be NaN.
         _multiply_add(p, s.decay, g, out=g)
 
-    torch.mul(g, s.one_minus_beta2, out=change).mul_(g)
+    _multiply(g, s.one_minus_beta2, g, out=change)
     largest = _multiply_add(exp_avg_sq, s.beta2, change, out=exp_avg_sq)
     for maximum in max_exp_avg_sq:
         largest = torch.maximum(maximum, exp_avg_sq, out=maximum)
-    _sqrt(largest, out=denominator).mul_(s.rsqrt_bias_correction2).add_(s.eps)
+    _sqrt(largest, out=denominator)
+    _multiply_add(denominator, s.rsqrt_bias_correction2, eps, out=denominator)
 
     # Interpolate from the nearer end, as torch.lerp does: exact for beta1 = 0.
     base = exp_avg if s.lerp_weight > 0 else g
@@ -191,11 +198,19 @@ def _update_(
     _multiply_add(change, s.lerp_weight, base, out=exp_avg)
 
     if s.step_size != 0:  # A zero step leaves the value alone, including the sign of a zero.
-        if adam_w_mode:
+        if adam_w_mode and s.decay != 1:
             p.mul_(s.decay)
         _subtract_ratio_(p, exp_avg, s.step_size, denominator, scratch=change)
         if p is not value:
             value.copy_(p)
+
+
+def _multiply(x: Tensor, factor: float, y: Tensor, out: Tensor) -> Tensor:
+    """``(x * factor) * y`` >= 0, with both products rounded."""
+    if not x.is_cpu:
+        return torch.mul(x, factor, out=out).mul_(y)
+    # One pass. A sum with zero rounds the last product, fused or not.
+    return torch.addcmul(_ZERO, x, y, value=factor, out=out)
 
 
 def _multiply_add(x: Tensor, factor: float, y: Tensor, out: Tensor) -> Tensor:
@@ -204,7 +219,7 @@ def _multiply_add(x: Tensor, factor: float, y: Tensor, out: Tensor) -> Tensor:
         return torch.add(x * factor, y, out=out)
     # One pass. Compilers make addcmul's last product and its sum one rounding, on most CPUs:
     # (factor * x) * 1 + y has a last product that is exact.
-    return torch.addcmul(y, x, x.new_ones(()), value=factor, out=out)
+    return torch.addcmul(y, x, _ONE, value=factor, out=out)
 
 
 def _subtract_ratio_(p: Tensor, x: Tensor, factor: float, y: Tensor, scratch: Tensor) -> None:

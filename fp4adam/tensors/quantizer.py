@@ -120,6 +120,7 @@ class Quantizer:
         """Whether the bytes of a tensor also depend on values that it had before."""
         return False
 
+    @property
     def cols_per_entry(self) -> dict[str, int]:
         """For the inner tensors of ``rows_per_entry``, the matrix columns per entry of each.
 

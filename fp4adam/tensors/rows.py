@@ -55,10 +55,8 @@ def has_all_columns(tensor: "QuantizedTensor") -> bool:
 
 def is_all(tensor: "QuantizedTensor") -> bool:
     """Whether a tensor has all values in its storage."""
-    rows = tensor._shared.rows
-    rows = stored_rows(tensor) if rows is None else rows
-    is_all_rows = tensor._start == 0 and matrix_shape(tensor)[0] == rows
-    return is_all_rows and has_all_columns(tensor)
+    rows, (stored, cols) = tensor._shared.rows, stored_shape(tensor)
+    return tensor._start == 0 and matrix_shape(tensor) == (stored if rows is None else rows, cols)
 
 
 def is_whole_blocks(tensor: "QuantizedTensor") -> bool:
