@@ -550,7 +550,7 @@ EXPORT_ERRORS = [
     (NVFP4Quantizer(rowwise=False), None, {}, "rowwise=True"),
     ("nvfp4", tie, {}, "'up.weight' and 'down.weight' must be two weights"),
     ("nvfp4", mix, {}, "of one format, got 'up.weight' in NVFP4Tensor and 'down.weight' in MXFP8"),
-    ("nvfp4", put_elsewhere, {}, "must be those of nn.Linear layers, got 'other'"),
+    ("nvfp4", put_elsewhere, {}, "must be those of nn.Linear layers, or stacks.*, got 'other'"),
     ("nvfp4", overflow, {}, "'up.weight': amax must be finite and at least 1e-35"),
     ("nvfp4", lambda model: model.to("meta"), {}, "on the meta device"),
     ("nvfp4", None, {"max_shard_bytes": 0}, "max_shard_bytes must be a positive number"),
