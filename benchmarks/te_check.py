@@ -175,7 +175,8 @@ def delayed_rows(te: Any, recipes: Any) -> Iterator[Row]:
             weight.grad = random(512, 768, seed=step, scale=1e-2).to(weight.dtype)
             if kind == "its tensor":
                 # As the next forward pass would do.
-                weight._quantizer.scale.copy_(448 / random(1, seed=step).abs())
+                amax = random(1, seed=step).abs()
+                weight._quantizer.scale.copy_(torch.full_like(amax, 448) / amax)
                 weight._quantizer.amax.zero_()
             optimizer.step()
             if kind == "its tensor":
@@ -294,7 +295,7 @@ def zero_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
             for package in (utils, fp4adam):
                 weight = linear(te, recipe, shape).weight
                 if quantizer.has_history:
-                    weight._quantizer.scale.fill_(4000.0)
+                    weight._quantizer.scale.fill_(448 * 8.0)
                 arguments = ([weight], [master.clone()], [start], None)
                 package.quantize_master_weights(*arguments, manual_post_all_gather_processing=True)
                 package.post_all_gather_processing([weight])

@@ -103,7 +103,9 @@ class Float8Adapter(TransformerEngineAdapter):
     """Adapter of Float8Tensor: one scale per tensor, from its current amax or from earlier ones.
 
     With delayed scaling, Transformer Engine keeps the history: a step multiplies by the quantizer's
-    ``scale``, and raises its ``amax``. The transposed codes are written if the tensor has valid
+    ``scale``, and raises its ``amax``. Its scales are quotients 448 / x; another number is taken as
+    the nearest quotient, at most one unit in the last place away, and the decode scale is that of
+    the quotient. The transposed codes are written if the tensor has valid
     ones; otherwise Transformer Engine makes them when it needs them.
     """
 

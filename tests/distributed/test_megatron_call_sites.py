@@ -205,7 +205,7 @@ def train_unsharded(iterations: int, te: bool) -> tuple[list, Model]:
         (20, True, False),
         (20, False, False),
         (20, True, True),
-        (20, False, True),
+        pytest.param(20, False, True, marks=pytest.mark.exhaustive),
         *(pytest.param(500, True, te, marks=pytest.mark.exhaustive) for te in (False, True)),
     ],
 )

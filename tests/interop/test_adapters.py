@@ -490,7 +490,9 @@ def test_delayed_scaling_takes_scales_and_returns_amaxes(columnwise, path_device
     largest = [0.0, 0.0]
     for seed in range(3):
         for i, param in enumerate(params):
-            param._quantizer.scale.copy_(448 / (torch.rand(1) * 8 + 0.1)).div_(2.0 ** (seed * i))
+            amax = random((1,), 10 * seed + i, path_device).abs()
+            # Not 448 / amax, which torch computes as a product with the reciprocal.
+            param._quantizer.scale.copy_(torch.full_like(amax, 448) / amax / 2.0 ** (seed * i))
         plan = optimizer._plan
         step(optimizer, seed)
         assert seed < 2 or optimizer._plan is plan  # nothing is worked out again
@@ -501,6 +503,20 @@ def test_delayed_scaling_takes_scales_and_returns_amaxes(columnwise, path_device
             assert not columnwise or torch.equal(param._transpose, codes.t())
             largest[i] = max(largest[i], master.abs().max().item())
             assert param._quantizer.amax.item() == largest[i]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_scale_that_is_no_quotient_is_taken_as_the_nearest_one(seed):
+    param = te_tensor(Float8Quantizer(scaling="delayed"), random(SHAPE, 0).bfloat16())
+    scales = random((1000,), seed).exp() * 100
+    for scale in scales.split(1)[::250]:
+        param._quantizer.scale.copy_(scale)
+        optimizer = FP4Adam([param], lr=1e-2)
+        step(optimizer, seed)
+        assert (1 / param._scale_inv / scale - 1).abs() <= 2**-22
+        codes = minifloat.e4m3_code(master_of(optimizer, param) / param._scale_inv)
+        # Codes and scale fit each other; only rounding of the quotient above is between them.
+        assert (param._data.short() - codes.short()).abs().max() <= 1
 
 
 def test_a_skipped_step_leaves_delayed_scaling_alone(path_device):

@@ -308,7 +308,7 @@ def step_delayed_shards_of_odd_rows(rank: int, kernels: bool) -> None:
     assert scales[1].item() == master.abs().max().item()
 
 
-@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_delayed_scaling_of_shards_of_any_rows(kernels):
     run_ranks(step_delayed_shards_of_odd_rows, 2, kernels)
 
