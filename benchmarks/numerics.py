@@ -51,6 +51,7 @@ class Contestant(NamedTuple):
 
 FP8_MATMULS = fp4adam.Recipe("float8block", activations=True, gradients=True)
 NVFP4_1D = fp4adam.Recipe(fp4adam.NVFP4Quantizer(two_dimensional=False))
+FOUR_OVER_SIX_1D = fp4adam.Recipe(fp4adam.NVFP4Quantizer(two_dimensional=False, adaptive="mae"))
 FOUR_OVER_SIX = fp4adam.NVFP4Quantizer(adaptive="mae")
 # Weights and activations in NVFP4; their products are emulated.
 NVFP4_MATMULS, FOUR_OVER_SIX_MATMULS = (
@@ -64,7 +65,8 @@ CONTESTANTS = (
     Contestant("Float8Block", "float8block"),
     Contestant("NVFP4 2D", "nvfp4"),
     Contestant("NVFP4 1D", "nvfp4", recipe=NVFP4_1D),
-    Contestant("NVFP4 4over6", "nvfp4", recipe=fp4adam.Recipe(FOUR_OVER_SIX)),
+    Contestant("NVFP4 4over6 2D", "nvfp4", recipe=fp4adam.Recipe(FOUR_OVER_SIX)),
+    Contestant("NVFP4 4over6 1D", "nvfp4", recipe=FOUR_OVER_SIX_1D),
     Contestant("NVFP4, NVFP4 matmuls", "nvfp4", recipe=NVFP4_MATMULS),
     Contestant("NVFP4 4over6, NVFP4 matmuls", "nvfp4", recipe=FOUR_OVER_SIX_MATMULS),
     Contestant("Float8Block, FP8 matmuls", "float8block", recipe=FP8_MATMULS),

@@ -152,17 +152,19 @@ def step_tile(
 
 
 def step_registers(
-    codecs: tuple[str, str, str], stores_square_scales: bool
+    codecs: tuple[str, str, str], stores_square_scales: bool, has_adaptive_vectors: bool = False
 ) -> tuple[int | None, int | None]:
     """The register limits per thread of STEP_TILE and of edge tiles; None leaves it to ptxas.
 
     With 128 registers, four programs fit on each multiprocessor of an H200 instead of three. ptxas
     therefore aims for 128 on its own, and for sm_120 spills a few registers to get there unless a
-    limit is given.
+    limit is given. ``has_adaptive_vectors``: Whether scales are adaptive and blocks not square; for
+    these it aims for 168, and spills on sm_90.
     """
     limit = 128 if stores_square_scales else None
     of_codecs = max_registers(*codecs)
-    return (limit, limit) if of_codecs is None else (None, of_codecs)
+    whole, edge = (limit, limit) if of_codecs is None else (None, of_codecs)
+    return (192 if has_adaptive_vectors else whole), edge
 
 
 def adam_step(
@@ -193,7 +195,7 @@ def adam_step(
     parts = slice(0, n_whole), slice(n_whole, tiles.shape[0])
     # Adaptive scales need more than the limit.
     is_limited = usage.square and usage.swizzled and not is_adaptive
-    most = step_registers(variant.codecs, is_limited)
+    most = step_registers(variant.codecs, is_limited, is_adaptive and not usage.square)
     return [
         Launch(
             _adam_step_kernel,

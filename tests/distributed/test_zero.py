@@ -28,13 +28,21 @@ SHAPES = {
 }
 
 
-def masters() -> list[Tensor]:
+# Scales that depend on all values of a block; boundaries of shards cut blocks and rows of them.
+ADAPTIVE = {
+    NVFP4Quantizer(adaptive="mae"): (48, 64),
+    MXFP8Quantizer(): (32, 32),
+    NVFP4Quantizer(columnwise=False, adaptive="mse", bound=448): (16, 16),
+}
+
+
+def masters(shapes: dict = SHAPES) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
+    return [torch.randn(shape, generator=generator) for shape in shapes.values()]
 
 
-def empty_weights() -> list[QuantizedTensor]:
-    return [q.make_empty(shape, torch.bfloat16) for q, shape in SHAPES.items()]
+def empty_weights(shapes: dict = SHAPES) -> list[QuantizedTensor]:
+    return [q.make_empty(shape, torch.bfloat16) for q, shape in shapes.items()]
 
 
 def bounds(numel: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -66,12 +74,14 @@ def gather_codes(weight: QuantizedTensor, start: int, stop: int) -> None:
         data.copy_(codes.view_as(data))
 
 
-def quantize_on_rank(rank: int, world_size: int, manual: bool) -> tuple[list, int]:
-    weights = empty_weights()
+def quantize_on_rank(
+    rank: int, world_size: int, manual: bool, shapes: dict = SHAPES
+) -> tuple[list, int]:
+    weights = empty_weights(shapes)
     for weight in weights:
         weight._high_precision_init_val = torch.zeros(weight.shape)
     parts, starts, ends = [], [], []
-    for value in masters():
+    for value in masters(shapes):
         start, stop = bounds(value.numel(), rank, world_size)
         parts.append(value.flatten()[start:stop].clone() if stop > start else None)
         starts.append(start if stop > start else None)
@@ -102,6 +112,15 @@ def test_ranks_agree_on_the_full_cast_in_one_all_reduce(world_size, manual):
                     assert name not in storage
                 else:
                     assert torch.equal(storage[name], inner), name
+
+
+def test_ranks_agree_on_adaptive_scales_in_two_all_reduces():
+    expected = [q.quantize(x.bfloat16()) for q, x in zip(ADAPTIVE, masters(ADAPTIVE), strict=True)]
+    for tensors, n_calls in run_ranks(quantize_on_rank, 3, 3, True, ADAPTIVE):
+        assert n_calls == 2
+        for weight, (_, storage) in zip(expected, tensors, strict=True):
+            for name, inner in weight.storage_tensors().items():
+                assert torch.equal(storage[name], inner), name
 
 
 def quantize_to_fragments(rank: int) -> list[Tensor]:

@@ -153,7 +153,7 @@ def step_jobs(codecs):
                     amaxes,
                     {**variant(codecs), **usage(square, swizzled, "mse"), **own},
                     num_warps=tile.num_warps,
-                    maxnreg=nvfp4_step.step_registers(codecs, False)[at],
+                    maxnreg=nvfp4_step.step_registers(codecs, False, not square)[at],
                 )
     for size, tile, part, most in (
         ("step", mxfp8_step.STEP_TILE, mxfp8_step.STEP_PART[is_wide], None),
