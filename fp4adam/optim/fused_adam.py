@@ -688,6 +688,8 @@ class FusedAdam(NamedStates, Optimizer):
             if grad is not None:
                 checks.check_gradient(name, param, grad)
                 checks.check_state(param, self.state.get(param, {}), storing)
+                if self._is_capturable and not _fits_kernels(local(param), grad):
+                    checks.check_capturable(local(param), grad)
             else:
                 checks.check_in_use(param)
         # A new amax changes every tensor that shares it, even those without a gradient.
@@ -966,6 +968,12 @@ class FusedAdam(NamedStates, Optimizer):
             yield
         finally:
             handle.remove()
+
+
+def _fits_kernels(param: Tensor, grad: Tensor) -> bool:
+    """Whether kernels may step a plain parameter, as far as its states do not matter."""
+    alike = param.stride() == grad.stride() or param.is_contiguous() and grad.is_contiguous()
+    return alike and param.dtype != torch.float64 and backend.uses_kernels(param.device)
 
 
 def _decoupled_grad(param: Tensor) -> Tensor | None:
