@@ -588,6 +588,8 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
             if grad is not None:
                 checks.check_gradient(name, param, grad)
                 self._check_state(param)
+                if self._is_capturable and not _fits_kernels(local(param), grad):
+                    checks.check_capturable(local(param), grad)
             else:
                 checks.check_in_use(param)
         # A new amax changes every tensor that shares it, even those without a gradient.

@@ -522,6 +522,7 @@ def test_what_kernels_cannot_step_is_refused(kind: str, device: str) -> None:
     optimizer = FusedAdam([param], capturable=True)
     with pytest.raises(RuntimeError, match=r"capturable=True needs parameters.*shape \(8, 4\)"):
         optimizer.step()
+    assert not optimizer.state
 
 
 # On a GPU
