@@ -2,7 +2,7 @@
 
     python benchmarks/offload.py [--layers 32] [--format nvfp4] [--states fp32] [--json FILE]
     python benchmarks/offload.py --train 8192 --layers 8
-    python benchmarks/offload.py --exact 5 --layers 1
+    python benchmarks/offload.py --exact 5 --layers 2 --scale 4
 
 The parameters are those of Llama-3.1-8B. Matrices of layers have the format, embedding and output
 matrix are BF16. --train runs forward and backward passes of the feed-forward layers with so many
@@ -207,7 +207,7 @@ def exact(args: argparse.Namespace) -> bool:
 
 
 def make_layers(args: argparse.Namespace) -> nn.Sequential:
-    """Feed-forward layers of the model, quantized."""
+    """Feed-forward layers of the model."""
     hidden, inner = HIDDEN // args.scale, INNER // args.scale
     torch.manual_seed(0)
     with torch.device(args.device):
@@ -216,9 +216,10 @@ def make_layers(args: argparse.Namespace) -> nn.Sequential:
             up, down = (nn.Linear(*s, bias=False) for s in ((hidden, inner), (inner, hidden)))
             model.extend([up, nn.SiLU(), down])
     model.to(torch.bfloat16)
-    quantize_model(model, args.format, filter=lambda *_: True)
-    for param in model.parameters():
-        param.clear_high_precision_init_val()
+    if args.format != "bf16":
+        quantize_model(model, args.format, filter=lambda *_: True)
+        for param in model.parameters():
+            param.clear_high_precision_init_val()
     return model
 
 

@@ -362,6 +362,8 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
             ValueError: If a hyper-parameter is NaN or out of range, or a parameter is in the groups
                 twice. In all of these cases nothing has changed, and pending clipping still
                 applies to the next step.
+            MemoryError: If offloaded states do not fit into pinned host memory. Parameters before
+                that have been stepped.
         """
         grad_scaler = options.pop("grad_scaler", None)
         if options:

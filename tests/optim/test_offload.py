@@ -313,6 +313,10 @@ WRITES: dict[str, Callable[[FP4Adam], object]] = {
     "set_scaled_state": lambda o: [
         o.set_scaled_state(p, "master_param", random(tuple(p.shape), 8)) for p in all_params(o)[1:2]
     ],
+    "weight, then its master": lambda o: [
+        (p.copy_(p.detach().float() + 1), o.set_scaled_state(p, "master_param", random(p.shape, 8)))
+        for p in all_params(o)[1:2]
+    ],
     "initialize_state": lambda o: [o.initialize_state(p) for p in all_params(o)[:2]],
     "new group": lambda o: o.add_param_group(
         {"params": [Parameter(random((40, 7), 3, str(all_params(o)[0].device)))], "lr": 0.1}
