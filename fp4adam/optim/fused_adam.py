@@ -744,6 +744,12 @@ class FusedAdam(Gradients, SavedStates, NamedStates, Optimizer):
                 local(state["param_remainder"]).zero_()
 
 
+def _fits_kernels(param: Tensor, grad: Tensor) -> bool:
+    """Whether kernels may step a plain parameter, as far as its states do not matter."""
+    alike = param.stride() == grad.stride() or param.is_contiguous() and grad.is_contiguous()
+    return alike and param.dtype != torch.float64 and backend.uses_kernels(param.device)
+
+
 def _are_same(actual: Iterable, expected: list) -> bool:
     """Whether both contain the same objects in the same order."""
     actual = list(actual)
