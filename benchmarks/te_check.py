@@ -176,7 +176,8 @@ def delayed_rows(te: Any, recipes: Any) -> Iterator[Row]:
             if kind == "its tensor":
                 # As the next forward pass would do.
                 amax = random(1, seed=step).abs()
-                weight._quantizer.scale.copy_(torch.full_like(amax, 448) / amax)
+                scale = weight._quantizer.scale
+                scale.copy_((torch.full_like(amax, 448) / amax).view(scale.shape))
                 weight._quantizer.amax.zero_()
             optimizer.step()
             if kind == "its tensor":

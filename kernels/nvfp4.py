@@ -58,7 +58,8 @@ def _codes(blocks, block_amax, amax, FORM: tl.constexpr, USAGE: tl.constexpr):
         scale, factor = nvfp4_scale(block_amax, amax)
         code = e2m1_code(blocks * per_element(factor, FORM))
     else:
-        scale, code = adaptive_codes(blocks, block_amax, amax, FORM, USAGE.adaptive, USAGE.bound)
+        ERROR: tl.constexpr = USAGE.adaptive
+        scale, code = adaptive_codes(blocks, block_amax, amax, FORM, ERROR, USAGE.bound)
     return scale, code
 
 
