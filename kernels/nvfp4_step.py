@@ -151,20 +151,20 @@ def step_tile(
     return tile
 
 
-def step_registers(
-    codecs: tuple[str, str, str], stores_square_scales: bool, has_adaptive_vectors: bool = False
-) -> tuple[int | None, int | None]:
+def step_registers(codecs: tuple[str, str, str], usage: Usage) -> tuple[int | None, int | None]:
     """The register limits per thread of STEP_TILE and of edge tiles; None leaves it to ptxas.
 
     With 128 registers, four programs fit on each multiprocessor of an H200 instead of three. ptxas
     therefore aims for 128 on its own, and for sm_120 spills a few registers to get there unless a
-    limit is given. ``has_adaptive_vectors``: Whether scales are adaptive and blocks not square; for
-    these it aims for 168, and spills on sm_90.
+    limit is given. Adaptive scales take more: then it aims for 168, and spills as well.
     """
-    limit = 128 if stores_square_scales else None
+    limit = 128 if usage.square and usage.swizzled else None
     of_codecs = max_registers(*codecs)
     whole, edge = (limit, limit) if of_codecs is None else (None, of_codecs)
-    return (192 if has_adaptive_vectors else whole), edge
+    if usage.adaptive is not None:
+        whole = 255 if are_narrow(*codecs) else None if usage.square else 192
+        edge = of_codecs
+    return whole, edge
 
 
 def adam_step(
@@ -193,9 +193,7 @@ def adam_step(
         EDGE_TILE[has_scales(*variant.codecs)],
     )
     parts = slice(0, n_whole), slice(n_whole, tiles.shape[0])
-    # Adaptive scales need more than the limit.
-    is_limited = usage.square and usage.swizzled and not is_adaptive
-    most = step_registers(variant.codecs, is_limited, is_adaptive and not usage.square)
+    most = step_registers(variant.codecs, usage)
     return [
         Launch(
             _adam_step_kernel,

@@ -93,6 +93,7 @@ def step_jobs(codecs):
         mxfp8_step,
         nvfp4_step,
     )
+    from fp4adam.kernels.launch.tensor_table import Usage
     from fp4adam.kernels.tiles.state import has_scales, max_registers
 
     jobs = {}
@@ -144,7 +145,9 @@ def step_jobs(codecs):
                     amaxes,
                     {**variant(codecs), **usage(square, swizzled), **shape},
                     num_warps=tile.num_warps,
-                    maxnreg=nvfp4_step.step_registers(codecs, square and swizzled)[at],
+                    maxnreg=nvfp4_step.step_registers(codecs, Usage(True, True, square, swizzled))[
+                        at
+                    ],
                 )
                 stages = nvfp4_step.step_tile(square, codecs, True).num_stages
                 own = {**shape, "STAGES": stages if size == "step" else tile.num_stages}
@@ -153,7 +156,9 @@ def step_jobs(codecs):
                     amaxes,
                     {**variant(codecs), **usage(square, swizzled, "mse"), **own},
                     num_warps=tile.num_warps,
-                    maxnreg=nvfp4_step.step_registers(codecs, False, not square)[at],
+                    maxnreg=nvfp4_step.step_registers(
+                        codecs, Usage(True, True, square, swizzled, "mse")
+                    )[at],
                 )
     for size, tile, part, most in (
         ("step", mxfp8_step.STEP_TILE, mxfp8_step.STEP_PART[is_wide], None),
