@@ -138,8 +138,7 @@ def adam_(
     parts = _cut(tensors)
     # All parts share this scratch memory. Pages that an update does not touch stay unmapped.
     shape = parts[0][0].shape
-    scratch = exp_avg.new_empty(5, *shape).unbind()
-    scratch[-1].fill_(scalars.eps)
+    scratch = *exp_avg.new_empty(4, *shape).unbind(), exp_avg.new_full(shape, scalars.eps)
     for part in parts:
         if part[0].shape != shape:
             scratch = tuple(t[: len(part[0])] for t in scratch)

@@ -17,6 +17,7 @@ from fp4adam import (
 from fp4adam.interop.adapter import TensorAdapter
 from fp4adam.interop.borrowed_tensor import BorrowedTensor
 from fp4adam.tensors import backend
+from fp4adam.tensors.quantizer import Quantizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,10 @@ every_pair = pytest.mark.parametrize("own, listed", PAIRS.values(), ids=PAIRS.ke
 
 def matrix() -> torch.Tensor:
     return torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_format_without_cuts_is_cut_nowhere():
+    assert Quantizer().rows_per_entry == Quantizer().cols_per_entry == {}
 
 
 @every_pair
