@@ -8,7 +8,18 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4adam.kernels import amax_preview
-from fp4adam.kernels.adam import SIGNALS, Variant, adam_step_tile, load_scalars, state_pointers
+from fp4adam.kernels.adam import (
+    SIGNALS,
+    Variant,
+    insert_scales,
+    load_scalars,
+    load_scales,
+    no_scales,
+    scales_of,
+    state_pointers,
+    store_scales,
+    update_tile,
+)
 from fp4adam.kernels.amax_preview import previewed_amax, report_amax
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.tensor_table import (
@@ -91,10 +102,18 @@ def _adam_step_kernel(
     kept_scale = tl.zeros((BR // 16, BC // 16 if USAGE.square else BC), tl.uint32)
     storage = storage_pointers(table, tensor, tl.uint32, tl.uint8)
     gemm_scales = gemm_scale_pointers(table, tensor)
+    first = tile_start(first_row, col, cols)
+    old_scales = load_scales(pointers, first, cols, VARIANT, LOOP, BR, BC)
+    new_scales = no_scales(BR, BC)
+    # Counted apart from ``i``, which the loop is ahead with when it prefetches.
+    row = first_row
     for i in tl.range(0, LOOP, num_stages=STAGES):
-        row = first_row + i * BR
-        start = tile_start(row, col, cols)
-        value = adam_step_tile(pointers, start, cols, None, constants, VARIANT, True, BR, BC)
+        start, target = tile_start(first_row + i * BR, col, cols), tile_start(row, col, cols)
+        value, scales = update_tile(
+            pointers, start, target, cols, None, scales_of(old_scales, i), constants, VARIANT, True,
+            BR, BC,
+        )  # fmt: skip
+        new_scales = insert_scales(new_scales, scales, i)
         x = round_through(value, VARIANT.write_dtype)
         block_amax, words, scale = nvfp4_tile(
             x, amax, row, col, cols, storage, gemm_scales, USAGE, BR, BC
@@ -104,6 +123,8 @@ def _adam_step_kernel(
             column_words = insert_tile(column_words, words, i)
         if KEEPS_SCALE:
             kept_scale |= scale.to(tl.uint32) << (8 * i)
+        row += BR
+    store_scales(pointers, first, cols, new_scales, VARIANT, LOOP, BR, BC)
     tl.static_assert(LOOP <= 4)
     kept_scale = kept_scale[None, :, :] >> (8 * tl.arange(0, LOOP))[:, None, None]
     kept_scale = (kept_scale & 0xFF).to(tl.uint8)

@@ -28,9 +28,15 @@ CODE_DTYPES = {
 }
 
 
+@triton.constexpr_function
+def is_scaled(codec: str) -> bool:
+    """Whether a codec shares scales between 32 neighbours in a row, which tiles must not cut."""
+    return codec not in ("plain", "remainder", "float32", "bfloat16")
+
+
 def has_scales(*codecs: str) -> bool:
-    """Whether any codec shares scales between 32 neighbours in a row, which tiles must not cut."""
-    return not {"plain", "remainder", "float32", "bfloat16"}.issuperset(codecs)
+    """Whether any codec has scales."""
+    return any(map(is_scaled, codecs))
 
 
 def are_narrow(*codecs: str) -> bool:
@@ -178,21 +184,81 @@ def _block_mask(mask, BR: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
-def load_state(
-    ptr,
+def load_scale(
+    scale_ptr, start, stride, mask, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
+    """The scales, uint8 [BR, BC / 32], of a tile of a state; zeros if the codec has none.
+
+    start: int64 offset of the tile. stride: distance of its rows. There is one scale per 32
+    elements of the flattened tensor, so start, stride and BC must be multiples of 32. mask: [BR,
+    BC] or None.
+    """
+    scale = tl.zeros((BR, (BC + 31) // 32), tl.uint8)
+    if is_scaled(CODEC):
+        scale_ptr += (start >> 5) + tile_offsets(stride >> 5, BR, BC // 32)
+        scale = tl.load(scale_ptr, _block_mask(mask, BR, BC))
+    return scale
+
+
+@triton.jit
+def store_scale(
+    scale_ptr, start, stride, mask, scale, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
+    """Store what :func:`load_scale` loads."""
+    if is_scaled(CODEC):
+        scale_ptr += (start >> 5) + tile_offsets(stride >> 5, BR, BC // 32)
+        tl.store(scale_ptr, scale, _block_mask(mask, BR, BC))
+
+
+@triton.jit
+def load_scale_words(
     scale_ptr,
     start,
     stride,
-    mask,
     CODEC: tl.constexpr,
+    LOOP: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
+    """The scales of LOOP tiles down the rows, one byte of a word each: uint32 [BR, BC / 32].
+
+    For a pipelined loop over the tiles. Bytes are too short for asynchronous copies, so the loop
+    would wait for the scales in every turn.
+    """
+    tl.static_assert(LOOP <= 4)
+    words = tl.zeros((BR, (BC + 31) // 32), tl.uint32)
+    for i in tl.static_range(LOOP):
+        scale = load_scale(scale_ptr, start + i * BR * stride, stride, None, CODEC, BR, BC)
+        words |= scale.to(tl.uint32) << (8 * i)
+    return words
+
+
+@triton.jit
+def store_scale_words(
+    scale_ptr,
+    start,
+    stride,
+    words,
+    CODEC: tl.constexpr,
+    LOOP: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Store what :func:`load_scale_words` loads."""
+    if is_scaled(CODEC):
+        scale = words[None, :, :] >> (8 * tl.arange(0, LOOP))[:, None, None]
+        scale = tl.reshape((scale & 0xFF).to(tl.uint8), (LOOP * BR, BC // 32))
+        store_scale(scale_ptr, start, stride, None, scale, CODEC, LOOP * BR, BC)
+
+
+@triton.jit
+def load_state(
+    ptr, start, stride, mask, scale, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
     """Load a tile of a state as float32 [BR, BC].
 
-    start: int64 offset of the tile. stride: distance of its rows. If the codec has scales, one per
-    32 elements of the flattened tensor, then start, stride and BC must be multiples of 32.
-    scale_ptr: uint8, read only in that case. mask: [BR, BC] or None.
+    start: int64 offset of the tile. stride: distance of its rows. mask: [BR, BC] or None. scale:
+    from :func:`load_scale`.
     """
     code = tl.load(ptr + start + state_offsets(stride, BR, BC), mask)
     if CODEC == "float32":
@@ -200,8 +266,6 @@ def load_state(
     elif CODEC == "bfloat16":
         x = to_float32(code)
     else:
-        scale_ptr += (start >> 5) + tile_offsets(stride >> 5, BR, BC // 32)
-        scale = tl.load(scale_ptr, _block_mask(mask, BR, BC))
         x = decode_blocks(code, scale, CODEC, BR, BC)
     return x
 
@@ -209,7 +273,6 @@ def load_state(
 @triton.jit
 def store_state(
     ptr,
-    scale_ptr,
     start,
     stride,
     mask,
@@ -220,12 +283,14 @@ def store_state(
     BC: tl.constexpr,
     STORE: tl.constexpr = True,
 ):
-    """Store a float32 tile of a state; returns what :func:`load_state` would read back.
+    """Store a float32 tile of a state, but not its scales.
 
-    STORE: False stores nothing and only returns it. dither: uint32 [BR, BC], the dither of this
-    state (see :func:`dither_tile`); ignored for float32.
+    STORE: False stores nothing. dither: uint32 [BR, BC], the dither of this state (see
+    :func:`dither_tile`); ignored for float32.
+    Returns what :func:`load_state` would read back, and the scales for :func:`store_scale`.
     """
     ptr = ptr + start + state_offsets(stride, BR, BC)
+    scale = tl.zeros((BR, (BC + 31) // 32), tl.uint8)
     if CODEC == "float32":
         if STORE:
             tl.store(ptr, x, mask)
@@ -241,10 +306,8 @@ def store_state(
         code, scale = encode_blocks(x, dither, CODEC, BR, BC)
         if STORE:
             tl.store(ptr, code, mask)
-            scale_ptr += (start >> 5) + tile_offsets(stride >> 5, BR, BC // 32)
-            tl.store(scale_ptr, scale, _block_mask(mask, BR, BC))
         stored = decode_blocks(code, scale, CODEC, BR, BC)
-    return stored
+    return stored, scale
 
 
 @triton.jit
@@ -271,6 +334,7 @@ def load_value(
     start,
     stride,
     mask,
+    scale,
     CODEC: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
@@ -278,7 +342,8 @@ def load_value(
     """Load a tile of the value that Adam updates, as float32 [BR, BC].
 
     CODEC: "plain" for numbers of any floating type; "remainder" for BF16 with the int16 remainder
-    of :func:`split_master` at extra_ptr; or a codec of a state, with its scales at extra_ptr.
+    of :func:`split_master` at extra_ptr; or a codec of a state. scale: its scales, from
+    :func:`load_scale`.
     """
     offs = state_offsets(stride, BR, BC)
     if CODEC == "plain":
@@ -287,8 +352,17 @@ def load_value(
         remainder = tl.load(extra_ptr + start + offs, mask)
         x = join_master(tl.load(ptr + start + offs, mask), remainder)
     else:
-        x = load_state(ptr, extra_ptr, start, stride, mask, CODEC, BR, BC)
+        x = load_state(ptr, start, stride, mask, scale, CODEC, BR, BC)
     return x
+
+
+@triton.jit
+def load_master(
+    ptr, extra_ptr, start, stride, mask, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
+    """Load a tile of a master weight with its scales, as float32 [BR, BC]."""
+    scale = load_scale(extra_ptr, start, stride, mask, CODEC, BR, BC)
+    return load_value(ptr, extra_ptr, start, stride, mask, scale, CODEC, BR, BC)
 
 
 @triton.jit
