@@ -28,6 +28,7 @@ from fp4adam.kernels.launch.tensor_table import (
 from fp4adam.kernels.tiles.bfloat16 import round_to, to_float32
 from fp4adam.kernels.tiles.layout import state_offsets
 from fp4adam.kernels.tiles.state import (
+    are_narrow,
     dither_tile,
     exp_avg_sq_dither,
     load_scale,
@@ -46,8 +47,12 @@ from fp4adam.kernels.tiles.state import (
 )
 from fp4adam.kernels.tiles.update import update_quotient
 
-# Four elements per thread. With more, a BF16 gradient would get another layout than FP32 state.
-BLOCK = 512
+# Elements of a program, by are_narrow(). Narrow states have fewer bytes for what a program does
+# before it can load them.
+BLOCKS = {False: 512, True: 1024}
+# A block is read as rows of so many elements, four per thread. In a longer row Triton loses the
+# hint of ``state_offsets``.
+ROW = tl.constexpr(512)
 # Columns of a row of scalars.
 SCALARS_WIDTH = tl.constexpr(N_SCALARS)
 DITHER_UPPER = tl.constexpr(SCALAR_COLUMNS.index("dither_upper"))
@@ -447,26 +452,31 @@ def _adam_step_kernel(
         return
     start = tl.load(tile + 1).to(tl.int64) * BLOCK
     numel = tl.load(table + tensor.to(tl.int64) * WIDTH + ROWS)
-    offs = state_offsets(0, 1, BLOCK)
+    BR: tl.constexpr = BLOCK // ROW
+    offs = state_offsets(ROW, BR, ROW)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(table, tensor, VARIANT)
     # A mask makes every access scalar, so only the last block of a tensor has one.
     if start + BLOCK <= numel:
-        value = adam_step_tile(pointers, start, start, 0, None, constants, VARIANT, True, 1, BLOCK)
+        value = adam_step_tile(
+            pointers, start, start, ROW, None, constants, VARIANT, True, BR, ROW
+        )
         if VARIANT.write_dtype is not None:
             param_ptr = pointer(table, tensor, ROWWISE_DATA, VARIANT.write_dtype) + start + offs
             tl.store(param_ptr, round_to(value, VARIANT.write_dtype))
     else:
         mask = start + offs < numel
-        value = adam_step_tile(pointers, start, start, 0, mask, constants, VARIANT, True, 1, BLOCK)
+        value = adam_step_tile(
+            pointers, start, start, ROW, mask, constants, VARIANT, True, BR, ROW
+        )
         if VARIANT.write_dtype is not None:
             param_ptr = pointer(table, tensor, ROWWISE_DATA, VARIANT.write_dtype) + start + offs
             tl.store(param_ptr, round_to(value, VARIANT.write_dtype), mask)
 
 
-def flat_tiles(numels: list[int]) -> Tensor:
+def flat_tiles(numels: list[int], block: int) -> Tensor:
     """The blocks of all tensors: int32 [n_tiles, 2], (tensor, block of that tensor)."""
-    blocks = torch.tensor([-(-n // BLOCK) for n in numels], dtype=torch.int64, device="cpu")
+    blocks = torch.tensor([-(-n // block) for n in numels], dtype=torch.int64, device="cpu")
     tensors = torch.repeat_interleave(blocks)
     first = blocks.cumsum(0) - blocks
     numbers = torch.arange(len(tensors), device="cpu") - first[tensors]
@@ -482,7 +492,7 @@ def adam_step(table: Tensor, scalars: Tensor, tiles: Tensor, variant: Variant) -
         _adam_step_kernel,
         tiles.shape[0],
         (table, scalars, tiles),
-        dict(VARIANT=variant, BLOCK=BLOCK),
+        dict(VARIANT=variant, BLOCK=BLOCKS[are_narrow(*variant.codecs)]),
         num_warps=4,
         maxnreg=max_registers(*variant.codecs),
     )
@@ -498,8 +508,9 @@ class StepLaunch:
 
     def __init__(self, kind: Any, tensors: tuple) -> None:
         shapes, _, table, scalars = tensors
-        tiles = flat_tiles([numel for numel, _ in shapes]).to(table.device)
-        self._launches = [adam_step(table, scalars, tiles, kind.variant())]
+        variant = kind.variant()
+        tiles = flat_tiles([numel for numel, _ in shapes], BLOCKS[are_narrow(*variant.codecs)])
+        self._launches = [adam_step(table, scalars, tiles.to(table.device), variant)]
 
     def compile(self, *signals: Tensor) -> None:
         """Compile all kernels of a step, for ``signals`` as for the call."""

@@ -133,6 +133,8 @@ def _amax_preview_kernel(
         for done in range(0, height, BR):
             rows_left = height - done
             mask = (tl.arange(0, BR) < rows_left)[:, None] & (tl.arange(0, BC) < width)[None, :]
+            # Widths are multiples of 16, so the mask allows vector accesses.
+            mask = tl.max_constancy(mask, (1, 16))
             start = tile_start(first_row + done, col, cols)
             value = adam_step_tile(
                 pointers, start, start, cols, mask, constants, VARIANT, False, BR, BC
