@@ -28,9 +28,9 @@ from fp4adam.kernels.launch.tensor_table import (
 from fp4adam.kernels.tiles.bfloat16 import round_to, to_float32
 from fp4adam.kernels.tiles.layout import state_offsets
 from fp4adam.kernels.tiles.state import (
-    are_narrow,
     dither_tile,
     exp_avg_sq_dither,
+    has_scales,
     load_scale,
     load_scale_words,
     load_state,
@@ -47,8 +47,8 @@ from fp4adam.kernels.tiles.state import (
 )
 from fp4adam.kernels.tiles.update import update_quotient
 
-# Elements of a program, by are_narrow(). Narrow states have fewer bytes for what a program does
-# before it can load them.
+# Elements of a program, by has_scales(): more of the small states, as what a program does before it
+# can load them takes as long for any size.
 BLOCKS = {False: 512, True: 1024}
 # A block is read as rows of so many elements, four per thread. In a longer row Triton loses the
 # hint of ``state_offsets``.
@@ -492,7 +492,7 @@ def adam_step(table: Tensor, scalars: Tensor, tiles: Tensor, variant: Variant) -
         _adam_step_kernel,
         tiles.shape[0],
         (table, scalars, tiles),
-        dict(VARIANT=variant, BLOCK=BLOCKS[are_narrow(*variant.codecs)]),
+        dict(VARIANT=variant, BLOCK=BLOCKS[has_scales(*variant.codecs)]),
         num_warps=4,
         maxnreg=max_registers(*variant.codecs),
     )
@@ -509,7 +509,7 @@ class StepLaunch:
     def __init__(self, kind: Any, tensors: tuple) -> None:
         shapes, _, table, scalars = tensors
         variant = kind.variant()
-        tiles = flat_tiles([numel for numel, _ in shapes], BLOCKS[are_narrow(*variant.codecs)])
+        tiles = flat_tiles([numel for numel, _ in shapes], BLOCKS[has_scales(*variant.codecs)])
         self._launches = [adam_step(table, scalars, tiles.to(table.device), variant)]
 
     def compile(self, *signals: Tensor) -> None:

@@ -41,9 +41,9 @@ from fp4adam.kernels.tiles.state import are_narrow, has_scales, max_registers
 from fp4adam.kernels.tiles.words import insert_tile
 
 # Tiles of the fused step. The loop prefetches the next tile; the edges of a matrix are covered by
-# small tiles.
+# small tiles, with few warps, so that many of them wait for memory at once.
 STEP_TILE = {True: Tile(16, 64, 4, 4, 4), False: Tile(16, 64, 4, 4, 3)}  # by two_dimensional
-EDGE_TILE = {False: Tile(16, 16, 1, 4, 1), True: Tile(16, 32, 1, 4, 1)}  # by scaled_states
+EDGE_TILE = {False: Tile(16, 16, 1, 1, 1), True: Tile(16, 32, 1, 2, 1)}  # by scaled_states
 
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)

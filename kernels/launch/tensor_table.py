@@ -97,7 +97,7 @@ def divisor_tile(n: int, largest: int, smallest: int) -> int:
 
 # Columns of a band. Tiles follow each other down a band before the next one begins, so that short
 # pieces of transposed rows meet their neighbours in L2, however wide the matrix is.
-BAND = 2048
+BAND = 8192
 
 
 def tile_grid(tensor: int, rows: tuple[int, int, int], cols: tuple[int, int, int]) -> Tensor:

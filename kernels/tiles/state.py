@@ -92,38 +92,60 @@ def _block_scale(magnitude, CARRY: tl.constexpr, TOP: tl.constexpr):
 
 
 @triton.jit
+def _factor(scale):
+    """1 over the value of scales, float32; 0 for 255, which makes zeros and NaN of a block."""
+    return tl.where(scale == 255, 0.0, e8m0_reciprocal(scale))
+
+
+@triton.jit
+def _above(magnitude, scale, NOT_FINITE: tl.constexpr):
+    """The bits [BR, BC / 32, 32] of magnitudes that exceed the least exponent of their scale.
+
+    NOT_FINITE: the result for blocks of scale 255.
+    """
+    not_finite = scale == 255
+    least = tl.where(not_finite, 0x7FFFFFFF, scale << 23)
+    floor = tl.where(not_finite, NOT_FINITE, 0)
+    return tl.maximum(magnitude - least[:, :, None], floor[:, :, None])
+
+
+@triton.jit
 def encode_blocks(x, dither, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """Encode a float32 tile with uint32 dither to codes [BR, BC] and uint8 scales [BR, BC / 32]."""
     x = tl.reshape(x, (BR, BC // 32, 32))
     dither = tl.reshape(dither, (BR, BC // 32, 32))
-    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
     # All codecs: add the dither below the bits that are kept, so that a carry increments the code
-    # (into the exponent if need be), then drop the bits below.
+    # (into the exponent if need be), then drop the bits below. Blocks with Inf or NaN, of scale
+    # 255, differ in factors and bounds alone, which takes no instructions per element.
     if CODEC == "ue4m4":
         scale = _block_scale(magnitude, 0x7FFFF, 15)
-        code = tl.maximum(magnitude - (scale << 23)[:, :, None], 0)
-        code = (code + (dither >> 13).to(tl.int32)) >> 19
-        code = tl.where((scale == 255)[:, :, None], 8, code).to(tl.uint8)
+        code = _above(magnitude, scale, 8 << 19)
+        code = ((code + (dither >> 13).to(tl.int32)) >> 19).to(tl.uint8)
     elif CODEC == "ue5m11":
         scale = _block_scale(magnitude, 0xFFF, 31)
-        code = tl.maximum(magnitude - (scale << 23)[:, :, None], 0)
-        code = (code + (dither >> 20).to(tl.int32)) >> 12
-        code = tl.where((scale == 255)[:, :, None], 0x400, code).to(tl.uint16)
+        code = _above(magnitude, scale, 0x400 << 12)
+        code = ((code + (dither >> 20).to(tl.int32)) >> 12).to(tl.uint16)
     elif CODEC == "e4m3":
         scale = _block_scale(magnitude, 0x1FFFFF, 8)
-        bits = (x * e8m0_reciprocal(scale)[:, :, None]).to(tl.int32, bitcast=True)
-        magnitude = bits & 0x7FFFFFFF
-        # FP32's exponent and mantissa, minus the difference of the biases (127 - 7).
-        code = ((magnitude + (dither >> 12).to(tl.int32)) >> 20) - (120 << 3)
+        bits = (x * _factor(scale)[:, :, None]).to(tl.int32, bitcast=True)
+        # Twice the magnitude, less twice the difference of the biases of FP32 and E4M3 (127 - 7).
+        # NaN becomes a negative number.
+        doubled = (bits << 1) - (120 << 24)
+        # FP32's exponent and mantissa. The bit of the dither that is too many carries nothing.
+        code = (doubled + (dither >> 11).to(tl.int32)) >> 21
         # Flushed to zero below 2**-6, the smallest normal number.
-        code = tl.where(magnitude < 0x3C800000, 0, code) | ((bits >> 24) & 0x80)
-        code = tl.where((scale == 255)[:, :, None], 0, code).to(tl.uint8)
+        sign = tl.where(scale == 255, 0, 0x80)
+        code = tl.where(doubled < 1 << 24, 0, code) | ((bits >> 24) & sign[:, :, None])
+        code = code.to(tl.uint8)
     else:
         tl.static_assert(CODEC == "float16", "CODEC must be one with scales")
         scale = _block_scale(magnitude, 0x1FFF, 15)
-        bits = (x * e8m0_reciprocal(scale)[:, :, None]).to(tl.int32, bitcast=True)
-        # Flushed to zero below 2**-14, the smallest normal number. The rest is exact in FP16.
-        zero = ((bits & 0x7FFFFFFF) < 0x38800000) | (scale == 255)[:, :, None]
+        bits = (x * _factor(scale)[:, :, None]).to(tl.int32, bitcast=True)
+        # Flushed to zero below 2**-14, the smallest normal number, like NaN, whose difference is
+        # negative too. The rest is exact in FP16.
+        zero = (bits << 1) - 0x71000000 < 0
         bits = tl.where(zero, 0, (bits + (dither >> 19).to(tl.int32)) & -0x2000)
         code = bits.to(tl.float32, bitcast=True).to(tl.float16)
     return tl.reshape(code, (BR, BC)), scale.to(tl.uint8)

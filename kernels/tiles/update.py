@@ -7,9 +7,10 @@ from fp4adam.kernels.tiles.target import is_compiled_for_cuda
 
 # Elements per instance of the assembly: their dependent operations overlap.
 PACK = 4
-# The fast path is exact for |a| and v from 2^-100 to 2^100, c from 1/2 to 2^40, and eps up to 2^60.
-# Then no operand, quotient or remainder is subnormal or too large.
-_LOW, _HIGH = (127 - 100) << 23, (127 + 100) << 23
+# The fast path takes |a| and v from powers of two with these exponents on, up to SPAN powers more; c
+# from 1/2 to 2^MOST_C; and eps up to 2^MOST_EPS. Then no root, denominator, quotient or remainder is
+# subnormal or too large.
+LEAST_A, LEAST_V, SPAN, MOST_C, MOST_EPS = -78, -100, 138, 26, 40
 
 
 def _quotient_assembly() -> str:
@@ -45,11 +46,11 @@ def _quotient_assembly() -> str:
             f"fma.rn.f32 e, n, q, {a};",
             f"fma.rn.f32 {out}, r, e, q;",
         ]
-        # Twice the bits: without the sign. Below the lowest, the difference wraps to large numbers.
-        for x in (a, v):
+        # Twice the bits: without the sign. Below the least, the difference wraps to large numbers.
+        for x, least in ((a, LEAST_A), (v, LEAST_V)):
             lines += [
                 f"mov.b32 bits, {x};",
-                f"mad.lo.u32 bits, bits, 2, {2**32 - 2 * _LOW};",
+                f"mad.lo.u32 bits, bits, 2, {2**32 - (127 + least << 24)};",
                 "max.u32 largest, largest, bits;",
             ]
         slow += [
@@ -59,16 +60,14 @@ def _quotient_assembly() -> str:
             f"div.rn.f32 {out}, {a}, b;",
         ]
     c, eps = f"${3 * PACK}", f"${4 * PACK}"
-    lines += [
-        f"setp.gt.u32 outside, largest, {2 * (_HIGH - _LOW)};",
-        f"setp.gtu.f32 other, {c}, 0f53800000;",  # 2^40
-        "or.pred outside, outside, other;",
-        f"setp.ltu.f32 other, {c}, 0f3F000000;",
-        "or.pred outside, outside, other;",
-        f"setp.gtu.f32 other, {eps}, 0f5D800000;",  # 2^60
-        "or.pred outside, outside, other;",
-        "@!outside bra DONE;",
-    ]
+    lines.append(f"setp.gt.u32 outside, largest, {SPAN << 24};")
+    # Unordered comparisons, which NaN fulfils.
+    for x, relation, bound in ((c, "ltu", -1), (c, "gtu", MOST_C), (eps, "gtu", MOST_EPS)):
+        lines += [
+            f"setp.{relation}.f32 other, {x}, 0f{127 + bound << 23:08X};",
+            "or.pred outside, outside, other;",
+        ]
+    lines.append("@!outside bra DONE;")
     return "{ " + " ".join([*lines, *slow, "DONE:"]) + " }"
 
 

@@ -88,7 +88,7 @@ def step_jobs(codecs):
         mxfp8_step,
         nvfp4_step,
     )
-    from fp4adam.kernels.tiles.state import are_narrow, has_scales, max_registers
+    from fp4adam.kernels.tiles.state import has_scales, max_registers
 
     jobs = {}
     scaled = has_scales(*codecs)
@@ -113,7 +113,7 @@ def step_jobs(codecs):
             TABLES,
             {
                 **variant((codec, *codecs[1:]), grad, value, param),
-                "BLOCK": adam.BLOCKS[are_narrow(codec, *codecs[1:])],
+                "BLOCK": adam.BLOCKS[has_scales(codec, *codecs[1:])],
             },
             maxnreg=max_registers(codec, *codecs[1:]),
         )
