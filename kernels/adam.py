@@ -364,14 +364,10 @@ def update_tile(
     SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
     offs = state_offsets(stride, BR, BC)
 
-    value = load_value(
-        ptr.value, ptr.value_extra, start, stride, mask, scales.value, VALUE, BR, BC
-    )
+    value = load_value(ptr.value, ptr.value_extra, start, stride, mask, scales.value, VALUE, BR, BC)
     grad = to_float32(tl.load(ptr.grad + start + offs, mask))
     exp_avg = load_state(ptr.exp_avg, start, stride, mask, scales.exp_avg, FIRST, BR, BC)
-    exp_avg_sq = load_state(
-        ptr.exp_avg_sq, start, stride, mask, scales.exp_avg_sq, SECOND, BR, BC
-    )
+    exp_avg_sq = load_state(ptr.exp_avg_sq, start, stride, mask, scales.exp_avg_sq, SECOND, BR, BC)
     largest = tl.load(ptr.max_exp_avg_sq + start + offs, mask) if VARIANT.amsgrad else exp_avg_sq
 
     value, exp_avg, exp_avg_sq, largest = adam_tile(
@@ -458,17 +454,13 @@ def _adam_step_kernel(
     pointers = state_pointers(table, tensor, VARIANT)
     # A mask makes every access scalar, so only the last block of a tensor has one.
     if start + BLOCK <= numel:
-        value = adam_step_tile(
-            pointers, start, start, ROW, None, constants, VARIANT, True, BR, ROW
-        )
+        value = adam_step_tile(pointers, start, start, ROW, None, constants, VARIANT, True, BR, ROW)
         if VARIANT.write_dtype is not None:
             param_ptr = pointer(table, tensor, ROWWISE_DATA, VARIANT.write_dtype) + start + offs
             tl.store(param_ptr, round_to(value, VARIANT.write_dtype))
     else:
         mask = start + offs < numel
-        value = adam_step_tile(
-            pointers, start, start, ROW, mask, constants, VARIANT, True, BR, ROW
-        )
+        value = adam_step_tile(pointers, start, start, ROW, mask, constants, VARIANT, True, BR, ROW)
         if VARIANT.write_dtype is not None:
             param_ptr = pointer(table, tensor, ROWWISE_DATA, VARIANT.write_dtype) + start + offs
             tl.store(param_ptr, round_to(value, VARIANT.write_dtype), mask)

@@ -151,7 +151,16 @@ def _adam_step_square_kernel(
         row, col = first_row + part // PARTS_PER_ROW * BR, first_col + part % PARTS_PER_ROW * BC
         mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
         value = adam_step_tile(
-            pointers, start, tile_start(row, col, cols), cols, mask, constants, VARIANT, True, BR, BC
+            pointers,
+            start,
+            tile_start(row, col, cols),
+            cols,
+            mask,
+            constants,
+            VARIANT,
+            True,
+            BR,
+            BC,
         )
         x = round_through(value, VARIANT.write_dtype)
         if MASKED:

@@ -7,8 +7,8 @@ from fp4adam.kernels.tiles.target import is_compiled_for_cuda
 
 # Elements per instance of the assembly: their dependent operations overlap.
 PACK = 4
-# The fast path takes |a| and v from powers of two with these exponents on, up to SPAN powers more; c
-# from 1/2 to 2^MOST_C; and eps up to 2^MOST_EPS. Then no root, denominator, quotient or remainder is
+# The fast path takes |a| from 2^LEAST_A and v from 2^LEAST_V up to 2^SPAN times as much, c from 1/2
+# to 2^MOST_C, and eps up to 2^MOST_EPS. Then no root, denominator, quotient or remainder is
 # subnormal or too large.
 LEAST_A, LEAST_V, SPAN, MOST_C, MOST_EPS = -78, -100, 138, 26, 40
 

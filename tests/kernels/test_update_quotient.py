@@ -1,4 +1,4 @@
-"""The quotient of an Adam update: the bits of its operations one by one, for operands of any size."""
+"""The quotient of an Adam update has the bits of its operations, one by one."""
 
 from fractions import Fraction
 
@@ -78,7 +78,10 @@ def test_the_fast_path_takes_nothing_that_leaves_the_normal_numbers():
     span = Fraction(2) ** update.SPAN
     a = Fraction(2) ** update.LEAST_A, Fraction(2) ** update.LEAST_A * span
     v = Fraction(2) ** update.LEAST_V, Fraction(2) ** update.LEAST_V * span
-    roots = Fraction(2) ** (update.LEAST_V // 2), Fraction(2) ** -(-(update.LEAST_V + update.SPAN) // 2)
+    roots = (
+        Fraction(2) ** (update.LEAST_V // 2),
+        Fraction(2) ** -(-(update.LEAST_V + update.SPAN) // 2),
+    )
     least = roots[0] / 2
     most = roots[1] * 2**update.MOST_C + 2**update.MOST_EPS
     assert update.LEAST_V % 2 == 0
