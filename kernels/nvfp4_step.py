@@ -124,6 +124,11 @@ def _adam_step_kernel(
         if KEEPS_SCALE:
             kept_scale |= scale.to(tl.uint32) << (8 * i)
         row += BR
+    # Pointers that are needed from here on are loaded again, to take no registers in the loop.
+    pointers = state_pointers(table, tensor, VARIANT)
+    storage = storage_pointers(table, tensor, tl.uint32, tl.uint8)
+    gemm_scales = gemm_scale_pointers(table, tensor)
+    first = tile_start(first_row, col, cols)
     store_scales(pointers, first, cols, new_scales, VARIANT, LOOP, BR, BC)
     tl.static_assert(LOOP <= 4)
     kept_scale = kept_scale[None, :, :] >> (8 * tl.arange(0, LOOP))[:, None, None]
@@ -168,18 +173,14 @@ def step_tile(two_dimensional: bool, codecs: tuple[str, str, str]) -> Tile:
     return tile
 
 
-def step_registers(
-    codecs: tuple[str, str, str], stores_square_scales: bool
-) -> tuple[int | None, int | None]:
+def step_registers(codecs: tuple[str, str, str]) -> tuple[int | None, int | None]:
     """The register limits per thread of STEP_TILE and of edge tiles; None leaves it to ptxas.
 
-    With 128 registers, four programs fit on each multiprocessor of an H200 instead of three. ptxas
-    therefore aims for 128 on its own, and for sm_120 spills a few registers to get there unless a
-    limit is given.
+    With up to 128 registers, four programs fit on each multiprocessor of an H200; with 168, three.
+    For states in BF16, ptxas spills a few registers for sm_120 to get to the former.
     """
-    limit = 128 if stores_square_scales else None
-    of_codecs = max_registers(*codecs)
-    return (limit, limit) if of_codecs is None else (None, of_codecs)
+    whole = 168 if are_narrow(*codecs) and not has_scales(*codecs) else None
+    return whole, max_registers(*codecs)
 
 
 def adam_step(
@@ -204,7 +205,7 @@ def adam_step(
     """
     forms = step_tile(usage.square, variant.codecs), EDGE_TILE[has_scales(*variant.codecs)]
     parts = slice(0, n_whole), slice(n_whole, tiles.shape[0])
-    most = step_registers(variant.codecs, usage.square and usage.swizzled)
+    most = step_registers(variant.codecs)
     return [
         Launch(
             _adam_step_kernel,

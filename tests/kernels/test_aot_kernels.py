@@ -142,7 +142,7 @@ def step_jobs(codecs):
                     amaxes,
                     {**variant(codecs), **usage(square, swizzled), **shape},
                     num_warps=tile.num_warps,
-                    maxnreg=nvfp4_step.step_registers(codecs, square and swizzled)[at],
+                    maxnreg=nvfp4_step.step_registers(codecs)[at],
                 )
     for size, tile, part, most in (
         ("step", mxfp8_step.STEP_TILE, mxfp8_step.STEP_PART[is_wide], None),
