@@ -35,6 +35,7 @@ FORMATS = {
     "NVFP4 4over6 1D": fp4adam.NVFP4Quantizer(two_dimensional=False, adaptive="mae"),
 }
 UNFUSED = ("NVFP4", "MXFP8", "Float8Block")
+NARROW = "FP4Adam, NVFP4, FP8 moments, FP16 masters"
 MOMENTS = {"BF16": torch.bfloat16, "FP8": torch.float8_e4m3fn}
 # A side of a matrix has to be a multiple of this; 1 where it is not said.
 MULTIPLE = {
@@ -55,6 +56,16 @@ RAGGED: list[Shape] = [
     (90, 8200),
     (8200, 90),
 ]
+# One layer of Llama-3.1-8B.
+LLAMA_LAYER: list[Shape] = [
+    (4096, 4096),
+    (1024, 4096),
+    (1024, 4096),
+    (4096, 4096),
+    (14336, 4096),
+    (14336, 4096),
+    (4096, 14336),
+]
 # The matrices of one layer, and how many layers there are on a GPU.
 MODELS: dict[str, tuple[list[Shape], int]] = {
     "gpt": (LAYER, 16),
@@ -62,7 +73,10 @@ MODELS: dict[str, tuple[list[Shape], int]] = {
     "ragged": (RAGGED, 16),
     "large": ([(2 * rows, 2 * cols) for rows, cols in LAYER], 16),
     "huge": ([(32768, 65792)], 1),  # more than 2**31 elements
+    "llama-8b": (LLAMA_LAYER, 32),
 }
+# Matrices that a model has beside its layers.
+OTHERS: dict[str, list[Shape]] = {"llama-8b": [(128256, 4096)] * 2}
 
 
 def model_shapes(
@@ -78,11 +92,10 @@ def model_shapes(
             tails in any larger tile; all others are multiples of 32 for everyone.
     """
     layer, count = MODELS[model]
+    shapes = layer * (layers or count) + OTHERS.get(model, [])
     if model == "ragged":
-        layer = [tuple(_odd_multiple(n // scale, multiple) for n in shape) for shape in layer]
-    else:
-        layer = [tuple(max(32, n // scale // 32 * 32) for n in shape) for shape in layer]
-    return layer * (layers or count)
+        return [tuple(_odd_multiple(n // scale, multiple) for n in shape) for shape in shapes]
+    return [tuple(max(32, n // scale // 32 * 32) for n in shape) for shape in shapes]
 
 
 def _odd_multiple(n: int, multiple: int) -> int:
@@ -241,7 +254,7 @@ def _contestants() -> list[Contestant]:
         exp_avg_sq_dtype=torch.float8_e4m3fn,
         master_weight_dtype=torch.float16,
     )
-    result.append(Contestant("FP4Adam, NVFP4, FP8 moments, FP16 masters", "fp4adam", make, 16))
+    result.append(Contestant(NARROW, "fp4adam", make, 16))
     for name, dtype in MOMENTS.items():
         moments = dict(exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
         make = plain(FusedAdam, bf16, **moments)
@@ -299,7 +312,9 @@ PEERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 PACKAGES = sorted({module.split(".")[0] for module, _, _ in PEERS.values()})
 CONTESTANTS = _contestants()
-# Who is measured on other models than "gpt".
+# Who is measured on "llama-8b": what takes all of an H200, and what takes an H100.
+LARGE_LIST = ("FP4Adam, NVFP4", NARROW)
+# Who is measured on the others but "gpt".
 SHORT_LIST = (
     "torch AdamW fused, FP32",
     "FusedAdam, BF16 + FP32 masters",

@@ -21,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from peers import CONTESTANTS, MODELS, SHORT_LIST, Contestant, Shape, model_shapes
+from peers import CONTESTANTS, LARGE_LIST, MODELS, SHORT_LIST, Contestant, Shape, model_shapes
 from provenance import about
 from report import header_line, result_line, write_csv, write_json, write_plots
 from torch import Tensor
@@ -254,7 +254,8 @@ def parse_args() -> argparse.Namespace:
 def chosen(args: argparse.Namespace, model: str) -> list[Contestant]:
     """Who is measured on a model: everyone on gpt, few on the others, --only aside."""
     named = args.only and model == args.model
-    everyone = [c for c in CONTESTANTS if named or model == "gpt" or c.name in SHORT_LIST]
+    few = LARGE_LIST if model == "llama-8b" else SHORT_LIST
+    everyone = [c for c in CONTESTANTS if named or model == "gpt" or c.name in few]
     return [c for c in everyone if any(text in c.name for text in args.only or [""])]
 
 

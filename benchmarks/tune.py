@@ -1,22 +1,22 @@
 """Times the fused steps with other tiles than the chosen ones, on an NVIDIA GPU.
 
-    python benchmarks/tune.py [FORMAT ...] [--layers 16]
+    python benchmarks/tune.py [CASE ...] [--layers 8]
 
-For every format, the tiles of its table below are put in place of the package's one after another
-and the step is timed as in step.py; the best come first, as share of the copy rate.
+A case is an optimizer of peers.py on one of its models. The tiles of its table below are put in
+place of the package's one after another, and the step is timed as in step.py; the best come first,
+as share of the copy rate.
 """
 
 import argparse
+import math
 import statistics
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-from peers import FORMATS, HYPER, LAYER, parameters
+from peers import CONTESTANTS, NARROW, model_shapes
 from step import Clock, copy_rate, step_bytes
 
-from fp4adam import FP4Adam
-from fp4adam.kernels import float8_block_step, mxfp8_step, nvfp4_step
+from fp4adam.kernels import adam, float8_block_step, mxfp8_step, nvfp4_step
 from fp4adam.kernels.launch.tensor_table import Tile
 
 NVFP4_TILES = [
@@ -55,6 +55,20 @@ FLOAT8_BLOCK_TILES = [
 ]
 
 
+# Of blocks that need masks.
+MASKED_TILES = [
+    Tile(16, 32, 32, 4, 1),
+    Tile(16, 64, 16, 4, 1),
+    Tile(32, 32, 16, 4, 1),
+    Tile(32, 64, 8, 8, 1),
+    Tile(16, 128, 8, 8, 1),
+    Tile(16, 64, 16, 4, 3),
+    Tile(8, 128, 16, 4, 3),
+]
+EDGE_WARPS = [1, 2, 4]
+BLOCKS = [512, 1024]
+
+
 def put_nvfp4(two_dimensional: bool) -> Callable[[Tile], None]:
     """What puts a tile in the place of NVFP4's."""
 
@@ -69,54 +83,90 @@ def put_mxfp8(tile_and_part: tuple[Tile, int]) -> None:
     mxfp8_step.STEP_TILE, mxfp8_step.STEP_PART[False] = tile_and_part
 
 
-def put_float8_block(two_dimensional: bool) -> Callable[[Tile], None]:
-    """What puts a tile in the place of Float8Block's for whole blocks."""
+def put_float8_block(two_dimensional: bool, masked: bool = False) -> Callable[[Tile], None]:
+    """What puts a tile in the place of Float8Block's for whole blocks, or for those with masks."""
 
     def put(tile: Tile) -> None:
-        edge = float8_block_step.STEP_PARTS[two_dimensional, False][1]
-        float8_block_step.STEP_PARTS[two_dimensional, False] = (tile, edge)
+        whole, edge = float8_block_step.STEP_PARTS[two_dimensional, False]
+        parts = (whole, tile) if masked else (tile, edge)
+        float8_block_step.STEP_PARTS[two_dimensional, False] = parts
 
     return put
 
 
-CANDIDATES = {
-    "NVFP4": (NVFP4_TILES, put_nvfp4(True)),
-    "NVFP4 1D": (NVFP4_TILES, put_nvfp4(False)),
-    "MXFP8": (MXFP8_TILES, put_mxfp8),
-    "Float8Block": (FLOAT8_BLOCK_TILES, put_float8_block(True)),
-    "Float8Block 1D": (FLOAT8_BLOCK_TILES, put_float8_block(False)),
+def put_edge_warps(warps: int) -> None:
+    """Give NVFP4's tiles at edges so many warps."""
+    nvfp4_step.EDGE_TILE[False] = nvfp4_step.EDGE_TILE[False]._replace(num_warps=warps)
+
+
+def put_block(block: int) -> None:
+    """Give programs of plain parameters so many elements."""
+    adam.BLOCKS.update({False: block, True: block})
+
+
+class Case(NamedTuple):
+    """An optimizer and a model of peers.py, what to choose from, and how to put it in place."""
+
+    optimizer: str
+    model: str
+    candidates: list[Any]
+    put: Callable[[Any], None]
+
+
+CASES = {
+    "NVFP4": Case("FP4Adam, NVFP4", "gpt", NVFP4_TILES, put_nvfp4(True)),
+    "NVFP4 1D": Case("FP4Adam, NVFP4 1D", "gpt", NVFP4_TILES, put_nvfp4(False)),
+    "MXFP8": Case("FP4Adam, MXFP8", "gpt", MXFP8_TILES, put_mxfp8),
+    "Float8Block": Case("FP4Adam, Float8Block", "gpt", FLOAT8_BLOCK_TILES, put_float8_block(True)),
+    "Float8Block 1D": Case(
+        "FP4Adam, Float8Block 1D", "gpt", FLOAT8_BLOCK_TILES, put_float8_block(False)
+    ),
+    "BF16 moments": Case("FP4Adam, NVFP4, BF16 moments", "gpt", NVFP4_TILES, put_nvfp4(True)),
+    "FP8 moments": Case("FP4Adam, NVFP4, FP8 moments", "gpt", NVFP4_TILES, put_nvfp4(True)),
+    "FP8 moments, FP16 masters": Case(NARROW, "gpt", NVFP4_TILES, put_nvfp4(True)),
+    "plain": Case("FusedAdam, BF16 + FP32 masters", "gpt", BLOCKS, put_block),
+    "plain, BF16 moments": Case(
+        "FusedAdam, BF16 + FP32 masters, BF16 moments", "gpt", BLOCKS, put_block
+    ),
+    "plain, FP8 moments": Case(
+        "FusedAdam, BF16 + FP32 masters, FP8 moments", "gpt", BLOCKS, put_block
+    ),
+    "ragged NVFP4": Case("FP4Adam, NVFP4", "ragged", EDGE_WARPS, put_edge_warps),
+    "ragged Float8Block": Case(
+        "FP4Adam, Float8Block", "ragged", MASKED_TILES, put_float8_block(True, masked=True)
+    ),
 }
 
 
 def timings(name: str, layers: int, rate: float) -> Iterator[tuple[float, float, Any]]:
-    """Share of the copy rate, milliseconds and tile, for every tile that compiles."""
-    tiles, put = CANDIDATES[name]
-    params = parameters(LAYER * layers, "cuda", torch.bfloat16, FORMATS[name])
-    numel = sum(p.numel() for p in params)
-    for tile in tiles:
-        put(tile)
-        optimizer = FP4Adam(params, **HYPER)
+    """Share of the copy rate, milliseconds and candidate, for every candidate that compiles."""
+    case = CASES[name]
+    (contestant,) = (c for c in CONTESTANTS if c.name == case.optimizer)
+    shapes = model_shapes(case.model, layers, multiple=contestant.multiple)
+    print(f"{name}: {sum(math.prod(shape) for shape in shapes) / 1e6:.0f} M parameters")
+    for candidate in case.candidates:
+        case.put(candidate)
+        optimizer, params = contestant.make(shapes, "cuda")
         try:
             optimizer.step()
         except Exception as error:  # a tile that needs more than the GPU has is no candidate
-            print(f"{name}: {tile} does not run: {str(error)[:80]}")
+            print(f"{name}: {candidate} does not run: {str(error)[:80]}")
             continue
         optimizer.step()
         ms = statistics.median(Clock("cuda").samples(optimizer.step, 12))
-        yield step_bytes(optimizer, params) / ms * 1e3 / rate, ms, tile
-    print(f"{name}: {numel / 1e6:.0f} M parameters")
+        yield step_bytes(optimizer, params) / ms * 1e3 / rate, ms, candidate
 
 
 def main() -> None:
-    """Time all tiles of the chosen formats."""
+    """Time all candidates of the chosen cases."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("formats", nargs="*", default=list(CANDIDATES), metavar="FORMAT")
+    parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE")
     parser.add_argument("--layers", type=int, default=8)
     args = parser.parse_args()
     rate = copy_rate(Clock("cuda"), "cuda")
-    for name in args.formats:
-        for share, ms, tile in sorted(timings(name, args.layers, rate), reverse=True):
-            print(f"{name:16s} {share:.3f} of copy  {ms:7.3f} ms  {tile}", flush=True)
+    for name in args.cases:
+        for share, ms, candidate in sorted(timings(name, args.layers, rate), reverse=True):
+            print(f"{name:26s} {share:.3f} of copy  {ms:7.3f} ms  {candidate}", flush=True)
 
 
 if __name__ == "__main__":

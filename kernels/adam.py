@@ -30,6 +30,9 @@ from fp4adam.kernels.tiles.layout import state_offsets
 from fp4adam.kernels.tiles.state import (
     dither_tile,
     exp_avg_sq_dither,
+    has_scales,
+    load_scale,
+    load_scale_words,
     load_state,
     load_value,
     master_dither,
@@ -37,12 +40,19 @@ from fp4adam.kernels.tiles.state import (
     max_registers,
     split_master,
     state_pointer,
+    store_scale,
+    store_scale_words,
     store_state,
     value_pointers,
 )
+from fp4adam.kernels.tiles.update import update_quotient
 
-# Four elements per thread. With more, a BF16 gradient would get another layout than FP32 state.
-BLOCK = 512
+# Elements of a program, by has_scales(): more of the small states, as what a program does before it
+# can load them takes as long for any size.
+BLOCKS = {False: 512, True: 1024}
+# A block is read as rows of so many elements, four per thread. In a longer row Triton loses the
+# hint of ``state_offsets``.
+ROW = tl.constexpr(512)
 # Columns of a row of scalars.
 SCALARS_WIDTH = tl.constexpr(N_SCALARS)
 DITHER_UPPER = tl.constexpr(SCALAR_COLUMNS.index("dither_upper"))
@@ -123,6 +133,14 @@ class Pointers(NamedTuple):
     max_exp_avg_sq: Any
 
 
+class Scales(NamedTuple):
+    """Scales of a tile of the state, uint8, or of several tiles, in words; zeros where none are."""
+
+    value: Any
+    exp_avg: Any
+    exp_avg_sq: Any
+
+
 @triton.jit
 def scalars_row(table, scalars, tensor):
     """Pointer to the row of scalars of a tensor."""
@@ -177,8 +195,9 @@ def adam_tile(grad, value, exp_avg, exp_avg_sq, max_exp_avg_sq, scalars, VARIANT
     if VARIANT.amsgrad:
         # Keeps a NaN on either side, since comparisons with NaN are False.
         largest = tl.where((v > max_exp_avg_sq) | (v != v), v, max_exp_avg_sq)
-    denominator = tl.sqrt_rn(largest) * scalars.rsqrt_bias_correction2 + scalars.eps
-    p = p - tl.div_rn(m * scalars.step_size, denominator)
+    p = p - update_quotient(
+        m * scalars.step_size, largest, scalars.rsqrt_bias_correction2, scalars.eps
+    )
     # A zero step leaves the value alone: no decay, and the sign of a zero stays.
     p = tl.where(scalars.step_size != 0, p, value)
     return p, m, v, largest
@@ -200,10 +219,11 @@ def store_value(
 ):
     """Store a float32 tile of updated values in the form that ``load_value`` reads.
 
-    STORE: False stores nothing. Returns the tile that the parameter is rounded from: ``x``, or the
-    decoded codes if the codec has scales.
+    STORE: False stores nothing. Returns the tile that the parameter is rounded from, which is ``x``
+    or the decoded codes if the codec has scales, and the scales.
     """
     offs = state_offsets(stride, BR, BC)
+    scale = tl.zeros((BR, (BC + 31) // 32), tl.uint8)
     if CODEC == "remainder":
         if STORE:
             upper, remainder = split_master(x)
@@ -213,8 +233,8 @@ def store_value(
         if STORE:
             tl.store(ptr + start + offs, round_to(x, ptr.dtype.element_ty), mask)
     else:
-        x = store_state(ptr, extra_ptr, start, stride, mask, x, dither, CODEC, BR, BC, STORE)
-    return x
+        x, scale = store_state(ptr, start, stride, mask, x, dither, CODEC, BR, BC, STORE)
+    return x, scale
 
 
 @triton.jit
@@ -241,9 +261,140 @@ def state_pointers(table, tensor, VARIANT: tl.constexpr):
 
 
 @triton.jit
+def load_scales(
+    pointers,
+    start,
+    stride,
+    VARIANT: tl.constexpr,
+    LOOP: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """The :class:`Scales` of LOOP tiles of the state down the rows, in words; see
+    :func:`load_scale_words`. ``start`` is that of the first tile.
+    """
+    ptr = pointers
+    VALUE: tl.constexpr = VARIANT.value_codec
+    FIRST: tl.constexpr = VARIANT.exp_avg_codec
+    SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
+    return Scales(
+        load_scale_words(ptr.value_extra, start, stride, VALUE, LOOP, BR, BC),
+        load_scale_words(ptr.exp_avg_scale, start, stride, FIRST, LOOP, BR, BC),
+        load_scale_words(ptr.exp_avg_sq_scale, start, stride, SECOND, LOOP, BR, BC),
+    )
+
+
+@triton.jit
+def store_scales(
+    pointers,
+    start,
+    stride,
+    words,
+    VARIANT: tl.constexpr,
+    LOOP: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Store the :class:`Scales` that :func:`load_scales` loads."""
+    ptr, w = pointers, words
+    VALUE: tl.constexpr = VARIANT.value_codec
+    FIRST: tl.constexpr = VARIANT.exp_avg_codec
+    SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
+    store_scale_words(ptr.value_extra, start, stride, w.value, VALUE, LOOP, BR, BC)
+    store_scale_words(ptr.exp_avg_scale, start, stride, w.exp_avg, FIRST, LOOP, BR, BC)
+    store_scale_words(ptr.exp_avg_sq_scale, start, stride, w.exp_avg_sq, SECOND, LOOP, BR, BC)
+
+
+@triton.jit
+def scales_of(words, i):
+    """The :class:`Scales` of tile ``i``, out of words."""
+    shift = 8 * i
+    return Scales(
+        ((words.value >> shift) & 0xFF).to(tl.uint8),
+        ((words.exp_avg >> shift) & 0xFF).to(tl.uint8),
+        ((words.exp_avg_sq >> shift) & 0xFF).to(tl.uint8),
+    )
+
+
+@triton.jit
+def insert_scales(words, scales, i):
+    """Words of zeros with the :class:`Scales` of tile ``i`` inserted."""
+    shift = 8 * i
+    return Scales(
+        words.value | (scales.value.to(tl.uint32) << shift),
+        words.exp_avg | (scales.exp_avg.to(tl.uint32) << shift),
+        words.exp_avg_sq | (scales.exp_avg_sq.to(tl.uint32) << shift),
+    )
+
+
+@triton.jit
+def no_scales(BR: tl.constexpr, BC: tl.constexpr):
+    """Words of :class:`Scales` that are all zero, of tiles [BR, BC]."""
+    zero = tl.zeros((BR, (BC + 31) // 32), tl.uint32)
+    return Scales(zero, zero, zero)
+
+
+@triton.jit
+def update_tile(
+    pointers,
+    start,
+    target,
+    stride,
+    mask,
+    scales,
+    scalars,
+    VARIANT: tl.constexpr,
+    STORE: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Load a tile of a tensor's state, update it, and store it if STORE, scales excepted.
+
+    pointers: from :func:`state_pointers`. start: int64 offset of the tile [BR, BC], whose rows are
+    ``stride`` apart. target: the same offset, for stores; where a pipelined loop computes both from
+    one number, the addresses wait in registers from the load to the store. scales: of the tile.
+    start, stride and BC must be multiples of 32 if a codec has scales. scalars: from
+    :func:`load_scalars`.
+    Returns the new value, float32: decoded if its codec has scales, else unrounded; and the new
+    scales.
+    """
+    ptr = pointers
+    VALUE: tl.constexpr = VARIANT.value_codec
+    FIRST: tl.constexpr = VARIANT.exp_avg_codec
+    SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
+    offs = state_offsets(stride, BR, BC)
+
+    value = load_value(ptr.value, ptr.value_extra, start, stride, mask, scales.value, VALUE, BR, BC)
+    grad = to_float32(tl.load(ptr.grad + start + offs, mask))
+    exp_avg = load_state(ptr.exp_avg, start, stride, mask, scales.exp_avg, FIRST, BR, BC)
+    exp_avg_sq = load_state(ptr.exp_avg_sq, start, stride, mask, scales.exp_avg_sq, SECOND, BR, BC)
+    largest = tl.load(ptr.max_exp_avg_sq + start + offs, mask) if VARIANT.amsgrad else exp_avg_sq
+
+    value, exp_avg, exp_avg_sq, largest = adam_tile(
+        grad, value, exp_avg, exp_avg_sq, largest, scalars, VARIANT
+    )
+
+    # One hash serves all states of an element. If no codec uses it, the compiler removes it.
+    bits = dither_tile(target, stride, scalars.dither, BR, BC)
+    value, value_scale = store_value(
+        ptr.value, ptr.value_extra, target, stride, mask, value, master_dither(bits), VALUE, STORE,
+        BR, BC,
+    )  # fmt: skip
+    _, scale = store_state(ptr.exp_avg, target, stride, mask, exp_avg, bits, FIRST, BR, BC, STORE)
+    _, scale_sq = store_state(
+        ptr.exp_avg_sq, target, stride, mask, exp_avg_sq, exp_avg_sq_dither(bits), SECOND, BR, BC,
+        STORE,
+    )  # fmt: skip
+    if STORE and VARIANT.amsgrad:
+        tl.store(ptr.max_exp_avg_sq + target + offs, largest, mask)
+    return value, Scales(value_scale, scale, scale_sq)
+
+
+@triton.jit
 def adam_step_tile(
     pointers,
     start,
+    target,
     stride,
     mask,
     scalars,
@@ -252,47 +403,23 @@ def adam_step_tile(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Load a tile of a tensor's state, update it, and store it if STORE; returns the new value.
-
-    pointers: from :func:`state_pointers`. start: int64 offset of the tile [BR, BC], whose rows are
-    ``stride`` apart. start, stride and BC must be multiples of 32 if a codec has scales. scalars:
-    from :func:`load_scalars`. The returned value is float32: decoded if its codec has scales, else
-    unrounded.
-    """
+    """:func:`update_tile` of one tile with its scales; returns the new value."""
     ptr = pointers
     VALUE: tl.constexpr = VARIANT.value_codec
     FIRST: tl.constexpr = VARIANT.exp_avg_codec
     SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
-    offs = state_offsets(stride, BR, BC)
-
-    value = load_value(ptr.value, ptr.value_extra, start, stride, mask, VALUE, BR, BC)
-    grad = to_float32(tl.load(ptr.grad + start + offs, mask))
-    exp_avg = load_state(ptr.exp_avg, ptr.exp_avg_scale, start, stride, mask, FIRST, BR, BC)
-    exp_avg_sq = load_state(
-        ptr.exp_avg_sq, ptr.exp_avg_sq_scale, start, stride, mask, SECOND, BR, BC
+    scales = Scales(
+        load_scale(ptr.value_extra, start, stride, mask, VALUE, BR, BC),
+        load_scale(ptr.exp_avg_scale, start, stride, mask, FIRST, BR, BC),
+        load_scale(ptr.exp_avg_sq_scale, start, stride, mask, SECOND, BR, BC),
     )
-    largest = tl.load(ptr.max_exp_avg_sq + start + offs, mask) if VARIANT.amsgrad else exp_avg_sq
-
-    value, exp_avg, exp_avg_sq, largest = adam_tile(
-        grad, value, exp_avg, exp_avg_sq, largest, scalars, VARIANT
+    value, new = update_tile(
+        pointers, start, target, stride, mask, scales, scalars, VARIANT, STORE, BR, BC
     )
-
-    # One hash serves all states of an element. If no codec uses it, the compiler removes it.
-    bits = dither_tile(start, stride, scalars.dither, BR, BC)
-    value = store_value(
-        ptr.value, ptr.value_extra, start, stride, mask, value, master_dither(bits), VALUE, STORE,
-        BR, BC,
-    )  # fmt: skip
     if STORE:
-        store_state(
-            ptr.exp_avg, ptr.exp_avg_scale, start, stride, mask, exp_avg, bits, FIRST, BR, BC
-        )
-        store_state(
-            ptr.exp_avg_sq, ptr.exp_avg_sq_scale, start, stride, mask, exp_avg_sq,
-            exp_avg_sq_dither(bits), SECOND, BR, BC,
-        )  # fmt: skip
-        if VARIANT.amsgrad:
-            tl.store(ptr.max_exp_avg_sq + start + offs, largest, mask)
+        store_scale(ptr.value_extra, target, stride, mask, new.value, VALUE, BR, BC)
+        store_scale(ptr.exp_avg_scale, target, stride, mask, new.exp_avg, FIRST, BR, BC)
+        store_scale(ptr.exp_avg_sq_scale, target, stride, mask, new.exp_avg_sq, SECOND, BR, BC)
     return value
 
 
@@ -321,26 +448,27 @@ def _adam_step_kernel(
         return
     start = tl.load(tile + 1).to(tl.int64) * BLOCK
     numel = tl.load(table + tensor.to(tl.int64) * WIDTH + ROWS)
-    offs = state_offsets(0, 1, BLOCK)
+    BR: tl.constexpr = BLOCK // ROW
+    offs = state_offsets(ROW, BR, ROW)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(table, tensor, VARIANT)
     # A mask makes every access scalar, so only the last block of a tensor has one.
     if start + BLOCK <= numel:
-        value = adam_step_tile(pointers, start, 0, None, constants, VARIANT, True, 1, BLOCK)
+        value = adam_step_tile(pointers, start, start, ROW, None, constants, VARIANT, True, BR, ROW)
         if VARIANT.write_dtype is not None:
             param_ptr = pointer(table, tensor, ROWWISE_DATA, VARIANT.write_dtype) + start + offs
             tl.store(param_ptr, round_to(value, VARIANT.write_dtype))
     else:
         mask = start + offs < numel
-        value = adam_step_tile(pointers, start, 0, mask, constants, VARIANT, True, 1, BLOCK)
+        value = adam_step_tile(pointers, start, start, ROW, mask, constants, VARIANT, True, BR, ROW)
         if VARIANT.write_dtype is not None:
             param_ptr = pointer(table, tensor, ROWWISE_DATA, VARIANT.write_dtype) + start + offs
             tl.store(param_ptr, round_to(value, VARIANT.write_dtype), mask)
 
 
-def flat_tiles(numels: list[int]) -> Tensor:
+def flat_tiles(numels: list[int], block: int) -> Tensor:
     """The blocks of all tensors: int32 [n_tiles, 2], (tensor, block of that tensor)."""
-    blocks = torch.tensor([-(-n // BLOCK) for n in numels], dtype=torch.int64, device="cpu")
+    blocks = torch.tensor([-(-n // block) for n in numels], dtype=torch.int64, device="cpu")
     tensors = torch.repeat_interleave(blocks)
     first = blocks.cumsum(0) - blocks
     numbers = torch.arange(len(tensors), device="cpu") - first[tensors]
@@ -356,7 +484,7 @@ def adam_step(table: Tensor, scalars: Tensor, tiles: Tensor, variant: Variant) -
         _adam_step_kernel,
         tiles.shape[0],
         (table, scalars, tiles),
-        dict(VARIANT=variant, BLOCK=BLOCK),
+        dict(VARIANT=variant, BLOCK=BLOCKS[has_scales(*variant.codecs)]),
         num_warps=4,
         maxnreg=max_registers(*variant.codecs),
     )
@@ -372,8 +500,9 @@ class StepLaunch:
 
     def __init__(self, kind: Any, tensors: tuple) -> None:
         shapes, _, table, scalars, _ = tensors
-        tiles = flat_tiles([numel for numel, _ in shapes]).to(table.device)
-        self._launches = [adam_step(table, scalars, tiles, kind.variant())]
+        variant = kind.variant()
+        tiles = flat_tiles([numel for numel, _ in shapes], BLOCKS[has_scales(*variant.codecs)])
+        self._launches = [adam_step(table, scalars, tiles.to(table.device), variant)]
 
     def compile(self, *signals: Tensor) -> None:
         """Compile all kernels of a step, for ``signals`` as for the call."""

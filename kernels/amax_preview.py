@@ -44,7 +44,7 @@ from fp4adam.kernels.launch.tensor_table import (
 )
 from fp4adam.kernels.nvfp4 import nvfp4_tile, store_columnwise, store_square_scales
 from fp4adam.kernels.tiles.bfloat16 import round_through
-from fp4adam.kernels.tiles.state import has_scales, load_value, master_pointers, max_registers
+from fp4adam.kernels.tiles.state import has_scales, load_master, master_pointers, max_registers
 
 # Tiles whose amaxes one program compares.
 SCAN = 64
@@ -133,8 +133,12 @@ def _amax_preview_kernel(
         for done in range(0, height, BR):
             rows_left = height - done
             mask = (tl.arange(0, BR) < rows_left)[:, None] & (tl.arange(0, BC) < width)[None, :]
+            # Widths are multiples of 16, so the mask allows vector accesses.
+            mask = tl.max_constancy(mask, (1, 16))
             start = tile_start(first_row + done, col, cols)
-            value = adam_step_tile(pointers, start, cols, mask, constants, VARIANT, False, BR, BC)
+            value = adam_step_tile(
+                pointers, start, start, cols, mask, constants, VARIANT, False, BR, BC
+            )
             magnitude = tl.abs(round_through(value, VARIANT.write_dtype))
             # The comparison is False for NaN, which amaxes ignore.
             amax = tl.where(mask & (magnitude > amax), magnitude, amax)
@@ -224,7 +228,7 @@ def _requantize_kernel(
                     row = first_row + block // (width // BC) * 16
                     col = first_col + block % (width // BC) * BC
                     block_start = tile_start(row, col, cols)
-                    value = load_value(
+                    value = load_master(
                         value_ptr, extra_ptr, block_start, cols, None, VALUE_CODEC, 16, BC
                     )
                     x = round_through(value, WRITE_DTYPE)

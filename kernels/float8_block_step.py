@@ -37,7 +37,7 @@ from fp4adam.kernels.launch.tensor_table import (
 )
 from fp4adam.kernels.tiles.bfloat16 import round_through
 from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_words
-from fp4adam.kernels.tiles.state import has_scales, load_value, master_pointers, max_registers
+from fp4adam.kernels.tiles.state import has_scales, load_master, master_pointers, max_registers
 from fp4adam.kernels.tiles.words import insert_tile, store_words, transpose_words
 
 # The parts that the fused step divides a block into: of whole blocks, and of blocks that reach past
@@ -146,11 +146,25 @@ def _adam_step_square_kernel(
     # Reduced over each thread's four neighbours, the maximum takes a quarter of the registers.
     largest = tl.zeros((BR, BC // 4), tl.float32)
     column_words = tl.zeros((PARTS, BR, BC // 4), tl.uint32)
+    # Counted apart from ``i``, which the loop is ahead with when it prefetches.
+    part = 0
     for i in tl.range(0, PARTS, num_stages=STAGES):
         row, col = first_row + i // PARTS_PER_ROW * BR, first_col + i % PARTS_PER_ROW * BC
-        mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
         start = tile_start(row, col, cols)
-        value = adam_step_tile(pointers, start, cols, mask, constants, VARIANT, True, BR, BC)
+        row, col = first_row + part // PARTS_PER_ROW * BR, first_col + part % PARTS_PER_ROW * BC
+        mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
+        value = adam_step_tile(
+            pointers,
+            start,
+            tile_start(row, col, cols),
+            cols,
+            mask,
+            constants,
+            VARIANT,
+            True,
+            BR,
+            BC,
+        )
         x = round_through(value, VARIANT.write_dtype)
         if MASKED:
             x = tl.where(mask, x, 0.0)
@@ -159,9 +173,10 @@ def _adam_step_square_kernel(
         if POW_2:
             # Speculates that the scale of the last step still holds.
             column_words = _put_codes(
-                x * stored_scale, column_words, i, rowwise_data, columnwise_data,
+                x * stored_scale, column_words, part, rowwise_data, columnwise_data,
                 row, col, rows, cols, mask, USAGE.rowwise, USAGE.columnwise, BR, BC,
             )  # fmt: skip
+        part += 1
 
     scale = float8_scale(tl.max(tl.max(largest, 1), 0), epsilon, LARGEST, POW_2)
     if (not POW_2) | (scale != stored_scale):
@@ -172,7 +187,7 @@ def _adam_step_square_kernel(
             mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
             value_ptr, extra_ptr = master_pointers(table, tensor, VALUE)
             start = tile_start(row, col, cols)
-            value = load_value(value_ptr, extra_ptr, start, cols, mask, VALUE, BR, BC)
+            value = load_master(value_ptr, extra_ptr, start, cols, mask, VALUE, BR, BC)
             x = round_through(value, VARIANT.write_dtype)
             column_words = _put_codes(
                 x * scale, column_words, i, rowwise_data, columnwise_data,
@@ -220,11 +235,13 @@ def _adam_step_vector_kernel(
     VALUE: tl.constexpr = VARIANT.value_codec
     largest = tl.zeros((BC,), tl.float32)
     column_words = tl.zeros((PARTS, BR, BC // 4), tl.uint32)
+    row = first_row  # counted apart from ``i``, as in the square kernel
     for i in tl.range(0, PARTS, num_stages=STAGES):
-        row = first_row + i * BR
+        start, target = tile_start(first_row + i * BR, col, cols), tile_start(row, col, cols)
         mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
-        start = tile_start(row, col, cols)
-        value = adam_step_tile(pointers, start, cols, mask, constants, VARIANT, True, BR, BC)
+        value = adam_step_tile(
+            pointers, start, target, cols, mask, constants, VARIANT, True, BR, BC
+        )
         x = round_through(value, VARIANT.write_dtype)
         if MASKED:
             x = tl.where(mask, x, 0.0)
@@ -239,6 +256,7 @@ def _adam_step_vector_kernel(
                 x * scale[:, None], column_words, i, rowwise_data, columnwise_data,
                 row, col, rows, cols, mask, True, False, BR, BC,
             )  # fmt: skip
+        row += BR
 
     if USAGE.columnwise:
         scale = float8_scale(largest, epsilon, LARGEST, POW_2)
@@ -253,7 +271,7 @@ def _adam_step_vector_kernel(
             mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
             value_ptr, extra_ptr = master_pointers(table, tensor, VALUE)
             start = tile_start(row, col, cols)
-            value = load_value(value_ptr, extra_ptr, start, cols, mask, VALUE, BR, BC)
+            value = load_master(value_ptr, extra_ptr, start, cols, mask, VALUE, BR, BC)
             x = round_through(value, VARIANT.write_dtype)
             column_words = _put_codes(
                 x * scale[None, :], column_words, i, rowwise_data, columnwise_data,
@@ -297,7 +315,7 @@ def _adam_step_cut_kernel(
         row, col = first_row + i // PARTS_PER_ROW * BR, first_col + i % PARTS_PER_ROW * BC
         mask = tile_mask(row, col, end, cols, True, BR, BC)
         start = tile_start(row, col, cols)
-        value = adam_step_tile(pointers, start, cols, mask, constants, VARIANT, True, BR, BC)
+        value = adam_step_tile(pointers, start, start, cols, mask, constants, VARIANT, True, BR, BC)
         x = tl.where(mask, round_through(value, VARIANT.write_dtype), 0.0)
         largest = tl.maximum(largest, tl.where(x == x, tl.abs(x), 0.0))
     tl.store(amaxes + slot, tl.max(tl.max(largest, 1), 0))
@@ -338,7 +356,7 @@ def _quantize_cut_kernel(
         row, col = first_row + i // PARTS_PER_ROW * BR, first_col + i % PARTS_PER_ROW * BC
         mask = tile_mask(row, col, end, cols, True, BR, BC)
         start = tile_start(row, col, cols)
-        value = load_value(value_ptr, extra_ptr, start, cols, mask, VALUE, BR, BC)
+        value = load_master(value_ptr, extra_ptr, start, cols, mask, VALUE, BR, BC)
         code = e4m3_code(round_through(value, VARIANT.write_dtype) * scale)
         store_codes(
             code, rowwise_data, rowwise_data, row, col, rows, cols, mask, True, False, BR, BC

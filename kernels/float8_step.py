@@ -9,7 +9,18 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4adam.kernels import adam, amax_preview
-from fp4adam.kernels.adam import SIGNALS, Variant, adam_step_tile, load_scalars, state_pointers
+from fp4adam.kernels.adam import (
+    SIGNALS,
+    Variant,
+    insert_scales,
+    load_scalars,
+    load_scales,
+    no_scales,
+    scales_of,
+    state_pointers,
+    store_scales,
+    update_tile,
+)
 from fp4adam.kernels.amax_preview import previewed_amax, report_amax
 from fp4adam.kernels.float8 import float8_tile, store_columnwise, tensor_scale
 from fp4adam.kernels.launch.launch import Launch
@@ -32,9 +43,9 @@ from fp4adam.kernels.tiles.state import has_scales, max_registers
 from fp4adam.kernels.tiles.words import insert_tile
 
 # Tiles of the fused step. The loop prefetches the next tile; the edges of a matrix are covered by
-# small tiles.
+# small tiles, with few warps, so that many of them wait for memory at once.
 STEP_TILE = Tile(16, 64, 4, 4, 3)
-EDGE_TILE = {False: Tile(16, 16, 1, 4, 1), True: Tile(16, 32, 1, 4, 1)}  # by scaled_states
+EDGE_TILE = {False: Tile(16, 16, 1, 1, 1), True: Tile(16, 32, 1, 2, 1)}  # by scaled_states
 
 
 @triton.jit
@@ -64,16 +75,26 @@ def _update_tiles(
     largest = tl.zeros((BR, BC // 4), tl.float32)
     # The tiles of the loop are transposed together, because one alone gives rows of only 16 bytes.
     column_words = tl.zeros((LOOP, BR, BC // 4), tl.uint32)
+    first = tile_start(first_row, col, cols)
+    old_scales = load_scales(pointers, first, cols, VARIANT, LOOP, BR, BC)
+    new_scales = no_scales(BR, BC)
+    # Counted apart from ``i``, which the loop is ahead with when it prefetches.
+    row = first_row
     for i in tl.range(0, LOOP, num_stages=STAGES):
-        row = first_row + i * BR
-        start = tile_start(row, col, cols)
-        value = adam_step_tile(pointers, start, cols, None, constants, VARIANT, True, BR, BC)
+        start, target = tile_start(first_row + i * BR, col, cols), tile_start(row, col, cols)
+        value, scales = update_tile(
+            pointers, start, target, cols, None, scales_of(old_scales, i), constants, VARIANT, True,
+            BR, BC,
+        )  # fmt: skip
+        new_scales = insert_scales(new_scales, scales, i)
         x = round_through(value, VARIANT.write_dtype)
         magnitude = tl.reshape(tl.where(x == x, tl.abs(x), 0.0), (BR, BC // 4, 4))
         largest = tl.maximum(largest, tl.max(magnitude, 2))
         words = float8_tile(x, scale, row, col, cols, storage, USAGE, BR, BC)
         if USAGE.columnwise:
             column_words = insert_tile(column_words, words, i)
+        row += BR
+    store_scales(pointers, first, cols, new_scales, VARIANT, LOOP, BR, BC)
     if USAGE.columnwise:
         words = tl.reshape(column_words, (LOOP * BR, BC // 4))
         store_columnwise(words, first_row, col, rows, storage, LOOP * BR, BC)

@@ -81,15 +81,20 @@ def _adam_step_kernel(
     row_scale = tl.zeros((PARTS, 32, PART // 32), tl.uint8)
     column_words = tl.zeros((PARTS, 32, PART // 4), tl.uint32)
     column_scale = tl.zeros((PARTS, 1, PART), tl.uint8)
+    # Counted apart from ``i``, which the loop is ahead with when it prefetches.
+    col = first_col
     for i in tl.range(0, PARTS, num_stages=STAGES):
-        start = tile_start(row, first_col + i * PART, cols)
-        value = adam_step_tile(pointers, start, cols, None, constants, VARIANT, True, 32, PART)
+        start, target = tile_start(row, first_col + i * PART, cols), tile_start(row, col, cols)
+        value = adam_step_tile(
+            pointers, start, target, cols, None, constants, VARIANT, True, 32, PART
+        )
         x = round_through(value, VARIANT.write_dtype)
         words, scale, words_of_columns, scale_of_columns = mxfp8_tile(x, USAGE, PART, True)
         row_words = insert_tile(row_words, words, i)
         row_scale = insert_tile(row_scale, scale, i)
         column_words = insert_tile(column_words, words_of_columns, i)
         column_scale = insert_tile(column_scale, scale_of_columns, i)
+        col += PART
     row_scale, column_scale = _side_by_side(row_scale), _side_by_side(column_scale)
     row_words, column_words = _side_by_side(row_words), _side_by_side(column_words)
     store_tile(

@@ -8,7 +8,18 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4adam.kernels import amax_preview
-from fp4adam.kernels.adam import SIGNALS, Variant, adam_step_tile, load_scalars, state_pointers
+from fp4adam.kernels.adam import (
+    SIGNALS,
+    Variant,
+    insert_scales,
+    load_scalars,
+    load_scales,
+    no_scales,
+    scales_of,
+    state_pointers,
+    store_scales,
+    update_tile,
+)
 from fp4adam.kernels.amax_preview import previewed_amax, report_amax
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.tensor_table import (
@@ -30,9 +41,9 @@ from fp4adam.kernels.tiles.state import are_narrow, has_scales, max_registers
 from fp4adam.kernels.tiles.words import insert_tile
 
 # Tiles of the fused step. The loop prefetches the next tile; the edges of a matrix are covered by
-# small tiles.
+# small tiles, with few warps, so that many of them wait for memory at once.
 STEP_TILE = {True: Tile(16, 64, 4, 4, 4), False: Tile(16, 64, 4, 4, 3)}  # by two_dimensional
-EDGE_TILE = {False: Tile(16, 16, 1, 4, 1), True: Tile(16, 32, 1, 4, 1)}  # by scaled_states
+EDGE_TILE = {False: Tile(16, 16, 1, 1, 1), True: Tile(16, 32, 1, 2, 1)}  # by scaled_states
 
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
@@ -91,10 +102,18 @@ def _adam_step_kernel(
     kept_scale = tl.zeros((BR // 16, BC // 16 if USAGE.square else BC), tl.uint32)
     storage = storage_pointers(table, tensor, tl.uint32, tl.uint8)
     gemm_scales = gemm_scale_pointers(table, tensor)
+    first = tile_start(first_row, col, cols)
+    old_scales = load_scales(pointers, first, cols, VARIANT, LOOP, BR, BC)
+    new_scales = no_scales(BR, BC)
+    # Counted apart from ``i``, which the loop is ahead with when it prefetches.
+    row = first_row
     for i in tl.range(0, LOOP, num_stages=STAGES):
-        row = first_row + i * BR
-        start = tile_start(row, col, cols)
-        value = adam_step_tile(pointers, start, cols, None, constants, VARIANT, True, BR, BC)
+        start, target = tile_start(first_row + i * BR, col, cols), tile_start(row, col, cols)
+        value, scales = update_tile(
+            pointers, start, target, cols, None, scales_of(old_scales, i), constants, VARIANT, True,
+            BR, BC,
+        )  # fmt: skip
+        new_scales = insert_scales(new_scales, scales, i)
         x = round_through(value, VARIANT.write_dtype)
         block_amax, words, scale = nvfp4_tile(
             x, amax, row, col, cols, storage, gemm_scales, USAGE, BR, BC
@@ -104,6 +123,13 @@ def _adam_step_kernel(
             column_words = insert_tile(column_words, words, i)
         if KEEPS_SCALE:
             kept_scale |= scale.to(tl.uint32) << (8 * i)
+        row += BR
+    # Pointers that are needed from here on are loaded again, to take no registers in the loop.
+    pointers = state_pointers(table, tensor, VARIANT)
+    storage = storage_pointers(table, tensor, tl.uint32, tl.uint8)
+    gemm_scales = gemm_scale_pointers(table, tensor)
+    first = tile_start(first_row, col, cols)
+    store_scales(pointers, first, cols, new_scales, VARIANT, LOOP, BR, BC)
     tl.static_assert(LOOP <= 4)
     kept_scale = kept_scale[None, :, :] >> (8 * tl.arange(0, LOOP))[:, None, None]
     kept_scale = (kept_scale & 0xFF).to(tl.uint8)
@@ -154,17 +180,14 @@ def step_tile(
 def step_registers(codecs: tuple[str, str, str], usage: Usage) -> tuple[int | None, int | None]:
     """The register limits per thread of STEP_TILE and of edge tiles; None leaves it to ptxas.
 
-    With 128 registers, four programs fit on each multiprocessor of an H200 instead of three. ptxas
-    therefore aims for 128 on its own, and for sm_120 spills a few registers to get there unless a
-    limit is given. Adaptive scales take more: then it aims for 168, and spills as well.
+    With up to 128 registers, four programs fit on each multiprocessor of an H200; with 168, three.
+    For states in BF16, ptxas spills a few registers for sm_120 to get to the former. Adaptive
+    scales take more: then it aims for 168, and spills as well.
     """
-    limit = 128 if usage.square and usage.swizzled else None
-    of_codecs = max_registers(*codecs)
-    whole, edge = (limit, limit) if of_codecs is None else (None, of_codecs)
+    narrow, edge = are_narrow(*codecs), max_registers(*codecs)
     if usage.adaptive is not None:
-        whole = 255 if are_narrow(*codecs) else None if usage.square else 192
-        edge = of_codecs
-    return whole, edge
+        return 255 if narrow else None if usage.square else 192, edge
+    return 168 if narrow and not has_scales(*codecs) else None, edge
 
 
 def adam_step(

@@ -95,11 +95,17 @@ def divisor_tile(n: int, largest: int, smallest: int) -> int:
     return tile
 
 
+# Columns of a band. Tiles follow each other down a band before the next one begins, so that short
+# pieces of transposed rows meet their neighbours in L2, however wide the matrix is.
+BAND = 8192
+
+
 def tile_grid(tensor: int, rows: tuple[int, int, int], cols: tuple[int, int, int]) -> Tensor:
     """Tiles (tensor, first row, first column, 0) of a region; bounds are (start, stop, step)."""
     starts = torch.cartesian_prod(
         *(torch.arange(*bounds, dtype=torch.int32, device="cpu") for bounds in (rows, cols))
     ).view(-1, 2)
+    starts = starts[torch.argsort(starts[:, 1] // BAND, stable=True)]
     tiles = torch.zeros(len(starts), 4, dtype=torch.int32, device="cpu")
     tiles[:, 0], tiles[:, 1:3] = tensor, starts
     return tiles

@@ -28,9 +28,15 @@ CODE_DTYPES = {
 }
 
 
+@triton.constexpr_function
+def is_scaled(codec: str) -> bool:
+    """Whether a codec shares scales between 32 neighbours in a row, which tiles must not cut."""
+    return codec not in ("plain", "remainder", "float32", "bfloat16")
+
+
 def has_scales(*codecs: str) -> bool:
-    """Whether any codec shares scales between 32 neighbours in a row, which tiles must not cut."""
-    return not {"plain", "remainder", "float32", "bfloat16"}.issuperset(codecs)
+    """Whether any codec has scales."""
+    return any(map(is_scaled, codecs))
 
 
 def are_narrow(*codecs: str) -> bool:
@@ -93,38 +99,60 @@ def _block_scale(magnitude, CARRY: tl.constexpr, TOP: tl.constexpr):
 
 
 @triton.jit
+def _factor(scale):
+    """1 over the value of scales, float32; 0 for 255, which makes zeros and NaN of a block."""
+    return tl.where(scale == 255, 0.0, e8m0_reciprocal(scale))
+
+
+@triton.jit
+def _above(magnitude, scale, NOT_FINITE: tl.constexpr):
+    """The bits [BR, BC / 32, 32] of magnitudes that exceed the least exponent of their scale.
+
+    NOT_FINITE: the result for blocks of scale 255.
+    """
+    not_finite = scale == 255
+    least = tl.where(not_finite, 0x7FFFFFFF, scale << 23)
+    floor = tl.where(not_finite, NOT_FINITE, 0)
+    return tl.maximum(magnitude - least[:, :, None], floor[:, :, None])
+
+
+@triton.jit
 def encode_blocks(x, dither, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """Encode a float32 tile with uint32 dither to codes [BR, BC] and uint8 scales [BR, BC / 32]."""
     x = tl.reshape(x, (BR, BC // 32, 32))
     dither = tl.reshape(dither, (BR, BC // 32, 32))
-    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
     # All codecs: add the dither below the bits that are kept, so that a carry increments the code
-    # (into the exponent if need be), then drop the bits below.
+    # (into the exponent if need be), then drop the bits below. Blocks with Inf or NaN, of scale
+    # 255, differ in factors and bounds alone, which takes no instructions per element.
     if CODEC == "ue4m4":
         scale = _block_scale(magnitude, 0x7FFFF, 15)
-        code = tl.maximum(magnitude - (scale << 23)[:, :, None], 0)
-        code = (code + (dither >> 13).to(tl.int32)) >> 19
-        code = tl.where((scale == 255)[:, :, None], 8, code).to(tl.uint8)
+        code = _above(magnitude, scale, 8 << 19)
+        code = ((code + (dither >> 13).to(tl.int32)) >> 19).to(tl.uint8)
     elif CODEC == "ue5m11":
         scale = _block_scale(magnitude, 0xFFF, 31)
-        code = tl.maximum(magnitude - (scale << 23)[:, :, None], 0)
-        code = (code + (dither >> 20).to(tl.int32)) >> 12
-        code = tl.where((scale == 255)[:, :, None], 0x400, code).to(tl.uint16)
+        code = _above(magnitude, scale, 0x400 << 12)
+        code = ((code + (dither >> 20).to(tl.int32)) >> 12).to(tl.uint16)
     elif CODEC == "e4m3":
         scale = _block_scale(magnitude, 0x1FFFFF, 8)
-        bits = (x * e8m0_reciprocal(scale)[:, :, None]).to(tl.int32, bitcast=True)
-        magnitude = bits & 0x7FFFFFFF
-        # FP32's exponent and mantissa, minus the difference of the biases (127 - 7).
-        code = ((magnitude + (dither >> 12).to(tl.int32)) >> 20) - (120 << 3)
+        bits = (x * _factor(scale)[:, :, None]).to(tl.int32, bitcast=True)
+        # Twice the magnitude, less twice the difference of the biases of FP32 and E4M3 (127 - 7).
+        # NaN becomes a negative number.
+        doubled = (bits << 1) - (120 << 24)
+        # FP32's exponent and mantissa. The bit of the dither that is too many carries nothing.
+        code = (doubled + (dither >> 11).to(tl.int32)) >> 21
         # Flushed to zero below 2**-6, the smallest normal number.
-        code = tl.where(magnitude < 0x3C800000, 0, code) | ((bits >> 24) & 0x80)
-        code = tl.where((scale == 255)[:, :, None], 0, code).to(tl.uint8)
+        sign = tl.where(scale == 255, 0, 0x80)
+        code = tl.where(doubled < 1 << 24, 0, code) | ((bits >> 24) & sign[:, :, None])
+        code = code.to(tl.uint8)
     else:
         tl.static_assert(CODEC == "float16", "CODEC must be one with scales")
         scale = _block_scale(magnitude, 0x1FFF, 15)
-        bits = (x * e8m0_reciprocal(scale)[:, :, None]).to(tl.int32, bitcast=True)
-        # Flushed to zero below 2**-14, the smallest normal number. The rest is exact in FP16.
-        zero = ((bits & 0x7FFFFFFF) < 0x38800000) | (scale == 255)[:, :, None]
+        bits = (x * _factor(scale)[:, :, None]).to(tl.int32, bitcast=True)
+        # Flushed to zero below 2**-14, the smallest normal number, like NaN, whose difference is
+        # negative too. The rest is exact in FP16.
+        zero = (bits << 1) - 0x71000000 < 0
         bits = tl.where(zero, 0, (bits + (dither >> 19).to(tl.int32)) & -0x2000)
         code = bits.to(tl.float32, bitcast=True).to(tl.float16)
     return tl.reshape(code, (BR, BC)), scale.to(tl.uint8)
@@ -185,21 +213,81 @@ def _block_mask(mask, BR: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
-def load_state(
-    ptr,
+def load_scale(
+    scale_ptr, start, stride, mask, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
+    """The scales, uint8 [BR, BC / 32], of a tile of a state; zeros if the codec has none.
+
+    start: int64 offset of the tile. stride: distance of its rows. There is one scale per 32
+    elements of the flattened tensor, so start, stride and BC must be multiples of 32. mask: [BR,
+    BC] or None.
+    """
+    scale = tl.zeros((BR, (BC + 31) // 32), tl.uint8)
+    if is_scaled(CODEC):
+        scale_ptr += (start >> 5) + tile_offsets(stride >> 5, BR, BC // 32)
+        scale = tl.load(scale_ptr, _block_mask(mask, BR, BC))
+    return scale
+
+
+@triton.jit
+def store_scale(
+    scale_ptr, start, stride, mask, scale, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
+    """Store what :func:`load_scale` loads."""
+    if is_scaled(CODEC):
+        scale_ptr += (start >> 5) + tile_offsets(stride >> 5, BR, BC // 32)
+        tl.store(scale_ptr, scale, _block_mask(mask, BR, BC))
+
+
+@triton.jit
+def load_scale_words(
     scale_ptr,
     start,
     stride,
-    mask,
     CODEC: tl.constexpr,
+    LOOP: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
+    """The scales of LOOP tiles down the rows, one byte of a word each: uint32 [BR, BC / 32].
+
+    For a pipelined loop over the tiles. Bytes are too short for asynchronous copies, so the loop
+    would wait for the scales in every turn.
+    """
+    tl.static_assert(LOOP <= 4)
+    words = tl.zeros((BR, (BC + 31) // 32), tl.uint32)
+    for i in tl.static_range(LOOP):
+        scale = load_scale(scale_ptr, start + i * BR * stride, stride, None, CODEC, BR, BC)
+        words |= scale.to(tl.uint32) << (8 * i)
+    return words
+
+
+@triton.jit
+def store_scale_words(
+    scale_ptr,
+    start,
+    stride,
+    words,
+    CODEC: tl.constexpr,
+    LOOP: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Store what :func:`load_scale_words` loads."""
+    if is_scaled(CODEC):
+        scale = words[None, :, :] >> (8 * tl.arange(0, LOOP))[:, None, None]
+        scale = tl.reshape((scale & 0xFF).to(tl.uint8), (LOOP * BR, BC // 32))
+        store_scale(scale_ptr, start, stride, None, scale, CODEC, LOOP * BR, BC)
+
+
+@triton.jit
+def load_state(
+    ptr, start, stride, mask, scale, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
     """Load a tile of a state as float32 [BR, BC].
 
-    start: int64 offset of the tile. stride: distance of its rows. If the codec has scales, one per
-    32 elements of the flattened tensor, then start, stride and BC must be multiples of 32.
-    scale_ptr: uint8, read only in that case. mask: [BR, BC] or None.
+    start: int64 offset of the tile. stride: distance of its rows. mask: [BR, BC] or None. scale:
+    from :func:`load_scale`.
     """
     code = tl.load(ptr + start + state_offsets(stride, BR, BC), mask)
     if CODEC == "float32":
@@ -207,8 +295,6 @@ def load_state(
     elif CODEC == "bfloat16":
         x = to_float32(code)
     else:
-        scale_ptr += (start >> 5) + tile_offsets(stride >> 5, BR, BC // 32)
-        scale = tl.load(scale_ptr, _block_mask(mask, BR, BC))
         x = decode_blocks(code, scale, CODEC, BR, BC)
     return x
 
@@ -216,7 +302,6 @@ def load_state(
 @triton.jit
 def store_state(
     ptr,
-    scale_ptr,
     start,
     stride,
     mask,
@@ -227,12 +312,14 @@ def store_state(
     BC: tl.constexpr,
     STORE: tl.constexpr = True,
 ):
-    """Store a float32 tile of a state; returns what :func:`load_state` would read back.
+    """Store a float32 tile of a state, but not its scales.
 
-    STORE: False stores nothing and only returns it. dither: uint32 [BR, BC], the dither of this
-    state (see :func:`dither_tile`); ignored for float32.
+    STORE: False stores nothing. dither: uint32 [BR, BC], the dither of this state (see
+    :func:`dither_tile`); ignored for float32.
+    Returns what :func:`load_state` would read back, and the scales for :func:`store_scale`.
     """
     ptr = ptr + start + state_offsets(stride, BR, BC)
+    scale = tl.zeros((BR, (BC + 31) // 32), tl.uint8)
     if CODEC == "float32":
         if STORE:
             tl.store(ptr, x, mask)
@@ -248,10 +335,8 @@ def store_state(
         code, scale = encode_blocks(x, dither, CODEC, BR, BC)
         if STORE:
             tl.store(ptr, code, mask)
-            scale_ptr += (start >> 5) + tile_offsets(stride >> 5, BR, BC // 32)
-            tl.store(scale_ptr, scale, _block_mask(mask, BR, BC))
         stored = decode_blocks(code, scale, CODEC, BR, BC)
-    return stored
+    return stored, scale
 
 
 @triton.jit
@@ -278,6 +363,7 @@ def load_value(
     start,
     stride,
     mask,
+    scale,
     CODEC: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
@@ -285,7 +371,8 @@ def load_value(
     """Load a tile of the value that Adam updates, as float32 [BR, BC].
 
     CODEC: "plain" for numbers of any floating type; "remainder" for BF16 with the int16 remainder
-    of :func:`split_master` at extra_ptr; or a codec of a state, with its scales at extra_ptr.
+    of :func:`split_master` at extra_ptr; or a codec of a state. scale: its scales, from
+    :func:`load_scale`.
     """
     offs = state_offsets(stride, BR, BC)
     if CODEC == "plain":
@@ -294,8 +381,17 @@ def load_value(
         remainder = tl.load(extra_ptr + start + offs, mask)
         x = join_master(tl.load(ptr + start + offs, mask), remainder)
     else:
-        x = load_state(ptr, extra_ptr, start, stride, mask, CODEC, BR, BC)
+        x = load_state(ptr, start, stride, mask, scale, CODEC, BR, BC)
     return x
+
+
+@triton.jit
+def load_master(
+    ptr, extra_ptr, start, stride, mask, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
+    """Load a tile of a master weight with its scales, as float32 [BR, BC]."""
+    scale = load_scale(extra_ptr, start, stride, mask, CODEC, BR, BC)
+    return load_value(ptr, extra_ptr, start, stride, mask, scale, CODEC, BR, BC)
 
 
 @triton.jit

@@ -18,6 +18,13 @@ def is_compiled(_semantic: Any = None) -> bool | tl.constexpr:
     return False if _semantic is None else tl.constexpr(True)
 
 
+def is_compiled_for_cuda(_semantic: Any = None) -> bool | tl.constexpr:
+    """Whether the kernel is compiled for an NVIDIA GPU."""
+    if _semantic is None:
+        return False
+    return tl.constexpr(_semantic.builder.options.backend_name == "cuda")
+
+
 def is_compiled_for_sm90(_semantic: Any = None) -> bool | tl.constexpr:
     """Whether the kernel is compiled for CUDA compute capability 9.0 or higher."""
     if _semantic is None:
@@ -31,4 +38,5 @@ def is_compiled_for_sm90(_semantic: Any = None) -> bool | tl.constexpr:
 # The attribute that Triton's code generator looks for. The decorator `triton.language.core.builtin`
 # would set it too, but it refuses calls from the interpreter.
 is_compiled.__triton_builtin__ = True
+is_compiled_for_cuda.__triton_builtin__ = True
 is_compiled_for_sm90.__triton_builtin__ = True

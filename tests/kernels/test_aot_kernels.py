@@ -117,7 +117,10 @@ def step_jobs(codecs):
         jobs[f"adam {name}"] = job(
             "adam._adam_step_kernel",
             TABLES,
-            {**variant((codec, *codecs[1:]), grad, value, param), "BLOCK": adam.BLOCK},
+            {
+                **variant((codec, *codecs[1:]), grad, value, param),
+                "BLOCK": adam.BLOCKS[has_scales(codec, *codecs[1:])],
+            },
             maxnreg=max_registers(codec, *codecs[1:]),
         )
 

@@ -390,10 +390,12 @@ def _recode_kernel(
         mask = (row + tl.arange(0, BR) < rows)[:, None] & (col + tl.arange(0, BC) < cols)[None, :]
     x = tl.load(x_ptr + start + offs, mask)
     dither = state.dither_tile(start, cols, origin, BR, BC)
-    stored = state.store_state(codes_ptr, scales_ptr, start, cols, mask, x, dither, CODEC, BR, BC)
+    stored, scale = state.store_state(codes_ptr, start, cols, mask, x, dither, CODEC, BR, BC)
+    state.store_scale(scales_ptr, start, cols, mask, scale, CODEC, BR, BC)
     tl.store(stored_ptr + start + offs, stored, mask)
     tl.debug_barrier()
-    decoded = state.load_state(codes_ptr, scales_ptr, start, cols, mask, CODEC, BR, BC)
+    scale = state.load_scale(scales_ptr, start, cols, mask, CODEC, BR, BC)
+    decoded = state.load_state(codes_ptr, start, cols, mask, scale, CODEC, BR, BC)
     tl.store(decoded_ptr + start + offs, decoded, mask)
 
 

@@ -1,0 +1,95 @@
+"""The quotient of an Adam update has the bits of its operations, one by one."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="a test of a tile function")
+tl = pytest.importorskip("triton.language")
+
+from fp4adam.kernels.tiles import update  # noqa: E402
+
+SMALLEST_NORMAL, SMALLEST, LARGEST = (Fraction(2) ** n for n in (-126, -149, 127))
+# Of c and eps: usual ones, and both sides of the bounds of the fast path.
+SCALARS = [
+    (1.0, 0.0),
+    (4.4721, 1e-8),
+    (31.6, 1e-30),
+    (0.5, 2.0**40),
+    (2.0**26, 0.0),
+    (2.0**26, 2.0**40),
+    (0.49, 1e-8),
+    (2.0**30, 1e-8),
+    (1.0, 2.0**41),
+    (1.0, float("inf")),
+]
+
+
+@triton.jit
+def _quotient_kernel(a_ptr, v_ptr, scalars_ptr, out_ptr, N: tl.constexpr):
+    """Grid: (numel / N,)."""
+    offs = tl.program_id(0) * N + tl.arange(0, N)
+    c, eps = tl.load(scalars_ptr), tl.load(scalars_ptr + 1)
+    quotient = update.update_quotient(tl.load(a_ptr + offs), tl.load(v_ptr + offs), c, eps)
+    tl.store(out_ptr + offs, quotient)
+
+
+def random_floats(n: int, exponents: tuple[int, int], signed: bool, seed: int) -> np.ndarray:
+    """Random significands, with exponents from the first to before the second."""
+    rng = np.random.default_rng(seed)
+    bits = rng.integers(0, 1 << 23, n, dtype=np.uint32)
+    bits |= rng.integers(exponents[0] + 127, exponents[1] + 127, n, dtype=np.uint32) << 23
+    if signed:
+        bits |= rng.integers(0, 2, n, dtype=np.uint32) << 31
+    return bits.view(np.float32)
+
+
+@pytest.mark.parametrize(("c", "eps"), SCALARS)
+@pytest.mark.parametrize("range_of", ["all", "fast", "edge"])
+def test_every_operation_is_correctly_rounded(c, eps, range_of, device):
+    n = 1 << (24 if device == "cuda" else 14)
+    low, high = update.LEAST_A, update.LEAST_A + update.SPAN
+    low_v, high_v = update.LEAST_V, update.LEAST_V + update.SPAN
+    exponents = {
+        "all": ((-127, 129), (-127, 129)),
+        "fast": ((low, high), (low_v, high_v)),
+        "edge": ((low - 1, low + 1), (high_v - 1, high_v + 1)),
+    }[range_of]
+    a = random_floats(n, exponents[0], True, 0)
+    v = random_floats(n, exponents[1], False, 1)
+    special = np.array([0, 1e-45, np.inf, np.nan, 2.0**high, 2.0**low, 1.0, -0.0], dtype=np.float32)
+    a[:64], v[:64] = np.repeat(special, 8), np.tile(special, 8)
+    with np.errstate(all="ignore"):
+        expected = a / (np.sqrt(v) * np.float32(c) + np.float32(eps))
+
+    out = torch.empty(n, device=device)
+    operands = [torch.from_numpy(x).to(device) for x in (a, v)]
+    scalars = torch.tensor([c, eps], device=device)
+    _quotient_kernel[(n // 1024,)](*operands, scalars, out, N=1024, enable_fp_fusion=False)
+
+    np.testing.assert_array_equal(out.cpu().numpy(), expected)
+    zero = expected == 0
+    assert np.array_equal(np.signbit(out.cpu().numpy()[zero]), np.signbit(expected[zero]))
+
+
+def test_the_fast_path_takes_nothing_that_leaves_the_normal_numbers():
+    span = Fraction(2) ** update.SPAN
+    a = Fraction(2) ** update.LEAST_A, Fraction(2) ** update.LEAST_A * span
+    v = Fraction(2) ** update.LEAST_V, Fraction(2) ** update.LEAST_V * span
+    roots = (
+        Fraction(2) ** (update.LEAST_V // 2),
+        Fraction(2) ** -(-(update.LEAST_V + update.SPAN) // 2),
+    )
+    least = roots[0] / 2
+    most = roots[1] * 2**update.MOST_C + 2**update.MOST_EPS
+    assert update.LEAST_V % 2 == 0
+    # Denominators, their reciprocals and the quotients are normal numbers, with a bit to spare.
+    for x in (least, 1 / most, a[0] / most):
+        assert x >= 2 * SMALLEST_NORMAL
+    for x in (most, 1 / least, a[1] / least):
+        assert 2 * x <= LARGEST
+    # Remainders are multiples of the last places of both factors, which must not be subnormal.
+    for x in (a[0], v[0]):
+        assert x / 2**48 >= SMALLEST
