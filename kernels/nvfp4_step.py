@@ -177,17 +177,23 @@ def step_tile(
     return tile
 
 
-def step_registers(codecs: tuple[str, str, str], usage: Usage) -> tuple[int | None, int | None]:
+def step_registers(
+    codecs: tuple[str, str, str], usage: Usage, sm: int
+) -> tuple[int | None, int | None]:
     """The register limits per thread of STEP_TILE and of edge tiles; None leaves it to ptxas.
 
     With up to 128 registers, four programs fit on each multiprocessor of an H200; with 168, three.
-    For states in BF16, ptxas spills a few registers for sm_120 to get to the former. Adaptive
-    scales take more: then it aims for 168, and spills as well.
+    Narrow states are faster with four wherever ptxas gets there without spills. Adaptive scales
+    take more.
+
+    ``sm``: The compute capability without its point.
     """
-    narrow, edge = are_narrow(*codecs), max_registers(*codecs)
+    narrow, scaled, edge = are_narrow(*codecs), has_scales(*codecs), max_registers(*codecs)
     if usage.adaptive is not None:
         return 255 if narrow else None if usage.square else 192, edge
-    return 168 if narrow and not has_scales(*codecs) else None, edge
+    if usage.square and narrow and (not scaled or sm == 90 and not has_scales(codecs[0])):
+        return 128, edge
+    return 168 if narrow and not scaled else None, edge
 
 
 def adam_step(
@@ -216,7 +222,8 @@ def adam_step(
         EDGE_TILE[has_scales(*variant.codecs)],
     )
     parts = slice(0, n_whole), slice(n_whole, tiles.shape[0])
-    most = step_registers(variant.codecs, usage)
+    major, minor = torch.cuda.get_device_capability(table.device) if table.is_cuda else (9, 0)
+    most = step_registers(variant.codecs, usage, 10 * major + minor)
     return [
         Launch(
             _adam_step_kernel,

@@ -96,16 +96,26 @@ def divisor_tile(n: int, largest: int, smallest: int) -> int:
 
 
 # Columns of a band. Tiles follow each other down a band before the next one begins, so that short
-# pieces of transposed rows meet their neighbours in L2, however wide the matrix is.
+# pieces of transposed rows meet their neighbours in L2, however wide the matrix is. Tiles of 128
+# rows store whole lines, and are slower in bands.
 BAND = 8192
 
 
-def tile_grid(tensor: int, rows: tuple[int, int, int], cols: tuple[int, int, int]) -> Tensor:
-    """Tiles (tensor, first row, first column, 0) of a region; bounds are (start, stop, step)."""
+def tile_grid(
+    tensor: int,
+    rows: tuple[int, int, int],
+    cols: tuple[int, int, int],
+    band: int | None = None,
+) -> Tensor:
+    """Tiles (tensor, first row, first column, 0) of a region; bounds are (start, stop, step).
+
+    ``band``: The columns after which tiles go on with the next rows; None: all of them.
+    """
     starts = torch.cartesian_prod(
         *(torch.arange(*bounds, dtype=torch.int32, device="cpu") for bounds in (rows, cols))
     ).view(-1, 2)
-    starts = starts[torch.argsort(starts[:, 1] // BAND, stable=True)]
+    if band is not None:
+        starts = starts[torch.argsort(starts[:, 1] // band, stable=True)]
     tiles = torch.zeros(len(starts), 4, dtype=torch.int32, device="cpu")
     tiles[:, 0], tiles[:, 1:3] = tensor, starts
     return tiles
@@ -192,7 +202,7 @@ def cover(shapes: list[tuple[int, int]], large: Tile, small: Tile) -> tuple[Tens
     inner, edge = [], []
     for i, (rows, cols) in enumerate(shapes):
         full_rows, full_cols = rows - rows % height, cols - cols % width
-        inner.append(tile_grid(i, (0, full_rows, height), (0, full_cols, width)))
+        inner.append(tile_grid(i, (0, full_rows, height), (0, full_cols, width), BAND))
         edge.append(tile_grid(i, (0, full_rows, small.rows), (full_cols, cols, small.cols)))
         edge.append(tile_grid(i, (full_rows, rows, small.rows), (0, cols, small.cols)))
     return torch.cat(inner), torch.cat(edge)

@@ -83,7 +83,7 @@ def tile_options(tile):
     return {"BR": tile.rows, "BC": tile.cols, "STAGES": tile.num_stages}
 
 
-def step_jobs(codecs):
+def step_jobs(codecs, sm):
     """The kernels of a step, with the states in some codecs."""
     from fp4adam.kernels import (
         adam,
@@ -148,9 +148,9 @@ def step_jobs(codecs):
                     amaxes,
                     {**variant(codecs), **usage(square, swizzled), **shape},
                     num_warps=tile.num_warps,
-                    maxnreg=nvfp4_step.step_registers(codecs, Usage(True, True, square, swizzled))[
-                        at
-                    ],
+                    maxnreg=nvfp4_step.step_registers(
+                        codecs, Usage(True, True, square, swizzled), sm
+                    )[at],
                 )
                 stages = nvfp4_step.step_tile(square, codecs, True).num_stages
                 own = {**shape, "STAGES": stages if size == "step" else tile.num_stages}
@@ -160,7 +160,7 @@ def step_jobs(codecs):
                     {**variant(codecs), **usage(square, swizzled, "mse"), **own},
                     num_warps=tile.num_warps,
                     maxnreg=nvfp4_step.step_registers(
-                        codecs, Usage(True, True, square, swizzled, "mse")
+                        codecs, Usage(True, True, square, swizzled, "mse"), sm
                     )[at],
                 )
     for size, tile, part, most in (
@@ -284,14 +284,14 @@ def shard_jobs():
     return jobs
 
 
-def kernel_jobs():
+def kernel_jobs(sm):
     """Every kernel in the forms that a training run launches most, and in its widest one."""
     from fp4adam.kernels import float8_block, nvfp4, step_scalars, swizzle
     from fp4adam.kernels.tiles.words import WORDS
 
     jobs = {}
     for codecs in STATE_CODECS:
-        jobs |= step_jobs(codecs)
+        jobs |= step_jobs(codecs, sm)
     jobs |= shard_jobs()
     jobs["step scalars"] = job(
         "step_scalars._step_scalars_kernel",
@@ -480,7 +480,7 @@ def kernel_jobs():
 )
 def test_kernels_compile_to_exact_and_wide_code_without_spills(sm, forms):
     pytest.importorskip("triton", reason="nothing can be compiled without Triton")
-    jobs = {name: each for name, each in kernel_jobs().items() if re.match(forms, name)}
+    jobs = {name: each for name, each in kernel_jobs(sm).items() if re.match(forms, name)}
     facts = compile_ahead_of_time([{**each, "sm": sm} for each in jobs.values()])
     compiled = dict(zip(jobs, facts, strict=True))
 
