@@ -26,8 +26,10 @@ for turn in 1 2; do
         --json "$out/after$turn.json"
 done
 
-test_with -n auto >"$out/tests.log" 2>&1
+# One line per test, so that a run that is cut off has the names of those that failed.
+test_with -n auto -v >"$out/tests.log" 2>&1
 tail -1 "$out/tests.log"
+grep -E "(FAILED|ERROR) tests/" "$out/tests.log" | sort -u
 compute-sanitizer --error-exitcode 9 python3 -m pytest -q -n 0 -p no:cacheprovider \
     tests/optim/test_masters.py -k 'kernels and (new_memory or swapped)' | tail -3
 PYTHONPATH=$PWD python3 benchmarks/sequences.py --device cuda --path kernels --minutes 5 \
