@@ -88,7 +88,9 @@ def pack_e2m1(code: Codes) -> Codes:
 
 def unpack_e2m1(packed: Codes) -> Codes:
     """Inverse of :func:`pack_e2m1`."""
-    return np.stack([packed & 0xF, packed >> 4], axis=-1).reshape(packed.shape[0], -1)
+    return np.stack([packed & 0xF, packed >> 4], axis=-1).reshape(
+        packed.shape[0], 2 * packed.shape[1]
+    )
 
 
 def transpose_e2m1(packed: Codes) -> Codes:
