@@ -26,7 +26,7 @@ ifdef VENV
 PY = $(VENV)/bin/python
 READY = $(VENV)/.installed
 # Tests run in parallel where pytest-xdist has been installed with the rest.
-PARALLEL = -n auto --maxprocesses 8
+PARALLEL = -n auto --maxprocesses 8 --dist worksteal
 
 # torch comes first and alone. Without an NVIDIA GPU its CPU build is enough and spares gigabytes of
 # CUDA libraries: 2.13.0+cpu sorts above 2.13.0, so pip prefers it. Where that index cannot be
