@@ -425,9 +425,8 @@ def assert_continues(
         assert torch.equal(full(master).cpu(), start), name
 
 
-@pytest.mark.parametrize(
-    "formats", ["two", pytest.param("the others", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("formats", ["two", "the others"])
 def test_plain_weights_and_states_of_adamw_load_into_quantized_shards(formats, tmp_path):
     two = formats == "two"
     saved = [each for each in run(save_plain, 2, tmp_path)[0] if (each[0] in (0, 3)) == two]

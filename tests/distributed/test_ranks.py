@@ -53,7 +53,13 @@ def fail(rank: int, how: str) -> int:
     [
         ("raise", 60.0, RankError, "ValueError: of rank 1"),
         ("die", 60.0, RankError, r"exit codes \{1: -9\}"),
-        ("hang", 10.0, TimeoutError, r"ranks \[1\] did not end within 10.0 s"),
+        pytest.param(
+            "hang",
+            10.0,
+            TimeoutError,
+            r"ranks \[1\] did not end within 10.0 s",
+            marks=pytest.mark.exhaustive,  # it waits
+        ),
     ],
 )
 def test_a_rank_that_fails_is_named_and_the_next_call_works(how, timeout, error, text):

@@ -14,7 +14,6 @@ LAUNCHED_MOST = (
     r"adam (fp32|bf16 with master)$|amax preview again=False$|(nvfp4|mxfp8) step .*swizzled=\w+$"
     r"|float8 (step|delayed step|delayed amax)$"
     r"|float8block (\w+ masked=False|cut \w+)$|(nvfp4|mxfp8) step .* FP8 states, FP16 masters$"
-    r"|nvfp4 adaptive step square=\w+ swizzled=True$"
     r"|partial \w+ codes fp32 whole=True|step scalars|grad norm 2 bf16|dequantize words"
     r"|quantize vectors fp32"
 )
