@@ -127,6 +127,7 @@ def test_quantize_in_place_leaves_nothing_of_the_old_value(case, path_device):
     assert_golden(tensor, case)
 
 
+@pytest.mark.exhaustive  # the quick tests have both directions together
 @on_both_paths(interpreted_numel=64 * 64)
 @pytest.mark.parametrize("usage", USAGES)
 def test_one_usage_alone_gives_the_golden_bytes(case, usage, path_device):
