@@ -37,9 +37,8 @@ def e2m1_code(x: Tensor) -> Tensor:
         uint8 codes 0..15 in the shape of ``x``; bit 3 is the sign, which zero keeps.
     """
     magnitude = x.abs()
-    if (
-        x.numel() and not magnitude.amax() < E2M1_MAX + 1
-    ):  # A code would be above 7, or there is NaN.
+    # A code would be above 7, or there is NaN.
+    if x.numel() and not magnitude.amax() < E2M1_MAX + 1:
         x = x.nan_to_num(E2M1_MAX).clamp_(-E2M1_MAX, E2M1_MAX)
         magnitude = x.abs()
     # Half the code is min(a, a/2 + 1, a/4 + 2), lines that meet at 2 and 4. Adding 2**22, where

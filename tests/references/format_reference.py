@@ -142,11 +142,9 @@ def _nvfp4_rowwise(x: Floats, tile_rows: int) -> tuple[Codes, Codes, Floats]:
     return pack_e2m1(codes), scale.repeat(tile_rows, 0), amax.reshape(1)
 
 
-def quantize_nvfp4(x: Floats, two_dimensional: bool = True) -> Fields:
-    """NVFP4 of x [M, K], M and K multiples of 16."""
-    tile_rows = 16 if two_dimensional else 1
-    data, scale, amax = _nvfp4_rowwise(x, tile_rows)
-    columnwise_data, columnwise_scale, _ = _nvfp4_rowwise(np.ascontiguousarray(x.T), tile_rows)
+def _nvfp4_fields(
+    data: Codes, scale: Codes, columnwise_data: Codes, columnwise_scale: Codes, amax: Floats
+) -> Fields:
     return {
         "rowwise_data": data,
         "rowwise_scale_inv": _pad(scale, 128, 4),
@@ -155,6 +153,14 @@ def quantize_nvfp4(x: Floats, two_dimensional: bool = True) -> Fields:
         "columnwise_scale_inv": _pad(columnwise_scale, 128, 4),
         "amax_columnwise": amax,
     }
+
+
+def quantize_nvfp4(x: Floats, two_dimensional: bool = True) -> Fields:
+    """NVFP4 of x [M, K], M and K multiples of 16."""
+    tile_rows = 16 if two_dimensional else 1
+    data, scale, amax = _nvfp4_rowwise(x, tile_rows)
+    columnwise_data, columnwise_scale, _ = _nvfp4_rowwise(np.ascontiguousarray(x.T), tile_rows)
+    return _nvfp4_fields(data, scale, columnwise_data, columnwise_scale, amax)
 
 
 @np.errstate(all="ignore")
@@ -199,14 +205,7 @@ def quantize_nvfp4_adaptive(x: Floats, two_dimensional: bool, error: str, bound:
     else:
         transposed = np.ascontiguousarray(x.T)
         columnwise_data, columnwise_scale, _ = _nvfp4_adaptive(transposed, rows, error, bound)
-    return {
-        "rowwise_data": data,
-        "rowwise_scale_inv": _pad(scale, 128, 4),
-        "amax_rowwise": amax,
-        "columnwise_data": columnwise_data,
-        "columnwise_scale_inv": _pad(columnwise_scale, 128, 4),
-        "amax_columnwise": amax,
-    }
+    return _nvfp4_fields(data, scale, columnwise_data, columnwise_scale, amax)
 
 
 @np.errstate(all="ignore")
