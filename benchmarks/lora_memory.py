@@ -12,6 +12,7 @@ import gc
 import math
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from gpt_training import GPT, PRESETS, GPTConfig, gpt_config
 from provenance import about
 from report import Column, header_line, result_line, write_json
-from step import Clock, reason, release, stored_bytes
+from step import Clock, measured, stored_bytes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import allocate_workspaces
@@ -252,14 +253,8 @@ def main() -> None:
     if args.device == "cuda":
         allocate_workspaces()
     for base in BASES:
-        release()
-        row: Row = {"name": base.name}
-        try:
-            measure(base, args, row)
-        except Exception as error:  # a missing package, no memory
-            row["error"] = reason(error)
-        rows.append(row)
-        print(result_line(row, COLUMNS), flush=True)
+        rows.append(measured(base.name, partial(measure, base, args)))
+        print(result_line(rows[-1], COLUMNS), flush=True)
         if args.json:
             write_json(args.json, run, rows)
 

@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 from peers import CONTESTANTS, LARGE_LIST, MODELS, SHORT_LIST, Contestant, Shape, model_shapes
 from provenance import about
-from report import header_line, result_line, write_csv, write_json, write_plots
+from report import Row, header_line, result_line, write_csv, write_json, write_plots
 from torch import Tensor
 from torch.autograd.profiler_util import FunctionEvent
 from torch.nn import Parameter
@@ -218,6 +218,17 @@ def attempt(contestant: Contestant, shapes: list[Shape], *how: Any) -> dict[str,
 def reason(error: Exception) -> str:
     """What an error says, in one line."""
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
+
+
+def measured(name: str, measure: Callable[[Row], None]) -> Row:
+    """A row that ``measure`` has filled in, or one that says why it could not."""
+    release()
+    row: Row = {"name": name}
+    try:
+        measure(row)
+    except Exception as error:  # a missing package, no memory, or what a compiler may raise
+        row["error"] = reason(error)
+    return row
 
 
 def parse_args() -> argparse.Namespace:

@@ -12,6 +12,7 @@ import collections
 import gc
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from gpt_training import PRESETS, Batch, Contestant, Training, build_model, gpt_
 from kernel_kinds import KINDS, kind_of
 from provenance import about
 from report import header_line, result_line, write_json
-from step import Clock, gpu_events, reason, release, stored_bytes
+from step import Clock, gpu_events, measured, stored_bytes
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from training_report import COLUMNS, title
 
@@ -218,14 +219,8 @@ def main() -> None:
     for contestant in CONTESTANTS:
         if not any(text in contestant.name for text in args.only or [""]):
             continue
-        release()
-        row: Row = {"name": contestant.name}
-        try:
-            measure(contestant, args, row)
-        except Exception as error:  # no such matmul, no memory, or what a compiler may raise
-            row["error"] = reason(error)
-        rows.append(row)
-        print(result_line(row, COLUMNS), flush=True)
+        rows.append(measured(contestant.name, partial(measure, contestant, args)))
+        print(result_line(rows[-1], COLUMNS), flush=True)
         if args.json:
             write_json(args.json, run, rows)
 
