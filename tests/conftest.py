@@ -1,5 +1,7 @@
+import gc
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,15 @@ torch.set_num_threads(1)
 @pytest.fixture
 def device() -> str:
     return DEVICE
+
+
+@pytest.fixture(autouse=DEVICE == "cuda")
+def memory_for_others() -> Iterator[None]:
+    """What a test of huge tensors leaves in torch's cache would be missing in parallel tests."""
+    yield
+    if torch.cuda.memory_reserved() > 2**30:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def pytest_configure(config: pytest.Config) -> None:

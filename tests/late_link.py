@@ -91,7 +91,7 @@ class LateLink:
 def offload_to(
     link: LateLink, chunk_bytes: int, ring_bytes: Callable[[Sequence[int]], int] = max
 ) -> contextlib.ExitStack:
-    """Until it is closed, use small chunks and, unless there is a GPU, this link.
+    """Until it is closed, use small chunks and, for parameters on the CPU, this link.
 
     By default the ring has space for one chunk, so that each has to wait for the one before.
     """
@@ -101,6 +101,5 @@ def offload_to(
     stack.callback(lambda: vars(offload).update(before))
     offload.CHUNK_BYTES, offload.ring_bytes = chunk_bytes, ring_bytes
     offload.PIECE_BYTES = max(chunk_bytes // 3, 1)
-    if not torch.cuda.is_available():
-        offload.link_of = lambda device: link
+    offload.link_of = lambda device: link if device.type == "cpu" else before["link_of"](device)
     return stack

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -43,6 +44,18 @@ _PRELOADED = [
     "torch.distributed.tensor.debug",
     "fp4adam.kernels.nvfp4",
 ]
+
+
+def device_for(world_size: int, by_kernels: bool = False) -> str:
+    """Where ranks run: on GPUs where there are as many, else on the CPU.
+
+    Skips a test of kernels that have neither a GPU per rank nor Triton's interpreter.
+    """
+    if torch.cuda.device_count() >= world_size:
+        return "cuda"
+    if by_kernels and torch.cuda.is_available():
+        pytest.skip("needs as many GPUs as ranks, or Triton's interpreter")
+    return "cpu"
 
 
 class RankError(Exception):

@@ -43,9 +43,7 @@ class Gathering:
         storage: The shard's inner tensors that this was made for.
         inputs: Views of them, of the same sizes on every rank.
         names: The names of the inputs.
-        known: Inner tensors of the whole weight that the shard has already, by name. They are the
-            shard's own tensors; that is safe, because a step that writes them also makes the
-            gathered codes stale.
+        known: The names of inner tensors of the whole weight that the shard has already.
         stacks: Where the entries of all shards are in the outputs, by name, if they are decoded.
         decoded: The first gathered output, the decoded values, and a function that decodes once
             more, or None. FSDP2 frees and reallocates the memory of outputs and values.
@@ -54,7 +52,7 @@ class Gathering:
     storage: Storage
     inputs: tuple[Tensor, ...]
     names: tuple[str, ...]
-    known: dict[str, Tensor]
+    known: tuple[str, ...]
     stacks: "dict[str, _Stack]"
     decoded: tuple[Tensor, Tensor, Callable[[], None]] | None = None
 
@@ -106,7 +104,7 @@ def gather_codes(shard: QuantizedTensor, mesh: DeviceMesh, dtype: torch.dtype) -
     _settled(shard, mesh)
     place, outputs = ShardInfo.in_mesh(mesh), {}
     n_shards = _number_of_shards(_global_spec(shard), mesh)
-    inputs, known = _entries_to_gather(shard, mesh, codes=True)
+    inputs, names = _entries_to_gather(shard, mesh, codes=True)
     for name, inner in inputs.items():
         own = inner.to(place.device).contiguous()
         outputs[name] = own.new_empty(n_shards * len(own), *own.shape[1:])
@@ -114,6 +112,7 @@ def gather_codes(shard: QuantizedTensor, mesh: DeviceMesh, dtype: torch.dtype) -
             dist.all_gather([*outputs[name].chunk(n_shards)], own, place.group)
         else:
             outputs[name].copy_(own)
+    known = {name: getattr(shard._shared.tensors, name).to(place.device) for name in names}
     return _whole_codes(shard, outputs, known, dtype, None)[0]
 
 
@@ -183,8 +182,8 @@ def _number_of_shards(spec: GlobalSpec, mesh: DeviceMesh) -> int:
 
 def _entries_to_gather(
     shard: QuantizedTensor, mesh: DeviceMesh, codes: bool
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The inner tensors to gather, equal in size on every rank, and those known on every rank.
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The inner tensors to gather, equal in size on every rank; the names of those known on all.
 
     Args:
         shard: The shard.
@@ -193,7 +192,7 @@ def _entries_to_gather(
             other. If False, only what is needed to decode the values.
     """
     tensors, spec, first = shard._shared.tensors, _global_spec(shard), shard._first_row
-    inputs, known = {}, {}
+    inputs, known = {}, ()
     for name, rows in shard.quantizer.rows_per_entry.items():
         if not codes and name.startswith("columnwise"):
             continue
@@ -206,12 +205,32 @@ def _entries_to_gather(
         # Gathered if some rank has no rows: such a rank's amax is not written when the others load
         # theirs.
         n_others = _number_of_shards(spec, mesh) - 1
-        (inputs if spec.rows <= n_others * spec.chunk_rows else known)["amax"] = tensors.amax
+        if spec.rows <= n_others * spec.chunk_rows:
+            inputs["amax"] = tensors.amax
+        else:
+            known = ("amax",)
     return inputs, known
 
 
+def _known(
+    shard: QuantizedTensor, metadata: Gathering, names: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """Inner tensors of the gathered shard that are those of the whole weight as well.
+
+    They are not copied: a step that writes them makes the gathered codes stale too.
+    """
+    tensors = {name: getattr(metadata.storage, name) for name in names}
+    if metadata.storage is not shard._shared.tensors:
+        # FSDP2 has copied an offloaded shard, in another stream, and drops the copy before the
+        # kernels of this stream have read it.
+        for tensor in tensors.values():
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensors
+
+
 def _pack(
-    shard: QuantizedTensor, n_shards: int, inputs: dict[str, Tensor], known: dict[str, Tensor]
+    shard: QuantizedTensor, n_shards: int, inputs: dict[str, Tensor], known: tuple[str, ...]
 ) -> Gathering:
     """Move codes and scales of a shard to one buffer, equal in size on every rank."""
     inner = shard._shared.tensors.existing()
@@ -232,7 +251,6 @@ def _pack(
             strides = gathered // dtype.itemsize, *part.stride()
             stacks[name] = _Stack(0, dtype, shape, strides, starts[name] // dtype.itemsize)
         shard._shared.tensors = storage = Storage.of(inner)
-    known = {name: getattr(storage, name) for name in known}
     return Gathering(storage, (buffer[:gathered],), ("packed",), known, stacks)
 
 
@@ -269,17 +287,18 @@ def post_all_gather(
             return None
     spec = _global_spec(shard)
     # On one rank, and for replicate(), FSDP2 copies and passes only the first input.
-    n, own = len(all_gather_outputs), shard._shared.tensors
+    n = len(all_gather_outputs)
     if spec.quantizer.multiplies_codes:
-        gathered, rest = metadata.names[:n], metadata.names[n:]
-        known = metadata.known | {name: getattr(own, name) for name in rest}
-        outputs = dict(zip(gathered, all_gather_outputs, strict=True))
+        known = _known(shard, metadata, (*metadata.known, *metadata.names[n:]))
+        outputs = dict(zip(metadata.names, all_gather_outputs, strict=False))
         return _whole_codes(shard, outputs, known, param_dtype, local(out))
     stacks = {
-        name: stack.of(all_gather_outputs) if stack.output < n else getattr(own, name)
+        name: stack.of(all_gather_outputs)
         for name, stack in metadata.stacks.items()
+        if stack.output < n
     }
-    codes = Storage(**stacks, **metadata.known)
+    missing = tuple(metadata.stacks.keys() - stacks.keys())
+    codes = Storage(**stacks, **_known(shard, metadata, (*metadata.known, *missing)))
     shape = flat_shape(spec.shape)
     if out is None:
         with torch.inference_mode(False):  # the tensor is reused, maybe for training

@@ -18,7 +18,7 @@ with warnings.catch_warnings():  # it compiles functions with torch.jit.script
 
 from fp4adam import FP4Adam, QuantizedTensor, quantize_model
 from fp4adam.distributed.dtensor import local
-from ranks import home, run_ranks
+from ranks import device_for, home, run_ranks
 
 FORMATS = ("nvfp4", "mxfp8", "float8block")
 CASES = (*((recipe, torch.float32) for recipe in FORMATS), (None, torch.bfloat16))
@@ -30,8 +30,7 @@ Model = Callable[[Tensor], Tensor]
 
 def run(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """On GPUs where there are as many, else on the CPU."""
-    device = "cuda" if torch.cuda.device_count() >= world_size else "cpu"
-    return run_ranks(function, world_size, *args, device=device)
+    return run_ranks(function, world_size, *args, device=device_for(world_size))
 
 
 class Net(nn.Sequential):

@@ -36,7 +36,7 @@ from fp4adam import (
 from fp4adam.distributed.dtensor import like, local, part_for
 from fp4adam.tensors import backend
 from fp4adam.tensors.rows import is_of
-from ranks import all_ranks, home, run_ranks
+from ranks import all_ranks, device_for, home, run_ranks
 from test_fsdp import build, bytes_of, fixed_grads, full, gathered_bytes, whole_bytes
 
 OPTIONS = dict(lr=1e-2, weight_decay=0.1)
@@ -58,8 +58,8 @@ Pair = tuple[nn.Module, Optimizer]
 
 def run(function: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
     """On GPUs where there are as many, else on the CPU."""
-    device = "cuda" if torch.cuda.device_count() >= world_size else "cpu"
-    return run_ranks(function, world_size, *args, device=device, **{"timeout": 100.0, **options})
+    options = {"timeout": 100.0, "device": device_for(world_size), **options}
+    return run_ranks(function, world_size, *args, **options)
 
 
 def make(

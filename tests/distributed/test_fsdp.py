@@ -30,7 +30,7 @@ from fp4adam.distributed.dtensor import like, local
 from fp4adam.distributed.fsdp import gather_codes
 from fp4adam.kernels import float8_block_step
 from fp4adam.tensors import backend
-from ranks import all_ranks, home, run_ranks
+from ranks import all_ranks, device_for, home, run_ranks
 
 FORMATS = ("nvfp4", "mxfp8", "float8block", "float8")
 # In the quick run, one of the two formats whose shards exchange an amax goes through every case.
@@ -44,8 +44,7 @@ OPTIONS = dict(lr=1e-2, weight_decay=0.1)
 
 def run(function: Callable[..., None], world_size: int, *args: Any) -> None:
     """On GPUs where there are as many, else on the CPU."""
-    device = "cuda" if torch.cuda.device_count() >= world_size else "cpu"
-    run_ranks(function, world_size, *args, device=device)
+    run_ranks(function, world_size, *args, device=device_for(world_size))
 
 
 def build(
@@ -232,8 +231,7 @@ def test_a_rank_without_rows_takes_part_in_what_others_load():
 @pytest.mark.parametrize("recipe", CASES_OF)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_kernels_have_the_bits_of_one_process(recipe, world_size):
-    if 0 < torch.cuda.device_count() < world_size:
-        pytest.skip("needs as many GPUs as ranks, or Triton's interpreter")
+    device_for(world_size, by_kernels=True)
     rows = 256 if (recipe, world_size) == ("float8block", 2) else 64  # whole blocks on two ranks
     run(step_by_kernels, world_size, rows, 32, recipe, {})
 

@@ -23,7 +23,7 @@ with warnings.catch_warnings():  # it compiles functions with torch.jit.script
 from fp4adam import MasterWeightOptimizer, QuantizedTensor, check_shards, quantize_model
 from fp4adam.distributed.dtensor import local
 from fp4adam.tensors import backend
-from ranks import all_ranks, home, run_ranks
+from ranks import all_ranks, device_for, home, run_ranks
 from test_fsdp import (
     FORMATS,
     assert_same,
@@ -177,8 +177,7 @@ def train_replicas(rank: int) -> dict[str, Any]:
 
 
 def test_replicas_stay_equal() -> None:
-    device = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
-    first, second = run_ranks(train_replicas, 2, device=device)
+    first, second = run_ranks(train_replicas, 2, device=device_for(2))
     assert_same([first], [second])
 
 

@@ -39,7 +39,7 @@ from fp4adam.distributed.tensor_parallel import gather_whole
 from fp4adam.tensors import backend
 from fp4adam.tensors.swizzle import new_gemm_scale
 from fp4adam.tensors.transpose import transposed_codes
-from ranks import home, run_ranks
+from ranks import device_for, home, run_ranks
 from test_fsdp import OPTIONS, fixed_grads
 
 RECIPES: dict[str, tuple[Any, int]] = {
@@ -178,7 +178,8 @@ def test_the_step_has_the_bits_of_one_process(world_size, names):
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_kernels_have_the_bits_of_one_process(world_size):
     names = ["nvfp4"] if world_size == 2 else ["nvfp4, for GEMMs", "mxfp8"]
-    run_ranks(step_in_parallel, world_size, names, 2, True)
+    device = device_for(world_size, by_kernels=True)
+    run_ranks(step_in_parallel, world_size, names, 2, True, device=device)
 
 
 def loss_of(model: nn.Module, width: int, in_sequence: bool, step: int = 0) -> Tensor:

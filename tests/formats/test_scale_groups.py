@@ -23,7 +23,7 @@ from fp4adam.distributed.dtensor import like, local
 from fp4adam.distributed.fsdp import gather_codes
 from fp4adam.kernels.launch import launch
 from fp4adam.tensors import backend
-from ranks import all_ranks, home, run_ranks
+from ranks import all_ranks, device_for, home, run_ranks
 
 COLS = 32
 ROWS = {"q_proj": 32, "k_proj": 16, "v_proj": 16, "o_proj": 16}
@@ -396,8 +396,5 @@ def assert_gathered(sharded, whole):
     ("by_kernels", "q_rows"), [(True, 32), (False, 48)], ids=["whole blocks", "cut blocks"]
 )
 def test_shards_of_a_group_agree_on_one_amax(by_kernels, q_rows):
-    device = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
-    if by_kernels and device == "cpu" and torch.cuda.is_available():
-        pytest.skip("needs as many GPUs as ranks, or Triton's interpreter")
     rows = dict.fromkeys(ROWS, 32) | {"q_proj": q_rows}
-    run_ranks(step_sharded, 2, by_kernels, rows, device=device)
+    run_ranks(step_sharded, 2, by_kernels, rows, device=device_for(2, by_kernels))

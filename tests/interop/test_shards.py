@@ -151,6 +151,11 @@ def assert_same_bytes(shard: Parameter, whole: Parameter) -> None:
         assert_same(source._amax_columnwise, whole.amax_rowwise, "amax")
 
 
+def skip_without_interpreter(kernels: bool) -> None:
+    if kernels and torch.cuda.is_available():
+        pytest.skip("stand-ins are on the CPU, and there is no interpreter; benchmarks/te_fsdp.py")
+
+
 @pytest.mark.parametrize(
     ("case", "kernels", "optimizer"),
     [
@@ -177,6 +182,7 @@ def assert_same_bytes(shard: Parameter, whole: Parameter) -> None:
 )
 def test_shards_have_the_bytes_of_one_process(case, kernels, optimizer):
     name, world_size, shape = CASES[case]
+    skip_without_interpreter(kernels)
     run_ranks(step_shards, world_size, name, shape, kernels, optimizer)
 
 
@@ -310,6 +316,7 @@ def step_delayed_shards_of_odd_rows(rank: int, kernels: bool) -> None:
 
 @pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_delayed_scaling_of_shards_of_any_rows(kernels):
+    skip_without_interpreter(kernels)
     run_ranks(step_delayed_shards_of_odd_rows, 2, kernels)
 
 
