@@ -105,7 +105,7 @@ def whole_of(param: Tensor) -> Tensor:
     """A parameter, put together from the shards of all ranks."""
     shard = local(param).detach()
     if shard is param or not isinstance(shard, QuantizedTensor):
-        return full(param.detach())
+        return full(param.detach()).to(home())  # an offloaded one is on the CPU
     mesh = param.device_mesh
     mesh = mesh["shard"] if mesh.ndim > 1 else mesh
     return gather_codes(shard, mesh, shard.dtype)
