@@ -435,6 +435,37 @@ def test_losses_of_other_settings_are_not_compared(trained, tmp_path):
         report("numerics_report.py", path, tmp_path / "other.json")
 
 
+# Captured steps
+
+
+def test_captures_are_measured_and_compared(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("triton")
+    benchmark = load("capture")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
+    if device == "cpu":  # in place of a graph, the step itself
+        monkeypatch.setattr(benchmark, "capture", lambda step: step)
+    monkeypatch.setattr(benchmark, "model_shapes", lambda *given: [(32, 32)])
+    monkeypatch.setattr(benchmark.Clock, "host_running", benchmark.Clock.host)
+    small = f"--device {device} --scale 64 --repeats 1".split()
+    path = tmp_path / "new" / "capture.json"
+    assert benchmark.main([*small, "--json", str(path)]) == 0
+    rows = read(path)
+    assert not [row for row in rows if "error" in row]
+    moved = {row["name"]: row["bytes_per_param"] for row in rows}
+    assert moved == pytest.approx(dict(zip(moved, (28, 28, 20, 26, 28, 14), strict=True)))
+    assert all(row["share_of_copy"] > 0 and row["ms"] > 0 for row in rows)
+    assert "| FusedAdam, FP32 | " in capsys.readouterr().out
+    for name in [*benchmark.OURS][1:]:
+        monkeypatch.delitem(benchmark.OURS, name)
+    assert benchmark.main([*small, "--exact", "2"]) == 0
+    assert capsys.readouterr().out.count("PASS: ") == 1
+    args = benchmark.parse_args(small)
+    monkeypatch.setattr(benchmark, "capture", lambda step: lambda: None)  # replays do nothing
+    wrong, count = benchmark.differing("FusedAdam, FP32", [(32, 32)], args, [1e-3])
+    assert wrong == count > 0
+
+
 # LoRA
 
 

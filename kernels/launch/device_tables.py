@@ -93,9 +93,7 @@ class DeviceTables:
             upload(self._packed(numbers), self._numbers[: len(numbers)])
         # Once captured, a replay may have written to the device between any two steps.
         self._is_captured |= captures
-        self._uploaded = (
-            (None, None, None) if self._is_captured else (grads, scalars_rows, numbers)
-        )
+        self._uploaded = (None, None, None) if self._is_captured else (grads, scalars_rows, numbers)
 
     def _capture_copy(self) -> None:
         """Copy everything from pinned memory of the graph that records this.
