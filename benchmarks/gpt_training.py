@@ -29,8 +29,8 @@ class Contestant(NamedTuple):
     """An optimizer of a GPT in ``dtype``, its linear weights quantized where there is a recipe.
 
     FP32 weights are multiplied in BF16, by autocast. ``keeps_weights`` is for ``kept_weights()``
-    around the batches of a step, ``releases`` for gradient release. ``engine`` is the format of Transformer Engine's linear layers, if
-    the blocks have these.
+    around the batches of a step, ``releases`` for gradient release. ``engine`` is the format of
+    Transformer Engine's linear layers, if the blocks have these.
     """
 
     name: str

@@ -115,6 +115,8 @@ def weight_bytes(name, rows, cols):
         ("Unfused, MXFP8", "MXFP8", 2, 12, False),
         ("Unfused, Float8Block", "Float8Block", 2, 12, False),
         ("MasterWeightOptimizer, AdamW, NVFP4", "NVFP4", 2, 12, False),
+        ("MasterWeightOptimizer, Muon, NVFP4", "NVFP4", 2, 8, False),
+        ("MasterWeightOptimizer, Muon, BF16 + FP32 masters", "BF16", 2, 8, False),
         ("MasterWeightOptimizer, AdamW, MXFP8", "MXFP8", 2, 12, False),
         ("MasterWeightOptimizer, AdamW, Float8Block", "Float8Block", 2, 12, False),
     ],
@@ -136,7 +138,7 @@ def test_every_optimizer_is_measured_on_every_model(model, measured):
     of_engine = [r for r in results.values() if r["kind"] == "Transformer Engine"]
     assert all("error" in row for row in of_engine)  # it is not installed
     results = {name: r for name, r in results.items() if r not in of_engine}
-    assert (len(results), len(of_engine)) == {"gpt": (32, 5), "llama-8b": (2, 0)}.get(model, (5, 0))
+    assert (len(results), len(of_engine)) == {"gpt": (34, 5), "llama-8b": (2, 0)}.get(model, (5, 0))
     for row in [r for name, r in results.items() if name != BROKEN]:
         assert all(row[key] > 0 for key in TIMES), row
         assert row["ms_min"] <= row["ms"] <= row["ms_max"]
@@ -317,6 +319,8 @@ def test_training_steps(tmp_path):
         "FusedAdam, BF16 + FP32 masters": (2 * numel, 12),
         "FP4Adam, NVFP4": (nvfp4, 12),
         "FP4Adam, NVFP4, kept": (nvfp4, 12),
+        "FusedAdam, BF16 + FP32 masters, released": (2 * numel, 12),
+        "FP4Adam, NVFP4, released": (nvfp4, 12),
     }
     for name, (weights, states) in expected.items():
         row = rows[name]

@@ -350,8 +350,8 @@ def test_replays_read_host_memory_that_is_their_own(device: str) -> None:
     replay = capture(optimizer.step)
     others = []
     for _ in range(3):
-        for power in range(8, 16):
-            other = torch.empty(2**power, dtype=torch.uint8, pin_memory=HAS_GPU)
+        for size in range(8, 16):
+            other = torch.empty(2**size, dtype=torch.uint8, pin_memory=HAS_GPU)
             others.append(other.fill_(0xA5).to(device, non_blocking=True))
         for each in (optimizer, twin):
             fill_grads(each, 1)
