@@ -29,8 +29,8 @@ class Contestant(NamedTuple):
     """An optimizer of a GPT in ``dtype``, its linear weights quantized where there is a recipe.
 
     FP32 weights are multiplied in BF16, by autocast. ``keeps_weights`` is for ``kept_weights()``
-    around the batches of a step. ``engine`` is the format of Transformer Engine's linear layers, if
-    the blocks have these.
+    around the batches of a step, ``releases`` for gradient release. ``engine`` is the format of
+    Transformer Engine's linear layers, if the blocks have these.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Contestant(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     keeps_weights: bool = False
     engine: str | None = None
+    releases: bool = False
 
 
 def gpt_config(size: str, **sizes: int | None) -> GPTConfig:
@@ -71,6 +72,7 @@ class Training:
         self.forward: Callable[[Tensor], Tensor] = model
         lr = PRESETS[size]["lr"]
         self.optimizer = contestant.optimizer(model.parameters(), lr=lr, **HYPER)
+        self.release = self.optimizer.enable_gradient_release() if contestant.releases else None
 
     def crops(self, batch: int, seed: int) -> Batch:
         """Inputs and targets of so many sequences, by ``seed`` alone."""
@@ -98,9 +100,15 @@ class Training:
         with kept_weights() if self.contestant.keeps_weights else contextlib.nullcontext():
             for inputs, targets in batches:
                 loss = self.loss(inputs, targets) / len(batches)
-                loss.backward()
+                with self._keeping(len(losses) + 1 < len(batches)):
+                    loss.backward()
                 losses.append(loss.detach())
         return sum(losses)
+
+    def _keeping(self, more: bool) -> contextlib.AbstractContextManager:
+        """Keeps gradients that would be released if ``more`` batches are to come."""
+        keeps = self.release is not None and more
+        return self.release.accumulate() if keeps else contextlib.nullcontext()
 
     def update(self) -> None:
         """The optimizer's part of a training step."""

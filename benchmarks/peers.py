@@ -188,11 +188,16 @@ def plain(optimizer: type, dtype: torch.dtype, **options: Any) -> Callable:
     return make
 
 
-def quantized(optimizer: type, quantizer: Quantizer, **options: Any) -> Callable:
-    """How to make an optimizer of quantized parameters."""
+def quantized(
+    optimizer: type,
+    quantizer: Quantizer | None,
+    dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
+) -> Callable:
+    """How to make an optimizer of quantized parameters, or of plain ones, with these options."""
 
     def make(shapes: list[Shape], device: str) -> tuple[Any, list[Parameter]]:
-        params = parameters(shapes, device, torch.bfloat16, quantizer)
+        params = parameters(shapes, device, dtype, quantizer)
         return optimizer(params, **options), params
 
     return make
@@ -276,6 +281,14 @@ def _contestants() -> list[Contestant]:
         make = quantized(MasterWeightOptimizer, FORMATS[name], **over_masters)
         name, multiple = f"MasterWeightOptimizer, AdamW, {name}", _multiple(FORMATS[name])
         result.append(Contestant(name, "unfused", make, multiple))
+    muon = dict(lr=1e-3, weight_decay=0.1)
+    over_masters = dict(optimizer_class=torch.optim.Muon, **muon)
+    for name, dtype in (("FP32", fp32), ("BF16 (no masters)", bf16)):
+        make = quantized(torch.optim.Muon, None, dtype, **muon)
+        result.append(Contestant(f"torch Muon, {name}", "torch", make))
+    for name, quantizer in (("BF16 + FP32 masters", None), ("NVFP4", FORMATS["NVFP4"])):
+        make = quantized(MasterWeightOptimizer, quantizer, **over_masters)
+        result.append(Contestant(f"MasterWeightOptimizer, Muon, {name}", "unfused", make, 16))
     for name in engine.RECIPES:
         for package, optimizer in (("TE FusedAdam", engine.adam), ("FP4Adam", FP4Adam)):
             # In whole blocks for every format; kernels of both packages write these tensors.

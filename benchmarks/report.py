@@ -29,6 +29,7 @@ COLUMNS = (
     Column("ms", "ms", "ms", ".2f"),
     Column("ms_min", "min", None, ".2f"),
     Column("ms_max", "max", None, ".2f"),
+    Column("write_back_ms", "writing", None, ".2f"),
     Column("bytes_per_param", "B/param", "bytes per parameter", ".2f"),
     Column("share_of_copy", "of copy", "of the copy", ".2f"),
     Column("host_ms", "host ms", "host, ms", ".2f"),

@@ -115,6 +115,8 @@ def weight_bytes(name, rows, cols):
         ("Unfused, MXFP8", "MXFP8", 2, 12, False),
         ("Unfused, Float8Block", "Float8Block", 2, 12, False),
         ("MasterWeightOptimizer, AdamW, NVFP4", "NVFP4", 2, 12, False),
+        ("MasterWeightOptimizer, Muon, NVFP4", "NVFP4", 2, 8, False),
+        ("MasterWeightOptimizer, Muon, BF16 + FP32 masters", "BF16", 2, 8, False),
         ("MasterWeightOptimizer, AdamW, MXFP8", "MXFP8", 2, 12, False),
         ("MasterWeightOptimizer, AdamW, Float8Block", "Float8Block", 2, 12, False),
     ],
@@ -136,7 +138,7 @@ def test_every_optimizer_is_measured_on_every_model(model, measured):
     of_engine = [r for r in results.values() if r["kind"] == "Transformer Engine"]
     assert all("error" in row for row in of_engine)  # it is not installed
     results = {name: r for name, r in results.items() if r not in of_engine}
-    assert (len(results), len(of_engine)) == {"gpt": (32, 5), "llama-8b": (2, 0)}.get(model, (5, 0))
+    assert (len(results), len(of_engine)) == {"gpt": (34, 5), "llama-8b": (2, 0)}.get(model, (5, 0))
     for row in [r for name, r in results.items() if name != BROKEN]:
         assert all(row[key] > 0 for key in TIMES), row
         assert row["ms_min"] <= row["ms"] <= row["ms_max"]
@@ -317,6 +319,8 @@ def test_training_steps(tmp_path):
         "FusedAdam, BF16 + FP32 masters": (2 * numel, 12),
         "FP4Adam, NVFP4": (nvfp4, 12),
         "FP4Adam, NVFP4, kept": (nvfp4, 12),
+        "FusedAdam, BF16 + FP32 masters, released": (2 * numel, 12),
+        "FP4Adam, NVFP4, released": (nvfp4, 12),
     }
     for name, (weights, states) in expected.items():
         row = rows[name]
@@ -433,6 +437,37 @@ def test_losses_of_other_settings_are_not_compared(trained, tmp_path):
     (tmp_path / "other.json").write_text(json.dumps({"runs": [other]}))
     with pytest.raises(SystemExit, match="must have the batch of BF16 .* 4, got 8 of NVFP4 2D"):
         report("numerics_report.py", path, tmp_path / "other.json")
+
+
+# Captured steps
+
+
+def test_captures_are_measured_and_compared(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("triton")
+    benchmark = load("capture")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
+    if device == "cpu":  # in place of a graph, the step itself
+        monkeypatch.setattr(benchmark, "capture", lambda step: step)
+    monkeypatch.setattr(benchmark, "model_shapes", lambda *given: [(32, 32)])
+    monkeypatch.setattr(benchmark.Clock, "host_running", benchmark.Clock.host)
+    small = f"--device {device} --scale 64 --repeats 1".split()
+    path = tmp_path / "new" / "capture.json"
+    assert benchmark.main([*small, "--json", str(path)]) == 0
+    rows = read(path)
+    assert not [row for row in rows if "error" in row]
+    moved = {row["name"]: row["bytes_per_param"] for row in rows}
+    assert moved == pytest.approx(dict(zip(moved, (28, 28, 20, 26, 28, 14), strict=True)))
+    assert all(row["share_of_copy"] > 0 and row["ms"] > 0 for row in rows)
+    assert "| FusedAdam, FP32 | " in capsys.readouterr().out
+    for name in [*benchmark.OURS][1:]:
+        monkeypatch.delitem(benchmark.OURS, name)
+    assert benchmark.main([*small, "--exact", "2"]) == 0
+    assert capsys.readouterr().out.count("PASS: ") == 1
+    args = benchmark.parse_args(small)
+    monkeypatch.setattr(benchmark, "capture", lambda step: lambda: None)  # replays do nothing
+    wrong, count = benchmark.differing("FusedAdam, FP32", [(32, 32)], args, [1e-3])
+    assert wrong == count > 0
 
 
 # LoRA

@@ -66,7 +66,9 @@ class Capturable:
                 "or one with other parameters, states or gradients: these need new memory and "
                 "kernels; run one step outside the graph right before the capture"
             )
-        self._captured.append(self._plan.memory_of_replays())
+        # Graphs outlive plans, and nothing tells when one is gone.
+        if not any(memory is self._plan.memory_of_replays for memory in self._captured):
+            self._captured.append(self._plan.memory_of_replays)
 
     def _capture_error(self) -> str:
         return (

@@ -189,7 +189,7 @@ class FusedAdam(Capturable, Gradients, SavedStates, NamedStates, Optimizer):
         self._borrowed: dict[Tensor, BorrowedTensor] = {}
         # The clipping coefficient of the next step, by device.
         self._clip: dict[torch.device, Tensor] = {}
-        # Memory that captured steps use; graphs outlive plans and loaded states.
+        # Memory that captured steps use, once per plan; graphs outlive plans and loaded states.
         self.__dict__.setdefault("_captured", [])
         # Set while gradients are released; it outlives loaded states, but is not copied.
         self.__dict__.setdefault("_release", None)

@@ -187,7 +187,7 @@ class StateOffload:
         ring = self._ring(lane)
         optimizer.state = home.staged_in(ring, states)
         home.pass_on_foreign_writes()
-        for span, host, staged in home.pieces():
+        for span, host, staged in sorted(home.pieces(), key=lambda piece: ring.last_use(piece[0])):
             ready = link.copy_in(host, staged, ring.users_of(span))
         fits = False
         try:
@@ -556,10 +556,22 @@ class _Ring:
         self._next = start + nbytes
         return start, start + nbytes
 
+    def last_use(self, span: tuple[int, int]) -> int:
+        """The place in ``uses`` of the last copy out of a span, -1 without any.
+
+        Copies into a chunk come in this order. Otherwise a chunk that begins before the space that
+        is free, as the first one after the end of the ring does, would wait for a whole round.
+        """
+        uses = [i for i, overlaps in enumerate(self._overlaps(span)) if overlaps]
+        return uses[-1] if uses else -1
+
+    def _overlaps(self, span: tuple[int, int]) -> list[bool]:
+        start, stop = span
+        return [start < other[1] and other[0] < stop for other, _ in self.uses]
+
     def users_of(self, span: tuple[int, int]) -> list[Any]:
         """The events that a copy into a span has to wait for. Later copies come after it."""
-        start, stop = span
-        overlaps = [start < other[1] and other[0] < stop for other, _ in self.uses]
+        overlaps = self._overlaps(span)
         events = [event for (_, event), here in zip(self.uses, overlaps, strict=True) if here]
         self.uses = [use for use, here in zip(self.uses, overlaps, strict=True) if not here]
         return events

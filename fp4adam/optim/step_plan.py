@@ -5,6 +5,7 @@ gradients. :meth:`StepPlan.fits` checks this on the tensors themselves, without 
 per parameter. Then only the scalars and the addresses of the gradients are new.
 """
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable
@@ -125,8 +126,9 @@ class StepPlan:
         """Whether a CUDA graph can record the step: it has run, so all its kernels are loaded."""
         return self._capturable and self._has_run
 
+    @functools.cached_property
     def memory_of_replays(self) -> list:
-        """Keeps alive what a captured step reads besides parameters, states and gradients."""
+        """What a captured step reads besides parameters, states and gradients, to keep it alive."""
         launches = [group.launch for group in self._groups]
         return [[tables for tables, _ in self._parts], launches, self._counter.launches]
 

@@ -81,11 +81,11 @@ class StandIn:
             each()
 
 
-def capture(work: Callable[[], Any]) -> Callable[[], None]:
-    """Capture ``work`` in a graph; returns its replay."""
+def capture(work: Callable[[], Any], **options: Any) -> Callable[[], None]:
+    """Capture ``work`` in a graph; returns its replay. ``options`` are those of a real graph."""
     if HAS_GPU:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, **options):
             work()
         return graph.replay
     with pytest.MonkeyPatch.context() as patch:
@@ -321,17 +321,63 @@ def test_replays_outlive_the_plan(device: str) -> None:
     assert_same(optimizer, twin)
 
 
+def test_captures_keep_what_their_plan_has_once(device: str) -> None:
+    """However many there are, as nothing tells the optimizer when a graph is gone."""
+    optimizer, twin = make_pair(device)
+    for each in (optimizer, twin):
+        fill_grads(each, 0)
+        each.step()
+    replays = [capture(optimizer.step) for _ in range(3)]
+    assert len(optimizer._captured) == 1
+    for seed, replay in enumerate(replays, 1):
+        for each in (optimizer, twin):
+            fill_grads(each, seed)
+        replay()
+        twin.step()
+    assert_same(optimizer, twin)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    capture(optimizer.step)
+    assert len(optimizer._captured) == 2
+
+
+def test_replays_read_host_memory_that_is_their_own(device: str) -> None:
+    """Nothing else that is pinned afterwards takes the place of what a replay copies."""
+    optimizer, twin = make_pair(device)
+    for each in (optimizer, twin):
+        fill_grads(each, 0)
+        each.step()
+    replay = capture(optimizer.step)
+    others = []
+    for _ in range(3):
+        for size in range(8, 16):
+            other = torch.empty(2**size, dtype=torch.uint8, pin_memory=HAS_GPU)
+            others.append(other.fill_(0xA5).to(device, non_blocking=True))
+        for each in (optimizer, twin):
+            fill_grads(each, 1)
+        replay()
+        twin.step()
+    assert_same(optimizer, twin)
+
+
 class OptimizerGraph:
-    """Megatron's pattern: steps outside a graph, then one capture, then replays."""
+    """Megatron's pattern: steps outside a graph, then one capture, then replays.
+
+    The capture has a stream and a pool that other graphs share.
+    """
 
     def __init__(self, step: Callable[[], Any], warmup_steps: int = 1) -> None:
         self._step, self._warmup_steps = step, warmup_steps
+        self._shared: dict[str, Any] = {}
+        if HAS_GPU:
+            pool = torch.cuda.graph_pool_handle()
+            self._shared = {"stream": torch.cuda.Stream(), "pool": pool}
         self._iteration = 0
         self._replay: Callable[[], None] | None = None
 
     def __call__(self) -> None:
         if self._iteration == self._warmup_steps:
-            self._replay = capture(self._step)
+            self._replay = capture(self._step, **self._shared)
         if self._replay is None:
             self._step()
         else:

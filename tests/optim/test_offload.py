@@ -545,6 +545,17 @@ def test_rings(sizes: list[int]) -> None:
     assert len(set(waiting)) == len(waiting)
 
 
+def test_a_large_chunk_comes_in_where_space_is_free_first() -> None:
+    """Three chunks are going out, the one after the end of the ring last."""
+    ring = offload._Ring(torch.empty(10, dtype=torch.uint8))
+    ring.uses = [((4, 6), 0), ((6, 9), 1), ((0, 4), 2)]
+    spans = [(0, 2), (2, 4), (4, 6), (6, 8), (8, 10)]
+    assert [ring.last_use(span) for span in spans] == [2, 2, 0, 1, 1]
+    order = sorted(spans, key=ring.last_use)
+    assert [ring.users_of(span) for span in order] == [[0], [1], [], [2], []]
+    assert ring.last_use((9, 10)) == -1
+
+
 # With streams
 
 
