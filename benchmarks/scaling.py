@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 4 benchmarks/scaling.py [--size 1b] [--compile] [--out scaling.json]
     torchrun --nproc-per-node 4 benchmarks/scaling.py --ddp    # replicas in place of shards
+    torchrun --nproc-per-node 4 benchmarks/scaling.py --profile    # where the host's time goes
     torchrun --nproc-per-node 4 benchmarks/scaling.py --exact 20 [--out exact.json]
 
 Each run adds what it finds to --out, and scaling_report.py makes tables of one or several of these
@@ -111,7 +112,26 @@ def measure(contestant: Contestant, args: argparse.Namespace) -> Row:
     if step.reduced:
         row["reduce_ms"] = median(all_reduces(step.reduced, args.device))
         row["reduce_share"] = row["reduce_ms"] / row["step_ms"]
+    if args.profile:
+        row["host_times"] = host_times(training, crops)
     return row
+
+
+def host_times(training: Training, crops: tuple[Tensor, Tensor], steps: int = 5) -> list[Row]:
+    """What takes the host longest in a training step: self times in µs, and calls.
+
+    Ranges that FSDP2 names contain its Python and that of hooks; runtime calls are those of CUDA.
+    """
+    kinds = torch.profiler.ProfilerActivity
+    activities = [kinds.CPU, kinds.CUDA] if torch.cuda.is_available() else [kinds.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(steps):
+            training.step(crops)
+    events = sorted(profile.key_averages(), key=lambda e: e.self_cpu_time_total, reverse=True)
+    return [
+        {"what": e.key, "us": e.self_cpu_time_total / steps, "calls": e.count / steps}
+        for e in events[:30]
+    ]
 
 
 def all_reduces(reduced: list[tuple[torch.Size, torch.dtype]], device: str) -> Callable[[], None]:
@@ -200,6 +220,9 @@ def parse_args() -> argparse.Namespace:
         "--ddp", action="store_true", help="DistributedDataParallel in place of FSDP2"
     )
     parser.add_argument(
+        "--profile", action="store_true", help="print and record what takes the host longest"
+    )
+    parser.add_argument(
         "--exact", type=int, metavar="STEPS", help="train so many steps and record bits, not times"
     )
     parser.add_argument(
@@ -255,6 +278,8 @@ def main() -> None:
             row = (train_exactly if args.exact else measure)(contestant, args)
             rows.append(row)
             print(exact_line(row) if args.exact else result_line(row, COLUMNS), flush=True)
+            for entry in row.get("host_times", ()):
+                print("{us:12,.0f} us {calls:8.1f} calls  {what}".format(**entry), flush=True)
         if args.out and rank() == 0:
             add_run(args.out, run, rows)
 

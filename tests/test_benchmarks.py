@@ -223,7 +223,7 @@ def scaled(tmp_path_factory):
         (None, "--exact", 3),
         (2, "--exact", 3),
         (2, "--exact", 3, "--ddp", "--only", "FusedAdam;NVFP4"),
-        (2, "--repeats", 1, "--ddp", "--only", "NVFP4"),
+        (2, "--repeats", 1, "--ddp", "--only", "NVFP4", "--profile"),
     ):
         common = ("--device", "cpu", "--layers", 1, "--out", path)
         run("scaling.py", *common, *options, processes=processes)
@@ -265,6 +265,16 @@ def test_bits_do_not_depend_on_the_number_of_processes(scaled):
         expected |= set() if alone["name"].startswith("torch") else {"master_param"}
         assert alone["digests"].keys() == expected
     assert len({row["digests"]["weights"] for row in one}) == 5
+
+
+@pytest.mark.exhaustive
+def test_where_the_time_of_the_host_goes(scaled):
+    (row,) = scaled[1][-1]
+    times = [entry["us"] for entry in row["host_times"]]
+    assert len(times) == 30
+    assert times == sorted(times, reverse=True) and times[0] > 0
+    named = {entry["what"]: entry["calls"] for entry in row["host_times"]}
+    assert named["Optimizer.step#FP4Adam.step"] == 1
 
 
 @pytest.mark.exhaustive

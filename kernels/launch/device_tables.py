@@ -54,13 +54,18 @@ class DeviceTables:
         else:
             self.scalars = self._numbers
         self._uploaded: tuple[Any, ...] = (None, None, None)
-        self._is_captured = False
+        # What captured copies read at every replay, and memory for the next one.
+        self._captured: list[Tensor] = []
+        self._next_capture = self._page_locked() if n_hyper else None
         self._one = torch.ones(1, dtype=torch.float32, device=device)
         self._zero = torch.zeros(1, dtype=torch.float32, device=device)
 
     def _split(self, words: Tensor) -> tuple[Tensor, Tensor]:
         n = self._table_words
         return words[:n].view(-1, TABLE_WIDTH), words[n:].view(self._dtype)
+
+    def _page_locked(self) -> Tensor:
+        return torch.empty_like(self._host_words, pin_memory=self.device.type == "cuda")
 
     def upload(
         self,
@@ -91,18 +96,19 @@ class DeviceTables:
                 upload(self._host_words[:used], self._device_words[:used])
         elif numbers != old_numbers:
             upload(self._packed(numbers), self._numbers[: len(numbers)])
-        # Once captured, a replay may have written to the device between any two steps.
-        self._is_captured |= captures
-        self._uploaded = (None, None, None) if self._is_captured else (grads, scalars_rows, numbers)
+        if not self._captured:
+            self._uploaded = grads, scalars_rows, numbers
+        elif not captures and self._next_capture is None:
+            self._next_capture = self._page_locked()
 
     def _capture_copy(self) -> None:
-        """Copy everything from pinned memory of the graph that records this.
-
-        Memory that torch's host allocator pins in a capture belongs to the graph's pool, and once
-        a copy has read it nothing else gets it while the graph can be replayed.
-        """
-        words = torch.empty_like(self._host_words, pin_memory=self.device.type == "cuda")
+        """Copy everything from memory that nothing else writes to."""
+        words = self._page_locked() if self._next_capture is None else self._next_capture
         self._device_words.copy_(words.copy_(self._host_words), non_blocking=True)
+        self._captured.append(words)
+        self._next_capture = None
+        # From now on a replay may have written to the device between any two steps.
+        self._uploaded = (None, None, None)
 
     def _packed(self, numbers: list[float]) -> Tensor:
         return _tensor(self._typecode, self._dtype, numbers)
