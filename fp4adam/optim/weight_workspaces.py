@@ -1,0 +1,213 @@
+"""Quantized copies of weights that are trained in high precision, written again after each step.
+
+A copy is current while neither its weight nor itself has been written since. Versions tell, as they
+do for master weights, so it does not matter who writes the weights.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fp4adam.distributed.dtensor import is_dtensor
+from fp4adam.interop.adapter import count_writes, is_foreign, memory
+from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, borrow
+from fp4adam.interop.transformer_engine import Workspace, check_has_workspaces, workspaces_of
+from fp4adam.optim.master_weights import quantize_together
+from fp4adam.optim.memory_note import data_ptr, version
+from fp4adam.tensors import backend
+from fp4adam.tensors.blocks import flat_shape
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
+
+
+class WeightWorkspaces:
+    """Keeps quantized copies of BF16, FP16 or FP32 weights up to date, in place.
+
+    Transformer Engine's modules keep such copies, called workspaces, of weights that are not
+    quantized themselves. They make them in the first forward pass with ``is_first_microbatch``, and
+    again in every one with ``is_first_microbatch=True``, module by module. This object writes all
+    of them at once, right after the step, so that every microbatch can pass False::
+
+        workspaces = fp4adam.WeightWorkspaces(model)
+        optimizer.register_step_post_hook(workspaces)
+
+    The bytes are those of ``quantizer.quantize(weight)``, for Transformer Engine's copies those of
+    its own quantizers, swizzled scales included. Addresses stay, nothing waits for the device, and
+    the number of launches does not depend on the number of weights. It works with any optimizer of
+    torch's interface. A step that is skipped for infinite gradients leaves weights and copies.
+
+    Weights that other code writes (``load_state_dict``, weight averaging) are noticed by the next
+    step, or by :meth:`update` before the next forward pass:
+    ``model.register_forward_pre_hook(workspaces)`` calls it there. Writes through ``.data`` and
+    replays of CUDA graphs go unnoticed; call :meth:`write` after them. Copies of the optimizer have
+    no hooks.
+
+    Args:
+        source: A model with Transformer Engine's modules, whose workspaces are looked up at every
+            call, or a mapping from weights to :class:`QuantizedTensor` s, or to other packages'
+            quantized tensors with a :class:`TensorAdapter`, of the same shape and device.
+
+    Raises:
+        TypeError: If ``source`` is neither, or a quantized tensor has no adapter.
+        ValueError: If a weight is sharded, quantized itself, or not of a supported dtype; if a copy
+            does not fit its weight; or if a model has no module that keeps workspaces.
+    """
+
+    def __init__(self, source: nn.Module | Mapping[Tensor, Tensor]) -> None:
+        self._notes: dict[int, tuple] = {}
+        self._find: Callable[[], Iterable[Workspace]]
+        if isinstance(source, nn.Module):
+            check_has_workspaces(source)
+            self._find = lambda: workspaces_of(source)
+        elif isinstance(source, Mapping):
+            given = [Workspace((weight,), tensor) for weight, tensor in source.items()]
+            self._find = lambda: given
+        else:
+            raise TypeError(
+                "source must be a module or a mapping from weights to quantized tensors, got a "
+                f"{type(source).__name__}; pass the model, or {{weight: quantized_copy}}"
+            )
+        for workspace in self._find():
+            _check(workspace)
+
+    def __call__(self, *args: Any) -> None:
+        """:meth:`update`, with the arguments of any of torch's hooks."""
+        self.update()
+
+    def update(self) -> None:
+        """Quantize the weights that have been written since the last call, or whose copy has.
+
+        Raises:
+            RuntimeError: In a CUDA graph's capture.
+            TypeError, ValueError: As for the constructor; nothing is written then.
+        """
+        found = self._fitting()
+        self._write([each for each in found if self._notes.get(id(each.tensor)) != _note(each)])
+        self._notes = {id(each.tensor): _note(each) for each in found}
+
+    def write(self) -> None:
+        """Quantize all weights, also those whose versions are unchanged.
+
+        Raises:
+            RuntimeError, TypeError, ValueError: As for :meth:`update`.
+        """
+        found = self._fitting()
+        self._write(found)
+        self._notes = {id(each.tensor): _note(each) for each in found}
+
+    def _fitting(self) -> list[Workspace]:
+        """The copies that fit their weights; modules make the others again."""
+        if backend.is_capturing():
+            raise RuntimeError(
+                "workspaces must not be written in the capture of a CUDA graph, got a call in one; "
+                "call write() after each replay: graphs read workspaces at their addresses"
+            )
+        fitting = []
+        for workspace in self._find():
+            if workspace.drop is not None and not _fits(workspace):
+                workspace.drop()
+            else:
+                _check(workspace)
+                fitting.append(workspace)
+        return fitting
+
+    @torch.no_grad()
+    def _write(self, workspaces: list[Workspace]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            targets, borrowed = [], []
+            for workspace in workspaces:
+                target = _target(workspace.tensor)
+                if isinstance(target, BorrowedTensor):
+                    borrowed.append(target)
+                    target = target.tensor
+                targets.append(target)
+            values = [_joined(workspace.weights) for workspace in workspaces]
+            scales_of_others = ScaleWriteback(borrowed)
+            scales_of_others.read()
+            quantize_together(targets, values, [value.dtype for value in values])
+            scales_of_others()
+            torch.autograd.graph.increment_version([one.source for one in borrowed])
+
+
+def _target(tensor: Tensor) -> QuantizedTensor | BorrowedTensor:
+    return borrow(tensor) if is_foreign(tensor) else tensor
+
+
+def _joined(weights: tuple[Tensor, ...]) -> Tensor:
+    """The rows of all weights as one tensor; a view if they follow each other in memory."""
+    first, *others = (weight.detach().contiguous() for weight in weights)
+    end = first
+    for other in others:
+        stop = end.data_ptr() + end.nbytes
+        is_next = other.data_ptr() == stop
+        if not is_next or other.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return torch.cat([first, *others])
+        end = other
+    shape = (sum(len(weight) for weight in weights), *first.shape[1:])
+    return first.as_strided(shape, first.stride())
+
+
+def _shape(weights: tuple[Tensor, ...]) -> tuple[int, ...]:
+    return (sum(len(weight) for weight in weights), *weights[0].shape[1:])
+
+
+def _fits(workspace: Workspace) -> bool:
+    """Whether a copy has the shape and device of its weight, which is whole."""
+    weights, tensor = workspace.weights, workspace.tensor
+    return (
+        not any(map(is_dtensor, weights))
+        and all(weight.device == tensor.device for weight in weights)
+        and flat_shape(_shape(weights)) == flat_shape(tuple(tensor.shape))
+    )
+
+
+def _check(workspace: Workspace) -> None:
+    """Raise unless the copy can be written from its weight."""
+    weights, tensor = workspace.weights, workspace.tensor
+    for weight in weights:
+        kind = type(weight).__name__
+        if is_dtensor(weight):
+            raise ValueError(
+                f"weights must be whole to have a quantized copy, got a {kind} of placements "
+                f"{weight.placements}; under fully_shard, quantize the weights themselves: copies "
+                "of gathered weights live for one forward pass"
+            )
+        is_plain = isinstance(weight, Tensor) and not isinstance(weight, QuantizedTensor)
+        if not (is_plain and not is_foreign(weight) and weight.dtype in HIGH_PRECISION_DTYPES):
+            dtype = f" of {weight.dtype}" if isinstance(weight, Tensor) else ""
+            raise ValueError(
+                "weights must be plain float32, bfloat16 or float16 tensors to have a quantized "
+                f"copy, got a {kind}{dtype}; FP4Adam steps quantized weights themselves"
+            )
+    is_sharded = is_dtensor(tensor) or (
+        isinstance(tensor, QuantizedTensor) and tensor._shared.global_spec is not None
+    )
+    if is_sharded or not (isinstance(tensor, QuantizedTensor) or is_foreign(tensor)):
+        raise ValueError(
+            f"copies must be whole quantized tensors, got a {type(tensor).__name__}"
+            f"{' that is a shard' if is_sharded else ''}; make one with quantizer.quantize(weight)"
+        )
+    if not _fits(workspace):
+        raise ValueError(
+            f"copies must have the shape and device of their weight, {_shape(weights)} on "
+            f"{weights[0].device}, got {tuple(tensor.shape)} on {tensor.device}; quantize the "
+            "weight again after moving or replacing it"
+        )
+    _target(tensor)  # raises if its format is not supported
+
+
+def _note(workspace: Workspace) -> tuple:
+    """The memory and versions of a weight and its copy; equal while neither is written."""
+    tensor = workspace.tensor
+    if is_foreign(tensor):
+        target = borrow(tensor)
+        writes = count_writes(tensor, memory(tensor, target.adapter))
+    else:
+        target = tensor.flush()._shared.tensors
+        writes = sum(map(version, target.versioned))
+    # References keep addresses from being reused, but not the memory of weights.
+    weights = [(StorageWeakRef(w.untyped_storage()), data_ptr(w), version(w)) for w in workspace[0]]
+    return target, writes, weights
