@@ -341,10 +341,10 @@ class MasterWeightOptimizer(Optimizer):
             scales_of_others = ScaleWriteback(borrowed)
             scales_of_others.read()
             quantize_together(
+                [written[i] for i in quantized],
                 [written[i].param for i in quantized],
                 [masters[i] for i in quantized],
                 [written[i].write_dtype for i in quantized],
-                [written[i] for i in quantized],
             )
             torch.autograd.graph.increment_version([written[i].owner for i in quantized])
             if plain:

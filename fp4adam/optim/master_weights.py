@@ -155,10 +155,10 @@ def _has_codes_of(view: QuantizedView, master: Tensor) -> bool:
 
 
 def quantize_together(
+    views: Sequence[QuantizedView | BorrowedView],
     targets: Sequence[QuantizedTensor],
     values: Sequence[Tensor],
     dtypes: Sequence[torch.dtype],
-    views: Sequence[QuantizedView | BorrowedView] | None = None,
 ) -> None:
     """Quantize values with the scales that their parameters share with groups and other ranks.
 
@@ -166,17 +166,15 @@ def quantize_together(
     be cast in shards (``two_dimensional=False``) and slices of tensors.
 
     Args:
-        targets: The tensors that are written.
-        values: Their values, in high precision.
+        views: The parameters; all members of a scale group, or none.
+        targets: The tensors that are written, with the shapes and shards of the parameters.
+        values: Their float32 values.
         dtypes: The dtypes that values are rounded to first.
-        views: The parameters that ``targets`` have the shapes and shards of; all members of a scale
-            group, or none. None for whole tensors that share no scales.
     """
-    infos = [()] * len(targets) if views is None else [view.shards for view in views]
-    scales = [*targets] if views is None else [view.scales for view in views]
     sharing: dict[Hashable, list[int]] = defaultdict(list)
-    for i, key in enumerate(scales):
-        sharing[key].append(i)
+    for i, view in enumerate(views):
+        sharing[view.scales].append(i)
+    infos = [view.shards for view in views]
     castable: dict[torch.device, list[int]] = defaultdict(list)
     for members in sharing.values():
         if all(infos[i] or can_be_cast(targets[i]) for i in members):
@@ -191,7 +189,7 @@ def quantize_together(
             [infos[i] for i in members],
             [values[i].contiguous() for i in members],
             [dtypes[i] for i in members],
-            [scales[i] for i in members],
+            [views[i].scales for i in members],
         )
         torch.autograd.graph.increment_version([targets[i] for i in members])
 
@@ -213,7 +211,7 @@ def _rounded(
     twins = [view.param.twin() for view in members]
     masters = [master_of(view, states.get(view.owner, {})) for view in members]
     values = [v.value() if m is None else m for v, m in zip(members, masters, strict=True)]
-    quantize_together(twins, values, [view.write_dtype for view in members], members)
+    quantize_together(members, twins, values, [view.write_dtype for view in members])
     return dict(zip(members, twins, strict=True))
 
 
@@ -226,7 +224,7 @@ def _requantized(
     members = [view for view in rounded if view.scales in groups]
     values = [rounded[view].dequantize(view.param.dtype) for view in members]
     twins = [view.param.twin() for view in members]
-    quantize_together(twins, values, [torch.float32] * len(members), members)
+    quantize_together(members, twins, values, [torch.float32] * len(members))
     return [(view, twin) for view, twin in zip(members, twins, strict=True) if view in wanted]
 
 

@@ -4,6 +4,7 @@ A copy is current while neither its weight nor itself has been written since. Ve
 do for master weights, so it does not matter who writes the weights.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,15 +13,17 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp4adam.distributed.dtensor import is_dtensor
+from fp4adam.distributed.scale_exchange import ShardCast
 from fp4adam.interop.adapter import count_writes, is_foreign, memory
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, borrow
 from fp4adam.interop.transformer_engine import Workspace, check_has_workspaces, workspaces_of
-from fp4adam.optim.master_weights import quantize_together
+from fp4adam.optim.master_weights import can_be_cast
 from fp4adam.optim.memory_note import data_ptr, version
 from fp4adam.tensors import backend
 from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
+from fp4adam.tensors.storage import Storage
 
 
 class WeightWorkspaces:
@@ -58,6 +61,7 @@ class WeightWorkspaces:
 
     def __init__(self, source: nn.Module | Mapping[Tensor, Tensor]) -> None:
         self._notes: dict[int, tuple] = {}
+        self._writer: _Writer | None = None
         self._find: Callable[[], Iterable[Workspace]]
         if isinstance(source, nn.Module):
             check_has_workspaces(source)
@@ -117,19 +121,66 @@ class WeightWorkspaces:
     @torch.no_grad()
     def _write(self, workspaces: list[Workspace]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            targets, borrowed = [], []
-            for workspace in workspaces:
-                target = _target(workspace.tensor)
-                if isinstance(target, BorrowedTensor):
-                    borrowed.append(target)
-                    target = target.tensor
-                targets.append(target)
+            targets = [_target(workspace.tensor) for workspace in workspaces]
             values = [_joined(workspace.weights) for workspace in workspaces]
-            scales_of_others = ScaleWriteback(borrowed)
-            scales_of_others.read()
-            quantize_together(targets, values, [value.dtype for value in values])
-            scales_of_others()
-            torch.autograd.graph.increment_version([one.source for one in borrowed])
+            kinds = [
+                (_storage(target), value.dtype)
+                for target, value in zip(targets, values, strict=True)
+            ]
+            if self._writer is None or self._writer.kinds != kinds:
+                self._writer = _Writer(targets, kinds)
+            self._writer(values)
+
+
+class _Writer:
+    """Writes values to the same copies again and again.
+
+    Args:
+        targets: The copies.
+        kinds: Their memory, and the dtypes of their values.
+    """
+
+    def __init__(
+        self,
+        targets: list[QuantizedTensor | BorrowedTensor],
+        kinds: list[tuple[Storage, torch.dtype]],
+    ) -> None:
+        self.kinds = kinds
+        self._sources = [one.source for one in targets if isinstance(one, BorrowedTensor)]
+        self._scales_of_others = ScaleWriteback(
+            [one for one in targets if isinstance(one, BorrowedTensor)]
+        )
+        tensors = [one.tensor if isinstance(one, BorrowedTensor) else one for one in targets]
+        together: dict[torch.device, list[int]] = defaultdict(list)
+        self._alone = []
+        for i, tensor in enumerate(tensors):
+            if can_be_cast(tensor):
+                together[tensor.device].append(i)
+            else:
+                self._alone.append((i, tensor))
+        self._casts = [
+            (members, ShardCast([tensors[i] for i in members], [kinds[i][1] for i in members]))
+            for members in together.values()
+        ]
+        self._tensors = tensors
+
+    def __call__(self, values: list[Tensor]) -> None:
+        self._scales_of_others.read()
+        for members, cast in self._casts:
+            own = [values[i] for i in members]
+            cast.measure(own)
+            if cast.is_adaptive:
+                cast.choose(own)
+            cast.write(own)
+        for i, tensor in self._alone:
+            tensor.quantize_(values[i])
+        self._scales_of_others()
+        torch.autograd.graph.increment_version([*self._tensors, *self._sources])
+
+
+def _storage(target: QuantizedTensor | BorrowedTensor) -> Storage:
+    tensor = target.tensor if isinstance(target, BorrowedTensor) else target
+    return tensor.flush()._shared.tensors
 
 
 def _target(tensor: Tensor) -> QuantizedTensor | BorrowedTensor:
