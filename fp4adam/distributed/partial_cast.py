@@ -210,7 +210,7 @@ class PartialCast:
 
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         memory = [None if x is None else (x.data_ptr(), x.dtype) for x in values]
-        codes = [tuple(x and x.data_ptr() for x in as_pair(out)) for out in outs]
+        codes = [[None if x is None else x.data_ptr() for x in as_pair(out)] for out in outs]
         tensors = [shard.weight._shared.tensors for shard in self._shards]
         choices = [shard.choices for shard in self._shards]
         known = stream, memory, codes, [*map(id, tensors)], [*map(id, choices)]
