@@ -10,6 +10,7 @@ import argparse
 import copy
 import gc
 import importlib.metadata
+import io
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -456,6 +457,117 @@ def checkpoints_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
             yield {"format": name, "what": what, "masters apart": apart, "ok": apart < 1e-6}
 
 
+def reference_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
+    """Masters beside torch.optim.Adam from the decoded weights, as TE tests its own optimizer."""
+    for name, recipe, _ in formats(te, recipes):
+        weight = linear(te, recipe, (256, 256)).weight
+        weight.clear_high_precision_init_val()
+        kind = type(weight)
+        reference = Parameter(weight.dequantize(dtype=torch.float32).detach().clone())
+        options = dict(lr=1.0, betas=(0.1, 0.25), eps=1e-8, weight_decay=0.0)
+        optimizer = FP4Adam([weight], **options, use_decoupled_grad=True)
+        adam = torch.optim.Adam([reference], **options)
+        for step in range(5):
+            reference.grad = random(256, 256, seed=step)
+            weight.decoupled_grad = reference.grad.clone()
+            optimizer.step()
+            adam.step()
+        master = optimizer.state[weight]["master_param"]
+        apart = ((master - reference).abs() / (reference.abs() + 1e-5)).max().item()
+        values = weight.dequantize(dtype=torch.float32)
+        off = (values - reference).abs().max().item() / reference.abs().max().item()
+        try:
+            torch.testing.assert_close(master, reference.detach())
+            ok = type(weight) is kind and off < 0.0625
+        except AssertionError:
+            ok = False
+        row = {"masters apart": apart, "weights apart": off}
+        yield {"format": name, "what": "torch.optim.Adam", **row, "ok": ok}
+
+
+def resume_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
+    """State dicts through a file into a new model and optimizer: the same output and next step."""
+
+    def trained(recipe: Any, seed: int, steps: range, saved: Any = None) -> tuple:
+        torch.manual_seed(seed)
+        with te.quantized_model_init(recipe=recipe):
+            module = te.LayerNormMLP(512, 1024, params_dtype=torch.bfloat16, device="cuda")
+        optimizer = FP4Adam(module.parameters(), **OPTIONS)
+        if saved is not None:
+            module.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+        for step in steps:
+            module.zero_grad()
+            x = random(256, 512, seed=step).bfloat16()
+            with te.autocast(enabled=True, recipe=recipe):
+                y = module(x)
+            (y.float() - x.float()).square().mean().backward()
+            optimizer.step()
+        return module, optimizer
+
+    for name, recipe, _ in formats(te, recipes):
+        module, optimizer = trained(recipe, 0, range(3))
+        file = io.BytesIO()
+        torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=False)
+        other, loaded = trained(recipe, 1, range(0), saved)
+        x, outputs = random(256, 512, seed=9).bfloat16(), []
+        for each in (module, other):
+            with torch.no_grad(), te.autocast(enabled=True, recipe=recipe):
+                outputs.append(each(x))
+        for model, own in ((module, optimizer), (other, loaded)):
+            for i, param in enumerate(model.parameters()):
+                param.grad = random(*param.shape, seed=i, scale=1e-2).to(param.dtype)
+            own.step()
+        masters = [
+            [own.state[p]["master_param"] for p in model.parameters() if p.dtype != torch.float32]
+            for model, own in ((module, optimizer), (other, loaded))
+        ]
+        row = {
+            "same output": torch.equal(*outputs),
+            "same masters": all(map(torch.equal, *masters)),
+        }
+        yield {"format": name, "what": "torch.save", **row, "ok": all(row.values())}
+
+
+def graphs_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
+    """Forward passes replayed from a CUDA graph, after steps outside of it."""
+    for name, recipe, quantizer in formats(te, recipes):
+        if quantizer.has_history:
+            continue  # the graph would need Transformer Engine's own capture
+        for what in ("quantized weights", "workspaces"):
+            torch.manual_seed(0)
+            with te.quantized_model_init(enabled=what == "quantized weights", recipe=recipe):
+                module = te.Linear(512, 512, params_dtype=torch.bfloat16, device="cuda")
+            optimizer = FP4Adam(module.parameters(), **OPTIONS)
+            if what == "workspaces":
+                optimizer.register_step_post_hook(WeightWorkspaces(module))
+            x = random(256, 512, seed=0).bfloat16().requires_grad_()
+
+            def forward(first: bool, module: Any = module, x: Tensor = x, on: Any = recipe) -> Any:
+                with te.autocast(enabled=True, recipe=on):
+                    return module(x, is_first_microbatch=first)
+
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                forward(True)
+                forward(False)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=stream):
+                    y = forward(False)
+            torch.cuda.synchronize()
+            same = []
+            for step in range(3):
+                for i, param in enumerate(module.parameters()):
+                    param.grad = random(*param.shape, seed=i + step, scale=1e-2).bfloat16()
+                optimizer.step()
+                graph.replay()
+                replayed = y.detach().clone()
+                same.append(torch.equal(replayed, forward(True)))
+            yield {"format": name, "what": what, "replays are eager": same, "ok": all(same)}
+
+
 def times_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
     """Milliseconds of a step, of the host alone, and temporary memory; 973 M parameters."""
     clock = Clock("cuda")
@@ -495,6 +607,9 @@ PARTS = {
     "workspaces": workspaces_rows,
     "zero": zero_rows,
     "checkpoints": checkpoints_rows,
+    "reference": reference_rows,
+    "resume": resume_rows,
+    "graphs": graphs_rows,
     "times": times_rows,
     "workspace_times": workspace_times_rows,
 }
