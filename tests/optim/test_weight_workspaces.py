@@ -5,7 +5,10 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Parameter
 
 from fp4adam import (
@@ -337,6 +340,22 @@ BAD = {
 def test_bad_sources_are_refused_at_once(source, error, words):
     with pytest.raises(error, match=words):
         WeightWorkspaces(source(value()))
+
+
+def test_sharded_weights_are_refused():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        weight = distribute_tensor(value(), init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(ValueError, match="must be whole .* got a DTensor of placements"):
+            WeightWorkspaces({weight: quantized()})
+        # A module that was sharded after its first forward pass does not read its copy again.
+        model = te_model(NVFP4Quantizer())
+        workspaces = WeightWorkspaces(model)
+        model[0].weight = Parameter(weight)
+        workspaces.update()
+        assert not model[0]._fp8_workspaces and model[1]._fp8_workspaces
+    finally:
+        dist.destroy_process_group()
 
 
 def test_modules_with_quantized_weights_have_no_workspaces():
