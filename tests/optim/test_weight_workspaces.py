@@ -262,6 +262,85 @@ def test_a_skipped_step_leaves_weights_and_copies(path_device):
     assert_current(tensor, weight, quantizer)
 
 
+@pytest.mark.parametrize("path_device", ["torch", "kernel"], indirect=True)
+def test_skipped_steps_of_a_scaler(path_device):
+    quantizer = Float8Quantizer()
+    weight = Parameter(value(0, path_device))
+    tensor = stand_in(quantizer.quantize(weight.detach()))
+    optimizer = FusedAdam([weight], lr=1e-2)
+    optimizer.register_step_post_hook(WeightWorkspaces({weight: tensor}))
+    scaler = torch.amp.GradScaler(torch.device(path_device).type, init_scale=4.0)
+    for factor in (float("inf"), 1.0):
+        scaler.scale((weight.float() * factor).sum()).backward()
+        before = weight.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(weight, before) == (factor != 1.0)
+        assert_current(tensor, weight, quantizer)
+        optimizer.zero_grad()
+
+
+def test_gradient_release():
+    quantizer = NVFP4Quantizer()
+    weight = Parameter(value())
+    tensor = quantizer.quantize(weight.detach())
+    optimizer = FusedAdam([weight], lr=1e-2)
+    optimizer.register_step_post_hook(WeightWorkspaces({weight: tensor}))
+    optimizer.enable_gradient_release()
+    before = weight.detach().clone()
+    weight.float().square().sum().backward()
+    assert not torch.equal(weight, before)
+    optimizer.step()
+    assert_current(tensor, weight, quantizer)
+
+
+def test_a_forward_pass_in_inference_mode_updates():
+    quantizer = Float8BlockQuantizer()
+    model = te_model(quantizer)
+    model.register_forward_pre_hook(WeightWorkspaces(model))
+    model[1].forward = lambda x: x
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    with torch.inference_mode():
+        model(torch.ones(1, SHAPE[1]))
+    assert_current(model[0]._fp8_workspaces["weight"], model[0].weight, quantizer)
+    optimizer = FusedAdam(model.parameters(), lr=1e-2)
+    optimizer.register_step_post_hook(WeightWorkspaces(model))
+    step(optimizer)
+    assert_current(model[0]._fp8_workspaces["weight"], model[0].weight, quantizer)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_hooks_of_a_copied_model_are_for_the_copy(copied):
+    quantizer = NVFP4Quantizer()
+    model = te_model(quantizer)
+    for layer in model:
+        layer._fp8_workspaces["weight"] = quantizer.quantize(layer.weight.detach())
+    model.register_forward_pre_hook(WeightWorkspaces(model))
+    x = torch.ones(1, SHAPE[1])
+    other = copied(model)
+    with torch.no_grad():
+        other[0].weight.mul_(2)
+    for hook in other._forward_pre_hooks.values():
+        hook(other, x)
+    for each in (model, other):
+        assert_current(each[0]._fp8_workspaces["weight"], each[0].weight, quantizer)
+
+
+def test_compiled_models_are_updated_too():
+    quantizer = MXFP8Quantizer()
+    model = te_model(quantizer)
+    workspaces = WeightWorkspaces(model)
+    plain = nn.Linear(4, 4)
+    plain.register_forward_pre_hook(workspaces)
+    compiled = torch.compile(plain, backend="eager")
+    for factor in (2, 3):
+        with torch.no_grad():
+            model[0].weight.mul_(factor)
+        compiled(torch.ones(1, 4))
+        assert_current(model[0]._fp8_workspaces["weight"], model[0].weight, quantizer)
+
+
 def test_frozen_weights_keep_their_copies():
     quantizer = NVFP4Quantizer()
     weights = [Parameter(value(i)) for i in range(2)]
