@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Parameter
+from triton.runtime.interpreter import GridExecutor
 
 from fp4adam import (
     Float8BlockQuantizer,
@@ -132,6 +134,27 @@ def test_copies_are_the_quantized_weights_after_each_step(quantizer, kind, path_
     if kind == "own":
         after = [[x.data_ptr() for x in each.storage_tensors().values()] for each in copies]
         assert after == addresses
+
+
+def launches(n_weights: int, quantizer: Quantizer, device: str) -> int:
+    """Kernels of a write that repeats an earlier one."""
+    weights = [Parameter(value(i, device)) for i in range(n_weights)]
+    copies = [stand_in(quantizer.quantize(weight.detach())) for weight in weights]
+    workspaces = WeightWorkspaces(dict(zip(weights, copies, strict=True)))
+    workspaces.write()
+    run = GridExecutor.__call__
+    with mock.patch.object(GridExecutor, "__call__", autospec=True, side_effect=run) as calls:
+        workspaces.write()
+    return calls.call_count
+
+
+@pytest.mark.parametrize("name", ["nvfp4-swizzled", "mxfp8-swizzled", "float8block", "float8"])
+@pytest.mark.parametrize("path_device", ["kernel"], indirect=True)
+def test_launches_do_not_depend_on_the_number_of_weights(name, path_device):
+    if path_device == "cuda":
+        pytest.skip("counts in the interpreter")
+    few, many = (launches(n, QUANTIZERS[name], path_device) for n in (1, 3))
+    assert 0 < few == many <= 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
