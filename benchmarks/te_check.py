@@ -1,6 +1,6 @@
-"""FP4Adam beside Transformer Engine itself: bytes, modules, shards of masters, checkpoints, times.
+"""FP4Adam beside Transformer Engine itself: bytes, modules, workspaces, shards, checkpoints, times.
 
-    python benchmarks/te_check.py [--parts bytes,modules,zero,checkpoints,times] [--json te.json]
+    python benchmarks/te_check.py [--parts bytes,modules,workspaces,...] [--json te.json]
 
 It needs a GPU and Transformer Engine (README.md says how to install it), and runs the formats that
 Transformer Engine has on that GPU. A part that fails says why in its row, and the exit status is 1.
@@ -10,6 +10,7 @@ import argparse
 import copy
 import gc
 import importlib.metadata
+import io
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -25,13 +26,16 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import fp4adam
-from fp4adam import FP4Adam
+from fp4adam import FP4Adam, FusedAdam, WeightWorkspaces
+from fp4adam.interop.transformer_engine import workspaces_of
 from fp4adam.tensors.quantizer import Quantizer
 
 Row = dict[str, Any]
 
 OPTIONS = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 STEPS = 20
+# Weights of the parts that measure times: those of a GPT, 973 M parameters.
+SHAPES = [(3072, 2048), (2048, 2048), (8192, 2048), (8192, 2048), (2048, 8192)] * 16
 # This package's quantizer for each format.
 QUANTIZERS: dict[str, Quantizer] = {
     "Float8": fp4adam.Float8Quantizer(),
@@ -280,6 +284,112 @@ def module_row(te: Any, recipe: Any, optimizers: Any, build: Callable[[], nn.Mod
     }
 
 
+def workspaces_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
+    """Modules with BF16 weights, whose workspaces are written after the step or by themselves."""
+    for name, recipe, quantizer in formats(te, recipes):
+        for kind, build in {**module_builders(te), **split_builders(te)}.items():
+            row = {"format": name, "what": kind}
+            try:
+                yield {**row, **workspaces_row(te, recipe, quantizer, build)}
+            except Exception as error:
+                yield {**row, "why": f"{type(error).__name__}: {error}", "ok": False}
+
+
+def split_builders(te: Any) -> dict[str, Callable[[], nn.Module]]:
+    """Modules whose fused weights are split into several parameters, and with several weights."""
+    common = dict(params_dtype=torch.bfloat16, device="cuda")
+    return {
+        "Linear, split": lambda: te.Linear(512, 512, parameters_split=("a", "b"), **common),
+        "TransformerLayer, split": lambda: te.TransformerLayer(
+            512, 2048, 8, hidden_dropout=0.0, attention_dropout=0.0, **common
+        ),
+    }
+
+
+def workspaces_row(te: Any, recipe: Any, quantizer: Quantizer, build: Callable) -> Row:
+    """Five steps of two microbatches: with workspaces that the step writes, and with others."""
+    losses, worst, same, addresses = [], {}, True, []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        module = build()
+        optimizer = FusedAdam(module.parameters(), **OPTIONS)
+        if ours:
+            optimizer.register_step_post_hook(WeightWorkspaces(module))
+        losses.append([])
+        for step in range(5):
+            for microbatch in range(2):
+                x = random(256, 1, 512, seed=2 * step + microbatch).bfloat16().requires_grad_()
+                with te.autocast(enabled=True, recipe=recipe):
+                    y = module(x, is_first_microbatch=not ours and not microbatch)
+                loss = (y.float() - x.detach().roll(1, dims=-1).float()).square().mean()
+                loss.backward()
+                losses[-1].append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            if not ours:
+                continue
+            found = list(workspaces_of(module))
+            addresses.append([te_addresses(each.tensor) for each in found])
+            for each in found:
+                weight = torch.cat([part.detach() for part in each.weights])
+                theirs = each.tensor._quantizer.copy()
+                theirs.set_usage(rowwise=True, columnwise=True)
+                theirs.internal = False
+                if quantizer.has_history:
+                    theirs.amax = theirs.amax.clone()
+                expected = te_fields(theirs(weight))
+                known = extents(tuple(weight.shape), quantizer)
+                for field, share in differing(te_fields(each.tensor), expected, known).items():
+                    worst[field] = max(share, worst.get(field, 0))
+            x = random(256, 1, 512, seed=100 + step).bfloat16().requires_grad_()
+            with te.autocast(enabled=True, recipe=recipe):  # scales change when it ends
+                outputs = [module(x, is_first_microbatch=first) for first in (False, True)]
+            same = same and torch.equal(*outputs)
+    apart = max(abs(a - b) / a for a, b in zip(*losses, strict=True))
+    stay = all(each == addresses[0] for each in addresses)
+    ok = worst and not any(worst.values()) and same and stay and apart < 1e-2
+    return {
+        "workspaces": len(addresses[0]),
+        "differing": worst,
+        "output of False is that of True": same,
+        "addresses stay": stay,
+        "losses apart": apart,
+        "ok": bool(ok),
+    }
+
+
+def te_addresses(tensor: Tensor) -> list[int]:
+    """Addresses of the codes and scales of a tensor of Transformer Engine."""
+    names = {*FIELDS.values(), *FLOAT8_FIELDS.values()}
+    found = (getattr(tensor, name, None) for name in sorted(names))
+    return [x.data_ptr() for x in found if x is not None]
+
+
+def workspace_times_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
+    """Milliseconds to write all workspaces of 973 M parameters, at once and one by one."""
+    clock = Clock("cuda")
+    for name, recipe, _ in formats(te, recipes):
+        gc.collect()
+        torch.cuda.empty_cache()
+        common = dict(bias=False, params_dtype=torch.bfloat16, device="cuda")
+        model = nn.ModuleList(te.Linear(cols, rows, **common) for rows, cols in SHAPES)
+        for layer in model:
+            x = torch.ones(128, layer.in_features, device="cuda", dtype=torch.bfloat16)
+            with te.autocast(enabled=True, recipe=recipe):
+                layer(x.requires_grad_(), is_first_microbatch=True)
+        pairs = [(layer._fp8_workspaces["weight"], layer.weight.detach()) for layer in model]
+        ours = WeightWorkspaces(model)
+
+        def theirs(pairs: list = pairs) -> None:
+            for tensor, weight in pairs:
+                tensor.quantize_(weight)
+
+        for what, write in (("WeightWorkspaces.write", ours.write), ("TE's quantize_", theirs)):
+            ms = statistics.median(clock.samples(write, 15))
+            yield {"format": name, "what": what, "ms": ms, "host ms": clock.host(write), "ok": True}
+        del model, pairs, ours, theirs
+
+
 def zero_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
     """Slices of masters quantized into TE's tensors, by both packages' functions."""
     from transformer_engine.pytorch.tensor import utils
@@ -347,15 +457,125 @@ def checkpoints_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
             yield {"format": name, "what": what, "masters apart": apart, "ok": apart < 1e-6}
 
 
+def reference_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
+    """Masters beside torch.optim.Adam from the decoded weights, as TE tests its own optimizer."""
+    for name, recipe, _ in formats(te, recipes):
+        weight = linear(te, recipe, (256, 256)).weight
+        weight.clear_high_precision_init_val()
+        kind = type(weight)
+        reference = Parameter(weight.dequantize(dtype=torch.float32).detach().clone())
+        options = dict(lr=1.0, betas=(0.1, 0.25), eps=1e-8, weight_decay=0.0)
+        optimizer = FP4Adam([weight], **options, use_decoupled_grad=True)
+        adam = torch.optim.Adam([reference], **options)
+        for step in range(5):
+            reference.grad = random(256, 256, seed=step)
+            weight.decoupled_grad = reference.grad.clone()
+            optimizer.step()
+            adam.step()
+        master = optimizer.state[weight]["master_param"]
+        apart = (master - reference).abs().max().item()
+        values = weight.dequantize(dtype=torch.float32)
+        off = (values - reference).abs().max().item() / reference.abs().max().item()
+        try:
+            torch.testing.assert_close(master, reference.detach())
+            ok = type(weight) is kind and off < 0.0625
+        except AssertionError:
+            ok = False
+        row = {"masters apart": apart, "weights apart": off}
+        yield {"format": name, "what": "torch.optim.Adam", **row, "ok": ok}
+
+
+def resume_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
+    """State dicts through a file into a new model and optimizer: the same output and next step."""
+
+    def trained(recipe: Any, seed: int, steps: range, saved: Any = None) -> tuple:
+        torch.manual_seed(seed)
+        with te.quantized_model_init(recipe=recipe):
+            module = te.LayerNormMLP(512, 1024, params_dtype=torch.bfloat16, device="cuda")
+        optimizer = FP4Adam(module.parameters(), **OPTIONS)
+        if saved is not None:
+            module.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+        for step in steps:
+            module.zero_grad()
+            x = random(256, 512, seed=step).bfloat16()
+            with te.autocast(enabled=True, recipe=recipe):
+                y = module(x)
+            (y.float() - x.float()).square().mean().backward()
+            optimizer.step()
+        return module, optimizer
+
+    for name, recipe, _ in formats(te, recipes):
+        module, optimizer = trained(recipe, 0, range(3))
+        file = io.BytesIO()
+        torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=False)
+        other, loaded = trained(recipe, 1, range(0), saved)
+        x, outputs = random(256, 512, seed=9).bfloat16(), []
+        for each in (module, other):
+            with torch.no_grad(), te.autocast(enabled=True, recipe=recipe):
+                outputs.append(each(x))
+        for model, own in ((module, optimizer), (other, loaded)):
+            for i, param in enumerate(model.parameters()):
+                param.grad = random(*param.shape, seed=i, scale=1e-2).to(param.dtype)
+            own.step()
+        masters = [
+            [own.state[p]["master_param"] for p in model.parameters() if p.dtype != torch.float32]
+            for model, own in ((module, optimizer), (other, loaded))
+        ]
+        row = {
+            "same output": torch.equal(*outputs),
+            "same masters": all(map(torch.equal, *masters)),
+        }
+        yield {"format": name, "what": "torch.save", **row, "ok": all(row.values())}
+
+
+def graphs_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
+    """Forward passes replayed from a CUDA graph, after steps outside of it."""
+    for name, recipe, quantizer in formats(te, recipes):
+        if quantizer.has_history:
+            continue  # the graph would need Transformer Engine's own capture
+        for what in ("quantized weights", "workspaces"):
+            torch.manual_seed(0)
+            with te.quantized_model_init(enabled=what == "quantized weights", recipe=recipe):
+                module = te.Linear(512, 512, params_dtype=torch.bfloat16, device="cuda")
+            optimizer = FP4Adam(module.parameters(), **OPTIONS)
+            if what == "workspaces":
+                optimizer.register_step_post_hook(WeightWorkspaces(module))
+            x = random(256, 512, seed=0).bfloat16().requires_grad_()
+
+            def forward(first: bool, module: Any = module, x: Tensor = x, on: Any = recipe) -> Any:
+                with te.autocast(enabled=True, recipe=on):
+                    return module(x, is_first_microbatch=first)
+
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                forward(True)
+                forward(False)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=stream):
+                    y = forward(False)
+            torch.cuda.synchronize()
+            same = []
+            for step in range(3):
+                for i, param in enumerate(module.parameters()):
+                    param.grad = random(*param.shape, seed=i + step, scale=1e-2).bfloat16()
+                optimizer.step()
+                graph.replay()
+                replayed = y.detach().clone()
+                same.append(torch.equal(replayed, forward(True)))
+            yield {"format": name, "what": what, "replays are eager": same, "ok": all(same)}
+
+
 def times_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
     """Milliseconds of a step, of the host alone, and temporary memory; 973 M parameters."""
-    shapes = [(3072, 2048), (2048, 2048), (8192, 2048), (8192, 2048), (2048, 8192)] * 16
     clock = Clock("cuda")
     for name, recipe, _ in formats(te, recipes):
         for ours in (False, True):
             gc.collect()
             torch.cuda.empty_cache()
-            weights = [linear(te, recipe, shape).weight for shape in shapes]
+            weights = [linear(te, recipe, shape).weight for shape in SHAPES]
             for i, weight in enumerate(weights):
                 weight.clear_high_precision_init_val()
                 weight.grad = random(*weight.shape, seed=i, scale=1e-3).bfloat16()
@@ -384,9 +604,14 @@ def times_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
 PARTS = {
     "bytes": bytes_rows,
     "modules": modules_rows,
+    "workspaces": workspaces_rows,
     "zero": zero_rows,
     "checkpoints": checkpoints_rows,
+    "reference": reference_rows,
+    "resume": resume_rows,
+    "graphs": graphs_rows,
     "times": times_rows,
+    "workspace_times": workspace_times_rows,
 }
 
 

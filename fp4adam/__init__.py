@@ -46,6 +46,7 @@ from fp4adam.optim.fp4_adam import FP4Adam as FP4Adam
 from fp4adam.optim.fused_adam import FusedAdam as FusedAdam
 from fp4adam.optim.gradient_release import GradientRelease as GradientRelease
 from fp4adam.optim.master_weight_optimizer import MasterWeightOptimizer as MasterWeightOptimizer
+from fp4adam.optim.weight_workspaces import WeightWorkspaces as WeightWorkspaces
 from fp4adam.tensors import operators as operators
 from fp4adam.tensors.quantized_tensor import QuantizedTensor as QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer as Quantizer

@@ -136,10 +136,16 @@ def stand_in(tensor: QuantizedTensor, **attributes: Any) -> Wrapper:
         transposed = tensor.columnwise_data
         fields = dict(_data=tensor.rowwise_data.view(tensor.shape), _transpose=transposed)
         fields["_scale_inv"] = tensor.rowwise_scale_inv
+    elif quantizer.optimize_for_gemm:
+        for usage in ("rowwise", "columnwise"):
+            if fields[f"_{usage}_data"] is not None:
+                swizzled = getattr(tensor, f"{usage}_gemm_scale_inv")
+                fields[f"_{usage}_scale_inv"] = swizzled.view(fields[f"_{usage}_scale_inv"].shape)
     fields = {name: x if x is None else x.clone() for name, x in fields.items()}
+    swizzled = dict(_with_gemm_swizzled_scales=quantizer.optimize_for_gemm)
     of_class = {
-        NVFP4Quantizer: dict(_with_gemm_swizzled_scales=False),
-        MXFP8Quantizer: dict(_with_gemm_swizzled_scales=False, _fp8_dtype=E4M3),
+        NVFP4Quantizer: swizzled,
+        MXFP8Quantizer: dict(**swizzled, _fp8_dtype=E4M3),
         Float8BlockQuantizer: dict(_fp8_dtype=E4M3),
         Float8Quantizer: dict(_fp8_dtype=E4M3, _transpose_invalid=not quantizer.columnwise),
     }[kind]

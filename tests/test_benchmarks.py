@@ -542,6 +542,25 @@ def test_a_part_that_fails_leaves_a_row_and_the_others_run(te_check, monkeypatch
     assert rows[1]["why"] == "ValueError: no such thing"
 
 
+def test_tables_of_the_report_have_times_and_answers(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    report = load("te_report")
+    rows = [
+        {"part": "times", "what": what, "ms": ms, "host ms": 1.04, "temporary MiB": mib}
+        for what, ms, mib in ((report.THEIRS, 14.668, 3712.0), (report.OURS, 6.88, 0.004))
+    ]
+    rows += [{"part": "bytes", "what": what, "ok": what == "own"} for what in ("own", "its")]
+    rows += [{"part": "modules", "stale transposes (TE, ours)": [1.0, 0.0], "ok": True}]
+    rows = [{"ok": True, **row, "format": "Float8"} for row in rows]
+    name = "`Float8CurrentScaling`"
+    assert report.readme(rows)[2:] == [f"| {name} | 14.67, 3,712 | **6.88, 0** | not in all rows |"]
+    assert report.from_te(rows)[2:] == [
+        f"| {name} | FusedAdam | 14.67 | 1.0 | 3,712 | **of before the step** |",
+        "| | FP4Adam | 6.88 | 1.0 | 0.004 | of the step |",
+    ]
+    assert "- bytes: 1 of 2 rows are as they should be" in report.summary(rows)
+
+
 def test_differing_bytes_are_counted_without_padding(te_check):
     codes = torch.arange(64, dtype=torch.uint8).view(8, 8)
     padded, noisy = (torch.nn.functional.pad(codes, (0, 2), value=fill) for fill in (0, 7))

@@ -158,6 +158,16 @@ def test_readme_is_short():
 
 
 @pytest.mark.skipif(not MAKEFILE.is_file(), reason="there is none beside this copy of tests/")
+def test_the_readme_has_the_times_of_the_page_from_transformer_engine():
+    page = (DOCS / "from_te.md").read_text()
+    rows = re.findall(r"\| `(\w+Scaling)` \| ([\d.]+), [\d,]+ \| \*\*([\d.]+),", README.read_text())
+    assert len(rows) == 3
+    for recipe, theirs, ours in rows:
+        assert re.search(
+            rf"\| `{recipe}` \| FusedAdam \| {theirs} .*\n\| +\| FP4Adam \| {ours} ", page
+        )
+
+
 def test_commands_of_the_readme_exist():
     targets = set(re.findall(r"^([\w-]+):", MAKEFILE.read_text(), re.MULTILINE))
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)", README.read_text(), re.MULTILINE))

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from fp4adam.tensors.blocks import blocks_of, in_blocks, round_up, times_factors
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
 from fp4adam.tensors.swizzle import build_gemm_scales
+
+if TYPE_CHECKING:
+    from fp4adam.distributed.partial_cast_launch import CastLaunches
 
 
 class PartialCast:
@@ -87,6 +91,9 @@ class PartialCast:
         self.device = weights[0].device if weights else torch.device("cpu")
         self._adaptive = [shard for shard in self._shards if shard.is_adaptive]
         self.choices: Tensor | None = None
+        # The launches of the last call, what they are for, and what keeps that alive.
+        self._known: tuple = ()
+        self._launches: tuple = ()
         self._lay_out_amaxes()
 
     @property
@@ -141,9 +148,7 @@ class PartialCast:
                 if end % shard.strip_numel:
                     shard.cut[end // shard.strip_numel] = 1
         if backend.uses_kernels(self.device):
-            from fp4adam.distributed import partial_cast_launch
-
-            return partial_cast_launch.measure(self._shards, values, self.device)
+            return self._launches_for(values, [None] * len(values)).measure()
         for shard, value in zip(self._shards, values, strict=True):
             _measure(shard, value)
 
@@ -199,6 +204,21 @@ class PartialCast:
                 whole.append((dataclasses.replace(shard, start=first, stop=last), part))
         self._compare(whole)
 
+    def _launches_for(self, values: Sequence[Tensor | None], outs: Sequence[Out]) -> "CastLaunches":
+        """The launches on this memory: those of the last call, if it was the same."""
+        from fp4adam.distributed.partial_cast_launch import CastLaunches
+
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        memory = [None if x is None else (x.data_ptr(), x.dtype) for x in values]
+        codes = [[None if x is None else x.data_ptr() for x in as_pair(out)] for out in outs]
+        tensors = [shard.weight._shared.tensors for shard in self._shards]
+        choices = [shard.choices for shard in self._shards]
+        known = stream, memory, codes, [*map(id, tensors)], [*map(id, choices)]
+        if known != self._known:
+            self._known = known
+            self._launches = CastLaunches(self._shards, values, outs, self.device), tensors, choices
+        return self._launches[0]
+
     @property
     def cut_strips(self) -> list[tuple[tuple[int, int], dict[int, Tensor]] | None]:
         """Per adaptive weight the number of its rows of blocks and of the elements in each, and by
@@ -250,9 +270,7 @@ class PartialCast:
             shard.weight.flush()  # a later flush would overwrite these values
         self._compare([strip for shard in self._adaptive for strip in _cut_strips(shard)])
         if backend.uses_kernels(self.device):
-            from fp4adam.distributed import partial_cast_launch
-
-            partial_cast_launch.write(self._shards, values, outs, self.device)
+            self._launches_for(values, outs).write()
         else:
             for shard, value, out in zip(self._shards, values, outs, strict=True):
                 _write_scales(shard)

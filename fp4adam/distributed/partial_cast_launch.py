@@ -38,12 +38,43 @@ _SCALES = ("format", "write_dtype", "force_pow_2_scales", "amax_epsilon", "adapt
 _CHOICES = ("value_dtype", "write_dtype", "adaptive", "bound")
 
 
-def measure(shards: list[Shard], values: Sequence[Tensor | None], device: torch.device) -> None:
-    """Write the amaxes of blocks that overlap the shards; all others must be zero before."""
-    rows = _table_rows(shards, values, [None] * len(shards))
-    table = tile_lists.table(rows, device)
-    for kind, tiles in _tiles(shards, values, rows, device):
-        partial_cast.measure(table, tiles, **kind.options(*_MEASURE))
+class CastLaunches:
+    """The launches that cast shards with values at fixed addresses; each can be repeated.
+
+    Args:
+        shards: The shards, on one device.
+        values: Per shard its values, or None for an empty shard.
+        outs: Per shard the memory for its codes, or None for the weight's own.
+        device: The device of all of these.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        values: Sequence[Tensor | None],
+        outs: Sequence[Out],
+        device: torch.device,
+    ) -> None:
+        rows = _table_rows(shards, values, outs)
+        self._shards = shards
+        self._table = tile_lists.table(rows, device)
+        self._tiles = _tiles(shards, values, rows, device)
+        self._chunks = _chunks(shards, device)
+
+    def measure(self) -> None:
+        """Write the amaxes of blocks that overlap the shards; all others must be zero before."""
+        for kind, tiles in self._tiles:
+            partial_cast.measure(self._table, tiles, **kind.options(*_MEASURE))
+
+    def write(self) -> None:
+        """Write the scales of all blocks, and the codes of the shards."""
+        for shard in self._shards:
+            if shard.quantizer.has_history:
+                shard.quantizer.take_amax(shard.weight._shared.tensors, shard.amax)
+        for kind, chunks in self._chunks:
+            partial_cast.write_scales(self._table, chunks, **kind.options(*_SCALES))
+        for kind, tiles in self._tiles:
+            partial_cast.write_codes(self._table, tiles, **kind._asdict())
 
 
 def choose(shards: Sequence[Shard], values: Sequence[Tensor], device: torch.device) -> None:
@@ -52,21 +83,6 @@ def choose(shards: Sequence[Shard], values: Sequence[Tensor], device: torch.devi
     table = tile_lists.table(rows, device)
     for kind, tiles in _tiles(shards, values, rows, device):
         partial_cast.write_choices(table, tiles, **kind.options(*_CHOICES))
-
-
-def write(
-    shards: list[Shard], values: Sequence[Tensor | None], outs: Sequence[Out], device: torch.device
-) -> None:
-    """Write the scales of all blocks, and the codes of the shards."""
-    rows = _table_rows(shards, values, outs)
-    table = tile_lists.table(rows, device)
-    for shard in shards:
-        if shard.quantizer.has_history:
-            shard.quantizer.take_amax(shard.weight._shared.tensors, shard.amax)
-    for kind, chunks in _chunks(shards, device):
-        partial_cast.write_scales(table, chunks, **kind.options(*_SCALES))
-    for kind, tiles in _tiles(shards, values, rows, device):
-        partial_cast.write_codes(table, tiles, **kind._asdict())
 
 
 def _kind(shard: Shard, value_dtype: torch.dtype | None) -> _Kind:
@@ -153,7 +169,7 @@ def _regions(i: int, shard: Shard, row: dict[int, int]) -> tuple[list[Region], l
     ]
 
 
-def _chunks(shards: list[Shard], device: torch.device) -> list[tuple[_Kind, Tensor]]:
+def _chunks(shards: Sequence[Shard], device: torch.device) -> list[tuple[_Kind, Tensor]]:
     """By kind, lists of blocks in chunks of SCALES."""
     regions: dict[_Kind, list[Region]] = {}
     for i, shard in enumerate(shards):

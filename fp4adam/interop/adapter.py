@@ -80,7 +80,8 @@ class TensorAdapter:
         ``rowwise_scale_inv``,   scales as in that class, in two dimensions with any padding. For
         ``columnwise_scale_inv`` any other layout, a view of up to five dimensions whose row-major
                                  order is that of the padded matrix (not with
-                                 ``two_dimensional=True``)
+                                 ``two_dimensional=True``). With ``optimize_for_gemm=True`` in the
+                                 order of GEMMs, contiguous
         ``amax_rowwise``,        NVFP4, Float8: one float32, the largest magnitude
         ``amax_columnwise``
         ``per_tensor_scale``     one float32, the decode scale of the tensor, if stored: NVFP4, the

@@ -24,6 +24,7 @@ from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
 from fp4adam.tensors.rows import is_of as has_codes_of
 from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
+from fp4adam.tensors.swizzle import read_gemm_scales
 
 ALIGNMENT = 16  # in bytes, of everything that kernels read and write
 USAGES = ("rowwise", "columnwise")
@@ -89,6 +90,7 @@ class BorrowedTensor:
         with torch.no_grad():
             for target, own in self.copies:
                 own.copy_(target[tuple(map(slice, own.shape))])
+            read_gemm_scales(self.tensor)
         self.note()
 
     @property
@@ -127,6 +129,15 @@ class BorrowedTensor:
             elif name == "amax":
                 storage[name] = self._amax(quantizer, fields)
             elif name == "amax_history":
+                storage[name] = torch.zeros(size, dtype=dtype, device=self.source.device)
+            elif name.endswith("_gemm_scale_inv"):
+                # In the order of GEMMs in the source; the kernels write both orders.
+                theirs = name.replace("_gemm", "")
+                field = self._field(fields, theirs, dtype)
+                self._check(theirs, field, field.is_contiguous(), "contiguous")
+                self._check_numel(theirs, field, size)
+                storage[name] = field.view(size)
+            elif name.endswith("_scale_inv") and quantizer.optimize_for_gemm:
                 storage[name] = torch.zeros(size, dtype=dtype, device=self.source.device)
             elif name == "block_scale_inv":
                 grid = torch.zeros(size, dtype=dtype, device=self.source.device)
@@ -237,7 +248,8 @@ class BorrowedTensor:
         if self.given is not None or shared.rows_share_scales:
             slack = int(self.per_tensor_scale is not None)
             return has_codes_of(self.tensor, value.to(self.source.device), slack)
-        wanted = self.tensor.quantizer.quantize(value)._shared.tensors.existing()
+        quantizer = self.tensor.quantizer.with_compact_scales()
+        wanted = quantizer.quantize(value)._shared.tensors.existing()
         if self.per_tensor_scale is not None:
             # Compare scales: several amaxes round to the same per-tensor scale.
             scale = self.tensor.quantizer.per_tensor_scale(wanted.pop("amax"))

@@ -4,9 +4,11 @@ The fields of this package are named after theirs. Data derived from a weight is
 fields, and so is written, or was dropped and is derived again when needed.
 """
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp4adam.formats.float8 import Float8Quantizer
 from fp4adam.formats.float8_block import Float8BlockQuantizer
@@ -57,7 +59,6 @@ class NVFP4Adapter(TransformerEngineAdapter):
 
     def quantizer(self, tensor: Tensor) -> Quantizer:
         quantizer = _quantizer_of(tensor)
-        _require(tensor, "_with_gemm_swizzled_scales", False, "set optimize_for_gemm=False")
         _require(tensor, "_row_scaled_nvfp4", False, "leave it False for weights")
         _require(quantizer, "with_rht", False, "leave it False for weights", tensor)
         _require(quantizer, "stochastic_rounding", False, "leave it False for weights", tensor)
@@ -71,6 +72,7 @@ class NVFP4Adapter(TransformerEngineAdapter):
             two_dimensional=getattr(quantizer, "with_2d_quantization", False),
             adaptive=adaptive,
             bound=getattr(tensor, "_nvfp4_e4m3_max", 448),
+            optimize_for_gemm=_is_swizzled(tensor),
         )
 
 
@@ -79,10 +81,9 @@ class MXFP8Adapter(TransformerEngineAdapter):
 
     def quantizer(self, tensor: Tensor) -> Quantizer:
         _require_e4m3(tensor)
-        _require(tensor, "_with_gemm_swizzled_scales", False, "set optimize_for_gemm=False")
         quantizer = getattr(tensor, "_quantizer", None)
         _require(quantizer, "with_2d_quantization", False, "leave it False", tensor)
-        return MXFP8Quantizer(**self._usages(tensor))
+        return MXFP8Quantizer(**self._usages(tensor), optimize_for_gemm=_is_swizzled(tensor))
 
 
 class Float8BlockwiseAdapter(TransformerEngineAdapter):
@@ -149,6 +150,11 @@ class Float8Adapter(TransformerEngineAdapter):
         tensor._reset_caches()
 
 
+def _is_swizzled(tensor: Tensor) -> bool:
+    """Whether the scales of a tensor are in the order of GEMMs, which its quantizer asked for."""
+    return getattr(tensor, "_with_gemm_swizzled_scales", False)
+
+
 def _is_delayed(quantizer: Any) -> bool:
     """Whether a Float8Tensor's quantizer takes a scale, rather than making it from values."""
     return hasattr(quantizer, "scale") and hasattr(quantizer, "amax")
@@ -166,6 +172,43 @@ def is_nvfp4_tensor(tensor: Any) -> bool:
     """Whether a tensor is Transformer Engine's NVFP4Tensor."""
     is_other = isinstance(tensor, Tensor) and is_foreign(tensor)
     return is_other and isinstance(find_adapter(tensor), NVFP4Adapter)
+
+
+class Workspace(NamedTuple):
+    """A quantized copy of a weight.
+
+    Attributes:
+        weights: The weight, or its parts along the first dimension.
+        tensor: The copy.
+        drop: Makes its module forget it and make another one; None if no module made it.
+    """
+
+    weights: tuple[Tensor, ...]
+    tensor: Tensor
+    drop: Callable[[], Any] | None = None
+
+
+def workspaces_of(model: nn.Module) -> Iterator[Workspace]:
+    """The workspaces that Transformer Engine's modules keep now."""
+    for module in model.modules():
+        workspaces = getattr(module, "_fp8_workspaces", {})
+        for name, tensor in list(workspaces.items()):
+            # A fused weight may be split into several parameters.
+            names = getattr(module, "weight_names", [name]) if name == "weight" else [name]
+            weights = tuple(getattr(module, each) for each in names)
+            yield Workspace(weights, tensor, partial(workspaces.pop, name, None))
+
+
+def check_has_workspaces(model: nn.Module) -> None:
+    """Raise ValueError unless a module keeps workspaces, now or after a forward pass."""
+    keeping = [module for module in model.modules() if hasattr(module, "_fp8_workspaces")]
+    if not keeping or all(getattr(m, "primary_weights_in_fp8", False) for m in keeping):
+        kind = "whose weights are not quantized" if keeping else "of Transformer Engine"
+        raise ValueError(
+            f"model must have modules {kind} to have workspaces, got none in a "
+            f"{type(model).__name__}; pass {{weight: quantized_copy}} for other modules, while "
+            "FP4Adam steps quantized weights themselves"
+        )
 
 
 def _quantizer_of(tensor: Tensor) -> Any:

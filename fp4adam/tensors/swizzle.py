@@ -115,6 +115,12 @@ def build_gemm_scales(tensors: Sequence["QuantizedTensor"]) -> None:
         write_scales(pairs)
 
 
+def read_gemm_scales(tensor: "QuantizedTensor") -> None:
+    """Undo :func:`build_gemm_scales` for one tensor: write its plain scales from swizzled ones."""
+    if tensor.quantizer.optimize_for_gemm:
+        write_scales([*scales_of(tensor).values()], undo=True)
+
+
 def new_gemm_scale(tensor: "QuantizedTensor", usage: str) -> Tensor:
     """New swizzled scales of one direction ("rowwise" or "columnwise"), which the tensor has."""
     pair = _scales_in(tensor, usage)
@@ -227,7 +233,8 @@ def _write(pair: Scales, undo: bool) -> None:
     rows, blocks = swizzled.shape
     tiles = row_by_row(swizzled, rows, blocks)
     if undo:
-        plain.copy_(tiles.reshape(rows, blocks)[: plain.shape[0], : plain.shape[1]])
+        stored = slice(0, plain.shape[0] * pair.repeats, pair.repeats)
+        plain.copy_(tiles.reshape(rows, blocks)[stored, : plain.shape[1]])
         return
     padded = swizzled.new_zeros(rows, blocks)
     rows_of_blocks = plain.repeat_interleave(pair.repeats, 0)

@@ -19,7 +19,19 @@ needs_gpus = [
 
 
 @needs_gpus[1]
-@pytest.mark.parametrize("part", ["bytes", "modules", "zero", "checkpoints"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "bytes",
+        "modules",
+        "workspaces",
+        "zero",
+        "checkpoints",
+        "reference",
+        "resume",
+        "graphs",
+    ],
+)
 def test_all_rows_are_as_they_should_be(part, monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     import te_check

@@ -41,7 +41,9 @@ QUANTIZERS = {
     "nvfp4-1d": NVFP4Quantizer(two_dimensional=False),
     "nvfp4-4over6": NVFP4Quantizer(adaptive="mse"),
     "nvfp4-columnwise": NVFP4Quantizer(rowwise=False),
+    "nvfp4-swizzled": NVFP4Quantizer(optimize_for_gemm=True),
     "mxfp8": MXFP8Quantizer(),
+    "mxfp8-swizzled": MXFP8Quantizer(optimize_for_gemm=True),
     "float8block": Float8BlockQuantizer(),
     "float8block-1d": Float8BlockQuantizer(two_dimensional=False, force_pow_2_scales=False),
     "float8": Float8Quantizer(),
@@ -289,7 +291,6 @@ def test_a_step_that_changes_nothing_leaves_the_bytes_alone(reason, path_device)
 
 
 REFUSED = {
-    "swizzled": (NVFP4Quantizer(), dict(_with_gemm_swizzled_scales=True), "optimize_for_gemm"),
     "e4m3_max": (NVFP4Quantizer(), dict(_nvfp4_e4m3_max=256), "must be 448 to be stepped, got 256"),
     "rht": (NVFP4Quantizer(), dict(_quantizer=SimpleNamespace(with_rht=True)), "with_rht"),
     "no quantizer": (NVFP4Quantizer(), dict(_quantizer=None), "got None.*quantized_model_init"),

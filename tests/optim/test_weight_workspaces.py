@@ -1,0 +1,481 @@
+"""Quantized copies of BF16 weights, kept up to date after each step."""
+
+import copy
+import pickle
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import Parameter
+from triton.runtime.interpreter import GridExecutor
+
+from fp4adam import (
+    Float8BlockQuantizer,
+    Float8Quantizer,
+    FP4Adam,
+    FusedAdam,
+    MasterWeightOptimizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+    WeightWorkspaces,
+)
+from fp4adam.tensors import backend
+from quantized_training import random
+from te_stand_ins import Wrapper, assert_bytes, stand_in, te_bytes
+
+SHAPE = (32, 96)
+QUANTIZERS = {
+    "nvfp4": NVFP4Quantizer(),
+    "nvfp4-swizzled": NVFP4Quantizer(optimize_for_gemm=True),
+    "nvfp4-1d": NVFP4Quantizer(two_dimensional=False),
+    "nvfp4-4over6": NVFP4Quantizer(adaptive="mse"),
+    "mxfp8": MXFP8Quantizer(),
+    "mxfp8-swizzled": MXFP8Quantizer(optimize_for_gemm=True),
+    "float8block": Float8BlockQuantizer(),
+    "float8block-1d": Float8BlockQuantizer(two_dimensional=False),
+    "float8": Float8Quantizer(),
+    "float8-rowwise": Float8Quantizer(columnwise=False),
+}
+every_format = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
+OPTIMIZERS = {
+    "FP4Adam": lambda params: FP4Adam(params, lr=1e-2),
+    "FusedAdam": lambda params: FusedAdam(params, lr=1e-2),
+    "remainders": lambda params: FusedAdam(params, lr=1e-2, store_param_remainders=True),
+    "MasterWeightOptimizer": lambda p: MasterWeightOptimizer(p, torch.optim.SGD, lr=1e-2),
+    "torch": lambda params: torch.optim.AdamW(params, lr=1e-2),
+}
+
+
+@pytest.fixture(params=["torch", "kernel"])
+def path_device(request, monkeypatch, device) -> str:
+    """Where the path under test runs: torch operators on the CPU, or the kernels on ``device``."""
+    kernel = request.param == "kernel"
+    monkeypatch.setattr(backend, "uses_kernels", lambda _: kernel)
+    return device if kernel else "cpu"
+
+
+class TELinear(nn.Module):
+    """A layer with the attributes of Transformer Engine's that hold workspaces."""
+
+    def __init__(self, weight: Tensor, quantizer: Quantizer, parts: int = 1) -> None:
+        super().__init__()
+        self.quantizer, self._fp8_workspaces = quantizer, {}
+        self.primary_weights_in_fp8 = False
+        self.weight_names = ["weight"] if parts == 1 else [f"part{i}_weight" for i in range(parts)]
+        buffer = weight.clone()
+        for name, part in zip(self.weight_names, buffer.chunk(parts), strict=True):
+            self.register_parameter(name, Parameter(part))
+
+    @property
+    def fused(self) -> Tensor:
+        return torch.cat([getattr(self, name).detach() for name in self.weight_names])
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "weight" not in self._fp8_workspaces:
+            self._fp8_workspaces["weight"] = stand_in(self.quantizer.quantize(self.fused))
+        return x @ self.fused.float().t()
+
+
+def value(seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return random(SHAPE, seed, device, scale=0.1).to(dtype)
+
+
+def te_model(quantizer: Quantizer, parts: int = 1, device: str = "cpu") -> nn.Sequential:
+    model = nn.Sequential(*(TELinear(value(i, device), quantizer, parts) for i in range(2)))
+    for layer in model:
+        layer(torch.ones(1, SHAPE[1], device=device))
+    return model
+
+
+def step(optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = random(tuple(param.shape), seed, param.device).to(param.dtype)
+    optimizer.step()
+
+
+def assert_current(tensor: Tensor, weight: Tensor, quantizer: Quantizer) -> None:
+    """The copy has the bytes of its weight, quantized."""
+    wanted = quantizer.quantize(weight.detach())
+    if isinstance(tensor, Wrapper):
+        assert_bytes(tensor, stand_in(wanted))
+    else:
+        assert tensor.has_bytes_of(wanted)
+
+
+def is_current(tensor: Tensor, weight: Tensor, quantizer: Quantizer) -> bool:
+    try:
+        assert_current(tensor, weight, quantizer)
+    except AssertionError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", ["own", "te"])
+@every_format
+def test_copies_are_the_quantized_weights_after_each_step(quantizer, kind, path_device):
+    weights = [Parameter(value(i, path_device)) for i in range(2)]
+    copies = [quantizer.quantize(weight.detach()) for weight in weights]
+    if kind == "te":
+        copies = [*map(stand_in, copies)]
+    parts = [te_bytes(each) if kind == "te" else each.storage_tensors() for each in copies]
+    addresses = [[x.data_ptr() for x in each.values()] for each in parts if kind == "own"]
+    optimizer = FP4Adam(weights, lr=1e-2)
+    optimizer.register_step_post_hook(WeightWorkspaces(dict(zip(weights, copies, strict=True))))
+    for seed in range(2):
+        step(optimizer, seed)
+        for weight, tensor in zip(weights, copies, strict=True):
+            assert_current(tensor, weight, quantizer)
+    if kind == "own":
+        after = [[x.data_ptr() for x in each.storage_tensors().values()] for each in copies]
+        assert after == addresses
+
+
+def launches(n_weights: int, quantizer: Quantizer, device: str) -> int:
+    """Kernels of a write that repeats an earlier one."""
+    weights = [Parameter(value(i, device)) for i in range(n_weights)]
+    copies = [stand_in(quantizer.quantize(weight.detach())) for weight in weights]
+    workspaces = WeightWorkspaces(dict(zip(weights, copies, strict=True)))
+    workspaces.write()
+    run = GridExecutor.__call__
+    with mock.patch.object(GridExecutor, "__call__", autospec=True, side_effect=run) as calls:
+        workspaces.write()
+    return calls.call_count
+
+
+@pytest.mark.parametrize("name", ["nvfp4-swizzled", "mxfp8-swizzled", "float8block", "float8"])
+@pytest.mark.parametrize("path_device", ["kernel"], indirect=True)
+def test_launches_do_not_depend_on_the_number_of_weights(name, path_device):
+    if path_device == "cuda":
+        pytest.skip("counts in the interpreter")
+    few, many = (launches(n, QUANTIZERS[name], path_device) for n in (1, 3))
+    assert 0 < few == many <= 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_weights_of_other_dtypes(dtype, path_device):
+    weight, quantizer = Parameter(value(0, path_device, dtype)), Float8BlockQuantizer()
+    tensor = stand_in(quantizer.quantize(weight.detach().bfloat16()))
+    optimizer = FusedAdam([weight], lr=1e-2)
+    optimizer.register_step_post_hook(WeightWorkspaces({weight: tensor}))
+    step(optimizer)
+    wanted = stand_in(quantizer.quantize(weight.detach()))
+    for name, bytes_ in te_bytes(tensor).items():
+        assert torch.equal(bytes_, getattr(wanted, name))
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_workspaces_of_a_model_follow_any_optimizer(make, parts):
+    quantizer = MXFP8Quantizer(optimize_for_gemm=True)
+    model = te_model(quantizer, parts)
+    optimizer = make(model.parameters())
+    optimizer.register_step_post_hook(WeightWorkspaces(model))
+    before = [layer._fp8_workspaces["weight"] for layer in model]
+    for seed in range(2):
+        step(optimizer, seed)
+        for layer, tensor in zip(model, before, strict=True):
+            assert layer._fp8_workspaces["weight"] is tensor
+            assert_current(tensor, layer.fused, quantizer)
+
+
+def test_parts_that_do_not_follow_each_other_are_joined():
+    quantizer = NVFP4Quantizer()
+    model = te_model(quantizer, parts=2)
+    layer = model[0]
+    layer.part0_weight = Parameter(layer.part0_weight.detach().clone())
+    WeightWorkspaces(model).update()
+    assert_current(layer._fp8_workspaces["weight"], layer.fused, quantizer)
+    with torch.no_grad():
+        layer.part0_weight.mul_(2)
+    WeightWorkspaces(model).write()
+    assert_current(layer._fp8_workspaces["weight"], layer.fused, quantizer)
+
+
+def test_workspaces_that_are_made_later_are_found():
+    quantizer = Float8Quantizer()
+    model = nn.Sequential(TELinear(value(), quantizer))
+    optimizer = FusedAdam(model.parameters(), lr=1e-2)
+    optimizer.register_step_post_hook(WeightWorkspaces(model))
+    step(optimizer)
+    assert not model[0]._fp8_workspaces
+    model(torch.ones(1, SHAPE[1]))
+    step(optimizer)
+    assert_current(model[0]._fp8_workspaces["weight"], model[0].weight, quantizer)
+
+
+def test_only_what_has_changed_is_written():
+    quantizer = MXFP8Quantizer()
+    weights = [Parameter(value(i)) for i in range(2)]
+    copies = [quantizer.quantize(weight.detach()) for weight in weights]
+    workspaces = WeightWorkspaces(dict(zip(weights, copies, strict=True)))
+    workspaces.update()
+    versions = [tensor._version for tensor in copies]
+    workspaces.update()
+    assert [tensor._version for tensor in copies] == versions
+    with torch.no_grad():
+        weights[1].mul_(2)
+    workspaces.update()
+    assert copies[0]._version == versions[0] and copies[1]._version > versions[1]
+    assert_current(copies[1], weights[1], quantizer)
+    workspaces.write()
+    assert copies[0]._version > versions[0]
+
+
+def test_a_hook_of_the_model_notices_what_other_code_writes():
+    quantizer = NVFP4Quantizer()
+    model, other = te_model(quantizer), te_model(quantizer)
+    with torch.no_grad():
+        other[0].weight.mul_(3)
+    workspaces = WeightWorkspaces(model)
+    workspaces.update()
+    model.register_forward_pre_hook(workspaces)
+    model.load_state_dict(other.state_dict())
+    tensor = model[0]._fp8_workspaces["weight"]
+    assert not is_current(tensor, model[0].weight, quantizer)
+    model[0].forward, x = lambda x: x, torch.ones(1, SHAPE[1])
+    model(x)
+    assert_current(tensor, model[0].weight, quantizer)
+    # Replaced parameters, memory and copies are noticed too.
+    model[0].weight = Parameter(value(7))
+    model(x)
+    assert_current(tensor, model[0].weight, quantizer)
+    model[0].weight.data = value(8)
+    model(x)
+    assert_current(tensor, model[0].weight, quantizer)
+    with torch.no_grad():
+        tensor._rowwise_data.zero_()
+    model(x)
+    assert_current(tensor, model[0].weight, quantizer)
+
+
+def test_writes_that_raise_no_version_need_a_write():
+    quantizer = Float8Quantizer()
+    weight = Parameter(value())
+    tensor = quantizer.quantize(weight.detach())
+    workspaces = WeightWorkspaces({weight: tensor})
+    workspaces.update()
+    weight.data.mul_(2)
+    workspaces.update()
+    assert not is_current(tensor, weight, quantizer)
+    workspaces.write()
+    assert_current(tensor, weight, quantizer)
+
+
+@pytest.mark.parametrize("path_device", ["torch", "kernel"], indirect=True)
+def test_a_skipped_step_leaves_weights_and_copies(path_device):
+    quantizer = NVFP4Quantizer()
+    weight = Parameter(value(0, path_device))
+    tensor = quantizer.quantize(weight.detach())
+    optimizer = FusedAdam([weight], lr=1e-2)
+    optimizer.register_step_post_hook(WeightWorkspaces({weight: tensor}))
+    before = weight.detach().clone()
+    optimizer.found_inf = torch.ones((), device=path_device)
+    step(optimizer)
+    assert torch.equal(weight, before)
+    assert_current(tensor, weight, quantizer)
+    optimizer.found_inf.zero_()
+    step(optimizer)
+    assert not torch.equal(weight, before)
+    assert_current(tensor, weight, quantizer)
+
+
+@pytest.mark.parametrize("path_device", ["torch", "kernel"], indirect=True)
+def test_skipped_steps_of_a_scaler(path_device):
+    quantizer = Float8Quantizer()
+    weight = Parameter(value(0, path_device))
+    tensor = stand_in(quantizer.quantize(weight.detach()))
+    optimizer = FusedAdam([weight], lr=1e-2)
+    optimizer.register_step_post_hook(WeightWorkspaces({weight: tensor}))
+    scaler = torch.amp.GradScaler(torch.device(path_device).type, init_scale=4.0)
+    for factor in (float("inf"), 1.0):
+        scaler.scale((weight.float() * factor).sum()).backward()
+        before = weight.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(weight, before) == (factor != 1.0)
+        assert_current(tensor, weight, quantizer)
+        optimizer.zero_grad()
+
+
+def test_gradient_release():
+    quantizer = NVFP4Quantizer()
+    weight = Parameter(value())
+    tensor = quantizer.quantize(weight.detach())
+    optimizer = FusedAdam([weight], lr=1e-2)
+    optimizer.register_step_post_hook(WeightWorkspaces({weight: tensor}))
+    optimizer.enable_gradient_release()
+    before = weight.detach().clone()
+    weight.float().square().sum().backward()
+    assert not torch.equal(weight, before)
+    optimizer.step()
+    assert_current(tensor, weight, quantizer)
+
+
+def test_a_forward_pass_in_inference_mode_updates():
+    quantizer = Float8BlockQuantizer()
+    model = te_model(quantizer)
+    model.register_forward_pre_hook(WeightWorkspaces(model))
+    model[1].forward = lambda x: x
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    with torch.inference_mode():
+        model(torch.ones(1, SHAPE[1]))
+    assert_current(model[0]._fp8_workspaces["weight"], model[0].weight, quantizer)
+    optimizer = FusedAdam(model.parameters(), lr=1e-2)
+    optimizer.register_step_post_hook(WeightWorkspaces(model))
+    step(optimizer)
+    assert_current(model[0]._fp8_workspaces["weight"], model[0].weight, quantizer)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_hooks_of_a_copied_model_are_for_the_copy(copied):
+    quantizer = NVFP4Quantizer()
+    model = te_model(quantizer)
+    for layer in model:
+        layer._fp8_workspaces["weight"] = quantizer.quantize(layer.weight.detach())
+    model.register_forward_pre_hook(WeightWorkspaces(model))
+    x = torch.ones(1, SHAPE[1])
+    other = copied(model)
+    with torch.no_grad():
+        other[0].weight.mul_(2)
+    for hook in other._forward_pre_hooks.values():
+        hook(other, x)
+    for each in (model, other):
+        assert_current(each[0]._fp8_workspaces["weight"], each[0].weight, quantizer)
+
+
+def test_compiled_models_are_updated_too():
+    quantizer = MXFP8Quantizer()
+    model = te_model(quantizer)
+    workspaces = WeightWorkspaces(model)
+    plain = nn.Linear(4, 4)
+    plain.register_forward_pre_hook(workspaces)
+    compiled = torch.compile(plain, backend="eager")
+    for factor in (2, 3):
+        with torch.no_grad():
+            model[0].weight.mul_(factor)
+        compiled(torch.ones(1, 4))
+        assert_current(model[0]._fp8_workspaces["weight"], model[0].weight, quantizer)
+
+
+def test_frozen_weights_keep_their_copies():
+    quantizer = NVFP4Quantizer()
+    weights = [Parameter(value(i)) for i in range(2)]
+    copies = [quantizer.quantize(weight.detach()) for weight in weights]
+    optimizer = FusedAdam(weights, lr=1e-2)
+    optimizer.register_step_post_hook(WeightWorkspaces(dict(zip(weights, copies, strict=True))))
+    step(optimizer)
+    version = copies[1]._version
+    weights[0].grad, weights[1].grad = torch.ones_like(weights[0]), None
+    optimizer.step()
+    assert copies[1]._version == version
+    for weight, tensor in zip(weights, copies, strict=True):
+        assert_current(tensor, weight, quantizer)
+
+
+def test_copies_of_optimizers_write_nothing():
+    quantizer = NVFP4Quantizer()
+    model = te_model(quantizer)
+    optimizer = FusedAdam(model.parameters(), lr=1e-2)
+    optimizer.register_step_post_hook(WeightWorkspaces(model))
+    step(optimizer)
+    for made in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert not made._optimizer_step_post_hooks
+        step(made)
+        assert_current(model[0]._fp8_workspaces["weight"], model[0].weight, quantizer)
+
+
+def test_workspaces_that_no_longer_fit_are_made_again():
+    quantizer = Float8BlockQuantizer()
+    model = te_model(quantizer)
+    workspaces = WeightWorkspaces(model)
+    model[0].weight = Parameter(value()[:16].clone())
+    model[1].to("meta")
+    workspaces.update()
+    assert not model[0]._fp8_workspaces and not model[1]._fp8_workspaces
+
+
+def test_capture_is_refused(monkeypatch):
+    weight = Parameter(value())
+    workspaces = WeightWorkspaces({weight: NVFP4Quantizer().quantize(weight.detach())})
+    monkeypatch.setattr(backend, "is_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="got a call in one; call write"):
+        workspaces.update()
+
+
+def quantized(shape: tuple[int, ...] = SHAPE) -> Tensor:
+    return NVFP4Quantizer().quantize(torch.zeros(shape))
+
+
+class Other(Wrapper):
+    """A class without an adapter."""
+
+
+BAD = {
+    "list": (lambda w: [w], TypeError, "got a list; pass the model"),
+    "no module": (lambda w: nn.Linear(2, 2), ValueError, "modules of Transformer Engine .* Linear"),
+    "double": (lambda w: {w.double(): quantized()}, ValueError, "got a Tensor of torch.float64"),
+    "quantized weight": (lambda w: {quantized(): quantized()}, ValueError, "got a NVFP4Tensor"),
+    "plain copy": (lambda w: {w: w.clone()}, ValueError, "must be whole quantized .* got a Tensor"),
+    "shape": (lambda w: {w: quantized((16, 96))}, ValueError, r"\(32, 96\) on cpu, got \(16, 96\)"),
+    "device": (lambda w: {w.to("meta"): quantized()}, ValueError, "on meta, got .* on cpu"),
+    "class": (
+        lambda w: {w: Other(SHAPE, w.dtype, data=w.detach())},
+        TypeError,
+        "have an adapter, got .*Other",
+    ),
+    "format": (
+        lambda w: {w: stand_in(MXFP8Quantizer().quantize(w), _fp8_dtype="E5M2")},
+        ValueError,
+        "_fp8_dtype of a MXFP8Tensor must be E4M3",
+    ),
+}
+
+
+@pytest.mark.parametrize(("source", "error", "words"), BAD.values(), ids=BAD)
+def test_bad_sources_are_refused_at_once(source, error, words):
+    with pytest.raises(error, match=words):
+        WeightWorkspaces(source(value()))
+
+
+def test_sharded_weights_are_refused():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        weight = distribute_tensor(value(), init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(ValueError, match="must be whole .* got a DTensor of placements"):
+            WeightWorkspaces({weight: quantized()})
+        # A module that was sharded after its first forward pass does not read its copy again.
+        model = te_model(NVFP4Quantizer())
+        workspaces = WeightWorkspaces(model)
+        model[0].weight = Parameter(weight)
+        workspaces.update()
+        assert not model[0]._fp8_workspaces and model[1]._fp8_workspaces
+    finally:
+        dist.destroy_process_group()
+
+
+def test_modules_with_quantized_weights_have_no_workspaces():
+    model = te_model(NVFP4Quantizer())
+    for layer in model:
+        layer.primary_weights_in_fp8 = True
+    with pytest.raises(ValueError, match="whose weights are not quantized"):
+        WeightWorkspaces(model)
+
+
+def test_nothing_is_written_if_one_copy_is_bad():
+    quantizer = NVFP4Quantizer()
+    weights = [Parameter(value(i)) for i in range(2)]
+    copies = [stand_in(quantizer.quantize(torch.zeros(SHAPE))) for _ in weights]
+    workspaces = WeightWorkspaces(dict(zip(weights, copies, strict=True)))
+    copies[1]._row_scaled_nvfp4 = True
+    copies[1]._rowwise_data = copies[1]._rowwise_data.clone()
+    before = te_bytes(copies[0])
+    with pytest.raises(ValueError, match="_row_scaled_nvfp4 of a NVFP4Tensor"):
+        workspaces.update()
+    assert all(torch.equal(x, before[name]) for name, x in te_bytes(copies[0]).items())
