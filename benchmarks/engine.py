@@ -1,5 +1,6 @@
 """Transformer Engine's weights, layers and optimizer, for those who have it on a GPU."""
 
+import contextlib
 import importlib
 from typing import Any
 
@@ -15,6 +16,12 @@ RECIPES = {
     "MXFP8": ("MXFP8BlockScaling", "is_mxfp8_available"),
     "NVFP4": ("NVFP4BlockScaling", "is_nvfp4_available"),
 }
+
+
+def load() -> None:
+    """Load Transformer Engine's libraries, before torch loads a cuDNN that may be another one."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("transformer_engine.pytorch")
 
 
 def recipe_of(format: str) -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ import copy
 import gc
 import importlib.metadata
 import io
+import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -505,6 +506,8 @@ def resume_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
             optimizer.step()
         return module, optimizer
 
+    # Without it, it does not load what it has pickled itself for delayed scaling.
+    os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"
     for name, recipe, _ in formats(te, recipes):
         module, optimizer = trained(recipe, 0, range(3))
         file = io.BytesIO()

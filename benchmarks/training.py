@@ -216,6 +216,7 @@ def main() -> None:
     print(", ".join(f"{name} {version}" for name, version in run["versions"].items()))
     print(f"{run['device']}, {run['date']}, {title(settings)}\n")
     print(header_line("", COLUMNS), flush=True)
+    engine.load()
     gc.freeze()  # so that release() need not look through all that was imported
     if args.device == "cuda":
         allocate_workspaces()
