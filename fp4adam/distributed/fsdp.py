@@ -163,8 +163,7 @@ def _make_gathering(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
     codes = spec.quantizer.multiplies_codes
     inputs, known = _entries_to_gather(shard, mesh, codes)
     n_shards, stacks = _number_of_shards(spec, mesh), {}
-    # The condition has the same result on every rank.
-    if not codes and not spec.is_cut and "amax" not in inputs:
+    if not codes and _can_pack(spec, n_shards, inputs):
         return _pack(shard, n_shards, inputs, known)
     if not codes:
         for i, (name, entries) in enumerate(inputs.items()):
@@ -232,14 +231,22 @@ def _known(
 def _pack(
     shard: QuantizedTensor, n_shards: int, inputs: dict[str, Tensor], known: tuple[str, ...]
 ) -> Gathering:
-    """Move codes and scales of a shard to one buffer, equal in size on every rank."""
-    inner = shard._shared.tensors.existing()
-    starts, size, gathered = {}, 0, 0
-    for name, entries in inputs.items():
-        starts[name] = size
+    """Move codes and scales of a shard to one buffer, equal in size on every rank.
+
+    A shard that begins within a block stores its first row behind the block's other rows. So a gap
+    before the codes makes up for the ranks' different first rows; scales come before it.
+    """
+    inner, spec = shard._shared.tensors.existing(), _global_spec(shard)
+    furthest = _furthest_first_row(spec, n_shards)
+    starts, entry_starts, size, gathered = {}, {}, 0, 0
+    for name in reversed(inputs) if furthest else inputs:
+        old, entries = inner[name], inputs[name]
+        skipped = (entries.storage_offset() - old.storage_offset()) * old.itemsize
+        gap = furthest * old[0].nbytes if spec.quantizer.rows_per_entry[name] == 1 else 0
+        starts[name], entry_starts[name] = size + gap - skipped, size + gap
         # The padding of the last one stays at home. Kernels read in pieces of 16 bytes.
-        gathered = size + round_up(entries.nbytes, 16)
-        size += round_up(inner[name].nbytes, _ALIGNMENT)
+        gathered = size + gap + round_up(entries.nbytes, 16)
+        size += round_up(gap + old.nbytes, _ALIGNMENT)
     stacks = {}
     with torch.inference_mode(False):  # an inference tensor could not be versioned
         buffer = torch.zeros(size, dtype=torch.uint8, device=shard.device)
@@ -249,9 +256,28 @@ def _pack(
             inner[name] = part.copy_(old)
             shape = n_shards, *entries.shape
             strides = gathered // dtype.itemsize, *part.stride()
-            stacks[name] = _Stack(0, dtype, shape, strides, starts[name] // dtype.itemsize)
+            stacks[name] = _Stack(0, dtype, shape, strides, entry_starts[name] // dtype.itemsize)
         shard._shared.tensors = storage = Storage.of(inner)
     return Gathering(storage, (buffer[:gathered],), ("packed",), known, stacks)
+
+
+def _furthest_first_row(spec: GlobalSpec, n_shards: int) -> int:
+    """The largest index of a shard's first row within its block."""
+    if not spec.is_cut:
+        return 0
+    return max(n * spec.chunk_rows % spec.quantizer.block_rows for n in range(n_shards))
+
+
+def _can_pack(spec: GlobalSpec, n_shards: int, inputs: dict[str, Tensor]) -> bool:
+    """Whether codes and scales fit into one buffer; the same on every rank."""
+    if "amax" in inputs:
+        return False
+    rows = [x for name, x in inputs.items() if spec.quantizer.rows_per_entry[name] == 1]
+    # The gap before the codes is gathered too, so it must be small; kernels read 16 bytes at once.
+    return not spec.is_cut or (
+        8 * _furthest_first_row(spec, n_shards) <= spec.chunk_rows
+        and not any(x.stride(0) * x.itemsize % 16 for x in rows)
+    )
 
 
 def _global_spec(shard: QuantizedTensor) -> GlobalSpec:

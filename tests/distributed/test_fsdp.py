@@ -26,6 +26,7 @@ from fp4adam import (
     kept_weights,
     quantize_model,
 )
+from fp4adam.distributed import fsdp
 from fp4adam.distributed.dtensor import like, local
 from fp4adam.distributed.fsdp import gather_codes
 from fp4adam.kernels import float8_block_step
@@ -208,6 +209,24 @@ def test_options_of_the_step(recipe, options):
 def test_empty_shards(recipe, world_size, rows):
     # Two rows each on three ranks, one on the fourth, none on others; or four each on four of five.
     run(step_in_parallel, world_size, rows, 16, recipe, {})
+
+
+def gather_cut_blocks(rank: int) -> None:
+    backend.uses_kernels = lambda device: True
+    # 144 rows per rank: the second one begins within a block. 32 rows: the gap would be too large.
+    whole, sharded = (build(288, 64, "float8block", torch.bfloat16) for _ in range(2))
+    fully_shard(sharded, mesh=all_ranks())
+    x = torch.ones(2, 64, dtype=torch.bfloat16, device=home())
+    torch.testing.assert_close(sharded(x), whole(x), rtol=0, atol=0)
+    sharded.reshard()
+    assert_same(gathered_bytes(sharded), whole_bytes(whole))
+    shards = [local(module.weight) for module in (sharded[0], sharded[2])]
+    made = [fsdp._gatherings[shard._shared].names for shard in shards]
+    assert made == [("packed",), ("rowwise_data", "block_scale_inv")]
+
+
+def test_shards_that_begin_within_a_block_are_gathered_as_one_tensor():
+    run(gather_cut_blocks, 2)
 
 
 def load_rows(rank: int) -> None:
