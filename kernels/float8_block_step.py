@@ -37,14 +37,15 @@ from fp4adam.kernels.launch.tensor_table import (
 )
 from fp4adam.kernels.tiles.bfloat16 import round_through
 from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_words
+from fp4adam.kernels.tiles.layout import state_offsets
 from fp4adam.kernels.tiles.state import has_scales, load_master, master_pointers, max_registers
 from fp4adam.kernels.tiles.words import insert_tile, store_words, transpose_words
 
 # The parts that the fused step divides a block into: of whole blocks, and of blocks that reach past
 # an edge. Masks and the encoding of states need registers, hence the smaller parts.
 STEP_PARTS = {  # by two_dimensional and scaled_states
-    (True, False): (Tile(16, BLOCK, 8, 4, 3), Tile(16, 32, 32, 4, 1)),
-    (True, True): (Tile(8, BLOCK, 16, 4, 3), Tile(16, 32, 32, 4, 1)),
+    (True, False): (Tile(16, BLOCK, 8, 4, 3), Tile(4, BLOCK, 32, 4, 4)),
+    (True, True): (Tile(8, BLOCK, 16, 4, 3), Tile(4, BLOCK, 32, 4, 1)),
     (False, False): (Tile(8, BLOCK, 16, 4, 3), Tile(4, BLOCK, 32, 8, 1)),
     (False, True): (Tile(8, BLOCK, 16, 4, 3), Tile(4, BLOCK, 32, 8, 1)),
 }
@@ -112,7 +113,6 @@ def _adam_step_square_kernel(
     USAGE: tl.constexpr,
     LARGEST: tl.constexpr,
     POW_2: tl.constexpr,
-    MASKED: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
     STAGES: tl.constexpr,
@@ -120,7 +120,7 @@ def _adam_step_square_kernel(
     """Adam and re-quantization of one 128x128 block of one tensor.
 
     Grid: (n_tiles,). Tile: [128, 128] in parts of [BR, BC]. table: int64 [n_tensors, 19]. scalars:
-    float32 [n, 12]. tiles: int32 [n_tiles, 4]. MASKED: the block may reach past an edge.
+    float32 [n, 12]. tiles: int32 [n_tiles, 4]. Rows and columns of the matrix are multiples of 16.
     A power-of-two scale seldom changes, so each part is quantized with the stored scale right away.
     Columnwise words are kept and stored transposed, for the whole block at once. If the new amax
     needs another scale, the block is read and quantized again; without POW_2 that is always so.
@@ -130,8 +130,7 @@ def _adam_step_square_kernel(
     tensor, first_row, first_col = load_tile(tiles, 128)
     if not takes_part(table, tensor, found_inf_ptr):
         return
-    MULTIPLE: tl.constexpr = 1 if MASKED else 16
-    rows, cols = size(table, tensor, ROWS, MULTIPLE), size(table, tensor, COLS, MULTIPLE)
+    rows, cols = size(table, tensor, ROWS, 16), size(table, tensor, COLS, 16)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(table, tensor, VARIANT)
     rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
@@ -152,13 +151,12 @@ def _adam_step_square_kernel(
         row, col = first_row + i // PARTS_PER_ROW * BR, first_col + i % PARTS_PER_ROW * BC
         start = tile_start(row, col, cols)
         row, col = first_row + part // PARTS_PER_ROW * BR, first_col + part % PARTS_PER_ROW * BC
-        mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
         value = adam_step_tile(
             pointers,
             start,
             tile_start(row, col, cols),
             cols,
-            mask,
+            None,
             constants,
             VARIANT,
             True,
@@ -166,15 +164,13 @@ def _adam_step_square_kernel(
             BC,
         )
         x = round_through(value, VARIANT.write_dtype)
-        if MASKED:
-            x = tl.where(mask, x, 0.0)
         magnitude = tl.reshape(tl.abs(x), (BR, BC // 4, 4))
         largest = tl.maximum(largest, tl.max(magnitude, 2))
         if POW_2:
             # Speculates that the scale of the last step still holds.
             column_words = _put_codes(
                 x * stored_scale, column_words, part, rowwise_data, columnwise_data,
-                row, col, rows, cols, mask, USAGE.rowwise, USAGE.columnwise, BR, BC,
+                row, col, rows, cols, None, USAGE.rowwise, USAGE.columnwise, BR, BC,
             )  # fmt: skip
         part += 1
 
@@ -184,18 +180,146 @@ def _adam_step_square_kernel(
         tl.debug_barrier()
         for i in range(PARTS):
             row, col = first_row + i // PARTS_PER_ROW * BR, first_col + i % PARTS_PER_ROW * BC
-            mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
             value_ptr, extra_ptr = master_pointers(table, tensor, VALUE)
             start = tile_start(row, col, cols)
-            value = load_master(value_ptr, extra_ptr, start, cols, mask, VALUE, BR, BC)
+            value = load_master(value_ptr, extra_ptr, start, cols, None, VALUE, BR, BC)
             x = round_through(value, VARIANT.write_dtype)
             column_words = _put_codes(
                 x * scale, column_words, i, rowwise_data, columnwise_data,
-                row, col, rows, cols, mask, USAGE.rowwise, USAGE.columnwise, BR, BC,
+                row, col, rows, cols, None, USAGE.rowwise, USAGE.columnwise, BR, BC,
             )  # fmt: skip
         tl.store(scale_ptr, tl.div_rn(1.0, scale))
-    if USAGE.columnwise and not MASKED:
+    if USAGE.columnwise:
         _store_column_words(column_words, columnwise_data, first_row, first_col, rows)
+
+
+@triton.jit
+def _copy_codes(source, target, row, end_row, col, rows, cols, BC: tl.constexpr):
+    """Copy codes of BC columns from ``row`` to ``end_row``, [BC], up to four, transposed."""
+    r = row[None, :] + tl.arange(0, 4)[:, None]
+    c = (col + tl.arange(0, BC))[None, :]
+    mask = (r < end_row[None, :]) & (c < cols)
+    code = tl.load(source + r.to(tl.int64) * cols + c, mask)
+    tl.store(target + c.to(tl.int64) * rows + r, code, mask)
+
+
+@triton.jit
+def _transpose_block(source, target, first_row, col, rows, cols, BC: tl.constexpr):
+    """Transpose the codes [128, BC] at (first_row, col) of a matrix of any size.
+
+    Words of four codes are stored where they are aligned, which begins at another row in each
+    column, and single codes at either end.
+    """
+    c = col + tl.arange(0, BC)
+    end = tl.minimum(first_row + 128, rows)
+    # The product may wrap: only its lowest bits count.
+    begin = first_row + (-(c * rows + first_row) & 3)
+    words_end = begin + tl.maximum(end - begin, 0) // 4 * 4
+    _copy_codes(source, target, 0 * c + first_row, tl.minimum(begin, end), col, rows, cols, BC)
+    for i in range(4):
+        first = begin + 32 * i
+        r = first[None, :] + tl.arange(0, 32)[:, None]
+        offs = r.to(tl.int64) * cols + c[None, :]
+        # The hint puts neighbouring columns in neighbouring threads; their rows are close to each
+        # other. Nothing is known to be aligned, so accesses are of single codes all the same.
+        offs = tl.max_contiguous(offs, (1, BC))
+        code = tl.load(source + offs, (r < words_end[None, :]) & (c < cols)[None, :])
+        fields = tl.reshape(code.to(tl.uint32), (8, 4, BC))
+        words = tl.sum(fields << (8 * tl.arange(0, 4)).to(tl.uint32)[None, :, None], 1)
+        word = tl.arange(0, 8)[None, :]
+        ptr = (
+            target.to(tl.pointer_type(tl.uint32)) + ((c.to(tl.int64) * rows + first) >> 2)[:, None]
+        )
+        mask = (first[:, None] + 4 * word < words_end[:, None]) & (c < cols)[:, None]
+        tl.store(ptr + word, tl.trans(words), mask)
+    _copy_codes(source, target, words_end, 0 * c + end, col, rows, cols, BC)
+
+
+@triton.jit(do_not_specialize_on_alignment=SIGNALS)
+def _adam_step_masked_square_kernel(
+    grad_scale_ptr,
+    clip_ptr,
+    found_inf_ptr,
+    table,
+    scalars,
+    tiles,
+    epsilon,
+    VARIANT: tl.constexpr,
+    USAGE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POW_2: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Like the square kernel, for blocks that may reach past an edge, of matrices of any size.
+
+    Grid, tile and tables are the same; BC is 128. Every access is one of single elements, with
+    neighbouring columns in neighbouring threads. Those of four bytes can still be asynchronous
+    copies. The gradient of two bytes cannot, so each turn loads that of the next part. Rowwise
+    codes are read again, from L2, and transposed; without them, values are.
+    """
+    tensor, first_row, col = load_tile(tiles, 128)
+    if not takes_part(table, tensor, found_inf_ptr):
+        return
+    rows, cols = size(table, tensor, ROWS, 1), size(table, tensor, COLS, 1)
+    constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
+    pointers = state_pointers(table, tensor, VARIANT)
+    rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
+    columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
+    scale_ptr = pointer(table, tensor, ROWWISE_SCALE, tl.float32)
+    scale_ptr += tile_start(first_row // 128, col // 128, tl.cdiv(cols, 128))
+    stored_scale = tl.div_rn(1.0, tl.load(scale_ptr))
+    VALUE: tl.constexpr = VARIANT.value_codec
+    # A column that is outside has no rows, so one comparison masks an element.
+    offs, r = state_offsets(cols, BR, BC), tl.arange(0, BR)[:, None]
+    ends = tl.where(col + tl.arange(0, BC) < cols, rows, 0)[None, :]
+    parts = tl.cdiv(tl.minimum(rows - first_row, 128), BR)
+
+    largest = tl.zeros((BC,), tl.float32)
+    next_grad = tl.load(
+        pointers.grad + tile_start(first_row, col, cols) + offs, first_row + r < ends
+    )
+    # Counted apart from ``i``, which the loop is ahead with when it prefetches.
+    row = first_row
+    for i in tl.range(0, parts, num_stages=STAGES):
+        ahead = first_row + i * BR
+        mask, grad, next_row = row + r < ends, next_grad, row + BR
+        next_grad = tl.load(
+            pointers.grad + tile_start(next_row, col, cols) + offs, next_row + r < ends
+        )
+        value = adam_step_tile(
+            pointers, tile_start(ahead, col, cols), tile_start(row, col, cols), cols,
+            ahead + r < ends, constants, VARIANT, True, BR, BC, mask, grad,
+        )  # fmt: skip
+        x = tl.where(mask, round_through(value, VARIANT.write_dtype), 0.0)
+        largest = tl.maximum(largest, tl.max(tl.abs(x), 0))
+        if POW_2 and USAGE.rowwise:
+            # Speculates that the scale of the last step still holds.
+            store_codes(
+                e4m3_code(x * stored_scale), rowwise_data, rowwise_data, row, col, rows, cols, mask,
+                True, False, BR, BC,
+            )  # fmt: skip
+        row = next_row
+
+    scale = float8_scale(tl.max(largest, 0), epsilon, LARGEST, POW_2)
+    # Barriers, because the threads that read a part back may not be those that wrote it.
+    if (not POW_2) | (not USAGE.rowwise) | (scale != stored_scale):
+        tl.debug_barrier()
+        for i in range(parts):
+            row = first_row + i * BR
+            value_ptr, extra_ptr = master_pointers(table, tensor, VALUE)
+            start, mask = tile_start(row, col, cols), row + r < ends
+            value = load_master(value_ptr, extra_ptr, start, cols, mask, VALUE, BR, BC)
+            store_codes(
+                e4m3_code(round_through(value, VARIANT.write_dtype) * scale), rowwise_data,
+                columnwise_data, row, col, rows, cols, mask, USAGE.rowwise, not USAGE.rowwise, BR,
+                BC,
+            )  # fmt: skip
+        tl.store(scale_ptr, tl.div_rn(1.0, scale))
+    if USAGE.rowwise and USAGE.columnwise:
+        tl.debug_barrier()
+        _transpose_block(rowwise_data, columnwise_data, first_row, col, rows, cols, BC)
 
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
@@ -407,8 +531,11 @@ def adam_step(
     ``tiles``: the first two of :func:`step_tiles`. ``largest``: the largest finite number of the
     dtype that values are rounded to.
     """
-    kernel = _adam_step_square_kernel if usage.square else _adam_step_vector_kernel
     parts = STEP_PARTS[usage.square, has_scales(*variant.codecs)]
+    if usage.square:
+        forms = (_adam_step_square_kernel, {}), (_adam_step_masked_square_kernel, {})
+    else:
+        forms = tuple((_adam_step_vector_kernel, {"MASKED": masked}) for masked in (False, True))
     return [
         Launch(
             kernel,
@@ -419,7 +546,7 @@ def adam_step(
                 USAGE=usage,
                 LARGEST=largest,
                 POW_2=force_pow_2_scales,
-                MASKED=masked,
+                **masked,
                 BR=tile.rows,
                 BC=tile.cols,
                 STAGES=tile.num_stages,
@@ -427,7 +554,7 @@ def adam_step(
             num_warps=tile.num_warps,
             maxnreg=max_registers(*variant.codecs),
         )
-        for part, tile, masked in zip(tiles, parts, (False, True), strict=True)
+        for part, tile, (kernel, masked) in zip(tiles, parts, forms, strict=True)
     ]
 
 

@@ -208,9 +208,12 @@ def step_jobs(codecs, sm):
     for shape, square in (("square", True), ("vector", False)):
         parts = float8_block_step.STEP_PARTS[square, scaled]
         for masked, tile in zip((False, True), parts, strict=True):
-            extra = {"LARGEST": FP32_MAX, "POW_2": True, "MASKED": masked, **tile_options(tile)}
+            extra = {"LARGEST": FP32_MAX, "POW_2": True, **tile_options(tile)}
+            kernel = f"masked_{shape}" if square and masked else shape
+            if not square:
+                extra["MASKED"] = masked
             jobs[f"float8block {shape} masked={masked}"] = job(
-                f"float8_block_step._adam_step_{shape}_kernel",
+                f"float8_block_step._adam_step_{kernel}_kernel",
                 epsilon,
                 {**variant(codecs), **usage(square), **extra},
                 num_warps=tile.num_warps,
