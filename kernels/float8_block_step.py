@@ -46,7 +46,7 @@ from fp4adam.kernels.tiles.words import insert_tile, store_words, transpose_word
 STEP_PARTS = {  # by two_dimensional and scaled_states
     (True, False): (Tile(16, BLOCK, 8, 4, 3), Tile(4, BLOCK, 32, 4, 4)),
     (True, True): (Tile(8, BLOCK, 16, 4, 3), Tile(4, BLOCK, 32, 4, 1)),
-    (False, False): (Tile(8, BLOCK, 16, 4, 3), Tile(4, BLOCK, 32, 8, 1)),
+    (False, False): (Tile(16, BLOCK, 8, 4, 3), Tile(4, BLOCK, 32, 8, 1)),
     (False, True): (Tile(8, BLOCK, 16, 4, 3), Tile(4, BLOCK, 32, 8, 1)),
 }
 # Of blocks that ranks share.
@@ -343,7 +343,8 @@ def _adam_step_vector_kernel(
     """Like the square kernel, with one scale per 128 elements of each direction.
 
     Grid, tile and tables are the same; BC is 128. Rowwise codes are written with the update.
-    Columnwise scales are known only after the last row, so the block is then read again, from L2.
+    Columnwise scales are known only after the last row, so the block is then read again, from L2,
+    with prefetches as well.
     """
     tensor, first_row, col = load_tile(tiles, 128)
     if not takes_part(table, tensor, found_inf_ptr):
@@ -390,7 +391,7 @@ def _adam_step_vector_kernel(
         )  # fmt: skip
         # A barrier, because the threads that read a row back are not those that wrote it.
         tl.debug_barrier()
-        for i in range(PARTS):
+        for i in tl.range(0, PARTS, num_stages=STAGES):
             row = first_row + i * BR
             mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
             value_ptr, extra_ptr = master_pointers(table, tensor, VALUE)

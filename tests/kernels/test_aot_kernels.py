@@ -154,13 +154,17 @@ def step_jobs(codecs, sm):
                 # These take longest to compile: all states for one capability, for others the ends.
                 if sm != CAPABILITIES[0] and codecs not in (PLAIN, WIDEST):
                     continue
-                stages = nvfp4_step.step_tile(square, codecs, True).num_stages
-                own = {**shape, "STAGES": stages if size == "step" else tile.num_stages}
+                own = nvfp4_step.step_tile(square, codecs, True) if size == "step" else tile
                 jobs[f"nvfp4 adaptive {size} square={square} swizzled={swizzled}"] = job(
                     "nvfp4_step._adam_step_kernel",
                     amaxes,
-                    {**variant(codecs), **usage(square, swizzled, "mse"), **own},
-                    num_warps=tile.num_warps,
+                    {
+                        **variant(codecs),
+                        **usage(square, swizzled, "mse"),
+                        "LOOP": own.loop,
+                        **tile_options(own),
+                    },
+                    num_warps=own.num_warps,
                     maxnreg=nvfp4_step.step_registers(
                         codecs, Usage(True, True, square, swizzled, "mse"), sm
                     )[at],
