@@ -210,14 +210,11 @@ def step_jobs(codecs, sm):
         )
     epsilon = {**TABLES, "epsilon": "fp32"}
     for shape, square in (("square", True), ("vector", False)):
-        parts = float8_block_step.STEP_PARTS[square, scaled]
-        for masked, tile in zip((False, True), parts, strict=True):
-            extra = {"LARGEST": FP32_MAX, "POW_2": True, **tile_options(tile)}
-            kernel = f"masked_{shape}" if square and masked else shape
-            if not square:
-                extra["MASKED"] = masked
+        forms = float8_block_step.step_forms(square, codecs)
+        for masked, (kernel, constexprs, tile) in zip((False, True), forms, strict=True):
+            extra = {"LARGEST": FP32_MAX, "POW_2": True, **constexprs, **tile_options(tile)}
             jobs[f"float8block {shape} masked={masked}"] = job(
-                f"float8_block_step._adam_step_{kernel}_kernel",
+                f"float8_block_step.{kernel.__name__}",
                 epsilon,
                 {**variant(codecs), **usage(square), **extra},
                 num_warps=tile.num_warps,
