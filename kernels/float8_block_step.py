@@ -276,7 +276,6 @@ def _store_unaligned_words(
     start = c.to(tl.int64) * rows + row - before
     word = tl.arange(0, 32)
     mask = (4 * word[None, :] >= before[:, None]) & (4 * word[None, :] + 4 <= end[:, None])
-    # Column by column, with a hint for wide accesses that the addresses do not show.
     words_ptr = data.to(tl.pointer_type(tl.uint32)) + (start >> 2)[:, None] + word[None, :]
     words = tl.reshape(column_words, (32, BC))
     tl.store(words_ptr, tl.trans(words), mask)
