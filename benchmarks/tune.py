@@ -57,13 +57,10 @@ FLOAT8_BLOCK_TILES = [
 
 # Of blocks that need masks.
 MASKED_TILES = [
-    Tile(16, 32, 32, 4, 1),
-    Tile(16, 64, 16, 4, 1),
-    Tile(32, 32, 16, 4, 1),
-    Tile(32, 64, 8, 8, 1),
-    Tile(16, 128, 8, 8, 1),
-    Tile(16, 64, 16, 4, 3),
+    Tile(8, 128, 16, 4, 2),
     Tile(8, 128, 16, 4, 3),
+    Tile(8, 128, 16, 4, 4),
+    Tile(4, 128, 32, 4, 4),
 ]
 EDGE_WARPS = [1, 2, 4]
 BLOCKS = [512, 1024]
@@ -87,9 +84,8 @@ def put_float8_block(two_dimensional: bool, masked: bool = False) -> Callable[[T
     """What puts a tile in the place of Float8Block's for whole blocks, or for those with masks."""
 
     def put(tile: Tile) -> None:
-        whole, edge = float8_block_step.STEP_PARTS[two_dimensional, False]
-        parts = (whole, tile) if masked else (tile, edge)
-        float8_block_step.STEP_PARTS[two_dimensional, False] = parts
+        parts = float8_block_step.MASKED_PARTS if masked else float8_block_step.STEP_PARTS
+        parts[two_dimensional, False] = tile
 
     return put
 

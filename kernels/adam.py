@@ -347,14 +347,17 @@ def update_tile(
     STORE: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
+    target_mask=None,
+    grad=None,
 ):
     """Load a tile of a tensor's state, update it, and store it if STORE, scales excepted.
 
     pointers: from :func:`state_pointers`. start: int64 offset of the tile [BR, BC], whose rows are
     ``stride`` apart. target: the same offset, for stores; where a pipelined loop computes both from
-    one number, the addresses wait in registers from the load to the store. scales: of the tile.
-    start, stride and BC must be multiples of 32 if a codec has scales. scalars: from
-    :func:`load_scalars`.
+    one number, the addresses wait in registers from the load to the store. target_mask: likewise
+    the same mask, for stores; None: ``mask`` is for both. grad: the gradient of the tile, if the
+    caller has loaded it. scales: of the tile. scalars: from :func:`load_scalars`. start, stride and
+    BC must be multiples of 32 if a codec has scales.
     Returns the new value, float32: decoded if its codec has scales, else unrounded; and the new
     scales.
     """
@@ -365,7 +368,9 @@ def update_tile(
     offs = state_offsets(stride, BR, BC)
 
     value = load_value(ptr.value, ptr.value_extra, start, stride, mask, scales.value, VALUE, BR, BC)
-    grad = to_float32(tl.load(ptr.grad + start + offs, mask))
+    if grad is None:
+        grad = tl.load(ptr.grad + start + offs, mask)
+    grad = to_float32(grad)
     exp_avg = load_state(ptr.exp_avg, start, stride, mask, scales.exp_avg, FIRST, BR, BC)
     exp_avg_sq = load_state(ptr.exp_avg_sq, start, stride, mask, scales.exp_avg_sq, SECOND, BR, BC)
     largest = tl.load(ptr.max_exp_avg_sq + start + offs, mask) if VARIANT.amsgrad else exp_avg_sq
@@ -374,6 +379,8 @@ def update_tile(
         grad, value, exp_avg, exp_avg_sq, largest, scalars, VARIANT
     )
 
+    if target_mask is not None:
+        mask = target_mask
     # One hash serves all states of an element. If no codec uses it, the compiler removes it.
     bits = dither_tile(target, stride, scalars.dither, BR, BC)
     value, value_scale = store_value(
@@ -402,6 +409,8 @@ def adam_step_tile(
     STORE: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
+    target_mask=None,
+    grad=None,
 ):
     """:func:`update_tile` of one tile with its scales; returns the new value."""
     ptr = pointers
@@ -414,9 +423,12 @@ def adam_step_tile(
         load_scale(ptr.exp_avg_sq_scale, start, stride, mask, SECOND, BR, BC),
     )
     value, new = update_tile(
-        pointers, start, target, stride, mask, scales, scalars, VARIANT, STORE, BR, BC
-    )
+        pointers, start, target, stride, mask, scales, scalars, VARIANT, STORE, BR, BC,
+        target_mask, grad,
+    )  # fmt: skip
     if STORE:
+        if target_mask is not None:
+            mask = target_mask
         store_scale(ptr.value_extra, target, stride, mask, new.value, VALUE, BR, BC)
         store_scale(ptr.exp_avg_scale, target, stride, mask, new.exp_avg, FIRST, BR, BC)
         store_scale(ptr.exp_avg_sq_scale, target, stride, mask, new.exp_avg_sq, SECOND, BR, BC)

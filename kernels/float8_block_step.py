@@ -1,6 +1,6 @@
 """The fused Adam step that writes Float8Block weights."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -37,16 +37,30 @@ from fp4adam.kernels.launch.tensor_table import (
 )
 from fp4adam.kernels.tiles.bfloat16 import round_through
 from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_words
-from fp4adam.kernels.tiles.state import has_scales, load_master, master_pointers, max_registers
+from fp4adam.kernels.tiles.layout import state_offsets
+from fp4adam.kernels.tiles.state import (
+    are_narrow,
+    has_scales,
+    load_master,
+    master_pointers,
+    max_registers,
+)
 from fp4adam.kernels.tiles.words import insert_tile, store_words, transpose_words
 
-# The parts that the fused step divides a block into: of whole blocks, and of blocks that reach past
-# an edge. Masks and the encoding of states need registers, hence the smaller parts.
+# The parts that the fused step divides whole blocks into. The encoding of states needs registers,
+# hence the smaller parts.
 STEP_PARTS = {  # by two_dimensional and scaled_states
-    (True, False): (Tile(16, BLOCK, 8, 4, 3), Tile(16, 32, 32, 4, 1)),
-    (True, True): (Tile(8, BLOCK, 16, 4, 3), Tile(16, 32, 32, 4, 1)),
-    (False, False): (Tile(8, BLOCK, 16, 4, 3), Tile(4, BLOCK, 32, 8, 1)),
-    (False, True): (Tile(8, BLOCK, 16, 4, 3), Tile(4, BLOCK, 32, 8, 1)),
+    (True, False): Tile(16, BLOCK, 8, 4, 3),
+    (True, True): Tile(8, BLOCK, 16, 4, 3),
+    (False, False): Tile(16, BLOCK, 8, 4, 3),
+    (False, True): Tile(8, BLOCK, 16, 4, 3),
+}
+# Those of blocks that need masks. Only states in FP32 are read ahead, in a kernel of its own.
+MASKED_PARTS = {  # by two_dimensional and whether states are narrow
+    (True, False): Tile(8, BLOCK, 16, 4, 3),
+    (True, True): Tile(16, 32, 32, 4, 1),
+    (False, False): Tile(4, BLOCK, 32, 8, 1),
+    (False, True): Tile(4, BLOCK, 32, 8, 1),
 }
 # Of blocks that ranks share.
 CUT_PART = Tile(16, BLOCK, 8, 8, 1)
@@ -196,6 +210,177 @@ def _adam_step_square_kernel(
         tl.store(scale_ptr, tl.div_rn(1.0, scale))
     if USAGE.columnwise and not MASKED:
         _store_column_words(column_words, columnwise_data, first_row, first_col, rows)
+
+
+@triton.jit
+def _shifted(low, high, bits):
+    """The upper 32 bits of the 64 bits of two uint32 tiles, after a shift left by ``bits``."""
+    return ((((high.to(tl.uint64) << 32) | low) << bits) >> 32).to(tl.uint32)
+
+
+@triton.jit
+def _put_unaligned_codes(
+    x,
+    column_words,
+    last_word,
+    bits,
+    i,
+    rowwise_data,
+    row,
+    col,
+    cols,
+    mask,
+    USAGE: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Like :func:`_put_codes` for part ``i`` [8, BC] of a block of a matrix of any size.
+
+    A thread has whole columns of a part whose accesses are of single elements, so codes are packed
+    down the rows without moving. Words are shifted to where they are aligned in memory.
+    column_words: uint32 [parts, 2, BC], for :func:`_store_unaligned_words`; returned with the words
+    of this part inserted. last_word: uint32 [BC], of the part above, 0 for the first; returned with
+    that of this part. bits: uint32 [BC], how far the first code of each column is from its word.
+    """
+    code = e4m3_code(x, HARDWARE=not USAGE.columnwise)
+    if USAGE.rowwise:
+        store_codes(code, rowwise_data, rowwise_data, row, col, 0, cols, mask, True, False, 8, BC)
+    if USAGE.columnwise:
+        fields = tl.reshape(code.to(tl.uint32), (2, 4, BC))
+        words = tl.sum(fields << (8 * tl.arange(0, 4)).to(tl.uint32)[None, :, None], 1)
+        first, second = tl.split(tl.trans(words))
+        words = tl.join(_shifted(last_word, first, bits), _shifted(first, second, bits))
+        column_words = insert_tile(column_words, tl.trans(words), i)
+        last_word = second
+    return column_words, last_word
+
+
+@triton.jit
+def _store_bytes(data, start, word, first, end, BC: tl.constexpr):
+    """Store bytes ``first`` to ``end`` of the words [BC] at the aligned offsets ``start``."""
+    byte = tl.arange(0, 4)[None, :]
+    code = (word[:, None] >> (8 * byte)).to(tl.uint8)
+    mask = (byte >= first[:, None]) & (byte < end[:, None])
+    tl.store(data + start[:, None] + byte, code, mask)
+
+
+@triton.jit
+def _store_unaligned_words(
+    column_words, last_word, bits, data, row, col, rows, cols, parts, BC: tl.constexpr
+):
+    """Store the columnwise codes of the block at (row, col), from :func:`_put_unaligned_codes`.
+
+    All words that are whole, and the bytes of those at either end of a column.
+    """
+    c, before = col + tl.arange(0, BC), (bits >> 3).to(tl.int32)
+    end = tl.where(c < cols, tl.minimum(rows - row, 128) + before, 0)
+    start = c.to(tl.int64) * rows + row - before
+    word = tl.arange(0, 32)
+    mask = (4 * word[None, :] >= before[:, None]) & (4 * word[None, :] + 4 <= end[:, None])
+    words_ptr = data.to(tl.pointer_type(tl.uint32)) + (start >> 2)[:, None] + word[None, :]
+    words = tl.reshape(column_words, (32, BC))
+    tl.store(words_ptr, tl.trans(words), mask)
+    first_word = tl.sum(tl.where(word[:, None] == 0, words, 0), 0)
+    _store_bytes(data, start, first_word, before, tl.where(before > 0, end, 0), BC)
+    # The last one may have no part of its own.
+    last = end >> 2
+    last_word = tl.where(last == 2 * parts, _shifted(last_word, 0 * last_word, bits), 0)
+    last_word += tl.sum(tl.where(word[:, None] == last[None, :], words, 0), 0)
+    left = tl.where((last > 0) | (before == 0), end & 3, 0)
+    _store_bytes(data, start + 4 * last, last_word, 0 * left, left, BC)
+
+
+@triton.jit(do_not_specialize_on_alignment=SIGNALS)
+def _adam_step_odd_square_kernel(
+    grad_scale_ptr,
+    clip_ptr,
+    found_inf_ptr,
+    table,
+    scalars,
+    tiles,
+    epsilon,
+    VARIANT: tl.constexpr,
+    USAGE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POW_2: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Like the square kernel, for blocks that may reach past an edge, of matrices of any size.
+
+    Grid, tile and tables are the same; BR is 8 and BC is 128. Every access is one of single
+    elements, with neighbouring columns in neighbouring threads. Those of four bytes can still be
+    asynchronous copies. The gradient of two bytes cannot, so each turn loads that of the next part.
+    """
+    tensor, first_row, col = load_tile(tiles, 128)
+    if not takes_part(table, tensor, found_inf_ptr):
+        return
+    rows, cols = size(table, tensor, ROWS, 1), size(table, tensor, COLS, 1)
+    constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
+    pointers = state_pointers(table, tensor, VARIANT)
+    rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
+    columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
+    scale_ptr = pointer(table, tensor, ROWWISE_SCALE, tl.float32)
+    scale_ptr += tile_start(first_row // 128, col // 128, tl.cdiv(cols, 128))
+    stored_scale = tl.div_rn(1.0, tl.load(scale_ptr))
+    VALUE: tl.constexpr = VARIANT.value_codec
+    tl.static_assert(BR == 8)
+    # A column that is outside has no rows, so one comparison masks an element.
+    offs, r = state_offsets(cols, BR, BC), tl.arange(0, BR)[:, None]
+    ends = tl.where(col + tl.arange(0, BC) < cols, rows, 0)[None, :]
+    parts = tl.cdiv(tl.minimum(rows - first_row, 128), BR)
+
+    largest = tl.zeros((BC,), tl.float32)
+    column_words = tl.zeros((16, 2, BC), tl.uint32)
+    last_word = tl.zeros((BC,), tl.uint32)
+    bits = (((col + tl.arange(0, BC)) * rows) & 3).to(tl.uint32) * 8
+    next_grad = tl.load(
+        pointers.grad + tile_start(first_row, col, cols) + offs, first_row + r < ends
+    )
+    # Counted apart from ``i``, which the loop is ahead with when it prefetches.
+    part = 0
+    for i in tl.range(0, parts, num_stages=STAGES):
+        row = first_row + i * BR
+        start, mask = tile_start(row, col, cols), row + r < ends
+        row = first_row + part * BR
+        target, target_mask = tile_start(row, col, cols), row + r < ends
+        grad = next_grad
+        row += BR
+        next_grad = tl.load(pointers.grad + tile_start(row, col, cols) + offs, row + r < ends)
+        row -= BR
+        value = adam_step_tile(
+            pointers, start, target, cols, mask, constants, VARIANT, True, BR, BC, target_mask, grad
+        )
+        x = tl.where(target_mask, round_through(value, VARIANT.write_dtype), 0.0)
+        largest = tl.maximum(largest, tl.max(tl.abs(x), 0))
+        if POW_2:
+            # Speculates that the scale of the last step still holds.
+            column_words, last_word = _put_unaligned_codes(
+                x * stored_scale, column_words, last_word, bits, part, rowwise_data, row, col, cols,
+                target_mask, USAGE, BC,
+            )  # fmt: skip
+        part += 1
+
+    scale = float8_scale(tl.max(largest, 0), epsilon, LARGEST, POW_2)
+    if (not POW_2) | (scale != stored_scale):
+        # A barrier, because the threads that read a part back may not be those that wrote it.
+        tl.debug_barrier()
+        last_word = tl.zeros((BC,), tl.uint32)
+        for i in range(parts):
+            row = first_row + i * BR
+            value_ptr, extra_ptr = master_pointers(table, tensor, VALUE)
+            start, mask = tile_start(row, col, cols), row + r < ends
+            value = load_master(value_ptr, extra_ptr, start, cols, mask, VALUE, BR, BC)
+            x = round_through(value, VARIANT.write_dtype)
+            column_words, last_word = _put_unaligned_codes(
+                x * scale, column_words, last_word, bits, i, rowwise_data, row, col, cols, mask,
+                USAGE, BC,
+            )  # fmt: skip
+        tl.store(scale_ptr, tl.div_rn(1.0, scale))
+    if USAGE.columnwise:
+        _store_unaligned_words(
+            column_words, last_word, bits, columnwise_data, first_row, col, rows, cols, parts, BC
+        )
 
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
@@ -391,6 +576,25 @@ def step_tiles(
     return torch.cat(whole), torch.cat(masked), torch.cat(shared)
 
 
+class Form(NamedTuple):
+    """A kernel of the step, the constexprs that only it has, and its parts."""
+
+    kernel: Any
+    constexprs: dict[str, bool]
+    tile: Tile
+
+
+def step_forms(two_dimensional: bool, codecs: tuple[str, str, str]) -> tuple[Form, Form]:
+    """What updates whole blocks, and what those that need masks, for states in these codecs."""
+    narrow = are_narrow(*codecs)
+    kernel = _adam_step_square_kernel if two_dimensional else _adam_step_vector_kernel
+    whole = Form(kernel, {"MASKED": False}, STEP_PARTS[two_dimensional, has_scales(*codecs)])
+    masked = Form(kernel, {"MASKED": True}, MASKED_PARTS[two_dimensional, narrow])
+    if two_dimensional and not narrow:
+        masked = masked._replace(kernel=_adam_step_odd_square_kernel, constexprs={})
+    return whole, masked
+
+
 def adam_step(
     table: Tensor,
     scalars: Tensor,
@@ -407,11 +611,9 @@ def adam_step(
     ``tiles``: the first two of :func:`step_tiles`. ``largest``: the largest finite number of the
     dtype that values are rounded to.
     """
-    kernel = _adam_step_square_kernel if usage.square else _adam_step_vector_kernel
-    parts = STEP_PARTS[usage.square, has_scales(*variant.codecs)]
     return [
         Launch(
-            kernel,
+            form.kernel,
             part.shape[0],
             (table, scalars, part, amax_epsilon),
             dict(
@@ -419,15 +621,15 @@ def adam_step(
                 USAGE=usage,
                 LARGEST=largest,
                 POW_2=force_pow_2_scales,
-                MASKED=masked,
-                BR=tile.rows,
-                BC=tile.cols,
-                STAGES=tile.num_stages,
+                **form.constexprs,
+                BR=form.tile.rows,
+                BC=form.tile.cols,
+                STAGES=form.tile.num_stages,
             ),
-            num_warps=tile.num_warps,
+            num_warps=form.tile.num_warps,
             maxnreg=max_registers(*variant.codecs),
         )
-        for part, tile, masked in zip(tiles, parts, (False, True), strict=True)
+        for part, form in zip(tiles, step_forms(usage.square, variant.codecs), strict=True)
     ]
 
 

@@ -43,6 +43,9 @@ from fp4adam.kernels.tiles.words import insert_tile
 # Tiles of the fused step. The loop prefetches the next tile; the edges of a matrix are covered by
 # small tiles, with few warps, so that many of them wait for memory at once.
 STEP_TILE = {True: Tile(16, 64, 4, 4, 4), False: Tile(16, 64, 4, 4, 3)}  # by two_dimensional
+# Of adaptive scales of 16 elements: one warp, whose threads each have one block, so that none of
+# its numbers is computed twice. Narrow states leave too few registers for this.
+ADAPTIVE_TILE = Tile(16, 32, 4, 1, 3)
 EDGE_TILE = {False: Tile(16, 16, 1, 1, 1), True: Tile(16, 32, 1, 2, 1)}  # by scaled_states
 
 
@@ -147,17 +150,15 @@ def _adam_step_kernel(
     report_amax(tile_amax, amax, tensor, slots, tile_amaxes, exceeding, VARIANT.write_dtype)
 
 
-def step_tiles(
-    shapes: list[tuple[int, int]], two_dimensional: bool, scaled_states: bool
-) -> tuple[Tensor, int]:
-    """Tiles for :func:`adam_step`, those of STEP_TILE first, and the number of those.
+def step_tiles(shapes: list[tuple[int, int]], large: Tile, small: Tile) -> tuple[Tensor, int]:
+    """Tiles for :func:`adam_step`, the large ones first, and the number of those.
 
-    ``scaled_states``: Whether states have scales; columns must be multiples of 32 then.
+    ``large``, ``small``: as :func:`cover` takes them, from :func:`step_forms`.
 
     Returns:
         int32 [n_tiles, 4], (tensor, first row, first column, rows << 16 | columns), and a count.
     """
-    forms = STEP_TILE[two_dimensional], EDGE_TILE[scaled_states]
+    forms = large, small
     whole, edge = cover(shapes, *forms)
     for tiles, tile in zip((whole, edge), forms, strict=True):
         tiles[:, 3] = (tile.rows * tile.loop) << 16 | tile.cols
@@ -167,14 +168,23 @@ def step_tiles(
 def step_tile(
     two_dimensional: bool, codecs: tuple[str, str, str], is_adaptive: bool = False
 ) -> Tile:
-    """STEP_TILE, adjusted for states in these codecs and for adaptive scales."""
+    """STEP_TILE or ADAPTIVE_TILE, adjusted for states in these codecs."""
     tile = STEP_TILE[two_dimensional]
-    if not two_dimensional and is_adaptive:
-        return tile._replace(num_stages=2)
-    if not two_dimensional and are_narrow(*codecs) and not has_scales(*codecs):
+    if two_dimensional:
+        return tile
+    if is_adaptive:
+        return tile._replace(num_stages=2) if are_narrow(*codecs) else ADAPTIVE_TILE
+    if are_narrow(*codecs) and not has_scales(*codecs):
         # Two stages take 128 registers instead of 168, for which ptxas spills a few on sm_100.
         return tile._replace(num_stages=2)
     return tile
+
+
+def step_forms(variant: Variant, usage: Usage) -> tuple[Tile, Tile]:
+    """The tile for most of a matrix, and that for its edges."""
+    codecs = variant.codecs
+    large = step_tile(usage.square, codecs, usage.adaptive is not None)
+    return large, EDGE_TILE[has_scales(*codecs)]
 
 
 def step_registers(
@@ -190,7 +200,7 @@ def step_registers(
     """
     narrow, scaled, edge = are_narrow(*codecs), has_scales(*codecs), max_registers(*codecs)
     if usage.adaptive is not None:
-        return 255 if narrow else None if usage.square else 192, edge
+        return None if usage.square and not narrow else 255, edge
     if usage.square and narrow and (not scaled or sm == 90 and not has_scales(codecs[0])):
         return 128, edge
     return 168 if narrow and not scaled else None, edge
@@ -216,11 +226,7 @@ def adam_step(
     ``next_amaxes``: float32 [n_slots], zeroed. ``tile_amaxes``: float32 [n_tiles], written.
     ``exceeding``: float32 [n_slots], zero before; raised for tensors that must be written again.
     """
-    is_adaptive = usage.adaptive is not None
-    forms = (
-        step_tile(usage.square, variant.codecs, is_adaptive),
-        EDGE_TILE[has_scales(*variant.codecs)],
-    )
+    forms = step_forms(variant, usage)
     parts = slice(0, n_whole), slice(n_whole, tiles.shape[0])
     major, minor = torch.cuda.get_device_capability(table.device) if table.is_cuda else (9, 0)
     most = step_registers(variant.codecs, usage, 10 * major + minor)
@@ -248,7 +254,7 @@ class StepLaunch(amax_preview.StepLaunch):
     """A preview of the tiles that can hold the new amaxes, then one pass over NVFP4 tensors."""
 
     def tiles(self, kind: Any, shapes: list[tuple[int, int]]) -> tuple[Tensor, int]:
-        return step_tiles(shapes, kind.usage().square, kind.has_scaled_states)
+        return step_tiles(shapes, *step_forms(kind.variant(), kind.usage()))
 
     def passes(self, kind: Any, *tensors: Any) -> list[Launch]:
         return adam_step(*tensors, kind.variant(), kind.usage())

@@ -154,13 +154,17 @@ def step_jobs(codecs, sm):
                 # These take longest to compile: all states for one capability, for others the ends.
                 if sm != CAPABILITIES[0] and codecs not in (PLAIN, WIDEST):
                     continue
-                stages = nvfp4_step.step_tile(square, codecs, True).num_stages
-                own = {**shape, "STAGES": stages if size == "step" else tile.num_stages}
+                own = nvfp4_step.step_tile(square, codecs, True) if size == "step" else tile
                 jobs[f"nvfp4 adaptive {size} square={square} swizzled={swizzled}"] = job(
                     "nvfp4_step._adam_step_kernel",
                     amaxes,
-                    {**variant(codecs), **usage(square, swizzled, "mse"), **own},
-                    num_warps=tile.num_warps,
+                    {
+                        **variant(codecs),
+                        **usage(square, swizzled, "mse"),
+                        "LOOP": own.loop,
+                        **tile_options(own),
+                    },
+                    num_warps=own.num_warps,
                     maxnreg=nvfp4_step.step_registers(
                         codecs, Usage(True, True, square, swizzled, "mse"), sm
                     )[at],
@@ -206,11 +210,11 @@ def step_jobs(codecs, sm):
         )
     epsilon = {**TABLES, "epsilon": "fp32"}
     for shape, square in (("square", True), ("vector", False)):
-        parts = float8_block_step.STEP_PARTS[square, scaled]
-        for masked, tile in zip((False, True), parts, strict=True):
-            extra = {"LARGEST": FP32_MAX, "POW_2": True, "MASKED": masked, **tile_options(tile)}
+        forms = float8_block_step.step_forms(square, codecs)
+        for masked, (kernel, constexprs, tile) in zip((False, True), forms, strict=True):
+            extra = {"LARGEST": FP32_MAX, "POW_2": True, **constexprs, **tile_options(tile)}
             jobs[f"float8block {shape} masked={masked}"] = job(
-                f"float8_block_step._adam_step_{shape}_kernel",
+                f"float8_block_step.{kernel.__name__}",
                 epsilon,
                 {**variant(codecs), **usage(square), **extra},
                 num_warps=tile.num_warps,
