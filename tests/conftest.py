@@ -39,7 +39,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_finish() -> None:
-    """Thousands of tests and modules live to the end: gc.collect() need not visit them each time."""
+    """Tests and modules live to the end: gc.collect() need not visit them each time."""
     gc.collect()
     gc.freeze()
 
