@@ -144,7 +144,7 @@ def with_options():
             yield pytest.param(name, option, marks=marks)
 
 
-@pytest.mark.parametrize(("name", "option"), with_options())
+@pytest.mark.parametrize(("name", "option"), list(with_options()))
 def test_fused_step_gives_the_bits_of_the_torch_path(name, option, choose_path):
     quantizer, shapes = QUANTIZERS[name]
     options = OPTIONS[option]
