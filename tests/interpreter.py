@@ -1,4 +1,4 @@
-"""Triton's interpreter, some three times as fast, and with a GPU's maximum.
+"""Triton's interpreter, several times as fast, and with a GPU's maximum.
 
 It spends its time on Python objects that describe types and shapes, not on arithmetic. What is
 replaced here computes nothing else than before: it remembers, or does not repeat itself.
