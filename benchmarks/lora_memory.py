@@ -253,7 +253,7 @@ def main() -> None:
     if args.device == "cuda":
         allocate_workspaces()
     for base in BASES:
-        rows.append(measured(base.name, partial(measure, base, args)))
+        rows.append(measured({"name": base.name}, partial(measure, base, args)))
         print(result_line(rows[-1], COLUMNS), flush=True)
         if args.json:
             write_json(args.json, run, rows)

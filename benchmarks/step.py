@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -168,14 +169,13 @@ def memory(optimizer: Any, before: int) -> dict[str, float]:
 
 
 def measure(
-    contestant: Contestant, shapes: list[Shape], device: str, rate: float, repeats: int
-) -> dict[str, Any]:
-    """What a row holds about an optimizer that runs."""
+    contestant: Contestant, shapes: list[Shape], device: str, rate: float, repeats: int, row: Row
+) -> None:
+    """Fill in what a row holds about an optimizer that runs."""
     clock = Clock(device)
     before = torch.cuda.memory_allocated() if clock.cuda else 0
     optimizer, params = contestant.make(shapes, device)
     optimizer.step()
-    row: dict[str, Any] = {}
     if clock.cuda:
         row |= memory(optimizer, before)
         row["kernels"], row["copies"] = count_launches(optimizer.step)
@@ -196,7 +196,6 @@ def measure(
     row["share_of_copy"] = row["floor_ms"] / row["ms"]
     row["state_bytes_per_param"] = sum(stored_bytes(optimizer.state[p]) for p in params) / numel
     row["weight_bytes_per_param"] = sum(stored_bytes(p) for p in params) / numel
-    return row
 
 
 def release() -> None:
@@ -208,24 +207,14 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def attempt(contestant: Contestant, shapes: list[Shape], *how: Any) -> dict[str, Any]:
-    """The measured values, or the error that kept them from being measured."""
-    try:
-        release()
-        return measure(contestant, shapes, *how)
-    except Exception as error:  # of packages that are not ours, so it can be any
-        return {"error": reason(error)}
-
-
 def reason(error: Exception) -> str:
     """What an error says, in one line."""
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
-def measured(name: str, measure: Callable[[Row], None]) -> Row:
-    """A row that ``measure`` has filled in, or one that says why it could not."""
+def measured(row: Row, measure: Callable[[Row], None]) -> Row:
+    """The row, filled in by ``measure`` or with the reason why it could not be."""
     release()
-    row: Row = {"name": name}
     try:
         measure(row)
     except Exception as error:  # a missing package, no memory, or what a compiler may raise
@@ -293,8 +282,8 @@ def main() -> None:
                 "tensors": len(shapes),
                 "parameters": sum(math.prod(shape) for shape in shapes),
             }
-            row |= attempt(contestant, shapes, args.device, rate, args.repeats)
-            rows.append(row)
+            how = (contestant, shapes, args.device, rate, args.repeats)
+            rows.append(measured(row, partial(measure, *how)))
             print(result_line(row), flush=True)
             if args.json:
                 write_json(args.json, run, rows)

@@ -223,7 +223,7 @@ def main() -> None:
     for contestant in CONTESTANTS:
         if not any(text in contestant.name for text in args.only or [""]):
             continue
-        rows.append(measured(contestant.name, partial(measure, contestant, args)))
+        rows.append(measured({"name": contestant.name}, partial(measure, contestant, args)))
         print(result_line(rows[-1], COLUMNS), flush=True)
         if args.json:
             write_json(args.json, run, rows)

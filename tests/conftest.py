@@ -48,6 +48,12 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"tests: {config.option.markexpr or 'all'}; all take some 10 minutes of two cores"
 
 
+def pytest_collection_finish() -> None:
+    """Tests and modules live to the end: gc.collect() need not visit them each time."""
+    gc.collect()
+    gc.freeze()
+
+
 # What starts processes or compiles ahead of time takes seconds a test, and comes last.
 SLOW = ("test_example", "test_benchmarks", "distributed", "test_aot")
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter, some three times as fast, and with a GPU's maximum.
+"""Triton's interpreter, several times as fast, and with a GPU's maximum.
 
 It spends its time on Python objects that describe types and shapes, not on arithmetic. What is
 replaced here computes nothing else than before: it remembers, or does not repeat itself.
@@ -6,7 +6,8 @@ replaced here computes nothing else than before: it remembers, or does not repea
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,15 @@ from triton.runtime import interpreter
 _patch_lang = interpreter._patch_lang
 _patch_lang_tensor = interpreter._patch_lang_tensor
 _new_block_type = tl.block_type.__init__
+_with_element_ty = tl.block_type.with_element_ty
+_unwrap_if_constexpr = tl.core._unwrap_if_constexpr
+_validate_np_data_size = interpreter._validate_np_data_size
+_semantic = interpreter.interpreter_semantic
+_binary_operands = _semantic.binary_op_type_checking_impl
+_broadcast = _semantic.broadcast_impl_value
+_scalar_constant = _semantic.scalar_constant
 _block_types: dict[tuple, tl.block_type] = {}
+_scalars: dict[tuple, tl.tensor] = {}
 
 
 def _patch_lang_once(function: Callable) -> Any:
@@ -29,6 +38,17 @@ def _patch_lang_once(function: Callable) -> Any:
 @functools.cache
 def _language(function: Callable) -> list:
     return [m for m in function.__globals__.values() if m is tl or m is tl.core]
+
+
+def _patch_attr(obj: Any, name: str, member: Callable, builder: Any, scope: Any) -> None:
+    """A function of the language is called with its semantics, whatever the caller gave."""
+    function = getattr(member, "__wrapped__", member)  # without the check that it has any
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = _semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(obj, name, call)
 
 
 def _patch_lang_tensor_of_numpy_2_4(tensor: type, scope: Any) -> None:
@@ -45,28 +65,93 @@ def _known_block_type(cls: type, element_ty: tl.dtype, shape: Sequence) -> tl.bl
     """One object per type: they are made for every operation, and never changed."""
     if element_ty.is_ptr():
         return object.__new__(cls)
-    key = (element_ty.name, *(getattr(n, "value", n) for n in shape))
+    key = (element_ty.name, *_numbers(shape))
     if key not in _block_types:
         _block_types[key] = object.__new__(cls)
     return _block_types[key]
 
 
+def _known_with_element_ty(self: tl.block_type, element_ty: tl.dtype) -> tl.block_type:
+    if type(element_ty) is not tl.dtype:
+        return _with_element_ty(self, element_ty)
+    key = (element_ty.name, *self.numbers)
+    return _block_types.get(key) or _with_element_ty(self, element_ty)
+
+
 def _init_block_type(self: tl.block_type, element_ty: tl.dtype, shape: Sequence) -> None:
     if "name" not in vars(self):
         _new_block_type(self, element_ty, shape)
-        self.extent = _extent(self.numel, self.shape)
+        self.numbers = _numbers(self.shape)
+        self.extent = _extent(self.numbers)
 
 
-def _extent(numel: int, shape: Sequence[int]) -> tuple[tl.constexpr, tl.tuple]:
-    return tl.constexpr(numel), tl.tuple([tl.constexpr(n) for n in shape])
+def _numbers(shape: Iterable) -> tuple[int, ...]:
+    return tuple([n.value if isinstance(n, tl.constexpr) else n for n in shape])
 
 
-_SCALAR = _extent(1, ())
+@functools.cache
+def _extent(shape: tuple[int, ...]) -> tuple[tl.constexpr, tl.tuple]:
+    """One object per shape, so that equal shapes are known by identity."""
+    return tl.constexpr(math.prod(shape)), tl.tuple([tl.constexpr(n) for n in shape])
+
+
+_SCALAR = _extent(())
 
 
 def _init_tensor(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
     self.handle, self.type, self.dtype = handle, type, type.scalar
     self.numel, self.shape = type.extent if type.is_block() else _SCALAR
+
+
+def _known_operands(
+    lhs: Any,
+    rhs: Any,
+    allow_lhs_ptr: bool = False,
+    allow_rhs_ptr: bool = False,
+    arithmetic_check: bool = True,
+    div_or_mod: bool = False,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Operands of one dtype, which need no cast; only quotients of halves would."""
+    if not div_or_mod and type(lhs) is type(rhs) is tl.tensor:
+        if lhs.dtype is rhs.dtype and type(lhs.dtype) is tl.dtype:
+            return _known_broadcast(lhs, rhs)
+    return _binary_operands(lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+
+def _known_broadcast(lhs: tl.tensor, rhs: tl.tensor) -> tuple:
+    return (lhs, rhs) if lhs.shape is rhs.shape else _broadcast(lhs, rhs)
+
+
+def _known_scalar_constant(value: Any, dtype: tl.dtype) -> tl.tensor:
+    """One object per number and dtype; nothing writes to one."""
+    key = (type(value), value, dtype.name)
+    if key not in _scalars:
+        _scalars[key] = _scalar_constant(value, dtype)
+    return _scalars[key]
+
+
+def _splat(block: tl.block_type, scalar: Any) -> Any:
+    value = scalar.data[0] if isinstance(scalar.dtype, tl.block_type) else scalar.data
+    data = np.empty(block.numbers, _get_np_dtype(scalar.dtype))
+    data[...] = value
+    return interpreter.TensorHandle(data, scalar.dtype.scalar)
+
+
+# What is no constexpr and holds none.
+_PLAIN = {tl.tensor, tl.dtype, tl.block_type, int, float, bool, str, type(None)}
+
+
+def _unwrap_if_any(value: Any) -> Any:
+    kind = type(value)
+    if kind is tl.constexpr:
+        return value.value
+    return value if kind in _PLAIN else _unwrap_if_constexpr(value)
+
+
+def _fits(data: np.ndarray, dtype: tl.dtype) -> bool:
+    if type(dtype) is not tl.dtype:
+        return _validate_np_data_size(data, dtype)
+    return data.itemsize == 1 or 8 * data.itemsize <= dtype.primitive_bitwidth
 
 
 _POINTER = np.dtype(np.uint64)
@@ -95,7 +180,15 @@ def install() -> None:
     """Change the interpreter of this process."""
     interpreter._patch_lang = _patch_lang_once
     interpreter._patch_lang_tensor = _patch_lang_tensor_of_numpy_2_4
+    interpreter._patch_attr = _patch_attr
     interpreter._get_np_dtype = _get_np_dtype
+    interpreter._validate_np_data_size = _fits
+    interpreter.InterpreterBuilder.create_splat = lambda _, *args: _splat(*args)
+    _semantic.binary_op_type_checking_impl = _known_operands
+    _semantic.broadcast_impl_value = _known_broadcast
+    _semantic.scalar_constant = _known_scalar_constant
+    tl.core._unwrap_if_constexpr = _unwrap_if_any
+    tl.block_type.with_element_ty = _known_with_element_ty
     tl.block_type.__new__ = _known_block_type
     tl.block_type.__init__ = _init_block_type
     tl.tensor.__init__ = _init_tensor
