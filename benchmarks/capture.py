@@ -166,7 +166,9 @@ def main(argv: list[str] | None = None) -> int:
     shapes = model_shapes(args.model, args.layers, args.scale)
     rows: list[Row] = []
     for contestant in CONTESTANTS:
-        rows.append(measured(contestant.name, partial(measure, contestant, shapes, args, rate)))
+        rows.append(
+            measured({"name": contestant.name}, partial(measure, contestant, shapes, args, rate))
+        )
         print(result_line(rows[-1], COLUMNS), flush=True)
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -247,9 +247,20 @@ def test_a_rank_without_rows_takes_part_in_what_others_load():
     run(load_rows, 5)
 
 
-@pytest.mark.parametrize("recipe", CASES_OF)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_kernels_have_the_bits_of_one_process(recipe, world_size):
+@pytest.mark.parametrize(
+    "world_size, recipe",
+    [
+        (3, "nvfp4"),
+        (2, "mxfp8"),
+        (2, "float8block"),  # whole blocks
+        (3, "float8block"),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in ((2, "nvfp4"), (3, "mxfp8"), (2, "float8"), (3, "float8"))
+        ),
+    ],
+)
+def test_kernels_have_the_bits_of_one_process(world_size, recipe):
     device_for(world_size, by_kernels=True)
     rows = 256 if (recipe, world_size) == ("float8block", 2) else 64  # whole blocks on two ranks
     run(step_by_kernels, world_size, rows, 32, recipe, {})
@@ -426,7 +437,15 @@ def gathered_layers(model: nn.Module) -> list[dict[str, Tensor]]:
 
 
 # 48 rows cut blocks.
-@pytest.mark.parametrize("rows", [256, pytest.param(48, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "rows, recipes",
+    [
+        (256, ("nvfp4", "float8block")),
+        pytest.param(256, ("mxfp8", "float8"), marks=pytest.mark.exhaustive),
+        pytest.param(48, ("nvfp4", "float8block", "float8"), marks=pytest.mark.exhaustive),
+    ],
+    ids=["", "other formats", "cut"],
+)
 @pytest.mark.parametrize(
     "variant, world_size",
     [
@@ -445,10 +464,9 @@ def gathered_layers(model: nn.Module) -> list[dict[str, Tensor]]:
         pytest.param("hybrid, recomputed", 4, marks=pytest.mark.exhaustive),
     ],
 )
-def test_fully_shard_variants(variant, world_size, rows):
-    for recipe in FORMATS:
-        if rows == 256 or recipe != "mxfp8":
-            run(train_variant, world_size, recipe, rows, variant)
+def test_fully_shard_variants(variant, world_size, rows, recipes):
+    for recipe in recipes:
+        run(train_variant, world_size, recipe, rows, variant)
 
 
 def exchange_shards(rank: int) -> None:

@@ -179,20 +179,37 @@ def test_float8_blocks_of_odd_sizes_have_the_bits_of_the_torch_path(shapes, lr, 
 
 
 # Whole tiles and edges; a matrix that has no whole blocks of 32 in a row.
-@pytest.mark.parametrize("states", NARROW)
+NARROW_CASES = {
+    "nvfp4": (NVFP4Quantizer(), [(64, 64), (16, 96), (16, 48)]),
+    "mxfp8": (MXFP8Quantizer(), [(32, 256), (32, 32)]),
+    "float8block": (Float8BlockQuantizer(), [(128, 128), (20, 160), (5, 3)]),
+    "float8block-1d": (Float8BlockQuantizer(two_dimensional=False), [(130, 32)]),
+    "float8": (Float8Quantizer(), [(64, 64), (16, 96), (16, 48)]),
+    "plain": (None, [(1024,), (3, 5), (33,), (700,)]),
+}
+NARROW_IN_THE_QUICK_RUN = {
+    "nvfp4": [*NARROW],
+    "mxfp8": ["bf16", "fp8"],
+    "float8block": ["fp8", "fp16 masters"],
+    "float8block-1d": ["fp8, fp32"],
+    "float8": ["fp16"],
+    "plain": [*NARROW],
+}
+
+
 @pytest.mark.parametrize(
-    ("quantizer", "shapes"),
+    ("case", "states"),
     [
-        (NVFP4Quantizer(), [(64, 64), (16, 96), (16, 48)]),
-        (MXFP8Quantizer(), [(32, 256), (32, 32)]),
-        (Float8BlockQuantizer(), [(128, 128), (20, 160), (5, 3)]),
-        (Float8BlockQuantizer(two_dimensional=False), [(130, 32)]),
-        (Float8Quantizer(), [(64, 64), (16, 96), (16, 48)]),
-        (None, [(1024,), (3, 5), (33,), (700,)]),
+        pytest.param(
+            *(case, states),
+            marks=() if states in NARROW_IN_THE_QUICK_RUN[case] else pytest.mark.exhaustive,
+        )
+        for case in NARROW_CASES
+        for states in NARROW
     ],
-    ids=["nvfp4", "mxfp8", "float8block", "float8block-1d", "float8", "plain"],
 )
-def test_narrow_states_have_the_bits_of_the_torch_path(quantizer, shapes, states, choose_path):
+def test_narrow_states_have_the_bits_of_the_torch_path(case, states, choose_path):
+    quantizer, shapes = NARROW_CASES[case]
     results = []
     for kernel in (True, False):
         params = make_params(quantizer, shapes, torch.bfloat16, choose_path(kernel))
