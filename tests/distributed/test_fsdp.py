@@ -198,9 +198,18 @@ NARROW = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float8_e4m3
 
 
 @pytest.mark.parametrize(
-    "options", [{"quantize_from": "param_dtype"}, {"amsgrad": True}, NARROW], ids=str
+    "recipe, options",
+    [
+        pytest.param(recipe, options, marks=() if recipe in quick else pytest.mark.exhaustive)
+        for quick, options in (
+            (("nvfp4", "mxfp8"), {"quantize_from": "param_dtype"}),
+            (("float8block", "float8"), {"amsgrad": True}),
+            (("nvfp4", "float8block"), NARROW),
+        )
+        for recipe in FORMATS
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("recipe", FORMATS)
 def test_options_of_the_step(recipe, options):
     run(step_in_parallel, 2, 64, 32, recipe, options)
 

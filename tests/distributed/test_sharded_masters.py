@@ -25,6 +25,7 @@ from fp4adam.distributed.dtensor import local
 from fp4adam.tensors import backend
 from ranks import all_ranks, device_for, home, run_ranks
 from test_fsdp import (
+    CASES_OF,
     FORMATS,
     assert_same,
     build,
@@ -62,7 +63,7 @@ def step_in_parallel(rank: int, rows: int, cols: int, recipe: str) -> None:
             assert_same([{name: full(a[name])}], [{name: b[name]}])
 
 
-@pytest.mark.parametrize("recipe", FORMATS)
+@pytest.mark.parametrize("recipe", CASES_OF)
 @pytest.mark.parametrize(
     "world_size, rows, cols",
     [

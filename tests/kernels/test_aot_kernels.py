@@ -14,8 +14,7 @@ LAUNCHED_MOST = (
     r"adam (fp32|bf16 with master)$|amax preview again=False$|(nvfp4|mxfp8) step .*swizzled=\w+$"
     r"|float8 (step|delayed step|delayed amax)$"
     r"|float8block (\w+ masked=False|cut \w+)$|(nvfp4|mxfp8) step .* FP8 states, FP16 masters$"
-    r"|partial \w+ codes fp32 whole=True|step scalars|grad norm 2 bf16|dequantize words"
-    r"|quantize vectors fp32"
+    r"|partial \w+ codes fp32 whole=True|step scalars|dequantize words nvfp4|quantize vectors fp32"
 )
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SIGNALS = ("grad_scale_ptr", "clip_ptr", "found_inf_ptr")

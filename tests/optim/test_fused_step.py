@@ -280,8 +280,26 @@ def test_remainders_have_the_bits_of_the_torch_path(options, choose_path):
     assert_same_bits(*results)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-1d", "mxfp8", "float8block", "float8block-1d"])
-@pytest.mark.parametrize("quantize_from", ["master", "param_dtype"])
+@pytest.mark.parametrize(
+    "name, quantize_from",
+    [
+        ("nvfp4", "master"),
+        ("nvfp4-1d", "param_dtype"),
+        ("mxfp8", "master"),
+        ("float8block", "param_dtype"),
+        ("float8block-1d", "master"),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                ("nvfp4", "param_dtype"),
+                ("nvfp4-1d", "master"),
+                ("mxfp8", "param_dtype"),
+                ("float8block", "master"),
+                ("float8block-1d", "param_dtype"),
+            )
+        ),
+    ],
+)
 def test_bytes_after_a_step_are_those_of_the_quantized_master(name, quantize_from, choose_path):
     quantizer, shapes = QUANTIZERS[name]
     params = make_params(quantizer, shapes[:2], torch.bfloat16, choose_path(True))

@@ -216,7 +216,11 @@ NVFP4_CHANGES = [swap_data, replace_state, write_param, load_state, freeze, chan
 @pytest.mark.parametrize(
     ("change", "quantizer"),
     [(change, QUANTIZERS["mxfp8"]) for change in CHANGES]
-    + [(change, QUANTIZERS["nvfp4"]) for change in NVFP4_CHANGES],
+    + [(change, QUANTIZERS["nvfp4"]) for change in NVFP4_CHANGES[:3]]
+    + [
+        pytest.param(change, QUANTIZERS["nvfp4"], marks=pytest.mark.exhaustive)
+        for change in NVFP4_CHANGES[3:]
+    ],
 )
 def test_a_change_between_steps_is_noticed(change, quantizer, device):
     optimizers = []

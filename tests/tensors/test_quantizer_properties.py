@@ -41,7 +41,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 USAGES = ("rowwise", "columnwise")
 SPECIAL = (0.0, -0.0, np.inf, -np.inf, np.nan, 2.0**-149, -(2.0**-126), 3.4e38, -3.4e38)
 
-every_format = pytest.mark.parametrize("format", FORMATS)
+# In the quick run, golden vectors stand for the other ways to scale.
+QUICK = ("nvfp4_2d", "nvfp4_1d", "nvfp4_2d_mae_256", "mxfp8", "float8_fp32", "fp8block_2d_pow2")
+every_format = pytest.mark.parametrize(
+    "format",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive) for name in FORMATS],
+)
 # The path is the same for every example, so a fixture set once for all of them does no harm.
 examples = settings(
     max_examples=20,
