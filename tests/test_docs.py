@@ -157,7 +157,7 @@ def test_readme_is_short():
     assert len(text.split()) <= 1100
 
 
-@pytest.mark.skipif(not DOCS.is_dir(), reason="there are none beside this copy of tests/")
+@needs_docs
 def test_the_readme_has_the_times_of_the_page_from_transformer_engine():
     page = (DOCS / "from_te.md").read_text()
     rows = re.findall(r"\| `(\w+Scaling)` \| ([\d.]+), [\d,]+ \| \*\*([\d.]+),", README.read_text())
