@@ -45,7 +45,7 @@ def pytest_report_header(config: pytest.Config) -> str:
         return (
             "tests: the quick ones, all in some 5 minutes of two cores; make test-all for the rest"
         )
-    return f"tests: {config.option.markexpr or 'all'}; all take some 10 minutes of two cores"
+    return f"tests: {config.option.markexpr or 'all'}; all take some 16 minutes of two cores"
 
 
 def pytest_collection_finish() -> None:
