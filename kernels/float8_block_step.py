@@ -113,6 +113,23 @@ def _store_column_words(column_words, columnwise_data, row, col, rows):
     store_words(words_ptr, col, row // 4, rows // 4, words, 128, 32)
 
 
+@triton.jit
+def _square_block(table, tensor, row, col, cols):
+    """Pointers to the codes of a tensor and to the scale of its block at (row, col).
+
+    Returns the rowwise codes, the columnwise ones, the scale's pointer, and the encode scale that
+    is stored there.
+    """
+    scale_ptr = pointer(table, tensor, ROWWISE_SCALE, tl.float32)
+    scale_ptr += tile_start(row // 128, col // 128, tl.cdiv(cols, 128))
+    return (
+        pointer(table, tensor, ROWWISE_DATA, tl.uint8),
+        pointer(table, tensor, COLUMNWISE_DATA, tl.uint8),
+        scale_ptr,
+        tl.div_rn(1.0, tl.load(scale_ptr)),
+    )
+
+
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
 def _adam_step_square_kernel(
     grad_scale_ptr,
@@ -148,11 +165,9 @@ def _adam_step_square_kernel(
     rows, cols = size(table, tensor, ROWS, MULTIPLE), size(table, tensor, COLS, MULTIPLE)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(table, tensor, VARIANT)
-    rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
-    columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
-    scale_ptr = pointer(table, tensor, ROWWISE_SCALE, tl.float32)
-    scale_ptr += tile_start(first_row // 128, first_col // 128, tl.cdiv(cols, 128))
-    stored_scale = tl.div_rn(1.0, tl.load(scale_ptr))
+    rowwise_data, columnwise_data, scale_ptr, stored_scale = _square_block(
+        table, tensor, first_row, first_col, cols
+    )
     PARTS_PER_ROW: tl.constexpr = 128 // BC
     PARTS: tl.constexpr = (128 // BR) * PARTS_PER_ROW
     VALUE: tl.constexpr = VARIANT.value_codec
@@ -318,11 +333,9 @@ def _adam_step_odd_square_kernel(
     rows, cols = size(table, tensor, ROWS, 1), size(table, tensor, COLS, 1)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(table, tensor, VARIANT)
-    rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
-    columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
-    scale_ptr = pointer(table, tensor, ROWWISE_SCALE, tl.float32)
-    scale_ptr += tile_start(first_row // 128, col // 128, tl.cdiv(cols, 128))
-    stored_scale = tl.div_rn(1.0, tl.load(scale_ptr))
+    rowwise_data, columnwise_data, scale_ptr, stored_scale = _square_block(
+        table, tensor, first_row, col, cols
+    )
     VALUE: tl.constexpr = VARIANT.value_codec
     tl.static_assert(BR == 8)
     # A column that is outside has no rows, so one comparison masks an element.

@@ -123,7 +123,7 @@ def _known_broadcast(lhs: tl.tensor, rhs: tl.tensor) -> tuple:
 
 
 def _known_scalar_constant(value: Any, dtype: tl.dtype) -> tl.tensor:
-    """One object per number and dtype; nothing writes to one."""
+    """One object per number and dtype; nothing writes to one. Triton makes -0.0 a 0.0 itself."""
     key = (type(value), value, dtype.name)
     if key not in _scalars:
         _scalars[key] = _scalar_constant(value, dtype)
