@@ -11,7 +11,7 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from operator import is_
+from operator import attrgetter, is_
 from typing import NamedTuple
 
 import torch
@@ -83,7 +83,7 @@ class BorrowedTensor:
         shared = SharedStorage(self._storage(quantizer, fields))
         if whole is not None and quantizer.scales_tensor:
             shared.global_spec = GlobalSpec(whole.shape, quantizer, whole.chunk)
-        self._given_fields = _given_fields(fields)
+        self._given_fields = fields.get("scale"), fields.get("amax")
         if quantizer.has_history:
             self.given = self._number(fields, "scale"), self._number(fields, "amax")
         self.tensor = quantizer.tensor_class(shape, source.dtype, quantizer, shared)
@@ -97,6 +97,11 @@ class BorrowedTensor:
     def source(self) -> Tensor:
         """The other package's tensor; it must be alive."""
         return self._source()
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """The attributes of the source that hold its memory."""
+        return [part for part in self._memory if isinstance(part, Tensor)]
 
     def _check_shards(self, quantizer: Quantizer, whole: Whole) -> None:
         """Raise ValueError, on every rank alike, unless each shard can be quantized by itself."""
@@ -287,7 +292,7 @@ class BorrowedTensor:
         if self.given is None:
             is_given = True
         else:
-            is_given = all(map(is_, _given_fields(self.adapter.fields(source)), self._given_fields))
+            is_given = all(map(is_, self.adapter.given(source), self._given_fields))
         return (
             source is self.source
             and source.dtype == self.tensor.dtype
@@ -319,6 +324,47 @@ def borrow(source: Tensor) -> BorrowedTensor:
     if known is None or not known.is_on(source):
         known = _borrowed[source] = BorrowedTensor(source)
     return known
+
+
+class SourceWatch:
+    """:meth:`BorrowedTensor.is_on` for many tensors at once; it keeps the sources alive.
+
+    Args:
+        borrowed: The tensors, which are on the memory of their sources.
+    """
+
+    def __init__(self, borrowed: Sequence[BorrowedTensor]) -> None:
+        self._sources = [one.source for one in borrowed]
+        self._dtypes = [one.tensor.dtype for one in borrowed]
+        alike: dict[tuple[str, ...], list[BorrowedTensor]] = defaultdict(list)
+        for one in borrowed:
+            alike[one.adapter.attributes].append(one)
+        self._reads = [
+            (attrgetter(name), [one.source for one in members])
+            for names, members in alike.items()
+            for name in names
+        ]
+        self._memory = [
+            part
+            for members in alike.values()
+            for part in zip(*(one._memory for one in members), strict=True)
+        ]
+        self._given = [one for one in borrowed if one.given is not None]
+
+    def is_on(self) -> bool:
+        """Whether all sources have the memory and dtype that they had."""
+        return (
+            [source.dtype for source in self._sources] == self._dtypes
+            and all(
+                all(map(is_, map(read, sources), known))
+                for (read, sources), known in zip(self._reads, self._memory, strict=True)
+            )
+            and all(
+                scale is one._given_fields[0] and amax is one._given_fields[1]
+                for one in self._given
+                for scale, amax in [one.adapter.given(one.source)]
+            )
+        )
 
 
 class ScaleWriteback:
@@ -395,10 +441,6 @@ class _GivenScales:
         histories = torch.stack(self._histories)
         found = torch.where(histories[:, 1] > 0, histories[:, 0], 0.0)
         torch._foreach_maximum_(self._amaxes, [*found.split(1)])
-
-
-def _given_fields(fields: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    return fields.get("scale"), fields.get("amax")
 
 
 def _amax_of(quantizer: Quantizer, scale: Tensor) -> Tensor:
