@@ -387,7 +387,7 @@ class ScaleWriteback:
             (
                 quantizer,
                 [one.tensor._amax for one in members],
-                [one.per_tensor_scale for one in members],
+                _Scatter([one.per_tensor_scale for one in members]),
             )
             for (quantizer, _), members in alike.items()
         ]
@@ -407,9 +407,31 @@ class ScaleWriteback:
         self._copies()
         for given in self._given:
             given.write()
-        for quantizer, amaxes, targets in self._scales:
-            scales = quantizer.per_tensor_scale(torch.cat(amaxes))
-            torch._foreach_copy_(targets, [*scales.split(1)])
+        for quantizer, amaxes, scatter in self._scales:
+            scatter(quantizer.per_tensor_scale(torch.cat(amaxes)))
+
+
+class _Scatter:
+    """Writes the entries of a vector to tensors of one element each.
+
+    Args:
+        targets: The tensors, on one device.
+        write: The operator, in place, on the list of targets and the list of entries.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[Tensor],
+        write: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = torch._foreach_copy_,
+    ) -> None:
+        self._targets, self._write = targets, write
+        # Views made once: as many new ones at every call take longer than all operators.
+        self._values = torch.empty(len(targets), device=targets[0].device)
+        self._entries = self._values.split(1)
+
+    def __call__(self, values: Tensor) -> None:
+        self._values.copy_(values)
+        self._write(self._targets, self._entries)
 
 
 class _GivenScales:
@@ -425,9 +447,10 @@ class _GivenScales:
 
     def __init__(self, members: Sequence[BorrowedTensor]) -> None:
         self._quantizer = members[0].tensor.quantizer
-        self._scales, self._amaxes = zip(*(one.given for one in members), strict=True)
+        self._scales, amaxes = zip(*(one.given for one in members), strict=True)
         self._histories = [one.tensor._amax_history for one in members]
-        self._firsts = [history[:1] for history in self._histories]
+        self._take_firsts = _Scatter([history[:1] for history in self._histories])
+        self._raise_amaxes = _Scatter(amaxes, torch._foreach_maximum_)
 
     def read(self) -> None:
         scales = torch.cat(self._scales)
@@ -435,12 +458,12 @@ class _GivenScales:
             self._quantizer.encode_scale, scales, self._quantizer.largest_value / scales
         )
         torch._foreach_zero_(self._histories)
-        torch._foreach_copy_(self._firsts, [*amaxes.split(1)])
+        self._take_firsts(amaxes)
 
     def write(self) -> None:
         histories = torch.stack(self._histories)
         found = torch.where(histories[:, 1] > 0, histories[:, 0], 0.0)
-        torch._foreach_maximum_(self._amaxes, [*found.split(1)])
+        self._raise_amaxes(found)
 
 
 def _amax_of(quantizer: Quantizer, scale: Tensor) -> Tensor:

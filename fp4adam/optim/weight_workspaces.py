@@ -6,7 +6,7 @@ do for master weights, so it does not matter who writes the weights.
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,15 @@ from fp4adam.distributed.partial_cast import PartialCast
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, borrow
 from fp4adam.interop.transformer_engine import Workspace, check_has_workspaces, workspaces_of
-from fp4adam.kernels.launch.launch import Launch, launch_all
 from fp4adam.optim.workspace_watch import WorkspaceWatch
 from fp4adam.tensors import backend, rows
 from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
 from fp4adam.tensors.transpose import build_columnwise, columnwise_launches
+
+if TYPE_CHECKING:
+    from fp4adam.kernels.launch.launch import Launch
 
 
 class WeightWorkspaces:
@@ -146,10 +148,11 @@ class WeightWorkspaces:
     def _write(self, found: list[Workspace], watch: WorkspaceWatch, chosen: list[int]) -> None:
         if chosen:
             with torch._C.DisableTorchFunctionSubclass():
-                targets = [watch.targets[i] for i in chosen]
-                known = watch, chosen, _streams(targets)
+                # Launches read tables that were uploaded on these streams.
+                known = watch, chosen, [torch.cuda.current_stream(each) for each in watch.gpus]
                 if self._writer is None or self._known != known:
                     weights = [found[i].weights[0] for i in chosen]
+                    targets = [watch.targets[i] for i in chosen]
                     self._writer = _Writer(targets, [weight.dtype for weight in weights])
                     self._known = known
                 self._writer([found[i].weights for i in chosen])
@@ -239,6 +242,8 @@ class _Cast:
         """Write what the same memory holds now."""
         self._cast.repeat()
         if self._columnwise:
+            from fp4adam.kernels.launch.launch import launch_all
+
             launch_all(self._square[0]._rowwise_data, self._columnwise)
 
 
@@ -247,14 +252,6 @@ def _can_be_cast(tensor: QuantizedTensor) -> bool:
     return bool(tensor.numel() and tensor.quantizer.casts_in_shards) and (
         rows.is_all(tensor) and tensor._shared.rows is None
     )
-
-
-def _streams(targets: list[QuantizedTensor | BorrowedTensor]) -> list[torch.cuda.Stream]:
-    """The current streams of the GPUs, which tables of launches are uploaded on."""
-    devices = {
-        one.tensor.device if isinstance(one, BorrowedTensor) else one.device for one in targets
-    }
-    return [torch.cuda.current_stream(one) for one in devices if one.type == "cuda"]
 
 
 def _target(tensor: Tensor) -> QuantizedTensor | BorrowedTensor:

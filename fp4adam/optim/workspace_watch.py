@@ -31,12 +31,14 @@ class WorkspaceWatch:
 
     Attributes:
         targets: What to write to, per workspace.
+        gpus: The GPUs that these are on.
     """
 
     def __init__(self, workspaces: list[Workspace], before: "WorkspaceWatch | None") -> None:
         self._copies = list(map(_copy, workspaces))
         self.targets = [borrow(x) if is_foreign(x) else x.flush() for x in self._copies]
         self._own = [x for x in self.targets if isinstance(x, QuantizedTensor)]
+        self.gpus = {x.device for x in self._copies if x.is_cuda}
         self._storages = list(map(_storage, self._own))
         self._sources = SourceWatch([x for x in self.targets if isinstance(x, BorrowedTensor)])
         parts = [
