@@ -51,6 +51,7 @@ class WorkspaceWatch:
         self._parts = [*chain.from_iterable(parts)]
         weights = _read(workspaces)
         self._has_known_layouts = are_laid_out_as(weights)
+        self._layouts = [(x.shape, x.stride(), x.dtype) for x in weights]
         self._addresses = list(map(data_ptr, weights))
         self._blocks = list(map(storage_address, weights))
         # Keeps the addresses of freed storages from being reused.
@@ -68,7 +69,7 @@ class WorkspaceWatch:
         keys = [x if isinstance(x, BorrowedTensor) else x._shared.tensors for x in self.targets]
         return {
             key: (
-                (self._blocks[of], self._addresses[of]),
+                (self._blocks[of], self._addresses[of], self._layouts[of]),
                 self._noted_weights[of],
                 self._noted_parts[own],
             )
