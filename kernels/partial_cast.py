@@ -5,7 +5,8 @@ byte. Tiles inside the shard need no masks. Tiles that it cuts are masked, eleme
 preserve what is not part of the shard. Each block, and each byte, belongs to a single tile.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -15,7 +16,7 @@ from torch import Tensor
 from fp4adam.kernels.float8 import tensor_scale
 from fp4adam.kernels.float8_block import float8_scale
 from fp4adam.kernels.four_over_six import adaptive_scale, choose
-from fp4adam.kernels.launch.launch import on_its_device
+from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.tensor_table import (
     AMAX,
     COLS,
@@ -469,7 +470,6 @@ def _float8_block_codes_kernel(
         _store_e4m3(x, data, row, col, cols, mask, BR, 128)
 
 
-@on_its_device
 def measure(
     table: Tensor,
     tiles: Sequence[Tensor],
@@ -479,45 +479,33 @@ def measure(
     write_dtype: torch.dtype,
     rowwise: bool,
     columnwise: bool,
-) -> None:
-    """Write the amaxes of all blocks in the given tiles.
+) -> list[Launch]:
+    """The launches that write the amaxes of all blocks in the given tiles.
 
     ``tiles``: the list of unmasked tiles and the list of masked tiles. ``format``: a key of TILES.
     ``rowwise``, ``columnwise``: the directions of MXFP8. Tensor amaxes must be zero before.
     """
-    dtypes = dict(VALUE_DTYPE=TRITON_DTYPES[value_dtype], WRITE_DTYPE=TRITON_DTYPES[write_dtype])
-    for listed, tile, whole in zip(tiles, TILES[format], (True, False), strict=True):
-        if not len(listed):
-            continue
+
+    def launch(listed: Tensor, tile: Tile, whole: bool) -> Launch:
+        constexprs = _dtypes(value_dtype, write_dtype)
         if format == "mxfp8":
-            _mxfp8_amax_kernel[(len(listed),)](
-                table,
-                listed,
-                **dtypes,
-                ROWWISE=rowwise,
-                COLUMNWISE=columnwise,
-                WHOLE=whole,
-                BC=tile.cols,
-                num_warps=tile.num_warps,
-                enable_fp_fusion=False,
-            )
+            kernel = _mxfp8_amax_kernel
+            constexprs |= dict(ROWWISE=rowwise, COLUMNWISE=columnwise, WHOLE=whole, BC=tile.cols)
         else:
-            _square_amax_kernel[(len(listed),)](
-                table,
-                listed,
-                **dtypes,
+            kernel = _square_amax_kernel
+            constexprs |= dict(
                 OF_TENSOR=format in ("nvfp4", "float8"),
                 WHOLE=whole,
                 BLOCK=tile.rows * tile.loop,
                 BR=tile.rows,
                 BC=tile.cols,
                 STAGES=tile.num_stages,
-                num_warps=tile.num_warps,
-                enable_fp_fusion=False,
             )
+        return Launch(kernel, len(listed), (table, listed), constexprs, num_warps=tile.num_warps)
+
+    return _launches(launch, tiles, format)
 
 
-@on_its_device
 def write_scales(
     table: Tensor,
     chunks: Tensor,
@@ -528,24 +516,22 @@ def write_scales(
     amax_epsilon: float,
     adaptive: str | None,
     bound: int,
-) -> None:
-    """Write scales, and amaxes of tensors, from amaxes; ``chunks``: of SCALES blocks each."""
-    if len(chunks):
-        _scales_kernel[(len(chunks),)](
-            table,
-            chunks,
-            amax_epsilon,
-            FORMAT=format,
-            LARGEST=torch.finfo(write_dtype).max,
-            POW_2=force_pow_2_scales,
-            ADAPTIVE=adaptive,
-            BOUND=bound,
-            CHUNK=SCALES,
-            enable_fp_fusion=False,
-        )
+) -> Launch:
+    """The launch that writes scales, and amaxes of tensors, from amaxes.
+
+    ``chunks``: of SCALES blocks each.
+    """
+    constexprs = dict(
+        FORMAT=format,
+        LARGEST=torch.finfo(write_dtype).max,
+        POW_2=force_pow_2_scales,
+        ADAPTIVE=adaptive,
+        BOUND=bound,
+        CHUNK=SCALES,
+    )
+    return Launch(_scales_kernel, len(chunks), (table, chunks, amax_epsilon), constexprs)
 
 
-@on_its_device
 def write_choices(
     table: Tensor,
     tiles: Sequence[Tensor],
@@ -554,25 +540,23 @@ def write_choices(
     write_dtype: torch.dtype,
     adaptive: str,
     bound: int,
-) -> None:
-    """Write which of two scales the blocks of NVFP4 shards have; ``tiles`` as for `measure`."""
-    dtypes = dict(VALUE_DTYPE=TRITON_DTYPES[value_dtype], WRITE_DTYPE=TRITON_DTYPES[write_dtype])
-    for listed, tile, whole in zip(tiles, TILES["nvfp4"], (True, False), strict=True):
-        if len(listed):
-            _nvfp4_choices_kernel[(len(listed),)](
-                table,
-                listed,
-                **dtypes,
-                ADAPTIVE=adaptive,
-                BOUND=bound,
-                WHOLE=whole,
-                BC=tile.cols,
-                num_warps=tile.num_warps,
-                enable_fp_fusion=False,
-            )
+) -> list[Launch]:
+    """The launches that write which of two scales the blocks of NVFP4 shards have.
+
+    ``tiles``: as for `measure`.
+    """
+
+    def launch(listed: Tensor, tile: Tile, whole: bool) -> Launch:
+        constexprs = _dtypes(value_dtype, write_dtype)
+        constexprs |= dict(ADAPTIVE=adaptive, BOUND=bound, WHOLE=whole, BC=tile.cols)
+        fixed = (table, listed)
+        return Launch(
+            _nvfp4_choices_kernel, len(listed), fixed, constexprs, num_warps=tile.num_warps
+        )
+
+    return _launches(launch, tiles, "nvfp4")
 
 
-@on_its_device
 def write_codes(
     table: Tensor,
     tiles: Sequence[Tensor],
@@ -586,44 +570,45 @@ def write_codes(
     amax_epsilon: float,
     adaptive: str | None,
     bound: int,
-) -> None:
-    """Write the codes of shards, using amaxes; arguments as in `measure` and `write_scales`."""
-    dtypes = dict(VALUE_DTYPE=TRITON_DTYPES[value_dtype], WRITE_DTYPE=TRITON_DTYPES[write_dtype])
-    for listed, tile, whole in zip(tiles, TILES[format], (True, False), strict=True):
-        if not len(listed):
-            continue
-        grid, options = (len(listed),), dict(num_warps=tile.num_warps, enable_fp_fusion=False)
+) -> list[Launch]:
+    """The launches that write the codes of shards, using amaxes.
+
+    Arguments as in `measure` and `write_scales`.
+    """
+
+    def launch(listed: Tensor, tile: Tile, whole: bool) -> Launch:
+        constexprs = _dtypes(value_dtype, write_dtype)
+        fixed = (table, listed) if format in ("nvfp4", "mxfp8") else (table, listed, amax_epsilon)
         if format == "nvfp4":
-            choice = dict(ADAPTIVE=adaptive, BOUND=bound)
-            _nvfp4_codes_kernel[grid](
-                table, listed, **dtypes, **choice, WHOLE=whole, BC=tile.cols, **options
-            )
+            kernel = _nvfp4_codes_kernel
+            constexprs |= dict(ADAPTIVE=adaptive, BOUND=bound, WHOLE=whole, BC=tile.cols)
         elif format == "mxfp8":
-            usage = dict(ROWWISE=rowwise, COLUMNWISE=columnwise)
-            _mxfp8_codes_kernel[grid](
-                table, listed, **dtypes, **usage, WHOLE=whole, BC=tile.cols, **options
-            )
+            kernel = _mxfp8_codes_kernel
+            constexprs |= dict(ROWWISE=rowwise, COLUMNWISE=columnwise, WHOLE=whole, BC=tile.cols)
         elif format == "float8":
-            _float8_codes_kernel[grid](
-                table,
-                listed,
-                amax_epsilon,
-                **dtypes,
-                POW_2=force_pow_2_scales,
-                WHOLE=whole,
-                BC=tile.cols,
-                **options,
-            )
+            kernel = _float8_codes_kernel
+            constexprs |= dict(POW_2=force_pow_2_scales, WHOLE=whole, BC=tile.cols)
         else:
-            _float8_block_codes_kernel[grid](
-                table,
-                listed,
-                amax_epsilon,
-                **dtypes,
+            kernel = _float8_block_codes_kernel
+            constexprs |= dict(
                 LARGEST=torch.finfo(write_dtype).max,
                 POW_2=force_pow_2_scales,
                 WHOLE=whole,
                 BR=tile.rows,
                 STAGES=tile.num_stages,
-                **options,
             )
+        return Launch(kernel, len(listed), fixed, constexprs, num_warps=tile.num_warps)
+
+    return _launches(launch, tiles, format)
+
+
+def _launches(
+    launch: Callable[[Tensor, Tile, bool], Launch], tiles: Sequence[Tensor], format: str
+) -> list[Launch]:
+    """What ``launch`` returns for the lists of unmasked and of masked tiles that are not empty."""
+    whole = zip(tiles, TILES[format], (True, False), strict=True)
+    return [launch(*given) for given in whole if len(given[0])]
+
+
+def _dtypes(value_dtype: torch.dtype, write_dtype: torch.dtype) -> dict[str, Any]:
+    return dict(VALUE_DTYPE=TRITON_DTYPES[value_dtype], WRITE_DTYPE=TRITON_DTYPES[write_dtype])

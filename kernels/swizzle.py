@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4adam.kernels.launch.launch import on_its_device
+from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.tensor_table import WIDTH, load_tile
 
 # Columns of the table: both addresses; rows and blocks per row, without padding; strides of the
@@ -64,8 +64,7 @@ def _swizzle_kernel(table, tiles, UNDO: tl.constexpr, BR: tl.constexpr, BC: tl.c
         tl.store(swizzled, tl.load(plain, inside, 0), j < (blocks + 3) // 4 * 4)
 
 
-@on_its_device
-def swizzle(table: Tensor, tiles: Tensor, *, undo: bool) -> None:
-    """Write the swizzled matrices of a table from the plain ones; with ``undo`` the reverse."""
-    if len(tiles):
-        _swizzle_kernel[(len(tiles),)](table, tiles, UNDO=undo, BR=TILE[0], BC=TILE[1])
+def swizzle(table: Tensor, tiles: Tensor, *, undo: bool) -> Launch:
+    """The launch that writes swizzled matrices from plain ones; with ``undo`` the reverse."""
+    constexprs = dict(UNDO=undo, BR=TILE[0], BC=TILE[1])
+    return Launch(_swizzle_kernel, len(tiles), (table, tiles), constexprs)

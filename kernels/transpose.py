@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4adam.kernels.launch.launch import on_its_device
+from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.tensor_table import (
     COLS,
     COLUMNWISE_DATA,
@@ -70,14 +70,14 @@ def _transpose_edge_kernel(table, tiles, BITS: tl.constexpr, SIDE: tl.constexpr)
     tl.store(target, code, mask)
 
 
-@on_its_device
-def transpose(table: Tensor, tiles: Sequence[Tensor], *, bits: int) -> None:
-    """Write ``columnwise_data`` of a table from its ``rowwise_data``.
+def transpose(table: Tensor, tiles: Sequence[Tensor], *, bits: int) -> list[Launch]:
+    """The launches that write ``columnwise_data`` of a table from its ``rowwise_data``.
 
     ``tiles``: the list of whole tiles (side TILE[bits]) and the list of edge tiles (side EDGE).
     """
-    for kernel, listed, side in zip(
-        (_transpose_kernel, _transpose_edge_kernel), tiles, (TILE[bits], EDGE), strict=True
-    ):
-        if len(listed):
-            kernel[(len(listed),)](table, listed, BITS=bits, SIDE=side)
+    kinds = zip((_transpose_kernel, _transpose_edge_kernel), tiles, (TILE[bits], EDGE), strict=True)
+    return [
+        Launch(kernel, len(listed), (table, listed), dict(BITS=bits, SIDE=side))
+        for kernel, listed, side in kinds
+        if len(listed)
+    ]

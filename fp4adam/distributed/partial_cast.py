@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -275,11 +276,31 @@ class PartialCast:
             for shard, value, out in zip(self._shards, values, outs, strict=True):
                 _write_scales(shard)
                 _write_codes(shard, value, shard.targets(out))
+            build_gemm_scales([shard.weight for shard in self._shards])
+        self._mark_written()
+
+    @property
+    def can_be_repeated(self) -> bool:
+        """Whether :meth:`repeat` may be called after a :meth:`write` to the weights themselves."""
+        return bool(self._launches) and not self._adaptive
+
+    def repeat(self) -> None:
+        """Measure and write again what the last calls did, with new values in the same memory.
+
+        Nothing is checked. The caller knows that memory and layouts are the same, that no writes to
+        the weights are pending, and that the current stream is the same.
+        """
+        launches = self._launches[0]
+        self._buffer.zero_()
+        launches.measure()
+        launches.write()
+        self._mark_written()
+
+    def _mark_written(self) -> None:
+        tensors = [shard.weight._shared.tensors for shard in self._shards]
+        written = chain.from_iterable(each.versioned for each in tensors)
         weights = [shard.weight for shard in self._shards]
-        build_gemm_scales(weights)
-        for weight in weights:
-            weight._shared.mark_written()
-        torch.autograd.graph.increment_version(weights)
+        torch.autograd.graph.increment_version([*weights, *written])
 
     def check_values(self, values: Sequence[Tensor | None], name: str = "values") -> None:
         """Raise ValueError unless ``values`` fit the shards; ``name`` is for the error."""

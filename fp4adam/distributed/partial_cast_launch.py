@@ -1,5 +1,6 @@
 """The kernel launches of a partial cast: kernels, tables and tiles of shards."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,8 +10,11 @@ from torch import Tensor
 from fp4adam.distributed.flat_shard import Out, Shard
 from fp4adam.kernels import partial_cast
 from fp4adam.kernels.launch import tile_lists
+from fp4adam.kernels.launch.launch import launch_all
 from fp4adam.kernels.launch.tile_lists import Region
 from fp4adam.kernels.partial_cast import COLUMNS, SCALES, TILES
+from fp4adam.tensors.quantizer import Quantizer
+from fp4adam.tensors.swizzle import gemm_scale_launches
 
 ALIGNMENT = 16  # in bytes, of everything that an unmasked tile reads and writes
 
@@ -56,25 +60,33 @@ class CastLaunches:
         device: torch.device,
     ) -> None:
         rows = _table_rows(shards, values, outs)
-        self._shards = shards
-        self._table = tile_lists.table(rows, device)
-        self._tiles = _tiles(shards, values, rows, device)
-        self._chunks = _chunks(shards, device)
+        self._table = table = tile_lists.table(rows, device)
+        tiles = _tiles(shards, values, rows, device)
+        self._measures, self._writes = [], []
+        for kind, chunks in _chunks(shards, device):
+            self._writes.append(partial_cast.write_scales(table, chunks, **kind.options(*_SCALES)))
+        for kind, lists in tiles:
+            self._measures += partial_cast.measure(table, lists, **kind.options(*_MEASURE))
+            self._writes += partial_cast.write_codes(table, lists, **kind._asdict())
+        self._writes += gemm_scale_launches([shard.weight for shard in shards])
+        histories: dict[Quantizer, list[Shard]] = defaultdict(list)
+        for shard in shards:
+            if shard.quantizer.has_history:
+                histories[shard.quantizer].append(shard)
+        self._histories = [
+            (quantizer, [s.weight._shared.tensors for s in alike], [s.amax for s in alike])
+            for quantizer, alike in histories.items()
+        ]
 
     def measure(self) -> None:
         """Write the amaxes of blocks that overlap the shards; all others must be zero before."""
-        for kind, tiles in self._tiles:
-            partial_cast.measure(self._table, tiles, **kind.options(*_MEASURE))
+        launch_all(self._table, self._measures)
 
     def write(self) -> None:
-        """Write the scales of all blocks, and the codes of the shards."""
-        for shard in self._shards:
-            if shard.quantizer.has_history:
-                shard.quantizer.take_amax(shard.weight._shared.tensors, shard.amax)
-        for kind, chunks in self._chunks:
-            partial_cast.write_scales(self._table, chunks, **kind.options(*_SCALES))
-        for kind, tiles in self._tiles:
-            partial_cast.write_codes(self._table, tiles, **kind._asdict())
+        """Write the scales of all blocks, swizzled ones too, and the codes of the shards."""
+        for quantizer, tensors, amaxes in self._histories:
+            quantizer.take_amaxes(tensors, amaxes)
+        launch_all(self._table, self._writes)
 
 
 def choose(shards: Sequence[Shard], values: Sequence[Tensor], device: torch.device) -> None:
@@ -82,7 +94,7 @@ def choose(shards: Sequence[Shard], values: Sequence[Tensor], device: torch.devi
     rows = _table_rows(shards, values, [None] * len(shards))
     table = tile_lists.table(rows, device)
     for kind, tiles in _tiles(shards, values, rows, device):
-        partial_cast.write_choices(table, tiles, **kind.options(*_CHOICES))
+        launch_all(table, partial_cast.write_choices(table, tiles, **kind.options(*_CHOICES)))
 
 
 def _kind(shard: Shard, value_dtype: torch.dtype | None) -> _Kind:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Literal
 
@@ -212,12 +212,22 @@ class Float8Quantizer(Quantizer):
         if not self.has_history:
             tensors.amax.copy_(amax)
             return
-        history = tensors.amax_history
+        self.take_amaxes([tensors], [amax])
+
+    def take_amaxes(self, tensors: Sequence[Storage], amaxes: Sequence[Tensor]) -> None:
+        if not self.has_history:
+            return super().take_amaxes(tensors, amaxes)
+        histories = torch.stack([each.amax_history for each in tensors])
+        present = torch.cat([each.amax for each in tensors])
         is_max = self.amax_compute_algo == "max"
-        known = (history.amax(0, keepdim=True) if is_max else history[:1]) * 2.0**self.margin
-        tensors.amax.copy_(torch.where((known > 0) & known.isfinite(), known, tensors.amax))
-        history.copy_(history.roll(-1))
-        history[:1] = amax
+        known = (histories.amax(1) if is_max else histories[:, 0]) * 2.0**self.margin
+        present = torch.where((known > 0) & known.isfinite(), known, present)
+        moved = histories.roll(-1, 1)
+        moved[:, 0] = torch.cat([*amaxes])
+        torch._foreach_copy_(
+            [*(each.amax for each in tensors), *(each.amax_history for each in tensors)],
+            [*present.split(1), *moved.unbind()],
+        )
 
     def write(self, x: Tensor, out: Storage, amax: Tensor | None = None) -> None:
         if amax is None:

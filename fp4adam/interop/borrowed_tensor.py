@@ -11,7 +11,7 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from operator import is_
+from operator import attrgetter, is_
 from typing import NamedTuple
 
 import torch
@@ -83,7 +83,7 @@ class BorrowedTensor:
         shared = SharedStorage(self._storage(quantizer, fields))
         if whole is not None and quantizer.scales_tensor:
             shared.global_spec = GlobalSpec(whole.shape, quantizer, whole.chunk)
-        self._given_fields = _given_fields(fields)
+        self._given_fields = fields.get("scale"), fields.get("amax")
         if quantizer.has_history:
             self.given = self._number(fields, "scale"), self._number(fields, "amax")
         self.tensor = quantizer.tensor_class(shape, source.dtype, quantizer, shared)
@@ -97,6 +97,11 @@ class BorrowedTensor:
     def source(self) -> Tensor:
         """The other package's tensor; it must be alive."""
         return self._source()
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """The attributes of the source that hold its memory."""
+        return [part for part in self._memory if isinstance(part, Tensor)]
 
     def _check_shards(self, quantizer: Quantizer, whole: Whole) -> None:
         """Raise ValueError, on every rank alike, unless each shard can be quantized by itself."""
@@ -287,7 +292,7 @@ class BorrowedTensor:
         if self.given is None:
             is_given = True
         else:
-            is_given = all(map(is_, _given_fields(self.adapter.fields(source)), self._given_fields))
+            is_given = all(map(is_, self.adapter.given(source), self._given_fields))
         return (
             source is self.source
             and source.dtype == self.tensor.dtype
@@ -321,6 +326,47 @@ def borrow(source: Tensor) -> BorrowedTensor:
     return known
 
 
+class SourceWatch:
+    """:meth:`BorrowedTensor.is_on` for many tensors at once; it keeps the sources alive.
+
+    Args:
+        borrowed: The tensors, which are on the memory of their sources.
+    """
+
+    def __init__(self, borrowed: Sequence[BorrowedTensor]) -> None:
+        self._sources = [one.source for one in borrowed]
+        self._dtypes = [one.tensor.dtype for one in borrowed]
+        alike: dict[tuple[str, ...], list[BorrowedTensor]] = defaultdict(list)
+        for one in borrowed:
+            alike[one.adapter.attributes].append(one)
+        self._reads = [
+            (attrgetter(name), [one.source for one in members])
+            for names, members in alike.items()
+            for name in names
+        ]
+        self._memory = [
+            part
+            for members in alike.values()
+            for part in zip(*(one._memory for one in members), strict=True)
+        ]
+        self._given = [one for one in borrowed if one.given is not None]
+
+    def is_on(self) -> bool:
+        """Whether all sources have the memory and dtype that they had."""
+        return (
+            [source.dtype for source in self._sources] == self._dtypes
+            and all(
+                all(map(is_, map(read, sources), known))
+                for (read, sources), known in zip(self._reads, self._memory, strict=True)
+            )
+            and all(
+                scale is one._given_fields[0] and amax is one._given_fields[1]
+                for one in self._given
+                for scale, amax in [one.adapter.given(one.source)]
+            )
+        )
+
+
 class ScaleWriteback:
     """Copies scales from the kernels' buffers back to the source tensors.
 
@@ -341,7 +387,7 @@ class ScaleWriteback:
             (
                 quantizer,
                 [one.tensor._amax for one in members],
-                [one.per_tensor_scale for one in members],
+                _Scatter([one.per_tensor_scale for one in members]),
             )
             for (quantizer, _), members in alike.items()
         ]
@@ -361,9 +407,31 @@ class ScaleWriteback:
         self._copies()
         for given in self._given:
             given.write()
-        for quantizer, amaxes, targets in self._scales:
-            scales = quantizer.per_tensor_scale(torch.cat(amaxes))
-            torch._foreach_copy_(targets, [*scales.split(1)])
+        for quantizer, amaxes, scatter in self._scales:
+            scatter(quantizer.per_tensor_scale(torch.cat(amaxes)))
+
+
+class _Scatter:
+    """Writes the entries of a vector to tensors of one element each.
+
+    Args:
+        targets: The tensors, on one device.
+        write: The operator, in place, on the list of targets and the list of entries.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[Tensor],
+        write: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = torch._foreach_copy_,
+    ) -> None:
+        self._targets, self._write = targets, write
+        # Views made once: as many new ones at every call take longer than all operators.
+        self._values = torch.empty(len(targets), device=targets[0].device)
+        self._entries = self._values.split(1)
+
+    def __call__(self, values: Tensor) -> None:
+        self._values.copy_(values)
+        self._write(self._targets, self._entries)
 
 
 class _GivenScales:
@@ -379,9 +447,10 @@ class _GivenScales:
 
     def __init__(self, members: Sequence[BorrowedTensor]) -> None:
         self._quantizer = members[0].tensor.quantizer
-        self._scales, self._amaxes = zip(*(one.given for one in members), strict=True)
+        self._scales, amaxes = zip(*(one.given for one in members), strict=True)
         self._histories = [one.tensor._amax_history for one in members]
-        self._firsts = [history[:1] for history in self._histories]
+        self._take_firsts = _Scatter([history[:1] for history in self._histories])
+        self._raise_amaxes = _Scatter(amaxes, torch._foreach_maximum_)
 
     def read(self) -> None:
         scales = torch.cat(self._scales)
@@ -389,16 +458,12 @@ class _GivenScales:
             self._quantizer.encode_scale, scales, self._quantizer.largest_value / scales
         )
         torch._foreach_zero_(self._histories)
-        torch._foreach_copy_(self._firsts, [*amaxes.split(1)])
+        self._take_firsts(amaxes)
 
     def write(self) -> None:
         histories = torch.stack(self._histories)
         found = torch.where(histories[:, 1] > 0, histories[:, 0], 0.0)
-        torch._foreach_maximum_(self._amaxes, [*found.split(1)])
-
-
-def _given_fields(fields: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    return fields.get("scale"), fields.get("amax")
+        self._raise_amaxes(found)
 
 
 def _amax_of(quantizer: Quantizer, scale: Tensor) -> Tensor:

@@ -146,6 +146,10 @@ class Float8Adapter(TransformerEngineAdapter):
             fields |= {"scale": tensor._quantizer.scale, "amax": tensor._quantizer.amax}
         return fields
 
+    def given(self, tensor: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        quantizer = tensor._quantizer
+        return (quantizer.scale, quantizer.amax) if _is_delayed(quantizer) else (None, None)
+
     def drop_columnwise(self, tensor: Tensor) -> None:
         tensor._reset_caches()
 
@@ -191,11 +195,15 @@ class Workspace(NamedTuple):
 def workspaces_of(model: nn.Module) -> Iterator[Workspace]:
     """The workspaces that Transformer Engine's modules keep now."""
     for module in model.modules():
-        workspaces = getattr(module, "_fp8_workspaces", {})
+        workspaces = vars(module).get("_fp8_workspaces")
+        if not workspaces:
+            continue
         for name, tensor in list(workspaces.items()):
             # A fused weight may be split into several parameters.
             names = getattr(module, "weight_names", [name]) if name == "weight" else [name]
-            weights = tuple(getattr(module, each) for each in names)
+            # Modules' own lookup of attributes takes longer than all else here.
+            own = module._parameters
+            weights = tuple([own[n] if n in own else getattr(module, n) for n in names])
             yield Workspace(weights, tensor, partial(workspaces.pop, name, None))
 
 

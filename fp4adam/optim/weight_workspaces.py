@@ -6,24 +6,25 @@ do for master weights, so it does not matter who writes the weights.
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp4adam.distributed.dtensor import is_dtensor
-from fp4adam.distributed.scale_exchange import ShardCast
-from fp4adam.interop.adapter import count_writes, is_foreign, memory
+from fp4adam.distributed.partial_cast import PartialCast
+from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, borrow
 from fp4adam.interop.transformer_engine import Workspace, check_has_workspaces, workspaces_of
-from fp4adam.optim.master_weights import can_be_cast
-from fp4adam.optim.memory_note import data_ptr, version
-from fp4adam.tensors import backend
+from fp4adam.optim.workspace_watch import WorkspaceWatch
+from fp4adam.tensors import backend, rows
 from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
-from fp4adam.tensors.storage import Storage
+from fp4adam.tensors.transpose import build_columnwise, columnwise_launches
+
+if TYPE_CHECKING:
+    from fp4adam.kernels.launch.launch import Launch
 
 
 class WeightWorkspaces:
@@ -77,7 +78,8 @@ class WeightWorkspaces:
 
     def _forget(self, source: nn.Module | dict[Tensor, Tensor]) -> None:
         self._source = source
-        self._notes: dict[int, tuple] = {}
+        self._watch: WorkspaceWatch | None = None
+        self._known: tuple = ()  # what the writer is for
         self._writer: _Writer | None = None
 
     # A copy of a model has its hooks too, which are then for the copy.
@@ -105,9 +107,8 @@ class WeightWorkspaces:
             RuntimeError: In a CUDA graph's capture.
             TypeError, ValueError: As for the constructor; nothing is written then.
         """
-        found = self._fitting()
-        self._write([each for each in found if self._notes.get(id(each.tensor)) != _note(each)])
-        self._notes = {id(each.tensor): _note(each) for each in found}
+        found, watch = self._watched()
+        self._write(found, watch, watch.written(found))
 
     def write(self) -> None:
         """Quantize all weights, also those whose versions are unchanged.
@@ -115,19 +116,27 @@ class WeightWorkspaces:
         Raises:
             RuntimeError, TypeError, ValueError: As for :meth:`update`.
         """
-        found = self._fitting()
-        self._write(found)
-        self._notes = {id(each.tensor): _note(each) for each in found}
+        found, watch = self._watched()
+        self._write(found, watch, [*range(len(found))])
 
-    def _fitting(self) -> list[Workspace]:
-        """The copies that fit their weights; modules make the others again."""
+    def _watched(self) -> tuple[list[Workspace], WorkspaceWatch]:
+        """The copies that there are now, and a watch on them."""
         if backend.is_capturing():
             raise RuntimeError(
                 "workspaces must not be written in the capture of a CUDA graph, got a call in one; "
                 "call write() after each replay: graphs read workspaces at their addresses"
             )
+        with torch._C.DisableTorchFunctionSubclass():
+            found = self._find()
+            if self._watch is None or not self._watch.is_on(found):
+                found = self._fitting(found)
+                self._watch = WorkspaceWatch(found, self._watch)
+            return found, self._watch
+
+    def _fitting(self, found: list[Workspace]) -> list[Workspace]:
+        """The copies that fit their weights; modules make the others again."""
         fitting = []
-        for workspace in self._find():
+        for workspace in found:
             if workspace.drop is not None and not _fits(workspace):
                 workspace.drop()
             else:
@@ -136,68 +145,113 @@ class WeightWorkspaces:
         return fitting
 
     @torch.no_grad()
-    def _write(self, workspaces: list[Workspace]) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            targets = [_target(workspace.tensor) for workspace in workspaces]
-            values = [_joined(workspace.weights) for workspace in workspaces]
-            kinds = [
-                (_storage(target), value.dtype)
-                for target, value in zip(targets, values, strict=True)
-            ]
-            if self._writer is None or self._writer.kinds != kinds:
-                self._writer = _Writer(targets, kinds)
-            self._writer(values)
+    def _write(self, found: list[Workspace], watch: WorkspaceWatch, chosen: list[int]) -> None:
+        if chosen:
+            with torch._C.DisableTorchFunctionSubclass():
+                # Launches read tables that were uploaded on these streams.
+                known = watch, chosen, [torch.cuda.current_stream(each) for each in watch.gpus]
+                if self._writer is None or self._known != known:
+                    weights = [found[i].weights[0] for i in chosen]
+                    targets = [watch.targets[i] for i in chosen]
+                    self._writer = _Writer(targets, [weight.dtype for weight in weights])
+                    self._known = known
+                self._writer([found[i].weights for i in chosen])
+        watch.note(found)
 
 
 class _Writer:
-    """Writes values to the same copies again and again.
+    """Writes values to the same copies again and again, on the same streams.
+
+    Kernels that read weights where they are get launched again; all else is done anew.
 
     Args:
         targets: The copies.
-        kinds: Their memory, and the dtypes of their values.
+        dtypes: The dtypes of their values.
     """
 
     def __init__(
-        self,
-        targets: list[QuantizedTensor | BorrowedTensor],
-        kinds: list[tuple[Storage, torch.dtype]],
+        self, targets: list[QuantizedTensor | BorrowedTensor], dtypes: list[torch.dtype]
     ) -> None:
-        self.kinds = kinds
-        self._sources = [one.source for one in targets if isinstance(one, BorrowedTensor)]
-        self._scales_of_others = ScaleWriteback(
-            [one for one in targets if isinstance(one, BorrowedTensor)]
-        )
+        borrowed = [one for one in targets if isinstance(one, BorrowedTensor)]
+        self._scales_of_others = ScaleWriteback(borrowed)
         tensors = [one.tensor if isinstance(one, BorrowedTensor) else one for one in targets]
+        self._written = [*tensors, *(one.source for one in borrowed)]
         together: dict[torch.device, list[int]] = defaultdict(list)
         self._alone = []
         for i, tensor in enumerate(tensors):
-            if can_be_cast(tensor):
+            if _can_be_cast(tensor):
                 together[tensor.device].append(i)
             else:
                 self._alone.append((i, tensor))
         self._casts = [
-            (members, ShardCast([tensors[i] for i in members], [kinds[i][1] for i in members]))
+            (members, _Cast([tensors[i] for i in members], [dtypes[i] for i in members]))
             for members in together.values()
         ]
-        self._tensors = tensors
 
-    def __call__(self, values: list[Tensor]) -> None:
+    def __call__(self, weights: list[tuple[Tensor, ...]]) -> None:
+        """Write the values of the weights, which are in the same memory at every call."""
+        casts = [
+            (cast, None if cast.repeats else [_joined(weights[i]) for i in members])
+            for members, cast in self._casts
+        ]
+        alone = [(tensor, _joined(weights[i])) for i, tensor in self._alone]
         self._scales_of_others.read()
-        for members, cast in self._casts:
-            own = [values[i] for i in members]
-            cast.measure(own)
-            if cast.is_adaptive:
-                cast.choose(own)
-            cast.write(own)
-        for i, tensor in self._alone:
-            tensor.quantize_(values[i])
+        for (cast, values), (members, _) in zip(casts, self._casts, strict=True):
+            if values is None:
+                cast.repeat()
+            else:
+                cast(values, [weights[i] for i in members])
+        for tensor, value in alone:
+            tensor.quantize_(value)
         self._scales_of_others()
-        torch.autograd.graph.increment_version([*self._tensors, *self._sources])
+        torch.autograd.graph.increment_version(self._written)
 
 
-def _storage(target: QuantizedTensor | BorrowedTensor) -> Storage:
-    tensor = target.tensor if isinstance(target, BorrowedTensor) else target
-    return tensor.flush()._shared.tensors
+class _Cast:
+    """A cast of whole tensors on one device.
+
+    Attributes:
+        repeats: Whether :meth:`repeat` can replace a call.
+    """
+
+    def __init__(self, tensors: list[QuantizedTensor], dtypes: list[torch.dtype]) -> None:
+        sizes = [tensor.numel() for tensor in tensors]
+        self._cast = PartialCast(tensors, [0] * len(tensors), sizes, dtypes)
+        self._square = [tensor for tensor in tensors if tensor.quantizer.is_square]
+        self._columnwise: list[Launch] = []
+        self.repeats = False
+
+    def __call__(self, values: list[Tensor], weights: list[tuple[Tensor, ...]]) -> None:
+        """Write these values of the weights."""
+        cast, flat = self._cast, [value.view(-1) for value in values]
+        cast.measure(flat)
+        if cast.is_adaptive:
+            cast.choose(flat)
+        cast.write(flat)
+        build_columnwise(self._square)
+        # A joined value that is no view is new memory each time.
+        views = [
+            value.untyped_storage().data_ptr() == own[0].untyped_storage().data_ptr()
+            for value, own in zip(values, weights, strict=True)
+        ]
+        self.repeats = cast.can_be_repeated and all(views)
+        if self.repeats:
+            self._columnwise = columnwise_launches(self._square)
+
+    def repeat(self) -> None:
+        """Write what the same memory holds now."""
+        self._cast.repeat()
+        if self._columnwise:
+            from fp4adam.kernels.launch.launch import launch_all
+
+            launch_all(self._square[0]._rowwise_data, self._columnwise)
+
+
+def _can_be_cast(tensor: QuantizedTensor) -> bool:
+    """Whether a tensor can be quantized in one launch with others."""
+    return bool(tensor.numel() and tensor.quantizer.casts_in_shards) and (
+        rows.is_all(tensor) and tensor._shared.rows is None
+    )
 
 
 def _target(tensor: Tensor) -> QuantizedTensor | BorrowedTensor:
@@ -265,17 +319,3 @@ def _check(workspace: Workspace) -> None:
             "weight again after moving or replacing it"
         )
     _target(tensor)  # raises if its format is not supported
-
-
-def _note(workspace: Workspace) -> tuple:
-    """The memory and versions of a weight and its copy; equal while neither is written."""
-    tensor = workspace.tensor
-    if is_foreign(tensor):
-        target = borrow(tensor)
-        writes = count_writes(tensor, memory(tensor, target.adapter))
-    else:
-        target = tensor.flush()._shared.tensors
-        writes = sum(map(version, target.versioned))
-    # References keep addresses from being reused, but not the memory of weights.
-    weights = [(StorageWeakRef(w.untyped_storage()), data_ptr(w), version(w)) for w in workspace[0]]
-    return target, writes, weights

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -241,6 +241,11 @@ class Quantizer:
         an amax.
         """
         tensors.amax.copy_(amax)
+
+    def take_amaxes(self, tensors: Sequence[Storage], amaxes: Sequence[Tensor]) -> None:
+        """:meth:`take_amax` for several tensors on one device."""
+        for each, amax in zip(tensors, amaxes, strict=True):
+            self.take_amax(each, amax)
 
     def per_tensor_scale(self, amax: Tensor) -> Tensor:
         """The decode scales of tensors with these amaxes, which other packages store instead.

@@ -18,6 +18,7 @@ from fp4adam.tensors import backend
 from fp4adam.tensors.blocks import round_up
 
 if TYPE_CHECKING:
+    from fp4adam.kernels.launch.launch import Launch
     from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 
@@ -109,10 +110,19 @@ def build_gemm_scales(tensors: Sequence["QuantizedTensor"]) -> None:
     """
     by_device: dict[torch.device, list[Scales]] = defaultdict(list)
     for tensor in tensors:
-        if tensor.quantizer.optimize_for_gemm:
-            by_device[tensor.device] += scales_of(tensor).values()
+        by_device[tensor.device] += _stored_pairs(tensor)
     for pairs in by_device.values():
         write_scales(pairs)
+
+
+def gemm_scale_launches(tensors: Sequence["QuantizedTensor"]) -> list["Launch"]:
+    """The launches of :func:`build_gemm_scales`, for tensors on one GPU; each can be repeated."""
+    pairs = [pair for tensor in tensors for pair in _stored_pairs(tensor)]
+    return [_launch(pairs, undo=False)] if pairs else []
+
+
+def _stored_pairs(tensor: "QuantizedTensor") -> list[Scales]:
+    return [*scales_of(tensor).values()] if tensor.quantizer.optimize_for_gemm else []
 
 
 def read_gemm_scales(tensor: "QuantizedTensor") -> None:
@@ -160,8 +170,15 @@ def write_scales(pairs: list[Scales], undo: bool = False) -> None:
         for pair in pairs:
             _write(pair, undo)
         return
+    from fp4adam.kernels.launch.launch import launch_all
+
+    launch_all(pairs[0].plain, [_launch(pairs, undo)])
+
+
+def _launch(pairs: list[Scales], undo: bool) -> "Launch":
     from fp4adam.kernels import swizzle
 
+    device = pairs[0].plain.device
     rows: list[dict[int, int]] = []
     regions: list[Region] = []
     for i, (plain, swizzled, repeats) in enumerate(pairs):
@@ -170,7 +187,7 @@ def write_scales(pairs: list[Scales], undo: bool = False) -> None:
         rows.append(dict(enumerate(fields)))
         regions.append((i, 0, swizzled.shape[0], 0, swizzled.shape[1]))
     tiles = tile_lists.tile_list(regions, swizzle.TILE, device)
-    swizzle.swizzle(tile_lists.table(rows, device), tiles, undo=undo)
+    return swizzle.swizzle(tile_lists.table(rows, device), tiles, undo=undo)
 
 
 def row_by_row(swizzled: Tensor, rows: int, blocks: int) -> Tensor:

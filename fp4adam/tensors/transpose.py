@@ -11,6 +11,7 @@ from fp4adam.kernels.launch.tile_lists import Region
 from fp4adam.tensors import backend
 
 if TYPE_CHECKING:
+    from fp4adam.kernels.launch.launch import Launch
     from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 ALIGNMENT = 16  # in bytes, and of sizes in elements, for the kernel that transposes whole words
@@ -25,18 +26,37 @@ def build_columnwise(tensors: Sequence["QuantizedTensor"]) -> None:
     Raises:
         ValueError: If a tensor with columnwise usage lacks square blocks or rowwise codes.
     """
-    groups: dict[tuple[torch.device, int], list[tuple[Tensor, Tensor]]] = {}
-    written: list[Tensor] = []
+    groups = _codes(tensors)
+    for (device, bits), pairs in groups.items():
+        transpose_codes([codes for _, codes in pairs], bits, device)
+    written = [
+        x for pairs in groups.values() for tensor, codes in pairs for x in (tensor, codes[1])
+    ]
+    torch.autograd.graph.increment_version(written)
+
+
+def columnwise_launches(tensors: Sequence["QuantizedTensor"]) -> list["Launch"]:
+    """The launches of :func:`build_columnwise`, for tensors on one GPU; each can be repeated."""
+    return [
+        launch
+        for (device, bits), pairs in _codes(tensors).items()
+        for launch in _launches([codes for _, codes in pairs], bits, device)
+    ]
+
+
+def _codes(
+    tensors: Sequence["QuantizedTensor"],
+) -> dict[tuple[torch.device, int], list[tuple["QuantizedTensor", tuple[Tensor, Tensor]]]]:
+    """By device and code width, the tensors with columnwise codes; each with all of its codes."""
+    groups: dict[tuple[torch.device, int], list] = {}
     for i, tensor in enumerate(tensors):
         check_square(i, tensor)
         if tensor.quantizer.columnwise and tensor._columnwise_data is not None:
             codes = (tensor.flush()._rowwise_data, tensor._columnwise_data)
-            key = tensor.device, tensor.quantizer.code_bits
-            groups.setdefault(key, []).append(codes)
-            written += tensor, codes[1]
-    for (device, bits), pairs in groups.items():
-        transpose_codes(pairs, bits, device)
-    torch.autograd.graph.increment_version(written)
+            groups.setdefault((tensor.device, tensor.quantizer.code_bits), []).append(
+                (tensor, codes)
+            )
+    return groups
 
 
 def transposed_codes(codes: Tensor, bits: int) -> Tensor:
@@ -94,7 +114,15 @@ def transpose_codes(pairs: list[tuple[Tensor, Tensor]], bits: int, device: torch
     if not backend.uses_kernels(device):
         for source, target in pairs:
             _transpose(source, target, bits)
-        return
+    elif pairs:
+        from fp4adam.kernels.launch.launch import launch_all
+
+        launch_all(pairs[0][0], _launches(pairs, bits, device))
+
+
+def _launches(
+    pairs: list[tuple[Tensor, Tensor]], bits: int, device: torch.device
+) -> list["Launch"]:
     from fp4adam.kernels import transpose
     from fp4adam.kernels.launch import tensor_table
 
@@ -118,7 +146,7 @@ def transpose_codes(pairs: list[tuple[Tensor, Tensor]], bits: int, device: torch
         tile_lists.tile_list(listed, (side, side), device)
         for listed, side in ((whole, transpose.TILE[bits]), (edge, transpose.EDGE))
     ]
-    transpose.transpose(tile_lists.table(rows, device), tiles, bits=bits)
+    return transpose.transpose(tile_lists.table(rows, device), tiles, bits=bits)
 
 
 def _transpose(source: Tensor, target: Tensor, bits: int) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -128,3 +128,10 @@ def on_its_device(
             return launch(tensor, *args, **kwargs)
 
     return launch_there
+
+
+@on_its_device
+def launch_all(tensor: Tensor, launches: Iterable[Launch]) -> None:
+    """Launch kernels on the GPU of ``tensor``."""
+    for launch in launches:
+        launch()

@@ -1,6 +1,7 @@
 """Quantized copies of BF16 weights, kept up to date after each step."""
 
 import copy
+import gc
 import pickle
 from unittest import mock
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from triton.runtime.interpreter import GridExecutor
 
@@ -24,6 +26,8 @@ from fp4adam import (
     Quantizer,
     WeightWorkspaces,
 )
+from fp4adam.formats import minifloat
+from fp4adam.optim import weight_workspaces
 from fp4adam.tensors import backend
 from quantized_training import random
 from te_stand_ins import Wrapper, assert_bytes, stand_in, te_bytes
@@ -41,6 +45,7 @@ QUANTIZERS = {
     "float8": Float8Quantizer(),
     "float8-rowwise": Float8Quantizer(columnwise=False),
 }
+DELAYED = Float8Quantizer(scaling="delayed", amax_history_len=2, amax_compute_algo="most_recent")
 every_format = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
 OPTIMIZERS = {
     "FP4Adam": lambda params: FP4Adam(params, lr=1e-2),
@@ -148,13 +153,157 @@ def launches(n_weights: int, quantizer: Quantizer, device: str) -> int:
     return calls.call_count
 
 
-@pytest.mark.parametrize("name", ["nvfp4-swizzled", "mxfp8-swizzled", "float8block", "float8"])
+LAUNCHED = {n: QUANTIZERS[n] for n in ("nvfp4-swizzled", "mxfp8-swizzled", "float8block", "float8")}
+LAUNCHED["float8-delayed"] = DELAYED
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
 @pytest.mark.parametrize("path_device", ["kernel"], indirect=True)
 def test_launches_do_not_depend_on_the_number_of_weights(name, path_device):
     if path_device == "cuda":
         pytest.skip("counts in the interpreter")
-    few, many = (launches(n, QUANTIZERS[name], path_device) for n in (1, 3))
+    few, many = (launches(n, LAUNCHED[name], path_device) for n in (1, 3))
     assert 0 < few == many <= 8
+
+
+def test_delayed_scales_of_other_packages(path_device):
+    weights = [Parameter(value(i, path_device)) for i in range(2)]
+    copies = [stand_in(DELAYED.quantize(weight.detach())) for weight in weights]
+    workspaces = WeightWorkspaces(dict(zip(weights, copies, strict=True)))
+    for i in range(3):
+        for j, (weight, tensor) in enumerate(zip(weights, copies, strict=True)):
+            with torch.no_grad():
+                weight.mul_(-0.75 if i == 1 else 1.5)
+            # As the package does it: in place, or by a new tensor. 448 / 2^n has an exact amax.
+            scale = torch.full((1,), 2.0 ** (8 + i + j), device=path_device)
+            if i < 2:
+                tensor._quantizer.scale.copy_(scale)
+                tensor._quantizer.amax.zero_()
+            else:
+                tensor._quantizer.scale, tensor._quantizer.amax = scale, torch.zeros_like(scale)
+        workspaces.write()
+        for weight, tensor in zip(weights, copies, strict=True):
+            scale = tensor._quantizer.scale
+            codes = minifloat.e4m3_code(weight.detach().float() * scale)
+            assert torch.equal(tensor._data, codes)
+            assert torch.equal(tensor._transpose, codes.t())
+            assert torch.equal(tensor._scale_inv, 1 / scale)
+            assert tensor._quantizer.amax.item() == weight.abs().max().item()
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+def test_histories_of_several_copies(algo, path_device):
+    quantizer = Float8Quantizer(scaling="delayed", amax_history_len=3, amax_compute_algo=algo)
+    weights = [Parameter(value(i, path_device)) for i in range(2)]
+    copies, alone = ([quantizer.quantize(w.detach()) for w in weights] for _ in range(2))
+    workspaces = WeightWorkspaces(dict(zip(weights, copies, strict=True)))
+    for factor in (4.0, 0.5, 0.0, float("inf"), 1.0):
+        with torch.no_grad():
+            weights[0].fill_(factor)
+            weights[1].copy_(value(1, path_device) * min(factor, 3.0))
+        workspaces.write()
+        for weight, tensor, other in zip(weights, copies, alone, strict=True):
+            other.quantize_(weight.detach())
+            for name, inner in tensor.storage_tensors().items():
+                assert torch.equal(inner, other.storage_tensors()[name]), name
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("path_device", ["kernel"], indirect=True)
+def test_a_repeated_write_sees_what_has_moved(parts, path_device):
+    quantizer = Float8BlockQuantizer()
+    model = te_model(quantizer, parts, path_device)
+    workspaces = WeightWorkspaces(model)
+    name = model[0].weight_names[-1]
+
+    def moved(x: Tensor) -> Tensor:
+        return x.detach().mul(2).clone()
+
+    def replace_parameter() -> None:
+        setattr(model[0], name, Parameter(moved(getattr(model[0], name))))
+
+    def replace_data() -> None:
+        param = getattr(model[0], name)
+        param.data = moved(param)
+
+    def make_strided() -> None:
+        param = getattr(model[0], name)
+        param.data = moved(param).t().contiguous().t()
+
+    def read_across() -> None:
+        param = getattr(model[0], name)
+        rows, cols = param.shape
+        strides = (1, rows) if param.is_contiguous() else (cols, 1)
+        param.data = param.data.as_strided(param.shape, strides)
+
+    def replace_copy() -> None:
+        model[0]._fp8_workspaces["weight"] = stand_in(quantizer.quantize(value(9, path_device)))
+
+    def replace_codes() -> None:
+        tensor = model[0]._fp8_workspaces["weight"]
+        tensor._rowwise_data = torch.zeros_like(tensor._rowwise_data)
+
+    def exchange_layers() -> None:
+        a, b = (layer._fp8_workspaces for layer in model)
+        model[0]._fp8_workspaces, model[1]._fp8_workspaces = b, a
+
+    def write_values() -> None:
+        with torch.no_grad():
+            getattr(model[1], name).neg_()
+
+    for change in (
+        write_values,
+        replace_parameter,
+        replace_data,
+        replace_copy,
+        replace_codes,
+        exchange_layers,
+        read_across,
+        make_strided,
+        write_values,
+    ):
+        for write in (workspaces.write, workspaces.write, workspaces.update):
+            change()
+            write()
+            for layer in model:
+                assert_current(layer._fp8_workspaces["weight"], layer.fused, quantizer)
+
+
+def test_nothing_is_prepared_again_between_equal_writes():
+    quantizer = NVFP4Quantizer()
+    workspaces = WeightWorkspaces(te_model(quantizer))
+    workspaces.write()
+    made = mock.Mock(side_effect=AssertionError)
+    with mock.patch.multiple(weight_workspaces, _Writer=made, WorkspaceWatch=made):
+        workspaces.update()
+        workspaces.write()
+
+
+def test_memory_of_weights_is_not_kept(path_device):
+    weight = Parameter(value(0, path_device))
+    workspaces = WeightWorkspaces({weight: Float8Quantizer().quantize(weight.detach())})
+    for _ in range(2):
+        workspaces.write()
+    gc.collect()  # the interpreter leaves cycles with the arguments of its kernels
+    before = StorageWeakRef(weight.untyped_storage())
+    weight.data = value(1, path_device)
+    assert before.expired()
+
+
+def test_a_copy_that_comes_later_leaves_the_others():
+    quantizer = MXFP8Quantizer()
+    model = te_model(quantizer)
+    later = model[1]._fp8_workspaces.pop("weight")
+    workspaces = WeightWorkspaces(model)
+    workspaces.update()
+    tensor = model[0]._fp8_workspaces["weight"]
+    versions = tensor._version, tensor._rowwise_data._version
+    model[1]._fp8_workspaces["weight"] = later
+    with torch.no_grad():
+        model[1].weight.mul_(2)
+    workspaces.update()
+    assert (tensor._version, tensor._rowwise_data._version) == versions
+    assert_current(later, model[1].weight, quantizer)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
