@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fp4adam.kernels.launch.launch import Launch, alignment, on_its_device
 from fp4adam.kernels.launch.tensor_table import tile_offsets, tile_start
-from fp4adam.kernels.tiles.bfloat16 import round_to, to_float32
-from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_value, e4m3_words
+from fp4adam.kernels.tiles.bfloat16 import pairs_to_float32, round_to, to_float32
+from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_value, e4m3_word, e4m3_words
 from fp4adam.kernels.tiles.words import (
     are_aligned,
     part_of,
@@ -24,8 +24,8 @@ from fp4adam.kernels.tiles.words import (
 BLOCK = 128
 # Register limit of standalone quantization. Without it, ptxas spills a few registers for sm_100.
 QUANTIZE_REGISTERS = {True: None, False: 128}  # by two_dimensional
-# Warps of the kernel that quantizes operands, which holds both directions in registers at once.
-VECTORS_WARPS = {False: 16, True: 4}  # by columnwise
+# Warps of the kernel that quantizes operands. Fewer exchange less between threads.
+VECTORS_WARPS = {False: 8, True: 4}  # by columnwise
 
 
 @triton.jit
@@ -35,12 +35,31 @@ def float8_scale(amax, epsilon, LARGEST: tl.constexpr, POW_2: tl.constexpr):
     LARGEST: the scale to use if 448 / amax overflows. POW_2: round down to powers of two.
     """
     amax = tl.where(amax >= epsilon, amax, epsilon)  # epsilon also if all elements are NaN
-    scale = tl.div_rn(448.0, amax)
-    scale = tl.where(scale == float("inf"), LARGEST, scale)
-    scale = tl.where((amax == 0) | (amax == float("inf")), 1.0, scale)
     if POW_2:
-        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        # 448 is 1.75 * 2^8, so the exponent of 448 / amax is 8 less that of amax, and one less if
+        # amax has a larger mantissa than 1.75, which then carries into its exponent.
+        bits = amax.to(tl.int32, bitcast=True)
+        scale = (((127 + 8 + 127) << 23) - 2**32) - ((bits + 0x1FFFFF) & 0x7F800000)
+        largest = tl.full((), LARGEST, tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
+        scale = tl.where(bits <= 0x3E00000, largest, scale)
+        is_special = (bits - 1).to(tl.uint32, bitcast=True) >= 0x7F7FFFFF  # 0 or Inf
+        scale = tl.where(is_special, 0x3F800000, scale).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.div_rn(448.0, amax)
+        scale = tl.where(scale == float("inf"), LARGEST, scale)
+        scale = tl.where((amax == 0) | (amax == float("inf")), 1.0, scale)
     return scale
+
+
+@triton.jit
+def decode_scale(scale, POW_2: tl.constexpr):
+    """Reciprocals of encode scales by :func:`float8_scale`."""
+    if POW_2:
+        bits = 0x7F000000 - scale.to(tl.int32, bitcast=True)
+        inverse = tl.maximum(bits, 0x400000).to(tl.float32, bitcast=True)  # at least 2^-127
+    else:
+        inverse = tl.div_rn(1.0, scale)
+    return inverse
 
 
 @triton.jit
@@ -161,6 +180,37 @@ def _quantize_kernel(
 
 
 @triton.jit
+def _load_rows(x_ptr, row, col, x_rows, cols, PADDED: tl.constexpr):
+    """Every fourth row of a block, from ``row`` on: a tile [32, 128]. Zeros past ``x_rows``."""
+    ptr = x_ptr + tile_start(row, col, cols) + tile_offsets(4 * cols, 32, 128)
+    # The mask is constant along a row, so rows are still read 16 bytes at a time.
+    inside = (row + 4 * tl.arange(0, 32) < x_rows)[:, None]
+    x = tl.load(ptr, inside, 0.0) if PADDED else tl.load(ptr)
+    return pairs_to_float32(x)
+
+
+@triton.jit
+def _quantize_rows(
+    x,
+    rowwise_data,
+    row,
+    col,
+    cols,
+    epsilon,
+    LARGEST: tl.constexpr,
+    POW_2: tl.constexpr,
+):
+    """Store the rowwise codes of a tile by :func:`_load_rows`; returns its encode scales [32]."""
+    scale = float8_scale(tl.max(tl.abs(x), 1), epsilon, LARGEST, POW_2)
+    words = e4m3_words(x * scale[:, None], 32, 128)
+    ptr = rowwise_data.to(tl.pointer_type(tl.uint32)) + tile_start(row, col // 4, cols // 4)
+    # With the hint each thread stores the words that it has, and exchanges none for wider stores.
+    offs = tl.arange(0, 32)[:, None] * cols + tl.arange(0, 32)[None, :]
+    tl.store(ptr + tl.max_contiguous(offs, (1, 2)), words)
+    return scale
+
+
+@triton.jit
 def _quantize_vectors_kernel(
     x_ptr,
     rowwise_data,
@@ -175,34 +225,41 @@ def _quantize_vectors_kernel(
     POW_2: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
+    PADDED: tl.constexpr,
 ):
     """Quantize x [x_rows, cols], padded with zeros to ``rows`` rows, with a scale per 128 elements.
 
     Grid: (rows / 128 * cols / 128,). Tile: [128, 128], which divides rows and cols. Reads x (2 or 4
     bytes per element) once, writes one byte per element and direction, and the scales, in words.
+    PADDED: whether ``rows`` is more than ``x_rows``.
+
+    A block is held as four tiles of every fourth row. So four rows of a column, whose codes make a
+    word, are in the same thread, and only whole words are exchanged between threads.
     """
     block, blocks_per_row = tl.program_id(0), cols // 128
     row, col = block // blocks_per_row * 128, block % blocks_per_row * 128
-    # The mask is constant along a row, so rows are still read 16 bytes at a time.
-    inside = (row + tl.arange(0, 128) < x_rows)[:, None]
-    ptr = x_ptr + tile_start(row, col, cols) + tile_offsets(cols, 128, 128)
-    x = tl.load(ptr, inside, 0.0)
+    x0 = _load_rows(x_ptr, row, col, x_rows, cols, PADDED)
+    x1 = _load_rows(x_ptr, row + 1, col, x_rows, cols, PADDED)
+    x2 = _load_rows(x_ptr, row + 2, col, x_rows, cols, PADDED)
+    x3 = _load_rows(x_ptr, row + 3, col, x_rows, cols, PADDED)
     if ROWWISE:
-        value = to_float32(x)
-        scale = float8_scale(tl.max(tl.abs(value), 1), epsilon, LARGEST, POW_2)
-        store_rowwise_scale(scale, rowwise_scale, row, col, rows, None, 128)
-        words = e4m3_words(value * scale[:, None], 128, 128)
-        words_ptr = rowwise_data.to(tl.pointer_type(tl.uint32))
-        store_words(words_ptr, row, col // 4, cols // 4, words, 128, 32)
+        scale0 = _quantize_rows(x0, rowwise_data, row, col, cols, epsilon, LARGEST, POW_2)
+        scale1 = _quantize_rows(x1, rowwise_data, row + 1, col, cols, epsilon, LARGEST, POW_2)
+        scale2 = _quantize_rows(x2, rowwise_data, row + 2, col, cols, epsilon, LARGEST, POW_2)
+        scale3 = _quantize_rows(x3, rowwise_data, row + 3, col, cols, epsilon, LARGEST, POW_2)
+        scale = tl.join(tl.join(scale0, scale2), tl.join(scale1, scale3))
+        ptr = rowwise_scale + tile_start(col // 128, row, rows) + tl.arange(0, 128)
+        tl.store(ptr, decode_scale(tl.reshape(scale, (128,)), POW_2))
     if COLUMNWISE:
-        # Transposes values rather than codes, because the conversion instruction returns codes
-        # packed in words.
-        value = to_float32(tl.trans(x))
-        scale = float8_scale(tl.max(tl.abs(value), 1), epsilon, LARGEST, POW_2)
-        store_columnwise_scale(scale, columnwise_scale, row, col, cols, None, 128)
-        words = e4m3_words(value * scale[:, None], 128, 128)
+        magnitude = tl.join(tl.join(tl.abs(x0), tl.abs(x1)), tl.join(tl.abs(x2), tl.abs(x3)))
+        largest = tl.max(tl.max(tl.max(magnitude, 3), 2), 0)
+        scale = float8_scale(largest, epsilon, LARGEST, POW_2)
+        ptr = columnwise_scale + tile_start(row // 128, col, cols) + tl.arange(0, 128)
+        tl.store(ptr, decode_scale(scale, POW_2))
+        scale = scale[None, :]
+        words = e4m3_word(x0 * scale, x1 * scale, x2 * scale, x3 * scale)
         words_ptr = columnwise_data.to(tl.pointer_type(tl.uint32))
-        store_words(words_ptr, col, row // 4, rows // 4, words, 128, 32)
+        store_words(words_ptr, col, row // 4, rows // 4, tl.trans(words), 128, 32)
 
 
 @triton.jit
@@ -361,6 +418,7 @@ def _vectors_launch(
             POW_2=force_pow_2_scales,
             ROWWISE=rowwise,
             COLUMNWISE=columnwise,
+            PADDED=shape[0] < rows,
         ),
         num_warps=VECTORS_WARPS[columnwise],
     )

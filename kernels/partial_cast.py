@@ -268,6 +268,16 @@ def _scales_kernel(
 
 
 @triton.jit
+def _nvfp4_blocks(table, tensor, row, col, cols, BC: tl.constexpr):
+    """A row of 16x16 blocks: their amaxes [BC / 16], their offsets, and which of them exist."""
+    block = col // 16 + tl.arange(0, BC // 16)
+    inside = block < cols // 16
+    offs = tile_start(row // 16, 0, cols // 16) + block
+    amax = tl.load(_pointer(table, tensor, ROWWISE_AMAX, tl.float32, False) + offs, inside, 0.0)
+    return amax, offs, inside
+
+
+@triton.jit
 def _nvfp4_choices_kernel(
     table,
     tiles,
@@ -288,17 +298,12 @@ def _nvfp4_choices_kernel(
     ptr = _pointer(table, tensor, VALUE, VALUE_DTYPE, WHOLE)
     mask = _own(_bounds(table, tensor), row, col, cols, WHOLE, 16, BC)
     x = _load_value(ptr, row, col, cols, mask, WRITE_DTYPE, 16, BC)
-    block = col // 16 + tl.arange(0, BC // 16)
-    inside = block < cols // 16
-    start = tile_start(row // 16, 0, cols // 16)
-    grid = _pointer(table, tensor, ROWWISE_AMAX, tl.float32, False) + start
-    amax = tl.load(grid + block, inside, 0.0)
+    amax, offs, inside = _nvfp4_blocks(table, tensor, row, col, cols, BC)
     tensor_amax = tl.load(_pointer(table, tensor, TENSOR_AMAX, tl.float32, False))
     blocks = tl.reshape(x, (1, 16, BC // 16, 16))
     four, _, _ = choose(blocks, amax[None, :], tensor_amax, "square", ADAPTIVE, BOUND)
     four = tl.reshape(four.to(tl.int32), (BC // 16,)).to(tl.float32)
-    out = _pointer(table, tensor, CHOICES, tl.float32, False) + start
-    tl.store(out + block, four, inside)
+    tl.store(_pointer(table, tensor, CHOICES, tl.float32, False) + offs, four, inside)
 
 
 @triton.jit
@@ -320,20 +325,15 @@ def _nvfp4_codes_kernel(
     tensor, row, col = load_tile(tiles, 16)
     cols = size(table, tensor, COLS, 16)
     ptr = _pointer(table, tensor, VALUE, VALUE_DTYPE, WHOLE)
-    bounds = _bounds(table, tensor)
-    mask = _own(bounds, row, col, cols, WHOLE, 16, BC)
+    mask = _own(_bounds(table, tensor), row, col, cols, WHOLE, 16, BC)
     x = _load_value(ptr, row, col, cols, mask, WRITE_DTYPE, 16, BC)
-    block = col // 16 + tl.arange(0, BC // 16)
-    grid = _pointer(table, tensor, ROWWISE_AMAX, tl.float32, False)
-    grid += tile_start(row // 16, 0, cols // 16)
-    amax = tl.load(grid + block, block < cols // 16, 0.0)
+    amax, offs, inside = _nvfp4_blocks(table, tensor, row, col, cols, BC)
     tensor_amax = tl.load(_pointer(table, tensor, TENSOR_AMAX, tl.float32, False))
     if ADAPTIVE is None:
         _, factor = nvfp4_scale(amax, tensor_amax)
     else:
         choices = _pointer(table, tensor, CHOICES, tl.float32, False)
-        choices += tile_start(row // 16, 0, cols // 16)
-        four = tl.load(choices + block, block < cols // 16, 0.0) > 0
+        four = tl.load(choices + offs, inside, 0.0) > 0
         _, factor = adaptive_scale(amax, tensor_amax, four, BOUND)
     code = e2m1_code(tl.reshape(x, (16, BC // 16, 16)) * factor[None, :, None])
     code = tl.reshape(code, (16, BC))

@@ -318,6 +318,12 @@ def _weight_operand(weight: QuantizedTensor, usage: str) -> Operand:
 # Operators that make operands from activations and gradients
 
 
+def _padded(x: Tensor) -> Tensor:
+    """The matrix with rows of zeros up to :func:`padded_tokens`; itself if it has as many."""
+    missing = padded_tokens(x.shape[0]) - x.shape[0]
+    return F.pad(x.detach(), (0, 0, 0, missing)) if missing else x.detach()
+
+
 def _quantize_float8_block(
     x: Tensor, rowwise: bool, columnwise: bool, force_pow_2_scales: bool, amax_epsilon: float
 ) -> list[Tensor]:
@@ -340,8 +346,7 @@ def _quantize_float8_block(
         )
         return made
     quantizer = Float8BlockQuantizer(rowwise, columnwise, two_dimensional=False, **options)
-    padding = padded_tokens(x.shape[0]) - x.shape[0]
-    made = quantizer.quantize(F.pad(x.detach(), (0, 0, 0, padding)))
+    made = quantizer.quantize(_padded(x))
     parts = made._rowwise_data, made._rowwise_scale_inv
     parts += made._columnwise_data, made._columnwise_scale_inv
     return [part for part in parts if part is not None]
@@ -371,9 +376,7 @@ def _(
 
 def _quantize_swizzled(x: Tensor, kind: str, offsets: Tensor | None) -> list[Tensor]:
     """Codes, scales in the GEMM's order, and the amax of NVFP4, of a matrix with padded rows."""
-    rows = padded_tokens(x.shape[0])
-    quantizer = _vectors(kind, offsets)
-    made = quantizer.quantize(F.pad(x.detach(), (0, 0, 0, rows - x.shape[0])))
+    made = _vectors(kind, offsets).quantize(_padded(x))
     scales = made._rowwise_gemm_scale_inv
     if offsets is not None:
         scales = swizzle_groups(made._rowwise_scale_inv, offsets)

@@ -39,17 +39,14 @@ def e4m3_code(x, HARDWARE: tl.constexpr = True):
 
 
 @triton.jit
-def e4m3_words(x, R: tl.constexpr, C: tl.constexpr, HARDWARE: tl.constexpr = True):
-    """Codes of neighbouring columns packed in words, as by ``pack_words``.
+def e4m3_word(x0, x1, x2, x3, HARDWARE: tl.constexpr = True):
+    """Codes of four float32 tiles packed in words, those of ``x0`` in the lowest bits.
 
-    x: float32 [R, C]. Returns uint32 [R, C / 4]. HARDWARE: use the conversion instruction on
-    targets where it is right; only for words that are not split into bytes again, because of the
-    ptxas error described in :func:`e4m3_code`.
+    Returns a uint32 tile. HARDWARE: use the conversion instruction on targets where it is right;
+    only for words that are not split into bytes again, because of the ptxas error described in
+    :func:`e4m3_code`.
     """
     if HARDWARE and is_compiled_for_sm90():
-        even, odd = tl.split(tl.reshape(x, (R, C // 4, 2, 2)))
-        x0, x2 = tl.split(even)
-        x1, x3 = tl.split(odd)
         # Converts pairs and joins them in one asm block, so the codes never exist as single bytes.
         words = tl.inline_asm_elementwise(
             "{ .reg .b16 low, high;"
@@ -62,6 +59,24 @@ def e4m3_words(x, R: tl.constexpr, C: tl.constexpr, HARDWARE: tl.constexpr = Tru
             is_pure=True,
             pack=1,
         )
+    else:
+        low = e4m3_code(x0, False).to(tl.uint32) | (e4m3_code(x1, False).to(tl.uint32) << 8)
+        high = e4m3_code(x2, False).to(tl.uint32) | (e4m3_code(x3, False).to(tl.uint32) << 8)
+        words = low | (high << 16)
+    return words
+
+
+@triton.jit
+def e4m3_words(x, R: tl.constexpr, C: tl.constexpr, HARDWARE: tl.constexpr = True):
+    """Codes of neighbouring columns packed in words, as by ``pack_words``.
+
+    x: float32 [R, C]. Returns uint32 [R, C / 4]. HARDWARE: as for :func:`e4m3_word`.
+    """
+    if HARDWARE and is_compiled_for_sm90():
+        even, odd = tl.split(tl.reshape(x, (R, C // 4, 2, 2)))
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+        words = e4m3_word(x0, x1, x2, x3)
     else:
         words = pack_words(e4m3_code(x, HARDWARE=False), 8, R, C)
     return words

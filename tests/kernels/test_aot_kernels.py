@@ -1,5 +1,6 @@
 """What the package's kernels compile to: no spills, exact arithmetic, wide accesses."""
 
+import itertools
 import math
 import re
 
@@ -14,7 +15,8 @@ LAUNCHED_MOST = (
     r"adam (fp32|bf16 with master)$|amax preview again=False$|(nvfp4|mxfp8) step .*swizzled=\w+$"
     r"|float8 (step|delayed step|delayed amax)$"
     r"|float8block (\w+ masked=False|cut \w+)$|(nvfp4|mxfp8) step .* FP8 states, FP16 masters$"
-    r"|partial \w+ codes fp32 whole=True|step scalars|dequantize words nvfp4|quantize vectors fp32"
+    r"|partial \w+ codes fp32 whole=True|step scalars|dequantize words nvfp4"
+    r"|quantize vectors bf16 columnwise=True padded=True"
 )
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SIGNALS = ("grad_scale_ptr", "clip_ptr", "found_inf_ptr")
@@ -469,12 +471,18 @@ def kernel_jobs(sm):
                 {**signature, **parts},
                 {**options, "PARTED": parted, "N": WORDS},
             )
-    for x in ("bf16", "fp32"):
-        jobs[f"quantize vectors {x}"] = job(
+    for x, columnwise, padded in itertools.product(("bf16", "fp32"), (True, False), (True, False)):
+        jobs[f"quantize vectors {x} columnwise={columnwise} padded={padded}"] = job(
             "float8_block._quantize_vectors_kernel",
             {"x_ptr": f"*{x}", **fp32_scales, "x_rows": "i32", **sizes, "epsilon": "fp32"},
-            {"LARGEST": FP32_MAX, "POW_2": True, **BOTH},
-            num_warps=float8_block.VECTORS_WARPS[True],
+            {
+                "LARGEST": FP32_MAX,
+                "POW_2": True,
+                "ROWWISE": True,
+                "COLUMNWISE": columnwise,
+                "PADDED": padded,
+            },
+            num_warps=float8_block.VECTORS_WARPS[columnwise],
         )
     return jobs
 

@@ -3,13 +3,28 @@
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from elementwise import elementwise
+from fp4adam.formats import minifloat
+from fp4adam.kernels.float8_block import decode_scale, float8_scale
 from fp4adam.kernels.tiles.bfloat16 import round_to_bfloat16
 from fp4adam.kernels.tiles.e2m1 import e2m1_code, e2m1_value
 from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_value
 from fp4adam.kernels.tiles.e8m0 import e8m0_code_up, e8m0_reciprocal, e8m0_value
 from rounding_reference import BFLOAT16, E2M1, E4M3, E8M0, float32_inputs, signed_code
+
+
+@triton.jit
+def _scales_kernel(
+    amax_ptr, scale_ptr, decode_ptr, epsilon, N: tl.constexpr, LARGEST: tl.constexpr,
+    POW_2: tl.constexpr,
+):  # fmt: skip
+    offs = tl.program_id(0) * N + tl.arange(0, N)
+    scale = float8_scale(tl.load(amax_ptr + offs), epsilon, LARGEST, POW_2)
+    tl.store(scale_ptr + offs, scale)
+    tl.store(decode_ptr + offs, decode_scale(scale, POW_2))
 
 
 @np.errstate(invalid="ignore")  # the interpreter computes with signalling NaNs in numpy
@@ -78,3 +93,23 @@ def test_round_to_bfloat16_is_the_nearest_value_with_ties_to_even(device):
     bits = apply(round_to_bfloat16, x, torch.bfloat16, device)
     expected = signed_code(x, BFLOAT16, nan=0x7FFF, sign=0x8000)
     assert_same(bits, expected.astype(np.uint16).view(np.int16), x)
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|divide by zero):RuntimeWarning")
+@pytest.mark.parametrize("epsilon", [0.0, 1e-39, 1e-6])
+@pytest.mark.parametrize("largest", [torch.float32, torch.float16])
+@pytest.mark.parametrize("pow_2", [True, False])
+def test_float8_scales_are_those_of_a_division(pow_2, largest, epsilon, device):
+    # Every exponent with mantissas around 1.75, where the exponent of the quotient changes; NaN.
+    mantissas = torch.tensor([0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF], dtype=torch.int32)
+    bits = (torch.arange(256, dtype=torch.int32)[:, None] << 23) | mantissas
+    amax = bits.flatten().view(torch.float32)
+    largest = torch.finfo(largest).max
+    numbers = torch.where(amax == amax, amax, 0)
+    expected = minifloat.e4m3_encode_scale(numbers, largest, epsilon, pow_2)
+    scale, decode = (torch.empty(amax.shape, device=device) for _ in range(2))
+    _scales_kernel[(3,)](
+        amax.to(device), scale, decode, epsilon, 512, largest, pow_2, enable_fp_fusion=False
+    )
+    assert torch.equal(scale.cpu(), expected)
+    assert torch.equal(decode.cpu(), 1.0 / expected)

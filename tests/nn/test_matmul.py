@@ -97,13 +97,25 @@ def test_operands_are_those_of_the_quantizers(weights, quantized, tokens):
 
 
 @pytest.mark.parametrize("directions", [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_kernel_makes_the_operands_of_the_torch_path(directions, dtype, monkeypatch, device):
-    x = randn(130, 256, dtype=dtype)
-    x[3, 7], x[5], x[129, 4] = float("nan"), 0, 3e38
-    expected = operand.quantize(x, Float8BlockQuantizer(amax_epsilon=1e-3), *directions)
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "options"),
+    [
+        (130, torch.bfloat16, dict(amax_epsilon=1e-3)),
+        (128, torch.bfloat16, {}),
+        (130, torch.float32, {}),
+        (128, torch.float16, dict(force_pow_2_scales=False)),
+    ],
+)
+def test_kernel_makes_the_operands_of_the_torch_path(
+    directions, tokens, dtype, options, monkeypatch, device
+):
+    x = randn(tokens, 256, dtype=dtype) * torch.logspace(-6, 3, tokens, dtype=dtype)[:, None]
+    x[3, 7], x[5], x[tokens - 1, 4] = float("nan"), 0, torch.finfo(dtype).max
+    x[9, 8], x[:, 9] = float("inf"), torch.finfo(dtype).tiny
+    quantizer = Float8BlockQuantizer(**options)
+    expected = operand.quantize(x, quantizer, *directions)
     monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
-    made = operand.quantize(x.to(device), Float8BlockQuantizer(amax_epsilon=1e-3), *directions)
+    made = operand.quantize(x.to(device), quantizer, *directions)
     for one, other in zip(made, expected, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
