@@ -57,7 +57,7 @@ STEP_PARTS = {  # by two_dimensional and scaled_states
 }
 # Those of blocks that need masks. Only states in FP32 are read ahead, in a kernel of its own.
 MASKED_PARTS = {  # by two_dimensional and whether states are narrow
-    (True, False): Tile(8, BLOCK, 16, 4, 3),
+    (True, False): Tile(4, BLOCK, 32, 4, 4),
     (True, True): Tile(16, 32, 32, 4, 1),
     (False, False): Tile(4, BLOCK, 32, 8, 1),
     (False, True): Tile(4, BLOCK, 32, 8, 1),
@@ -228,80 +228,45 @@ def _adam_step_square_kernel(
 
 
 @triton.jit
-def _shifted(low, high, bits):
-    """The upper 32 bits of the 64 bits of two uint32 tiles, after a shift left by ``bits``."""
-    return ((((high.to(tl.uint64) << 32) | low) << bits) >> 32).to(tl.uint32)
+def _copy_codes(source, target, row, end_row, col, rows, cols, BC: tl.constexpr):
+    """Copy codes of BC columns from ``row`` to ``end_row``, [BC], up to four, transposed."""
+    r = row[None, :] + tl.arange(0, 4)[:, None]
+    c = (col + tl.arange(0, BC))[None, :]
+    mask = (r < end_row[None, :]) & (c < cols)
+    code = tl.load(source + r.to(tl.int64) * cols + c, mask)
+    tl.store(target + c.to(tl.int64) * rows + r, code, mask)
 
 
 @triton.jit
-def _put_unaligned_codes(
-    x,
-    column_words,
-    last_word,
-    bits,
-    i,
-    rowwise_data,
-    row,
-    col,
-    cols,
-    mask,
-    USAGE: tl.constexpr,
-    BC: tl.constexpr,
-):
-    """Like :func:`_put_codes` for part ``i`` [8, BC] of a block of a matrix of any size.
+def _transpose_block(source, target, first_row, col, rows, cols, BC: tl.constexpr):
+    """Transpose the codes [128, BC] at (first_row, col) of a matrix of any size.
 
-    A thread has whole columns of a part whose accesses are of single elements, so codes are packed
-    down the rows without moving. Words are shifted to where they are aligned in memory.
-    column_words: uint32 [parts, 2, BC], for :func:`_store_unaligned_words`; returned with the words
-    of this part inserted. last_word: uint32 [BC], of the part above, 0 for the first; returned with
-    that of this part. bits: uint32 [BC], how far the first code of each column is from its word.
+    Words of four codes are stored where they are aligned, which begins at another row in each
+    column, and single codes at either end.
     """
-    code = e4m3_code(x, HARDWARE=not USAGE.columnwise)
-    if USAGE.rowwise:
-        store_codes(code, rowwise_data, rowwise_data, row, col, 0, cols, mask, True, False, 8, BC)
-    if USAGE.columnwise:
-        fields = tl.reshape(code.to(tl.uint32), (2, 4, BC))
+    c = col + tl.arange(0, BC)
+    end = tl.minimum(first_row + 128, rows)
+    # The product may wrap: only its lowest bits count.
+    begin = first_row + (-(c * rows + first_row) & 3)
+    words_end = begin + tl.maximum(end - begin, 0) // 4 * 4
+    _copy_codes(source, target, 0 * c + first_row, tl.minimum(begin, end), col, rows, cols, BC)
+    for i in range(4):
+        first = begin + 32 * i
+        r = first[None, :] + tl.arange(0, 32)[:, None]
+        offs = r.to(tl.int64) * cols + c[None, :]
+        # The hint puts neighbouring columns in neighbouring threads; their rows are close to each
+        # other. Nothing is known to be aligned, so accesses are of single codes all the same.
+        offs = tl.max_contiguous(offs, (1, BC))
+        code = tl.load(source + offs, (r < words_end[None, :]) & (c < cols)[None, :])
+        fields = tl.reshape(code.to(tl.uint32), (8, 4, BC))
         words = tl.sum(fields << (8 * tl.arange(0, 4)).to(tl.uint32)[None, :, None], 1)
-        first, second = tl.split(tl.trans(words))
-        words = tl.join(_shifted(last_word, first, bits), _shifted(first, second, bits))
-        column_words = insert_tile(column_words, tl.trans(words), i)
-        last_word = second
-    return column_words, last_word
-
-
-@triton.jit
-def _store_bytes(data, start, word, first, end, BC: tl.constexpr):
-    """Store bytes ``first`` to ``end`` of the words [BC] at the aligned offsets ``start``."""
-    byte = tl.arange(0, 4)[None, :]
-    code = (word[:, None] >> (8 * byte)).to(tl.uint8)
-    mask = (byte >= first[:, None]) & (byte < end[:, None])
-    tl.store(data + start[:, None] + byte, code, mask)
-
-
-@triton.jit
-def _store_unaligned_words(
-    column_words, last_word, bits, data, row, col, rows, cols, parts, BC: tl.constexpr
-):
-    """Store the columnwise codes of the block at (row, col), from :func:`_put_unaligned_codes`.
-
-    All words that are whole, and the bytes of those at either end of a column.
-    """
-    c, before = col + tl.arange(0, BC), (bits >> 3).to(tl.int32)
-    end = tl.where(c < cols, tl.minimum(rows - row, 128) + before, 0)
-    start = c.to(tl.int64) * rows + row - before
-    word = tl.arange(0, 32)
-    mask = (4 * word[None, :] >= before[:, None]) & (4 * word[None, :] + 4 <= end[:, None])
-    words_ptr = data.to(tl.pointer_type(tl.uint32)) + (start >> 2)[:, None] + word[None, :]
-    words = tl.reshape(column_words, (32, BC))
-    tl.store(words_ptr, tl.trans(words), mask)
-    first_word = tl.sum(tl.where(word[:, None] == 0, words, 0), 0)
-    _store_bytes(data, start, first_word, before, tl.where(before > 0, end, 0), BC)
-    # The last one may have no part of its own.
-    last = end >> 2
-    last_word = tl.where(last == 2 * parts, _shifted(last_word, 0 * last_word, bits), 0)
-    last_word += tl.sum(tl.where(word[:, None] == last[None, :], words, 0), 0)
-    left = tl.where((last > 0) | (before == 0), end & 3, 0)
-    _store_bytes(data, start + 4 * last, last_word, 0 * left, left, BC)
+        word = tl.arange(0, 8)[None, :]
+        ptr = (
+            target.to(tl.pointer_type(tl.uint32)) + ((c.to(tl.int64) * rows + first) >> 2)[:, None]
+        )
+        mask = (first[:, None] + 4 * word < words_end[:, None]) & (c < cols)[:, None]
+        tl.store(ptr + word, tl.trans(words), mask)
+    _copy_codes(source, target, words_end, 0 * c + end, col, rows, cols, BC)
 
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
@@ -323,9 +288,10 @@ def _adam_step_odd_square_kernel(
 ):
     """Like the square kernel, for blocks that may reach past an edge, of matrices of any size.
 
-    Grid, tile and tables are the same; BR is 8 and BC is 128. Every access is one of single
-    elements, with neighbouring columns in neighbouring threads. Those of four bytes can still be
-    asynchronous copies. The gradient of two bytes cannot, so each turn loads that of the next part.
+    Grid, tile and tables are the same; BC is 128. Every access is one of single elements, with
+    neighbouring columns in neighbouring threads. Those of four bytes can still be asynchronous
+    copies. The gradient of two bytes cannot, so each turn loads that of the next part. Rowwise
+    codes are read again, from L2, and transposed; without them, values are.
     """
     tensor, first_row, col = load_tile(tiles, 128)
     if not takes_part(table, tensor, found_inf_ptr):
@@ -337,63 +303,55 @@ def _adam_step_odd_square_kernel(
         table, tensor, first_row, col, cols
     )
     VALUE: tl.constexpr = VARIANT.value_codec
-    tl.static_assert(BR == 8)
     # A column that is outside has no rows, so one comparison masks an element.
     offs, r = state_offsets(cols, BR, BC), tl.arange(0, BR)[:, None]
     ends = tl.where(col + tl.arange(0, BC) < cols, rows, 0)[None, :]
     parts = tl.cdiv(tl.minimum(rows - first_row, 128), BR)
 
     largest = tl.zeros((BC,), tl.float32)
-    column_words = tl.zeros((16, 2, BC), tl.uint32)
-    last_word = tl.zeros((BC,), tl.uint32)
-    bits = (((col + tl.arange(0, BC)) * rows) & 3).to(tl.uint32) * 8
     next_grad = tl.load(
         pointers.grad + tile_start(first_row, col, cols) + offs, first_row + r < ends
     )
     # Counted apart from ``i``, which the loop is ahead with when it prefetches.
-    part = 0
+    row = first_row
     for i in tl.range(0, parts, num_stages=STAGES):
-        row = first_row + i * BR
-        start, mask = tile_start(row, col, cols), row + r < ends
-        row = first_row + part * BR
-        target, target_mask = tile_start(row, col, cols), row + r < ends
-        grad = next_grad
-        row += BR
-        next_grad = tl.load(pointers.grad + tile_start(row, col, cols) + offs, row + r < ends)
-        row -= BR
-        value = adam_step_tile(
-            pointers, start, target, cols, mask, constants, VARIANT, True, BR, BC, target_mask, grad
+        ahead = first_row + i * BR
+        mask, grad, next_row = row + r < ends, next_grad, row + BR
+        next_grad = tl.load(
+            pointers.grad + tile_start(next_row, col, cols) + offs, next_row + r < ends
         )
-        x = tl.where(target_mask, round_through(value, VARIANT.write_dtype), 0.0)
+        value = adam_step_tile(
+            pointers, tile_start(ahead, col, cols), tile_start(row, col, cols), cols,
+            ahead + r < ends, constants, VARIANT, True, BR, BC, mask, grad,
+        )  # fmt: skip
+        x = tl.where(mask, round_through(value, VARIANT.write_dtype), 0.0)
         largest = tl.maximum(largest, tl.max(tl.abs(x), 0))
-        if POW_2:
+        if POW_2 and USAGE.rowwise:
             # Speculates that the scale of the last step still holds.
-            column_words, last_word = _put_unaligned_codes(
-                x * stored_scale, column_words, last_word, bits, part, rowwise_data, row, col, cols,
-                target_mask, USAGE, BC,
+            store_codes(
+                e4m3_code(x * stored_scale), rowwise_data, rowwise_data, row, col, rows, cols, mask,
+                True, False, BR, BC,
             )  # fmt: skip
-        part += 1
+        row = next_row
 
     scale = float8_scale(tl.max(largest, 0), epsilon, LARGEST, POW_2)
-    if (not POW_2) | (scale != stored_scale):
-        # A barrier, because the threads that read a part back may not be those that wrote it.
+    # Barriers, because the threads that read a part back may not be those that wrote it.
+    if (not POW_2) | (not USAGE.rowwise) | (scale != stored_scale):
         tl.debug_barrier()
-        last_word = tl.zeros((BC,), tl.uint32)
         for i in range(parts):
             row = first_row + i * BR
             value_ptr, extra_ptr = master_pointers(table, tensor, VALUE)
             start, mask = tile_start(row, col, cols), row + r < ends
             value = load_master(value_ptr, extra_ptr, start, cols, mask, VALUE, BR, BC)
-            x = round_through(value, VARIANT.write_dtype)
-            column_words, last_word = _put_unaligned_codes(
-                x * scale, column_words, last_word, bits, i, rowwise_data, row, col, cols, mask,
-                USAGE, BC,
+            store_codes(
+                e4m3_code(round_through(value, VARIANT.write_dtype) * scale), rowwise_data,
+                columnwise_data, row, col, rows, cols, mask, USAGE.rowwise, not USAGE.rowwise, BR,
+                BC,
             )  # fmt: skip
         tl.store(scale_ptr, tl.div_rn(1.0, scale))
-    if USAGE.columnwise:
-        _store_unaligned_words(
-            column_words, last_word, bits, columnwise_data, first_row, col, rows, cols, parts, BC
-        )
+    if USAGE.rowwise and USAGE.columnwise:
+        tl.debug_barrier()
+        _transpose_block(rowwise_data, columnwise_data, first_row, col, rows, cols, BC)
 
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
@@ -417,7 +375,8 @@ def _adam_step_vector_kernel(
     """Like the square kernel, with one scale per 128 elements of each direction.
 
     Grid, tile and tables are the same; BC is 128. Rowwise codes are written with the update.
-    Columnwise scales are known only after the last row, so the block is then read again, from L2.
+    Columnwise scales are known only after the last row, so the block is then read again, from L2,
+    with prefetches as well.
     """
     tensor, first_row, col = load_tile(tiles, 128)
     if not takes_part(table, tensor, found_inf_ptr):
@@ -464,7 +423,7 @@ def _adam_step_vector_kernel(
         )  # fmt: skip
         # A barrier, because the threads that read a row back are not those that wrote it.
         tl.debug_barrier()
-        for i in range(PARTS):
+        for i in tl.range(0, PARTS, num_stages=STAGES):
             row = first_row + i * BR
             mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
             value_ptr, extra_ptr = master_pointers(table, tensor, VALUE)
