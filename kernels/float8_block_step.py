@@ -549,19 +549,25 @@ def step_tiles(
 
 
 class Form(NamedTuple):
-    """A kernel of the step, the constexprs that only it has, and its parts."""
+    """A kernel of the step, the constexprs that only it has, its parts, and its register limit."""
 
     kernel: Any
     constexprs: dict[str, bool]
     tile: Tile
+    registers: int | None
 
 
 def step_forms(two_dimensional: bool, codecs: tuple[str, str, str]) -> tuple[Form, Form]:
-    """What updates whole blocks, and what those that need masks, for states in these codecs."""
-    narrow = are_narrow(*codecs)
+    """What updates whole blocks, and what those that need masks, for states in these codecs.
+
+    Whole blocks with one scale per 128 elements may have all registers: shared memory limits how
+    many programs run at once.
+    """
+    narrow, registers = are_narrow(*codecs), max_registers(*codecs)
     kernel = _adam_step_square_kernel if two_dimensional else _adam_step_vector_kernel
-    whole = Form(kernel, {"MASKED": False}, STEP_PARTS[two_dimensional, has_scales(*codecs)])
-    masked = Form(kernel, {"MASKED": True}, MASKED_PARTS[two_dimensional, narrow])
+    parts = STEP_PARTS[two_dimensional, has_scales(*codecs)], MASKED_PARTS[two_dimensional, narrow]
+    whole = Form(kernel, {"MASKED": False}, parts[0], registers if two_dimensional else 255)
+    masked = Form(kernel, {"MASKED": True}, parts[1], registers)
     if two_dimensional and not narrow:
         masked = masked._replace(kernel=_adam_step_odd_square_kernel, constexprs={})
     return whole, masked
@@ -599,7 +605,7 @@ def adam_step(
                 STAGES=form.tile.num_stages,
             ),
             num_warps=form.tile.num_warps,
-            maxnreg=max_registers(*variant.codecs),
+            maxnreg=form.registers,
         )
         for part, form in zip(tiles, step_forms(usage.square, variant.codecs), strict=True)
     ]
