@@ -4,7 +4,6 @@ A class per format has all that differs between formats; ``FORMATS`` lists them.
 multiplies operands asks that class, and knows no format.
 """
 
-import dataclasses
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -22,7 +21,12 @@ from fp4adam.tensors.backend import runs_eagerly
 from fp4adam.tensors.blocks import round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
-from fp4adam.tensors.swizzle import groups_shape, swizzle_groups, unswizzle_scales
+from fp4adam.tensors.swizzle import (
+    groups_shape,
+    swizzle_groups,
+    swizzle_padded,
+    unswizzle_scales,
+)
 from fp4adam.tensors.transpose import transposed_codes
 
 # Tokens are padded with zeros to a multiple of this: blocks of a weight gradient lie along them,
@@ -376,17 +380,13 @@ def _(
 
 def _quantize_swizzled(x: Tensor, kind: str, offsets: Tensor | None) -> list[Tensor]:
     """Codes, scales in the GEMM's order, and the amax of NVFP4, of a matrix with padded rows."""
-    made = _vectors(kind, offsets).quantize(_padded(x))
-    scales = made._rowwise_gemm_scale_inv
-    if offsets is not None:
-        scales = swizzle_groups(made._rowwise_scale_inv, offsets)
+    made = _BY_KIND[kind].quantizer.quantize(_padded(x))
+    plain = made._rowwise_scale_inv
+    # Not by a table of addresses: those of activations are new each time, and CUDA graphs capture
+    # copies on the device alone.
+    scales = swizzle_padded(plain) if offsets is None else swizzle_groups(plain, offsets)
     tensors = [made._rowwise_data, scales, made._amax]
     return [tensor for tensor in tensors if tensor is not None]
-
-
-def _vectors(kind: str, offsets: Tensor | None) -> Quantizer:
-    """The quantizer of activations and gradients; scales of groups have an order of their own."""
-    return dataclasses.replace(_BY_KIND[kind].quantizer, optimize_for_gemm=offsets is None)
 
 
 _quantize_swizzled_op = torch.library.custom_op(
@@ -397,11 +397,10 @@ _quantize_swizzled_op = torch.library.custom_op(
 @_quantize_swizzled_op.register_fake
 def _(x: Tensor, kind: str, offsets: Tensor | None) -> list[Tensor]:
     rows, cols = padded_tokens(x.shape[0]), x.shape[1]
-    layout = _vectors(kind, offsets).storage_layout(rows, cols)
+    layout = _BY_KIND[kind].quantizer.storage_layout(rows, cols)
     made = {name: x.new_empty(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
-    scales = made.get("rowwise_gemm_scale_inv")
-    if scales is None:
-        _, blocks = made["rowwise_scale_inv"].shape
-        scales = x.new_empty(groups_shape(rows, blocks, offsets), dtype=torch.uint8)
+    scales = made["rowwise_scale_inv"]
+    if offsets is not None:
+        scales = x.new_empty(groups_shape(rows, scales.shape[1], offsets), dtype=torch.uint8)
     tensors = [made["rowwise_data"], scales, made.get("amax")]
     return [tensor for tensor in tensors if tensor is not None]

@@ -205,6 +205,14 @@ def row_by_row(swizzled: Tensor, rows: int, blocks: int) -> Tensor:
     return swizzled.view(*tiles, 32, 4, 4).permute(0, 3, 2, 1, 4)
 
 
+def swizzle_padded(scales: Tensor) -> Tensor:
+    """Swizzle contiguous scales [rows padded to 128, blocks padded to 4], in one copy."""
+    swizzled = torch.empty_like(scales)
+    rows, blocks = scales.shape
+    row_by_row(swizzled, rows, blocks).copy_(scales.view(rows // 128, 4, 32, blocks // 4, 4))
+    return swizzled
+
+
 def swizzle_groups(scales: Tensor, offsets: Tensor) -> Tensor:
     """Swizzle scales of rows that are sorted by group, so that no tile spans two groups.
 

@@ -71,6 +71,21 @@ def backward_values(layer, dtype: torch.dtype) -> Tensor:
     return type(layer.weight)((OUT, IN), dtype, columnwise, storage).dequantize()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@every_format
+def test_operands_of_activations_are_made_in_cuda_graphs(weights):
+    quantizer, x = FORMATS[weights], randn(130, IN, dtype=torch.bfloat16).cuda()
+    operand.quantize(x, quantizer, True)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, _ = operand.quantize(x, quantizer, True)
+    x.copy_(randn(131, IN)[1:])
+    graph.replay()
+    expected, _ = operand.quantize(x, quantizer, True)
+    for made, wanted in zip(captured, expected, strict=True):
+        assert made is wanted if not isinstance(made, Tensor) else torch.equal(made, wanted)
+
+
 @every_format
 @pytest.mark.parametrize("tokens", [1, 130])
 @pytest.mark.parametrize("quantized", ["activations", "gradients", "both"])
