@@ -16,6 +16,7 @@ LAUNCHED_MOST = (
     r"|float8 (step|delayed step|delayed amax)$"
     r"|float8block (\w+ masked=False|cut \w+)$|(nvfp4|mxfp8) step .* FP8 states, FP16 masters$"
     r"|partial \w+ codes fp32 whole=True|step scalars|dequantize words nvfp4"
+    r"|whole \w+ bf16 (columnwise=True masked=False|128)$"
     r"|quantize vectors bf16 columnwise=True padded=True"
 )
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -253,9 +254,8 @@ def shard_jobs():
         types = {"VALUE_DTYPE": dtype(value), "WRITE_DTYPE": dtype("bf16"), "WHOLE": whole}
         tiles = {format: tiles[0 if whole else 1] for format, tiles in TILES.items()}
         e4m3, nvfp4, mxfp8 = tiles["float8_block"], tiles["nvfp4"], tiles["mxfp8"]
-        float8 = {"POW_2": True, "BC": tiles["float8"].cols}
-        sixteen = {"BLOCK": 16, "OF_TENSOR": True, **tile_options(nvfp4)}
-        square = {"BLOCK": 128, "OF_TENSOR": False, **tile_options(e4m3)}
+        sixteen = {"BLOCK": 16, "OF_BLOCKS": True, "OF_TENSOR": True, **tile_options(nvfp4)}
+        square = {"BLOCK": 128, **tile_options(e4m3)}
         parts = {"BR": e4m3.rows, "STAGES": e4m3.num_stages, **block}
         for name, kernel, signature, options in (
             ("nvfp4 amax", "square_amax", {}, sixteen),
@@ -264,9 +264,15 @@ def shard_jobs():
             ("nvfp4 adaptive choices", "nvfp4_choices", {}, {"BC": nvfp4.cols, **ADAPTIVE}),
             ("mxfp8 amax", "mxfp8_amax", {}, {"BC": mxfp8.cols, **BOTH}),
             ("mxfp8 codes", "mxfp8_codes", {}, {"BC": mxfp8.cols, **BOTH}),
-            ("float8 codes", "float8_codes", epsilon, float8),
-            ("float8block amax", "square_amax", {}, square),
-            ("float8block codes", "float8_block_codes", epsilon, parts),
+            ("float8 amax", "square_amax", {}, {"OF_BLOCKS": False, "OF_TENSOR": True, **square}),
+            ("float8 codes", "float8_codes", epsilon, {"SCALES_BLOCKS": False, **parts}),
+            (
+                "float8block amax",
+                "square_amax",
+                {},
+                {"OF_BLOCKS": True, "OF_TENSOR": False, **square},
+            ),
+            ("float8block codes", "float8_codes", epsilon, {"SCALES_BLOCKS": True, **parts}),
         ):
             jobs[f"partial {name} {value} whole={whole}"] = job(
                 f"partial_cast._{kernel}_kernel", {**listed, **signature}, {**types, **options}
@@ -565,6 +571,7 @@ def test_kernels_compile_to_exact_and_wide_code_without_spills(sm, forms):
         wide += [f"{name} swizzled={swizzled}" for name in ("nvfp4 step square=True", "mxfp8 step")]
     wide += [f"partial {name} codes fp32 whole=True" for name in ("mxfp8", "float8block")]
     wide += [name for name in jobs if name.startswith("quantize vectors")]
+    wide += [name for name in jobs if re.match(r"whole \w+ bf16 (columnwise=True|128$)", name)]
     assert set(wide) <= set(compiled)
     for name, each in compiled.items():
         if name.startswith("dequantize words"):
