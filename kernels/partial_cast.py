@@ -145,7 +145,7 @@ def _square_amax_kernel(
     BC: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The shard's amaxes of one tile: of its square blocks if OF_BLOCKS, of the tensor if OF_TENSOR.
+    """The shard's amaxes in one tile: of square blocks if OF_BLOCKS, of the tensor if OF_TENSOR.
 
     Grid: (n_tiles,). Tile: [BLOCK, BC] in parts of [BR, BC]. table: int64 [n_tensors, 19]. tiles:
     int32 [n_tiles, 4]. WHOLE: the shard contains the whole tile, so there are no masks. Reads the

@@ -53,7 +53,10 @@ class WeightWorkspaces:
     replays of CUDA graphs go unnoticed; call :meth:`write` after them. Copies of the optimizer have
     no hooks.
 
-    Block amaxes stay allocated between calls: 1/4 byte per element of MXFP8, 1/64 of NVFP4.
+    Each value is read once, or twice for Float8 with current scaling, and codes of both directions
+    are written in the same pass. NVFP4 takes three passes, and so do tensors whose addresses, rows
+    or columns are not multiples of 16. Their block amaxes stay allocated between calls: 1/64 byte
+    per element of NVFP4.
 
     Args:
         source: A model with Transformer Engine's modules, whose workspaces are looked up at every

@@ -1,4 +1,4 @@
-"""Kernels that quantize whole weights: the bytes of ``quantize``, in one launch per kind of tile."""
+"""Casts of whole weights by kernels give the bytes of ``quantize``."""
 
 import warnings
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch, device) -> Iterator[None]:
-    """Kernels run, in the interpreter if there is no GPU, and quantizers use torch on the CPU."""
+    """Kernels run, in the interpreter if there is no GPU."""
     monkeypatch.setattr(backend, "uses_kernels", lambda _: True)
     # The interpreter works on NaN and Inf in NumPy, which warns of it.
     with np.errstate(all="ignore"), warnings.catch_warnings():
@@ -98,7 +98,7 @@ def test_the_bytes_are_those_of_quantize(name, device):
         assert all(map(whole_cast.fits, tensors, given))
         cast = WholeCast(tensors, given)
         for factor in (1.0, -0.5):
-            for value, tensor, other in zip(given, tensors, wanted, strict=True):
+            for value, other in zip(given, wanted, strict=True):
                 value.mul_(factor)
                 write_by_torch(other, value)
             before = [tensor._version for tensor in tensors]
