@@ -101,6 +101,7 @@ def fits(tensor: QuantizedTensor, value: Tensor) -> bool:
     return (
         backend.uses_kernels(tensor.device)
         and tensor.quantizer.name in FORMATS
+        and tensor.quantizer.casts_in_shards  # not a scale per 128 elements, nor columns alone
         and not any(field % ALIGNMENT for field in _fields(tensor, value).values())
     )
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp4adam import Float8BlockQuantizer, Float8Quantizer, MXFP8Quantizer, Quantizer
+from fp4adam import Float8BlockQuantizer, Float8Quantizer, MXFP8Quantizer, NVFP4Quantizer, Quantizer
 from fp4adam.optim import whole_cast
 from fp4adam.optim.whole_cast import WholeCast
 from fp4adam.tensors import backend
@@ -114,6 +114,12 @@ def test_tensors_that_need_masks_or_have_other_formats_do_not_fit(device):
     x = torch.ones(48, 33, dtype=torch.bfloat16, device=device)
     odd = Float8BlockQuantizer()
     assert not whole_cast.fits(odd.make_empty((48, 33), device=device), x)
+    for other in (
+        Float8BlockQuantizer(two_dimensional=False),
+        Float8Quantizer(rowwise=False),
+        NVFP4Quantizer(),
+    ):
+        assert not whole_cast.fits(other.make_empty((48, 32), device=device), x)
     base = torch.ones(48 * 32 + 1, device=device)
     tensor = odd.make_empty((48, 32), device=device)
     assert whole_cast.fits(tensor, base[:-1].view(48, 32))
