@@ -44,7 +44,6 @@ from fp4adam.kernels.mxfp8 import mxfp8_tile, store_gemm_scales, store_tile
 from fp4adam.kernels.tiles.bfloat16 import to_float32
 from fp4adam.kernels.tiles.e4m3 import e4m3_word
 
-MULTIPLE = 16  # of rows and columns, and of every address in bytes
 WARPS = 4  # of the kernels for blocks
 MXFP8_TILE, MXFP8_EDGE = Tile(32, 128, 1, 4, 1), Tile(32, 32, 1, 4, 1)
 
