@@ -180,13 +180,29 @@ def _quantize_kernel(
 
 
 @triton.jit
-def _load_rows(x_ptr, row, col, x_rows, cols, PADDED: tl.constexpr):
-    """Every fourth row of a block, from ``row`` on: a tile [32, 128]. Zeros past ``x_rows``."""
+def load_rows(x_ptr, row, col, cols, mask):
+    """Every fourth row of a block, from ``row`` on: a tile [32, 128]. Zeros outside of the mask."""
     ptr = x_ptr + tile_start(row, col, cols) + tile_offsets(4 * cols, 32, 128)
+    x = tl.load(ptr) if mask is None else tl.load(ptr, mask, 0.0)
+    return pairs_to_float32(x)
+
+
+@triton.jit
+def store_rows(x, rowwise_data, row, col, cols, mask):
+    """Store the codes of a scaled tile by :func:`load_rows`; mask: of their words, [32, 32]."""
+    words = e4m3_words(x, 32, 128)
+    ptr = rowwise_data.to(tl.pointer_type(tl.uint32)) + tile_start(row, col // 4, cols // 4)
+    # With the hint each thread stores the words that it has, and exchanges none for wider stores.
+    offs = tl.arange(0, 32)[:, None] * cols + tl.arange(0, 32)[None, :]
+    tl.store(ptr + tl.max_contiguous(offs, (1, 2)), words, mask)
+
+
+@triton.jit
+def _load_padded_rows(x_ptr, row, col, x_rows, cols, PADDED: tl.constexpr):
+    """A tile by :func:`load_rows`, with zeros past ``x_rows``."""
     # The mask is constant along a row, so rows are still read 16 bytes at a time.
     inside = (row + 4 * tl.arange(0, 32) < x_rows)[:, None]
-    x = tl.load(ptr, inside, 0.0) if PADDED else tl.load(ptr)
-    return pairs_to_float32(x)
+    return load_rows(x_ptr, row, col, cols, inside if PADDED else None)
 
 
 @triton.jit
@@ -200,13 +216,9 @@ def _quantize_rows(
     LARGEST: tl.constexpr,
     POW_2: tl.constexpr,
 ):
-    """Store the rowwise codes of a tile by :func:`_load_rows`; returns its encode scales [32]."""
+    """Store the rowwise codes of a tile by :func:`load_rows`; returns its encode scales [32]."""
     scale = float8_scale(tl.max(tl.abs(x), 1), epsilon, LARGEST, POW_2)
-    words = e4m3_words(x * scale[:, None], 32, 128)
-    ptr = rowwise_data.to(tl.pointer_type(tl.uint32)) + tile_start(row, col // 4, cols // 4)
-    # With the hint each thread stores the words that it has, and exchanges none for wider stores.
-    offs = tl.arange(0, 32)[:, None] * cols + tl.arange(0, 32)[None, :]
-    tl.store(ptr + tl.max_contiguous(offs, (1, 2)), words)
+    store_rows(x * scale[:, None], rowwise_data, row, col, cols, None)
     return scale
 
 
@@ -238,10 +250,10 @@ def _quantize_vectors_kernel(
     """
     block, blocks_per_row = tl.program_id(0), cols // 128
     row, col = block // blocks_per_row * 128, block % blocks_per_row * 128
-    x0 = _load_rows(x_ptr, row, col, x_rows, cols, PADDED)
-    x1 = _load_rows(x_ptr, row + 1, col, x_rows, cols, PADDED)
-    x2 = _load_rows(x_ptr, row + 2, col, x_rows, cols, PADDED)
-    x3 = _load_rows(x_ptr, row + 3, col, x_rows, cols, PADDED)
+    x0 = _load_padded_rows(x_ptr, row, col, x_rows, cols, PADDED)
+    x1 = _load_padded_rows(x_ptr, row + 1, col, x_rows, cols, PADDED)
+    x2 = _load_padded_rows(x_ptr, row + 2, col, x_rows, cols, PADDED)
+    x3 = _load_padded_rows(x_ptr, row + 3, col, x_rows, cols, PADDED)
     if ROWWISE:
         scale0 = _quantize_rows(x0, rowwise_data, row, col, cols, epsilon, LARGEST, POW_2)
         scale1 = _quantize_rows(x1, rowwise_data, row + 1, col, cols, epsilon, LARGEST, POW_2)

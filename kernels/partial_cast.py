@@ -71,7 +71,7 @@ CHOICES = tl.constexpr(13)
 TILES = {
     "nvfp4": (Tile(16, 128, 1, 4, 1), Tile(16, 128, 1, 4, 1)),
     "mxfp8": (Tile(32, 64, 1, 4, 1), Tile(32, 64, 1, 4, 1)),
-    "float8": (Tile(16, 128, 1, 4, 1), Tile(16, 128, 1, 4, 1)),
+    "float8": (Tile(16, 128, 8, 4, 3), Tile(8, 128, 16, 4, 1)),
     "float8_block": (Tile(16, 128, 8, 4, 3), Tile(8, 128, 16, 4, 1)),
 }
 # Block scales that one program writes.
@@ -137,6 +137,7 @@ def _square_amax_kernel(
     tiles,
     VALUE_DTYPE: tl.constexpr,
     WRITE_DTYPE: tl.constexpr,
+    OF_BLOCKS: tl.constexpr,
     OF_TENSOR: tl.constexpr,
     WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -144,7 +145,7 @@ def _square_amax_kernel(
     BC: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The shard's amaxes of the square blocks of one tile, and of the tensor if OF_TENSOR.
+    """The shard's amaxes in one tile: of square blocks if OF_BLOCKS, of the tensor if OF_TENSOR.
 
     Grid: (n_tiles,). Tile: [BLOCK, BC] in parts of [BR, BC]. table: int64 [n_tensors, 19]. tiles:
     int32 [n_tiles, 4]. WHOLE: the shard contains the whole tile, so there are no masks. Reads the
@@ -161,11 +162,12 @@ def _square_amax_kernel(
         x = _load_value(ptr, row, col, cols, mask, WRITE_DTYPE, BR, BC)
         largest = tl.maximum(largest, _magnitude(x))
     amax = tl.max(tl.reshape(tl.max(largest, 0), (BC // BLOCK, BLOCK)), 1)
-    blocks_per_row = tl.cdiv(cols, BLOCK)
-    block = col // BLOCK + tl.arange(0, BC // BLOCK)
-    grid = _pointer(table, tensor, ROWWISE_AMAX, tl.float32, False)
-    grid += tile_start(first_row // BLOCK, 0, blocks_per_row)
-    tl.store(grid + block, amax, block < blocks_per_row)
+    if OF_BLOCKS:
+        blocks_per_row = tl.cdiv(cols, BLOCK)
+        block = col // BLOCK + tl.arange(0, BC // BLOCK)
+        grid = _pointer(table, tensor, ROWWISE_AMAX, tl.float32, False)
+        grid += tile_start(first_row // BLOCK, 0, blocks_per_row)
+        tl.store(grid + block, amax, block < blocks_per_row)
     if OF_TENSOR:
         # The bits of non-negative floats order as integers do; an integer maximum is one atomic, a
         # float maximum two.
@@ -238,6 +240,8 @@ def _scales_kernel(
         tensor_amax = tl.load(_pointer(table, tensor, TENSOR_AMAX, tl.float32, False))
         if first == 0:
             tl.store(_pointer(table, tensor, AMAX, tl.float32, False), tensor_amax)
+    if FORMAT == "float8":
+        return
     if FORMAT == "mxfp8":
         width = tl.where(columnwise, cols, cols // 32)
         numel = rows // 32 * cols  # in either direction
@@ -353,32 +357,6 @@ def _nvfp4_codes_kernel(
 
 
 @triton.jit
-def _float8_codes_kernel(
-    table,
-    tiles,
-    epsilon,
-    VALUE_DTYPE: tl.constexpr,
-    WRITE_DTYPE: tl.constexpr,
-    POW_2: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BC: tl.constexpr,
-):
-    """The shard's E4M3 codes of one tile, with the amax of the tensor that is stored already.
-
-    Grid: (n_tiles,). Tile: [16, BC]. Tables as for NVFP4. Reads the shard (2 or 4 bytes per
-    element), writes one byte per element.
-    """
-    tensor, row, col = load_tile(tiles, 16)
-    cols = size(table, tensor, COLS, 16)
-    ptr = _pointer(table, tensor, VALUE, VALUE_DTYPE, WHOLE)
-    mask = _own(_bounds(table, tensor), row, col, cols, WHOLE, 16, BC)
-    x = _load_value(ptr, row, col, cols, mask, WRITE_DTYPE, 16, BC)
-    amax = tl.load(_pointer(table, tensor, AMAX, tl.float32, False))
-    data = _pointer(table, tensor, ROWWISE_DATA, tl.uint32 if WHOLE else tl.uint8, WHOLE)
-    _store_e4m3(x * tensor_scale(amax, epsilon, POW_2), data, row, col, cols, mask, 16, BC)
-
-
-@triton.jit
 def _store_e4m3(
     x,
     data,
@@ -438,19 +416,22 @@ def _mxfp8_codes_kernel(
 
 
 @triton.jit
-def _float8_block_codes_kernel(
+def _float8_codes_kernel(
     table,
     tiles,
     epsilon,
     VALUE_DTYPE: tl.constexpr,
     WRITE_DTYPE: tl.constexpr,
+    SCALES_BLOCKS: tl.constexpr,
     LARGEST: tl.constexpr,
     POW_2: tl.constexpr,
     WHOLE: tl.constexpr,
     BR: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The shard's E4M3 codes of one 128x128 block.
+    """The shard's E4M3 codes of one 128x128 tile, which is a block if SCALES_BLOCKS.
+
+    Otherwise its scale is that of the tensor's amax, which is stored already.
 
     Grid: (n_tiles,). Tile: [128, 128] in parts of [BR, 128]. Tables as for NVFP4. Reads the shard
     (2 or 4 bytes per element) and one amax, writes one byte per element.
@@ -459,9 +440,13 @@ def _float8_block_codes_kernel(
     cols = size(table, tensor, COLS, 16 if WHOLE else 1)
     ptr = _pointer(table, tensor, VALUE, VALUE_DTYPE, WHOLE)
     bounds = _bounds(table, tensor)
-    grid = _pointer(table, tensor, ROWWISE_AMAX, tl.float32, False)
-    grid += tile_start(first_row // 128, col // 128, tl.cdiv(cols, 128))
-    scale = float8_scale(tl.load(grid), epsilon, LARGEST, POW_2)
+    if SCALES_BLOCKS:
+        grid = _pointer(table, tensor, ROWWISE_AMAX, tl.float32, False)
+        grid += tile_start(first_row // 128, col // 128, tl.cdiv(cols, 128))
+        scale = float8_scale(tl.load(grid), epsilon, LARGEST, POW_2)
+    else:
+        amax = tl.load(_pointer(table, tensor, AMAX, tl.float32, False))
+        scale = tensor_scale(amax, epsilon, POW_2)
     data = _pointer(table, tensor, ROWWISE_DATA, tl.uint32 if WHOLE else tl.uint8, WHOLE)
     for i in tl.range(0, 128 // BR, num_stages=STAGES):
         row = first_row + i * BR
@@ -494,6 +479,7 @@ def measure(
         else:
             kernel = _square_amax_kernel
             constexprs |= dict(
+                OF_BLOCKS=format != "float8",
                 OF_TENSOR=format in ("nvfp4", "float8"),
                 WHOLE=whole,
                 BLOCK=tile.rows * tile.loop,
@@ -585,12 +571,10 @@ def write_codes(
         elif format == "mxfp8":
             kernel = _mxfp8_codes_kernel
             constexprs |= dict(ROWWISE=rowwise, COLUMNWISE=columnwise, WHOLE=whole, BC=tile.cols)
-        elif format == "float8":
-            kernel = _float8_codes_kernel
-            constexprs |= dict(POW_2=force_pow_2_scales, WHOLE=whole, BC=tile.cols)
         else:
-            kernel = _float8_block_codes_kernel
+            kernel = _float8_codes_kernel
             constexprs |= dict(
+                SCALES_BLOCKS=format == "float8_block",
                 LARGEST=torch.finfo(write_dtype).max,
                 POW_2=force_pow_2_scales,
                 WHOLE=whole,

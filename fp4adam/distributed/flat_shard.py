@@ -18,7 +18,8 @@ class Shard:
     """The elements [start, stop) of the row-major matrix of a weight.
 
     ``dtype``: the dtype that values are rounded to first. ``amax``: float32 [1], or None for
-    formats that store none. ``grids``: float32 block amaxes by direction. ``amax`` and ``grids``
+    formats that store none. ``grids``: float32 block amaxes by direction, of formats whose blocks
+    have scales. ``amax`` and ``grids``
     are views of one buffer. ``cut``: for adaptive scales, 1 for rows of blocks that a boundary of
     shards cuts, else 0, float32. ``choices``: 1 for blocks whose amax maps to 4, else 0, float32.
     ``strips``: by row of blocks, the magnitudes in those that are cut.

@@ -62,7 +62,7 @@ class PartialCast:
             scale.
         rowwise_amaxes: Per weight a view of the buffer: [rows / 16, cols / 16] (NVFP4),
             [ceil(rows / 128), ceil(cols / 128)] (Float8Block), or [rows, cols / 32] (MXFP8, None
-            without rowwise usage). That of a Float8 weight is a view of other memory.
+            without rowwise usage); None for Float8.
         columnwise_amaxes: Per weight a view [rows / 32, cols] of the buffer for MXFP8 with
             columnwise usage, else None.
 
@@ -104,29 +104,25 @@ class PartialCast:
 
     def _lay_out_amaxes(self) -> None:
         of_tensors = [shard for shard in self._shards if shard.weight._amax is not None]
-        n = n_exchanged = len(of_tensors)
+        n = len(of_tensors)
         spans = []
-        # Ranks need not know each other's blocks if these have no scales of their own.
-        for shard in sorted(self._shards, key=lambda shard: not shard.quantizer.scales_blocks):
-            for usage in shard.blocks:
+        for shard in self._shards:
+            for usage in shard.blocks if shard.quantizer.scales_blocks else ():
                 shape = shard.grid_shape(usage)
                 n = round_up(n, 4)
                 spans.append((shard, usage, n, shape))
                 n += shape[0] * shape[1]
-                if shard.quantizer.scales_blocks:
-                    n_exchanged = n
         marks = []
         for shard in self._adaptive:
             marks.append((n, n + shard.grid_shape("rowwise")[0]))
-            n = n_exchanged = marks[-1][1]
-        self._buffer = torch.zeros(n, dtype=torch.float32, device=self.device)
-        self.amaxes = self._buffer[:n_exchanged]
+            n = marks[-1][1]
+        self.amaxes = torch.zeros(n, dtype=torch.float32, device=self.device)
         for i, shard in enumerate(of_tensors):
             shard.amax = self.amaxes[i : i + 1]
         for shard, usage, first, shape in spans:
-            shard.grids[usage] = self._buffer[first : first + shape[0] * shape[1]].view(shape)
+            shard.grids[usage] = self.amaxes[first : first + shape[0] * shape[1]].view(shape)
         for shard, (first, last) in zip(self._adaptive, marks, strict=True):
-            shard.cut = self._buffer[first:last]
+            shard.cut = self.amaxes[first:last]
         self.tensor_amaxes = [shard.amax for shard in self._shards]
         self.rowwise_amaxes = [shard.grids.get("rowwise") for shard in self._shards]
         self.columnwise_amaxes = [shard.grids.get("columnwise") for shard in self._shards]
@@ -142,7 +138,7 @@ class PartialCast:
             ValueError: If a value is not as described.
         """
         self.check_values(values)
-        self._buffer.zero_()
+        self.amaxes.zero_()
         self.choices = None
         for shard in self._adaptive:
             for end in (shard.start, shard.stop) if shard.stop > shard.start else ():
@@ -291,7 +287,7 @@ class PartialCast:
         the weights are pending, and that the current stream is the same.
         """
         launches = self._launches[0]
-        self._buffer.zero_()
+        self.amaxes.zero_()
         launches.measure()
         launches.write()
         self._mark_written()
@@ -434,11 +430,11 @@ def _strips(shard: Shard, value: Tensor | None) -> Iterator[tuple[slice, Tensor]
 
 def _measure(shard: Shard, value: Tensor | None) -> None:
     for rows, strip in _strips(shard, value):
-        for usage, block in shard.blocks.items():
-            amax = minifloat.amax(blocks_of(strip, block), (1, 3))
-            shard.grids[usage][in_blocks(rows, block[0])] = amax
-    if shard.amax is not None and shard.stop > shard.start:
-        shard.amax.copy_(shard.grids["rowwise"].amax())
+        for usage, grid in shard.grids.items():
+            block = shard.blocks[usage]
+            grid[in_blocks(rows, block[0])] = minifloat.amax(blocks_of(strip, block), (1, 3))
+        if shard.amax is not None:
+            torch.maximum(shard.amax, minifloat.amax(strip), out=shard.amax)
 
 
 def _cut_strips(shard: Shard) -> Iterator[tuple[Shard, Tensor]]:
@@ -462,7 +458,9 @@ def _choose(shard: Shard, value: Tensor) -> None:
 
 def _scales(shard: Shard, usage: str, rows: slice) -> tuple[Tensor, Tensor]:
     """The stored scales of some rows of blocks, and the factors that map values to codes."""
-    grid = shard.grids[usage][rows]
+    # Without scales of blocks, that of the tensor is for all of them.
+    grids = shard.grids or {usage: shard.weight._amax.expand(shard.grid_shape(usage))}
+    grid = grids[usage][rows]
     choices = () if shard.choices is None else (shard.choices[rows] > 0,)
     return shard.quantizer.scales_of_blocks(grid, shard.weight._amax, shard.dtype, *choices)
 

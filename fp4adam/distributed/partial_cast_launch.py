@@ -132,8 +132,8 @@ def _table_row(shard: Shard, value: Tensor | None, out: Out) -> dict[str, int]:
         fields["choices"] = shard.choices.data_ptr()
     for usage, (codes, first_byte) in shard.targets(out).items():
         fields[f"{usage}_data"] = codes.data_ptr() - first_byte
-        fields[f"{usage}_amax"] = shard.grids[usage].data_ptr()
         if shard.quantizer.scales_blocks:
+            fields[f"{usage}_amax"] = shard.grids[usage].data_ptr()
             fields[f"{usage}_scale"] = shard.scale_inv(usage).data_ptr()
     return fields
 

@@ -16,6 +16,8 @@ from fp4adam.distributed.partial_cast import PartialCast
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, borrow
 from fp4adam.interop.transformer_engine import Workspace, check_has_workspaces, workspaces_of
+from fp4adam.optim import whole_cast
+from fp4adam.optim.whole_cast import WholeCast
 from fp4adam.optim.workspace_watch import WorkspaceWatch
 from fp4adam.tensors import backend, rows
 from fp4adam.tensors.blocks import flat_shape
@@ -51,7 +53,10 @@ class WeightWorkspaces:
     replays of CUDA graphs go unnoticed; call :meth:`write` after them. Copies of the optimizer have
     no hooks.
 
-    Block amaxes stay allocated between calls: 1/4 byte per element of MXFP8, 1/64 of NVFP4.
+    Each value is read once, or twice for Float8 with current scaling, and codes of both directions
+    are written in the same pass. NVFP4 takes three passes, and so do tensors whose addresses, rows
+    or columns are not multiples of 16. Their block amaxes stay allocated between calls: 1/64 byte
+    per element of NVFP4.
 
     Args:
         source: A model with Transformer Engine's modules, whose workspaces are looked up at every
@@ -208,39 +213,62 @@ class _Writer:
 
 
 class _Cast:
-    """A cast of whole tensors on one device.
+    """A cast of tensors on one device.
+
+    Those that :func:`whole_cast.fits` accepts are written in as few passes as possible, all others
+    as shards that are whole.
 
     Attributes:
         repeats: Whether :meth:`repeat` can replace a call.
     """
 
     def __init__(self, tensors: list[QuantizedTensor], dtypes: list[torch.dtype]) -> None:
-        sizes = [tensor.numel() for tensor in tensors]
-        self._cast = PartialCast(tensors, [0] * len(tensors), sizes, dtypes)
-        self._square = [tensor for tensor in tensors if tensor.quantizer.is_square]
+        self._tensors, self._dtypes = tensors, dtypes
+        self._in_shards: list[int] | None = None  # decided by the addresses of the first values
+        self._whole: WholeCast | None = None
         self._columnwise: list[Launch] = []
         self.repeats = False
 
+    def _split(self, values: list[Tensor]) -> None:
+        fit = [*map(whole_cast.fits, self._tensors, values)]
+        self._in_one = [i for i, each in enumerate(fit) if each]
+        self._in_shards = [i for i, each in enumerate(fit) if not each]
+        tensors = [self._tensors[i] for i in self._in_shards]
+        self._square = [tensor for tensor in tensors if tensor.quantizer.is_square]
+        sizes = [tensor.numel() for tensor in tensors]
+        dtypes = [self._dtypes[i] for i in self._in_shards]
+        self._cast = PartialCast(tensors, [0] * len(tensors), sizes, dtypes)
+
     def __call__(self, values: list[Tensor], weights: list[tuple[Tensor, ...]]) -> None:
         """Write these values of the weights."""
-        cast, flat = self._cast, [value.view(-1) for value in values]
-        cast.measure(flat)
-        if cast.is_adaptive:
-            cast.choose(flat)
-        cast.write(flat)
-        build_columnwise(self._square)
+        if self._in_shards is None:
+            self._split(values)
+        if self._in_one:
+            tensors = [self._tensors[i] for i in self._in_one]
+            self._whole = WholeCast(tensors, [values[i] for i in self._in_one])
+            self._whole()
+        if self._in_shards:
+            cast, flat = self._cast, [values[i].view(-1) for i in self._in_shards]
+            cast.measure(flat)
+            if cast.is_adaptive:
+                cast.choose(flat)
+            cast.write(flat)
+            build_columnwise(self._square)
         # A joined value that is no view is new memory each time.
         views = [
             value.untyped_storage().data_ptr() == own[0].untyped_storage().data_ptr()
             for value, own in zip(values, weights, strict=True)
         ]
-        self.repeats = cast.can_be_repeated and all(views)
-        if self.repeats:
+        self.repeats = all(views) and (not self._in_shards or self._cast.can_be_repeated)
+        if self.repeats and self._in_shards:
             self._columnwise = columnwise_launches(self._square)
 
     def repeat(self) -> None:
         """Write what the same memory holds now."""
-        self._cast.repeat()
+        if self._whole is not None:
+            self._whole()
+        if self._in_shards:
+            self._cast.repeat()
         if self._columnwise:
             from fp4adam.kernels.launch.launch import launch_all
 

@@ -16,6 +16,7 @@ LAUNCHED_MOST = (
     r"|float8 (step|delayed step|delayed amax)$"
     r"|float8block (\w+ masked=False|cut \w+)$|(nvfp4|mxfp8) step .* FP8 states, FP16 masters$"
     r"|partial \w+ codes fp32 whole=True|step scalars|dequantize words nvfp4"
+    r"|whole \w+ bf16 (columnwise=True masked=False|128)$"
     r"|quantize vectors bf16 columnwise=True padded=True"
 )
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -253,9 +254,8 @@ def shard_jobs():
         types = {"VALUE_DTYPE": dtype(value), "WRITE_DTYPE": dtype("bf16"), "WHOLE": whole}
         tiles = {format: tiles[0 if whole else 1] for format, tiles in TILES.items()}
         e4m3, nvfp4, mxfp8 = tiles["float8_block"], tiles["nvfp4"], tiles["mxfp8"]
-        float8 = {"POW_2": True, "BC": tiles["float8"].cols}
-        sixteen = {"BLOCK": 16, "OF_TENSOR": True, **tile_options(nvfp4)}
-        square = {"BLOCK": 128, "OF_TENSOR": False, **tile_options(e4m3)}
+        sixteen = {"BLOCK": 16, "OF_BLOCKS": True, "OF_TENSOR": True, **tile_options(nvfp4)}
+        square = {"BLOCK": 128, **tile_options(e4m3)}
         parts = {"BR": e4m3.rows, "STAGES": e4m3.num_stages, **block}
         for name, kernel, signature, options in (
             ("nvfp4 amax", "square_amax", {}, sixteen),
@@ -264,9 +264,15 @@ def shard_jobs():
             ("nvfp4 adaptive choices", "nvfp4_choices", {}, {"BC": nvfp4.cols, **ADAPTIVE}),
             ("mxfp8 amax", "mxfp8_amax", {}, {"BC": mxfp8.cols, **BOTH}),
             ("mxfp8 codes", "mxfp8_codes", {}, {"BC": mxfp8.cols, **BOTH}),
-            ("float8 codes", "float8_codes", epsilon, float8),
-            ("float8block amax", "square_amax", {}, square),
-            ("float8block codes", "float8_block_codes", epsilon, parts),
+            ("float8 amax", "square_amax", {}, {"OF_BLOCKS": False, "OF_TENSOR": True, **square}),
+            ("float8 codes", "float8_codes", epsilon, {"SCALES_BLOCKS": False, **parts}),
+            (
+                "float8block amax",
+                "square_amax",
+                {},
+                {"OF_BLOCKS": True, "OF_TENSOR": False, **square},
+            ),
+            ("float8block codes", "float8_codes", epsilon, {"SCALES_BLOCKS": True, **parts}),
         ):
             jobs[f"partial {name} {value} whole={whole}"] = job(
                 f"partial_cast._{kernel}_kernel", {**listed, **signature}, {**types, **options}
@@ -296,6 +302,49 @@ def shard_jobs():
     return jobs
 
 
+def whole_cast_jobs():
+    """The kernels that quantize whole matrices."""
+    from fp4adam.kernels import whole_cast
+
+    jobs = {}
+    listed = {"table": "*i64", "tiles": "*i32"}
+    warps = {"num_warps": whole_cast.WARPS}
+    for value in DTYPES:
+        types = {"VALUE_DTYPE": dtype(value)}
+        for masked in (False, True):
+            jobs[f"whole amax {value} masked={masked}"] = job(
+                "whole_cast._amax_kernel", listed, {**types, "MASKED": masked}, **warps
+            )
+            for name, blocks, history in (
+                ("float8block", True, False),
+                ("float8", False, False),
+                ("float8 delayed", False, True),
+            ):
+                for columnwise in (False, True):
+                    jobs[f"whole {name} {value} columnwise={columnwise} masked={masked}"] = job(
+                        "whole_cast._square_kernel",
+                        {**listed, "epsilon": "fp32"},
+                        {
+                            **types,
+                            "SCALES_BLOCKS": blocks,
+                            "HAS_HISTORY": history,
+                            "LARGEST": FP32_MAX,
+                            "POW_2": blocks,
+                            "COLUMNWISE": columnwise,
+                            "MASKED": masked,
+                        },
+                        **warps,
+                    )
+        for tile in (whole_cast.MXFP8_TILE, whole_cast.MXFP8_EDGE):
+            jobs[f"whole mxfp8 {value} {tile.cols}"] = job(
+                "whole_cast._mxfp8_kernel",
+                listed,
+                {**types, **usage(False, swizzled=True), "BC": tile.cols},
+                num_warps=tile.num_warps,
+            )
+    return jobs
+
+
 def kernel_jobs(sm):
     """Every kernel in the forms that a training run launches most, and in its widest one."""
     from fp4adam.kernels import float8_block, nvfp4, step_scalars, swizzle
@@ -305,6 +354,7 @@ def kernel_jobs(sm):
     for codecs in STATE_CODECS:
         jobs |= step_jobs(codecs, sm)
     jobs |= shard_jobs()
+    jobs |= whole_cast_jobs()
     jobs["step scalars"] = job(
         "step_scalars._step_scalars_kernel",
         {
@@ -522,6 +572,7 @@ def test_kernels_compile_to_exact_and_wide_code_without_spills(sm, forms):
     wide += [f"partial {name} codes fp32 whole=True" for name in ("mxfp8", "float8block")]
     # In one direction a thread has four codes of a row, and neighbours have the next.
     wide += [name for name in jobs if re.match("quantize vectors .*columnwise=True", name)]
+    wide += [name for name in jobs if re.match(r"whole \w+ bf16 (columnwise=True|128$)", name)]
     assert set(wide) <= set(compiled)
     for name, each in compiled.items():
         if name.startswith("dequantize words"):

@@ -208,6 +208,27 @@ def test_histories_of_several_copies(algo, path_device):
                 assert torch.equal(inner, other.storage_tensors()[name]), name
 
 
+def test_weights_that_take_different_passes_are_written_together(path_device):
+    quantizers = [Float8BlockQuantizer()] * 3 + [NVFP4Quantizer(), Float8Quantizer(), DELAYED]
+    shapes = [SHAPE, (33, 130), (160, 144)] + [SHAPE] * 3
+    weights = [
+        random(shape, i, path_device, scale=0.1).to(torch.bfloat16)
+        for i, shape in enumerate(shapes)
+    ]
+    buffer = torch.zeros(SHAPE[0] * SHAPE[1] + 1, dtype=torch.bfloat16, device=path_device)
+    weights[4] = buffer[1:].view(SHAPE)  # at an address that is not aligned
+    pairs = [*zip(quantizers, weights, strict=True)]
+    copies, alone = ([q.quantize(weight) for q, weight in pairs] for _ in range(2))
+    workspaces = WeightWorkspaces(dict(zip(weights, copies, strict=True)))
+    for _ in range(3):
+        for weight, tensor in zip(weights, alone, strict=True):
+            weight.mul_(-1.5).add_(0.01)
+            tensor.quantize_(weight)
+        workspaces.update()
+        for tensor, wanted in zip(copies, alone, strict=True):
+            assert tensor.has_bytes_of(wanted)
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("path_device", ["kernel"], indirect=True)
 def test_a_repeated_write_sees_what_has_moved(parts, path_device):
