@@ -27,6 +27,7 @@ from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.tensor_table import (
     AMAX,
     AMAX_HISTORY,
+    BAND,
     COLS,
     ROWS,
     Tile,
@@ -217,7 +218,7 @@ def step_tiles(shapes: list[tuple[int, int]], scaled_states: bool) -> tuple[Tens
         int32 [n_tiles, 4], (tensor, first row, first column, rows << 16 | columns), and a count.
     """
     forms = STEP_TILE, EDGE_TILE[scaled_states]
-    whole, edge = cover(shapes, *forms)
+    whole, edge = cover(shapes, *forms, BAND)
     for tiles, tile in zip((whole, edge), forms, strict=True):
         tiles[:, 3] = (tile.rows * tile.loop) << 16 | tile.cols
     return torch.cat((whole, edge)), len(whole)

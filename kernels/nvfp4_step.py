@@ -23,6 +23,7 @@ from fp4adam.kernels.adam import (
 from fp4adam.kernels.amax_preview import previewed_amax, report_amax
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.tensor_table import (
+    BAND,
     COLS,
     ROWS,
     Tile,
@@ -159,7 +160,7 @@ def step_tiles(shapes: list[tuple[int, int]], large: Tile, small: Tile) -> tuple
         int32 [n_tiles, 4], (tensor, first row, first column, rows << 16 | columns), and a count.
     """
     forms = large, small
-    whole, edge = cover(shapes, *forms)
+    whole, edge = cover(shapes, *forms, BAND)
     for tiles, tile in zip((whole, edge), forms, strict=True):
         tiles[:, 3] = (tile.rows * tile.loop) << 16 | tile.cols
     return torch.cat((whole, edge)), len(whole)

@@ -97,7 +97,8 @@ def divisor_tile(n: int, largest: int, smallest: int) -> int:
 
 # Columns of a band. Tiles follow each other down a band before the next one begins, so that short
 # pieces of transposed rows meet their neighbours in L2, however wide the matrix is. Tiles of 128
-# rows store whole lines, and are slower in bands.
+# rows store whole lines, and tiles without transposed rows have no such pieces: they are slower in
+# bands.
 BAND = 8192
 
 
@@ -187,13 +188,16 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def cover(shapes: list[tuple[int, int]], large: Tile, small: Tile) -> tuple[Tensor, Tensor]:
+def cover(
+    shapes: list[tuple[int, int]], large: Tile, small: Tile, band: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Cover matrices with large tiles, and the rest at their edges with small tiles.
 
     Args:
         shapes: [rows, cols] of each tensor, multiples of the small tile.
         large: The tile for most of a matrix.
         small: A tile that divides the large tile and every matrix.
+        band: As for :func:`tile_grid`, of the large tiles.
 
     Returns:
         The two tile lists, int32 [n, 4].
@@ -202,7 +206,7 @@ def cover(shapes: list[tuple[int, int]], large: Tile, small: Tile) -> tuple[Tens
     inner, edge = [], []
     for i, (rows, cols) in enumerate(shapes):
         full_rows, full_cols = rows - rows % height, cols - cols % width
-        inner.append(tile_grid(i, (0, full_rows, height), (0, full_cols, width), BAND))
+        inner.append(tile_grid(i, (0, full_rows, height), (0, full_cols, width), band))
         edge.append(tile_grid(i, (0, full_rows, small.rows), (full_cols, cols, small.cols)))
         edge.append(tile_grid(i, (full_rows, rows, small.rows), (0, cols, small.cols)))
     return torch.cat(inner), torch.cat(edge)
