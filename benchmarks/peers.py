@@ -17,7 +17,8 @@ import fp4adam
 from fp4adam import FP4Adam, FusedAdam, MasterWeightOptimizer
 from fp4adam.tensors.quantizer import Quantizer
 
-Shape = tuple[int, int]
+# Of a matrix, or of a vector: what is no weight of a linear layer is flat, and not quantized.
+Shape = tuple[int, ...]
 
 HYPER = dict(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 FORMATS = {
@@ -66,6 +67,14 @@ LLAMA_LAYER: list[Shape] = [
     (14336, 4096),
     (4096, 14336),
 ]
+
+
+def _block(width: int) -> list[Shape]:
+    """One layer of GPT-2 or of a vision transformer: two norms, and four weights with biases."""
+    weights = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+    return [*weights, *((rows,) for rows, _ in weights), *[(width,)] * 4]
+
+
 # The matrices of one layer, and how many layers there are on a GPU.
 MODELS: dict[str, tuple[list[Shape], int]] = {
     "gpt": (LAYER, 16),
@@ -73,10 +82,25 @@ MODELS: dict[str, tuple[list[Shape], int]] = {
     "ragged": (RAGGED, 16),
     "large": ([(2 * rows, 2 * cols) for rows, cols in LAYER], 16),
     "huge": ([(32768, 65792)], 1),  # more than 2**31 elements
+    "gpt2-124m": (_block(768), 12),
+    "vit-l": (_block(1024), 24),
     "llama-8b": (LLAMA_LAYER, 32),
 }
-# Matrices that a model has beside its layers.
-OTHERS: dict[str, list[Shape]] = {"llama-8b": [(128256, 4096)] * 2}
+# What a model has beside its layers.
+OTHERS: dict[str, list[Shape]] = {
+    "gpt2-124m": [(50257 * 768,), (1024 * 768,), (768,), (768,)],
+    "vit-l": [
+        (1024 * 768,),
+        (197 * 1024,),
+        (1024,),
+        (1024,),
+        (1024,),
+        (1024,),
+        (1000, 1024),
+        (1000,),
+    ],
+    "llama-8b": [(128256, 4096)] * 2,
+}
 
 
 def model_shapes(
@@ -111,7 +135,8 @@ def parameters(
     params = []
     for shape in shapes:
         value = torch.randn(shape, device=device, generator=generator).mul_(0.02).to(dtype)
-        param = Parameter(value if quantizer is None else quantizer.quantize(value))
+        is_plain = quantizer is None or len(shape) == 1
+        param = Parameter(value if is_plain else quantizer.quantize(value))
         grad = torch.randn(shape, device=device, generator=generator).mul_(1e-3)
         param.grad = grad.to(dtype)
         params.append(param)

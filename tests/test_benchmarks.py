@@ -25,7 +25,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 ONLY = "torch AdamW;FusedAdam, FP32;FusedAdam, BF16;FP4Adam;Unfused;MasterWeight;FlashAdamW"
 BROKEN = "flashoptim FlashAdamW, 24-bit masters"
-MODELS = ("gpt", "small-tensors", "ragged", "large", "huge", "llama-8b")
+MODELS = ("gpt", "small-tensors", "ragged", "large", "huge", "gpt2-124m", "vit-l", "llama-8b")
 # "gpt" with its sides divided by 64 and rounded down to multiples of 32.
 SHAPES = [(32, 32), (32, 32), (128, 32), (128, 32), (32, 128)]
 TIMES = (
