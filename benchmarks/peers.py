@@ -75,7 +75,7 @@ def _block(width: int) -> list[Shape]:
     return [*weights, *((rows,) for rows, _ in weights), *[(width,)] * 4]
 
 
-# The matrices of one layer, and how many layers there are on a GPU.
+# The parameters of one layer, and how many layers there are on a GPU.
 MODELS: dict[str, tuple[list[Shape], int]] = {
     "gpt": (LAYER, 16),
     "small-tensors": ([(256, 256)] * 25, 80),
@@ -106,7 +106,7 @@ OTHERS: dict[str, list[Shape]] = {
 def model_shapes(
     model: str, layers: int | None = None, scale: int = 1, multiple: int = 1
 ) -> list[Shape]:
-    """The matrices of a model.
+    """The shapes of a model's parameters: of its matrices, for most models.
 
     Args:
         model: A key of MODELS.

@@ -19,10 +19,10 @@ class Shard:
 
     ``dtype``: the dtype that values are rounded to first. ``amax``: float32 [1], or None for
     formats that store none. ``grids``: float32 block amaxes by direction, of formats whose blocks
-    have scales. ``amax`` and ``grids``
-    are views of one buffer. ``cut``: for adaptive scales, 1 for rows of blocks that a boundary of
-    shards cuts, else 0, float32. ``choices``: 1 for blocks whose amax maps to 4, else 0, float32.
-    ``strips``: by row of blocks, the magnitudes in those that are cut.
+    have scales. ``amax`` and ``grids`` are views of one buffer. ``cut``: for adaptive scales, 1 for
+    rows of blocks that a boundary of shards cuts, else 0, float32. ``choices``: 1 for blocks whose
+    amax maps to 4, else 0, float32. ``strips``: by row of blocks, the magnitudes in those that are
+    cut.
     """
 
     weight: QuantizedTensor

@@ -82,18 +82,13 @@ class WholeCast:
 
     def __call__(self) -> None:
         """Write what is at the addresses of the values now."""
-        from fp4adam.kernels.launch.launch import launch_all, on_its_device
+        from fp4adam.kernels.launch.launch import launch_all
 
         if self._amaxes:
             torch._foreach_zero_(self._amaxes)
-        on_its_device(_launch_with)(*self._signals, launches=self._scales)
+        launch_all(self._signals[0], self._scales, *self._signals)
         launch_all(self._signals[0], self._launches)
         torch.autograd.graph.increment_version(self._written)
-
-
-def _launch_with(*signals: Tensor, launches: "list[Launch]") -> None:
-    for launch in launches:
-        launch(*signals)
 
 
 def fits(tensor: QuantizedTensor, value: Tensor) -> bool:

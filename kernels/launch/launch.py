@@ -131,7 +131,7 @@ def on_its_device(
 
 
 @on_its_device
-def launch_all(tensor: Tensor, launches: Iterable[Launch]) -> None:
-    """Launch kernels on the GPU of ``tensor``."""
+def launch_all(tensor: Tensor, launches: Iterable[Launch], *leading: Tensor) -> None:
+    """Launch kernels on the GPU of ``tensor``, with ``leading`` before their fixed arguments."""
     for launch in launches:
-        launch()
+        launch(*leading)
