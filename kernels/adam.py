@@ -28,14 +28,15 @@ from fp4adam.kernels.launch.tensor_table import (
 from fp4adam.kernels.tiles.bfloat16 import round_to, to_float32
 from fp4adam.kernels.tiles.layout import state_offsets
 from fp4adam.kernels.tiles.state import (
-    dither_tile,
-    exp_avg_sq_dither,
+    OF_EXP_AVG,
+    OF_EXP_AVG_SQ,
+    OF_MASTERS,
+    element_hash,
     has_scales,
     load_scale,
     load_scale_words,
     load_state,
     load_value,
-    master_dither,
     master_pointers,
     max_registers,
     split_master,
@@ -382,14 +383,16 @@ def update_tile(
     if target_mask is not None:
         mask = target_mask
     # One hash serves all states of an element. If no codec uses it, the compiler removes it.
-    bits = dither_tile(target, stride, scalars.dither, BR, BC)
+    dither = element_hash(target, stride, scalars.dither, BR, BC)
     value, value_scale = store_value(
-        ptr.value, ptr.value_extra, target, stride, mask, value, master_dither(bits), VALUE, STORE,
+        ptr.value, ptr.value_extra, target, stride, mask, value, dither * OF_MASTERS, VALUE, STORE,
         BR, BC,
     )  # fmt: skip
-    _, scale = store_state(ptr.exp_avg, target, stride, mask, exp_avg, bits, FIRST, BR, BC, STORE)
+    _, scale = store_state(
+        ptr.exp_avg, target, stride, mask, exp_avg, dither * OF_EXP_AVG, FIRST, BR, BC, STORE
+    )
     _, scale_sq = store_state(
-        ptr.exp_avg_sq, target, stride, mask, exp_avg_sq, exp_avg_sq_dither(bits), SECOND, BR, BC,
+        ptr.exp_avg_sq, target, stride, mask, exp_avg_sq, dither * OF_EXP_AVG_SQ, SECOND, BR, BC,
         STORE,
     )  # fmt: skip
     if STORE and VARIANT.amsgrad:

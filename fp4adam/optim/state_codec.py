@@ -4,7 +4,8 @@ Rounding is stochastic. With rounding to nearest, a moving average that changes 
 the spacing of two codes would never move. Here the bits that a code drops set the probability of
 rounding up, so the average is right in expectation. The dither must be independent from step to
 step, because rounding errors stay in the average and meet the next dither. It is a hash of element
-index and step (:func:`dither_bits`), so shards, kernels and resumed runs draw the same bits.
+index and step (:func:`dither_bits`), so shards, kernels and resumed runs draw the same bits. The
+step is mixed thoroughly, on the host; what neighbours share matters less.
 
 Scales are powers of two, one byte per 32 consecutive elements. Decoding is exact (above 2**-126),
 and a decoded value encodes to itself with any dither.
@@ -30,7 +31,10 @@ _NAN_SCALE = 255
 # multiply, in which each input bit flips each output bit about half of the time.
 _ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B))
 _LAST_SHIFT = 16
-_OF_MASTERS = 0x9E3779B1  # any odd number with its bits spread out
+# One round of the same kind hashes the elements. Shift and factors were chosen so that pairs of
+# dithers, of near elements or of the states of one, fill a square evenly.
+_OF_ELEMENTS, _SHIFT = 0xC2B2AE35, 13
+_OF_MASTERS, _OF_EXP_AVG, _OF_EXP_AVG_SQ = 0x1B56C4E9, 0x846CA68B, 0x93D765DD
 
 
 def dither_origin(first: int, step: int) -> int:
@@ -80,13 +84,9 @@ def dither_bits(first: int, count: int, step: int, device: torch.device | str = 
     """
     x = torch.arange(count, dtype=torch.int32, device=device)
     x += _as_int32(dither_origin(first, step))
-    for shift, factor in _ROUNDS:
-        x ^= _shifted(x, shift)
-        x *= _as_int32(factor)
-    x ^= _shifted(x, _LAST_SHIFT)
-    # One hash serves all three: its upper half, its lower half, and the upper bits of a product,
-    # which neither half of the hash determines alone.
-    return Dither(x * _as_int32(_OF_MASTERS), x, x << 16 | _shifted(x, 16))
+    x *= _as_int32(_OF_ELEMENTS)
+    x ^= _shifted(x, _SHIFT)
+    return Dither(*(x * _as_int32(f) for f in (_OF_MASTERS, _OF_EXP_AVG, _OF_EXP_AVG_SQ)))
 
 
 def _shifted(x: Tensor, count: int) -> Tensor:
@@ -282,8 +282,8 @@ class E4M3(BlockCodec):
         x = x * e8m0_reciprocal(scales)
         magnitude = x.abs()
         code = (magnitude.view(torch.int32) + _upper_bits(dither, 20) >> 20) - (120 << 3)
-        code.masked_fill_(magnitude < 2.0**-6, 0)
-        return (code | x.view(torch.int32) >> 24 & 0x80).to(torch.uint8)
+        code |= x.view(torch.int32) >> 24 & 0x80
+        return code.masked_fill_(magnitude < 2.0**-6, 0).to(torch.uint8)
 
     def _decode_blocks(self, codes: Tensor, scales: Tensor) -> Tensor:
         codes = codes.to(torch.int32)

@@ -83,6 +83,34 @@ def e4m3_words(x, R: tl.constexpr, C: tl.constexpr, HARDWARE: tl.constexpr = Tru
 
 
 @triton.jit
+def e4m3_bytes(x, HARDWARE: tl.constexpr):
+    """Codes of float32 numbers that E4M3 has as zero or as normal numbers.
+
+    x: float32 [R, C]. Returns uint8 [R, C]. HARDWARE: use the conversion instruction on targets
+    where it is right; only for bytes that are stored once and in words, because of the ptxas error
+    described in :func:`e4m3_code`.
+    """
+    if HARDWARE and is_compiled_for_sm90():
+        # Four at a time, so that the codes never exist as single bytes.
+        code = tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high;"
+            " cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
+            " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
+            " mov.b32 $0, {low, high}; }",
+            "=r,f,f,f,f",
+            [x],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        magnitude = tl.maximum(((bits >> 20) & 0x7FF) - (120 << 3), 0)
+        code = (magnitude | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return code
+
+
+@triton.jit
 def e4m3_value(bits):
     """Value of E4M3 bits. bits: uint8. Returns float32, exact; NaN for 0x7F and 0xFF."""
     if is_compiled_for_sm90():

@@ -8,14 +8,18 @@ import triton.language as tl
 
 from fp4adam.kernels.launch.tensor_table import VALUE, VALUE_EXTRA, pointer, tile_offsets
 from fp4adam.kernels.tiles.bfloat16 import to_float32
-from fp4adam.kernels.tiles.e4m3 import e4m3_value
+from fp4adam.kernels.tiles.e4m3 import e4m3_bytes, e4m3_value
 from fp4adam.kernels.tiles.e8m0 import e8m0_reciprocal, e8m0_value
 from fp4adam.kernels.tiles.layout import state_offsets
 
-# Constants of the hash in ``fp4adam.optim.state_codec``.
+# Constants of the hashes in ``fp4adam.optim.state_codec``.
 FACTOR_1 = tl.constexpr(0x7FEB352D)
 FACTOR_2 = tl.constexpr(0x846CA68B)
-OF_MASTERS = tl.constexpr(0x9E3779B1)
+OF_ELEMENTS = tl.constexpr(0xC2B2AE35)
+SHIFT = tl.constexpr(13)
+OF_MASTERS = tl.constexpr(0x1B56C4E9)
+OF_EXP_AVG = tl.constexpr(0x846CA68B)
+OF_EXP_AVG_SQ = tl.constexpr(0x93D765DD)
 
 # Dtypes of the codes, by the name of the codec.
 CODE_DTYPES = {
@@ -54,36 +58,23 @@ def max_registers(*codecs: str) -> int | None:
 
 @triton.jit
 def mixed(x):
-    """The hash of uint32 numbers that ``dither_origin`` and ``dither_bits`` use."""
+    """The hash of uint32 step numbers that ``dither_origin`` uses."""
     x = (x ^ (x >> 16)) * FACTOR_1
     x = (x ^ (x >> 15)) * FACTOR_2
     return x ^ (x >> 16)
 
 
 @triton.jit
-def dither_tile(start, stride, origin, BR: tl.constexpr, BC: tl.constexpr):
+def element_hash(start, stride, origin, BR: tl.constexpr, BC: tl.constexpr):
     """Hashes, uint32 [BR, BC], of a tile of elements from ``start`` on, with rows ``stride`` apart.
 
-    start: int64. origin: the dither origin of the tensor's first element; only 32 bits count. The
-    hash itself is the dither of the first moments.
+    start: int64. origin: the dither origin of the tensor's first element; only 32 bits count. Each
+    state's dither is the hash times a factor: OF_MASTERS, OF_EXP_AVG or OF_EXP_AVG_SQ.
     """
     # Sums wrap modulo 2**32, as in ``dither_bits``.
-    return mixed(
-        start.to(tl.uint32) + origin.to(tl.uint32) + state_offsets(stride, BR, BC).to(tl.uint32)
-    )
-
-
-@triton.jit
-def master_dither(x):
-    """The dither of master weights, from :func:`dither_tile`."""
-    return x * OF_MASTERS
-
-
-@triton.jit
-def exp_avg_sq_dither(x):
-    """The dither of second moments, from :func:`dither_tile`."""
-    # Swaps the halves of the hash, in one instruction, so that its lower half decides.
-    return (x << 16) | (x >> 16)
+    element = start.to(tl.uint32) + origin.to(tl.uint32)
+    x = (element + state_offsets(stride, BR, BC).to(tl.uint32)) * OF_ELEMENTS
+    return x ^ (x >> SHIFT)
 
 
 @triton.jit
@@ -117,12 +108,28 @@ def _above(magnitude, scale, NOT_FINITE: tl.constexpr):
 
 
 @triton.jit
-def encode_blocks(x, dither, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Encode a float32 tile with uint32 dither to codes [BR, BC] and uint8 scales [BR, BC / 32]."""
+def _rounded(x, dither, DROPPED: tl.constexpr, LEAST: tl.constexpr):
+    """Float32 numbers without their lowest DROPPED bits, which the dither rounds up or down.
+
+    Magnitudes below LEAST, and NaN, become zero.
+    """
+    bits = x.to(tl.int32, bitcast=True) + (dither >> (32 - DROPPED)).to(tl.int32)
+    bits = tl.where(tl.abs(x) >= LEAST, bits & -(1 << DROPPED), 0)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode_blocks(
+    x, dither, CODEC: tl.constexpr, WHOLE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
+    """Encode a float32 tile with uint32 dither.
+
+    WHOLE: whether the codes are stored without a mask. Returns codes [BR, BC], scales, uint8
+    [BR, BC / 32], and the numbers that these decode to.
+    """
     x = tl.reshape(x, (BR, BC // 32, 32))
     dither = tl.reshape(dither, (BR, BC // 32, 32))
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     # All codecs: add the dither below the bits that are kept, so that a carry increments the code
     # (into the exponent if need be), then drop the bits below. Blocks with Inf or NaN, of scale
     # 255, differ in factors and bounds alone, which takes no instructions per element.
@@ -136,26 +143,20 @@ def encode_blocks(x, dither, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.const
         code = ((code + (dither >> 20).to(tl.int32)) >> 12).to(tl.uint16)
     elif CODEC == "e4m3":
         scale = _block_scale(magnitude, 0x1FFFFF, 8)
-        bits = (x * _factor(scale)[:, :, None]).to(tl.int32, bitcast=True)
-        # Twice the magnitude, less twice the difference of the biases of FP32 and E4M3 (127 - 7).
-        # NaN becomes a negative number.
-        doubled = (bits << 1) - (120 << 24)
-        # FP32's exponent and mantissa. The bit of the dither that is too many carries nothing.
-        code = (doubled + (dither >> 11).to(tl.int32)) >> 21
-        # Flushed to zero below 2**-6, the smallest normal number.
-        sign = tl.where(scale == 255, 0, 0x80)
-        code = tl.where(doubled < 1 << 24, 0, code) | ((bits >> 24) & sign[:, :, None])
-        code = code.to(tl.uint8)
+        rounded = _rounded(x * _factor(scale)[:, :, None], dither, 20, 2.0**-6)
+        code = e4m3_bytes(tl.reshape(rounded, (BR, BC)), WHOLE)
     else:
         tl.static_assert(CODEC == "float16", "CODEC must be one with scales")
         scale = _block_scale(magnitude, 0x1FFF, 15)
-        bits = (x * _factor(scale)[:, :, None]).to(tl.int32, bitcast=True)
-        # Flushed to zero below 2**-14, the smallest normal number, like NaN, whose difference is
-        # negative too. The rest is exact in FP16.
-        zero = (bits << 1) - 0x71000000 < 0
-        bits = tl.where(zero, 0, (bits + (dither >> 19).to(tl.int32)) & -0x2000)
-        code = bits.to(tl.float32, bitcast=True).to(tl.float16)
-    return tl.reshape(code, (BR, BC)), scale.to(tl.uint8)
+        rounded = _rounded(x * _factor(scale)[:, :, None], dither, 13, 2.0**-14)
+        code = rounded.to(tl.float16)
+    code, scale = tl.reshape(code, (BR, BC)), scale.to(tl.uint8)
+    if CODEC == "float16":
+        # Saves the way back from FP16.
+        stored = tl.reshape(rounded * e8m0_value(scale)[:, :, None], (BR, BC))
+    else:
+        stored = decode_blocks(code, scale, CODEC, BR, BC)
+    return code, scale, stored
 
 
 @triton.jit
@@ -315,7 +316,7 @@ def store_state(
     """Store a float32 tile of a state, but not its scales.
 
     STORE: False stores nothing. dither: uint32 [BR, BC], the dither of this state (see
-    :func:`dither_tile`); ignored for float32.
+    :func:`element_hash`); ignored for float32.
     Returns what :func:`load_state` would read back, and the scales for :func:`store_scale`.
     """
     ptr = ptr + start + state_offsets(stride, BR, BC)
@@ -332,10 +333,9 @@ def store_state(
     else:
         if mask is not None:
             x = tl.where(mask, x, 0.0)
-        code, scale = encode_blocks(x, dither, CODEC, BR, BC)
+        code, scale, stored = encode_blocks(x, dither, CODEC, mask is None, BR, BC)
         if STORE:
             tl.store(ptr, code, mask)
-        stored = decode_blocks(code, scale, CODEC, BR, BC)
     return stored, scale
 
 
