@@ -202,7 +202,7 @@ def step_registers(
     narrow, scaled, edge = are_narrow(*codecs), has_scales(*codecs), max_registers(*codecs)
     if usage.adaptive is not None:
         return None if usage.square and not narrow else 255, edge
-    if usage.square and narrow and (not scaled or sm == 90 and not has_scales(codecs[0])):
+    if usage.square and narrow and (not scaled or sm == 90):
         return 128, edge
     return 168 if narrow and not scaled else None, edge
 
