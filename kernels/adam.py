@@ -1,4 +1,4 @@
-"""The Adam update on a tile, and the step of plain parameters."""
+"""The Adam update on a tile of a parameter and its state; the formats' steps build on it."""
 
 from typing import Any, NamedTuple
 
@@ -17,13 +17,10 @@ from fp4adam.kernels.launch.tensor_table import (
     EXP_AVG_SQ_SCALE,
     GRAD,
     MAX_EXP_AVG_SQ,
-    ROWS,
-    ROWWISE_DATA,
     SCALARS,
     TRITON_DTYPES,
     WIDTH,
     pointer,
-    takes_part,
 )
 from fp4adam.kernels.tiles.bfloat16 import round_to, to_float32
 from fp4adam.kernels.tiles.layout import state_offsets
@@ -32,13 +29,11 @@ from fp4adam.kernels.tiles.state import (
     OF_EXP_AVG_SQ,
     OF_MASTERS,
     element_hash,
-    has_scales,
     load_scale,
     load_scale_words,
     load_state,
     load_value,
     master_pointers,
-    max_registers,
     split_master,
     state_pointer,
     store_scale,
@@ -48,12 +43,6 @@ from fp4adam.kernels.tiles.state import (
 )
 from fp4adam.kernels.tiles.update import update_quotient
 
-# Elements of a program, by has_scales(): more of the small states, as what a program does before it
-# can load them takes as long for any size.
-BLOCKS = {False: 512, True: 1024}
-# A block is read as rows of so many elements, four per thread. In a longer row Triton loses the
-# hint of ``state_offsets``.
-ROW = tl.constexpr(512)
 # Columns of a row of scalars.
 SCALARS_WIDTH = tl.constexpr(N_SCALARS)
 DITHER_UPPER = tl.constexpr(SCALAR_COLUMNS.index("dither_upper"))
@@ -401,6 +390,37 @@ def update_tile(
 
 
 @triton.jit
+def load_tile_scales(
+    pointers, start, stride, mask, VARIANT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
+    """The :class:`Scales` of one tile, as :func:`update_tile` takes them."""
+    ptr = pointers
+    VALUE: tl.constexpr = VARIANT.value_codec
+    FIRST: tl.constexpr = VARIANT.exp_avg_codec
+    SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
+    return Scales(
+        load_scale(ptr.value_extra, start, stride, mask, VALUE, BR, BC),
+        load_scale(ptr.exp_avg_scale, start, stride, mask, FIRST, BR, BC),
+        load_scale(ptr.exp_avg_sq_scale, start, stride, mask, SECOND, BR, BC),
+    )
+
+
+@triton.jit
+def store_tile_scales(
+    pointers, target, stride, mask, scales, VARIANT: tl.constexpr, BR: tl.constexpr,
+    BC: tl.constexpr,
+):  # fmt: skip
+    """Store the :class:`Scales` of one tile."""
+    ptr = pointers
+    VALUE: tl.constexpr = VARIANT.value_codec
+    FIRST: tl.constexpr = VARIANT.exp_avg_codec
+    SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
+    store_scale(ptr.value_extra, target, stride, mask, scales.value, VALUE, BR, BC)
+    store_scale(ptr.exp_avg_scale, target, stride, mask, scales.exp_avg, FIRST, BR, BC)
+    store_scale(ptr.exp_avg_sq_scale, target, stride, mask, scales.exp_avg_sq, SECOND, BR, BC)
+
+
+@triton.jit
 def adam_step_tile(
     pointers,
     start,
@@ -414,17 +434,14 @@ def adam_step_tile(
     BC: tl.constexpr,
     target_mask=None,
     grad=None,
+    scales=None,
 ):
-    """:func:`update_tile` of one tile with its scales; returns the new value."""
-    ptr = pointers
-    VALUE: tl.constexpr = VARIANT.value_codec
-    FIRST: tl.constexpr = VARIANT.exp_avg_codec
-    SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
-    scales = Scales(
-        load_scale(ptr.value_extra, start, stride, mask, VALUE, BR, BC),
-        load_scale(ptr.exp_avg_scale, start, stride, mask, FIRST, BR, BC),
-        load_scale(ptr.exp_avg_sq_scale, start, stride, mask, SECOND, BR, BC),
-    )
+    """:func:`update_tile` of one tile with its scales; returns the new value.
+
+    scales: of the tile; None loads them. A loop that waits for them loads those of its next tile.
+    """
+    if scales is None:
+        scales = load_tile_scales(pointers, start, stride, mask, VARIANT, BR, BC)
     value, new = update_tile(
         pointers, start, target, stride, mask, scales, scalars, VARIANT, STORE, BR, BC,
         target_mask, grad,
@@ -432,92 +449,18 @@ def adam_step_tile(
     if STORE:
         if target_mask is not None:
             mask = target_mask
-        store_scale(ptr.value_extra, target, stride, mask, new.value, VALUE, BR, BC)
-        store_scale(ptr.exp_avg_scale, target, stride, mask, new.exp_avg, FIRST, BR, BC)
-        store_scale(ptr.exp_avg_sq_scale, target, stride, mask, new.exp_avg_sq, SECOND, BR, BC)
+        store_tile_scales(pointers, target, stride, mask, new, VARIANT, BR, BC)
     return value
 
 
-@triton.jit(do_not_specialize_on_alignment=SIGNALS)
-def _adam_step_kernel(
-    grad_scale_ptr,
-    clip_ptr,
-    found_inf_ptr,
-    table,
-    scalars,
-    tiles,
-    VARIANT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Adam on one block of one tensor, read flat; ``rows`` of the table is its number of elements.
-
-    Grid: (n_tiles,). Tile: BLOCK elements. grad_scale_ptr, clip_ptr, found_inf_ptr: float32 [1].
-    table: int64 [n_tensors, 19]. scalars: float32 [n, 12]. tiles: int32 [n_tiles, 2], (tensor,
-    block of that tensor).
-    Reads gradient, value, exp_avg, exp_avg_sq, writes the last three and the parameter: 28 bytes
-    per element, both with a BF16 gradient and parameter and an FP32 master, and in FP32 throughout.
-    """
-    tile = tiles + 2 * tl.program_id(0)
-    tensor = tl.load(tile)
-    if not takes_part(table, tensor, found_inf_ptr):
-        return
-    start = tl.load(tile + 1).to(tl.int64) * BLOCK
-    numel = tl.load(table + tensor.to(tl.int64) * WIDTH + ROWS)
-    BR: tl.constexpr = BLOCK // ROW
-    offs = state_offsets(ROW, BR, ROW)
-    constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
-    pointers = state_pointers(table, tensor, VARIANT)
-    # A mask makes every access scalar, so only the last block of a tensor has one.
-    if start + BLOCK <= numel:
-        value = adam_step_tile(pointers, start, start, ROW, None, constants, VARIANT, True, BR, ROW)
-        if VARIANT.write_dtype is not None:
-            param_ptr = pointer(table, tensor, ROWWISE_DATA, VARIANT.write_dtype) + start + offs
-            tl.store(param_ptr, round_to(value, VARIANT.write_dtype))
-    else:
-        mask = start + offs < numel
-        value = adam_step_tile(pointers, start, start, ROW, mask, constants, VARIANT, True, BR, ROW)
-        if VARIANT.write_dtype is not None:
-            param_ptr = pointer(table, tensor, ROWWISE_DATA, VARIANT.write_dtype) + start + offs
-            tl.store(param_ptr, round_to(value, VARIANT.write_dtype), mask)
-
-
-def flat_tiles(numels: list[int], block: int) -> Tensor:
-    """The blocks of all tensors: int32 [n_tiles, 2], (tensor, block of that tensor)."""
-    blocks = torch.tensor([-(-n // block) for n in numels], dtype=torch.int64, device="cpu")
-    tensors = torch.repeat_interleave(blocks)
-    first = blocks.cumsum(0) - blocks
-    numbers = torch.arange(len(tensors), device="cpu") - first[tensors]
-    return torch.stack((tensors, numbers), dim=1).to(torch.int32)
-
-
-def adam_step(table: Tensor, scalars: Tensor, tiles: Tensor, variant: Variant) -> Launch:
-    """The launch of the step of plain tensors; call it with ``grad_scale, clip, found_inf``.
-
-    ``tiles``: from :func:`flat_tiles`.
-    """
-    return Launch(
-        _adam_step_kernel,
-        tiles.shape[0],
-        (table, scalars, tiles),
-        dict(VARIANT=variant, BLOCK=BLOCKS[has_scales(*variant.codecs)]),
-        num_warps=4,
-        maxnreg=max_registers(*variant.codecs),
-    )
-
-
 class StepLaunch:
-    """The step of plain tensors.
+    """The step of the tensors of one kind; each format has its own, which makes the launches.
 
-    Args:
-        kind: The properties that the tensors have in common, a ``Kind`` of the optimizer.
-        tensors: Their shapes and amax slots, their part of the table, and the scalars.
+    It is made of the properties that the tensors have in common, a ``Kind`` of the optimizer; and
+    of a ``Listed``: their shapes and amax slots, their part of the table, the scalars, and cuts.
     """
 
-    def __init__(self, kind: Any, tensors: tuple) -> None:
-        shapes, _, table, scalars, _ = tensors
-        variant = kind.variant()
-        tiles = flat_tiles([numel for numel, _ in shapes], BLOCKS[has_scales(*variant.codecs)])
-        self._launches = [adam_step(table, scalars, tiles.to(table.device), variant)]
+    _launches: list[Launch]
 
     def compile(self, *signals: Tensor) -> None:
         """Compile all kernels of a step, for ``signals`` as for the call."""

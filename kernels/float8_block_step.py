@@ -8,7 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4adam.kernels import adam
-from fp4adam.kernels.adam import SIGNALS, Variant, adam_step_tile, load_scalars, state_pointers
+from fp4adam.kernels.adam import (
+    SIGNALS,
+    Variant,
+    adam_step_tile,
+    load_scalars,
+    load_tile_scales,
+    state_pointers,
+)
 from fp4adam.kernels.float8_block import (
     BLOCK,
     float8_scale,
@@ -177,23 +184,26 @@ def _adam_step_square_kernel(
     column_words = tl.zeros((PARTS, BR, BC // 4), tl.uint32)
     # Counted apart from ``i``, which the loop is ahead with when it prefetches.
     part = 0
+    next_scales = load_tile_scales(
+        pointers, tile_start(first_row, first_col, cols), cols,
+        tile_mask(first_row, first_col, rows, cols, MASKED, BR, BC), VARIANT, BR, BC,
+    )  # fmt: skip
     for i in tl.range(0, PARTS, num_stages=STAGES):
         row, col = first_row + i // PARTS_PER_ROW * BR, first_col + i % PARTS_PER_ROW * BC
         start = tile_start(row, col, cols)
+        # Single bytes cannot be prefetched. After the last part, these are the first one's again.
+        after, scales = (part + 1) % PARTS, next_scales
+        row, col = first_row + after // PARTS_PER_ROW * BR, first_col + after % PARTS_PER_ROW * BC
+        mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
+        next_scales = load_tile_scales(
+            pointers, tile_start(row, col, cols), cols, mask, VARIANT, BR, BC
+        )
         row, col = first_row + part // PARTS_PER_ROW * BR, first_col + part % PARTS_PER_ROW * BC
         mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
         value = adam_step_tile(
-            pointers,
-            start,
-            tile_start(row, col, cols),
-            cols,
-            mask,
-            constants,
-            VARIANT,
-            True,
-            BR,
-            BC,
-        )
+            pointers, start, tile_start(row, col, cols), cols, mask, constants, VARIANT, True,
+            BR, BC, scales=scales,
+        )  # fmt: skip
         x = round_through(value, VARIANT.write_dtype)
         if MASKED:
             x = tl.where(mask, x, 0.0)
@@ -392,12 +402,21 @@ def _adam_step_vector_kernel(
     VALUE: tl.constexpr = VARIANT.value_codec
     largest = tl.zeros((BC,), tl.float32)
     column_words = tl.zeros((PARTS, BR, BC // 4), tl.uint32)
-    row = first_row  # counted apart from ``i``, as in the square kernel
+    row = first_row  # counted apart from ``i``, and scales ahead of it, as in the square kernel
+    next_scales = load_tile_scales(
+        pointers, tile_start(row, col, cols), cols,
+        tile_mask(row, col, rows, cols, MASKED, BR, BC), VARIANT, BR, BC,
+    )  # fmt: skip
     for i in tl.range(0, PARTS, num_stages=STAGES):
         start, target = tile_start(first_row + i * BR, col, cols), tile_start(row, col, cols)
+        scales, after = next_scales, first_row + (row - first_row + BR) % 128
+        mask = tile_mask(after, col, rows, cols, MASKED, BR, BC)
+        next_scales = load_tile_scales(
+            pointers, tile_start(after, col, cols), cols, mask, VARIANT, BR, BC
+        )
         mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
         value = adam_step_tile(
-            pointers, start, target, cols, mask, constants, VARIANT, True, BR, BC
+            pointers, start, target, cols, mask, constants, VARIANT, True, BR, BC, scales=scales
         )
         x = round_through(value, VARIANT.write_dtype)
         if MASKED:

@@ -7,7 +7,14 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4adam.kernels import adam
-from fp4adam.kernels.adam import SIGNALS, Variant, adam_step_tile, load_scalars, state_pointers
+from fp4adam.kernels.adam import (
+    SIGNALS,
+    Variant,
+    adam_step_tile,
+    load_scalars,
+    load_tile_scales,
+    state_pointers,
+)
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.tensor_table import (
     COLS,
@@ -83,10 +90,16 @@ def _adam_step_kernel(
     column_scale = tl.zeros((PARTS, 1, PART), tl.uint8)
     # Counted apart from ``i``, which the loop is ahead with when it prefetches.
     col = first_col
+    first = tile_start(row, col, cols)
+    next_scales = load_tile_scales(pointers, first, cols, None, VARIANT, 32, PART)
     for i in tl.range(0, PARTS, num_stages=STAGES):
         start, target = tile_start(row, first_col + i * PART, cols), tile_start(row, col, cols)
+        scales, col = next_scales, col + PART
+        # Single bytes cannot be prefetched. After the last part, these are the first one's again.
+        after = first if col == first_col + BC else target + PART
+        next_scales = load_tile_scales(pointers, after, cols, None, VARIANT, 32, PART)
         value = adam_step_tile(
-            pointers, start, target, cols, None, constants, VARIANT, True, 32, PART
+            pointers, start, target, cols, None, constants, VARIANT, True, 32, PART, scales=scales
         )
         x = round_through(value, VARIANT.write_dtype)
         words, scale, words_of_columns, scale_of_columns = mxfp8_tile(x, USAGE, PART, True)
@@ -94,7 +107,6 @@ def _adam_step_kernel(
         row_scale = insert_tile(row_scale, scale, i)
         column_words = insert_tile(column_words, words_of_columns, i)
         column_scale = insert_tile(column_scale, scale_of_columns, i)
-        col += PART
     row_scale, column_scale = _side_by_side(row_scale), _side_by_side(column_scale)
     row_words, column_words = _side_by_side(row_words), _side_by_side(column_words)
     store_tile(

@@ -188,23 +188,19 @@ def step_forms(variant: Variant, usage: Usage) -> tuple[Tile, Tile]:
     return large, EDGE_TILE[has_scales(*codecs)]
 
 
-def step_registers(
-    codecs: tuple[str, str, str], usage: Usage, sm: int
-) -> tuple[int | None, int | None]:
+def step_registers(codecs: tuple[str, str, str], usage: Usage) -> tuple[int | None, int | None]:
     """The register limits per thread of STEP_TILE and of edge tiles; None leaves it to ptxas.
 
     With up to 128 registers, four programs fit on each multiprocessor of an H200; with 168, three.
-    Narrow states are faster with four wherever ptxas gets there without spills. Adaptive scales
-    take more.
-
-    ``sm``: The compute capability without its point.
+    States in BF16 are faster with four. Those with scales are faster with the three that ptxas aims
+    for: they wait for instructions more than for memory. Adaptive scales take more.
     """
     narrow, scaled, edge = are_narrow(*codecs), has_scales(*codecs), max_registers(*codecs)
     if usage.adaptive is not None:
         return None if usage.square and not narrow else 255, edge
-    if usage.square and narrow and (not scaled or sm == 90):
-        return 128, edge
-    return 168 if narrow and not scaled else None, edge
+    if narrow and not scaled:
+        return 128 if usage.square else 168, edge
+    return None, edge
 
 
 def adam_step(
@@ -229,8 +225,7 @@ def adam_step(
     """
     forms = step_forms(variant, usage)
     parts = slice(0, n_whole), slice(n_whole, tiles.shape[0])
-    major, minor = torch.cuda.get_device_capability(table.device) if table.is_cuda else (9, 0)
-    most = step_registers(variant.codecs, usage, 10 * major + minor)
+    most = step_registers(variant.codecs, usage)
     return [
         Launch(
             _adam_step_kernel,

@@ -96,7 +96,7 @@ def has_step_kernels(quantizer: Quantizer) -> bool:
 
 def step_launch(kind: Kind, tensors: Listed) -> "StepLaunch":
     """The launch for tensors of a kind."""
-    from fp4adam.kernels import adam
+    from fp4adam.kernels import plain_step
 
-    module = adam if kind.quantizer is None else kind.quantizer.step_kernels()
+    module = plain_step if kind.quantizer is None else kind.quantizer.step_kernels()
     return module.StepLaunch(kind, tensors)

@@ -87,12 +87,12 @@ def tile_options(tile):
 def step_jobs(codecs, sm):
     """The kernels of a step, with the states in some codecs."""
     from fp4adam.kernels import (
-        adam,
         amax_preview,
         float8_block_step,
         float8_step,
         mxfp8_step,
         nvfp4_step,
+        plain_step,
     )
     from fp4adam.kernels.launch.tensor_table import Usage
     from fp4adam.kernels.tiles.state import has_scales, max_registers
@@ -115,15 +115,19 @@ def step_jobs(codecs, sm):
         ("bf16 with remainder", "bf16", "bf16", None, "remainder"),
         ("fp16 without master", "fp16", "fp16", None, "plain"),
     ):
+        options = variant((codec, *codecs[1:]), grad, value, param)
+        registers = max_registers(codec, *codecs[1:])
         jobs[f"adam {name}"] = job(
-            "adam._adam_step_kernel",
+            "plain_step._block_kernel",
             TABLES,
-            {
-                **variant((codec, *codecs[1:]), grad, value, param),
-                "BLOCK": adam.BLOCKS[has_scales(codec, *codecs[1:])],
-            },
-            maxnreg=max_registers(codec, *codecs[1:]),
+            {**options, "BLOCK": plain_step.BLOCK},
+            maxnreg=registers,
         )
+        if has_scales(codec, *codecs[1:]):
+            sizes = dict(zip(("BR", "LOOP", "STAGES"), plain_step.LOOP_TILE, strict=True))
+            jobs[f"adam {name} loop"] = job(
+                "plain_step._loop_kernel", TABLES, {**options, **sizes}, maxnreg=registers
+            )
 
     names = ("amaxes", "next_amaxes", "tile_amaxes", "exceeding")
     slots = {**TABLES, "slots": "*i32"}
@@ -149,9 +153,9 @@ def step_jobs(codecs, sm):
                     amaxes,
                     {**variant(codecs), **usage(square, swizzled), **shape},
                     num_warps=tile.num_warps,
-                    maxnreg=nvfp4_step.step_registers(
-                        codecs, Usage(True, True, square, swizzled), sm
-                    )[at],
+                    maxnreg=nvfp4_step.step_registers(codecs, Usage(True, True, square, swizzled))[
+                        at
+                    ],
                 )
                 # These take longest to compile: all states for one capability, for others the ends.
                 if sm != CAPABILITIES[0] and codecs not in (PLAIN, WIDEST):
@@ -168,7 +172,7 @@ def step_jobs(codecs, sm):
                     },
                     num_warps=own.num_warps,
                     maxnreg=nvfp4_step.step_registers(
-                        codecs, Usage(True, True, square, swizzled, "mse"), sm
+                        codecs, Usage(True, True, square, swizzled, "mse")
                     )[at],
                 )
     for size, tile, part, most in (

@@ -1,0 +1,193 @@
+"""The fused Adam step of plain parameters, whose tensors are read flat."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp4adam.kernels import adam
+from fp4adam.kernels.adam import (
+    SIGNALS,
+    Variant,
+    adam_step_tile,
+    insert_scales,
+    load_scalars,
+    load_scales,
+    no_scales,
+    scales_of,
+    state_pointers,
+    store_scales,
+    update_tile,
+)
+from fp4adam.kernels.launch.launch import Launch
+from fp4adam.kernels.launch.tensor_table import ROWS, ROWWISE_DATA, WIDTH, pointer, takes_part
+from fp4adam.kernels.tiles.bfloat16 import round_to
+from fp4adam.kernels.tiles.layout import state_offsets
+from fp4adam.kernels.tiles.state import has_scales, max_registers
+
+# Elements of a program without a loop.
+BLOCK = 512
+# Tensors are read as rows of so many elements, four per thread. In a longer row Triton loses the
+# hint of ``state_offsets``.
+ROW = tl.constexpr(512)
+# Of states with scales: rows per turn of a loop, turns, and stages. They are small and take many
+# instructions, so that the loads of a turn have to overlap with the work on the turn before.
+LOOP_TILE = (2, 4, 3)
+
+
+@triton.jit
+def _param_pointer(table, tensor, VARIANT: tl.constexpr):
+    """Pointer to the parameter, if the value is not the parameter itself."""
+    if VARIANT.write_dtype is None:
+        ptr = pointer(table, tensor, ROWWISE_DATA, tl.uint8)  # unused
+    else:
+        ptr = pointer(table, tensor, ROWWISE_DATA, VARIANT.write_dtype)
+    return ptr
+
+
+@triton.jit
+def _store_param(ptr, start, mask, value, VARIANT: tl.constexpr, BR: tl.constexpr):
+    """Store the parameter of a tile [BR, ROW], if the value is not the parameter itself."""
+    if VARIANT.write_dtype is not None:
+        offs = state_offsets(ROW, BR, ROW)
+        tl.store(ptr + start + offs, round_to(value, VARIANT.write_dtype), mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=SIGNALS)
+def _block_kernel(
+    grad_scale_ptr,
+    clip_ptr,
+    found_inf_ptr,
+    table,
+    scalars,
+    tiles,
+    VARIANT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Adam on one block of one tensor, read flat; ``rows`` of the table is its number of elements.
+
+    Grid: (n_tiles,). Tile: BLOCK elements. grad_scale_ptr, clip_ptr, found_inf_ptr: float32 [1].
+    table: int64 [n_tensors, 19]. scalars: float32 [n, 12]. tiles: int32 [n_tiles, 2], (tensor,
+    block of that tensor).
+    Reads gradient, value, exp_avg, exp_avg_sq, writes the last three and the parameter: 28 bytes
+    per element, both with a BF16 gradient and parameter and an FP32 master, and in FP32 throughout.
+    """
+    tile = tiles + 2 * tl.program_id(0)
+    tensor = tl.load(tile)
+    if not takes_part(table, tensor, found_inf_ptr):
+        return
+    start = tl.load(tile + 1).to(tl.int64) * BLOCK
+    numel = tl.load(table + tensor.to(tl.int64) * WIDTH + ROWS)
+    BR: tl.constexpr = BLOCK // ROW
+    constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
+    pointers = state_pointers(table, tensor, VARIANT)
+    param = _param_pointer(table, tensor, VARIANT)
+    # A mask makes every access scalar, so only the last block of a tensor has one.
+    if start + BLOCK <= numel:
+        value = adam_step_tile(pointers, start, start, ROW, None, constants, VARIANT, True, BR, ROW)
+        _store_param(param, start, None, value, VARIANT, BR)
+    else:
+        mask = start + state_offsets(ROW, BR, ROW) < numel
+        value = adam_step_tile(pointers, start, start, ROW, mask, constants, VARIANT, True, BR, ROW)
+        _store_param(param, start, mask, value, VARIANT, BR)
+
+
+@triton.jit(do_not_specialize_on_alignment=SIGNALS)
+def _loop_kernel(
+    grad_scale_ptr,
+    clip_ptr,
+    found_inf_ptr,
+    table,
+    scalars,
+    tiles,
+    VARIANT: tl.constexpr,
+    BR: tl.constexpr,
+    LOOP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The step of :func:`_block_kernel` on whole blocks of LOOP * BR rows, in a prefetching loop.
+
+    Grid: (n_tiles,). Tile: LOOP times [BR, ROW]. tiles: int32 [n_tiles, 2], (tensor, block of that
+    tensor). The rest as there.
+    """
+    tile = tiles + 2 * tl.program_id(0)
+    tensor = tl.load(tile)
+    if not takes_part(table, tensor, found_inf_ptr):
+        return
+    first = tl.load(tile + 1).to(tl.int64) * (LOOP * BR * ROW)
+    constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
+    pointers = state_pointers(table, tensor, VARIANT)
+    param = _param_pointer(table, tensor, VARIANT)
+    old_scales = load_scales(pointers, first, ROW, VARIANT, LOOP, BR, ROW)
+    new_scales = no_scales(BR, ROW)
+    # Counted apart from ``i``, which the loop is ahead with when it prefetches.
+    target = first
+    for i in tl.range(0, LOOP, num_stages=STAGES):
+        start = first + i * (BR * ROW)
+        value, scales = update_tile(
+            pointers, start, target, ROW, None, scales_of(old_scales, i), constants, VARIANT, True,
+            BR, ROW,
+        )  # fmt: skip
+        new_scales = insert_scales(new_scales, scales, i)
+        _store_param(param, target, None, value, VARIANT, BR)
+        target += BR * ROW
+    store_scales(pointers, first, ROW, new_scales, VARIANT, LOOP, BR, ROW)
+
+
+def flat_tiles(numels: list[int], block: int, whole: int | None = None) -> list[Tensor]:
+    """The blocks of all tensors: int32 [n_tiles, 2], (tensor, block of that tensor).
+
+    Blocks have ``block`` elements, the last one of a tensor fewer. With ``whole``, a multiple of
+    ``block``, two lists: blocks of just ``whole`` elements, and blocks of the rest.
+    """
+    n = torch.tensor(numels, dtype=torch.int64, device="cpu")
+    if whole is None:
+        return [_blocks(torch.zeros_like(n), -(-n // block))]
+    n_whole = n // whole
+    return [
+        _blocks(torch.zeros_like(n), n_whole),
+        _blocks(n_whole * (whole // block), -(-n // block)),
+    ]
+
+
+def _blocks(begin: Tensor, end: Tensor) -> Tensor:
+    """(tensor, block), int32 [n, 2], of the blocks from ``begin`` to ``end`` of each tensor."""
+    counts = end - begin
+    tensors = torch.repeat_interleave(counts)
+    skipped = counts.cumsum(0) - counts - begin
+    numbers = torch.arange(len(tensors), device="cpu") - skipped[tensors]
+    return torch.stack((tensors, numbers), dim=1).to(torch.int32)
+
+
+class StepLaunch(adam.StepLaunch):
+    """One pass over plain tensors."""
+
+    def __init__(self, kind: Any, tensors: tuple) -> None:
+        shapes, _, table, scalars, _ = tensors
+        variant = kind.variant()
+        rows, loop, stages = LOOP_TILE
+        forms: list[tuple[Any, dict]] = [(_block_kernel, dict(BLOCK=BLOCK))]
+        whole = None
+        if has_scales(*variant.codecs):
+            whole = loop * rows * ROW.value
+            forms.insert(0, (_loop_kernel, dict(BR=rows, LOOP=loop, STAGES=stages)))
+        lists = flat_tiles([numel for numel, _ in shapes], BLOCK, whole)
+        self._launches = [
+            _launch(kernel, table, scalars, tiles.to(table.device), variant, **sizes)
+            for (kernel, sizes), tiles in zip(forms, lists, strict=True)
+        ]
+
+
+def _launch(
+    kernel: Any, table: Tensor, scalars: Tensor, tiles: Tensor, variant: Variant, **sizes: int
+) -> Launch:
+    return Launch(
+        kernel,
+        tiles.shape[0],
+        (table, scalars, tiles),
+        dict(VARIANT=variant, **sizes),
+        num_warps=4,
+        maxnreg=max_registers(*variant.codecs),
+    )
