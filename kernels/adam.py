@@ -453,40 +453,6 @@ def adam_step_tile(
     return value
 
 
-@triton.jit
-def update_tiles(
-    pointers,
-    first,
-    stride,
-    scalars,
-    VARIANT: tl.constexpr,
-    STAGES: tl.constexpr,
-    LOOP: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
-    """Update LOOP tiles [BR, BC] down the rows from ``first`` on, and nothing else.
-
-    For narrow states, which take registers: quantization reads the new values again, from L2.
-    """
-    step = BR * stride.to(tl.int64)
-    # Counted apart from ``i``, which the loop is ahead with when it prefetches.
-    target, n_left = first, LOOP
-    next_scales = load_tile_scales(pointers, first, stride, None, VARIANT, BR, BC)
-    for i in tl.range(0, LOOP, num_stages=STAGES):
-        scales, n_left = next_scales, n_left - 1
-        # Single bytes cannot be prefetched. After the last tile, these are the first one's again.
-        after = tl.where(n_left > 0, target + step, first)
-        next_scales = load_tile_scales(pointers, after, stride, None, VARIANT, BR, BC)
-        adam_step_tile(
-            pointers, first + i * step, target, stride, None, scalars, VARIANT, True, BR, BC,
-            scales=scales,
-        )  # fmt: skip
-        target += step
-    # The threads that read a tile again are not those that have written it.
-    tl.debug_barrier()
-
-
 class StepLaunch:
     """The step of the tensors of one kind; each format has its own, which makes the launches.
 

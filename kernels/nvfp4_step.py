@@ -11,10 +11,14 @@ from fp4adam.kernels import amax_preview
 from fp4adam.kernels.adam import (
     SIGNALS,
     Variant,
-    adam_step_tile,
+    insert_scales,
     load_scalars,
+    load_scales,
+    no_scales,
+    scales_of,
     state_pointers,
-    update_tiles,
+    store_scales,
+    update_tile,
 )
 from fp4adam.kernels.amax_preview import previewed_amax, report_amax
 from fp4adam.kernels.launch.launch import Launch
@@ -34,13 +38,7 @@ from fp4adam.kernels.launch.tensor_table import (
 )
 from fp4adam.kernels.nvfp4 import nvfp4_tile, store_columnwise, store_square_scales
 from fp4adam.kernels.tiles.bfloat16 import round_through
-from fp4adam.kernels.tiles.state import (
-    are_narrow,
-    has_scales,
-    load_scale_words,
-    load_value,
-    max_registers,
-)
+from fp4adam.kernels.tiles.state import are_narrow, has_scales, max_registers
 from fp4adam.kernels.tiles.words import insert_tile
 
 # Tiles of the fused step. The loop prefetches the next tile; the edges of a matrix are covered by
@@ -71,7 +69,6 @@ def _adam_step_kernel(
     BC: tl.constexpr,
     LOOP: tl.constexpr,
     STAGES: tl.constexpr,
-    UPDATE_ROWS: tl.constexpr,
 ):
     """Adam and re-quantization of one column of tiles of one tensor; moves each byte once.
 
@@ -96,11 +93,6 @@ def _adam_step_kernel(
     cols = size(table, tensor, COLS, 16)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(table, tensor, VARIANT)
-    first = tile_start(first_row, col, cols)
-    if UPDATE_ROWS:
-        UPDATES: tl.constexpr = LOOP * BR // UPDATE_ROWS
-        update_tiles(pointers, first, cols, constants, VARIANT, STAGES, UPDATES, UPDATE_ROWS, BC)
-        pointers = state_pointers(table, tensor, VARIANT)
     # The preview has found it already, so no program has to wait for another.
     amax = previewed_amax(table, tensor, slots, amaxes, first_of_tensor)
     # One running maximum per block amax of a tile; one per weight would take more registers.
@@ -114,22 +106,18 @@ def _adam_step_kernel(
     kept_scale = tl.zeros((BR // 16, BC // 16 if USAGE.square else BC), tl.uint32)
     storage = storage_pointers(table, tensor, tl.uint32, tl.uint8)
     gemm_scales = gemm_scale_pointers(table, tensor)
-    VALUE: tl.constexpr = VARIANT.value_codec
-    if UPDATE_ROWS:
-        value_scales = load_scale_words(pointers.value_extra, first, cols, VALUE, LOOP, BR, BC)
+    first = tile_start(first_row, col, cols)
+    old_scales = load_scales(pointers, first, cols, VARIANT, LOOP, BR, BC)
+    new_scales = no_scales(BR, BC)
     # Counted apart from ``i``, which the loop is ahead with when it prefetches.
     row = first_row
     for i in tl.range(0, LOOP, num_stages=STAGES):
         start, target = tile_start(first_row + i * BR, col, cols), tile_start(row, col, cols)
-        if UPDATE_ROWS:
-            scale = ((value_scales >> (8 * i)) & 0xFF).to(tl.uint8)
-            value = load_value(
-                pointers.value, pointers.value_extra, start, cols, None, scale, VALUE, BR, BC
-            )
-        else:
-            value = adam_step_tile(
-                pointers, start, target, cols, None, constants, VARIANT, True, BR, BC
-            )
+        value, scales = update_tile(
+            pointers, start, target, cols, None, scales_of(old_scales, i), constants, VARIANT, True,
+            BR, BC,
+        )  # fmt: skip
+        new_scales = insert_scales(new_scales, scales, i)
         x = round_through(value, VARIANT.write_dtype)
         block_amax, words, scale = nvfp4_tile(
             x, amax, row, col, cols, storage, gemm_scales, USAGE, BR, BC
@@ -141,8 +129,11 @@ def _adam_step_kernel(
             kept_scale |= scale.to(tl.uint32) << (8 * i)
         row += BR
     # Pointers that are needed from here on are loaded again, to take no registers in the loop.
+    pointers = state_pointers(table, tensor, VARIANT)
     storage = storage_pointers(table, tensor, tl.uint32, tl.uint8)
     gemm_scales = gemm_scale_pointers(table, tensor)
+    first = tile_start(first_row, col, cols)
+    store_scales(pointers, first, cols, new_scales, VARIANT, LOOP, BR, BC)
     tl.static_assert(LOOP <= 4)
     kept_scale = kept_scale[None, :, :] >> (8 * tl.arange(0, LOOP))[:, None, None]
     kept_scale = (kept_scale & 0xFF).to(tl.uint8)
@@ -197,16 +188,6 @@ def step_forms(variant: Variant, usage: Usage) -> tuple[Tile, Tile]:
     return large, EDGE_TILE[has_scales(*codecs)]
 
 
-def update_rows(codecs: tuple[str, str, str], tile: Tile) -> int:
-    """Rows that are updated at once, four elements per thread, before a tile is quantized.
-
-    0 for wide states, which are updated and quantized at once.
-    """
-    if not are_narrow(*codecs):
-        return 0
-    return min(128 * tile.num_warps // tile.cols, tile.rows * tile.loop)
-
-
 def step_registers(codecs: tuple[str, str, str], usage: Usage) -> tuple[int | None, int | None]:
     """The register limits per thread of STEP_TILE and of edge tiles; None leaves it to ptxas.
 
@@ -257,7 +238,6 @@ def adam_step(
                 BC=tile.cols,
                 LOOP=tile.loop,
                 STAGES=tile.num_stages,
-                UPDATE_ROWS=update_rows(variant.codecs, tile),
             ),
             num_warps=tile.num_warps,
             maxnreg=registers,

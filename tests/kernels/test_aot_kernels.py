@@ -146,8 +146,7 @@ def step_jobs(codecs, sm):
             ("step", nvfp4_step.step_tile(square, codecs), 0),
             ("edge", nvfp4_step.EDGE_TILE[scaled], 1),
         ):
-            rows = {"UPDATE_ROWS": nvfp4_step.update_rows(codecs, tile)}
-            shape = {"LOOP": tile.loop, **tile_options(tile), **rows}
+            shape = {"LOOP": tile.loop, **tile_options(tile)}
             for swizzled in orders[size]:
                 jobs[f"nvfp4 {size} square={square} swizzled={swizzled}"] = job(
                     "nvfp4_step._adam_step_kernel",
@@ -170,7 +169,6 @@ def step_jobs(codecs, sm):
                         **usage(square, swizzled, "mse"),
                         "LOOP": own.loop,
                         **tile_options(own),
-                        "UPDATE_ROWS": nvfp4_step.update_rows(codecs, own),
                     },
                     num_warps=own.num_warps,
                     maxnreg=nvfp4_step.step_registers(
