@@ -24,7 +24,7 @@ from fp4adam.kernels.float8_block import (
     store_rowwise_scale,
     tile_mask,
 )
-from fp4adam.kernels.launch.launch import Launch
+from fp4adam.kernels.launch.launch import Launch, compute_capability
 from fp4adam.kernels.launch.schema import Cut
 from fp4adam.kernels.launch.tensor_table import (
     COLS,
@@ -576,16 +576,22 @@ class Form(NamedTuple):
     registers: int | None
 
 
-def step_forms(two_dimensional: bool, codecs: tuple[str, str, str]) -> tuple[Form, Form]:
+def step_forms(two_dimensional: bool, codecs: tuple[str, str, str], sm: int) -> tuple[Form, Form]:
     """What updates whole blocks, and what those that need masks, for states in these codecs.
 
     Whole blocks with one scale per 128 elements may have all registers: shared memory limits how
-    many programs run at once.
+    many programs run at once. With states of a byte it does not, and three programs fit with 168
+    registers, where ptxas gets there without spills.
+
+    ``sm``: The compute capability without its point.
     """
     narrow, registers = are_narrow(*codecs), max_registers(*codecs)
+    most = registers if two_dimensional else 255
+    if sm == 90 and codecs[1:] == ("e4m3", "ue4m4"):
+        most = 168
     kernel = _adam_step_square_kernel if two_dimensional else _adam_step_vector_kernel
     parts = STEP_PARTS[two_dimensional, has_scales(*codecs)], MASKED_PARTS[two_dimensional, narrow]
-    whole = Form(kernel, {"MASKED": False}, parts[0], registers if two_dimensional else 255)
+    whole = Form(kernel, {"MASKED": False}, parts[0], most)
     masked = Form(kernel, {"MASKED": True}, parts[1], registers)
     if two_dimensional and not narrow:
         masked = masked._replace(kernel=_adam_step_odd_square_kernel, constexprs={})
@@ -608,6 +614,8 @@ def adam_step(
     ``tiles``: the first two of :func:`step_tiles`. ``largest``: the largest finite number of the
     dtype that values are rounded to.
     """
+    sm = compute_capability(table.device)
+    forms = step_forms(usage.square, variant.codecs, sm)
     return [
         Launch(
             form.kernel,
@@ -626,7 +634,7 @@ def adam_step(
             num_warps=form.tile.num_warps,
             maxnreg=form.registers,
         )
-        for part, form in zip(tiles, step_forms(usage.square, variant.codecs), strict=True)
+        for part, form in zip(tiles, forms, strict=True)
     ]
 
 

@@ -15,7 +15,7 @@ from fp4adam.kernels.adam import (
     load_tile_scales,
     state_pointers,
 )
-from fp4adam.kernels.launch.launch import Launch
+from fp4adam.kernels.launch.launch import Launch, compute_capability
 from fp4adam.kernels.launch.tensor_table import (
     COLS,
     ROWS,
@@ -125,10 +125,16 @@ def step_tiles(shapes: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
     return cover(shapes, STEP_TILE, EDGE_TILE)
 
 
-def step_registers(codecs: tuple[str, str, str]) -> int | None:
-    """The register limit per thread of STEP_TILE; None leaves it to ptxas."""
-    # ptxas aims for 168 with states in BF16, and for sm_120 spills unless a limit is given.
-    return 168 if are_narrow(*codecs) and not has_scales(*codecs) else None
+def step_registers(codecs: tuple[str, str, str], sm: int) -> int | None:
+    """The register limit per thread of STEP_TILE; None leaves it to ptxas.
+
+    With 168, three programs fit on each multiprocessor, where ptxas gets there without spills.
+
+    ``sm``: The compute capability without its point.
+    """
+    if has_scales(*codecs):
+        return 168 if sm == 90 and not has_scales(codecs[0]) else None
+    return 168 if are_narrow(*codecs) else None
 
 
 def adam_step(
@@ -138,7 +144,10 @@ def adam_step(
 
     ``tiles``: from :func:`step_tiles`.
     """
-    part, registers = STEP_PART[are_narrow(*variant.codecs)], step_registers(variant.codecs)
+    part, registers = (
+        STEP_PART[are_narrow(*variant.codecs)],
+        step_registers(variant.codecs, compute_capability(table.device)),
+    )
     forms = (
         (STEP_TILE, part, registers),
         (EDGE_TILE, EDGE_PART, EDGE_REGISTERS),

@@ -21,7 +21,7 @@ from fp4adam.kernels.adam import (
     update_tile,
 )
 from fp4adam.kernels.amax_preview import previewed_amax, report_amax
-from fp4adam.kernels.launch.launch import Launch
+from fp4adam.kernels.launch.launch import Launch, compute_capability
 from fp4adam.kernels.launch.tensor_table import (
     BAND,
     COLS,
@@ -188,18 +188,22 @@ def step_forms(variant: Variant, usage: Usage) -> tuple[Tile, Tile]:
     return large, EDGE_TILE[has_scales(*codecs)]
 
 
-def step_registers(codecs: tuple[str, str, str], usage: Usage) -> tuple[int | None, int | None]:
+def step_registers(
+    codecs: tuple[str, str, str], usage: Usage, sm: int
+) -> tuple[int | None, int | None]:
     """The register limits per thread of STEP_TILE and of edge tiles; None leaves it to ptxas.
 
     With up to 128 registers, four programs fit on each multiprocessor of an H200; with 168, three.
-    States in BF16 are faster with four. Those with scales are faster with the three that ptxas aims
-    for: they wait for instructions more than for memory. Adaptive scales take more.
+    States in BF16 are faster with four if scales are square. Those with scales of their own wait
+    for instructions more than for memory, and take what ptxas gives them, as adaptive scales do.
+
+    ``sm``: The compute capability without its point.
     """
     narrow, scaled, edge = are_narrow(*codecs), has_scales(*codecs), max_registers(*codecs)
     if usage.adaptive is not None:
         return None if usage.square and not narrow else 255, edge
     if narrow and not scaled:
-        return 128 if usage.square else 168, edge
+        return 128 if usage.square and sm == 90 else 168, edge
     return None, edge
 
 
@@ -225,7 +229,7 @@ def adam_step(
     """
     forms = step_forms(variant, usage)
     parts = slice(0, n_whole), slice(n_whole, tiles.shape[0])
-    most = step_registers(variant.codecs, usage)
+    most = step_registers(variant.codecs, usage, compute_capability(table.device))
     return [
         Launch(
             _adam_step_kernel,

@@ -10,7 +10,6 @@ from torch import Tensor
 from fp4adam.kernels import adam
 from fp4adam.kernels.adam import (
     SIGNALS,
-    Variant,
     adam_step_tile,
     insert_scales,
     load_scalars,
@@ -21,20 +20,20 @@ from fp4adam.kernels.adam import (
     store_scales,
     update_tile,
 )
-from fp4adam.kernels.launch.launch import Launch
+from fp4adam.kernels.launch.launch import Launch, compute_capability
 from fp4adam.kernels.launch.tensor_table import ROWS, ROWWISE_DATA, WIDTH, pointer, takes_part
 from fp4adam.kernels.tiles.bfloat16 import round_to
 from fp4adam.kernels.tiles.layout import state_offsets
-from fp4adam.kernels.tiles.state import has_scales, max_registers
+from fp4adam.kernels.tiles.state import are_narrow, max_registers
 
 # Elements of a program without a loop.
 BLOCK = 512
 # Tensors are read as rows of so many elements, four per thread. In a longer row Triton loses the
 # hint of ``state_offsets``.
 ROW = tl.constexpr(512)
-# Of states with scales: rows per turn of a loop, turns, and stages. They are small and take many
-# instructions, so that the loads of a turn have to overlap with the work on the turn before.
-LOOP_TILE = (2, 4, 3)
+# Of narrow states: rows per turn of a loop, turns, and stages. They take many instructions per byte,
+# so that the loads of a turn have to overlap with the work on others.
+LOOP_TILE = (1, 4, 4)
 
 
 @triton.jit
@@ -161,33 +160,39 @@ def _blocks(begin: Tensor, end: Tensor) -> Tensor:
     return torch.stack((tensors, numbers), dim=1).to(torch.int32)
 
 
+def loop_registers(codecs: tuple[str, str, str], sm: int) -> int | None:
+    """The register limit per thread of the loop, for half the warps of a multiprocessor at once.
+
+    ``sm``: The compute capability without its point; some would spill.
+    """
+    return 64 if sm == 90 else max_registers(*codecs)
+
+
 class StepLaunch(adam.StepLaunch):
     """One pass over plain tensors."""
 
     def __init__(self, kind: Any, tensors: tuple) -> None:
         shapes, _, table, scalars, _ = tensors
         variant = kind.variant()
-        rows, loop, stages = LOOP_TILE
-        forms: list[tuple[Any, dict]] = [(_block_kernel, dict(BLOCK=BLOCK))]
+        forms: list[tuple[Any, dict, int | None]] = [
+            (_block_kernel, dict(BLOCK=BLOCK), max_registers(*variant.codecs))
+        ]
         whole = None
-        if has_scales(*variant.codecs):
+        if are_narrow(*variant.codecs):
+            rows, loop, stages = LOOP_TILE
             whole = loop * rows * ROW.value
-            forms.insert(0, (_loop_kernel, dict(BR=rows, LOOP=loop, STAGES=stages)))
+            sizes = dict(BR=rows, LOOP=loop, STAGES=stages)
+            registers = loop_registers(variant.codecs, compute_capability(table.device))
+            forms.insert(0, (_loop_kernel, sizes, registers))
         lists = flat_tiles([numel for numel, _ in shapes], BLOCK, whole)
         self._launches = [
-            _launch(kernel, table, scalars, tiles.to(table.device), variant, **sizes)
-            for (kernel, sizes), tiles in zip(forms, lists, strict=True)
+            Launch(
+                kernel,
+                tiles.shape[0],
+                (table, scalars, tiles.to(table.device)),
+                dict(VARIANT=variant, **sizes),
+                num_warps=4,
+                maxnreg=registers,
+            )
+            for (kernel, sizes, registers), tiles in zip(forms, lists, strict=True)
         ]
-
-
-def _launch(
-    kernel: Any, table: Tensor, scalars: Tensor, tiles: Tensor, variant: Variant, **sizes: int
-) -> Launch:
-    return Launch(
-        kernel,
-        tiles.shape[0],
-        (table, scalars, tiles),
-        dict(VARIANT=variant, **sizes),
-        num_warps=4,
-        maxnreg=max_registers(*variant.codecs),
-    )

@@ -115,6 +115,14 @@ def is_on_current_device(tensor: Tensor) -> bool:
     return not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device()
 
 
+def compute_capability(device: torch.device) -> int:
+    """The compute capability without its point; that of a Hopper GPU for an interpreted kernel."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 def on_its_device(
     launch: Callable[Concatenate[Tensor, P], R],
 ) -> Callable[Concatenate[Tensor, P], R]:

@@ -95,7 +95,7 @@ def step_jobs(codecs, sm):
         plain_step,
     )
     from fp4adam.kernels.launch.tensor_table import Usage
-    from fp4adam.kernels.tiles.state import has_scales, max_registers
+    from fp4adam.kernels.tiles.state import are_narrow, has_scales, max_registers
 
     jobs = {}
     scaled = has_scales(*codecs)
@@ -116,17 +116,19 @@ def step_jobs(codecs, sm):
         ("fp16 without master", "fp16", "fp16", None, "plain"),
     ):
         options = variant((codec, *codecs[1:]), grad, value, param)
-        registers = max_registers(codec, *codecs[1:])
         jobs[f"adam {name}"] = job(
             "plain_step._block_kernel",
             TABLES,
             {**options, "BLOCK": plain_step.BLOCK},
-            maxnreg=registers,
+            maxnreg=max_registers(codec, *codecs[1:]),
         )
-        if has_scales(codec, *codecs[1:]):
+        if are_narrow(codec, *codecs[1:]):
             sizes = dict(zip(("BR", "LOOP", "STAGES"), plain_step.LOOP_TILE, strict=True))
             jobs[f"adam {name} loop"] = job(
-                "plain_step._loop_kernel", TABLES, {**options, **sizes}, maxnreg=registers
+                "plain_step._loop_kernel",
+                TABLES,
+                {**options, **sizes},
+                maxnreg=plain_step.loop_registers((codec, *codecs[1:]), sm),
             )
 
     names = ("amaxes", "next_amaxes", "tile_amaxes", "exceeding")
@@ -153,9 +155,9 @@ def step_jobs(codecs, sm):
                     amaxes,
                     {**variant(codecs), **usage(square, swizzled), **shape},
                     num_warps=tile.num_warps,
-                    maxnreg=nvfp4_step.step_registers(codecs, Usage(True, True, square, swizzled))[
-                        at
-                    ],
+                    maxnreg=nvfp4_step.step_registers(
+                        codecs, Usage(True, True, square, swizzled), sm
+                    )[at],
                 )
                 # These take longest to compile: all states for one capability, for others the ends.
                 if sm != CAPABILITIES[0] and codecs not in (PLAIN, WIDEST):
@@ -172,7 +174,7 @@ def step_jobs(codecs, sm):
                     },
                     num_warps=own.num_warps,
                     maxnreg=nvfp4_step.step_registers(
-                        codecs, Usage(True, True, square, swizzled, "mse")
+                        codecs, Usage(True, True, square, swizzled, "mse"), sm
                     )[at],
                 )
     for size, tile, part, most in (
@@ -180,7 +182,7 @@ def step_jobs(codecs, sm):
             "step",
             mxfp8_step.STEP_TILE,
             mxfp8_step.STEP_PART[is_wide],
-            mxfp8_step.step_registers(codecs),
+            mxfp8_step.step_registers(codecs, sm),
         ),
         ("edge", mxfp8_step.EDGE_TILE, mxfp8_step.EDGE_PART, mxfp8_step.EDGE_REGISTERS),
     ):
@@ -216,7 +218,7 @@ def step_jobs(codecs, sm):
         )
     epsilon = {**TABLES, "epsilon": "fp32"}
     for shape, square in (("square", True), ("vector", False)):
-        forms = float8_block_step.step_forms(square, codecs)
+        forms = float8_block_step.step_forms(square, codecs, sm)
         for masked, (kernel, constexprs, tile, limit) in zip((False, True), forms, strict=True):
             extra = {"LARGEST": FP32_MAX, "POW_2": True, **constexprs, **tile_options(tile)}
             jobs[f"float8block {shape} masked={masked}"] = job(
