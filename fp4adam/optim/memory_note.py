@@ -18,6 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 data_ptr = torch._C.TensorBase.data_ptr
 # The address of the storage object behind a tensor. ``.data = new`` changes it, but no version.
 storage_address = torch._C._storage_address
+# Whether the storage object at such an address, which a weak reference holds, has lost its memory.
+is_freed = torch.UntypedStorage._expired
 version = attrgetter("_version")
 
 
@@ -35,9 +37,9 @@ class WriteNote(NamedTuple):
     """The memory of a parameter, and how often it has been written.
 
     Attributes:
-        memory: Identifies the memory: an address, or an object.
+        memory: Identifies the memory: the address of a storage with what of it is read, or an object.
         versions: Versions of the tensors that hold the value.
-        alive: Keeps the address from being reused, without keeping the memory itself.
+        alive: Keeps that address from being reused, without keeping the memory itself.
     """
 
     memory: object
