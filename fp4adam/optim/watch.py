@@ -35,8 +35,9 @@ _deref = weakref.ref.__call__
 class Watch:
     """Tells whether parameters or states have moved, or been written by other code.
 
-    Writes matter only where a parameter has to agree with a master or a remainder. A parameter that
-    Adam updates directly is its own value, so whatever other code writes is its new value.
+    The tensors must be where the kernels look for them. Writes matter only to parameters that have
+    to agree with a master or a remainder: one that Adam updates directly is its own value, so
+    whatever other code has written is what it continues from.
 
     Args:
         members: The parameters of a plan.
@@ -58,8 +59,6 @@ class Watch:
         self._noted_shards = [p for p in self._sharded if p in views]
         self._noted = [*(p for p in self._plain if p in views), *self._noted_shards]
         self._notes = [views[p].note() for p in self._noted]
-        # While a storage is alive, nothing else has its addresses. So a parameter at its old address
-        # has its old memory, and no new memory that was put in by ``.data = new``.
         self._blocks = [note.alive.cdata for note in self._notes]
         states: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
         for m in members:
