@@ -323,6 +323,16 @@ def test_other_memory_at_an_old_address_counts_as_written(device: str) -> None:
     assert_continues(optimizer)
 
 
+def test_other_part_of_the_same_storage_counts_as_written(device: str) -> None:
+    """As if two sets of weights took turns in one buffer."""
+    both = random((2, 64), 0, device).bfloat16()
+    param = Parameter(both[0])
+    optimizer = FP4Adam([param], lr=1e-2)
+    take_steps(optimizer, range(2))
+    param.data = both[1]
+    assert_continues(optimizer)
+
+
 def by_copy(param: Parameter) -> None:
     param.copy_(random(tuple(param.shape), 5).to(param))
 
