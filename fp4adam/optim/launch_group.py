@@ -76,8 +76,8 @@ class LaunchGroup:
         # The last gradients that were found to fit: which are present (None: all), and their
         # layouts.
         self._known: list[bool] | None = None
-        # Their addresses, which are all aligned.
-        self._aligned: list[int] = []
+        # Their addresses, which are all aligned; None if unknown.
+        self._aligned: list[int] | None = None
         self._have_known_layouts: Callable[..., bool] = lambda *grads: False
 
     def takes_grads(self) -> bool:
@@ -92,14 +92,21 @@ class LaunchGroup:
                 if not self._takes_layouts_of(grads, present):
                     return False
                 self._known, self._have_known_layouts = self.present, are_laid_out_as(grads)
+                self._aligned = None
         try:
             addresses = list(map(data_ptr, grads))
         except RuntimeError:  # one has no address
             return False
-        if addresses != self._aligned:
-            if reduce(or_, addresses, 0) % ALIGNMENT or 0 in addresses:
-                return False
-            self._aligned = addresses
+        if addresses == self._aligned:
+            return True
+        if reduce(or_, addresses, 0) % ALIGNMENT or 0 in addresses:
+            return False
+        self._aligned = addresses
+        self.grads = self._column(addresses)
+        return True
+
+    def _column(self, addresses: list[int]) -> list[int]:
+        """The column of the table for gradients at these addresses."""
         if self.present is not None:
             found = iter(addresses)
             addresses = [next(found) if has_grad else 0 for has_grad in self.present]
@@ -107,8 +114,7 @@ class LaunchGroup:
             size = self.kind.grad_dtype.itemsize
             pairs = zip(addresses, self._offsets, strict=True)
             addresses = [address and address - size * offset for address, offset in pairs]
-        self.grads = addresses
-        return True
+        return addresses
 
     def _takes_layouts_of(self, grads: list[Tensor], present: list[bool]) -> bool:
         """Whether the launch can read gradients with these dtypes, sizes and strides."""

@@ -1,7 +1,7 @@
 """Addresses and versions of tensors, which a plan compares at every step.
 
 Counters kept by a tensor class can be bypassed (``swap_tensors``, ``.data``, ``set_``), so every
-step reads everything from the tensors again. Notes keep no memory alive; otherwise ``model.cpu()``
+step reads the tensors themselves again. Notes keep no memory alive; otherwise ``model.cpu()``
 would free none.
 """
 
@@ -16,8 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 # Builtins, which map() calls without a Python frame.
 data_ptr = torch._C.TensorBase.data_ptr
-# The address of the storage object behind a tensor. ``.data = new`` changes it, but no version.
-storage_address = torch._C._storage_address
+# Whether the storage object at an address, to which there is a weak reference, has lost its memory.
+# While it has not, no other memory has its addresses: a tensor at its old address is where it was,
+# and not in new memory that was put in by ``.data = new``, which changes no version.
+is_freed = torch.UntypedStorage._expired
 version = attrgetter("_version")
 
 
@@ -35,9 +37,10 @@ class WriteNote(NamedTuple):
     """The memory of a parameter, and how often it has been written.
 
     Attributes:
-        memory: Identifies the memory: an address, or an object.
+        memory: Identifies the memory: an object, or the address of a storage with the place and
+            the layout in it.
         versions: Versions of the tensors that hold the value.
-        alive: Keeps the address from being reused, without keeping the memory itself.
+        alive: Keeps that address from being reused, without keeping the memory itself.
     """
 
     memory: object

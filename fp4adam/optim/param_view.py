@@ -16,7 +16,7 @@ from fp4adam.distributed.dtensor import local, shard_size
 from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, Whole
-from fp4adam.optim.memory_note import WriteNote, storage_address, version
+from fp4adam.optim.memory_note import WriteNote, version
 from fp4adam.optim.state_codec import (
     FLOAT64,
     PLAIN,
@@ -101,8 +101,9 @@ class ParamView:
         """The current memory and versions of the value; see :class:`WriteNote`."""
         # An operation on a DTensor raises its own version, but not the local tensor's.
         held = (self.param,) if self.owner is self.param else (self.owner, self.param)
-        alive = StorageWeakRef(self.param.untyped_storage())
-        return WriteNote(storage_address(self.param), tuple(map(version, held)), alive)
+        alive, x = StorageWeakRef(self.param.untyped_storage()), self.param
+        memory = alive.cdata, x.storage_offset(), x.shape, x.stride(), x.dtype
+        return WriteNote(memory, tuple(map(version, held)), alive)
 
     def value(self) -> Tensor:
         """The value that a master weight starts from, as a new float32 tensor."""

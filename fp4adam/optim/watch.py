@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp4adam.distributed.dtensor import is_dtensor, local
 from fp4adam.interop.borrowed_tensor import BorrowedTensor
@@ -17,7 +16,7 @@ from fp4adam.optim.memory_note import (
     WriteNote,
     are_laid_out_as,
     data_ptr,
-    storage_address,
+    is_freed,
     version,
 )
 from fp4adam.optim.param_state import ParamState
@@ -36,6 +35,10 @@ _deref = weakref.ref.__call__
 class Watch:
     """Tells whether parameters or states have moved, or been written by other code.
 
+    The tensors must be where the kernels look for them. Writes matter only to parameters that have
+    to agree with a master or a remainder: one that Adam updates directly is its own value, so
+    whatever other code has written is what it continues from.
+
     Args:
         members: The parameters of a plan.
         more_names: Names of state tensors that the kernels use besides ``state_names``.
@@ -51,6 +54,12 @@ class Watch:
             [p for p in own if isinstance(local(p), QuantizedTensor) == q and (local(p) is p) == w]
             for q, w in ((True, True), (True, False), (False, True), (False, False))
         )
+        # Those whose writes matter, besides quantized parameters.
+        views = {m.owner: m.view for m in members if m.view.has_master or m.view.has_remainder}
+        self._noted_shards = [p for p in self._sharded if p in views]
+        self._noted = [*(p for p in self._plain if p in views), *self._noted_shards]
+        self._notes = [views[p].note() for p in self._noted]
+        self._blocks = [note.alive.cdata for note in self._notes]
         states: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
         for m in members:
             states[is_dtensor(m.owner), (*m.state_names, *more_names)].append(m.state)
@@ -69,17 +78,17 @@ class Watch:
         self._has_loose = any(counter is None for counter in counters)
         self._known_counters = [] if self._has_loose else counters
         self._read()
-        self._have_known_layouts = are_laid_out_as([*self._params, *self._values])
+        self._have_known_layouts = are_laid_out_as(self._tensors)
         self._addresses = self._read_addresses()
-        self._blocks = list(map(storage_address, self._params))
-        # Keeps the addresses of freed storages from being reused.
-        self._alive = [StorageWeakRef(param.untyped_storage()) for param in self._params]
         self._versions = self._read_versions()
         self._let_go()
 
     def _read(self) -> None:
         """Read the tensors of all parameters and states."""
-        self._params = [*self._plain, *map(_local, self._sharded)]
+        self._tensors = [*self._plain, *map(_local, self._sharded)]
+        for is_sharded, getter, states in self._states:
+            values = chain.from_iterable(map(getter, states))
+            self._tensors += map(local, values) if is_sharded else values
         if self._has_loose:
             self._now = list(map(_storage, self._quantized))
             self._now += map(_local_storage, self._quantized_shards)
@@ -89,21 +98,19 @@ class Watch:
         else:
             self._counters = list(map(_counter, self._quantized))
             self._counters += map(_local_counter, self._quantized_shards)
-        self._values: list[Tensor] = []
-        for is_sharded, getter, states in self._states:
-            values = chain.from_iterable(map(getter, states))
-            self._values += map(local, values) if is_sharded else values
 
     def _let_go(self) -> None:
         """Drop the tensors that were read, so that the watch keeps no memory alive."""
-        self._params, self._now, self._values = [], [], []
-        self._counters = self._loose = []
+        self._tensors: list[Tensor] = []
+        self._now = self._counters = self._loose = []
 
     def _read_addresses(self) -> list[int]:
-        return list(map(data_ptr, chain(self._params, self._values, self._loose)))
+        return list(map(data_ptr, chain(self._tensors, self._loose)))
 
     def _read_versions(self) -> list[int]:
-        return list(map(version, chain(self._params, self._sharded, self._counters)))
+        # An operation on a DTensor raises its own version, but not the local tensor's.
+        shards = map(_local, self._noted_shards)
+        return list(map(version, chain(self._noted, shards, self._counters)))
 
     def is_unchanged(self) -> bool:
         """Read everything again; True if it is as the optimizer's last write left it."""
@@ -113,10 +120,10 @@ class Watch:
                 self._has_known_storages()
                 and self._read_versions() == self._versions
                 and self._read_addresses() == self._addresses
-                and list(map(storage_address, self._params)) == self._blocks
+                and not any(map(is_freed, self._blocks))
                 # Inner tensors need no check: their format fixes their layouts, and exchanging one
                 # replaces the storage.
-                and self._have_known_layouts(*self._params, *self._values)
+                and self._have_known_layouts(*self._tensors)
                 and all(map(BorrowedTensor.is_current, self._borrowed, map(local, self._lenders)))
             ):
                 return True
@@ -148,27 +155,31 @@ class Watch:
             )
             owners = {m.owner for m in stepped}
             quantized = (*self._quantized, *self._quantized_shards)
-            self._written_counters = [
+            written = [
                 owner in owners
                 for owner, count in zip(quantized, self._counts, strict=True)
                 for _ in range(count)
             ]
-        counters = compress(self._counters, self._written_counters)
-        torch.autograd.graph.increment_version([*self._written, *counters])
+            self._written += compress(self._known_counters, written)
+            self._written_loose = written if self._has_loose else []
+        loose = compress(self._loose, self._written_loose)
+        torch.autograd.graph.increment_version([*self._written, *loose])
         for borrowed in self._borrowed:
             borrowed.note()
         self._versions = self._read_versions()
         self._let_go()
 
     def notes(self) -> dict[Tensor, WriteNote]:
-        """The memory and versions of each parameter, as the optimizer's last write left them."""
-        n, versions = len(self._blocks), self._versions
-        notes = {}
-        for i, owner in enumerate((*self._plain, *self._sharded)):
-            number = i - len(self._plain)
-            held = (versions[i],) if number < 0 else (versions[n + number], versions[i])
-            notes[owner] = WriteNote(self._blocks[i], held, self._alive[i])
-        first = n + len(self._sharded)
+        """The memory and versions of parameters, as the optimizer's last write left them.
+
+        Those that Adam updates directly have none.
+        """
+        n, versions = len(self._noted), self._versions
+        n_plain, notes = n - len(self._noted_shards), {}
+        for i, (owner, note) in enumerate(zip(self._noted, self._notes, strict=True)):
+            held = (versions[i],) if i < n_plain else (versions[i], versions[n + i - n_plain])
+            notes[owner] = note._replace(versions=held)
+        first = n + len(self._noted_shards)
         quantized = (*self._quantized, *self._quantized_shards)
         for owner, storage, count in zip(quantized, self._storages, self._counts, strict=True):
             notes[owner] = WriteNote(storage, tuple(versions[first : first + count]))

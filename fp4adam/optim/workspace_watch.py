@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, SourceWatch, borrow
 from fp4adam.interop.transformer_engine import Workspace
-from fp4adam.optim.memory_note import are_laid_out_as, data_ptr, storage_address, version
+from fp4adam.optim.memory_note import are_laid_out_as, data_ptr, is_freed, version
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.storage import Storage
 
@@ -53,9 +53,9 @@ class WorkspaceWatch:
         self._has_known_layouts = are_laid_out_as(weights)
         self._layouts = [(x.shape, x.stride(), x.dtype) for x in weights]
         self._addresses = list(map(data_ptr, weights))
-        self._blocks = list(map(storage_address, weights))
         # Keeps the addresses of freed storages from being reused.
         self._alive = [StorageWeakRef(weight.untyped_storage()) for weight in weights]
+        self._blocks = [storage.cdata for storage in self._alive]
         self._noted_weights, self._noted_parts = [-1] * len(weights), [-1] * len(self._parts)
         known = {} if before is None else before._notes()
         for i, (key, (memory, *_)) in enumerate(self._notes().items()):
@@ -86,7 +86,7 @@ class WorkspaceWatch:
                 and all(map(is_, map(_storage, self._own), self._storages))
                 and not any(map(_is_something, map(_pending, self._own)))
                 and list(map(data_ptr, weights)) == self._addresses
-                and list(map(storage_address, weights)) == self._blocks
+                and not any(map(is_freed, self._blocks))
                 and self._has_known_layouts(*weights)
                 and self._sources.is_on()
             )

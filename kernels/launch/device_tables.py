@@ -58,6 +58,8 @@ class DeviceTables:
         else:
             self.scalars = self._numbers
         self._uploaded: tuple[Any, ...] = (None, None, None)
+        # Views of the words that steps upload, on the host and on the device.
+        self._spans: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         # What captured copies read at every replay, and memory for the next one.
         self._captured: list[Tensor] = []
         self._next_capture = self._page_locked() if n_hyper else None
@@ -89,19 +91,21 @@ class DeviceTables:
                 same again.
         """
         old_grads, old_rows, old_numbers = self._uploaded
-        if captures or scalars_rows is not old_rows or grads != old_grads:
+        takes_table = captures or scalars_rows is not old_rows or grads != old_grads
+        if takes_table:
             self._host_table[GRAD::TABLE_WIDTH] = array("q", grads)
-            if scalars_rows is not old_rows:
-                self._host_table[SCALARS::TABLE_WIDTH] = array("q", scalars_rows)
+            self._host_table[SCALARS::TABLE_WIDTH] = array("q", scalars_rows)
+        if takes_table or numbers != old_numbers:
             self._host_numbers[: len(numbers)] = array(self._typecode, numbers)
-            used = self._table_words + len(numbers) * self._dtype.itemsize // 8
             if captures:
                 self._capture_copy()
             else:
-                upload(self._host_words[:used], self._device_words[:used])
-        elif numbers != old_numbers:
-            packed = torch.frombuffer(array(self._typecode, numbers), dtype=self._dtype)
-            upload(packed, self._numbers[: len(numbers)])
+                first = 0 if takes_table else self._table_words
+                end = self._table_words + len(numbers) * self._dtype.itemsize // 8
+                if (first, end) not in self._spans:
+                    spans = self._host_words[first:end], self._device_words[first:end]
+                    self._spans[first, end] = spans
+                upload(*self._spans[first, end])
         if not self._captured:
             self._uploaded = grads, scalars_rows, numbers
         elif not captures and self._next_capture is None:

@@ -300,7 +300,7 @@ def test_each_graph_reads_its_own_gradients(device: str) -> None:
 
 
 def test_replays_outlive_the_plan(device: str) -> None:
-    """A step with other states of the gradients makes a new plan; the graph goes on."""
+    """A step with other dictionaries of the same tensors makes a new plan; the graph goes on."""
     optimizer, twin = make_pair(device)
     for each in (optimizer, twin):
         fill_grads(each, 0)
@@ -308,8 +308,10 @@ def test_replays_outlive_the_plan(device: str) -> None:
     replay = capture(optimizer.step)
     plan = optimizer._plan
     for each in (optimizer, twin):
+        param = params_of(each)[0]
         with torch.no_grad():
-            params_of(each)[0].mul_(0.5)
+            param.mul_(0.5)
+        each.state[param] = dict(each.state[param])
         fill_grads(each, 1)
         each.step()
     assert optimizer._plan is not plan

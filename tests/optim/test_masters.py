@@ -260,6 +260,114 @@ def test_step_follows_new_strides(device: str) -> None:
     assert_identical([p.detach() for p in pairs[0]], [p.detach() for p in pairs[1]])
 
 
+def transpose_state(optimizer: FP4Adam, param: Parameter) -> None:
+    optimizer.state[param]["exp_avg"].t_()
+
+
+def transpose_param(optimizer: FP4Adam, param: Parameter) -> None:
+    param.data = param.data.t()
+
+
+def reinterpret_state(optimizer: FP4Adam, param: Parameter) -> None:
+    state = optimizer.state[param]
+    state["exp_avg_sq"].data = state["exp_avg_sq"].view(-1).flip(0).view(SHAPE).t()
+
+
+@pytest.mark.parametrize("change", [transpose_state, transpose_param, reinterpret_state])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_new_layouts_at_old_addresses_are_used(
+    change: Callable[..., None], dtype: torch.dtype, device: str
+) -> None:
+    """Neither the address of a tensor nor the object says how its memory is read."""
+    param = Parameter(random(SHAPE, 0, device).to(dtype))
+    optimizer = FP4Adam([param], lr=1e-2)
+    take_steps(optimizer, range(2))
+    address = param.data_ptr()
+    change(optimizer, param)
+    assert param.data_ptr() == address
+    assert_continues(optimizer, None if change is transpose_param else masters(optimizer))
+
+
+def test_states_that_shrink_in_place_are_refused(device: str) -> None:
+    """Kernels would write past their end."""
+    param = Parameter(random(SHAPE, 0, device))
+    optimizer = FP4Adam([param], lr=1e-2)
+    take_steps(optimizer, range(2))
+    value = param.detach().clone()
+    optimizer.state[param]["exp_avg"].resize_(SHAPE[0] // 2, SHAPE[1])
+    set_grads([param], 2)
+    with pytest.raises((RuntimeError, ValueError), match="shape"):
+        optimizer.step()
+    assert_identical(param.detach(), value)
+
+
+def test_other_memory_at_an_old_address_counts_as_written(device: str) -> None:
+    """As an allocator gives it, between two steps, to a parameter that was somewhere else."""
+    if device != "cpu":
+        pytest.skip("places a parameter in memory of Python")
+    memory = bytearray(2 * 32 * 32)
+
+    def values_in_memory() -> Tensor:
+        return torch.frombuffer(memory, dtype=torch.bfloat16).view(SHAPE)
+
+    param = Parameter(values_in_memory())
+    with torch.no_grad():
+        param.copy_(random(SHAPE, 0))
+    optimizer = FP4Adam([param], lr=1e-2)
+    take_steps(optimizer, range(2))
+    address, number = param.data_ptr(), param._version
+    param.data = param.data.clone()
+    values_in_memory().copy_(random(SHAPE, 1))
+    param.data = values_in_memory()
+    assert (param.data_ptr(), param._version) == (address, number)
+    assert_continues(optimizer)
+
+
+def test_other_part_of_the_same_storage_counts_as_written(device: str) -> None:
+    """As if two sets of weights took turns in one buffer."""
+    both = random((2, 64), 0, device).bfloat16()
+    param = Parameter(both[0])
+    optimizer = FP4Adam([param], lr=1e-2)
+    take_steps(optimizer, range(2))
+    param.data = both[1]
+    assert_continues(optimizer)
+
+
+def by_copy(param: Parameter) -> None:
+    param.copy_(random(tuple(param.shape), 5).to(param))
+
+
+def through_data(param: Parameter) -> None:
+    param.data.mul_(0.5)
+
+
+def by_sgd(param: Parameter) -> None:
+    torch.optim.SGD([param], lr=0.1).step()
+
+
+@pytest.mark.parametrize("write", [by_copy, through_data, by_sgd])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameter_without_master_is_its_own_value(
+    write: Callable[[Parameter], None], dtype: torch.dtype, device: str
+) -> None:
+    """Whoever writes it; nothing has to be made anew."""
+    param = Parameter(random((40,), 0, device).to(dtype))
+    optimizer = FP4Adam([param], lr=1e-2, master_weights=False)
+    take_steps(optimizer, range(2))
+    plan = optimizer._plan
+    for _ in range(2):
+        with torch.no_grad():
+            write(param)
+        number, start = param._version, value_of(param)
+        twin = Twin.of(optimizer, param)
+        twin.value = start
+        twin.update(param.grad, optimizer.param_groups[0])
+        optimizer.step()
+        assert_identical(param.detach(), twin.value.to(dtype))
+        assert param._version > number
+    assert optimizer._plan is plan
+
+
 def test_default_device_is_of_no_matter(device: str) -> None:
     optimizers = [FP4Adam(make_net(device).parameters()) for _ in range(2)]
     for seed in range(3):
