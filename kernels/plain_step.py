@@ -31,8 +31,8 @@ BLOCK = 512
 # Tensors are read as rows of so many elements, four per thread. In a longer row Triton loses the
 # hint of ``state_offsets``.
 ROW = tl.constexpr(512)
-# Of narrow states: rows per turn of a loop, turns, and stages. They take many instructions per byte,
-# so that the loads of a turn have to overlap with the work on others.
+# Of narrow states: rows per turn of a loop, turns, and stages. They take many instructions per
+# byte, so that the loads of a turn have to overlap with the work on others.
 LOOP_TILE = (1, 4, 4)
 
 
