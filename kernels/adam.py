@@ -67,6 +67,8 @@ class Variant(NamedTuple):
         exp_avg_sq_codec: Codec of the second moment.
         adam_w: Whether decay shrinks the value (AdamW) or is added to the gradient (L2).
         amsgrad: Whether to divide by the largest second moment so far.
+        is_updated: Whether an earlier launch has updated the state, so that the new value is only
+            read. The moments' codecs are "float32" then, and stand for nothing.
     """
 
     grad_dtype: tl.dtype
@@ -77,6 +79,7 @@ class Variant(NamedTuple):
     exp_avg_sq_codec: str
     adam_w: bool
     amsgrad: bool
+    is_updated: bool = False
 
     @property
     def codecs(self) -> tuple[str, str, str]:
@@ -390,37 +393,6 @@ def update_tile(
 
 
 @triton.jit
-def load_tile_scales(
-    pointers, start, stride, mask, VARIANT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
-):
-    """The :class:`Scales` of one tile, as :func:`update_tile` takes them."""
-    ptr = pointers
-    VALUE: tl.constexpr = VARIANT.value_codec
-    FIRST: tl.constexpr = VARIANT.exp_avg_codec
-    SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
-    return Scales(
-        load_scale(ptr.value_extra, start, stride, mask, VALUE, BR, BC),
-        load_scale(ptr.exp_avg_scale, start, stride, mask, FIRST, BR, BC),
-        load_scale(ptr.exp_avg_sq_scale, start, stride, mask, SECOND, BR, BC),
-    )
-
-
-@triton.jit
-def store_tile_scales(
-    pointers, target, stride, mask, scales, VARIANT: tl.constexpr, BR: tl.constexpr,
-    BC: tl.constexpr,
-):  # fmt: skip
-    """Store the :class:`Scales` of one tile."""
-    ptr = pointers
-    VALUE: tl.constexpr = VARIANT.value_codec
-    FIRST: tl.constexpr = VARIANT.exp_avg_codec
-    SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
-    store_scale(ptr.value_extra, target, stride, mask, scales.value, VALUE, BR, BC)
-    store_scale(ptr.exp_avg_scale, target, stride, mask, scales.exp_avg, FIRST, BR, BC)
-    store_scale(ptr.exp_avg_sq_scale, target, stride, mask, scales.exp_avg_sq, SECOND, BR, BC)
-
-
-@triton.jit
 def adam_step_tile(
     pointers,
     start,
@@ -434,22 +406,39 @@ def adam_step_tile(
     BC: tl.constexpr,
     target_mask=None,
     grad=None,
-    scales=None,
+    value_scale=None,
 ):
     """:func:`update_tile` of one tile with its scales; returns the new value.
 
-    scales: of the tile; None loads them. A loop that waits for them loads those of its next tile.
+    If VARIANT.is_updated, it is only read. value_scale: that of the tile then, if the caller has
+    loaded it.
     """
-    if scales is None:
-        scales = load_tile_scales(pointers, start, stride, mask, VARIANT, BR, BC)
-    value, new = update_tile(
-        pointers, start, target, stride, mask, scales, scalars, VARIANT, STORE, BR, BC,
-        target_mask, grad,
-    )  # fmt: skip
-    if STORE:
-        if target_mask is not None:
-            mask = target_mask
-        store_tile_scales(pointers, target, stride, mask, new, VARIANT, BR, BC)
+    ptr = pointers
+    VALUE: tl.constexpr = VARIANT.value_codec
+    FIRST: tl.constexpr = VARIANT.exp_avg_codec
+    SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
+    if value_scale is None:
+        value_scale = load_scale(ptr.value_extra, start, stride, mask, VALUE, BR, BC)
+    if VARIANT.is_updated:
+        value = load_value(
+            ptr.value, ptr.value_extra, start, stride, mask, value_scale, VALUE, BR, BC
+        )
+    else:
+        scales = Scales(
+            value_scale,
+            load_scale(ptr.exp_avg_scale, start, stride, mask, FIRST, BR, BC),
+            load_scale(ptr.exp_avg_sq_scale, start, stride, mask, SECOND, BR, BC),
+        )
+        value, new = update_tile(
+            pointers, start, target, stride, mask, scales, scalars, VARIANT, STORE, BR, BC,
+            target_mask, grad,
+        )  # fmt: skip
+        if STORE:
+            if target_mask is not None:
+                mask = target_mask
+            store_scale(ptr.value_extra, target, stride, mask, new.value, VALUE, BR, BC)
+            store_scale(ptr.exp_avg_scale, target, stride, mask, new.exp_avg, FIRST, BR, BC)
+            store_scale(ptr.exp_avg_sq_scale, target, stride, mask, new.exp_avg_sq, SECOND, BR, BC)
     return value
 
 

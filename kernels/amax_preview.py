@@ -43,6 +43,7 @@ from fp4adam.kernels.launch.tensor_table import (
     tile_start,
 )
 from fp4adam.kernels.nvfp4 import nvfp4_tile, store_columnwise, store_square_scales
+from fp4adam.kernels.plain_step import update_scaled
 from fp4adam.kernels.tiles.bfloat16 import round_through
 from fp4adam.kernels.tiles.state import has_scales, load_master, master_pointers, max_registers
 
@@ -354,6 +355,7 @@ class StepLaunch(adam.StepLaunch):
         exceeding = torch.zeros(n_slots, dtype=torch.float32, device=device)
         self.amaxes = torch.zeros(n_slots, dtype=torch.float32, device=device)
         self._is_shared = bool(kind.groups)
+        updates, rest = update_scaled(table, scalars, shapes, variant)
         # Double buffer: the amaxes of one step are the old amaxes of the next.
         self._turns = []
         for old, new in (amaxes, amaxes[::-1]):
@@ -362,8 +364,9 @@ class StepLaunch(adam.StepLaunch):
                 preview_amax(*known, again=again)
                 for again in ((False, True) if self._is_shared else (False,))
             ]
-            steps = self.passes(
+            passes = self.passes(
                 kind,
+                rest,
                 table,
                 scalars,
                 tiles,
@@ -385,7 +388,7 @@ class StepLaunch(adam.StepLaunch):
                 scales_blocks=quantizer.scales_blocks,
                 **quantizer.scale_options,
             )
-            self._turns.append((old, new, looks, steps, rewrite))
+            self._turns.append((old, new, looks, [*updates, *passes], rewrite))
         self._known = table, scalars, tiles, slots, tile_amaxes
         self._exceeding = exceeding
 
@@ -395,9 +398,10 @@ class StepLaunch(adam.StepLaunch):
         """
         raise NotImplementedError
 
-    def passes(self, kind: Any, *tensors: Any) -> list[Launch]:
-        """The launches of the pass, from table, scalars, tiles, number of large tiles, slots,
-        amaxes, next amaxes, tile amaxes and exceeding, as in ``nvfp4_step.adam_step``.
+    def passes(self, kind: Any, variant: Variant, *tensors: Any) -> list[Launch]:
+        """The launches of the pass, with its own variant, from table, scalars, tiles, number of
+        large tiles, slots, amaxes, next amaxes, tile amaxes and exceeding, as in
+        ``nvfp4_step.adam_step``.
         """
         raise NotImplementedError
 

@@ -8,14 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4adam.kernels import adam
-from fp4adam.kernels.adam import (
-    SIGNALS,
-    Variant,
-    adam_step_tile,
-    load_scalars,
-    load_tile_scales,
-    state_pointers,
-)
+from fp4adam.kernels.adam import SIGNALS, Variant, adam_step_tile, load_scalars, state_pointers
 from fp4adam.kernels.float8_block import (
     BLOCK,
     float8_scale,
@@ -24,7 +17,7 @@ from fp4adam.kernels.float8_block import (
     store_rowwise_scale,
     tile_mask,
 )
-from fp4adam.kernels.launch.launch import Launch, compute_capability
+from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.schema import Cut
 from fp4adam.kernels.launch.tensor_table import (
     COLS,
@@ -42,6 +35,7 @@ from fp4adam.kernels.launch.tensor_table import (
     tile_grid,
     tile_start,
 )
+from fp4adam.kernels.plain_step import update_scaled
 from fp4adam.kernels.tiles.bfloat16 import round_through
 from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_words
 from fp4adam.kernels.tiles.layout import state_offsets
@@ -184,26 +178,23 @@ def _adam_step_square_kernel(
     column_words = tl.zeros((PARTS, BR, BC // 4), tl.uint32)
     # Counted apart from ``i``, which the loop is ahead with when it prefetches.
     part = 0
-    next_scales = load_tile_scales(
-        pointers, tile_start(first_row, first_col, cols), cols,
-        tile_mask(first_row, first_col, rows, cols, MASKED, BR, BC), VARIANT, BR, BC,
-    )  # fmt: skip
     for i in tl.range(0, PARTS, num_stages=STAGES):
         row, col = first_row + i // PARTS_PER_ROW * BR, first_col + i % PARTS_PER_ROW * BC
         start = tile_start(row, col, cols)
-        # Single bytes cannot be prefetched. After the last part, these are the first one's again.
-        after, scales = (part + 1) % PARTS, next_scales
-        row, col = first_row + after // PARTS_PER_ROW * BR, first_col + after % PARTS_PER_ROW * BC
-        mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
-        next_scales = load_tile_scales(
-            pointers, tile_start(row, col, cols), cols, mask, VARIANT, BR, BC
-        )
         row, col = first_row + part // PARTS_PER_ROW * BR, first_col + part % PARTS_PER_ROW * BC
         mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
         value = adam_step_tile(
-            pointers, start, tile_start(row, col, cols), cols, mask, constants, VARIANT, True,
-            BR, BC, scales=scales,
-        )  # fmt: skip
+            pointers,
+            start,
+            tile_start(row, col, cols),
+            cols,
+            mask,
+            constants,
+            VARIANT,
+            True,
+            BR,
+            BC,
+        )
         x = round_through(value, VARIANT.write_dtype)
         if MASKED:
             x = tl.where(mask, x, 0.0)
@@ -319,17 +310,20 @@ def _adam_step_odd_square_kernel(
     parts = tl.cdiv(tl.minimum(rows - first_row, 128), BR)
 
     largest = tl.zeros((BC,), tl.float32)
-    next_grad = tl.load(
-        pointers.grad + tile_start(first_row, col, cols) + offs, first_row + r < ends
-    )
+    if not VARIANT.is_updated:
+        next_grad = tl.load(
+            pointers.grad + tile_start(first_row, col, cols) + offs, first_row + r < ends
+        )
     # Counted apart from ``i``, which the loop is ahead with when it prefetches.
     row = first_row
     for i in tl.range(0, parts, num_stages=STAGES):
         ahead = first_row + i * BR
-        mask, grad, next_row = row + r < ends, next_grad, row + BR
-        next_grad = tl.load(
-            pointers.grad + tile_start(next_row, col, cols) + offs, next_row + r < ends
-        )
+        mask, grad, next_row = row + r < ends, None, row + BR
+        if not VARIANT.is_updated:
+            grad = next_grad
+            next_grad = tl.load(
+                pointers.grad + tile_start(next_row, col, cols) + offs, next_row + r < ends
+            )
         value = adam_step_tile(
             pointers, tile_start(ahead, col, cols), tile_start(row, col, cols), cols,
             ahead + r < ends, constants, VARIANT, True, BR, BC, mask, grad,
@@ -402,21 +396,12 @@ def _adam_step_vector_kernel(
     VALUE: tl.constexpr = VARIANT.value_codec
     largest = tl.zeros((BC,), tl.float32)
     column_words = tl.zeros((PARTS, BR, BC // 4), tl.uint32)
-    row = first_row  # counted apart from ``i``, and scales ahead of it, as in the square kernel
-    next_scales = load_tile_scales(
-        pointers, tile_start(row, col, cols), cols,
-        tile_mask(row, col, rows, cols, MASKED, BR, BC), VARIANT, BR, BC,
-    )  # fmt: skip
+    row = first_row  # counted apart from ``i``, as in the square kernel
     for i in tl.range(0, PARTS, num_stages=STAGES):
         start, target = tile_start(first_row + i * BR, col, cols), tile_start(row, col, cols)
-        scales, after = next_scales, first_row + (row - first_row + BR) % 128
-        mask = tile_mask(after, col, rows, cols, MASKED, BR, BC)
-        next_scales = load_tile_scales(
-            pointers, tile_start(after, col, cols), cols, mask, VARIANT, BR, BC
-        )
         mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
         value = adam_step_tile(
-            pointers, start, target, cols, mask, constants, VARIANT, True, BR, BC, scales=scales
+            pointers, start, target, cols, mask, constants, VARIANT, True, BR, BC
         )
         x = round_through(value, VARIANT.write_dtype)
         if MASKED:
@@ -576,22 +561,16 @@ class Form(NamedTuple):
     registers: int | None
 
 
-def step_forms(two_dimensional: bool, codecs: tuple[str, str, str], sm: int) -> tuple[Form, Form]:
+def step_forms(two_dimensional: bool, codecs: tuple[str, str, str]) -> tuple[Form, Form]:
     """What updates whole blocks, and what those that need masks, for states in these codecs.
 
     Whole blocks with one scale per 128 elements may have all registers: shared memory limits how
-    many programs run at once. With states of a byte it does not, and three programs fit with 168
-    registers, where ptxas gets there without spills.
-
-    ``sm``: The compute capability without its point.
+    many programs run at once.
     """
     narrow, registers = are_narrow(*codecs), max_registers(*codecs)
-    most = registers if two_dimensional else 255
-    if sm == 90 and codecs[1:] == ("e4m3", "ue4m4"):
-        most = 168
     kernel = _adam_step_square_kernel if two_dimensional else _adam_step_vector_kernel
     parts = STEP_PARTS[two_dimensional, has_scales(*codecs)], MASKED_PARTS[two_dimensional, narrow]
-    whole = Form(kernel, {"MASKED": False}, parts[0], most)
+    whole = Form(kernel, {"MASKED": False}, parts[0], registers if two_dimensional else 255)
     masked = Form(kernel, {"MASKED": True}, parts[1], registers)
     if two_dimensional and not narrow:
         masked = masked._replace(kernel=_adam_step_odd_square_kernel, constexprs={})
@@ -614,8 +593,6 @@ def adam_step(
     ``tiles``: the first two of :func:`step_tiles`. ``largest``: the largest finite number of the
     dtype that values are rounded to.
     """
-    sm = compute_capability(table.device)
-    forms = step_forms(usage.square, variant.codecs, sm)
     return [
         Launch(
             form.kernel,
@@ -634,7 +611,7 @@ def adam_step(
             num_warps=form.tile.num_warps,
             maxnreg=form.registers,
         )
-        for part, form in zip(tiles, forms, strict=True)
+        for part, form in zip(tiles, step_forms(usage.square, variant.codecs), strict=True)
     ]
 
 
@@ -687,16 +664,15 @@ class StepLaunch(adam.StepLaunch):
 
     def __init__(self, kind: Any, tensors: tuple) -> None:
         shapes, _, table, scalars, cuts = tensors
-        variant, scaling = (
-            kind.variant(),
-            dict(
-                largest=torch.finfo(kind.write_dtype).max,
-                force_pow_2_scales=kind.quantizer.force_pow_2_scales,
-                amax_epsilon=kind.quantizer.amax_epsilon,
-            ),
+        updates, variant = update_scaled(table, scalars, shapes, kind.variant())
+        scaling = dict(
+            largest=torch.finfo(kind.write_dtype).max,
+            force_pow_2_scales=kind.quantizer.force_pow_2_scales,
+            amax_epsilon=kind.quantizer.amax_epsilon,
         )
         *tiles, shared = (part.to(table.device) for part in step_tiles(shapes, cuts))
-        self._launches = adam_step(table, scalars, tuple(tiles), variant, kind.usage(), **scaling)
+        passes = adam_step(table, scalars, tuple(tiles), variant, kind.usage(), **scaling)
+        self._launches = [*updates, *passes]
         self._prepares = bool(kind.groups)
         if self._prepares:
             grids = [(triton.cdiv(rows, BLOCK), triton.cdiv(cols, BLOCK)) for rows, cols in shapes]

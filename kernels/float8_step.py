@@ -12,14 +12,9 @@ from fp4adam.kernels import adam, amax_preview
 from fp4adam.kernels.adam import (
     SIGNALS,
     Variant,
-    insert_scales,
+    adam_step_tile,
     load_scalars,
-    load_scales,
-    no_scales,
-    scales_of,
     state_pointers,
-    store_scales,
-    update_tile,
 )
 from fp4adam.kernels.amax_preview import previewed_amax, report_amax
 from fp4adam.kernels.float8 import float8_tile, store_columnwise, tensor_scale
@@ -39,8 +34,9 @@ from fp4adam.kernels.launch.tensor_table import (
     takes_part,
     tile_start,
 )
+from fp4adam.kernels.plain_step import update_scaled
 from fp4adam.kernels.tiles.bfloat16 import round_through
-from fp4adam.kernels.tiles.state import has_scales, max_registers
+from fp4adam.kernels.tiles.state import has_scales, load_scale_words, max_registers
 from fp4adam.kernels.tiles.words import insert_tile
 
 # Tiles of the fused step. The loop prefetches the next tile; the edges of a matrix are covered by
@@ -77,17 +73,16 @@ def _update_tiles(
     # The tiles of the loop are transposed together, because one alone gives rows of only 16 bytes.
     column_words = tl.zeros((LOOP, BR, BC // 4), tl.uint32)
     first = tile_start(first_row, col, cols)
-    old_scales = load_scales(pointers, first, cols, VARIANT, LOOP, BR, BC)
-    new_scales = no_scales(BR, BC)
+    VALUE: tl.constexpr = VARIANT.value_codec
+    value_scales = load_scale_words(pointers.value_extra, first, cols, VALUE, LOOP, BR, BC)
     # Counted apart from ``i``, which the loop is ahead with when it prefetches.
     row = first_row
     for i in tl.range(0, LOOP, num_stages=STAGES):
         start, target = tile_start(first_row + i * BR, col, cols), tile_start(row, col, cols)
-        value, scales = update_tile(
-            pointers, start, target, cols, None, scales_of(old_scales, i), constants, VARIANT, True,
-            BR, BC,
+        value = adam_step_tile(
+            pointers, start, target, cols, None, constants, VARIANT, True, BR, BC,
+            value_scale=((value_scales >> (8 * i)) & 0xFF).to(tl.uint8),
         )  # fmt: skip
-        new_scales = insert_scales(new_scales, scales, i)
         x = round_through(value, VARIANT.write_dtype)
         magnitude = tl.reshape(tl.where(x == x, tl.abs(x), 0.0), (BR, BC // 4, 4))
         largest = tl.maximum(largest, tl.max(magnitude, 2))
@@ -95,7 +90,6 @@ def _update_tiles(
         if USAGE.columnwise:
             column_words = insert_tile(column_words, words, i)
         row += BR
-    store_scales(pointers, first, cols, new_scales, VARIANT, LOOP, BR, BC)
     if USAGE.columnwise:
         words = tl.reshape(column_words, (LOOP * BR, BC // 4))
         store_columnwise(words, first_row, col, rows, storage, LOOP * BR, BC)
@@ -234,7 +228,7 @@ def _passes(
     constexprs: dict[str, Any],
 ) -> list[Launch]:
     """The launches over large tiles and over tiles at edges."""
-    forms = STEP_TILE, EDGE_TILE[has_scales(*variant.codecs)]
+    forms = STEP_TILE, EDGE_TILE[has_scales(*variant.codecs) or variant.is_updated]
     parts = slice(0, n_whole), slice(n_whole, n_tiles)
     return [
         Launch(
@@ -262,7 +256,7 @@ class CurrentStepLaunch(amax_preview.StepLaunch):
     def tiles(self, kind: Any, shapes: list[tuple[int, int]]) -> tuple[Tensor, int]:
         return step_tiles(shapes, kind.has_scaled_states)
 
-    def passes(self, kind: Any, *tensors: Any) -> list[Launch]:
+    def passes(self, kind: Any, variant: Variant, *tensors: Any) -> list[Launch]:
         table, scalars, tiles, n_whole, slots, amaxes, next_amaxes, tile_amaxes, exceeding = tensors
         options = kind.quantizer.scale_options
         epsilon = options["amax_epsilon"]
@@ -271,7 +265,7 @@ class CurrentStepLaunch(amax_preview.StepLaunch):
             (table, scalars),
             len(tiles),
             n_whole,
-            kind.variant(),
+            variant,
             lambda part: (
                 tiles[part], slots, amaxes, next_amaxes, tile_amaxes[part], exceeding, epsilon
             ),
@@ -287,14 +281,16 @@ class DelayedStepLaunch(adam.StepLaunch):
         tiles, n_whole = step_tiles(shapes, kind.has_scaled_states)
         tiles = tiles.to(table.device)
         quantizer = kind.quantizer
+        updates, variant = update_scaled(table, scalars, shapes, kind.variant())
         self._launches = [
             delayed_amaxes(table, quantizer),
+            *updates,
             *_passes(
                 _delayed_step_kernel,
                 (table, scalars),
                 len(tiles),
                 n_whole,
-                kind.variant(),
+                variant,
                 lambda part: (tiles[part],),
                 dict(USAGE=kind.usage()),
             ),

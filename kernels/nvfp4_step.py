@@ -11,14 +11,9 @@ from fp4adam.kernels import amax_preview
 from fp4adam.kernels.adam import (
     SIGNALS,
     Variant,
-    insert_scales,
+    adam_step_tile,
     load_scalars,
-    load_scales,
-    no_scales,
-    scales_of,
     state_pointers,
-    store_scales,
-    update_tile,
 )
 from fp4adam.kernels.amax_preview import previewed_amax, report_amax
 from fp4adam.kernels.launch.launch import Launch, compute_capability
@@ -38,7 +33,7 @@ from fp4adam.kernels.launch.tensor_table import (
 )
 from fp4adam.kernels.nvfp4 import nvfp4_tile, store_columnwise, store_square_scales
 from fp4adam.kernels.tiles.bfloat16 import round_through
-from fp4adam.kernels.tiles.state import are_narrow, has_scales, max_registers
+from fp4adam.kernels.tiles.state import are_narrow, has_scales, load_scale_words, max_registers
 from fp4adam.kernels.tiles.words import insert_tile
 
 # Tiles of the fused step. The loop prefetches the next tile; the edges of a matrix are covered by
@@ -107,17 +102,16 @@ def _adam_step_kernel(
     storage = storage_pointers(table, tensor, tl.uint32, tl.uint8)
     gemm_scales = gemm_scale_pointers(table, tensor)
     first = tile_start(first_row, col, cols)
-    old_scales = load_scales(pointers, first, cols, VARIANT, LOOP, BR, BC)
-    new_scales = no_scales(BR, BC)
+    VALUE: tl.constexpr = VARIANT.value_codec
+    value_scales = load_scale_words(pointers.value_extra, first, cols, VALUE, LOOP, BR, BC)
     # Counted apart from ``i``, which the loop is ahead with when it prefetches.
     row = first_row
     for i in tl.range(0, LOOP, num_stages=STAGES):
         start, target = tile_start(first_row + i * BR, col, cols), tile_start(row, col, cols)
-        value, scales = update_tile(
-            pointers, start, target, cols, None, scales_of(old_scales, i), constants, VARIANT, True,
-            BR, BC,
+        value = adam_step_tile(
+            pointers, start, target, cols, None, constants, VARIANT, True, BR, BC,
+            value_scale=((value_scales >> (8 * i)) & 0xFF).to(tl.uint8),
         )  # fmt: skip
-        new_scales = insert_scales(new_scales, scales, i)
         x = round_through(value, VARIANT.write_dtype)
         block_amax, words, scale = nvfp4_tile(
             x, amax, row, col, cols, storage, gemm_scales, USAGE, BR, BC
@@ -129,11 +123,8 @@ def _adam_step_kernel(
             kept_scale |= scale.to(tl.uint32) << (8 * i)
         row += BR
     # Pointers that are needed from here on are loaded again, to take no registers in the loop.
-    pointers = state_pointers(table, tensor, VARIANT)
     storage = storage_pointers(table, tensor, tl.uint32, tl.uint8)
     gemm_scales = gemm_scale_pointers(table, tensor)
-    first = tile_start(first_row, col, cols)
-    store_scales(pointers, first, cols, new_scales, VARIANT, LOOP, BR, BC)
     tl.static_assert(LOOP <= 4)
     kept_scale = kept_scale[None, :, :] >> (8 * tl.arange(0, LOOP))[:, None, None]
     kept_scale = (kept_scale & 0xFF).to(tl.uint8)
@@ -166,26 +157,20 @@ def step_tiles(shapes: list[tuple[int, int]], large: Tile, small: Tile) -> tuple
     return torch.cat((whole, edge)), len(whole)
 
 
-def step_tile(
-    two_dimensional: bool, codecs: tuple[str, str, str], is_adaptive: bool = False
-) -> Tile:
-    """STEP_TILE or ADAPTIVE_TILE, adjusted for states in these codecs."""
-    tile = STEP_TILE[two_dimensional]
-    if two_dimensional:
-        return tile
-    if is_adaptive:
-        return tile._replace(num_stages=2) if are_narrow(*codecs) else ADAPTIVE_TILE
-    if are_narrow(*codecs) and not has_scales(*codecs):
-        # Two stages take 128 registers instead of 168, for which ptxas spills a few on sm_100.
-        return tile._replace(num_stages=2)
-    return tile
-
-
 def step_forms(variant: Variant, usage: Usage) -> tuple[Tile, Tile]:
-    """The tile for most of a matrix, and that for its edges."""
-    codecs = variant.codecs
-    large = step_tile(usage.square, codecs, usage.adaptive is not None)
-    return large, EDGE_TILE[has_scales(*codecs)]
+    """The tile for most of a matrix, and that for its edges.
+
+    They have the shapes that the preview's variant gives them, in a pass after the update, too.
+    """
+    scaled = has_scales(*variant.codecs) or variant.is_updated
+    narrow = are_narrow(*variant.codecs) or scaled
+    large = STEP_TILE[usage.square]
+    if not usage.square and usage.adaptive is not None:
+        large = large._replace(num_stages=2) if narrow else ADAPTIVE_TILE
+    elif not usage.square and narrow and not scaled:
+        # Two stages take 128 registers instead of 168, for which ptxas spills a few on sm_100.
+        large = large._replace(num_stages=2)
+    return large, EDGE_TILE[scaled]
 
 
 def step_registers(
@@ -256,5 +241,5 @@ class StepLaunch(amax_preview.StepLaunch):
     def tiles(self, kind: Any, shapes: list[tuple[int, int]]) -> tuple[Tensor, int]:
         return step_tiles(shapes, *step_forms(kind.variant(), kind.usage()))
 
-    def passes(self, kind: Any, *tensors: Any) -> list[Launch]:
-        return adam_step(*tensors, kind.variant(), kind.usage())
+    def passes(self, kind: Any, variant: Variant, *tensors: Any) -> list[Launch]:
+        return adam_step(*tensors, variant, kind.usage())

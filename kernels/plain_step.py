@@ -10,6 +10,7 @@ from torch import Tensor
 from fp4adam.kernels import adam
 from fp4adam.kernels.adam import (
     SIGNALS,
+    Variant,
     adam_step_tile,
     insert_scales,
     load_scalars,
@@ -21,10 +22,17 @@ from fp4adam.kernels.adam import (
     update_tile,
 )
 from fp4adam.kernels.launch.launch import Launch, compute_capability
-from fp4adam.kernels.launch.tensor_table import ROWS, ROWWISE_DATA, WIDTH, pointer, takes_part
+from fp4adam.kernels.launch.tensor_table import (
+    COLS,
+    ROWS,
+    ROWWISE_DATA,
+    WIDTH,
+    pointer,
+    takes_part,
+)
 from fp4adam.kernels.tiles.bfloat16 import round_to
 from fp4adam.kernels.tiles.layout import state_offsets
-from fp4adam.kernels.tiles.state import are_narrow, max_registers
+from fp4adam.kernels.tiles.state import are_narrow, has_scales, max_registers
 
 # Elements of a program without a loop.
 BLOCK = 512
@@ -65,7 +73,7 @@ def _block_kernel(
     VARIANT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Adam on one block of one tensor, read flat; ``rows`` of the table is its number of elements.
+    """Adam on one block of one tensor, a matrix or with one column, read flat.
 
     Grid: (n_tiles,). Tile: BLOCK elements. grad_scale_ptr, clip_ptr, found_inf_ptr: float32 [1].
     table: int64 [n_tensors, 19]. scalars: float32 [n, 12]. tiles: int32 [n_tiles, 2], (tensor,
@@ -78,7 +86,8 @@ def _block_kernel(
     if not takes_part(table, tensor, found_inf_ptr):
         return
     start = tl.load(tile + 1).to(tl.int64) * BLOCK
-    numel = tl.load(table + tensor.to(tl.int64) * WIDTH + ROWS)
+    fields = table + tensor.to(tl.int64) * WIDTH
+    numel = tl.load(fields + ROWS) * tl.load(fields + COLS)
     BR: tl.constexpr = BLOCK // ROW
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(table, tensor, VARIANT)
@@ -168,31 +177,55 @@ def loop_registers(codecs: tuple[str, str, str], sm: int) -> int | None:
     return 64 if sm == 90 else max_registers(*codecs)
 
 
+def update(
+    table: Tensor, scalars: Tensor, shapes: list[tuple[int, int]], variant: Variant
+) -> list[Launch]:
+    """The launches of the step of tensors of these shapes; call each with ``grad_scale, clip,
+    found_inf``.
+    """
+    forms: list[tuple[Any, dict, int | None]] = [
+        (_block_kernel, dict(BLOCK=BLOCK), max_registers(*variant.codecs))
+    ]
+    whole = None
+    if are_narrow(*variant.codecs):
+        rows, loop, stages = LOOP_TILE
+        whole = loop * rows * ROW.value
+        sizes = dict(BR=rows, LOOP=loop, STAGES=stages)
+        registers = loop_registers(variant.codecs, compute_capability(table.device))
+        forms.insert(0, (_loop_kernel, sizes, registers))
+    lists = flat_tiles([rows * cols for rows, cols in shapes], BLOCK, whole)
+    return [
+        Launch(
+            kernel,
+            tiles.shape[0],
+            (table, scalars, tiles.to(table.device)),
+            dict(VARIANT=variant, **sizes),
+            num_warps=4,
+            maxnreg=registers,
+        )
+        for (kernel, sizes, registers), tiles in zip(forms, lists, strict=True)
+    ]
+
+
+def update_scaled(
+    table: Tensor, scalars: Tensor, shapes: list[tuple[int, int]], variant: Variant
+) -> tuple[list[Launch], Variant]:
+    """What comes before the pass of a format whose kind has this variant, and that pass's variant.
+
+    States with scales are updated by launches of their own, and the pass reads the new masters:
+    their codecs and a format's conversion in one kernel leave too few registers for either.
+    """
+    if not has_scales(*variant.codecs):
+        return [], variant
+    rest = variant._replace(
+        exp_avg_codec="float32", exp_avg_sq_codec="float32", amsgrad=False, is_updated=True
+    )
+    return update(table, scalars, shapes, variant._replace(write_dtype=None)), rest
+
+
 class StepLaunch(adam.StepLaunch):
     """One pass over plain tensors."""
 
     def __init__(self, kind: Any, tensors: tuple) -> None:
         shapes, _, table, scalars, _ = tensors
-        variant = kind.variant()
-        forms: list[tuple[Any, dict, int | None]] = [
-            (_block_kernel, dict(BLOCK=BLOCK), max_registers(*variant.codecs))
-        ]
-        whole = None
-        if are_narrow(*variant.codecs):
-            rows, loop, stages = LOOP_TILE
-            whole = loop * rows * ROW.value
-            sizes = dict(BR=rows, LOOP=loop, STAGES=stages)
-            registers = loop_registers(variant.codecs, compute_capability(table.device))
-            forms.insert(0, (_loop_kernel, sizes, registers))
-        lists = flat_tiles([numel for numel, _ in shapes], BLOCK, whole)
-        self._launches = [
-            Launch(
-                kernel,
-                tiles.shape[0],
-                (table, scalars, tiles.to(table.device)),
-                dict(VARIANT=variant, **sizes),
-                num_warps=4,
-                maxnreg=registers,
-            )
-            for (kernel, sizes, registers), tiles in zip(forms, lists, strict=True)
-        ]
+        self._launches = update(table, scalars, shapes, kind.variant())

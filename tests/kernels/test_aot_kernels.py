@@ -69,9 +69,9 @@ def job(path, signature, constexprs, **options):
     }
 
 
-def variant(codecs, grad="bf16", value=None, write="fp32"):
+def variant(codecs, grad="bf16", value=None, write="fp32", is_updated=False):
     dtypes = (None if name is None else dtype(name) for name in (grad, value, write))
-    return {"VARIANT": {"tuple": VARIANT, "fields": [*dtypes, *codecs, True, False]}}
+    return {"VARIANT": {"tuple": VARIANT, "fields": [*dtypes, *codecs, True, False, is_updated]}}
 
 
 def usage(square=False, swizzled=False, adaptive=None):
@@ -94,6 +94,7 @@ def step_jobs(codecs, sm):
         nvfp4_step,
         plain_step,
     )
+    from fp4adam.kernels.adam import Variant
     from fp4adam.kernels.launch.tensor_table import Usage
     from fp4adam.kernels.tiles.state import are_narrow, has_scales, max_registers
 
@@ -114,6 +115,7 @@ def step_jobs(codecs, sm):
         ),
         ("bf16 with remainder", "bf16", "bf16", None, "remainder"),
         ("fp16 without master", "fp16", "fp16", None, "plain"),
+        ("of a master", "bf16", None, None, codecs[0]),
     ):
         options = variant((codec, *codecs[1:]), grad, value, param)
         jobs[f"adam {name}"] = job(
@@ -143,46 +145,49 @@ def step_jobs(codecs, sm):
             {**variant(codecs), "AGAIN": again, "SCAN": amax_preview.SCAN, "BR": br, "BC": bc},
             maxnreg=registers,
         )
+    # States with scales are updated before, which leaves a pass the scales of masters alone.
+    codecs_now = (codecs[0], "float32", "float32") if scaled else codecs
+    registers = max_registers(*codecs_now)
+    options_now = variant(codecs_now, is_updated=scaled)
+    variant_now = Variant(None, None, None, *codecs_now, True, False, scaled)
     for square in (True, False):
-        for size, tile, at in (
-            ("step", nvfp4_step.step_tile(square, codecs), 0),
-            ("edge", nvfp4_step.EDGE_TILE[scaled], 1),
+        adaptive = Usage(True, True, square, adaptive="mse")
+        plain = Usage(True, True, square)
+        own_tiles = nvfp4_step.step_forms(variant_now, adaptive)
+        for at, (size, tile) in enumerate(
+            zip(("step", "edge"), nvfp4_step.step_forms(variant_now, plain), strict=True)
         ):
             shape = {"LOOP": tile.loop, **tile_options(tile)}
             for swizzled in orders[size]:
                 jobs[f"nvfp4 {size} square={square} swizzled={swizzled}"] = job(
                     "nvfp4_step._adam_step_kernel",
                     amaxes,
-                    {**variant(codecs), **usage(square, swizzled), **shape},
+                    {**options_now, **usage(square, swizzled), **shape},
                     num_warps=tile.num_warps,
-                    maxnreg=nvfp4_step.step_registers(
-                        codecs, Usage(True, True, square, swizzled), sm
-                    )[at],
+                    maxnreg=nvfp4_step.step_registers(codecs_now, plain, sm)[at],
                 )
                 # These take longest to compile: all states for one capability, for others the ends.
                 if sm != CAPABILITIES[0] and codecs not in (PLAIN, WIDEST):
                     continue
-                own = nvfp4_step.step_tile(square, codecs, True) if size == "step" else tile
+                own = own_tiles[at]
                 jobs[f"nvfp4 adaptive {size} square={square} swizzled={swizzled}"] = job(
                     "nvfp4_step._adam_step_kernel",
                     amaxes,
                     {
-                        **variant(codecs),
+                        **options_now,
                         **usage(square, swizzled, "mse"),
                         "LOOP": own.loop,
                         **tile_options(own),
                     },
                     num_warps=own.num_warps,
-                    maxnreg=nvfp4_step.step_registers(
-                        codecs, Usage(True, True, square, swizzled, "mse"), sm
-                    )[at],
+                    maxnreg=nvfp4_step.step_registers(codecs_now, adaptive, sm)[at],
                 )
     for size, tile, part, most in (
         (
             "step",
             mxfp8_step.STEP_TILE,
-            mxfp8_step.STEP_PART[is_wide],
-            mxfp8_step.step_registers(codecs, sm),
+            mxfp8_step.STEP_PART[are_narrow(*codecs_now)],
+            mxfp8_step.step_registers(codecs_now),
         ),
         ("edge", mxfp8_step.EDGE_TILE, mxfp8_step.EDGE_PART, mxfp8_step.EDGE_REGISTERS),
     ):
@@ -191,7 +196,7 @@ def step_jobs(codecs, sm):
             jobs[f"mxfp8 {size} swizzled={swizzled}"] = job(
                 "mxfp8_step._adam_step_kernel",
                 TABLES,
-                {**variant(codecs), **usage(swizzled=swizzled), **shape},
+                {**options_now, **usage(swizzled=swizzled), **shape},
                 num_warps=tile.num_warps,
                 maxnreg=most,
             )
@@ -204,11 +209,11 @@ def step_jobs(codecs, sm):
         jobs[f"float8 {size}"] = job(
             "float8_step._current_step_kernel",
             {**amaxes, "epsilon": "fp32"},
-            {**variant(codecs), "POW_2": False, **shape},
+            {**options_now, "POW_2": False, **shape},
             **options,
         )
         jobs[f"float8 delayed {size}"] = job(
-            "float8_step._delayed_step_kernel", TABLES, {**variant(codecs), **shape}, **options
+            "float8_step._delayed_step_kernel", TABLES, {**options_now, **shape}, **options
         )
     if not is_wide:
         jobs["float8 delayed amax"] = job(
@@ -218,13 +223,13 @@ def step_jobs(codecs, sm):
         )
     epsilon = {**TABLES, "epsilon": "fp32"}
     for shape, square in (("square", True), ("vector", False)):
-        forms = float8_block_step.step_forms(square, codecs, sm)
+        forms = float8_block_step.step_forms(square, codecs_now)
         for masked, (kernel, constexprs, tile, limit) in zip((False, True), forms, strict=True):
             extra = {"LARGEST": FP32_MAX, "POW_2": True, **constexprs, **tile_options(tile)}
             jobs[f"float8block {shape} masked={masked}"] = job(
                 f"float8_block_step.{kernel.__name__}",
                 epsilon,
-                {**variant(codecs), **usage(square), **extra},
+                {**options_now, **usage(square), **extra},
                 num_warps=tile.num_warps,
                 maxnreg=limit,
             )
