@@ -21,15 +21,21 @@ def flat_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def strips(x: Tensor, block: tuple[int, int], scratch: int = 0) -> Iterator[tuple]:
-    """Cut a matrix into strips of whole blocks that fit a cache, for operators.
+    """Cut a matrix into strips of whole blocks, few enough rows for a CPU's cache.
 
-    Yields, for each strip, its rows as a slice; its values as float32, padded with zeros to whole
-    blocks; and ``scratch`` float32 tensors of that shape. All strips share the scratch memory,
-    because what was just used is still in the cache.
+    Args:
+        x: The matrix, of any floating dtype.
+        block: Rows and columns of a block.
+        scratch: Number of tensors to work in. All strips share their memory, because what was
+            used last is still in the cache.
+
+    Yields:
+        For each strip its rows as a slice; their values, float32, padded with zeros to whole
+        blocks, which are valid until the next strip; and ``scratch`` float32 tensors of that shape.
     """
     rows, cols = x.shape
     height = max(1, backend.cpu_chunk_numel() // (block[0] * cols)) * block[0]
-    height = min(height, round_up(rows, block[0]))
+    height = min(height, max(1, round_up(rows, block[0])))
     width = round_up(cols, block[1])
     copies = x.dtype != torch.float32 or width != cols or rows % block[0] != 0
     padded = x.new_zeros(height if copies else 0, width, dtype=torch.float32)
