@@ -15,6 +15,7 @@ from fp4adam.tensors.blocks import flat_shape, strips
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer, check_tensor
 from fp4adam.tensors.storage import Storage
+from fp4adam.tensors.transpose import transpose_bytes
 
 BLOCK = 16
 SCALINGS = ("current", "delayed")
@@ -206,7 +207,11 @@ class Float8Quantizer(Quantizer):
         if backend.uses_kernels(x.device):
             self.kernels().measure(x, amax)
         else:
-            amax.copy_(torch.stack([minifloat.amax(strip) for _, strip in strips(x, BLOCK)]).amax())
+            amaxes = [
+                minifloat.amax(strip, scratch=scratch)
+                for _, strip, scratch in strips(x, (BLOCK, 1), scratch=1)
+            ]
+            amax.copy_(torch.stack(amaxes).amax())
 
     def take_amax(self, tensors: Storage, amax: Tensor) -> None:
         if not self.has_history:
@@ -244,12 +249,11 @@ class Float8Quantizer(Quantizer):
                 **self.scale_options,
             )
         scale = self.encode_scale(out.amax)
-        for rows, strip in strips(x, BLOCK):
-            codes = minifloat.e4m3_code(strip * scale)
-            if out.rowwise_data is not None:
-                out.rowwise_data[rows] = codes
+        for rows, strip, scratch in strips(x, (BLOCK, 1), scratch=1):
+            row_codes = None if out.rowwise_data is None else out.rowwise_data[rows]
+            codes = minifloat.e4m3_code(torch.mul(strip, scale, out=scratch), out=row_codes)
             if out.columnwise_data is not None:
-                out.columnwise_data[:, rows] = codes.t()
+                transpose_bytes(codes, out.columnwise_data[:, rows])
 
     def recode(self, x: Tensor, tensors: Storage) -> Tensor:
         codes = minifloat.e4m3_code(x * self.encode_scale(tensors.amax))

@@ -15,6 +15,7 @@ from fp4adam.tensors.blocks import blocks_of, in_blocks, round_up, strips, times
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import SquareBlockQuantizer
 from fp4adam.tensors.storage import Storage
+from fp4adam.tensors.transpose import transpose_bytes
 
 BLOCK = 128
 
@@ -118,28 +119,37 @@ class Float8BlockQuantizer(SquareBlockQuantizer):
                 **self.scale_options,
             )
         largest = torch.finfo(x.dtype).max
-        for rows, strip in strips(x, BLOCK):
+        for rows, strip, scratch in strips(x, (BLOCK, BLOCK), scratch=1):
             blocks = in_blocks(rows, BLOCK)
+            codes = None if out.rowwise_data is None else out.rowwise_data[rows]
+            if codes is None:
+                codes = out.columnwise_data.new_empty(rows.stop - rows.start, x.shape[1])
             if self.two_dimensional:
-                codes, out.block_scale_inv[blocks] = self._encode(strip, (BLOCK, BLOCK), largest)
-            if out.rowwise_data is not None:
-                if not self.two_dimensional:
-                    codes, scale_inv = self._encode(strip, (1, BLOCK), largest)
-                    out.rowwise_scale_inv[:, rows] = scale_inv.t()
-                out.rowwise_data[rows] = codes
+                scale_inv = self._encode(strip, (BLOCK, BLOCK), largest, scratch, codes)
+                out.block_scale_inv[blocks] = scale_inv
+            elif out.rowwise_data is not None:
+                scale_inv = self._encode(strip, (1, BLOCK), largest, scratch, codes)
+                out.rowwise_scale_inv[:, rows] = scale_inv[: len(codes)].t()
             if out.columnwise_data is not None:
                 if not self.two_dimensional:
-                    codes, scale_inv = self._encode(strip, (BLOCK, 1), largest)
-                    out.columnwise_scale_inv[blocks, : x.shape[1]] = scale_inv
-                out.columnwise_data[:, rows] = codes.t()
+                    codes = torch.empty_like(codes)
+                    scale_inv = self._encode(strip, (BLOCK, 1), largest, scratch, codes)
+                    out.columnwise_scale_inv[blocks, : x.shape[1]] = scale_inv[:, : x.shape[1]]
+                transpose_bytes(codes, out.columnwise_data[:, rows])
 
-    def _encode(self, x: Tensor, block: tuple[int, int], largest: float) -> tuple[Tensor, Tensor]:
-        """Codes [rows, cols] and decode scales, one per block, of float32 rows."""
-        rows, cols = x.shape
+    def _encode(
+        self, x: Tensor, block: tuple[int, int], largest: float, scratch: Tensor, codes: Tensor
+    ) -> Tensor:
+        """Write codes of float32 rows; return decode scales, one per block.
+
+        ``x`` and ``scratch`` are padded to whole blocks, ``codes`` [rows, cols] is not.
+        """
+        rows, cols = codes.shape
         blocks = blocks_of(x, block)
-        scale = self.encode_scale(minifloat.amax(blocks, (1, 3)), largest)
-        codes = minifloat.e4m3_code(times_factors(blocks, scale))
-        return codes.flatten(2).flatten(0, 1)[:rows, :cols], 1.0 / scale
+        scale = self.encode_scale(minifloat.amax(blocks, (1, 3), scratch), largest)
+        scaled = times_factors(blocks, scale, out=scratch).view(x.shape)
+        minifloat.e4m3_code(scaled[:rows, :cols], out=codes)
+        return 1.0 / scale
 
     def encode_scale(self, amax: Tensor, largest: float) -> Tensor:
         """Encode scales of blocks with these amaxes, float32.

@@ -5,7 +5,6 @@ Source: OCP Microscaling Formats (MX) v1.0, sections 5.3 and 5.4.
 """
 
 import ctypes
-import math
 
 import torch
 from torch import Tensor
@@ -16,11 +15,12 @@ from fp4adam.tensors.blocks import blocks_of, strips
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 FP32_MAX = torch.finfo(torch.float32).max
+_INFINITY = 0x7F800000
 
-# 2**22, 2**22 + 1 and 2**22 + 2, as tensors that operators take with those of any device.
-_ROUNDING = torch.tensor(
-    [2.0**22, 2.0**22 + 1, 2.0**22 + 2], dtype=torch.float32, device="cpu"
-).unbind()
+# Whether torch rounds numbers out of E4M3's range to 448: 2.13 does, 2.11 makes them NaN.
+_SATURATES = (
+    not torch.tensor(torch.inf, device="cpu").to(torch.float8_e4m3fn).float().isnan().item()
+)
 
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -36,27 +36,43 @@ def e2m1_code(x: Tensor) -> Tensor:
     Returns:
         uint8 codes 0..15 in the shape of ``x``; bit 3 is the sign, which zero keeps.
     """
-    magnitude = x.abs()
-    # A code would be above 7, or there is NaN.
-    if x.numel() and not magnitude.amax() < E2M1_MAX + 1:
-        x = x.nan_to_num(E2M1_MAX).clamp_(-E2M1_MAX, E2M1_MAX)
-        magnitude = x.abs()
-    # Half the code is min(a, a/2 + 1, a/4 + 2), lines that meet at 2 and 4. Adding 2**22, where
-    # float32 has steps of 0.5, rounds each of them to even and leaves the code in the low byte.
-    # The products are exact, so fused multiply-adds give the same sums.
-    half = torch.add(_ROUNDING[2], magnitude, alpha=0.25)
-    line = torch.add(_ROUNDING[1], magnitude, alpha=0.5)
-    torch.minimum(half, line, out=half)
-    torch.minimum(half, torch.add(_ROUNDING[0], magnitude, out=line), out=half)
-    sign = torch.bitwise_right_shift(x.view(torch.int32), 31, out=line.view(torch.int32))  # -1 or 0
-    return half.view(torch.int32).add_(sign, alpha=-8).to(torch.uint8)
+    scratch = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    return e2m1_words(scratch.copy_(x), torch.empty_like(scratch)).to(torch.uint8)
 
 
-def pack_e2m1(codes: Tensor) -> Tensor:
-    """Pack contiguous codes [..., 2n] into bytes [..., n]; even elements go into the low nibble."""
-    # Read as 16-bit words, the odd element is the high byte; only the low byte is kept at the end.
-    pairs = codes.view(torch.int16)
-    return (pairs >> 4).bitwise_or_(pairs).to(torch.uint8)
+def e2m1_words(x: Tensor, scratch: Tensor) -> Tensor:
+    """The codes of :func:`e2m1_code` as int16, without memory of its own.
+
+    ``scratch``: Like ``x``, contiguous. Both are overwritten, and the codes lie in ``scratch``.
+    """
+    if x.numel():
+        low, high = torch.aminmax(x)
+        if not (low > -E2M1_MAX - 1 and high < E2M1_MAX + 1):  # codes above 7, or NaN
+            x.nan_to_num_(E2M1_MAX).clamp_(-E2M1_MAX, E2M1_MAX)
+    # Half the code is min(a, a/2 + 1, a/4 + 2), lines that meet at 2 and 4, each rounded to a
+    # multiple of 1/2, ties to even. FP16 has numbers below 2**-14 as multiples of 2**-24, with the
+    # multiple as bits: conversion does the rounding. Bit 15 is the sign for sums and minima too.
+    x.mul_(2.0**-23)
+    code, line = scratch.view(torch.float16).view(2, *x.shape).unbind()
+    code.copy_(x)
+    code, bits = code.view(torch.int16), line.view(torch.int16)
+    for offset in (2, 4):
+        line.copy_(x.mul_(0.5))
+        torch.minimum(code, bits.add_(offset), out=code)
+    code.bitwise_or_(torch.bitwise_right_shift(code, 12, out=bits))
+    return code.bitwise_and_(15)
+
+
+def pack_e2m1(codes: Tensor, out: Tensor | None = None) -> Tensor:
+    """Pack contiguous codes [..., 2n] into bytes [..., n]; even elements go into the low nibble.
+
+    ``codes``: uint8 or int16. ``out``: Memory for the bytes.
+    """
+    # Read as words of two elements, the odd one is the upper half; the low byte is kept at the end.
+    size = codes.element_size()
+    pairs = codes.view({1: torch.int16, 2: torch.int32}[size])
+    pairs = (pairs >> 8 * size - 4).bitwise_or_(pairs)
+    return pairs.to(torch.uint8) if out is None else out.copy_(pairs)
 
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
@@ -68,10 +84,13 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
     return _look_up(pairs.view(torch.int64).view(-1), packed).view(torch.float32)
 
 
-def e4m3_code(x: Tensor) -> Tensor:
-    """Round float32 to E4M3: nearest-even, saturating at 448, NaN becomes 0x7F; uint8 bytes."""
-    # torch 2.11 turns values above 464 into NaN, torch 2.13 saturates; clamping works for both.
-    code = x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+def e4m3_code(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """Round float32 to E4M3: nearest-even, saturating at 448, NaN becomes 0x7F; uint8 bytes.
+
+    ``out``: uint8 memory for the codes, in the shape of ``x``.
+    """
+    code = torch.empty(x.shape, dtype=torch.uint8, device=x.device) if out is None else out
+    code.view(torch.float8_e4m3fn).copy_(x if _SATURATES else x.clamp(-E4M3_MAX, E4M3_MAX))
     if code.numel() and code.amax() == 0xFF:  # There is a negative NaN, which is rare.
         code.masked_fill_(code == 0xFF, 0x7F)
     return code
@@ -136,17 +155,28 @@ def e8m0_value(code: Tensor) -> Tensor:
     return torch.where(exponent == 255, 0x7FC00000, bits).view(torch.float32)
 
 
-def amax(x: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
-    """Largest magnitude of float32 over ``dims`` (all by default), ignoring NaN as a GPU does."""
-    largest = _amax(x.abs(), dims)
-    if largest.numel() and math.isnan(largest.amax()):
-        largest = _amax(x.abs().nan_to_num_(0.0, posinf=math.inf), dims)
-    return largest
+def amax(x: Tensor, dims: tuple[int, ...] | None = None, scratch: Tensor | None = None) -> Tensor:
+    """Largest magnitude of float32 over ``dims`` (all by default), ignoring NaN as a GPU does.
+
+    ``scratch``: float32 memory of as many elements as ``x``, contiguous.
+    """
+    magnitude = torch.abs(x, out=None if scratch is None else scratch.view(x.shape))
+    # The bits of magnitudes are in their order, and torch finds the largest integer faster.
+    bits = magnitude.view(torch.int32)
+    largest = _amax(bits, dims)
+    if largest.numel() and largest.amax() > _INFINITY:
+        largest = _amax(bits.masked_fill_(bits > _INFINITY, 0), dims)
+    return largest.view(torch.float32)
 
 
 def block_amaxes(x: Tensor, block: tuple[int, int]) -> Tensor:
     """The :func:`amax` of each block of a matrix of any dtype, strip by strip."""
-    return torch.cat([amax(blocks_of(strip, block), (1, 3)) for _, strip in strips(x, block[0])])
+    return torch.cat(
+        [
+            amax(blocks_of(strip, block), (1, 3), scratch)
+            for _, strip, scratch in strips(x, block, scratch=1)
+        ]
+    )
 
 
 def _amax(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:

@@ -109,12 +109,12 @@ class MXFP8Quantizer(Quantizer):
                 rowwise_scale=out.rowwise_scale_inv,
                 columnwise_scale=out.columnwise_scale_inv,
             )
-        for rows, strip in strips(x, BLOCK):
+        for rows, strip, scratch in strips(x, (BLOCK, 1), scratch=1):
             if out.rowwise_data is not None:
-                out.rowwise_data[rows], scale = _encode(strip, (1, BLOCK))
+                scale = _encode(strip, (1, BLOCK), scratch, out.rowwise_data[rows])
                 out.rowwise_scale_inv[rows, : scale.shape[1]] = scale
             if out.columnwise_data is not None:
-                out.columnwise_data[rows], scale = _encode(strip, (BLOCK, 1))
+                scale = _encode(strip, (BLOCK, 1), scratch, out.columnwise_data[rows])
                 out.columnwise_scale_inv[in_blocks(rows, BLOCK), : scale.shape[1]] = scale
 
     def recode(self, x: Tensor, tensors: Storage) -> Tensor:
@@ -147,11 +147,15 @@ class MXFP8Quantizer(Quantizer):
         return data, scale, rowwise
 
 
-def _encode(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Codes [rows, cols] and E8M0 scales [rows / block[0], cols / block[1]] of float32 rows."""
+def _encode(x: Tensor, block: tuple[int, int], scratch: Tensor, codes: Tensor) -> Tensor:
+    """Write codes [rows, cols] of float32 rows; return E8M0 scales, one per block.
+
+    ``scratch``: Like ``x``.
+    """
     blocks = blocks_of(x, block)
-    scale, factor = block_scales(minifloat.amax(blocks, (1, 3)))
-    return minifloat.e4m3_code(times_factors(blocks, factor)).view(x.shape), scale
+    scale, factor = block_scales(minifloat.amax(blocks, (1, 3), scratch))
+    minifloat.e4m3_code(times_factors(blocks, factor, out=scratch).view(x.shape), out=codes)
+    return scale
 
 
 def block_scales(amax: Tensor) -> tuple[Tensor, Tensor]:

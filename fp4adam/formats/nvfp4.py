@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from fp4adam.tensors.blocks import blocks_of, in_blocks, round_up, strips, times
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import SquareBlockQuantizer
 from fp4adam.tensors.storage import Storage
+from fp4adam.tensors.transpose import transpose_words, word_rows
 
 BLOCK = 16
 ERRORS = ("mae", "mse")
@@ -201,22 +202,18 @@ class NVFP4Quantizer(SquareBlockQuantizer):
             out.rowwise_scale_inv[:rows, : cols // BLOCK] = scales["rowwise"]
         if self.columnwise and not self.two_dimensional:
             out.columnwise_scale_inv[:cols, : rows // BLOCK] = scales["columnwise"].t()
-        for span, strip in strips(x, BLOCK):
-            codes = {
-                usage: _codes(strip, factors[usage][in_blocks(span, shape[0])], shape)
-                for usage, shape in shapes.items()
-            }
-            if self.rowwise:
-                out.rowwise_data[span] = minifloat.pack_e2m1(codes["rowwise"])
-            if self.columnwise:
-                column_codes = codes["rowwise" if self.two_dimensional else "columnwise"]
-                # Packing pairs of rows before the transpose halves the bytes that it moves.
-                packed = torch.add(column_codes[0::2], column_codes[1::2], alpha=16)
-                out.columnwise_data[:, in_blocks(span, 2)] = packed.t()
+        for span, strip, *scratch in strips(x, (BLOCK, BLOCK), scratch=2):
+            for usage, shape in shapes.items():
+                codes = _codes(strip, factors[usage][in_blocks(span, shape[0])], shape, scratch)
+                if self.rowwise and usage == "rowwise":
+                    minifloat.pack_e2m1(codes, out=out.rowwise_data[span])
+                if self.columnwise and (usage == "columnwise" or self.two_dimensional):
+                    _pack_columns(codes, out.columnwise_data[:, in_blocks(span, 2)])
 
     def recode(self, x: Tensor, tensors: Storage) -> Tensor:
         factor = _factors(tensors.block_scale_inv, self._encode_scale(tensors.amax))
-        return minifloat.pack_e2m1(_codes(x, factor, (BLOCK, BLOCK)))
+        scratch = [torch.empty_like(x) for _ in range(2)]
+        return minifloat.pack_e2m1(_codes(x, factor, (BLOCK, BLOCK), scratch))
 
     def _choices(
         self, x: Tensor, block: tuple[int, int], block_amax: Tensor, amax: Tensor
@@ -227,7 +224,7 @@ class NVFP4Quantizer(SquareBlockQuantizer):
                 self.maps_to_four(
                     blocks_of(strip, block), block_amax[in_blocks(span, block[0])], amax
                 )
-                for span, strip in strips(x, block[0])
+                for span, strip in strips(x, block)
             ]
         )
 
@@ -288,9 +285,22 @@ class NVFP4Quantizer(SquareBlockQuantizer):
         return data, scale, tensors.amax, self.two_dimensional, transposed, self.bound
 
 
-def _codes(x: Tensor, factor: Tensor, block: tuple[int, int]) -> Tensor:
-    """Codes [rows, cols] of float32 rows, with one factor per block."""
-    return minifloat.e2m1_code(times_factors(blocks_of(x, block), factor)).view(x.shape)
+def _codes(x: Tensor, factor: Tensor, block: tuple[int, int], scratch: Sequence[Tensor]) -> Tensor:
+    """Codes [rows, cols] of float32 rows, int16, with one factor per block.
+
+    ``scratch``: Two tensors like ``x``; the codes lie in them.
+    """
+    scaled = times_factors(blocks_of(x, block), factor, out=scratch[0]).view(x.shape)
+    return minifloat.e2m1_words(scaled, scratch[1])
+
+
+def _pack_columns(codes: Tensor, out: Tensor) -> None:
+    """Pack int16 codes [rows, cols] along columns into uint8 [cols, rows / 2]."""
+    # Four rows become one of words.
+    words = word_rows(codes[0::4], torch.int16)
+    torch.add(codes[0::4], codes[1::4], alpha=1 << 4, out=words)
+    words.add_(codes[2::4], alpha=1 << 8).add_(codes[3::4], alpha=1 << 12)
+    transpose_words(words, out)
 
 
 def _factors(scale: Tensor, encode: float) -> Tensor:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 # Elements per thread in a CPU chunk: few enough that the float32 tensors of an operator stay in a
 # core's cache, many enough to outweigh the cost of starting the operator.
-PER_THREAD = 2**17
+PER_THREAD = 2**18
 
 
 def uses_kernels(device: torch.device) -> bool:

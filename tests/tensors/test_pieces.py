@@ -17,6 +17,8 @@ from fp4adam import (
     QuantizedTensor,
 )
 from fp4adam.tensors import backend
+from fp4adam.tensors.blocks import strips
+from fp4adam.tensors.transpose import transpose_bytes
 
 FORMATS = {
     "nvfp4_2d": NVFP4Quantizer(),
@@ -96,5 +98,29 @@ def test_strips_give_the_bytes_of_the_whole(format, special, monkeypatch):
         tensor = FORMATS[format].quantize(x)
         tensors.append([*tensor.storage_tensors().values(), tensor.dequantize()])
     for other in tensors[:2]:
-        for strips, whole in zip(other, tensors[2], strict=True):
-            assert torch.equal(strips.view(torch.uint8), whole.view(torch.uint8))
+        for pieces, whole in zip(other, tensors[2], strict=True):
+            assert torch.equal(pieces.view(torch.uint8), whole.view(torch.uint8))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4])
+@pytest.mark.parametrize("shape", [(8, 5), (7, 12), (3, 4), (4, 1), (1, 1)])
+def test_bytes_are_transposed_at_any_address(shape, offset):
+    rows, cols = shape
+    source = torch.arange(rows * cols, dtype=torch.uint8).view(shape)
+    memory = torch.zeros(cols * 16 + offset, dtype=torch.uint8)
+    transpose_bytes(source, memory[offset:].view(cols, 16)[:, :rows])
+    expected = torch.zeros(cols, 16, dtype=torch.uint8)
+    expected[:, :rows] = source.t()
+    assert torch.equal(memory[offset:].view(cols, 16), expected)
+    assert not memory[:offset].any()
+
+
+def test_strips_pad_the_last_blocks_with_zeros(monkeypatch):
+    monkeypatch.setattr(backend, "cpu_chunk_numel", lambda: 8 * 5)
+    x = matrix(10, 5)
+    parts = [(span, strip.clone(), work.shape) for span, strip, work in strips(x, (4, 3), 1)]
+    assert [span for span, _, _ in parts] == [slice(0, 8), slice(8, 10)]
+    padded = torch.cat([strip for _, strip, _ in parts])
+    assert torch.equal(padded, torch.nn.functional.pad(x, (0, 1, 0, 2)))
+    assert all(strip.shape == shape for _, strip, shape in parts)
+    assert list(strips(x[:0], (4, 3), 1)) == []
