@@ -41,21 +41,14 @@ from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_words
 from fp4adam.kernels.tiles.layout import state_offsets
 from fp4adam.kernels.tiles.state import (
     are_narrow,
-    has_scales,
     load_master,
     master_pointers,
     max_registers,
 )
 from fp4adam.kernels.tiles.words import insert_tile, store_words, transpose_words
 
-# The parts that the fused step divides whole blocks into. The encoding of states needs registers,
-# hence the smaller parts.
-STEP_PARTS = {  # by two_dimensional and scaled_states
-    (True, False): Tile(16, BLOCK, 8, 4, 3),
-    (True, True): Tile(8, BLOCK, 16, 4, 3),
-    (False, False): Tile(16, BLOCK, 8, 4, 3),
-    (False, True): Tile(8, BLOCK, 16, 4, 3),
-}
+# The parts that the fused step divides whole blocks into.
+STEP_PART = Tile(16, BLOCK, 8, 4, 3)
 # Those of blocks that need masks. Only states in FP32 are read ahead, in a kernel of its own.
 MASKED_PARTS = {  # by two_dimensional and whether states are narrow
     (True, False): Tile(4, BLOCK, 32, 4, 4),
@@ -569,7 +562,7 @@ def step_forms(two_dimensional: bool, codecs: tuple[str, str, str]) -> tuple[For
     """
     narrow, registers = are_narrow(*codecs), max_registers(*codecs)
     kernel = _adam_step_square_kernel if two_dimensional else _adam_step_vector_kernel
-    parts = STEP_PARTS[two_dimensional, has_scales(*codecs)], MASKED_PARTS[two_dimensional, narrow]
+    parts = STEP_PART, MASKED_PARTS[two_dimensional, narrow]
     whole = Form(kernel, {"MASKED": False}, parts[0], registers if two_dimensional else 255)
     masked = Form(kernel, {"MASKED": True}, parts[1], registers)
     if two_dimensional and not narrow:

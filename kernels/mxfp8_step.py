@@ -35,8 +35,8 @@ from fp4adam.kernels.tiles.state import are_narrow, has_scales, load_scale
 from fp4adam.kernels.tiles.words import insert_tile
 
 # Tiles of the fused step, and the columns of the parts that they are processed in. Edges are
-# covered by single blocks. Encoding narrow states needs registers, hence smaller parts.
-STEP_TILE, STEP_PART = Tile(32, 256, 1, 4, 3), {False: 64, True: 32}  # by are_narrow()
+# covered by single blocks. Encoding states in BF16 needs registers, hence smaller parts.
+STEP_TILE, STEP_PART = Tile(32, 256, 1, 4, 3), {False: 64, True: 32}  # by encodes_states()
 EDGE_TILE, EDGE_PART = Tile(32, 32, 1, 4, 1), 32
 # Without a limit, ptxas saves registers for edge tiles and spills. There are few edge tiles, so
 # their occupancy does not matter.
@@ -127,10 +127,15 @@ def step_tiles(shapes: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
     return cover(shapes, STEP_TILE, EDGE_TILE)
 
 
+def encodes_states(codecs: tuple[str, str, str]) -> bool:
+    """Whether the pass encodes narrow states; those with scales are updated before it."""
+    return are_narrow(*codecs) and not has_scales(*codecs)
+
+
 def step_registers(codecs: tuple[str, str, str]) -> int | None:
     """The register limit per thread of STEP_TILE; None leaves it to ptxas."""
     # ptxas aims for 168 with states in BF16, and for sm_120 spills unless a limit is given.
-    return 168 if are_narrow(*codecs) and not has_scales(*codecs) else None
+    return 168 if encodes_states(codecs) else None
 
 
 def adam_step(
@@ -141,7 +146,7 @@ def adam_step(
     ``tiles``: from :func:`step_tiles`.
     """
     part, registers = (
-        STEP_PART[are_narrow(*variant.codecs)],
+        STEP_PART[encodes_states(variant.codecs)],
         step_registers(variant.codecs),
     )
     forms = (

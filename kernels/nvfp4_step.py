@@ -170,6 +170,8 @@ def step_forms(variant: Variant, usage: Usage) -> tuple[Tile, Tile]:
     elif not usage.square and narrow and not scaled:
         # Two stages take 128 registers instead of 168, for which ptxas spills a few on sm_100.
         large = large._replace(num_stages=2)
+    if variant.is_updated and usage.square and usage.adaptive is None:
+        large = large._replace(num_warps=2)
     return large, EDGE_TILE[scaled]
 
 

@@ -186,7 +186,7 @@ def step_jobs(codecs, sm):
         (
             "step",
             mxfp8_step.STEP_TILE,
-            mxfp8_step.STEP_PART[are_narrow(*codecs_now)],
+            mxfp8_step.STEP_PART[mxfp8_step.encodes_states(codecs_now)],
             mxfp8_step.step_registers(codecs_now),
         ),
         ("edge", mxfp8_step.EDGE_TILE, mxfp8_step.EDGE_PART, mxfp8_step.EDGE_REGISTERS),
