@@ -30,14 +30,12 @@ from fp4adam.kernels.tiles.state import (
     OF_MASTERS,
     element_hash,
     load_scale,
-    load_scale_words,
     load_state,
     load_value,
     master_pointers,
     split_master,
     state_pointer,
     store_scale,
-    store_scale_words,
     store_state,
     value_pointers,
 )
@@ -251,80 +249,6 @@ def state_pointers(table, tensor, VARIANT: tl.constexpr):
         pointer(table, tensor, EXP_AVG_SQ_SCALE, tl.uint8),
         pointer(table, tensor, MAX_EXP_AVG_SQ, tl.float32),
     )
-
-
-@triton.jit
-def load_scales(
-    pointers,
-    start,
-    stride,
-    VARIANT: tl.constexpr,
-    LOOP: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
-    """The :class:`Scales` of LOOP tiles of the state down the rows, in words; see
-    :func:`load_scale_words`. ``start`` is that of the first tile.
-    """
-    ptr = pointers
-    VALUE: tl.constexpr = VARIANT.value_codec
-    FIRST: tl.constexpr = VARIANT.exp_avg_codec
-    SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
-    return Scales(
-        load_scale_words(ptr.value_extra, start, stride, VALUE, LOOP, BR, BC),
-        load_scale_words(ptr.exp_avg_scale, start, stride, FIRST, LOOP, BR, BC),
-        load_scale_words(ptr.exp_avg_sq_scale, start, stride, SECOND, LOOP, BR, BC),
-    )
-
-
-@triton.jit
-def store_scales(
-    pointers,
-    start,
-    stride,
-    words,
-    VARIANT: tl.constexpr,
-    LOOP: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
-    """Store the :class:`Scales` that :func:`load_scales` loads."""
-    ptr, w = pointers, words
-    VALUE: tl.constexpr = VARIANT.value_codec
-    FIRST: tl.constexpr = VARIANT.exp_avg_codec
-    SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
-    store_scale_words(ptr.value_extra, start, stride, w.value, VALUE, LOOP, BR, BC)
-    store_scale_words(ptr.exp_avg_scale, start, stride, w.exp_avg, FIRST, LOOP, BR, BC)
-    store_scale_words(ptr.exp_avg_sq_scale, start, stride, w.exp_avg_sq, SECOND, LOOP, BR, BC)
-
-
-@triton.jit
-def scales_of(words, i):
-    """The :class:`Scales` of tile ``i``, out of words."""
-    shift = 8 * i
-    return Scales(
-        ((words.value >> shift) & 0xFF).to(tl.uint8),
-        ((words.exp_avg >> shift) & 0xFF).to(tl.uint8),
-        ((words.exp_avg_sq >> shift) & 0xFF).to(tl.uint8),
-    )
-
-
-@triton.jit
-def insert_scales(words, scales, i):
-    """Words of zeros with the :class:`Scales` of tile ``i`` inserted."""
-    shift = 8 * i
-    return Scales(
-        words.value | (scales.value.to(tl.uint32) << shift),
-        words.exp_avg | (scales.exp_avg.to(tl.uint32) << shift),
-        words.exp_avg_sq | (scales.exp_avg_sq.to(tl.uint32) << shift),
-    )
-
-
-@triton.jit
-def no_scales(BR: tl.constexpr, BC: tl.constexpr):
-    """Words of :class:`Scales` that are all zero, of tiles [BR, BC]."""
-    zero = tl.zeros((BR, (BC + 31) // 32), tl.uint32)
-    return Scales(zero, zero, zero)
 
 
 @triton.jit

@@ -9,13 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4adam.kernels import adam, amax_preview
-from fp4adam.kernels.adam import (
-    SIGNALS,
-    Variant,
-    adam_step_tile,
-    load_scalars,
-    state_pointers,
-)
+from fp4adam.kernels.adam import SIGNALS, Variant, adam_step_tile, load_scalars, state_pointers
 from fp4adam.kernels.amax_preview import previewed_amax, report_amax
 from fp4adam.kernels.float8 import float8_tile, store_columnwise, tensor_scale
 from fp4adam.kernels.launch.launch import Launch

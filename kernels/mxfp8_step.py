@@ -7,13 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4adam.kernels import adam
-from fp4adam.kernels.adam import (
-    SIGNALS,
-    Variant,
-    adam_step_tile,
-    load_scalars,
-    state_pointers,
-)
+from fp4adam.kernels.adam import SIGNALS, Variant, adam_step_tile, load_scalars, state_pointers
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.tensor_table import (
     COLS,
@@ -145,10 +139,8 @@ def adam_step(
 
     ``tiles``: from :func:`step_tiles`.
     """
-    part, registers = (
-        STEP_PART[encodes_states(variant.codecs)],
-        step_registers(variant.codecs),
-    )
+    part = STEP_PART[encodes_states(variant.codecs)]
+    registers = step_registers(variant.codecs)
     forms = (
         (STEP_TILE, part, registers),
         (EDGE_TILE, EDGE_PART, EDGE_REGISTERS),

@@ -8,13 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4adam.kernels import amax_preview
-from fp4adam.kernels.adam import (
-    SIGNALS,
-    Variant,
-    adam_step_tile,
-    load_scalars,
-    state_pointers,
-)
+from fp4adam.kernels.adam import SIGNALS, Variant, adam_step_tile, load_scalars, state_pointers
 from fp4adam.kernels.amax_preview import previewed_amax, report_amax
 from fp4adam.kernels.launch.launch import Launch, compute_capability
 from fp4adam.kernels.launch.tensor_table import (
@@ -181,8 +175,7 @@ def step_registers(
     """The register limits per thread of STEP_TILE and of edge tiles; None leaves it to ptxas.
 
     With up to 128 registers, four programs fit on each multiprocessor of an H200; with 168, three.
-    States in BF16 are faster with four if scales are square. Those with scales of their own wait
-    for instructions more than for memory, and take what ptxas gives them, as adaptive scales do.
+    States in BF16 are faster with four if scales are square. Others take what ptxas gives them.
 
     ``sm``: The compute capability without its point.
     """

@@ -10,15 +10,11 @@ from torch import Tensor
 from fp4adam.kernels import adam
 from fp4adam.kernels.adam import (
     SIGNALS,
+    Scales,
     Variant,
     adam_step_tile,
-    insert_scales,
     load_scalars,
-    load_scales,
-    no_scales,
-    scales_of,
     state_pointers,
-    store_scales,
     update_tile,
 )
 from fp4adam.kernels.launch.launch import Launch, compute_capability
@@ -32,7 +28,13 @@ from fp4adam.kernels.launch.tensor_table import (
 )
 from fp4adam.kernels.tiles.bfloat16 import round_to
 from fp4adam.kernels.tiles.layout import state_offsets
-from fp4adam.kernels.tiles.state import are_narrow, has_scales, max_registers
+from fp4adam.kernels.tiles.state import (
+    are_narrow,
+    has_scales,
+    load_scale_words,
+    max_registers,
+    store_scale_words,
+)
 
 # Elements of a program without a loop.
 BLOCK = 512
@@ -42,6 +44,80 @@ ROW = tl.constexpr(512)
 # Of narrow states: rows per turn of a loop, turns, and stages. They take many instructions per
 # byte, so that the loads of a turn have to overlap with the work on others.
 LOOP_TILE = (1, 4, 4)
+
+
+@triton.jit
+def _load_scales(
+    pointers,
+    start,
+    stride,
+    VARIANT: tl.constexpr,
+    LOOP: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """The :class:`Scales` of LOOP tiles of the state down the rows, in words; see
+    :func:`load_scale_words`. ``start`` is that of the first tile.
+    """
+    ptr = pointers
+    VALUE: tl.constexpr = VARIANT.value_codec
+    FIRST: tl.constexpr = VARIANT.exp_avg_codec
+    SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
+    return Scales(
+        load_scale_words(ptr.value_extra, start, stride, VALUE, LOOP, BR, BC),
+        load_scale_words(ptr.exp_avg_scale, start, stride, FIRST, LOOP, BR, BC),
+        load_scale_words(ptr.exp_avg_sq_scale, start, stride, SECOND, LOOP, BR, BC),
+    )
+
+
+@triton.jit
+def _store_scales(
+    pointers,
+    start,
+    stride,
+    words,
+    VARIANT: tl.constexpr,
+    LOOP: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Store the :class:`Scales` that :func:`_load_scales` loads."""
+    ptr, w = pointers, words
+    VALUE: tl.constexpr = VARIANT.value_codec
+    FIRST: tl.constexpr = VARIANT.exp_avg_codec
+    SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
+    store_scale_words(ptr.value_extra, start, stride, w.value, VALUE, LOOP, BR, BC)
+    store_scale_words(ptr.exp_avg_scale, start, stride, w.exp_avg, FIRST, LOOP, BR, BC)
+    store_scale_words(ptr.exp_avg_sq_scale, start, stride, w.exp_avg_sq, SECOND, LOOP, BR, BC)
+
+
+@triton.jit
+def _scales_of(words, i):
+    """The :class:`Scales` of tile ``i``, out of words."""
+    shift = 8 * i
+    return Scales(
+        ((words.value >> shift) & 0xFF).to(tl.uint8),
+        ((words.exp_avg >> shift) & 0xFF).to(tl.uint8),
+        ((words.exp_avg_sq >> shift) & 0xFF).to(tl.uint8),
+    )
+
+
+@triton.jit
+def _insert_scales(words, scales, i):
+    """Words of zeros with the :class:`Scales` of tile ``i`` inserted."""
+    shift = 8 * i
+    return Scales(
+        words.value | (scales.value.to(tl.uint32) << shift),
+        words.exp_avg | (scales.exp_avg.to(tl.uint32) << shift),
+        words.exp_avg_sq | (scales.exp_avg_sq.to(tl.uint32) << shift),
+    )
+
+
+@triton.jit
+def _no_scales(BR: tl.constexpr, BC: tl.constexpr):
+    """Words of :class:`Scales` that are all zero, of tiles [BR, BC]."""
+    zero = tl.zeros((BR, (BC + 31) // 32), tl.uint32)
+    return Scales(zero, zero, zero)
 
 
 @triton.jit
@@ -128,20 +204,20 @@ def _loop_kernel(
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(table, tensor, VARIANT)
     param = _param_pointer(table, tensor, VARIANT)
-    old_scales = load_scales(pointers, first, ROW, VARIANT, LOOP, BR, ROW)
-    new_scales = no_scales(BR, ROW)
+    old_scales = _load_scales(pointers, first, ROW, VARIANT, LOOP, BR, ROW)
+    new_scales = _no_scales(BR, ROW)
     # Counted apart from ``i``, which the loop is ahead with when it prefetches.
     target = first
     for i in tl.range(0, LOOP, num_stages=STAGES):
         start = first + i * (BR * ROW)
         value, scales = update_tile(
-            pointers, start, target, ROW, None, scales_of(old_scales, i), constants, VARIANT, True,
+            pointers, start, target, ROW, None, _scales_of(old_scales, i), constants, VARIANT, True,
             BR, ROW,
         )  # fmt: skip
-        new_scales = insert_scales(new_scales, scales, i)
+        new_scales = _insert_scales(new_scales, scales, i)
         _store_param(param, target, None, value, VARIANT, BR)
         target += BR * ROW
-    store_scales(pointers, first, ROW, new_scales, VARIANT, LOOP, BR, ROW)
+    _store_scales(pointers, first, ROW, new_scales, VARIANT, LOOP, BR, ROW)
 
 
 def flat_tiles(numels: list[int], block: int, whole: int | None = None) -> list[Tensor]:
