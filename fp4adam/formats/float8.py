@@ -209,7 +209,7 @@ class Float8Quantizer(Quantizer):
         else:
             amaxes = [
                 minifloat.amax(strip, scratch=scratch)
-                for _, strip, scratch in strips(x, (BLOCK, 1), scratch=1)
+                for _, strip, scratch in strips(x, (1, 1), scratch=1)
             ]
             amax.copy_(torch.stack(amaxes).amax())
 
@@ -249,7 +249,7 @@ class Float8Quantizer(Quantizer):
                 **self.scale_options,
             )
         scale = self.encode_scale(out.amax)
-        for rows, strip, scratch in strips(x, (BLOCK, 1), scratch=1):
+        for rows, strip, scratch in strips(x, (1, 1), scratch=1):
             row_codes = None if out.rowwise_data is None else out.rowwise_data[rows]
             codes = minifloat.e4m3_code(torch.mul(strip, scale, out=scratch), out=row_codes)
             if out.columnwise_data is not None:
