@@ -10,13 +10,14 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from itertools import chain, compress, islice
+from operator import not_
 
 import torch
 from torch import Tensor
 
 from fp4adam.interop.borrowed_tensor import ScaleWriteback
 from fp4adam.optim.adam import adam_scalars
-from fp4adam.optim.checks import check_capturable
+from fp4adam.optim.checks import check_capturable, check_in_use
 from fp4adam.optim.device_counter import DeviceCounter, hyper_groups
 from fp4adam.optim.launch_group import LaunchGroup, make_launches
 from fp4adam.optim.memory_note import WriteNote, version
@@ -247,6 +248,9 @@ class StepPlan:
         for group in self._groups:
             present += group.present or [True] * len(group.members)
         present += [grad is not None for grad in grads_for_operators]
+        if present != self._present:
+            for member in compress(self.members, map(not_, present)):
+                check_in_use(member.owner)
         if not self._counter.regroup(present):
             return
         self._present = present
