@@ -183,6 +183,7 @@ def run(rank: int, args: argparse.Namespace, port: int) -> None:
             if rank == ENGINE:
                 print(f"step {step}  {way:<24} {count:>13,} bytes {took:>9.1f} ms", flush=True)
     check(model, *buffers.values(), quantized[0], args, rank)
+    dist.barrier()  # neither leaves while the other still receives
     dist.destroy_process_group()
 
 
