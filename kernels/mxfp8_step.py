@@ -89,13 +89,13 @@ def _adam_step_kernel(
     next_scale = load_scale(pointers.value_extra, first, cols, None, VALUE, 32, PART)
     for i in tl.range(0, PARTS, num_stages=STAGES):
         start, target = tile_start(row, first_col + i * PART, cols), tile_start(row, col, cols)
-        scale, col = next_scale, col + PART
+        value_scale, col = next_scale, col + PART
         # Single bytes cannot be prefetched. After the last part, these are the first one's again.
         after = first if col == first_col + BC else target + PART
         next_scale = load_scale(pointers.value_extra, after, cols, None, VALUE, 32, PART)
         value = adam_step_tile(
             pointers, start, target, cols, None, constants, VARIANT, True, 32, PART,
-            value_scale=scale,
+            value_scale=value_scale,
         )  # fmt: skip
         x = round_through(value, VARIANT.write_dtype)
         words, scale, words_of_columns, scale_of_columns = mxfp8_tile(x, USAGE, PART, True)

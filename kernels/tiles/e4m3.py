@@ -9,6 +9,14 @@ from fp4adam.kernels.tiles.words import pack_words
 # float8e4nv is used only if compiled for sm_90 or later: sm_80 does not support it, sm_89 rounds
 # twice (Triton 3.6, 3.7), and the interpreter gets ties, carries and subnormals wrong (3.6 to 3.9).
 
+# Converts four numbers, in pairs, to one word.
+_FOUR_CODES = tl.constexpr(
+    "{ .reg .b16 low, high;"
+    " cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
+    " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
+    " mov.b32 $0, {low, high}; }"
+)
+
 
 @triton.jit
 def e4m3_code(x, HARDWARE: tl.constexpr = True):
@@ -49,10 +57,7 @@ def e4m3_word(x0, x1, x2, x3, HARDWARE: tl.constexpr = True):
     if HARDWARE and is_compiled_for_sm90():
         # Converts pairs and joins them in one asm block, so the codes never exist as single bytes.
         words = tl.inline_asm_elementwise(
-            "{ .reg .b16 low, high;"
-            " cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
-            " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
-            " mov.b32 $0, {low, high}; }",
+            _FOUR_CODES,
             "=r,f,f,f,f",
             [x0, x1, x2, x3],
             dtype=tl.uint32,
@@ -93,10 +98,7 @@ def e4m3_bytes(x, HARDWARE: tl.constexpr):
     if HARDWARE and is_compiled_for_sm90():
         # Four at a time, so that the codes never exist as single bytes.
         code = tl.inline_asm_elementwise(
-            "{ .reg .b16 low, high;"
-            " cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
-            " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
-            " mov.b32 $0, {low, high}; }",
+            _FOUR_CODES,
             "=r,f,f,f,f",
             [x],
             dtype=tl.uint8,
