@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp4adam.distributed.flat_shard import Out
+from fp4adam.distributed.cast_span import Out
 from fp4adam.distributed.zero import cast_master_weights_to_nvfp4
 from fp4adam.formats.nvfp4 import NVFP4Quantizer, NVFP4Tensor
 from fp4adam.interop.borrowed_tensor import BorrowedTensor
