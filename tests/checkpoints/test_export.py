@@ -27,6 +27,7 @@ from fp4adam import (
 )
 from fp4adam.checkpoints.layouts import LAYOUTS
 from fp4adam.checkpoints.reader import CheckpointReader
+from helpers import assert_identical
 from ranks import all_ranks, run_ranks
 from test_fsdp import fixed_grads, set_grads
 
@@ -96,12 +97,6 @@ def bytes_of(model: nn.Module) -> dict[str, Tensor]:
     return parts
 
 
-def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=0, atol=0, msg=name)
-
-
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
@@ -152,11 +147,11 @@ def test_trained_bytes_go_out_and_come_back(layout, quantizer, tmp_path):
     expected, actual = bytes_of(model), bytes_of(other)
     if isinstance(quantizer, MXFP8Quantizer):  # columnwise blocks are those of the decoded values
         expected = {name: x for name, x in expected.items() if "columnwise" not in name}
-    assert_same({name: actual[name] for name in expected}, expected)
+    assert_identical({name: actual[name] for name in expected}, expected)
     optimizer = FP4Adam(other.parameters(), lr=1e-2)
     values = other.up.weight.dequantize()
     train(other, FP4Adam(other.parameters(), lr=0.0), steps=1)
-    assert_same({name: bytes_of(other)[name] for name in expected}, expected)
+    assert_identical({name: bytes_of(other)[name] for name in expected}, expected)
     optimizer.param_groups[0]["lr"] = 0.0
     train(other, optimizer, steps=1)
     assert torch.equal(optimizer.state[other.up.weight]["master_param"], values)
@@ -269,7 +264,7 @@ def test_weights_of_zeros(value, tmp_path):
     export_checkpoint(model, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     assert not decoded(stored, "up", "compressed-tensors").any()
-    assert_same(bytes_of(import_checkpoint(build(None, 1), tmp_path)), bytes_of(model))
+    assert_identical(bytes_of(import_checkpoint(build(None, 1), tmp_path)), bytes_of(model))
 
 
 @pytest.mark.parametrize("max_shard_bytes", [1, 4000])
@@ -343,7 +338,7 @@ def test_names_are_those_without_wrappers(tmp_path):
     compiled._orig_mod = model  # as torch.compile does
     export_checkpoint(compiled, tmp_path / "wrapped")
     plain, wrapped = (load_file(tmp_path / n / "model.safetensors") for n in ("plain", "wrapped"))
-    assert_same(wrapped, plain)
+    assert_identical(wrapped, plain)
     configs = [(tmp_path / n / "config.json").read_text() for n in ("plain", "wrapped")]
     assert configs[0] == configs[1]
     other = build(None, seed=1)
@@ -369,7 +364,7 @@ def test_names_of_replicas(tmp_path):
     export_checkpoint(model, tmp_path / "plain")
     for kind in ("", "-masters"):
         replica, plain = (tmp_path / f"{name}{kind}" for name in ("replica", "plain"))
-        assert_same(*(load_file(path / "model.safetensors") for path in (replica, plain)))
+        assert_identical(*(load_file(path / "model.safetensors") for path in (replica, plain)))
 
 
 def test_import_keeps_what_belongs_to_a_weight(tmp_path):
@@ -393,7 +388,7 @@ def test_nothing_is_imported_where_something_cannot_go_along(tmp_path):
     before, weight = bytes_of(model), model.down.weight
     with pytest.raises(ValueError, match="'up' must have no attribute 'quantizer'"):
         import_checkpoint(model, tmp_path)
-    assert_same(bytes_of(model), before)
+    assert_identical(bytes_of(model), before)
     assert model.down.weight is weight
 
 
@@ -435,7 +430,7 @@ def test_hooks_do_not_come_between_a_model_and_its_checkpoints(recipe, layout, h
         export_masters(model, optimizer, tmp_path / f"{name}-masters")
     for kind in ("", "-masters"):
         plain, hooked = (tmp_path / f"{name}{kind}" for name in ("plain", "hooked"))
-        assert_same(*(load_file(path / "model.safetensors") for path in (hooked, plain)))
+        assert_identical(*(load_file(path / "model.safetensors") for path in (hooked, plain)))
         assert (hooked / "config.json").read_text() == (plain / "config.json").read_text()
 
     (model, optimizer), (hooked, _) = models
@@ -499,7 +494,7 @@ def test_parameters_that_a_hook_computes_something_from(tmp_path):
         with pytest.raises(ValueError, match=match):
             call()
     assert not (tmp_path / "out").exists()
-    assert_same(bytes_of(model), before)
+    assert_identical(bytes_of(model), before)
 
 
 class Fused(nn.Module):
@@ -614,7 +609,7 @@ def test_a_changed_scale_counts_more_than_the_header(tmp_path):
     save_file(tensors, path, metadata)
     import_checkpoint(other := build(None, seed=1), tmp_path)
     assert torch.equal(other.up.weight.dequantize(), 2 * model.up.weight.dequantize())
-    assert_same({"": other.down.weight._amax}, {"": model.down.weight._amax})
+    assert_identical({"": other.down.weight._amax}, {"": model.down.weight._amax})
 
 
 def export_shards(rank: int, folder: str) -> None:
@@ -641,6 +636,6 @@ def test_shards_are_gathered_as_they_are(tmp_path):
         whole, sharded = (tmp_path / f"{name}{kind}" for name in ("whole0", "sharded"))
         with CheckpointReader(whole) as expected:
             with CheckpointReader(sharded) as actual:
-                assert_same(*({n: r.read(n) for n in r.names()} for r in (actual, expected)))
+                assert_identical(*({n: r.read(n) for n in r.names()} for r in (actual, expected)))
                 assert actual.metadata == expected.metadata
                 assert actual.config == expected.config

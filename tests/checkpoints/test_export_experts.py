@@ -20,7 +20,7 @@ from fp4adam import (
     import_checkpoint,
     quantize_model,
 )
-from quantized_training import assert_identical
+from helpers import assert_identical
 from ranks import all_ranks, run_ranks
 
 EXPERTS, DIM = 3, 128

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_export import assert_same, build, bytes_of
+from test_export import build, bytes_of
 from torch import nn
 
 from fp4adam import export_checkpoint, import_checkpoint, quantize_model
@@ -21,6 +21,7 @@ from fp4adam.checkpoints import folder as checkpoint_folder
 from fp4adam.checkpoints import new_files
 from fp4adam.checkpoints.folder import Entry
 from fp4adam.checkpoints.new_files import NewFiles
+from helpers import assert_identical
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
@@ -48,7 +49,7 @@ def test_safetensors_files(tmp_path):
     stored = load_file(tmp_path / "model.safetensors")
     scale = stored.pop("ä")
     assert scale.dtype == torch.float8_e8m0fnu and torch.equal(scale.float(), torch.ones(3))
-    assert_same(stored, {name: x for name, x in tensors.items() if name != "ä"})
+    assert_identical(stored, {name: x for name, x in tensors.items() if name != "ä"})
     data = (tmp_path / "model.safetensors").read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     assert header.pop("__metadata__") == {"format": "pt", "a": "ü"}
@@ -142,7 +143,9 @@ def test_file_systems_without_links(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(NewFiles, "_open_unnamed", lambda self: None)
     monkeypatch.setattr(os, "link", refuse)
     export_checkpoint(model := build("nvfp4"), tmp_path / folder, max_shard_bytes=1)
-    assert_same(bytes_of(import_checkpoint(build(None, 1), tmp_path / folder)), bytes_of(model))
+    assert_identical(
+        bytes_of(import_checkpoint(build(None, 1), tmp_path / folder)), bytes_of(model)
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted({"old", folder})
     assert len([*(tmp_path / folder).iterdir()]) == 7
 
@@ -159,7 +162,9 @@ def test_sandboxes_that_forbid_links_to_descriptors(folder, tmp_path, monkeypatc
     (tmp_path / "old").mkdir()
     monkeypatch.setattr(os, "link", refuse)
     export_checkpoint(model := build("nvfp4"), tmp_path / folder)
-    assert_same(bytes_of(import_checkpoint(build(None, 1), tmp_path / folder)), bytes_of(model))
+    assert_identical(
+        bytes_of(import_checkpoint(build(None, 1), tmp_path / folder)), bytes_of(model)
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted({"old", folder})
 
 
@@ -173,7 +178,7 @@ def test_file_systems_without_unnamed_files(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "open", refuse)
     export_checkpoint(model := build("nvfp4"), tmp_path / "out")
-    assert_same(bytes_of(import_checkpoint(build(None, 1), tmp_path / "out")), bytes_of(model))
+    assert_identical(bytes_of(import_checkpoint(build(None, 1), tmp_path / "out")), bytes_of(model))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -232,7 +237,9 @@ def test_a_full_disk(count, folder, tmp_path, monkeypatch, kind_of_files):
     assert content_of(tmp_path / "old") == {"tokenizer.json": b"mine"}
     assert content_of(tmp_path / "before") == before
     export_checkpoint(model, tmp_path / folder)
-    assert_same(bytes_of(import_checkpoint(build(None, 1), tmp_path / folder)), bytes_of(model))
+    assert_identical(
+        bytes_of(import_checkpoint(build(None, 1), tmp_path / folder)), bytes_of(model)
+    )
 
 
 def test_folders_that_cannot_be_written_to_are_found_out_first(tmp_path, monkeypatch):
@@ -281,7 +288,7 @@ def test_of_two_exports_at_once_one_is_refused(folder, tmp_path, monkeypatch, ki
     monkeypatch.setattr(NewFiles, "_give_name", give)
     with pytest.raises(FileExistsError, match="to which another process has written meanwhile"):
         export_checkpoint(first, tmp_path / folder)
-    assert_same(bytes_of(import_checkpoint(build(None), tmp_path / folder)), bytes_of(second))
+    assert_identical(bytes_of(import_checkpoint(build(None), tmp_path / folder)), bytes_of(second))
     names = {path.name for path in (tmp_path / folder).iterdir()}
     assert "model.safetensors" not in names and not any(n.startswith(".") for n in names)
     assert not [*tmp_path.glob(".*")]
@@ -401,7 +408,7 @@ def whole(folder: Path) -> bool:
     torch.manual_seed(0)
     same = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
     quantize_model(same, "float8block")
-    assert_same(bytes_of(model), bytes_of(same))
+    assert_identical(bytes_of(model), bytes_of(same))
     return len([path for path in folder.iterdir() if path.name[0] != "."]) in (2, 4, 10)
 
 

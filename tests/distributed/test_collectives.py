@@ -8,8 +8,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from fp4adam import MXFP8Quantizer, NVFP4Quantizer, QuantizedTensor, Quantizer
 from fp4adam.nn.recipe import RECIPES
-from ranks import home, run_ranks
-from test_ddp import run
+from ranks import home, run, run_ranks
 
 QUANTIZERS = (
     *RECIPES.values(),

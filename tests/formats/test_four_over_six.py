@@ -4,8 +4,6 @@ import copy
 import dataclasses
 import io
 import pickle
-import warnings
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ import torch
 from fp4adam import FP4Adam, NVFP4Quantizer, PartialCast, export_tensors, quantize_model
 from fp4adam.formats import four_over_six
 from fp4adam.nn.operand import NVFP4Operands, weight_operand
-from fp4adam.tensors import backend
 from golden_vectors import read_arrays, read_input
 
 VARIANTS = [
@@ -28,15 +25,6 @@ VARIANTS = [
 def quantizer_of(variant: str) -> NVFP4Quantizer:
     blocks, error, bound = variant.split("_")
     return NVFP4Quantizer(two_dimensional=blocks == "2d", adaptive=error, bound=int(bound))
-
-
-@pytest.fixture(params=["torch", "kernel"])
-def path_device(request, monkeypatch, device) -> Iterator[str]:
-    kernel = request.param == "kernel"
-    monkeypatch.setattr(backend, "uses_kernels", lambda _: kernel)
-    with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "All-NaN slice encountered", RuntimeWarning)
-        yield device if kernel else "cpu"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -25,7 +25,7 @@ from fp4adam import (
     summary,
     use_plain_state_dict,
 )
-from quantized_training import assert_bytes_are_of_masters, assert_identical
+from helpers import assert_bytes_are_of_masters, assert_identical
 
 SMALL = dict(
     vocab_size=64,

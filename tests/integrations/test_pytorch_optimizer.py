@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from fp4adam import MasterWeightOptimizer
-from quantized_training import (
+from helpers import (
     RECIPES,
     all_params,
     assert_bytes_are_of_masters,

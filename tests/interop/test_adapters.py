@@ -29,9 +29,8 @@ from fp4adam import (
 from fp4adam.formats import minifloat
 from fp4adam.interop.borrowed_tensor import _amax_of
 from fp4adam.interop.strided_copy import StridedCopies
-from fp4adam.tensors import backend
 from golden_vectors import FORMATS, GoldenCase, golden_cases
-from quantized_training import random
+from helpers import random
 from te_stand_ins import Wrapper, assert_bytes, assert_same, te_bytes, te_class, te_tensor
 
 # Scales of a row are padded, and those of a column as well.
@@ -61,14 +60,6 @@ def step(optimizer: FP4Adam, seed: int) -> None:
 
 def master_of(optimizer: FP4Adam, param: Tensor) -> Tensor:
     return optimizer.state[param]["master_param"]
-
-
-@pytest.fixture(params=["torch", "kernel"])
-def path_device(request, monkeypatch, device) -> str:
-    """Where the path under test runs: torch operators on the CPU, or the kernels on ``device``."""
-    kernel = request.param == "kernel"
-    monkeypatch.setattr(backend, "uses_kernels", lambda _: kernel)
-    return device if kernel else "cpu"
 
 
 GOLDEN_INPUTS = {

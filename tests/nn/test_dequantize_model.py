@@ -16,7 +16,7 @@ from fp4adam import (
     quantize_model,
     summary,
 )
-from quantized_training import assert_identical
+from helpers import assert_identical
 from ranks import all_ranks, run_ranks
 
 FORMATS = ("nvfp4", "mxfp8", "float8block")

@@ -27,6 +27,7 @@ from fp4adam.nn.grouped_linear import _ScaledGroupedLinear
 from fp4adam.nn.operand import quantize
 from fp4adam.tensors import backend
 from fp4adam.tensors.storage import Storage
+from helpers import randn, train
 from ranks import all_ranks, run_ranks
 from waits import refusing_waits
 
@@ -44,10 +45,6 @@ def stack_in(recipe: Recipe) -> nn.Parameter:
 
 def both(weights, **options) -> Recipe:
     return Recipe(weights, activations=True, gradients=True, **options)
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
 def ends(*counts: int) -> Tensor:
@@ -336,12 +333,8 @@ def train_shards(rank: int) -> None:
                 fully_shard(experts, mesh=all_ranks())
             optimizer = FP4Adam(experts.parameters(), lr=1e-2)
             x = randn(20, IN)
-            for _ in range(2):
-                loss = (experts(x, ends(4, 0, 16)) - x[:, :OUT]).pow(2).mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
+            errors = (experts(x, ends(4, 0, 16)) - x[:, :OUT] for _ in range(2))
+            losses += train(optimizer, (error.pow(2).mean() for error in errors))
         assert losses[:2] == losses[2:] and losses[1] < losses[0]
 
 

@@ -28,6 +28,7 @@ from fp4adam.nn import hardware, operand
 from fp4adam.nn.linear import _ScaledLinear
 from fp4adam.tensors import backend
 from fp4adam.tensors.storage import Storage
+from helpers import randn, train
 
 # Weights, and the quantizers of what they are multiplied with.
 FORMATS = {
@@ -43,10 +44,6 @@ compiles = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::Fut
 def layer_in(recipe: Recipe, bias: bool = False) -> nn.Linear:
     torch.manual_seed(0)
     return quantize_model(nn.Linear(IN, OUT, bias), recipe)
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
 def rounded(x: Tensor, weights: str, along_tokens: bool = False) -> Tensor:
@@ -260,13 +257,7 @@ def test_training_with_quantized_operands(weights):
     quantize_model(model, Recipe(weights, activations=True, gradients=True))
     optimizer = FP4Adam(model.parameters(), lr=1e-2)
     x, target = randn(64, 128), randn(64, 128).roll(1, 0)
-    losses = []
-    for _ in range(20):
-        loss = F.mse_loss(model(x), target)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train(optimizer, (F.mse_loss(model(x), target) for _ in range(20)))
     assert losses[-1] < 0.6 * losses[0]
 
 

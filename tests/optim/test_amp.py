@@ -15,7 +15,7 @@ from torch.optim import AdamW
 from torch.testing import assert_close
 
 from fp4adam import FP4Adam, QuantizedTensor, Quantizer
-from quantized_training import (
+from helpers import (
     RECIPES,
     all_params,
     assert_bytes_are_of_masters,

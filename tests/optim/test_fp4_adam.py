@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.testing import assert_close
 
 from fp4adam import FP4Adam, FusedAdam, QuantizedTensor, Quantizer, quantize_model
-from quantized_training import (
+from helpers import (
     QUANTIZERS,
     RECIPES,
     SHAPES,

@@ -27,7 +27,7 @@ from fp4adam import (
 )
 from fp4adam.tensors import backend
 from fp4adam.tensors.rows import is_of
-from quantized_training import (
+from helpers import (
     QUANTIZERS,
     RECIPES,
     all_params,

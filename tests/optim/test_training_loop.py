@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 from torch.testing import assert_close
 
 from fp4adam import FP4Adam, Quantizer, quantize_model
-from quantized_training import (
+from helpers import (
     QUANTIZERS,
     RECIPES,
     assert_bytes_are_of_masters,
@@ -27,6 +27,7 @@ from quantized_training import (
     random,
     set_grads,
     snapshot,
+    train,
 )
 
 every_recipe = pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES.keys())
@@ -75,15 +76,9 @@ def train_transformer(
     if quantizer is not None:
         quantize_model(model, quantizer)
     optimizer = optimizer_class(model.parameters(), lr=3e-3, weight_decay=0.1)
-    losses = []
-    for step in range(30):
-        x = random((8, 8, 32), step % 4, device).to(dtype)
-        loss = (model(x) - x.roll(1, dims=1)).float().square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return torch.tensor(losses)
+    batches = [random((8, 8, 32), seed, device).to(dtype) for seed in range(4)] * 8
+    errors = (model(x) - x.roll(1, dims=1) for x in batches[:30])
+    return torch.tensor(train(optimizer, (error.float().square().mean() for error in errors)))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import io
 import math
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,9 +26,9 @@ from fp4adam import FP4Adam, QuantizedTensor, quantize_model, use_plain_state_di
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.optim.state_codec import join_master, split_master
 from fp4adam.tensors import backend
+from helpers import RECIPES, bits_equal, random, stored, through_a_file
 from late_link import LateLink, offload_to
-from master_reference import Twin, bits_equal, is_rounded, rounded, same_bits, stored, value_of
-from quantized_training import RECIPES, random
+from master_reference import Twin, is_rounded, rounded, same_bits, value_of
 
 SHAPES = {"nvfp4": (32, 16), "mxfp8": (32, 32), "float8block": (16, 16)}
 DTYPES = {"nvfp4": torch.float32, "mxfp8": torch.bfloat16, "float8block": torch.bfloat16}
@@ -130,13 +129,6 @@ class InterruptLaunches:
 
     def __exit__(self, *args: object) -> None:
         Launch.__call__ = self.launch
-
-
-def through_a_file(contents: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(contents, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def tensors_of(optimizer: Any) -> list[Tensor]:
@@ -646,7 +638,7 @@ class Training(RuleBasedStateMachine):
     @action(pickled=st.booleans())
     def duplicate(self, pickled: bool) -> None:
         pair = self.model, self.optimizer
-        self.become(*(through_a_file(pair) if pickled else copy.deepcopy(pair)))
+        self.become(*(through_a_file(pair, weights_only=False) if pickled else copy.deepcopy(pair)))
 
     def fresh(self, groups: list[dict[str, Any]]) -> Any:
         return FP4Adam(groups, lr=0.5, **self.options)

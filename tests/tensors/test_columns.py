@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fp4adam import Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer, QuantizedTensor
 from fp4adam.tensors.rows import check_parallel, parallel_part
+from helpers import randn
 
 QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(),
@@ -19,10 +20,6 @@ QUANTIZERS = {
     "float8block": Float8BlockQuantizer(),
 }
 every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS.keys())
-
-
-def randn(rows: int, cols: int, seed: int = 0) -> Tensor:
-    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
 
 
 @every_quantizer

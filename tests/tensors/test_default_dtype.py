@@ -6,7 +6,7 @@ from torch.nn import Parameter
 
 from fp4adam import FP4Adam
 from fp4adam.tensors import backend
-from quantized_training import (
+from helpers import (
     QUANTIZERS,
     RECIPES,
     assert_identical,

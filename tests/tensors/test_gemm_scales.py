@@ -36,14 +36,6 @@ SHAPE = (64, 96)
 every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
 
 
-@pytest.fixture(params=["torch", "kernel"])
-def path_device(request, monkeypatch, device) -> str:
-    """Where the path under test runs: torch operators on the CPU, or the kernels on ``device``."""
-    kernel = request.param == "kernel"
-    monkeypatch.setattr(backend, "uses_kernels", lambda d: kernel and d.type == device)
-    return device if kernel else "cpu"
-
-
 @pytest.fixture
 def launched(monkeypatch, device) -> Callable[[Callable[[], None]], list[str]]:
     """Calls a function through the kernels and gives the names of those that it launched."""

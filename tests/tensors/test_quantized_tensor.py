@@ -28,6 +28,7 @@ from fp4adam import (
 )
 from fp4adam.tensors.quantizer import Operands
 from fp4adam.tensors.storage import Storage
+from helpers import assert_identical, stored, through_a_file
 
 NVFP4 = NVFP4Quantizer()
 QUANTIZERS = {
@@ -60,14 +61,6 @@ def param_with_init_val(**kwargs) -> nn.Parameter:
     layer = nn.Linear(SHAPE[1], SHAPE[0], bias=False)
     layer.weight = nn.Parameter(randn(**kwargs))
     return quantize_model(layer, NVFP4).weight
-
-
-def assert_same_bytes(a: QuantizedTensor, b: QuantizedTensor) -> None:
-    assert a.quantizer == b.quantizer and a.shape == b.shape
-    b = b.storage_tensors()
-    assert a.storage_tensors().keys() == b.keys()
-    for name, inner in a.storage_tensors().items():
-        assert torch.equal(inner.cpu(), b[name].cpu()), name
 
 
 # Parameter
@@ -228,14 +221,14 @@ def test_layout_dtype_and_device_of_the_input_do_not_matter(quantizer, device):
     for x in views.values():
         tensor = quantizer.quantize(x.to(device))
         assert tensor.dtype == x.dtype and not tensor.requires_grad
-        assert_same_bytes(tensor, expected)
+        assert_identical(tensor.storage_tensors(), expected.storage_tensors())
         if quantizer.has_history:
             continue  # an empty tensor has another one
         out = quantizer.make_empty(SHAPE, dtype=torch.float16, device=device)
         # From a CPU tensor, wherever the quantized one is.
         assert out.quantize_(x) is out
         assert out.dtype == torch.float16
-        assert_same_bytes(out, expected)
+        assert_identical(out.storage_tensors(), expected.storage_tensors())
 
 
 def test_quantize_in_place_keeps_addresses_and_may_be_called_on_a_leaf():
@@ -250,10 +243,10 @@ def test_quantizing_a_quantized_tensor_of_the_same_format_copies_bytes():
     tensor = NVFP4.quantize(randn())
     # Not what its values would be quantized to.
     tensor._amax.mul_(1.5)
-    assert_same_bytes(NVFP4.quantize(tensor), tensor)
-    assert_same_bytes(NVFP4.make_empty(SHAPE).quantize_(tensor), tensor)
+    assert_identical(NVFP4.quantize(tensor), tensor)
+    assert_identical(NVFP4.make_empty(SHAPE).quantize_(tensor), tensor)
     other = MXFP8Quantizer()
-    assert_same_bytes(other.quantize(tensor), other.quantize(tensor.dequantize()))
+    assert_identical(other.quantize(tensor), other.quantize(tensor.dequantize()))
 
 
 def test_quantizer_without_any_direction_is_refused():
@@ -271,7 +264,7 @@ def test_deepcopy_is_independent_and_complete(quantizer):
     param.tag = ["user's own"]
     twin, again = copy.deepcopy([param, param])
     assert twin is again and isinstance(twin, nn.Parameter) and twin.requires_grad
-    assert_same_bytes(twin, param)
+    assert_identical(twin, param)
     assert twin.data_ptr() != param.data_ptr()
     assert torch.equal(twin.grad, param.grad) and twin.grad is not param.grad
     assert twin.tag == param.tag and twin.tag is not param.tag
@@ -298,7 +291,7 @@ def test_pickle_keeps_everything(protocol):
     loaded = pickle.loads(pickle.dumps(param, protocol))
     assert isinstance(loaded, nn.Parameter) and loaded.requires_grad
     assert (type(loaded), loaded.dtype, loaded.tag) == (NVFP4Tensor, torch.bfloat16, param.tag)
-    assert_same_bytes(loaded, param)
+    assert_identical(loaded, param)
     init_val = loaded.get_high_precision_init_val()
     assert torch.equal(init_val, param.get_high_precision_init_val())
 
@@ -306,28 +299,21 @@ def test_pickle_keeps_everything(protocol):
 @every_quantizer
 def test_torch_save_and_load_with_weights_only(quantizer, device):
     param = new_param(quantizer, dtype=torch.bfloat16, device=device)
-    loaded = through_file({"a": param, "b": param, "c": param.detach()})
+    loaded = through_a_file({"a": param, "b": param, "c": param.detach()})
     assert loaded["a"] is loaded["b"] and isinstance(loaded["a"], nn.Parameter)
     assert not isinstance(loaded["c"], nn.Parameter) and not loaded["c"].requires_grad
     for tensor in loaded.values():
         assert (tensor.dtype, tensor.device.type) == (torch.bfloat16, device)
-        assert_same_bytes(tensor, param)
+        assert_identical(tensor, param)
     # Loaded to another device, as a checkpoint of a larger machine is.
-    assert through_file(param, map_location="meta").device.type == "meta"
-    assert_same_bytes(through_file(param, map_location="cpu"), param)
-
-
-def through_file(value, weights_only=True, **kwargs):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=weights_only, **kwargs)
+    assert through_a_file(param, map_location="meta").device.type == "meta"
+    assert_identical(through_a_file(param, map_location="cpu"), param)
 
 
 def test_whole_modules_are_saved_and_loaded():
     model = quantize_model(nn.Sequential(nn.Linear(96, 64)), "nvfp4")
-    loaded = through_file(model, weights_only=False)
-    assert_same_bytes(loaded[0].weight, model[0].weight)
+    loaded = through_a_file(model, weights_only=False)
+    assert_identical(loaded[0].weight, model[0].weight)
     assert loaded[0].weight.get_high_precision_init_val() is not None
 
 
@@ -337,7 +323,7 @@ def test_checkpoints_hold_the_quantized_bytes_only():
     file = io.BytesIO()
     torch.save(state_dict, file)
     assert file.tell() < 1.1 * model.weight.nbytes_stored
-    assert through_file(state_dict)["weight"].get_high_precision_init_val() is None
+    assert through_a_file(state_dict)["weight"].get_high_precision_init_val() is None
     # Nor does a state_dict in memory keep the value alive once the optimizer has taken it.
     model.weight.clear_high_precision_init_val()
     assert state_dict["weight"].get_high_precision_init_val() is None
@@ -346,9 +332,9 @@ def test_checkpoints_hold_the_quantized_bytes_only():
 def test_forking_pickler_shares_memory_with_other_processes():
     param = new_param()
     received = pickle.loads(ForkingPickler.dumps(param))
-    assert_same_bytes(received, param)
+    assert_identical(received, param)
     param.quantize_(randn(seed=1))
-    assert_same_bytes(received, param)
+    assert_identical(received, param)
 
 
 def test_share_memory():
@@ -384,7 +370,7 @@ def test_state_dict_is_converted_to_the_format_of_the_model(source, target, swap
     params = list(model.parameters())
     model[0].weight.requires_grad_(False)
 
-    model.load_state_dict(through_file(source.state_dict()))
+    model.load_state_dict(through_a_file(source.state_dict()))
 
     assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
     assert not model[0].weight.requires_grad and model[2].weight.requires_grad
@@ -401,7 +387,7 @@ def test_state_dict_is_converted_to_the_format_of_the_model(source, target, swap
 def test_state_dict_is_taken_as_it_is_with_assign(source, target):
     source, model = model_in(source, seed=1), model_in(target, seed=2)
     model[0].weight.requires_grad_(False)
-    loaded = through_file(source.state_dict())
+    loaded = through_a_file(source.state_dict())
     model.load_state_dict(loaded, assign=True)
     for i in (0, 2):
         weight = model[i].weight
@@ -418,7 +404,7 @@ def test_average_of_a_model_is_kept_by_copies():
         for param in model.parameters():
             param.data.normal_()
         average.load_state_dict(model.state_dict())
-        assert_same_bytes(average[0].weight, model[0].weight)
+        assert_identical(average[0].weight, model[0].weight)
     assert average[0].weight.data_ptr() != model[0].weight.data_ptr()
 
 
@@ -453,7 +439,7 @@ def test_converted_module_keeps_its_parameters(convert, dtype, swap, monkeypatch
     assert weight.dtype == weight.grad.dtype == dtype and type(weight.grad) is Tensor
     assert weight.device == weight.grad.device == weight._rowwise_data.device
     # Bytes move, nothing is rounded; nor is what the master weights will start from.
-    assert_same_bytes(weight, before[0].weight)
+    assert_identical(stored(weight), stored(before[0].weight))
     assert torch.equal(weight.get_high_precision_init_val().cpu(), init_val)
     assert weight.get_high_precision_init_val().device == weight.device
 
@@ -465,8 +451,8 @@ def test_tensor_converts_like_any_other(device):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         converted = moved.to(dtype)
         assert isinstance(converted, NVFP4Tensor) and converted.dtype == dtype
-        assert_same_bytes(converted, param)
-    assert_same_bytes(moved.cpu(), param)
+        assert_identical(stored(converted), stored(param))
+    assert_identical(moved.cpu(), param)
     # What the format has no nominal dtype for becomes plain, and loses nothing on the way.
     assert torch.equal(param.double(), param.dequantize().double())
     assert torch.equal(param.to(torch.int32), param.dequantize().int())
@@ -496,7 +482,7 @@ def test_meta_module_becomes_real_by_to_empty_and_load(recipe, device):
 
     assert model[0].weight is weight and weight.device.type == device and weight.data_ptr() != 0
     model.load_state_dict(source.state_dict())
-    assert_same_bytes(weight, source[0].weight)
+    assert_identical(weight, source[0].weight)
 
 
 def test_swap_tensors_exchanges_quantized_and_plain():
@@ -514,7 +500,7 @@ def test_pinned_memory():
     if torch.cuda.is_available():
         pinned = param.pin_memory()
         assert pinned.is_pinned()
-        assert_same_bytes(pinned.to("cuda", non_blocking=True), param)
+        assert_identical(pinned.to("cuda", non_blocking=True), param)
 
 
 # Who may write
@@ -542,7 +528,7 @@ def test_operators_in_place_are_refused(write):
     match = "must not write into a NVFP4Tensor.*FP4Adam.*quantized_init.*quantize_"
     with torch.no_grad(), pytest.raises(NotImplementedError, match=match):
         write(param)
-    assert_same_bytes(param, before)
+    assert_identical(param, before)
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}, {"foreach": False}])
@@ -553,7 +539,7 @@ def test_optimizers_that_would_round_every_step_are_refused(optimizer, options):
     param.grad = torch.ones(SHAPE)
     with pytest.raises(NotImplementedError, match="Train with FP4Adam"):
         optimizer([param], lr=0.1, **options).step()
-    assert_same_bytes(param, before)
+    assert_identical(param, before)
 
 
 def test_collectives_in_place_are_refused(tmp_path):
@@ -606,7 +592,7 @@ def test_full_overwrites_are_rounded_once(write, through_data):
         write(expected)
         torch.manual_seed(7)
         write(param.data if through_data else param)
-    assert_same_bytes(param, NVFP4.quantize(expected))
+    assert_identical(param, NVFP4.quantize(expected))
     assert param._version > version
     # The master weights start from what was written, not from what was there before.
     value = param.get_high_precision_init_val()
@@ -639,7 +625,7 @@ def test_value_before_quantization_follows_every_write():
         write(param)
         value = param.get_high_precision_init_val()
         assert value is None if not kept else torch.equal(value, randn(seed=1))
-        assert_same_bytes(param, new_param(seed=1))
+        assert_identical(param, new_param(seed=1))
 
 
 def test_value_before_quantization_is_not_kept_where_nobody_asked():
@@ -655,11 +641,11 @@ def test_assigning_data(device):
     # Another device than the parameter's: the bytes follow the parameter.
     param.data = other.data
     assert param.device == param._rowwise_data.device and param.device.type == device
-    assert_same_bytes(param, other)
+    assert_identical(param, other)
     address = param.data_ptr()
     param.data = randn(seed=2)
     assert param.data_ptr() == address
-    assert_same_bytes(param, NVFP4.quantize(randn(seed=2)))
+    assert_identical(param, NVFP4.quantize(randn(seed=2)))
     with pytest.raises(ValueError, match=r"data must have the shape .*\(64, 96\), got \(3, 3\)"):
         param.data = torch.zeros(3, 3)
 
@@ -772,7 +758,7 @@ def test_inference_mode():
         quantize_model(nn.Linear(96, 64), "nvfp4")(randn((2, 96)))
         model[0].weight.quantize_(randn(seed=1))
     assert not model[0].weight.is_inference()
-    assert_same_bytes(model[0].weight, NVFP4.quantize(randn(seed=1)))
+    assert_identical(model[0].weight, NVFP4.quantize(randn(seed=1)))
 
 
 def test_hooks_run_on_gradients():

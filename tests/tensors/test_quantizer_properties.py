@@ -1,8 +1,6 @@
 """The quantizers against the NumPy reference on drawn shapes and values, and their contract."""
 
 import dataclasses
-import warnings
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -19,7 +17,7 @@ from fp4adam import (
     NVFP4Quantizer,
     QuantizedTensor,
 )
-from fp4adam.tensors import backend
+from helpers import randn
 
 FORMATS = {
     "nvfp4_2d": (NVFP4Quantizer(two_dimensional=True), 16),
@@ -56,17 +54,6 @@ examples = settings(
     phases=[Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-
-
-@pytest.fixture(params=["torch", "kernel"])
-def path_device(request, monkeypatch, device) -> Iterator[str]:
-    """Where the path under test runs: torch operators on the CPU, or the kernels on ``device``."""
-    kernel = request.param == "kernel"
-    monkeypatch.setattr(backend, "uses_kernels", lambda _: kernel)
-    # The interpreter divides by zero and reduces NaN in NumPy, which warns of it.
-    with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "All-NaN slice encountered", RuntimeWarning)
-        yield device if kernel else "cpu"
 
 
 @st.composite
@@ -129,10 +116,6 @@ def public_fields(tensor: QuantizedTensor) -> dict[str, Tensor]:
     names = [f"{usage}_{what}" for usage in USAGES for what in ("data", "scale_inv")]
     names += [f"amax_{usage}" for usage in USAGES]
     return {name: getattr(tensor, name) for name in names if hasattr(tensor, name)}
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
 @every_format
