@@ -26,11 +26,13 @@ class Operands(NamedTuple):
         activations: Whether activations are quantized.
         gradients: Whether output gradients are quantized.
         emulate: Whether matmuls multiply decoded operands in FP32 on every device.
+        fake_activations: Whether activations are quantized and decoded before ordinary matmuls.
     """
 
     activations: bool = False
     gradients: bool = False
     emulate: bool = False
+    fake_activations: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,9 +334,9 @@ class Quantizer:
 
     @property
     def multiplies_codes(self) -> bool:
-        """Whether matmuls read a weight's codes rather than its decoded values."""
-        operands = self.operands
-        return operands.activations or operands.gradients or self.optimize_for_gemm
+        """Whether layers need the quantized weight rather than its decoded values."""
+        activations, gradients, _, fake_activations = self.operands
+        return activations or gradients or fake_activations or self.optimize_for_gemm
 
 
 @dataclasses.dataclass(frozen=True)

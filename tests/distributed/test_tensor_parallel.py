@@ -408,9 +408,10 @@ def misuse(rank: int) -> None:
     with pytest.raises(ValueError, match="'up.weight' must have rowwise=True, and scaling"):
         parallelize_module(vectors, mesh, {"up": ColwiseParallel()})
     both = Recipe("float8block", activations=True, gradients=True, emulate=True)
-    model = distribute(build(both, 256), 2)
-    with pytest.raises(NotImplementedError, match="under tensor parallelism"):
-        loss_of(model, 256, False)
+    for recipe in (both, Recipe("float8block", activations="fake")):
+        model = distribute(build(recipe, 256), 2)
+        with pytest.raises(NotImplementedError, match="under tensor parallelism"):
+            loss_of(model, 256, False)
     compiled = distribute(build("nvfp4", 32), 2)
     compiled.compile(backend="aot_eager")
     with pytest.raises(Exception, match="must not be compiled"):
