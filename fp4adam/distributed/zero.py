@@ -110,7 +110,7 @@ def quantize_master_weights(
     if not manual_post_all_gather_processing:
         for i, tensor in enumerate(tensors):
             if i not in borrowed:
-                if tensor.quantizer.is_square:
+                if tensor.quantizer.layout.is_square:
                     tensor.update_usage(columnwise_usage=False)
             elif _has_derived(borrowed[i]):
                 borrowed[i].adapter.drop_columnwise(model_weights[i])
@@ -128,7 +128,7 @@ def _tensors(weights: Sequence[Tensor], borrowed: dict[int, BorrowedTensor]) -> 
 
 def _has_derived(borrowed: BorrowedTensor) -> bool:
     """Whether a tensor may have columnwise codes that are transposed from rowwise ones."""
-    return borrowed.tensor.quantizer.is_square and borrowed.tensor.quantizer.columnwise
+    return borrowed.tensor.quantizer.layout.is_square and borrowed.tensor.quantizer.columnwise
 
 
 def _check_drops_columnwise(borrowed: BorrowedTensor) -> None:
@@ -216,7 +216,7 @@ def post_all_gather_processing(model_weights: Tensor | Sequence[Tensor]) -> None
     weights = [w for w in given if isinstance(w, QuantizedTensor) or is_foreign(w)]
     borrowed, square = _borrowed_among(weights), []
     for i, weight in enumerate(_tensors(weights, borrowed)):
-        if "columnwise_data" in weight.quantizer.rows_per_entry:
+        if "columnwise_data" in weight.quantizer.layout.rows_per_entry:
             continue  # MXFP8: columnwise codes are gathered
         check_square(i, weight, "model_weights")
         square.append(weight)
@@ -251,7 +251,7 @@ def replace_raw_data(tensor: Tensor, new_raw_data: Tensor) -> None:
             "tensor must have rowwise codes to be moved, got one with rowwise=False; make it with "
             f"{type(quantizer).__name__}(rowwise=True)"
         )
-    if quantizer.columnwise and not quantizer.is_square:
+    if quantizer.columnwise and not quantizer.layout.is_square:
         raise NotImplementedError(
             f"a {type(tensor).__name__} must have square blocks or rowwise codes alone to be moved "
             f"to a buffer, got {quantizer}; keep it in memory of its own, and gather its values"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fp4adam.tensors import rows
+from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.storage import Storage
 from fp4adam.tensors.swizzle import build_gemm_scales
 from fp4adam.tensors.transpose import build_columnwise
@@ -88,7 +89,7 @@ class TensorNames:
         )
         if new == self.quantizer:
             return
-        is_derived = new.is_square and self.quantizer.rowwise
+        is_derived = new.layout.is_square and self.quantizer.rowwise
         added = [u for u, wanted in new.get_usages().items() if wanted > self.get_usages()[u]]
         if added and not (is_derived and rows.is_all(self) and self._shared.global_spec is None):
             raise RuntimeError(
@@ -99,7 +100,7 @@ class TensorNames:
         stored = self.flush()._shared.tensors.existing()
         if added:
             stored = new.zeros(*rows.matrix_shape(self), self.device).existing() | stored
-        kept = {name: stored[name] for name in new.storage_layout(*rows.stored_shape(self))}
+        kept = {name: stored[name] for name in new.layout.shapes(*rows.stored_shape(self))}
         self._shared.tensors, self.quantizer = Storage(**kept), new
         if added:
             build_columnwise([self])
@@ -185,6 +186,5 @@ class QuantizerNames:
 
     def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, ...]:
         """The shape of ``rowwise_scale_inv`` or ``columnwise_scale_inv`` of such a tensor."""
-        both = dataclasses.replace(self, rowwise=True, columnwise=True)
-        empty = both.make_empty(tuple(shape), device="meta")
-        return tuple((empty.columnwise_scale_inv if columnwise else empty.rowwise_scale_inv).shape)
+        scales = (self.layout.columnwise if columnwise else self.layout.rowwise).scales
+        return (1,) if scales is None else scales.shape(*flat_shape(tuple(shape)))

@@ -63,7 +63,7 @@ def test_a_direction_that_is_dropped_comes_back_where_it_can(quantizer, usage):
     kept = param.storage_tensors()
     assert kept.keys() == expected.keys()
     assert all(torch.equal(kept[name], inner) for name, inner in expected.items())
-    if usage == "columnwise" and quantizer.is_square:
+    if usage == "columnwise" and quantizer.layout.is_square:
         param.update_usage(columnwise_usage=True)
         assert param.quantizer == quantizer
         assert param.storage_tensors().keys() == whole.keys()
