@@ -149,7 +149,7 @@ def test_trained_bytes_go_out_and_come_back(layout, quantizer, tmp_path):
         expected = {name: x for name, x in expected.items() if "columnwise" not in name}
     assert_identical({name: actual[name] for name in expected}, expected)
     optimizer = FP4Adam(other.parameters(), lr=1e-2)
-    values = other.up.weight.dequantize()
+    values = other.up.weight.dequantize(torch.float32)
     train(other, FP4Adam(other.parameters(), lr=0.0), steps=1)
     assert_identical({name: bytes_of(other)[name] for name in expected}, expected)
     optimizer.param_groups[0]["lr"] = 0.0
@@ -233,7 +233,9 @@ def test_adaptive_weights_come_back_as_any_others(layout, tmp_path):
         assert torch.equal(weight.rowwise_data, expected.rowwise_data)
         assert torch.equal(weight.rowwise_scale_inv, expected.rowwise_scale_inv)
         torch.testing.assert_close(weight._amax, expected._amax * 1.75)
-        torch.testing.assert_close(weight.dequantize(), expected.dequantize())
+        torch.testing.assert_close(
+            weight.dequantize(torch.float32), expected.dequantize(torch.float32)
+        )
 
 
 @pytest.mark.parametrize("divides", [True, False])
@@ -307,7 +309,7 @@ def test_masters_before_the_first_step_are_the_values_before_quantization(tmp_pa
     export_masters(model, FP4Adam(model.parameters()), tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     assert torch.equal(stored["up.weight"], build(None, dtype=torch.float32).up.weight)
-    assert torch.equal(stored["down.weight"], model.down.weight.dequantize())
+    assert torch.equal(stored["down.weight"], model.down.weight.dequantize(torch.float32))
 
 
 def test_masters_of_overwritten_parameters_are_what_was_written(tmp_path):
@@ -317,7 +319,7 @@ def test_masters_of_overwritten_parameters_are_what_was_written(tmp_path):
     model.up.weight.data.copy_(other.down.weight.t().contiguous())
     export_masters(model, optimizer, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
-    assert torch.equal(stored["up.weight"], model.up.weight.dequantize())
+    assert torch.equal(stored["up.weight"], model.up.weight.dequantize(torch.float32))
     assert torch.equal(stored["down.weight"], optimizer.state[model.down.weight]["master_param"])
 
 
@@ -345,7 +347,9 @@ def test_names_are_those_without_wrappers(tmp_path):
     other.up, compiled = checkpoint_wrapper(other.up), nn.Module()
     compiled._orig_mod = other
     assert import_checkpoint(compiled, tmp_path / "plain") is compiled
-    assert torch.equal(other.up.weight.dequantize(), model.up.weight.dequantize())
+    assert torch.equal(
+        other.up.weight.dequantize(torch.float32), model.up.weight.dequantize(torch.float32)
+    )
 
 
 def export_replica(rank: int, folder: str) -> None:
@@ -411,7 +415,7 @@ def dequantize_all(module, state, prefix, metadata):
     """What users write by themselves in place of use_plain_state_dict."""
     for name, value in state.items():
         if isinstance(value, QuantizedTensor):
-            state[name] = value.detach().dequantize()
+            state[name] = value.detach().dequantize(torch.float32)
 
 
 LAYOUT_OF = {"nvfp4": "compressed-tensors", "mxfp8": "compressed-tensors", "float8block": "fp8"}
@@ -436,12 +440,14 @@ def test_hooks_do_not_come_between_a_model_and_its_checkpoints(recipe, layout, h
     (model, optimizer), (hooked, _) = models
     stored = load_file(tmp_path / "hooked-masters/model.safetensors")
     assert torch.equal(stored["up.weight"], optimizer.state[model.up.weight]["master_param"])
-    before = hooked.up.weight.dequantize()
+    before = hooked.up.weight.dequantize(torch.float32)
     export_checkpoint(build(recipe, seed=1), tmp_path / "other", layout)
     import_checkpoint(hooked, tmp_path / "other")
     import_checkpoint(model, tmp_path / "other")
-    assert not torch.equal(hooked.up.weight.dequantize(), before)
-    assert torch.equal(hooked.up.weight.dequantize(), model.up.weight.dequantize())
+    assert not torch.equal(hooked.up.weight.dequantize(torch.float32), before)
+    assert torch.equal(
+        hooked.up.weight.dequantize(torch.float32), model.up.weight.dequantize(torch.float32)
+    )
     assert torch.equal(hooked.up.bias, model.up.bias)
 
 
@@ -474,7 +480,9 @@ def test_entries_of_hooks_are_written_and_not_read(tmp_path):
     other.steps.fill_(5)
     import_checkpoint(other, tmp_path)
     assert other.steps == 5
-    assert torch.equal(other.up.weight.dequantize(), model.up.weight.dequantize())
+    assert torch.equal(
+        other.up.weight.dequantize(torch.float32), model.up.weight.dequantize(torch.float32)
+    )
 
 
 def test_parameters_that_a_hook_computes_something_from(tmp_path):
@@ -523,7 +531,9 @@ def tie(model: Model) -> None:
 
 
 def mix(model: Model) -> None:
-    model.down.weight = nn.Parameter(MXFP8Quantizer().quantize(model.down.weight.dequantize()))
+    model.down.weight = nn.Parameter(
+        MXFP8Quantizer().quantize(model.down.weight.dequantize(torch.float32))
+    )
 
 
 def put_elsewhere(model: Model) -> None:
@@ -608,7 +618,9 @@ def test_a_changed_scale_counts_more_than_the_header(tmp_path):
     tensors["up.input_scale"] = torch.ones(())  # as in checkpoints with scales of activations
     save_file(tensors, path, metadata)
     import_checkpoint(other := build(None, seed=1), tmp_path)
-    assert torch.equal(other.up.weight.dequantize(), 2 * model.up.weight.dequantize())
+    assert torch.equal(
+        other.up.weight.dequantize(torch.float32), 2 * model.up.weight.dequantize(torch.float32)
+    )
     assert_identical({"": other.down.weight._amax}, {"": model.down.weight._amax})
 
 

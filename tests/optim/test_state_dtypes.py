@@ -54,7 +54,7 @@ def assert_same_params(actual, expected):
     for a, b in zip(all_params(actual), all_params(expected), strict=True):
         a, b = a.detach(), b.detach()
         if quantized([b]):
-            a, b = a.dequantize(), b.dequantize()
+            a, b = a.dequantize(torch.float32), b.dequantize(torch.float32)
         assert torch.equal(a, b)
 
 
