@@ -84,13 +84,12 @@ def mxfp8_remainder(master, words, scale, dither, BC: tl.constexpr):
     """The int8 remainders [32, BC] of masters with these rowwise words and scales."""
     factor = e8m0_value(scale)
     _, inverse = unit_of_one(factor, 8)
-    blocks = (32, BC // 32, 32)
     remainder = split_off(
-        tl.reshape(master, blocks),
-        tl.reshape(e4m3_word_values(words, 32, BC), blocks),
+        tl.reshape(master, (32, BC // 32, 32)),
+        tl.reshape(e4m3_word_values(words, 32, BC), (32, BC // 32, 32)),
         factor[:, :, None],
         inverse[:, :, None],
-        tl.reshape(dither, blocks),
+        tl.reshape(dither, (32, BC // 32, 32)),
         8,
     )
     return tl.reshape(remainder, (32, BC))

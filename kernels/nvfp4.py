@@ -77,7 +77,7 @@ def decode_factors(scale, amax, BOUND: tl.constexpr):
     per_scale = 1.0 / (6.0 * BOUND)
     factor = (e4m3_value(scale) * amax) * per_scale
     # In blocks with smaller scales codes may saturate, or all decode to 0.
-    least = tl.maximum(scale, 4)
+    least = tl.maximum(scale.to(tl.int32), 4).to(tl.uint8)
     unit, inverse = unit_of_one((e4m3_value(least) * amax) * per_scale, 4)
     return factor, unit, inverse
 
