@@ -1,6 +1,6 @@
 """Hugging Face Accelerate with NVFP4 weights, on one device or spread over several by FSDP2.
 
-    pip install 'fp4adam[integrations]'
+    pip install '.[integrations]'
     python examples/with_accelerate.py
     accelerate launch --num_processes 2 --use_fsdp --fsdp_version 2 \\
         --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP --fsdp_transformer_layer_cls_to_wrap Block \\

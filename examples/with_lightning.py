@@ -1,6 +1,6 @@
 """Lightning with NVFP4 weights.
 
-    pip install 'fp4adam[integrations]'
+    pip install '.[integrations]'
     python examples/with_lightning.py
 
 In mixed precision Lightning refuses to clip gradients for optimizers that unscale them, torch's

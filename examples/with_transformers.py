@@ -1,6 +1,6 @@
 """The Trainer of Hugging Face with NVFP4 weights: a small Llama learns to write Python.
 
-    pip install 'fp4adam[integrations]'
+    pip install '.[integrations]'
     python examples/with_transformers.py
 
 Checkpoints are what the Trainer makes of any model: plain weights, which ``from_pretrained`` takes,

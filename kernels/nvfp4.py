@@ -34,6 +34,7 @@ from fp4adam.kernels.tiles.words import (
 BLOCK = 16
 # Largest tiles of `quantize`, by whether scales are adaptive, which takes more registers.
 QUANTIZE_TILE = {False: (64, 64), True: (32, 64)}
+AMAX_TILE = 4096
 FP32_MAX = tl.constexpr(3.4028234663852886e38)
 
 
@@ -278,12 +279,10 @@ def _atomic_amax(amax_ptr, x):
 
 
 @triton.jit
-def _amax_kernel(x_ptr, amax_ptr, cols, tiles_per_row, BR: tl.constexpr, BC: tl.constexpr):
-    """Largest magnitude of a matrix. Grid: (n_tiles,). Reads 2 or 4 bytes per element."""
-    tile = tl.program_id(0)
-    row, col = tile // tiles_per_row * BR, tile % tiles_per_row * BC
-    x = to_float32(tl.load(x_ptr + tile_start(row, col, cols) + tile_offsets(cols, BR, BC)))
-    _atomic_amax(amax_ptr, tl.reshape(x, (BR * BC,)))
+def _amax_kernel(x_ptr, amax_ptr, numel, N: tl.constexpr):
+    """Largest magnitude of x. Grid: (ceil(numel / N),). Reads 2 or 4 bytes per element."""
+    offs = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    _atomic_amax(amax_ptr, to_float32(tl.load(x_ptr + offs, offs < numel, 0.0)))
 
 
 @triton.jit
@@ -393,12 +392,9 @@ _words_decoder = word_decoder(_dequantize_words_kernel)
 
 @on_its_device
 def measure(x: Tensor, amax: Tensor) -> None:
-    """Overwrite ``amax``, float32 [1], with the largest magnitude of ``x`` (as in `quantize`)."""
-    rows, cols = x.shape
-    tile_rows, tile_cols = divisor_tile(rows, 64, BLOCK), divisor_tile(cols, 64, BLOCK)
-    grid = (rows // tile_rows * (cols // tile_cols),)
+    """Overwrite ``amax``, float32 [1], with the largest magnitude of ``x``, contiguous."""
     amax.zero_()
-    _amax_kernel[grid](x, amax, cols, cols // tile_cols, BR=tile_rows, BC=tile_cols)
+    _amax_kernel[(triton.cdiv(x.numel(), AMAX_TILE),)](x, amax, x.numel(), N=AMAX_TILE)
 
 
 @on_its_device

@@ -424,7 +424,7 @@ def test_compare_without_matplotlib_says_so_before_training(tmp_path, capsys, mo
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit):
         run(tmp_path / "out", "--compare")
-    assert "pip install 'fp4adam[demo]'" in capsys.readouterr().err
+    assert "pip install '.[demo]'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -13,8 +13,7 @@ from fp4adam.checkpoints.model_state import model_state, plain_name, unwrapped
 from fp4adam.checkpoints.reader import CheckpointReader, short
 from fp4adam.checkpoints.stack_reader import StackReader
 from fp4adam.distributed.dtensor import is_dtensor
-from fp4adam.nn.candidates import candidates
-from fp4adam.nn.quantize_model import check_module
+from fp4adam.nn.candidates import candidates, check_module
 from fp4adam.nn.replacement import (
     check_attributes,
     check_no_replica,

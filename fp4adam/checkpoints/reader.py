@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4adam.checkpoints.folder import CONFIG, DTYPES, HF_QUANT_CONFIG, INDEX, ONE_FILE
+from fp4adam.checkpoints.folder import (
+    CONFIG,
+    DTYPES,
+    HF_QUANT_CONFIG,
+    INDEX,
+    ONE_FILE,
+    safetensors,
+)
 
 # Of a JSON file or a header; an index of 500,000 tensors is smaller.
 MAX_JSON_BYTES = 50 * 10**6
@@ -199,19 +206,3 @@ def short(value: Any) -> str:
     """A value for an error message."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-def safetensors() -> Any:
-    """The package.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
-    try:
-        import safetensors
-    except ImportError:
-        raise ImportError(
-            "the package safetensors must be installed to import checkpoints; "
-            "pip install 'fp4adam[export]'"
-        ) from None
-    return safetensors

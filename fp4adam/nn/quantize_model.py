@@ -19,7 +19,7 @@ from fp4adam.formats.scale_groups import (
     resolve_scale_groups,
     write_together,
 )
-from fp4adam.nn.candidates import adapters, candidates
+from fp4adam.nn.candidates import adapters, candidates, check_module
 from fp4adam.nn.hardware import check_shape
 from fp4adam.nn.operand import has_quantized_operands
 from fp4adam.nn.recipe import FormatName, Recipe, resolve_recipe
@@ -30,7 +30,7 @@ from fp4adam.nn.replacement import (
     hand_over,
     put_in,
 )
-from fp4adam.nn.summary import check_module, format_name, summary
+from fp4adam.nn.summary import format_name, summary
 from fp4adam.tensors.quantized_tensor import QuantizedTensor, implements_function
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
 
@@ -142,6 +142,8 @@ def quantize_model(
 
 def _report(models: Sequence[nn.Module], quantizer: Quantizer, count: int, stacklevel: int) -> None:
     """Log what is quantized now and what is not; warn if ``count`` selected weights are none."""
+    if count and not logger.isEnabledFor(logging.INFO):
+        return  # the summary reads every parameter
     for model in models:
         described = f"{type(model).__name__}, {format_name(quantizer)}: {summary(model).describe()}"
         logger.info("%s", described)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fp4adam.distributed.dtensor import local
 from fp4adam.interop.adapter import is_foreign
-from fp4adam.nn.candidates import is_stack
+from fp4adam.nn.candidates import check_module, is_stack
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
 
@@ -164,14 +164,6 @@ def summary(model: nn.Module) -> ModelSummary:
     return ModelSummary(
         tuple(_of_parameter(name, owners[p], p) for name, p in model.named_parameters())
     )
-
-
-def check_module(model: nn.Module) -> None:
-    """Raise TypeError unless ``model`` is an ``nn.Module``."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model must be an nn.Module, got {type(model).__name__}; pass the model itself"
-        )
 
 
 def format_name(quantizer: Quantizer) -> str:

@@ -579,8 +579,15 @@ def three_losses(model: nn.Module) -> Tensor:
 
 
 def train_quantized_matmuls(rank: int) -> None:
-    for weights in ("nvfp4", "mxfp8", "float8block"):
-        recipe = Recipe(weights, activations=True, gradients=True, emulate=True)
+    codes = dict(activations=True, gradients=True, emulate=True)
+    fake = dict(activations="fake")
+    for weights, options in (
+        ("nvfp4", codes),
+        ("mxfp8", codes),
+        ("float8block", codes),
+        ("nvfp4", fake),
+    ):
+        recipe = Recipe(weights, **options)
         losses = []
         for sharded in (True, False):
             model = build(256, 128, recipe)

@@ -27,6 +27,7 @@ from fp4adam import (
 from fp4adam.nn import hardware, operand
 from fp4adam.nn.linear import _ScaledLinear
 from fp4adam.tensors import backend
+from fp4adam.tensors.quantizer import Operands
 from fp4adam.tensors.storage import Storage
 
 # Weights, and the quantizers of what they are multiplied with.
@@ -276,11 +277,11 @@ def test_recipe_stays_with_the_weight():
     torch.save(weight, buffer)
     buffer.seek(0)
     for other in (copy.deepcopy(weight), torch.load(buffer, weights_only=True), weight.detach()):
-        assert other.quantizer.operands == weight.quantizer.operands == (True, False, False)
+        assert other.quantizer.operands == weight.quantizer.operands == Operands(True)
         assert other.quantizer.optimize_for_gemm
     # Bytes are the same without one, and are copied as they are.
     plain = layer_in(Recipe("nvfp4")).weight
-    assert plain.quantizer.operands == (False, False, False)
+    assert plain.quantizer.operands == Operands()
     with torch.no_grad():
         plain.zero_()
         plain.copy_(weight)
