@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fp4adam.formats import minifloat
 from fp4adam.tensors import rows
+from fp4adam.tensors.layout import Layout
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.storage import Storage
 
@@ -26,7 +27,7 @@ from fp4adam.tensors.storage import Storage
 HALF_GAP = 119
 NAN = -128
 # Half gaps of E2M1 and E4M3 are a quarter and a sixteenth of the code's power of two.
-_PER_POWER = {4: 4 * HALF_GAP, 8: 16 * HALF_GAP}
+_PER_POWER = {"e2m1": 4 * HALF_GAP, "e4m3": 16 * HALF_GAP}
 # The byte of the smallest block scale of NVFP4 in a unit, 2**-7.
 _LEAST_SCALE = 4
 # A number between 257 and 511 plus a remainder has 15 bits below the point.
@@ -36,27 +37,23 @@ _CENTER, _BELOW_POINT = 384.0, 15
 def units(param: QuantizedTensor) -> Tensor:
     """The units of the remainders of a weight, float32 in its shape."""
     part = rows.own_blocks(param)
-    quantizer, tensors = part.quantizer, part._shared.tensors
-    powers = quantizer.read(_powers(tensors, quantizer.code_bits), torch.float32)
-    first, n_rows = part._first_row or 0, rows.matrix_shape(param)[0]
+    layout, first, n_rows = part.quantizer.layout, part._first_row, rows.matrix_shape(param)[0]
+    powers = part.quantizer.read(_powers(part._shared.tensors, layout), torch.float32)
     powers = powers[first : first + n_rows]
-    return (powers * (1 / _PER_POWER[quantizer.code_bits])).view(param.shape)
+    return (powers * (1 / _PER_POWER[layout.code_type])).view(param.shape)
 
 
-def _powers(tensors: Storage, code_bits: int) -> Storage:
+def _powers(tensors: Storage, layout: Layout) -> Storage:
     """A storage that decodes to the powers of two of the codes, times their factors."""
-    usage = "columnwise" if tensors.rowwise_data is None else "rowwise"
+    usage = layout.kept[0]
     codes = getattr(tensors, f"{usage}_data")
-    if code_bits == 8:
+    if layout.code_type == "e4m3":
         return tensors.exchange(**{f"{usage}_data": (codes & 0x78).clamp_(min=0x08)})
     # Exponents of two codes per byte; an exponent of 0 becomes 1, whose power of two is 1.
     exponents = codes & 0x66
     is_zero = ((exponents >> 1) | (exponents >> 2)).bitwise_and_(0x11) ^ 0x11
-    scales = {
-        name: getattr(tensors, name).clamp(min=_LEAST_SCALE)
-        for name in ("block_scale_inv", f"{usage}_scale_inv")
-        if getattr(tensors, name) is not None
-    }
+    name = "block_scale_inv" if layout.is_square else f"{usage}_scale_inv"
+    scales = {name: getattr(tensors, name).clamp(min=_LEAST_SCALE)}
     return tensors.exchange(**{f"{usage}_data": exponents | (is_zero << 1)}, **scales)
 
 
