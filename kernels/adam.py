@@ -278,7 +278,7 @@ def update_tile(
     to the caller. scales: of the tile. scalars: from :func:`load_scalars`. start, stride and BC
     must be multiples of 32 if a codec has scales.
     Returns the new value, float32: decoded if its codec has scales, else unrounded; the new scales;
-    and the stored moments, float32.
+    and the new moments, float32, before they are rounded.
     """
     ptr = pointers
     VALUE: tl.constexpr = VARIANT.value_codec
@@ -311,10 +311,10 @@ def update_tile(
             ptr.value, ptr.value_extra, target, stride, mask, value, dither * OF_MASTERS, VALUE,
             STORE, BR, BC,
         )  # fmt: skip
-    exp_avg, scale = store_state(
+    _, scale = store_state(
         ptr.exp_avg, target, stride, mask, exp_avg, dither * OF_EXP_AVG, FIRST, BR, BC, STORE
     )
-    exp_avg_sq, scale_sq = store_state(
+    _, scale_sq = store_state(
         ptr.exp_avg_sq, target, stride, mask, exp_avg_sq, dither * OF_EXP_AVG_SQ, SECOND, BR, BC,
         STORE,
     )  # fmt: skip
@@ -390,7 +390,7 @@ def adam_master_tile(
     """Update the moments of a tile with its master, float32, which the caller has completed.
 
     Arguments as for :func:`adam_step_tile`. Returns the new master, the dither of its remainder,
-    and int32 numbers that grow with |exp_avg| / sqrt(exp_avg_sq), of the moments as stored.
+    and int32 numbers that grow with |exp_avg| / sqrt(exp_avg_sq), for ``report_completed``.
     """
     ptr = pointers
     FIRST: tl.constexpr = VARIANT.exp_avg_codec
@@ -408,7 +408,7 @@ def adam_master_tile(
         store_scale(ptr.exp_avg_scale, target, stride, mask, new.exp_avg, FIRST, BR, BC)
         store_scale(ptr.exp_avg_sq_scale, target, stride, mask, new.exp_avg_sq, SECOND, BR, BC)
     dither = element_hash(target, stride, scalars.dither, BR, BC) * OF_MASTERS
-    # The bits of a positive float are its logarithm, nearly; see ``amax_preview.update_bound``.
+    # The bits of a positive float are its logarithm, nearly.
     ratio = exp_avg.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     ratio -= exp_avg_sq.to(tl.int32, bitcast=True) >> 1
     return master, dither, ratio

@@ -68,11 +68,13 @@ def _update_tiles(
     BC: tl.constexpr,
     LOOP: tl.constexpr,
     STAGES: tl.constexpr,
+    SATURATES: tl.constexpr = False,
 ):
     """Adam and re-quantization of LOOP tiles [BR, BC] down the rows.
 
     scale: float32, the encode scale. stored_scale: that of the stored codes, which masters with
-    remainders are completed from. constants: from ``load_scalars``. Returns the amax of the tiles,
+    remainders are completed from. constants: from ``load_scalars``. SATURATES: as for
+    :func:`split_off`. Returns the amax of the tiles,
     and of such masters the largest ratio as ``report_completed`` takes it.
     """
     rows = size(table, tensor, ROWS, 16)
@@ -114,7 +116,7 @@ def _update_tiles(
         words = float8_tile(x, scale, row, col, cols, storage, USAGE, BR, BC)
         if COMPLETES:
             remainder = split_off(
-                value, e4m3_word_values(words, BR, BC), factor, inverse, dither, 8
+                value, e4m3_word_values(words, BR, BC), factor, inverse, dither, 8, SATURATES
             )
             store_remainder(pointers.value, target, cols, None, remainder, BR, BC)
         if USAGE.columnwise:
@@ -249,7 +251,7 @@ def _delayed_step_kernel(
         stored_scale = tensor_scale(tl.load(stored_amaxes + tensor), 0.0, False)
     tile_amax, _ = _update_tiles(
         table, tensor, first_row, col, scale, stored_scale, constants, VARIANT, USAGE, BR, BC, LOOP,
-        STAGES,
+        STAGES, SATURATES=True,
     )  # fmt: skip
     # The bits of non-negative floats order as integers do.
     latest = pointer(table, tensor, AMAX_HISTORY, tl.int32)

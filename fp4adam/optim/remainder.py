@@ -30,7 +30,7 @@ NAN = -128
 _PER_POWER = {"e2m1": 4 * HALF_GAP, "e4m3": 16 * HALF_GAP}
 # The byte of the smallest block scale of NVFP4 in a unit, 2**-7.
 _LEAST_SCALE = 4
-# A number between 257 and 511 plus a remainder has 15 bits below the point.
+# From 256 to 512 a number has 15 bits below the point.
 _CENTER, _BELOW_POINT = 384.0, 15
 
 
@@ -73,14 +73,13 @@ def split_off(param: QuantizedTensor, master: Tensor, dither: Tensor | None = No
     difference = master - param.detach().dequantize(torch.float32)
     inverse = units(param).reciprocal_().clamp_(max=minifloat.FP32_MAX)
     steps = difference.mul_(inverse)
-    is_nan = steps.isnan()
+    is_nan = ~steps.isfinite()
     bits = steps.add_(_CENTER).clamp_(_CENTER - 127, _CENTER + 127).view(torch.int32)
-    if dither is None:
-        bits += 1 << _BELOW_POINT - 1
-    else:
-        bits += (dither >> 32 - _BELOW_POINT).bitwise_and_((1 << _BELOW_POINT) - 1)
+    # One more bit, as the dither has 16.
+    bits <<= 1
+    bits += 1 << _BELOW_POINT if dither is None else (dither >> 16).bitwise_and_(0xFFFF)
     # The lowest byte of the integer part is the remainder plus 128.
-    remainder = (bits >> _BELOW_POINT).bitwise_and_(0xFF).sub_(128).to(torch.int8)
+    remainder = (bits >> _BELOW_POINT + 1).bitwise_and_(0xFF).sub_(128).to(torch.int8)
     return remainder.masked_fill_(is_nan, NAN)
 
 
