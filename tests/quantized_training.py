@@ -178,7 +178,7 @@ def assert_bytes_are_of_masters(optimizer: Optimizer) -> None:
         master = optimizer.state[param]["master_param"]
         if optimizer.quantize_from == "param_dtype":
             master = master.to(param.dtype)
-        if param.quantizer.has_history:
+        if param.quantizer.layout.tensor_scale == "delayed":
             # Earlier values set the scale: the master is in the codes, and the latest amax.
             scaled = (master.float() * param.scale).clamp(-448, 448)
             codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)

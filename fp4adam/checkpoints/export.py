@@ -202,7 +202,7 @@ def _warn_of_readers(trained: Trained, layout: str) -> None:
     for name, weight in trained.quantized.items():
         layer = name.removesuffix(".weight")
         matrix = hf_scale_groups(name)
-        if weight.quantizer.scales_tensor and matrix is not None:
+        if weight.quantizer.layout.tensor_scale == "current" and matrix is not None:
             groups[matrix][layer.rpartition(".")[2]] = weight.flush()._amax.item()
         sides = zip(trained.weights[name].shape[-2:], encoding.block, strict=True)
         partial += [layer] * any(n > block and n % block for n, block in sides)

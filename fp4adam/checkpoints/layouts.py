@@ -327,10 +327,11 @@ class CompressedTensors(Layout):
     def documents(
         self, encoding: Encoding, excluded: Sequence[str], stacked: Sequence[str]
     ) -> dict[str, dict[str, Any]]:
+        layout = encoding.quantizer_class().layout
         weights = {
             "num_bits": encoding.bits,
             "type": "float",
-            "strategy": "tensor_group" if encoding.quantizer_class.scales_tensor else "group",
+            "strategy": "tensor_group" if layout.tensor_scale else "group",
             "group_size": encoding.block[1],
             "symmetric": True,
             "dynamic": False,

@@ -43,12 +43,12 @@ class Shard:
     @property
     def is_adaptive(self) -> bool:
         """Whether the scale of a block depends on all of its values."""
-        return getattr(self.quantizer, "adaptive", None) is not None
+        return self.quantizer.layout.scale_rule.adaptive is not None
 
     @property
     def strip_numel(self) -> int:
         """Number of elements in a row of blocks."""
-        return self.quantizer.block_rows * self.matrix_shape[1]
+        return self.quantizer.layout.block * self.matrix_shape[1]
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -58,7 +58,7 @@ class Shard:
     @property
     def blocks(self) -> dict[str, tuple[int, int]]:
         """Block shapes by the direction of the codes that are written."""
-        return self.quantizer.block_shapes
+        return self.quantizer.layout.blocks
 
     def grid_shape(self, usage: str) -> tuple[int, int]:
         """The number of block rows and block columns."""
@@ -72,18 +72,18 @@ class Shard:
         None for formats without such scales.
         """
         tensors = self.weight._shared.tensors
-        if self.quantizer.is_square:
+        if self.quantizer.layout.is_square:
             return tensors.block_scale_inv
         return getattr(tensors, f"{usage}_scale_inv")
 
     def byte(self, element: int) -> int:
         """Index of the byte that holds the code of an element."""
-        return element * self.quantizer.code_bits // 8
+        return element * self.quantizer.layout.code_bits // 8
 
     @property
     def nbytes(self) -> int:
         """Number of bytes that hold codes of the shard, in one direction."""
-        per_byte = 8 // self.quantizer.code_bits
+        per_byte = 8 // self.quantizer.layout.code_bits
         return -(-self.stop // per_byte) - self.start // per_byte if self.stop > self.start else 0
 
     def targets(self, out: Out) -> dict[str, tuple[Tensor, int]]:

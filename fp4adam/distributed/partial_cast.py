@@ -107,7 +107,7 @@ class PartialCast:
         n = len(of_tensors)
         spans = []
         for shard in self._shards:
-            for usage in shard.blocks if shard.quantizer.scales_blocks else ():
+            for usage in shard.blocks if shard.quantizer.layout.scale_type is not None else ():
                 shape = shard.grid_shape(usage)
                 n = round_up(n, 4)
                 spans.append((shard, usage, n, shape))
@@ -339,13 +339,15 @@ class PartialCast:
             if out is None:
                 continue
             is_pair = isinstance(out, tuple | list)
-            if is_pair and (len(out) != 2 or (shard.quantizer.is_square and out[1] is not None)):
+            if is_pair and (
+                len(out) != 2 or (shard.quantizer.layout.is_square and out[1] is not None)
+            ):
                 raise ValueError(
                     f"{name}[{i}] must be one tensor, or a pair (rowwise, columnwise) for MXFP8, "
                     f"got {len(out)} entries for {type(shard.weight).__name__}; columnwise codes "
                     "of other formats are built from the rowwise ones"
                 )
-            if not shard.quantizer.is_square and not is_pair:
+            if not shard.quantizer.layout.is_square and not is_pair:
                 raise ValueError(
                     f"{name}[{i}] must be a pair (rowwise, columnwise) for MXFP8, got "
                     f"{type(out).__name__}; both directions are quantized from the values"
@@ -373,7 +375,7 @@ def check_weights(weights: Sequence[QuantizedTensor], name: str = "weights") -> 
                 f"{name}[{i}] must be an NVFP4, MXFP8, Float8 or Float8Block tensor, got a {kind}; "
                 "quantize_model makes such parameters"
             )
-        if not weight.quantizer.casts_in_shards:
+        if not weight.quantizer.layout.casts_in_parts:
             raise ValueError(
                 f"{name}[{i}] must have square blocks and rowwise data to be cast in shards, got a "
                 f"{kind} with {weight.quantizer}: its columnwise codes need whole columns; make it "
@@ -413,7 +415,7 @@ def _strips(shard: Shard, value: Tensor | None) -> Iterator[tuple[slice, Tensor]
     if shard.start == shard.stop:
         return
     rows, cols = shard.matrix_shape
-    block = shard.quantizer.block_rows
+    block = shard.quantizer.layout.block
     height = max(1, backend.cpu_chunk_numel() // (block * cols)) * block
     first = shard.start // cols // block * block
     last = min(round_up(-(-shard.stop // cols), block), rows)
@@ -468,7 +470,7 @@ def _scales(shard: Shard, usage: str, rows: slice) -> tuple[Tensor, Tensor]:
 def _write_scales(shard: Shard) -> None:
     if shard.amax is not None:
         shard.quantizer.take_amax(shard.weight._shared.tensors, shard.amax)
-    if not shard.quantizer.scales_blocks:
+    if shard.quantizer.layout.scale_type is None:
         return
     for usage, grid in shard.grids.items():
         stored = shard.scale_inv(usage)
@@ -488,7 +490,7 @@ def _write_codes(
             target, first_byte = targets[usage]
             codes = shard.quantizer.codes(scaled).flatten(2).flatten(0, 1)
             codes = codes[: len(strip), :cols].reshape(-1)[start - top : stop - top]
-            if shard.quantizer.code_bits == 4:
+            if shard.quantizer.layout.code_bits == 4:
                 _store_nibbles(codes, target, start - 2 * first_byte)
             else:
                 target[start - first_byte : stop - first_byte] = codes

@@ -71,7 +71,7 @@ class CastLaunches:
         self._writes += gemm_scale_launches([shard.weight for shard in shards])
         histories: dict[Quantizer, list[Shard]] = defaultdict(list)
         for shard in shards:
-            if shard.quantizer.has_history:
+            if shard.quantizer.layout.tensor_scale == "delayed":
                 histories[shard.quantizer].append(shard)
         self._histories = [
             (quantizer, [s.weight._shared.tensors for s in alike], [s.amax for s in alike])
@@ -105,9 +105,7 @@ def _kind(shard: Shard, value_dtype: torch.dtype | None) -> _Kind:
         shard.dtype,
         "rowwise" in shard.blocks,
         "columnwise" in shard.blocks,
-        **quantizer.scale_options,
-        adaptive=getattr(quantizer, "adaptive", None),
-        bound=getattr(quantizer, "bound", 448),
+        **quantizer.layout.scale_rule._asdict(),
     )
 
 
@@ -132,7 +130,7 @@ def _table_row(shard: Shard, value: Tensor | None, out: Out) -> dict[str, int]:
         fields["choices"] = shard.choices.data_ptr()
     for usage, (codes, first_byte) in shard.targets(out).items():
         fields[f"{usage}_data"] = codes.data_ptr() - first_byte
-        if shard.quantizer.scales_blocks:
+        if shard.quantizer.layout.scale_type is not None:
             fields[f"{usage}_amax"] = shard.grids[usage].data_ptr()
             fields[f"{usage}_scale"] = shard.scale_inv(usage).data_ptr()
     return fields
@@ -185,10 +183,10 @@ def _chunks(shards: Sequence[Shard], device: torch.device) -> list[tuple[_Kind, 
     """By kind, lists of blocks in chunks of SCALES."""
     regions: dict[_Kind, list[Region]] = {}
     for i, shard in enumerate(shards):
-        if shard.quantizer.has_history:
+        if shard.quantizer.layout.tensor_scale == "delayed":
             continue  # its amax is another one than that of the values
         listed = regions.setdefault(_kind(shard, None), [])
-        if not shard.quantizer.scales_blocks:
+        if shard.quantizer.layout.scale_type is None:
             listed.append((i, 0, 1, 0, 1))  # for the amax alone
             continue
         for usage, grid in shard.grids.items():

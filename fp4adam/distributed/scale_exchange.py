@@ -99,7 +99,7 @@ class ShardInfo(NamedTuple):
             return ()
         mesh = param.device_mesh
         infos = [cls.in_mesh(mesh, dim) for dim in by_rows]
-        if spec.quantizer.scales_tensor:
+        if spec.quantizer.layout.tensor_scale == "current":
             infos += [cls.in_parallel(mesh, dim) for dim in parallel]
         if len(infos) == 2 and mesh.size() == dist.get_world_size():
             of_part = dict(part=mesh.get_local_rank(parallel[0]), n_parts=mesh.size(parallel[0]))
@@ -109,7 +109,7 @@ class ShardInfo(NamedTuple):
 
 def cut_blocks(spec: GlobalSpec, n_shards: int) -> list[int]:
     """Indices of the block rows that shard boundaries cut."""
-    block = spec.quantizer.block_rows
+    block = spec.quantizer.layout.block
     ends = range(spec.chunk_rows, min(n_shards * spec.chunk_rows, spec.rows), spec.chunk_rows)
     return sorted({end // block for end in ends if end % block})
 
@@ -118,7 +118,7 @@ def own_cut_blocks(spec: GlobalSpec, info: ShardInfo) -> tuple[int, ...]:
     """Those of them that a shard has rows of, counted from its first block."""
     first = info.number * spec.chunk_rows
     last = min(first + spec.chunk_rows, spec.rows) - 1
-    block = spec.quantizer.block_rows
+    block = spec.quantizer.layout.block
     own = range(first // block, last // block + 1) if first <= last else ()
     return tuple(
         number - first // block for number in cut_blocks(spec, info.n_shards) if number in own
@@ -179,12 +179,12 @@ class AmaxExchange:
         peers: dict[Hashable, list[int]] = defaultdict(list)
         size = 0
         for spec, info, amax, grids, scales in shards:
-            if spec.quantizer.scales_tensor:
+            if spec.quantizer.layout.tensor_scale == "current":
                 self._amaxes.append(amax)
                 spans.append((size, size + 1))
                 peers[scales].append(size)
                 size += 1
-            first_block = info.number * spec.chunk_rows // spec.quantizer.block_rows
+            first_block = info.number * spec.chunk_rows // spec.quantizer.layout.block
             own = own_cut_blocks(spec, info)
             for number in cut_blocks(spec, info.n_shards):
                 for part, grid in product(range(info.n_parts), grids):
@@ -283,7 +283,7 @@ class ShardCast:
             shared.pending, shared.unsettled = None, False
             if shared.first_row is None:
                 shared.first_row = 0
-        build_columnwise([shard for shard in self._shards if shard.quantizer.is_square])
+        build_columnwise([shard for shard in self._shards if shard.quantizer.layout.is_square])
 
 
 def exchange_strips(
@@ -302,7 +302,7 @@ def exchange_strips(
         spec, cols = shard._shared.global_spec, matrix_shape(shard)[1]
         for info in infos:
             if cut_blocks(spec, info.n_shards):
-                grid = strips or CutStrips((0, spec.quantizer.block_rows * cols), {})
+                grid = strips or CutStrips((0, spec.quantizer.layout.block * cols), {})
                 amax = torch.zeros(1, device=shard.device)  # it has been exchanged already
                 exchanged[info.group, info.device].append(
                     Exchanged(spec, info, amax, [grid], shard)
@@ -406,7 +406,7 @@ def parallel_infos(shard: QuantizedTensor) -> tuple[ShardInfo, ...]:
     """
     shared = shard._shared
     spec = shared.global_spec
-    if spec is None or not (spec.is_parallel and spec.quantizer.scales_tensor):
+    if spec is None or not (spec.is_parallel and spec.quantizer.layout.tensor_scale == "current"):
         return ()
     if shared.parallel is None and shared.unsettled:
         raise RuntimeError(
@@ -450,8 +450,8 @@ def check_shards(model: nn.Module) -> None:
         tensors = shard._shared.tensors
         grids = [
             getattr(tensors, name).float()
-            for name, rows in shard.quantizer.rows_per_entry.items()
-            if rows == shard.quantizer.block_rows
+            for name, rows in shard.quantizer.layout.rows_per_entry.items()
+            if rows == shard.quantizer.layout.block
         ]
         problem = "others on another rank"
         differs = torch.zeros(1, device=infos[0].device)

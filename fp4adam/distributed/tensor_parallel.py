@@ -125,7 +125,7 @@ def _gather_parts(weight: Tensor, part: QuantizedTensor, mesh_dim: int) -> Quant
         tuple(part.shape),
         part.quantizer.without_derived(),
     )
-    inner = {name: getattr(tensors, name) for name in compact.rows_per_entry}
+    inner = {name: getattr(tensors, name) for name in compact.layout.rows_per_entry}
     spec = GlobalSpec(shape, part.quantizer, shape[0], is_parallel=True)
     shared = SharedStorage(Storage(amax=tensors.amax, **inner), global_spec=spec)
     own = type(part)(shape, weight.dtype, compact, shared)

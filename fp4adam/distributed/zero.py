@@ -128,7 +128,7 @@ def _tensors(weights: Sequence[Tensor], borrowed: dict[int, BorrowedTensor]) -> 
 
 def _has_derived(borrowed: BorrowedTensor) -> bool:
     """Whether a tensor may have columnwise codes that are transposed from rowwise ones."""
-    return borrowed.tensor.quantizer.is_square and borrowed.tensor.quantizer.columnwise
+    return borrowed.tensor.quantizer.layout.is_square and borrowed.tensor.quantizer.columnwise
 
 
 def _check_drops_columnwise(borrowed: BorrowedTensor) -> None:
@@ -194,7 +194,7 @@ def _check_part(i: int, master: Tensor | None, start: int | None) -> None:
 
 
 def _drop_columnwise(weight: QuantizedTensor) -> None:
-    if weight.quantizer.is_square and weight.quantizer.columnwise:
+    if weight.quantizer.layout.is_square and weight.quantizer.columnwise:
         weight._columnwise_data = weight._columnwise_gemm_scale_inv = None
         weight.quantizer = dataclasses.replace(weight.quantizer, columnwise=False)
 
@@ -218,7 +218,7 @@ def post_all_gather_processing(model_weights: Tensor | Sequence[Tensor]) -> None
     borrowed, square = _borrowed_among(weights), []
     for i, weight in enumerate(_tensors(weights, borrowed)):
         if isinstance(weight, QuantizedTensor) and (
-            "columnwise_data" in weight.quantizer.rows_per_entry
+            "columnwise_data" in weight.quantizer.layout.rows_per_entry
         ):
             continue  # MXFP8: columnwise codes are gathered
         check_square(i, weight, "model_weights")

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from fp4adam.formats import minifloat
 from fp4adam.tensors import backend
 from fp4adam.tensors.blocks import flat_shape, strips
+from fp4adam.tensors.layout import Direction, Inner, Layout, ScaleRule
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer, check_tensor
 from fp4adam.tensors.storage import Storage
@@ -80,10 +81,6 @@ class Float8Quantizer(Quantizer):
 
     tensor_class = Float8Tensor
     name = "float8"
-    code_bits = 8
-    swizzles_scales = False
-    block_rows = BLOCK
-    scales_blocks = False
     largest_value = minifloat.E4M3_MAX
 
     def __post_init__(self) -> None:
@@ -121,58 +118,19 @@ class Float8Quantizer(Quantizer):
                     f"{getattr(self, name)!r}; it is an option of scaling={other!r}"
                 )
 
-    def check_matrix(self, rows: int, cols: int) -> str | None:
-        if rows % BLOCK or cols % BLOCK:
-            return "rows and columns of Float8 must be multiples of 16"
-        return None
-
-    def storage_layout(
-        self, rows: int, cols: int
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        layout = {"amax": ((1,), torch.float32)}
-        if self.has_history:
-            layout["amax_history"] = ((self.amax_history_len,), torch.float32)
-        for usage, m, k in (("rowwise", rows, cols), ("columnwise", cols, rows)):
-            if getattr(self, usage):
-                layout[f"{usage}_data"] = ((m, k), torch.uint8)
-        return layout
-
-    @property
-    def scales_tensor(self) -> bool:
-        """Whether the values of the whole tensor set its scale now, not at the next write."""
-        return not self.has_history
-
-    @property
-    def has_history(self) -> bool:
-        return self.scaling == "delayed"
-
-    @property
-    def is_square(self) -> bool:
-        return True
-
-    @property
-    def block_shapes(self) -> dict[str, tuple[int, int]]:
-        return {"rowwise": (BLOCK, BLOCK)}
-
-    @property
-    def scale_options(self) -> dict[str, Any]:
-        return dict(force_pow_2_scales=self.force_pow_2_scales, amax_epsilon=self.amax_epsilon)
-
-    @property
-    def rows_per_entry(self) -> dict[str, int]:
-        # A history belongs to the tensor as a whole.
-        return {"rowwise_data": 1} if self.rowwise and not self.has_history else {}
-
-    @property
-    def cols_per_entry(self) -> dict[str, int]:
-        return dict(self.rows_per_entry)
-
-    @property
-    def casts_in_shards(self) -> bool:
-        return self.rowwise
-
-    def without_derived(self) -> Quantizer:
-        return dataclasses.replace(self, columnwise=False) if self.rows_per_entry else self
+    def full_layout(self) -> Layout:
+        return Layout(
+            block=BLOCK,
+            code_type="e4m3",
+            scale_type=None,
+            rowwise=Direction(Inner(1, 1)),
+            columnwise=Direction(Inner(1, 1, True)),
+            is_square=True,
+            tensor_scale=self.scaling,
+            scale_rule=ScaleRule(self.force_pow_2_scales, self.amax_epsilon),
+            multiple=BLOCK,
+            history=self.amax_history_len,
+        )
 
     def scale_inv(self, tensors: Storage, usage: str) -> Tensor | None:
         return self.per_tensor_scale(tensors.amax) if getattr(self, usage) else None
@@ -198,7 +156,12 @@ class Float8Quantizer(Quantizer):
     def quantize(self, x: Tensor) -> QuantizedTensor:
         check_tensor(x)
         tensor = self.make_empty(x.shape, dtype=x.dtype, device=x.device)
-        if self.has_history and not isinstance(x, QuantizedTensor) and x.numel() and not x.is_meta:
+        if (
+            self.scaling == "delayed"
+            and not isinstance(x, QuantizedTensor)
+            and x.numel()
+            and not x.is_meta
+        ):
             matrix = x.detach().reshape(flat_shape(tuple(x.shape))).contiguous()
             self.measure(matrix, tensor._amax_history[:1])
         return tensor.quantize_(x)
@@ -214,13 +177,13 @@ class Float8Quantizer(Quantizer):
             amax.copy_(torch.stack(amaxes).amax())
 
     def take_amax(self, tensors: Storage, amax: Tensor) -> None:
-        if not self.has_history:
+        if self.scaling == "current":
             tensors.amax.copy_(amax)
             return
         self.take_amaxes([tensors], [amax])
 
     def take_amaxes(self, tensors: Sequence[Storage], amaxes: Sequence[Tensor]) -> None:
-        if not self.has_history:
+        if self.scaling == "current":
             return super().take_amaxes(tensors, amaxes)
         histories = torch.stack([each.amax_history for each in tensors])
         present = torch.cat([each.amax for each in tensors])
@@ -246,7 +209,8 @@ class Float8Quantizer(Quantizer):
                 rowwise_data=out.rowwise_data,
                 columnwise_data=out.columnwise_data,
                 amax=out.amax,
-                **self.scale_options,
+                force_pow_2_scales=self.force_pow_2_scales,
+                amax_epsilon=self.amax_epsilon,
             )
         scale = self.encode_scale(out.amax)
         for rows, strip, scratch in strips(x, (1, 1), scratch=1):

@@ -4,16 +4,16 @@ import dataclasses
 import math
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp4adam.formats import minifloat
 from fp4adam.tensors import backend
-from fp4adam.tensors.blocks import blocks_of, in_blocks, round_up, strips, times_factors
+from fp4adam.tensors.blocks import blocks_of, in_blocks, strips, times_factors
+from fp4adam.tensors.layout import Direction, Inner, Layout, ScaleRule
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import SquareBlockQuantizer
+from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.storage import Storage
 from fp4adam.tensors.transpose import transpose_bytes
 
@@ -32,7 +32,7 @@ class Float8BlockTensor(QuantizedTensor):
 
 
 @dataclasses.dataclass(frozen=True)
-class Float8BlockQuantizer(SquareBlockQuantizer):
+class Float8BlockQuantizer(Quantizer):
     """Quantize to :class:`Float8BlockTensor`; any rows and columns (blocks at edges are partial).
 
     Scale = 448 / max(block_amax, amax_epsilon), or 1 for a block of zeros; code = E4M3(x * scale).
@@ -48,15 +48,13 @@ class Float8BlockQuantizer(SquareBlockQuantizer):
     Source: DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.2.
     """
 
+    two_dimensional: bool = True
     force_pow_2_scales: bool = True
     amax_epsilon: float = 0.0
 
     tensor_class = Float8BlockTensor
     name = "float8_block"
-    code_bits = 8
-    swizzles_scales = False
     steps_cut_blocks = True
-    block_rows = BLOCK
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,31 +68,22 @@ class Float8BlockQuantizer(SquareBlockQuantizer):
                 f"amax_epsilon must be finite and >= 0, got {self.amax_epsilon}; 0 turns it off"
             )
 
-    def storage_layout(
-        self, rows: int, cols: int
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        layout = {}
+    def full_layout(self) -> Layout:
         if self.two_dimensional:
-            layout["block_scale_inv"] = ((-(-rows // BLOCK), -(-cols // BLOCK)), torch.float32)
-        for usage, m, k in (("rowwise", rows, cols), ("columnwise", cols, rows)):
-            if getattr(self, usage):
-                layout[f"{usage}_data"] = ((m, k), torch.uint8)
-                if not self.two_dimensional:
-                    scale_shape = (-(-k // BLOCK), round_up(m, 4))
-                    layout[f"{usage}_scale_inv"] = (scale_shape, torch.float32)
-        return layout
-
-    @property
-    def scale_options(self) -> dict[str, Any]:
-        return dict(force_pow_2_scales=self.force_pow_2_scales, amax_epsilon=self.amax_epsilon)
-
-    def scale_extent(self, usage: str, rows: int, cols: int) -> tuple[int, int]:
-        along, across = (cols, rows) if usage == "rowwise" else (rows, cols)
-        return -(-along // BLOCK), across
-
-    def expand_grid(self, grid: Tensor) -> Tensor:
-        """Pad the last dimension to a multiple of 4."""
-        return torch.nn.functional.pad(grid, (0, -grid.shape[1] % 4))
+            rowwise = Inner(BLOCK, BLOCK, padding=(1, 4))
+            columnwise = Inner(BLOCK, BLOCK, True, (1, 4))
+        else:
+            rowwise = Inner(1, BLOCK, True, (1, 4))
+            columnwise = Inner(BLOCK, 1, padding=(1, 4))
+        return Layout(
+            block=BLOCK,
+            code_type="e4m3",
+            scale_type="float32",
+            rowwise=Direction(Inner(1, 1), rowwise),
+            columnwise=Direction(Inner(1, 1, True), columnwise),
+            is_square=self.two_dimensional,
+            scale_rule=ScaleRule(self.force_pow_2_scales, self.amax_epsilon),
+        )
 
     def scales_of_blocks(
         self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
@@ -116,7 +105,8 @@ class Float8BlockQuantizer(SquareBlockQuantizer):
                 else out.rowwise_scale_inv,
                 columnwise_scale=out.columnwise_scale_inv,
                 two_dimensional=self.two_dimensional,
-                **self.scale_options,
+                force_pow_2_scales=self.force_pow_2_scales,
+                amax_epsilon=self.amax_epsilon,
             )
         largest = torch.finfo(x.dtype).max
         for rows, strip, scratch in strips(x, (BLOCK, BLOCK), scratch=1):
@@ -164,10 +154,6 @@ class Float8BlockQuantizer(SquareBlockQuantizer):
         factor = 1.0 / tensors.block_scale_inv
         codes = minifloat.e4m3_code(times_factors(blocks_of(x, (BLOCK, BLOCK)), factor))
         return codes.flatten(2).flatten(0, 1)[: x.shape[0], : x.shape[1]]
-
-    @property
-    def recodes_exactly(self) -> bool:
-        return self.force_pow_2_scales
 
     @staticmethod
     def decoders() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:

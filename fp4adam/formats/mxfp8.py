@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fp4adam.formats import minifloat
 from fp4adam.tensors import backend
-from fp4adam.tensors.blocks import blocks_of, in_blocks, round_up, strips, times_factors
+from fp4adam.tensors.blocks import blocks_of, in_blocks, strips, times_factors
+from fp4adam.tensors.layout import Direction, Inner, Layout
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.storage import Storage
@@ -48,49 +49,17 @@ class MXFP8Quantizer(Quantizer):
 
     tensor_class = MXFP8Tensor
     name = "mxfp8"
-    code_bits = 8
-    block_rows = BLOCK
 
-    @property
-    def rows_per_entry(self) -> dict[str, int]:
-        entries = {}
-        if self.rowwise:
-            entries.update(rowwise_data=1, rowwise_scale_inv=1)
-        if self.columnwise:
-            entries.update(columnwise_data=1, columnwise_scale_inv=BLOCK)
-        return entries
-
-    @property
-    def cols_per_entry(self) -> dict[str, int]:
-        entries = dict.fromkeys(self.rows_per_entry, 1)
-        return entries | {"rowwise_scale_inv": BLOCK} if self.rowwise else entries
-
-    def check_matrix(self, rows: int, cols: int) -> str | None:
-        if rows % BLOCK or cols % BLOCK:
-            return "rows and columns of MXFP8 must be multiples of 32"
-        return None
-
-    def storage_layout(
-        self, rows: int, cols: int
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        byte = torch.uint8
-        layout = {}
-        for usage, m, k in (("rowwise", rows, cols), ("columnwise", cols, rows)):
-            if getattr(self, usage):
-                layout[f"{usage}_data"] = ((rows, cols), byte)
-                scale_shape = (round_up(m, 128), round_up(k // BLOCK, 4))
-                compact = scale_shape if usage == "rowwise" else scale_shape[::-1]
-                layout[f"{usage}_scale_inv"] = (compact, byte)
-                if self.optimize_for_gemm:
-                    layout[f"{usage}_gemm_scale_inv"] = (scale_shape, byte)
-        return layout
-
-    def scale_extent(self, usage: str, rows: int, cols: int) -> tuple[int, int]:
-        return (rows, cols // BLOCK) if usage == "rowwise" else (rows // BLOCK, cols)
-
-    def gemm_scale_rows(self, tensors: Storage, usage: str) -> tuple[Tensor, int]:
-        scale = self.scale_inv(tensors, usage)
-        return scale if usage == "rowwise" else scale.t(), 1
+    def full_layout(self) -> Layout:
+        return Layout(
+            block=BLOCK,
+            code_type="e4m3",
+            scale_type="e8m0",
+            rowwise=Direction(Inner(1, 1), Inner(1, BLOCK, padding=(128, 4))),
+            columnwise=Direction(Inner(1, 1), Inner(BLOCK, 1, padding=(4, 128))),
+            is_square=False,
+            multiple=BLOCK,
+        )
 
     def scales_of_blocks(
         self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype

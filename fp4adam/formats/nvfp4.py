@@ -4,16 +4,17 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fp4adam.formats import four_over_six, minifloat
 from fp4adam.tensors import backend
-from fp4adam.tensors.blocks import blocks_of, in_blocks, round_up, strips, times_factors
+from fp4adam.tensors.blocks import blocks_of, in_blocks, strips, times_factors
+from fp4adam.tensors.layout import Direction, Inner, Layout, ScaleRule
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import SquareBlockQuantizer
+from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.storage import Storage
 from fp4adam.tensors.transpose import transpose_words, word_rows
 
@@ -46,7 +47,7 @@ class NVFP4Tensor(QuantizedTensor):
 
 
 @dataclasses.dataclass(frozen=True)
-class NVFP4Quantizer(SquareBlockQuantizer):
+class NVFP4Quantizer(Quantizer):
     """Quantize to :class:`NVFP4Tensor`; rows and columns must be multiples of 16.
 
     Block scale = E4M3(block_amax * S / 6) with S = 6 * bound / amax(tensor); code = E2M1(x /
@@ -75,15 +76,12 @@ class NVFP4Quantizer(SquareBlockQuantizer):
     Six", arXiv:2512.02010.
     """
 
+    two_dimensional: bool = True
     adaptive: Literal["mae", "mse"] | None = None
     bound: int | None = None
 
     tensor_class = NVFP4Tensor
     name = "nvfp4"
-    code_bits = 4
-    block_rows = BLOCK
-    scales_tensor = True
-    rows_per_square = BLOCK
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,37 +99,24 @@ class NVFP4Quantizer(SquareBlockQuantizer):
                 f"bound must be {allowed}, got {self.bound!r}; leave it out for the default"
             )
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # Quantizers saved by version 0.1 have no bound.
-        vars(self).update(state)
-        self.__post_init__()
-
     @property
     def largest_value(self) -> float:  # type: ignore[override]
         """The largest E2M1 value times the block scale that the tensor's amax maps to."""
         return minifloat.E2M1_MAX * self.bound
 
-    def check_matrix(self, rows: int, cols: int) -> str | None:
-        if rows % BLOCK or cols % BLOCK:
-            return "rows and columns of NVFP4 must be multiples of 16"
-        return None
-
-    def storage_layout(
-        self, rows: int, cols: int
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        byte = torch.uint8
-        layout = {"amax": ((1,), torch.float32)}
-        if self.two_dimensional:
-            layout["block_scale_inv"] = ((rows // BLOCK, cols // BLOCK), byte)
-        for usage, m, k in (("rowwise", rows, cols), ("columnwise", cols, rows)):
-            if getattr(self, usage):
-                layout[f"{usage}_data"] = ((m, k // 2), byte)
-                scale_shape = (round_up(m, 128), round_up(k // BLOCK, 4))
-                if not self.two_dimensional:
-                    layout[f"{usage}_scale_inv"] = (scale_shape, byte)
-                if self.optimize_for_gemm:
-                    layout[f"{usage}_gemm_scale_inv"] = (scale_shape, byte)
-        return layout
+    def full_layout(self) -> Layout:
+        padding = (128, 4)
+        return Layout(
+            block=BLOCK,
+            code_type="e2m1",
+            scale_type="e4m3",
+            rowwise=Direction(Inner(1, 2), Inner(1, BLOCK, padding=padding)),
+            columnwise=Direction(Inner(2, 1, True), Inner(BLOCK, 1, True, padding)),
+            is_square=self.two_dimensional,
+            tensor_scale="current",
+            scale_rule=ScaleRule(adaptive=self.adaptive, bound=self.bound),
+            multiple=BLOCK,
+        )
 
     def measure(self, x: Tensor, amax: Tensor) -> None:
         if backend.uses_kernels(x.device):
@@ -142,16 +127,6 @@ class NVFP4Quantizer(SquareBlockQuantizer):
     def per_tensor_scale(self, amax: Tensor) -> Tensor:
         # By a tensor, because torch divides by a number by multiplying with its reciprocal.
         return amax / torch.full_like(amax, self.largest_value)
-
-    def scale_extent(self, usage: str, rows: int, cols: int) -> tuple[int, int]:
-        return (rows, cols // BLOCK) if usage == "rowwise" else (cols, rows // BLOCK)
-
-    def expand_grid(self, grid: Tensor) -> Tensor:
-        """Repeat each block's scale for its 16 rows and pad to 128 rows and 4 blocks."""
-        rows, cols = grid.shape[0] * BLOCK, grid.shape[1]
-        scale = grid.new_zeros(round_up(rows, 128), round_up(cols, 4))
-        scale[:rows, :cols] = grid.repeat_interleave(BLOCK, dim=0)
-        return scale
 
     def scales_of_blocks(
         self,
@@ -187,7 +162,7 @@ class NVFP4Quantizer(SquareBlockQuantizer):
     def _write_by_operators(self, x: Tensor, out: Storage, amax: Tensor | None) -> None:
         rows, cols = x.shape
         # The scales of all blocks come first, because they depend on the amax of the tensor.
-        shapes = self.block_shapes
+        shapes = self.layout.blocks
         amaxes = {usage: minifloat.block_amaxes(x, shape) for usage, shape in shapes.items()}
         out.amax.copy_(next(iter(amaxes.values())).amax() if amax is None else amax)
         scales, factors = {}, {}

@@ -96,7 +96,11 @@ def resolve_scale_groups(
         by_key: dict[Hashable, list[int]] = defaultdict(list)
         for i, (name, quantizer) in enumerate(zip(names or (), quantizers, strict=True)):
             key = scale_groups(name)
-            if key is not None and quantizer is not None and quantizer.scales_tensor:
+            if (
+                key is not None
+                and quantizer is not None
+                and quantizer.layout.tensor_scale == "current"
+            ):
                 by_key[key].append(i)
         groups = [*by_key.values()]
     else:
@@ -117,7 +121,8 @@ def resolve_scale_groups(
 
 def _check_bounds(quantizers: Sequence[Quantizer | None]) -> None:
     """Raise ValueError if NVFP4 weights map the amax that they share to different scales."""
-    bounds = {getattr(quantizer, "bound", None) for quantizer in quantizers} - {None}
+    layouts = [quantizer.layout for quantizer in quantizers if quantizer is not None]
+    bounds = {each.scale_rule.bound for each in layouts if each.code_type == "e2m1"}
     if len(bounds) > 1:
         raise ValueError(
             f"NVFP4 members of a scale group must have one bound, got {sorted(bounds)}: they would "
@@ -168,7 +173,7 @@ def _check_member(
             "take names from model.named_parameters()"
         )
     quantizer = quantizers[numbers[member]]
-    if quantizer is None or not quantizer.scales_tensor:
+    if quantizer is None or quantizer.layout.tensor_scale != "current":
         kind = "a plain tensor" if quantizer is None else quantizer.tensor_class.__name__
         raise ValueError(
             f"members of a scale group must be NVFP4 or Float8 weights, got {what}, {kind}: there "

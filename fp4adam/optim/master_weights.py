@@ -106,7 +106,10 @@ class MasterWeights:
             if infos and all_ranks:
                 settle_shard(view.param, infos)
             # With a history, the bytes of a master depend on more than its value.
-            by_value = isinstance(view, QuantizedView) and not view.param.quantizer.has_history
+            by_value = (
+                isinstance(view, QuantizedView)
+                and view.param.quantizer.layout.tensor_scale != "delayed"
+            )
             if by_value and (not infos or all_ranks):
                 quantized.append(view)
             else:
@@ -151,7 +154,9 @@ class MasterWeights:
 def _has_codes_of(view: QuantizedView, master: Tensor) -> bool:
     """Whether a shard has the codes of a master, under an amax that may differ from its."""
     quantizer = view.param.quantizer
-    return bool(view.shards) and quantizer.scales_tensor and view.is_rounded(master)
+    return (
+        bool(view.shards) and quantizer.layout.tensor_scale == "current" and view.is_rounded(master)
+    )
 
 
 def quantize_together(
@@ -196,7 +201,7 @@ def quantize_together(
 
 def can_be_cast(tensor: QuantizedTensor) -> bool:
     """Whether a tensor can be quantized in one launch with others, by :func:`cast_together`."""
-    return bool(tensor.numel() and tensor.quantizer.rows_per_entry) and rows.is_all(tensor)
+    return bool(tensor.numel() and tensor.quantizer.layout.rows_per_entry) and rows.is_all(tensor)
 
 
 def _rounded(

@@ -87,7 +87,7 @@ class SharedAmaxes:
         self._adaptive = [
             member
             for member in members
-            if member.shards and getattr(member.param.quantizer, "adaptive", None) is not None
+            if member.shards and member.param.quantizer.layout.scale_rule.adaptive is not None
         ]
         self._exchanges = [
             AmaxExchange(group, device, shards) for (group, device), shards in told.items()

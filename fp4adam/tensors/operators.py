@@ -113,11 +113,11 @@ def _piece(tensor: QuantizedTensor, dim: int, start: int, end: int) -> Quantized
     """
     dim, last = dim % tensor.dim(), tensor.dim() - 1
     shape = (*tensor.shape[:dim], end - start, *tensor.shape[dim + 1 :])
-    if dim == 0 and tensor.quantizer.rows_per_entry:
+    if dim == 0 and tensor.quantizer.layout.rows_per_entry:
         return tensor._alias(shape, start * math.prod(tensor.shape[1:-1]))
-    block, width = tensor.quantizer.block_rows, tensor.shape[-1]
+    block, width = tensor.quantizer.layout.block, tensor.shape[-1]
     is_blocks = start % block == 0 and (end % block == 0 or end == width)
-    if dim == last and tensor.quantizer.cols_per_entry and is_blocks:
+    if dim == last and tensor.quantizer.layout.cols_per_entry and is_blocks:
         return tensor._alias(shape, 0, start)
     return None
 

@@ -52,7 +52,7 @@ class QuantizedTensor(torch.Tensor):
     with ``quantizer.quantize(x)``; write to it with :meth:`quantize_`, ``copy_`` or another full
     overwrite such as ``normal_``. Results of ``split``, ``narrow`` and slicing along the first
     dimension, and of whole blocks along the last one, stay quantized and share memory with it, if
-    the quantizer's ``rows_per_entry`` is not empty. All other views are dequantized copies: writing
+    the format's ``rows_per_entry`` is not empty. All other views are dequantized copies: writing
     to one does not change the tensor.
 
     Attributes:
@@ -118,7 +118,7 @@ class QuantizedTensor(torch.Tensor):
         """
         tensors, quantizer = self.flush()._shared.tensors, self.quantizer
         if tensors.columnwise_data is None and quantizer.columnwise:
-            return transpose.transposed_codes(tensors.rowwise_data, quantizer.code_bits)
+            return transpose.transposed_codes(tensors.rowwise_data, quantizer.layout.code_bits)
         return tensors.columnwise_data
 
     @property
@@ -155,7 +155,7 @@ class QuantizedTensor(torch.Tensor):
         stored = getattr(tensors, f"{usage}_gemm_scale_inv")
         if stored is not None or not getattr(self.quantizer, usage):
             return stored
-        if not self.quantizer.swizzles_scales:
+        if not self.quantizer.layout.swizzles:
             return self.quantizer.scale_inv(tensors, usage)
         return swizzle.new_gemm_scale(self, usage)
 

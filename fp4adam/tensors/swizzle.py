@@ -149,7 +149,13 @@ def scales_of(tensor: "QuantizedTensor") -> dict[str, Scales]:
 
 def _scales_in(tensor: "QuantizedTensor", usage: str) -> Scales:
     tensors = tensor._shared.tensors
-    plain, repeats = tensor.quantizer.gemm_scale_rows(tensors, usage)
+    layout, is_transposed = tensor.quantizer.layout, usage == "columnwise"
+    if layout.is_square:
+        plain, repeats = tensors.block_scale_inv, layout.block
+    else:
+        plain, repeats = getattr(tensors, f"{usage}_scale_inv"), 1
+        is_transposed ^= getattr(layout, usage).scales.transposed
+    plain = plain.t() if is_transposed else plain
     stored = getattr(tensors, f"{usage}_gemm_scale_inv")
     return Scales(plain, _room_for(plain, repeats) if stored is None else stored, repeats)
 

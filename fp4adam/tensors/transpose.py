@@ -53,7 +53,7 @@ def _codes(
         check_square(i, tensor)
         if tensor.quantizer.columnwise and tensor._columnwise_data is not None:
             codes = (tensor.flush()._rowwise_data, tensor._columnwise_data)
-            groups.setdefault((tensor.device, tensor.quantizer.code_bits), []).append(
+            groups.setdefault((tensor.device, tensor.quantizer.layout.code_bits), []).append(
                 (tensor, codes)
             )
     return groups
@@ -97,7 +97,7 @@ def check_square(i: int, tensor: "QuantizedTensor", name: str = "tensors") -> No
             f"{name}[{i}] must be a quantized tensor to build columnwise data from rowwise data, "
             f"got a {kind}; quantize_model makes such parameters"
         )
-    if quantizer.columnwise and not (quantizer.is_square and quantizer.rowwise):
+    if quantizer.columnwise and not (quantizer.layout.is_square and quantizer.rowwise):
         raise ValueError(
             f"{name}[{i}] must have square blocks and rowwise data to build columnwise data from, "
             f"got a {kind} with {quantizer}; make it with two_dimensional=True and rowwise=True if "

@@ -126,8 +126,8 @@ def assert_parts(model: nn.Module, whole: nn.Module) -> None:
 
 def assert_directions_agree(weight: QuantizedTensor) -> None:
     """Columnwise codes and swizzled scales are those of the rowwise ones."""
-    if weight.quantizer.is_square and weight.columnwise_data is not None:
-        bits = weight.quantizer.code_bits
+    if weight.quantizer.layout.is_square and weight.columnwise_data is not None:
+        bits = weight.quantizer.layout.code_bits
         assert torch.equal(weight.columnwise_data, transposed_codes(weight.rowwise_data, bits))
     compact = weight.quantizer.with_compact_scales()
     for usage in ("rowwise", "columnwise"):

@@ -29,7 +29,7 @@ def randn(rows: int, cols: int, seed: int = 0) -> Tensor:
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_windows_have_the_values_of_slices(quantizer, data):
-    block = quantizer.block_rows
+    block = quantizer.layout.block
     rows, cols = (data.draw(st.integers(1, 3)) * block for _ in range(2))
     whole = quantizer.quantize(randn(rows, cols))
     values = whole.dequantize()
@@ -47,7 +47,7 @@ def test_windows_have_the_values_of_slices(quantizer, data):
 
 @every_quantizer
 def test_writes_go_through_to_the_tensor(quantizer):
-    block = quantizer.block_rows
+    block = quantizer.layout.block
     tensor, new = quantizer.quantize(randn(block, 4 * block)), 8 * randn(block, 4 * block, seed=1)
     for i, part in enumerate(tensor.split(2 * block, dim=1)):
         part.copy_(new[:, 2 * i * block : 2 * (i + 1) * block])
@@ -59,9 +59,9 @@ def test_writes_go_through_to_the_tensor(quantizer):
 @every_quantizer
 def test_columns_within_blocks_are_decoded_copies(quantizer):
     tensor = quantizer.quantize(randn(128, 256))
-    for cut in (tensor[:, 1:], tensor[:, : quantizer.block_rows + 1], tensor[:, ::2]):
+    for cut in (tensor[:, 1:], tensor[:, : quantizer.layout.block + 1], tensor[:, ::2]):
         assert type(cut) is Tensor
-    parts = tensor.split(quantizer.block_rows // 2, dim=1)
+    parts = tensor.split(quantizer.layout.block // 2, dim=1)
     assert all(type(part) is Tensor for part in parts)
     assert torch.equal(torch.cat(parts, 1), tensor.dequantize())
 
@@ -86,7 +86,7 @@ def test_parts_together_are_the_whole(quantizer, dim):
     assert torch.equal(torch.cat(kept, dim), value)
     for part in parts:
         assert part.quantizer == whole.quantizer
-        layout = part.quantizer.storage_layout(*part.shape)
+        layout = part.quantizer.layout.shapes(*part.shape)
         found = part._shared.tensors.existing()
         assert {n: (tuple(x.shape), x.dtype) for n, x in found.items()} == layout
     # They own their memory.

@@ -180,7 +180,7 @@ def test_all_that_writes_a_tensor_writes_both_orders(quantizer, path_device):
         lambda: tensor[32:64].copy_(compact[32:64]),
         lambda: tensor[32:64].copy_(randn(4, path_device)[32:64]),
     ]
-    for write in writes if quantizer.rows_per_entry else writes[:4]:
+    for write in writes if quantizer.layout.rows_per_entry else writes[:4]:
         write()
         assert_gemm_scales_are_up_to_date(tensor.flush())
         assert {name: t.data_ptr() for name, t in tensor.storage_tensors().items()} == storage

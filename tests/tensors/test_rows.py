@@ -185,7 +185,7 @@ def test_the_default_device_does_not_matter(quantizer, default):
         cast = PartialCast([copy := tensor.clone()], [0], [x.numel()], [x.dtype])
         cast.measure([x.flatten()])
         cast.write([x.flatten()])
-        if quantizer.is_square:
+        if quantizer.layout.is_square:
             build_columnwise([copy])
         parts = [getattr(t, name) for t in (tensor, copy) for name in PROPERTIES]
         return [*parts, tensor.dequantize(), tensor[16:].clone().dequantize()]
@@ -219,16 +219,16 @@ def in_parts(inner: Tensor, per_entry: int, part: int, n_parts: int, gap: int) -
 def test_rows_in_parts_are_decoded_as_in_one(quantizer, blocks, path, gap, device, monkeypatch):
     """The last part has rows that the matrix does not, or parts cut blocks."""
     monkeypatch.setattr(backend, "uses_kernels", lambda d: path == "kernels")
-    block = quantizer.block_rows
+    block = quantizer.layout.block
     tensor = quantizer.quantize(randn((5 * block, 64)).to(device))
     tensors, names = tensor._shared.tensors, ["rowwise_data", "rowwise_scale_inv"]
-    if quantizer.is_square:
+    if quantizer.layout.is_square:
         names[1] = "block_scale_inv"
-    if not quantizer.scales_blocks:
+    if quantizer.layout.scale_type is None:
         names.pop()
     parts, part = {"amax": tensors.amax}, int(blocks * block)
     for name in names:
-        per_entry = quantizer.rows_per_entry[name]
+        per_entry = quantizer.layout.rows_per_entry[name]
         inner = getattr(tensors, name)[: 5 * block // per_entry].contiguous()
         parts[name] = in_parts(inner, per_entry, part, -(-5 * block // part), gap)
     out = torch.empty(5 * block, 64, dtype=torch.bfloat16, device=device)
