@@ -14,15 +14,16 @@ from fp4adam.tensors import backend
 from fp4adam.tensors.blocks import flat_shape, strips
 from fp4adam.tensors.layout import Direction, Inner, Layout, ScaleRule
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import Quantizer, check_tensor
+from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.storage import Storage
+from fp4adam.tensors.te_names import Float8Names
 
 BLOCK = 16
 SCALINGS = ("current", "delayed")
 AMAX_COMPUTE_ALGOS = ("max", "most_recent")
 
 
-class Float8Tensor(QuantizedTensor):
+class Float8Tensor(Float8Names, QuantizedTensor):
     """A tensor in E4M3 with one scale, 8 bits per element and direction.
 
     ``rowwise_data``: uint8 (E4M3) [rows, cols]; ``columnwise_data``: uint8 (E4M3) [cols, rows].
@@ -156,8 +157,7 @@ class Float8Quantizer(Quantizer):
     def factors(self, scales: Tensor, tensor_amax: Tensor) -> Tensor:
         return self.encode_scale(tensor_amax)
 
-    def quantize(self, x: Tensor) -> QuantizedTensor:
-        check_tensor(x)
+    def _quantize(self, x: Tensor) -> QuantizedTensor:
         tensor = self.make_empty(x.shape, dtype=x.dtype, device=x.device)
         if (
             self.scaling == "delayed"

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from with_lightning import LanguageModel, text_loader
 
-from quantized_training import assert_bytes_are_of_masters, assert_identical, snapshot
+from helpers import assert_bytes_are_of_masters, assert_identical, snapshot
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 pytestmark = pytest.mark.filterwarnings(
