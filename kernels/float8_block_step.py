@@ -14,6 +14,7 @@ from fp4adam.kernels.adam import (
     adam_master_tile,
     adam_step_tile,
     load_scalars,
+    state_lanes,
     state_pointers,
 )
 from fp4adam.kernels.float8_block import (
@@ -482,7 +483,7 @@ def _decode_scales(
     else:
         r = row + tl.arange(0, BR)
         ptr += tile_start(col // 128, row, (rows + 3) // 4 * 4)
-        scale = tl.load(ptr + tl.arange(0, BR), r < rows, 0.0)[:, None]
+        scale = tl.load(ptr + tl.arange(0, BR), r < rows, 1.0)[:, None]
     return scale
 
 
@@ -520,6 +521,7 @@ def _adam_step_completed_kernel(
     columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
     SQUARE: tl.constexpr = USAGE.square
     PARTS: tl.constexpr = 128 // BR
+    LANES: tl.constexpr = state_lanes(VARIANT)
     MEASURES: tl.constexpr = SQUARE or USAGE.columnwise
     largest = tl.zeros((BC,), tl.float32)
     column_words = tl.zeros((PARTS, BR, BC // 4), tl.uint32)
@@ -542,8 +544,8 @@ def _adam_step_completed_kernel(
             if SQUARE:
                 factor = stored_scale
             unit, _ = unit_of_one(factor, 8)
-            remainder = load_remainder(pointers.value, start, cols, mask, BR, BC)
-            code = tl.load(rowwise_data + start + state_offsets(cols, BR, BC), mask)
+            remainder = load_remainder(pointers.value, start, cols, mask, BR, BC, LANES)
+            code = tl.load(rowwise_data + start + state_offsets(cols, BR, BC, LANES), mask)
             value = complete(e4m3_value(code), factor, unit, remainder, 8)
             value, dither, _ = adam_master_tile(
                 pointers, start, start, cols, mask, value, constants, VARIANT, STORES, BR, BC
@@ -572,7 +574,7 @@ def _adam_step_completed_kernel(
                 )
                 _, inverse = unit_of_one(new_factor, 8)
                 remainder = split_off(value, new_value, new_factor, inverse, dither, 8)
-                store_remainder(pointers.value, start, cols, mask, remainder, BR, BC)
+                store_remainder(pointers.value, start, cols, mask, remainder, BR, BC, LANES)
                 if MASKED:
                     store_codes(
                         code, rowwise_data, columnwise_data, row, col, rows, cols, mask,

@@ -118,10 +118,11 @@ def nvfp4_master(
     USAGE: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """The float32 masters of a tile from its rowwise codes and int8 remainders [BR, BC].
 
-    amax: that the codes were quantized with.
+    amax: that the codes were quantized with. LANES: neighbours per thread, 4 or 8.
     """
     FORM: tl.constexpr = "square" if USAGE.square else "row"
     if USAGE.square:
@@ -131,11 +132,11 @@ def nvfp4_master(
         width = (cols // 16 + 3) // 4 * 4
         grid = storage.rowwise_scale + tile_start(row, col // 16, width)
         scale = tl.load(grid + tile_offsets(width, BR, BC // 16))
-    # Four codes are what a thread has of a state.
-    ptr = storage.rowwise_data.to(tl.pointer_type(tl.uint16)) + tile_start(row, col // 4, cols // 4)
-    offs = tl.max_contiguous(tile_offsets(cols // 4, BR, BC // 4), (1, 1))
-    words = tl.load(ptr + offs)
-    code = (words[:, :, None].to(tl.int32) >> (4 * tl.arange(0, 4))[None, None, :]) & 0xF
+    WORD: tl.constexpr = tl.uint16 if LANES == 4 else tl.uint32
+    ptr = storage.rowwise_data.to(tl.pointer_type(WORD))
+    ptr += tile_start(row, col // LANES, cols // LANES)
+    words = tl.load(ptr + tl.max_contiguous(tile_offsets(cols // LANES, BR, BC // LANES), (1, 1)))
+    code = (words[:, :, None].to(tl.int32) >> (4 * tl.arange(0, LANES))[None, None, :]) & 0xF
     value = _in_blocks(tl.reshape(e2m1_value(code), (BR, BC)), USAGE)
     factor, unit, _ = decode_factors(scale, amax, USAGE.bound)
     master = complete(
