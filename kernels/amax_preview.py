@@ -225,10 +225,10 @@ def _amax_preview_kernel(
                     table, tensor, pointers, row, part_col, cols, stored_amax, epsilon, USAGE,
                     SCALES_BLOCKS, POW_2, BR, BC, state_lanes(VARIANT),
                 )  # fmt: skip
-                value, _, _ = adam_master_tile(
+                updated = adam_master_tile(
                     pointers, start, start, cols, None, master, constants, VARIANT, False, BR, BC
                 )
-                magnitude = tl.abs(round_through(value, VARIANT.write_dtype))
+                magnitude = tl.abs(round_through(updated[0], VARIANT.write_dtype))
                 amax = tl.where(magnitude > amax, magnitude, amax)
         else:
             for done in range(0, height, BR):
