@@ -19,6 +19,7 @@ from fp4adam.kernels.swizzle import store_swizzled
 from fp4adam.kernels.tiles.bfloat16 import round_to, to_float32
 from fp4adam.kernels.tiles.e2m1 import e2m1_code, e2m1_value
 from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_value
+from fp4adam.kernels.tiles.remainder import complete, split_off, unit_of_one
 from fp4adam.kernels.tiles.words import (
     are_aligned,
     pack_words,
@@ -72,6 +73,88 @@ def _amax(x, AXIS: tl.constexpr):
 
 
 @triton.jit
+def decode_factors(scale, amax, BOUND: tl.constexpr):
+    """What uint8 block scales decode with: the factor, and the remainder's unit and its inverse."""
+    per_scale = 1.0 / (6.0 * BOUND)
+    factor = (e4m3_value(scale) * amax) * per_scale
+    # In blocks with smaller scales codes may saturate, or all decode to 0.
+    least = tl.maximum(scale.to(tl.int32), 4).to(tl.uint8)
+    unit, inverse = unit_of_one((e4m3_value(least) * amax) * per_scale, 4)
+    return factor, unit, inverse
+
+
+@triton.jit
+def _in_blocks(x, USAGE: tl.constexpr):
+    """A tile [BR, BC] as blocks of rowwise codes: [m, 16, n, 16] if square, else [BR, n, 16]."""
+    BR: tl.constexpr = x.shape[0]
+    BC: tl.constexpr = x.shape[1]
+    if USAGE.square:
+        blocks = tl.reshape(x, (BR // 16, 16, BC // 16, 16))
+    else:
+        blocks = tl.reshape(x, (BR, BC // 16, 16))
+    return blocks
+
+
+@triton.jit
+def nvfp4_master(
+    storage,
+    remainder,
+    row,
+    col,
+    cols,
+    amax,
+    USAGE: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """The float32 masters of a tile from its rowwise codes and int8 remainders [BR, BC].
+
+    amax: that the codes were quantized with.
+    """
+    FORM: tl.constexpr = "square" if USAGE.square else "row"
+    if USAGE.square:
+        grid = storage.rowwise_scale + tile_start(row // 16, col // 16, cols // 16)
+        scale = tl.load(grid + tile_offsets(cols // 16, BR // 16, BC // 16))
+    else:
+        width = (cols // 16 + 3) // 4 * 4
+        grid = storage.rowwise_scale + tile_start(row, col // 16, width)
+        scale = tl.load(grid + tile_offsets(width, BR, BC // 16))
+    # Four codes are what a thread has of a state.
+    ptr = storage.rowwise_data.to(tl.pointer_type(tl.uint16)) + tile_start(row, col // 4, cols // 4)
+    offs = tl.max_contiguous(tile_offsets(cols // 4, BR, BC // 4), (1, 1))
+    words = tl.load(ptr + offs)
+    code = (words[:, :, None].to(tl.int32) >> (4 * tl.arange(0, 4))[None, None, :]) & 0xF
+    value = _in_blocks(tl.reshape(e2m1_value(code), (BR, BC)), USAGE)
+    factor, unit, _ = decode_factors(scale, amax, USAGE.bound)
+    master = complete(
+        value,
+        per_element(factor, FORM),
+        per_element(unit, FORM),
+        _in_blocks(remainder, USAGE),
+        4,
+    )
+    return tl.reshape(master, (BR, BC))
+
+
+@triton.jit
+def _remainder(
+    master, dither, code, scale, amax, USAGE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
+    """The int8 remainders [BR, BC] of masters with these rowwise codes, in blocks, and scales."""
+    FORM: tl.constexpr = "square" if USAGE.square else "row"
+    factor, _, inverse = decode_factors(scale, amax, USAGE.bound)
+    remainder = split_off(
+        _in_blocks(master, USAGE),
+        e2m1_value(code),
+        per_element(factor, FORM),
+        per_element(inverse, FORM),
+        _in_blocks(dither, USAGE),
+        4,
+    )
+    return tl.reshape(remainder, (BR, BC))
+
+
+@triton.jit
 def nvfp4_tile(
     x,
     amax,
@@ -83,6 +166,8 @@ def nvfp4_tile(
     USAGE: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
+    master=None,
+    dither=None,
 ):
     """Quantize the float32 tile [BR, BC] at (row, col) and store the rowwise part.
 
@@ -93,12 +178,16 @@ def nvfp4_tile(
     passes to :func:`store_square_scales`.
     Returns block amaxes, words of codes [BR, BC / 8], and scales: [BR / 16, BC / 16] of square
     blocks, else the columnwise ones [BR / 16, BC]. With USAGE.columnwise the caller passes codes
-    and scales to :func:`store_columnwise`; otherwise ignore them.
+    and scales to :func:`store_columnwise`; otherwise ignore them. Last come the int8 remainders
+    that complete rowwise codes to ``master``, float32, rounded with ``dither``; or zeros.
     """
+    remainder = tl.zeros((BR, BC), tl.int8)
     if USAGE.square:
         blocks = tl.reshape(x, (BR // 16, 16, BC // 16, 16))
         block_amax = _amax(_amax(blocks, 3), 1)
         scale, code = _codes(blocks, block_amax, amax, "square", USAGE)
+        if master is not None:
+            remainder = _remainder(master, dither, code, scale, amax, USAGE, BR, BC)
         words = pack_words(tl.reshape(code, (BR, BC)), 4, BR, BC)
         grid = storage.rowwise_scale + tile_start(row // 16, col // 16, cols // 16)
         tl.store(grid + tile_offsets(cols // 16, BR // 16, BC // 16), scale)
@@ -109,6 +198,8 @@ def nvfp4_tile(
             blocks = tl.reshape(x, (BR, BC // 16, 16))
             block_amax = _amax(blocks, 2)
             scale, code = _codes(blocks, block_amax, amax, "row", USAGE)
+            if master is not None:
+                remainder = _remainder(master, dither, code, scale, amax, USAGE, BR, BC)
             words = pack_words(tl.reshape(code, (BR, BC)), 4, BR, BC)
             store_words(storage.rowwise_data, row, col // 8, cols // 8, words, BR, BC // 8)
             width = (cols // 16 + 3) // 4 * 4
@@ -123,7 +214,7 @@ def nvfp4_tile(
             if not USAGE.rowwise:
                 block_amax = column_amax
             words = pack_words(tl.reshape(code, (BR, BC)), 4, BR, BC)
-    return block_amax, words, scale
+    return block_amax, words, scale, remainder
 
 
 @triton.jit
@@ -218,7 +309,8 @@ def _quantize_kernel(
     row, col = tile // tiles_per_row * BR, tile % tiles_per_row * BC
     x = to_float32(tl.load(x_ptr + tile_start(row, col, cols) + tile_offsets(cols, BR, BC)))
     storage = Storage(rowwise_data, rowwise_scale, columnwise_data, columnwise_scale)
-    _, words, scale = nvfp4_tile(x, tl.load(amax_ptr), row, col, cols, storage, None, USAGE, BR, BC)
+    amax = tl.load(amax_ptr)
+    _, words, scale, _ = nvfp4_tile(x, amax, row, col, cols, storage, None, USAGE, BR, BC)
     if USAGE.columnwise:
         store_columnwise(words, scale, row, col, rows, storage, None, USAGE, BR, BC)
 

@@ -14,8 +14,9 @@ from fp4adam.tensors import backend
 from fp4adam.tensors.blocks import flat_shape, strips
 from fp4adam.tensors.layout import Direction, Inner, Layout, ScaleRule
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import Quantizer, check_tensor
+from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.storage import Storage
+from fp4adam.tensors.te_names import Float8Names
 from fp4adam.tensors.transpose import transpose_bytes
 
 BLOCK = 16
@@ -23,7 +24,7 @@ SCALINGS = ("current", "delayed")
 AMAX_COMPUTE_ALGOS = ("max", "most_recent")
 
 
-class Float8Tensor(QuantizedTensor):
+class Float8Tensor(Float8Names, QuantizedTensor):
     """A tensor in E4M3 with one scale, 8 bits per element and direction.
 
     ``rowwise_data``: uint8 (E4M3) [rows, cols]; ``columnwise_data``: uint8 (E4M3) [cols, rows].
@@ -153,8 +154,7 @@ class Float8Quantizer(Quantizer):
     def codes(self, x: Tensor) -> Tensor:
         return minifloat.e4m3_code(x)
 
-    def quantize(self, x: Tensor) -> QuantizedTensor:
-        check_tensor(x)
+    def _quantize(self, x: Tensor) -> QuantizedTensor:
         tensor = self.make_empty(x.shape, dtype=x.dtype, device=x.device)
         if (
             self.scaling == "delayed"

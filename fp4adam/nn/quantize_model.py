@@ -304,12 +304,18 @@ def _refuse_plain_parameters(
             )
 
 
+# By open block of quantized_init, the modules that it leaves alone.
+_open_blocks: list[weakref.WeakSet[nn.Module]] = []
+
+
 @contextlib.contextmanager
 def quantized_init(
-    recipe: FormatName | Quantizer | Recipe,
+    recipe: FormatName | Quantizer | Recipe | None = None,
     filter: Filter | None = None,
     *,
     scale_groups: ScaleGroups = (),
+    enabled: bool = True,
+    preserve_high_precision_init_val: bool = True,
 ) -> Iterator[None]:
     """Quantize every module that is built inside the ``with`` block, as ``quantize_model`` does.
 
@@ -321,18 +327,22 @@ def quantized_init(
     :func:`quantize_model` does, once per outermost module.
 
     Args:
-        recipe: As for :func:`quantize_model`.
+        recipe: As for :func:`quantize_model`; may be left out if not ``enabled``.
         filter: As for :func:`quantize_model`; names are relative to the outermost module that the
             block built, or added to.
         scale_groups: As for :func:`quantize_model`, with names as for ``filter``.
+        enabled: False leaves what is built inside alone, also in the blocks around this one.
+        preserve_high_precision_init_val: False frees the values before quantization at the end of
+            the block. Masters then start from decoded values.
 
     Raises:
         ValueError, TypeError: At the end of the block, as :func:`quantize_model`.
     """
-    quantizer = resolve_recipe(recipe)
+    quantizer = resolve_recipe(recipe) if enabled else None
     _check_filter(filter)
     # Whether each module that still exists is new; the order is that of first sight.
     is_new: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+    left_alone: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def see(module: nn.Module) -> None:
         members = (*module._parameters.values(), *module._modules.values())
@@ -351,13 +361,20 @@ def quantized_init(
         nn_module.register_module_parameter_registration_hook(on_parameter),
         nn_module.register_module_module_registration_hook(on_module),
     )
+    _open_blocks.append(left_alone)
     try:
         yield
     finally:
+        _open_blocks.pop()
         for handle in handles:
             handle.remove()
     seen = dict(is_new)
     new = {part for module in seen if seen[module] for part in module.modules()}
+    if quantizer is None:
+        for around in _open_blocks:
+            around.update(new)
+        return
+    new.difference_update(left_alone)
     children = {child for module in seen for child in module.children()}
     roots = [module for module in seen if module not in children]
     named_modules = [named for root in roots for named in root.named_modules()]
@@ -369,5 +386,10 @@ def quantized_init(
         scale_groups,
         keeps_others=True,
     )
+    if not preserve_high_precision_init_val:
+        for module in new:
+            for param in module.parameters(recurse=False):
+                if isinstance(param, QuantizedTensor):
+                    param.clear_high_precision_init_val()
     with_weights = [root for root in roots if next(root.parameters(), None) is not None]
     _report(with_weights, quantizer, count, stacklevel=4)

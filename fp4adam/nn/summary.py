@@ -252,7 +252,7 @@ def _of_parameter(name: str, module: nn.Module, param: nn.Parameter) -> Paramete
     kind, nbytes, init = str(param.dtype).removeprefix("torch."), 0, None
     if isinstance(own, QuantizedTensor):
         kind, nbytes = format_name(own.quantizer), own.nbytes_stored
-        init = own.get_high_precision_init_val()
+        init = own._high_precision_init_val
     elif is_foreign(own):
         kind = type(own).__name__
         nbytes = sum(inner.nbytes for inner in vars(own).values() if isinstance(inner, Tensor))

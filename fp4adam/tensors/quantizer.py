@@ -13,6 +13,7 @@ from fp4adam.tensors import backend
 from fp4adam.tensors.blocks import blocks_of_parts, flat_shape
 from fp4adam.tensors.layout import USAGES, Layout
 from fp4adam.tensors.storage import Storage
+from fp4adam.tensors.te_names import QuantizerNames
 
 if TYPE_CHECKING:
     from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -37,7 +38,7 @@ class Operands(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantizer:
+class Quantizer(QuantizerNames):
     """Quantizes tensors to one block-scaled format.
 
     Args:
@@ -171,12 +172,18 @@ class Quantizer:
         """Quantize ``x`` (float32, bfloat16 or float16, at least 2 dimensions) to a new tensor.
 
         The result has the shape and device of ``x``; its nominal dtype is the dtype of ``x``.
+        Gradients pass straight through.
 
         Raises:
             ValueError: If the format cannot hold the shape.
             TypeError: If ``x`` is not a dense tensor, or not of these dtypes.
         """
         check_tensor(x)
+        if x.requires_grad and torch.is_grad_enabled():
+            return _Quantize.apply(x, self)
+        return self._quantize(x)
+
+    def _quantize(self, x: Tensor) -> "QuantizedTensor":
         return self.make_empty(x.shape, dtype=x.dtype, device=x.device).quantize_(x)
 
     def scale_inv(self, tensors: Storage, usage: str) -> Tensor | None:
@@ -306,6 +313,18 @@ class Quantizer:
         """Whether layers need the quantized weight rather than its decoded values."""
         activations, gradients, _, fake_activations = self.operands
         return activations or gradients or fake_activations or self.optimize_for_gemm
+
+
+class _Quantize(torch.autograd.Function):
+    """Quantization whose gradient is that of the values (a straight-through estimator)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, quantizer: Quantizer) -> "QuantizedTensor":
+        return quantizer._quantize(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def check_tensor(x: Tensor) -> None:

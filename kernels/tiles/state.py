@@ -35,7 +35,7 @@ CODE_DTYPES = {
 @triton.constexpr_function
 def is_scaled(codec: str) -> bool:
     """Whether a codec shares scales between 32 neighbours in a row, which tiles must not cut."""
-    return codec not in ("plain", "remainder", "float32", "bfloat16")
+    return codec not in ("plain", "remainder", "int8", "float32", "bfloat16")
 
 
 def has_scales(*codecs: str) -> bool:
@@ -406,9 +406,11 @@ def value_pointers(table, tensor, DTYPE: tl.constexpr, CODEC: tl.constexpr):
 
 @triton.jit
 def master_pointers(table, tensor, CODEC: tl.constexpr):
-    """:func:`value_pointers` of a master weight: FP32 if plain, else FP16."""
+    """:func:`value_pointers` of a master weight: FP32 if plain, int8 remainders, or FP16."""
     if CODEC == "plain":
         pointers = value_pointers(table, tensor, tl.float32, CODEC)
+    elif CODEC == "int8":
+        pointers = value_pointers(table, tensor, tl.int8, CODEC)
     else:
         pointers = value_pointers(table, tensor, tl.float16, CODEC)
     return pointers

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from with_lightning import LanguageModel, text_loader
 
 import fp4adam
-from quantized_training import assert_bytes_are_of_masters, assert_identical, snapshot
+from helpers import assert_bytes_are_of_masters, assert_identical, snapshot
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 pytestmark = pytest.mark.filterwarnings(

@@ -19,7 +19,7 @@ from with_transformers import CONTEXT, build_model, build_trainer, collate
 
 import fp4adam
 from fp4adam import FP4Adam, QuantizedTensor, quantize_model, summary, use_plain_state_dict
-from quantized_training import assert_bytes_are_of_masters, assert_identical, quantized, snapshot
+from helpers import assert_bytes_are_of_masters, assert_identical, quantized, snapshot
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 FRAMEWORKS, MONITORING = DOCS / "frameworks.md", DOCS / "monitoring.md"
