@@ -60,9 +60,7 @@ def float8_tile(
 
 
 @triton.jit
-def float8_master(
-    storage, remainder, row, col, cols, scale, BR: tl.constexpr, BC: tl.constexpr
-):
+def float8_master(storage, remainder, row, col, cols, scale, BR: tl.constexpr, BC: tl.constexpr):
     """The float32 masters of a tile from its rowwise codes and int8 remainders [BR, BC].
 
     scale: the encode scale of the codes.

@@ -453,7 +453,13 @@ def _adam_step_vector_kernel(
 
 @triton.jit
 def _codes_and_values(
-    x, i, column_words, MASKED: tl.constexpr, KEEPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+    x,
+    i,
+    column_words,
+    MASKED: tl.constexpr,
+    KEEPS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
 ):
     """Codes of a part ``i`` of scaled numbers and their values, float32.
 
@@ -472,9 +478,7 @@ def _codes_and_values(
 
 
 @triton.jit
-def _decode_scales(
-    table, tensor, row, col, rows, cols, SQUARE: tl.constexpr, BR: tl.constexpr
-):
+def _decode_scales(table, tensor, row, col, rows, cols, SQUARE: tl.constexpr, BR: tl.constexpr):
     """The stored decode scales of rowwise codes in rows of a block, float32 [BR, 1] or a scalar."""
     ptr = pointer(table, tensor, ROWWISE_SCALE, tl.float32)
     if SQUARE:
