@@ -153,11 +153,13 @@ def shard_of(shape: tuple[int, ...], quantizer: Quantizer | None, n: int) -> _Sh
     exchanged = 0
     if spec.shares_scales:
         rows, cols = flat_shape(tuple(shard.shape))
-        block = quantizer.block_rows
+        block = quantizer.layout.block
         grids = [
-            torch.empty(-(-rows // block) + 1, -(-cols // (block if quantizer.is_square else 1)))
+            torch.empty(
+                -(-rows // block) + 1, -(-cols // (block if quantizer.layout.is_square else 1))
+            )
         ]
-        amax = torch.zeros(1) if quantizer.scales_tensor else None
+        amax = torch.zeros(1) if quantizer.layout.tensor_scale == "current" else None
         own = Exchanged(spec, ShardInfo(None, 0, n, "cpu"), amax, grids, shape)
         exchanged = AmaxExchange(None, torch.device("cpu"), [own])._buffer.nbytes
     gathered = sum(x.nbytes for x in gathering.inputs)

@@ -95,7 +95,7 @@ def write_plot(path: Path, runs: dict[str, Run]) -> None:
     try:
         from matplotlib.figure import Figure  # only here, so that the table does without
     except ImportError:
-        raise SystemExit(f"no {path}: install matplotlib (pip install 'fp4adam[demo]')") from None
+        raise SystemExit(f"no {path}: install matplotlib (pip install '.[demo]')") from None
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     largest = 0.0

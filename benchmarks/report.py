@@ -103,7 +103,7 @@ def write_plots(path: Path, about: dict[str, Any], rows: list[Row]) -> None:
     try:
         from matplotlib.figure import Figure  # only here, so that measuring does without
     except ImportError:
-        print(f"no {path}: install matplotlib to have it drawn (pip install 'fp4adam[demo]')")
+        print(f"no {path}: install matplotlib to have it drawn (pip install '.[demo]')")
         return
     models = by_model([row for row in rows if "error" not in row])
     if not models:

@@ -98,7 +98,7 @@ def te_fields(tensor: Tensor) -> dict[str, Tensor]:
 def extents(shape: tuple[int, int], quantizer: Quantizer) -> dict[str, tuple[int, int]]:
     """The scales that stand for blocks, rows and columns of each field; the rest is padding."""
     rows, cols = shape
-    block = quantizer.block_rows
+    block = quantizer.layout.block
     if isinstance(quantizer, fp4adam.Float8BlockQuantizer):
         rows, cols = -(-rows // block), -(-cols // block)
         return {"rowwise_scale_inv": (rows, cols), "columnwise_scale_inv": (cols, rows)}
@@ -139,7 +139,7 @@ def bytes_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
     """After every one of 20 steps, the bytes against Transformer Engine's quantizers."""
     shape = (512, 768)
     for name, recipe, quantizer in formats(te, recipes):
-        if quantizer.has_history:
+        if quantizer.layout.tensor_scale == "delayed":
             continue
         for kind in ("its tensor", "own tensor"):
             weight = linear(te, recipe, shape).weight
@@ -336,7 +336,7 @@ def workspaces_row(te: Any, recipe: Any, quantizer: Quantizer, build: Callable) 
                 theirs = each.tensor._quantizer.copy()
                 theirs.set_usage(rowwise=True, columnwise=True)
                 theirs.internal = False
-                if quantizer.has_history:
+                if quantizer.layout.tensor_scale == "delayed":
                     theirs.amax = theirs.amax.clone()
                 expected = te_fields(theirs(weight))
                 known = extents(tuple(weight.shape), quantizer)
@@ -406,7 +406,7 @@ def zero_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
             fields = []
             for package in (utils, fp4adam):
                 weight = linear(te, recipe, shape).weight
-                if quantizer.has_history:
+                if quantizer.layout.tensor_scale == "delayed":
                     weight._quantizer.scale.fill_(448 * 8.0)
                 arguments = ([weight], [master.clone()], [start], None)
                 package.quantize_master_weights(*arguments, manual_post_all_gather_processing=True)
@@ -416,7 +416,7 @@ def zero_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
                 found["rowwise_data"] = found["rowwise_data"].view(-1)[start:stop]
                 if stop - start < n:
                     found.pop("columnwise_data", None)
-                if quantizer.has_history:
+                if quantizer.layout.tensor_scale == "delayed":
                     found["amax"] = weight._quantizer.amax.clone()
                 fields.append(found)
             shares = differing(*fields, extents(shape, quantizer))
@@ -537,7 +537,7 @@ def resume_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
 def graphs_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
     """Forward passes replayed from a CUDA graph, after steps outside of it."""
     for name, recipe, quantizer in formats(te, recipes):
-        if quantizer.has_history:
+        if quantizer.layout.tensor_scale == "delayed":
             continue  # the graph would need Transformer Engine's own capture
         for what in ("quantized weights", "workspaces"):
             torch.manual_seed(0)

@@ -5,7 +5,7 @@
 
 The second line goes on from the first one's export. The text is the source code of Python itself,
 as bytes, so that nothing has to be downloaded. Needs transformers, and for NVFP4 and MXFP8
-compressed-tensors: pip install 'fp4adam[integrations]'.
+compressed-tensors: pip install '.[integrations]'.
 """
 
 import argparse

@@ -271,7 +271,7 @@ def check_args(
     if args.compare and args.resume:
         parser.error("--resume continues one run, got --compare too; leave one of them out")
     if args.compare and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--compare plots with matplotlib; install it: pip install 'fp4adam[demo]'")
+        parser.error("--compare plots with matplotlib; install it: pip install '.[demo]'")
     for name in ("baseline", "baseline_seeds"):
         is_given = not args.resume and getattr(args, name) != parser.get_default(name)
         if is_given and not args.compare:

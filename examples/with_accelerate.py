@@ -1,6 +1,6 @@
 """Hugging Face Accelerate with NVFP4 weights, on one device or spread over several by FSDP2.
 
-    pip install 'fp4adam[integrations]'
+    pip install '.[integrations]'
     python examples/with_accelerate.py
     accelerate launch --num_processes 2 --use_fsdp --fsdp_version 2 \\
         --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP --fsdp_transformer_layer_cls_to_wrap Block \\
@@ -9,6 +9,8 @@
 ``fsdp_cpu_ram_efficient_loading`` would put plain weights in the place of quantized ones, and is
 refused. For mixed precision under FSDP2, build the model in FP32.
 """
+
+import argparse
 
 import torch
 import torch.nn.functional as F
@@ -77,4 +79,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

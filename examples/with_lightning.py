@@ -1,12 +1,13 @@
 """Lightning with NVFP4 weights.
 
-    pip install 'fp4adam[integrations]'
+    pip install '.[integrations]'
     python examples/with_lightning.py
 
 In mixed precision Lightning refuses to clip gradients for optimizers that unscale them, torch's
 fused AdamW among them. ``configure_gradient_clipping`` lets FP4Adam clip within its step instead.
 """
 
+import argparse
 from typing import Any
 
 import lightning
@@ -84,4 +85,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

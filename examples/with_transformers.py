@@ -1,12 +1,13 @@
 """The Trainer of Hugging Face with NVFP4 weights: a small Llama learns to write Python.
 
-    pip install 'fp4adam[integrations]'
+    pip install '.[integrations]'
     python examples/with_transformers.py
 
 Checkpoints are what the Trainer makes of any model: plain weights, which ``from_pretrained`` takes,
 and beside them the optimizer's masters and moments, from which training resumes with every bit.
 """
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -77,4 +78,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

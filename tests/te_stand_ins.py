@@ -157,7 +157,7 @@ def stand_in(tensor: QuantizedTensor, **attributes: Any) -> Wrapper:
         if quantizer.adaptive is not None:
             options["nvfp4_4over6_err_mode"] = quantizer.adaptive.upper()
             of_class |= dict(_nvfp4_use_4over6=True, _nvfp4_e4m3_max=quantizer.bound)
-    elif quantizer.has_history:
+    elif quantizer.layout.tensor_scale == "delayed":
         options = dict(scale=tensor.scale.clone(), amax=torch.zeros(1, device=tensor.device))
     attributes = {"_quantizer": SimpleNamespace(**options), **of_class, **attributes}
     return TE_CLASSES[kind](tuple(tensor.shape), tensor.dtype, **fields, **attributes)

@@ -69,7 +69,7 @@ def export_checkpoint(
             [experts, out_features, in_features], all of one format.
         folder: The folder to write to, made if it does not exist, or without a checkpoint and
             without files of these names. It may be a link or a mount point. Files appear once all
-            are complete, ``config.json`` last; a process that is killed before leaves none.
+            are complete; a process that is killed before leaves a hidden folder beside them.
         layout: See above.
         config: The model's configuration, a dictionary or one of Hugging Face's;
             ``model.config`` if None, where there is one. ``"gguf"`` needs it.
@@ -80,7 +80,7 @@ def export_checkpoint(
             has one file.
 
     Raises:
-        ImportError: For ``"gguf"`` without the package gguf: ``pip install 'fp4adam[gguf]'``.
+        ImportError: Without safetensors; for ``"gguf"``, without the package gguf.
         ValueError: If the layout is unknown or cannot hold the weights, weights are not finite, or
             the model has adapters of PEFT.
         FileExistsError: If ``folder`` holds a checkpoint already, or a ``config.json``, or gets one
@@ -173,7 +173,11 @@ def export_masters(
                 source = master
             elif isinstance(own, QuantizedTensor):
                 value = written_value(own)
-                value = own.detach().dequantize() if value is None else value.view(own.shape)
+                value = (
+                    own.detach().dequantize(torch.float32)
+                    if value is None
+                    else value.view(own.shape)
+                )
                 source = like(weight, value)
             else:
                 source = weight
@@ -202,7 +206,7 @@ def _warn_of_readers(trained: Trained, layout: str) -> None:
     for name, weight in trained.quantized.items():
         layer = name.removesuffix(".weight")
         matrix = hf_scale_groups(name)
-        if weight.quantizer.scales_tensor and matrix is not None:
+        if weight.quantizer.layout.tensor_scale == "current" and matrix is not None:
             groups[matrix][layer.rpartition(".")[2]] = weight.flush()._amax.item()
         sides = zip(trained.weights[name].shape[-2:], encoding.block, strict=True)
         partial += [layer] * any(n > block and n % block for n, block in sides)
@@ -240,11 +244,12 @@ def _plain_entries(whole: Tensor, spans: dict[str, tuple[int, int] | None]) -> I
 
 
 def _quantized_entries(name: str, weight: QuantizedTensor, trained: Trained) -> Iterator[Entry]:
+    amax = weight._amax
     for stored, part in trained.encode_parts(name, weight).items():
         layer, metadata = stored.removesuffix("weight"), {}
-        if weight._amax is not None:
+        if amax is not None:
             # The layout's rounded scale does not determine the last bit of the amax.
-            metadata[f"{stored}.amax"] = weight._amax.item().hex()
+            metadata[f"{stored}.amax"] = amax.item().hex()
         yield Entry({layer + key: t.cpu().contiguous() for key, t in part.items()}, metadata)
 
 

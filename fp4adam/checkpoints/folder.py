@@ -1,17 +1,16 @@
 """Folders of safetensors files and JSON, as Hugging Face lays them out: how they are written."""
 
 import contextlib
-import ctypes
-import io
 import json
+import os
+import secrets
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from fp4adam.checkpoints.new_files import NewFiles
 
 CONFIG = "config.json"
 HF_QUANT_CONFIG = "hf_quant_config.json"
@@ -37,8 +36,6 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_CHUNK = 2**30  # bytes; Linux writes no more than 2 GiB at once
 
 
 class Entry(NamedTuple):
@@ -56,6 +53,22 @@ class Entry(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+
+def safetensors() -> Any:
+    """The package.
+
+    Raises:
+        ImportError: If it is not installed.
+    """
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise ImportError(
+            "the package safetensors must be installed to write or read checkpoints; "
+            "pip install safetensors numpy"
+        ) from None
+    return safetensors
 
 
 def check_vacant(folder: Path, names: Iterable[str]) -> None:
@@ -80,6 +93,58 @@ def check_vacant(folder: Path, names: Iterable[str]) -> None:
             )
 
 
+@contextlib.contextmanager
+def new_files(folder: Path, names: Iterable[str]) -> Iterator[Path]:
+    """A hidden folder to write to; its files appear in ``folder`` when the block ends.
+
+    It becomes ``folder`` if that does not exist yet. Otherwise it lies inside, so that both are on
+    one file system also at mount points, and its files are moved, ``config.json`` last. A process
+    that is killed leaves the hidden folder, ``.<folder>-*.partial``; an error leaves nothing.
+
+    Args:
+        folder: The folder, made with its parents if it does not exist.
+        names: Files that it must not hold yet, as far as they are known.
+
+    Raises:
+        FileExistsError: See :func:`check_vacant`; also if another process has written there
+            meanwhile.
+        OSError: If the files cannot be written.
+    """
+    folder = folder.resolve()
+    check_vacant(folder, names)
+    place = folder if folder.exists() else folder.parent
+    hidden = place / f".{folder.name[:50]}-{secrets.token_hex(8)}.partial"
+    hidden.mkdir(parents=True)
+    try:
+        try:
+            yield hidden
+        except (OSError, safetensors().SafetensorError) as error:
+            raise OSError(
+                getattr(error, "errno", None),
+                f"the checkpoint must be written whole, got {str(error)!r}; nothing of it is left, "
+                "make room or choose another folder",
+                str(folder),
+            ) from error
+        check_vacant(folder, os.listdir(hidden))
+        if place == folder:
+            _move_files(hidden, folder)
+        else:
+            os.rename(hidden, folder)  # fails if another process has made it, unless it is empty
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _move_files(source: Path, target: Path) -> None:
+    paths = sorted(source.iterdir(), key=lambda path: path.name == CONFIG)
+    try:
+        for path in paths:
+            path.rename(target / path.name)
+    except BaseException:
+        for path in paths:
+            (target / path.name).unlink(missing_ok=True)
+        raise
+
+
 def write(
     folder: Path,
     entries: Iterable[Entry],
@@ -100,39 +165,40 @@ def write(
         ValueError: If two entries have a tensor of one name.
         OSError: If the files cannot be written.
     """
-    folder = folder.resolve()
-    with NewFiles(folder) as new:
-        check_vacant(folder, documents)
-        first = new.open()  # where nothing can be written, it fails before tensors are gathered
-        shards: list[io.FileIO] = []
-        file_of: dict[str, int] = {}
-        total = 0
-        for shard in _shards(entries, max_shard_bytes):
-            tensors = [item for entry in shard for item in entry.tensors.items()]
-            metadata = {name: text for entry in shard for name, text in entry.metadata.items()}
-            for name, _ in tensors:
-                if name in file_of:
-                    raise ValueError(
-                        f"tensors of a checkpoint must have different names, got two {name!r}; "
-                        "rename the buffer or parameter that is called like a scale of a weight"
-                    )
-                file_of[name] = len(shards)
-            shards.append(new.open() if shards else first)
-            _write_tensors(shards[-1], dict(tensors), {"format": "pt", **metadata}, folder)
-            total += sum(entry.nbytes for entry in shard)
-        names = [ONE_FILE]
-        if len(shards) != 1:
-            n = len(shards)
-            names = [f"model-{i + 1:05}-of-{n:05}.safetensors" for i in range(n)]
-            weight_map = {name: names[i] for name, i in file_of.items()}
+    save_file = safetensors().torch.save_file
+    with new_files(folder, documents) as place:
+        shard_numbers: dict[str, int] = {}
+        count = total = 0
+        for count, shard in enumerate(_shards(entries, max_shard_bytes), 1):
+            tensors: dict[str, Tensor] = {}
+            addresses: set[int] = set()
+            metadata = {"format": "pt"}
+            for entry in shard:
+                for name, value in entry.tensors.items():
+                    if name in shard_numbers:
+                        raise ValueError(
+                            "tensors of a checkpoint must have different names, got two "
+                            f"{name!r}; rename the buffer or parameter that is called like a "
+                            "scale of a weight"
+                        )
+                    shard_numbers[name] = count
+                    # safetensors refuses tensors that share memory, such as a scale of all experts.
+                    is_shared = value.data_ptr() in addresses
+                    tensors[name] = value.clone() if is_shared else value
+                    addresses.add(value.data_ptr())
+                metadata |= entry.metadata
+                total += entry.nbytes
+            save_file(tensors, place / f"{count}", metadata)
+        names = {1: ONE_FILE}
+        if count > 1:
+            names = {i: f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)}
+            weight_map = {name: names[i] for name, i in shard_numbers.items()}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             documents = {INDEX: index, **documents}
-        files = dict(zip(names, shards, strict=True))
-        for name in sorted(documents, key=lambda name: name == CONFIG):
-            files[name] = new.open()
-            text = json.dumps(documents[name], indent=2, sort_keys=True) + "\n"
-            _write_bytes(files[name], text.encode(), folder)
-        new.publish(files)
+        for i, name in names.items():
+            (place / f"{i}").rename(place / name)
+        for name, content in documents.items():
+            (place / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def _shards(entries: Iterable[Entry], max_shard_bytes: int) -> Iterator[list[Entry]]:
@@ -145,66 +211,3 @@ def _shards(entries: Iterable[Entry], max_shard_bytes: int) -> Iterator[list[Ent
         shard.append(entry)
         size += entry.nbytes
     yield shard
-
-
-def _write_tensors(
-    file: io.FileIO, tensors: dict[str, Tensor], metadata: dict[str, str], folder: Path
-) -> None:
-    """Write a safetensors file: the length of the header, the header, the bytes of the tensors.
-
-    The package writes to paths alone, by way of a file that a killed process leaves behind.
-    """
-    header: dict[str, Any] = {"__metadata__": metadata}
-    # The largest elements first: all are aligned then.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    memory = [_memory_of(name, tensors[name]) for name in names]
-    end = 0
-    for name, content in zip(names, memory, strict=True):
-        start, end = end, end + len(content)
-        header[name] = {
-            "dtype": _NAMES[tensors[name].dtype],
-            "shape": [*tensors[name].shape],
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    _write_bytes(file, len(text).to_bytes(8, "little") + text, folder)
-    for content in memory:
-        _write_bytes(file, content, folder)
-
-
-def _memory_of(name: str, value: Tensor) -> ctypes.Array[ctypes.c_char]:
-    """The bytes of a tensor, as its memory has them."""
-    if value.dtype not in _NAMES:
-        raise TypeError(
-            f"{name!r} must have a dtype that safetensors files hold, got {value.dtype}; convert it"
-        )
-    is_plain = value.layout == torch.strided and value.device.type == "cpu"
-    # Wrappers have no storage, whatever their size.
-    if not (
-        is_plain and value.is_contiguous() and value.untyped_storage().nbytes() >= value.nbytes
-    ):
-        raise TypeError(
-            f"{name!r} must be a plain tensor to be written, got a {type(value).__name__}; convert "
-            "it, or leave it out of the state dict"
-        )
-    return (ctypes.c_char * value.nbytes).from_address(value.data_ptr())
-
-
-def _write_bytes(file: io.FileIO, content: Any, folder: Path) -> None:
-    rest = memoryview(content).cast("B")
-    with whole_or_nothing(folder):
-        while rest:
-            rest = rest[file.write(rest[:_CHUNK]) :]
-
-
-@contextlib.contextmanager
-def whole_or_nothing(folder: Path) -> Iterator[None]:
-    """Say of errors in writing what is left in ``folder``, a block of :class:`NewFiles`."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        message = f"the checkpoint must be written whole, got {reason!r}; nothing of it is left, "
-        message += "make room or choose another folder"
-        raise OSError(error.errno, message, str(folder)) from error

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp4adam.checkpoints.folder import check_vacant, whole_or_nothing
-from fp4adam.checkpoints.layouts import Encoding, Layout, NVFP4Encoding, Shapes
-from fp4adam.checkpoints.new_files import NewFiles
+from fp4adam.checkpoints.folder import new_files
+from fp4adam.checkpoints.layouts import Encoding, Layout, NVFP4Encoding
 from fp4adam.checkpoints.trained import Trained, gathered
 from fp4adam.formats import nvfp4
 from fp4adam.formats.float8_block import Float8BlockQuantizer
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 FILE = "model.gguf"
 BYTES = "bytes"
 _GROUP = 64  # weights in a block of type NVFP4
-_GROUP_BYTES = _GROUP // nvfp4.BLOCK + _GROUP // 2
 _PLAIN = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -42,12 +40,6 @@ class NVFP4Blocks(NVFP4Encoding):
 
     Of each 16, the first 8 are in the low nibbles, the others in the high ones.
     """
-
-    def shapes(self, rows: int, cols: int) -> Shapes:
-        return {
-            self.codes: ((rows, cols // _GROUP * _GROUP_BYTES), torch.uint8),
-            self.tensor_scale: ((1,), torch.float32),
-        }
 
     def encode(self, weight: QuantizedTensor) -> dict[str, Tensor]:
         rows, cols = weight.shape
@@ -70,9 +62,6 @@ class _InBF16(Encoding):
     """The values themselves."""
 
     bits, block = 16, (1, 1)
-
-    def shapes(self, rows: int, cols: int) -> Shapes:
-        return {self.codes: ((rows, cols), torch.bfloat16)}
 
     def encode(self, weight: QuantizedTensor) -> dict[str, Tensor]:
         value = weight.dequantize(torch.bfloat16)
@@ -200,8 +189,7 @@ class GGUFExport:
             import gguf
         except ImportError as error:
             raise ImportError(
-                "layout 'gguf' needs the package gguf, which is not installed; "
-                "pip install 'fp4adam[gguf]'"
+                "layout 'gguf' needs the package gguf, which is not installed; pip install gguf"
             ) from error
         self._gguf = gguf
         self._trained = trained
@@ -251,22 +239,17 @@ class GGUFExport:
             FileExistsError: If the folder holds a checkpoint or such a file.
             OSError: If the file cannot be written.
         """
-        folder = folder.resolve()
-        with NewFiles(folder) as new:
-            check_vacant(folder, [FILE])
-            file = new.open()
-            with whole_or_nothing(folder):
-                writer = self._gguf.GGUFWriter(new.path_of(file), self._architecture.name)
-                try:
-                    self._describe(writer)
-                    writer.write_header_to_file()
-                    writer.write_kv_data_to_file()
-                    writer.write_ti_data_to_file()
-                    for array in arrays:
-                        writer.write_tensor_data(array)
-                finally:
-                    writer.close()
-            new.publish({FILE: file})
+        with new_files(folder, [FILE]) as place:
+            writer = self._gguf.GGUFWriter(place / FILE, self._architecture.name)
+            try:
+                self._describe(writer)
+                writer.write_header_to_file()
+                writer.write_kv_data_to_file()
+                writer.write_ti_data_to_file()
+                for array in arrays:
+                    writer.write_tensor_data(array)
+            finally:
+                writer.close()
 
     def _known_architecture(self) -> _Architecture:
         """The architecture; raises ValueError if llama.cpp would compute something else."""

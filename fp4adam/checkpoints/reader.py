@@ -9,17 +9,44 @@ import json
 import re
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from fp4adam.checkpoints.folder import CONFIG, DTYPES, HF_QUANT_CONFIG, INDEX, ONE_FILE
+from fp4adam.checkpoints.folder import (
+    CONFIG,
+    DTYPES,
+    HF_QUANT_CONFIG,
+    INDEX,
+    ONE_FILE,
+    safetensors,
+)
 
 # Of a JSON file or a header; an index of 500,000 tensors is smaller.
 MAX_JSON_BYTES = 50 * 10**6
 # No folders, links of devices, or names that the file system cannot hold.
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_.+ -]{1,200}\.safetensors")
+
+
+class Source(Protocol):
+    """Where the tensors of a checkpoint come from; see :class:`CheckpointReader`."""
+
+    config: dict[str, Any]
+    hf_quant_config: dict[str, Any]
+    metadata: dict[str, str]
+
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, without reading it."""
+
+    def dtype(self, name: str) -> torch.dtype | str:
+        """The dtype of a tensor, without reading it; its name in the file if torch has none."""
+
+    def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """A tensor that nobody else writes to."""
 
 
 class CheckpointReader:
@@ -90,9 +117,9 @@ class CheckpointReader:
         dtype = self._file_of[name].get_slice(name).get_dtype()
         return DTYPES.get(dtype, dtype)
 
-    def read(self, name: str) -> Tensor:
-        """A tensor on the CPU."""
-        return self._file_of[name].get_tensor(name)
+    def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """A copy of a tensor: what safetensors returns may be the mapped file itself."""
+        return self._file_of[name].get_tensor(name).to(device, copy=True)
 
 
 def _path(folder: Path, name: str) -> Path:
@@ -199,19 +226,3 @@ def short(value: Any) -> str:
     """A value for an error message."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-def safetensors() -> Any:
-    """The package.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
-    try:
-        import safetensors
-    except ImportError:
-        raise ImportError(
-            "the package safetensors must be installed to import checkpoints; "
-            "pip install 'fp4adam[export]'"
-        ) from None
-    return safetensors

@@ -11,7 +11,7 @@ from fp4adam.checkpoints.layouts import LAYOUTS, Encoding, Layout
 from fp4adam.checkpoints.model_state import model_state, plain_name, unwrapped
 from fp4adam.distributed.dtensor import is_dtensor, local, sharded_dims
 from fp4adam.distributed.tensor_parallel import gather_whole
-from fp4adam.nn.quantize_model import check_module
+from fp4adam.nn.candidates import check_module
 from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
@@ -56,7 +56,8 @@ class Trained(NamedTuple):
 
     def encode(self, name: str, weight: QuantizedTensor) -> dict[str, Tensor]:
         """The tensors that a whole weight is stored as, on its device; a stack as one matrix."""
-        matrix = weight.flush()._alias((math.prod(weight.shape[:-1]), weight.shape[-1]))
+        *leading, cols = weight.shape
+        matrix = weight.flush()._alias((math.prod(leading), cols))
         try:
             return self.encoding.encode(matrix)
         except ValueError as error:
@@ -93,7 +94,7 @@ def tensors_of(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
     """
     check_module(model)
     model = unwrapped(model)
-    _check_no_adapters(model)
+    check_no_adapters(model)
     return model, _first_named(_state_of(model))
 
 
@@ -199,7 +200,7 @@ def gathered(weight: Tensor) -> Tensor:
     return gather_whole(weight)
 
 
-def _check_no_adapters(model: nn.Module) -> None:
+def check_no_adapters(model: nn.Module) -> None:
     """Raise ValueError for a model with the adapters of PEFT, whose names no reader knows."""
     for name, module in model.named_modules():
         # The models of PEFT have the one, the layers that it puts into others the other.

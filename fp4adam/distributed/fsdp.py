@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp4adam.distributed.dtensor import local
-from fp4adam.distributed.scale_exchange import ShardInfo, parallel_infos, settle_shard
+from fp4adam.distributed.scale_exchange import ShardInfo
+from fp4adam.distributed.shards import parallel_infos, settle_shard
 from fp4adam.tensors.blocks import blocks_of_parts, flat_shape, round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
@@ -192,7 +193,7 @@ def _entries_to_gather(
     """
     tensors, spec, first = shard._shared.tensors, _global_spec(shard), shard._first_row
     inputs, known = {}, ()
-    for name, rows in shard.quantizer.rows_per_entry.items():
+    for name, rows in shard.quantizer.layout.rows_per_entry.items():
         if not codes and name.startswith("columnwise"):
             continue
         inner = getattr(tensors, name)
@@ -242,7 +243,7 @@ def _pack(
     for name in reversed(inputs) if furthest else inputs:
         old, entries = inner[name], inputs[name]
         skipped = (entries.storage_offset() - old.storage_offset()) * old.itemsize
-        gap = furthest * old[0].nbytes if spec.quantizer.rows_per_entry[name] == 1 else 0
+        gap = furthest * old[0].nbytes if spec.quantizer.layout.rows_per_entry[name] == 1 else 0
         starts[name], entry_starts[name] = size + gap - skipped, size + gap
         # The padding of the last one stays at home. Kernels read in pieces of 16 bytes.
         gathered = size + gap + round_up(entries.nbytes, 16)
@@ -265,14 +266,14 @@ def _furthest_first_row(spec: GlobalSpec, n_shards: int) -> int:
     """The largest index of a shard's first row within its block."""
     if not spec.is_cut:
         return 0
-    return max(n * spec.chunk_rows % spec.quantizer.block_rows for n in range(n_shards))
+    return max(n * spec.chunk_rows % spec.quantizer.layout.block for n in range(n_shards))
 
 
 def _can_pack(spec: GlobalSpec, n_shards: int, inputs: dict[str, Tensor]) -> bool:
     """Whether codes and scales fit into one buffer; the same on every rank."""
     if "amax" in inputs:
         return False
-    rows = [x for name, x in inputs.items() if spec.quantizer.rows_per_entry[name] == 1]
+    rows = [x for name, x in inputs.items() if spec.quantizer.layout.rows_per_entry[name] == 1]
     # The gap before the codes is gathered too, so it must be small; kernels read 16 bytes at once.
     return not spec.is_cut or (
         8 * _furthest_first_row(spec, n_shards) <= spec.chunk_rows
@@ -378,8 +379,15 @@ def _whole_codes(
     return tensor, tuple(filled)
 
 
+def _releases_outputs(shard: QuantizedTensor) -> bool:
+    """Whether no gathered weight is a view of what was gathered: values are decoded from it."""
+    return not _global_spec(shard).quantizer.multiplies_codes
+
+
 QuantizedTensor.fsdp_pre_all_gather = property(_PreAllGather)
 QuantizedTensor.fsdp_post_all_gather = post_all_gather
+# torch frees the outputs after the hook if this is true (pytorch#194114).
+QuantizedTensor.fsdp_should_release_all_gather_outputs_after_post_all_gather = _releases_outputs
 
 
 def _fill_in_again(out: QuantizedTensor, known: dict[str, Tensor]) -> None:
@@ -408,9 +416,9 @@ def _assemble(name: str, inner: Tensor, spec: GlobalSpec) -> _Part:
     """An inner tensor of the whole weight, with padding, from the gathered shards in order."""
     if name == "amax":
         return _Part(_entries_in_order(name, inner, spec))
-    rows = spec.quantizer.rows_per_entry[name]
+    rows = spec.quantizer.layout.rows_per_entry[name]
     entries = -(-spec.rows // rows)
-    shape, _ = spec.quantizer.storage_layout(*flat_shape(spec.shape))[name]
+    shape, _ = spec.quantizer.layout.shapes(*flat_shape(spec.shape))[name]
     is_cut = rows > 1 and spec.is_cut
     if shape[0] == entries and not is_cut:
         return _Part(inner[:entries])
@@ -428,7 +436,7 @@ def _entries_in_order(name: str, inner: Tensor, spec: GlobalSpec) -> Tensor:
     """The entries of the whole weight from the gathered shards; a view if no block is cut."""
     if name == "amax":
         return inner[:1]  # the first rank always has rows
-    rows = spec.quantizer.rows_per_entry[name]
+    rows = spec.quantizer.layout.rows_per_entry[name]
     if rows > 1 and spec.is_cut:
         part = spec.chunk_rows, _entries(spec, rows)
         return inner[blocks_of_parts(spec.rows, rows, *part, inner.device)]

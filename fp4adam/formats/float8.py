@@ -4,25 +4,26 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fp4adam.formats import minifloat
+from fp4adam.formats import encoding, minifloat
 from fp4adam.tensors import backend
 from fp4adam.tensors.blocks import flat_shape, strips
+from fp4adam.tensors.layout import Direction, Inner, Layout, ScaleRule
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import Quantizer, check_tensor
+from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.storage import Storage
-from fp4adam.tensors.transpose import transpose_bytes
+from fp4adam.tensors.te_names import Float8Names
 
 BLOCK = 16
 SCALINGS = ("current", "delayed")
 AMAX_COMPUTE_ALGOS = ("max", "most_recent")
 
 
-class Float8Tensor(QuantizedTensor):
+class Float8Tensor(Float8Names, QuantizedTensor):
     """A tensor in E4M3 with one scale, 8 bits per element and direction.
 
     ``rowwise_data``: uint8 (E4M3) [rows, cols]; ``columnwise_data``: uint8 (E4M3) [cols, rows].
@@ -80,10 +81,6 @@ class Float8Quantizer(Quantizer):
 
     tensor_class = Float8Tensor
     name = "float8"
-    code_bits = 8
-    swizzles_scales = False
-    block_rows = BLOCK
-    scales_blocks = False
     largest_value = minifloat.E4M3_MAX
 
     def __post_init__(self) -> None:
@@ -121,58 +118,19 @@ class Float8Quantizer(Quantizer):
                     f"{getattr(self, name)!r}; it is an option of scaling={other!r}"
                 )
 
-    def check_matrix(self, rows: int, cols: int) -> str | None:
-        if rows % BLOCK or cols % BLOCK:
-            return "rows and columns of Float8 must be multiples of 16"
-        return None
-
-    def storage_layout(
-        self, rows: int, cols: int
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        layout = {"amax": ((1,), torch.float32)}
-        if self.has_history:
-            layout["amax_history"] = ((self.amax_history_len,), torch.float32)
-        for usage, m, k in (("rowwise", rows, cols), ("columnwise", cols, rows)):
-            if getattr(self, usage):
-                layout[f"{usage}_data"] = ((m, k), torch.uint8)
-        return layout
-
-    @property
-    def scales_tensor(self) -> bool:
-        """Whether the values of the whole tensor set its scale now, not at the next write."""
-        return not self.has_history
-
-    @property
-    def has_history(self) -> bool:
-        return self.scaling == "delayed"
-
-    @property
-    def is_square(self) -> bool:
-        return True
-
-    @property
-    def block_shapes(self) -> dict[str, tuple[int, int]]:
-        return {"rowwise": (BLOCK, BLOCK)}
-
-    @property
-    def scale_options(self) -> dict[str, Any]:
-        return dict(force_pow_2_scales=self.force_pow_2_scales, amax_epsilon=self.amax_epsilon)
-
-    @property
-    def rows_per_entry(self) -> dict[str, int]:
-        # A history belongs to the tensor as a whole.
-        return {"rowwise_data": 1} if self.rowwise and not self.has_history else {}
-
-    @property
-    def cols_per_entry(self) -> dict[str, int]:
-        return dict(self.rows_per_entry)
-
-    @property
-    def casts_in_shards(self) -> bool:
-        return self.rowwise
-
-    def without_derived(self) -> Quantizer:
-        return dataclasses.replace(self, columnwise=False) if self.rows_per_entry else self
+    def full_layout(self) -> Layout:
+        return Layout(
+            block=BLOCK,
+            code_type="e4m3",
+            scale_type=None,
+            rowwise=Direction(Inner(1, 1)),
+            columnwise=Direction(Inner(1, 1, True)),
+            is_square=True,
+            tensor_scale=self.scaling,
+            scale_rule=ScaleRule(self.force_pow_2_scales, self.amax_epsilon),
+            multiple=BLOCK,
+            history=self.amax_history_len,
+        )
 
     def scale_inv(self, tensors: Storage, usage: str) -> Tensor | None:
         return self.per_tensor_scale(tensors.amax) if getattr(self, usage) else None
@@ -187,18 +145,26 @@ class Float8Quantizer(Quantizer):
         )
 
     def scales_of_blocks(
-        self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
+        self,
+        amaxes: Tensor,
+        tensor_amax: Tensor | None,
+        dtype: torch.dtype,
+        four: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        factor = self.encode_scale(tensor_amax)
-        return 1.0 / factor, factor.expand(amaxes.shape)
+        factors = self.encode_scale(tensor_amax)
+        return 1.0 / factors, factors
 
-    def codes(self, x: Tensor) -> Tensor:
-        return minifloat.e4m3_code(x)
+    def factors(self, scales: Tensor, tensor_amax: Tensor) -> Tensor:
+        return self.encode_scale(tensor_amax)
 
-    def quantize(self, x: Tensor) -> QuantizedTensor:
-        check_tensor(x)
+    def _quantize(self, x: Tensor) -> QuantizedTensor:
         tensor = self.make_empty(x.shape, dtype=x.dtype, device=x.device)
-        if self.has_history and not isinstance(x, QuantizedTensor) and x.numel() and not x.is_meta:
+        if (
+            self.scaling == "delayed"
+            and not isinstance(x, QuantizedTensor)
+            and x.numel()
+            and not x.is_meta
+        ):
             matrix = x.detach().reshape(flat_shape(tuple(x.shape))).contiguous()
             self.measure(matrix, tensor._amax_history[:1])
         return tensor.quantize_(x)
@@ -214,13 +180,13 @@ class Float8Quantizer(Quantizer):
             amax.copy_(torch.stack(amaxes).amax())
 
     def take_amax(self, tensors: Storage, amax: Tensor) -> None:
-        if not self.has_history:
+        if self.scaling == "current":
             tensors.amax.copy_(amax)
             return
         self.take_amaxes([tensors], [amax])
 
     def take_amaxes(self, tensors: Sequence[Storage], amaxes: Sequence[Tensor]) -> None:
-        if not self.has_history:
+        if self.scaling == "current":
             return super().take_amaxes(tensors, amaxes)
         histories = torch.stack([each.amax_history for each in tensors])
         present = torch.cat([each.amax for each in tensors])
@@ -234,30 +200,17 @@ class Float8Quantizer(Quantizer):
             [*present.split(1), *moved.unbind()],
         )
 
-    def write(self, x: Tensor, out: Storage, amax: Tensor | None = None) -> None:
-        if amax is None:
-            amax = torch.zeros_like(out.amax)
-            self.measure(x, amax)
-        self.take_amax(out, amax)
-        # A shard of another package may have other sizes than the kernel takes.
-        if backend.uses_kernels(x.device) and self.check_matrix(*x.shape) is None:
-            return self.kernels().quantize(
-                x,
-                rowwise_data=out.rowwise_data,
-                columnwise_data=out.columnwise_data,
-                amax=out.amax,
-                **self.scale_options,
-            )
-        scale = self.encode_scale(out.amax)
-        for rows, strip, scratch in strips(x, (1, 1), scratch=1):
-            row_codes = None if out.rowwise_data is None else out.rowwise_data[rows]
-            codes = minifloat.e4m3_code(torch.mul(strip, scale, out=scratch), out=row_codes)
-            if out.columnwise_data is not None:
-                transpose_bytes(codes, out.columnwise_data[:, rows])
+    write, recode = encoding.write, encoding.recode
 
-    def recode(self, x: Tensor, tensors: Storage) -> Tensor:
-        codes = minifloat.e4m3_code(x * self.encode_scale(tensors.amax))
-        return codes if self.rowwise else codes.t()
+    def launch(self, x: Tensor, out: Storage) -> None:
+        self.kernels().quantize(
+            x,
+            rowwise_data=out.rowwise_data,
+            columnwise_data=out.columnwise_data,
+            amax=out.amax,
+            force_pow_2_scales=self.force_pow_2_scales,
+            amax_epsilon=self.amax_epsilon,
+        )
 
     @staticmethod
     def decoders() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:

@@ -4,18 +4,17 @@ import dataclasses
 import math
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp4adam.formats import minifloat
+from fp4adam.formats import encoding, minifloat
 from fp4adam.tensors import backend
-from fp4adam.tensors.blocks import blocks_of, in_blocks, round_up, strips, times_factors
+from fp4adam.tensors.blocks import blocks_of
+from fp4adam.tensors.layout import Direction, Inner, Layout, ScaleRule
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import SquareBlockQuantizer
+from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.storage import Storage
-from fp4adam.tensors.transpose import transpose_bytes
 
 BLOCK = 128
 
@@ -32,7 +31,7 @@ class Float8BlockTensor(QuantizedTensor):
 
 
 @dataclasses.dataclass(frozen=True)
-class Float8BlockQuantizer(SquareBlockQuantizer):
+class Float8BlockQuantizer(Quantizer):
     """Quantize to :class:`Float8BlockTensor`; any rows and columns (blocks at edges are partial).
 
     Scale = 448 / max(block_amax, amax_epsilon), or 1 for a block of zeros; code = E4M3(x * scale).
@@ -48,15 +47,13 @@ class Float8BlockQuantizer(SquareBlockQuantizer):
     Source: DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.2.
     """
 
+    two_dimensional: bool = True
     force_pow_2_scales: bool = True
     amax_epsilon: float = 0.0
 
     tensor_class = Float8BlockTensor
     name = "float8_block"
-    code_bits = 8
-    swizzles_scales = False
     steps_cut_blocks = True
-    block_rows = BLOCK
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,104 +67,51 @@ class Float8BlockQuantizer(SquareBlockQuantizer):
                 f"amax_epsilon must be finite and >= 0, got {self.amax_epsilon}; 0 turns it off"
             )
 
-    def storage_layout(
-        self, rows: int, cols: int
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        layout = {}
+    def full_layout(self) -> Layout:
         if self.two_dimensional:
-            layout["block_scale_inv"] = ((-(-rows // BLOCK), -(-cols // BLOCK)), torch.float32)
-        for usage, m, k in (("rowwise", rows, cols), ("columnwise", cols, rows)):
-            if getattr(self, usage):
-                layout[f"{usage}_data"] = ((m, k), torch.uint8)
-                if not self.two_dimensional:
-                    scale_shape = (-(-k // BLOCK), round_up(m, 4))
-                    layout[f"{usage}_scale_inv"] = (scale_shape, torch.float32)
-        return layout
-
-    @property
-    def scale_options(self) -> dict[str, Any]:
-        return dict(force_pow_2_scales=self.force_pow_2_scales, amax_epsilon=self.amax_epsilon)
-
-    def scale_extent(self, usage: str, rows: int, cols: int) -> tuple[int, int]:
-        along, across = (cols, rows) if usage == "rowwise" else (rows, cols)
-        return -(-along // BLOCK), across
-
-    def expand_grid(self, grid: Tensor) -> Tensor:
-        """Pad the last dimension to a multiple of 4."""
-        return torch.nn.functional.pad(grid, (0, -grid.shape[1] % 4))
-
-    def scales_of_blocks(
-        self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        factor = self.encode_scale(amaxes, torch.finfo(dtype).max)
-        return 1.0 / factor, factor
-
-    def codes(self, x: Tensor) -> Tensor:
-        return minifloat.e4m3_code(x)
-
-    def write(self, x: Tensor, out: Storage) -> None:
-        if backend.uses_kernels(x.device):
-            return self.kernels().quantize(
-                x,
-                rowwise_data=out.rowwise_data,
-                columnwise_data=out.columnwise_data,
-                rowwise_scale=out.block_scale_inv
-                if self.two_dimensional
-                else out.rowwise_scale_inv,
-                columnwise_scale=out.columnwise_scale_inv,
-                two_dimensional=self.two_dimensional,
-                **self.scale_options,
-            )
-        largest = torch.finfo(x.dtype).max
-        for rows, strip, scratch in strips(x, (BLOCK, BLOCK), scratch=1):
-            blocks = in_blocks(rows, BLOCK)
-            codes = None if out.rowwise_data is None else out.rowwise_data[rows]
-            if codes is None:
-                codes = out.columnwise_data.new_empty(rows.stop - rows.start, x.shape[1])
-            if self.two_dimensional:
-                scale_inv = self._encode(strip, (BLOCK, BLOCK), largest, scratch, codes)
-                out.block_scale_inv[blocks] = scale_inv
-            elif out.rowwise_data is not None:
-                scale_inv = self._encode(strip, (1, BLOCK), largest, scratch, codes)
-                out.rowwise_scale_inv[:, rows] = scale_inv[: len(codes)].t()
-            if out.columnwise_data is not None:
-                if not self.two_dimensional:
-                    codes = torch.empty_like(codes)
-                    scale_inv = self._encode(strip, (BLOCK, 1), largest, scratch, codes)
-                    out.columnwise_scale_inv[blocks, : x.shape[1]] = scale_inv[:, : x.shape[1]]
-                transpose_bytes(codes, out.columnwise_data[:, rows])
-
-    def _encode(
-        self, x: Tensor, block: tuple[int, int], largest: float, scratch: Tensor, codes: Tensor
-    ) -> Tensor:
-        """Write codes of float32 rows; return decode scales, one per block.
-
-        ``x`` and ``scratch`` are padded to whole blocks, ``codes`` [rows, cols] is not.
-        """
-        rows, cols = codes.shape
-        blocks = blocks_of(x, block)
-        scale = self.encode_scale(minifloat.amax(blocks, (1, 3), scratch), largest)
-        scaled = times_factors(blocks, scale, out=scratch).view(x.shape)
-        minifloat.e4m3_code(scaled[:rows, :cols], out=codes)
-        return 1.0 / scale
-
-    def encode_scale(self, amax: Tensor, largest: float) -> Tensor:
-        """Encode scales of blocks with these amaxes, float32.
-
-        ``largest``: The largest finite value of the input's dtype, used where 448 / amax overflows.
-        """
-        return minifloat.e4m3_encode_scale(
-            amax, largest, self.amax_epsilon, self.force_pow_2_scales
+            rowwise = Inner(BLOCK, BLOCK, padding=(1, 4))
+            columnwise = Inner(BLOCK, BLOCK, True, (1, 4))
+        else:
+            rowwise = Inner(1, BLOCK, True, (1, 4))
+            columnwise = Inner(BLOCK, 1, padding=(1, 4))
+        return Layout(
+            block=BLOCK,
+            code_type="e4m3",
+            scale_type="float32",
+            rowwise=Direction(Inner(1, 1), rowwise),
+            columnwise=Direction(Inner(1, 1, True), columnwise),
+            is_square=self.two_dimensional,
+            scale_rule=ScaleRule(self.force_pow_2_scales, self.amax_epsilon),
         )
 
-    def recode(self, x: Tensor, tensors: Storage) -> Tensor:
-        factor = 1.0 / tensors.block_scale_inv
-        codes = minifloat.e4m3_code(times_factors(blocks_of(x, (BLOCK, BLOCK)), factor))
-        return codes.flatten(2).flatten(0, 1)[: x.shape[0], : x.shape[1]]
+    def scales_of_blocks(
+        self,
+        amaxes: Tensor,
+        tensor_amax: Tensor | None,
+        dtype: torch.dtype,
+        four: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        # The largest finite value of the dtype where 448 / amax overflows.
+        options = torch.finfo(dtype).max, self.amax_epsilon, self.force_pow_2_scales
+        factors = minifloat.e4m3_encode_scale(amaxes, *options)
+        return 1.0 / factors, factors
 
-    @property
-    def recodes_exactly(self) -> bool:
-        return self.force_pow_2_scales
+    def factors(self, scales: Tensor, tensor_amax: Tensor | None) -> Tensor:
+        return 1.0 / scales
+
+    write, recode = encoding.write, encoding.recode
+
+    def launch(self, x: Tensor, out: Storage) -> None:
+        self.kernels().quantize(
+            x,
+            rowwise_data=out.rowwise_data,
+            columnwise_data=out.columnwise_data,
+            rowwise_scale=out.block_scale_inv if self.two_dimensional else out.rowwise_scale_inv,
+            columnwise_scale=out.columnwise_scale_inv,
+            two_dimensional=self.two_dimensional,
+            force_pow_2_scales=self.force_pow_2_scales,
+            amax_epsilon=self.amax_epsilon,
+        )
 
     @staticmethod
     def decoders() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:

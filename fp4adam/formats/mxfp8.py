@@ -7,9 +7,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from fp4adam.formats import minifloat
+from fp4adam.formats import encoding, minifloat
 from fp4adam.tensors import backend
-from fp4adam.tensors.blocks import blocks_of, in_blocks, round_up, strips, times_factors
+from fp4adam.tensors.layout import Direction, Inner, Layout
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.storage import Storage
@@ -48,80 +48,41 @@ class MXFP8Quantizer(Quantizer):
 
     tensor_class = MXFP8Tensor
     name = "mxfp8"
-    code_bits = 8
-    block_rows = BLOCK
 
-    @property
-    def rows_per_entry(self) -> dict[str, int]:
-        entries = {}
-        if self.rowwise:
-            entries.update(rowwise_data=1, rowwise_scale_inv=1)
-        if self.columnwise:
-            entries.update(columnwise_data=1, columnwise_scale_inv=BLOCK)
-        return entries
-
-    @property
-    def cols_per_entry(self) -> dict[str, int]:
-        entries = dict.fromkeys(self.rows_per_entry, 1)
-        return entries | {"rowwise_scale_inv": BLOCK} if self.rowwise else entries
-
-    def check_matrix(self, rows: int, cols: int) -> str | None:
-        if rows % BLOCK or cols % BLOCK:
-            return "rows and columns of MXFP8 must be multiples of 32"
-        return None
-
-    def storage_layout(
-        self, rows: int, cols: int
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        byte = torch.uint8
-        layout = {}
-        for usage, m, k in (("rowwise", rows, cols), ("columnwise", cols, rows)):
-            if getattr(self, usage):
-                layout[f"{usage}_data"] = ((rows, cols), byte)
-                scale_shape = (round_up(m, 128), round_up(k // BLOCK, 4))
-                compact = scale_shape if usage == "rowwise" else scale_shape[::-1]
-                layout[f"{usage}_scale_inv"] = (compact, byte)
-                if self.optimize_for_gemm:
-                    layout[f"{usage}_gemm_scale_inv"] = (scale_shape, byte)
-        return layout
-
-    def scale_extent(self, usage: str, rows: int, cols: int) -> tuple[int, int]:
-        return (rows, cols // BLOCK) if usage == "rowwise" else (rows // BLOCK, cols)
-
-    def gemm_scale_rows(self, tensors: Storage, usage: str) -> tuple[Tensor, int]:
-        scale = self.scale_inv(tensors, usage)
-        return scale if usage == "rowwise" else scale.t(), 1
+    def full_layout(self) -> Layout:
+        return Layout(
+            block=BLOCK,
+            code_type="e4m3",
+            scale_type="e8m0",
+            rowwise=Direction(Inner(1, 1), Inner(1, BLOCK, padding=(128, 4))),
+            columnwise=Direction(Inner(1, 1), Inner(BLOCK, 1, padding=(4, 128))),
+            is_square=False,
+            multiple=BLOCK,
+        )
 
     def scales_of_blocks(
-        self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
+        self,
+        amaxes: Tensor,
+        tensor_amax: Tensor | None,
+        dtype: torch.dtype,
+        four: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return block_scales(amaxes)
+        scales = minifloat.e8m0_code_up(amaxes * (1 / minifloat.E4M3_MAX))
+        return scales, self.factors(scales, tensor_amax)
 
-    def codes(self, x: Tensor) -> Tensor:
-        return minifloat.e4m3_code(x)
+    def factors(self, scales: Tensor, tensor_amax: Tensor | None) -> Tensor:
+        return minifloat.e8m0_reciprocal(scales)
 
-    def write(self, x: Tensor, out: Storage) -> None:
-        if backend.uses_kernels(x.device):
-            return self.kernels().quantize(
-                x,
-                rowwise_data=out.rowwise_data,
-                columnwise_data=out.columnwise_data,
-                rowwise_scale=out.rowwise_scale_inv,
-                columnwise_scale=out.columnwise_scale_inv,
-            )
-        for rows, strip, scratch in strips(x, (BLOCK, 1), scratch=1):
-            if out.rowwise_data is not None:
-                scale = _encode(strip, (1, BLOCK), scratch, out.rowwise_data[rows])
-                out.rowwise_scale_inv[rows, : scale.shape[1]] = scale
-            if out.columnwise_data is not None:
-                scale = _encode(strip, (BLOCK, 1), scratch, out.columnwise_data[rows])
-                out.columnwise_scale_inv[in_blocks(rows, BLOCK), : scale.shape[1]] = scale
+    write, recode = encoding.write, encoding.recode
 
-    def recode(self, x: Tensor, tensors: Storage) -> Tensor:
-        blocks = blocks_of(x, (1, BLOCK) if self.rowwise else (BLOCK, 1))
-        scale = tensors.rowwise_scale_inv if self.rowwise else tensors.columnwise_scale_inv
-        factor = minifloat.e8m0_reciprocal(scale[: blocks.shape[0], : blocks.shape[2]])
-        return minifloat.e4m3_code(times_factors(blocks, factor)).view(x.shape)
+    def launch(self, x: Tensor, out: Storage) -> None:
+        self.kernels().quantize(
+            x,
+            rowwise_data=out.rowwise_data,
+            columnwise_data=out.columnwise_data,
+            rowwise_scale=out.rowwise_scale_inv,
+            columnwise_scale=out.columnwise_scale_inv,
+        )
 
     @staticmethod
     def decoders() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
@@ -145,23 +106,6 @@ class MXFP8Quantizer(Quantizer):
         data = tensors.rowwise_data if rowwise else tensors.columnwise_data
         scale = tensors.rowwise_scale_inv if rowwise else tensors.columnwise_scale_inv
         return data, scale, rowwise
-
-
-def _encode(x: Tensor, block: tuple[int, int], scratch: Tensor, codes: Tensor) -> Tensor:
-    """Write codes [rows, cols] of float32 rows; return E8M0 scales, one per block.
-
-    ``scratch``: Like ``x``.
-    """
-    blocks = blocks_of(x, block)
-    scale, factor = block_scales(minifloat.amax(blocks, (1, 3), scratch))
-    minifloat.e4m3_code(times_factors(blocks, factor, out=scratch).view(x.shape), out=codes)
-    return scale
-
-
-def block_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """E8M0 scales (uint8) for float32 block amaxes, and their float32 reciprocals."""
-    scale = minifloat.e8m0_code_up(amax * (1 / minifloat.E4M3_MAX))
-    return scale, minifloat.e8m0_reciprocal(scale)
 
 
 def _decode(

@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
 
@@ -96,7 +95,11 @@ def resolve_scale_groups(
         by_key: dict[Hashable, list[int]] = defaultdict(list)
         for i, (name, quantizer) in enumerate(zip(names or (), quantizers, strict=True)):
             key = scale_groups(name)
-            if key is not None and quantizer is not None and quantizer.scales_tensor:
+            if (
+                key is not None
+                and quantizer is not None
+                and quantizer.layout.tensor_scale == "current"
+            ):
                 by_key[key].append(i)
         groups = [*by_key.values()]
     else:
@@ -117,7 +120,8 @@ def resolve_scale_groups(
 
 def _check_bounds(quantizers: Sequence[Quantizer | None]) -> None:
     """Raise ValueError if NVFP4 weights map the amax that they share to different scales."""
-    bounds = {getattr(quantizer, "bound", None) for quantizer in quantizers} - {None}
+    layouts = [quantizer.layout for quantizer in quantizers if quantizer is not None]
+    bounds = {each.scale_rule.bound for each in layouts if each.code_type == "e2m1"}
     if len(bounds) > 1:
         raise ValueError(
             f"NVFP4 members of a scale group must have one bound, got {sorted(bounds)}: they would "
@@ -168,7 +172,7 @@ def _check_member(
             "take names from model.named_parameters()"
         )
     quantizer = quantizers[numbers[member]]
-    if quantizer is None or not quantizer.scales_tensor:
+    if quantizer is None or quantizer.layout.tensor_scale != "current":
         kind = "a plain tensor" if quantizer is None else quantizer.tensor_class.__name__
         raise ValueError(
             f"members of a scale group must be NVFP4 or Float8 weights, got {what}, {kind}: there "
@@ -192,26 +196,6 @@ def form_scale_group(members: Sequence[QuantizedTensor], names: Iterable[str]) -
     group = ScaleGroup(tuple(names))
     for member in members:
         member._shared.scale_group = group
-
-
-def write_together(tensors: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> None:
-    """Quantize new values for all members of a group, or for a single tensor.
-
-    Args:
-        tensors: Whole tensors; NVFP4 if there are several.
-        values: Plain tensors of the same shapes, on the same devices.
-    """
-    amax = None
-    if len(tensors) > 1:
-        amaxes = []
-        for tensor, value in zip(tensors, values, strict=True):
-            amaxes.append(torch.zeros(1, device=value.device))
-            if value.numel():
-                matrix = value.reshape(flat_shape(tuple(value.shape))).contiguous()
-                tensor.quantizer.measure(matrix, amaxes[-1])
-        amax = torch.cat([amax.to(amaxes[0].device) for amax in amaxes]).amax(0, keepdim=True)
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor._write(value, amax=amax)
 
 
 torch.serialization.add_safe_globals([ScaleGroup])

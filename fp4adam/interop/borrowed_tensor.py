@@ -28,7 +28,6 @@ from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
 from fp4adam.tensors.swizzle import read_gemm_scales
 
 ALIGNMENT = 16  # in bytes, of everything that kernels read and write
-USAGES = ("rowwise", "columnwise")
 
 
 class Whole(NamedTuple):
@@ -82,10 +81,10 @@ class BorrowedTensor:
         fields = dict(self.adapter.fields(source))
         self._memory = memory(source, self.adapter)
         shared = SharedStorage(self._storage(quantizer, fields))
-        if whole is not None and quantizer.scales_tensor:
+        if whole is not None and quantizer.layout.tensor_scale == "current":
             shared.global_spec = GlobalSpec(whole.shape, quantizer, whole.chunk)
         self._given_fields = fields.get("scale"), fields.get("amax")
-        if quantizer.has_history:
+        if quantizer.layout.tensor_scale == "delayed":
             self.given = self._number(fields, "scale"), self._number(fields, "amax")
         self.tensor = quantizer.tensor_class(shape, source.dtype, quantizer, shared)
         with torch.no_grad():
@@ -107,9 +106,9 @@ class BorrowedTensor:
         """Raise ValueError, on every rank alike, unless each shard can be quantized by itself."""
         quantizer.check_shape(whole.shape)
         per_index = math.prod(whole.shape[1:-1])
-        chunk_rows, block = whole.chunk * per_index, quantizer.block_rows
+        chunk_rows, block = whole.chunk * per_index, quantizer.layout.block
         is_cut = whole.chunk < whole.shape[0] and chunk_rows % block != 0
-        if quantizer.scales_blocks and is_cut:
+        if quantizer.layout.scale_type is not None and is_cut:
             raise ValueError(
                 f"shards of a {type(self.source).__name__} must have multiples of {block} rows, so "
                 f"that no block lies on two ranks, got {chunk_rows} rows of shape {whole.shape}; "
@@ -123,9 +122,8 @@ class BorrowedTensor:
                 f"fields of {class_name(type(self.source))} must be some of {', '.join(FIELDS)}, "
                 f"got {', '.join(sorted(unknown))}; correct its adapter"
             )
-        layout = quantizer.storage_layout(self._rows, self._cols)
         storage = {}
-        for name, (size, dtype) in layout.items():
+        for name, (size, dtype) in quantizer.layout.shapes(self._rows, self._cols).items():
             if name.endswith("_data"):
                 field = self._field(fields, name, dtype)
                 self._check(name, field, field.is_contiguous(), "contiguous")
@@ -172,17 +170,17 @@ class BorrowedTensor:
 
     def _copy_grid(self, quantizer: Quantizer, fields: dict[str, Tensor], grid: Tensor) -> None:
         """Add the copies of the scales of square blocks, which the source may repeat per row."""
-        for usage, blocks in zip(USAGES, (grid, grid.t()), strict=True):
-            if not getattr(quantizer, usage):
-                continue
-            name = f"{usage}_scale_inv"
+        for usage in quantizer.layout.kept:
+            name, scales = f"{usage}_scale_inv", getattr(quantizer.layout, usage).scales
             field = self._field(fields, name, grid.dtype)
-            repeats = quantizer.rows_per_square
-            rows, cols = blocks.shape[0] * repeats, blocks.shape[1]
+            blocks = grid.t() if scales.transposed else grid
+            rows, cols = scales.extent(self._rows, self._cols)
             self._check(name, field, field.dim() == 2, "of two dimensions")
             self._check_extent(name, field, rows, cols)
-            target = field[:rows, :cols].unflatten(0, (blocks.shape[0], repeats))
-            self.copies.append((target, blocks[:, None]))
+            target = field[:rows, :cols]
+            for dim, n in zip((1, 0), reversed(quantizer.layout.repeats(usage)), strict=True):
+                target = target.unflatten(dim, (blocks.shape[dim], n))
+            self.copies.append((target, blocks[:, None, :, None]))
 
     def _scale(
         self,
@@ -195,8 +193,7 @@ class BorrowedTensor:
         """The scales of one direction: the field itself if it fits, else new memory and a copy."""
         field = self._field(fields, name, dtype)
         if field.dim() == 2:
-            usage = name.removesuffix("_scale_inv")
-            rows, cols = quantizer.scale_extent(usage, self._rows, self._cols)
+            rows, cols = quantizer.layout.inner[name].extent(self._rows, self._cols)
             self._check_extent(name, field, rows, cols)
             if field.is_contiguous() and field.shape[1] == size[1] and _is_aligned(field):
                 return field
@@ -264,8 +261,7 @@ class BorrowedTensor:
             actual = getattr(self.tensor._shared.tensors, name)
             if name.endswith("wise_scale_inv"):
                 # Padding is the other package's business, so it is not compared.
-                usage = name.removesuffix("_scale_inv")
-                rows, cols = self.tensor.quantizer.scale_extent(usage, self._rows, self._cols)
+                rows, cols = quantizer.layout.inner[name].extent(self._rows, self._cols)
                 actual, inner = actual[:rows, :cols], inner[:rows, :cols]
             if not torch.equal(actual, inner):
                 return False

@@ -5,6 +5,14 @@ from collections.abc import Iterable
 from torch import nn
 
 
+def check_module(model: nn.Module) -> None:
+    """Raise TypeError unless ``model`` is an ``nn.Module``."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be an nn.Module, got {type(model).__name__}; pass the model itself"
+        )
+
+
 def candidates(module: nn.Module) -> list[str]:
     """Names of the module's own parameters that :func:`fp4adam.quantize_model` would take.
 

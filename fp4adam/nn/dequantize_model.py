@@ -6,8 +6,8 @@ from typing import TypeVar
 from torch import nn
 
 from fp4adam.distributed.dtensor import is_dtensor, local
+from fp4adam.nn.candidates import check_module
 from fp4adam.nn.replacement import check_no_replica, hand_over, put_in
-from fp4adam.nn.summary import check_module
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -397,7 +397,7 @@ _quantize_swizzled_op = torch.library.custom_op(
 @_quantize_swizzled_op.register_fake
 def _(x: Tensor, kind: str, offsets: Tensor | None) -> list[Tensor]:
     rows, cols = padded_tokens(x.shape[0]), x.shape[1]
-    layout = _BY_KIND[kind].quantizer.storage_layout(rows, cols)
+    layout = _BY_KIND[kind].quantizer.layout.shapes(rows, cols)
     made = {name: x.new_empty(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
     scales = made["rowwise_scale_inv"]
     if offsets is not None:

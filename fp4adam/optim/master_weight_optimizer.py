@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from fp4adam.distributed.cast import cast
 from fp4adam.distributed.collectives import guard_zero
 from fp4adam.distributed.dtensor import is_dtensor, like, local, part_for
 from fp4adam.formats.scale_groups import ScaleGroup
@@ -23,7 +24,7 @@ from fp4adam.interop.borrowed_tensor import ScaleWriteback
 from fp4adam.optim import checks
 from fp4adam.optim import state_dict as saving
 from fp4adam.optim.adam import updates_params
-from fp4adam.optim.master_weights import adopt, find_stale, quantize_together
+from fp4adam.optim.master_weights import adopt, find_stale
 from fp4adam.optim.options import Options
 from fp4adam.optim.parameter import Parameter as Stepped
 from fp4adam.optim.parameter import Parameters
@@ -47,7 +48,7 @@ class MasterWeightOptimizer(Optimizer):
     :class:`FP4Adam`; over ``torch.optim.AdamW``, either loads the other's.
 
     A master starts from the high-precision initial value if the parameter still has it, otherwise
-    from ``param.dequantize()``. If other code overwrites the parameter later, the master restarts
+    from its decoded values. If other code overwrites the parameter later, the master restarts
     from the new value at the next step. With sharded parameters the masters are DTensors, so the
     inner optimizer has to work with these, and every rank has to take part in every step.
 
@@ -344,11 +345,12 @@ class MasterWeightOptimizer(Optimizer):
             borrowed = [view.borrowed for view in written if view.borrowed is not None]
             scales_of_others = ScaleWriteback(borrowed)
             scales_of_others.read()
-            quantize_together(
-                [written[i] for i in quantized],
+            cast(
                 [written[i].param for i in quantized],
                 [masters[i] for i in quantized],
                 [written[i].write_dtype for i in quantized],
+                [written[i].shard_infos() for i in quantized],
+                [written[i].scales for i in quantized],
             )
             torch.autograd.graph.increment_version([written[i].owner for i in quantized])
             if plain:

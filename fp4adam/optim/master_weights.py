@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp4adam.distributed.cast import cast
 from fp4adam.distributed.dtensor import is_dtensor, sharding_groups
-from fp4adam.distributed.scale_exchange import cast_together, settle_shard
-from fp4adam.formats.scale_groups import write_together
-from fp4adam.optim.parameter import BorrowedParameter, Parameter, QuantizedParameter, State
+from fp4adam.distributed.shards import settle_shard
+from fp4adam.optim.parameter import Parameter, QuantizedParameter, State
 from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
@@ -65,7 +65,7 @@ def find_stale(
         # the same storage, they depend on these as well.
         by_value = (
             isinstance(p, QuantizedParameter)
-            and not p.param.quantizer.has_history
+            and p.param.quantizer.layout.tensor_scale != "delayed"
             and rows.is_all(p.param)
         )
         if by_value and (not infos or all_ranks):
@@ -134,57 +134,8 @@ def batches(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
 
 def _has_codes_of(parameter: QuantizedParameter, master: Tensor) -> bool:
     """Whether a shard has the codes of a master, under an amax that may differ from its."""
-    quantizer = parameter.param.quantizer
-    has_peers = bool(parameter.shard_infos())
-    return has_peers and quantizer.scales_tensor and parameter.is_rounded(master)
-
-
-def quantize_together(
-    parameters: Sequence[QuantizedParameter | BorrowedParameter],
-    targets: Sequence[QuantizedTensor],
-    values: Sequence[Tensor],
-    dtypes: Sequence[torch.dtype],
-    scales: Sequence[Hashable] | None = None,
-) -> None:
-    """Quantize values with the scales that their parameters share with groups and other ranks.
-
-    The number of launches does not depend on the number of tensors, except for formats that cannot
-    be cast in shards (``two_dimensional=False``) and slices of tensors.
-
-    Args:
-        parameters: The parameters; all members of a scale group, or none.
-        targets: The tensors that are written, with the shapes and shards of the parameters.
-        values: Their float32 values.
-        dtypes: The dtypes that values are rounded to first.
-        scales: Keys that are equal for targets that share an amax; None for those of parameters.
-    """
-    keys = [p.scales for p in parameters] if scales is None else scales
-    sharing: dict[Hashable, list[int]] = defaultdict(list)
-    for i, key in enumerate(keys):
-        sharing[key].append(i)
-    infos = [p.shard_infos() for p in parameters]
-    castable: dict[torch.device, list[int]] = defaultdict(list)
-    for members in sharing.values():
-        if all(infos[i] or can_be_cast(targets[i]) for i in members):
-            castable[targets[members[0]].device] += members
-        else:
-            write_together(
-                [targets[i] for i in members], [values[i].to(dtypes[i]) for i in members]
-            )
-    for members in castable.values():
-        cast_together(
-            [targets[i] for i in members],
-            [infos[i] for i in members],
-            [values[i].contiguous() for i in members],
-            [dtypes[i] for i in members],
-            [keys[i] for i in members],
-        )
-        torch.autograd.graph.increment_version([targets[i] for i in members])
-
-
-def can_be_cast(tensor: QuantizedTensor) -> bool:
-    """Whether a tensor can be quantized in one launch with others, by :func:`cast_together`."""
-    return bool(tensor.numel() and tensor.quantizer.rows_per_entry) and rows.is_all(tensor)
+    has_amax = parameter.param.quantizer.layout.tensor_scale == "current"
+    return bool(parameter.shard_infos()) and has_amax and parameter.is_rounded(master)
 
 
 def _rounded(
@@ -199,7 +150,8 @@ def _rounded(
     twins = [p.param.twin() for p in members]
     masters = [p.master(states.get(p.owner, {})) for p in members]
     values = [v.value() if m is None else m for v, m in zip(members, masters, strict=True)]
-    quantize_together(members, twins, values, [p.write_dtype for p in members])
+    infos, scales = [p.shard_infos() for p in members], [p.scales for p in members]
+    cast(twins, values, [p.write_dtype for p in members], infos, scales)
     return dict(zip(members, twins, strict=True))
 
 
@@ -212,8 +164,8 @@ def _requantized(
     """
     values = [rounded[p].dequantize(p.param.dtype) for p in parameters]
     twins = [p.param.twin() for p in parameters]
-    keys = [p.owner for p in parameters]
-    quantize_together(parameters, twins, values, [torch.float32] * len(twins), keys)
+    infos = [p.shard_infos() for p in parameters]
+    cast(twins, values, [torch.float32] * len(twins), infos, [p.owner for p in parameters])
     return [*zip(parameters, twins, strict=True)]
 
 

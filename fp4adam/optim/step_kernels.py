@@ -64,10 +64,10 @@ class Kind(NamedTuple):
         return Usage(
             quantizer.rowwise,
             quantizer.columnwise,
-            getattr(quantizer, "two_dimensional", False),
-            getattr(quantizer, "optimize_for_gemm", False),
-            getattr(quantizer, "adaptive", None),
-            getattr(quantizer, "bound", 448),
+            "block_scale_inv" in quantizer.layout.inner,
+            quantizer.optimize_for_gemm,
+            quantizer.layout.scale_rule.adaptive,
+            quantizer.layout.scale_rule.bound,
         )
 
 

@@ -103,7 +103,7 @@ class StepPlan:
         bounded = [
             m.tensors[name]
             for group in self._groups
-            if group.kind.groups and group.kind.quantizer.scales_tensor
+            if group.kind.groups and group.kind.quantizer.layout.tensor_scale == "current"
             for m in group.members
             for name in ("exp_avg", "exp_avg_sq")
         ]
@@ -407,7 +407,10 @@ def _ratio(member: Parameter) -> float:
     See ``update_bound``. Inf if it has to be certain but the moments are stored rounded.
     """
     step = member.state["step"].item()
-    previews = isinstance(member.param, QuantizedTensor) and member.param.quantizer.scales_tensor
+    previews = (
+        isinstance(member.param, QuantizedTensor)
+        and member.param.quantizer.layout.tensor_scale == "current"
+    )
     if step == 0 or not (member.shards and previews) or member.quantized_after_step:
         return ratio_after(step, adam_scalars(member.group, 1))
     _, exp_avg, exp_avg_sq = member.step_codecs

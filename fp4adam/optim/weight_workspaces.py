@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fp4adam.distributed import whole_cast
+from fp4adam.distributed.cast import PartialCast
 from fp4adam.distributed.dtensor import is_dtensor
-from fp4adam.distributed.partial_cast import PartialCast
+from fp4adam.distributed.whole_cast import WholeCast
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, borrow
 from fp4adam.interop.transformer_engine import Workspace, check_has_workspaces, workspaces_of
-from fp4adam.optim import whole_cast
-from fp4adam.optim.whole_cast import WholeCast
 from fp4adam.optim.workspace_watch import WorkspaceWatch
 from fp4adam.tensors import backend, rows
 from fp4adam.tensors.blocks import flat_shape
@@ -234,7 +234,7 @@ class _Cast:
         self._in_one = [i for i, each in enumerate(fit) if each]
         self._in_shards = [i for i, each in enumerate(fit) if not each]
         tensors = [self._tensors[i] for i in self._in_shards]
-        self._square = [tensor for tensor in tensors if tensor.quantizer.is_square]
+        self._square = [tensor for tensor in tensors if tensor.quantizer.layout.is_square]
         sizes = [tensor.numel() for tensor in tensors]
         dtypes = [self._dtypes[i] for i in self._in_shards]
         self._cast = PartialCast(tensors, [0] * len(tensors), sizes, dtypes)
@@ -277,7 +277,7 @@ class _Cast:
 
 def _can_be_cast(tensor: QuantizedTensor) -> bool:
     """Whether a tensor can be quantized in one launch with others."""
-    return bool(tensor.numel() and tensor.quantizer.casts_in_shards) and (
+    return bool(tensor.numel() and tensor.quantizer.layout.casts_in_parts) and (
         rows.is_all(tensor) and tensor._shared.rows is None
     )
 

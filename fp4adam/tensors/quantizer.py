@@ -11,7 +11,9 @@ from torch import Tensor
 
 from fp4adam.tensors import backend
 from fp4adam.tensors.blocks import blocks_of_parts, flat_shape
+from fp4adam.tensors.layout import USAGES, Layout
 from fp4adam.tensors.storage import Storage
+from fp4adam.tensors.te_names import QuantizerNames
 
 if TYPE_CHECKING:
     from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -26,15 +28,17 @@ class Operands(NamedTuple):
         activations: Whether activations are quantized.
         gradients: Whether output gradients are quantized.
         emulate: Whether matmuls multiply decoded operands in FP32 on every device.
+        fake_activations: Whether activations are quantized and decoded before ordinary matmuls.
     """
 
     activations: bool = False
     gradients: bool = False
     emulate: bool = False
+    fake_activations: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantizer:
+class Quantizer(QuantizerNames):
     """Quantizes tensors to one block-scaled format.
 
     Args:
@@ -55,22 +59,24 @@ class Quantizer:
     tensor_class: ClassVar[type["QuantizedTensor"]]
     # The name of the format in kernels that serve several formats.
     name: ClassVar[str]
-    # Bits of a code: 8, or 4 with two codes per byte, the first one in the low nibble.
-    code_bits: ClassVar[int]
-    # Side of a square block, and length of a block within a row or column.
-    block_rows: ClassVar[int]
-    # Whether the amax of the whole tensor is part of its scales.
-    scales_tensor: ClassVar[bool] = False
     # The largest value of a tensor whose per-tensor scale is 1.
     largest_value: ClassVar[float] = 0.0
-    # Whether blocks have scales of their own, which are stored.
-    scales_blocks: ClassVar[bool] = True
-    # Whether GEMMs read scales in a swizzled layout rather than as in ``rowwise_scale_inv``.
-    swizzles_scales: ClassVar[bool] = True
     # Whether step kernels take shards that share blocks with other ranks.
     steps_cut_blocks: ClassVar[bool] = False
-    # Number of rows of ``rowwise_scale_inv`` per row of square blocks.
-    rows_per_square: ClassVar[int] = 1
+
+    # Read by step kernels.
+    @property
+    def scales_blocks(self) -> bool:
+        return self.layout.scale_type is not None
+
+    @property
+    def has_history(self) -> bool:
+        return self.layout.tensor_scale == "delayed"
+
+    @property
+    def scale_options(self) -> dict[str, Any]:
+        rule = self.layout.scale_rule
+        return dict(force_pow_2_scales=rule.force_pow_2_scales, amax_epsilon=rule.amax_epsilon)
 
     def __post_init__(self) -> None:
         if not (self.rowwise or self.columnwise):
@@ -79,58 +85,30 @@ class Quantizer:
                 "columnwise=False; keep at least one direction"
             )
 
-    def storage_layout(
-        self, rows: int, cols: int
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each inner tensor of a [rows, cols] matrix."""
+    # Copies and files hold the arguments alone.
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.__post_init__()
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """The codes and scales that a tensor stores."""
+        kept = tuple(usage for usage in USAGES if getattr(self, usage))
+        stored = dict(kept=kept, has_gemm_scales=self.optimize_for_gemm)
+        return dataclasses.replace(self.full_layout(), **stored)
+
+    def full_layout(self) -> Layout:
+        """The layout of the format with both directions."""
         raise NotImplementedError
-
-    @property
-    def is_square(self) -> bool:
-        """Whether blocks are square, so that columnwise codes are the transposed rowwise ones."""
-        return False
-
-    @property
-    def block_shapes(self) -> dict[str, tuple[int, int]]:
-        """Block shapes by the direction of their scales; square blocks count as rowwise."""
-        shapes = {"rowwise": (1, self.block_rows), "columnwise": (self.block_rows, 1)}
-        return {usage: shape for usage, shape in shapes.items() if getattr(self, usage)}
-
-    @property
-    def scale_options(self) -> dict[str, Any]:
-        """Options for computing scales from amaxes, for kernels that serve several formats."""
-        return {"force_pow_2_scales": False, "amax_epsilon": 0.0}
-
-    @property
-    def rows_per_entry(self) -> dict[str, int]:
-        """The inner tensors that can be cut along rows, with the matrix rows per entry of each.
-
-        All other inner tensors, except the tensor's amax, can be derived from these. Empty if the
-        tensor cannot be cut along rows, because of how its scales are laid out.
-        """
-        return {}
-
-    @property
-    def casts_in_shards(self) -> bool:
-        """Whether ranks can quantize parts of a tensor that each of them stores in full."""
-        return bool(self.rows_per_entry)
-
-    @property
-    def has_history(self) -> bool:
-        """Whether the bytes of a tensor also depend on values that it had before."""
-        return False
-
-    @property
-    def cols_per_entry(self) -> dict[str, int]:
-        """For the inner tensors of ``rows_per_entry``, the matrix columns per entry of each.
-
-        Empty if the tensor cannot be cut along columns.
-        """
-        return {}
 
     def without_derived(self) -> "Quantizer":
         """The same quantizer without the inner tensors that can be derived."""
-        return self.with_compact_scales()
+        derives = self.layout.is_square and bool(self.layout.rows_per_entry)
+        columnwise = self.columnwise and not derives
+        return dataclasses.replace(self, columnwise=columnwise, optimize_for_gemm=False)
 
     def with_compact_scales(self) -> "Quantizer":
         """The same quantizer without swizzled scales."""
@@ -138,6 +116,10 @@ class Quantizer:
 
     def check_matrix(self, rows: int, cols: int) -> str | None:
         """The rule of the format that a [rows, cols] matrix violates, or None."""
+        multiple = self.layout.multiple
+        if rows % multiple or cols % multiple:
+            name = self.tensor_class.__name__.removesuffix("Tensor")
+            return f"rows and columns of {name} must be multiples of {multiple}"
         return None
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
@@ -179,11 +161,10 @@ class Quantizer:
 
     def zeros(self, rows: int, cols: int, device: torch.device | str | None = None) -> Storage:
         """New inner tensors for a [rows, cols] matrix, all zero."""
-        layout = self.storage_layout(rows, cols)
         return Storage.of(
             {
                 name: torch.zeros(size, dtype=kind, device=device)
-                for name, (size, kind) in layout.items()
+                for name, (size, kind) in self.layout.shapes(rows, cols).items()
             }
         )
 
@@ -191,40 +172,46 @@ class Quantizer:
         """Quantize ``x`` (float32, bfloat16 or float16, at least 2 dimensions) to a new tensor.
 
         The result has the shape and device of ``x``; its nominal dtype is the dtype of ``x``.
+        Gradients pass straight through.
 
         Raises:
             ValueError: If the format cannot hold the shape.
             TypeError: If ``x`` is not a dense tensor, or not of these dtypes.
         """
         check_tensor(x)
+        if x.requires_grad and torch.is_grad_enabled():
+            return _Quantize.apply(x, self)
+        return self._quantize(x)
+
+    def _quantize(self, x: Tensor) -> "QuantizedTensor":
         return self.make_empty(x.shape, dtype=x.dtype, device=x.device).quantize_(x)
 
     def scale_inv(self, tensors: Storage, usage: str) -> Tensor | None:
         """The scales of one direction in Transformer Engine's layout; None if it is not kept."""
-        return getattr(tensors, f"{usage}_scale_inv")
-
-    def scale_extent(self, usage: str, rows: int, cols: int) -> tuple[int, int]:
-        """The shape of :meth:`scale_inv` without padding, for blocks that are not square."""
-        raise NotImplementedError
-
-    def gemm_scale_rows(self, tensors: Storage, usage: str) -> tuple[Tensor, int]:
-        """The scales of a direction as a GEMM operand, [rows / n, blocks per row], and n."""
-        return getattr(tensors, f"{usage}_scale_inv"), 1
+        if not self.layout.is_square:
+            return getattr(tensors, f"{usage}_scale_inv")
+        grid = tensors.block_scale_inv
+        return self.layout.expand(grid, usage) if getattr(self, usage) else None
 
     def scales_of_blocks(
-        self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
+        self,
+        amaxes: Tensor,
+        tensor_amax: Tensor | None,
+        dtype: torch.dtype,
+        four: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The stored block scales, and the float32 factors that map values to codes.
 
         Args:
             amaxes: Amax of each block, float32.
-            tensor_amax: Amax of the tensor, float32 [1], if ``scales_tensor`` is true.
+            tensor_amax: Amax of the tensor, float32 [1], if it is part of the scales.
             dtype: The dtype that the values were rounded to.
+            four: For adaptive scales, the blocks whose amax maps to 4, bool.
         """
         raise NotImplementedError
 
-    def codes(self, x: Tensor) -> Tensor:
-        """The codes of float32 values already multiplied by their factors; uint8, one per byte."""
+    def factors(self, scales: Tensor | None, tensor_amax: Tensor | None) -> Tensor:
+        """The factors that map values to codes in blocks with these stored scales, float32."""
         raise NotImplementedError
 
     def measure(self, x: Tensor, amax: Tensor) -> None:
@@ -254,25 +241,23 @@ class Quantizer:
         """
         raise NotImplementedError
 
-    def write(self, x: Tensor, out: Storage) -> None:
+    def write(self, x: Tensor, out: Storage, amax: Tensor | None = None) -> None:
         """Quantize the contiguous matrix ``x`` into ``out``; swizzled scales are not written.
 
-        Formats with ``scales_tensor`` also take ``amax`` (float32 [1]), to use instead of the amax
-        of ``x``.
+        ``amax``: To use instead of the amax of ``x``, float32 [1], for formats that store one.
         """
         raise NotImplementedError
 
     def recode(self, x: Tensor, tensors: Storage) -> Tensor:
         """The codes of the float32 matrix ``x`` under the scales of ``tensors``.
 
-        Only if ``rows_per_entry`` is not empty. The direction is the one that :meth:`read` reads.
+        Only if the layout can be cut along rows. The direction is the one that :meth:`read` reads.
         """
         raise NotImplementedError
 
-    @property
-    def recodes_exactly(self) -> bool:
-        """Whether :meth:`recode` gives the exact codes of :meth:`write`; else off by at most 1."""
-        return True
+    def launch(self, x: Tensor, out: Storage) -> None:
+        """Launch the kernel that quantizes the matrix ``x`` into ``out``, whose amax is known."""
+        raise NotImplementedError
 
     def read(self, tensors: Storage, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
         """Decode ``tensors`` to a plain [rows, cols] matrix of ``dtype``.
@@ -303,7 +288,9 @@ class Quantizer:
         for name, inner in tensors.existing().items():
             if inner.dim() == 3:
                 part = tensors.rowwise_data.shape[1], inner.shape[1]
-                index = blocks_of_parts(len(out), self.rows_per_entry[name], *part, inner.device)
+                index = blocks_of_parts(
+                    len(out), self.layout.rows_per_entry[name], *part, inner.device
+                )
                 inner = inner.flatten(0, 1)[index]
             whole[name] = inner
         out.copy_(self.read(Storage(**whole), out.dtype))
@@ -332,62 +319,21 @@ class Quantizer:
 
     @property
     def multiplies_codes(self) -> bool:
-        """Whether matmuls read a weight's codes rather than its decoded values."""
-        operands = self.operands
-        return operands.activations or operands.gradients or self.optimize_for_gemm
+        """Whether layers need the quantized weight rather than its decoded values."""
+        activations, gradients, _, fake_activations = self.operands
+        return activations or gradients or fake_activations or self.optimize_for_gemm
 
 
-@dataclasses.dataclass(frozen=True)
-class SquareBlockQuantizer(Quantizer):
-    """A format with optional square blocks, for which both directions share codes and scales.
+class _Quantize(torch.autograd.Function):
+    """Quantization whose gradient is that of the values (a straight-through estimator)."""
 
-    Args:
-        two_dimensional: Whether blocks are square.
-    """
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, quantizer: Quantizer) -> "QuantizedTensor":
+        return quantizer._quantize(x)
 
-    two_dimensional: bool = True
-
-    @property
-    def is_square(self) -> bool:
-        return self.two_dimensional
-
-    @property
-    def block_shapes(self) -> dict[str, tuple[int, int]]:
-        if self.two_dimensional:
-            return {"rowwise": (self.block_rows, self.block_rows)}
-        return super().block_shapes
-
-    def expand_grid(self, grid: Tensor) -> Tensor:
-        """Expand a grid with one scale per square block to Transformer Engine's layout."""
-        raise NotImplementedError
-
-    def scale_inv(self, tensors: Storage, usage: str) -> Tensor | None:
-        if not (self.two_dimensional and getattr(self, usage)):
-            return super().scale_inv(tensors, usage)
-        grid = tensors.block_scale_inv
-        return self.expand_grid(grid if usage == "rowwise" else grid.t())
-
-    def gemm_scale_rows(self, tensors: Storage, usage: str) -> tuple[Tensor, int]:
-        if not self.two_dimensional:
-            return super().gemm_scale_rows(tensors, usage)
-        grid = tensors.block_scale_inv
-        return grid if usage == "rowwise" else grid.t(), self.block_rows
-
-    @property
-    def rows_per_entry(self) -> dict[str, int]:
-        if not (self.two_dimensional and self.rowwise):
-            return {}
-        return {"rowwise_data": 1, "block_scale_inv": self.block_rows}
-
-    @property
-    def cols_per_entry(self) -> dict[str, int]:
-        if not self.rows_per_entry:
-            return {}
-        return {"rowwise_data": 8 // self.code_bits, "block_scale_inv": self.block_rows}
-
-    def without_derived(self) -> Quantizer:
-        compact = self.with_compact_scales()
-        return dataclasses.replace(compact, columnwise=False) if self.rows_per_entry else compact
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def check_tensor(x: Tensor) -> None:

@@ -35,10 +35,10 @@ def matrix_shape(tensor: "QuantizedTensor") -> tuple[int, int]:
 def stored_shape(tensor: "QuantizedTensor") -> tuple[int, int]:
     """Rows and columns of the matrix that the inner tensors hold."""
     rows, cols = matrix_shape(tensor)
-    for name, rows_of_entry in tensor.quantizer.rows_per_entry.items():
+    for name, rows_of_entry in tensor.quantizer.layout.rows_per_entry.items():
         if rows_of_entry == 1 and name.endswith("_data"):
             entries, width = getattr(tensor._shared.tensors, name).shape
-            cols_of_entry = tensor.quantizer.cols_per_entry.get(name)
+            cols_of_entry = tensor.quantizer.layout.cols_per_entry.get(name)
             return entries, cols if cols_of_entry is None else width * cols_of_entry
     return rows, cols
 
@@ -72,7 +72,7 @@ def own_blocks(tensor: "QuantizedTensor") -> "QuantizedTensor":
     """
     if is_all(tensor):
         return tensor
-    (rows, _), block = matrix_shape(tensor), tensor.quantizer.block_rows
+    (rows, _), block = matrix_shape(tensor), tensor.quantizer.layout.block
     total, first = stored_rows(tensor), tensor._first_row
     low = first // block * block
     high = max(min(round_up(first + rows, block), total), low)
@@ -95,7 +95,7 @@ def _stored_between(tensor: "QuantizedTensor", low: int, high: int) -> Storage:
     """Views of the inner tensors on stored rows ``low`` to ``high``, without derived ones."""
     tensors = tensor._shared.tensors
     views = {}
-    for name, rows in tensor.quantizer.rows_per_entry.items():
+    for name, rows in tensor.quantizer.layout.rows_per_entry.items():
         inner = getattr(tensors, name)
         # The last view keeps the padding.
         stop = inner.shape[0] if high == stored_rows(tensor) else -(-high // rows)
@@ -109,14 +109,14 @@ def _own_columns(tensor: "QuantizedTensor", tensors: Storage) -> Storage:
         return tensors
     views = {
         name: _columns_of(tensor, name, getattr(tensors, name)).contiguous()
-        for name in tensor.quantizer.cols_per_entry
+        for name in tensor.quantizer.layout.cols_per_entry
     }
     return Storage(amax=tensors.amax, **views)
 
 
 def _columns_of(tensor: "QuantizedTensor", name: str, inner: Tensor) -> Tensor:
     """The window's columns of an inner tensor, without padding."""
-    cols, per_entry = matrix_shape(tensor)[1], tensor.quantizer.cols_per_entry.get(name)
+    cols, per_entry = matrix_shape(tensor)[1], tensor.quantizer.layout.cols_per_entry.get(name)
     if per_entry is None:
         return inner
     return inner[:, tensor._start_col // per_entry : -(-(tensor._start_col + cols) // per_entry)]
@@ -191,18 +191,18 @@ def copy_bytes(tensor: "QuantizedTensor", source: "QuantizedTensor", non_blockin
             inner.copy_(value, non_blocking)
         shared.pending = None
         return True
-    entries = tensor.quantizer.rows_per_entry
+    entries = tensor.quantizer.layout.rows_per_entry
     if tensor.quantizer.without_derived() != source.quantizer.without_derived() or not entries:
         return False
     rows = matrix_shape(tensor)[0]
     if shared.first_row is None:
-        shared.first_row = source._first_row % tensor.quantizer.block_rows
+        shared.first_row = source._first_row % tensor.quantizer.layout.block
         shared.rows = rows
         _take_init_val(tensor, source)
     if other.pending is not None or (shared.pending is not None and not is_all(tensor)):
         return False
     to, start = tensor._first_row, source._first_row
-    if (to - start) % tensor.quantizer.block_rows:
+    if (to - start) % tensor.quantizer.layout.block:
         return False
     shared.pending = None
     for name, step in entries.items():
@@ -222,7 +222,7 @@ def copy_bytes(tensor: "QuantizedTensor", source: "QuantizedTensor", non_blockin
 
 def _build_derived(tensor: "QuantizedTensor") -> None:
     """Write the inner tensors that can be derived from the others."""
-    if tensor.quantizer.is_square:
+    if tensor.quantizer.layout.is_square:
         build_columnwise([tensor])
     build_gemm_scales([tensor])
 
@@ -249,7 +249,9 @@ def is_of(tensor: "QuantizedTensor", value: Tensor, slack: int = 0) -> bool:
         actual = data[own].short()
     else:
         actual = codes(rows_of(tensor, pending))
-    slack = max(slack, 0 if part.quantizer.recodes_exactly else 1)
+    layout = part.quantizer.layout
+    if layout.scale_type == "float32" and not layout.scale_rule.force_pow_2_scales:
+        slack = max(slack, 1)  # the reciprocal of a stored scale is not always its encode scale
     return bool(((codes(value) - actual).abs() <= slack).all())
 
 
@@ -273,7 +275,7 @@ def make_shard(
             f"{what} must be sharded along its first dimension, got shards {tuple(shape)} of "
             f"{tuple(spec.shape)}; use Shard(0), or ask for plain zeros (dtype=...)"
         )
-    block, rows = quantizer.block_rows, math.prod(shape[:-1])
+    block, rows = quantizer.layout.block, math.prod(shape[:-1])
     if spec.is_cut:
         # Enough blocks for any first row within a block.
         rows = round_up(rows + block - 1, block)
@@ -330,7 +332,7 @@ def parallel_part(
 def check_parallel(tensor: "QuantizedTensor", dim: int, n_parts: int) -> None:
     """Raise ValueError unless a weight has that many equal parts of whole blocks."""
     what = _check_can_be_sharded(tensor, tensor.quantizer)
-    block, last = tensor.quantizer.block_rows, tensor.dim() - 1
+    block, last = tensor.quantizer.layout.block, tensor.dim() - 1
     dim = dim % tensor.dim()
     indices = tensor.shape[dim]
     rows_per_index = math.prod(tensor.shape[1:-1]) if dim == 0 else 1
@@ -349,7 +351,7 @@ def _check_can_be_sharded(tensor: "QuantizedTensor", quantizer: "Quantizer") -> 
     """Raise ValueError if a format has no shards; returns the tensor's name for errors."""
     name = tensor._shared.name
     what = type(tensor).__name__ if name is None else f"parameter {name!r}"
-    if not quantizer.without_derived().rows_per_entry:
+    if not quantizer.without_derived().layout.rows_per_entry:
         raise ValueError(
             f"{what} must have rowwise=True, and scaling='current' or two_dimensional=True to be "
             f"sharded, got {quantizer}; quantize it that way, leave it in high precision "

@@ -71,6 +71,14 @@ class Storage:
         inner = ((name, getattr(self, name)) for name in STORAGE_NAMES)
         return {name: tensor for name, tensor in inner if tensor is not None}
 
+    def addresses(self) -> dict[str, int]:
+        """The addresses of the inner tensors, by the columns of the tables that kernels read."""
+        found = {}
+        for name, inner in self.existing().items():
+            column = "rowwise_scale" if name == "block_scale_inv" else name.removesuffix("_inv")
+            found[column] = inner.data_ptr()
+        return found
+
     @functools.cached_property
     def present(self) -> tuple[Tensor, ...]:
         """The inner tensors that are not None."""
@@ -135,15 +143,14 @@ class GlobalSpec:
     @functools.cached_property
     def is_cut(self) -> bool:
         """Whether shard boundaries cut blocks, so that ranks have to agree on their scales."""
-        return self.chunk_rows < self.rows and self.chunk_rows % self.quantizer.block_rows != 0
+        return self.chunk_rows < self.rows and self.chunk_rows % self.quantizer.layout.block != 0
 
     @functools.cached_property
     def shares_scales(self) -> bool:
         """Whether quantizing a shard needs the amaxes of other shards."""
-        shares_amax = self.quantizer.scales_tensor and self.is_parallel
-        return shares_amax or (
-            self.chunk_rows < self.rows and (self.is_cut or self.quantizer.scales_tensor)
-        )
+        shares_amax = self.quantizer.layout.tensor_scale == "current"
+        is_row_part = self.chunk_rows < self.rows
+        return shares_amax and (self.is_parallel or is_row_part) or is_row_part and self.is_cut
 
 
 @dataclasses.dataclass(eq=False)

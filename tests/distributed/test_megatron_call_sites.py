@@ -235,12 +235,16 @@ def test_stacks_are_moved_with_their_slices():
     assert fp4_utils.is_grouped_nvfp4tensor(stack)
     assert not fp4_utils.is_grouped_nvfp4tensor(weight)
     assert not fp4_utils.is_grouped_nvfp4tensor(torch.ones(2, 16, 32))
-    second, values = stack[1:], stack.dequantize()
+    second, values = stack[1:], stack.dequantize(torch.float32)
     buffer = torch.zeros(512, dtype=torch.uint8)
     fp4_utils.modify_grouped_nvfp4_rowwise_storage(stack, buffer)
-    assert stack.data_ptr() == buffer.data_ptr() and torch.equal(stack.dequantize(), values)
+    assert stack.data_ptr() == buffer.data_ptr() and torch.equal(
+        stack.dequantize(torch.float32), values
+    )
     buffer[256:] = 0
-    assert not second.dequantize().any() and torch.equal(stack.dequantize()[0], values[0])
+    assert not second.dequantize(torch.float32).any() and torch.equal(
+        stack.dequantize(torch.float32)[0], values[0]
+    )
     with pytest.raises(ValueError, match="must be contiguous uint8 of 512 bytes"):
         fp4_utils.modify_grouped_nvfp4_rowwise_storage(stack, buffer[:-1])
     with pytest.raises(ValueError, match=r"three dimensions, got a NVFP4Tensor of shape \(16, 32"):
@@ -318,7 +322,7 @@ def test_slices_are_written_to_other_memory(name, alone):
     weights = [te_tensor(quantizer, value) for _ in range(2)]
     before = te_bytes(weights[0])
     master, start = torch.randn(32 * 16), 64 * 4
-    per_byte = 8 // quantizer.code_bits
+    per_byte = 8 // quantizer.layout.code_bits
     outs = [torch.zeros(len(master) // per_byte, dtype=torch.uint8) for _ in range(2)]
     target = (outs[0], outs[1]) if name == "mxfp8" else outs[0]
     if name.startswith("float8") and name != "float8block":

@@ -22,7 +22,7 @@ from fp4adam import (
 from fp4adam.distributed.dtensor import like
 from fp4adam.formats import minifloat
 from fp4adam.tensors import backend
-from quantized_training import random
+from helpers import random
 from ranks import all_ranks, run_ranks
 from te_stand_ins import assert_same, stand_in, te_tensor
 
@@ -59,9 +59,9 @@ def sharded(quantizer: Quantizer, value: Tensor) -> Parameter:
     matrix = local.reshape(-1, local.shape[-1])
     amax = value.float().abs().amax().view(1)
     if len(matrix):
-        known = dict(amax=amax) if quantizer.scales_tensor else {}
+        known = dict(amax=amax) if quantizer.layout.tensor_scale == "current" else {}
         quantizer.write(matrix.contiguous(), own._shared.tensors, **known)
-    elif quantizer.scales_tensor:
+    elif quantizer.layout.tensor_scale == "current":
         own._amax.copy_(amax)
     meta = TensorMeta(value.shape, value.stride(), value.dtype)
     spec = DTensorSpec(all_ranks(), (Shard(0),), tensor_meta=meta)
@@ -110,7 +110,8 @@ def step_shards(rank: int, name: str, shape: tuple, kernels: bool, optimizer_cla
             set_grads(params, step)
             calls.clear()
             optimizer.step()
-        assert len(calls) == quantizer.scales_tensor  # one for all parameters
+        # One for all parameters.
+        assert len(calls) == (quantizer.layout.tensor_scale == "current")
         for shard, whole in zip(shards, wholes, strict=True):
             master = optimizers[0].state[whole]["master_param"]
             own = optimizers[1].state[shard]["master_param"]
@@ -233,7 +234,7 @@ class Decode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, weight: Tensor) -> Tensor:
-        return weight.dequantize()
+        return weight.dequantize(torch.float32)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:

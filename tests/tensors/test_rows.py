@@ -77,7 +77,7 @@ def test_every_property_sees_rows_that_have_been_written(quantizer):
         tensor = quantizer.quantize(randn())
         tensor.clear_high_precision_init_val()
         # Rows that stay are those that the tensor decodes to.
-        value[16:] = tensor.dequantize()[16:]
+        value[16:] = tensor.dequantize(torch.float32)[16:]
         expected = quantizer.quantize(value)
         tensor[:16].copy_(value[:16])
         assert torch.equal(getattr(tensor, name), getattr(expected, name)), name
@@ -95,7 +95,7 @@ def test_what_zeros_are_depends_on_nothing_but_the_size(quantizer, shape):
         assert vars(tensor) == state
         zeros = tensor.new_zeros(shape)
         assert type(zeros) is type(tensor) and zeros.shape == shape
-        assert not zeros.dequantize().any()
+        assert not zeros.dequantize(torch.float32).any()
         assert type(tensor.new_zeros(shape, dtype=torch.float32)) is Tensor
         for other in ((3,), (2, *SHAPE), (64, 64), (16, 32), ()):
             plain = tensor.new_zeros(other)
@@ -137,7 +137,7 @@ def test_rows_have_their_part_of_the_value_before_quantization():
     rows.clear_high_precision_init_val()
     assert torch.equal(weight.get_high_precision_init_val(), value)
     weight.clear_high_precision_init_val()
-    assert rows.get_high_precision_init_val() is None
+    assert rows._high_precision_init_val is None
 
 
 def test_rows_train_from_the_value_before_quantization():
@@ -185,10 +185,14 @@ def test_the_default_device_does_not_matter(quantizer, default):
         cast = PartialCast([copy := tensor.clone()], [0], [x.numel()], [x.dtype])
         cast.measure([x.flatten()])
         cast.write([x.flatten()])
-        if quantizer.is_square:
+        if quantizer.layout.is_square:
             build_columnwise([copy])
         parts = [getattr(t, name) for t in (tensor, copy) for name in PROPERTIES]
-        return [*parts, tensor.dequantize(), tensor[16:].clone().dequantize()]
+        return [
+            *parts,
+            tensor.dequantize(torch.float32),
+            tensor[16:].clone().dequantize(torch.float32),
+        ]
 
     expected = made()
     with torch.device(default):
@@ -219,16 +223,16 @@ def in_parts(inner: Tensor, per_entry: int, part: int, n_parts: int, gap: int) -
 def test_rows_in_parts_are_decoded_as_in_one(quantizer, blocks, path, gap, device, monkeypatch):
     """The last part has rows that the matrix does not, or parts cut blocks."""
     monkeypatch.setattr(backend, "uses_kernels", lambda d: path == "kernels")
-    block = quantizer.block_rows
+    block = quantizer.layout.block
     tensor = quantizer.quantize(randn((5 * block, 64)).to(device))
     tensors, names = tensor._shared.tensors, ["rowwise_data", "rowwise_scale_inv"]
-    if quantizer.is_square:
+    if quantizer.layout.is_square:
         names[1] = "block_scale_inv"
-    if not quantizer.scales_blocks:
+    if quantizer.layout.scale_type is None:
         names.pop()
     parts, part = {"amax": tensors.amax}, int(blocks * block)
     for name in names:
-        per_entry = quantizer.rows_per_entry[name]
+        per_entry = quantizer.layout.rows_per_entry[name]
         inner = getattr(tensors, name)[: 5 * block // per_entry].contiguous()
         parts[name] = in_parts(inner, per_entry, part, -(-5 * block // part), gap)
     out = torch.empty(5 * block, 64, dtype=torch.bfloat16, device=device)

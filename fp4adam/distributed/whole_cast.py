@@ -57,27 +57,29 @@ class WholeCast:
         from fp4adam.kernels import float8_step, whole_cast
         from fp4adam.kernels.launch.tensor_table import Usage
 
-        rows = [_table_row(*each) for each in members]
+        # Not 0: the tensors take part.
+        rows = [schema.table_row(grad=1, **_fields(*each)) for each in members]
         table = tile_lists.table(rows, members[0][0].device)
         shapes = [flat_shape(tuple(tensor.shape)) for tensor, _ in members]
         given = table, shapes, dtype
-        if not quantizer.is_square:
+        if not quantizer.layout.is_square:
             usage = Usage(
                 quantizer.rowwise, quantizer.columnwise, swizzled=quantizer.optimize_for_gemm
             )
             self._launches += whole_cast.quantize_mxfp8(*given, usage)
             return
-        if quantizer.scales_tensor:
+        if quantizer.layout.tensor_scale == "current":
             self._amaxes += [tensor._amax for tensor, _ in members]
             self._launches += whole_cast.measure(*given)
-        elif quantizer.has_history:
+        elif quantizer.layout.tensor_scale == "delayed":
             self._scales.append(float8_step.delayed_amaxes(table, quantizer))
         self._launches += whole_cast.quantize_square(
             *given,
-            scales_blocks=quantizer.scales_blocks,
-            has_history=quantizer.has_history,
+            scales_blocks=quantizer.layout.scale_type is not None,
+            has_history=quantizer.layout.tensor_scale == "delayed",
             columnwise=quantizer.columnwise,
-            **quantizer.scale_options,
+            force_pow_2_scales=quantizer.layout.scale_rule.force_pow_2_scales,
+            amax_epsilon=quantizer.layout.scale_rule.amax_epsilon,
         )
 
     def __call__(self) -> None:
@@ -96,28 +98,14 @@ def fits(tensor: QuantizedTensor, value: Tensor) -> bool:
     return (
         backend.uses_kernels(tensor.device)
         and tensor.quantizer.name in FORMATS
-        and tensor.quantizer.casts_in_shards  # not a scale per 128 elements, nor columns alone
+        # Not a scale per 128 elements, nor columns alone.
+        and tensor.quantizer.layout.casts_in_parts
         and not any(field % ALIGNMENT for field in _fields(tensor, value).values())
     )
 
 
 def _fields(tensor: QuantizedTensor, value: Tensor) -> dict[str, int]:
     """Addresses and sizes, by the names of the table's columns."""
-    tensors = tensor._shared.tensors
     rows, cols = flat_shape(tuple(tensor.shape))
-    inner = {
-        name: getattr(tensors, name)
-        for name in ("rowwise_data", "columnwise_data", "amax", "amax_history")
-    }
-    for usage in ("rowwise", "columnwise"):
-        inner[f"{usage}_scale"] = getattr(tensors, f"{usage}_scale_inv")
-        inner[f"{usage}_gemm_scale"] = getattr(tensors, f"{usage}_gemm_scale_inv")
-    if tensor.quantizer.is_square:
-        inner["rowwise_scale"] = tensors.block_scale_inv
-    addresses = {name: x.data_ptr() for name, x in inner.items() if x is not None}
-    return {"value": value.data_ptr(), "rows": rows, "cols": cols, **addresses}
-
-
-def _table_row(tensor: QuantizedTensor, value: Tensor) -> dict[int, int]:
-    fields = {"grad": 1, **_fields(tensor, value)}  # not 0: the tensor takes part
-    return {schema.COLUMNS.index(name): field for name, field in fields.items()}
+    inner = tensor._shared.tensors.addresses()
+    return {"value": value.data_ptr(), "rows": rows, "cols": cols, **inner}

@@ -1,0 +1,189 @@
+"""The layout of a format: which codes and scales it stores for a matrix, and where they lie."""
+
+import dataclasses
+import functools
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp4adam.tensors.blocks import round_up
+
+USAGES = ("rowwise", "columnwise")
+CODE_BITS = {"e2m1": 4, "e4m3": 8}
+SCALE_DTYPES = {"e4m3": torch.uint8, "e8m0": torch.uint8, "float32": torch.float32}
+
+
+class Inner(NamedTuple):
+    """An inner tensor over the matrix that it belongs to.
+
+    Attributes:
+        rows: Rows of the matrix per entry.
+        cols: Columns of the matrix per entry.
+        transposed: Whether its first dimension runs along the columns of the matrix.
+        padding: Its own rows and columns are padded to multiples of these.
+    """
+
+    rows: int
+    cols: int
+    transposed: bool = False
+    padding: tuple[int, int] = (1, 1)
+
+    def extent(self, rows: int, cols: int) -> tuple[int, int]:
+        """Its shape for a [rows, cols] matrix, without padding."""
+        extent = -(-rows // self.rows), -(-cols // self.cols)
+        return extent[::-1] if self.transposed else extent
+
+    def shape(self, rows: int, cols: int) -> tuple[int, int]:
+        """Its shape for a [rows, cols] matrix."""
+        height, width = map(round_up, self.extent(rows, cols), self.padding)
+        return height, width
+
+
+class Direction(NamedTuple):
+    """One direction of a matrix: its codes, and their scales in Transformer Engine's layout."""
+
+    codes: Inner
+    scales: Inner | None = None
+
+
+class ScaleRule(NamedTuple):
+    """Options for computing scales from amaxes.
+
+    Attributes:
+        force_pow_2_scales: Round scales down to powers of two.
+        amax_epsilon: Lower bound of amaxes.
+        adaptive: The error, "mae" or "mse", by which NVFP4 chooses each block's scale, or None.
+        bound: The block scale of NVFP4 that the amax of the tensor maps to, 448 or 256.
+    """
+
+    force_pow_2_scales: bool = False
+    amax_epsilon: float = 0.0
+    adaptive: str | None = None
+    bound: int = 448
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """What a format stores for a matrix.
+
+    Attributes:
+        block: Side of a square block, or length of a block within a row or column.
+        code_type: The number format of codes. E2M1 has two codes per byte, the first one in the
+            low nibble.
+        scale_type: The number format of block scales; None if blocks have none.
+        rowwise: The direction whose blocks lie along rows.
+        columnwise: The direction whose blocks lie along columns.
+        is_square: Whether both directions share square blocks, and columnwise codes are the
+            transposed rowwise ones.
+        tensor_scale: The amax of the tensor that is part of its scales: none, that of the "current"
+            values, or "delayed" ones, of earlier values.
+        scale_rule: How scales follow from amaxes.
+        multiple: Rows and columns of a matrix must be multiples of this.
+        history: Number of amaxes that are kept for a delayed scale.
+        kept: The directions that are stored.
+        has_gemm_scales: Whether swizzled scales are stored too.
+    """
+
+    block: int
+    code_type: Literal["e2m1", "e4m3"]
+    scale_type: Literal["e4m3", "e8m0", "float32"] | None
+    rowwise: Direction
+    columnwise: Direction
+    is_square: bool
+    tensor_scale: Literal["current", "delayed"] | None = None
+    scale_rule: ScaleRule = ScaleRule()
+    multiple: int = 1
+    history: int = 0
+    kept: tuple[str, ...] = USAGES
+    has_gemm_scales: bool = False
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a code."""
+        return CODE_BITS[self.code_type]
+
+    @property
+    def swizzles(self) -> bool:
+        """Whether GEMMs read scales in a swizzled layout, as they do those of one byte."""
+        return self.scale_type in ("e4m3", "e8m0")
+
+    @property
+    def casts_in_parts(self) -> bool:
+        """Whether ranks can quantize parts of a tensor that each of them stores in full."""
+        # Else columnwise codes need whole columns.
+        return "rowwise" in self.kept if self.is_square else not self.columnwise.codes.transposed
+
+    @functools.cached_property
+    def inner(self) -> dict[str, Inner]:
+        """The inner tensors with codes and scales that are stored, by name."""
+        inner = {}
+        if self.is_square and self.scale_type is not None:
+            inner["block_scale_inv"] = Inner(self.block, self.block)
+        for usage in self.kept:
+            codes, scales = getattr(self, usage)
+            inner[f"{usage}_data"] = codes
+            if scales is not None and not self.is_square:
+                inner[f"{usage}_scale_inv"] = scales
+            if self.has_gemm_scales:
+                across = (1, self.block) if usage == "rowwise" else (self.block, 1)
+                inner[f"{usage}_gemm_scale_inv"] = Inner(*across, usage != "rowwise", (128, 4))
+        return inner
+
+    @functools.cached_property
+    def blocks(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns of blocks by the direction of their scales; rowwise if square."""
+        if self.is_square:
+            return {"rowwise": (self.block, self.block)}
+        return {usage: getattr(self, usage).scales[:2] for usage in self.kept}
+
+    @functools.cached_property
+    def rows_per_entry(self) -> dict[str, int]:
+        """The inner tensors that can be cut along rows, with the matrix rows per entry of each.
+
+        All other inner tensors, except the tensor's amax, can be derived from these. Empty if the
+        tensor cannot be cut along rows, because of how its scales are laid out, or because it has a
+        history, which belongs to the tensor as a whole.
+        """
+        return {name: self.inner[name].rows for name in self._cut}
+
+    @functools.cached_property
+    def cols_per_entry(self) -> dict[str, int]:
+        """For the inner tensors of ``rows_per_entry``, the matrix columns per entry of each."""
+        return {name: self.inner[name].cols for name in self._cut}
+
+    @property
+    def _cut(self) -> list[str]:
+        if not self.casts_in_parts or self.tensor_scale == "delayed":
+            return []
+        if self.is_square:
+            return [name for name in ("rowwise_data", "block_scale_inv") if name in self.inner]
+        return [name for name in self.inner if not name.endswith("_gemm_scale_inv")]
+
+    def shapes(self, rows: int, cols: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each inner tensor of a [rows, cols] matrix."""
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        if self.tensor_scale is not None:
+            shapes["amax"] = (1,), torch.float32
+        if self.tensor_scale == "delayed":
+            shapes["amax_history"] = (self.history,), torch.float32
+        for name, inner in self.inner.items():
+            dtype = torch.uint8 if name.endswith("_data") else SCALE_DTYPES[self.scale_type]
+            shapes[name] = inner.shape(rows, cols), dtype
+        return shapes
+
+    def repeats(self, usage: str) -> tuple[int, int]:
+        """Rows and columns of the scales of a direction per square block."""
+        scales = getattr(self, usage).scales
+        repeats = self.block // scales.rows, self.block // scales.cols
+        return repeats[::-1] if scales.transposed else repeats
+
+    def expand(self, grid: Tensor, usage: str) -> Tensor:
+        """Expand a grid with one scale per square block to Transformer Engine's layout."""
+        scales = getattr(self, usage).scales
+        grid = grid.t() if scales.transposed else grid
+        for dim, n in enumerate(self.repeats(usage)):
+            grid = grid.repeat_interleave(n, dim) if n > 1 else grid
+        missing = (-n % pad for n, pad in zip(grid.shape, scales.padding, strict=True))
+        below, beside = missing
+        return torch.nn.functional.pad(grid, (0, beside, 0, below))

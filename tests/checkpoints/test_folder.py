@@ -1,0 +1,193 @@
+"""Exports appear as a whole or not at all, and nothing that lies there is touched."""
+
+import errno
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from test_export import build, bytes_of
+
+from fp4adam import export_checkpoint, import_checkpoint
+from fp4adam.checkpoints import folder as checkpoint_folder
+from fp4adam.checkpoints.folder import Entry
+from helpers import assert_identical
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_files(tmp_path):
+    tensors = {
+        f"{dtype}": torch.arange(6).to(dtype).reshape(2, 3)
+        for dtype in checkpoint_folder.DTYPES.values()
+        if dtype != torch.float8_e8m0fnu
+    }
+    halves = torch.arange(8.0).chunk(2)  # of one storage
+    tensors |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5), "ä": halves[0]}
+    entries = [Entry(tensors, {"a": "ü"}), Entry({"b": halves[1]}, {})]
+    checkpoint_folder.write(tmp_path / "one", entries, {"config.json": {"x": 1}}, 10**9)
+    stored = load_file(tmp_path / "one/model.safetensors")
+    assert_identical(stored, {**tensors, "b": halves[1]})
+    with safe_open(tmp_path / "one/model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "a": "ü"}
+    assert json.loads((tmp_path / "one/config.json").read_text()) == {"x": 1}
+    checkpoint_folder.write(tmp_path / "two", entries, {"config.json": {}}, 1)
+    index = json.loads((tmp_path / "two/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(entry.nbytes for entry in entries)
+    assert index["weight_map"]["b"] == "model-00002-of-00002.safetensors"
+    for name, file in index["weight_map"].items():
+        assert_identical({name: load_file(tmp_path / "two" / file)[name]}, {name: stored[name]})
+
+
+def test_what_files_cannot_hold(tmp_path):
+    for entries, error, match in (
+        ([Entry({"a": torch.eye(3).to_sparse()}, {})], RuntimeError, "storage|data pointer"),
+        ([Entry({"a": torch.ones(1)}, {})] * 2, ValueError, "different names, got two 'a'"),
+    ):
+        with pytest.raises(error, match=match):
+            checkpoint_folder.write(tmp_path / "out", entries, {"config.json": {}}, 10**9)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_lies_there_stays(tmp_path):
+    model = build("nvfp4")
+    (tmp_path / "tokenizer.json").write_text("mine")
+    export_checkpoint(model, tmp_path)
+    before = content_of(tmp_path)
+    assert sorted(before) == ["config.json", "model.safetensors", "tokenizer.json"]
+    with pytest.raises(FileExistsError, match="must not hold a checkpoint yet, got .*safetensors'"):
+        export_checkpoint(model, tmp_path)
+    with pytest.raises(FileExistsError, match="got the file"):
+        export_checkpoint(model, tmp_path / "config.json")
+    assert content_of(tmp_path) == before
+    (tmp_path / "model.safetensors").unlink()
+    for name in ("config.json", "hf_quant_config.json"):
+        (tmp_path / name).write_text("mine")
+        with pytest.raises(FileExistsError, match=f"must not hold a {name} yet, .* remove it"):
+            export_checkpoint(model, tmp_path, "modelopt")
+        (tmp_path / name).unlink()
+    assert content_of(tmp_path) == {"tokenizer.json": b"mine"}
+
+
+def test_links_mount_points_and_parents(tmp_path, monkeypatch):
+    model = build("nvfp4")
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    (tmp_path / "later").symlink_to(tmp_path / "disk/new")
+    for name in ("link", "later", "some/more/folders", "x" * 240):
+        export_checkpoint(model, tmp_path / name)
+    (tmp_path / "mount").mkdir()
+    made = []
+
+    def mkdir(path: Any, *args: Any) -> None:
+        made.append(Path(path))
+        make(path, *args)
+
+    make = os.mkdir
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    export_checkpoint(model, tmp_path / "mount")
+    # Another file system than its parent, which may be read-only.
+    assert made and all(path.is_relative_to(tmp_path / "mount") for path in made)
+    for name in ("mount", "disk/new", "some/more/folders", "x" * 240):
+        assert sorted(content_of(tmp_path / name)) == ["config.json", "model.safetensors"]
+        assert_identical(
+            bytes_of(import_checkpoint(build(None, 1), tmp_path / name)), bytes_of(model)
+        )
+    assert (tmp_path / "disk/new").stat().st_mode == (tmp_path / "disk").stat().st_mode
+    assert not [*tmp_path.rglob(".*")]
+
+
+@pytest.mark.parametrize("folder", ["new", "old"])
+@pytest.mark.parametrize("failing", ["save_file", "write_text", "rename"])
+def test_failures(failing, folder, tmp_path, monkeypatch):
+    """A full disk, and Ctrl-C while files are given their names."""
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/tokenizer.json").write_text("mine")
+    owner = checkpoint_folder.safetensors().torch if failing == "save_file" else Path
+    change, calls = getattr(owner, failing), []
+
+    def fail(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        if failing == "rename" and args[1].name == "config.json":
+            raise KeyboardInterrupt
+        if failing != "rename" and len(calls) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return change(*args, **options)
+
+    model = build("nvfp4")
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, failing, fail)
+        if failing == "rename":
+            patch.setattr(os, "rename", lambda source, target: fail(source, target / "config.json"))
+            with pytest.raises(KeyboardInterrupt):
+                export_checkpoint(model, tmp_path / folder, max_shard_bytes=1)
+        else:
+            with pytest.raises(OSError, match="must be written whole, got .*No space") as error:
+                export_checkpoint(model, tmp_path / folder, max_shard_bytes=1)
+            assert error.value.errno == errno.ENOSPC and error.value.filename.endswith(folder)
+    assert [*tmp_path.iterdir()] == [tmp_path / "old"]
+    assert content_of(tmp_path / "old") == {"tokenizer.json": b"mine"}
+    export_checkpoint(model, tmp_path / folder)
+    assert_identical(
+        bytes_of(import_checkpoint(build(None, 1), tmp_path / folder)), bytes_of(model)
+    )
+
+
+def test_a_limit_of_the_system(tmp_path):
+    """safetensors has errors of its own for a disk that takes no more."""
+    if not (pid := os.fork()):
+        import resource
+
+        code = 1
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+            entries = [Entry({"a": torch.ones(1000)}, {})]
+            checkpoint_folder.write(tmp_path / "out", entries, {"config.json": {}}, 10**9)
+        except OSError as error:
+            code = 0 if "must be written whole" in str(error) else 2
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("folder", ["new", "old"])
+def test_of_two_exports_at_once_one_is_refused(folder, tmp_path):
+    """The other one runs, from its start to its end, while the first one writes."""
+    (tmp_path / "old").mkdir()
+    second = build("nvfp4", seed=1)
+
+    def entries():
+        yield Entry({"a": torch.ones(1)}, {})
+        export_checkpoint(second, tmp_path / folder, max_shard_bytes=1)
+
+    with pytest.raises(FileExistsError, match="must not hold a checkpoint"):
+        checkpoint_folder.write(tmp_path / folder, entries(), {"config.json": {}}, 10**9)
+    assert_identical(bytes_of(import_checkpoint(build(None), tmp_path / folder)), bytes_of(second))
+    assert not [*tmp_path.rglob(".*")]
+
+
+@pytest.mark.parametrize("folder", ["new", "old"])
+def test_a_process_that_is_killed_leaves_a_hidden_folder(folder, tmp_path):
+    (tmp_path / "old").mkdir()
+    if not (pid := os.fork()):
+
+        def entries():
+            yield Entry({"a": torch.ones(4)}, {})
+            yield Entry({"b": torch.ones(4)}, {})
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        checkpoint_folder.write(tmp_path / folder, entries(), {"config.json": {}}, 1)
+    os.waitpid(pid, 0)
+    [left] = tmp_path.rglob(".*")
+    assert left.name.startswith(f".{folder}-") and left.suffix == ".partial"
+    export_checkpoint(model := build("nvfp4"), tmp_path / folder)
+    assert_identical(
+        bytes_of(import_checkpoint(build(None, 1), tmp_path / folder)), bytes_of(model)
+    )
