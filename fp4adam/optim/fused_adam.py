@@ -342,7 +342,8 @@ class FusedAdam(Optimizer):
                 other ``options``.
             ValueError: If a hyper-parameter is NaN or out of range, or a parameter is in the groups
                 twice. In all of these cases nothing has changed, and pending clipping still
-                applies to the next step.
+                applies to the next step. With gradient release that holds for the parameters that
+                still have gradients; those released during the backward pass have been stepped.
             MemoryError: If offloaded states do not fit into pinned host memory. Parameters before
                 that have been stepped.
         """

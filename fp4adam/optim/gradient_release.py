@@ -111,10 +111,10 @@ class GradientRelease:
         self.attach(engine)
 
     def finish_step(self, signals: Signals, engine: Engine) -> None:
-        """Step what still has gradients, and end the step.
+        """Step what still has gradients, all or nothing, and end the step.
 
         Raises:
-            RuntimeError: If there are signals of a ``GradScaler``.
+            RuntimeError: If there are signals of a ``GradScaler``, or a gradient cannot be used.
         """
         if any(signal is not None for signal in signals):
             raise RuntimeError(
@@ -124,9 +124,13 @@ class GradientRelease:
                 "checkpoint"
             )
         self.attach(engine)
-        for unit in dict.fromkeys(self._units.values()):
-            if any(param.grad is not None for param in unit.params):
-                self._step(unit)
+        units = dict.fromkeys(self._units.values())
+        waiting = [u for u in units if any(param.grad is not None for param in u.params)]
+        for unit in waiting:
+            unit.engine.check_call()
+            unit.engine.check()
+        for unit in waiting:
+            self._step(unit)
         engine.join()
         if self._max_norm is not None and self._released:
             params = [*self._units]
