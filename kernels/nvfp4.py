@@ -198,9 +198,7 @@ def nvfp4_tile(
     if USAGE.square:
         blocks = tl.reshape(x, (BR // 16, 16, BC // 16, 16))
         block_amax = _amax(_amax(blocks, 3), 1)
-        scale, code, value = _codes(
-            blocks, block_amax, amax, "square", USAGE, master is not None
-        )
+        scale, code, value = _codes(blocks, block_amax, amax, "square", USAGE, master is not None)
         if master is not None:
             remainder = _remainder(master, dither, value, scale, amax, USAGE, BR, BC)
         words = pack_words(tl.reshape(code, (BR, BC)), 4, BR, BC)
@@ -212,9 +210,7 @@ def nvfp4_tile(
         if USAGE.rowwise:
             blocks = tl.reshape(x, (BR, BC // 16, 16))
             block_amax = _amax(blocks, 2)
-            scale, code, value = _codes(
-                blocks, block_amax, amax, "row", USAGE, master is not None
-            )
+            scale, code, value = _codes(blocks, block_amax, amax, "row", USAGE, master is not None)
             if master is not None:
                 remainder = _remainder(master, dither, value, scale, amax, USAGE, BR, BC)
             words = pack_words(tl.reshape(code, (BR, BC)), 4, BR, BC)

@@ -166,9 +166,7 @@ def _adam_step_kernel(
     tile_amax = tl.max(tl.max(largest, 1), 0)
     if COMPLETES:
         tile_ratio = tl.max(tl.max(ratio, 1), 0)
-        report_completed(
-            tile_amax, tile_ratio, amax, tile_amaxes, tile_ratios, VARIANT.write_dtype
-        )
+        report_completed(tile_amax, tile_ratio, amax, tile_amaxes, tile_ratios, VARIANT.write_dtype)
     else:
         report_amax(tile_amax, amax, tensor, slots, tile_amaxes, exceeding, VARIANT.write_dtype)
 
