@@ -333,8 +333,9 @@ class PartialCast:
     def repeat(self, exchange: Exchange | None = None) -> None:
         """Do again what the last call did, with new values in the same memory.
 
-        Only the versions of inner tensors are raised. Nothing is checked. The caller knows that memory and layouts are the same, that no writes to
-        the weights are pending, and that the current stream is the same.
+        Only the versions of inner tensors are raised. Nothing is checked. The caller knows that
+        memory and layouts are the same, that no writes to the weights are pending, and that the
+        current stream is the same.
         """
         launches = self._launches[0]
         self.amaxes.zero_()

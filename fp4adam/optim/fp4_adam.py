@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fp4adam.distributed.collectives import guard_zero
 from fp4adam.distributed.dtensor import local
+from fp4adam.distributed.torch_patches import guard_zero
 from fp4adam.formats.scale_groups import (
     ScaleGroup,
     ScaleGroups,

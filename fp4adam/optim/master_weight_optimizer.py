@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from fp4adam.distributed.collectives import guard_zero
 from fp4adam.distributed.dtensor import is_dtensor, like, local, part_for
+from fp4adam.distributed.torch_patches import guard_zero
 from fp4adam.formats.scale_groups import ScaleGroup
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback
 from fp4adam.optim import checks
