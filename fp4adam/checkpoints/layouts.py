@@ -168,7 +168,7 @@ class NVFP4Encoding(Encoding):
 
     def quantizer_for(self, scales: Iterable[Tensor]) -> Quantizer:
         """Square blocks if the scales allow it."""
-        if all(_is_square(scale.view(torch.uint8)) for scale in scales):
+        if all(_is_square(scale.view(torch.uint8), nvfp4.BLOCK) for scale in scales):
             return NVFP4Quantizer()
         return NVFP4Quantizer(two_dimensional=False, columnwise=False)
 
@@ -193,7 +193,7 @@ class NVFP4Encoding(Encoding):
                 )
             out._rowwise_scale_inv[: scale.shape[0], : scale.shape[1]] = scale
             return
-        if not _is_square(scale):
+        if not _is_square(scale, nvfp4.BLOCK):
             raise ValueError(
                 "scales must be the same on the 16 rows of a block for two_dimensional=True, got "
                 "others; pass NVFP4Quantizer(two_dimensional=False, columnwise=False)"
@@ -202,11 +202,11 @@ class NVFP4Encoding(Encoding):
         build_columnwise([out])
 
 
-def _is_square(scale: Tensor) -> bool:
-    """Whether each 16 rows have the same scales."""
-    if len(scale) % nvfp4.BLOCK:
+def _is_square(scale: Tensor, block: int) -> bool:
+    """Whether all rows of each block have the same scales."""
+    if len(scale) % block:
         return False
-    blocks = scale.unflatten(0, (-1, nvfp4.BLOCK))
+    blocks = scale.unflatten(0, (-1, block))
     return bool((blocks == blocks[:, :1]).all())
 
 
@@ -233,7 +233,16 @@ class MXFP8Encoding(Encoding):
     def decode(self, stored: dict[str, Tensor], out: QuantizedTensor, amax: Tensor | None) -> None:
         scale = stored[self.scale].view(torch.uint8)
         _check_scales(self.scale, scale < 255, scale)
+        if out.quantizer.two_dimensional:
+            if not _is_square(scale, MX_BLOCK):
+                raise ValueError(
+                    f"{self.scale} must be equal for the {MX_BLOCK} rows of each block to be taken "
+                    "over with two_dimensional=True, got others; pass MXFP8Quantizer()"
+                )
+            out._block_scale_inv.copy_(scale[::MX_BLOCK])
         out._rowwise_data.copy_(stored[self.codes].view(torch.uint8))
+        if out.quantizer.two_dimensional:
+            return
         out._rowwise_scale_inv[: scale.shape[0], : scale.shape[1]] = scale
         if out.quantizer.columnwise:
             # Columnwise codes have blocks of their own, of the same values.

@@ -221,6 +221,9 @@ def post_all_gather_processing(model_weights: Tensor | Sequence[Tensor]) -> None
         check_square(i, weight, "model_weights")
         square.append(weight)
     build_columnwise(square)
+    for one in borrowed.values():
+        for target, own in one.mirrors:
+            target.copy_(own)
     torch.autograd.graph.increment_version([weights[i] for i in borrowed])
 
 

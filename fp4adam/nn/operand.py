@@ -210,7 +210,7 @@ class MXFP8Operands(SwizzledOperands):
         return codes, [scales], [F.ScalingType.BlockWise1x32], [F.SwizzleType.SWIZZLE_32_4_4]
 
     def decode_rows(self, codes: Tensor, scales: Tensor, amax: Tensor | None) -> Tensor:
-        return mxfp8._decode(codes, scales, True, torch.float32)
+        return mxfp8._decode(codes, scales, 1, mxfp8.BLOCK, torch.float32)
 
 
 class NVFP4Operands(SwizzledOperands):
