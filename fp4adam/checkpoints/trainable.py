@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import math
+import warnings
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from fp4adam.checkpoints.import_checkpoint import Import, encoding_of
 from fp4adam.checkpoints.layouts import Encoding
 from fp4adam.checkpoints.model_state import members, plain_name
 from fp4adam.checkpoints.trained import check_no_adapters
-from fp4adam.distributed.dtensor import is_dtensor
+from fp4adam.distributed.dtensor import is_dtensor, local
 from fp4adam.interop.adapter import find_adapter, is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback
 from fp4adam.nn.candidates import check_module
@@ -25,9 +26,7 @@ from fp4adam.tensors.quantizer import Quantizer
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def make_trainable(
-    model: Model, recipe: FormatName | Quantizer | Recipe | None = None
-) -> Model:
+def make_trainable(model: Model, recipe: FormatName | Quantizer | Recipe | None = None) -> Model:
     """Turn the quantized weights of a loaded model into parameters to train, in place.
 
     For models that ``from_pretrained`` of transformers has loaded from FP8 and FP4 checkpoints, and
@@ -58,9 +57,9 @@ def make_trainable(
 
     Args:
         model: The model. Create the optimizer, and call ``fully_shard``, after this.
-        recipe: What the weights are trained with, as for :func:`fp4adam.quantize_model`, for example
-            a :class:`fp4adam.Recipe` with FP8 matmuls; of the format of the checkpoint. By default
-            the format with rowwise codes alone, which need no further memory.
+        recipe: As for :func:`fp4adam.quantize_model`, of the format of the checkpoint: for example
+            a :class:`fp4adam.Recipe` with FP8 matmuls. By default the format with rowwise codes
+            alone, which needs no further memory.
 
     Returns:
         ``model``.
@@ -74,6 +73,12 @@ def make_trainable(
     """
     check_module(model)
     check_no_adapters(model)
+    for name, param in model.named_parameters():
+        if isinstance(local(param), QuantizedTensor):
+            raise ValueError(
+                f"model must not be trainable yet, got {name!r} in {type(local(param)).__name__}; "
+                "train it as it is"
+            )
     quantizer = None if recipe is None else resolve_recipe(recipe)
     if _foreign_weights(model):
         _take_foreign(model, quantizer)
@@ -186,9 +191,7 @@ def _in_high_precision(model: nn.Module) -> nn.Module:
         return type(model)._from_config(config, dtype=getattr(config, "dtype", None))
 
 
-def _exchanged(
-    model: nn.Module, plain: nn.Module
-) -> dict[str, tuple[nn.Module, str, nn.Module]]:
+def _exchanged(model: nn.Module, plain: nn.Module) -> dict[str, tuple[nn.Module, str, nn.Module]]:
     """Modules of ``plain`` by name, with the parents in ``model`` where they belong.
 
     They are those that transformers has exchanged, the outermost of nested ones, and those that
@@ -296,9 +299,7 @@ class _State:
                 stored = self.encode(plain_name(full.removeprefix(prefix)), value)
                 state_dict.update({prefix + name: part for name, part in stored.items()})
 
-    def _load(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any
-    ) -> None:
+    def _load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name, param in module.named_parameters():
             if isinstance(param, QuantizedTensor) and not isinstance(
                 state_dict.get(prefix + name), QuantizedTensor
@@ -350,6 +351,14 @@ class _StoredState(_State):
                     part = part.view(dtype)
                 elif torch.equal(part.to(dtype).float(), part):
                     part = part.to(dtype)
+                else:
+                    warnings.warn(
+                        f"scales such as {full!r} are stored in float32, since {dtype} would round "
+                        "them, as readers may that keep them in it; train with "
+                        "make_trainable(model, Float8BlockQuantizer(columnwise=False)) for scales "
+                        "that are powers of two",
+                        stacklevel=2,
+                    )
             stored[full] = part.view(*leading[:-1], -1, part.shape[-1]) if part.ndim > 1 else part
         return stored
 
