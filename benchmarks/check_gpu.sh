@@ -1,39 +1,76 @@
 #!/usr/bin/env bash
-# What a change must have passed on an NVIDIA GPU: times of a step before and after it, in turns, the
-# tests, and random programs of training calls, one part of them under compute-sanitizer.
+# What a change must have passed on an NVIDIA GPU, in sections that run alone or together.
 #
-#     benchmarks/check_gpu.sh OUT [BEFORE]
+#     benchmarks/check_gpu.sh OUT [SECTION ...]
 #
-# OUT: a folder for results. BEFORE: a checkout to compare with. With two GPUs, the replicas of DDP
-# and the tests of several ranks use both. Takes some 15 minutes.
+# OUT: a folder for results, JSON with device, versions, date and commit (COMMIT, where the checkout
+# has no .git). Sections, each within ten minutes; all of them if none is named:
+#
+#     right     tests with real kernels, random programs, digests beside a CPU's, compute-sanitizer
+#     step      times of one optimizer step
+#     memory    full fine-tuning of a Llama 8B shape: peak memory and tokens per second
+#     learning  losses of a GPT of 100 M parameters; TOKENS (default 50e6), ONLY
+#     te        Transformer Engine's own tensors; needs transformer_engine
+#     ranks     two GPUs: FSDP2, DDP, scaling, casts
+#     host      times of the host, on a machine that does nothing else
 set -uo pipefail
 cd "$(dirname "$0")/.."
-out=$1 before=${2:-}
+out=$1
+shift
 mkdir -p "$out"
-export PYTHONUNBUFFERED=1
-link() { [ -e "$1/fp4adam/kernels" ] || ln -s ../kernels "$1/fp4adam/kernels"; }
-link .
-test_with() { PYTHONPATH=$PWD python3 -m pytest -q -p no:cacheprovider "$@"; }
-names='torch AdamW fused, BF16;FP4Adam;FusedAdam, BF16 + FP32'
+out=$(realpath "$out")
+sections=("$@")
+[ $# -gt 0 ] || sections=(right step memory learning te ranks host)
+export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD
+export FP4ADAM_COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null)}
+[ -e fp4adam/kernels ] || ln -s ../kernels fp4adam/kernels
+gpus=$(nvidia-smi --list-gpus | wc -l)
 
-for turn in 1 2; do
-    if [ -n "$before" ]; then
-        link "$before"
-        (cd "$before" && PYTHONPATH=$PWD python3 benchmarks/step.py --model gpt --only "$names" \
-            --json "$out/before$turn.json")
+right() {
+    # One line per test, so that a run that is cut off has the names of those that failed.
+    timeout 300 python3 -m pytest -q -p no:cacheprovider -n "${WORKERS:-12}" -v >"$out/tests.log" 2>&1
+    tail -1 "$out/tests.log"
+    grep -E "(FAILED|ERROR) tests/" "$out/tests.log" | sort -u
+    python3 benchmarks/sequences.py --device cuda --path kernels --minutes 2 \
+        --json "$out/sequences.json"
+    python3 benchmarks/digests.py --alone --json "$out/digests_cpu.json" &
+    python3 benchmarks/digests.py --device cuda --json "$out/digests_gpu.json"
+    wait
+    python3 benchmarks/digests.py --compare "$out/digests_cpu.json" "$out/digests_gpu.json"
+    timeout 120 compute-sanitizer --error-exitcode 9 python3 -m pytest -q -n 0 \
+        -p no:cacheprovider tests/optim/test_masters.py -k 'kernels and (new_memory or swapped)' |
+        tail -3
+}
+
+step() { python3 benchmarks/step.py --model all --json "$out/step.json"; }
+
+memory() { python3 benchmarks/full_finetune.py --json "$out/full_finetune.json"; }
+
+learning() {
+    python3 benchmarks/numerics.py --tokens "${TOKENS:-50e6}" ${ONLY:+--only "$ONLY"} \
+        --out "$out/numerics.json"
+}
+
+te() {
+    python3 benchmarks/te_check.py --json "$out/te_check.json"
+    python3 benchmarks/step.py --only "TE's tensors" --json "$out/te_step.json"
+}
+
+ranks() {
+    if [ "$gpus" -lt 2 ]; then
+        echo "not run: ranks needs two GPUs, got $gpus"
+        return
     fi
-    PYTHONPATH=$PWD python3 benchmarks/step.py --model gpt --only "$names" \
-        --json "$out/after$turn.json"
-done
+    timeout 300 python3 -m pytest -q -p no:cacheprovider -n 4 tests/distributed | tail -3
+    python3 benchmarks/ddp_check.py
+    torchrun --nproc-per-node 2 benchmarks/scaling.py --out "$out/scaling.json"
+}
 
-# One line per test, so that a run that is cut off has the names of those that failed.
-test_with -n auto -v >"$out/tests.log" 2>&1
-tail -1 "$out/tests.log"
-grep -E "(FAILED|ERROR) tests/" "$out/tests.log" | sort -u
-compute-sanitizer --error-exitcode 9 python3 -m pytest -q -n 0 -p no:cacheprovider \
-    tests/optim/test_masters.py -k 'kernels and (new_memory or swapped)' | tail -3
-PYTHONPATH=$PWD python3 benchmarks/sequences.py --device cuda --path kernels --minutes 5 \
-    --json "$out/sequences.json"
-if [ "$(nvidia-smi --list-gpus | wc -l)" -ge 2 ]; then
-    PYTHONPATH=$PWD python3 benchmarks/ddp_check.py
-fi
+host() { python3 benchmarks/step.py --model small-tensors --json "$out/host.json"; }
+
+for section in "${sections[@]}"; do
+    echo "== $section, commit ${FP4ADAM_COMMIT:-unknown}"
+    start=$SECONDS
+    "$section"
+    echo "== $section took $((SECONDS - start)) s"
+done

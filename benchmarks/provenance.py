@@ -1,10 +1,13 @@
 """Where results come from: what was run, on what, and when."""
 
 import importlib.metadata
+import os
 import platform
 import shlex
+import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +24,19 @@ def about(device: str) -> dict[str, Any]:
         "device": gpu or platform.processor() or "CPU",
         "versions": versions(),
         "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
     }
+
+
+def commit() -> str | None:
+    """The commit that is measured: of FP4ADAM_COMMIT, or else of the checkout."""
+    if "FP4ADAM_COMMIT" in os.environ:
+        return os.environ["FP4ADAM_COMMIT"] or None
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def versions() -> dict[str, str]:

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from fp4adam.nn import grouped_matmul
+from fp4adam.nn.fake_quantize import fake_quantize
 from fp4adam.nn.linear import dequantized
 from fp4adam.nn.operand import has_quantized_operands, quantize
 from fp4adam.nn.scaled_matmul import without_padding
@@ -186,6 +187,8 @@ def _grouped_linear(input: Tensor, weight: Tensor, offsets: Tensor, transposed: 
     if has_quantized_operands(weight.quantizer):
         grouped_matmul.check_stack(weight)
         return _ScaledGroupedLinear.apply(input, weight, offsets, transposed)
+    if weight.quantizer.operands.fake_activations:
+        input = fake_quantize(input, weight.quantizer)
     return _GroupedLinear.apply(input, weight, offsets, transposed)
 
 

@@ -71,7 +71,7 @@ def runs_natively(quantizer: Quantizer, device: torch.device, grouped: bool = Fa
     raise RuntimeError(
         f"{'grouped ' * grouped}matmuls of {name} operands need CUDA compute "
         f"capability {wanted}, got {'.'.join(map(str, found))} ({device}); quantize the weights "
-        "alone with Recipe(weights), or set emulate=True"
+        'alone with Recipe(weights), pass activations="fake", or set emulate=True'
     )
 
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fp4adam.nn.fake_quantize import fake_quantize
 from fp4adam.nn.hardware import runs_natively
 from fp4adam.nn.kept_weights import keep
 from fp4adam.nn.operand import (
@@ -128,8 +129,8 @@ def quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
         ValueError: If ``weight`` is not a matrix, or it or ``input`` cannot be an operand of the
             recipe's matmuls.
         RuntimeError: If the GPU does not have the matmuls of the recipe.
-        NotImplementedError: If the recipe quantizes activations or gradients inside a transform of
-            torch.func.
+        NotImplementedError: If the recipe quantizes activations or gradients, fake or not, inside a
+            transform of torch.func.
     """
     if isinstance(input, QuantizedTensor):
         input = input.dequantize(input.dtype)
@@ -150,8 +151,9 @@ def quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
         input = input.to(torch.get_autocast_dtype(device_type))
     bias = None if bias is None else bias.to(input.dtype)
     is_scaled = has_quantized_operands(weight.quantizer)
+    is_fake = weight.quantizer.operands.fake_activations
     if torch._C._are_functorch_transforms_active():
-        if is_scaled:
+        if is_scaled or is_fake:
             raise NotImplementedError(
                 "weight must be quantized alone for torch.func transforms, got one with "
                 f"{weight.quantizer.operands}; quantize the model with Recipe(weights)"
@@ -167,4 +169,6 @@ def quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
                 f"{tuple(input.shape)}; it is to end with in_features"
             )
         return _ScaledLinear.apply(input, weight, bias)
+    if is_fake:
+        input = fake_quantize(input, weight.quantizer)
     return _QuantizedLinear.apply(input, weight, bias)

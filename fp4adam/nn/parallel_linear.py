@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fp4adam.distributed.scale_exchange import parallel_infos, settle_shard
+from fp4adam.distributed.shards import parallel_infos, settle_shard
 from fp4adam.nn.hardware import runs_natively
 from fp4adam.nn.linear import dequantized
 from fp4adam.nn.operand import (
@@ -79,6 +79,12 @@ def _t(func: Callable, tensor: QuantizedTensor) -> Tensor:
         return func(tensor._read())
     if infos := parallel_infos(tensor):
         settle_shard(tensor, infos)
+    if tensor.quantizer.operands.fake_activations:
+        raise NotImplementedError(
+            "weight must not have fake-quantized activations under tensor parallelism, where torch "
+            "keeps the inputs of layers for the gradients of their weights, got one of a Recipe "
+            'with activations="fake"; pass activations=True or False'
+        )
     if has_quantized_operands(tensor.quantizer):
         check_weight(tensor)
         if has_weight_gradient(tensor.quantizer):

@@ -7,6 +7,7 @@ from fp4adam.formats.float8 import Float8Quantizer
 from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
+from fp4adam.nn.fake_quantize import check_fake_quantizes
 from fp4adam.nn.operand import FORMATS
 from fp4adam.tensors.quantizer import Operands, Quantizer
 
@@ -28,6 +29,10 @@ class Recipe:
     All other matmuls read the dequantized weight. A CPU multiplies the decoded operands instead.
     For stacks of weights see :func:`fp4adam.grouped_linear`.
 
+    ``activations="fake"`` is fake quantization, for quantization-aware training (W4A4, W8A8) on any
+    device: activations are quantized and decoded to their own dtype before an ordinary matmul, in
+    blocks as in the table. Both gradients are those of that matmul, straight through the rounding.
+
     ====================  ===============================  =======================================
     matmul                runs on quantized operands with  and both blocks of
     ====================  ===============================  =======================================
@@ -39,19 +44,20 @@ class Recipe:
 
     Args:
         weights: "nvfp4", "mxfp8", "float8block", "float8" or a quantizer. Float8 has no matmuls
-            with quantized operands.
-        activations: Quantize the inputs of linear layers.
+            with quantized operands, only fake quantization, by the current amax of the tensor.
+        activations: Quantize the inputs of linear layers; "fake" decodes them again.
         gradients: Quantize the gradients of their outputs. They are rounded to nearest; gradients
             in NVFP4 are known to need more than that.
         emulate: Multiply decoded operands in FP32 on every device, as a CPU always does.
 
     Raises:
-        ValueError: If the name is unknown, or the weights lack the codes that a matmul reads.
+        ValueError: If the name is unknown, the weights lack the codes that a matmul reads, or
+            ``activations="fake"`` comes with quantized gradients or emulation.
         TypeError: If ``weights`` is neither a name nor a quantizer, or another argument not a bool.
     """
 
     weights: FormatName | Quantizer
-    activations: bool = False
+    activations: bool | Literal["fake"] = False
     gradients: bool = False
     emulate: bool = False
 
@@ -61,13 +67,24 @@ class Recipe:
                 f"weights must be a format name or a quantizer, got {self.weights}; change "
                 "it with dataclasses.replace"
             )
-        for name in Operands._fields:
-            if not isinstance(getattr(self, name), bool):
+        for name in ("activations", "gradients", "emulate"):
+            value, is_fake = getattr(self, name), name == "activations" and self.is_fake
+            if not (isinstance(value, bool) or is_fake):
+                allowed = 'True, False or "fake"' if name == "activations" else "True or False"
                 raise TypeError(
-                    f"{name} must be True or False, got {getattr(self, name)!r}; operands have the "
-                    "format of the weights"
+                    f"{name} must be {allowed}, got {value!r}; operands have the format of the "
+                    "weights"
                 )
         weights = resolve_recipe(self.weights)
+        if self.is_fake:
+            for name in ("gradients", "emulate"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f'{name} must be False with activations="fake", got True: its matmuls are '
+                        "ordinary ones; pass activations=True for matmuls of codes"
+                    )
+            check_fake_quantizes(weights)
+            return
         if (self.activations or self.gradients) and type(weights) not in FORMATS:
             names = ", ".join(quantizer.__name__ for quantizer in FORMATS)
             raise ValueError(
@@ -83,11 +100,17 @@ class Recipe:
                 )
 
     @property
+    def is_fake(self) -> bool:
+        """Whether activations are fake-quantized."""
+        return self.activations == "fake"
+
+    @property
     def quantizer(self) -> Quantizer:
         """The quantizer of the weights, which also carries the other options of the recipe."""
         weights = resolve_recipe(self.weights)
-        operands = Operands(self.activations, self.gradients, self.emulate)
-        has_operands = self.activations or self.gradients
+        activations = self.activations and not self.is_fake
+        operands = Operands(activations, self.gradients, self.emulate, self.is_fake)
+        has_operands = activations or self.gradients
         # The optimizer then writes the scales as the GEMM reads them.
         swizzled = has_operands and FORMATS[type(weights)].is_swizzled
         return dataclasses.replace(

@@ -122,4 +122,6 @@ def _extra_repr(layer: nn.Module) -> str:
             operands = weight.quantizer.operands
             if quantized := [n for n in ("activations", "gradients") if getattr(operands, n)]:
                 words.append(f"quantizes={'+'.join(quantized)}")
+            if operands.fake_activations:
+                words.append("fake-quantizes=activations")
     return ", ".join(dict.fromkeys(filter(None, words)))

@@ -17,7 +17,7 @@ LAUNCHED_MOST = (
     r"|float8block (\w+ masked=False|cut \w+)$|(nvfp4|mxfp8) step .* FP8 states, FP16 masters$"
     r"|partial \w+ codes fp32 whole=True|step scalars|dequantize words nvfp4"
     r"|whole \w+ bf16 (columnwise=True masked=False|128)$"
-    r"|quantize vectors bf16 columnwise=True padded=True"
+    r"|quantize vectors bf16 columnwise=True padded=True|fake quantize"
 )
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SIGNALS = ("grad_scale_ptr", "clip_ptr", "found_inf_ptr")
@@ -64,7 +64,7 @@ def job(path, signature, constexprs, **options):
         "kernel": kernel,
         "signature": signature,
         "constexprs": constexprs,
-        "divisible_by_16": [*pointers, *(n for n in ("rows", "cols") if n in signature)],
+        "divisible_by_16": [*pointers, *(n for n in ("rows", "cols", "numel") if n in signature)],
         **options,
     }
 
@@ -358,7 +358,7 @@ def whole_cast_jobs():
 
 def kernel_jobs(sm):
     """Every kernel in the forms that a training run launches most, and in its widest one."""
-    from fp4adam.kernels import float8_block, nvfp4, step_scalars, swizzle
+    from fp4adam.kernels import fake_quantize, float8_block, nvfp4, step_scalars, swizzle
     from fp4adam.kernels.tiles.words import WORDS
 
     jobs = {}
@@ -441,9 +441,21 @@ def kernel_jobs(sm):
     adaptive_tile = dict(zip(("BR", "BC"), nvfp4.QUANTIZE_TILE[True], strict=True))
     jobs["nvfp4 amax of"] = job(
         "nvfp4._amax_kernel",
-        {"x_ptr": "*bf16", "amax_ptr": "*fp32", "cols": "i32", "tiles_per_row": "i32"},
-        tile64,
+        {"x_ptr": "*bf16", "amax_ptr": "*fp32", "numel": "i32"},
+        {"N": nvfp4.AMAX_TILE},
     )
+    for name in ("nvfp4", "mxfp8", "float8_block", "float8"):
+        jobs[f"fake quantize {name}"] = job(
+            "fake_quantize._fake_quantize_kernel",
+            {"x_ptr": "*bf16", "amax_ptr": "*fp32", "out_ptr": "*bf16", **sizes, "epsilon": "fp32"},
+            {
+                "FORMAT": name,
+                "LARGEST": FP32_MAX,
+                "POW_2": True,
+                "BR": fake_quantize.TILE_ROWS,
+                "BC": fake_quantize.TILE_COLS,
+            },
+        )
     for square in (True, False):
         jobs[f"nvfp4 quantize square={square}"] = job(
             "nvfp4._quantize_kernel",
@@ -581,6 +593,7 @@ def test_kernels_compile_to_exact_and_wide_code_without_spills(sm, forms):
     for swizzled in (False, True):
         wide += [f"{name} swizzled={swizzled}" for name in ("nvfp4 step square=True", "mxfp8 step")]
     wide += [f"partial {name} codes fp32 whole=True" for name in ("mxfp8", "float8block")]
+    wide += [name for name in jobs if name.startswith("fake quantize")]
     # In one direction a thread has four codes of a row, and neighbours have the next.
     wide += [name for name in jobs if re.match("quantize vectors .*columnwise=True", name)]
     wide += [name for name in jobs if re.match(r"whole \w+ bf16 (columnwise=True|128$)", name)]
