@@ -648,7 +648,7 @@ def export_shards(rank: int, folder: str) -> None:
         for param in model.parameters():
             param.zero_()
     import_checkpoint(model, f"{folder}/sharded")  # in place
-    assert_same(gathered_bytes(model), before)
+    assert_identical(gathered_bytes(model), before)
     with torch.device("meta"):
         model = build(None, dtype=torch.float32)
     import_checkpoint(model, f"{folder}/sharded", device="meta")
@@ -656,7 +656,7 @@ def export_shards(rank: int, folder: str) -> None:
     with pytest.raises(ValueError, match="a DTensor on the meta device; .* to_empty"):
         import_checkpoint(model, f"{folder}/sharded")
     import_checkpoint(model.to_empty(device="cpu"), f"{folder}/sharded")
-    assert_same(gathered_bytes(model), before)
+    assert_identical(gathered_bytes(model), before)
     with pytest.raises(ValueError, match="import with device='meta' before fully_shard"):
         model = fully_shard(build(None, dtype=torch.float32), mesh=all_ranks())
         import_checkpoint(model, f"{folder}/sharded")
