@@ -111,5 +111,5 @@ class StepLaunch(adam.StepLaunch):
         shapes, _, table, scalars, _ = tensors
         tiles = tuple(part.to(table.device) for part in cover(shapes, STEP_TILE, EDGE_TILE))
         updates, variant = update_scaled(table, scalars, shapes, kind.variant())
-        rounding = kind.quantizer.rounding_bits
+        rounding = kind.quantizer.layout.scale_rule.rounding
         self._launches = [*updates, *adam_step(table, scalars, tiles, variant, rounding)]

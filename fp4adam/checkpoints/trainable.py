@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fp4adam.checkpoints.import_checkpoint import Import, encoding_of
+from fp4adam.checkpoints.import_checkpoint import Import
 from fp4adam.checkpoints.layouts import Encoding
 from fp4adam.checkpoints.model_state import members, plain_name
 from fp4adam.checkpoints.trained import check_no_adapters
@@ -100,18 +100,6 @@ class _LoadedModel:
         self.tensors = members(model)
         self.dtypes = {name: value.dtype for name, value in self.tensors.items()}
 
-    def name_stacks(self, encoding: Encoding) -> None:
-        """Name the parameters of stacks as if each stack were a linear layer."""
-        ends = encoding.stacked
-        scale = ends.get(encoding.scale, "")
-        for name in [name for name in self.tensors if scale and name.endswith(scale)]:
-            stack = name.removesuffix(scale)
-            parts = {key: stack + end for key, end in ends.items()}
-            if all(part in self.tensors and self.tensors[part].ndim > 2 for part in parts.values()):
-                for key, part in parts.items():
-                    value = self.tensors.pop(part)
-                    self.tensors[f"{stack}.{key}"] = value.flatten(0, 1)
-
     def names(self) -> set[str]:
         return {*self.tensors}
 
@@ -138,6 +126,12 @@ def _quantization_config(model: nn.Module) -> dict[str, Any]:
         )
     config = dict(config) if isinstance(config, dict) else config.to_dict()
     config["quant_method"] = str(getattr(config["quant_method"], "value", config["quant_method"]))
+    if config["quant_method"] == "mxfp4":
+        raise ValueError(
+            "model must have weights in the order of its checkpoint, got MXFP4 ones that "
+            "transformers has swizzled for its kernels; build the model on the meta device and "
+            "call import_checkpoint(model, folder)"
+        )
     if isinstance(block := config.get("weight_block_size"), tuple):
         config["weight_block_size"] = [*block]
     return config
@@ -147,8 +141,6 @@ def _take_loaded(model: nn.Module, quantizer: Quantizer | None) -> None:
     """Exchange the quantized modules of a model of transformers."""
     loaded = _LoadedModel(model)
     plain = _in_high_precision(model)
-    encoding = encoding_of(loaded)
-    loaded.name_stacks(encoding)
     reading = Import(plain, loaded, quantizer)
     if quantizer is None:
         reading.quantizer = dataclasses.replace(reading.quantizer, columnwise=False)
@@ -343,9 +335,13 @@ class _StoredState(_State):
             return {name: weight}
         *leading, cols = weight.shape
         parts = self._encoding.encode(weight.flush()._alias((math.prod(leading), cols)))
+        if name == self._layers[name]:
+            parts = self._encoding.of_stack(parts, weight.shape, name)
+        else:
+            parts = {f"{self._layers[name]}.{key}": part for key, part in parts.items()}
         stored = {}
-        for key, full in self._names(name).items():
-            part, dtype = parts[key], self._dtypes.get(full)
+        for full, part in parts.items():
+            dtype = self._dtypes.get(full)
             if dtype is not None and dtype != part.dtype:
                 if part.element_size() == dtype.itemsize == 1:
                     part = part.view(dtype)
@@ -359,7 +355,7 @@ class _StoredState(_State):
                         "that are powers of two",
                         stacklevel=2,
                     )
-            stored[full] = part.view(*leading[:-1], -1, part.shape[-1]) if part.ndim > 1 else part
+            stored[full] = part
         return stored
 
     def decode(self, name: str, param: QuantizedTensor, stored: dict[str, Any]) -> Tensor | None:
@@ -369,7 +365,7 @@ class _StoredState(_State):
         if not all(isinstance(stored.get(full), Tensor) for full in names.values()):
             return None
         parts = {key: stored.pop(full).to(param.device) for key, full in names.items()}
-        flat = {key: x.flatten(0, 1) if x.ndim > 2 else x for key, x in parts.items()}
+        flat = {key: x.flatten(0, 1).flatten(1) if x.ndim > 2 else x for key, x in parts.items()}
         return self._encoding.wrap(flat, param.shape, param.dtype, param.quantizer)
 
 

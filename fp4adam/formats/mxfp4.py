@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp4adam.formats import encoding, minifloat
 from fp4adam.tensors import backend
-from fp4adam.tensors.layout import Direction, Inner, Layout
+from fp4adam.tensors.layout import Direction, Inner, Layout, ScaleRule
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.storage import Storage
@@ -56,19 +56,15 @@ class MXFP4Quantizer(Quantizer):
         super().__post_init__()
         if self.columnwise or self.optimize_for_gemm:
             raise ValueError(
-                "columnwise and optimize_for_gemm must be False for MXFP4, whose matmuls "
-                f"read decoded values, got {self.columnwise} and {self.optimize_for_gemm}; leave them out"
+                "columnwise and optimize_for_gemm must be False for MXFP4, whose matmuls read "
+                f"decoded values, got {self.columnwise} and {self.optimize_for_gemm}; leave them "
+                "out"
             )
         if self.scale_rounding not in ROUNDINGS:
             raise ValueError(
                 f"scale_rounding must be one of {', '.join(ROUNDINGS)}, got "
                 f"{self.scale_rounding!r}; 'floor' is that of the OCP specification"
             )
-
-    @property
-    def rounding_bits(self) -> int:
-        """What is added to the bits of amaxes before their exponents are taken."""
-        return ROUNDINGS[self.scale_rounding]
 
     def full_layout(self) -> Layout:
         return Layout(
@@ -78,6 +74,7 @@ class MXFP4Quantizer(Quantizer):
             rowwise=Direction(Inner(1, 2), Inner(1, BLOCK, padding=(128, 4))),
             columnwise=Direction(Inner(1, 2), Inner(BLOCK, 1, padding=(4, 128))),
             is_square=False,
+            scale_rule=ScaleRule(rounding=ROUNDINGS[self.scale_rounding]),
             multiple=BLOCK,
         )
 
@@ -88,7 +85,8 @@ class MXFP4Quantizer(Quantizer):
         dtype: torch.dtype,
         four: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        rounded = amaxes.contiguous().view(torch.int32) + self.rounding_bits
+        rounding = self.layout.scale_rule.rounding
+        rounded = amaxes.contiguous().view(torch.int32) + rounding
         scales = rounded.bitwise_right_shift_(23).sub_(2).clamp_(min=0).to(torch.uint8)
         return scales, self.factors(scales, tensor_amax)
 
@@ -98,8 +96,8 @@ class MXFP4Quantizer(Quantizer):
     write, recode = encoding.write, encoding.recode
 
     def launch(self, x: Tensor, out: Storage) -> None:
-        scale = out.rowwise_scale_inv
-        self.kernels().quantize(x, out.rowwise_data, scale, self.rounding_bits)
+        rounding = self.layout.scale_rule.rounding
+        self.kernels().quantize(x, out.rowwise_data, out.rowwise_scale_inv, rounding)
 
     @staticmethod
     def decoders() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:

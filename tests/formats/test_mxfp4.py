@@ -1,14 +1,27 @@
 """MXFP4 against the OCP specification, read in plain torch, and the step that writes it."""
 
-import copy
 import itertools
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
-from fp4adam import FP4Adam, MXFP4Quantizer, grouped_linear, quantize_model
+from fp4adam import (
+    FP4Adam,
+    MXFP4Quantizer,
+    PartialCast,
+    QuantizedTensor,
+    grouped_linear,
+    quantize_model,
+)
+from fp4adam.checkpoints.trained import gathered
 from fp4adam.tensors import backend
 from helpers import assert_bytes_are_of_masters, assert_identical, randn
 from ranks import all_ranks, run_ranks
@@ -80,7 +93,9 @@ def test_a_step_by_kernels_has_the_bits_of_operators(states, master, through_the
         model.layer.weight = weight
         quantize_model(model, MXFP4Quantizer())
         dtype = states if isinstance(states, torch.dtype) else torch.float8_e4m3fn
-        options = {} if dtype is torch.float32 else dict(exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
+        options = (
+            {} if dtype is torch.float32 else dict(exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
+        )
         optimizer = FP4Adam(model.parameters(), lr=1e-2, master_weight_dtype=master, **options)
         for seed in range(3):
             model.layer.weight.grad = randn(64, 96, seed=seed + 1).bfloat16().to(place)
@@ -127,32 +142,76 @@ def test_stacks_of_experts_multiply():
     torch.testing.assert_close(actual, expected)
 
 
-def train_shards(rank: int) -> None:
-    def run(is_sharded: bool) -> tuple[FP4Adam, nn.Module]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64, bias=False)).bfloat16()
-        quantize_model(model, "mxfp4", filter=lambda *_: True)
-        if is_sharded:
-            fully_shard(model, mesh=all_ranks())
-        optimizer = FP4Adam(model.parameters(), lr=1e-2)
-        for seed in range(3):
-            torch.manual_seed(seed)
-            x = torch.randn(8, 64, dtype=torch.bfloat16)
-            (model(x).float() ** 2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return optimizer, model
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_casts_of_shards_have_the_bytes_of_the_whole(rounding, path_device):
+    """Shards that cut blocks, rows and bytes, as ZeRO has them."""
+    quantizer, x = MXFP4Quantizer(scale_rounding=rounding), randn(64, 96).bfloat16()
+    x = x.to(path_device)
+    weight = quantizer.make_empty((64, 96), torch.bfloat16, path_device)
+    bounds = [0, 1501, 3072, 6144]
+    spans = [*zip(bounds, bounds[1:], strict=False)]
+    casts = [PartialCast([weight], [a], [b - a], [torch.bfloat16]) for a, b in spans]
+    values = [[x.flatten()[a:b].clone()] for a, b in spans]
+    for cast, value in zip(casts, values, strict=True):
+        cast.measure(value)
+    amaxes = torch.stack([cast.amaxes for cast in casts]).amax(0)
+    for cast, value in zip(casts, values, strict=True):
+        cast.amaxes.copy_(amaxes)
+        cast.write(value)
+    assert weight.has_bytes_of(quantizer.quantize(x))
 
-    (_, whole), (_, sharded) = run(False), run(True)
-    from fp4adam.checkpoints.trained import gathered
 
-    for name, param in whole.named_parameters():
-        own = gathered(dict(sharded.named_parameters())[name])
-        if hasattr(own, "rowwise_data"):
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64, bias=False)).bfloat16()
+    return quantize_model(model, "mxfp4", filter=lambda *_: True)
+
+
+def train(model: nn.Module, optimizer: FP4Adam, seeds: range) -> None:
+    for seed in seeds:
+        x = randn(8, 64, seed=seed, dtype=torch.bfloat16)
+        (model(x).float() ** 2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_same_weights(actual: nn.Module, expected: nn.Module) -> None:
+    for name, param in expected.named_parameters():
+        own = gathered(actual.get_parameter(name))
+        if isinstance(own, QuantizedTensor):
             assert own.has_bytes_of(param.detach()), name
-    saved = copy.deepcopy(whole.state_dict())
-    whole.load_state_dict(saved)
+        else:
+            assert torch.equal(own, param), name
 
 
-def test_two_ranks_have_the_bits_of_one():
-    run_ranks(train_shards, 2)
+def train_shards(rank: int, folder: str) -> None:
+    mesh, plan = all_ranks(), {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    whole = build()
+    train(whole, FP4Adam(whole.parameters(), lr=1e-2), range(3))
+    for kind in ("fsdp", "tensor parallel", "ddp"):
+        model = build()
+        if kind == "fsdp":
+            fully_shard(model, mesh=mesh)
+        elif kind == "tensor parallel":
+            model = parallelize_module(model, mesh, plan)
+        replica = nn.parallel.DistributedDataParallel(model) if kind == "ddp" else model
+        optimizer = FP4Adam(model.parameters(), lr=1e-2)
+        train(replica, optimizer, range(2))
+        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        dcp.save(saved, checkpoint_id=f"{folder}/{kind}")
+        train(replica, optimizer, range(5, 7))
+        dcp.load(saved, checkpoint_id=f"{folder}/{kind}")
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        train(replica, optimizer, range(2, 3))
+        if kind == "tensor parallel":
+            # Sums of products have another order, and so have gradients.
+            for name, param in whole.named_parameters():
+                own = gathered(model.get_parameter(name)).dequantize()
+                torch.testing.assert_close(own, param.dequantize(), rtol=0.6, atol=0.02)
+        else:
+            assert_same_weights(model, whole)
+
+
+def test_two_ranks_have_the_bits_of_one(tmp_path):
+    run_ranks(train_shards, 2, str(tmp_path))
