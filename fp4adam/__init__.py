@@ -7,11 +7,12 @@ from fp4adam.checkpoints.export import export_checkpoint as export_checkpoint
 from fp4adam.checkpoints.export import export_masters as export_masters
 from fp4adam.checkpoints.import_checkpoint import import_checkpoint as import_checkpoint
 from fp4adam.checkpoints.tensors import export_tensors as export_tensors
+from fp4adam.checkpoints.trainable import make_trainable as make_trainable
 from fp4adam.distributed import collectives as collectives
 from fp4adam.distributed import fsdp as fsdp
 from fp4adam.distributed import tensor_parallel as tensor_parallel
-from fp4adam.distributed.partial_cast import PartialCast as PartialCast
-from fp4adam.distributed.scale_exchange import check_shards as check_shards
+from fp4adam.distributed.cast import PartialCast as PartialCast
+from fp4adam.distributed.shards import check_shards as check_shards
 from fp4adam.distributed.zero import cast_master_weights_to_fp8 as cast_master_weights_to_fp8
 from fp4adam.distributed.zero import (
     cast_master_weights_to_nvfp4 as cast_master_weights_to_nvfp4,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp4adam.distributed.flat_shard import Out
+from fp4adam.distributed.cast_span import Out
 from fp4adam.distributed.zero import cast_master_weights_to_nvfp4, replace_raw_data
 from fp4adam.formats.nvfp4 import NVFP4Quantizer, NVFP4Tensor
 from fp4adam.fp8_utils import HAVE_TE as HAVE_TE

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp4adam.distributed.flat_shard import Out
+from fp4adam.distributed.cast_span import Out
 from fp4adam.distributed.zero import (
     post_all_gather_processing as post_all_gather_processing,
 )

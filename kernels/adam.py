@@ -85,6 +85,17 @@ class Variant(NamedTuple):
         return self.value_codec, self.exp_avg_codec, self.exp_avg_sq_codec
 
 
+@triton.constexpr_function
+def state_lanes(variant: Variant) -> int:
+    """Neighbouring elements per thread in the tiles of a step.
+
+    Where states take a byte each and gradients two, eight; else four, 16 bytes of FP32.
+    """
+    codecs = variant.value_codec, variant.exp_avg_codec, variant.exp_avg_sq_codec
+    small = codecs == ("int8", "e4m3", "ue4m4") and variant.grad_dtype != tl.float32
+    return 8 if small and not variant.amsgrad else 4
+
+
 def step_variant(
     *,
     grad_dtype: torch.dtype,
@@ -284,7 +295,8 @@ def update_tile(
     VALUE: tl.constexpr = VARIANT.value_codec
     FIRST: tl.constexpr = VARIANT.exp_avg_codec
     SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
-    offs = state_offsets(stride, BR, BC)
+    LANES: tl.constexpr = state_lanes(VARIANT)
+    offs = state_offsets(stride, BR, BC, LANES)
 
     if VALUE != "int8":
         value = load_value(
@@ -293,8 +305,10 @@ def update_tile(
     if grad is None:
         grad = tl.load(ptr.grad + start + offs, mask)
     grad = to_float32(grad)
-    exp_avg = load_state(ptr.exp_avg, start, stride, mask, scales.exp_avg, FIRST, BR, BC)
-    exp_avg_sq = load_state(ptr.exp_avg_sq, start, stride, mask, scales.exp_avg_sq, SECOND, BR, BC)
+    exp_avg = load_state(ptr.exp_avg, start, stride, mask, scales.exp_avg, FIRST, BR, BC, LANES)
+    exp_avg_sq = load_state(
+        ptr.exp_avg_sq, start, stride, mask, scales.exp_avg_sq, SECOND, BR, BC, LANES
+    )
     largest = tl.load(ptr.max_exp_avg_sq + start + offs, mask) if VARIANT.amsgrad else exp_avg_sq
 
     value, exp_avg, exp_avg_sq, largest = adam_tile(
@@ -304,7 +318,7 @@ def update_tile(
     if target_mask is not None:
         mask = target_mask
     # One hash serves all states of an element. If no codec uses it, the compiler removes it.
-    dither = element_hash(target, stride, scalars.dither, BR, BC)
+    dither = element_hash(target, stride, scalars.dither, BR, BC, LANES)
     value_scale = scales.value
     if VALUE != "int8":
         value, value_scale = store_value(
@@ -312,11 +326,11 @@ def update_tile(
             STORE, BR, BC,
         )  # fmt: skip
     _, scale = store_state(
-        ptr.exp_avg, target, stride, mask, exp_avg, dither * OF_EXP_AVG, FIRST, BR, BC, STORE
+        ptr.exp_avg, target, stride, mask, exp_avg, dither * OF_EXP_AVG, FIRST, BR, BC, STORE, LANES
     )
     _, scale_sq = store_state(
         ptr.exp_avg_sq, target, stride, mask, exp_avg_sq, dither * OF_EXP_AVG_SQ, SECOND, BR, BC,
-        STORE,
+        STORE, LANES,
     )  # fmt: skip
     if STORE and VARIANT.amsgrad:
         tl.store(ptr.max_exp_avg_sq + target + offs, largest, mask)
@@ -407,7 +421,7 @@ def adam_master_tile(
     if STORE:
         store_scale(ptr.exp_avg_scale, target, stride, mask, new.exp_avg, FIRST, BR, BC)
         store_scale(ptr.exp_avg_sq_scale, target, stride, mask, new.exp_avg_sq, SECOND, BR, BC)
-    dither = element_hash(target, stride, scalars.dither, BR, BC) * OF_MASTERS
+    dither = element_hash(target, stride, scalars.dither, BR, BC, state_lanes(VARIANT)) * OF_MASTERS
     # The bits of a positive float are its logarithm, nearly.
     ratio = exp_avg.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     ratio -= exp_avg_sq.to(tl.int32, bitcast=True) >> 1

@@ -31,6 +31,7 @@ from fp4adam.kernels.adam import (
     adam_master_tile,
     adam_step_tile,
     load_scalars,
+    state_lanes,
     state_pointers,
 )
 from fp4adam.kernels.float8 import float8_master, float8_tile, tensor_scale
@@ -84,19 +85,20 @@ def completed_master(
     POW_2: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """The masters of a tile [BR, BC] from rowwise codes and remainders; amax: of the codes.
 
     SCALES_BLOCKS: NVFP4, else Float8, to which epsilon and POW_2 belong.
     """
     start = tile_start(row, col, cols)
-    remainder = load_remainder(pointers.value, start, cols, None, BR, BC)
+    remainder = load_remainder(pointers.value, start, cols, None, BR, BC, LANES)
     storage = storage_pointers(table, tensor, tl.uint32, tl.uint8)
     if SCALES_BLOCKS:
-        master = nvfp4_master(storage, remainder, row, col, cols, amax, USAGE, BR, BC)
+        master = nvfp4_master(storage, remainder, row, col, cols, amax, USAGE, BR, BC, LANES)
     else:
         encode = tensor_scale(amax, epsilon, POW_2)
-        master = float8_master(storage, remainder, row, col, cols, encode, BR, BC)
+        master = float8_master(storage, remainder, row, col, cols, encode, BR, BC, LANES)
     return master
 
 
@@ -221,12 +223,12 @@ def _amax_preview_kernel(
                 start = tile_start(row, part_col, cols)
                 master = completed_master(
                     table, tensor, pointers, row, part_col, cols, stored_amax, epsilon, USAGE,
-                    SCALES_BLOCKS, POW_2, BR, BC,
+                    SCALES_BLOCKS, POW_2, BR, BC, state_lanes(VARIANT),
                 )  # fmt: skip
-                value, _, _ = adam_master_tile(
+                updated = adam_master_tile(
                     pointers, start, start, cols, None, master, constants, VARIANT, False, BR, BC
                 )
-                magnitude = tl.abs(round_through(value, VARIANT.write_dtype))
+                magnitude = tl.abs(round_through(updated[0], VARIANT.write_dtype))
                 amax = tl.where(magnitude > amax, magnitude, amax)
         else:
             for done in range(0, height, BR):

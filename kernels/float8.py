@@ -60,13 +60,23 @@ def float8_tile(
 
 
 @triton.jit
-def float8_master(storage, remainder, row, col, cols, scale, BR: tl.constexpr, BC: tl.constexpr):
+def float8_master(
+    storage,
+    remainder,
+    row,
+    col,
+    cols,
+    scale,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """The float32 masters of a tile from its rowwise codes and int8 remainders [BR, BC].
 
-    scale: the encode scale of the codes.
+    scale: the encode scale of the codes. LANES: neighbours per thread.
     """
     ptr = storage.rowwise_data.to(tl.pointer_type(tl.uint8)) + tile_start(row, col, cols)
-    value = e4m3_value(tl.load(ptr + state_offsets(cols, BR, BC)))
+    value = e4m3_value(tl.load(ptr + state_offsets(cols, BR, BC, LANES)))
     factor = tl.div_rn(1.0, scale)
     unit, _ = unit_of_one(factor, 8)
     return complete(value, factor, unit, remainder, 8)

@@ -14,6 +14,7 @@ from fp4adam.kernels.adam import (
     adam_master_tile,
     adam_step_tile,
     load_scalars,
+    state_lanes,
     state_pointers,
 )
 from fp4adam.kernels.float8_block import (
@@ -453,13 +454,7 @@ def _adam_step_vector_kernel(
 
 @triton.jit
 def _codes_and_values(
-    x,
-    i,
-    column_words,
-    MASKED: tl.constexpr,
-    KEEPS: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
+    x, i, column_words, MASKED: tl.constexpr, KEEPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
 ):
     """Codes of a part ``i`` of scaled numbers and their values, float32.
 
@@ -478,16 +473,47 @@ def _codes_and_values(
 
 
 @triton.jit
-def _decode_scales(table, tensor, row, col, rows, cols, SQUARE: tl.constexpr, BR: tl.constexpr):
-    """The stored decode scales of rowwise codes in rows of a block, float32 [BR, 1] or a scalar."""
+def _update_completed(
+    table,
+    tensor,
+    pointers,
+    rowwise_data,
+    row,
+    col,
+    rows,
+    cols,
+    mask,
+    constants,
+    VARIANT: tl.constexpr,
+    USAGE: tl.constexpr,
+    STORE: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Update a part [BR, BC] of masters with remainders; store its moments if STORE.
+
+    Returns the values to quantize, zeros outside of the mask; the masters; and the dither of their
+    remainders.
+    """
+    LANES: tl.constexpr = state_lanes(VARIANT)
+    start = tile_start(row, col, cols)
     ptr = pointer(table, tensor, ROWWISE_SCALE, tl.float32)
-    if SQUARE:
-        scale = tl.load(ptr + tile_start(row // 128, col // 128, tl.cdiv(cols, 128)))
+    if USAGE.square:
+        factor = tl.load(ptr + tile_start(row // 128, col // 128, tl.cdiv(cols, 128)))
     else:
-        r = row + tl.arange(0, BR)
-        ptr += tile_start(col // 128, row, (rows + 3) // 4 * 4)
-        scale = tl.load(ptr + tl.arange(0, BR), r < rows, 0.0)[:, None]
-    return scale
+        ptr += tile_start(col // 128, row, (rows + 3) // 4 * 4) + tl.arange(0, BR)
+        factor = tl.load(ptr, row + tl.arange(0, BR) < rows, 1.0)[:, None]
+    unit, _ = unit_of_one(factor, 8)
+    remainder = load_remainder(pointers.value, start, cols, mask, BR, BC, LANES)
+    code = tl.load(rowwise_data + start + state_offsets(cols, BR, BC, LANES), mask)
+    master = complete(e4m3_value(code), factor, unit, remainder, 8)
+    master, dither, _ = adam_master_tile(
+        pointers, start, start, cols, mask, master, constants, VARIANT, STORE, BR, BC
+    )
+    x = round_through(master, VARIANT.write_dtype)
+    if mask is not None:
+        x = tl.where(mask, x, 0.0)
+    return x, master, dither
 
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
@@ -524,72 +550,64 @@ def _adam_step_completed_kernel(
     columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
     SQUARE: tl.constexpr = USAGE.square
     PARTS: tl.constexpr = 128 // BR
-    MEASURES: tl.constexpr = SQUARE or USAGE.columnwise
+    LANES: tl.constexpr = state_lanes(VARIANT)
     largest = tl.zeros((BC,), tl.float32)
     column_words = tl.zeros((PARTS, BR, BC // 4), tl.uint32)
-    # All of the loop's scales are read before any is written.
-    stored_scale = _decode_scales(table, tensor, first_row, col, rows, cols, SQUARE, 128)
     scale = tl.full((), 1.0, tl.float32)
     column_scale = tl.full((BC,), 1.0, tl.float32)
-    for turn in tl.static_range(1 - MEASURES, 2):
-        STORES: tl.constexpr = turn == 1
-        if STORES and MEASURES:
-            if SQUARE:
-                scale = float8_scale(tl.max(largest, 0), epsilon, LARGEST, POW_2)
-            else:
-                column_scale = float8_scale(largest, epsilon, LARGEST, POW_2)
+    if SQUARE or USAGE.columnwise:
         for i in tl.range(0, PARTS, num_stages=STAGES):
             row = first_row + i * BR
-            start = tile_start(row, col, cols)
             mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
-            factor = _decode_scales(table, tensor, row, col, rows, cols, SQUARE, BR)
-            if SQUARE:
-                factor = stored_scale
-            unit, _ = unit_of_one(factor, 8)
-            remainder = load_remainder(pointers.value, start, cols, mask, BR, BC)
-            code = tl.load(rowwise_data + start + state_offsets(cols, BR, BC), mask)
-            value = complete(e4m3_value(code), factor, unit, remainder, 8)
-            value, dither, _ = adam_master_tile(
-                pointers, start, start, cols, mask, value, constants, VARIANT, STORES, BR, BC
-            )
-            x = round_through(value, VARIANT.write_dtype)
-            if MASKED:
-                x = tl.where(mask, x, 0.0)
-            if not STORES:
-                largest = tl.maximum(largest, tl.max(tl.abs(x), 0))
-            else:
-                # All codes and scales of the part are read before any is written.
-                tl.debug_barrier()
-                if SQUARE:
-                    scaled = x * scale
-                    new_factor = tl.div_rn(1.0, scale)
-                else:
-                    row_scale = float8_scale(tl.max(tl.abs(x), 1), epsilon, LARGEST, POW_2)
-                    store_rowwise_scale(
-                        row_scale, pointer(table, tensor, ROWWISE_SCALE, tl.float32), row, col,
-                        rows, row + tl.arange(0, BR) < rows, BR,
-                    )  # fmt: skip
-                    scaled = x * row_scale[:, None]
-                    new_factor = tl.div_rn(1.0, row_scale)[:, None]
-                code, new_value, column_words = _codes_and_values(
-                    scaled, i, column_words, MASKED, SQUARE and USAGE.columnwise, BR, BC
-                )
-                _, inverse = unit_of_one(new_factor, 8)
-                remainder = split_off(value, new_value, new_factor, inverse, dither, 8)
-                store_remainder(pointers.value, start, cols, mask, remainder, BR, BC)
-                if MASKED:
-                    store_codes(
-                        code, rowwise_data, columnwise_data, row, col, rows, cols, mask,
-                        True, SQUARE and USAGE.columnwise, BR, BC,
-                    )  # fmt: skip
-                else:
-                    words_ptr = rowwise_data.to(tl.pointer_type(tl.uint32))
-                    store_words(words_ptr, row, col // 4, cols // 4, code, BR, BC // 4)
-                if USAGE.columnwise and not SQUARE:
-                    column_words = _put_codes(
-                        x * column_scale[None, :], column_words, i, rowwise_data, columnwise_data,
-                        row, col, rows, cols, mask, False, True, BR, BC,
-                    )  # fmt: skip
+            x, _, _ = _update_completed(
+                table, tensor, pointers, rowwise_data, row, col, rows, cols, mask, constants,
+                VARIANT, USAGE, False, BR, BC,
+            )  # fmt: skip
+            largest = tl.maximum(largest, tl.max(tl.abs(x), 0))
+        if SQUARE:
+            scale = float8_scale(tl.max(largest, 0), epsilon, LARGEST, POW_2)
+        else:
+            column_scale = float8_scale(largest, epsilon, LARGEST, POW_2)
+    for i in tl.range(0, PARTS, num_stages=STAGES):
+        row = first_row + i * BR
+        start = tile_start(row, col, cols)
+        mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
+        x, master, dither = _update_completed(
+            table, tensor, pointers, rowwise_data, row, col, rows, cols, mask, constants, VARIANT,
+            USAGE, True, BR, BC,
+        )  # fmt: skip
+        # All codes and scales of the part are read before any is written.
+        tl.debug_barrier()
+        if SQUARE:
+            row_scale = scale
+            factor = tl.div_rn(1.0, scale)
+        else:
+            row_scale = float8_scale(tl.max(tl.abs(x), 1), epsilon, LARGEST, POW_2)
+            store_rowwise_scale(
+                row_scale, pointer(table, tensor, ROWWISE_SCALE, tl.float32), row, col, rows,
+                row + tl.arange(0, BR) < rows, BR,
+            )  # fmt: skip
+            factor = tl.div_rn(1.0, row_scale)[:, None]
+            row_scale = row_scale[:, None]
+        code, value, column_words = _codes_and_values(
+            x * row_scale, i, column_words, MASKED, SQUARE and USAGE.columnwise, BR, BC
+        )
+        _, inverse = unit_of_one(factor, 8)
+        remainder = split_off(master, value, factor, inverse, dither, 8)
+        store_remainder(pointers.value, start, cols, mask, remainder, BR, BC, LANES)
+        if MASKED:
+            store_codes(
+                code, rowwise_data, columnwise_data, row, col, rows, cols, mask,
+                True, SQUARE and USAGE.columnwise, BR, BC,
+            )  # fmt: skip
+        else:
+            words_ptr = rowwise_data.to(tl.pointer_type(tl.uint32))
+            store_words(words_ptr, row, col // 4, cols // 4, code, BR, BC // 4)
+        if USAGE.columnwise and not SQUARE:
+            column_words = _put_codes(
+                x * column_scale[None, :], column_words, i, rowwise_data, columnwise_data,
+                row, col, rows, cols, mask, False, True, BR, BC,
+            )  # fmt: skip
     if SQUARE:
         scale_ptr = pointer(table, tensor, ROWWISE_SCALE, tl.float32)
         scale_ptr += tile_start(first_row // 128, col // 128, tl.cdiv(cols, 128))

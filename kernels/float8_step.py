@@ -15,6 +15,7 @@ from fp4adam.kernels.adam import (
     adam_master_tile,
     adam_step_tile,
     load_scalars,
+    state_lanes,
     state_pointers,
 )
 from fp4adam.kernels.amax_preview import previewed_amax, report_amax, report_completed
@@ -88,6 +89,7 @@ def _update_tiles(
     first = tile_start(first_row, col, cols)
     VALUE: tl.constexpr = VARIANT.value_codec
     COMPLETES: tl.constexpr = VALUE == "int8"
+    LANES: tl.constexpr = state_lanes(VARIANT)
     value_scales = load_scale_words(pointers.value_extra, first, cols, VALUE, LOOP, BR, BC)
     ratio = tl.full((BR, BC), -0x7FFFFFFF, tl.int32)
     factor = tl.div_rn(1.0, scale)
@@ -97,8 +99,8 @@ def _update_tiles(
     for i in tl.range(0, LOOP, num_stages=STAGES):
         start, target = tile_start(first_row + i * BR, col, cols), tile_start(row, col, cols)
         if COMPLETES:
-            remainder = load_remainder(pointers.value, start, cols, None, BR, BC)
-            master = float8_master(storage, remainder, row, col, cols, stored_scale, BR, BC)
+            remainder = load_remainder(pointers.value, start, cols, None, BR, BC, LANES)
+            master = float8_master(storage, remainder, row, col, cols, stored_scale, BR, BC, LANES)
             # All codes of the tile are read before any is written.
             tl.debug_barrier()
             value, dither, new_ratio = adam_master_tile(
@@ -118,7 +120,7 @@ def _update_tiles(
             remainder = split_off(
                 value, e4m3_word_values(words, BR, BC), factor, inverse, dither, 8, SATURATES
             )
-            store_remainder(pointers.value, target, cols, None, remainder, BR, BC)
+            store_remainder(pointers.value, target, cols, None, remainder, BR, BC, LANES)
         if USAGE.columnwise:
             column_words = insert_tile(column_words, words, i)
         row += BR

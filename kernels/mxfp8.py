@@ -65,10 +65,10 @@ def mxfp8_tile(x, USAGE: tl.constexpr, BC: tl.constexpr, HARDWARE: tl.constexpr)
 
 
 @triton.jit
-def mxfp8_master(storage, remainder, row, col, cols, BC: tl.constexpr):
+def mxfp8_master(storage, remainder, row, col, cols, BC: tl.constexpr, LANES: tl.constexpr):
     """The float32 masters of a tile [32, BC] from its rowwise codes and int8 remainders."""
     ptr = storage.rowwise_data.to(tl.pointer_type(tl.uint8)) + tile_start(row, col, cols)
-    value = e4m3_value(tl.load(ptr + state_offsets(cols, 32, BC)))
+    value = e4m3_value(tl.load(ptr + state_offsets(cols, 32, BC, LANES)))
     width = (cols // 32 + 3) // 4 * 4
     grid = storage.rowwise_scale + tile_start(row, col // 32, width)
     factor = e8m0_value(tl.load(grid + tile_offsets(width, 32, BC // 32)))

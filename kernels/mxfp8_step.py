@@ -13,6 +13,7 @@ from fp4adam.kernels.adam import (
     adam_master_tile,
     adam_step_tile,
     load_scalars,
+    state_lanes,
     state_pointers,
 )
 from fp4adam.kernels.launch.launch import Launch
@@ -101,6 +102,7 @@ def _adam_step_kernel(
     first = tile_start(row, col, cols)
     VALUE: tl.constexpr = VARIANT.value_codec
     COMPLETES: tl.constexpr = VALUE == "int8"
+    LANES: tl.constexpr = state_lanes(VARIANT)
     next_scale = load_scale(pointers.value_extra, first, cols, None, VALUE, 32, PART)
     for i in tl.range(0, PARTS, num_stages=STAGES):
         start, target = tile_start(row, first_col + i * PART, cols), tile_start(row, col, cols)
@@ -109,8 +111,8 @@ def _adam_step_kernel(
         after = first if col == first_col + BC else target + PART
         next_scale = load_scale(pointers.value_extra, after, cols, None, VALUE, 32, PART)
         if COMPLETES:
-            remainder = load_remainder(pointers.value, start, cols, None, 32, PART)
-            value = mxfp8_master(storage, remainder, row, col - PART, cols, PART)
+            remainder = load_remainder(pointers.value, start, cols, None, 32, PART, LANES)
+            value = mxfp8_master(storage, remainder, row, col - PART, cols, PART, LANES)
             value, dither, _ = adam_master_tile(
                 pointers, start, target, cols, None, value, constants, VARIANT, True, 32, PART
             )
@@ -123,7 +125,7 @@ def _adam_step_kernel(
         words, scale, words_of_columns, scale_of_columns = mxfp8_tile(x, USAGE, PART, True)
         if COMPLETES:
             remainder = mxfp8_remainder(value, words, scale, dither, PART)
-            store_remainder(pointers.value, target, cols, None, remainder, 32, PART)
+            store_remainder(pointers.value, target, cols, None, remainder, 32, PART, LANES)
         row_words = insert_tile(row_words, words, i)
         row_scale = insert_tile(row_scale, scale, i)
         column_words = insert_tile(column_words, words_of_columns, i)

@@ -17,7 +17,7 @@ from fp4adam.kernels.launch.tensor_table import (
 )
 from fp4adam.kernels.swizzle import store_swizzled
 from fp4adam.kernels.tiles.bfloat16 import round_to, to_float32
-from fp4adam.kernels.tiles.e2m1 import e2m1_code, e2m1_value
+from fp4adam.kernels.tiles.e2m1 import e2m1_code, e2m1_round, e2m1_value
 from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_value
 from fp4adam.kernels.tiles.remainder import complete, split_off, unit_of_one
 from fp4adam.kernels.tiles.words import (
@@ -54,15 +54,27 @@ def nvfp4_scale(block_amax, amax):
 
 
 @triton.jit
-def _codes(blocks, block_amax, amax, FORM: tl.constexpr, USAGE: tl.constexpr):
-    """Scales (uint8) and codes of blocks; FORM: as for :func:`adaptive_codes`."""
-    if USAGE.adaptive is None:
-        scale, factor = nvfp4_scale(block_amax, amax)
-        code = e2m1_code(blocks * per_element(factor, FORM))
-    else:
+def _codes(
+    blocks, block_amax, amax, FORM: tl.constexpr, USAGE: tl.constexpr, VALUES: tl.constexpr = False
+):
+    """Scales (uint8) and codes of blocks, and the codes' values if VALUES.
+
+    FORM: as for :func:`adaptive_codes`.
+    """
+    value = blocks
+    if USAGE.adaptive is not None:
         ERROR: tl.constexpr = USAGE.adaptive
         scale, code = adaptive_codes(blocks, block_amax, amax, FORM, ERROR, USAGE.bound)
-    return scale, code
+        if VALUES:
+            value = e2m1_value(code)
+    else:
+        scale, factor = nvfp4_scale(block_amax, amax)
+        scaled = blocks * per_element(factor, FORM)
+        if VALUES:
+            code, value = e2m1_round(scaled)
+        else:
+            code = e2m1_code(scaled)
+    return scale, code, value
 
 
 @triton.jit
@@ -106,10 +118,11 @@ def nvfp4_master(
     USAGE: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """The float32 masters of a tile from its rowwise codes and int8 remainders [BR, BC].
 
-    amax: that the codes were quantized with.
+    amax: that the codes were quantized with. LANES: neighbours per thread, 4 or 8.
     """
     FORM: tl.constexpr = "square" if USAGE.square else "row"
     if USAGE.square:
@@ -119,11 +132,11 @@ def nvfp4_master(
         width = (cols // 16 + 3) // 4 * 4
         grid = storage.rowwise_scale + tile_start(row, col // 16, width)
         scale = tl.load(grid + tile_offsets(width, BR, BC // 16))
-    # Four codes are what a thread has of a state.
-    ptr = storage.rowwise_data.to(tl.pointer_type(tl.uint16)) + tile_start(row, col // 4, cols // 4)
-    offs = tl.max_contiguous(tile_offsets(cols // 4, BR, BC // 4), (1, 1))
-    words = tl.load(ptr + offs)
-    code = (words[:, :, None].to(tl.int32) >> (4 * tl.arange(0, 4))[None, None, :]) & 0xF
+    WORD: tl.constexpr = tl.uint16 if LANES == 4 else tl.uint32
+    ptr = storage.rowwise_data.to(tl.pointer_type(WORD))
+    ptr += tile_start(row, col // LANES, cols // LANES)
+    words = tl.load(ptr + tl.max_contiguous(tile_offsets(cols // LANES, BR, BC // LANES), (1, 1)))
+    code = (words[:, :, None].to(tl.int32) >> (4 * tl.arange(0, LANES))[None, None, :]) & 0xF
     value = _in_blocks(tl.reshape(e2m1_value(code), (BR, BC)), USAGE)
     factor, unit, _ = decode_factors(scale, amax, USAGE.bound)
     master = complete(
@@ -138,14 +151,14 @@ def nvfp4_master(
 
 @triton.jit
 def _remainder(
-    master, dither, code, scale, amax, USAGE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+    master, dither, value, scale, amax, USAGE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
 ):
-    """The int8 remainders [BR, BC] of masters with these rowwise codes, in blocks, and scales."""
+    """The int8 remainders [BR, BC] of masters. value: of their rowwise codes, in blocks."""
     FORM: tl.constexpr = "square" if USAGE.square else "row"
     factor, _, inverse = decode_factors(scale, amax, USAGE.bound)
     remainder = split_off(
         _in_blocks(master, USAGE),
-        e2m1_value(code),
+        value,
         per_element(factor, FORM),
         per_element(inverse, FORM),
         _in_blocks(dither, USAGE),
@@ -185,9 +198,9 @@ def nvfp4_tile(
     if USAGE.square:
         blocks = tl.reshape(x, (BR // 16, 16, BC // 16, 16))
         block_amax = _amax(_amax(blocks, 3), 1)
-        scale, code = _codes(blocks, block_amax, amax, "square", USAGE)
+        scale, code, value = _codes(blocks, block_amax, amax, "square", USAGE, master is not None)
         if master is not None:
-            remainder = _remainder(master, dither, code, scale, amax, USAGE, BR, BC)
+            remainder = _remainder(master, dither, value, scale, amax, USAGE, BR, BC)
         words = pack_words(tl.reshape(code, (BR, BC)), 4, BR, BC)
         grid = storage.rowwise_scale + tile_start(row // 16, col // 16, cols // 16)
         tl.store(grid + tile_offsets(cols // 16, BR // 16, BC // 16), scale)
@@ -197,9 +210,9 @@ def nvfp4_tile(
         if USAGE.rowwise:
             blocks = tl.reshape(x, (BR, BC // 16, 16))
             block_amax = _amax(blocks, 2)
-            scale, code = _codes(blocks, block_amax, amax, "row", USAGE)
+            scale, code, value = _codes(blocks, block_amax, amax, "row", USAGE, master is not None)
             if master is not None:
-                remainder = _remainder(master, dither, code, scale, amax, USAGE, BR, BC)
+                remainder = _remainder(master, dither, value, scale, amax, USAGE, BR, BC)
             words = pack_words(tl.reshape(code, (BR, BC)), 4, BR, BC)
             store_words(storage.rowwise_data, row, col // 8, cols // 8, words, BR, BC // 8)
             width = (cols // 16 + 3) // 4 * 4
@@ -210,7 +223,7 @@ def nvfp4_tile(
         if USAGE.columnwise:
             blocks = tl.reshape(x, (BR // 16, 16, BC))
             column_amax = _amax(blocks, 1)
-            scale, code = _codes(blocks, column_amax, amax, "column", USAGE)
+            scale, code, _ = _codes(blocks, column_amax, amax, "column", USAGE)
             if not USAGE.rowwise:
                 block_amax = column_amax
             words = pack_words(tl.reshape(code, (BR, BC)), 4, BR, BC)

@@ -14,6 +14,7 @@ from fp4adam.kernels.adam import (
     adam_master_tile,
     adam_step_tile,
     load_scalars,
+    state_lanes,
     state_pointers,
 )
 from fp4adam.kernels.amax_preview import previewed_amax, report_amax, report_completed
@@ -109,6 +110,7 @@ def _adam_step_kernel(
     first = tile_start(first_row, col, cols)
     VALUE: tl.constexpr = VARIANT.value_codec
     COMPLETES: tl.constexpr = VALUE == "int8"
+    LANES: tl.constexpr = state_lanes(VARIANT)
     value_scales = load_scale_words(pointers.value_extra, first, cols, VALUE, LOOP, BR, BC)
     ratio = tl.full((BR, BC), -0x7FFFFFFF, tl.int32)
     stored_amax = tl.load(stored_amaxes + tensor) if COMPLETES else amax
@@ -118,8 +120,10 @@ def _adam_step_kernel(
         start, target = tile_start(first_row + i * BR, col, cols), tile_start(row, col, cols)
         master, dither = None, None
         if COMPLETES:
-            remainder = load_remainder(pointers.value, start, cols, None, BR, BC)
-            master = nvfp4_master(storage, remainder, row, col, cols, stored_amax, USAGE, BR, BC)
+            remainder = load_remainder(pointers.value, start, cols, None, BR, BC, LANES)
+            master = nvfp4_master(
+                storage, remainder, row, col, cols, stored_amax, USAGE, BR, BC, LANES
+            )
             # All codes and scales of the tile are read before any is written.
             tl.debug_barrier()
             master, dither, new_ratio = adam_master_tile(
@@ -136,7 +140,7 @@ def _adam_step_kernel(
             x, amax, row, col, cols, storage, gemm_scales, USAGE, BR, BC, master, dither
         )
         if COMPLETES:
-            store_remainder(pointers.value, target, cols, None, remainder, BR, BC)
+            store_remainder(pointers.value, target, cols, None, remainder, BR, BC, LANES)
         largest = tl.maximum(largest, block_amax)
         if USAGE.columnwise:
             column_words = insert_tile(column_words, words, i)
@@ -195,7 +199,9 @@ def step_forms(variant: Variant, usage: Usage) -> tuple[Tile, Tile]:
     elif not usage.square and narrow and not scaled:
         # Two stages take 128 registers instead of 168, for which ptxas spills a few on sm_100.
         large = large._replace(num_stages=2)
-    if variant.is_updated and usage.square and usage.adaptive is None:
+    completes = variant.value_codec == "int8"
+    if (variant.is_updated or completes) and usage.square and usage.adaptive is None:
+        # More elements per thread repeat less of what a block has in common.
         large = large._replace(num_warps=2)
     return large, EDGE_TILE[scaled]
 

@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp4adam.distributed.dtensor import local
-from fp4adam.distributed.scale_exchange import ShardInfo, parallel_infos, settle_shard
+from fp4adam.distributed.scale_exchange import ShardInfo
+from fp4adam.distributed.shards import parallel_infos, settle_shard
 from fp4adam.tensors.blocks import blocks_of_parts, flat_shape, round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage

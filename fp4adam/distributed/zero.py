@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp4adam.distributed.flat_shard import Out
-from fp4adam.distributed.partial_cast import PartialCast, check_weights
+from fp4adam.distributed.cast import PartialCast, check_weights
+from fp4adam.distributed.cast_span import Out
 from fp4adam.formats.nvfp4 import NVFP4Tensor
 from fp4adam.interop.adapter import TensorAdapter, adapter_of, is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, borrow

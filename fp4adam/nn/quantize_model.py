@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
+from fp4adam.distributed.cast import cast
 from fp4adam.distributed.dtensor import local
 from fp4adam.formats.scale_groups import (
     ScaleGroups,
     form_scale_group,
     resolve_scale_groups,
-    write_together,
 )
 from fp4adam.nn.candidates import adapters, candidates, check_module
 from fp4adam.nn.hardware import check_shape
@@ -201,7 +201,13 @@ def _quantize_layers(
     alone = sorted({*range(len(chosen))}.difference(*groups))
     for members in (*groups, *([i] for i in alone)):
         real = [i for i in members if not weights[i].is_meta]
-        write_together([params[i] for i in real], [weights[i].detach() for i in real])
+        values = [weights[i].detach() for i in real]
+        if len(real) == 1:
+            params[real[0]].quantize_(values[0])
+        elif real:
+            cast(
+                [params[i] for i in real], values, [x.dtype for x in values], scales=[0] * len(real)
+            )
     for param, weight in zip(params, weights, strict=True):
         if weight.requires_grad:
             param._high_precision_init_val = weight.detach()

@@ -194,7 +194,11 @@ class Quantizer(QuantizerNames):
         return self.layout.expand(grid, usage) if getattr(self, usage) else None
 
     def scales_of_blocks(
-        self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
+        self,
+        amaxes: Tensor,
+        tensor_amax: Tensor | None,
+        dtype: torch.dtype,
+        four: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The stored block scales, and the float32 factors that map values to codes.
 
@@ -202,11 +206,12 @@ class Quantizer(QuantizerNames):
             amaxes: Amax of each block, float32.
             tensor_amax: Amax of the tensor, float32 [1], if it is part of the scales.
             dtype: The dtype that the values were rounded to.
+            four: For adaptive scales, the blocks whose amax maps to 4, bool.
         """
         raise NotImplementedError
 
-    def codes(self, x: Tensor) -> Tensor:
-        """The codes of float32 values already multiplied by their factors; uint8, one per byte."""
+    def factors(self, scales: Tensor | None, tensor_amax: Tensor | None) -> Tensor:
+        """The factors that map values to codes in blocks with these stored scales, float32."""
         raise NotImplementedError
 
     def measure(self, x: Tensor, amax: Tensor) -> None:
@@ -236,10 +241,10 @@ class Quantizer(QuantizerNames):
         """
         raise NotImplementedError
 
-    def write(self, x: Tensor, out: Storage) -> None:
+    def write(self, x: Tensor, out: Storage, amax: Tensor | None = None) -> None:
         """Quantize the contiguous matrix ``x`` into ``out``; swizzled scales are not written.
 
-        Formats with an amax also take ``amax`` (float32 [1]), to use instead of that of ``x``.
+        ``amax``: To use instead of the amax of ``x``, float32 [1], for formats that store one.
         """
         raise NotImplementedError
 
@@ -248,6 +253,10 @@ class Quantizer(QuantizerNames):
 
         Only if the layout can be cut along rows. The direction is the one that :meth:`read` reads.
         """
+        raise NotImplementedError
+
+    def launch(self, x: Tensor, out: Storage) -> None:
+        """Launch the kernel that quantizes the matrix ``x`` into ``out``, whose amax is known."""
         raise NotImplementedError
 
     def read(self, tensors: Storage, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:

@@ -111,12 +111,16 @@ def split_off(
 
 
 @triton.jit
-def load_remainder(ptr, start, stride, mask, BR: tl.constexpr, BC: tl.constexpr):
+def load_remainder(
+    ptr, start, stride, mask, BR: tl.constexpr, BC: tl.constexpr, LANES: tl.constexpr
+):
     """Load the int8 remainders of a tile; arguments as for ``load_state``."""
-    return tl.load(ptr + start + state_offsets(stride, BR, BC), mask)
+    return tl.load(ptr + start + state_offsets(stride, BR, BC, LANES), mask)
 
 
 @triton.jit
-def store_remainder(ptr, start, stride, mask, remainder, BR: tl.constexpr, BC: tl.constexpr):
+def store_remainder(
+    ptr, start, stride, mask, remainder, BR: tl.constexpr, BC: tl.constexpr, LANES: tl.constexpr
+):
     """Store what :func:`load_remainder` loads."""
-    tl.store(ptr + start + state_offsets(stride, BR, BC), remainder, mask)
+    tl.store(ptr + start + state_offsets(stride, BR, BC, LANES), remainder, mask)

@@ -65,7 +65,9 @@ def mixed(x):
 
 
 @triton.jit
-def element_hash(start, stride, origin, BR: tl.constexpr, BC: tl.constexpr):
+def element_hash(
+    start, stride, origin, BR: tl.constexpr, BC: tl.constexpr, LANES: tl.constexpr = 4
+):
     """Hashes, uint32 [BR, BC], of a tile of elements from ``start`` on, with rows ``stride`` apart.
 
     start: int64. origin: the dither origin of the tensor's first element; only 32 bits count. Each
@@ -73,7 +75,7 @@ def element_hash(start, stride, origin, BR: tl.constexpr, BC: tl.constexpr):
     """
     # Sums wrap modulo 2**32, as in ``dither_bits``.
     element = start.to(tl.uint32) + origin.to(tl.uint32)
-    x = (element + state_offsets(stride, BR, BC).to(tl.uint32)) * OF_ELEMENTS
+    x = (element + state_offsets(stride, BR, BC, LANES).to(tl.uint32)) * OF_ELEMENTS
     return x ^ (x >> SHIFT)
 
 
@@ -283,14 +285,22 @@ def store_scale_words(
 
 @triton.jit
 def load_state(
-    ptr, start, stride, mask, scale, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+    ptr,
+    start,
+    stride,
+    mask,
+    scale,
+    CODEC: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    LANES: tl.constexpr = 4,
 ):
-    """Load a tile of a state as float32 [BR, BC].
+    """Load a tile of a state as float32 [BR, BC], with LANES neighbours per thread.
 
     start: int64 offset of the tile. stride: distance of its rows. mask: [BR, BC] or None. scale:
     from :func:`load_scale`.
     """
-    code = tl.load(ptr + start + state_offsets(stride, BR, BC), mask)
+    code = tl.load(ptr + start + state_offsets(stride, BR, BC, LANES), mask)
     if CODEC == "float32":
         x = code
     elif CODEC == "bfloat16":
@@ -312,6 +322,7 @@ def store_state(
     BR: tl.constexpr,
     BC: tl.constexpr,
     STORE: tl.constexpr = True,
+    LANES: tl.constexpr = 4,
 ):
     """Store a float32 tile of a state, but not its scales.
 
@@ -319,7 +330,7 @@ def store_state(
     :func:`element_hash`); ignored for float32.
     Returns what :func:`load_state` would read back, and the scales for :func:`store_scale`.
     """
-    ptr = ptr + start + state_offsets(stride, BR, BC)
+    ptr = ptr + start + state_offsets(stride, BR, BC, LANES)
     scale = tl.zeros((BR, (BC + 31) // 32), tl.uint8)
     if CODEC == "float32":
         if STORE:

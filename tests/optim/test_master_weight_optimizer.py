@@ -136,14 +136,14 @@ def test_kernels_write_the_same_bytes(
 
 def test_all_weights_are_quantized_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of casts does not grow with the number of weights."""
-    from fp4adam.distributed.partial_cast import PartialCast
+    from fp4adam.distributed.cast import PartialCast
 
     casts: list[int] = []
     write = PartialCast.write
     monkeypatch.setattr(
         PartialCast,
         "write",
-        lambda self, *args: casts.append(len(self._shards)) or write(self, *args),
+        lambda self, *args: casts.append(len(self._spans)) or write(self, *args),
     )
     params = [make_weight(q, device, seed=i) for i, q in enumerate([*RECIPES.values()] * 3)]
     optimizer = MasterWeightOptimizer(params, SGD, lr=1.0)
