@@ -15,6 +15,7 @@ from compressed_tensors.quantization import (
     preset_name_to_scheme,
 )
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from quantized_training import assert_identical
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torchao.prototype.mx_formats.mx_tensor import MXTensor
@@ -36,14 +37,12 @@ from transformers.trainer_utils import validate_quantization_for_training
 from fp4adam import (
     Float8BlockQuantizer,
     FP4Adam,
-    MXFP8Quantizer,
     QuantizedTensor,
     Recipe,
     export_checkpoint,
     import_checkpoint,
     make_trainable,
 )
-from quantized_training import assert_identical
 
 SIZES = dict(
     vocab_size=256,
