@@ -72,6 +72,14 @@ def test_import_loads_little_beyond_torch():
     assert not SLOW_MODULES.intersection(loaded)
 
 
+def test_a_star_import_replaces_no_modules():
+    names: dict[str, object] = {}
+    exec("from torch import nn, optim, distributed\nbefore = nn, optim, distributed", names)
+    exec("from fp4adam import *", names)
+    assert names["before"] == (names["nn"], names["optim"], names["distributed"])
+    assert names["FP4Adam"] is fp4adam.FP4Adam and names["Recipe"] is fp4adam.Recipe
+
+
 def test_report_runs_without_triton_and_without_a_gpu():
     script = (
         "import sys, runpy; sys.modules['triton'] = None;"

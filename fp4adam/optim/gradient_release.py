@@ -39,7 +39,8 @@ class GradientRelease:
         self._is_checked = False
         self._clip: dict[torch.device, Tensor] = {}
         self._units: dict[Tensor, _Unit] = {}
-        self._hooks: dict[Tensor, RemovableHandle] = {}
+        # Each with the address of what torch calls the implementation of the parameter.
+        self._hooks: dict[Tensor, tuple[RemovableHandle, int]] = {}
         self._released: set[Tensor] = set()
         self.is_enabled = True
         self.attach(engine)
@@ -60,7 +61,7 @@ class GradientRelease:
 
     def remove(self) -> None:
         """Return to stepping all parameters in ``step()``. A second call does nothing."""
-        for hook in self._hooks.values():
+        for hook, _ in self._hooks.values():
             hook.remove()
         self._hooks, self.is_enabled = {}, False
 
@@ -99,11 +100,15 @@ class GradientRelease:
             engine.parameters.keep_only(params)
         self._units = units
         for param in params:
-            # torch.utils.swap_tensors, which Module.to() may use, takes hooks away.
-            hooks = param._post_accumulate_grad_hooks or {}
-            known = self._hooks.get(param)
-            if param.requires_grad and (known is None or known.id not in hooks):
-                self._hooks[param] = param.register_post_accumulate_grad_hook(_Hook(self))
+            if not param.requires_grad:
+                continue
+            hooks, (known, impl) = param._post_accumulate_grad_hooks, self._hooks.get(param, (0, 0))
+            if not known or not hooks or known.id not in hooks:
+                known = param.register_post_accumulate_grad_hook(_Hook(self))
+            elif impl != param._cdata:
+                # swap_tensors, which Module.to() may use, exchanges what autograd looks into.
+                param._post_accumulate_grad_hooks = hooks
+            self._hooks[param] = known, param._cdata
 
     def forget(self, engine: Engine) -> None:
         """Drop what is known of parameters, after a state has been loaded."""
