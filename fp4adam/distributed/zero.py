@@ -298,26 +298,35 @@ class _Transposes:
                 self._members.append(i)
         self._square = [self.weights.tensors[i] for i in self._members]
         self._written = [tensor._columnwise_data for tensor in self._square]
+        # Second copies of the codes, which another package's tensor has.
+        self._mirrors = {
+            i: one.mirrors for i, one in self.weights.borrowed.items() if one.mirrors
+        }
         self._devices = {tensor.device for tensor in self._square}
         self._launches: list[Launch] | None = None
         self._stream: torch.Stream | None = None
 
     def __call__(self, weights: Sequence[Tensor]) -> None:
-        if not self._square:
-            return
+        if self._square:
+            self._transpose()
+        for pairs in self._mirrors.values():
+            for target, codes in pairs:
+                target.copy_(codes)
+        written = [weights[i] for i in (*self._members, *self._mirrors)]
+        torch.autograd.graph.increment_version([*written, *self._written])
+
+    def _transpose(self) -> None:
         device = next(iter(self._devices))
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         if not backend.uses_kernels(device) or len(self._devices) > 1:
             build_columnwise(self._square)
-        else:
-            # Tables were uploaded on a stream.
-            if self._launches is None or self._stream != stream:
-                self._launches, self._stream = columnwise_launches(self._square), stream
-            from fp4adam.kernels.launch.launch import launch_all
+            return
+        # Tables were uploaded on a stream.
+        if self._launches is None or self._stream != stream:
+            self._launches, self._stream = columnwise_launches(self._square), stream
+        from fp4adam.kernels.launch.launch import launch_all
 
-            launch_all(self._square[0]._rowwise_data, self._launches)
-        written = [weights[i] for i in self._members]
-        torch.autograd.graph.increment_version([*written, *self._written])
+        launch_all(self._square[0]._rowwise_data, self._launches)
 
 
 _transposes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
