@@ -19,7 +19,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -87,11 +87,19 @@ def learning_rate_share(step: int, steps: int, schedule: str) -> float:
     return min(1.0, (1 - progress) / 0.2)
 
 
+def new_model(args: argparse.Namespace) -> GPT:
+    """A GPT in FP32 with the starting weights of --seed."""
+    torch.manual_seed(args.seed)
+    with torch.device(args.device):
+        return GPT(GPTConfig(args.layers, args.heads, args.dim, args.context))
+
+
 def build_run(
     args: argparse.Namespace,
     weight_format: str,
     optimizer_name: str,
     recipe: fp4adam.Recipe | None = None,
+    model: nn.Module | None = None,
 ) -> Run:
     """Model, optimizer and schedule; one --seed gives every format the same starting weights.
 
@@ -100,10 +108,9 @@ def build_run(
         weight_format: As in --format.
         optimizer_name: As in --optimizer.
         recipe: The recipe, if not the one of the format and --matmul.
+        model: A model in high precision to train on, if not a new one.
     """
-    torch.manual_seed(args.seed)
-    with torch.device(args.device):
-        model = GPT(GPTConfig(args.layers, args.heads, args.dim, args.context))
+    model = model or new_model(args)
     model.to(DTYPES.get(weight_format, torch.float32))
     if weight_format in QUANTIZED:
         fp4adam.quantize_model(model, recipe or recipe_of(args, weight_format))
@@ -161,12 +168,21 @@ def compute_loss(run: Run, args: argparse.Namespace, text: Tensor, seed: int) ->
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def train_step(run: Run, args: argparse.Namespace, text: Tensor) -> Tensor:
-    """One optimizer step over --accumulate batches; their mean loss. The host does not wait."""
+def train_step(
+    run: Run, args: argparse.Namespace, text: Tensor, compute: Callable[..., Tensor] = compute_loss
+) -> Tensor:
+    """One optimizer step over --accumulate batches; their mean loss. The host does not wait.
+
+    Args:
+        run: The run to take on.
+        args: All options.
+        text: Training text.
+        compute: Computes the loss of a batch, as ``compute_loss`` does.
+    """
     total = torch.zeros((), device=args.device)
     with fp4adam.kept_weights() if args.matmul == "kept" else contextlib.nullcontext():
         for index in range(run.step * args.accumulate, (run.step + 1) * args.accumulate):
-            loss = compute_loss(run, args, text, args.seed * 1_000_003 + index) / args.accumulate
+            loss = compute(run, args, text, args.seed * 1_000_003 + index) / args.accumulate
             loss.backward()
             total += loss.detach()
     if args.clip and run.optimizer_name == "fp4adam":

@@ -57,9 +57,10 @@ class _FakeQuantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, quantizer: Quantizer) -> Tensor:
         run = _fake_quantize if runs_eagerly(x) else _fake_quantize_op
-        options = quantizer.scale_options
+        rule = quantizer.layout.scale_rule
         matrix = x.detach().reshape(flat_shape(x.shape)).contiguous()
-        return run(matrix, quantizer.name, **options).view(x.shape)
+        made = run(matrix, quantizer.name, rule.force_pow_2_scales, rule.amax_epsilon)
+        return made.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -76,12 +77,12 @@ def _fake_quantize(
 
         return kernels.fake_quantize(x, weight_format, force_pow_2_scales, amax_epsilon)
     quantizer = ACTIVATIONS[weight_format]
-    options = dict(force_pow_2_scales=force_pow_2_scales, amax_epsilon=amax_epsilon)
-    if options != quantizer.scale_options:
+    if quantizer.layout.scale_rule[:2] != (force_pow_2_scales, amax_epsilon):
+        options = dict(force_pow_2_scales=force_pow_2_scales, amax_epsilon=amax_epsilon)
         quantizer = dataclasses.replace(quantizer, **options)
     rows = x.shape[0]
     # Rows of zeros change no scale.
-    missing = -rows % quantizer.block_rows if quantizer.check_matrix(*x.shape) else 0
+    missing = -rows % quantizer.layout.multiple
     padded = F.pad(x, (0, 0, 0, missing)) if missing else x
     return quantizer.quantize(padded).dequantize(x.dtype)[:rows]
 

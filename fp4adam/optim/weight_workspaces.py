@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fp4adam.distributed import whole_cast
+from fp4adam.distributed.cast import PartialCast
 from fp4adam.distributed.dtensor import is_dtensor
-from fp4adam.distributed.partial_cast import PartialCast
+from fp4adam.distributed.whole_cast import WholeCast
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, borrow
 from fp4adam.interop.transformer_engine import Workspace, check_has_workspaces, workspaces_of
-from fp4adam.optim import whole_cast
-from fp4adam.optim.whole_cast import WholeCast
 from fp4adam.optim.workspace_watch import WorkspaceWatch
 from fp4adam.tensors import backend, rows
 from fp4adam.tensors.blocks import flat_shape
@@ -113,7 +113,7 @@ class WeightWorkspaces:
             TypeError, ValueError: As for the constructor; nothing is written then.
         """
         found, watch = self._watched()
-        self._write(found, watch, watch.written(found))
+        self._write(found, watch, watch.written())
 
     def write(self) -> None:
         """Quantize all weights, also those whose versions are unchanged.
@@ -161,7 +161,7 @@ class WeightWorkspaces:
                     self._writer = _Writer(targets, [weight.dtype for weight in weights])
                     self._known = known
                 self._writer([found[i].weights for i in chosen])
-        watch.note(found)
+        watch.record()
 
 
 class _Writer:

@@ -324,7 +324,10 @@ def test_amaxes_of_a_header_that_cannot_be(amax, folder):
         refused(folder, "layer 'up': ")
         return
     model = import_checkpoint(build(None, seed=1), folder)
-    assert torch.equal(model.up.weight.dequantize(), build("nvfp4").up.weight.dequantize())
+    assert torch.equal(
+        model.up.weight.dequantize(torch.float32),
+        build("nvfp4").up.weight.dequantize(torch.float32),
+    )
 
 
 @pytest.mark.parametrize("dtype", ["U8", "F64"])
@@ -513,6 +516,6 @@ def test_models_that_cannot_be_written_to(folder):
     expanded = build(None, seed=1)
     expanded.up.bias = nn.Parameter(torch.zeros(1).bfloat16().expand(96))
     for kind, model in {"of inference mode": of_inference_mode, "expanded one": expanded}.items():
-        with pytest.raises(ValueError, match=f"must be a whole tensor in memory, got .*{kind};"):
+        with pytest.raises(ValueError, match=f"must be a tensor in memory, .* got .*{kind};"):
             import_checkpoint(model, folder)
         assert not any(isinstance(param, QuantizedTensor) for param in model.parameters())

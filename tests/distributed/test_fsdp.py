@@ -151,7 +151,7 @@ def step_in_parallel(
         grads = fixed_grads(whole, step)
         if step == 1:
             # The largest weight becomes NaN, which is on one rank.
-            largest = whole[0].weight.dequantize().abs().argmax()
+            largest = whole[0].weight.dequantize(torch.float32).abs().argmax()
             grads[0].view(-1)[largest] = float("nan")
         set_grads(whole, grads)
         set_grads(sharded, grads)
@@ -631,6 +631,8 @@ def train_quantized_matmuls(rank: int) -> None:
                 for layer in (model[0], model[2]):
                     fully_shard(layer, mesh=all_ranks())
                 fully_shard(model, mesh=all_ranks())
+                # The gathered weight is made of what was gathered, which torch must keep then.
+                assert [releases_gathered(layer) for layer in (model[0], model[2])] == [False] * 2
             # A gathered weight is the same tensor at every step, with other values.
             with kept_weights():
                 losses.append(three_losses(model))
@@ -641,6 +643,11 @@ def test_gathered_weights_are_multiplied_as_whole_ones():
     run(train_quantized_matmuls, 2)
 
 
+def releases_gathered(layer: nn.Module) -> bool:
+    shard = layer.weight.to_local()
+    return shard.fsdp_should_release_all_gather_outputs_after_post_all_gather()
+
+
 def losses_in_blocks(recipe: str | Recipe, compiled: bool) -> Tensor:
     """Those of a model whose layers are gathered again for the backward pass."""
     model = build(192, 128, recipe)
@@ -649,6 +656,7 @@ def losses_in_blocks(recipe: str | Recipe, compiled: bool) -> Tensor:
             layer.compile(backend="aot_eager")
         fully_shard(layer, mesh=all_ranks())
     fully_shard(model, mesh=all_ranks())
+    assert all(releases_gathered(layer) == (recipe == "float8block") for layer in model[::2])
     return three_losses(model)
 
 

@@ -225,7 +225,7 @@ def train_variant(rank: int, recipe: str, variant: str) -> None:
             spec = own._shared.global_spec
             quantizer = own.quantizer if spec is None else spec.quantizer
             master = full(optimizer.state[param]["master_param"])
-            expected = quantizer.quantize(master).dequantize()
+            expected = quantizer.quantize(master).dequantize(torch.float32)
             assert_identical([{"value": full(param.detach().float())}], [{"value": expected}])
 
 

@@ -121,7 +121,7 @@ def assert_parts(model: nn.Module, whole: nn.Module) -> None:
             # All that a part has beside its rowwise codes follows from them, or is decoded too.
             for part in (own, value) if own.quantizer == value.quantizer else ():
                 assert_directions_agree(part)
-            own, value = own.dequantize(), value.dequantize()
+            own, value = own.dequantize(torch.float32), value.dequantize(torch.float32)
         assert torch.equal(own, part_of(param, value)), name
 
 

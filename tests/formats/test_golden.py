@@ -64,10 +64,10 @@ def assert_golden(
 
 def assert_golden_values(tensor: QuantizedTensor, case: GoldenCase, usage: str) -> None:
     if sha := case.sha16.get(f"dequantized_{usage}"):
-        values = tensor.dequantize().cpu()
+        values = tensor.dequantize(torch.float32).cpu()
         if tensor.is_cuda and values.isnan().any():
             # A GPU makes NaN of another sign than a CPU: compare where they are.
-            on_cpu = tensor.cpu().dequantize()
+            on_cpu = tensor.cpu().dequantize(torch.float32)
             assert torch.equal(values.isnan(), on_cpu.isnan())
             values = torch.where(values.isnan(), on_cpu, values)
         assert sha16(values) == sha

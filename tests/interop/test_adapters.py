@@ -7,6 +7,7 @@ tests/golden. The real torchao is tested in tests/integrations.
 from __future__ import annotations
 
 import copy
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,9 +105,9 @@ def test_training_is_that_of_own_tensors(quantizer):
             step(optimizer, seed)
     assert_bytes(theirs, te_tensor(quantizer, master_of(optimizers[1], theirs)))
     assert torch.equal(*(master_of(*pair) for pair in zip(optimizers, (own, theirs), strict=True)))
-    plan = optimizers[1]._plan
+    plan = optimizers[1]._whole.plan
     step(optimizers[1], 3)
-    assert optimizers[1]._plan is plan  # nothing is worked out again
+    assert optimizers[1]._whole.plan is plan  # nothing is worked out again
 
 
 class WithGradient(torch.autograd.Function):
@@ -189,7 +190,7 @@ def test_masters_start_from_the_value_before_quantization_if_it_is_that(overwrit
     if overwritten:
         with torch.no_grad():
             param.copy_(te_tensor(NVFP4Quantizer(), random(SHAPE, 1).bfloat16()))
-    start = NVFP4Quantizer().quantize(random(SHAPE, 1).bfloat16()).dequantize()
+    start = NVFP4Quantizer().quantize(random(SHAPE, 1).bfloat16()).dequantize(torch.float32)
     optimizer = FP4Adam([param], lr=0.0)
     step(optimizer, 0)
     assert torch.equal(master_of(optimizer, param), start if overwritten else value.float())
@@ -205,7 +206,7 @@ def test_a_parameter_that_is_overwritten_is_where_its_master_restarts(quantizer)
     with torch.no_grad():
         param.copy_(other)
     step(optimizer, 1)
-    start = quantizer.quantize(random(SHAPE, 1).bfloat16()).dequantize()
+    start = quantizer.quantize(random(SHAPE, 1).bfloat16()).dequantize(torch.float32)
     assert (master_of(optimizer, param) - start).abs().max() < 2e-3
     assert_bytes(param, te_tensor(quantizer, master_of(optimizer, param)))
 
@@ -285,16 +286,40 @@ REFUSED = {
     "e4m3_max": (NVFP4Quantizer(), dict(_nvfp4_e4m3_max=256), "must be 448 to be stepped, got 256"),
     "rht": (NVFP4Quantizer(), dict(_quantizer=SimpleNamespace(with_rht=True)), "with_rht"),
     "no quantizer": (NVFP4Quantizer(), dict(_quantizer=None), "got None.*quantized_model_init"),
-    "e5m2": (MXFP8Quantizer(), dict(_fp8_dtype=SimpleNamespace(name="kFloat8E5M2")), "be E4M3"),
+    "e5m2": (
+        MXFP8Quantizer(),
+        dict(_fp8_dtype=SimpleNamespace(name="kFloat8E5M2")),
+        "be kFloat8E4M3",
+    ),
     "e5m2 float8": (
         Float8Quantizer(),
         dict(_fp8_dtype=SimpleNamespace(name="kFloat8E5M2")),
-        "_fp8_dtype of a Float8Tensor must be E4M3",
+        "_fp8_dtype of a Float8Tensor must be kFloat8E4M3",
     ),
     "another quantizer": (
         Float8Quantizer(),
         dict(_quantizer=SimpleNamespace(rowwise=True)),
         "Float8Quantizer to be stepped, got a SimpleNamespace",
+    ),
+    "ue5m3": (
+        NVFP4Quantizer(),
+        dict(_scale_dtype=SimpleNamespace(name="kFloat8UE5M3")),
+        "_scale_dtype of a NVFP4Tensor must be kFloat8E4M3 to be stepped, got kFloat8UE5M3",
+    ),
+    "another dtype": (
+        MXFP8Quantizer(),
+        dict(_scale_dtype=SimpleNamespace(name="kFloat8E8M0")),
+        "_scale_dtype of a MXFP8Tensor must be absent",
+    ),
+    "one level of scales": (
+        NVFP4Quantizer(),
+        dict(_quantizer=SimpleNamespace(disable_second_level_scale=True)),
+        "disable_second_level_scale of a NVFP4Tensor must be False",
+    ),
+    "more memory": (
+        MXFP8Quantizer(),
+        dict(_INNER_TENSORS=(("_rowwise_data", "rowwise_data"), ("_outliers", "outliers"))),
+        "got _outliers as well, which this version does not know",
     ),
     "row-scaled": (NVFP4Quantizer(), dict(_row_scaled_nvfp4=True), "_row_scaled_nvfp4 of a NVFP4T"),
     "2-D MXFP8": (
@@ -317,6 +342,12 @@ def test_what_no_kernel_writes_is_refused(quantizer, attributes, words):
     param = te_tensor(quantizer, random(SHAPE, 0).bfloat16(), **attributes)
     with pytest.raises(ValueError, match=words):
         FP4Adam([param])
+
+
+def test_another_major_version_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace(__version__="3.0.1"))
+    with pytest.raises(ValueError, match="transformer_engine must be version 2, got 3.0.1"):
+        FP4Adam([te_tensor(MXFP8Quantizer(), random(SHAPE, 0).bfloat16())])
 
 
 def test_masters_and_fp4_adam_are_needed():
@@ -485,9 +516,9 @@ def test_delayed_scaling_takes_scales_and_returns_amaxes(columnwise, path_device
             amax = random((1,), 10 * seed + i, path_device).abs()
             # Not 448 / amax, which torch computes as a product with the reciprocal.
             param._quantizer.scale.copy_(torch.full_like(amax, 448) / amax / 2.0 ** (seed * i))
-        plan = optimizer._plan
+        plan = optimizer._whole.plan
         step(optimizer, seed)
-        assert seed < 2 or optimizer._plan is plan  # nothing is worked out again
+        assert seed < 2 or optimizer._whole.plan is plan  # nothing is worked out again
         for i, param in enumerate(params):
             master = master_of(optimizer, param)
             codes, scale_inv = delayed(param._quantizer, master)

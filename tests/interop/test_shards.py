@@ -234,7 +234,7 @@ class Decode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, weight: Tensor) -> Tensor:
-        return weight.dequantize()
+        return weight.dequantize(torch.float32)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:

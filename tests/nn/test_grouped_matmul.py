@@ -53,7 +53,7 @@ def ends(*counts: int) -> Tensor:
 
 def rounded(x: Tensor, weights: str) -> Tensor:
     padded = F.pad(x, (0, 0, 0, -len(x) % 32))
-    return FORMATS[weights].quantize(padded).dequantize()[: len(x)] if len(x) else x
+    return FORMATS[weights].quantize(padded).dequantize(torch.float32)[: len(x)] if len(x) else x
 
 
 def by_expert(x: Tensor, dense: Tensor, counts: tuple[int, ...]) -> Tensor:
@@ -64,12 +64,12 @@ def by_expert(x: Tensor, dense: Tensor, counts: tuple[int, ...]) -> Tensor:
 def backward_values(stack: nn.Parameter) -> Tensor:
     """The weights as the backward pass reads them."""
     if not isinstance(stack.quantizer, MXFP8Quantizer):
-        return stack.dequantize()
+        return stack.dequantize(torch.float32)
     storage = Storage(
         columnwise_data=stack._columnwise_data, columnwise_scale_inv=stack._columnwise_scale_inv
     )
     columnwise = MXFP8Quantizer(rowwise=False)
-    return type(stack)(stack.shape, torch.float32, columnwise, storage).dequantize()
+    return type(stack)(stack.shape, torch.float32, columnwise, storage).dequantize(torch.float32)
 
 
 @every_format
@@ -82,7 +82,7 @@ def test_operands_are_those_of_the_quantizers(weights, quantized, counts):
     y = grouped_linear(x, stack, ends(*counts))
     y.backward(grad)
 
-    weight = stack.dequantize().detach()
+    weight = stack.dequantize(torch.float32).detach()
     read = rounded(x.detach(), weights) if activations else x.detach()
     torch.testing.assert_close(y, by_expert(read, weight.transpose(1, 2), counts))
     read = rounded(grad, weights) if gradients else grad

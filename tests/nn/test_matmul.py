@@ -52,7 +52,7 @@ def rounded(x: Tensor, weights: str, along_tokens: bool = False) -> Tensor:
     padded = F.pad(x, (0, 0, 0, -len(x) % 128))
     if along_tokens:
         padded = padded.t().contiguous()
-    values = FORMATS[weights].quantize(padded).dequantize()
+    values = FORMATS[weights].quantize(padded).dequantize(torch.float32)
     return (values.t() if along_tokens else values)[: len(x)]
 
 
@@ -60,13 +60,13 @@ def backward_values(layer, dtype: torch.dtype) -> Tensor:
     """The weight as the backward pass reads it."""
     quantizer = layer.weight.quantizer
     if not isinstance(quantizer, MXFP8Quantizer):
-        return layer.weight.dequantize()
+        return layer.weight.dequantize(torch.float32)
     tensors = layer.weight._shared.tensors
     storage = Storage(
         columnwise_data=tensors.columnwise_data, columnwise_scale_inv=tensors.columnwise_scale_inv
     )
     columnwise = MXFP8Quantizer(rowwise=False)
-    return type(layer.weight)((OUT, IN), dtype, columnwise, storage).dequantize()
+    return type(layer.weight)((OUT, IN), dtype, columnwise, storage).dequantize(torch.float32)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -95,7 +95,7 @@ def test_operands_are_those_of_the_quantizers(weights, quantized, tokens):
     y = layer(x)
     y.backward(grad)
 
-    weight = layer.weight.dequantize()
+    weight = layer.weight.dequantize(torch.float32)
     read = rounded(x.detach(), weights) if activations else x
     torch.testing.assert_close(y, F.linear(read, weight, layer.bias))
     read = rounded(grad, weights) if gradients else grad

@@ -94,7 +94,7 @@ def test_resumed_training_is_bit_identical(
     assert_identical(snapshot(resumed)["params"], snapshot(optimizer)["params"])
     assert_identical(snapshot(resumed)["state"], snapshot(optimizer)["state"])
     for param in quantized(fresh.parameters()):
-        assert param.get_high_precision_init_val() is None
+        assert param._high_precision_init_val is None
 
 
 @every_recipe
@@ -317,7 +317,7 @@ def test_quantized_training_continues_from_adamw(
     for param, weight in zip(params, weights, strict=True):
         assert ours.state[param]["step"] == 3
         assert_identical(ours.state[param]["master_param"], weight.float())
-    assert params[0].get_high_precision_init_val() is None
+    assert params[0]._high_precision_init_val is None
 
 
 def test_adamw_continues_from_our_checkpoint(device: str) -> None:

@@ -23,7 +23,7 @@ def train(default_device, quantizer, device):
         norm = optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.load_state_dict(optimizer.state_dict())
-        return snapshot(optimizer), norm, params[0].dequantize().detach()
+        return snapshot(optimizer), norm, params[0].dequantize(torch.float32).detach()
     finally:
         torch.set_default_device(None)
 

@@ -229,8 +229,8 @@ def test_scheduled_masters_follow_adamw(
     weights = quantized(params)
     twins = []
     for weight in weights:
-        value = weight.get_high_precision_init_val()
-        value = weight.detach().dequantize() if value is None else value.float()
+        value = weight._high_precision_init_val
+        value = weight.detach().dequantize(torch.float32) if value is None else value.float()
         twins.append(nn.Parameter(value))
     optimizer, adamw = FP4Adam(params, lr=lr), AdamW(twins, lr=copy.deepcopy(lr))
     schedulers = [schedule(each) for each in (optimizer, adamw)]
@@ -273,7 +273,7 @@ def test_average_in_high_precision_follows_the_quantized_weights(
         mlp_loss(model, seed).backward()
         optimizer.step()
         averaged.update_parameters(model)
-        seen.append(model[0].weight.detach().dequantize())
+        seen.append(model[0].weight.detach().dequantize(torch.float32))
     weights = (1 / 3, 1 / 3, 1 / 3) if average is dict else (0.25, 0.25, 0.5)
     expected = sum(w * value for w, value in zip(weights, seen, strict=True))
     assert type(averaged.module[0].weight.detach()) is Tensor

@@ -330,7 +330,7 @@ class Training(RuleBasedStateMachine):
             return self.remainder_starts(param, record)
         value = value_of(param)
         if isinstance(param, QuantizedTensor):
-            kept = param.get_high_precision_init_val()
+            kept = param._high_precision_init_val
             value = value if kept is None else kept.to(torch.float32, copy=True)
         found: list[Tensor | None] = []
         for master in record.possible:
@@ -368,7 +368,7 @@ class Training(RuleBasedStateMachine):
         """Before something at which the optimizer may look at parameters, and need not."""
         for _, param, record in self.members():
             if which(param):
-                kept = isinstance(param, QuantizedTensor) and param.get_high_precision_init_val()
+                kept = isinstance(param, QuantizedTensor) and param._high_precision_init_val
                 if isinstance(kept, Tensor):
                     held = {name: inner.clone() for name, inner in stored(param).items()}
                     record.origin = kept.to(torch.float32, copy=True), held
@@ -758,9 +758,7 @@ class Training(RuleBasedStateMachine):
         chosen = params if index is None else [params[index % len(params)]]
         values = {}
         for param in chosen:
-            kept = (
-                param.get_high_precision_init_val() if isinstance(param, QuantizedTensor) else None
-            )
+            kept = param._high_precision_init_val if isinstance(param, QuantizedTensor) else None
             values[param] = value_of(param) if kept is None else kept.float().clone()
         self.optimizer.reset_master_weights(None if index is None else chosen)
         for _, param, record in self.members():

@@ -153,15 +153,17 @@ def test_leading_dimensions_are_flattened(quantizer, shape, device):
     for name, inner in tensor.storage_tensors().items():
         assert torch.equal(inner, flat.storage_tensors()[name])
     assert tensor.shape == shape
-    assert torch.equal(tensor.dequantize(), flat.dequantize().view(shape))
-    assert torch.equal(copy.deepcopy(tensor).dequantize(), tensor.dequantize())
+    assert torch.equal(tensor.dequantize(torch.float32), flat.dequantize(torch.float32).view(shape))
+    assert torch.equal(
+        copy.deepcopy(tensor).dequantize(torch.float32), tensor.dequantize(torch.float32)
+    )
 
 
 @every_quantizer
 def test_empty_tensors_hold_their_shape(quantizer, device):
     for shape in [(0, 32), (32, 0)]:
         tensor = quantizer.quantize(torch.zeros(shape, device=device))
-        assert tensor.shape == tensor.dequantize().shape == shape
+        assert tensor.shape == tensor.dequantize(torch.float32).shape == shape
 
 
 # What goes in
@@ -220,7 +222,7 @@ def test_layout_dtype_and_device_of_the_input_do_not_matter(quantizer, device):
     }
     for x in views.values():
         tensor = quantizer.quantize(x.to(device))
-        assert tensor.dtype == x.dtype and not tensor.requires_grad
+        assert tensor.dtype == x.dtype and tensor.requires_grad == x.requires_grad
         assert_identical(tensor.storage_tensors(), expected.storage_tensors())
         if quantizer.layout.tensor_scale == "delayed":
             continue  # an empty tensor has another one
@@ -246,7 +248,7 @@ def test_quantizing_a_quantized_tensor_of_the_same_format_copies_bytes():
     assert_identical(NVFP4.quantize(tensor), tensor)
     assert_identical(NVFP4.make_empty(SHAPE).quantize_(tensor), tensor)
     other = MXFP8Quantizer()
-    assert_identical(other.quantize(tensor), other.quantize(tensor.dequantize()))
+    assert_identical(other.quantize(tensor), other.quantize(tensor.dequantize(torch.float32)))
 
 
 def test_quantizer_without_any_direction_is_refused():
@@ -314,7 +316,7 @@ def test_whole_modules_are_saved_and_loaded():
     model = quantize_model(nn.Sequential(nn.Linear(96, 64)), "nvfp4")
     loaded = through_a_file(model, weights_only=False)
     assert_identical(loaded[0].weight, model[0].weight)
-    assert loaded[0].weight.get_high_precision_init_val() is not None
+    assert loaded[0].weight._high_precision_init_val is not None
 
 
 def test_checkpoints_hold_the_quantized_bytes_only():
@@ -323,10 +325,10 @@ def test_checkpoints_hold_the_quantized_bytes_only():
     file = io.BytesIO()
     torch.save(state_dict, file)
     assert file.tell() < 1.1 * model.weight.nbytes_stored
-    assert through_a_file(state_dict)["weight"].get_high_precision_init_val() is None
+    assert through_a_file(state_dict)["weight"]._high_precision_init_val is None
     # Nor does a state_dict in memory keep the value alive once the optimizer has taken it.
     model.weight.clear_high_precision_init_val()
-    assert state_dict["weight"].get_high_precision_init_val() is None
+    assert state_dict["weight"]._high_precision_init_val is None
 
 
 def test_forking_pickler_shares_memory_with_other_processes():
@@ -358,7 +360,9 @@ def model_in(recipe: str | None, seed: int) -> nn.Module:
 
 
 def plain(weight: Tensor) -> Tensor:
-    return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight.detach()
+    return (
+        weight.dequantize(torch.float32) if isinstance(weight, QuantizedTensor) else weight.detach()
+    )
 
 
 @pytest.mark.parametrize("swap", [False, True], ids=["copy", "swap"])
@@ -378,7 +382,7 @@ def test_state_dict_is_converted_to_the_format_of_the_model(source, target, swap
         expected = plain(source[i].weight)
         if target is not None:
             quantizer = model[i].weight.quantizer
-            expected = quantizer.quantize(source[i].weight.detach()).dequantize()
+            expected = quantizer.quantize(source[i].weight.detach()).dequantize(torch.float32)
         assert torch.equal(plain(model[i].weight), expected)
 
 
@@ -448,19 +452,28 @@ def test_tensor_converts_like_any_other(device):
     param = new_param(dtype=torch.bfloat16)
     moved = param.to(device)
     assert moved.device.type == device
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        converted = moved.to(dtype)
-        assert isinstance(converted, NVFP4Tensor) and converted.dtype == dtype
-        assert_identical(stored(converted), stored(param))
-    assert_identical(moved.cpu(), param)
+    # Module.to(dtype) converts parameters; others are asked for their values, as p.data.float() is.
+    values = param.dequantize(torch.float32)
+    names = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "half"}
+    for dtype, name in names.items():
+        for converted in (param.to(dtype), getattr(param, name)()):
+            assert isinstance(converted, NVFP4Tensor) and converted.dtype == dtype
+            assert_identical(stored(converted), stored(param))
+        plain = [getattr(param.detach(), name)(), getattr(param.data.clone(), name)()]
+        if dtype != param.dtype:
+            plain += [param.detach().to(dtype), param.data.to(device, dtype, copy=True)]
+        for converted in plain:
+            assert type(converted) is Tensor and torch.equal(converted.cpu(), values.to(dtype))
+    for same in (moved.cpu(), param.detach().to(torch.bfloat16), moved.detach().to("cpu")):
+        assert_identical(stored(same), stored(param))
     # What the format has no nominal dtype for becomes plain, and loses nothing on the way.
-    assert torch.equal(param.double(), param.dequantize().double())
-    assert torch.equal(param.to(torch.int32), param.dequantize().int())
+    assert torch.equal(param.double(), param.dequantize(torch.float32).double())
+    assert torch.equal(param.to(torch.int32), param.dequantize(torch.float32).int())
 
 
 def test_gradients_flow_through_conversions():
     param = new_param(dtype=torch.bfloat16)
-    results = (param.float(), param.clone(), param.dequantize(), param.double())
+    results = (param.float(), param.clone(), param.dequantize(torch.float32), param.double())
     sum((result * 2).sum() for result in results).backward()
     assert torch.equal(param.grad, torch.full(SHAPE, 8.0, dtype=torch.bfloat16))
 
@@ -476,7 +489,7 @@ def test_meta_module_becomes_real_by_to_empty_and_load(recipe, device):
     model = copy.deepcopy(source).to("meta")
     weight = model[0].weight
     assert weight.is_meta and all(t.is_meta for t in weight.storage_tensors().values())
-    assert isinstance(weight, nn.Parameter) and weight.get_high_precision_init_val() is None
+    assert isinstance(weight, nn.Parameter) and weight._high_precision_init_val is None
 
     model.to_empty(device=device)
 
@@ -491,7 +504,7 @@ def test_swap_tensors_exchanges_quantized_and_plain():
     torch.utils.swap_tensors(param, other)
     assert type(param) is nn.Parameter
     assert isinstance(other, NVFP4Tensor) and isinstance(other, nn.Parameter)
-    assert other.data_ptr() == address and other.get_high_precision_init_val() is not None
+    assert other.data_ptr() == address and other._high_precision_init_val is not None
 
 
 def test_pinned_memory():
@@ -595,15 +608,15 @@ def test_full_overwrites_are_rounded_once(write, through_data):
     assert_identical(param, NVFP4.quantize(expected))
     assert param._version > version
     # The master weights start from what was written, not from what was there before.
-    value = param.get_high_precision_init_val()
+    value = param._high_precision_init_val
     assert value is None or torch.equal(value, expected.to(value.dtype))
 
 
 def test_plain_tensors_take_values_unrounded():
     param = new_param(dtype=torch.bfloat16)
-    assert torch.equal(torch.zeros(SHAPE).copy_(param.detach()), param.dequantize())
+    assert torch.equal(torch.zeros(SHAPE).copy_(param.detach()), param.dequantize(torch.float32))
     double = torch.zeros(SHAPE, dtype=torch.float64).copy_(param.detach())
-    assert torch.equal(double, param.dequantize().double())
+    assert torch.equal(double, param.dequantize(torch.float32).double())
 
 
 def test_writing_a_leaf_needs_no_grad():
@@ -623,7 +636,7 @@ def test_value_before_quantization_follows_every_write():
     ]:
         param = param_with_init_val()
         write(param)
-        value = param.get_high_precision_init_val()
+        value = param._high_precision_init_val
         assert value is None if not kept else torch.equal(value, randn(seed=1))
         assert_identical(param, new_param(seed=1))
 
@@ -632,7 +645,7 @@ def test_value_before_quantization_is_not_kept_where_nobody_asked():
     param = new_param()
     with torch.no_grad():
         param.copy_(randn())
-    assert param.get_high_precision_init_val() is None
+    assert param._high_precision_init_val is None
 
 
 def test_assigning_data(device):
@@ -653,7 +666,7 @@ def test_assigning_data(device):
 def test_parameters_to_vector_and_back():
     params = [new_param(), nn.Parameter(torch.randn(5))]
     vector = nn.utils.parameters_to_vector(params)
-    assert torch.equal(vector[: 64 * 96], params[0].dequantize().flatten())
+    assert torch.equal(vector[: 64 * 96], params[0].dequantize(torch.float32).flatten())
     nn.utils.vector_to_parameters(vector.detach() * 2, params)
     assert isinstance(params[0], NVFP4Tensor)
     assert torch.equal(nn.utils.parameters_to_vector(params), vector * 2)
@@ -689,7 +702,7 @@ def test_weight_changed_between_forward_and_backward_is_noticed():
 @every_quantizer
 def test_other_operators_see_the_dequantized_values(quantizer):
     param, twin = new_param(quantizer), new_param(quantizer)
-    value = param.dequantize().detach()
+    value = param.dequantize(torch.float32).detach()
     indices = torch.tensor([1, 1, 63])
     for fn in (
         lambda w: w[0],

@@ -91,7 +91,7 @@ def test_rows_that_wait_count_when_they_are_written(quantizer, path_device):
     tensor.flush()
     flushed = versions(tensor)
     assert all(flushed[name] > written[name] for name in before)
-    tensor.flush().dequantize()
+    tensor.flush().dequantize(torch.float32)
     assert versions(tensor) == flushed
 
 
@@ -117,8 +117,14 @@ def test_columnwise_codes_that_are_built_count(name, path_device):
 def test_reading_is_no_write():
     tensor = QUANTIZERS["nvfp4"].quantize(randn())
     before, storage = versions(tensor), tensor._shared.tensors
-    (tensor.dequantize(), tensor.float(), tensor + 1, tensor.clone(), copy.deepcopy(tensor))
-    (tensor.split(16), tensor.pending_value(), tensor.get_high_precision_init_val())
+    (
+        tensor.dequantize(torch.float32),
+        tensor.float(),
+        tensor + 1,
+        tensor.clone(),
+        copy.deepcopy(tensor),
+    )
+    (tensor.split(16), tensor.pending_value(), tensor._high_precision_init_val)
     tensor.copy_(tensor.detach())
     assert versions(tensor) == before and tensor._shared.tensors is storage
 
@@ -186,9 +192,11 @@ def test_copies_of_aliases_are_aliases(quantizer, copies):
     assert whole._shared is alias._shared is not param._shared
     before = versions(alias)
     whole.quantize_(randn(seed=1))
-    assert torch.equal(alias.dequantize(), whole.dequantize())
+    assert torch.equal(alias.dequantize(torch.float32), whole.dequantize(torch.float32))
     assert all(version > before[name] for name, version in versions(alias).items())
-    assert torch.equal(param.dequantize(), quantizer.quantize(randn()).dequantize())
+    assert torch.equal(
+        param.dequantize(torch.float32), quantizer.quantize(randn()).dequantize(torch.float32)
+    )
 
 
 @pytest.mark.parametrize("copies", [copy.deepcopy, through_pickle, through_a_file])
@@ -199,7 +207,7 @@ def test_parameters_alone_take_values_before_quantization_along(copies):
     both = copies([layer.weight, layer.weight.detach()])
     assert torch.equal(both[1].get_high_precision_init_val(), value)
     if copies is not copy.deepcopy:
-        assert copies(layer.weight.detach()).get_high_precision_init_val() is None
+        assert copies(layer.weight.detach())._high_precision_init_val is None
 
 
 COPIES = {
@@ -208,7 +216,7 @@ COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": through_pickle,
     "file": through_a_file,
-    "to": lambda t: t.to(torch.float16, copy=True),
+    "to": lambda t: t.to(t.device, copy=True),
     "empty_like": torch.empty_like,
     "rows": lambda t: t[:32].clone(),
 }
@@ -237,7 +245,7 @@ def test_an_inner_tensor_of_someone_else_counts_for_itself(quantizer):
 @every_quantizer
 def test_moving_to_shared_memory_is_seen(quantizer):
     tensor = quantizer.quantize(randn())
-    storage, values = tensor._shared.tensors, tensor.dequantize()
+    storage, values = tensor._shared.tensors, tensor.dequantize(torch.float32)
     tensor.share_memory_()
     assert tensor._shared.tensors is not storage and tensor.is_shared()
-    assert torch.equal(tensor.dequantize(), values)
+    assert torch.equal(tensor.dequantize(torch.float32), values)
