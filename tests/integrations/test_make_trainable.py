@@ -43,7 +43,7 @@ from fp4adam import (
     import_checkpoint,
     make_trainable,
 )
-from quantized_training import assert_identical
+from helpers import assert_identical
 
 SIZES = dict(
     vocab_size=256,
