@@ -58,6 +58,10 @@ def find_stale(
     answers: dict[Parameter, bool] = {}
     quantized = []
     for p in unsure:
+        owns = p.owns(states[p.owner])
+        if owns is not None:
+            answers[p] = owns
+            continue
         infos = p.shard_infos() if isinstance(p, QuantizedParameter) else ()
         if infos and all_ranks:
             settle_shard(p.param, infos)

@@ -20,7 +20,7 @@ from fp4adam.optim import checks
 from fp4adam.optim.engine import Engine
 from fp4adam.optim.hyper_parameters import check_numbers
 from fp4adam.optim.master_weights import adopt, batches, find_stale
-from fp4adam.optim.parameter import Parameter, State, are_equal
+from fp4adam.optim.parameter import DIGEST, Parameter, State, are_equal
 from fp4adam.optim.state_codec import PLAIN, STATE_BLOCK, codec_of_codes, join_master
 from fp4adam.optim.state_tensor import SCALES, StateTensor, restored, state_like
 
@@ -29,6 +29,7 @@ _ORDER = (
     "step",
     *(name for state in STATE_NAMES for name in (state, SCALES[state])),
     "param_remainder",
+    DIGEST,
 )
 # The tensors of a state; ``step`` is a count.
 TENSOR_NAMES = frozenset(_ORDER[1:])
