@@ -24,6 +24,8 @@ from fp4adam.formats.float8 import Float8Quantizer as Float8Quantizer
 from fp4adam.formats.float8 import Float8Tensor as Float8Tensor
 from fp4adam.formats.float8_block import Float8BlockQuantizer as Float8BlockQuantizer
 from fp4adam.formats.float8_block import Float8BlockTensor as Float8BlockTensor
+from fp4adam.formats.mxfp4 import MXFP4Quantizer as MXFP4Quantizer
+from fp4adam.formats.mxfp4 import MXFP4Tensor as MXFP4Tensor
 from fp4adam.formats.mxfp8 import MXFP8Quantizer as MXFP8Quantizer
 from fp4adam.formats.mxfp8 import MXFP8Tensor as MXFP8Tensor
 from fp4adam.formats.nvfp4 import NVFP4Quantizer as NVFP4Quantizer

@@ -454,7 +454,13 @@ def _adam_step_vector_kernel(
 
 @triton.jit
 def _codes_and_values(
-    x, i, column_words, MASKED: tl.constexpr, KEEPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+    x,
+    i,
+    column_words,
+    MASKED: tl.constexpr,
+    KEEPS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
 ):
     """Codes of a part ``i`` of scaled numbers and their values, float32.
 

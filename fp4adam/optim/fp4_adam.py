@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from torch.optim.optimizer import ParamsT
 
-from fp4adam.distributed.collectives import guard_zero
 from fp4adam.distributed.dtensor import local
+from fp4adam.distributed.torch_patches import guard_zero
 from fp4adam.formats.scale_groups import (
     ScaleGroups,
     form_scale_group,

@@ -17,8 +17,8 @@ from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fp4adam.distributed.cast import cast
-from fp4adam.distributed.collectives import guard_zero
 from fp4adam.distributed.dtensor import is_dtensor, like, local, part_for
+from fp4adam.distributed.torch_patches import guard_zero
 from fp4adam.formats.scale_groups import ScaleGroup
 from fp4adam.interop.borrowed_tensor import ScaleWriteback
 from fp4adam.optim import checks
