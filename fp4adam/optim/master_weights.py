@@ -20,8 +20,8 @@ from torch import Tensor
 from fp4adam.distributed.cast import cast
 from fp4adam.distributed.dtensor import is_dtensor, sharding_groups
 from fp4adam.distributed.shards import settle_shard
-from fp4adam.optim.remainder import belongs_to
 from fp4adam.optim.parameter import Parameter, QuantizedParameter, State
+from fp4adam.optim.remainder import belongs_to
 from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 

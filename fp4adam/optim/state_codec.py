@@ -371,8 +371,8 @@ def state_codec(name: str, dtype: torch.dtype) -> StateCodec:
     Args:
         name: "exp_avg", "exp_avg_sq" or "master_weight".
         dtype: float32 or float16; for masters also int8, remainders of quantized weights; for the
-            moments also bfloat16, and float8_e4m3fn, which Transformer Engine calls uint8. Except for bfloat16, narrow second moments are unsigned
-            floats of the same width.
+            moments also bfloat16, and float8_e4m3fn, which Transformer Engine calls uint8. Except
+            for bfloat16, narrow second moments are unsigned floats of the same width.
 
     Raises:
         ValueError: If the state cannot be stored in ``dtype``.

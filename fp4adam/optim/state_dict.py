@@ -298,7 +298,9 @@ def new_state(parameter: Parameter, saved: State) -> State:
                 _restore_remainder(parameter, saved, state)
                 continue
             # Remainders are made of whatever codes the weight has at the next step.
-            codec = PLAIN if name == "master_param" and parameter.completes else parameter.codecs[name]
+            codec = (
+                PLAIN if name == "master_param" and parameter.completes else parameter.codecs[name]
+            )
             stored = restored(given, codec, param)
             if name == "master_param" and not _is_exact(given, stored):
                 # Keep it in FP32: the parameter may equal the rounded original, but not the rounded

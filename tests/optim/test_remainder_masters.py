@@ -96,13 +96,21 @@ def test_kernels_and_operators_agree(quantizer, scale_groups, device, monkeypatc
             step(optimizer, seed, present)
         optimizers.append(optimizer)
     assert_same(*optimizers)
-    assert all(optimizers[0].state[p]["master_param"].dtype == torch.int8 for p in params_of(optimizers[0]))
+    assert all(
+        optimizers[0].state[p]["master_param"].dtype == torch.int8 for p in params_of(optimizers[0])
+    )
 
 
 @by_quantizer
 def test_masters_follow_those_in_fp32(quantizer):
     small = make("cpu", quantizer, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32)
-    full = make("cpu", quantizer, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32, master_weight_dtype=torch.float32)
+    full = make(
+        "cpu",
+        quantizer,
+        exp_avg_dtype=torch.float32,
+        exp_avg_sq_dtype=torch.float32,
+        master_weight_dtype=torch.float32,
+    )
     for seed in range(20):
         step(small, seed)
         step(full, seed)
@@ -250,7 +258,10 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="FP4Adam"):
         FusedAdam(plain, master_weight_dtype=torch.int8)
     # Beside quantized weights, BF16 ones have whole masters, or remainders of their own.
-    for options, name in (({}, "master_param"), ({"store_param_remainders": True}, "param_remainder")):
+    for options, name in (
+        ({}, "master_param"),
+        ({"store_param_remainders": True}, "param_remainder"),
+    ):
         optimizer = FP4Adam(plain, master_weight_dtype=torch.int8, **options)
         plain[0].grad = torch.ones_like(plain[0])
         optimizer.step()
