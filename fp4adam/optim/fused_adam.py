@@ -265,7 +265,10 @@ class FusedAdam(Optimizer):
         """What else happens to new parameters."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "options": self._parameters.options}
+        state = {**super().__getstate__(), "options": self._parameters.options}
+        # Copies know nothing of who wrote what, so remainders take along which codes they are for.
+        state["state"] = saving.with_digests(self._engine, state["state"])
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy, a pickle, or a state that is loaded. All is prepared before one assignment.
