@@ -390,11 +390,13 @@ def test_clipping_holds_for_what_is_left_of_the_gradients(trained):
 def test_steps_that_the_device_skips_are_not_counted(quantizer, device):
     """The state says so when it is asked; the training goes on as if they had not been."""
     optimizers = [FP4Adam(make_params(device, quantizer), lr=1e-2) for _ in range(2)]
+    found_inf = torch.zeros(1, device=device)
     for seed, overflow in enumerate([True, False, True, True, False, False]):
         for optimizer in optimizers:
             set_grads(optimizer.param_groups[0]["params"], seed)
-        optimizers[0].found_inf = torch.full((1,), float(overflow), device=device)
+        optimizers[0].found_inf = found_inf.fill_(float(overflow))
         optimizers[0].step()
+        found_inf.fill_(float(not overflow))  # the buffer is used again
         if not overflow:
             optimizers[1].step()
     state = optimizers[0].state
