@@ -210,15 +210,8 @@ class FusedAdam(Optimizer):
 
     def __repr__(self) -> str:
         """What ``torch.optim`` says, after how and where states are stored."""
-        options = self._parameters.options
-        names = ("exp_avg", "exp_avg_sq", "master_weight")
-        dtypes = (str(getattr(options, f"{name}_dtype")).removeprefix("torch.") for name in names)
-        stored = ", ".join(f"{n} {dtype}" for n, dtype in zip(names, dtypes, strict=True))
-        head = (
-            f"States: {stored}{'' if options.master_weights else ' (no masters)'}\n"
-            f"Offloaded to the host: {options.offload_states}\n"
-            f"Gradient release: {self._release is not None}\n"
-        )
+        head = self._parameters.options.describe()
+        head += f"Gradient release: {self._is_releasing}\n"
         return super().__repr__().replace("(\n", f"(\n{head}", 1)
 
     def _set_up(self, options: Options) -> None:
@@ -227,8 +220,7 @@ class FusedAdam(Optimizer):
         self._release: GradientRelease | None = None
         # Memory that captured steps use, once per plan; graphs outlive plans and loaded states.
         self._captured: list = []
-        # Guards hooks that are registered for the duration of a call, as threads may save at the
-        # same time.
+        # Guards hooks that are registered during a call, as threads may save at the same time.
         self._saving = threading.RLock()
 
     def _new_engine(self) -> Engine:
