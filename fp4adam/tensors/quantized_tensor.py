@@ -21,6 +21,10 @@ from fp4adam.tensors.quantizer import (
 from fp4adam.tensors.storage import SharedStorage, Storage
 from fp4adam.tensors.te_names import TensorNames
 
+# Part of the key of torch.compile's disk cache: graphs that call operators of another version of
+# this package would not run.
+_OPERATORS_OF_GRAPHS = "fp4adam::dequantize"
+
 _FUNCTIONS: dict[Callable, Callable] = {}
 _OPERATORS: dict[Callable, Callable] = {}
 
@@ -95,6 +99,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         requires_grad: bool = False,
     ) -> None:
         self.quantizer = quantizer
+        quantizer.register()
         is_shared = isinstance(storage, SharedStorage)
         self._shared = storage if is_shared else SharedStorage(storage)
         # Index of the first row, relative to the storage's first row of values, and of the first
@@ -457,7 +462,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         names, context = self.__tensor_flatten__()
         inner = self._shared.tensors.existing().values()
         looks = [(x.shape, x.stride(), x.dtype, x.device) for x in inner]
-        parts = type(self).__name__, self.shape, self.requires_grad, names, looks, context
+        parts = _OPERATORS_OF_GRAPHS, type(self).__name__, self.shape, self.requires_grad, names, looks, context
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
     # torch's implementation assumes that a tensor with an address owns storage of its logical size.
