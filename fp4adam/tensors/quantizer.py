@@ -63,20 +63,6 @@ class Quantizer(QuantizerNames, Generic[T]):
     # Whether step kernels take shards that share blocks with other ranks.
     steps_cut_blocks: ClassVar[bool] = False
 
-    # Read by step kernels.
-    @property
-    def scales_blocks(self) -> bool:
-        return self.layout.scale_type is not None
-
-    @property
-    def has_history(self) -> bool:
-        return self.layout.tensor_scale == "delayed"
-
-    @property
-    def scale_options(self) -> dict[str, Any]:
-        rule = self.layout.scale_rule
-        return dict(force_pow_2_scales=rule.force_pow_2_scales, amax_epsilon=rule.amax_epsilon)
-
     def __post_init__(self) -> None:
         if not (self.rowwise or self.columnwise):
             raise ValueError(
