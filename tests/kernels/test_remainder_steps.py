@@ -51,7 +51,9 @@ class Weight:
         state = self.remainder, exp_avg[0], exp_avg_sq[0], None
         storage = p._rowwise_data, scale, p._columnwise_data, p._columnwise_scale_inv, p._amax
         rest = None, exp_avg[1], exp_avg_sq[1], None, None, p._amax_history
-        addresses = [[0 if t is None else t.data_ptr() for t in part] for part in (state, storage, rest)]
+        addresses = [
+            [0 if t is None else t.data_ptr() for t in part] for part in (state, storage, rest)
+        ]
         return [grad.data_ptr(), index, *addresses[0], *addresses[1], *p.shape, *addresses[2]]
 
     def tensors(self):
@@ -93,7 +95,12 @@ class Launched:
         )  # fmt: skip
         rule = layout.scale_rule
         usage = Usage(
-            quantizer.rowwise, quantizer.columnwise, layout.is_square, False, rule.adaptive, rule.bound
+            quantizer.rowwise,
+            quantizer.columnwise,
+            layout.is_square,
+            False,
+            rule.adaptive,
+            rule.bound,
         )
         kind = SimpleNamespace(
             quantizer=quantizer, groups=(), write_dtype=torch.float32,
@@ -115,7 +122,9 @@ class Launched:
         self.launch(*self.signals)
 
 
-def run(quantizer, dtype, shapes, device, gradients, grad_dtype=torch.bfloat16, groups=None, values=None):
+def run(
+    quantizer, dtype, shapes, device, gradients, grad_dtype=torch.bfloat16, groups=None, values=None
+):
     """Step two copies of weights with ``gradients(step)``; compare all bytes after each step."""
     generator = torch.Generator().manual_seed(1)
     if values is None:
@@ -139,7 +148,10 @@ def run(quantizer, dtype, shapes, device, gradients, grad_dtype=torch.bfloat16, 
 
 def random_gradients(shapes):
     def gradients(step, generator):
-        return [torch.randn(s, generator=generator) * torch.rand(s[0], 1, generator=generator) for s in shapes]
+        return [
+            torch.randn(s, generator=generator) * torch.rand(s[0], 1, generator=generator)
+            for s in shapes
+        ]
 
     return gradients
 
@@ -159,7 +171,9 @@ def test_gradients_of_four_bytes(device):
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
-@pytest.mark.parametrize("quantizer", [NVFP4Quantizer(), Float8Quantizer()], ids=["nvfp4", "float8"])
+@pytest.mark.parametrize(
+    "quantizer", [NVFP4Quantizer(), Float8Quantizer()], ids=["nvfp4", "float8"]
+)
 def test_previews_find_every_amax(quantizer, device):
     # Three tiles. Steady gradients build up moments; then one step shrinks the largest weights by a
     # tenth and grows others beyond them. In the step after that, the largest ones become NaN.

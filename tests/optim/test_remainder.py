@@ -57,7 +57,7 @@ def test_units_are_parts_of_half_a_gap(quantizer):
     factor, half = gaps(param, is_e2m1)
     known = (factor > 0) & factor.isfinite()
     if is_e2m1:  # Units of blocks with small scales are larger.
-        known &= (factor > factor[known].max() * 2.0**-7 / 448 * 1.01)
+        known &= factor > factor[known].max() * 2.0**-7 / 448 * 1.01
     unit = units(param).double()
     torch.testing.assert_close(unit[known], (half * factor / 119)[known], rtol=1e-6, atol=0)
     assert known.float().mean() > 0.3
