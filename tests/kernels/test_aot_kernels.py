@@ -149,7 +149,9 @@ def step_jobs(codecs, sm):
     known = ("tile_amaxes", "old_amaxes", "amaxes", "exceeding", *measured)
     known = dict.fromkeys(known, "*fp32")
     br, bc = amax_preview.COMPLETED_PART[scaled] if completes else amax_preview.PART
-    for again, of_nvfp4 in itertools.product((False, True), (True, False) if completes else (None,)):
+    for again, of_nvfp4 in itertools.product(
+        (False, True), (True, False) if completes else (None,)
+    ):
         form = {"USAGE": None, "SCALES_BLOCKS": None, "POW_2": None}
         if completes:
             form = {**usage(True), "SCALES_BLOCKS": of_nvfp4, "POW_2": False}
