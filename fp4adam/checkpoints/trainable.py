@@ -48,8 +48,8 @@ def make_trainable(model: Model, recipe: FormatName | Quantizer | Recipe | None 
     ======================================  ===================================================
     ``FP8Linear``, ``FP8Experts``           Float8Block, if blocks are 128x128
     ``weight_scale_inv``
-    compressed-tensors                      NVFP4, MXFP8, Float8Block of 128x128
-    torchao's ``NVFP4Tensor``, ``MXTensor``  NVFP4, MXFP8
+    compressed-tensors                      NVFP4, MXFP4, MXFP8, Float8Block of 128x128
+    torchao's ``NVFP4Tensor``, ``MXTensor``  NVFP4, MXFP4, MXFP8
     ======================================  ===================================================
 
     Others are refused by name. transformers decodes FP8 checkpoints where it finds no GPU:
