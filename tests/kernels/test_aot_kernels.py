@@ -301,12 +301,12 @@ def shard_jobs():
         jobs[f"partial {format} scales"] = job(
             "partial_cast._scales_kernel",
             {"table": "*i64", "chunks": "*i32", **epsilon},
-            {**block, **PLAIN_SCALES, "FORMAT": format, "CHUNK": SCALES},
+            {**block, **PLAIN_SCALES, "FORMAT": format, "ROUNDING": 0, "CHUNK": SCALES},
         )
     jobs["partial nvfp4 adaptive scales"] = job(
         "partial_cast._scales_kernel",
         {"table": "*i64", "chunks": "*i32", **epsilon},
-        {**block, **ADAPTIVE, "FORMAT": "nvfp4", "CHUNK": SCALES},
+        {**block, **ADAPTIVE, "FORMAT": "nvfp4", "ROUNDING": 0, "CHUNK": SCALES},
     )
     for bits, side in transpose.TILE.items():
         for name, size in (("transpose", side), ("transpose_edge", transpose.EDGE)):
