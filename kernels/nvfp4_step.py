@@ -199,8 +199,8 @@ def step_forms(variant: Variant, usage: Usage) -> tuple[Tile, Tile]:
     elif not usage.square and narrow and not scaled:
         # Two stages take 128 registers instead of 168, for which ptxas spills a few on sm_100.
         large = large._replace(num_stages=2)
-    completes = variant.value_codec == "int8"
-    if (variant.is_updated or completes) and usage.square and usage.adaptive is None:
+    small = state_lanes(variant) == 8
+    if (variant.is_updated or small) and usage.square and usage.adaptive is None:
         # More elements per thread repeat less of what a block has in common.
         large = large._replace(num_warps=2)
     return large, EDGE_TILE[scaled]
@@ -219,6 +219,8 @@ def step_registers(
     narrow, scaled, edge = are_narrow(*codecs), has_scales(*codecs), max_registers(*codecs)
     if usage.adaptive is not None:
         return None if usage.square and not narrow else 255, edge
+    if codecs[0] == "int8":
+        return 255, edge
     if narrow and not scaled:
         return 128 if usage.square and sm == 90 else 168, edge
     return None, edge

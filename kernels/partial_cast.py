@@ -57,6 +57,7 @@ CHOICES = tl.constexpr(INDEX["choices"])
 TILES = {
     "nvfp4": (Tile(16, 128, 1, 4, 1), Tile(16, 128, 1, 4, 1)),
     "mxfp8": (Tile(32, 64, 1, 4, 1), Tile(32, 64, 1, 4, 1)),
+    "mxfp8_2d": (Tile(32, 64, 1, 4, 1), Tile(32, 64, 1, 4, 1)),
     "mxfp4": (Tile(32, 64, 1, 4, 1), Tile(32, 64, 1, 4, 1)),
     "float8": (Tile(16, 128, 8, 4, 3), Tile(8, 128, 16, 4, 1)),
     "float8_block": (Tile(16, 128, 8, 4, 3), Tile(8, 128, 16, 4, 1)),
@@ -237,7 +238,7 @@ def _scales_kernel(
         grid = tl.where(columnwise, _load(table, tensor, COLUMNWISE_AMAX), grid)
         out = tl.where(columnwise, _load(table, tensor, COLUMNWISE_SCALE), out)
     else:
-        BLOCK: tl.constexpr = 16 if FORMAT == "nvfp4" else 128
+        BLOCK: tl.constexpr = 16 if FORMAT == "nvfp4" else 32 if FORMAT == "mxfp8_2d" else 128
         width = tl.cdiv(cols, BLOCK)
         numel = tl.cdiv(rows, BLOCK) * width
     inside = block < numel
@@ -258,6 +259,9 @@ def _scales_kernel(
         stored_width = tl.where(columnwise, (width + 127) // 128 * 128, (width + 3) // 4 * 4)
         at = block // width * stored_width + block % width
         tl.store(out.to(tl.pointer_type(tl.uint8)) + at, scale.to(tl.uint8), inside)
+    elif FORMAT == "mxfp8_2d":
+        scale, _ = mxfp8_scale(amax)
+        tl.store(out.to(tl.pointer_type(tl.uint8)) + block, scale.to(tl.uint8), inside)
     elif FORMAT == "float8_block":
         scale = tl.div_rn(1.0, float8_scale(amax, epsilon, LARGEST, POW_2))
         tl.store(out.to(tl.pointer_type(tl.float32)) + block, scale, inside)
@@ -421,10 +425,11 @@ def _mxfp8_codes_kernel(
     WRITE_DTYPE: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
+    SQUARE: tl.constexpr,
     WHOLE: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """The shard's E4M3 codes of one tile, in both directions.
+    """The shard's E4M3 codes of one tile, in both directions; SQUARE: one scale per 32x32 block.
 
     Grid: (n_tiles,). Tile: [32, BC]. Tables as for NVFP4. Reads the shard (2 or 4 bytes per
     element) and amaxes, writes one byte per element and direction.
@@ -438,7 +443,11 @@ def _mxfp8_codes_kernel(
     CODES: tl.constexpr = tl.uint32 if WHOLE else tl.uint8
     if ROWWISE:
         grid = _pointer(table, tensor, ROWWISE_AMAX, tl.float32, False)
-        grid += tile_start(row, col // 32, cols // 32) + tile_offsets(cols // 32, 32, BC // 32)
+        if SQUARE:
+            grid += tile_start(row // 32, col // 32, cols // 32)
+            grid += tl.zeros((32, 1), tl.int32) + tl.arange(0, BC // 32)[None, :]
+        else:
+            grid += tile_start(row, col // 32, cols // 32) + tile_offsets(cols // 32, 32, BC // 32)
         inside = (col // 32 + tl.arange(0, BC // 32) < cols // 32)[None, :]
         _, factor = mxfp8_scale(tl.load(grid, inside, 0.0))
         scaled = tl.reshape(x, (32, BC // 32, 32)) * factor[:, :, None]
@@ -613,9 +622,11 @@ def write_codes(
         elif format == "mxfp4":
             kernel = _mxfp4_codes_kernel
             constexprs |= dict(ROUNDING=rounding, WHOLE=whole, BC=tile.cols)
-        elif format == "mxfp8":
+        elif format.startswith("mxfp8"):
+            square = format == "mxfp8_2d"
             kernel = _mxfp8_codes_kernel
-            constexprs |= dict(ROWWISE=rowwise, COLUMNWISE=columnwise, WHOLE=whole, BC=tile.cols)
+            constexprs |= dict(ROWWISE=rowwise, COLUMNWISE=columnwise and not square)
+            constexprs |= dict(SQUARE=square, WHOLE=whole, BC=tile.cols)
         else:
             kernel = _float8_codes_kernel
             constexprs |= dict(

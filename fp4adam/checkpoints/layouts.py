@@ -223,7 +223,7 @@ class NVFP4Encoding(Encoding):
 
     def quantizer_for(self, scales: Iterable[Tensor]) -> Quantizer:
         """Square blocks if the scales allow it."""
-        if all(_is_square(scale.view(torch.uint8)) for scale in scales):
+        if all(_is_square(scale.view(torch.uint8), nvfp4.BLOCK) for scale in scales):
             return NVFP4Quantizer()
         return NVFP4Quantizer(two_dimensional=False, columnwise=False)
 
@@ -245,7 +245,7 @@ class NVFP4Encoding(Encoding):
             "amax": amax.reshape(1).to(rounded) if is_its else rounded,
         }
         if quantizer.two_dimensional:
-            if not _is_square(scale):
+            if not _is_square(scale, nvfp4.BLOCK):
                 raise ValueError(
                     "scales must be the same on the 16 rows of a block for two_dimensional=True, "
                     "got others; pass NVFP4Quantizer(two_dimensional=False, columnwise=False)"
@@ -259,11 +259,11 @@ class NVFP4Encoding(Encoding):
         return {**inner, "rowwise_scale_inv": scale}
 
 
-def _is_square(scale: Tensor) -> bool:
-    """Whether each 16 rows have the same scales."""
-    if len(scale) % nvfp4.BLOCK:
+def _is_square(scale: Tensor, block: int) -> bool:
+    """Whether all rows of each block have the same scales."""
+    if len(scale) % block:
         return False
-    blocks = scale.unflatten(0, (-1, nvfp4.BLOCK))
+    blocks = scale.unflatten(0, (-1, block))
     return bool((blocks == blocks[:, :1]).all())
 
 
@@ -293,10 +293,17 @@ class MXFP8Encoding(Encoding):
         scale = stored[self.scale].view(torch.uint8)
         _check_scales(self.scale, scale < 255, scale)
         codes = stored[self.codes].view(torch.uint8)
+        if quantizer.two_dimensional:
+            if not _is_square(scale, MX_BLOCK):
+                raise ValueError(
+                    f"{self.scale} must be equal for the {MX_BLOCK} rows of each block to be taken "
+                    "over with two_dimensional=True, got others; pass MXFP8Quantizer()"
+                )
+            return {"rowwise_data": codes, "block_scale_inv": scale[::MX_BLOCK].contiguous()}
         return {"rowwise_data": codes, "rowwise_scale_inv": scale}
 
     def _derive(self, out: QuantizedTensor) -> None:
-        if out.quantizer.columnwise:
+        if out.quantizer.columnwise and not out.quantizer.two_dimensional:
             # Columnwise codes have blocks of their own, of the same values.
             columns = MXFP8Quantizer(rowwise=False).quantize(out._read(torch.float32))
             out._columnwise_data.copy_(columns._columnwise_data)

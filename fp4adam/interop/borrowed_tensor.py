@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp4adam.interop.adapter import FIELDS, adapter_of, class_name, count_writes, memory
+from fp4adam.interop.adapter import FIELDS, adapter_of, class_name, memory
 from fp4adam.interop.strided_copy import StridedCopies
 from fp4adam.tensors.blocks import flat_shape
+from fp4adam.tensors.fingerprint import Column
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
 from fp4adam.tensors.rows import is_of as has_codes_of
 from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
@@ -49,6 +50,7 @@ class BorrowedTensor:
     Attributes:
         tensor: This package's tensor on the same memory.
         copies: Pairs of views of the same scales: (in the source, in the tensor).
+        mirrors: Pairs of codes, likewise, of which the source has a second copy.
         per_tensor_scale: The scale that the source has instead of an amax, or None.
         given: With delayed scaling the source's next encode scale and its largest magnitude so
             far, else None.
@@ -75,6 +77,7 @@ class BorrowedTensor:
         check_dtype(f"the dtype of a {class_name(type(source))}", source.dtype)
         self._rows, self._cols = flat_shape(shape)
         self.copies: list[tuple[Tensor, Tensor]] = []
+        self.mirrors: list[tuple[Tensor, Tensor]] = []
         self.per_tensor_scale: Tensor | None = None
         self.given: tuple[Tensor, Tensor] | None = None
         fields = dict(self.adapter.fields(source))
@@ -90,7 +93,6 @@ class BorrowedTensor:
             for target, own in self.copies:
                 own.copy_(target[tuple(map(slice, own.shape))])
             read_gemm_scales(self.tensor)
-        self.note()
 
     @property
     def source(self) -> Tensor:
@@ -148,6 +150,12 @@ class BorrowedTensor:
                 self._copy_grid(quantizer, fields, grid)
             else:
                 storage[name] = self._scale(quantizer, fields, name, size, dtype)
+        if quantizer.layout.shares_codes and quantizer.columnwise:
+            own = storage["rowwise_data"]
+            field = self._field(fields, "columnwise_data", own.dtype)
+            self._check_numel("columnwise_data", field, tuple(own.shape))
+            if field.data_ptr() != own.data_ptr():
+                self.mirrors.append((field.view(own.shape), own))
         return Storage(**storage)
 
     def _amax(self, quantizer: Quantizer, fields: dict[str, Tensor]) -> Tensor:
@@ -288,7 +296,7 @@ class BorrowedTensor:
         if self.given is None:
             is_given = True
         else:
-            is_given = all(map(is_, self.adapter.given(source), self._given_fields))
+            is_given = all(map(is_, self.given_fields(), self._given_fields))
         return (
             source is self.source
             and source.dtype == self.tensor.dtype
@@ -296,13 +304,9 @@ class BorrowedTensor:
             and is_given
         )
 
-    def is_current(self, source: Tensor) -> bool:
-        """Whether this is on the memory of ``source``, unwritten since :meth:`note`."""
-        return self.is_on(source) and count_writes(source, self._memory) == self.writes
-
-    def note(self) -> None:
-        """Count all writes so far as the optimizer's own."""
-        self.writes = count_writes(self.source, self._memory)
+    def given_fields(self) -> tuple[Tensor | None, Tensor | None]:
+        """The scale and the amax that the source has now, with delayed scaling."""
+        return self.adapter.given(self.source)
 
 
 _borrowed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -322,45 +326,39 @@ def borrow(source: Tensor) -> BorrowedTensor:
     return known
 
 
-class SourceWatch:
-    """:meth:`BorrowedTensor.is_on` for many tensors at once; it keeps the sources alive.
+def source_columns(
+    pairs: Sequence[tuple[BorrowedTensor, Tensor]], prefix: str = ""
+) -> list[tuple[Column, list[int]]]:
+    """How to read, all at once, whether tensors are on the memory of their sources, unwritten.
 
     Args:
-        borrowed: The tensors, which are on the memory of their sources.
+        pairs: The tensors, each with an object to read its source from.
+        prefix: What leads from these objects to the sources, such as "_local_tensor.".
+
+    Returns:
+        Columns of a fingerprint, each with the indices of the pairs that it reads.
     """
+    columns: list[tuple[Column, list[int]]] = []
 
-    def __init__(self, borrowed: Sequence[BorrowedTensor]) -> None:
-        self._sources = [one.source for one in borrowed]
-        self._dtypes = [one.tensor.dtype for one in borrowed]
-        alike: dict[tuple[str, ...], list[BorrowedTensor]] = defaultdict(list)
-        for one in borrowed:
-            alike[one.adapter.attributes].append(one)
-        self._reads = [
-            (attrgetter(name), [one.source for one in members])
-            for names, members in alike.items()
-            for name in names
-        ]
-        self._memory = [
-            part
-            for members in alike.values()
-            for part in zip(*(one._memory for one in members), strict=True)
-        ]
-        self._given = [one for one in borrowed if one.given is not None]
+    def add(which: Sequence[int], name: str, versioned: bool = False) -> None:
+        path = (prefix + name).rstrip(".")
+        objects, read = [pairs[i][1] for i in which], attrgetter(path) if path else None
+        columns.append((Column(objects, read, same=True, versioned=versioned), [*which]))
 
-    def is_on(self) -> bool:
-        """Whether all sources have the memory and dtype that they had."""
-        return (
-            [source.dtype for source in self._sources] == self._dtypes
-            and all(
-                all(map(is_, map(read, sources), known))
-                for (read, sources), known in zip(self._reads, self._memory, strict=True)
-            )
-            and all(
-                scale is one._given_fields[0] and amax is one._given_fields[1]
-                for one in self._given
-                for scale, amax in [one.adapter.given(one.source)]
-            )
-        )
+    every = range(len(pairs))
+    add(every, "", versioned=True)
+    add(every, "dtype")
+    alike: dict[tuple[int, str, bool], list[int]] = defaultdict(list)
+    for i, (one, _) in enumerate(pairs):
+        parts = zip(one.adapter.attributes, one._memory, strict=True)
+        for number, (name, part) in enumerate(parts):
+            alike[number, name, isinstance(part, Tensor)].append(i)
+    for (_, name, is_tensor), which in sorted(alike.items()):  # in the order of attributes
+        add(which, name, versioned=is_tensor)
+    delayed = [i for i, (one, _) in enumerate(pairs) if one.given is not None]
+    given = [pairs[i][0] for i in delayed]
+    columns.append((Column(given, BorrowedTensor.given_fields, chained=True, same=True), delayed))
+    return columns
 
 
 class ScaleWriteback:
@@ -374,7 +372,9 @@ class ScaleWriteback:
     """
 
     def __init__(self, borrowed: Sequence[BorrowedTensor]) -> None:
-        self._copies = StridedCopies([pair for one in borrowed for pair in one.copies])
+        self._copies = StridedCopies(
+            [pair for one in borrowed for pair in (*one.copies, *one.mirrors)]
+        )
         alike: dict[tuple[Quantizer, torch.device], list[BorrowedTensor]] = defaultdict(list)
         for one in borrowed:
             if one.per_tensor_scale is not None:

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import hashlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -115,10 +116,13 @@ class QuantizedTensor(TensorNames, torch.Tensor):
     def columnwise_data(self) -> Tensor | None:
         """Codes with blocks along the first dimension, uint8; None without columnwise usage.
 
-        A tensor gathered by FSDP2 derives them from the rowwise codes on access.
+        A tensor gathered by FSDP2 derives them from the rowwise codes on access; 2-D MXFP8 has one
+        copy for both directions.
         """
         tensors, quantizer = self.flush()._shared.tensors, self.quantizer
         if tensors.columnwise_data is None and quantizer.columnwise:
+            if quantizer.layout.shares_codes:
+                return tensors.rowwise_data
             return transpose.transposed_codes(tensors.rowwise_data, quantizer.layout.code_bits)
         return tensors.columnwise_data
 
@@ -345,6 +349,12 @@ class QuantizedTensor(TensorNames, torch.Tensor):
             )
         check_dtype("data of a quantized tensor", value.dtype)
         if not same_format(self, value):
+            warnings.warn(
+                f"values assigned to .data of a {type(self).__name__} are rounded to its format; "
+                "to merge adapters of PEFT, make the weights plain first: dequantize_model(model). "
+                "Overwrite weights with copy_ or quantize_",
+                stacklevel=2,
+            )
             return self._write(value)
         value = value.to(self.device)
         self._shared, self._start, self._start_col = value._window

@@ -30,6 +30,7 @@ FORMATS = {
     "mxfp8": (MXFP8Quantizer(), 32),
     "mxfp8-rowwise": (MXFP8Quantizer(columnwise=False), 32),
     "mxfp8-columnwise": (MXFP8Quantizer(rowwise=False), 32),
+    "mxfp8-2d": (MXFP8Quantizer(two_dimensional=True), 32),
     "float8": (Float8Quantizer(), 16),
     "float8-rowwise": (Float8Quantizer(columnwise=False, force_pow_2_scales=True), 16),
     "float8block": (Float8BlockQuantizer(), 1),

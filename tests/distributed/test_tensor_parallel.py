@@ -36,6 +36,7 @@ from fp4adam import (
 from fp4adam.distributed import tensor_parallel
 from fp4adam.distributed.dtensor import like, local, part_for
 from fp4adam.distributed.tensor_parallel import gather_whole
+from fp4adam.distributed.torch_patches import wrap_shard_tensor
 from fp4adam.tensors import backend
 from fp4adam.tensors.swizzle import new_gemm_scale
 from fp4adam.tensors.transpose import transposed_codes
@@ -438,12 +439,12 @@ def test_a_torch_that_divides_tensors_otherwise_is_refused():
 
     for kind, names in ((Renamed, r"\[\]"), (Changed, "mesh_dim'\\]")):
         with pytest.raises(NotImplementedError, match=f"got .*{names} in torch"):
-            tensor_parallel._keep_parts_quantized(kind)
+            wrap_shard_tensor(kind, tensor_parallel._shard_tensor)
     # Tensors are divided by the function that is wrapped, on each rank.
-    tensor_parallel._keep_parts_quantized(Shard)
+    wrap_shard_tensor(Shard, tensor_parallel._shard_tensor)
     assert hasattr(Shard._shard_tensor, "__wrapped__")
     wrapped = Shard._shard_tensor
-    tensor_parallel._keep_parts_quantized(Shard)
+    wrap_shard_tensor(Shard, tensor_parallel._shard_tensor)
     assert Shard._shard_tensor is wrapped
     assert "._shard_tensor(" in inspect.getsource(Shard._make_shard_tensor)
 

@@ -44,6 +44,8 @@ QUANTIZERS = {
     "nvfp4-swizzled": NVFP4Quantizer(optimize_for_gemm=True),
     "mxfp8": MXFP8Quantizer(),
     "mxfp8-swizzled": MXFP8Quantizer(optimize_for_gemm=True),
+    "mxfp8-2d": MXFP8Quantizer(two_dimensional=True),
+    "mxfp8-2d-swizzled": MXFP8Quantizer(two_dimensional=True, optimize_for_gemm=True),
     "float8block": Float8BlockQuantizer(),
     "float8block-1d": Float8BlockQuantizer(two_dimensional=False, force_pow_2_scales=False),
     "float8": Float8Quantizer(),
@@ -105,9 +107,9 @@ def test_training_is_that_of_own_tensors(quantizer):
             step(optimizer, seed)
     assert_bytes(theirs, te_tensor(quantizer, master_of(optimizers[1], theirs)))
     assert torch.equal(*(master_of(*pair) for pair in zip(optimizers, (own, theirs), strict=True)))
-    plan = optimizers[1]._plan
+    plan = optimizers[1]._whole.plan
     step(optimizers[1], 3)
-    assert optimizers[1]._plan is plan  # nothing is worked out again
+    assert optimizers[1]._whole.plan is plan  # nothing is worked out again
 
 
 class WithGradient(torch.autograd.Function):
@@ -322,10 +324,10 @@ REFUSED = {
         "got _outliers as well, which this version does not know",
     ),
     "row-scaled": (NVFP4Quantizer(), dict(_row_scaled_nvfp4=True), "_row_scaled_nvfp4 of a NVFP4T"),
-    "2-D MXFP8": (
-        MXFP8Quantizer(),
+    "columns of 2-D MXFP8": (
+        MXFP8Quantizer(rowwise=False),
         dict(_quantizer=SimpleNamespace(with_2d_quantization=True)),
-        "with_2d_quantization of a MXFP8Tensor must be False to be stepped, got True",
+        "rowwise codes of a MXFP8Tensor must be stored to be stepped",
     ),
 }
 
@@ -516,9 +518,9 @@ def test_delayed_scaling_takes_scales_and_returns_amaxes(columnwise, path_device
             amax = random((1,), 10 * seed + i, path_device).abs()
             # Not 448 / amax, which torch computes as a product with the reciprocal.
             param._quantizer.scale.copy_(torch.full_like(amax, 448) / amax / 2.0 ** (seed * i))
-        plan = optimizer._plan
+        plan = optimizer._whole.plan
         step(optimizer, seed)
-        assert seed < 2 or optimizer._plan is plan  # nothing is worked out again
+        assert seed < 2 or optimizer._whole.plan is plan  # nothing is worked out again
         for i, param in enumerate(params):
             master = master_of(optimizer, param)
             codes, scale_inv = delayed(param._quantizer, master)
