@@ -300,9 +300,7 @@ class _Transposes:
         self._square = [self.weights.tensors[i] for i in self._members]
         self._written = [tensor._columnwise_data for tensor in self._square]
         # Second copies of the codes, which another package's tensor has.
-        self._mirrors = {
-            i: one.mirrors for i, one in self.weights.borrowed.items() if one.mirrors
-        }
+        self._mirrors = {i: one.mirrors for i, one in self.weights.borrowed.items() if one.mirrors}
         self._devices = {tensor.device for tensor in self._square}
         self._launches: list[Launch] | None = None
         self._stream: torch.Stream | None = None
