@@ -35,13 +35,12 @@ from fp4adam import (
 )
 from helpers import train
 
-pytestmark = pytest.mark.filterwarnings("ignore:rows of q, k, gate should be multiples of 128")
-
 pytestmark = [
     # transformers, of a configuration that is passed beside that of the checkpoint.
     pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning"),
     # q, k and v of these models have amaxes of their own, which transformers does not mind.
     pytest.mark.filterwarnings("ignore:weights that are served as one matrix:UserWarning"),
+    pytest.mark.filterwarnings("ignore:rows of q, k, gate should be multiples of 128:UserWarning"),
 ]
 
 CASES = [
