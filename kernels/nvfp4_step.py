@@ -112,7 +112,8 @@ def _adam_step_kernel(
     COMPLETES: tl.constexpr = VALUE == "int8"
     LANES: tl.constexpr = state_lanes(VARIANT)
     value_scales = load_scale_words(pointers.value_extra, first, cols, VALUE, LOOP, BR, BC)
-    ratio = tl.full((BR, BC), -0x7FFFFFFF, tl.int32)
+    # Reduced over each thread's neighbours, which takes fewer registers.
+    ratio = tl.full((BR, BC // LANES), -0x7FFFFFFF, tl.int32)
     stored_amax = tl.load(stored_amaxes + tensor) if COMPLETES else amax
     # Counted apart from ``i``, which the loop is ahead with when it prefetches.
     row = first_row
@@ -129,6 +130,7 @@ def _adam_step_kernel(
             master, dither, new_ratio = adam_master_tile(
                 pointers, start, target, cols, None, master, constants, VARIANT, True, BR, BC
             )
+            new_ratio = tl.max(tl.reshape(new_ratio, (BR, BC // LANES, LANES)), 2)
             value, ratio = master, tl.maximum(ratio, new_ratio)
         else:
             value = adam_step_tile(

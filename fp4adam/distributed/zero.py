@@ -10,7 +10,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4adam.distributed.cast import PartialCast, check_weights
 from fp4adam.distributed.cast_span import Out
-from fp4adam.distributed.model_weights import ModelWeights, Values
+from fp4adam.distributed.model_weights import ModelWeights
 from fp4adam.formats.nvfp4 import NVFP4Tensor
 from fp4adam.interop.adapter import TensorAdapter, adapter_of, is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, borrow
@@ -122,7 +122,7 @@ class _Plan:
                     f"{name} must have one entry per model weight, {len(model_weights)}, got "
                     f"{len(given)}; pass None where this rank has no slice"
                 )
-        self.weights = ModelWeights(model_weights)
+        self.weights = ModelWeights(model_weights, master_weights)
         check_weights(self.weights.tensors, "model_weights")
         parts = [*map(_part, range(len(model_weights)), master_weights, start_offsets)]
         self._values = [master for master, _ in parts]
@@ -136,7 +136,7 @@ class _Plan:
         self._outs = None if outs is None else [*map(_codes, outs)]
         if self._outs is not None:
             self._cast.check_outs(self._outs, "fsdp_shard_model_weights")
-        self._masters, self._starts = Values(master_weights), list(start_offsets)
+        self._starts = list(start_offsets)
         self._scales_of_others = ScaleWriteback([*self.weights.borrowed.values()])
         self.can_be_repeated = False
 
@@ -151,8 +151,7 @@ class _Plan:
         return (
             outs is None is self._outs
             and self._starts == list(start_offsets)
-            and self._masters.are(master_weights)
-            and self.weights.are(model_weights)
+            and self.weights.are(model_weights, master_weights)
             and self._cast.is_on_its_stream
         )
 

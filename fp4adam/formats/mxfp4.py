@@ -31,7 +31,7 @@ class MXFP4Tensor(QuantizedTensor):
 
 
 @dataclasses.dataclass(frozen=True)
-class MXFP4Quantizer(Quantizer):
+class MXFP4Quantizer(Quantizer[MXFP4Tensor]):
     """Quantize to :class:`MXFP4Tensor`; rows and columns must be multiples of 32.
 
     Scale = 2**floor(log2(rounded block_amax)) / 4; code = E2M1(x / scale), which saturates at 6.
