@@ -11,6 +11,7 @@ loss on English before, in the middle and at the end, and the share of codes tha
 
 import argparse
 import copy
+import functools
 import json
 import statistics
 import sys
@@ -28,7 +29,7 @@ from finetune_and_export import llama
 from provenance import about
 from stdlib_text import cut_batch, load_text
 
-BATCH, CONTEXT, HELD_OUT = 8, 128, 16
+BATCH, CONTEXT, HELD_OUT = 8, 64, 16
 # By name: the format, and whether the weights before rounding are known.
 STARTS = {
     "BF16": (None, True),
@@ -41,37 +42,36 @@ STARTS = {
 }
 
 
+@functools.cache
 def english() -> tuple[Tensor, Tensor]:
     """Docstrings of the standard library's modules, as bytes: to train on, and held out."""
-    source = bytes(load_text()[0].tolist()).decode(errors="ignore")
+    source = load_text()[0].numpy().tobytes().decode(errors="ignore")
     text = "\n".join(source.split('"""')[1::2])
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     return data[: len(data) * 9 // 10], data[len(data) * 9 // 10 :]
 
 
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    return model(tokens[:, :-1], labels=None).logits.float().flatten(0, 1), tokens[:, 1:].flatten()
+def loss_of(model: nn.Module, text: Tensor, seed: int) -> Tensor:
+    """The loss per byte of a batch."""
+    inputs, targets = cut_batch(text, BATCH, CONTEXT, seed)
+    return nn.functional.cross_entropy(
+        model(inputs).logits.float().flatten(0, 1), targets.flatten()
+    )
 
 
 def evaluate(model: nn.Module, text: Tensor) -> float:
     """The loss per byte of the same held-out batches."""
-    generator = torch.Generator().manual_seed(1)
-    losses = []
     with torch.no_grad():
-        for _ in range(HELD_OUT):
-            batch = cut_batch(text, BATCH, CONTEXT + 1, generator).long()
-            losses.append(nn.functional.cross_entropy(*loss_of(model, batch)).item())
+        losses = [loss_of(model, text, 10**6 + i).item() for i in range(HELD_OUT)]
     return statistics.mean(losses)
 
 
-def train(model: nn.Module, optimizer: Any, text: Tensor, steps: int, seed: int = 0) -> None:
-    generator = torch.Generator().manual_seed(seed)
+def train(model: nn.Module, optimizer: Any, text: Tensor, steps: int) -> None:
     rates = [group["lr"] for group in optimizer.param_groups]
     for step in range(steps):
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = lr * min(1.0, (step + 1) / 20, 2 * (steps - step) / steps)
-        batch = cut_batch(text, BATCH, CONTEXT + 1, generator).long()
-        nn.functional.cross_entropy(*loss_of(model, batch)).backward()
+        loss_of(model, text, step).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -124,7 +124,7 @@ def main() -> None:
                 rows.append(run(base, start, lr, masters, args))
                 print(rows[-1], flush=True)
                 if args.json:
-                    result = {**about(), "pretrain": args.pretrain, "steps": args.steps}
+                    result = {**about("cpu"), "pretrain": args.pretrain, "steps": args.steps}
                     args.json.write_text(json.dumps({**result, "rows": rows}, indent=1) + "\n")
 
 
