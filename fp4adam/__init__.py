@@ -7,6 +7,7 @@ from fp4adam.checkpoints.export import export_checkpoint as export_checkpoint
 from fp4adam.checkpoints.export import export_masters as export_masters
 from fp4adam.checkpoints.import_checkpoint import import_checkpoint as import_checkpoint
 from fp4adam.checkpoints.tensors import export_tensors as export_tensors
+from fp4adam.checkpoints.trainable import make_trainable as make_trainable
 from fp4adam.distributed import collectives as collectives
 from fp4adam.distributed import fsdp as fsdp
 from fp4adam.distributed import tensor_parallel as tensor_parallel
@@ -37,6 +38,8 @@ from fp4adam.nn import parallel_linear as parallel_linear
 from fp4adam.nn.dequantize_model import dequantize_model as dequantize_model
 from fp4adam.nn.grouped_linear import grouped_linear as grouped_linear
 from fp4adam.nn.kept_weights import kept_weights as kept_weights
+from fp4adam.nn.monitor import QuantizationMonitor as QuantizationMonitor
+from fp4adam.nn.monitor import quantization_stats as quantization_stats
 from fp4adam.nn.quantize_model import is_hidden_linear as is_hidden_linear
 from fp4adam.nn.quantize_model import quantize_model as quantize_model
 from fp4adam.nn.quantize_model import quantized_init as quantized_init

@@ -479,3 +479,11 @@ def test_expert_parallelism_gives_the_same_bits():
     assert printed.splitlines()[-1] == f"weights {expected['weights']}"
     others = [f"step {i + 1}: loss {loss:.4f}" for i, loss in enumerate(losses)]
     assert printed.splitlines()[:-1] == others
+
+
+def test_every_program_has_a_help():
+    """A program that starts to train for ``--help`` surprises."""
+    programs = [path for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text()]
+    assert len(programs) > 8
+    for path in programs:
+        assert "parse_args" in path.read_text(), path.name

@@ -27,6 +27,7 @@ from fp4adam import (
 )
 from fp4adam.checkpoints.layouts import LAYOUTS
 from fp4adam.checkpoints.reader import CheckpointReader
+from fp4adam.checkpoints.trained import gathered
 from helpers import assert_identical
 from ranks import all_ranks, run_ranks
 from test_fsdp import fixed_grads, set_grads
@@ -174,6 +175,10 @@ def test_tensors_of_each_layout():
         ("compressed-tensors", "mxfp8-quantized"): {
             "weight": ((128, 256), e4m3),
             "weight_scale": ((128, 8), byte),
+        },
+        ("compressed-tensors", "float-quantized"): {
+            "weight": ((128, 256), e4m3),
+            "weight_scale": ((1, 2), fp32),
         },
         ("modelopt", "W4A16_NVFP4"): {
             "weight": ((128, 128), byte),
@@ -549,7 +554,7 @@ EXPORT_ERRORS = [
     ("nvfp4", None, {"layout": "awq"}, "one of compressed-tensors, modelopt, fp8, gguf"),
     ("nvfp4", None, {"layout": "fp8"}, "in Float8BlockTensor for layout 'fp8', got 'up.weight'"),
     ("mxfp8", None, {"layout": "fp8"}, "use layout='compressed-tensors' or 'modelopt'"),
-    ("float8block", None, {}, "use layout='fp8'"),
+    ("float8block", None, {"layout": "modelopt"}, "use layout='compressed-tensors' or 'fp8'"),
     ("float8", None, {}, "no layout has this format; call export_masters"),
     (None, None, {}, "got none that are quantized; call quantize_model"),
     (Float8BlockQuantizer(two_dimensional=False), None, {"layout": "fp8"}, "two_dimensional=True"),
@@ -639,8 +644,36 @@ def export_shards(rank: int, folder: str) -> None:
         export_masters(model, optimizer, f"{folder}/{name}-masters")
     with pytest.raises(FileExistsError, match="must not hold a checkpoint"):
         export_checkpoint(model, f"{folder}/sharded")
-    with pytest.raises(ValueError, match="must be a whole tensor in memory"):
+    before = gathered_bytes(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    import_checkpoint(model, f"{folder}/sharded")  # in place
+    assert_identical(gathered_bytes(model), before)
+    with torch.device("meta"):
+        model = build(None, dtype=torch.float32)
+    import_checkpoint(model, f"{folder}/sharded", device="meta")
+    fully_shard(model, mesh=all_ranks())
+    with pytest.raises(ValueError, match="a DTensor on the meta device; .* to_empty"):
         import_checkpoint(model, f"{folder}/sharded")
+    import_checkpoint(model.to_empty(device="cpu"), f"{folder}/sharded")
+    assert_identical(gathered_bytes(model), before)
+    with pytest.raises(ValueError, match="import with device='meta' before fully_shard"):
+        model = fully_shard(build(None, dtype=torch.float32), mesh=all_ranks())
+        import_checkpoint(model, f"{folder}/sharded")
+
+
+def gathered_bytes(model: nn.Module) -> dict[str, Tensor]:
+    """Codes, scales and values of all ranks."""
+    whole = {name: gathered(param) for name, param in model.named_parameters()}
+    return {
+        f"{name}.{key}": inner
+        for name, x in whole.items()
+        for key, inner in (
+            x.storage_tensors() if isinstance(x, QuantizedTensor) else {"": x}
+        ).items()
+        if key in ("", "_rowwise_data", "_block_scale_inv", "_amax")
+    }
 
 
 def test_shards_are_gathered_as_they_are(tmp_path):

@@ -502,6 +502,6 @@ def test_models_that_cannot_be_written_to(folder):
     expanded = build(None, seed=1)
     expanded.up.bias = nn.Parameter(torch.zeros(1).bfloat16().expand(96))
     for kind, model in {"of inference mode": of_inference_mode, "expanded one": expanded}.items():
-        with pytest.raises(ValueError, match=f"must be a whole tensor in memory, got .*{kind};"):
+        with pytest.raises(ValueError, match=f"must be a tensor in memory, .* got .*{kind};"):
             import_checkpoint(model, folder)
         assert not any(isinstance(param, QuantizedTensor) for param in model.parameters())
