@@ -25,9 +25,7 @@ from fp4adam.tensors.quantizer import Quantizer
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def make_trainable(
-    model: Model, recipe: FormatName | Quantizer | Recipe | None = None
-) -> Model:
+def make_trainable(model: Model, recipe: FormatName | Quantizer | Recipe | None = None) -> Model:
     """Turn the quantized weights of a loaded model into parameters to train, in place.
 
     For models that ``from_pretrained`` of transformers has loaded from FP8 and FP4 checkpoints, and
@@ -186,9 +184,7 @@ def _in_high_precision(model: nn.Module) -> nn.Module:
         return type(model)._from_config(config, dtype=getattr(config, "dtype", None))
 
 
-def _exchanged(
-    model: nn.Module, plain: nn.Module
-) -> dict[str, tuple[nn.Module, str, nn.Module]]:
+def _exchanged(model: nn.Module, plain: nn.Module) -> dict[str, tuple[nn.Module, str, nn.Module]]:
     """Modules of ``plain`` by name, with the parents in ``model`` where they belong.
 
     They are those that transformers has exchanged, the outermost of nested ones, and those that
@@ -296,9 +292,7 @@ class _State:
                 stored = self.encode(plain_name(full.removeprefix(prefix)), value)
                 state_dict.update({prefix + name: part for name, part in stored.items()})
 
-    def _load(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any
-    ) -> None:
+    def _load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name, param in module.named_parameters():
             if isinstance(param, QuantizedTensor) and not isinstance(
                 state_dict.get(prefix + name), QuantizedTensor

@@ -23,6 +23,7 @@ from fp4adam.optim.master_weights import adopt, batches, find_stale
 from fp4adam.optim.parameter import Parameter, State, are_equal
 from fp4adam.optim.state_codec import PLAIN, STATE_BLOCK, codec_of_codes, join_master
 from fp4adam.optim.state_tensor import SCALES, StateTensor, restored, state_like
+from fp4adam.optim.step_count import StepCount, as_tensor
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
 _ORDER = (
@@ -93,10 +94,27 @@ def encode(engine: Engine, state_dict: dict[str, Any], compact: bool) -> None:
     for param, key in keys.items():
         member = members[param]
         states[key] = saved_state(member, states[key], member in stale, compact)
+    _add_group_steps(groups, state_dict)
     if engine.parameters.options.capturable:
         # As a number, which optimizers with and without capturable load.
         for group in state_dict["param_groups"]:
             group["lr"] = float(group["lr"])
+
+
+def _add_group_steps(groups: Groups, state_dict: dict[str, Any]) -> None:
+    """Give saved groups the ``step`` that Transformer Engine counts: the steps of the optimizer.
+
+    It is that of the parameter with the most; groups without any count as the others do.
+    """
+    steps = {
+        param: int(state["step"])
+        for param, state in saved_states(groups, state_dict)
+        if isinstance(state, dict) and "step" in state
+    }
+    if steps:
+        for group, saved in zip(groups, state_dict["param_groups"], strict=True):
+            own = [steps[param] for param in group["params"] if param in steps]
+            saved["step"] = max(own or steps.values())
 
 
 def saved_state(parameter: Parameter, state: State, left: bool, compact: bool) -> State:
@@ -109,7 +127,7 @@ def saved_state(parameter: Parameter, state: State, left: bool, compact: bool) -
             the master then.
         compact: Keep codes and scales as they are stored.
     """
-    saved = dict(state)
+    saved = {name: as_tensor(value) for name, value in state.items()}
     waits = parameter.has_remainder and "param_remainder" not in state
     if not parameter.has_master and not waits:
         # The parameter has been converted to FP32 and needs no master any more.
@@ -193,8 +211,9 @@ def unpacked(states: dict[Any, Any], capturable: bool) -> dict[Any, Any]:
                 values.update(values.pop(_LOADED).state)
             if "step" in values:
                 device = param.device if capturable else "cpu"
-                step = torch.as_tensor(values["step"], dtype=torch.float32, device=device)
-                values["step"] = step.reshape(()).clone()
+                step = as_tensor(values["step"])
+                step = torch.as_tensor(step, dtype=torch.float32, device=device).reshape(())
+                values["step"] = step.clone() if capturable else StepCount(step.clone())
         new[param] = values
     return new
 
@@ -217,19 +236,35 @@ def adopt_masters(engine: Engine, owners: Sequence[Tensor]) -> None:
 def with_steps(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict with a ``step`` in every state; Transformer Engine keeps it in the group.
 
+    Where the counts of a group's states do not reach that of the group, the group's holds: Megatron
+    saves and loads that one alone. Without any count, with which it allocates states, none has
+    taken a step.
+
     Raises:
         ValueError: If ``state_dict`` is not the state dict of an optimizer.
     """
     check_is_state_dict(state_dict)
     groups, states = [], dict(state_dict["state"])
+    has_steps = any("step" in state for state in states.values() if isinstance(state, dict))
     for group in state_dict["param_groups"]:
-        if "step" in group:
-            for key in group["params"]:
-                if isinstance(states.get(key), dict) and states[key]:
-                    states[key] = {"step": group["step"], **_with_remainder(states[key])}
-            group = {name: value for name, value in group.items() if name != "step"}
-        groups.append(group)
+        own = {key: states[key] for key in group["params"] if isinstance(states.get(key), dict)}
+        given = group.get("step")
+        counts = [state["step"] for state in own.values() if "step" in state]
+        is_edited = given is not None and _differs(counts, given)
+        for key, state in own.items():
+            if "step" in state:
+                states[key] = {**state, "step": given} if is_edited else state
+            elif state and (given is not None or ("exp_avg" in state and not has_steps)):
+                states[key] = {"step": given or 0, **_with_remainder(state)}
+        groups.append({name: value for name, value in group.items() if name != "step"})
     return {**state_dict, "state": states, "param_groups": groups}
+
+
+def _differs(counts: list[Any], step: Any) -> bool:
+    """Whether none of the counts is ``step``; False for what is no count, which is refused later."""
+    if not counts or not all(_is_number(count, torch.empty(0)) for count in [*counts, step]):
+        return False
+    return max(map(float, counts)) != float(step)
 
 
 def _with_remainder(state: State) -> State:
