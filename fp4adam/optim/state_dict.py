@@ -21,7 +21,13 @@ from fp4adam.optim.engine import Engine
 from fp4adam.optim.hyper_parameters import check_numbers
 from fp4adam.optim.master_weights import adopt, batches, find_stale
 from fp4adam.optim.parameter import Parameter, State, are_equal
-from fp4adam.optim.state_codec import PLAIN, STATE_BLOCK, codec_of_codes, join_master
+from fp4adam.optim.state_codec import (
+    PLAIN,
+    STATE_BLOCK,
+    codec_of_codes,
+    join_master,
+    split_master,
+)
 from fp4adam.optim.state_tensor import SCALES, StateTensor, restored, state_like
 from fp4adam.optim.step_count import StepCount, as_tensor
 
@@ -228,8 +234,12 @@ def adopt_masters(engine: Engine, owners: Sequence[Tensor]) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         members = {owner: engine.parameters[owner] for owner in owners if not owner.is_meta}
         for owner, member in members.items():
-            if not member.has_master and "master_param" in engine.states[owner]:
-                adopt_master(member, engine.states[owner])
+            state = engine.states[owner]
+            if member.has_remainder and "master_param" in state:
+                if not engine.on_host:
+                    split_loaded_master(member, state)
+            elif not member.has_master and "master_param" in state:
+                adopt_master(member, state)
         adopt([member for member in members.values() if member.has_master], engine.states)
 
 
@@ -317,17 +327,25 @@ def _is_exact(given: StateTensor, stored: StateTensor) -> bool:
 
 
 def adopt_master(parameter: Parameter, state: State) -> None:
-    """Copy a loaded master into a parameter without a master of its own, if it rounds to its value.
-
-    With remainders the next step decides, because the model may be loaded later.
-    """
-    if parameter.has_remainder:
-        return
+    """Copy a loaded master into a parameter without a master of its own, if it rounds to its value."""
     master = local(state.pop("master_param")).to(parameter.param.device, torch.float32)
     state.pop(SCALES["master_param"], None)
     if parameter.param.dtype.itemsize >= 4 and _is_rounding(parameter, master):
         with torch.no_grad():
             parameter.param.copy_(master)
+
+
+def split_loaded_master(parameter: Parameter, state: State) -> None:
+    """Keep only the remainder of a loaded master whose upper half the parameter is.
+
+    Otherwise the next step decides, because the model may be loaded later.
+    """
+    master = StateTensor.of(state, "master_param", parameter.codecs["master_param"]).decode()
+    master = master.to(parameter.param.device, torch.float32)
+    if parameter.is_rounded(master):
+        state["param_remainder"] = like(parameter.owner, split_master(master)[1])
+        state.pop("master_param")
+        state.pop(SCALES["master_param"], None)
 
 
 def _is_rounding(parameter: Parameter, master: Tensor) -> bool:
