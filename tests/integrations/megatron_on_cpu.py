@@ -5,6 +5,7 @@ GPU is answered by the CPU: devices, streams, and the names of tensor types.
 """
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,6 +117,12 @@ class Trainer:
         if recipe == "nvfp4":
             ddp["fp4_param_gather"] = True
         self.model = DistributedDataParallel(config, DistributedDataParallelConfig(**ddp), Model())
+        if options.get("use_precision_aware_optimizer"):
+            # The configuration asks the optimizer of this module for its arguments.
+            module = ModuleType("transformer_engine.pytorch.optimizers")
+            module.FusedAdam = FP4Adam
+            for name in ("transformer_engine", "transformer_engine.pytorch", module.__name__):
+                sys.modules[name] = module
         settings = OptimizerConfig(
             optimizer="adam",
             lr=1e-2,
