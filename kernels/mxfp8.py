@@ -13,7 +13,7 @@ from fp4adam.kernels.tiles.bfloat16 import round_to, to_float32
 from fp4adam.kernels.tiles.e4m3 import e4m3_value, e4m3_word_values, e4m3_words
 from fp4adam.kernels.tiles.e8m0 import e8m0_code_up, e8m0_reciprocal, e8m0_value
 from fp4adam.kernels.tiles.layout import state_offsets
-from fp4adam.kernels.tiles.remainder import complete, split_off, unit_of_one
+from fp4adam.kernels.tiles.remainder import FP32_MAX, complete, split_off, unit_of_one
 from fp4adam.kernels.tiles.words import (
     are_aligned,
     part_of,
@@ -107,7 +107,9 @@ def mxfp8_master(
 def mxfp8_remainder(master, words, scale, dither, BC: tl.constexpr):
     """The int8 remainders [32, BC] of masters with these rowwise words and scales."""
     factor = e8m0_value(scale)
-    _, inverse = unit_of_one(factor, 8)
+    # The inverse of the unit is a power of two times that of 1, so nothing has to be divided.
+    _, inverse = unit_of_one(1.0, 8)
+    inverse = tl.minimum(inverse * e8m0_reciprocal(scale), FP32_MAX)
     remainder = split_off(
         tl.reshape(master, (32, BC // 32, 32)),
         tl.reshape(e4m3_word_values(words, 32, BC), (32, BC // 32, 32)),

@@ -173,6 +173,8 @@ def adam_step(
     ``tiles``: from :func:`step_tiles`.
     """
     part = STEP_PART[encodes_states(variant.codecs)]
+    if variant.value_codec == "int8" and state_lanes(variant) < 8:
+        part = STEP_PART[True]
     registers = step_registers(variant.codecs)
     forms = (
         (STEP_TILE, part, registers),

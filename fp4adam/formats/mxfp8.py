@@ -35,7 +35,7 @@ class MXFP8Tensor(QuantizedTensor):
 
 
 @dataclasses.dataclass(frozen=True)
-class MXFP8Quantizer(Quantizer):
+class MXFP8Quantizer(Quantizer[MXFP8Tensor]):
     """Quantize to :class:`MXFP8Tensor`; rows and columns must be multiples of 32.
 
     Scale = 2**ceil(log2(block_amax / 448)), so no code saturates; code = E4M3(x / scale).

@@ -5,16 +5,18 @@ from typing import Literal
 
 from fp4adam.formats.float8 import Float8Quantizer
 from fp4adam.formats.float8_block import Float8BlockQuantizer
+from fp4adam.formats.mxfp4 import MXFP4Quantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
 from fp4adam.nn.fake_quantize import check_fake_quantizes
 from fp4adam.nn.operand import FORMATS
 from fp4adam.tensors.quantizer import Operands, Quantizer
 
-FormatName = Literal["nvfp4", "mxfp8", "float8block"]
+FormatName = Literal["nvfp4", "mxfp8", "float8block", "mxfp4"]
 RECIPES: dict[FormatName, Quantizer] = {
     "nvfp4": NVFP4Quantizer(),
     "mxfp8": MXFP8Quantizer(),
+    "mxfp4": MXFP4Quantizer(),
     "float8block": Float8BlockQuantizer(),
     "float8": Float8Quantizer(),
 }

@@ -271,6 +271,17 @@ def test_a_cast_allocates_no_more_than_a_piece_needs(monkeypatch):
     assert allocations.largest <= 4 * 2**13
 
 
+def test_choices_do_not_outlive_a_measurement():
+    weight = NVFP4Quantizer(adaptive="mae").make_empty((16, 16))
+    cast = PartialCast([weight], [0], [256], [torch.float32])
+    for value in (torch.ones(256), torch.linspace(-1, 1, 256)):
+        cast.measure([value])
+        with pytest.raises(RuntimeError, match="choose must be called before write"):
+            cast.write([value])
+        cast.choose([value])
+        cast.write([value])
+
+
 def test_a_write_counts_as_one_to_autograd():
     weight = NVFP4Quantizer().make_empty((16, 16))
     version = weight._version
