@@ -499,3 +499,18 @@ def test_every_program_has_a_help():
     assert len(programs) > 8
     for path in programs:
         assert "parse_args" in path.read_text(), path.name
+
+
+def test_notebook_runs(monkeypatch):
+    pytest.importorskip("matplotlib")
+    cells = json.loads((EXAMPLES / "quick_start.ipynb").read_text())["cells"]
+    codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] for cell in cells[3:] if "plot(" in "".join(cell["source"]))
+    namespace = {}
+    for code in codes:
+        exec(code.replace("STEPS = 200", "STEPS = 2"), namespace)
+    assert namespace["found"].keys() == {
+        "AdamW, FP32",
+        "FP4Adam, trained in NVFP4",
+        "AdamW, rounded to NVFP4 afterwards",
+    }
