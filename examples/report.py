@@ -140,7 +140,9 @@ def write_plot(path: Path, results: list[Result], title: str) -> None:
 def _label(result: Result) -> str:
     names = {"adamw": "AdamW", "fp4adam": "FP4Adam"}
     kind, states = result["format"], result.get("states", "fp32")
-    kept = "" if states == "fp32" else f", {states.upper()} moments"
+    kept = f", {states.upper()} moments"
+    if states in ("fp32", "16bit", "8bit"):
+        kept = {"fp32": "", "16bit": ", 16-bit states", "8bit": ", 8-bit states"}[states]
     return f"{names[result['optimizer']]}, {WEIGHTS.get(kind, kind.upper())} weights{kept}"
 
 

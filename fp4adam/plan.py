@@ -4,6 +4,7 @@
 with the package's own storage; activations and the rest are estimates, which the table states.
 """
 
+import argparse
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -178,7 +179,10 @@ def parse_count(text: str) -> float:
     """8e9, 8B or 8b as a number (argparse type)."""
     units = {"m": 1e6, "b": 1e9, "t": 1e12}
     scale = units.get(text[-1:].lower(), 1.0)
-    value = float(text[:-1] if scale != 1.0 else text) * scale
+    try:
+        value = float(text if scale == 1.0 else text[:-1]) * scale
+    except ValueError:
+        value = math.nan
     if not math.isfinite(value):
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"must be a number such as 8e9 or 8B, got {text!r}")
     return value

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp4adam
-from fp4adam import FP4Adam, FusedAdam, quantize_model
+from fp4adam import FP4Adam, FusedAdam, plan, quantize_model
 from ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -254,6 +254,16 @@ def test_figures_are_those_of_the_records():
     for page, words in figures():
         text = " ".join((ROOT / page).read_text().split())
         assert words in text, f"{page} lacks {words!r}"
+
+
+@needs_docs
+def test_largest_models_are_those_of_the_plan():
+    page = (DOCS / "formats.md").read_text()
+    for setup in plan.SETUPS:
+        sizes = [f"{plan.largest(setup, card) / 1e9:.1f}" for card in (24, 32, 48, 80, 141)]
+        assert " | ".join([f"| {setup.name}", *sizes]) in page
+        if setup.states == "8bit" or setup.states == "":
+            assert f"| {plan.bytes_per_parameter(setup)[0]:.2f}".removesuffix(".00") in page
 
 
 @needs_docs

@@ -393,7 +393,7 @@ def test_picture_shows_ends_beside_what_another_seed_makes():
     (band,) = axes.patches
     assert (band.get_x(), band.get_width()) == (1.75, 0.5)
     assert [line.get_xdata()[0] for line in axes.lines] == [2.0, 2.1, 2.2]
-    names = [text.get_text() for text in axes.get_yticklabels()]
+    names = [text.get_text().replace("\n", " ") for text in axes.get_yticklabels()]
     rounded = "the same, rounded to NVFP4 afterwards"
     assert names == ["AdamW, FP32 weights", rounded, "FP4Adam, NVFP4 weights"]
     axes = figures.Figure().subplots()
