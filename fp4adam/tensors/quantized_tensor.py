@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import hashlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -353,6 +354,12 @@ class QuantizedTensor(TensorNames, torch.Tensor):
             )
         check_dtype("data of a quantized tensor", value.dtype)
         if not same_format(self, value):
+            warnings.warn(
+                f"values assigned to .data of a {type(self).__name__} are rounded to its format; "
+                "to merge adapters of PEFT, make the weights plain first: dequantize_model(model). "
+                "Overwrite weights with copy_ or quantize_",
+                stacklevel=2,
+            )
             return self._write(value)
         value = value.to(self.device)
         self._shared, self._start, self._start_col = value._window
