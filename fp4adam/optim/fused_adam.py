@@ -5,7 +5,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from fp4adam.optim.engine import Engine, Group, Signals
 from fp4adam.optim.gradient_release import GradientRelease
 from fp4adam.optim.hyper_parameters import check_hyper_parameters, is_on_device
 from fp4adam.optim.offload import OffloadedEngine
-from fp4adam.optim.options import Options
+from fp4adam.optim.options import Options, storage
 from fp4adam.optim.parameter import Parameters
 from fp4adam.tensors import backend
 
@@ -87,6 +87,10 @@ class FusedAdam(Optimizer):
     float8_e4m3fn      1 + 1/32               E4M3; 8-bit floats without sign
     =================  =====================  ==============================================
 
+    ``states`` chooses all of it: "32bit" is FP32, the default; "16bit" BF16 moments and FP16
+    masters; "8bit" FP8 moments, int8 masters of quantized weights (see :class:`FP4Adam`) and 16-bit
+    remainders of BF16 parameters. The single options go before it.
+
     ``master_weight_dtype=torch.float16`` stores ``master_param`` in the float16 format of first
     moments, with ``master_param_scale``. With ``store_param_remainders`` a BF16 parameter is the
     upper half of its master, and ``param_remainder`` (int16, 2 bytes) is added to its bits to get
@@ -102,12 +106,13 @@ class FusedAdam(Optimizer):
         bias_correction: Correct the moments for their start at zero; False leaves them as they are.
         adam_w_mode: Decoupled decay (AdamW); False adds ``weight_decay * param`` to the gradient.
         master_weights: Keep FP32 masters of BF16 and FP16 parameters.
+        states: "8bit", "16bit" or "32bit", the storage of masters and moments.
         exp_avg_dtype: Storage dtype of first moments: float32, bfloat16, float16 or float8_e4m3fn
-            (uint8 is accepted as a synonym).
+            (uint8 is accepted as a synonym); None for that of ``states``.
         exp_avg_sq_dtype: Storage dtype of second moments, from the same list; float32 only with
             ``amsgrad``.
-        master_weight_dtype: Storage dtype of masters, also of quantized parameters: float32 or
-            float16.
+        master_weight_dtype: Storage dtype of masters, also of quantized parameters: float32,
+            float16, or int8 for quantized parameters alone.
         store_param_remainders: Store only the low 16 bits of the FP32 master of a BF16 parameter.
             The parameter is the upper half, the master rounded with ties away from zero. Quantized
             parameters keep whole masters.
@@ -154,10 +159,11 @@ class FusedAdam(Optimizer):
         bias_correction: bool = True,
         adam_w_mode: bool = True,
         master_weights: bool = True,
-        exp_avg_dtype: torch.dtype = torch.float32,
-        exp_avg_sq_dtype: torch.dtype = torch.float32,
-        master_weight_dtype: torch.dtype = torch.float32,
-        store_param_remainders: bool = False,
+        states: Literal["8bit", "16bit", "32bit"] = "32bit",
+        exp_avg_dtype: torch.dtype | None = None,
+        exp_avg_sq_dtype: torch.dtype | None = None,
+        master_weight_dtype: torch.dtype | None = None,
+        store_param_remainders: bool | None = None,
         use_decoupled_grad: bool = False,
         offload_states: bool = False,
         set_grad_none: bool | None = None,
@@ -183,15 +189,21 @@ class FusedAdam(Optimizer):
             # Tells AdamW from Adam in a checkpoint of torch.optim.
             "decoupled_weight_decay": adam_w_mode,
         }
+        stored = storage(
+            states,
+            self._takes_quantized,
+            exp_avg_dtype=exp_avg_dtype,
+            exp_avg_sq_dtype=exp_avg_sq_dtype,
+            master_weight_dtype=master_weight_dtype,
+            # Without masters there is nothing to complete, unless one insists.
+            store_param_remainders=store_param_remainders or (None if master_weights else False),
+        )
         options = Options(
             name=type(self).__name__,
             takes_quantized=self._takes_quantized,
             capturable=capturable,
             master_weights=master_weights,
-            exp_avg_dtype=exp_avg_dtype,
-            exp_avg_sq_dtype=exp_avg_sq_dtype,
-            master_weight_dtype=master_weight_dtype,
-            store_param_remainders=store_param_remainders,
+            **stored,
             use_decoupled_grad=use_decoupled_grad,
             offload_states=offload_states,
             set_grad_none=set_grad_none,
