@@ -96,6 +96,7 @@ def damaged(name: str, value: Any) -> Callable[[dict], None]:
     def damage(saved: dict) -> None:
         if value is None:
             del saved["state"][1][name]
+            saved["param_groups"][0].pop(name, None)
         else:
             saved["state"][1][name] = value
 
