@@ -116,6 +116,21 @@ def set_grads(
             param.decoupled_grad = grad.to(dtype)
 
 
+class WithGradient(torch.autograd.Function):
+    """A loss whose gradient with respect to ``param`` is given; with None backward() raises."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, grad: Tensor | None) -> Tensor:
+        ctx.grad = None if grad is None else grad.to(param.dtype)
+        return torch.zeros((), device=param.device)
+
+    @staticmethod
+    def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor, None]:
+        if ctx.grad is None:
+            raise RuntimeError("out of memory")
+        return ctx.grad, None
+
+
 def take_steps(optimizer: Optimizer, seeds: Iterable[int]) -> None:
     for seed in seeds:
         set_grads(all_params(optimizer), seed)

@@ -492,7 +492,7 @@ class QuantizedParameter(Parameter):
         self.param._shared.rounded_master = None
         if updates:
             self.param.clear_high_precision_init_val()
-        elif self.param._shared.init_val is not None:
+        elif self.param._high_precision_init_val is not None:
             # Steps do not change the bytes, so keep the next value that is written instead.
             self.param._high_precision_init_val = self.param._high_precision_init_val.to("meta")
 
