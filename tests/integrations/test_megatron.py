@@ -16,7 +16,7 @@ if CLONE.exists():
     sys.path.insert(0, str(CLONE))
 pytest.importorskip("megatron.core", reason=f"needs a clone of Megatron-LM in {CLONE}")
 
-import megatron_on_cpu
+import megatron_on_cpu  # noqa: E402
 
 # Histories of delayed scaling are no part of such a checkpoint.
 RECIPES = ("nvfp4", "tensorwise", "blockwise", "mxfp8", None)
