@@ -13,7 +13,7 @@ CAPABILITIES = (90, 100, 120)
 # What one capability compiles in the quick run; the exhaustive one compiles all for each of them.
 LAUNCHED_MOST = (
     r"adam (fp32|bf16 with master)$|amax preview again=False$|(nvfp4|mxfp8) step .*swizzled=\w+$"
-    r"|float8 (step|delayed step|delayed amax)$"
+    r"|mxfp4 step|float8 (step|delayed step|delayed amax)$"
     r"|float8block (\w+ masked=False|cut \w+)$"
     r"|(nvfp4|mxfp8) step .* FP8 states, (FP16|int8) masters$"
     r"|partial \w+ codes fp32 whole=True|step scalars|dequantize words nvfp4"
@@ -96,6 +96,7 @@ def step_jobs(codecs, sm):
         amax_preview,
         float8_block_step,
         float8_step,
+        mxfp4_step,
         mxfp8_step,
         nvfp4_step,
         plain_step,
@@ -234,6 +235,13 @@ def step_jobs(codecs, sm):
             num_warps=tile.num_warps,
             maxnreg=most,
         )
+    for size, tile in (("step", mxfp4_step.STEP_TILE), ("edge", mxfp4_step.EDGE_TILE)):
+        jobs[f"mxfp4 {size}"] = job(
+            "mxfp4_step._adam_step_kernel",
+            TABLES,
+            {**options_now, "ROUNDING": 0x200000, "BC": tile.cols},
+            num_warps=tile.num_warps,
+        )
     for size, tile in (
         ("step", float8_step.STEP_TILE),
         ("edge", float8_step.EDGE_TILE[scaled]),
@@ -323,6 +331,7 @@ def shard_jobs():
                 {},
                 {"BC": mxfp8.cols, "SQUARE": True, "ROWWISE": True, "COLUMNWISE": False},
             ),
+            ("mxfp4 codes", "mxfp4_codes", {}, {"BC": mxfp8.cols, "ROUNDING": 0x200000}),
             ("float8 amax", "square_amax", {}, {"OF_BLOCKS": False, "OF_TENSOR": True, **square}),
             ("float8 codes", "float8_codes", epsilon, {"SCALES_BLOCKS": False, **parts}),
             (
@@ -340,12 +349,12 @@ def shard_jobs():
         jobs[f"partial {format} scales"] = job(
             "partial_cast._scales_kernel",
             {"table": "*i64", "chunks": "*i32", **epsilon},
-            {**block, **PLAIN_SCALES, "FORMAT": format, "CHUNK": SCALES},
+            {**block, **PLAIN_SCALES, "FORMAT": format, "ROUNDING": 0, "CHUNK": SCALES},
         )
     jobs["partial nvfp4 adaptive scales"] = job(
         "partial_cast._scales_kernel",
         {"table": "*i64", "chunks": "*i32", **epsilon},
-        {**block, **ADAPTIVE, "FORMAT": "nvfp4", "CHUNK": SCALES},
+        {**block, **ADAPTIVE, "FORMAT": "nvfp4", "ROUNDING": 0, "CHUNK": SCALES},
     )
     for bits, side in transpose.TILE.items():
         for name, size in (("transpose", side), ("transpose_edge", transpose.EDGE)):
@@ -549,6 +558,24 @@ def kernel_jobs(sm):
         {"x_ptr": "*bf16", **STORAGE, "cols": "i32"},
         {**usage(), "BC": 32},
     )
+    tile = {"BR": 32, "BC": 64}
+    jobs["mxfp4 quantize"] = job(
+        "mxfp4._quantize_kernel",
+        {"x_ptr": "*bf16", "data": "*u8", "scales": "*u8", "cols": "i32", "tiles_per_row": "i32"},
+        {"ROUNDING": 0x200000, **tile},
+    )
+    jobs["mxfp4 dequantize"] = job(
+        "mxfp4._dequantize_kernel",
+        {
+            "data_ptr": "*u8",
+            "scale_ptr": "*u8",
+            "out_ptr": "*bf16",
+            "cols": "i32",
+            "tiles_per_row": "i32",
+            "stride_scale_row": "i32",
+        },
+        tile,
+    )
     jobs["mxfp8 dequantize"] = job(
         "mxfp8._dequantize_kernel",
         {
@@ -583,6 +610,7 @@ def kernel_jobs(sm):
     for name, signature, options in (
         ("nvfp4", {**amax, **words}, {"SQUARE": True, "BOUND": 448}),
         ("mxfp8", {**types, **words}, {"BLOCK_ROWS": 1, "BLOCK_COLS": 32}),
+        ("mxfp4", {**types, **words}, {}),
         ("float8_block", {**fp32, **words, "stride_scale_col": "i32"}, {"SQUARE": True}),
         ("float8", float8_words, {"EPSILON": 0.0, "POW_2": True}),
     ):
