@@ -1,6 +1,7 @@
 """The options of a whole optimizer, which hold for all of its parameter groups."""
 
 import dataclasses
+from typing import Any
 
 import torch
 
