@@ -7,7 +7,6 @@ import torch
 
 from fp4adam.optim.state_codec import FLOAT64, StateCodec, state_codec
 
-
 # The storage options that one word chooses; see ``FusedAdam``.
 STATES: dict[str, dict[str, Any]] = {
     "32bit": {
