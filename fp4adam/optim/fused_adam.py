@@ -16,13 +16,11 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
-from fp4adam.distributed.dtensor import local, sharding_groups
 from fp4adam.optim import capturable as capturing
 from fp4adam.optim import checks, te_states
 from fp4adam.optim import state_dict as saving
 from fp4adam.optim.engine import Engine, Group, Signals
-from fp4adam.optim.grad_norm import GradNorm, Measured
-from fp4adam.optim.gradient_release import GradientRelease, check_max_norm
+from fp4adam.optim.gradient_release import GradientRelease
 from fp4adam.optim.hyper_parameters import check_hyper_parameters, is_on_device
 from fp4adam.optim.offload import OffloadedEngine
 from fp4adam.optim.options import Options, storage
@@ -42,6 +40,28 @@ class Option:
     def __set__(self, optimizer: "FusedAdam", value: Any) -> None:
         parameters = optimizer._parameters
         parameters.options = dataclasses.replace(parameters.options, **{self._name: value})
+
+
+def _profiled(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``step`` as torch.optim does, for profilers and hooks, unless there are none.
+
+    torch marks each step for profilers that may be attached, which takes some 20 us.
+    """
+    wrapped = Optimizer.profile_hook_step(func)
+
+    @functools.wraps(wrapped)
+    def step(self: "FusedAdam", *args: Any, **kwargs: Any) -> Any:
+        if (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+            or torch.autograd._profiler_enabled()
+        ):
+            return wrapped(self, *args, **kwargs)
+        return func(self, *args, **kwargs)
+
+    return step
 
 
 class FusedAdam(Optimizer):
@@ -202,26 +222,17 @@ class FusedAdam(Optimizer):
 
     def __repr__(self) -> str:
         """What ``torch.optim`` says, after how and where states are stored."""
-        options = self._parameters.options
-        names = ("exp_avg", "exp_avg_sq", "master_weight")
-        dtypes = (str(getattr(options, f"{name}_dtype")).removeprefix("torch.") for name in names)
-        stored = ", ".join(f"{n} {dtype}" for n, dtype in zip(names, dtypes, strict=True))
-        head = (
-            f"States: {stored}{'' if options.master_weights else ' (no masters)'}\n"
-            f"Offloaded to the host: {options.offload_states}\n"
-            f"Gradient release: {self._release is not None}\n"
-        )
+        head = self._parameters.options.describe()
+        head += f"Gradient release: {self._is_releasing}\n"
         return super().__repr__().replace("(\n", f"(\n{head}", 1)
 
     def _set_up(self, options: Options) -> None:
         self._parameters = Parameters(options)
         self._whole = self._new_engine()
         self._release: GradientRelease | None = None
-        self._grad_norm: GradNorm | None = None
         # Memory that captured steps use, once per plan; graphs outlive plans and loaded states.
         self._captured: list = []
-        # Guards hooks that are registered for the duration of a call, as threads may save at the
-        # same time.
+        # Guards hooks that are registered during a call, as threads may save at the same time.
         self._saving = threading.RLock()
 
     def _new_engine(self) -> Engine:
@@ -239,7 +250,6 @@ class FusedAdam(Optimizer):
         """Drop the plan, and all that is known of who has written to the parameters."""
         self._parameters.forget_marks()
         self._whole.forget()
-        self._whole.clip, self._grad_norm = {}, None
         if self._is_releasing:
             self._release.forget(self._engine)
 
@@ -317,27 +327,7 @@ class FusedAdam(Optimizer):
 
     # The step
 
-    @staticmethod
-    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``step`` as torch.optim does, for profilers and hooks, unless there are none.
-
-        torch marks each step for profilers that may be attached, which takes some 20 us.
-        """
-        wrapped = Optimizer.profile_hook_step(func)
-
-        @functools.wraps(wrapped)
-        def step(self: "FusedAdam", *args: Any, **kwargs: Any) -> Any:
-            if (
-                self._optimizer_step_pre_hooks
-                or self._optimizer_step_post_hooks
-                or _global_optimizer_pre_hooks
-                or _global_optimizer_post_hooks
-                or torch.autograd._profiler_enabled()
-            ):
-                return wrapped(self, *args, **kwargs)
-            return func(self, *args, **kwargs)
-
-        return step
+    profile_hook_step = staticmethod(_profiled)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> float | None:
@@ -467,30 +457,13 @@ class FusedAdam(Optimizer):
             RuntimeError: With ``error_if_nonfinite``, if the norm is not finite; with gradient
                 release; while a CUDA graph is captured.
         """
-        if backend.is_capturing():
-            raise RuntimeError(
-                "clip_grad_norm_ must not be called while a CUDA graph is captured, got a call in "
-                "a capture: the step would multiply by the coefficient of that moment at every "
-                "replay; capture torch.nn.utils.clip_grad_norm_, which scales the gradients"
-            )
         if self._is_releasing:
             raise RuntimeError(
                 "clip_grad_norm_ must not be called while gradients are released, got a call after "
                 "the step they were for; pass max_norm to enable_gradient_release, which clips by "
                 "the norm of the previous step"
             )
-        engine = self._engine
-        params = engine.params
-        with torch._C.DisableTorchFunctionSubclass():
-            groups = [*map(sharding_groups, params)]
-            sizes = [*map(Tensor.numel, map(local, params))]
-            known = self._grad_norm
-            if known is None or (known.sizes, known.groups) != (sizes, groups):
-                self._grad_norm = GradNorm(sizes, groups)
-            grads = engine.all_grads()
-            norm, clip = self._grad_norm(grads, max_norm, norm_type, error_if_nonfinite)
-            engine.measured, engine.clip = Measured(grads), clip
-        return norm
+        return self._engine.measure(max_norm, norm_type, error_if_nonfinite)
 
     def enable_gradient_release(self, max_norm: float | None = None) -> GradientRelease:
         """Step each parameter as soon as its gradient is complete, and free the gradient.
@@ -522,27 +495,12 @@ class FusedAdam(Optimizer):
                 that FSDP2 offloads to the CPU.
             ValueError: If ``max_norm`` is negative.
         """
-        check_max_norm(max_norm)
         if self._is_releasing:
             raise RuntimeError(
                 "gradient release must be enabled once, got a second call; remove() the handle "
                 "that the first one returned"
             )
-        if self.use_decoupled_grad:
-            raise NotImplementedError(
-                "use_decoupled_grad must be False for gradient release, got True: autograd calls "
-                "hooks for param.grad only; leave use_decoupled_grad False"
-            )
-        if self._parameters.options.capturable:
-            raise NotImplementedError(
-                "capturable must be False for gradient release, got True: its hooks step "
-                "parameters one by one; capture backward() and step() in one graph instead"
-            )
-        engine = self._engine
-        engine.drop_plan()
-        engine.clip = {}
-        engine.forget()
-        self._release = GradientRelease(engine, max_norm)
+        self._release = GradientRelease(self._engine, max_norm)
         return self._release
 
     # Checkpoints

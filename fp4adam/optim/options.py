@@ -7,7 +7,6 @@ import torch
 
 from fp4adam.optim.state_codec import FLOAT64, StateCodec, state_codec
 
-
 # The storage options that one word chooses; see ``FusedAdam``.
 STATES: dict[str, dict[str, Any]] = {
     "32bit": {
@@ -86,15 +85,10 @@ class Options:
             "exp_avg_sq": state_codec("exp_avg_sq", self.exp_avg_sq_dtype),
         }
 
-
-class OptionAttribute:
-    """An attribute of an optimizer that reads one of its :class:`Options`, or replaces it."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, optimizer: Any, owner: type) -> Any:
-        return self if optimizer is None else getattr(optimizer.options, self._name)
-
-    def __set__(self, optimizer: Any, value: Any) -> None:
-        optimizer.options = dataclasses.replace(optimizer.options, **{self._name: value})
+    def describe(self) -> str:
+        """How and where states are stored, in lines for people."""
+        names = ("exp_avg", "exp_avg_sq", "master_weight")
+        dtypes = (str(getattr(self, f"{name}_dtype")).removeprefix("torch.") for name in names)
+        stored = ", ".join(f"{n} {dtype}" for n, dtype in zip(names, dtypes, strict=True))
+        masters = "" if self.master_weights else " (no masters)"
+        return f"States: {stored}{masters}\nOffloaded to the host: {self.offload_states}\n"
