@@ -19,6 +19,8 @@ from fp4adam.tensors import changes
 from fp4adam.tensors.changes import PLAIN_UNIT, QUANTIZED_UNIT, ChangeRecord
 
 _ALL = -1  # number of changed units where all bytes are sent
+# How an UpdateLost begins; of another process an error has nothing but its words.
+LOST = "update must follow the last one that was applied"
 
 
 class UpdateLost(RuntimeError):
@@ -383,7 +385,7 @@ class WeightReceiver:
         if not update.is_full and self._last != (update.session, update.sequence - 1):
             last = "none" if self._last is None else self._last[1]
             raise UpdateLost(
-                f"update must follow the last one that was applied, {last}, got {update.sequence}"
+                f"{LOST}, {last}, got {update.sequence}"
                 f"{' of another sender' if self._is_of_another(update) else ''}; apply "
                 "sender.export_changes(full=True)"
             )
