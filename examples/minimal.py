@@ -1,8 +1,8 @@
-"""The template: text, a model, 4-bit weights. minimal.py [nvfp4 | mxfp8 | float8block]"""
+"""The template: text, a model, 4-bit weights."""
 
+import argparse
 import logging
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -46,7 +46,6 @@ def main(recipe: str = "nvfp4", steps: int = STEPS) -> list[float]:
     text, held_out = data[:-500_000], data[-500_000:]
     model = NextByte().to(DEVICE)
     quantize_model(model, recipe)  # before the optimizer, fully_shard, DDP and torch.compile
-    print(summary(model))
     optimizer = FP4Adam(model.parameters(), lr=LR, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     losses = []
@@ -60,11 +59,14 @@ def main(recipe: str = "nvfp4", steps: int = STEPS) -> list[float]:
         losses.append(loss.item())
         if (step + 1) % 50 == 0:
             print(f"step {step + 1}/{steps}: loss {losses[-1]:.4f}")
+    print(summary(model, optimizer))
     with torch.no_grad():
         print(f"held out: loss {compute_loss(model, held_out):.4f} nats per byte, on {DEVICE}")
     return losses
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("recipe", nargs="?", default="nvfp4", help="nvfp4, mxfp8 or float8block")
     logging.basicConfig(level="INFO")  # quantize_model says what it does and what it leaves
-    main(*sys.argv[1:2])
+    main(parser.parse_args().recipe)

@@ -10,6 +10,8 @@
 refused. For mixed precision under FSDP2, build the model in FP32.
 """
 
+import argparse
+
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -77,4 +79,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

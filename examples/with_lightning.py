@@ -7,6 +7,7 @@ In mixed precision Lightning refuses to clip gradients for optimizers that unsca
 fused AdamW among them. ``configure_gradient_clipping`` lets FP4Adam clip within its step instead.
 """
 
+import argparse
 from typing import Any
 
 import lightning
@@ -84,4 +85,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

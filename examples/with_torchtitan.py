@@ -8,6 +8,7 @@ configuration with ``optimizer=Optimizers.Config(...)`` selects it. Its own trai
 need a GPU; the model here is that of the other examples. quantize_model comes before fully_shard.
 """
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -86,4 +87,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

@@ -7,6 +7,7 @@ Checkpoints are what the Trainer makes of any model: plain weights, which ``from
 and beside them the optimizer's masters and moments, from which training resumes with every bit.
 """
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -77,4 +78,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

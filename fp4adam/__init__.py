@@ -1,10 +1,15 @@
 """Fused AdamW for models whose weights live in 4 or 8 bits."""
 
 from fp4adam import _moved
+from fp4adam import fp4_utils as fp4_utils
+from fp4adam import fp8_utils as fp8_utils
+from fp4adam.checkpoints.engines import register_with_vllm as register_with_vllm
+from fp4adam.checkpoints.engines import update_sglang as update_sglang
 from fp4adam.checkpoints.export import export_checkpoint as export_checkpoint
 from fp4adam.checkpoints.export import export_masters as export_masters
 from fp4adam.checkpoints.import_checkpoint import import_checkpoint as import_checkpoint
 from fp4adam.checkpoints.tensors import export_tensors as export_tensors
+from fp4adam.checkpoints.trainable import make_trainable as make_trainable
 from fp4adam.checkpoints.updates import UpdateLost as UpdateLost
 from fp4adam.checkpoints.updates import WeightReceiver as WeightReceiver
 from fp4adam.checkpoints.updates import WeightSender as WeightSender
@@ -12,13 +17,15 @@ from fp4adam.checkpoints.updates import WeightUpdate as WeightUpdate
 from fp4adam.distributed import collectives as collectives
 from fp4adam.distributed import fsdp as fsdp
 from fp4adam.distributed import tensor_parallel as tensor_parallel
-from fp4adam.distributed.partial_cast import PartialCast as PartialCast
-from fp4adam.distributed.scale_exchange import check_shards as check_shards
+from fp4adam.distributed.cast import PartialCast as PartialCast
+from fp4adam.distributed.shards import check_shards as check_shards
+from fp4adam.distributed.zero import cast_master_weights_to_fp8 as cast_master_weights_to_fp8
 from fp4adam.distributed.zero import (
     cast_master_weights_to_nvfp4 as cast_master_weights_to_nvfp4,
 )
 from fp4adam.distributed.zero import post_all_gather_processing as post_all_gather_processing
 from fp4adam.distributed.zero import quantize_master_weights as quantize_master_weights
+from fp4adam.distributed.zero import replace_raw_data as replace_raw_data
 from fp4adam.formats.float8 import Float8Quantizer as Float8Quantizer
 from fp4adam.formats.float8 import Float8Tensor as Float8Tensor
 from fp4adam.formats.float8_block import Float8BlockQuantizer as Float8BlockQuantizer
@@ -32,12 +39,13 @@ from fp4adam.interop import torchao as torchao
 from fp4adam.interop import transformer_engine as transformer_engine
 from fp4adam.interop.adapter import TensorAdapter as TensorAdapter
 from fp4adam.interop.adapter import register_adapter as register_adapter
-from fp4adam.nn import fp4_utils as fp4_utils
 from fp4adam.nn import linear as linear
 from fp4adam.nn import parallel_linear as parallel_linear
 from fp4adam.nn.dequantize_model import dequantize_model as dequantize_model
 from fp4adam.nn.grouped_linear import grouped_linear as grouped_linear
 from fp4adam.nn.kept_weights import kept_weights as kept_weights
+from fp4adam.nn.monitor import QuantizationMonitor as QuantizationMonitor
+from fp4adam.nn.monitor import quantization_stats as quantization_stats
 from fp4adam.nn.quantize_model import is_hidden_linear as is_hidden_linear
 from fp4adam.nn.quantize_model import quantize_model as quantize_model
 from fp4adam.nn.quantize_model import quantized_init as quantized_init

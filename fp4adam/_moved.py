@@ -60,8 +60,6 @@ _MOVED = {
     "scale_groups": ("formats.scale_groups", ("ScaleGroup", "hf_scale_groups")),
     "fused_adam": ("optim.fused_adam", ("FusedAdam",)),
     "fp4_adam": ("optim.fp4_adam", ("FP4Adam",)),
-    # Megatron imports it by this path.
-    "fp4_utils": ("nn.fp4_utils", ()),
 }
 # Names of which there is no equal now.
 _REPLACED = {

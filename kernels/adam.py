@@ -85,6 +85,17 @@ class Variant(NamedTuple):
         return self.value_codec, self.exp_avg_codec, self.exp_avg_sq_codec
 
 
+@triton.constexpr_function
+def state_lanes(variant: Variant) -> int:
+    """Neighbouring elements per thread in the tiles of a step.
+
+    Where states take a byte each and gradients two, eight; else four, 16 bytes of FP32.
+    """
+    codecs = variant.value_codec, variant.exp_avg_codec, variant.exp_avg_sq_codec
+    small = codecs == ("int8", "e4m3", "ue4m4") and variant.grad_dtype != tl.float32
+    return 8 if small and not variant.amsgrad else 4
+
+
 def step_variant(
     *,
     grad_dtype: torch.dtype,
@@ -266,6 +277,7 @@ def update_tile(
     BC: tl.constexpr,
     target_mask=None,
     grad=None,
+    value=None,
 ):
     """Load a tile of a tensor's state, update it, and store it if STORE, scales excepted.
 
@@ -273,23 +285,30 @@ def update_tile(
     ``stride`` apart. target: the same offset, for stores; where a pipelined loop computes both from
     one number, the addresses wait in registers from the load to the store. target_mask: likewise
     the same mask, for stores; None: ``mask`` is for both. grad: the gradient of the tile, if the
-    caller has loaded it. scales: of the tile. scalars: from :func:`load_scalars`. start, stride and
-    BC must be multiples of 32 if a codec has scales.
-    Returns the new value, float32: decoded if its codec has scales, else unrounded; and the new
-    scales.
+    caller has loaded it. value: the value, float32, of a codec that leaves loads and stores of it
+    to the caller. scales: of the tile. scalars: from :func:`load_scalars`. start, stride and BC
+    must be multiples of 32 if a codec has scales.
+    Returns the new value, float32: decoded if its codec has scales, else unrounded; the new scales;
+    and the new moments, float32, before they are rounded.
     """
     ptr = pointers
     VALUE: tl.constexpr = VARIANT.value_codec
     FIRST: tl.constexpr = VARIANT.exp_avg_codec
     SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
-    offs = state_offsets(stride, BR, BC)
+    LANES: tl.constexpr = state_lanes(VARIANT)
+    offs = state_offsets(stride, BR, BC, LANES)
 
-    value = load_value(ptr.value, ptr.value_extra, start, stride, mask, scales.value, VALUE, BR, BC)
+    if VALUE != "int8":
+        value = load_value(
+            ptr.value, ptr.value_extra, start, stride, mask, scales.value, VALUE, BR, BC
+        )
     if grad is None:
         grad = tl.load(ptr.grad + start + offs, mask)
     grad = to_float32(grad)
-    exp_avg = load_state(ptr.exp_avg, start, stride, mask, scales.exp_avg, FIRST, BR, BC)
-    exp_avg_sq = load_state(ptr.exp_avg_sq, start, stride, mask, scales.exp_avg_sq, SECOND, BR, BC)
+    exp_avg = load_state(ptr.exp_avg, start, stride, mask, scales.exp_avg, FIRST, BR, BC, LANES)
+    exp_avg_sq = load_state(
+        ptr.exp_avg_sq, start, stride, mask, scales.exp_avg_sq, SECOND, BR, BC, LANES
+    )
     largest = tl.load(ptr.max_exp_avg_sq + start + offs, mask) if VARIANT.amsgrad else exp_avg_sq
 
     value, exp_avg, exp_avg_sq, largest = adam_tile(
@@ -299,21 +318,23 @@ def update_tile(
     if target_mask is not None:
         mask = target_mask
     # One hash serves all states of an element. If no codec uses it, the compiler removes it.
-    dither = element_hash(target, stride, scalars.dither, BR, BC)
-    value, value_scale = store_value(
-        ptr.value, ptr.value_extra, target, stride, mask, value, dither * OF_MASTERS, VALUE, STORE,
-        BR, BC,
-    )  # fmt: skip
+    dither = element_hash(target, stride, scalars.dither, BR, BC, LANES)
+    value_scale = scales.value
+    if VALUE != "int8":
+        value, value_scale = store_value(
+            ptr.value, ptr.value_extra, target, stride, mask, value, dither * OF_MASTERS, VALUE,
+            STORE, BR, BC,
+        )  # fmt: skip
     _, scale = store_state(
-        ptr.exp_avg, target, stride, mask, exp_avg, dither * OF_EXP_AVG, FIRST, BR, BC, STORE
+        ptr.exp_avg, target, stride, mask, exp_avg, dither * OF_EXP_AVG, FIRST, BR, BC, STORE, LANES
     )
     _, scale_sq = store_state(
         ptr.exp_avg_sq, target, stride, mask, exp_avg_sq, dither * OF_EXP_AVG_SQ, SECOND, BR, BC,
-        STORE,
+        STORE, LANES,
     )  # fmt: skip
     if STORE and VARIANT.amsgrad:
         tl.store(ptr.max_exp_avg_sq + target + offs, largest, mask)
-    return value, Scales(value_scale, scale, scale_sq)
+    return value, Scales(value_scale, scale, scale_sq), exp_avg, exp_avg_sq
 
 
 @triton.jit
@@ -353,7 +374,7 @@ def adam_step_tile(
             load_scale(ptr.exp_avg_scale, start, stride, mask, FIRST, BR, BC),
             load_scale(ptr.exp_avg_sq_scale, start, stride, mask, SECOND, BR, BC),
         )
-        value, new = update_tile(
+        value, new, _, _ = update_tile(
             pointers, start, target, stride, mask, scales, scalars, VARIANT, STORE, BR, BC,
             target_mask, grad,
         )  # fmt: skip
@@ -364,6 +385,47 @@ def adam_step_tile(
             store_scale(ptr.exp_avg_scale, target, stride, mask, new.exp_avg, FIRST, BR, BC)
             store_scale(ptr.exp_avg_sq_scale, target, stride, mask, new.exp_avg_sq, SECOND, BR, BC)
     return value
+
+
+@triton.jit
+def adam_master_tile(
+    pointers,
+    start,
+    target,
+    stride,
+    mask,
+    master,
+    scalars,
+    VARIANT: tl.constexpr,
+    STORE: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Update the moments of a tile with its master, float32, which the caller has completed.
+
+    Arguments as for :func:`adam_step_tile`. Returns the new master, the dither of its remainder,
+    and int32 numbers that grow with |exp_avg| / sqrt(exp_avg_sq), for ``report_completed``.
+    """
+    ptr = pointers
+    FIRST: tl.constexpr = VARIANT.exp_avg_codec
+    SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
+    scales = Scales(
+        tl.zeros((BR, (BC + 31) // 32), tl.uint8),
+        load_scale(ptr.exp_avg_scale, start, stride, mask, FIRST, BR, BC),
+        load_scale(ptr.exp_avg_sq_scale, start, stride, mask, SECOND, BR, BC),
+    )
+    master, new, exp_avg, exp_avg_sq = update_tile(
+        pointers, start, target, stride, mask, scales, scalars, VARIANT, STORE, BR, BC,
+        value=master,
+    )  # fmt: skip
+    if STORE:
+        store_scale(ptr.exp_avg_scale, target, stride, mask, new.exp_avg, FIRST, BR, BC)
+        store_scale(ptr.exp_avg_sq_scale, target, stride, mask, new.exp_avg_sq, SECOND, BR, BC)
+    dither = element_hash(target, stride, scalars.dither, BR, BC, state_lanes(VARIANT)) * OF_MASTERS
+    # The bits of a positive float are its logarithm, nearly.
+    ratio = exp_avg.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    ratio -= exp_avg_sq.to(tl.int32, bitcast=True) >> 1
+    return master, dither, ratio
 
 
 class StepLaunch:

@@ -7,6 +7,11 @@ the new amax. This preview updates those tiles without storing them. The pass ov
 compares the weights that it writes with the result, and :func:`requantize` rewrites a tensor whose
 amax was too small. So the bytes are right even if the bound fails, because the largest weight
 became NaN, or other code wrote to the state since the last step.
+
+Masters that are completed by remainders exist only during the pass, so nothing could be rewritten.
+There the pass measures the moments that it stores, and :func:`_largest_update` bounds each tile's
+next update by them, however they were rounded. A second preview reads every tile that can exceed
+the amax that the first one has found.
 """
 
 from typing import Any
@@ -23,11 +28,13 @@ from fp4adam.kernels.adam import (
     SCALARS_WIDTH,
     SIGNALS,
     Variant,
+    adam_master_tile,
     adam_step_tile,
     load_scalars,
+    state_lanes,
     state_pointers,
 )
-from fp4adam.kernels.float8 import float8_tile, tensor_scale
+from fp4adam.kernels.float8 import float8_master, float8_tile, tensor_scale
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.tensor_table import (
     AMAX,
@@ -38,23 +45,82 @@ from fp4adam.kernels.launch.tensor_table import (
     WIDTH,
     Usage,
     gemm_scale_pointers,
+    pointer,
     size,
     storage_pointers,
     tile_start,
 )
-from fp4adam.kernels.nvfp4 import nvfp4_tile, store_columnwise, store_square_scales
+from fp4adam.kernels.nvfp4 import nvfp4_master, nvfp4_tile, store_columnwise, store_square_scales
 from fp4adam.kernels.plain_step import update_scaled
 from fp4adam.kernels.tiles.bfloat16 import round_through
+from fp4adam.kernels.tiles.remainder import load_remainder
 from fp4adam.kernels.tiles.state import has_scales, load_master, master_pointers, max_registers
 
 # Tiles whose amaxes one program compares.
 SCAN = 64
 # Rows and columns of a tile that a program updates at a time.
 PART = (8, 64)
+# The same of masters with remainders, by whether moments have scales. It divides all tiles.
+COMPLETED_PART = {False: (16, 16), True: (16, 32)}
 # Lowers the threshold below the old amax by far more than rounding.
 SLACK = tl.constexpr(0.9998)
+# The same where masters differ from what the amax was measured on by a remainder's unit.
+COMPLETED_SLACK = tl.constexpr(0.995)
 # Programs that look for tensors to write again: enough for any GPU, few enough to cost nothing.
 N_REQUANTIZE = 512
+
+
+@triton.jit
+def completed_master(
+    table,
+    tensor,
+    pointers,
+    row,
+    col,
+    cols,
+    amax,
+    epsilon,
+    USAGE: tl.constexpr,
+    SCALES_BLOCKS: tl.constexpr,
+    POW_2: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """The masters of a tile [BR, BC] from rowwise codes and remainders; amax: of the codes.
+
+    SCALES_BLOCKS: NVFP4, else Float8, to which epsilon and POW_2 belong.
+    """
+    start = tile_start(row, col, cols)
+    remainder = load_remainder(pointers.value, start, cols, None, BR, BC, LANES)
+    storage = storage_pointers(table, tensor, tl.uint32, tl.uint8)
+    if SCALES_BLOCKS:
+        master = nvfp4_master(storage, remainder, row, col, cols, amax, USAGE, BR, BC, LANES)
+    else:
+        encode = tensor_scale(amax, epsilon, POW_2)
+        master = float8_master(storage, remainder, row, col, cols, encode, BR, BC, LANES)
+    return master
+
+
+@triton.jit
+def _largest_update(row, ratio):
+    """An upper bound of |update|, weight decay excluded, of the tiles whose moments have a ratio.
+
+    row: pointers to rows of scalars. ratio: upper bounds of |m| / sqrt(v) before the step, by
+    :func:`report_completed`. ``fp4adam.optim.update_bound`` derives the formula. Inf without a bound.
+    """
+    lerp_weight = tl.load(row + 2)
+    beta2, one_minus_beta2 = tl.load(row + 3), tl.load(row + 4)
+    eps, step_size, rsqrt_correction = tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)
+    weight = tl.where(lerp_weight > 0, lerp_weight, 1.0 + lerp_weight)
+    rest = (1.0 - weight) * ratio
+    largest = tl.div_rn(rest * rest, beta2) + tl.div_rn(weight * weight, one_minus_beta2)
+    update = tl.abs(step_size) * tl.div_rn(tl.sqrt_rn(largest), rsqrt_correction) * 1.001
+    # Underflow in the second moment must not matter beside eps.
+    is_bounded = (eps >= 1e-16) & (rsqrt_correction < 100.0)
+    is_bounded &= (beta2 > 0) & (one_minus_beta2 > 0)
+    # Negated, so that NaN gives Inf.
+    return tl.where(is_bounded & (update < float("inf")), update, float("inf"))
 
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
@@ -70,9 +136,15 @@ def _amax_preview_kernel(
     old_amaxes,
     amaxes,
     exceeding,
+    tile_ratios,
+    stored_amaxes,
     n_tiles,
+    epsilon,
     VARIANT: tl.constexpr,
     AGAIN: tl.constexpr,
+    USAGE: tl.constexpr,
+    SCALES_BLOCKS: tl.constexpr,
+    POW_2: tl.constexpr,
     SCAN: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
@@ -81,6 +153,9 @@ def _amax_preview_kernel(
 
     AGAIN: read the tiles that the first preview left out and that can exceed the amax it found,
     which happens if the largest weight became NaN.
+    Masters with remainders have a bound per tile, from ``tile_ratios``. Their tensors' amaxes from
+    before the step are written to ``stored_amaxes``, float32 [n_tensors], for the pass. ``epsilon``
+    and the options after AGAIN are those of :func:`completed_master`.
 
     Grid: (cdiv(n_tiles, SCAN),). table: int64 [n_tensors, 19]. scalars: float32 [n, 12], including
     a bound of the update (Inf if unknown) and the decay factor. tiles: int32 [n_tiles, 4], (tensor,
@@ -106,10 +181,18 @@ def _amax_preview_kernel(
         tl.store(exceeding + slot, tl.zeros((SCAN,), tl.float32), first)
 
     # A weight of magnitude old_amax, and any weight that could overtake it, is above the threshold.
+    COMPLETES: tl.constexpr = VARIANT.value_codec == "int8"
     scalars_row = scalars + tl.load(rows + SCALARS, inside, 0) * SCALARS_WIDTH
-    largest_update = tl.load(scalars_row + LARGEST_UPDATE, inside, 0.0)
     decay = tl.load(scalars_row + LARGEST_DECAY, inside, 1.0)
-    threshold = old_amax * SLACK - tl.div_rn(2.0 * largest_update, decay)
+    if COMPLETES:
+        largest_update = _largest_update(scalars_row, tl.load(tile_ratios + index, inside, 0.0))
+        threshold = old_amax * COMPLETED_SLACK - tl.div_rn(2.0 * largest_update, decay)
+        if not AGAIN:
+            stored_ptr = tl.load(rows + AMAX).to(tl.pointer_type(tl.float32))
+            tl.store(stored_amaxes + tensors, tl.load(stored_ptr), first)
+    else:
+        largest_update = tl.load(scalars_row + LARGEST_UPDATE, inside, 0.0)
+        threshold = old_amax * SLACK - tl.div_rn(2.0 * largest_update, decay)
     # Negated, so that a comparison with NaN selects the tile.
     tile_amax = tl.load(tile_amaxes + index, inside, 0.0)
     wanted = ~(tile_amax < threshold) & takes_part & inside
@@ -131,18 +214,35 @@ def _amax_preview_kernel(
         constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
         pointers = state_pointers(table, tensor, VARIANT)
         amax = tl.zeros((BR, BC), tl.float32)
-        for done in range(0, height, BR):
-            rows_left = height - done
-            mask = (tl.arange(0, BR) < rows_left)[:, None] & (tl.arange(0, BC) < width)[None, :]
-            # Widths are multiples of 16, so the mask allows vector accesses.
-            mask = tl.max_constancy(mask, (1, 16))
-            start = tile_start(first_row + done, col, cols)
-            value = adam_step_tile(
-                pointers, start, start, cols, mask, constants, VARIANT, False, BR, BC
-            )
-            magnitude = tl.abs(round_through(value, VARIANT.write_dtype))
-            # The comparison is False for NaN, which amaxes ignore.
-            amax = tl.where(mask & (magnitude > amax), magnitude, amax)
+        if COMPLETES:
+            # Parts divide every tile.
+            stored_amax = tl.load(pointer(table, tensor, AMAX, tl.float32))
+            for part in range(height // BR * (width // BC)):
+                row = first_row + part // (width // BC) * BR
+                part_col = col + part % (width // BC) * BC
+                start = tile_start(row, part_col, cols)
+                master = completed_master(
+                    table, tensor, pointers, row, part_col, cols, stored_amax, epsilon, USAGE,
+                    SCALES_BLOCKS, POW_2, BR, BC, state_lanes(VARIANT),
+                )  # fmt: skip
+                updated = adam_master_tile(
+                    pointers, start, start, cols, None, master, constants, VARIANT, False, BR, BC
+                )
+                magnitude = tl.abs(round_through(updated[0], VARIANT.write_dtype))
+                amax = tl.where(magnitude > amax, magnitude, amax)
+        else:
+            for done in range(0, height, BR):
+                rows_left = height - done
+                mask = (tl.arange(0, BR) < rows_left)[:, None] & (tl.arange(0, BC) < width)[None, :]
+                # Widths are multiples of 16, so the mask allows vector accesses.
+                mask = tl.max_constancy(mask, (1, 16))
+                start = tile_start(first_row + done, col, cols)
+                value = adam_step_tile(
+                    pointers, start, start, cols, mask, constants, VARIANT, False, BR, BC
+                )
+                magnitude = tl.abs(round_through(value, VARIANT.write_dtype))
+                # The comparison is False for NaN, which amaxes ignore.
+                amax = tl.where(mask & (magnitude > amax), magnitude, amax)
         # The bits of non-negative floats order as integers do; an integer maximum is one atomic, a
         # float maximum two.
         bits = tl.max(tl.max(amax, 1), 0).to(tl.int32, bitcast=True)
@@ -176,6 +276,27 @@ def report_amax(tile_amax, amax, tensor, slots, tile_amaxes, exceeding, WRITE_DT
         # covers normal numbers, the term subnormal ones of FP16.
         tile_amax = tile_amax * 1.0078125 + 6e-8
     tl.store(tile_amaxes + tl.program_id(0), tile_amax)
+
+
+@triton.jit
+def report_completed(tile_amax, ratio, amax, tile_amaxes, tile_ratios, WRITE_DTYPE: tl.constexpr):
+    """Store what bounds this program's tile in the next preview.
+
+    tile_amax: of the masters as they were quantized, with ``amax``. ratio: the largest number of
+    the tile from ``adam_master_tile``.
+    """
+    # Remainders round a master by a unit. That is at most 1/476 of the block's largest weight, or
+    # in a block with a small scale 2.4e-8 of the tensor's. Rounding to 16 bits as in `report_amax`.
+    tile_amax = tile_amax * 1.0078125 + amax * 1e-7
+    if WRITE_DTYPE != tl.float32:
+        tile_amax = tile_amax * 1.0078125 + 6e-8
+    tl.store(tile_amaxes + tl.program_id(0), tile_amax)
+    # With L(x) = bits / 2^23 - 127, log2(x) is between L(x) and L(x) + 0.0861. So the bits of m less
+    # half of those of v, and half the bias more, are a number of which the ratio is at most
+    # 2^0.0861 times as much. Rounding adds at most a code to m, 1/8 in L for E4M3, and takes at
+    # most a code from v, 1/16. Together this is less than 2^0.243. Inf and NaN in m give Inf.
+    bits = tl.minimum(ratio, 0x5FC00000) + 0x1FC00000
+    tl.store(tile_ratios + tl.program_id(0), bits.to(tl.float32, bitcast=True) * 1.185)
 
 
 @triton.jit
@@ -234,7 +355,7 @@ def _requantize_kernel(
                     )
                     x = round_through(value, WRITE_DTYPE)
                     if SCALES_BLOCKS:
-                        _, words, scale = nvfp4_tile(
+                        _, words, scale, _ = nvfp4_tile(
                             x, amax, row, col, cols, storage, gemm_scales, USAGE, 16, BC
                         )
                         if USAGE.columnwise:
@@ -260,7 +381,9 @@ def candidates(
     tile_amaxes: Tensor,
     old_amaxes: Tensor,
 ) -> Tensor:
-    """The tiles that :func:`_amax_preview_kernel` reads if all take part, bool [n_tiles]."""
+    """The tiles that the first preview reads if all take part, bool [n_tiles]; not for masters with
+    remainders.
+    """
     rows = scalars.view(-1, SCALARS_WIDTH.value)[table[:, SCALARS.value]]
     reach = 2 * rows[:, LARGEST_UPDATE.value] / rows[:, LARGEST_DECAY.value]
     threshold = old_amaxes[slots] * SLACK.value - reach
@@ -276,9 +399,15 @@ def preview_amax(
     old_amaxes: Tensor,
     amaxes: Tensor,
     exceeding: Tensor,
+    tile_ratios: Tensor,
+    stored_amaxes: Tensor,
     variant: Variant,
+    usage: Usage,
     *,
     again: bool,
+    scales_blocks: bool,
+    force_pow_2_scales: bool,
+    amax_epsilon: float,
 ) -> Launch:
     """The launch that computes ``amaxes`` (zero before); call with ``grad_scale, clip, found_inf``.
 
@@ -286,11 +415,17 @@ def preview_amax(
     """
     n_tiles = tiles.shape[0]
     br, bc = PART
+    # Of a format only if masters need it, so that one compiled kernel serves all others.
+    options: dict[str, Any] = dict(USAGE=None, SCALES_BLOCKS=None, POW_2=None)
+    if variant.value_codec == "int8":
+        br, bc = COMPLETED_PART[has_scales(*variant.codecs)]
+        options = dict(USAGE=usage, SCALES_BLOCKS=scales_blocks, POW_2=force_pow_2_scales)
+    known = tile_amaxes, old_amaxes, amaxes, exceeding, tile_ratios, stored_amaxes
     return Launch(
         _amax_preview_kernel,
         triton.cdiv(n_tiles, SCAN),
-        (table, scalars, tiles, slots, tile_amaxes, old_amaxes, amaxes, exceeding, n_tiles),
-        dict(VARIANT=variant, AGAIN=again, SCAN=SCAN, BR=br, BC=bc),
+        (table, scalars, tiles, slots, *known, n_tiles, amax_epsilon),
+        dict(VARIANT=variant, AGAIN=again, **options, SCAN=SCAN, BR=br, BC=bc),
         num_warps=4,
         maxnreg=max_registers(*variant.codecs),
     )
@@ -354,15 +489,21 @@ class StepLaunch(adam.StepLaunch):
         amaxes = [torch.zeros(n_slots, dtype=torch.float32, device=device) for _ in range(2)]
         exceeding = torch.zeros(n_slots, dtype=torch.float32, device=device)
         self.amaxes = torch.zeros(n_slots, dtype=torch.float32, device=device)
+        # Of masters with remainders: as for the preview.
+        tile_ratios = torch.zeros(len(tiles), dtype=torch.float32, device=device)
+        stored_amaxes = torch.zeros(len(shapes), dtype=torch.float32, device=device)
         self._is_shared = bool(kind.groups)
+        self._rewrites = not (self._is_shared or variant.value_codec == "int8")
         updates, rest = update_scaled(table, scalars, shapes, variant)
+        scaling = dict(scales_blocks=quantizer.scales_blocks, **quantizer.scale_options)
         # Double buffer: the amaxes of one step are the old amaxes of the next.
         self._turns = []
         for old, new in (amaxes, amaxes[::-1]):
-            known = table, scalars, tiles, slots, tile_amaxes, old, new, exceeding, variant
+            known = table, scalars, tiles, slots, tile_amaxes, old, new, exceeding
+            measured = tile_ratios, stored_amaxes
             looks = [
-                preview_amax(*known, again=again)
-                for again in ((False, True) if self._is_shared else (False,))
+                preview_amax(*known, *measured, variant, usage, again=again, **scaling)
+                for again in ((False, True) if not self._rewrites else (False,))
             ]
             passes = self.passes(
                 kind,
@@ -376,18 +517,9 @@ class StepLaunch(adam.StepLaunch):
                 old,
                 tile_amaxes,
                 exceeding,
+                *measured,
             )
-            rewrite = requantize(
-                table,
-                tiles,
-                slots,
-                new,
-                exceeding,
-                variant,
-                usage,
-                scales_blocks=quantizer.scales_blocks,
-                **quantizer.scale_options,
-            )
+            rewrite = requantize(table, tiles, slots, new, exceeding, variant, usage, **scaling)
             self._turns.append((old, new, looks, [*updates, *passes], rewrite))
         self._known = table, scalars, tiles, slots, tile_amaxes
         self._exceeding = exceeding
@@ -409,7 +541,7 @@ class StepLaunch(adam.StepLaunch):
         _, _, looks, steps, rewrite = self._turns[0]
         for launch in (*looks, *steps):
             launch.compile(*signals)
-        if not self._is_shared:
+        if self._rewrites:
             rewrite.compile()
 
     def candidates(self) -> Tensor:
@@ -434,6 +566,6 @@ class StepLaunch(adam.StepLaunch):
         _, _, _, steps, rewrite = self._turns[0]
         for launch in steps:
             launch(*signals)
-        if not self._is_shared:
+        if self._rewrites:
             rewrite()
         self._turns.reverse()

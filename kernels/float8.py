@@ -19,6 +19,8 @@ from fp4adam.kernels.launch.tensor_table import (
 )
 from fp4adam.kernels.tiles.bfloat16 import round_to, to_float32
 from fp4adam.kernels.tiles.e4m3 import e4m3_value, e4m3_words
+from fp4adam.kernels.tiles.layout import state_offsets
+from fp4adam.kernels.tiles.remainder import complete, unit_of_one
 from fp4adam.kernels.tiles.words import (
     are_aligned,
     part_of,
@@ -55,6 +57,29 @@ def float8_tile(
     if USAGE.rowwise:
         store_words(storage.rowwise_data, row, col // 4, cols // 4, words, BR, BC // 4)
     return words
+
+
+@triton.jit
+def float8_master(
+    storage,
+    remainder,
+    row,
+    col,
+    cols,
+    scale,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """The float32 masters of a tile from its rowwise codes and int8 remainders [BR, BC].
+
+    scale: the encode scale of the codes. LANES: neighbours per thread.
+    """
+    ptr = storage.rowwise_data.to(tl.pointer_type(tl.uint8)) + tile_start(row, col, cols)
+    value = e4m3_value(tl.load(ptr + state_offsets(cols, BR, BC, LANES)))
+    factor = tl.div_rn(1.0, scale)
+    unit, _ = unit_of_one(factor, 8)
+    return complete(value, factor, unit, remainder, 8)
 
 
 @triton.jit

@@ -8,7 +8,15 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4adam.kernels import adam
-from fp4adam.kernels.adam import SIGNALS, Variant, adam_step_tile, load_scalars, state_pointers
+from fp4adam.kernels.adam import (
+    SIGNALS,
+    Variant,
+    adam_master_tile,
+    adam_step_tile,
+    load_scalars,
+    state_lanes,
+    state_pointers,
+)
 from fp4adam.kernels.float8_block import (
     BLOCK,
     float8_scale,
@@ -37,8 +45,15 @@ from fp4adam.kernels.launch.tensor_table import (
 )
 from fp4adam.kernels.plain_step import update_scaled
 from fp4adam.kernels.tiles.bfloat16 import round_through
-from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_words
+from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_value, e4m3_word_values, e4m3_words
 from fp4adam.kernels.tiles.layout import state_offsets
+from fp4adam.kernels.tiles.remainder import (
+    complete,
+    load_remainder,
+    split_off,
+    store_remainder,
+    unit_of_one,
+)
 from fp4adam.kernels.tiles.state import (
     are_narrow,
     load_master,
@@ -56,6 +71,8 @@ MASKED_PARTS = {  # by two_dimensional and whether states are narrow
     (False, False): Tile(4, BLOCK, 32, 8, 1),
     (False, True): Tile(4, BLOCK, 32, 8, 1),
 }
+# Of masters with remainders, by masked.
+COMPLETED_PARTS = {False: Tile(16, BLOCK, 8, 8, 1), True: Tile(16, BLOCK, 8, 8, 1)}
 # Of blocks that ranks share.
 CUT_PART = Tile(16, BLOCK, 8, 8, 1)
 
@@ -435,6 +452,181 @@ def _adam_step_vector_kernel(
             _store_column_words(column_words, columnwise_data, first_row, col, rows)
 
 
+@triton.jit
+def _codes_and_values(
+    x,
+    i,
+    column_words,
+    MASKED: tl.constexpr,
+    KEEPS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Codes of a part ``i`` of scaled numbers and their values, float32.
+
+    Codes are words [BR, BC / 4], which are inserted into ``column_words`` if KEEPS; if MASKED,
+    single bytes [BR, BC].
+    """
+    if MASKED:
+        code = e4m3_code(x, HARDWARE=False)
+        value = e4m3_value(code)
+    else:
+        code = e4m3_words(x, BR, BC, HARDWARE=not KEEPS)
+        value = e4m3_word_values(code, BR, BC)
+        if KEEPS:
+            column_words = insert_tile(column_words, code, i)
+    return code, value, column_words
+
+
+@triton.jit
+def _update_completed(
+    table,
+    tensor,
+    pointers,
+    rowwise_data,
+    row,
+    col,
+    rows,
+    cols,
+    mask,
+    constants,
+    VARIANT: tl.constexpr,
+    USAGE: tl.constexpr,
+    STORE: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Update a part [BR, BC] of masters with remainders; store its moments if STORE.
+
+    Returns the values to quantize, zeros outside of the mask; the masters; and the dither of their
+    remainders.
+    """
+    LANES: tl.constexpr = state_lanes(VARIANT)
+    start = tile_start(row, col, cols)
+    ptr = pointer(table, tensor, ROWWISE_SCALE, tl.float32)
+    if USAGE.square:
+        factor = tl.load(ptr + tile_start(row // 128, col // 128, tl.cdiv(cols, 128)))
+    else:
+        ptr += tile_start(col // 128, row, (rows + 3) // 4 * 4) + tl.arange(0, BR)
+        factor = tl.load(ptr, row + tl.arange(0, BR) < rows, 1.0)[:, None]
+    unit, _ = unit_of_one(factor, 8)
+    remainder = load_remainder(pointers.value, start, cols, mask, BR, BC, LANES)
+    code = tl.load(rowwise_data + start + state_offsets(cols, BR, BC, LANES), mask)
+    master = complete(e4m3_value(code), factor, unit, remainder, 8)
+    master, dither, _ = adam_master_tile(
+        pointers, start, start, cols, mask, master, constants, VARIANT, STORE, BR, BC
+    )
+    x = round_through(master, VARIANT.write_dtype)
+    if mask is not None:
+        x = tl.where(mask, x, 0.0)
+    return x, master, dither
+
+
+@triton.jit(do_not_specialize_on_alignment=SIGNALS)
+def _adam_step_completed_kernel(
+    grad_scale_ptr,
+    clip_ptr,
+    found_inf_ptr,
+    table,
+    scalars,
+    tiles,
+    epsilon,
+    VARIANT: tl.constexpr,
+    USAGE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POW_2: tl.constexpr,
+    MASKED: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Adam and re-quantization of one 128x128 block of masters with remainders.
+
+    Grid, tile and tables as for the square kernel; BC is 128. What needs an amax of all rows is
+    measured first, by an update that is not stored. The update is then repeated, from L2.
+    """
+    tensor, first_row, col = load_tile(tiles, 128)
+    if not takes_part(table, tensor, found_inf_ptr):
+        return
+    MULTIPLE: tl.constexpr = 1 if MASKED else 16
+    rows, cols = size(table, tensor, ROWS, MULTIPLE), size(table, tensor, COLS, MULTIPLE)
+    constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
+    pointers = state_pointers(table, tensor, VARIANT)
+    rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
+    columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
+    SQUARE: tl.constexpr = USAGE.square
+    PARTS: tl.constexpr = 128 // BR
+    LANES: tl.constexpr = state_lanes(VARIANT)
+    largest = tl.zeros((BC,), tl.float32)
+    column_words = tl.zeros((PARTS, BR, BC // 4), tl.uint32)
+    scale = tl.full((), 1.0, tl.float32)
+    column_scale = tl.full((BC,), 1.0, tl.float32)
+    if SQUARE or USAGE.columnwise:
+        for i in tl.range(0, PARTS, num_stages=STAGES):
+            row = first_row + i * BR
+            mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
+            x, _, _ = _update_completed(
+                table, tensor, pointers, rowwise_data, row, col, rows, cols, mask, constants,
+                VARIANT, USAGE, False, BR, BC,
+            )  # fmt: skip
+            largest = tl.maximum(largest, tl.max(tl.abs(x), 0))
+        if SQUARE:
+            scale = float8_scale(tl.max(largest, 0), epsilon, LARGEST, POW_2)
+        else:
+            column_scale = float8_scale(largest, epsilon, LARGEST, POW_2)
+    for i in tl.range(0, PARTS, num_stages=STAGES):
+        row = first_row + i * BR
+        start = tile_start(row, col, cols)
+        mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
+        x, master, dither = _update_completed(
+            table, tensor, pointers, rowwise_data, row, col, rows, cols, mask, constants, VARIANT,
+            USAGE, True, BR, BC,
+        )  # fmt: skip
+        # All codes and scales of the part are read before any is written.
+        tl.debug_barrier()
+        if SQUARE:
+            row_scale = scale
+            factor = tl.div_rn(1.0, scale)
+        else:
+            row_scale = float8_scale(tl.max(tl.abs(x), 1), epsilon, LARGEST, POW_2)
+            store_rowwise_scale(
+                row_scale, pointer(table, tensor, ROWWISE_SCALE, tl.float32), row, col, rows,
+                row + tl.arange(0, BR) < rows, BR,
+            )  # fmt: skip
+            factor = tl.div_rn(1.0, row_scale)[:, None]
+            row_scale = row_scale[:, None]
+        code, value, column_words = _codes_and_values(
+            x * row_scale, i, column_words, MASKED, SQUARE and USAGE.columnwise, BR, BC
+        )
+        _, inverse = unit_of_one(factor, 8)
+        remainder = split_off(master, value, factor, inverse, dither, 8)
+        store_remainder(pointers.value, start, cols, mask, remainder, BR, BC, LANES)
+        if MASKED:
+            store_codes(
+                code, rowwise_data, columnwise_data, row, col, rows, cols, mask,
+                True, SQUARE and USAGE.columnwise, BR, BC,
+            )  # fmt: skip
+        else:
+            words_ptr = rowwise_data.to(tl.pointer_type(tl.uint32))
+            store_words(words_ptr, row, col // 4, cols // 4, code, BR, BC // 4)
+        if USAGE.columnwise and not SQUARE:
+            column_words = _put_codes(
+                x * column_scale[None, :], column_words, i, rowwise_data, columnwise_data,
+                row, col, rows, cols, mask, False, True, BR, BC,
+            )  # fmt: skip
+    if SQUARE:
+        scale_ptr = pointer(table, tensor, ROWWISE_SCALE, tl.float32)
+        scale_ptr += tile_start(first_row // 128, col // 128, tl.cdiv(cols, 128))
+        tl.store(scale_ptr, tl.div_rn(1.0, scale))
+    elif USAGE.columnwise:
+        store_columnwise_scale(
+            column_scale, pointer(table, tensor, COLUMNWISE_SCALE, tl.float32), first_row, col,
+            cols, col + tl.arange(0, BC) < cols, BC,
+        )  # fmt: skip
+    if USAGE.columnwise and not MASKED:
+        _store_column_words(column_words, columnwise_data, first_row, col, rows)
+
+
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
 def _adam_step_cut_kernel(
     grad_scale_ptr,
@@ -561,6 +753,11 @@ def step_forms(two_dimensional: bool, codecs: tuple[str, str, str]) -> tuple[For
     many programs run at once.
     """
     narrow, registers = are_narrow(*codecs), max_registers(*codecs)
+    if codecs[0] == "int8":
+        return tuple(
+            Form(_adam_step_completed_kernel, {"MASKED": masked}, tile, registers)
+            for masked, tile in COMPLETED_PARTS.items()
+        )
     kernel = _adam_step_square_kernel if two_dimensional else _adam_step_vector_kernel
     parts = STEP_PART, MASKED_PARTS[two_dimensional, narrow]
     whole = Form(kernel, {"MASKED": False}, parts[0], registers if two_dimensional else 255)

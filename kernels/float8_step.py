@@ -9,9 +9,17 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4adam.kernels import adam, amax_preview
-from fp4adam.kernels.adam import SIGNALS, Variant, adam_step_tile, load_scalars, state_pointers
-from fp4adam.kernels.amax_preview import previewed_amax, report_amax
-from fp4adam.kernels.float8 import float8_tile, store_columnwise, tensor_scale
+from fp4adam.kernels.adam import (
+    SIGNALS,
+    Variant,
+    adam_master_tile,
+    adam_step_tile,
+    load_scalars,
+    state_lanes,
+    state_pointers,
+)
+from fp4adam.kernels.amax_preview import previewed_amax, report_amax, report_completed
+from fp4adam.kernels.float8 import float8_master, float8_tile, store_columnwise, tensor_scale
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.tensor_table import (
     AMAX,
@@ -30,6 +38,13 @@ from fp4adam.kernels.launch.tensor_table import (
 )
 from fp4adam.kernels.plain_step import update_scaled
 from fp4adam.kernels.tiles.bfloat16 import round_through
+from fp4adam.kernels.tiles.e4m3 import e4m3_word_values
+from fp4adam.kernels.tiles.remainder import (
+    load_remainder,
+    split_off,
+    store_remainder,
+    unit_of_one,
+)
 from fp4adam.kernels.tiles.state import has_scales, load_scale_words, max_registers
 from fp4adam.kernels.tiles.words import insert_tile
 
@@ -46,6 +61,7 @@ def _update_tiles(
     first_row,
     col,
     scale,
+    stored_scale,
     constants,
     VARIANT: tl.constexpr,
     USAGE: tl.constexpr,
@@ -53,10 +69,14 @@ def _update_tiles(
     BC: tl.constexpr,
     LOOP: tl.constexpr,
     STAGES: tl.constexpr,
+    SATURATES: tl.constexpr = False,
 ):
-    """Adam and re-quantization of LOOP tiles [BR, BC] down the rows; returns their amax.
+    """Adam and re-quantization of LOOP tiles [BR, BC] down the rows.
 
-    scale: float32, the encode scale. constants: from ``load_scalars``.
+    scale: float32, the encode scale. stored_scale: that of the stored codes, which masters with
+    remainders are completed from. constants: from ``load_scalars``. SATURATES: as for
+    :func:`split_off`. Returns the amax of the tiles,
+    and of such masters the largest ratio as ``report_completed`` takes it.
     """
     rows = size(table, tensor, ROWS, 16)
     cols = size(table, tensor, COLS, 16)
@@ -68,26 +88,46 @@ def _update_tiles(
     column_words = tl.zeros((LOOP, BR, BC // 4), tl.uint32)
     first = tile_start(first_row, col, cols)
     VALUE: tl.constexpr = VARIANT.value_codec
+    COMPLETES: tl.constexpr = VALUE == "int8"
+    LANES: tl.constexpr = state_lanes(VARIANT)
     value_scales = load_scale_words(pointers.value_extra, first, cols, VALUE, LOOP, BR, BC)
+    ratio = tl.full((BR, BC), -0x7FFFFFFF, tl.int32)
+    factor = tl.div_rn(1.0, scale)
+    _, inverse = unit_of_one(factor, 8)
     # Counted apart from ``i``, which the loop is ahead with when it prefetches.
     row = first_row
     for i in tl.range(0, LOOP, num_stages=STAGES):
         start, target = tile_start(first_row + i * BR, col, cols), tile_start(row, col, cols)
-        value = adam_step_tile(
-            pointers, start, target, cols, None, constants, VARIANT, True, BR, BC,
-            value_scale=((value_scales >> (8 * i)) & 0xFF).to(tl.uint8),
-        )  # fmt: skip
+        if COMPLETES:
+            remainder = load_remainder(pointers.value, start, cols, None, BR, BC, LANES)
+            master = float8_master(storage, remainder, row, col, cols, stored_scale, BR, BC, LANES)
+            # All codes of the tile are read before any is written.
+            tl.debug_barrier()
+            value, dither, new_ratio = adam_master_tile(
+                pointers, start, target, cols, None, master, constants, VARIANT, True, BR, BC
+            )
+            ratio = tl.maximum(ratio, new_ratio)
+        else:
+            value = adam_step_tile(
+                pointers, start, target, cols, None, constants, VARIANT, True, BR, BC,
+                value_scale=((value_scales >> (8 * i)) & 0xFF).to(tl.uint8),
+            )  # fmt: skip
         x = round_through(value, VARIANT.write_dtype)
         magnitude = tl.reshape(tl.where(x == x, tl.abs(x), 0.0), (BR, BC // 4, 4))
         largest = tl.maximum(largest, tl.max(magnitude, 2))
         words = float8_tile(x, scale, row, col, cols, storage, USAGE, BR, BC)
+        if COMPLETES:
+            remainder = split_off(
+                value, e4m3_word_values(words, BR, BC), factor, inverse, dither, 8, SATURATES
+            )
+            store_remainder(pointers.value, target, cols, None, remainder, BR, BC, LANES)
         if USAGE.columnwise:
             column_words = insert_tile(column_words, words, i)
         row += BR
     if USAGE.columnwise:
         words = tl.reshape(column_words, (LOOP * BR, BC // 4))
         store_columnwise(words, first_row, col, rows, storage, LOOP * BR, BC)
-    return tl.max(tl.max(largest, 1), 0)
+    return tl.max(tl.max(largest, 1), 0), tl.max(tl.max(ratio, 1), 0)
 
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
@@ -103,6 +143,8 @@ def _current_step_kernel(
     next_amaxes,
     tile_amaxes,
     exceeding,
+    tile_ratios,
+    stored_amaxes,
     epsilon,
     VARIANT: tl.constexpr,
     USAGE: tl.constexpr,
@@ -128,10 +170,18 @@ def _current_step_kernel(
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     amax = previewed_amax(table, tensor, slots, amaxes, is_first)
     scale = tensor_scale(amax, epsilon, POW_2)
-    tile_amax = _update_tiles(
-        table, tensor, first_row, col, scale, constants, VARIANT, USAGE, BR, BC, LOOP, STAGES
-    )
-    report_amax(tile_amax, amax, tensor, slots, tile_amaxes, exceeding, VARIANT.write_dtype)
+    COMPLETES: tl.constexpr = VARIANT.value_codec == "int8"
+    stored_scale = scale
+    if COMPLETES:
+        stored_scale = tensor_scale(tl.load(stored_amaxes + tensor), epsilon, POW_2)
+    tile_amax, ratio = _update_tiles(
+        table, tensor, first_row, col, scale, stored_scale, constants, VARIANT, USAGE, BR, BC, LOOP,
+        STAGES,
+    )  # fmt: skip
+    if COMPLETES:
+        report_completed(tile_amax, ratio, amax, tile_amaxes, tile_ratios, VARIANT.write_dtype)
+    else:
+        report_amax(tile_amax, amax, tensor, slots, tile_amaxes, exceeding, VARIANT.write_dtype)
 
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
@@ -140,6 +190,7 @@ def _delayed_amax_kernel(
     clip_ptr,
     found_inf_ptr,
     table,
+    stored_amaxes,
     factor,
     IS_MAX: tl.constexpr,
     LENGTH: tl.constexpr,
@@ -149,7 +200,8 @@ def _delayed_amax_kernel(
 
     Grid: (n_tensors,). table: int64 [n_tensors, 19]. factor: 2**margin. LENGTH: entries of a
     history; BLOCK: the power of two above. The entries move down by one, the first becomes the
-    last; entry 0 is set to zero, for the pass to raise.
+    last; entry 0 is set to zero, for the pass to raise. stored_amaxes: float32 [n_tensors], set to
+    the amaxes of the stored codes; or None.
     """
     tensor = tl.program_id(0)
     if not takes_part(table, tensor, found_inf_ptr):
@@ -160,8 +212,11 @@ def _delayed_amax_kernel(
     entries = tl.load(history + index, inside, 0.0)
     known = tl.max(entries, 0) if IS_MAX else tl.load(history)
     known = known * factor
+    amax_ptr = pointer(table, tensor, AMAX, tl.float32)
+    if stored_amaxes is not None:
+        tl.store(stored_amaxes + tensor, tl.load(amax_ptr))
     if (known > 0) & (known < float("inf")):
-        tl.store(pointer(table, tensor, AMAX, tl.float32), known)
+        tl.store(amax_ptr, known)
     # A barrier, because threads write entries that others read.
     tl.debug_barrier()
     target = tl.where(index == 0, LENGTH - 1, index - 1)
@@ -176,6 +231,7 @@ def _delayed_step_kernel(
     table,
     scalars,
     tiles,
+    stored_amaxes,
     VARIANT: tl.constexpr,
     USAGE: tl.constexpr,
     BR: tl.constexpr,
@@ -183,15 +239,22 @@ def _delayed_step_kernel(
     LOOP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Like the kernel above, with the scale of the stored amax; raises entry 0 of the history."""
+    """Like the kernel above, with the scale of the stored amax; raises entry 0 of the history.
+
+    stored_amaxes: float32 [n_tensors], of the codes before the step.
+    """
     tensor, first_row, col = load_tile(tiles, 16)
     if not takes_part(table, tensor, found_inf_ptr):
         return
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     scale = tensor_scale(tl.load(pointer(table, tensor, AMAX, tl.float32)), 0.0, False)
-    tile_amax = _update_tiles(
-        table, tensor, first_row, col, scale, constants, VARIANT, USAGE, BR, BC, LOOP, STAGES
-    )
+    stored_scale = scale
+    if VARIANT.value_codec == "int8":
+        stored_scale = tensor_scale(tl.load(stored_amaxes + tensor), 0.0, False)
+    tile_amax, _ = _update_tiles(
+        table, tensor, first_row, col, scale, stored_scale, constants, VARIANT, USAGE, BR, BC, LOOP,
+        STAGES, SATURATES=True,
+    )  # fmt: skip
     # The bits of non-negative floats order as integers do.
     latest = pointer(table, tensor, AMAX_HISTORY, tl.int32)
     tl.atomic_max(latest, tile_amax.to(tl.int32, bitcast=True), sem="relaxed")
@@ -251,7 +314,10 @@ class CurrentStepLaunch(amax_preview.StepLaunch):
         return step_tiles(shapes, kind.has_scaled_states)
 
     def passes(self, kind: Any, variant: Variant, *tensors: Any) -> list[Launch]:
-        table, scalars, tiles, n_whole, slots, amaxes, next_amaxes, tile_amaxes, exceeding = tensors
+        (
+            table, scalars, tiles, n_whole, slots, amaxes, next_amaxes, tile_amaxes, exceeding,
+            tile_ratios, stored_amaxes,
+        ) = tensors  # fmt: skip
         options = kind.quantizer.scale_options
         epsilon = options["amax_epsilon"]
         return _passes(
@@ -261,7 +327,8 @@ class CurrentStepLaunch(amax_preview.StepLaunch):
             n_whole,
             variant,
             lambda part: (
-                tiles[part], slots, amaxes, next_amaxes, tile_amaxes[part], exceeding, epsilon
+                tiles[part], slots, amaxes, next_amaxes, tile_amaxes[part], exceeding,
+                tile_ratios[part], stored_amaxes, epsilon
             ),
             dict(USAGE=kind.usage(), POW_2=options["force_pow_2_scales"]),
         )  # fmt: skip
@@ -276,8 +343,9 @@ class DelayedStepLaunch(adam.StepLaunch):
         tiles = tiles.to(table.device)
         quantizer = kind.quantizer
         updates, variant = update_scaled(table, scalars, shapes, kind.variant())
+        stored_amaxes = torch.zeros(len(shapes), dtype=torch.float32, device=table.device)
         self._launches = [
-            delayed_amaxes(table, quantizer),
+            delayed_amaxes(table, quantizer, stored_amaxes),
             *updates,
             *_passes(
                 _delayed_step_kernel,
@@ -285,19 +353,22 @@ class DelayedStepLaunch(adam.StepLaunch):
                 len(tiles),
                 n_whole,
                 variant,
-                lambda part: (tiles[part],),
+                lambda part: (tiles[part], stored_amaxes),
                 dict(USAGE=kind.usage()),
             ),
         ]
 
 
-def delayed_amaxes(table: Tensor, quantizer: Any) -> Launch:
-    """The launch that takes amaxes from histories; call with ``grad_scale, clip, found_inf``."""
+def delayed_amaxes(table: Tensor, quantizer: Any, stored_amaxes: Tensor | None = None) -> Launch:
+    """The launch that takes amaxes from histories; call with ``grad_scale, clip, found_inf``.
+
+    ``stored_amaxes``: float32 [n_tensors], set to the amaxes before.
+    """
     length = quantizer.amax_history_len
     return Launch(
         _delayed_amax_kernel,
         table.shape[0],
-        (table, 2.0**quantizer.margin),
+        (table, stored_amaxes, 2.0**quantizer.margin),
         dict(
             IS_MAX=quantizer.amax_compute_algo == "max",
             LENGTH=length,

@@ -10,8 +10,10 @@ from fp4adam.kernels.launch.launch import on_its_device
 from fp4adam.kernels.launch.tensor_table import Storage, Usage, tile_offsets, tile_start
 from fp4adam.kernels.swizzle import store_swizzled
 from fp4adam.kernels.tiles.bfloat16 import round_to, to_float32
-from fp4adam.kernels.tiles.e4m3 import e4m3_value, e4m3_words
+from fp4adam.kernels.tiles.e4m3 import e4m3_value, e4m3_word_values, e4m3_words
 from fp4adam.kernels.tiles.e8m0 import e8m0_code_up, e8m0_reciprocal, e8m0_value
+from fp4adam.kernels.tiles.layout import state_offsets
+from fp4adam.kernels.tiles.remainder import complete, split_off, unit_of_one
 from fp4adam.kernels.tiles.words import (
     are_aligned,
     part_of,
@@ -60,6 +62,37 @@ def mxfp8_tile(x, USAGE: tl.constexpr, BC: tl.constexpr, HARDWARE: tl.constexpr)
         scaled, column_scale = scale_blocks(tl.reshape(x, (1, 32, BC)), 1)
         column_words = e4m3_words(tl.reshape(scaled, (32, BC)), 32, BC, HARDWARE)
     return row_words, row_scale, column_words, column_scale
+
+
+@triton.jit
+def mxfp8_master(storage, remainder, row, col, cols, BC: tl.constexpr, LANES: tl.constexpr):
+    """The float32 masters of a tile [32, BC] from its rowwise codes and int8 remainders."""
+    ptr = storage.rowwise_data.to(tl.pointer_type(tl.uint8)) + tile_start(row, col, cols)
+    value = e4m3_value(tl.load(ptr + state_offsets(cols, 32, BC, LANES)))
+    width = (cols // 32 + 3) // 4 * 4
+    grid = storage.rowwise_scale + tile_start(row, col // 32, width)
+    factor = e8m0_value(tl.load(grid + tile_offsets(width, 32, BC // 32)))
+    unit, _ = unit_of_one(factor, 8)
+    blocks = tl.reshape(value, (32, BC // 32, 32))
+    remainder = tl.reshape(remainder, (32, BC // 32, 32))
+    master = complete(blocks, factor[:, :, None], unit[:, :, None], remainder, 8)
+    return tl.reshape(master, (32, BC))
+
+
+@triton.jit
+def mxfp8_remainder(master, words, scale, dither, BC: tl.constexpr):
+    """The int8 remainders [32, BC] of masters with these rowwise words and scales."""
+    factor = e8m0_value(scale)
+    _, inverse = unit_of_one(factor, 8)
+    remainder = split_off(
+        tl.reshape(master, (32, BC // 32, 32)),
+        tl.reshape(e4m3_word_values(words, 32, BC), (32, BC // 32, 32)),
+        factor[:, :, None],
+        inverse[:, :, None],
+        tl.reshape(dither, (32, BC // 32, 32)),
+        8,
+    )
+    return tl.reshape(remainder, (32, BC))
 
 
 @triton.jit

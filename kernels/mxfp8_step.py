@@ -7,7 +7,15 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4adam.kernels import adam
-from fp4adam.kernels.adam import SIGNALS, Variant, adam_step_tile, load_scalars, state_pointers
+from fp4adam.kernels.adam import (
+    SIGNALS,
+    Variant,
+    adam_master_tile,
+    adam_step_tile,
+    load_scalars,
+    state_lanes,
+    state_pointers,
+)
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.tensor_table import (
     COLS,
@@ -22,9 +30,16 @@ from fp4adam.kernels.launch.tensor_table import (
     takes_part,
     tile_start,
 )
-from fp4adam.kernels.mxfp8 import mxfp8_tile, store_gemm_scales, store_tile
+from fp4adam.kernels.mxfp8 import (
+    mxfp8_master,
+    mxfp8_remainder,
+    mxfp8_tile,
+    store_gemm_scales,
+    store_tile,
+)
 from fp4adam.kernels.plain_step import update_scaled
 from fp4adam.kernels.tiles.bfloat16 import round_through
+from fp4adam.kernels.tiles.remainder import load_remainder, store_remainder
 from fp4adam.kernels.tiles.state import are_narrow, has_scales, load_scale
 from fp4adam.kernels.tiles.words import insert_tile
 
@@ -86,6 +101,8 @@ def _adam_step_kernel(
     col = first_col
     first = tile_start(row, col, cols)
     VALUE: tl.constexpr = VARIANT.value_codec
+    COMPLETES: tl.constexpr = VALUE == "int8"
+    LANES: tl.constexpr = state_lanes(VARIANT)
     next_scale = load_scale(pointers.value_extra, first, cols, None, VALUE, 32, PART)
     for i in tl.range(0, PARTS, num_stages=STAGES):
         start, target = tile_start(row, first_col + i * PART, cols), tile_start(row, col, cols)
@@ -93,16 +110,29 @@ def _adam_step_kernel(
         # Single bytes cannot be prefetched. After the last part, these are the first one's again.
         after = first if col == first_col + BC else target + PART
         next_scale = load_scale(pointers.value_extra, after, cols, None, VALUE, 32, PART)
-        value = adam_step_tile(
-            pointers, start, target, cols, None, constants, VARIANT, True, 32, PART,
-            value_scale=value_scale,
-        )  # fmt: skip
+        if COMPLETES:
+            remainder = load_remainder(pointers.value, start, cols, None, 32, PART, LANES)
+            value = mxfp8_master(storage, remainder, row, col - PART, cols, PART, LANES)
+            value, dither, _ = adam_master_tile(
+                pointers, start, target, cols, None, value, constants, VARIANT, True, 32, PART
+            )
+        else:
+            value = adam_step_tile(
+                pointers, start, target, cols, None, constants, VARIANT, True, 32, PART,
+                value_scale=value_scale,
+            )  # fmt: skip
         x = round_through(value, VARIANT.write_dtype)
         words, scale, words_of_columns, scale_of_columns = mxfp8_tile(x, USAGE, PART, True)
+        if COMPLETES:
+            remainder = mxfp8_remainder(value, words, scale, dither, PART)
+            store_remainder(pointers.value, target, cols, None, remainder, 32, PART, LANES)
         row_words = insert_tile(row_words, words, i)
         row_scale = insert_tile(row_scale, scale, i)
         column_words = insert_tile(column_words, words_of_columns, i)
         column_scale = insert_tile(column_scale, scale_of_columns, i)
+    if COMPLETES:
+        # All codes and scales of the tile are read before any is written.
+        tl.debug_barrier()
     row_scale, column_scale = _side_by_side(row_scale), _side_by_side(column_scale)
     row_words, column_words = _side_by_side(row_words), _side_by_side(column_words)
     store_tile(

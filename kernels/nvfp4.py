@@ -17,8 +17,9 @@ from fp4adam.kernels.launch.tensor_table import (
 )
 from fp4adam.kernels.swizzle import store_swizzled
 from fp4adam.kernels.tiles.bfloat16 import round_to, to_float32
-from fp4adam.kernels.tiles.e2m1 import e2m1_code, e2m1_value
+from fp4adam.kernels.tiles.e2m1 import e2m1_code, e2m1_round, e2m1_value
 from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_value
+from fp4adam.kernels.tiles.remainder import complete, split_off, unit_of_one
 from fp4adam.kernels.tiles.words import (
     are_aligned,
     pack_words,
@@ -53,15 +54,27 @@ def nvfp4_scale(block_amax, amax):
 
 
 @triton.jit
-def _codes(blocks, block_amax, amax, FORM: tl.constexpr, USAGE: tl.constexpr):
-    """Scales (uint8) and codes of blocks; FORM: as for :func:`adaptive_codes`."""
-    if USAGE.adaptive is None:
-        scale, factor = nvfp4_scale(block_amax, amax)
-        code = e2m1_code(blocks * per_element(factor, FORM))
-    else:
+def _codes(
+    blocks, block_amax, amax, FORM: tl.constexpr, USAGE: tl.constexpr, VALUES: tl.constexpr = False
+):
+    """Scales (uint8) and codes of blocks, and the codes' values if VALUES.
+
+    FORM: as for :func:`adaptive_codes`.
+    """
+    value = blocks
+    if USAGE.adaptive is not None:
         ERROR: tl.constexpr = USAGE.adaptive
         scale, code = adaptive_codes(blocks, block_amax, amax, FORM, ERROR, USAGE.bound)
-    return scale, code
+        if VALUES:
+            value = e2m1_value(code)
+    else:
+        scale, factor = nvfp4_scale(block_amax, amax)
+        scaled = blocks * per_element(factor, FORM)
+        if VALUES:
+            code, value = e2m1_round(scaled)
+        else:
+            code = e2m1_code(scaled)
+    return scale, code, value
 
 
 @triton.jit
@@ -69,6 +82,89 @@ def _amax(x, AXIS: tl.constexpr):
     """Largest magnitude along an axis, ignoring NaN; 0 if all elements are NaN."""
     amax = tl.max(tl.abs(x), AXIS)
     return tl.where(amax == amax, amax, 0.0)
+
+
+@triton.jit
+def decode_factors(scale, amax, BOUND: tl.constexpr):
+    """What uint8 block scales decode with: the factor, and the remainder's unit and its inverse."""
+    per_scale = 1.0 / (6.0 * BOUND)
+    factor = (e4m3_value(scale) * amax) * per_scale
+    # In blocks with smaller scales codes may saturate, or all decode to 0.
+    least = tl.maximum(scale.to(tl.int32), 4).to(tl.uint8)
+    unit, inverse = unit_of_one((e4m3_value(least) * amax) * per_scale, 4)
+    return factor, unit, inverse
+
+
+@triton.jit
+def _in_blocks(x, USAGE: tl.constexpr):
+    """A tile [BR, BC] as blocks of rowwise codes: [m, 16, n, 16] if square, else [BR, n, 16]."""
+    BR: tl.constexpr = x.shape[0]
+    BC: tl.constexpr = x.shape[1]
+    if USAGE.square:
+        blocks = tl.reshape(x, (BR // 16, 16, BC // 16, 16))
+    else:
+        blocks = tl.reshape(x, (BR, BC // 16, 16))
+    return blocks
+
+
+@triton.jit
+def nvfp4_master(
+    storage,
+    remainder,
+    row,
+    col,
+    cols,
+    amax,
+    USAGE: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """The float32 masters of a tile from its rowwise codes and int8 remainders [BR, BC].
+
+    amax: that the codes were quantized with. LANES: neighbours per thread, 4 or 8.
+    """
+    FORM: tl.constexpr = "square" if USAGE.square else "row"
+    if USAGE.square:
+        grid = storage.rowwise_scale + tile_start(row // 16, col // 16, cols // 16)
+        scale = tl.load(grid + tile_offsets(cols // 16, BR // 16, BC // 16))
+    else:
+        width = (cols // 16 + 3) // 4 * 4
+        grid = storage.rowwise_scale + tile_start(row, col // 16, width)
+        scale = tl.load(grid + tile_offsets(width, BR, BC // 16))
+    WORD: tl.constexpr = tl.uint16 if LANES == 4 else tl.uint32
+    ptr = storage.rowwise_data.to(tl.pointer_type(WORD))
+    ptr += tile_start(row, col // LANES, cols // LANES)
+    words = tl.load(ptr + tl.max_contiguous(tile_offsets(cols // LANES, BR, BC // LANES), (1, 1)))
+    code = (words[:, :, None].to(tl.int32) >> (4 * tl.arange(0, LANES))[None, None, :]) & 0xF
+    value = _in_blocks(tl.reshape(e2m1_value(code), (BR, BC)), USAGE)
+    factor, unit, _ = decode_factors(scale, amax, USAGE.bound)
+    master = complete(
+        value,
+        per_element(factor, FORM),
+        per_element(unit, FORM),
+        _in_blocks(remainder, USAGE),
+        4,
+    )
+    return tl.reshape(master, (BR, BC))
+
+
+@triton.jit
+def _remainder(
+    master, dither, value, scale, amax, USAGE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
+    """The int8 remainders [BR, BC] of masters. value: of their rowwise codes, in blocks."""
+    FORM: tl.constexpr = "square" if USAGE.square else "row"
+    factor, _, inverse = decode_factors(scale, amax, USAGE.bound)
+    remainder = split_off(
+        _in_blocks(master, USAGE),
+        value,
+        per_element(factor, FORM),
+        per_element(inverse, FORM),
+        _in_blocks(dither, USAGE),
+        4,
+    )
+    return tl.reshape(remainder, (BR, BC))
 
 
 @triton.jit
@@ -83,6 +179,8 @@ def nvfp4_tile(
     USAGE: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
+    master=None,
+    dither=None,
 ):
     """Quantize the float32 tile [BR, BC] at (row, col) and store the rowwise part.
 
@@ -93,12 +191,16 @@ def nvfp4_tile(
     passes to :func:`store_square_scales`.
     Returns block amaxes, words of codes [BR, BC / 8], and scales: [BR / 16, BC / 16] of square
     blocks, else the columnwise ones [BR / 16, BC]. With USAGE.columnwise the caller passes codes
-    and scales to :func:`store_columnwise`; otherwise ignore them.
+    and scales to :func:`store_columnwise`; otherwise ignore them. Last come the int8 remainders
+    that complete rowwise codes to ``master``, float32, rounded with ``dither``; or zeros.
     """
+    remainder = tl.zeros((BR, BC), tl.int8)
     if USAGE.square:
         blocks = tl.reshape(x, (BR // 16, 16, BC // 16, 16))
         block_amax = _amax(_amax(blocks, 3), 1)
-        scale, code = _codes(blocks, block_amax, amax, "square", USAGE)
+        scale, code, value = _codes(blocks, block_amax, amax, "square", USAGE, master is not None)
+        if master is not None:
+            remainder = _remainder(master, dither, value, scale, amax, USAGE, BR, BC)
         words = pack_words(tl.reshape(code, (BR, BC)), 4, BR, BC)
         grid = storage.rowwise_scale + tile_start(row // 16, col // 16, cols // 16)
         tl.store(grid + tile_offsets(cols // 16, BR // 16, BC // 16), scale)
@@ -108,7 +210,9 @@ def nvfp4_tile(
         if USAGE.rowwise:
             blocks = tl.reshape(x, (BR, BC // 16, 16))
             block_amax = _amax(blocks, 2)
-            scale, code = _codes(blocks, block_amax, amax, "row", USAGE)
+            scale, code, value = _codes(blocks, block_amax, amax, "row", USAGE, master is not None)
+            if master is not None:
+                remainder = _remainder(master, dither, value, scale, amax, USAGE, BR, BC)
             words = pack_words(tl.reshape(code, (BR, BC)), 4, BR, BC)
             store_words(storage.rowwise_data, row, col // 8, cols // 8, words, BR, BC // 8)
             width = (cols // 16 + 3) // 4 * 4
@@ -119,11 +223,11 @@ def nvfp4_tile(
         if USAGE.columnwise:
             blocks = tl.reshape(x, (BR // 16, 16, BC))
             column_amax = _amax(blocks, 1)
-            scale, code = _codes(blocks, column_amax, amax, "column", USAGE)
+            scale, code, _ = _codes(blocks, column_amax, amax, "column", USAGE)
             if not USAGE.rowwise:
                 block_amax = column_amax
             words = pack_words(tl.reshape(code, (BR, BC)), 4, BR, BC)
-    return block_amax, words, scale
+    return block_amax, words, scale, remainder
 
 
 @triton.jit
@@ -218,7 +322,8 @@ def _quantize_kernel(
     row, col = tile // tiles_per_row * BR, tile % tiles_per_row * BC
     x = to_float32(tl.load(x_ptr + tile_start(row, col, cols) + tile_offsets(cols, BR, BC)))
     storage = Storage(rowwise_data, rowwise_scale, columnwise_data, columnwise_scale)
-    _, words, scale = nvfp4_tile(x, tl.load(amax_ptr), row, col, cols, storage, None, USAGE, BR, BC)
+    amax = tl.load(amax_ptr)
+    _, words, scale, _ = nvfp4_tile(x, amax, row, col, cols, storage, None, USAGE, BR, BC)
     if USAGE.columnwise:
         store_columnwise(words, scale, row, col, rows, storage, None, USAGE, BR, BC)
 

@@ -8,8 +8,16 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4adam.kernels import amax_preview
-from fp4adam.kernels.adam import SIGNALS, Variant, adam_step_tile, load_scalars, state_pointers
-from fp4adam.kernels.amax_preview import previewed_amax, report_amax
+from fp4adam.kernels.adam import (
+    SIGNALS,
+    Variant,
+    adam_master_tile,
+    adam_step_tile,
+    load_scalars,
+    state_lanes,
+    state_pointers,
+)
+from fp4adam.kernels.amax_preview import previewed_amax, report_amax, report_completed
 from fp4adam.kernels.launch.launch import Launch, compute_capability
 from fp4adam.kernels.launch.tensor_table import (
     BAND,
@@ -25,8 +33,9 @@ from fp4adam.kernels.launch.tensor_table import (
     takes_part,
     tile_start,
 )
-from fp4adam.kernels.nvfp4 import nvfp4_tile, store_columnwise, store_square_scales
+from fp4adam.kernels.nvfp4 import nvfp4_master, nvfp4_tile, store_columnwise, store_square_scales
 from fp4adam.kernels.tiles.bfloat16 import round_through
+from fp4adam.kernels.tiles.remainder import load_remainder, store_remainder
 from fp4adam.kernels.tiles.state import are_narrow, has_scales, load_scale_words, max_registers
 from fp4adam.kernels.tiles.words import insert_tile
 
@@ -52,6 +61,8 @@ def _adam_step_kernel(
     next_amaxes,
     tile_amaxes,
     exceeding,
+    tile_ratios,
+    stored_amaxes,
     VARIANT: tl.constexpr,
     USAGE: tl.constexpr,
     BR: tl.constexpr,
@@ -66,7 +77,8 @@ def _adam_step_kernel(
     each tensor; several may share one. amaxes: float32 [n_slots], of the updated weights.
     next_amaxes: float32 [n_slots] for the next step, set to zero. tile_amaxes: float32 [n_tiles],
     written; an upper bound of each tile's magnitudes. exceeding: float32 [n_slots], raised to the
-    true amax of a tensor if that exceeds its entry in amaxes.
+    true amax of a tensor if that exceeds its entry in amaxes. tile_ratios, stored_amaxes: of
+    masters with remainders, as in ``amax_preview``; the former are written.
     Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these three and the codes: 27
     bytes per element with both directions, plus 1/256 for the scales of 16x16 blocks, plus 1/8 if
     USAGE.swizzled.
@@ -97,19 +109,38 @@ def _adam_step_kernel(
     gemm_scales = gemm_scale_pointers(table, tensor)
     first = tile_start(first_row, col, cols)
     VALUE: tl.constexpr = VARIANT.value_codec
+    COMPLETES: tl.constexpr = VALUE == "int8"
+    LANES: tl.constexpr = state_lanes(VARIANT)
     value_scales = load_scale_words(pointers.value_extra, first, cols, VALUE, LOOP, BR, BC)
+    ratio = tl.full((BR, BC), -0x7FFFFFFF, tl.int32)
+    stored_amax = tl.load(stored_amaxes + tensor) if COMPLETES else amax
     # Counted apart from ``i``, which the loop is ahead with when it prefetches.
     row = first_row
     for i in tl.range(0, LOOP, num_stages=STAGES):
         start, target = tile_start(first_row + i * BR, col, cols), tile_start(row, col, cols)
-        value = adam_step_tile(
-            pointers, start, target, cols, None, constants, VARIANT, True, BR, BC,
-            value_scale=((value_scales >> (8 * i)) & 0xFF).to(tl.uint8),
-        )  # fmt: skip
+        master, dither = None, None
+        if COMPLETES:
+            remainder = load_remainder(pointers.value, start, cols, None, BR, BC, LANES)
+            master = nvfp4_master(
+                storage, remainder, row, col, cols, stored_amax, USAGE, BR, BC, LANES
+            )
+            # All codes and scales of the tile are read before any is written.
+            tl.debug_barrier()
+            master, dither, new_ratio = adam_master_tile(
+                pointers, start, target, cols, None, master, constants, VARIANT, True, BR, BC
+            )
+            value, ratio = master, tl.maximum(ratio, new_ratio)
+        else:
+            value = adam_step_tile(
+                pointers, start, target, cols, None, constants, VARIANT, True, BR, BC,
+                value_scale=((value_scales >> (8 * i)) & 0xFF).to(tl.uint8),
+            )  # fmt: skip
         x = round_through(value, VARIANT.write_dtype)
-        block_amax, words, scale = nvfp4_tile(
-            x, amax, row, col, cols, storage, gemm_scales, USAGE, BR, BC
+        block_amax, words, scale, remainder = nvfp4_tile(
+            x, amax, row, col, cols, storage, gemm_scales, USAGE, BR, BC, master, dither
         )
+        if COMPLETES:
+            store_remainder(pointers.value, target, cols, None, remainder, BR, BC, LANES)
         largest = tl.maximum(largest, block_amax)
         if USAGE.columnwise:
             column_words = insert_tile(column_words, words, i)
@@ -133,7 +164,11 @@ def _adam_step_kernel(
             kept_scale, first_row, col, rows, cols, gemm_scales, USAGE, LOOP * BR, BC
         )
     tile_amax = tl.max(tl.max(largest, 1), 0)
-    report_amax(tile_amax, amax, tensor, slots, tile_amaxes, exceeding, VARIANT.write_dtype)
+    if COMPLETES:
+        tile_ratio = tl.max(tl.max(ratio, 1), 0)
+        report_completed(tile_amax, tile_ratio, amax, tile_amaxes, tile_ratios, VARIANT.write_dtype)
+    else:
+        report_amax(tile_amax, amax, tensor, slots, tile_amaxes, exceeding, VARIANT.write_dtype)
 
 
 def step_tiles(shapes: list[tuple[int, int]], large: Tile, small: Tile) -> tuple[Tensor, int]:
@@ -164,7 +199,9 @@ def step_forms(variant: Variant, usage: Usage) -> tuple[Tile, Tile]:
     elif not usage.square and narrow and not scaled:
         # Two stages take 128 registers instead of 168, for which ptxas spills a few on sm_100.
         large = large._replace(num_stages=2)
-    if variant.is_updated and usage.square and usage.adaptive is None:
+    completes = variant.value_codec == "int8"
+    if (variant.is_updated or completes) and usage.square and usage.adaptive is None:
+        # More elements per thread repeat less of what a block has in common.
         large = large._replace(num_warps=2)
     return large, EDGE_TILE[scaled]
 
@@ -197,6 +234,8 @@ def adam_step(
     next_amaxes: Tensor,
     tile_amaxes: Tensor,
     exceeding: Tensor,
+    tile_ratios: Tensor,
+    stored_amaxes: Tensor,
     variant: Variant,
     usage: Usage,
 ) -> list[Launch]:
@@ -206,6 +245,7 @@ def adam_step(
     each tensor. ``amaxes``: float32 [n_slots] of the updated weights, from ``amax_preview``.
     ``next_amaxes``: float32 [n_slots], zeroed. ``tile_amaxes``: float32 [n_tiles], written.
     ``exceeding``: float32 [n_slots], zero before; raised for tensors that must be written again.
+    ``tile_ratios``, ``stored_amaxes``: as in ``amax_preview``.
     """
     forms = step_forms(variant, usage)
     parts = slice(0, n_whole), slice(n_whole, tiles.shape[0])
@@ -214,7 +254,18 @@ def adam_step(
         Launch(
             _adam_step_kernel,
             part.stop - part.start,
-            (table, scalars, tiles[part], slots, amaxes, next_amaxes, tile_amaxes[part], exceeding),
+            (
+                table,
+                scalars,
+                tiles[part],
+                slots,
+                amaxes,
+                next_amaxes,
+                tile_amaxes[part],
+                exceeding,
+                tile_ratios[part],
+                stored_amaxes,
+            ),
             dict(
                 VARIANT=variant,
                 USAGE=usage,

@@ -17,6 +17,7 @@ from fp4adam.kernels.float8 import tensor_scale
 from fp4adam.kernels.float8_block import float8_scale
 from fp4adam.kernels.four_over_six import adaptive_scale, choose
 from fp4adam.kernels.launch.launch import Launch
+from fp4adam.kernels.launch.schema import INDEX
 from fp4adam.kernels.launch.tensor_table import (
     AMAX,
     COLS,
@@ -42,30 +43,13 @@ from fp4adam.kernels.tiles.e2m1 import e2m1_code
 from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_words
 from fp4adam.kernels.tiles.words import pack_words, store_words
 
-# Columns of the table; names shared with ``schema`` have the same index there. Addresses of values
-# and codes are extrapolated to the first element of the matrix.
-COLUMNS = {
-    "start": 0,
-    "stop": 1,
-    "value": 2,
-    "tensor_amax": 3,
-    "rowwise_amax": 4,
-    "columnwise_amax": 5,
-    "rowwise_data": 6,
-    "rowwise_scale": 7,
-    "columnwise_data": 8,
-    "columnwise_scale": 9,
-    "amax": 10,
-    "rows": 11,
-    "cols": 12,
-    "choices": 13,
-}
-START = tl.constexpr(0)
-STOP = tl.constexpr(1)
-TENSOR_AMAX = tl.constexpr(3)
-ROWWISE_AMAX = tl.constexpr(4)
-COLUMNWISE_AMAX = tl.constexpr(5)
-CHOICES = tl.constexpr(13)
+# Addresses of values and codes are extrapolated to the first element of the matrix.
+START = tl.constexpr(INDEX["start"])
+STOP = tl.constexpr(INDEX["stop"])
+TENSOR_AMAX = tl.constexpr(INDEX["tensor_amax"])
+ROWWISE_AMAX = tl.constexpr(INDEX["rowwise_amax"])
+COLUMNWISE_AMAX = tl.constexpr(INDEX["columnwise_amax"])
+CHOICES = tl.constexpr(INDEX["choices"])
 
 # Unmasked and masked tiles, processed in parts of ``rows`` rows; masks need registers.
 TILES = {

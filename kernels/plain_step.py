@@ -210,7 +210,7 @@ def _loop_kernel(
     target = first
     for i in tl.range(0, LOOP, num_stages=STAGES):
         start = first + i * (BR * ROW)
-        value, scales = update_tile(
+        value, scales, _, _ = update_tile(
             pointers, start, target, ROW, None, _scales_of(old_scales, i), constants, VARIANT, True,
             BR, ROW,
         )  # fmt: skip
@@ -291,7 +291,7 @@ def update_scaled(
     States with scales are updated by launches of their own, and the pass reads the new masters:
     their codecs and a format's conversion in one kernel leave too few registers for either.
     """
-    if not has_scales(*variant.codecs):
+    if not has_scales(*variant.codecs) or variant.value_codec == "int8":
         return [], variant
     rest = variant._replace(
         exp_avg_codec="float32", exp_avg_sq_codec="float32", amsgrad=False, is_updated=True

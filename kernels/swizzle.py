@@ -8,17 +8,18 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4adam.kernels.launch.launch import Launch
+from fp4adam.kernels.launch.schema import INDEX
 from fp4adam.kernels.launch.tensor_table import WIDTH, load_tile
 
-# Columns of the table: both addresses; rows and blocks per row, without padding; strides of the
-# plain matrix in bytes, and the number of rows that share one of its rows.
-PLAIN = tl.constexpr(0)
-SWIZZLED = tl.constexpr(1)
-ROWS = tl.constexpr(2)
-BLOCKS = tl.constexpr(3)
-ROW_STRIDE = tl.constexpr(4)
-BLOCK_STRIDE = tl.constexpr(5)
-REPEATS = tl.constexpr(6)
+# Rows and columns of the table are those of the swizzled scales, without padding; strides are those
+# of the plain matrix in bytes.
+PLAIN = tl.constexpr(INDEX["rowwise_scale"])
+SWIZZLED = tl.constexpr(INDEX["rowwise_gemm_scale"])
+ROWS = tl.constexpr(INDEX["rows"])
+BLOCKS = tl.constexpr(INDEX["cols"])
+ROW_STRIDE = tl.constexpr(INDEX["row_stride"])
+BLOCK_STRIDE = tl.constexpr(INDEX["col_stride"])
+REPEATS = tl.constexpr(INDEX["repeats"])
 
 # Rows and blocks per program: eight tiles that are adjacent in memory.
 TILE = (128, 32)

@@ -1,9 +1,11 @@
 import gc
 import importlib.util
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +26,29 @@ torch.set_num_threads(1)
 @pytest.fixture
 def device() -> str:
     return DEVICE
+
+
+@pytest.fixture
+def through_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on ``device`` goes through the kernels, everything else through torch operators."""
+    from fp4adam.tensors import backend  # after TRITON_INTERPRET
+
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == DEVICE)
+
+
+@pytest.fixture(params=["torch", "kernel"])
+def path_device(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device: str
+) -> Iterator[str]:
+    """Where the path under test runs: torch operators on the CPU, or the kernels on ``device``."""
+    from fp4adam.tensors import backend
+
+    kernel = request.param == "kernel"
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: kernel and d.type == device)
+    # The interpreter divides by zero and reduces NaN in NumPy, which warns of it.
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All-NaN slice encountered", RuntimeWarning)
+        yield device if kernel else "cpu"
 
 
 @pytest.fixture(autouse=DEVICE == "cuda")

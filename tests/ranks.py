@@ -120,6 +120,11 @@ def run_ranks(
         ]
 
 
+def run(function: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
+    """:func:`run_ranks` on GPUs where there are as many, else on the CPU."""
+    return run_ranks(function, world_size, *args, device=device_for(world_size), **options)
+
+
 def home() -> torch.device:
     """Where this rank computes."""
     return torch.device("cuda" if "nccl" in dist.get_backend_config() else "cpu")

@@ -64,6 +64,7 @@ def preamble(block: str) -> dict[str, object]:
     AdamW8bit = torch.optim.AdamW
     return {
         "torch": torch,
+        "fp4adam": fp4adam,
         "FP4Adam": FP4Adam,
         "FusedAdam": FusedAdam,
         "quantize_model": quantize_model,
@@ -80,6 +81,8 @@ def preamble(block: str) -> dict[str, object]:
 
 
 def run(block: str) -> dict[str, object]:
+    for package in re.findall(r"^(?:import|from) (transformers|lightning)\b", block, re.MULTILINE):
+        pytest.importorskip(package)
     namespace = preamble(block)
     exec(compile(block, "<documentation>", "exec"), namespace)
     return namespace

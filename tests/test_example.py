@@ -17,6 +17,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from helpers import assert_identical
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
@@ -79,17 +81,6 @@ def load(path):
     return torch.load(whole, weights_only=True) | torch.load(path / "extra.pt", weights_only=True)
 
 
-def assert_same_bits(actual, expected):
-    if isinstance(expected, dict):
-        assert actual.keys() == expected.keys()
-        for key in expected:
-            assert_same_bits(actual[key], expected[key])
-    elif isinstance(expected, torch.Tensor):
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-    else:
-        assert actual == expected
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_loss_falls(name, tmp_path):
     (result,) = run(tmp_path, "--format", name, "--steps", 20)
@@ -110,7 +101,7 @@ def test_resumed_run_has_the_bits_of_an_uninterrupted_one(name, tmp_path):
     assert sorted(os.listdir(whole)) == [middle, end, "results.json"]
     expected, actual = load(whole / end), load(resumed / end)
     for part in ("model", "optimizer", "scheduler"):
-        assert_same_bits(actual[part], expected[part])
+        assert_identical(actual[part], expected[part])
     assert actual["history"][:2] == expected["history"][:2]
 
 
@@ -264,7 +255,7 @@ def test_killed_save_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
     nn.init.zeros_(model.weight)
     with pytest.raises(KeyboardInterrupt):
         distributed.save(good, model, optimizer, {"number": 1})
-    assert_same_bits(load(good), expected)
+    assert_identical(load(good), expected)
     monkeypatch.undo()
     distributed.save(good, model, optimizer, {"number": 1})
     assert load(good)["number"] == 1 and not load(good)["model"]["weight"].any()
@@ -512,3 +503,11 @@ def test_rounded_trained_and_distilled(capsys):
     assert found.keys() == {"rounded", "trained", "distilled"}
     assert all(math.isfinite(loss) and loss < 6 for losses in found.values() for loss in losses)
     assert "W8A16     W8A8" in capsys.readouterr().out
+
+
+def test_every_program_has_a_help():
+    """A program that starts to train for ``--help`` surprises."""
+    programs = [path for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text()]
+    assert len(programs) > 8
+    for path in programs:
+        assert "parse_args" in path.read_text(), path.name

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from fp4adam.checkpoints.hub_names import pieces_of
 from fp4adam.checkpoints.layouts import LAYOUTS, Encoding
 from fp4adam.checkpoints.model_state import model_state, plain_name, unwrapped
-from fp4adam.checkpoints.reader import CheckpointReader, short
+from fp4adam.checkpoints.reader import CheckpointReader, Source, short
 from fp4adam.checkpoints.stack_reader import StackReader
-from fp4adam.distributed.dtensor import is_dtensor
+from fp4adam.distributed.dtensor import is_dtensor, local
 from fp4adam.nn.candidates import candidates, check_module
 from fp4adam.nn.replacement import (
     check_attributes,
@@ -27,12 +27,16 @@ from fp4adam.tensors.quantizer import Quantizer, check_dtype
 
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Last parts of the names of tensors that training does not need.
-ACTIVATION_SCALES = frozenset(("input_scale", "input_global_scale"))
+ACTIVATION_SCALES = frozenset(("input_scale", "input_global_scale", "activation_scale"))
 CACHE_SCALES = frozenset(("k_scale", "v_scale"))
 
 
 def import_checkpoint(
-    model: nn.Module, folder: str | Path, quantizer: Quantizer | None = None
+    model: nn.Module,
+    folder: str | Path,
+    quantizer: Quantizer | None = None,
+    *,
+    device: torch.device | str | None = None,
 ) -> nn.Module:
     """Take over a quantized checkpoint: its codes and scales become parameters to train.
 
@@ -48,14 +52,23 @@ def import_checkpoint(
     Face hub, whose links lead to its ``blobs``. Names, shapes and dtypes are compared with the
     model before a tensor is read. Code that ``config.json`` names is not run.
 
+    A model on the meta device gets its weights tensor by tensor: the model in high precision
+    never exists: its memory is that of the quantized model and one tensor more. For
+    ``fully_shard``, import with ``device="meta"`` first, which makes quantized weights without
+    values; shard, call ``model.to_empty(device=...)``, and import again. Each rank then keeps its
+    shards of one tensor after the other.
+
     Args:
-        model: A model with the names of the checkpoint, compiled or not, not on the meta device.
-            Create the optimizer, and call ``fully_shard``, after this: quantized weights are new
-            parameters, which take over attributes and hooks as by :func:`fp4adam.quantize_model`.
+        model: A model with the names of the checkpoint, compiled or not. Create the optimizer after
+            this: quantized weights are new parameters, which take over attributes and hooks as by
+            :func:`fp4adam.quantize_model`. Those of sharded models are written in place.
         folder: The folder with ``config.json`` and safetensors files.
         quantizer: The quantizer of the weights from now on; by default that of the format. NVFP4
             scales of other blocks than 16x16 need
-            ``NVFP4Quantizer(two_dimensional=False, columnwise=False)``, which is then the default.
+            ``NVFP4Quantizer(two_dimensional=False, columnwise=False)``, which is then the default;
+            Float8Block scales that are no powers of two have ``force_pow_2_scales=False``.
+        device: Where parameters on the meta device go; the default device if None. Others stay
+            where they are.
 
     Returns:
         ``model``.
@@ -71,7 +84,8 @@ def import_checkpoint(
     Warns:
         UserWarning: If scales of the KV cache are left out.
 
-    Nothing has been changed when it raises.
+    Nothing has been changed when it raises, but for sharded weights, which are written one by
+    one.
     """
     if quantizer is not None and not isinstance(quantizer, Quantizer):
         raise TypeError(
@@ -79,55 +93,51 @@ def import_checkpoint(
             "say NVFP4Quantizer() or Recipe(...).quantizer"
         )
     check_module(model)
+    if device is not None:
+        device = torch.device(device)
     with CheckpointReader(Path(folder)) as checkpoint:
-        reading = _Import(unwrapped(model), checkpoint, quantizer)
-        check_no_replica(model.modules(), [reading.weight(layer) for layer in reading.places])
-        quantized, plain = reading.quantized_weights(), reading.plain_values()
-    olds = [reading.weight(layer) for layer in quantized]
-    params = [
-        nn.Parameter(weight, old.requires_grad)
-        for weight, old in zip(quantized.values(), olds, strict=True)
-    ]
-    for layer, old, param in zip(quantized, olds, params, strict=True):
-        check_attributes(layer, old, param)
-        param._shared.name = reading.parameter_name(layer)
-    for old, param in zip(olds, params, strict=True):
-        hand_over(old, param)
-    places = [reading.places[layer] for layer in quantized]
-    put_in((*place, param) for place, param in zip(places, params, strict=True))
-    with torch.no_grad():
-        for name, value in plain.items():
-            reading.state[name].copy_(value)
+        Import(unwrapped(model), checkpoint, quantizer, device).run(model)
     return model
 
 
-class _Import:
-    """The contents of a checkpoint for one model."""
+class Import:
+    """The contents of a checkpoint for one model.
+
+    Args:
+        model: The model, without wrappers.
+        checkpoint: The tensors of the checkpoint.
+        quantizer: As for :func:`import_checkpoint`.
+        device: As for :func:`import_checkpoint`.
+    """
 
     def __init__(
-        self, model: nn.Module, checkpoint: CheckpointReader, quantizer: Quantizer | None
+        self,
+        model: nn.Module,
+        checkpoint: Source,
+        quantizer: Quantizer | None,
+        device: torch.device | None = None,
     ) -> None:
         tensors, extra = model_state(model)
         self.state = {name: value for name, value in tensors.items() if name not in extra}
         for name, value in self.state.items():
             kinds = {
-                "a DTensor": is_dtensor(value),
-                "one on the meta device": value.is_meta,
                 "one of inference mode": value.is_inference(),
                 "an expanded one": 0 in value.stride() and value.numel() > 1,
+                "a DTensor on the meta device": is_dtensor(value) and value.is_meta,
             }
             if kind := next((kind for kind in kinds if kinds[kind]), None):
                 raise ValueError(
-                    f"{name!r} of the model must be a whole tensor in memory, got {kind}; import "
-                    "before fully_shard and after to_empty, or clone it"
+                    f"{name!r} of the model must be a tensor in memory, or a whole one on the meta "
+                    f"device, got {kind}; clone it, or call to_empty"
                 )
+        self.device = torch.get_default_device() if device is None else device
         # By layer, the module and the name of its weight; a stack of experts is a layer as well.
         self.places: dict[str, tuple[nn.Module, str]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
             for key in candidates(module):
                 layer = plain_name(f"{name}.{key}" if name else key).removesuffix(".weight")
                 self.places[layer] = module, key
-        self.encoding = _encoding_of(checkpoint)
+        self.encoding = encoding_of(checkpoint)
         self.checkpoint = StackReader(checkpoint, pieces_of(model, self.state), self._keys)
         stored = self._needed(self.checkpoint.names())
         self.layers = self._layers(stored)
@@ -147,6 +157,31 @@ class _Import:
         """The name of the parameter of a layer."""
         is_stack = layer in self.places and self.places[layer][1] != "weight"
         return layer if is_stack else f"{layer}.weight"
+
+    def run(self, model: nn.Module) -> None:
+        """Give the tensors of the checkpoint to the model; ``model`` may have wrappers."""
+        check_buffers(model)
+        check_no_replica(model.modules(), [self.weight(layer) for layer in self.places])
+        layers = [layer for layer in self.layers if not is_dtensor(self.weight(layer))]
+        olds = [self.weight(layer) for layer in layers]
+        params = [
+            nn.Parameter(self.quantized_weight(n), self.weight(n).requires_grad) for n in layers
+        ]
+        plain = self.plain_values()
+        for layer, old, param in zip(layers, olds, params, strict=True):
+            check_attributes(layer, old, param)
+            param._shared.name = self.parameter_name(layer)
+        for old, param in zip(olds, params, strict=True):
+            hand_over(old, param)
+        put_in((*self.places[layer], param) for layer, param in zip(layers, params, strict=True))
+        _assign(model, {id(self.state[name]): value for name, value in plain.items()})
+        if self.device.type != "meta":
+            fill_buffers(model, self.device)
+        with torch.no_grad():
+            for layer in self.layers:
+                if layer not in layers:
+                    weight = self.weight(layer)
+                    weight.copy_(_distributed(self.quantized_weight(layer), weight))
 
     @property
     def _keys(self) -> list[str]:
@@ -214,7 +249,16 @@ class _Import:
                     f"another module; build it from the checkpoint's config.json"
                 )
             weight = self.weight(layer)
-            check_weight(layer, weight)
+            if not is_dtensor(weight):
+                check_weight(layer, weight)
+            elif not isinstance(
+                getattr(local(weight), "quantizer", None), self.encoding.quantizer_class
+            ):
+                raise ValueError(
+                    f"weight of layer {layer!r} must be quantized to {self.encoding.format} to be "
+                    "written shard by shard, got another DTensor; import with device='meta' before "
+                    "fully_shard"
+                )
             names = [name for name, x in self.state.items() if x is weight]
             if len(names) > 1:
                 raise ValueError(
@@ -287,31 +331,50 @@ class _Import:
             )
         return chosen
 
-    def quantized_weights(self) -> dict[str, QuantizedTensor]:
-        """New quantized weights, by layer."""
-        return {layer: self._quantized_weight(layer) for layer in self.layers}
+    def _home(self, old: Tensor) -> torch.device:
+        """The device of what takes the place of a tensor, or is copied into it."""
+        return self.device if old.is_meta else old.device
 
-    def _quantized_weight(self, layer: str) -> QuantizedTensor:
+    def quantized_weight(self, layer: str) -> QuantizedTensor:
+        """A new quantized weight."""
         old = self.weight(layer)
-        stored = {key: self.checkpoint.read(f"{layer}.{key}") for key in self._keys}
+        own = local(old)
+        is_sharded = is_dtensor(old)
+        quantizer = own.quantizer if is_sharded else self.quantizer
+        if is_sharded and own._shared.global_spec is not None:
+            quantizer = own._shared.global_spec.quantizer
+        device = own.device if is_sharded else self._home(old)
+        if device.type == "meta":
+            return quantizer.make_empty(tuple(old.shape), old.dtype, device)
+        stored = {key: self.checkpoint.read(f"{layer}.{key}", device) for key in self._keys}
         amax = self.checkpoint.metadata.get(f"{layer}.weight.amax")
         try:
-            amax = None if amax is None else torch.tensor(float.fromhex(amax))
-            weight = self.quantizer.make_empty(tuple(old.shape), old.dtype, "cpu")
-            self.encoding.decode(stored, weight, amax)
+            amax = None if amax is None else torch.tensor(float.fromhex(amax), device=device)
+            weight = self.encoding.wrap(stored, old.shape, old.dtype, quantizer, amax)
         except (ValueError, OverflowError) as error:
             raise ValueError(f"layer {layer!r}: {error}") from None
         self._check_finite(f"{layer}.weight", weight.dequantize(old.dtype))
-        return weight.to(old.device)
+        return weight
 
     def plain_values(self) -> dict[str, Tensor]:
         """The values of everything that is not quantized, in the dtypes of the model."""
-        values = {}
+        values: dict[str, Tensor] = {}
+        first: dict[int, str] = {}
         for name in sorted(self.plain):
             old = self.state[name]
-            values[name] = self.checkpoint.read(name).view(old.shape).to(old.dtype)
+            if (device := self._home(old)).type == "meta":
+                continue
+            value = self.checkpoint.read(name, device).view(old.shape).to(old.dtype)
             if isinstance(old, nn.Parameter):  # buffers may be masks
-                self._check_finite(name, values[name])
+                self._check_finite(name, value)
+            other = first.setdefault(id(old), name)
+            if other == name:
+                values[name] = value
+            elif not torch.equal(values[other], value):
+                raise ValueError(
+                    f"{other!r} and {name!r} must be equal in the checkpoint, since the model ties "
+                    "them, got two values; untie them (tie_word_embeddings=False)"
+                )
         return values
 
     def _check_finite(self, name: str, value: Tensor) -> None:
@@ -323,7 +386,70 @@ class _Import:
             )
 
 
-def _encoding_of(checkpoint: CheckpointReader) -> Encoding:
+def _distributed(whole: Tensor, target: Tensor) -> Tensor:
+    """A tensor that every rank has, as its parts lie in ``target``."""
+    if not is_dtensor(target):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = target.device_mesh, target.placements
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
+def _assign(model: nn.Module, values: dict[int, Tensor]) -> None:
+    """Copy values into tensors, by id; those on the meta device are replaced."""
+    params: dict[int, nn.Parameter] = {}
+    copied = set()
+    for module in model.modules():
+        for name, old in (*module._parameters.items(), *module._buffers.items()):
+            value = None if old is None else values.get(id(old))
+            if value is None:
+                continue
+            if not old.is_meta:
+                if id(old) not in copied:
+                    with torch.no_grad():
+                        old.copy_(_distributed(value, old))
+                    copied.add(id(old))
+            elif name in module._buffers:
+                module._buffers[name] = value
+            else:
+                if id(old) not in params:
+                    params[id(old)] = nn.Parameter(value, old.requires_grad)
+                    hand_over(old, params[id(old)])
+                module._parameters[name] = params[id(old)]
+
+
+def _buffers_on_meta(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules with buffers on the meta device that no checkpoint has, by the name of one."""
+    return {
+        f"{prefix}.{name}".removeprefix("."): module
+        for prefix, module in model.named_modules()
+        for name, value in module._buffers.items()
+        if value is not None and value.is_meta and name in module._non_persistent_buffers_set
+    }
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Raise ValueError if a model has buffers that nobody can fill."""
+    if (lost := _buffers_on_meta(model)) and not hasattr(unwrapped(model), "_init_weights"):
+        raise ValueError(
+            f"buffer {min(lost)!r} must be in memory, since checkpoints do not have it, got one on "
+            "the meta device; build the model under accelerate.init_empty_weights(), or with "
+            "device='meta' for its parameters alone"
+        )
+
+
+def fill_buffers(model: nn.Module, device: torch.device) -> None:
+    """Let transformers compute buffers on the meta device, such as rotary frequencies."""
+    for module in {*_buffers_on_meta(model).values()}:
+        for name, value in module._buffers.items():
+            if value is not None and value.is_meta:
+                module._buffers[name] = torch.empty_like(value, device=device)
+        with torch.no_grad():
+            unwrapped(model)._init_weights(module)
+
+
+def encoding_of(checkpoint: Source) -> Encoding:
     """How a checkpoint stores its quantized weights."""
     config = checkpoint.config.get("quantization_config")
     details = checkpoint.hf_quant_config.get("quantization")

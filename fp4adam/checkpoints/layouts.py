@@ -19,8 +19,11 @@ from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mxfp8 import BLOCK as MX_BLOCK
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
+from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
+from fp4adam.tensors.storage import Storage
+from fp4adam.tensors.swizzle import build_gemm_scales
 from fp4adam.tensors.transpose import build_columnwise
 
 E4M3 = torch.float8_e4m3fn
@@ -50,6 +53,8 @@ class Encoding:
     scale: ClassVar[str]  # name of the tensor of block scales
     scale_dtype: ClassVar[torch.dtype]
     other_scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # in which others store them
+    # What the names of parameters of a module with stacks of experts end in, by the same names.
+    stacked: ClassVar[dict[str, str]] = {}
 
     def refusal(self, quantizer: Quantizer) -> str | None:
         """The rule of the layout that tensors of ``quantizer`` break, or None."""
@@ -76,25 +81,59 @@ class Encoding:
         return {key: t[spans[key]] if key in spans else t for key, t in stored.items()}
 
     def dtypes(self, key: str, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-        """The dtypes in which :meth:`decode` takes a tensor that :meth:`encode` writes in one."""
+        """The dtypes in which :meth:`wrap` takes a tensor that :meth:`encode` writes in one."""
         return (dtype, *self.other_scale_dtypes) if key == self.scale else (dtype,)
 
     def quantizer_for(self, scales: Iterable[Tensor]) -> Quantizer:
         """The quantizer for all weights of a checkpoint, given their block scales."""
         return self.quantizer_class()
 
-    def decode(self, stored: dict[str, Tensor], out: QuantizedTensor, amax: Tensor | None) -> None:
-        """Fill ``out``, of the right shape, with stored codes and scales.
+    def wrap(
+        self,
+        stored: dict[str, Tensor],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        quantizer: Quantizer,
+        amax: Tensor | None = None,
+    ) -> QuantizedTensor:
+        """A tensor on the memory of stored codes, and of scales that lie as the format has them.
 
         Args:
-            stored: As :meth:`encode` returns it, with any of :meth:`dtypes`.
-            out: The tensor to fill.
+            stored: As :meth:`encode` returns it, with any of :meth:`dtypes`, on one device.
+            shape: Shape of the tensor; a stack of matrices is stored as one matrix.
+            dtype: Its nominal dtype.
+            quantizer: Its quantizer. What it keeps besides is derived, in new memory.
             amax: Its amax, if known more exactly than from the stored scale.
 
         Raises:
-            ValueError: If scales are invalid, or ``out`` cannot hold them.
+            ValueError: If scales are invalid, or the quantizer does not suit them.
         """
+        inner = self._inner(stored, quantizer, amax)
+        device = stored[self.codes].device
+        whole = {}
+        for name, (size, kind) in quantizer.layout.shapes(*flat_shape(tuple(shape))).items():
+            given = inner.get(name)
+            if given is not None and given.shape == size and given.is_contiguous():
+                whole[name] = given.to(device)
+                continue
+            whole[name] = torch.zeros(size, dtype=kind, device=device)
+            if given is not None:  # without padding
+                whole[name][tuple(map(slice, given.shape))] = given
+        out = quantizer.tensor_class(tuple(shape), dtype, quantizer, Storage.of(whole))
+        self._derive(out)
+        build_gemm_scales([out])
+        return out
+
+    def _inner(
+        self, stored: dict[str, Tensor], quantizer: Quantizer, amax: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Inner tensors by name, on the memory of the stored ones where that is possible."""
         raise NotImplementedError
+
+    def _derive(self, out: QuantizedTensor) -> None:
+        """Make the columnwise codes of a tensor that has rowwise ones."""
+        if out.quantizer.layout.is_square:
+            build_columnwise([out])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,34 +211,36 @@ class NVFP4Encoding(Encoding):
             return NVFP4Quantizer()
         return NVFP4Quantizer(two_dimensional=False, columnwise=False)
 
-    def decode(self, stored: dict[str, Tensor], out: QuantizedTensor, amax: Tensor | None) -> None:
+    def _inner(
+        self, stored: dict[str, Tensor], quantizer: NVFP4Quantizer, amax: Tensor | None
+    ) -> dict[str, Tensor]:
         scale = stored[self.scale].view(torch.uint8)
         factor = stored[self.tensor_scale].reshape(1)
         _check_scales(self.scale, scale <= 0x7E, stored[self.scale].float())
         _check_scales(self.tensor_scale, factor.isfinite() & (factor > 0), factor)
-        out._rowwise_data.copy_(stored[self.codes])
-        ratio = torch.full_like(factor, out.quantizer.largest_value)
+        ratio = torch.full_like(factor, quantizer.largest_value)
         rounded = ratio / factor if self.divides else factor * ratio
         # The scale may have been changed without the header.
         is_its = amax is not None and (
-            (amax == 0 and not scale.any()) or torch.isclose(amax, rounded, rtol=1e-6)
+            (amax == 0 and not scale.any()) or torch.isclose(amax.to(rounded), rounded, rtol=1e-6)
         )
-        out._amax.copy_(amax if is_its else rounded)
-        if not out.quantizer.two_dimensional:
-            if out.quantizer.columnwise:
+        inner = {
+            "rowwise_data": stored[self.codes],
+            "amax": amax.reshape(1).to(rounded) if is_its else rounded,
+        }
+        if quantizer.two_dimensional:
+            if not _is_square(scale):
                 raise ValueError(
-                    "quantizer must have columnwise=False to take over blocks of 1x16, whose "
-                    f"scales differ from those of 16x1, got {out.quantizer}; set it to False"
+                    "scales must be the same on the 16 rows of a block for two_dimensional=True, "
+                    "got others; pass NVFP4Quantizer(two_dimensional=False, columnwise=False)"
                 )
-            out._rowwise_scale_inv[: scale.shape[0], : scale.shape[1]] = scale
-            return
-        if not _is_square(scale):
+            return {**inner, "block_scale_inv": scale[:: nvfp4.BLOCK].contiguous()}
+        if quantizer.columnwise:
             raise ValueError(
-                "scales must be the same on the 16 rows of a block for two_dimensional=True, got "
-                "others; pass NVFP4Quantizer(two_dimensional=False, columnwise=False)"
+                "quantizer must have columnwise=False to take over blocks of 1x16, whose "
+                f"scales differ from those of 16x1, got {quantizer}; set it to False"
             )
-        out._block_scale_inv.copy_(scale[:: nvfp4.BLOCK])
-        build_columnwise([out])
+        return {**inner, "rowwise_scale_inv": scale}
 
 
 def _is_square(scale: Tensor) -> bool:
@@ -230,26 +271,36 @@ class MXFP8Encoding(Encoding):
         scale = weight.rowwise_scale_inv[:rows, : cols // MX_BLOCK].contiguous()
         return {self.codes: weight.rowwise_data.view(E4M3), self.scale: scale}
 
-    def decode(self, stored: dict[str, Tensor], out: QuantizedTensor, amax: Tensor | None) -> None:
+    def _inner(
+        self, stored: dict[str, Tensor], quantizer: Quantizer, amax: Tensor | None
+    ) -> dict[str, Tensor]:
         scale = stored[self.scale].view(torch.uint8)
         _check_scales(self.scale, scale < 255, scale)
-        out._rowwise_data.copy_(stored[self.codes].view(torch.uint8))
-        out._rowwise_scale_inv[: scale.shape[0], : scale.shape[1]] = scale
+        codes = stored[self.codes].view(torch.uint8)
+        return {"rowwise_data": codes, "rowwise_scale_inv": scale}
+
+    def _derive(self, out: QuantizedTensor) -> None:
         if out.quantizer.columnwise:
             # Columnwise codes have blocks of their own, of the same values.
-            values = out._read(torch.float32)
-            columns = MXFP8Quantizer(rowwise=False).quantize(values)
+            columns = MXFP8Quantizer(rowwise=False).quantize(out._read(torch.float32))
             out._columnwise_data.copy_(columns._columnwise_data)
             out._columnwise_scale_inv.copy_(columns._columnwise_scale_inv)
 
 
 @dataclasses.dataclass(frozen=True)
 class Float8BlockEncoding(Encoding):
-    """E4M3 codes and FP32 scales of 128x128 blocks."""
+    """E4M3 codes and FP32 scales of 128x128 blocks.
+
+    Args:
+        scale: Name of the tensor of block scales.
+    """
+
+    scale: str = "weight_scale_inv"
 
     quantizer_class = Float8BlockQuantizer
     bits, block = 8, (FLOAT8_BLOCK, FLOAT8_BLOCK)
-    scale, scale_dtype = "weight_scale_inv", torch.float32
+    scale_dtype = torch.float32
+    stacked = {"weight": "", "weight_scale_inv": "_scale_inv"}
     other_scale_dtypes = (torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 
     def refusal(self, quantizer: Float8BlockQuantizer) -> str | None:
@@ -264,12 +315,19 @@ class Float8BlockEncoding(Encoding):
     def encode(self, weight: QuantizedTensor) -> dict[str, Tensor]:
         return {self.codes: weight.rowwise_data.view(E4M3), self.scale: weight._block_scale_inv}
 
-    def decode(self, stored: dict[str, Tensor], out: QuantizedTensor, amax: Tensor | None) -> None:
+    def quantizer_for(self, scales: Iterable[Tensor]) -> Quantizer:
+        """Scales that are powers of two if those of the checkpoint are."""
+        fractions = (scale.float().frexp()[0] for scale in scales)
+        is_pow_2 = all(bool(((x == 0.5) | (x == 0)).all()) for x in fractions)
+        return Float8BlockQuantizer(force_pow_2_scales=is_pow_2)
+
+    def _inner(
+        self, stored: dict[str, Tensor], quantizer: Quantizer, amax: Tensor | None
+    ) -> dict[str, Tensor]:
         scale = stored[self.scale].float()
         _check_scales(self.scale, scale.isfinite() & (scale >= 0), scale)
-        out._rowwise_data.copy_(stored[self.codes].view(torch.uint8))
-        out._block_scale_inv.copy_(scale)
-        build_columnwise([out])
+        codes = stored[self.codes].view(torch.uint8)
+        return {"rowwise_data": codes, "block_scale_inv": scale}
 
 
 def _check_scales(name: str, valid: Tensor, scale: Tensor) -> None:
@@ -323,16 +381,21 @@ class CompressedTensors(Layout):
 
     name = "compressed-tensors"
     decoded_dtype = torch.bfloat16
+    # By tensor, by row, or in blocks; activations are quantized too, or not.
+    _FP8 = ("float-quantized", "naive-quantized")
 
     def documents(
         self, encoding: Encoding, excluded: Sequence[str], stacked: Sequence[str]
     ) -> dict[str, dict[str, Any]]:
-        layout = encoding.quantizer_class().layout
+        blocks: dict[str, Any] = {"strategy": "group", "group_size": encoding.block[1]}
+        if isinstance(encoding, NVFP4Encoding):
+            blocks["strategy"] = "tensor_group"
+        elif encoding.block[0] > 1:
+            blocks = {"strategy": "block", "block_structure": [*encoding.block]}
         weights = {
             "num_bits": encoding.bits,
             "type": "float",
-            "strategy": "tensor_group" if layout.tensor_scale else "group",
-            "group_size": encoding.block[1],
+            **blocks,
             "symmetric": True,
             "dynamic": False,
             "scale_dtype": str(encoding.scale_dtype),
@@ -356,19 +419,24 @@ class CompressedTensors(Layout):
         return {CONFIG: config}
 
     def format_of(self, config: dict[str, Any]) -> Any:
-        if config.get("format") != "mixed-precision":
-            return config.get("format")
-        groups = config.get("config_groups")
-        members = groups.values() if isinstance(groups, dict) else ()
-        formats = [self._format_of_group(group) for group in members]
-        return _only(formats, "mixed-precision")
+        groups, name = config.get("config_groups"), config.get("format")
+        if not isinstance(groups, dict) or name not in ("mixed-precision", *self._FP8):
+            return name
+        default = None if name == "mixed-precision" else name
+        return _only([self._format_of_group(group, default) for group in groups.values()], name)
 
-    def _format_of_group(self, group: Any) -> Any:
+    def _format_of_group(self, group: Any, name: str | None) -> Any:
         if not isinstance(group, dict):
             return group
+        name = group.get("format") or name
         weights = group.get("weights")
-        if group.get("format") is not None or not isinstance(weights, dict):
-            return group.get("format")
+        if not isinstance(weights, dict):
+            return name
+        if name in self._FP8:
+            is_known = weights.get("block_structure") == [FLOAT8_BLOCK, FLOAT8_BLOCK]
+            return self._FP8[0] if is_known else f"{name} by {weights.get('strategy')}"
+        if name is not None:
+            return name
         described = [weights.get(key) for key in ("type", "num_bits", "group_size")]
         fitting = [e.format for e in self.encodings if described == ["float", e.bits, e.block[1]]]
         return _only(fitting, described)
@@ -457,6 +525,7 @@ LAYOUTS: dict[str, Layout] = {
                     "nvfp4-pack-quantized", "weight_packed", "weight_global_scale", divides=True
                 ),
                 MXFP8Encoding("mxfp8-quantized"),
+                Float8BlockEncoding("float-quantized", scale="weight_scale"),
             )
         ),
         ModelOpt((NVFP4Encoding("W4A16_NVFP4"), MXFP8Encoding("MXFP8"))),

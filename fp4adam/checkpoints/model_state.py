@@ -28,8 +28,8 @@ def model_state(model: nn.Module) -> ModelState:
         TypeError: If the state dict holds anything but tensors.
         ValueError: If a hook replaces a parameter by an entry of another name and value.
     """
-    members = _members(model)
-    by_id = {id(value): value for value in members.values()}
+    own = members(model)
+    by_id = {id(value): value for value in own.values()}
     tensors, extra = {}, set()
     for name, value in model.state_dict(keep_vars=True).items():
         name = plain_name(name)
@@ -38,14 +38,14 @@ def model_state(model: nn.Module) -> ModelState:
                 f"state_dict() of the model must hold tensors, got a {type(value).__name__} for "
                 f"{name!r}; remove it, a checkpoint for serving has no place for it"
             )
-        member = by_id.get(id(value), members.get(name))
+        member = by_id.get(id(value), own.get(name))
         if member is None:
             extra.add(name)
         tensors[name] = value if member is None else member
     found = {id(value) for value in tensors.values()}
     lost = [
         name
-        for name, value in members.items()
+        for name, value in own.items()
         if isinstance(value, nn.Parameter) and id(value) not in found
     ]
     if lost and extra:
@@ -57,7 +57,7 @@ def model_state(model: nn.Module) -> ModelState:
     return ModelState(tensors, frozenset(extra))
 
 
-def _members(model: nn.Module) -> dict[str, Tensor]:
+def members(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers under all of their names, in the order of torch."""
     return {
         plain_name(f"{prefix}.{name}" if prefix else name): value

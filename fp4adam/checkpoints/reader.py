@@ -9,7 +9,7 @@ import json
 import re
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,26 @@ from fp4adam.checkpoints.folder import (
 MAX_JSON_BYTES = 50 * 10**6
 # No folders, links of devices, or names that the file system cannot hold.
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_.+ -]{1,200}\.safetensors")
+
+
+class Source(Protocol):
+    """Where the tensors of a checkpoint come from; see :class:`CheckpointReader`."""
+
+    config: dict[str, Any]
+    hf_quant_config: dict[str, Any]
+    metadata: dict[str, str]
+
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, without reading it."""
+
+    def dtype(self, name: str) -> torch.dtype | str:
+        """The dtype of a tensor, without reading it; its name in the file if torch has none."""
+
+    def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """A tensor that nobody else writes to."""
 
 
 class CheckpointReader:
@@ -97,9 +117,9 @@ class CheckpointReader:
         dtype = self._file_of[name].get_slice(name).get_dtype()
         return DTYPES.get(dtype, dtype)
 
-    def read(self, name: str) -> Tensor:
-        """A tensor on the CPU."""
-        return self._file_of[name].get_tensor(name)
+    def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """A copy of a tensor: what safetensors returns may be the mapped file itself."""
+        return self._file_of[name].get_tensor(name).to(device, copy=True)
 
 
 def _path(folder: Path, name: str) -> Path:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.checkpoints.hub_names import Piece
-from fp4adam.checkpoints.reader import CheckpointReader
+from fp4adam.checkpoints.reader import Source
 
 
 class StackReader:
@@ -26,9 +26,7 @@ class StackReader:
         ValueError: If a stack lacks a part, or parts of it are quantized and others are not.
     """
 
-    def __init__(
-        self, checkpoint: CheckpointReader, pieces: dict[str, Piece], keys: list[str]
-    ) -> None:
+    def __init__(self, checkpoint: Source, pieces: dict[str, Piece], keys: list[str]) -> None:
         self._checkpoint = checkpoint
         self._parts: dict[str, list[str]] = {}
         self.metadata = dict(checkpoint.metadata)
@@ -94,13 +92,13 @@ class StackReader:
         """
         return self._only(name, "dtype", self._checkpoint.dtype)
 
-    def read(self, name: str) -> Tensor:
-        """A tensor on the CPU.
+    def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """A tensor on ``device``.
 
         Raises:
             ValueError: If experts have different values of what a stack has once.
         """
-        first, *others = (self._checkpoint.read(part) for part in self._parts[name])
+        first, *others = (self._checkpoint.read(part, device) for part in self._parts[name])
         if others and first.dim() > 1:
             codes = [x.view(torch.uint8) if x.itemsize == 1 else x for x in (first, *others)]
             return torch.cat(codes).view(first.dtype)

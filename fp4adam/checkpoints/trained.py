@@ -94,7 +94,7 @@ def tensors_of(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
     """
     check_module(model)
     model = unwrapped(model)
-    _check_no_adapters(model)
+    check_no_adapters(model)
     return model, _first_named(_state_of(model))
 
 
@@ -200,7 +200,7 @@ def gathered(weight: Tensor) -> Tensor:
     return gather_whole(weight)
 
 
-def _check_no_adapters(model: nn.Module) -> None:
+def check_no_adapters(model: nn.Module) -> None:
     """Raise ValueError for a model with the adapters of PEFT, whose names no reader knows."""
     for name, module in model.named_modules():
         # The models of PEFT have the one, the layers that it puts into others the other.

@@ -78,7 +78,7 @@ def _state_of(tensor: Tensor) -> int:
         return 0
     if tensor.pending_value() is not None:
         return _UNSETTLED
-    value = tensor.get_high_precision_init_val() if rows.is_all(tensor) else None
+    value = tensor._high_precision_init_val if rows.is_all(tensor) else None
     return 0 if value is None else _INIT_DTYPES.index(value.dtype)
 
 
@@ -97,7 +97,7 @@ def _parts_of(tensor: QuantizedTensor, init_dtype: torch.dtype | None) -> list[T
     part = rows.own_blocks(tensor.flush())
     parts = [*part.storage_tensors().values()]
     if init_dtype is not None:
-        value = tensor.get_high_precision_init_val()
+        value = tensor._high_precision_init_val
         parts.append(value.detach().to(tensor.device).reshape(tensor.shape))
     # .data has a version of its own; sending must not count as a write.
     return [inner.data.contiguous() for inner in parts]

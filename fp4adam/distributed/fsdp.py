@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp4adam.distributed.dtensor import local
-from fp4adam.distributed.scale_exchange import ShardInfo, parallel_infos, settle_shard
+from fp4adam.distributed.scale_exchange import ShardInfo
+from fp4adam.distributed.shards import parallel_infos, settle_shard
 from fp4adam.tensors.blocks import blocks_of_parts, flat_shape, round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
@@ -378,8 +379,15 @@ def _whole_codes(
     return tensor, tuple(filled)
 
 
+def _releases_outputs(shard: QuantizedTensor) -> bool:
+    """Whether no gathered weight is a view of what was gathered: values are decoded from it."""
+    return not _global_spec(shard).quantizer.multiplies_codes
+
+
 QuantizedTensor.fsdp_pre_all_gather = property(_PreAllGather)
 QuantizedTensor.fsdp_post_all_gather = post_all_gather
+# torch frees the outputs after the hook if this is true (pytorch#194114).
+QuantizedTensor.fsdp_should_release_all_gather_outputs_after_post_all_gather = _releases_outputs
 
 
 def _fill_in_again(out: QuantizedTensor, known: dict[str, Tensor]) -> None:

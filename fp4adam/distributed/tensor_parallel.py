@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp4adam.distributed.dtensor import sharded_dims
 from fp4adam.distributed.fsdp import gather_codes
-from fp4adam.distributed.scale_exchange import ShardInfo, settle_shard
+from fp4adam.distributed.scale_exchange import ShardInfo
+from fp4adam.distributed.shards import settle_shard
 from fp4adam.tensors.quantized_tensor import QuantizedTensor, implements_function
 from fp4adam.tensors.rows import check_parallel, copy_bytes, parallel_part
 from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage

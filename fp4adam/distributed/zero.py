@@ -1,14 +1,13 @@
 """ZeRO: quantized weights with sharded masters, for optimizers such as Megatron's."""
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp4adam.distributed.flat_shard import Out
-from fp4adam.distributed.partial_cast import PartialCast, check_weights
+from fp4adam.distributed.cast import PartialCast, check_weights
+from fp4adam.distributed.cast_span import Out
 from fp4adam.formats.nvfp4 import NVFP4Tensor
 from fp4adam.interop.adapter import TensorAdapter, adapter_of, is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, borrow
@@ -41,9 +40,9 @@ def quantize_master_weights(
             this package, Transformer Engine or a class with a :class:`TensorAdapter`; NVFP4 and
             Float8Block with square blocks. With delayed scaling the amax that ranks agree on
             becomes part of the history.
-        master_weights: Per weight this rank's slice of the flattened master, flat and contiguous,
-            float32, bfloat16 or float16; None if the rank has no slice of it.
-        start_offsets: Per weight the index of the slice's first element; None without a slice.
+        master_weights: Per weight this rank's slice of the flattened master, contiguous, of any
+            shape, float32, bfloat16 or float16; None if the rank has no slice of it.
+        start_offsets: Per weight the index of the slice's first element; ignored without a slice.
         group: The ranks that share the weights; None means all ranks.
         fsdp_shard_model_weights: Per weight the memory for the codes of its slice, contiguous
             uint8, or None to write to the weight itself. NVFP4: bytes [start // 2, (start + size +
@@ -76,13 +75,13 @@ def quantize_master_weights(
             _check_drops_columnwise(one)
     tensors = _tensors(model_weights, borrowed)
     check_weights(tensors, "model_weights")
-    for i, (master, start) in enumerate(zip(master_weights, start_offsets, strict=True)):
-        _check_part(i, master, start)
+    parts = [*map(_part, range(len(tensors)), master_weights, start_offsets)]
     if not model_weights:
         return
+    master_weights, starts = zip(*parts, strict=True)
     cast = PartialCast(
         tensors,
-        starts=[start or 0 for start in start_offsets],
+        starts=starts,
         sizes=[0 if master is None else master.numel() for master in master_weights],
         dtypes=[weight.dtype for weight in model_weights],
     )
@@ -111,7 +110,8 @@ def quantize_master_weights(
     if not manual_post_all_gather_processing:
         for i, tensor in enumerate(tensors):
             if i not in borrowed:
-                _drop_columnwise(tensor)
+                if tensor.quantizer.layout.is_square:
+                    tensor.update_usage(columnwise_usage=False)
             elif _has_derived(borrowed[i]):
                 borrowed[i].adapter.drop_columnwise(model_weights[i])
 
@@ -177,26 +177,24 @@ def cast_master_weights_to_nvfp4(
     )
 
 
-def _check_part(i: int, master: Tensor | None, start: int | None) -> None:
-    if master is not None and not isinstance(master, Tensor):
+cast_master_weights_to_fp8 = quantize_master_weights  # Transformer Engine's older name
+
+
+def _part(i: int, master: Tensor | None, start: int | None) -> tuple[Tensor | None, int]:
+    """A slice of a flattened master, and the index of its first element."""
+    if master is None:
+        return None, 0
+    if not isinstance(master, Tensor):
         raise ValueError(
             f"master_weights[{i}] must be a tensor or None, got a {type(master).__name__}; pass "
             "None where this rank has no slice"
         )
-    if (master is None) != (start is None):
-        missing, given = ("start_offsets", "master_weights") if start is None else (
-            "master_weights", "start_offsets"
-        )  # fmt: skip
+    if start is None:
         raise ValueError(
-            f"{missing}[{i}] must be given where {given}[{i}] is, got None; pass None for both "
-            "where this rank has no slice"
+            f"start_offsets[{i}] must be given where master_weights[{i}] is, got None; pass None "
+            "for both where this rank has no slice"
         )
-
-
-def _drop_columnwise(weight: QuantizedTensor) -> None:
-    if weight.quantizer.layout.is_square and weight.quantizer.columnwise:
-        weight._columnwise_data = weight._columnwise_gemm_scale_inv = None
-        weight.quantizer = dataclasses.replace(weight.quantizer, columnwise=False)
+    return master.view(-1) if master.is_contiguous() else master, start
 
 
 def post_all_gather_processing(model_weights: Tensor | Sequence[Tensor]) -> None:
@@ -204,24 +202,73 @@ def post_all_gather_processing(model_weights: Tensor | Sequence[Tensor]) -> None
 
     For NVFP4, Float8 and Float8Block the rowwise codes are transposed into the columnwise ones, in
     one or two launches per code width. MXFP8 needs nothing, as its columnwise codes are
-    gathered too. Tensors without columnwise codes are skipped; those of Transformer Engine make
-    them when they need them.
+    gathered too. Plain tensors and those without columnwise codes are skipped; those of Transformer
+    Engine make them when they need them.
 
     Args:
         model_weights: One tensor or a sequence, after :func:`quantize_master_weights`.
 
     Raises:
-        ValueError: If one is not a quantized tensor, or its columnwise codes cannot be derived from
-            the rowwise ones (``two_dimensional=False``).
+        ValueError: If columnwise codes cannot be derived from rowwise ones
+            (``two_dimensional=False``).
     """
-    weights = [model_weights] if isinstance(model_weights, Tensor) else list(model_weights)
+    given = [model_weights] if isinstance(model_weights, Tensor) else model_weights
+    weights = [w for w in given if isinstance(w, QuantizedTensor) or is_foreign(w)]
     borrowed, square = _borrowed_among(weights), []
     for i, weight in enumerate(_tensors(weights, borrowed)):
-        if isinstance(weight, QuantizedTensor) and (
-            "columnwise_data" in weight.quantizer.layout.rows_per_entry
-        ):
+        if "columnwise_data" in weight.quantizer.layout.rows_per_entry:
             continue  # MXFP8: columnwise codes are gathered
         check_square(i, weight, "model_weights")
         square.append(weight)
     build_columnwise(square)
     torch.autograd.graph.increment_version([weights[i] for i in borrowed])
+
+
+def replace_raw_data(tensor: Tensor, new_raw_data: Tensor) -> None:
+    """Move the rowwise codes of a tensor to other memory, such as a slice of a parameter buffer.
+
+    Args:
+        tensor: A quantized tensor, of this package or of Transformer Engine; its codes are in
+            ``new_raw_data`` afterwards.
+        new_raw_data: Contiguous uint8 of as many bytes, on the same device; overwritten. The fused
+            kernels can only step it if it is aligned to 16 bytes.
+
+    Raises:
+        ValueError: If an argument is not as above.
+        RuntimeError: If the tensor has no rowwise codes.
+        NotImplementedError: For MXFP8 in both directions, whose columnwise codes do not follow from
+            the rowwise ones that such a buffer gathers.
+    """
+    is_own = isinstance(tensor, QuantizedTensor)
+    if not (is_own or (isinstance(tensor, Tensor) and is_foreign(tensor))):
+        raise ValueError(
+            f"tensor must be a quantized tensor, got a {type(tensor).__name__}; set the data of a "
+            "plain one"
+        )
+    quantizer = tensor.quantizer if is_own else borrow(tensor).tensor.quantizer
+    if not quantizer.rowwise:
+        raise RuntimeError(
+            "tensor must have rowwise codes to be moved, got one with rowwise=False; make it with "
+            f"{type(quantizer).__name__}(rowwise=True)"
+        )
+    if quantizer.columnwise and not quantizer.layout.is_square:
+        raise NotImplementedError(
+            f"a {type(tensor).__name__} must have square blocks or rowwise codes alone to be moved "
+            f"to a buffer, got {quantizer}; keep it in memory of its own, and gather its values"
+        )
+    name = "_rowwise_data" if hasattr(tensor, "_rowwise_data") else "_data"
+    old, new = getattr(tensor, name), new_raw_data
+    if (
+        new.dtype != torch.uint8
+        or new.numel() != old.numel()
+        or not new.is_contiguous()
+        or new.device != old.device
+    ):
+        raise ValueError(
+            f"new_raw_data must be contiguous uint8 of {old.numel()} bytes on {old.device}, got "
+            f"{tuple(new.shape)} of {new.dtype} with strides {new.stride()} on {new.device}; slice "
+            "as many bytes out of the buffer"
+        )
+    new = new.detach().view(old.shape)
+    new.copy_(old)
+    setattr(tensor, name, new)

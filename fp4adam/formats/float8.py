@@ -9,21 +9,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fp4adam.formats import minifloat
+from fp4adam.formats import encoding, minifloat
 from fp4adam.tensors import backend
 from fp4adam.tensors.blocks import flat_shape, strips
 from fp4adam.tensors.layout import Direction, Inner, Layout, ScaleRule
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import Quantizer, check_tensor
+from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.storage import Storage
-from fp4adam.tensors.transpose import transpose_bytes
+from fp4adam.tensors.te_names import Float8Names
 
 BLOCK = 16
 SCALINGS = ("current", "delayed")
 AMAX_COMPUTE_ALGOS = ("max", "most_recent")
 
 
-class Float8Tensor(QuantizedTensor):
+class Float8Tensor(Float8Names, QuantizedTensor):
     """A tensor in E4M3 with one scale, 8 bits per element and direction.
 
     ``rowwise_data``: uint8 (E4M3) [rows, cols]; ``columnwise_data``: uint8 (E4M3) [cols, rows].
@@ -145,16 +145,19 @@ class Float8Quantizer(Quantizer):
         )
 
     def scales_of_blocks(
-        self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
+        self,
+        amaxes: Tensor,
+        tensor_amax: Tensor | None,
+        dtype: torch.dtype,
+        four: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        factor = self.encode_scale(tensor_amax)
-        return 1.0 / factor, factor.expand(amaxes.shape)
+        factors = self.encode_scale(tensor_amax)
+        return 1.0 / factors, factors
 
-    def codes(self, x: Tensor) -> Tensor:
-        return minifloat.e4m3_code(x)
+    def factors(self, scales: Tensor, tensor_amax: Tensor) -> Tensor:
+        return self.encode_scale(tensor_amax)
 
-    def quantize(self, x: Tensor) -> QuantizedTensor:
-        check_tensor(x)
+    def _quantize(self, x: Tensor) -> QuantizedTensor:
         tensor = self.make_empty(x.shape, dtype=x.dtype, device=x.device)
         if (
             self.scaling == "delayed"
@@ -197,31 +200,17 @@ class Float8Quantizer(Quantizer):
             [*present.split(1), *moved.unbind()],
         )
 
-    def write(self, x: Tensor, out: Storage, amax: Tensor | None = None) -> None:
-        if amax is None:
-            amax = torch.zeros_like(out.amax)
-            self.measure(x, amax)
-        self.take_amax(out, amax)
-        # A shard of another package may have other sizes than the kernel takes.
-        if backend.uses_kernels(x.device) and self.check_matrix(*x.shape) is None:
-            return self.kernels().quantize(
-                x,
-                rowwise_data=out.rowwise_data,
-                columnwise_data=out.columnwise_data,
-                amax=out.amax,
-                force_pow_2_scales=self.force_pow_2_scales,
-                amax_epsilon=self.amax_epsilon,
-            )
-        scale = self.encode_scale(out.amax)
-        for rows, strip, scratch in strips(x, (1, 1), scratch=1):
-            row_codes = None if out.rowwise_data is None else out.rowwise_data[rows]
-            codes = minifloat.e4m3_code(torch.mul(strip, scale, out=scratch), out=row_codes)
-            if out.columnwise_data is not None:
-                transpose_bytes(codes, out.columnwise_data[:, rows])
+    write, recode = encoding.write, encoding.recode
 
-    def recode(self, x: Tensor, tensors: Storage) -> Tensor:
-        codes = minifloat.e4m3_code(x * self.encode_scale(tensors.amax))
-        return codes if self.rowwise else codes.t()
+    def launch(self, x: Tensor, out: Storage) -> None:
+        self.kernels().quantize(
+            x,
+            rowwise_data=out.rowwise_data,
+            columnwise_data=out.columnwise_data,
+            amax=out.amax,
+            force_pow_2_scales=self.force_pow_2_scales,
+            amax_epsilon=self.amax_epsilon,
+        )
 
     @staticmethod
     def decoders() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:

@@ -8,14 +8,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from fp4adam.formats import minifloat
+from fp4adam.formats import encoding, minifloat
 from fp4adam.tensors import backend
-from fp4adam.tensors.blocks import blocks_of, in_blocks, strips, times_factors
+from fp4adam.tensors.blocks import blocks_of
 from fp4adam.tensors.layout import Direction, Inner, Layout, ScaleRule
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.storage import Storage
-from fp4adam.tensors.transpose import transpose_bytes
 
 BLOCK = 128
 
@@ -86,74 +85,33 @@ class Float8BlockQuantizer(Quantizer):
         )
 
     def scales_of_blocks(
-        self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
+        self,
+        amaxes: Tensor,
+        tensor_amax: Tensor | None,
+        dtype: torch.dtype,
+        four: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        factor = self.encode_scale(amaxes, torch.finfo(dtype).max)
-        return 1.0 / factor, factor
+        # The largest finite value of the dtype where 448 / amax overflows.
+        options = torch.finfo(dtype).max, self.amax_epsilon, self.force_pow_2_scales
+        factors = minifloat.e4m3_encode_scale(amaxes, *options)
+        return 1.0 / factors, factors
 
-    def codes(self, x: Tensor) -> Tensor:
-        return minifloat.e4m3_code(x)
+    def factors(self, scales: Tensor, tensor_amax: Tensor | None) -> Tensor:
+        return 1.0 / scales
 
-    def write(self, x: Tensor, out: Storage) -> None:
-        if backend.uses_kernels(x.device):
-            return self.kernels().quantize(
-                x,
-                rowwise_data=out.rowwise_data,
-                columnwise_data=out.columnwise_data,
-                rowwise_scale=out.block_scale_inv
-                if self.two_dimensional
-                else out.rowwise_scale_inv,
-                columnwise_scale=out.columnwise_scale_inv,
-                two_dimensional=self.two_dimensional,
-                force_pow_2_scales=self.force_pow_2_scales,
-                amax_epsilon=self.amax_epsilon,
-            )
-        largest = torch.finfo(x.dtype).max
-        for rows, strip, scratch in strips(x, (BLOCK, BLOCK), scratch=1):
-            blocks = in_blocks(rows, BLOCK)
-            codes = None if out.rowwise_data is None else out.rowwise_data[rows]
-            if codes is None:
-                codes = out.columnwise_data.new_empty(rows.stop - rows.start, x.shape[1])
-            if self.two_dimensional:
-                scale_inv = self._encode(strip, (BLOCK, BLOCK), largest, scratch, codes)
-                out.block_scale_inv[blocks] = scale_inv
-            elif out.rowwise_data is not None:
-                scale_inv = self._encode(strip, (1, BLOCK), largest, scratch, codes)
-                out.rowwise_scale_inv[:, rows] = scale_inv[: len(codes)].t()
-            if out.columnwise_data is not None:
-                if not self.two_dimensional:
-                    codes = torch.empty_like(codes)
-                    scale_inv = self._encode(strip, (BLOCK, 1), largest, scratch, codes)
-                    out.columnwise_scale_inv[blocks, : x.shape[1]] = scale_inv[:, : x.shape[1]]
-                transpose_bytes(codes, out.columnwise_data[:, rows])
+    write, recode = encoding.write, encoding.recode
 
-    def _encode(
-        self, x: Tensor, block: tuple[int, int], largest: float, scratch: Tensor, codes: Tensor
-    ) -> Tensor:
-        """Write codes of float32 rows; return decode scales, one per block.
-
-        ``x`` and ``scratch`` are padded to whole blocks, ``codes`` [rows, cols] is not.
-        """
-        rows, cols = codes.shape
-        blocks = blocks_of(x, block)
-        scale = self.encode_scale(minifloat.amax(blocks, (1, 3), scratch), largest)
-        scaled = times_factors(blocks, scale, out=scratch).view(x.shape)
-        minifloat.e4m3_code(scaled[:rows, :cols], out=codes)
-        return 1.0 / scale
-
-    def encode_scale(self, amax: Tensor, largest: float) -> Tensor:
-        """Encode scales of blocks with these amaxes, float32.
-
-        ``largest``: The largest finite value of the input's dtype, used where 448 / amax overflows.
-        """
-        return minifloat.e4m3_encode_scale(
-            amax, largest, self.amax_epsilon, self.force_pow_2_scales
+    def launch(self, x: Tensor, out: Storage) -> None:
+        self.kernels().quantize(
+            x,
+            rowwise_data=out.rowwise_data,
+            columnwise_data=out.columnwise_data,
+            rowwise_scale=out.block_scale_inv if self.two_dimensional else out.rowwise_scale_inv,
+            columnwise_scale=out.columnwise_scale_inv,
+            two_dimensional=self.two_dimensional,
+            force_pow_2_scales=self.force_pow_2_scales,
+            amax_epsilon=self.amax_epsilon,
         )
-
-    def recode(self, x: Tensor, tensors: Storage) -> Tensor:
-        factor = 1.0 / tensors.block_scale_inv
-        codes = minifloat.e4m3_code(times_factors(blocks_of(x, (BLOCK, BLOCK)), factor))
-        return codes.flatten(2).flatten(0, 1)[: x.shape[0], : x.shape[1]]
 
     @staticmethod
     def decoders() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:

@@ -7,9 +7,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from fp4adam.formats import minifloat
+from fp4adam.formats import encoding, minifloat
 from fp4adam.tensors import backend
-from fp4adam.tensors.blocks import blocks_of, in_blocks, strips, times_factors
 from fp4adam.tensors.layout import Direction, Inner, Layout
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
@@ -62,35 +61,28 @@ class MXFP8Quantizer(Quantizer):
         )
 
     def scales_of_blocks(
-        self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
+        self,
+        amaxes: Tensor,
+        tensor_amax: Tensor | None,
+        dtype: torch.dtype,
+        four: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return block_scales(amaxes)
+        scales = minifloat.e8m0_code_up(amaxes * (1 / minifloat.E4M3_MAX))
+        return scales, self.factors(scales, tensor_amax)
 
-    def codes(self, x: Tensor) -> Tensor:
-        return minifloat.e4m3_code(x)
+    def factors(self, scales: Tensor, tensor_amax: Tensor | None) -> Tensor:
+        return minifloat.e8m0_reciprocal(scales)
 
-    def write(self, x: Tensor, out: Storage) -> None:
-        if backend.uses_kernels(x.device):
-            return self.kernels().quantize(
-                x,
-                rowwise_data=out.rowwise_data,
-                columnwise_data=out.columnwise_data,
-                rowwise_scale=out.rowwise_scale_inv,
-                columnwise_scale=out.columnwise_scale_inv,
-            )
-        for rows, strip, scratch in strips(x, (BLOCK, 1), scratch=1):
-            if out.rowwise_data is not None:
-                scale = _encode(strip, (1, BLOCK), scratch, out.rowwise_data[rows])
-                out.rowwise_scale_inv[rows, : scale.shape[1]] = scale
-            if out.columnwise_data is not None:
-                scale = _encode(strip, (BLOCK, 1), scratch, out.columnwise_data[rows])
-                out.columnwise_scale_inv[in_blocks(rows, BLOCK), : scale.shape[1]] = scale
+    write, recode = encoding.write, encoding.recode
 
-    def recode(self, x: Tensor, tensors: Storage) -> Tensor:
-        blocks = blocks_of(x, (1, BLOCK) if self.rowwise else (BLOCK, 1))
-        scale = tensors.rowwise_scale_inv if self.rowwise else tensors.columnwise_scale_inv
-        factor = minifloat.e8m0_reciprocal(scale[: blocks.shape[0], : blocks.shape[2]])
-        return minifloat.e4m3_code(times_factors(blocks, factor)).view(x.shape)
+    def launch(self, x: Tensor, out: Storage) -> None:
+        self.kernels().quantize(
+            x,
+            rowwise_data=out.rowwise_data,
+            columnwise_data=out.columnwise_data,
+            rowwise_scale=out.rowwise_scale_inv,
+            columnwise_scale=out.columnwise_scale_inv,
+        )
 
     @staticmethod
     def decoders() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
@@ -114,23 +106,6 @@ class MXFP8Quantizer(Quantizer):
         data = tensors.rowwise_data if rowwise else tensors.columnwise_data
         scale = tensors.rowwise_scale_inv if rowwise else tensors.columnwise_scale_inv
         return data, scale, rowwise
-
-
-def _encode(x: Tensor, block: tuple[int, int], scratch: Tensor, codes: Tensor) -> Tensor:
-    """Write codes [rows, cols] of float32 rows; return E8M0 scales, one per block.
-
-    ``scratch``: Like ``x``.
-    """
-    blocks = blocks_of(x, block)
-    scale, factor = block_scales(minifloat.amax(blocks, (1, 3), scratch))
-    minifloat.e4m3_code(times_factors(blocks, factor, out=scratch).view(x.shape), out=codes)
-    return scale
-
-
-def block_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """E8M0 scales (uint8) for float32 block amaxes, and their float32 reciprocals."""
-    scale = minifloat.e8m0_code_up(amax * (1 / minifloat.E4M3_MAX))
-    return scale, minifloat.e8m0_reciprocal(scale)
 
 
 def _decode(

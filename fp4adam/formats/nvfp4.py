@@ -2,21 +2,19 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fp4adam.formats import four_over_six, minifloat
+from fp4adam.formats import encoding, four_over_six, minifloat
 from fp4adam.tensors import backend
-from fp4adam.tensors.blocks import blocks_of, in_blocks, strips, times_factors
 from fp4adam.tensors.layout import Direction, Inner, Layout, ScaleRule
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.storage import Storage
-from fp4adam.tensors.transpose import transpose_words, word_rows
 
 BLOCK = 16
 ERRORS = ("mae", "mse")
@@ -135,18 +133,22 @@ class NVFP4Quantizer(Quantizer):
         dtype: torch.dtype,
         four: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return self._block_scales(amaxes, tensor_amax, four)
+        encode = self._encode_scale(tensor_amax)
+        if self.adaptive is not None:
+            scale = torch.full_like(tensor_amax, encode)
+            return four_over_six.block_scales(amaxes, four, scale, 1.0 / scale)
+        to_scale = minifloat.float32(encode * minifloat.float32(1 / 6))
+        scales = minifloat.e4m3_code(amaxes * to_scale)
+        return scales, self.factors(scales, tensor_amax)
 
-    def codes(self, x: Tensor) -> Tensor:
-        return minifloat.e2m1_code(x)
+    def factors(self, scales: Tensor, tensor_amax: Tensor) -> Tensor:
+        decode = minifloat.float32(1 / self._encode_scale(tensor_amax))
+        factors = (minifloat.e4m3_value(scales) * decode).reciprocal_()
+        return factors.clamp_(max=minifloat.FP32_MAX)
 
-    def write(self, x: Tensor, out: Storage, amax: Tensor | None = None) -> None:
-        if not backend.uses_kernels(x.device):
-            return self._write_by_operators(x, out, amax)
-        if amax is None:
-            self.measure(x, out.amax)
-        else:
-            out.amax.copy_(amax)
+    write, recode = encoding.write, encoding.recode
+
+    def launch(self, x: Tensor, out: Storage) -> None:
         self.kernels().quantize(
             x,
             rowwise_data=out.rowwise_data,
@@ -159,72 +161,12 @@ class NVFP4Quantizer(Quantizer):
             bound=self.bound,
         )
 
-    def _write_by_operators(self, x: Tensor, out: Storage, amax: Tensor | None) -> None:
-        rows, cols = x.shape
-        # The scales of all blocks come first, because they depend on the amax of the tensor.
-        shapes = self.layout.blocks
-        amaxes = {usage: minifloat.block_amaxes(x, shape) for usage, shape in shapes.items()}
-        out.amax.copy_(next(iter(amaxes.values())).amax() if amax is None else amax)
-        scales, factors = {}, {}
-        for usage, grid in amaxes.items():
-            four = None
-            if self.adaptive is not None:
-                four = self._choices(x, shapes[usage], grid, out.amax)
-            scales[usage], factors[usage] = self._block_scales(grid, out.amax, four)
-        if self.two_dimensional:
-            out.block_scale_inv.copy_(scales["rowwise"])
-        elif self.rowwise:
-            out.rowwise_scale_inv[:rows, : cols // BLOCK] = scales["rowwise"]
-        if self.columnwise and not self.two_dimensional:
-            out.columnwise_scale_inv[:cols, : rows // BLOCK] = scales["columnwise"].t()
-        for span, strip, *scratch in strips(x, (BLOCK, BLOCK), scratch=2):
-            for usage, shape in shapes.items():
-                codes = _codes(strip, factors[usage][in_blocks(span, shape[0])], shape, scratch)
-                if self.rowwise and usage == "rowwise":
-                    minifloat.pack_e2m1(codes, out=out.rowwise_data[span])
-                if self.columnwise and (usage == "columnwise" or self.two_dimensional):
-                    _pack_columns(codes, out.columnwise_data[:, in_blocks(span, 2)])
-
-    def recode(self, x: Tensor, tensors: Storage) -> Tensor:
-        factor = _factors(tensors.block_scale_inv, self._encode_scale(tensors.amax))
-        scratch = [torch.empty_like(x) for _ in range(2)]
-        return minifloat.pack_e2m1(_codes(x, factor, (BLOCK, BLOCK), scratch))
-
-    def _choices(
-        self, x: Tensor, block: tuple[int, int], block_amax: Tensor, amax: Tensor
-    ) -> Tensor:
-        """The choices of adaptive scales for all blocks of float32 rows."""
-        return torch.cat(
-            [
-                self.maps_to_four(
-                    blocks_of(strip, block), block_amax[in_blocks(span, block[0])], amax
-                )
-                for span, strip in strips(x, block)
-            ]
-        )
-
     def maps_to_four(self, blocks: Tensor, block_amax: Tensor, amax: Tensor) -> Tensor:
         """The choice of adaptive scales for blocks, bool; see :mod:`.four_over_six`."""
         encode = torch.full_like(amax, self._encode_scale(amax))
         return four_over_six.maps_to_four(
             blocks, block_amax, amax, encode, 1.0 / encode, self.adaptive, self.bound
         )
-
-    def _block_scales(
-        self, block_amax: Tensor, amax: Tensor, four: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """E4M3 scales (uint8), and the float32 factors that map values to codes.
-
-        ``block_amax``: float32, one per block. ``amax``: float32 [1], of the whole tensor.
-        ``four``: bool, the choice per block of adaptive scales.
-        """
-        encode = self._encode_scale(amax)
-        if self.adaptive is not None:
-            encode = torch.full_like(amax, encode)
-            return four_over_six.block_scales(block_amax, four, encode, 1.0 / encode)
-        to_scale = minifloat.float32(encode * minifloat.float32(1 / 6))
-        scale = minifloat.e4m3_code(block_amax * to_scale)
-        return scale, _factors(scale, encode)
 
     def _encode_scale(self, amax: Tensor) -> float:
         """The factor that maps the values of a tensor to the range of codes times block scales."""
@@ -258,30 +200,6 @@ class NVFP4Quantizer(Quantizer):
         if self.two_dimensional:
             scale = tensors.block_scale_inv
         return data, scale, tensors.amax, self.two_dimensional, transposed, self.bound
-
-
-def _codes(x: Tensor, factor: Tensor, block: tuple[int, int], scratch: Sequence[Tensor]) -> Tensor:
-    """Codes [rows, cols] of float32 rows, int16, with one factor per block.
-
-    ``scratch``: Two tensors like ``x``; the codes lie in them.
-    """
-    scaled = times_factors(blocks_of(x, block), factor, out=scratch[0]).view(x.shape)
-    return minifloat.e2m1_words(scaled, scratch[1])
-
-
-def _pack_columns(codes: Tensor, out: Tensor) -> None:
-    """Pack int16 codes [rows, cols] along columns into uint8 [cols, rows / 2]."""
-    # Four rows become one of words.
-    words = word_rows(codes[0::4], torch.int16)
-    torch.add(codes[0::4], codes[1::4], alpha=1 << 4, out=words)
-    words.add_(codes[2::4], alpha=1 << 8).add_(codes[3::4], alpha=1 << 12)
-    transpose_words(words, out)
-
-
-def _factors(scale: Tensor, encode: float) -> Tensor:
-    """The factors that map values to codes in blocks with these scales."""
-    decode = minifloat.float32(1 / encode)
-    return (minifloat.e4m3_value(scale) * decode).reciprocal_().clamp_(max=minifloat.FP32_MAX)
 
 
 def decode_factors(scale: Tensor, amax: Tensor, bound: int) -> Tensor:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
 
@@ -197,26 +196,6 @@ def form_scale_group(members: Sequence[QuantizedTensor], names: Iterable[str]) -
     group = ScaleGroup(tuple(names))
     for member in members:
         member._shared.scale_group = group
-
-
-def write_together(tensors: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> None:
-    """Quantize new values for all members of a group, or for a single tensor.
-
-    Args:
-        tensors: Whole tensors; NVFP4 if there are several.
-        values: Plain tensors of the same shapes, on the same devices.
-    """
-    amax = None
-    if len(tensors) > 1:
-        amaxes = []
-        for tensor, value in zip(tensors, values, strict=True):
-            amaxes.append(torch.zeros(1, device=value.device))
-            if value.numel():
-                matrix = value.reshape(flat_shape(tuple(value.shape))).contiguous()
-                tensor.quantizer.measure(matrix, amaxes[-1])
-        amax = torch.cat([amax.to(amaxes[0].device) for amax in amaxes]).amax(0, keepdim=True)
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor._write(value, amax=amax)
 
 
 torch.serialization.add_safe_globals([ScaleGroup])

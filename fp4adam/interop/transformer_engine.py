@@ -4,9 +4,10 @@ The fields of this package are named after theirs. Data derived from a weight is
 fields, and so is written, or was dropped and is derived again when needed.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -14,13 +15,22 @@ from fp4adam.formats.float8 import Float8Quantizer
 from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
-from fp4adam.interop.adapter import TensorAdapter, find_adapter, is_foreign, register_adapter
+from fp4adam.interop.adapter import TensorAdapter, class_name, is_foreign, register_adapter
 from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantizer import Quantizer
 
+MAJOR_VERSION = 2  # of Transformer Engine, whose attributes these are
+
 
 class TransformerEngineAdapter(TensorAdapter):
-    """The common part of the adapters."""
+    """The common part of the adapters.
+
+    A tensor with a dtype or with memory that they do not know is refused: its bytes would be read
+    as something else.
+
+    Attributes:
+        dtypes: By attribute, the name of the only dtype of codes or scales that is known.
+    """
 
     attributes = (
         "_rowwise_data",
@@ -28,6 +38,41 @@ class TransformerEngineAdapter(TensorAdapter):
         "_columnwise_data",
         "_columnwise_scale_inv",
     )
+    dtypes: ClassVar[dict[str, str]] = {"_fp8_dtype": "kFloat8E4M3"}
+
+    def quantizer(self, tensor: Tensor) -> Quantizer:
+        self._check_known(tensor)
+        return self._quantizer_of(tensor)
+
+    def _quantizer_of(self, tensor: Tensor) -> Quantizer:
+        """:meth:`quantizer` for a tensor that is known."""
+        raise NotImplementedError
+
+    def _check_known(self, tensor: Tensor) -> None:
+        """Raise ValueError if a tensor has a version, dtypes or memory that are not known."""
+        kind = type(tensor).__name__
+        version = getattr(sys.modules.get("transformer_engine"), "__version__", None)
+        if version is not None and int(version.split(".")[0]) != MAJOR_VERSION:
+            raise ValueError(
+                f"transformer_engine must be version {MAJOR_VERSION}, got {version}: what the "
+                f"attributes of its {kind} mean is not known; upgrade fp4adam"
+            )
+        for name, dtype in vars(tensor).items():
+            if not name.endswith("_dtype") or name == "_dtype":
+                continue
+            known, actual = self.dtypes.get(name), getattr(dtype, "name", str(dtype))
+            if known is None or not actual.endswith(known):
+                raise ValueError(
+                    f"{name} of a {kind} must be {known or 'absent'} to be stepped, got {actual}, "
+                    "which this version would misread; quantize weights with another recipe"
+                )
+        inner = {name for name, _ in getattr(tensor, "_INNER_TENSORS", ())}
+        if unknown := inner.difference(self.attributes):
+            raise ValueError(
+                f"memory of a {kind} must be in {', '.join(self.attributes)} to be stepped, got "
+                f"{', '.join(sorted(unknown))} as well, which this version does not know; upgrade "
+                "fp4adam, or quantize weights with another recipe"
+            )
 
     def fields(self, tensor: Tensor) -> dict[str, Tensor]:
         named = {name[1:]: getattr(tensor, name) for name in self.attributes}
@@ -56,11 +101,16 @@ class NVFP4Adapter(TransformerEngineAdapter):
     """Adapter of NVFP4Tensor: 16x16 or 1x16 blocks, and two equal amaxes."""
 
     attributes = (*TransformerEngineAdapter.attributes, "_amax_rowwise", "_amax_columnwise")
+    dtypes: ClassVar[dict[str, str]] = {
+        "_fp4_dtype": "kFloat4E2M1",
+        "_scale_dtype": "kFloat8E4M3",
+    }
 
-    def quantizer(self, tensor: Tensor) -> Quantizer:
+    def _quantizer_of(self, tensor: Tensor) -> Quantizer:
         quantizer = _quantizer_of(tensor)
         _require(tensor, "_row_scaled_nvfp4", False, "leave it False for weights")
         _require(quantizer, "with_rht", False, "leave it False for weights", tensor)
+        _require(quantizer, "disable_second_level_scale", False, "leave it False", tensor)
         _require(quantizer, "stochastic_rounding", False, "leave it False for weights", tensor)
         adaptive = None
         if getattr(tensor, "_nvfp4_use_4over6", False):
@@ -79,8 +129,7 @@ class NVFP4Adapter(TransformerEngineAdapter):
 class MXFP8Adapter(TransformerEngineAdapter):
     """Adapter of MXFP8Tensor: 1x32 and 32x1 blocks."""
 
-    def quantizer(self, tensor: Tensor) -> Quantizer:
-        _require_e4m3(tensor)
+    def _quantizer_of(self, tensor: Tensor) -> Quantizer:
         quantizer = getattr(tensor, "_quantizer", None)
         _require(quantizer, "with_2d_quantization", False, "leave it False", tensor)
         return MXFP8Quantizer(**self._usages(tensor), optimize_for_gemm=_is_swizzled(tensor))
@@ -89,8 +138,7 @@ class MXFP8Adapter(TransformerEngineAdapter):
 class Float8BlockwiseAdapter(TransformerEngineAdapter):
     """Adapter of Float8BlockwiseQTensor: 128x128 or 1x128 blocks."""
 
-    def quantizer(self, tensor: Tensor) -> Quantizer:
-        _require_e4m3(tensor)
+    def _quantizer_of(self, tensor: Tensor) -> Quantizer:
         quantizer = _quantizer_of(tensor)
         return Float8BlockQuantizer(
             **self._usages(tensor),
@@ -112,8 +160,7 @@ class Float8Adapter(TransformerEngineAdapter):
 
     attributes = ("_data", "_transpose", "_transpose_invalid", "_scale_inv")
 
-    def quantizer(self, tensor: Tensor) -> Quantizer:
-        _require_e4m3(tensor)
+    def _quantizer_of(self, tensor: Tensor) -> Quantizer:
         quantizer = _quantizer_of(tensor)
         usages = dict(rowwise=tensor._data is not None, columnwise=_has_transpose(tensor))
         if _is_delayed(quantizer):
@@ -172,10 +219,15 @@ def _has_transpose(tensor: Tensor) -> bool:
     return tensor._data is None or (tensor._transpose.is_contiguous() and not rows % 16)
 
 
-def is_nvfp4_tensor(tensor: Any) -> bool:
-    """Whether a tensor is Transformer Engine's NVFP4Tensor."""
-    is_other = isinstance(tensor, Tensor) and is_foreign(tensor)
-    return is_other and isinstance(find_adapter(tensor), NVFP4Adapter)
+def is_te_tensor(tensor: Any, name: str = "") -> bool:
+    """Whether a tensor is of a class of Transformer Engine that has an adapter.
+
+    ``name``: the name of the class, such as "NVFP4Tensor"; empty for any of them.
+    """
+    if not (isinstance(tensor, Tensor) and is_foreign(tensor)):
+        return False
+    names = {class_name(base) for base in type(tensor).__mro__}
+    return any(path in names and path.endswith(f".{name}" if name else "") for path in ADAPTERS)
 
 
 class Workspace(NamedTuple):
@@ -237,19 +289,12 @@ def _require(owner: Any, name: str, value: Any, cure: str, tensor: Tensor | None
         raise ValueError(f"{name} of a {kind} must be {value} to be stepped, got {actual}; {cure}")
 
 
-def _require_e4m3(tensor: Tensor) -> None:
-    dtype = tensor._fp8_dtype
-    if "E4M3" not in getattr(dtype, "name", str(dtype)):
-        raise ValueError(
-            f"_fp8_dtype of a {type(tensor).__name__} must be E4M3 to be stepped, got {dtype}; "
-            "weights of a hybrid recipe are E4M3 as well"
-        )
-
-
 _MODULE = "transformer_engine.pytorch.tensor"
-register_adapter(f"{_MODULE}.nvfp4_tensor.NVFP4Tensor", NVFP4Adapter())
-register_adapter(f"{_MODULE}.mxfp8_tensor.MXFP8Tensor", MXFP8Adapter())
-register_adapter(
-    f"{_MODULE}.float8_blockwise_tensor.Float8BlockwiseQTensor", Float8BlockwiseAdapter()
-)
-register_adapter(f"{_MODULE}.float8_tensor.Float8Tensor", Float8Adapter())
+ADAPTERS = {
+    f"{_MODULE}.nvfp4_tensor.NVFP4Tensor": NVFP4Adapter(),
+    f"{_MODULE}.mxfp8_tensor.MXFP8Tensor": MXFP8Adapter(),
+    f"{_MODULE}.float8_blockwise_tensor.Float8BlockwiseQTensor": Float8BlockwiseAdapter(),
+    f"{_MODULE}.float8_tensor.Float8Tensor": Float8Adapter(),
+}
+for _path, _adapter in ADAPTERS.items():
+    register_adapter(_path, _adapter)

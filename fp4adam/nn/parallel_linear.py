@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fp4adam.distributed.scale_exchange import parallel_infos, settle_shard
+from fp4adam.distributed.shards import parallel_infos, settle_shard
 from fp4adam.nn.hardware import runs_natively
 from fp4adam.nn.linear import dequantized
 from fp4adam.nn.operand import (

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
+from fp4adam.distributed.cast import cast
 from fp4adam.distributed.dtensor import local
 from fp4adam.formats.scale_groups import (
     ScaleGroups,
     form_scale_group,
     resolve_scale_groups,
-    write_together,
 )
 from fp4adam.nn.candidates import adapters, candidates, check_module
 from fp4adam.nn.hardware import check_shape
@@ -201,7 +201,13 @@ def _quantize_layers(
     alone = sorted({*range(len(chosen))}.difference(*groups))
     for members in (*groups, *([i] for i in alone)):
         real = [i for i in members if not weights[i].is_meta]
-        write_together([params[i] for i in real], [weights[i].detach() for i in real])
+        values = [weights[i].detach() for i in real]
+        if len(real) == 1:
+            params[real[0]].quantize_(values[0])
+        elif real:
+            cast(
+                [params[i] for i in real], values, [x.dtype for x in values], scales=[0] * len(real)
+            )
     for param, weight in zip(params, weights, strict=True):
         if weight.requires_grad:
             param._high_precision_init_val = weight.detach()
@@ -304,12 +310,18 @@ def _refuse_plain_parameters(
             )
 
 
+# By open block of quantized_init, the modules that it leaves alone.
+_open_blocks: list[weakref.WeakSet[nn.Module]] = []
+
+
 @contextlib.contextmanager
 def quantized_init(
-    recipe: FormatName | Quantizer | Recipe,
+    recipe: FormatName | Quantizer | Recipe | None = None,
     filter: Filter | None = None,
     *,
     scale_groups: ScaleGroups = (),
+    enabled: bool = True,
+    preserve_high_precision_init_val: bool = True,
 ) -> Iterator[None]:
     """Quantize every module that is built inside the ``with`` block, as ``quantize_model`` does.
 
@@ -321,18 +333,22 @@ def quantized_init(
     :func:`quantize_model` does, once per outermost module.
 
     Args:
-        recipe: As for :func:`quantize_model`.
+        recipe: As for :func:`quantize_model`; may be left out if not ``enabled``.
         filter: As for :func:`quantize_model`; names are relative to the outermost module that the
             block built, or added to.
         scale_groups: As for :func:`quantize_model`, with names as for ``filter``.
+        enabled: False leaves what is built inside alone, also in the blocks around this one.
+        preserve_high_precision_init_val: False frees the values before quantization at the end of
+            the block. Masters then start from decoded values.
 
     Raises:
         ValueError, TypeError: At the end of the block, as :func:`quantize_model`.
     """
-    quantizer = resolve_recipe(recipe)
+    quantizer = resolve_recipe(recipe) if enabled else None
     _check_filter(filter)
     # Whether each module that still exists is new; the order is that of first sight.
     is_new: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+    left_alone: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def see(module: nn.Module) -> None:
         members = (*module._parameters.values(), *module._modules.values())
@@ -351,13 +367,20 @@ def quantized_init(
         nn_module.register_module_parameter_registration_hook(on_parameter),
         nn_module.register_module_module_registration_hook(on_module),
     )
+    _open_blocks.append(left_alone)
     try:
         yield
     finally:
+        _open_blocks.pop()
         for handle in handles:
             handle.remove()
     seen = dict(is_new)
     new = {part for module in seen if seen[module] for part in module.modules()}
+    if quantizer is None:
+        for around in _open_blocks:
+            around.update(new)
+        return
+    new.difference_update(left_alone)
     children = {child for module in seen for child in module.children()}
     roots = [module for module in seen if module not in children]
     named_modules = [named for root in roots for named in root.named_modules()]
@@ -369,5 +392,10 @@ def quantized_init(
         scale_groups,
         keeps_others=True,
     )
+    if not preserve_high_precision_init_val:
+        for module in new:
+            for param in module.parameters(recurse=False):
+                if isinstance(param, QuantizedTensor):
+                    param.clear_high_precision_init_val()
     with_weights = [root for root in roots if next(root.parameters(), None) is not None]
     _report(with_weights, quantizer, count, stacklevel=4)

@@ -42,7 +42,7 @@ class FP4Adam(FusedAdam):
     scale of earlier values. State: 12 bytes per element.
 
     The master starts from the high-precision initial value if the parameter still has it, and frees
-    it; otherwise it starts from ``param.dequantize()``. If other code overwrites the parameter
+    it; otherwise it starts from its decoded values. If other code overwrites the parameter
     later (``load_state_dict``, weight averaging), the master restarts from the new value. A step
     with lr = 0 leaves the bytes alone.
 

@@ -45,7 +45,7 @@ class MasterWeightOptimizer(Optimizer):
     :class:`FP4Adam`; over ``torch.optim.AdamW``, either loads the other's.
 
     A master starts from the high-precision initial value if the parameter still has it, otherwise
-    from ``param.dequantize()``. If other code overwrites the parameter later, the master restarts
+    from its decoded values. If other code overwrites the parameter later, the master restarts
     from the new value at the next step. With sharded parameters the masters are DTensors, so the
     inner optimizer has to work with these, and every rank has to take part in every step.
 

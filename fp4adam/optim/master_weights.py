@@ -10,20 +10,19 @@ second time, possibly with different bytes. It counts as equal.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp4adam.distributed.cast import cast
 from fp4adam.distributed.dtensor import is_dtensor, local, sharding_groups
-from fp4adam.distributed.scale_exchange import cast_together, settle_shard
-from fp4adam.formats.scale_groups import write_together
+from fp4adam.distributed.shards import settle_shard
 from fp4adam.optim.memory_note import WriteNote
 from fp4adam.optim.param_view import BorrowedView, ParamView, QuantizedView
 from fp4adam.optim.stored_state import StoredState
-from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 
@@ -176,32 +175,7 @@ def quantize_together(
         values: Their float32 values.
         dtypes: The dtypes that values are rounded to first.
     """
-    sharing: dict[Hashable, list[int]] = defaultdict(list)
-    for i, view in enumerate(views):
-        sharing[view.scales].append(i)
-    infos = [view.shards for view in views]
-    castable: dict[torch.device, list[int]] = defaultdict(list)
-    for members in sharing.values():
-        if all(infos[i] or can_be_cast(targets[i]) for i in members):
-            castable[targets[members[0]].device] += members
-        else:
-            write_together(
-                [targets[i] for i in members], [values[i].to(dtypes[i]) for i in members]
-            )
-    for members in castable.values():
-        cast_together(
-            [targets[i] for i in members],
-            [infos[i] for i in members],
-            [values[i].contiguous() for i in members],
-            [dtypes[i] for i in members],
-            [views[i].scales for i in members],
-        )
-        torch.autograd.graph.increment_version([targets[i] for i in members])
-
-
-def can_be_cast(tensor: QuantizedTensor) -> bool:
-    """Whether a tensor can be quantized in one launch with others, by :func:`cast_together`."""
-    return bool(tensor.numel() and tensor.quantizer.layout.rows_per_entry) and rows.is_all(tensor)
+    cast(targets, values, dtypes, [view.shards for view in views], [view.scales for view in views])
 
 
 def _rounded(

@@ -251,7 +251,7 @@ def view_of(owner: Tensor, storing: Storing, borrowed: dict[Tensor, BorrowedTens
 def written_value(param: QuantizedTensor) -> Tensor | None:
     """The unrounded value of a parameter that no step has used yet, or None."""
     pending = param.flush().pending_value()
-    return param.get_high_precision_init_val() if pending is None else pending
+    return param._high_precision_init_val if pending is None else pending
 
 
 def are_equal(a: Tensor, b: Tensor) -> bool:

@@ -11,14 +11,13 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
+from fp4adam.distributed.cast import LocalCast, cast
 from fp4adam.distributed.scale_exchange import (
     AmaxExchange,
     CutStrips,
     Exchanged,
-    ShardCast,
     exchange_strips,
 )
-from fp4adam.formats.scale_groups import write_together
 from fp4adam.optim.launch_group import LaunchGroup
 from fp4adam.optim.param_state import ParamState
 
@@ -69,9 +68,9 @@ class SharedAmaxes:
         self._casts = []
         exchanged: dict[Tensor, tuple] = {}
         for alike in apart.values():
-            cast = ShardCast([m.param for m in alike], [m.view.write_dtype for m in alike])
-            self._casts.append((cast, alike))
-            exchanged.update(zip((m.owner for m in alike), cast.exchanged, strict=True))
+            one = LocalCast([m.param for m in alike], [m.view.write_dtype for m in alike])
+            self._casts.append((one, alike))
+            exchanged.update(zip((m.owner for m in alike), one.exchanged, strict=True))
         self._launches = [group.launch for group in groups if group.kind.groups]
         for group in groups:
             if group.kind.groups:
@@ -96,10 +95,10 @@ class SharedAmaxes:
     def _choose(self) -> None:
         """Choose adaptive scales, in the same order on every rank, whoever quantizes how."""
         strips: dict[Tensor, CutStrips | None] = {}
-        for cast, members in self._casts:
-            if cast.is_adaptive:
-                chosen = cast.choose([m.whole_value() for m in members])
-                strips.update(zip((m.owner for m in members), chosen, strict=True))
+        for one, members in self._casts:
+            if one.is_adaptive:
+                one.choose([m.whole_value() for m in members])
+                strips.update(zip((m.owner for m in members), one.cut_strips, strict=True))
         if self._adaptive:
             cut = [(m.param, m.shards, strips.get(m.owner)) for m in self._adaptive]
             exchange_strips(cut)
@@ -115,11 +114,14 @@ class SharedAmaxes:
         if not skipped:
             for peers in self._together:
                 if any(self._read_grad(m.owner) is not None for m in peers):
-                    values = [m.whole_value().to(m.view.write_dtype) for m in peers]
-                    write_together([m.param for m in peers], values)
-        for cast, members in self._casts:
-            if not skipped or cast.is_adaptive:
-                cast.measure([m.whole_value() for m in members])
+                    values, dtypes = (
+                        [m.whole_value() for m in peers],
+                        [m.view.write_dtype for m in peers],
+                    )
+                    cast([m.param for m in peers], values, dtypes, scales=[0] * len(peers))
+        for one, members in self._casts:
+            if not skipped or one.is_adaptive:
+                one.measure([m.whole_value() for m in members])
         for exchange in self._exchanges:
             exchange()
         for launch, signals in launches:
@@ -127,5 +129,5 @@ class SharedAmaxes:
                 launch(*signals)
         self._choose()
         if not skipped:
-            for cast, members in self._casts:
-                cast.write([m.whole_value() for m in members])
+            for one, members in self._casts:
+                one.write([m.whole_value() for m in members])

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fp4adam.distributed import whole_cast
+from fp4adam.distributed.cast import PartialCast
 from fp4adam.distributed.dtensor import is_dtensor
-from fp4adam.distributed.partial_cast import PartialCast
+from fp4adam.distributed.whole_cast import WholeCast
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, borrow
 from fp4adam.interop.transformer_engine import Workspace, check_has_workspaces, workspaces_of
-from fp4adam.optim import whole_cast
-from fp4adam.optim.whole_cast import WholeCast
 from fp4adam.optim.workspace_watch import WorkspaceWatch
 from fp4adam.tensors import backend, rows
 from fp4adam.tensors.blocks import flat_shape

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,34 +21,82 @@ def flat_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return math.prod(shape[:-1]), shape[-1]
 
 
-def strips(x: Tensor, block: tuple[int, int], scratch: int = 0) -> Iterator[tuple]:
-    """Cut a matrix into strips of whole blocks, few enough rows for a CPU's cache.
+class Span(NamedTuple):
+    """A run of elements of a row-major matrix.
+
+    Attributes:
+        shape: Rows and columns of the matrix.
+        start: Index of the first element.
+        stop: Index of the element after the last one.
+    """
+
+    shape: tuple[int, int]
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.stop - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the whole matrix."""
+        return (self.start, self.stop) == (0, math.prod(self.shape))
+
+
+def strips(
+    x: Tensor,
+    block: tuple[int, int],
+    scratch: int = 0,
+    span: Span | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Iterator[tuple]:
+    """Cut a matrix, or a span of one, into strips of whole blocks that fit into a CPU's cache.
 
     Args:
-        x: The matrix, of any floating dtype.
+        x: The contiguous matrix, of any floating dtype; the values of the span if there is one.
         block: Rows and columns of a block.
         scratch: Number of tensors to work in. All strips share their memory, because what was
             used last is still in the cache.
+        span: The elements of a matrix that ``x`` holds; None for all.
+        dtype: The dtype that values are rounded to.
 
     Yields:
         For each strip its rows as a slice; their values, float32, padded with zeros to whole
-        blocks, which are valid until the next strip; and ``scratch`` float32 tensors of that shape.
+        blocks and outside of the span, which are valid until the next strip; and ``scratch``
+        float32 tensors of that shape.
     """
-    rows, cols = x.shape
+    (rows, cols), start, stop = (x.shape, 0, x.numel()) if span is None else span
+    if start == stop:
+        return
+    first = start // cols // block[0] * block[0]
+    last = min(round_up(-(-stop // cols), block[0]), rows)
     height = max(1, backend.cpu_chunk_numel() // (block[0] * cols)) * block[0]
-    height = min(height, max(1, round_up(rows, block[0])))
-    width = round_up(cols, block[1])
-    copies = x.dtype != torch.float32 or width != cols or rows % block[0] != 0
-    padded = x.new_zeros(height if copies else 0, width, dtype=torch.float32)
+    height = min(height, round_up(last - first, block[0]))
+    width, flat = round_up(cols, block[1]), x.detach().reshape(-1)
     memory = [x.new_empty(height, width, dtype=torch.float32) for _ in range(scratch)]
-    for start in range(0, rows, height):
-        span = slice(start, min(start + height, rows))
-        strip = x[span]
-        if copies:
-            padded[: len(strip), :cols] = strip
-            padded[len(strip) :] = 0
-            strip = padded[: round_up(len(strip), block[0])]
-        yield span, strip, *(each[: len(strip)] for each in memory)
+    padded = None
+    for top in range(first, last, height):
+        here = slice(top, min(top + height, last))
+        begin, end = max(start, top * cols), min(stop, here.stop * cols)
+        values, n = flat[begin - start : end - start], here.stop - top
+        if dtype not in (torch.float32, x.dtype):
+            values = values.to(dtype)
+        shape = round_up(n, block[0]), width
+        if values.dtype == torch.float32 and len(values) == math.prod(shape):
+            strip = values.view(shape)
+        else:
+            if padded is None:
+                padded = x.new_zeros(height, width, dtype=torch.float32)
+            strip = padded[: shape[0]]
+            if len(values) < n * cols:
+                around = values.new_zeros(n * cols)
+                around[begin - top * cols : end - top * cols] = values
+                values = around
+            strip[:n, :cols] = values.view(n, cols)
+            strip[n:] = 0
+        yield here, strip, *(each[: shape[0]] for each in memory)
 
 
 def blocks_of(x: Tensor, block: tuple[int, int]) -> Tensor:

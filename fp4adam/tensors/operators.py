@@ -34,6 +34,32 @@ def _clone(
     return tensor._map_storage(torch.clone)
 
 
+# p.detach().float() and p.detach().to(dtype) ask for values, such as a master weight. Parameters
+# stay quantized, as Module.float() and Module.to(dtype) call the same methods on them.
+def _values_as(dtype: torch.dtype) -> Callable:
+    def convert(tensor: QuantizedTensor, **kwargs: Any) -> Tensor:
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        return tensor.to(dtype) if is_parameter else tensor.dequantize(dtype)
+
+    return convert
+
+
+for _method, _dtype in (
+    ("float", torch.float32),
+    ("bfloat16", torch.bfloat16),
+    ("half", torch.half),
+):
+    implements_function(getattr(torch.Tensor, _method))(_values_as(_dtype))
+
+
+@implements_function(torch.Tensor.to)
+def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    moved = torch.Tensor.to(tensor, *args, **kwargs)
+    if isinstance(moved, QuantizedTensor) and not isinstance(tensor, torch.nn.Parameter):
+        return moved if moved.dtype == tensor.dtype else moved.dequantize()
+    return moved
+
+
 # Module.to, .cuda, .cpu, .bfloat16: the bytes move, the nominal dtype changes, nothing is rounded.
 @implements_operator(aten._to_copy.default)
 def _to_copy(

@@ -19,6 +19,7 @@ from fp4adam.tensors.quantizer import (
     check_tensor,
 )
 from fp4adam.tensors.storage import SharedStorage, Storage
+from fp4adam.tensors.te_names import TensorNames
 
 _FUNCTIONS: dict[Callable, Callable] = {}
 _OPERATORS: dict[Callable, Callable] = {}
@@ -44,7 +45,7 @@ class _NoStorage(torch.UntypedStorage):
         )
 
 
-class QuantizedTensor(torch.Tensor):
+class QuantizedTensor(TensorNames, torch.Tensor):
     """A tensor whose values are stored as 4- or 8-bit codes with block scales.
 
     To autograd and modules it looks like a dense tensor of its nominal ``dtype``: gradients are
@@ -213,12 +214,16 @@ class QuantizedTensor(torch.Tensor):
         shared.mark_written()
         torch.autograd.graph.increment_version(self)
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values as a plain float32, bfloat16 or float16 tensor; differentiable.
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as a plain tensor; differentiable.
+
+        Args:
+            dtype: float32, bfloat16 or float16; None for the nominal dtype of the tensor.
 
         Raises:
             TypeError: If ``dtype`` is not one of the three.
         """
+        dtype = self.dtype if dtype is None else dtype
         check_dtype("dtype", dtype)
         return Dequantize.apply(self, dtype)
 
@@ -240,7 +245,10 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def _high_precision_init_val(self) -> Tensor | None:
-        return self.get_high_precision_init_val()
+        value = self.flush()._shared.init_val
+        if value is None or value.shape == self.shape:
+            return value
+        return rows.rows_of(self, value).view(self.shape)
 
     @_high_precision_init_val.setter
     def _high_precision_init_val(self, value: Tensor | None) -> None:
@@ -256,12 +264,20 @@ class QuantizedTensor(torch.Tensor):
         self._shared.init_val = None if is_meta else value
         self._shared.keeps_init_val = is_meta
 
-    def get_high_precision_init_val(self) -> Tensor | None:
-        """The high-precision initial value; None if it was not kept or has been freed."""
-        value = self.flush()._shared.init_val
-        if value is None or value.shape == self.shape:
-            return value
-        return rows.rows_of(self, value).view(self.shape)
+    @property
+    def get_high_precision_init_val(self) -> Callable[[], Tensor]:
+        """A method that returns the high-precision initial value, on its device.
+
+        As in Transformer Engine, only tensors that keep one have it: ``hasattr`` tells.
+        """
+        value = self._high_precision_init_val
+        if value is None:
+            raise AttributeError(
+                "get_high_precision_init_val must be called while a tensor keeps the value before "
+                f"quantization, got a {type(self).__name__} that keeps none; ask hasattr first, or "
+                "take tensor.dequantize()"
+            )
+        return lambda: value
 
     def pending_value(self) -> Tensor | None:
         """The written value that cannot be quantized without the other ranks, or None."""
@@ -467,7 +483,7 @@ class QuantizedTensor(torch.Tensor):
         attributes = {**self.__dict__, **stored.__dict__}
         if isinstance(self, torch.nn.Parameter):
             # Checkpoints leave it out: their tensors come from state_dict() and are no Parameters.
-            attributes["_high_precision_init_val"] = self.get_high_precision_init_val()
+            attributes["_high_precision_init_val"] = self._high_precision_init_val
         shape, grad = tuple(self.shape), self.requires_grad
         return _rebuild_quantized_tensor, (type(self), shape, self.dtype, grad, attributes)
 

@@ -13,6 +13,7 @@ from fp4adam.tensors import backend
 from fp4adam.tensors.blocks import blocks_of_parts, flat_shape
 from fp4adam.tensors.layout import USAGES, Layout
 from fp4adam.tensors.storage import Storage
+from fp4adam.tensors.te_names import QuantizerNames
 
 if TYPE_CHECKING:
     from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -37,7 +38,7 @@ class Operands(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantizer:
+class Quantizer(QuantizerNames):
     """Quantizes tensors to one block-scaled format.
 
     Args:
@@ -171,12 +172,18 @@ class Quantizer:
         """Quantize ``x`` (float32, bfloat16 or float16, at least 2 dimensions) to a new tensor.
 
         The result has the shape and device of ``x``; its nominal dtype is the dtype of ``x``.
+        Gradients pass straight through.
 
         Raises:
             ValueError: If the format cannot hold the shape.
             TypeError: If ``x`` is not a dense tensor, or not of these dtypes.
         """
         check_tensor(x)
+        if x.requires_grad and torch.is_grad_enabled():
+            return _Quantize.apply(x, self)
+        return self._quantize(x)
+
+    def _quantize(self, x: Tensor) -> "QuantizedTensor":
         return self.make_empty(x.shape, dtype=x.dtype, device=x.device).quantize_(x)
 
     def scale_inv(self, tensors: Storage, usage: str) -> Tensor | None:
@@ -187,7 +194,11 @@ class Quantizer:
         return self.layout.expand(grid, usage) if getattr(self, usage) else None
 
     def scales_of_blocks(
-        self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
+        self,
+        amaxes: Tensor,
+        tensor_amax: Tensor | None,
+        dtype: torch.dtype,
+        four: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The stored block scales, and the float32 factors that map values to codes.
 
@@ -195,11 +206,12 @@ class Quantizer:
             amaxes: Amax of each block, float32.
             tensor_amax: Amax of the tensor, float32 [1], if it is part of the scales.
             dtype: The dtype that the values were rounded to.
+            four: For adaptive scales, the blocks whose amax maps to 4, bool.
         """
         raise NotImplementedError
 
-    def codes(self, x: Tensor) -> Tensor:
-        """The codes of float32 values already multiplied by their factors; uint8, one per byte."""
+    def factors(self, scales: Tensor | None, tensor_amax: Tensor | None) -> Tensor:
+        """The factors that map values to codes in blocks with these stored scales, float32."""
         raise NotImplementedError
 
     def measure(self, x: Tensor, amax: Tensor) -> None:
@@ -229,10 +241,10 @@ class Quantizer:
         """
         raise NotImplementedError
 
-    def write(self, x: Tensor, out: Storage) -> None:
+    def write(self, x: Tensor, out: Storage, amax: Tensor | None = None) -> None:
         """Quantize the contiguous matrix ``x`` into ``out``; swizzled scales are not written.
 
-        Formats with an amax also take ``amax`` (float32 [1]), to use instead of that of ``x``.
+        ``amax``: To use instead of the amax of ``x``, float32 [1], for formats that store one.
         """
         raise NotImplementedError
 
@@ -241,6 +253,10 @@ class Quantizer:
 
         Only if the layout can be cut along rows. The direction is the one that :meth:`read` reads.
         """
+        raise NotImplementedError
+
+    def launch(self, x: Tensor, out: Storage) -> None:
+        """Launch the kernel that quantizes the matrix ``x`` into ``out``, whose amax is known."""
         raise NotImplementedError
 
     def read(self, tensors: Storage, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
@@ -306,6 +322,18 @@ class Quantizer:
         """Whether layers need the quantized weight rather than its decoded values."""
         activations, gradients, _, fake_activations = self.operands
         return activations or gradients or fake_activations or self.optimize_for_gemm
+
+
+class _Quantize(torch.autograd.Function):
+    """Quantization whose gradient is that of the values (a straight-through estimator)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, quantizer: Quantizer) -> "QuantizedTensor":
+        return quantizer._quantize(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def check_tensor(x: Tensor) -> None:

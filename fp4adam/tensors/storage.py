@@ -71,6 +71,14 @@ class Storage:
         inner = ((name, getattr(self, name)) for name in STORAGE_NAMES)
         return {name: tensor for name, tensor in inner if tensor is not None}
 
+    def addresses(self) -> dict[str, int]:
+        """The addresses of the inner tensors, by the columns of the tables that kernels read."""
+        found = {}
+        for name, inner in self.existing().items():
+            column = "rowwise_scale" if name == "block_scale_inv" else name.removesuffix("_inv")
+            found[column] = inner.data_ptr()
+        return found
+
     @functools.cached_property
     def present(self) -> tuple[Tensor, ...]:
         """The inner tensors that are not None."""

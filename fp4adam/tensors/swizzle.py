@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp4adam.kernels.launch import tile_lists
+from fp4adam.kernels.launch.schema import table_row
 from fp4adam.kernels.launch.tile_lists import Region
 from fp4adam.tensors import backend
 from fp4adam.tensors.blocks import round_up
@@ -185,12 +186,22 @@ def _launch(pairs: list[Scales], undo: bool) -> "Launch":
     from fp4adam.kernels import swizzle
 
     device = pairs[0].plain.device
-    rows: list[dict[int, int]] = []
+    rows: list[list[int]] = []
     regions: list[Region] = []
     for i, (plain, swizzled, repeats) in enumerate(pairs):
         n, blocks = plain.shape[0] * repeats, plain.shape[1]
-        fields = (plain.data_ptr(), swizzled.data_ptr(), n, blocks, *plain.stride(), repeats)
-        rows.append(dict(enumerate(fields)))
+        row_stride, col_stride = plain.stride()
+        rows.append(
+            table_row(
+                rowwise_scale=plain.data_ptr(),
+                rowwise_gemm_scale=swizzled.data_ptr(),
+                rows=n,
+                cols=blocks,
+                row_stride=row_stride,
+                col_stride=col_stride,
+                repeats=repeats,
+            )
+        )
         regions.append((i, 0, swizzled.shape[0], 0, swizzled.shape[1]))
     tiles = tile_lists.tile_list(regions, swizzle.TILE, device)
     return swizzle.swizzle(tile_lists.table(rows, device), tiles, undo=undo)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.kernels.launch import tile_lists
+from fp4adam.kernels.launch.schema import table_row
 from fp4adam.kernels.launch.tile_lists import Region
 from fp4adam.tensors import backend
 
@@ -124,21 +125,16 @@ def _launches(
     pairs: list[tuple[Tensor, Tensor]], bits: int, device: torch.device
 ) -> list["Launch"]:
     from fp4adam.kernels import transpose
-    from fp4adam.kernels.launch import tensor_table
 
-    columns = [
-        tensor_table.COLUMNS.index(name)
-        for name in ("rowwise_data", "columnwise_data", "rows", "cols")
-    ]
-    rows: list[dict[int, int]] = []
+    rows: list[list[int]] = []
     whole: list[Region] = []
     edge: list[Region] = []
     for i, (source, target) in enumerate(pairs):
         m, n = source.shape[0], target.shape[0]
-        fields = (source.data_ptr(), target.data_ptr(), m, n)
-        rows.append(dict(zip(columns, fields, strict=True)))
+        codes = source.data_ptr(), target.data_ptr()
+        rows.append(table_row(rowwise_data=codes[0], columnwise_data=codes[1], rows=m, cols=n))
         side = transpose.TILE[bits]
-        aligned = not any(field % ALIGNMENT for field in fields)
+        aligned = not any(field % ALIGNMENT for field in (*codes, m, n))
         bottom, right = (m // side * side, n // side * side) if aligned else (0, 0)
         whole.append((i, 0, bottom, 0, right))
         edge += [(i, 0, bottom, right, n), (i, bottom, m, 0, n)]

@@ -29,6 +29,39 @@ COLUMNS = (
 )
 TABLE_WIDTH = len(COLUMNS)
 
+# Other names of columns for kernels that take no step.
+_OTHER_NAMES = {
+    # Casts
+    "start": "grad",  # the span of elements
+    "stop": "scalars",
+    "tensor_amax": "exp_avg",  # amaxes of the values
+    "rowwise_amax": "exp_avg_sq",
+    "columnwise_amax": "max_exp_avg_sq",
+    "choices": "value_extra",
+    # Swizzles of ``rowwise_scale`` to ``rowwise_gemm_scale``
+    "row_stride": "grad",
+    "col_stride": "scalars",
+    "repeats": "value",  # rows of the swizzled scales per row of the plain ones
+}
+INDEX = {name: i for i, name in enumerate(COLUMNS)}
+INDEX |= {other: INDEX[name] for other, name in _OTHER_NAMES.items()}
+
+
+def table_row(**fields: int) -> list[int]:
+    """A row of the table with these columns, 0 in all others.
+
+    Raises:
+        KeyError: If there is no such column.
+        ValueError: If two names are of one column.
+    """
+    row = [0] * TABLE_WIDTH
+    for name, field in fields.items():
+        row[INDEX[name]] = field
+    if len({INDEX[name] for name in fields}) < len(fields):
+        raise ValueError(f"fields must be of different columns, got {', '.join(fields)}")
+    return row
+
+
 # One float32 row per set of scalars. The first eight are those of ``fp4adam.optim.adam.Scalars``.
 SCALAR_COLUMNS = (
     "grad_factor",

@@ -1,6 +1,7 @@
 """Cached tables and tile lists on a device."""
 
 import functools
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -12,10 +13,9 @@ from fp4adam.kernels.launch.schema import TABLE_WIDTH
 Region = tuple[int, int, int, int, int]
 
 
-def table(rows: list[dict[int, int]], device: torch.device) -> Tensor:
-    """A table, int64 [n_tensors, 19], from rows that map column indices to values; 0 elsewhere."""
-    words = tuple(row.get(column, 0) for row in rows for column in range(TABLE_WIDTH))
-    return _table(words, device, _stream(device))
+def table(rows: list[list[int]], device: torch.device) -> Tensor:
+    """A table, int64 [n_tensors, 19], from rows by ``schema.table_row``."""
+    return _table(tuple(chain.from_iterable(rows)), device, _stream(device))
 
 
 def tile_list(regions: list[Region], tile: tuple[int, int], device: torch.device) -> Tensor:

@@ -27,6 +27,23 @@ def e2m1_code(x):
 
 
 @triton.jit
+def e2m1_round(x):
+    """The codes of :func:`e2m1_code`, and their values, float32, with the sign of x."""
+    bits = x.to(tl.int32, bitcast=True)
+    # Adding 2^22 times a number's power of two leaves a multiple of half of that, ties to even.
+    rounder = tl.maximum(bits & 0x7F800000, 0x3F800000) + (22 << 23)
+    rounder = rounder.to(tl.float32, bitcast=True)
+    value = (tl.abs(x) + rounder) - rounder
+    # As unsigned integers, all NaN are above 6.
+    value = tl.minimum(value.to(tl.uint32, bitcast=True), 0x40C00000).to(tl.float32, bitcast=True)
+    # The reverse of :func:`e2m1_value`.
+    code = (value * 1.1754943508222875e-38).to(tl.int32, bitcast=True) >> 22
+    code |= tl.where(bits <= -0x800000, 8, 0)
+    signed = value.to(tl.int32, bitcast=True) | (bits & -0x80000000)
+    return code, signed.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def e2m1_value(code):
     """Value of an E2M1 code. code: an integer type, 0..15. Returns float32, exact."""
     code = code.to(tl.int32)

@@ -18,6 +18,21 @@ _FOUR_CODES = tl.constexpr(
 )
 
 
+# Values of the four codes of a word.
+_FOUR_VALUES = tl.constexpr(
+    "{ .reg .b16 low, high, h0, h1, h2, h3; .reg .b32 a, b;"
+    " mov.b32 {low, high}, $4;"
+    " cvt.rn.f16x2.e4m3x2 a, low;"
+    " cvt.rn.f16x2.e4m3x2 b, high;"
+    " mov.b32 {h0, h1}, a;"
+    " mov.b32 {h2, h3}, b;"
+    " cvt.f32.f16 $0, h0;"
+    " cvt.f32.f16 $1, h1;"
+    " cvt.f32.f16 $2, h2;"
+    " cvt.f32.f16 $3, h3; }"
+)
+
+
 @triton.jit
 def e4m3_code(x, HARDWARE: tl.constexpr = True):
     """Bits of the nearest E4M3 value, ties to even.
@@ -85,6 +100,26 @@ def e4m3_words(x, R: tl.constexpr, C: tl.constexpr, HARDWARE: tl.constexpr = Tru
     else:
         words = pack_words(e4m3_code(x, HARDWARE=False), 8, R, C)
     return words
+
+
+@triton.jit
+def e4m3_word_values(words, R: tl.constexpr, C: tl.constexpr):
+    """The float32 values [R, C] of codes in words [R, C / 4] by :func:`e4m3_words`."""
+    if is_compiled_for_sm90():
+        # The codes never exist as single bytes, as in :func:`e4m3_word`.
+        x0, x1, x2, x3 = tl.inline_asm_elementwise(
+            _FOUR_VALUES,
+            "=f,=f,=f,=f,r",
+            [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+        values = tl.join(tl.join(x0, x2), tl.join(x1, x3))
+    else:
+        code = (words[:, :, None] >> (8 * tl.arange(0, 4).to(tl.uint32))[None, None, :]) & 0xFF
+        values = e4m3_value(code.to(tl.uint8))
+    return tl.reshape(values, (R, C))
 
 
 @triton.jit

@@ -35,7 +35,7 @@ CODE_DTYPES = {
 @triton.constexpr_function
 def is_scaled(codec: str) -> bool:
     """Whether a codec shares scales between 32 neighbours in a row, which tiles must not cut."""
-    return codec not in ("plain", "remainder", "float32", "bfloat16")
+    return codec not in ("plain", "remainder", "int8", "float32", "bfloat16")
 
 
 def has_scales(*codecs: str) -> bool:
@@ -65,7 +65,9 @@ def mixed(x):
 
 
 @triton.jit
-def element_hash(start, stride, origin, BR: tl.constexpr, BC: tl.constexpr):
+def element_hash(
+    start, stride, origin, BR: tl.constexpr, BC: tl.constexpr, LANES: tl.constexpr = 4
+):
     """Hashes, uint32 [BR, BC], of a tile of elements from ``start`` on, with rows ``stride`` apart.
 
     start: int64. origin: the dither origin of the tensor's first element; only 32 bits count. Each
@@ -73,7 +75,7 @@ def element_hash(start, stride, origin, BR: tl.constexpr, BC: tl.constexpr):
     """
     # Sums wrap modulo 2**32, as in ``dither_bits``.
     element = start.to(tl.uint32) + origin.to(tl.uint32)
-    x = (element + state_offsets(stride, BR, BC).to(tl.uint32)) * OF_ELEMENTS
+    x = (element + state_offsets(stride, BR, BC, LANES).to(tl.uint32)) * OF_ELEMENTS
     return x ^ (x >> SHIFT)
 
 
@@ -283,14 +285,22 @@ def store_scale_words(
 
 @triton.jit
 def load_state(
-    ptr, start, stride, mask, scale, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+    ptr,
+    start,
+    stride,
+    mask,
+    scale,
+    CODEC: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    LANES: tl.constexpr = 4,
 ):
-    """Load a tile of a state as float32 [BR, BC].
+    """Load a tile of a state as float32 [BR, BC], with LANES neighbours per thread.
 
     start: int64 offset of the tile. stride: distance of its rows. mask: [BR, BC] or None. scale:
     from :func:`load_scale`.
     """
-    code = tl.load(ptr + start + state_offsets(stride, BR, BC), mask)
+    code = tl.load(ptr + start + state_offsets(stride, BR, BC, LANES), mask)
     if CODEC == "float32":
         x = code
     elif CODEC == "bfloat16":
@@ -312,6 +322,7 @@ def store_state(
     BR: tl.constexpr,
     BC: tl.constexpr,
     STORE: tl.constexpr = True,
+    LANES: tl.constexpr = 4,
 ):
     """Store a float32 tile of a state, but not its scales.
 
@@ -319,7 +330,7 @@ def store_state(
     :func:`element_hash`); ignored for float32.
     Returns what :func:`load_state` would read back, and the scales for :func:`store_scale`.
     """
-    ptr = ptr + start + state_offsets(stride, BR, BC)
+    ptr = ptr + start + state_offsets(stride, BR, BC, LANES)
     scale = tl.zeros((BR, (BC + 31) // 32), tl.uint8)
     if CODEC == "float32":
         if STORE:
@@ -406,9 +417,11 @@ def value_pointers(table, tensor, DTYPE: tl.constexpr, CODEC: tl.constexpr):
 
 @triton.jit
 def master_pointers(table, tensor, CODEC: tl.constexpr):
-    """:func:`value_pointers` of a master weight: FP32 if plain, else FP16."""
+    """:func:`value_pointers` of a master weight: FP32 if plain, int8 remainders, or FP16."""
     if CODEC == "plain":
         pointers = value_pointers(table, tensor, tl.float32, CODEC)
+    elif CODEC == "int8":
+        pointers = value_pointers(table, tensor, tl.int8, CODEC)
     else:
         pointers = value_pointers(table, tensor, tl.float16, CODEC)
     return pointers

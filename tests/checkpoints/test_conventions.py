@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_export import assert_same, build, bytes_of
+from test_export import build, bytes_of
 from torch import Tensor, nn
 
 from fp4adam import (
@@ -23,6 +23,7 @@ from fp4adam import (
     is_hidden_linear,
     quantize_model,
 )
+from helpers import assert_identical
 
 FILE = "model.safetensors"
 
@@ -201,7 +202,7 @@ class OneExpert(nn.Module):
 def test_experts_of_their_own(tmp_path):
     model = quantize_model(SplitExperts(), "nvfp4")
     export_checkpoint(model, tmp_path)
-    assert_same(bytes_of(import_checkpoint(SplitExperts(), tmp_path)), bytes_of(model))
+    assert_identical(bytes_of(import_checkpoint(SplitExperts(), tmp_path)), bytes_of(model))
     with pytest.raises(ValueError, match="experts are stacked in 'experts.gate_up_proj', .* build"):
         import_checkpoint(OneExpert(), tmp_path)
 

@@ -27,6 +27,8 @@ from fp4adam import (
 )
 from fp4adam.checkpoints.layouts import LAYOUTS
 from fp4adam.checkpoints.reader import CheckpointReader
+from fp4adam.checkpoints.trained import gathered
+from helpers import assert_identical
 from ranks import all_ranks, run_ranks
 from test_fsdp import fixed_grads, set_grads
 
@@ -96,12 +98,6 @@ def bytes_of(model: nn.Module) -> dict[str, Tensor]:
     return parts
 
 
-def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=0, atol=0, msg=name)
-
-
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
@@ -152,11 +148,11 @@ def test_trained_bytes_go_out_and_come_back(layout, quantizer, tmp_path):
     expected, actual = bytes_of(model), bytes_of(other)
     if isinstance(quantizer, MXFP8Quantizer):  # columnwise blocks are those of the decoded values
         expected = {name: x for name, x in expected.items() if "columnwise" not in name}
-    assert_same({name: actual[name] for name in expected}, expected)
+    assert_identical({name: actual[name] for name in expected}, expected)
     optimizer = FP4Adam(other.parameters(), lr=1e-2)
-    values = other.up.weight.dequantize()
+    values = other.up.weight.dequantize(torch.float32)
     train(other, FP4Adam(other.parameters(), lr=0.0), steps=1)
-    assert_same({name: bytes_of(other)[name] for name in expected}, expected)
+    assert_identical({name: bytes_of(other)[name] for name in expected}, expected)
     optimizer.param_groups[0]["lr"] = 0.0
     train(other, optimizer, steps=1)
     assert torch.equal(optimizer.state[other.up.weight]["master_param"], values)
@@ -178,6 +174,10 @@ def test_tensors_of_each_layout():
         ("compressed-tensors", "mxfp8-quantized"): {
             "weight": ((128, 256), e4m3),
             "weight_scale": ((128, 8), byte),
+        },
+        ("compressed-tensors", "float-quantized"): {
+            "weight": ((128, 256), e4m3),
+            "weight_scale": ((1, 2), fp32),
         },
         ("modelopt", "W4A16_NVFP4"): {
             "weight": ((128, 128), byte),
@@ -238,7 +238,9 @@ def test_adaptive_weights_come_back_as_any_others(layout, tmp_path):
         assert torch.equal(weight.rowwise_data, expected.rowwise_data)
         assert torch.equal(weight.rowwise_scale_inv, expected.rowwise_scale_inv)
         torch.testing.assert_close(weight._amax, expected._amax * 1.75)
-        torch.testing.assert_close(weight.dequantize(), expected.dequantize())
+        torch.testing.assert_close(
+            weight.dequantize(torch.float32), expected.dequantize(torch.float32)
+        )
 
 
 @pytest.mark.parametrize("divides", [True, False])
@@ -269,7 +271,7 @@ def test_weights_of_zeros(value, tmp_path):
     export_checkpoint(model, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     assert not decoded(stored, "up", "compressed-tensors").any()
-    assert_same(bytes_of(import_checkpoint(build(None, 1), tmp_path)), bytes_of(model))
+    assert_identical(bytes_of(import_checkpoint(build(None, 1), tmp_path)), bytes_of(model))
 
 
 @pytest.mark.parametrize("max_shard_bytes", [1, 4000])
@@ -312,7 +314,7 @@ def test_masters_before_the_first_step_are_the_values_before_quantization(tmp_pa
     export_masters(model, FP4Adam(model.parameters()), tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     assert torch.equal(stored["up.weight"], build(None, dtype=torch.float32).up.weight)
-    assert torch.equal(stored["down.weight"], model.down.weight.dequantize())
+    assert torch.equal(stored["down.weight"], model.down.weight.dequantize(torch.float32))
 
 
 def test_masters_of_overwritten_parameters_are_what_was_written(tmp_path):
@@ -322,7 +324,7 @@ def test_masters_of_overwritten_parameters_are_what_was_written(tmp_path):
     model.up.weight.data.copy_(other.down.weight.t().contiguous())
     export_masters(model, optimizer, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
-    assert torch.equal(stored["up.weight"], model.up.weight.dequantize())
+    assert torch.equal(stored["up.weight"], model.up.weight.dequantize(torch.float32))
     assert torch.equal(stored["down.weight"], optimizer.state[model.down.weight]["master_param"])
 
 
@@ -343,14 +345,16 @@ def test_names_are_those_without_wrappers(tmp_path):
     compiled._orig_mod = model  # as torch.compile does
     export_checkpoint(compiled, tmp_path / "wrapped")
     plain, wrapped = (load_file(tmp_path / n / "model.safetensors") for n in ("plain", "wrapped"))
-    assert_same(wrapped, plain)
+    assert_identical(wrapped, plain)
     configs = [(tmp_path / n / "config.json").read_text() for n in ("plain", "wrapped")]
     assert configs[0] == configs[1]
     other = build(None, seed=1)
     other.up, compiled = checkpoint_wrapper(other.up), nn.Module()
     compiled._orig_mod = other
     assert import_checkpoint(compiled, tmp_path / "plain") is compiled
-    assert torch.equal(other.up.weight.dequantize(), model.up.weight.dequantize())
+    assert torch.equal(
+        other.up.weight.dequantize(torch.float32), model.up.weight.dequantize(torch.float32)
+    )
 
 
 def export_replica(rank: int, folder: str) -> None:
@@ -369,7 +373,7 @@ def test_names_of_replicas(tmp_path):
     export_checkpoint(model, tmp_path / "plain")
     for kind in ("", "-masters"):
         replica, plain = (tmp_path / f"{name}{kind}" for name in ("replica", "plain"))
-        assert_same(*(load_file(path / "model.safetensors") for path in (replica, plain)))
+        assert_identical(*(load_file(path / "model.safetensors") for path in (replica, plain)))
 
 
 def test_import_keeps_what_belongs_to_a_weight(tmp_path):
@@ -393,7 +397,7 @@ def test_nothing_is_imported_where_something_cannot_go_along(tmp_path):
     before, weight = bytes_of(model), model.down.weight
     with pytest.raises(ValueError, match="'up' must have no attribute 'quantizer'"):
         import_checkpoint(model, tmp_path)
-    assert_same(bytes_of(model), before)
+    assert_identical(bytes_of(model), before)
     assert model.down.weight is weight
 
 
@@ -416,7 +420,7 @@ def dequantize_all(module, state, prefix, metadata):
     """What users write by themselves in place of use_plain_state_dict."""
     for name, value in state.items():
         if isinstance(value, QuantizedTensor):
-            state[name] = value.detach().dequantize()
+            state[name] = value.detach().dequantize(torch.float32)
 
 
 LAYOUT_OF = {"nvfp4": "compressed-tensors", "mxfp8": "compressed-tensors", "float8block": "fp8"}
@@ -435,18 +439,20 @@ def test_hooks_do_not_come_between_a_model_and_its_checkpoints(recipe, layout, h
         export_masters(model, optimizer, tmp_path / f"{name}-masters")
     for kind in ("", "-masters"):
         plain, hooked = (tmp_path / f"{name}{kind}" for name in ("plain", "hooked"))
-        assert_same(*(load_file(path / "model.safetensors") for path in (hooked, plain)))
+        assert_identical(*(load_file(path / "model.safetensors") for path in (hooked, plain)))
         assert (hooked / "config.json").read_text() == (plain / "config.json").read_text()
 
     (model, optimizer), (hooked, _) = models
     stored = load_file(tmp_path / "hooked-masters/model.safetensors")
     assert torch.equal(stored["up.weight"], optimizer.state[model.up.weight]["master_param"])
-    before = hooked.up.weight.dequantize()
+    before = hooked.up.weight.dequantize(torch.float32)
     export_checkpoint(build(recipe, seed=1), tmp_path / "other", layout)
     import_checkpoint(hooked, tmp_path / "other")
     import_checkpoint(model, tmp_path / "other")
-    assert not torch.equal(hooked.up.weight.dequantize(), before)
-    assert torch.equal(hooked.up.weight.dequantize(), model.up.weight.dequantize())
+    assert not torch.equal(hooked.up.weight.dequantize(torch.float32), before)
+    assert torch.equal(
+        hooked.up.weight.dequantize(torch.float32), model.up.weight.dequantize(torch.float32)
+    )
     assert torch.equal(hooked.up.bias, model.up.bias)
 
 
@@ -479,7 +485,9 @@ def test_entries_of_hooks_are_written_and_not_read(tmp_path):
     other.steps.fill_(5)
     import_checkpoint(other, tmp_path)
     assert other.steps == 5
-    assert torch.equal(other.up.weight.dequantize(), model.up.weight.dequantize())
+    assert torch.equal(
+        other.up.weight.dequantize(torch.float32), model.up.weight.dequantize(torch.float32)
+    )
 
 
 def test_parameters_that_a_hook_computes_something_from(tmp_path):
@@ -499,7 +507,7 @@ def test_parameters_that_a_hook_computes_something_from(tmp_path):
         with pytest.raises(ValueError, match=match):
             call()
     assert not (tmp_path / "out").exists()
-    assert_same(bytes_of(model), before)
+    assert_identical(bytes_of(model), before)
 
 
 class Fused(nn.Module):
@@ -528,7 +536,9 @@ def tie(model: Model) -> None:
 
 
 def mix(model: Model) -> None:
-    model.down.weight = nn.Parameter(MXFP8Quantizer().quantize(model.down.weight.dequantize()))
+    model.down.weight = nn.Parameter(
+        MXFP8Quantizer().quantize(model.down.weight.dequantize(torch.float32))
+    )
 
 
 def put_elsewhere(model: Model) -> None:
@@ -543,7 +553,7 @@ EXPORT_ERRORS = [
     ("nvfp4", None, {"layout": "awq"}, "one of compressed-tensors, modelopt, fp8, gguf"),
     ("nvfp4", None, {"layout": "fp8"}, "in Float8BlockTensor for layout 'fp8', got 'up.weight'"),
     ("mxfp8", None, {"layout": "fp8"}, "use layout='compressed-tensors' or 'modelopt'"),
-    ("float8block", None, {}, "use layout='fp8'"),
+    ("float8block", None, {"layout": "modelopt"}, "use layout='compressed-tensors' or 'fp8'"),
     ("float8", None, {}, "no layout has this format; call export_masters"),
     (None, None, {}, "got none that are quantized; call quantize_model"),
     (Float8BlockQuantizer(two_dimensional=False), None, {"layout": "fp8"}, "two_dimensional=True"),
@@ -613,8 +623,10 @@ def test_a_changed_scale_counts_more_than_the_header(tmp_path):
     tensors["up.input_scale"] = torch.ones(())  # as in checkpoints with scales of activations
     save_file(tensors, path, metadata)
     import_checkpoint(other := build(None, seed=1), tmp_path)
-    assert torch.equal(other.up.weight.dequantize(), 2 * model.up.weight.dequantize())
-    assert_same({"": other.down.weight._amax}, {"": model.down.weight._amax})
+    assert torch.equal(
+        other.up.weight.dequantize(torch.float32), 2 * model.up.weight.dequantize(torch.float32)
+    )
+    assert_identical({"": other.down.weight._amax}, {"": model.down.weight._amax})
 
 
 def export_shards(rank: int, folder: str) -> None:
@@ -631,8 +643,36 @@ def export_shards(rank: int, folder: str) -> None:
         export_masters(model, optimizer, f"{folder}/{name}-masters")
     with pytest.raises(FileExistsError, match="must not hold a checkpoint"):
         export_checkpoint(model, f"{folder}/sharded")
-    with pytest.raises(ValueError, match="must be a whole tensor in memory"):
+    before = gathered_bytes(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    import_checkpoint(model, f"{folder}/sharded")  # in place
+    assert_identical(gathered_bytes(model), before)
+    with torch.device("meta"):
+        model = build(None, dtype=torch.float32)
+    import_checkpoint(model, f"{folder}/sharded", device="meta")
+    fully_shard(model, mesh=all_ranks())
+    with pytest.raises(ValueError, match="a DTensor on the meta device; .* to_empty"):
         import_checkpoint(model, f"{folder}/sharded")
+    import_checkpoint(model.to_empty(device="cpu"), f"{folder}/sharded")
+    assert_identical(gathered_bytes(model), before)
+    with pytest.raises(ValueError, match="import with device='meta' before fully_shard"):
+        model = fully_shard(build(None, dtype=torch.float32), mesh=all_ranks())
+        import_checkpoint(model, f"{folder}/sharded")
+
+
+def gathered_bytes(model: nn.Module) -> dict[str, Tensor]:
+    """Codes, scales and values of all ranks."""
+    whole = {name: gathered(param) for name, param in model.named_parameters()}
+    return {
+        f"{name}.{key}": inner
+        for name, x in whole.items()
+        for key, inner in (
+            x.storage_tensors() if isinstance(x, QuantizedTensor) else {"": x}
+        ).items()
+        if key in ("", "_rowwise_data", "_block_scale_inv", "_amax")
+    }
 
 
 def test_shards_are_gathered_as_they_are(tmp_path):
@@ -641,6 +681,6 @@ def test_shards_are_gathered_as_they_are(tmp_path):
         whole, sharded = (tmp_path / f"{name}{kind}" for name in ("whole0", "sharded"))
         with CheckpointReader(whole) as expected:
             with CheckpointReader(sharded) as actual:
-                assert_same(*({n: r.read(n) for n in r.names()} for r in (actual, expected)))
+                assert_identical(*({n: r.read(n) for n in r.names()} for r in (actual, expected)))
                 assert actual.metadata == expected.metadata
                 assert actual.config == expected.config

@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from test_export import assert_same, build, bytes_of
+from test_export import build, bytes_of
 
 from fp4adam import export_checkpoint, import_checkpoint
 from fp4adam.checkpoints import folder as checkpoint_folder
 from fp4adam.checkpoints.folder import Entry
+from helpers import assert_identical
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
@@ -33,7 +34,7 @@ def test_files(tmp_path):
     entries = [Entry(tensors, {"a": "ü"}), Entry({"b": halves[1]}, {})]
     checkpoint_folder.write(tmp_path / "one", entries, {"config.json": {"x": 1}}, 10**9)
     stored = load_file(tmp_path / "one/model.safetensors")
-    assert_same(stored, {**tensors, "b": halves[1]})
+    assert_identical(stored, {**tensors, "b": halves[1]})
     with safe_open(tmp_path / "one/model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "a": "ü"}
     assert json.loads((tmp_path / "one/config.json").read_text()) == {"x": 1}
@@ -42,7 +43,7 @@ def test_files(tmp_path):
     assert index["metadata"]["total_size"] == sum(entry.nbytes for entry in entries)
     assert index["weight_map"]["b"] == "model-00002-of-00002.safetensors"
     for name, file in index["weight_map"].items():
-        assert_same({name: load_file(tmp_path / "two" / file)[name]}, {name: stored[name]})
+        assert_identical({name: load_file(tmp_path / "two" / file)[name]}, {name: stored[name]})
 
 
 def test_what_files_cannot_hold(tmp_path):
@@ -96,7 +97,9 @@ def test_links_mount_points_and_parents(tmp_path, monkeypatch):
     assert made and all(path.is_relative_to(tmp_path / "mount") for path in made)
     for name in ("mount", "disk/new", "some/more/folders", "x" * 240):
         assert sorted(content_of(tmp_path / name)) == ["config.json", "model.safetensors"]
-        assert_same(bytes_of(import_checkpoint(build(None, 1), tmp_path / name)), bytes_of(model))
+        assert_identical(
+            bytes_of(import_checkpoint(build(None, 1), tmp_path / name)), bytes_of(model)
+        )
     assert (tmp_path / "disk/new").stat().st_mode == (tmp_path / "disk").stat().st_mode
     assert not [*tmp_path.rglob(".*")]
 
@@ -132,7 +135,9 @@ def test_failures(failing, folder, tmp_path, monkeypatch):
     assert [*tmp_path.iterdir()] == [tmp_path / "old"]
     assert content_of(tmp_path / "old") == {"tokenizer.json": b"mine"}
     export_checkpoint(model, tmp_path / folder)
-    assert_same(bytes_of(import_checkpoint(build(None, 1), tmp_path / folder)), bytes_of(model))
+    assert_identical(
+        bytes_of(import_checkpoint(build(None, 1), tmp_path / folder)), bytes_of(model)
+    )
 
 
 def test_a_limit_of_the_system(tmp_path):
@@ -164,7 +169,7 @@ def test_of_two_exports_at_once_one_is_refused(folder, tmp_path):
 
     with pytest.raises(FileExistsError, match="must not hold a checkpoint"):
         checkpoint_folder.write(tmp_path / folder, entries(), {"config.json": {}}, 10**9)
-    assert_same(bytes_of(import_checkpoint(build(None), tmp_path / folder)), bytes_of(second))
+    assert_identical(bytes_of(import_checkpoint(build(None), tmp_path / folder)), bytes_of(second))
     assert not [*tmp_path.rglob(".*")]
 
 
@@ -183,4 +188,6 @@ def test_a_process_that_is_killed_leaves_a_hidden_folder(folder, tmp_path):
     [left] = tmp_path.rglob(".*")
     assert left.name.startswith(f".{folder}-") and left.suffix == ".partial"
     export_checkpoint(model := build("nvfp4"), tmp_path / folder)
-    assert_same(bytes_of(import_checkpoint(build(None, 1), tmp_path / folder)), bytes_of(model))
+    assert_identical(
+        bytes_of(import_checkpoint(build(None, 1), tmp_path / folder)), bytes_of(model)
+    )

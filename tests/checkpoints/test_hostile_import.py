@@ -14,11 +14,12 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from test_export import LAYOUT_OF, assert_same, build, bytes_of
+from test_export import LAYOUT_OF, build, bytes_of
 from torch import Tensor, nn
 
 from fp4adam import QuantizedTensor, export_checkpoint, import_checkpoint
 from fp4adam.checkpoints import reader
+from helpers import assert_identical
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -58,7 +59,7 @@ def refused(folder: Path, match: str, error: type[Exception] = ValueError) -> No
         import_checkpoint(model, folder)
     assert type(caught.value) in (ValueError, TypeError, FileNotFoundError)
     assert len(str(caught.value)) < 2000
-    assert_same(bytes_of(model), before)
+    assert_identical(bytes_of(model), before)
     assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
 
 
@@ -309,7 +310,10 @@ def test_amaxes_of_a_header_that_cannot_be(amax, folder):
         refused(folder, "layer 'up': ")
         return
     model = import_checkpoint(build(None, seed=1), folder)
-    assert torch.equal(model.up.weight.dequantize(), build("nvfp4").up.weight.dequantize())
+    assert torch.equal(
+        model.up.weight.dequantize(torch.float32),
+        build("nvfp4").up.weight.dequantize(torch.float32),
+    )
 
 
 @pytest.mark.parametrize("dtype", ["U8", "F64"])
@@ -452,7 +456,7 @@ def test_mutations(sound, data, tmp_path_factory):
         import_checkpoint(model, folder)
     except (ValueError, TypeError, FileNotFoundError) as error:
         assert type(error) in (ValueError, TypeError, FileNotFoundError)
-        assert_same(bytes_of(model), before)
+        assert_identical(bytes_of(model), before)
         assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
     else:
         assert isinstance(model.up.weight, QuantizedTensor)
@@ -498,6 +502,6 @@ def test_models_that_cannot_be_written_to(folder):
     expanded = build(None, seed=1)
     expanded.up.bias = nn.Parameter(torch.zeros(1).bfloat16().expand(96))
     for kind, model in {"of inference mode": of_inference_mode, "expanded one": expanded}.items():
-        with pytest.raises(ValueError, match=f"must be a whole tensor in memory, got .*{kind};"):
+        with pytest.raises(ValueError, match=f"must be a tensor in memory, .* got .*{kind};"):
             import_checkpoint(model, folder)
         assert not any(isinstance(param, QuantizedTensor) for param in model.parameters())

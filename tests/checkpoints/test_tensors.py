@@ -20,6 +20,7 @@ from fp4adam import (
     hf_scale_groups,
     quantize_model,
 )
+from helpers import assert_identical
 from ranks import all_ranks, run_ranks
 
 CASES = [
@@ -60,13 +61,6 @@ def build(recipe: Any, scale_groups: Any = hf_scale_groups, **options: Any) -> n
     return model
 
 
-def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        assert actual[name].dtype == value.dtype, name
-        torch.testing.assert_close(actual[name], value, rtol=0, atol=0, msg=name)
-
-
 def written(model: nn.Module, layout: str, folder: Any) -> dict[str, Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of partial blocks
@@ -77,7 +71,7 @@ def written(model: nn.Module, layout: str, folder: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("layout", "recipe"), CASES)
 def test_tensors_are_those_of_a_checkpoint(layout, recipe, tmp_path):
     model = build(recipe)
-    assert_same(dict(export_tensors(model, layout)), written(model, layout, tmp_path))
+    assert_identical(dict(export_tensors(model, layout)), written(model, layout, tmp_path))
 
 
 @pytest.mark.parametrize(("layout", "recipe"), CASES)
@@ -100,7 +94,7 @@ def test_fused_tensors_are_rows_of_the_parts(layout, recipe, tmp_path):
             value = torch.cat([row.view(torch.uint8) for row in rows]).view(rows[0].dtype)
         expected[f"{parent}.{whole}.{key}" if parent else name] = value
     actual = dict(export_tensors(model, layout, fused=True))
-    assert_same(actual, expected)
+    assert_identical(actual, expected)
     if recipe == "nvfp4":
         scale = actual[
             f"block.qkv_proj.weight_{'global_scale' if layout != 'modelopt' else 'scale_2'}"
@@ -189,7 +183,7 @@ def compare_ranks(rank: int) -> None:
         model = build(recipe)
         fully_shard(model, mesh=all_ranks())
         actual = {n: t.clone() for n, t in export_tensors(model, layout, fused=fused)}
-        assert_same(actual, expected)
+        assert_identical(actual, expected)
     amaxes = build("nvfp4", scale_groups=None)
     fully_shard(amaxes, mesh=all_ranks())
     with pytest.raises(ValueError, match="one amax to be fused"):  # on every rank

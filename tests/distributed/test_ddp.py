@@ -18,7 +18,8 @@ with warnings.catch_warnings():  # it compiles functions with torch.jit.script
 
 from fp4adam import FP4Adam, QuantizedTensor, quantize_model
 from fp4adam.distributed.dtensor import local
-from ranks import device_for, home, run_ranks
+from helpers import assert_identical
+from ranks import home, run
 
 FORMATS = ("nvfp4", "mxfp8", "float8block")
 CASES = (*((recipe, torch.float32) for recipe in FORMATS), (None, torch.bfloat16))
@@ -26,11 +27,6 @@ IDS = [recipe or "bfloat16" for recipe, _ in CASES]
 ROWS, COLS = 64, 32
 
 Model = Callable[[Tensor], Tensor]
-
-
-def run(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """On GPUs where there are as many, else on the CPU."""
-    return run_ranks(function, world_size, *args, device=device_for(world_size))
 
 
 class Net(nn.Sequential):
@@ -70,17 +66,9 @@ def snapshot(model: nn.Module, optimizer: FP4Adam) -> list[dict[str, Tensor]]:
     return [{k: torch.as_tensor(v).clone() for k, v in x.items()} for x in (*weights, *states)]
 
 
-def assert_same(actual: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
-    assert len(actual) == len(expected)
-    for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
-        assert a.keys() == b.keys()
-        for name in b:
-            assert torch.equal(a[name].cpu(), b[name].cpu()), (i, name)
-
-
 def assert_one_outcome(results: list[Any]) -> None:
     for other in results[1:]:
-        assert_same(other, results[0])
+        assert_identical(other, results[0])
 
 
 # DistributedDataParallel, in the ways that it is used.
@@ -137,7 +125,7 @@ def test_replicas_that_start_differently_are_the_training_of_rank_0(recipe, dtyp
     results = run(train_replicas, 2, recipe, dtype, "plain")
     assert_one_outcome(results)
     if not torch.cuda.is_available():  # GPUs multiply otherwise
-        assert_same(results[0], train_alone(recipe, dtype, "plain"))
+        assert_identical(results[0], train_alone(recipe, dtype, "plain"))
 
 
 @pytest.mark.parametrize("mode", [*MODES][1:])
@@ -145,7 +133,7 @@ def test_modes(mode):
     results = run(train_replicas, 2, "nvfp4", torch.float32, mode)
     assert_one_outcome(results)
     if mode != "compiled" and not torch.cuda.is_available():
-        assert_same(results[0], train_alone("nvfp4", torch.float32, mode))
+        assert_identical(results[0], train_alone("nvfp4", torch.float32, mode))
 
 
 def train_all_cases(rank: int) -> list[Any]:
@@ -220,7 +208,7 @@ def test_zero_redundancy_optimizer(world_size):
         assert_one_outcome(outcomes)
         if world_size == 2 and not torch.cuda.is_available():
             alone = train_alone(recipe, torch.float32, "plain")
-            assert_same(outcomes[0], alone[: len(outcomes[0])])
+            assert_identical(outcomes[0], alone[: len(outcomes[0])])
 
 
 def misuse_zero(rank: int) -> None:

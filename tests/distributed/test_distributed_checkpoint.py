@@ -3,7 +3,7 @@
 import copy
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ from fp4adam import (
 from fp4adam.distributed.dtensor import like, local, part_for
 from fp4adam.tensors import backend
 from fp4adam.tensors.rows import is_of
-from ranks import all_ranks, device_for, home, run_ranks
+from helpers import assert_identical
+from ranks import all_ranks, home, run
 from test_fsdp import build, bytes_of, fixed_grads, full, gathered_bytes, whole_bytes
 
 OPTIONS = dict(lr=1e-2, weight_decay=0.1)
@@ -54,12 +55,6 @@ CASES = [
 ]
 
 Pair = tuple[nn.Module, Optimizer]
-
-
-def run(function: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
-    """On GPUs where there are as many, else on the CPU."""
-    options = {"timeout": 100.0, "device": device_for(world_size), **options}
-    return run_ranks(function, world_size, *args, **options)
 
 
 def make(
@@ -107,13 +102,6 @@ def snapshot(pair: Pair) -> list[dict[str, Tensor]]:
     params = gathered_bytes(model) if isinstance(model, FSDPModule) else whole_bytes(model)
     states = [{name: full(x) for name, x in s.items()} for s in optimizer.state.values()]
     return copy.deepcopy([*params, *states])
-
-
-def assert_same(actual: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
-    for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
-        assert a.keys() == b.keys()
-        for name in b:
-            assert torch.equal(a[name].cpu(), b[name].cpu()), (i, name)
 
 
 def state_of(pair: Pair) -> dict[str, Any]:
@@ -173,7 +161,7 @@ def test_any_number_of_ranks_resumes_with_the_same_bits(hops, tmp_path):
         for case, actual, wanted in zip(CASES, found, expected, strict=True):
             for a, b in zip(actual, wanted, strict=True):
                 try:
-                    assert_same(a, b)
+                    assert_identical(a, b)
                 except AssertionError as error:
                     pytest.fail(f"{case} on {world_size} ranks, {layout}: {error}")
 
@@ -244,7 +232,7 @@ def load_rounded_weights(rank: int) -> None:
             weights = dict(zip(alone[0].state_dict(), masters, strict=True))
             set_model_state_dict(pair[0], weights, options=FULL)
             expected = snapshot(take_steps(copy.deepcopy(alone), range(3, 5)))
-            assert_same(snapshot(take_steps(pair, range(3, 5))), expected)
+            assert_identical(snapshot(take_steps(pair, range(3, 5))), expected)
 
 
 def test_weights_in_high_precision_do_not_replace_masters():
@@ -263,11 +251,11 @@ def transfer(rank: int, chosen: slice) -> None:
         before, expected = snapshot(alone), snapshot(take_steps(copy.deepcopy(alone), range(3, 5)))
         for name, pair in transfers(saved, alone, case):
             try:
-                assert_same(snapshot(pair), before)
-                assert_same(snapshot(take_steps(pair, range(3, 5))), expected)
+                assert_identical(snapshot(pair), before)
+                assert_identical(snapshot(take_steps(pair, range(3, 5))), expected)
             except AssertionError as error:
                 raise AssertionError(f"{case}, {name}") from error
-        assert_same(snapshot(saved), before)
+        assert_identical(snapshot(saved), before)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +282,7 @@ def restart(rank: int) -> None:
             resumed.load_state_dict(optimizer.state_dict())
             model.load_state_dict(other.state_dict())
             results.append(snapshot(take_steps((model, resumed), range(3, 5))))
-        assert_same(*results)
+        assert_identical(*results)
 
 
 def test_another_model_restarts_the_masters_of_shards():
@@ -410,7 +398,7 @@ def load_plain(rank: int, path: Path, saved: list[Any]) -> None:
             source = path / f"{i} {dtype}"
             for name, with_moments, pair in plain_loads(source, weights, states, CASES[i], layout):
                 try:
-                    assert_same(gathered_bytes(pair[0]), list(expected.values()))
+                    assert_identical(gathered_bytes(pair[0]), list(expected.values()))
                     moments = states if with_moments else None
                     assert_continues(pair, weights, moments, rounded="copies" in name)
                 except AssertionError as error:
@@ -471,7 +459,7 @@ def save_what_waits(rank: int, path: Path) -> None:
         state = {"model": get_model_state_dict(resumed[0])}
         dcp.load(state, checkpoint_id=path / str(i))
         set_model_state_dict(pair[0], weights, options=FULL)
-        assert_same(gathered_bytes(resumed[0]), gathered_bytes(pair[0]))
+        assert_identical(gathered_bytes(resumed[0]), gathered_bytes(pair[0]))
 
 
 def test_weights_that_wait_for_their_scales_are_saved(tmp_path):
@@ -494,7 +482,7 @@ def test_kernels_step_what_has_been_loaded():
     for a, b in zip(
         *(run(load_and_step, 2, by_kernels)[0] for by_kernels in (False, True)), strict=True
     ):
-        assert_same(a, b)
+        assert_identical(a, b)
 
 
 # States in fewer bits
@@ -528,18 +516,18 @@ def save_narrow(rank: int, path: Path) -> None:
             resumed[1][0].load_state_dict(saved[0].state_dict())
             resumed[1][1].load_state_dict(saved[1].compact_state_dict())
         for pair in resumed:
-            assert_same(numbers(pair), numbers(saved))
+            assert_identical(numbers(pair), numbers(saved))
 
         # Of what one process has saved each rank takes its part.
         parts = make(case, seed=1, **options)
         set_model_state_dict(parts[0], copy.deepcopy(alone[0].state_dict()), options=FULL)
         parts[1].load_state_dict(copy.deepcopy(alone[1].compact_state_dict()))
-        assert_same(numbers(parts)[:1], numbers(alone)[:1])
+        assert_identical(numbers(parts)[:1], numbers(alone)[:1])
 
         for pair in (saved, *resumed):
             take_steps(pair, range(3, 5))
-            assert_same(numbers(pair), numbers(saved))
-            assert_same(gathered_bytes(pair[0]), gathered_bytes(saved[0]))
+            assert_identical(numbers(pair), numbers(saved))
+            assert_identical(gathered_bytes(pair[0]), gathered_bytes(saved[0]))
 
 
 def numbers(pair: Pair) -> list[dict[str, Tensor]]:
@@ -602,7 +590,7 @@ def load_broken(rank: int, path: Path) -> list[dict[str, Tensor]]:
         with pytest.raises(dcp.api.CheckpointException, match=message):
             dcp.load(state, checkpoint_id=path / folder)
         # It was read into copies.
-        assert_same(snapshot(pair), before)
+        assert_identical(snapshot(pair), before)
     wider = make(("nvfp4", 128, 32), seed=1)
     with pytest.raises(dcp.api.CheckpointException, match=r"(?s)\[64, 32\].*\[128, 32\].*0.weight"):
         load(wider, path / "good")
@@ -630,4 +618,4 @@ def test_the_last_good_checkpoint_survives(tmp_path):
     cut_off = tmp_path / "truncated" / "__1_0.distcp"
     cut_off.write_bytes(cut_off.read_bytes()[: cut_off.stat().st_size // 2])
     found = run(load_broken, 2, tmp_path)[0]
-    assert_same(found, run(train_alone, 1)[0])
+    assert_identical(found, run(train_alone, 1)[0])

@@ -1,6 +1,6 @@
 """FSDP2: sharded training gives the same bits as training in one process."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -31,7 +31,8 @@ from fp4adam.distributed.dtensor import like, local
 from fp4adam.distributed.fsdp import gather_codes
 from fp4adam.kernels import float8_block_step
 from fp4adam.tensors import backend
-from ranks import all_ranks, device_for, home, run_ranks
+from helpers import assert_identical
+from ranks import all_ranks, device_for, home, run
 
 FORMATS = ("nvfp4", "mxfp8", "float8block", "float8")
 # In the quick run, one of the two formats whose shards exchange an amax goes through every case.
@@ -41,11 +42,6 @@ WITH_GEMM_SCALES = {
     "mxfp8": MXFP8Quantizer(optimize_for_gemm=True),
 }
 OPTIONS = dict(lr=1e-2, weight_decay=0.1)
-
-
-def run(function: Callable[..., None], world_size: int, *args: Any) -> None:
-    """On GPUs where there are as many, else on the CPU."""
-    run_ranks(function, world_size, *args, device=device_for(world_size))
 
 
 def build(
@@ -123,7 +119,7 @@ def gathered_bytes(
     for param, expected in zip(model.parameters(), whole, strict=True):
         gathered = bytes_of(local(param))
         assert gathered.keys() in (expected.keys(), {"value"})
-        assert_same([gathered], [{name: expected[name] for name in gathered}])
+        assert_identical([gathered], [{name: expected[name] for name in gathered}])
     for module in modules:
         module.reshard()
     return whole
@@ -131,14 +127,6 @@ def gathered_bytes(
 
 def whole_bytes(model: nn.Module) -> list[dict[str, Tensor]]:
     return list(map(bytes_of, model.parameters()))
-
-
-def assert_same(actual: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
-    for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
-        assert a.keys() == b.keys()
-        for name in a:
-            difference = dict(rtol=0, atol=0, equal_nan=True)
-            torch.testing.assert_close(a[name], b[name], msg=f"{name} of {i}", **difference)
 
 
 def full(value: Tensor) -> Tensor:
@@ -163,20 +151,20 @@ def step_in_parallel(
         grads = fixed_grads(whole, step)
         if step == 1:
             # The largest weight becomes NaN, which is on one rank.
-            largest = whole[0].weight.dequantize().abs().argmax()
+            largest = whole[0].weight.dequantize(torch.float32).abs().argmax()
             grads[0].view(-1)[largest] = float("nan")
         set_grads(whole, grads)
         set_grads(sharded, grads)
         expected.step()
         optimizer.step()
         if step in (0, 1, last):
-            assert_same(gathered_bytes(sharded), whole_bytes(whole))
+            assert_identical(gathered_bytes(sharded), whole_bytes(whole))
     check_shards(sharded)
     for a, b in zip(optimizer.state.values(), expected.state.values(), strict=True):
         assert a["step"] == b["step"] == last + 1
         # Scales are of each rank's memory; the others are gathered, in one order on all ranks.
         for name in sorted(b.keys() - {"step", "exp_avg_sq_scale"}):
-            assert_same([{name: full(a[name])}], [{name: b[name]}])
+            assert_identical([{name: full(a[name])}], [{name: b[name]}])
 
 
 @pytest.mark.parametrize("recipe", CASES_OF)
@@ -228,7 +216,7 @@ def gather_cut_blocks(rank: int) -> None:
     x = torch.ones(2, 64, dtype=torch.bfloat16, device=home())
     torch.testing.assert_close(sharded(x), whole(x), rtol=0, atol=0)
     sharded.reshard()
-    assert_same(gathered_bytes(sharded), whole_bytes(whole))
+    assert_identical(gathered_bytes(sharded), whole_bytes(whole))
     shards = [local(module.weight) for module in (sharded[0], sharded[2])]
     made = [fsdp._gatherings[shard._shared].names for shard in shards]
     assert made == [("packed",), ("rowwise_data", "block_scale_inv")]
@@ -241,7 +229,7 @@ def test_shards_that_begin_within_a_block_are_gathered_as_one_tensor():
 def load_rows(rank: int) -> None:
     whole, sharded = build(16, 16, "nvfp4"), build(16, 16, "nvfp4")
     fully_shard(sharded, mesh=all_ranks())
-    assert_same(gathered_bytes(sharded), whole_bytes(whole))
+    assert_identical(gathered_bytes(sharded), whole_bytes(whole))
     initialize(whole)
     with torch.no_grad():
         for param, value in zip(sharded.parameters(), whole.parameters(), strict=True):
@@ -249,7 +237,7 @@ def load_rows(rank: int) -> None:
             if rank < len(parts):
                 local(param).copy_(parts[rank])
     check_shards(sharded)
-    assert_same(gathered_bytes(sharded), whole_bytes(whole))
+    assert_identical(gathered_bytes(sharded), whole_bytes(whole))
 
 
 def test_a_rank_without_rows_takes_part_in_what_others_load():
@@ -340,7 +328,7 @@ def clip_in_parallel(rank: int) -> None:
         expected.step()
         optimizer.step()
     # NaN is in no amax, on no rank.
-    assert_same(gathered_bytes(sharded), whole_bytes(whole))
+    assert_identical(gathered_bytes(sharded), whole_bytes(whole))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -422,7 +410,7 @@ def train_variant(rank: int, recipe: str, rows: int, variant: str) -> None:
         tolerance = 0.02 if variant == "bfloat16" else 0
         torch.testing.assert_close(a.float(), b, rtol=tolerance, atol=0)
     if variant != "bfloat16":
-        assert_same(gathered_layers(sharded), whole_bytes(whole))
+        assert_identical(gathered_layers(sharded), whole_bytes(whole))
 
 
 def train_replicated(rank: int) -> None:
@@ -434,7 +422,7 @@ def train_replicated(rank: int) -> None:
         expected, optimizer = (FP4Adam(m.parameters(), lr=1e-2) for m in (whole, replicated))
         for a, b in zip(train(replicated, optimizer, 3), train(whole, expected, 3), strict=True):
             assert torch.equal(a, b)
-        assert_same(gathered_layers(replicated), whole_bytes(whole))
+        assert_identical(gathered_layers(replicated), whole_bytes(whole))
 
 
 def test_composable_replicas_have_the_bits_of_one_process():
@@ -492,7 +480,7 @@ def exchange_shards(rank: int) -> None:
         sharded.load_state_dict(other.state_dict(), assign=True)
         inputs, _ = local(sharded[0].weight).fsdp_pre_all_gather(all_ranks())
         assert len(inputs) == n
-        assert_same(gathered_bytes(sharded), whole_bytes(whole))
+        assert_identical(gathered_bytes(sharded), whole_bytes(whole))
         sharded.unshard()
         if isinstance(sharded[0].weight, QuantizedTensor):
             with pytest.raises(RuntimeError, match="must be sharded to be written to.*reshard"):
@@ -595,6 +583,8 @@ def train_quantized_matmuls(rank: int) -> None:
                 for layer in (model[0], model[2]):
                     fully_shard(layer, mesh=all_ranks())
                 fully_shard(model, mesh=all_ranks())
+                # The gathered weight is made of what was gathered, which torch must keep then.
+                assert [releases_gathered(layer) for layer in (model[0], model[2])] == [False] * 2
             # A gathered weight is the same tensor at every step, with other values.
             with kept_weights():
                 losses.append(three_losses(model))
@@ -605,6 +595,11 @@ def test_gathered_weights_are_multiplied_as_whole_ones():
     run(train_quantized_matmuls, 2)
 
 
+def releases_gathered(layer: nn.Module) -> bool:
+    shard = layer.weight.to_local()
+    return shard.fsdp_should_release_all_gather_outputs_after_post_all_gather()
+
+
 def losses_in_blocks(recipe: str | Recipe, compiled: bool) -> Tensor:
     """Those of a model whose layers are gathered again for the backward pass."""
     model = build(192, 128, recipe)
@@ -613,6 +608,7 @@ def losses_in_blocks(recipe: str | Recipe, compiled: bool) -> Tensor:
             layer.compile(backend="aot_eager")
         fully_shard(layer, mesh=all_ranks())
     fully_shard(model, mesh=all_ranks())
+    assert all(releases_gathered(layer) == (recipe == "float8block") for layer in model[::2])
     return three_losses(model)
 
 

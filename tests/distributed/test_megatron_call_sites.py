@@ -235,12 +235,16 @@ def test_stacks_are_moved_with_their_slices():
     assert fp4_utils.is_grouped_nvfp4tensor(stack)
     assert not fp4_utils.is_grouped_nvfp4tensor(weight)
     assert not fp4_utils.is_grouped_nvfp4tensor(torch.ones(2, 16, 32))
-    second, values = stack[1:], stack.dequantize()
+    second, values = stack[1:], stack.dequantize(torch.float32)
     buffer = torch.zeros(512, dtype=torch.uint8)
     fp4_utils.modify_grouped_nvfp4_rowwise_storage(stack, buffer)
-    assert stack.data_ptr() == buffer.data_ptr() and torch.equal(stack.dequantize(), values)
+    assert stack.data_ptr() == buffer.data_ptr() and torch.equal(
+        stack.dequantize(torch.float32), values
+    )
     buffer[256:] = 0
-    assert not second.dequantize().any() and torch.equal(stack.dequantize()[0], values[0])
+    assert not second.dequantize(torch.float32).any() and torch.equal(
+        stack.dequantize(torch.float32)[0], values[0]
+    )
     with pytest.raises(ValueError, match="must be contiguous uint8 of 512 bytes"):
         fp4_utils.modify_grouped_nvfp4_rowwise_storage(stack, buffer[:-1])
     with pytest.raises(ValueError, match=r"three dimensions, got a NVFP4Tensor of shape \(16, 32"):

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from fp4adam import FP4Adam, quantize_model
+from helpers import assert_identical
 from ranks import home, run_ranks
-from test_fsdp import OPTIONS, assert_same, whole_bytes
+from test_fsdp import OPTIONS, whole_bytes
 
 MICROBATCHES = 4
 
@@ -54,7 +55,7 @@ def train_stages(rank: int, recipe: str) -> None:
             for one in (optimizer, expected):
                 one.step()
                 one.zero_grad()
-        assert_same(whole_bytes(model[rank]), whole_bytes(whole[rank]))
+        assert_identical(whole_bytes(model[rank]), whole_bytes(whole[rank]))
         states = [optimizer.state[p] for p in model[rank].parameters()]
         for a, b in zip(states, (expected.state[p] for p in whole[rank].parameters()), strict=True):
             for name in b.keys() - {"step"}:

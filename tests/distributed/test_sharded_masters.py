@@ -23,16 +23,15 @@ with warnings.catch_warnings():  # it compiles functions with torch.jit.script
 from fp4adam import MasterWeightOptimizer, QuantizedTensor, check_shards, quantize_model
 from fp4adam.distributed.dtensor import local
 from fp4adam.tensors import backend
-from ranks import all_ranks, device_for, home, run_ranks
+from helpers import assert_identical
+from ranks import all_ranks, device_for, home, run, run_ranks
 from test_fsdp import (
     CASES_OF,
     FORMATS,
-    assert_same,
     build,
     fixed_grads,
     full,
     gathered_bytes,
-    run,
     set_grads,
     whole_bytes,
 )
@@ -54,13 +53,13 @@ def step_in_parallel(rank: int, rows: int, cols: int, recipe: str) -> None:
             if step == 2:  # frozen for a step
                 model[0].weight.grad = None
             optimizer.step()
-        assert_same(gathered_bytes(sharded), whole_bytes(whole))
+        assert_identical(gathered_bytes(sharded), whole_bytes(whole))
     check_shards(sharded)
     (_, expected), (_, optimizer) = pairs
     for a, b in zip(optimizer.state.values(), expected.state.values(), strict=True):
         assert a.keys() == b.keys()
         for name in sorted(b.keys() - {"step"}):
-            assert_same([{name: full(a[name])}], [{name: b[name]}])
+            assert_identical([{name: full(a[name])}], [{name: b[name]}])
 
 
 @pytest.mark.parametrize("recipe", CASES_OF)
@@ -154,9 +153,9 @@ def train_with_muon(rank: int, folder: str) -> None:
     set_grads(resumed, fixed_grads(alone, 2))
     again.step()
     adamw_again.step()
-    assert_same(gathered_bytes(resumed), gathered_bytes(model))
+    assert_identical(gathered_bytes(resumed), gathered_bytes(model))
     for a, b in zip(again.state.values(), muon.state.values(), strict=True):
-        assert_same([{k: full(v) for k, v in a.items()}], [{k: full(v) for k, v in b.items()}])
+        assert_identical([{k: full(v) for k, v in a.items()}], [{k: full(v) for k, v in b.items()}])
 
 
 def test_muon_on_shards(tmp_path: Path) -> None:
@@ -179,7 +178,7 @@ def train_replicas(rank: int) -> dict[str, Any]:
 
 def test_replicas_stay_equal() -> None:
     first, second = run_ranks(train_replicas, 2, device=device_for(2))
-    assert_same([first], [second])
+    assert_identical([first], [second])
 
 
 def whole_states(rank: int) -> None:
@@ -195,7 +194,7 @@ def whole_states(rank: int) -> None:
     for a, b in zip(optimizer.state.values(), one.state.values(), strict=True):
         names = b.keys() - {"step"}
         values: list[dict[str, Tensor]] = [{n: full(s[n]) for n in sorted(names)} for s in (a, b)]
-        assert_same(values[:1], values[1:])
+        assert_identical(values[:1], values[1:])
 
 
 def test_states_of_whole_parameters_are_cut() -> None:
@@ -226,8 +225,8 @@ def train_variant(rank: int, recipe: str, variant: str) -> None:
             spec = own._shared.global_spec
             quantizer = own.quantizer if spec is None else spec.quantizer
             master = full(optimizer.state[param]["master_param"])
-            expected = quantizer.quantize(master).dequantize()
-            assert_same([{"value": full(param.detach().float())}], [{"value": expected}])
+            expected = quantizer.quantize(master).dequantize(torch.float32)
+            assert_identical([{"value": full(param.detach().float())}], [{"value": expected}])
 
 
 @pytest.mark.exhaustive
@@ -252,4 +251,4 @@ def train_with_zero(rank: int) -> dict[str, Tensor]:
 @pytest.mark.exhaustive
 def test_zero_redundancy_optimizer():
     first, second = run_ranks(train_with_zero, 2)
-    assert_same([first], [second])
+    assert_identical([first], [second])

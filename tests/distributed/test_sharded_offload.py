@@ -18,9 +18,10 @@ from torch.distributed.fsdp import fully_shard
 from fp4adam import FP4Adam, check_shards, hf_scale_groups, quantize_model
 from fp4adam.distributed.dtensor import like, local
 from fp4adam.tensors import backend
+from helpers import assert_identical
 from late_link import LateLink, offload_to
-from ranks import all_ranks, home
-from test_fsdp import assert_same, build, fixed_grads, gathered_bytes, run, set_grads
+from ranks import all_ranks, home, run
+from test_fsdp import build, fixed_grads, gathered_bytes, set_grads
 from test_sharded_release import Layer, backward
 
 OPTIONS = dict(lr=1e-2, weight_decay=0.1)
@@ -41,7 +42,7 @@ def assert_same_states(offloaded: Any, resident: Any) -> None:
     a, b = (optimizer.state_dict()["state"] for optimizer in (offloaded, resident))
     assert a.keys() == b.keys()
     for key, state in b.items():
-        assert_same(*([{n: local(x).cpu() for n, x in s.items()}] for s in (a[key], state)))
+        assert_identical(*([{n: local(x).cpu() for n, x in s.items()}] for s in (a[key], state)))
 
 
 def train_shards(rank: int, recipe: str, releases: bool) -> None:
@@ -64,7 +65,7 @@ def train_shards(rank: int, recipe: str, releases: bool) -> None:
             assert all(local(value).device.type == "cpu" for value in state.values())
         assert_same_states(optimizer, resident)
         both = (gathered_bytes(m, [m, *m]) for m in (model, other))
-        assert_same(*both)
+        assert_identical(*both)
         check_shards(model)
 
 
@@ -130,7 +131,7 @@ def save_and_load(rank: int, folder: str) -> None:
             whole.append(get_optimizer_state_dict(*pairs[source], options=options))
         if rank == 0:  # the others get nothing
             for name, state in whole[1]["state"].items():
-                assert_same([whole[0]["state"][name]], [state])
+                assert_identical([whole[0]["state"][name]], [state])
         for model, optimizer in pairs:
             backward(model, 2)
             optimizer.step()
@@ -152,7 +153,7 @@ def gather_state(rank: int) -> None:
         state = optimizer.state[param]["master_param"]
         whole = state.to(home()).full_tensor()
         assert whole.shape == param.shape
-        assert_same([{"": like(param, local(state)).to(home()).full_tensor()}], [{"": whole}])
+        assert_identical([{"": like(param, local(state)).to(home()).full_tensor()}], [{"": whole}])
         other: list[Tensor | None] = [None] * dist.get_world_size()
         dist.all_gather_object(other, whole.cpu())
         assert all(torch.equal(value, whole.cpu()) for value in other)

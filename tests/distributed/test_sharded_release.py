@@ -11,8 +11,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fp4adam import FP4Adam, check_shards, hf_scale_groups, quantize_model
-from ranks import all_ranks, home
-from test_fsdp import FORMATS, assert_same, full, gathered_bytes, run
+from helpers import assert_identical
+from ranks import all_ranks, home, run
+from test_fsdp import FORMATS, full, gathered_bytes
 
 OPTIONS = dict(lr=1e-2, weight_decay=0.1)
 
@@ -76,12 +77,14 @@ def release_on_shards(rank: int, recipe: str, groups: bool, variant: str = "") -
             one.step()
             one.zero_grad()
         assert torch.equal(release.grad_norm, norm)
-        assert_same(gathered_bytes(model, [model, *model]), gathered_bytes(other, [other, *other]))
+        assert_identical(
+            gathered_bytes(model, [model, *model]), gathered_bytes(other, [other, *other])
+        )
     check_shards(model)
     for param, same in zip(model.parameters(), other.parameters(), strict=True):
         a, b = optimizer.state[param], plain.state[same]
         for name in sorted(b):
-            assert_same([{name: full(a[name])}], [{name: full(b[name])}])
+            assert_identical([{name: full(a[name])}], [{name: full(b[name])}])
 
 
 @pytest.mark.parametrize(

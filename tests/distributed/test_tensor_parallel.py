@@ -39,7 +39,7 @@ from fp4adam.distributed.tensor_parallel import gather_whole
 from fp4adam.tensors import backend
 from fp4adam.tensors.swizzle import new_gemm_scale
 from fp4adam.tensors.transpose import transposed_codes
-from quantized_training import assert_identical
+from helpers import assert_identical
 from ranks import device_for, home, run_ranks
 from test_fsdp import OPTIONS, fixed_grads
 
@@ -120,7 +120,7 @@ def assert_parts(model: nn.Module, whole: nn.Module) -> None:
             # All that a part has beside its rowwise codes follows from them, or is decoded too.
             for part in (own, value) if own.quantizer == value.quantizer else ():
                 assert_directions_agree(part)
-            own, value = own.dequantize(), value.dequantize()
+            own, value = own.dequantize(torch.float32), value.dequantize(torch.float32)
         assert torch.equal(own, part_of(param, value)), name
 
 

@@ -14,10 +14,10 @@ from fp4adam import (
     MXFP8Quantizer,
     NVFP4Quantizer,
     QuantizedTensor,
+    fp4_utils,
     post_all_gather_processing,
     quantize_master_weights,
 )
-from fp4adam.nn import fp4_utils
 from ranks import run_ranks
 
 SHAPES = {
@@ -92,7 +92,7 @@ def quantize_on_rank(
     quantize_master_weights(weights, parts, starts, None, manual_post_all_gather_processing=manual)
     dist.all_reduce = all_reduce
     for weight, (start, stop) in zip(weights, ends, strict=True):
-        assert weight.get_high_precision_init_val() is None
+        assert weight._high_precision_init_val is None
         gather_codes(weight, start, stop)
     post_all_gather_processing(weights)
     return [(w.quantizer, w.storage_tensors()) for w in weights], len(calls)
@@ -130,7 +130,11 @@ def quantize_to_fragments(rank: int) -> list[Tensor]:
     start, stop = (0, cut) if rank == 0 else (cut, value.numel())
     fragment = torch.zeros((stop + 1) // 2 - start // 2, dtype=torch.uint8)
     part = value.flatten()[start:stop].clone()
-    quantize_master_weights([weight], [part], [start], None, [fragment])
+    part = part.view(19, 79) if rank == 0 else part  # of any shape
+    other = NVFP4Quantizer().quantize(torch.ones(16, 16))
+    mine = torch.ones(256) if rank == 0 else None  # the offset beside None says nothing
+    quantize_master_weights([weight, other], [part, mine], [start, 0], None, [fragment, None])
+    assert torch.equal(other.dequantize(torch.float32), torch.ones(16, 16))
     return [fragment, weight._rowwise_data, weight._block_scale_inv]
 
 
@@ -150,12 +154,13 @@ def test_fragments_get_the_codes_of_their_ranks():
         (dict(start_offsets=[0, 0]), "start_offsets must have one entry per model weight, 1"),
         (dict(fsdp_shard_model_weights=[]), "fsdp_shard_model_weights must have one entry"),
         (dict(start_offsets=[None]), r"start_offsets\[0\] must be given where master_weights"),
-        (dict(master_weights=[None]), r"master_weights\[0\] must be given where start_offsets"),
         (dict(start_offsets=[-1]), r"must lie inside its weight of 256 elements, got \[-1, 15\)"),
         (dict(start_offsets=[241]), r"must lie inside .* got \[241, 257\)"),
         (dict(master_weights=[[1.0]]), "must be a tensor or None, got a list"),
-        (dict(master_weights=[torch.ones(4, 4)]), r"master_weights\[0\] must be a flat contiguous"),
-        (dict(master_weights=[torch.ones(32)[::2]]), "must be a flat contiguous"),
+        (
+            dict(master_weights=[torch.ones(32)[::2]]),
+            r"master_weights\[0\] must be a flat contiguous",
+        ),
         (dict(master_weights=[torch.ones(16).long()]), "must be a flat contiguous float32"),
         (dict(master_weights=[torch.ones(16, device="meta")]), "on cpu"),
         (dict(model_weights=[torch.ones(16, 16)]), r"model_weights\[0\] must be an NVFP4, MXFP8"),
@@ -204,12 +209,12 @@ def test_no_weights_are_no_work():
     fp4_utils.quantize_nvfp4_param_shard([], [], [], None)
 
 
-@pytest.mark.parametrize(
-    "weight", [torch.ones(4, 4), NVFP4Quantizer(two_dimensional=False).make_empty((16, 16))]
-)
-def test_post_all_gather_processing_refuses_what_it_cannot_build(weight):
+def test_post_all_gather_processing_refuses_what_it_cannot_build():
+    weight, plain = NVFP4Quantizer(two_dimensional=False).make_empty((16, 16)), torch.ones(4, 4)
     with pytest.raises(ValueError, match=r"model_weights\[0\] must"):
-        post_all_gather_processing(weight)
+        post_all_gather_processing([plain, weight])
+    post_all_gather_processing([plain])  # as it is
+    post_all_gather_processing(plain)
 
 
 def test_post_all_gather_processing_takes_one_tensor_and_leaves_mxfp8_alone():
@@ -314,11 +319,11 @@ def test_packed_shapes_and_moved_storage():
     with pytest.raises(ValueError, match=r"must be even to be packed, got shape \(3, 7\)"):
         fp4_utils.get_nvfp4_rowwise_packed_shape((3, 7))
     tensor = NVFP4Quantizer().quantize(torch.randn(16, 32))
-    values = tensor.dequantize()
+    values = tensor.dequantize(torch.float32)
     buffer = torch.zeros(300, dtype=torch.uint8)
     fp4_utils.modify_nvfp4_rowwise_storage(tensor, buffer[10:266])
     assert tensor.data_ptr() == buffer.data_ptr() + 10
-    assert torch.equal(tensor.dequantize(), values)
+    assert torch.equal(tensor.dequantize(torch.float32), values)
     assert torch.equal(fp4_utils.dequantize_fp4_tensor(tensor), values)
     assert fp4_utils.is_nvfp4tensor(tensor) and not fp4_utils.is_nvfp4tensor(values)
 
@@ -334,7 +339,7 @@ def test_packed_shapes_and_moved_storage():
             NVFP4Quantizer(rowwise=False),
             torch.zeros(512, dtype=torch.uint8),
             RuntimeError,
-            "must have rowwise data",
+            "must have rowwise codes",
         ),
     ],
 )

@@ -1,11 +1,12 @@
-"""vLLM takes the weights of a model that is trained, by its own interface; the transport is replaced.
+"""vLLM takes the weights of a model in training by its own interface; the transport is replaced.
 
     python refit_with_vllm.py dense|changes FORMAT FOLDER > answers.json
 
 A model is exported to FOLDER and served. It is trained further, and the served one gets the new
-weights: all of them through vLLM's dense NCCL engine, or changed bytes through this package's. What NCCL would carry goes through a queue in this process,
-since there is no GPU, and products are replaced as in serve_with_vllm.py. Factories, both sides'
-engines, the worker's lifecycle, loaders and layerwise reloading are vLLM's.
+weights: all of them through vLLM's dense NCCL engine, or changed bytes through this package's. What
+NCCL would carry goes through a queue in this process, since there is no GPU, and products are
+replaced as in serve_with_vllm.py. Factories, both sides' engines, the worker's lifecycle, loaders
+and layerwise reloading are vLLM's.
 """
 
 import json

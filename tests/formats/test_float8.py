@@ -5,18 +5,9 @@ import torch
 from torch.nn import Parameter
 
 from fp4adam import Float8Quantizer, FP4Adam, PartialCast
-from fp4adam.tensors import backend
-from quantized_training import random
+from helpers import random
 
 FP32_MAX = torch.finfo(torch.float32).max
-
-
-@pytest.fixture(params=["torch", "kernel"])
-def path_device(request, monkeypatch, device) -> str:
-    """Where the path under test runs: torch operators on the CPU, or the kernels on ``device``."""
-    kernel = request.param == "kernel"
-    monkeypatch.setattr(backend, "uses_kernels", lambda d: kernel and d.type == device)
-    return device if kernel else "cpu"
 
 
 def e4m3(x: torch.Tensor) -> torch.Tensor:

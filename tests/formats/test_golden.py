@@ -2,17 +2,13 @@
 
 import dataclasses
 import math
-import warnings
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import format_reference as reference
 from fp4adam import QuantizedTensor
-from fp4adam.tensors import backend
 from golden_vectors import (
     FORMATS,
     GoldenCase,
@@ -21,6 +17,7 @@ from golden_vectors import (
     read_index,
     sha16,
 )
+from helpers import assert_identical
 
 USAGES = ("rowwise", "columnwise")
 FIELDS = (
@@ -51,31 +48,6 @@ def on_both_paths(interpreted_numel: float = math.inf) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("path_device", "case"), params, indirect=["path_device"])
 
 
-@pytest.fixture
-def path_device(request, monkeypatch, device) -> Iterator[str]:
-    """Where the path under test runs: torch operators on the CPU, or the kernels on ``device``."""
-    kernel = request.param == "kernel"
-    where = device if kernel else None
-    monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == where)
-    # The interpreter divides by zero and reduces NaN in NumPy, which warns of it.
-    with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "All-NaN slice encountered", RuntimeWarning)
-        yield device if kernel else "cpu"
-
-
-def assert_same_bytes(actual: Tensor | None, expected: Tensor, name: str) -> None:
-    assert actual is not None, f"{name} is None"
-    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), name
-    bits = torch.int32 if expected.dtype == torch.float32 else torch.uint8
-    actual, expected = actual.cpu().contiguous(), expected.contiguous()
-    wrong = actual.view(bits) != expected.view(bits)
-    assert not wrong.any(), (
-        f"{name}: {int(wrong.sum())} of {wrong.numel()} elements differ, the first at "
-        f"{wrong.nonzero()[0].tolist()}: {actual[wrong][:8].tolist()} instead of "
-        f"{expected[wrong][:8].tolist()}"
-    )
-
-
 def assert_golden(
     tensor: QuantizedTensor, case: GoldenCase, usages: tuple[str, ...] = USAGES
 ) -> None:
@@ -87,15 +59,15 @@ def assert_golden(
         if not any(usage in name for usage in usages):
             assert actual is None, name
         elif name in expected:
-            assert_same_bytes(actual, expected[name], name)
+            assert_identical(actual, expected[name], name)
 
 
 def assert_golden_values(tensor: QuantizedTensor, case: GoldenCase, usage: str) -> None:
     if sha := case.sha16.get(f"dequantized_{usage}"):
-        values = tensor.dequantize().cpu()
+        values = tensor.dequantize(torch.float32).cpu()
         if tensor.is_cuda and values.isnan().any():
             # A GPU makes NaN of another sign than a CPU: compare where they are.
-            on_cpu = tensor.cpu().dequantize()
+            on_cpu = tensor.cpu().dequantize(torch.float32)
             assert torch.equal(values.isnan(), on_cpu.isnan())
             values = torch.where(values.isnan(), on_cpu, values)
         assert sha16(values) == sha
@@ -144,7 +116,7 @@ def test_reference_gives_the_golden_bytes_and_values(format):
         fields = reference.quantize(format, case.input.float().numpy(), case.amax_epsilon, largest)
         for name, expected in case.expected.items():
             actual = torch.from_numpy(np.ascontiguousarray(fields[name]))
-            assert_same_bytes(actual, expected, f"{case} {name}")
+            assert_identical(actual, expected, f"{case} {name}")
         values = {"dequantized_rowwise": reference.dequantize(format, fields)}
         if format == "mxfp8":
             values["dequantized_columnwise"] = reference.dequantize_mxfp8(fields, "columnwise")

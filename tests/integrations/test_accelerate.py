@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from with_accelerate import Training, text_rows
 
 from fp4adam import FP4Adam, QuantizedTensor
-from quantized_training import (
+from helpers import (
     RECIPES,
     all_params,
     assert_bytes_are_of_masters,

@@ -31,6 +31,7 @@ from fp4adam import (
     import_checkpoint,
     quantize_model,
 )
+from helpers import train
 
 pytestmark = [
     # transformers, of a configuration that is passed beside that of the checkpoint.
@@ -60,12 +61,9 @@ def text() -> Tensor:
     return content[: 4 * 64].view(4, 64).long()
 
 
-def train(model: PreTrainedModel, steps: int = 3) -> FP4Adam:
+def train_model(model: PreTrainedModel, steps: int = 3) -> FP4Adam:
     optimizer = FP4Adam(model.parameters(), lr=3e-3)
-    for _ in range(steps):
-        model(text(), labels=text()).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(optimizer, (model(text(), labels=text()).loss for _ in range(steps)))
     model.eval()
     return optimizer
 
@@ -90,7 +88,7 @@ def assert_is(read: PreTrainedModel, model: PreTrainedModel) -> None:
 @pytest.mark.parametrize(("recipe", "layout"), CASES)
 def test_transformers_reads_what_was_trained(recipe, layout, dequantize, tmp_path):
     model = quantize_model(llama(), recipe)
-    train(model)
+    train_model(model)
     export_checkpoint(model, tmp_path, layout)
     options = {}
     if dequantize and layout == "compressed-tensors":
@@ -102,7 +100,7 @@ def test_transformers_reads_what_was_trained(recipe, layout, dequantize, tmp_pat
 
 def test_transformers_reads_several_files_and_ties(tmp_path):
     model = quantize_model(llama(tied=True), "nvfp4")
-    train(model)
+    train_model(model)
     export_checkpoint(model, tmp_path, max_shard_bytes=100_000)
     assert len([*tmp_path.glob("*.safetensors")]) > 1
     read = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -113,7 +111,7 @@ def test_transformers_reads_several_files_and_ties(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_transformers_reads_masters(dtype, tmp_path):
     model = quantize_model(llama(), "nvfp4")
-    optimizer = train(model)
+    optimizer = train_model(model)
     export_masters(model, optimizer, tmp_path, dtype)
     read = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
     for name, param in model.named_parameters():
@@ -123,7 +121,7 @@ def test_transformers_reads_masters(dtype, tmp_path):
 @pytest.mark.parametrize(("recipe", "layout"), CASES)
 def test_training_goes_on_from_what_was_exported(recipe, layout, tmp_path):
     model = quantize_model(llama(), recipe)
-    train(model)
+    train_model(model)
     export_checkpoint(model, tmp_path, layout)
     other = import_checkpoint(llama(), tmp_path)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
@@ -135,14 +133,14 @@ def test_training_goes_on_from_what_was_exported(recipe, layout, tmp_path):
     with torch.no_grad():
         assert torch.equal(other(text()).logits, model(text()).logits)
         before = other(text(), labels=text()).loss
-    train(other)
+    train_model(other)
     with torch.no_grad():
         assert other(text(), labels=text()).loss < before
 
 
 def test_checkpoints_that_transformers_wrote_are_imported(tmp_path):
     model = quantize_model(llama(), "nvfp4")
-    train(model)
+    train_model(model)
     export_checkpoint(model, tmp_path / "ours")
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     read.save_pretrained(tmp_path / "theirs")
@@ -188,7 +186,7 @@ def test_models_of_other_dtypes_run_where_they_are_read(config, recipe, layout, 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(small(config), dtype=dtype)
     quantize_model(model, recipe)
-    train(model, steps=1)
+    train_model(model, steps=1)
     export_checkpoint(model, tmp_path, layout)
     read = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert read.dtype == (torch.bfloat16 if layout == "compressed-tensors" else dtype)

@@ -1,6 +1,8 @@
 """Lightning: closures, schedules, checkpoints, and clipping in every precision."""
 
 import logging
+import re
+from pathlib import Path
 
 import lightning
 import pytest
@@ -8,7 +10,8 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from with_lightning import LanguageModel, text_loader
 
-from quantized_training import assert_bytes_are_of_masters, assert_identical, snapshot
+import fp4adam
+from helpers import assert_bytes_are_of_masters, assert_identical, snapshot
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 pytestmark = pytest.mark.filterwarnings(
@@ -96,3 +99,19 @@ def test_lightning_refuses_to_clip_itself_in_mixed_precision(precision):
     model.configure_gradient_clipping = super(LanguageModel, model).configure_gradient_clipping
     with pytest.raises(RuntimeError, match="FP4Adam, does not allow for gradient clipping"):
         fit(precision, model=model, gradient_clip_val=1.0)
+
+
+MONITORING = Path(__file__).resolve().parents[2] / "docs" / "monitoring.md"
+
+
+@pytest.mark.skipif(not MONITORING.is_file(), reason="there is no docs/ beside this tests/")
+def test_the_callback_of_the_docs():
+    (block,) = re.findall(
+        r"^```python\n(import lightning.*?)^```", MONITORING.read_text(), re.DOTALL | re.MULTILINE
+    )
+    namespace = {"fp4adam": fp4adam}
+    exec(block, namespace)
+    callback = namespace["LogQuantization"]()
+    _, trainer = fit(callbacks=[callback], log_every_n_steps=2)
+    assert [step for step, _ in callback.monitor.history] == [2, 4, 6]
+    assert 0.05 < trainer.logged_metrics["relative_error/all"] < 0.15

@@ -25,7 +25,7 @@ from fp4adam import (
     summary,
     use_plain_state_dict,
 )
-from quantized_training import assert_bytes_are_of_masters, assert_identical
+from helpers import assert_bytes_are_of_masters, assert_identical
 
 SMALL = dict(
     vocab_size=64,
@@ -90,7 +90,9 @@ def test_experts_are_quantized_and_compute_with_their_values(name):
         plain.named_parameters(), model.named_parameters(), strict=True
     ):
         value = value.detach()
-        param.data = value.dequantize() if isinstance(value, QuantizedTensor) else value.clone()
+        param.data = (
+            value.dequantize(torch.float32) if isinstance(value, QuantizedTensor) else value.clone()
+        )
     assert_identical(run(model), run(plain))
     model.train()
     model.gradient_checkpointing_enable()

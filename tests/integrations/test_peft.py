@@ -32,7 +32,7 @@ from fp4adam import (
     quantize_model,
     summary,
 )
-from quantized_training import assert_identical
+from helpers import assert_identical, train
 from ranks import all_ranks, run_ranks
 
 pytestmark = pytest.mark.filterwarnings(
@@ -70,16 +70,10 @@ def imported(recipe, folder):
     return import_checkpoint(base(seed=1), folder)
 
 
-def train(model, steps=4):
+def losses_of(model, steps=4):
     trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer, losses = FP4Adam(trained, lr=1e-2), []
-    for _ in range(steps):
-        loss = model(TOKENS, labels=TOKENS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    losses = (model(TOKENS, labels=TOKENS).loss for _ in range(steps))
+    return train(FP4Adam(trained, lr=1e-2), losses)
 
 
 def logits(model):
@@ -105,7 +99,7 @@ def test_adapters_train_and_merge(recipe, start, tmp_path):
     assert len(found.quantized) == 2 * 7 and found.init_nbytes == 0
     assert all(p.name.endswith(".base_layer.weight") for p in found.quantized)
     before = codes(model)
-    losses = train(model)
+    losses = losses_of(model)
     assert losses[-1] < losses[0] - 0.1
     assert_identical(codes(model), before)
     expected = logits(model)
@@ -145,7 +139,7 @@ def test_starts_that_change_the_base(start):
     quantize_model(model, "mxfp8")  # what is left of the base, rounded once
     assert len(summary(model).quantized) == 2 * 7 and summary(model).init_nbytes == 0
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=0.1)
-    losses = train(model)
+    losses = losses_of(model)
     assert losses[-1] < losses[0]
 
 
@@ -189,7 +183,7 @@ def test_lora_of_mixtures_of_experts(targets):
     model = get_peft_model(model, LoraConfig(r=4, **targets))
     assert len(summary(model).quantized) == 6 and summary(model).init_nbytes == 0
     before = codes(model)
-    losses = train(model)
+    losses = losses_of(model)
     assert losses[-1] < losses[0]
     assert_identical(codes(model), before)
     expected = logits(model)
@@ -226,7 +220,7 @@ def train_on_ranks(rank, sharded):
         for layer in model.base_model.model.model.layers:
             fully_shard(layer, mesh=all_ranks())
         fully_shard(model, mesh=all_ranks())
-    losses = train(model, 3)
+    losses = losses_of(model, 3)
     values = {}
     for name, param in model.named_parameters():
         if "lora_" in name:

@@ -3,7 +3,7 @@
 import torch
 from with_torch import Training, compute_loss
 
-from quantized_training import assert_bytes_are_of_masters, assert_identical, quantized
+from helpers import assert_bytes_are_of_masters, assert_identical, quantized
 
 
 def test_compiled_fp16_training_with_an_average():

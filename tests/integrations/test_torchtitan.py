@@ -14,7 +14,7 @@ from torchtitan.models.llama3 import llama3_configs
 from with_torchtitan import Training, optimizer_config
 
 from fp4adam import FP4Adam, quantize_model
-from quantized_training import (
+from helpers import (
     assert_bytes_are_of_masters,
     assert_identical,
     quantized,

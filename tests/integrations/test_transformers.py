@@ -17,10 +17,12 @@ from transformers import (
 )
 from with_transformers import CONTEXT, build_model, build_trainer, collate
 
+import fp4adam
 from fp4adam import FP4Adam, QuantizedTensor, quantize_model, summary, use_plain_state_dict
-from quantized_training import assert_bytes_are_of_masters, assert_identical, quantized, snapshot
+from helpers import assert_bytes_are_of_masters, assert_identical, quantized, snapshot
 
-FRAMEWORKS = Path(__file__).resolve().parents[2] / "docs" / "frameworks.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+FRAMEWORKS, MONITORING = DOCS / "frameworks.md", DOCS / "monitoring.md"
 ARGUMENTS = dict(
     max_steps=6,
     save_steps=3,
@@ -173,3 +175,17 @@ def test_saved_models_are_read_with_their_values_and_quantized_again(tmp_path):
     assert len(summary(again).quantized) == 2 * 7
     for name, value in again.state_dict().items():
         torch.testing.assert_close(value, state[name], rtol=1e-6, atol=0)
+
+
+@pytest.mark.skipif(not MONITORING.is_file(), reason="there is no docs/ beside this tests/")
+def test_the_monitored_trainer_of_the_docs(tmp_path, monkeypatch):
+    (block,) = re.findall(
+        r"^```python\n(from transformers.*?)^```", MONITORING.read_text(), re.DOTALL | re.MULTILINE
+    )
+    namespace = {"fp4adam": fp4adam}
+    exec(block, namespace)
+    monkeypatch.setattr(with_transformers, "Trainer", namespace["MonitoredTrainer"])
+    trainer = train(tmp_path)
+    errors = logged(trainer, "relative_error/all")
+    assert len(errors) >= ARGUMENTS["max_steps"] and all(0.05 < x < 0.15 for x in errors)
+    assert 0 < logged(trainer, "changed_share/all")[0] < 1

@@ -7,6 +7,7 @@ tests/golden. The real torchao is tested in tests/integrations.
 from __future__ import annotations
 
 import copy
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,9 +30,8 @@ from fp4adam import (
 from fp4adam.formats import minifloat
 from fp4adam.interop.borrowed_tensor import _amax_of
 from fp4adam.interop.strided_copy import StridedCopies
-from fp4adam.tensors import backend
 from golden_vectors import FORMATS, GoldenCase, golden_cases
-from quantized_training import random
+from helpers import random
 from te_stand_ins import Wrapper, assert_bytes, assert_same, te_bytes, te_class, te_tensor
 
 # Scales of a row are padded, and those of a column as well.
@@ -61,14 +61,6 @@ def step(optimizer: FP4Adam, seed: int) -> None:
 
 def master_of(optimizer: FP4Adam, param: Tensor) -> Tensor:
     return optimizer.state[param]["master_param"]
-
-
-@pytest.fixture(params=["torch", "kernel"])
-def path_device(request, monkeypatch, device) -> str:
-    """Where the path under test runs: torch operators on the CPU, or the kernels on ``device``."""
-    kernel = request.param == "kernel"
-    monkeypatch.setattr(backend, "uses_kernels", lambda _: kernel)
-    return device if kernel else "cpu"
 
 
 GOLDEN_INPUTS = {
@@ -198,7 +190,7 @@ def test_masters_start_from_the_value_before_quantization_if_it_is_that(overwrit
     if overwritten:
         with torch.no_grad():
             param.copy_(te_tensor(NVFP4Quantizer(), random(SHAPE, 1).bfloat16()))
-    start = NVFP4Quantizer().quantize(random(SHAPE, 1).bfloat16()).dequantize()
+    start = NVFP4Quantizer().quantize(random(SHAPE, 1).bfloat16()).dequantize(torch.float32)
     optimizer = FP4Adam([param], lr=0.0)
     step(optimizer, 0)
     assert torch.equal(master_of(optimizer, param), start if overwritten else value.float())
@@ -214,7 +206,7 @@ def test_a_parameter_that_is_overwritten_is_where_its_master_restarts(quantizer)
     with torch.no_grad():
         param.copy_(other)
     step(optimizer, 1)
-    start = quantizer.quantize(random(SHAPE, 1).bfloat16()).dequantize()
+    start = quantizer.quantize(random(SHAPE, 1).bfloat16()).dequantize(torch.float32)
     assert (master_of(optimizer, param) - start).abs().max() < 2e-3
     assert_bytes(param, te_tensor(quantizer, master_of(optimizer, param)))
 
@@ -294,16 +286,40 @@ REFUSED = {
     "e4m3_max": (NVFP4Quantizer(), dict(_nvfp4_e4m3_max=256), "must be 448 to be stepped, got 256"),
     "rht": (NVFP4Quantizer(), dict(_quantizer=SimpleNamespace(with_rht=True)), "with_rht"),
     "no quantizer": (NVFP4Quantizer(), dict(_quantizer=None), "got None.*quantized_model_init"),
-    "e5m2": (MXFP8Quantizer(), dict(_fp8_dtype=SimpleNamespace(name="kFloat8E5M2")), "be E4M3"),
+    "e5m2": (
+        MXFP8Quantizer(),
+        dict(_fp8_dtype=SimpleNamespace(name="kFloat8E5M2")),
+        "be kFloat8E4M3",
+    ),
     "e5m2 float8": (
         Float8Quantizer(),
         dict(_fp8_dtype=SimpleNamespace(name="kFloat8E5M2")),
-        "_fp8_dtype of a Float8Tensor must be E4M3",
+        "_fp8_dtype of a Float8Tensor must be kFloat8E4M3",
     ),
     "another quantizer": (
         Float8Quantizer(),
         dict(_quantizer=SimpleNamespace(rowwise=True)),
         "Float8Quantizer to be stepped, got a SimpleNamespace",
+    ),
+    "ue5m3": (
+        NVFP4Quantizer(),
+        dict(_scale_dtype=SimpleNamespace(name="kFloat8UE5M3")),
+        "_scale_dtype of a NVFP4Tensor must be kFloat8E4M3 to be stepped, got kFloat8UE5M3",
+    ),
+    "another dtype": (
+        MXFP8Quantizer(),
+        dict(_scale_dtype=SimpleNamespace(name="kFloat8E8M0")),
+        "_scale_dtype of a MXFP8Tensor must be absent",
+    ),
+    "one level of scales": (
+        NVFP4Quantizer(),
+        dict(_quantizer=SimpleNamespace(disable_second_level_scale=True)),
+        "disable_second_level_scale of a NVFP4Tensor must be False",
+    ),
+    "more memory": (
+        MXFP8Quantizer(),
+        dict(_INNER_TENSORS=(("_rowwise_data", "rowwise_data"), ("_outliers", "outliers"))),
+        "got _outliers as well, which this version does not know",
     ),
     "row-scaled": (NVFP4Quantizer(), dict(_row_scaled_nvfp4=True), "_row_scaled_nvfp4 of a NVFP4T"),
     "2-D MXFP8": (
@@ -326,6 +342,12 @@ def test_what_no_kernel_writes_is_refused(quantizer, attributes, words):
     param = te_tensor(quantizer, random(SHAPE, 0).bfloat16(), **attributes)
     with pytest.raises(ValueError, match=words):
         FP4Adam([param])
+
+
+def test_another_major_version_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace(__version__="3.0.1"))
+    with pytest.raises(ValueError, match="transformer_engine must be version 2, got 3.0.1"):
+        FP4Adam([te_tensor(MXFP8Quantizer(), random(SHAPE, 0).bfloat16())])
 
 
 def test_masters_and_fp4_adam_are_needed():

@@ -13,6 +13,8 @@ from fp4adam.optim.adam import adam_, adam_scalars
 from fp4adam.optim.update_bound import largest_update, ratio_after
 from fp4adam.tensors import backend
 
+pytestmark = pytest.mark.usefixtures("through_the_kernels")
+
 NVFP4 = NVFP4Quantizer()
 # Several tiles of both sizes: whole ones, and single blocks at the edges.
 SHAPE = (80, 96)
@@ -20,11 +22,6 @@ OPTIONS = dict(
     lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, amsgrad=False, maximize=False,
     bias_correction=True, adam_w_mode=True,
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def through_the_kernels(monkeypatch, device):
-    monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
 
 
 class Weight:

@@ -16,7 +16,7 @@ from fp4adam import (
     quantize_model,
     summary,
 )
-from quantized_training import assert_identical
+from helpers import assert_identical
 from ranks import all_ranks, run_ranks
 
 FORMATS = ("nvfp4", "mxfp8", "float8block")
@@ -154,7 +154,7 @@ def test_frozen_weights_keep_no_second_copy(freeze):
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     quantize_model(model.requires_grad_(freeze != "before"), "nvfp4")
     alias = nn.Parameter(model[0].weight.detach(), False)  # does not freeze the weight
-    assert alias.get_high_precision_init_val() is model[0].weight.get_high_precision_init_val()
+    assert alias._high_precision_init_val is model[0].weight._high_precision_init_val
     if freeze == "requires_grad_":
         model.requires_grad_(False)
     elif freeze == "attribute":
@@ -162,7 +162,7 @@ def test_frozen_weights_keep_no_second_copy(freeze):
             param.requires_grad = False
     assert summary(model).init_nbytes == 0
     for param in model.parameters():
-        assert not param.requires_grad and param.get_high_precision_init_val() is None
+        assert not param.requires_grad and param._high_precision_init_val is None
     model.requires_grad_()
     assert all(param.requires_grad for param in model.parameters())
     optimizer = FP4Adam(model.parameters(), lr=1e-3)

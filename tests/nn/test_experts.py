@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from fp4adam import FP4Adam, QuantizedTensor, Recipe, quantize_model, summary
-from quantized_training import assert_identical
+from helpers import assert_identical, train
 from ranks import all_ranks, run_ranks
 
 EXPERTS, DIM, TOKENS = 4, 32, 24
@@ -133,7 +133,7 @@ def test_no_decoded_stack_is_kept_for_the_backward_pass():
 )
 def test_other_operators_see_decoded_values(read):
     stack = make().experts.gate_up_proj
-    plain = stack.dequantize().detach().requires_grad_()
+    plain = stack.dequantize(torch.float32).detach().requires_grad_()
     for weight in (stack, plain):
         read(weight).square().sum().backward()
     assert_identical((read(stack), stack.grad), (read(plain), plain.grad))
@@ -143,7 +143,7 @@ def test_other_operators_see_decoded_values(read):
 
 def test_a_transposed_stack_looks_like_one():
     stack = make().experts.gate_up_proj
-    turned, plain = stack.transpose(1, 2), stack.dequantize().transpose(1, 2)
+    turned, plain = stack.transpose(1, 2), stack.dequantize(torch.float32).transpose(1, 2)
     for look in ("shape", "dtype", "device", "requires_grad", "ndim"):
         assert getattr(turned, look) == getattr(plain, look)
     assert turned.stride() == plain.stride() and len(turned) == EXPERTS
@@ -248,20 +248,17 @@ def test_optimizers_from_before_are_noticed():
         optimizer.step()
 
 
-def train(rank: int, recipe: str | Recipe, sharded: bool) -> tuple[list[float], dict[str, Tensor]]:
+def train_model(
+    rank: int, recipe: str | Recipe, sharded: bool
+) -> tuple[list[float], dict[str, Tensor]]:
     dim = DIM if isinstance(recipe, str) else 128
     model = make(recipe, dim=dim)
     if sharded:
         fully_shard(model.experts, mesh=all_ranks())
         fully_shard(model, mesh=all_ranks())
     optimizer = FP4Adam(model.named_parameters(), lr=1e-2)
-    losses = []
-    for number in range(3):
-        loss = loss_of(model, tokens(number, dim=dim))  # the same tokens on every rank
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    # The same tokens on every rank.
+    losses = train(optimizer, (loss_of(model, tokens(number, dim=dim)) for number in range(3)))
     masters = {}
     for name, param in model.named_parameters():
         master = optimizer.state[param].get("master_param", param.detach())
@@ -280,7 +277,7 @@ def train(rank: int, recipe: str | Recipe, sharded: bool) -> tuple[list[float], 
     ],
 )
 def test_fsdp(recipe):
-    alone = train(0, recipe, False)
-    for losses, masters in run_ranks(train, 2, recipe, True):
+    alone = train_model(0, recipe, False)
+    for losses, masters in run_ranks(train_model, 2, recipe, True):
         assert losses == alone[0]
         assert_identical(masters, alone[1])

@@ -114,7 +114,7 @@ def test_stacks_of_experts(weights):
     x, offsets = randn(5, 64), torch.tensor([2, 5], dtype=torch.int32)
     y = grouped_linear(x, stack, offsets)
     y.backward(torch.ones_like(y))
-    read, dense = rounded(x, weights), stack.dequantize().detach().requires_grad_()
+    read, dense = rounded(x, weights), stack.dequantize(torch.float32).detach().requires_grad_()
     expected = torch.cat([read[:2] @ dense[0].t(), read[2:] @ dense[1].t()])
     expected.backward(torch.ones_like(expected))
     torch.testing.assert_close(y, expected)

@@ -27,6 +27,7 @@ from fp4adam.nn.grouped_linear import _ScaledGroupedLinear
 from fp4adam.nn.operand import quantize
 from fp4adam.tensors import backend
 from fp4adam.tensors.storage import Storage
+from helpers import randn, train
 from ranks import all_ranks, run_ranks
 from waits import refusing_waits
 
@@ -46,17 +47,13 @@ def both(weights, **options) -> Recipe:
     return Recipe(weights, activations=True, gradients=True, **options)
 
 
-def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-
-
 def ends(*counts: int) -> Tensor:
     return torch.tensor(counts).cumsum(0).int()
 
 
 def rounded(x: Tensor, weights: str) -> Tensor:
     padded = F.pad(x, (0, 0, 0, -len(x) % 32))
-    return FORMATS[weights].quantize(padded).dequantize()[: len(x)] if len(x) else x
+    return FORMATS[weights].quantize(padded).dequantize(torch.float32)[: len(x)] if len(x) else x
 
 
 def by_expert(x: Tensor, dense: Tensor, counts: tuple[int, ...]) -> Tensor:
@@ -67,12 +64,12 @@ def by_expert(x: Tensor, dense: Tensor, counts: tuple[int, ...]) -> Tensor:
 def backward_values(stack: nn.Parameter) -> Tensor:
     """The weights as the backward pass reads them."""
     if not isinstance(stack.quantizer, MXFP8Quantizer):
-        return stack.dequantize()
+        return stack.dequantize(torch.float32)
     storage = Storage(
         columnwise_data=stack._columnwise_data, columnwise_scale_inv=stack._columnwise_scale_inv
     )
     columnwise = MXFP8Quantizer(rowwise=False)
-    return type(stack)(stack.shape, torch.float32, columnwise, storage).dequantize()
+    return type(stack)(stack.shape, torch.float32, columnwise, storage).dequantize(torch.float32)
 
 
 @every_format
@@ -85,7 +82,7 @@ def test_operands_are_those_of_the_quantizers(weights, quantized, counts):
     y = grouped_linear(x, stack, ends(*counts))
     y.backward(grad)
 
-    weight = stack.dequantize().detach()
+    weight = stack.dequantize(torch.float32).detach()
     read = rounded(x.detach(), weights) if activations else x.detach()
     torch.testing.assert_close(y, by_expert(read, weight.transpose(1, 2), counts))
     read = rounded(grad, weights) if gradients else grad
@@ -336,12 +333,8 @@ def train_shards(rank: int) -> None:
                 fully_shard(experts, mesh=all_ranks())
             optimizer = FP4Adam(experts.parameters(), lr=1e-2)
             x = randn(20, IN)
-            for _ in range(2):
-                loss = (experts(x, ends(4, 0, 16)) - x[:, :OUT]).pow(2).mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
+            errors = (experts(x, ends(4, 0, 16)) - x[:, :OUT] for _ in range(2))
+            losses += train(optimizer, (error.pow(2).mean() for error in errors))
         assert losses[:2] == losses[2:] and losses[1] < losses[0]
 
 

@@ -29,6 +29,7 @@ from fp4adam.nn.linear import _ScaledLinear
 from fp4adam.tensors import backend
 from fp4adam.tensors.quantizer import Operands
 from fp4adam.tensors.storage import Storage
+from helpers import randn, train
 
 # Weights, and the quantizers of what they are multiplied with.
 FORMATS = {
@@ -46,16 +47,12 @@ def layer_in(recipe: Recipe, bias: bool = False) -> nn.Linear:
     return quantize_model(nn.Linear(IN, OUT, bias), recipe)
 
 
-def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-
-
 def rounded(x: Tensor, weights: str, along_tokens: bool = False) -> Tensor:
     """What a matmul reads of ``x`` [tokens, n]: quantized, with blocks along either dimension."""
     padded = F.pad(x, (0, 0, 0, -len(x) % 128))
     if along_tokens:
         padded = padded.t().contiguous()
-    values = FORMATS[weights].quantize(padded).dequantize()
+    values = FORMATS[weights].quantize(padded).dequantize(torch.float32)
     return (values.t() if along_tokens else values)[: len(x)]
 
 
@@ -63,13 +60,13 @@ def backward_values(layer, dtype: torch.dtype) -> Tensor:
     """The weight as the backward pass reads it."""
     quantizer = layer.weight.quantizer
     if not isinstance(quantizer, MXFP8Quantizer):
-        return layer.weight.dequantize()
+        return layer.weight.dequantize(torch.float32)
     tensors = layer.weight._shared.tensors
     storage = Storage(
         columnwise_data=tensors.columnwise_data, columnwise_scale_inv=tensors.columnwise_scale_inv
     )
     columnwise = MXFP8Quantizer(rowwise=False)
-    return type(layer.weight)((OUT, IN), dtype, columnwise, storage).dequantize()
+    return type(layer.weight)((OUT, IN), dtype, columnwise, storage).dequantize(torch.float32)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -98,7 +95,7 @@ def test_operands_are_those_of_the_quantizers(weights, quantized, tokens):
     y = layer(x)
     y.backward(grad)
 
-    weight = layer.weight.dequantize()
+    weight = layer.weight.dequantize(torch.float32)
     read = rounded(x.detach(), weights) if activations else x
     torch.testing.assert_close(y, F.linear(read, weight, layer.bias))
     read = rounded(grad, weights) if gradients else grad
@@ -261,13 +258,7 @@ def test_training_with_quantized_operands(weights):
     quantize_model(model, Recipe(weights, activations=True, gradients=True))
     optimizer = FP4Adam(model.parameters(), lr=1e-2)
     x, target = randn(64, 128), randn(64, 128).roll(1, 0)
-    losses = []
-    for _ in range(20):
-        loss = F.mse_loss(model(x), target)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train(optimizer, (F.mse_loss(model(x), target) for _ in range(20)))
     assert losses[-1] < 0.6 * losses[0]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp4adam import FP4Adam, QuantizedTensor, quantize_model, use_plain_state_dict
-from quantized_training import RECIPES, assert_identical, make_mlp, snapshot, take_steps
+from helpers import RECIPES, assert_identical, make_mlp, snapshot, take_steps
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -96,7 +96,7 @@ def test_hidden_linear_layers_are_quantized(recipe, device):
             continue
         assert param.quantizer == RECIPES[recipe] and param.device.type == device
         expected = RECIPES[recipe].quantize(values[name])
-        assert torch.equal(param.dequantize(), expected.dequantize())
+        assert torch.equal(param.dequantize(torch.float32), expected.dequantize(torch.float32))
         assert torch.equal(param.get_high_precision_init_val(), values[name])
     model(torch.arange(10, device=device)).sum().backward()
     assert all(type(param.grad) is Tensor for param in model.parameters())
@@ -145,7 +145,7 @@ def test_subclasses_and_single_layers_are_quantized():
 
     layer = quantize_model(MyLinear(64, 64, bias=False), "nvfp4")
     x = torch.ones(1, 64)
-    assert torch.equal(layer(x), 2 * (x @ layer.weight.dequantize().t()))
+    assert torch.equal(layer(x), 2 * (x @ layer.weight.dequantize(torch.float32).t()))
 
 
 def hooked_layer() -> tuple[nn.Linear, list[str]]:
@@ -195,10 +195,10 @@ def test_frozen_weights_keep_no_value_before_quantization(is_meta):
         value = source[0].weight.detach()
     frozen, trained = (layer.weight for layer in layers)
     assert not frozen.requires_grad and trained.requires_grad
-    assert frozen.get_high_precision_init_val() is None
-    assert trained.get_high_precision_init_val() is not None
-    expected = NVFP4Quantizer().quantize(value).dequantize()
-    assert torch.equal(frozen.dequantize(), expected)
+    assert frozen._high_precision_init_val is None
+    assert trained._high_precision_init_val is not None
+    expected = NVFP4Quantizer().quantize(value).dequantize(torch.float32)
+    assert torch.equal(frozen.dequantize(torch.float32), expected)
     # Thawed: training starts from what is there.
     frozen.requires_grad_(True)
     optimizer = FP4Adam(layers.parameters(), lr=0.0)
@@ -399,7 +399,9 @@ def test_meta_models_are_quantized_without_values(device):
 
     weight = model.blocks[0].up.weight
     value = source.blocks[0].up.weight.detach().to(device)
-    assert torch.equal(weight.dequantize(), NVFP4Quantizer().quantize(value).dequantize())
+    assert torch.equal(
+        weight.dequantize(torch.float32), NVFP4Quantizer().quantize(value).dequantize(torch.float32)
+    )
     # As for a model that had its values from the start.
     assert torch.equal(weight.get_high_precision_init_val(), value)
 
@@ -409,7 +411,7 @@ def test_meta_models_take_quantized_checkpoints_without_a_copy():
     with torch.device("meta"):
         model = quantize_model(Model(), "nvfp4")
     model.to_empty(device="cpu").load_state_dict(source.state_dict())
-    assert model.blocks[0].up.weight.get_high_precision_init_val() is None
+    assert model.blocks[0].up.weight._high_precision_init_val is None
     model(torch.arange(10))
 
 
@@ -425,7 +427,7 @@ def test_masters_start_from_the_value_before_quantization():
     model(torch.arange(10)).sum().backward()
     optimizer.step()
     assert torch.equal(optimizer.state[weight]["master_param"], value)
-    assert weight.get_high_precision_init_val() is None
+    assert weight._high_precision_init_val is None
 
 
 def test_value_before_quantization_is_carried_by_conversions(device):
@@ -446,7 +448,7 @@ def test_value_before_quantization_is_replaced_by_loading(source):
     if source:
         quantize_model(other, source)
     model.load_state_dict(other.state_dict())
-    kept = model.blocks[0].up.weight.get_high_precision_init_val()
+    kept = model.blocks[0].up.weight._high_precision_init_val
     assert kept is None if source else torch.equal(kept, value)
 
 
@@ -458,7 +460,9 @@ def test_initialization_after_quantization_is_what_training_starts_from():
     weight = model.blocks[0].up.weight
     value = weight.get_high_precision_init_val().clone()
     assert value.std().item() == pytest.approx(0.02, rel=0.1)
-    assert torch.equal(weight.dequantize(), weight.quantizer.quantize(value).dequantize())
+    assert torch.equal(
+        weight.dequantize(torch.float32), weight.quantizer.quantize(value).dequantize(torch.float32)
+    )
 
 
 # quantized_init
@@ -475,8 +479,8 @@ def test_everything_built_inside_is_quantized_at_the_end():
     for a, b in zip(model.parameters(), expected.parameters(), strict=True):
         assert type(a) is type(b) and torch.equal(a, b)
         if isinstance(a, QuantizedTensor):
-            init_val = b.get_high_precision_init_val()
-            assert torch.equal(a.get_high_precision_init_val(), init_val)
+            init_val = b._high_precision_init_val
+            assert torch.equal(a._high_precision_init_val, init_val)
     train(model)
 
 

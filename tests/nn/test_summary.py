@@ -190,3 +190,41 @@ def test_saving_by_address_names_the_cure(tmp_path):
         save_file(model.state_dict(), tmp_path / "model.safetensors")
     fp4adam.use_plain_state_dict(model)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
+
+
+def test_bytes_of_the_optimizer_state():
+    model = quantize_model(make_model(), "nvfp4")
+    optimizer = FP4Adam(model.parameters(), exp_avg_dtype=torch.bfloat16)
+    assert str(summary(model, optimizer)).endswith(
+        "no optimizer state yet: the first step creates it"
+    )
+    for param in model.parameters():
+        param.grad = torch.zeros(param.shape)
+    optimizer.step()
+    result = summary(model, optimizer)
+    table = str(result).splitlines()
+    assert table[0].endswith("  state bytes")
+    # BF16 first moments, FP32 second moments; masters of quantized weights.
+    assert table[1].split()[-2:] == ["4,116", f"{10 * 64**2:,}"]
+    assert table[2].split()[-2:] == ["256", f"{6 * 64:,}"]
+    numel = sum(p.numel() for p in model.parameters())
+    nbytes = 10 * 2 * 64**2 + 6 * (numel - 2 * 64**2)
+    assert result.state_nbytes == nbytes
+    assert table[-1] == (
+        f"{nbytes:,} bytes of the optimizer's state, {nbytes / numel:.2f} bytes per parameter"
+    )
+    with pytest.raises(
+        TypeError, match=r"optimizer must be a torch.optim.Optimizer or None, got list"
+    ):
+        summary(model, [optimizer])
+
+
+def test_notebooks_show_the_table():
+    model = quantize_model(make_model(), "nvfp4")
+    model.add_module("<i>", nn.Linear(2, 2))
+    result = summary(model, torch.optim.SGD(model.parameters()))
+    assert repr(result) == str(result)
+    page = result._repr_html_()
+    assert page.count("<tr>") == 1 + len(result.parameters) == page.count("</tr>")
+    assert page.count("<td>") == 6 * len(result.parameters) and "<td>&lt;i&gt;.weight</td>" in page
+    assert result.describe().replace("<", "&lt;").replace(">", "&gt;") in page

@@ -15,7 +15,7 @@ from torch.optim import AdamW
 from torch.testing import assert_close
 
 from fp4adam import FP4Adam, QuantizedTensor, Quantizer
-from quantized_training import (
+from helpers import (
     RECIPES,
     all_params,
     assert_bytes_are_of_masters,
@@ -160,7 +160,7 @@ def test_unscaled_and_clipped_gradients_are_not_scaled_again(
 @pytest.mark.parametrize("clip", [clip_grad_norm_, clip_grad_value_])
 def test_clipping_sees_quantized_parameters(clip: Any, device: str) -> None:
     params = quantized(make_params(RECIPES["nvfp4"], device, torch.float32))
-    plain = [Parameter(param.detach().dequantize()) for param in params]
+    plain = [Parameter(param.detach().dequantize(torch.float32)) for param in params]
     for each in (params, plain):
         set_grads(each, seed=0)
         clip(each, 0.01)

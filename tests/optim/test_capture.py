@@ -22,7 +22,9 @@ from fp4adam import FP4Adam, FusedAdam, NVFP4Quantizer
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.optim.adam import adam_scalars, power
 from fp4adam.tensors import backend
-from quantized_training import assert_identical
+from helpers import all_params, assert_identical, assert_same_training, randn, written
+
+pytestmark = pytest.mark.usefixtures("through_the_kernels")
 
 HAS_GPU = torch.cuda.is_available()
 SHAPES = [(48, 16), (600,), (7,), (3, 5, 4)]
@@ -49,11 +51,6 @@ VARIANTS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "no bias correction": (dict(bias_correction=False), torch.float32),
 }
 every_variant = pytest.mark.parametrize(("options", "dtype"), VARIANTS.values(), ids=VARIANTS)
-
-
-@pytest.fixture(autouse=True)
-def through_the_kernels(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
 
 
 class StandIn:
@@ -94,10 +91,6 @@ def capture(work: Callable[[], Any], **options: Any) -> Callable[[], None]:
     return stand_in.replay
 
 
-def randn(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def make_params(device: str, dtype: torch.dtype = torch.float32) -> list[Parameter]:
     return [Parameter(randn(*s, seed=i).to(device, dtype)) for i, s in enumerate(SHAPES)]
 
@@ -116,27 +109,11 @@ def make_pair(
     return pair[0], pair[1]
 
 
-def params_of(optimizer: FusedAdam) -> list[Parameter]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 def fill_grads(optimizer: FusedAdam, seed: int) -> None:
     """New gradients at the same addresses."""
-    for i, param in enumerate(params_of(optimizer)):
+    for i, param in enumerate(all_params(optimizer)):
         if param.grad is not None:
             param.grad.copy_(randn(*param.shape, seed=100 * seed + i) * 1e-2)
-
-
-def everything(optimizer: FusedAdam) -> list[dict[str, torch.Tensor]]:
-    """Parameters and states, on the CPU."""
-    return [
-        {"": param.detach().cpu(), **{k: v.cpu() for k, v in optimizer.state[param].items()}}
-        for param in params_of(optimizer)
-    ]
-
-
-def assert_same(a: FusedAdam, b: FusedAdam) -> None:
-    assert_identical(everything(a), everything(b))
 
 
 def set_rates(optimizer: FusedAdam, rate: float) -> None:
@@ -205,10 +182,10 @@ def test_capturable_step_gives_the_same_bits(
             if seed == 2:
                 optimizer.found_inf = torch.ones(1, device=device)
             if seed == 3:
-                params_of(optimizer)[1].grad = None
+                all_params(optimizer)[1].grad = None
             optimizer.step()
             vars(optimizer).pop("found_inf", None)
-    assert_same(*pair)
+    assert_same_training(*pair)
     assert [s["step"].item() for s in pair[0].state.values()] == [3.0, 2.0, 3.0, 3.0]
     assert {s["step"].device.type for s in pair[0].state.values()} == {device}
 
@@ -236,7 +213,7 @@ def test_schedulers_fill_the_learning_rate_in_place(device: str) -> None:
         rates.append(pair[0].param_groups[0]["lr"])
     assert all(rate is rates[0] for rate in rates)
     assert rates[0].dtype == torch.float64
-    assert_same(*pair)
+    assert_same_training(*pair)
 
 
 # Replays
@@ -257,9 +234,9 @@ def test_replays_give_the_bits_of_steps(
     for i, optimizer in enumerate(pair):
         fill_grads(optimizer, 0)
         step(optimizer, i)
-    before = everything(pair[0])
+    before = written(pair[0])
     replay = capture(lambda: step(pair[0], 0))
-    assert_identical(everything(pair[0]), before)
+    assert_identical(written(pair[0]), before)
     for seed in range(1, 7):
         for i, optimizer in enumerate(pair):
             set_rates(optimizer, 1e-2 / seed)
@@ -271,8 +248,8 @@ def test_replays_give_the_bits_of_steps(
                 replay()
             else:
                 step(optimizer, i)
-    assert_same(*pair)
-    assert pair[0].state[params_of(pair[0])[0]]["step"] == 6
+    assert_same_training(*pair)
+    assert pair[0].state[all_params(pair[0])[0]]["step"] == 6
 
 
 def test_each_graph_reads_its_own_gradients(device: str) -> None:
@@ -282,12 +259,12 @@ def test_each_graph_reads_its_own_gradients(device: str) -> None:
     optimizer.step()
     sets = []
     for seed in (1, 2):
-        for param in params_of(optimizer):
+        for param in all_params(optimizer):
             param.grad = torch.zeros_like(param)
         fill_grads(optimizer, seed)
-        grads = [param.grad for param in params_of(optimizer)]
+        grads = [param.grad for param in all_params(optimizer)]
         sets.append((capture(optimizer.step), grads))
-    for param in params_of(optimizer):
+    for param in all_params(optimizer):
         param.grad = torch.zeros_like(param)
     fill_grads(optimizer, 3)
     order = [1, 2, 3, 2, 3, 1, 1, 2]
@@ -296,7 +273,7 @@ def test_each_graph_reads_its_own_gradients(device: str) -> None:
     for seed in [0, *order]:
         fill_grads(twin, seed)
         twin.step()
-    assert_same(optimizer, twin)
+    assert_same_training(optimizer, twin)
 
 
 def test_replays_outlive_the_plan(device: str) -> None:
@@ -308,7 +285,7 @@ def test_replays_outlive_the_plan(device: str) -> None:
     replay = capture(optimizer.step)
     plan = optimizer._plan
     for each in (optimizer, twin):
-        param = params_of(each)[0]
+        param = all_params(each)[0]
         with torch.no_grad():
             param.mul_(0.5)
         each.state[param] = dict(each.state[param])
@@ -320,7 +297,7 @@ def test_replays_outlive_the_plan(device: str) -> None:
             fill_grads(each, seed)
         replay()
         twin.step()
-    assert_same(optimizer, twin)
+    assert_same_training(optimizer, twin)
 
 
 def test_captures_keep_what_their_plan_has_once(device: str) -> None:
@@ -336,7 +313,7 @@ def test_captures_keep_what_their_plan_has_once(device: str) -> None:
             fill_grads(each, seed)
         replay()
         twin.step()
-    assert_same(optimizer, twin)
+    assert_same_training(optimizer, twin)
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.step()
     capture(optimizer.step)
@@ -359,7 +336,7 @@ def test_replays_read_host_memory_that_is_their_own(device: str) -> None:
             fill_grads(each, 1)
         replay()
         twin.step()
-    assert_same(optimizer, twin)
+    assert_same_training(optimizer, twin)
 
 
 class OptimizerGraph:
@@ -403,7 +380,7 @@ def test_megatrons_wrapper_trains_alike(device: str) -> None:
                 param.decoupled_grad.copy_(randn(*param.shape, seed=10 * seed + i))
             step()
         optimizers.append(optimizer)
-    assert_same(*optimizers)
+    assert_same_training(*optimizers)
 
 
 # States
@@ -417,7 +394,7 @@ def test_states_go_both_ways(source: bool | str, target: bool, device: str) -> N
         first: Any = torch.optim.AdamW(params, lr=1e-2, fused=True)
     else:
         first = make_pair(device)[0 if source else 1]
-    for param in params_of(first):
+    for param in all_params(first):
         param.grad = torch.zeros_like(param)
     for seed in range(2):
         fill_grads(first, seed)
@@ -427,7 +404,7 @@ def test_states_go_both_ways(source: bool | str, target: bool, device: str) -> N
         assert [group["lr"] for group in saved["param_groups"]] == [1e-2, 3e-3]
     loaded = []
     for capturable in (target, False):
-        params = [Parameter(param.detach().clone()) for param in params_of(first)]
+        params = [Parameter(param.detach().clone()) for param in all_params(first)]
         groups = [params[:2], params[2:]] if source != "adamw" else [params]
         optimizer = FusedAdam([{"params": g} for g in groups], lr=1.0, capturable=capturable)
         optimizer.load_state_dict(copy.deepcopy(saved))
@@ -438,7 +415,7 @@ def test_states_go_both_ways(source: bool | str, target: bool, device: str) -> N
             fill_grads(optimizer, seed)
             optimizer.step()
         loaded.append(optimizer)
-    assert_same(*loaded)
+    assert_same_training(*loaded)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
@@ -448,7 +425,7 @@ def test_copies_stay_capturable(copied: Callable, device: str) -> None:
         fill_grads(each, 0)
         each.step()
     again = copied(optimizer)
-    for param in params_of(again):
+    for param in all_params(again):
         param.grad = torch.zeros_like(param)
     for each in (again, twin):
         fill_grads(each, 1)
@@ -458,7 +435,7 @@ def test_copies_stay_capturable(copied: Callable, device: str) -> None:
         fill_grads(each, 2)
     replay()
     twin.step()
-    assert_same(again, twin)
+    assert_same_training(again, twin)
 
 
 def test_torch_loads_the_state(device: str) -> None:
@@ -466,7 +443,7 @@ def test_torch_loads_the_state(device: str) -> None:
     for seed in range(2):
         fill_grads(optimizer, seed)
         optimizer.step()
-    params = [Parameter(param.detach().clone()) for param in params_of(optimizer)]
+    params = [Parameter(param.detach().clone()) for param in all_params(optimizer)]
     groups = [{"params": params[:2]}, {"params": params[2:]}]
     adamw = torch.optim.AdamW(groups)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -478,7 +455,7 @@ def test_torch_loads_the_state(device: str) -> None:
     for each in (optimizer, adamw):
         fill_grads(each, 2)
         each.step()
-    for param, twin in zip(params, params_of(optimizer), strict=True):
+    for param, twin in zip(params, all_params(optimizer), strict=True):
         torch.testing.assert_close(param, twin, rtol=1e-5, atol=1e-7)
         assert adamw.state[param]["step"] == 3
 
@@ -495,13 +472,13 @@ def stepped(device: str) -> FusedAdam:
 
 
 def refused(step: Callable[[], Any], message: str, optimizer: FusedAdam) -> None:
-    before = everything(optimizer) if optimizer.state else None
+    before = written(optimizer) if optimizer.state else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "is_capturing", lambda: True)
         with pytest.raises(RuntimeError, match=message):
             step()
     if before is not None:
-        assert_identical(everything(optimizer), before)
+        assert_identical(written(optimizer), before)
     optimizer.step()
 
 
@@ -530,7 +507,7 @@ def test_first_step_is_not_captured(device: str) -> None:
 
 
 def test_step_with_other_states_is_not_captured(stepped: FusedAdam) -> None:
-    state = stepped.state[params_of(stepped)[0]]
+    state = stepped.state[all_params(stepped)[0]]
     state["exp_avg"] = state["exp_avg"].clone()
     refused(stepped.step, "other parameters, states or gradients", stepped)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.testing import assert_close
 
 from fp4adam import FP4Adam, QuantizedTensor, Quantizer, quantize_model
-from quantized_training import (
+from helpers import (
     QUANTIZERS,
     RECIPES,
     all_params,
@@ -35,26 +34,13 @@ from quantized_training import (
     set_grads,
     snapshot,
     take_steps,
+    through_a_file,
+    train,
 )
 
 every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS.keys())
 every_recipe = pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES.keys())
 half_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-
-
-def through_a_file(saved: Any) -> Any:
-    """What torch.load gives back, without running any code from the file."""
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def train(model: nn.Module, optimizer: FP4Adam, seeds: range) -> None:
-    for seed in seeds:
-        optimizer.zero_grad()
-        mlp_loss(model, seed).backward()
-        optimizer.step()
 
 
 def reseeded(quantizer: Quantizer | None, device: str, dtype: torch.dtype) -> nn.Module:
@@ -94,9 +80,9 @@ def test_resumed_training_is_bit_identical(
 ) -> None:
     model = make_mlp(quantizer, device, dtype)
     optimizer = FP4Adam(model.parameters(), lr=1e-2, **options)
-    train(model, optimizer, range(3))
+    train(optimizer, (mlp_loss(model, seed) for seed in range(3)))
     saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    train(model, optimizer, range(3, 6))
+    train(optimizer, (mlp_loss(model, seed) for seed in range(3, 6)))
 
     fresh = reseeded(quantizer, device, dtype)
     resumed = FP4Adam(fresh.parameters(), lr=0.5, **options)
@@ -104,11 +90,11 @@ def test_resumed_training_is_bit_identical(
         lambda: fresh.load_state_dict(saved["model"]),
         lambda: resumed.load_state_dict(saved["optimizer"]),
     )
-    train(fresh, resumed, range(3, 6))
+    train(resumed, (mlp_loss(fresh, seed) for seed in range(3, 6)))
     assert_identical(snapshot(resumed)["params"], snapshot(optimizer)["params"])
     assert_identical(snapshot(resumed)["state"], snapshot(optimizer)["state"])
     for param in quantized(fresh.parameters()):
-        assert param.get_high_precision_init_val() is None
+        assert param._high_precision_init_val is None
 
 
 @every_recipe
@@ -202,7 +188,7 @@ def test_loaded_state_is_unrounded_and_of_its_own(quantizer: Quantizer, device: 
 def test_named_parameters_are_saved_by_name(quantizer: Quantizer, device: str) -> None:
     model = make_mlp(quantizer, device)
     optimizer = FP4Adam(model.named_parameters())
-    train(model, optimizer, range(2))
+    train(optimizer, (mlp_loss(model, seed) for seed in range(2)))
     saved = through_a_file(optimizer.state_dict())
     names = [name for name, _ in model.named_parameters()]
     assert saved["param_groups"][0]["param_names"] == names
@@ -233,7 +219,7 @@ def test_trainer_may_load_the_state_it_has_just_saved(device: str) -> None:
         optimizer.zero_grad()
         mlp_loss(model, seed).backward()
         assert optimizer.step(None) is None
-        train(twin, expected, range(seed, seed + 1))
+        train(expected, (mlp_loss(twin, seed) for seed in range(seed, seed + 1)))
     assert_identical(snapshot(optimizer), snapshot(expected))
 
 
@@ -247,14 +233,14 @@ def test_state_dict_utilities_of_torch_distributed_change_nothing(
     before = [param.detach().clone() for param in model.parameters()]
     get_optimizer_state_dict(model, optimizer)
     assert_identical([param.detach() for param in model.parameters()], before)
-    train(model, optimizer, range(3))
+    train(optimizer, (mlp_loss(model, seed) for seed in range(3)))
     saved_model, saved = copy.deepcopy(get_state_dict(model, optimizer))
     assert saved["state"]["0.weight"].keys() == {"step", "exp_avg", "exp_avg_sq", "master_param"}
     fresh = reseeded(quantizer, device, torch.float32)
     resumed = FP4Adam(fresh.parameters())
     set_state_dict(fresh, resumed, model_state_dict=saved_model, optim_state_dict=saved)
     for each, its_optimizer in ((model, optimizer), (fresh, resumed)):
-        train(each, its_optimizer, range(3, 5))
+        train(its_optimizer, (mlp_loss(each, seed) for seed in range(3, 5)))
     assert_identical(snapshot(resumed)["params"], snapshot(optimizer)["params"])
     assert_identical(snapshot(resumed)["state"], snapshot(optimizer)["state"])
 
@@ -331,7 +317,7 @@ def test_quantized_training_continues_from_adamw(
     for param, weight in zip(params, weights, strict=True):
         assert ours.state[param]["step"] == 3
         assert_identical(ours.state[param]["master_param"], weight.float())
-    assert params[0].get_high_precision_init_val() is None
+    assert params[0]._high_precision_init_val is None
 
 
 def test_adamw_continues_from_our_checkpoint(device: str) -> None:
@@ -350,7 +336,7 @@ def test_quantized_training_resumes_from_a_plain_model(quantizer: Quantizer, dev
     """FP32 training first, then the same weights in few bits: masters start unrounded."""
     model = make_mlp(None, device)
     before = FP4Adam(model.parameters(), lr=1e-2)
-    train(model, before, range(3))
+    train(before, (mlp_loss(model, seed) for seed in range(3)))
     saved = through_a_file({"model": model.state_dict(), "optimizer": before.state_dict()})
     fresh = reseeded(quantizer, device, torch.float32)
     resumed = FP4Adam(fresh.parameters())

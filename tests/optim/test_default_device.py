@@ -6,7 +6,7 @@ from torch.nn import Parameter
 
 from fp4adam import FP4Adam
 from fp4adam.tensors import backend
-from quantized_training import RECIPES, assert_identical, make_weight, random, set_grads, snapshot
+from helpers import RECIPES, assert_identical, make_weight, random, set_grads, snapshot
 
 NARROW = dict(exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.float8_e4m3fn)
 
@@ -23,7 +23,7 @@ def train(default_device, quantizer, device):
         norm = optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.load_state_dict(optimizer.state_dict())
-        return snapshot(optimizer), norm, params[0].dequantize().detach()
+        return snapshot(optimizer), norm, params[0].dequantize(torch.float32).detach()
     finally:
         torch.set_default_device(None)
 

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.testing import assert_close
 
 from fp4adam import FP4Adam, FusedAdam, QuantizedTensor, Quantizer, quantize_model
-from quantized_training import (
+from helpers import (
     QUANTIZERS,
     RECIPES,
     SHAPES,
@@ -233,7 +233,7 @@ def test_masters_are_made_at_the_first_gradient_from_the_best_value_known(
     kept = make_weight(quantizer, device, dtype=dtype, keeps_value=True)
     decoded = make_weight(quantizer, device, dtype=dtype, seed=1)
     idle = make_weight(quantizer, device, dtype=dtype, seed=2, keeps_value=True)
-    value, codes = kept.get_high_precision_init_val(), decoded.detach().dequantize()
+    value, codes = kept.get_high_precision_init_val(), decoded.detach().dequantize(torch.float32)
     optimizer = FP4Adam([kept, decoded, idle], lr=0.0)
     assert len(optimizer.state) == 0
     set_grads([kept, decoded], seed=0)
@@ -246,9 +246,9 @@ def test_masters_are_made_at_the_first_gradient_from_the_best_value_known(
             torch.float32
         }
         assert all(type(state[name]) is Tensor for name in state)
-        assert param.get_high_precision_init_val() is None
+        assert param._high_precision_init_val is None
     assert idle not in optimizer.state
-    assert idle.get_high_precision_init_val() is not None
+    assert idle._high_precision_init_val is not None
 
 
 def test_value_before_quantization_may_be_finer_than_the_nominal_dtype(device: str) -> None:
@@ -303,8 +303,8 @@ def start_of(param: Tensor) -> Tensor:
     """The value that training has to start from, in FP32."""
     if not isinstance(param, QuantizedTensor):
         return param.detach().float()
-    value = param.get_high_precision_init_val()
-    return param.detach().dequantize() if value is None else value.float()
+    value = param._high_precision_init_val
+    return param.detach().dequantize(torch.float32) if value is None else value.float()
 
 
 def current(optimizer: FP4Adam) -> Tensor:
@@ -472,7 +472,9 @@ def test_bytes_after_every_step_are_those_of_the_quantized_master(
         take_steps(optimizer, [seed])
         assert_bytes_are_of_masters(optimizer)
         for param, old in zip(quantized(params), before, strict=True):
-            assert not torch.equal(param.detach().dequantize(), old.dequantize())
+            assert not torch.equal(
+                param.detach().dequantize(torch.float32), old.dequantize(torch.float32)
+            )
     assert [(type(param), param.dtype, param.shape) for param in params] == kinds
     assert all(isinstance(param, Parameter) and param.requires_grad for param in params)
 
@@ -601,7 +603,7 @@ def test_overwritten_parameter_is_where_its_master_restarts(
     # The moments go on, in the same storage.
     expected = copy.deepcopy(optimizer)
     twin = all_params(expected)[1]
-    expected.state[twin]["master_param"] = params[1].detach().dequantize()
+    expected.state[twin]["master_param"] = params[1].detach().dequantize(torch.float32)
     for each in (optimizer, expected):
         take_steps(each, [2])
         assert_bytes_are_of_masters(each)
@@ -632,7 +634,7 @@ def test_model_loaded_after_steps_restarts_all_masters(quantizer: Quantizer, dev
     take_steps(optimizer, [3])
     for param in quantized(model.parameters()):
         master = optimizer.state[param]["master_param"]
-        assert_identical(master, param.detach().dequantize())
+        assert_identical(master, param.detach().dequantize(torch.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -727,7 +729,7 @@ def test_weights_with_more_than_two_dimensions_are_stepped(device: str) -> None:
     for quantizer in RECIPES.values():
         stack = make_weight(quantizer, device, (3, 32, 64))
         flat = make_weight(quantizer, device, (96, 64))
-        flat.quantize_(stack.detach().dequantize().view(96, 64))
+        flat.quantize_(stack.detach().dequantize(torch.float32).view(96, 64))
         for seed in range(2):
             for param in (stack, flat):
                 param.grad = random((3, 32, 64), seed, device).bfloat16().view(param.shape)

@@ -15,6 +15,7 @@ from fp4adam import (
     QuantizedTensor,
 )
 from fp4adam.tensors import backend
+from helpers import assert_identical, written
 
 # Whole tiles, edges in both directions, and the smallest matrix of each format.
 QUANTIZERS = {
@@ -113,26 +114,6 @@ def train(
     return optimizer
 
 
-def tensors_of(params, optimizer):
-    """Everything that a step may write, by name, on the CPU."""
-    found = {}
-    for i, param in enumerate(params):
-        if isinstance(param, QuantizedTensor):
-            found |= {f"{i}{name}": t.cpu() for name, t in param.storage_tensors().items()}
-        else:
-            found[f"{i}.param"] = param.detach().cpu()
-        found |= {f"{i}.{name}": t.cpu() for name, t in optimizer.state[param].items()}
-    return found
-
-
-def assert_same_bits(actual, expected):
-    assert actual.keys() == expected.keys()
-    for name, want in expected.items():
-        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[want.element_size()]
-        differ = actual[name].view(bits) != want.view(bits)
-        assert not differ.any(), f"{name}: {int(differ.sum())} of {differ.numel()} differ"
-
-
 def with_options():
     """Options are orthogonal to usages and scalings: all of them for one quantizer of each format.
 
@@ -153,8 +134,8 @@ def test_fused_step_gives_the_bits_of_the_torch_path(name, option, choose_path):
     results = []
     for kernel in (True, False):
         params = make_params(quantizer, shapes, torch.bfloat16, choose_path(kernel))
-        results.append(tensors_of(params, train(params, **options)))
-    assert_same_bits(*results)
+        results.append(written(train(params, **options)))
+    assert_identical(*results)
 
 
 # Columns of codes begin at every byte of a word, in the first block of rows and in the next one;
@@ -174,8 +155,8 @@ def test_float8_blocks_of_odd_sizes_have_the_bits_of_the_torch_path(shapes, lr, 
     results = []
     for kernel in (True, False):
         params = make_params(Float8BlockQuantizer(), shapes, torch.bfloat16, choose_path(kernel))
-        results.append(tensors_of(params, train(params, steps=3, lr=lr)))
-    assert_same_bits(*results)
+        results.append(written(train(params, steps=3, lr=lr)))
+    assert_identical(*results)
 
 
 # Whole tiles and edges; a matrix that has no whole blocks of 32 in a row.
@@ -215,8 +196,8 @@ def test_narrow_states_have_the_bits_of_the_torch_path(case, states, choose_path
         params = make_params(quantizer, shapes, torch.bfloat16, choose_path(kernel))
         optimizer = train(params, **NARROW[states])
         assert bool(optimizer._plan._groups) == kernel
-        results.append(tensors_of(params, optimizer))
-    assert_same_bits(*results)
+        results.append(written(optimizer))
+    assert_identical(*results)
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.float16])
@@ -226,8 +207,8 @@ def test_fused_step_takes_other_gradient_dtypes(name, grad_dtype, choose_path):
     results = []
     for kernel in (True, False):
         params = make_params(quantizer, shapes, torch.float32, choose_path(kernel))
-        results.append(tensors_of(params, train(params, grad_dtype, grad_scale=1024.0)))
-    assert_same_bits(*results)
+        results.append(written(train(params, grad_dtype, grad_scale=1024.0)))
+    assert_identical(*results)
 
 
 @pytest.mark.parametrize("master_weights", [True, False])
@@ -240,8 +221,8 @@ def test_fused_step_of_plain_parameters_gives_the_bits_of_the_torch_path(
     results = []
     for kernel in (True, False):
         params = make_params(None, shapes, dtype, choose_path(kernel))
-        results.append(tensors_of(params, train(params, master_weights=master_weights, **options)))
-    assert_same_bits(*results)
+        results.append(written(train(params, master_weights=master_weights, **options)))
+    assert_identical(*results)
 
 
 @pytest.mark.parametrize("two_dimensional", [True, False])
@@ -261,8 +242,8 @@ def test_a_tensor_with_a_narrow_master_is_written_again(two_dimensional, choose_
             if kernel:
                 launch = optimizer._plan._groups[0].launch
                 assert (launch._exceeding > 0).tolist() == [step == 2]
-        results.append(tensors_of(params, optimizer))
-    assert_same_bits(*results)
+        results.append(written(optimizer))
+    assert_identical(*results)
 
 
 @pytest.mark.parametrize(
@@ -276,8 +257,8 @@ def test_remainders_have_the_bits_of_the_torch_path(options, choose_path):
         params = make_params(None, [(1024,), (3, 5), (2049,)], torch.bfloat16, choose_path(kernel))
         optimizer = train(params, store_param_remainders=True, **options)
         assert bool(optimizer._plan._groups) == kernel
-        results.append(tensors_of(params, optimizer))
-    assert_same_bits(*results)
+        results.append(written(optimizer))
+    assert_identical(*results)
 
 
 @pytest.mark.parametrize(
@@ -310,7 +291,7 @@ def test_bytes_after_a_step_are_those_of_the_quantized_master(name, quantize_fro
         source = master if quantize_from == "master" else master.bfloat16()
         expected = quantizer.quantize(source).storage_tensors()
         actual = {name: t.cpu() for name, t in param.storage_tensors().items()}
-        assert_same_bits(actual, expected)
+        assert_identical(actual, expected)
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
@@ -325,7 +306,7 @@ def test_zero_learning_rate_leaves_the_bytes_alone(name, choose_path):
     optimizer = FP4Adam(params, lr=0.0)
     optimizer.step()
     for param, bytes_before, where in zip(params, before, addresses, strict=True):
-        assert_same_bits(param.storage_tensors(), bytes_before)
+        assert_identical(param.storage_tensors(), bytes_before)
         assert [t.data_ptr() for t in param.storage_tensors().values()] == where
         assert optimizer.state[param]["step"] == 1
 
@@ -349,10 +330,8 @@ def test_extreme_gradients_give_the_bits_of_the_torch_path(choose_path):
                 {n: t.cpu() for n, t in p.storage_tensors().items() if t.dtype == torch.uint8}
                 for p in params
             ]
-            results.append(
-                {f"{i}{n}": t for i, found in enumerate(codes) for n, t in found.items()}
-            )
-        assert_same_bits(*results)
+            results.append(codes)
+        assert_identical(*results)
 
 
 def test_groups_and_kinds_share_one_step(choose_path):
@@ -372,8 +351,8 @@ def test_groups_and_kinds_share_one_step(choose_path):
                 grad = torch.randn(param.shape, generator=generator).to(param.dtype).to(where)
                 param.grad = grad if (i + step) % 3 else None
             optimizer.step()
-        results.append(tensors_of(params, optimizer))
-    assert_same_bits(*results)
+        results.append(written(optimizer))
+    assert_identical(*results)
 
 
 def test_strided_and_unaligned_tensors_are_stepped(choose_path):
@@ -391,9 +370,8 @@ def test_strided_and_unaligned_tensors_are_stepped(choose_path):
             for param in params:
                 param.grad = torch.ones_like(param).contiguous()
             optimizer.step()
-        results.append(tensors_of(params, optimizer))
-    actual, expected = ({n: t.contiguous() for n, t in found.items()} for found in results)
-    assert_same_bits(actual, expected)
+        results.append(written(optimizer))
+    assert_identical(*results)
 
 
 @settings(max_examples=6, deadline=None)
@@ -430,10 +408,10 @@ def test_fused_step_holds_for_any_shape(data):
         backend.uses_kernels = lambda d, kernel=kernel: kernel and d.type == device
         try:
             params = make_params(quantizer, shapes, torch.bfloat16, where)
-            results.append(tensors_of(params, train(params, steps=2, **options)))
+            results.append(written(train(params, steps=2, **options)))
         finally:
             backend.uses_kernels = original
-    assert_same_bits(*results)
+    assert_identical(*results)
 
 
 def test_default_path_follows_the_device():

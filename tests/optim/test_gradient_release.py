@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp4adam import FP4Adam, FusedAdam, Quantizer, hf_scale_groups, quantize_model
 from fp4adam.tensors import backend
-from quantized_training import (
+from helpers import (
     RECIPES,
     all_params,
     assert_bytes_are_of_masters,

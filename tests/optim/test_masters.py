@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import math
 import pickle
 import threading
@@ -25,8 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp4adam import FP4Adam, FusedAdam, QuantizedTensor, quantize_model
 from fp4adam.tensors import backend
-from master_reference import Twin, rounded, stored, value_of
-from quantized_training import (
+from helpers import (
     RECIPES,
     all_params,
     assert_identical,
@@ -35,8 +33,11 @@ from quantized_training import (
     random,
     set_grads,
     snapshot,
+    stored,
     take_steps,
+    through_a_file,
 )
+from master_reference import Twin, rounded, value_of
 
 NVFP4 = RECIPES["nvfp4"]
 SHAPE = (32, 32)
@@ -404,11 +405,8 @@ def through_deepcopy(model: nn.Module, optimizer: FP4Adam) -> tuple[Any, FP4Adam
     return copy.deepcopy((model, optimizer))
 
 
-def through_a_file(model: nn.Module, optimizer: FP4Adam) -> tuple[Any, FP4Adam]:
-    file = io.BytesIO()
-    torch.save((model, optimizer), file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+def through_pickle(model: nn.Module, optimizer: FP4Adam) -> tuple[Any, FP4Adam]:
+    return through_a_file((model, optimizer), weights_only=False)
 
 
 def through_an_interrupt(model: nn.Module, optimizer: FP4Adam) -> tuple[Any, FP4Adam]:
@@ -438,7 +436,7 @@ def through_nothing(model: nn.Module, optimizer: FP4Adam) -> tuple[Any, FP4Adam]
 EVENTS = [
     through_nothing,
     through_deepcopy,
-    through_a_file,
+    through_pickle,
     through_an_interrupt,
     through_own_state_dict,
     through_a_new_group,

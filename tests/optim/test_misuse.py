@@ -80,7 +80,7 @@ class Scene:
                 tensors = dict(self.optimizer.__dict__["state"].get(param, {}))
                 if isinstance(param, QuantizedTensor):
                     tensors |= param.storage_tensors()
-                    tensors["init"] = param.get_high_precision_init_val()
+                    tensors["init"] = param._high_precision_init_val
                 elif not isinstance(param, nn.UninitializedParameter):
                     tensors["value"] = param.detach()
                 found[f"{id(model)} {name}"] = id(param), type(param)

@@ -5,7 +5,7 @@ import torch
 from torch.nn import Parameter
 
 from fp4adam import FP4Adam, FusedAdam, NVFP4Quantizer
-from quantized_training import RECIPES, assert_bytes_are_of_masters, assert_identical, random
+from helpers import RECIPES, assert_bytes_are_of_masters, assert_identical, random
 
 NAMES = ("exp_avg", "exp_avg_sq", "master_param")
 STORED = {

@@ -17,8 +17,7 @@ from torch.nn import Parameter
 from fp4adam import FP4Adam, FusedAdam, hf_scale_groups, quantize_model
 from fp4adam.optim import offload
 from fp4adam.tensors import backend
-from late_link import LateLink, offload_to
-from quantized_training import (
+from helpers import (
     QUANTIZERS,
     RECIPES,
     all_params,
@@ -32,6 +31,7 @@ from quantized_training import (
     snapshot,
     take_steps,
 )
+from late_link import LateLink, offload_to
 
 OPTIONS = dict(lr=1e-2, weight_decay=0.1)
 # Three chunks of make_params().

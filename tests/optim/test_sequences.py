@@ -12,8 +12,8 @@ from torch.optim import AdamW
 from torch.testing import assert_close
 
 from fp4adam import FP4Adam
+from helpers import random, set_grads
 from master_reference import Twin
-from quantized_training import random, set_grads
 from training_programs import KernelTraining, OffloadedTraining, OperatorTraining, Training
 
 

@@ -21,6 +21,7 @@ from fp4adam.optim.state_codec import (
     split_master,
     state_codec,
 )
+from helpers import bits_equal
 
 SIGNED = (Float16(), E4M3())
 SQUARES = (UE4M4, UE5M11)
@@ -85,11 +86,6 @@ def dither_of(codec, first, count, step):
     return dither.exp_avg_sq if codec in SQUARES else dither.exp_avg
 
 
-def same_bits(a, b):
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
-    return torch.equal(a.view(integers), b.view(integers))
-
-
 @by_name
 @pytest.mark.parametrize("n", [0, 1, 31, 32, 33, 1000])
 def test_zero_bits_are_zero_and_zero_is_zero_bits(codec, n):
@@ -98,9 +94,9 @@ def test_zero_bits_are_zero_and_zero_is_zero_bits(codec, n):
     assert (scales is not None) == codec.scaled
     if codec.scaled:
         assert scales.dtype == torch.uint8 and scales.shape == (math.ceil(n / 32),)
-    assert same_bits(codec.decode(codes, scales), torch.zeros(n))
+    assert bits_equal(codec.decode(codes, scales), torch.zeros(n))
     again = codec.encode(torch.zeros(n), random_dither(n))
-    assert same_bits(again[0], codes)
+    assert bits_equal(again[0], codes)
     assert not codec.scaled or torch.equal(again[1], scales)
 
 
@@ -115,7 +111,7 @@ def test_codes_have_the_layout_of_the_parameter():
 def test_decoded_numbers_are_encoded_to_themselves(codec, seed):
     values = codec.decode(*codec.encode(numbers(codec, seed=seed), random_dither(2048)))
     for dither in (None, random_dither(2048, seed=2), torch.full((2048,), -1, dtype=torch.int32)):
-        assert same_bits(codec.decode(*codec.encode(values, dither)), values)
+        assert bits_equal(codec.decode(*codec.encode(values, dither)), values)
 
 
 @by_name
@@ -335,8 +331,8 @@ def test_a_short_last_block_is_encoded_alone(codec):
     codes, scales = codec.encode(x, random_dither(77))
     assert codes.shape == (77,) and scales.shape == (3,)
     last = codec.encode(x[64:], random_dither(77)[64:])
-    assert same_bits(codes[64:], last[0]) and torch.equal(scales[2:], last[1])
-    assert same_bits(codec.decode(codes, scales)[64:], codec.decode(*last))
+    assert bits_equal(codes[64:], last[0]) and torch.equal(scales[2:], last[1])
+    assert bits_equal(codec.decode(codes, scales)[64:], codec.decode(*last))
 
 
 def test_state_codec_knows_the_dtypes_of_each_state():
@@ -359,7 +355,7 @@ def test_master_is_joined_from_what_it_was_split_into():
     param, remainder = split_master(master)
     joined = join_master(param, remainder)
     finite = ~master.isnan()
-    assert same_bits(joined[finite], master[finite])
+    assert bits_equal(joined[finite], master[finite])
     assert joined[~finite].isnan().all() and param[~finite].isnan().all()
 
 
@@ -370,7 +366,7 @@ def test_split_rounds_to_nearest_and_a_zero_remainder_is_the_parameter():
     assert torch.equal(param[~tie], master.bfloat16()[~tie])
     half = torch.tensor([0x3F808000, 0x3F818000]).int().view(torch.float32)
     assert split_master(half)[0].view(torch.int16).tolist() == [0x3F81, 0x3F82]
-    assert same_bits(join_master(param, torch.zeros_like(remainder)), param.float())
+    assert bits_equal(join_master(param, torch.zeros_like(remainder)), param.float())
 
 
 triton = pytest.importorskip("triton", reason="the tile functions need Triton")
@@ -450,7 +446,7 @@ def test_tile_functions_give_the_bits_of_the_codecs(codec, masked, device):
     assert torch.equal(out.cpu().view(bits), codes.view(bits))
     for result in results:
         assert torch.equal(result.cpu().isnan(), nan)
-        assert same_bits(result.cpu()[~nan], decoded[~nan])
+        assert bits_equal(result.cpu()[~nan], decoded[~nan])
 
 
 @triton.jit(do_not_specialize=["origin"])
@@ -479,8 +475,8 @@ def test_tile_functions_split_masters_alike(device):
         for dtype in (torch.bfloat16, torch.int16, torch.float32)
     ]
     _split_kernel[(len(master) // 4096,)](master.to(device), *outs, BLOCK=4096)
-    assert same_bits(outs[0].cpu(), param) and torch.equal(outs[1].cpu(), remainder)
-    assert same_bits(outs[2].cpu(), join_master(param, remainder))
+    assert bits_equal(outs[0].cpu(), param) and torch.equal(outs[1].cpu(), remainder)
+    assert bits_equal(outs[2].cpu(), join_master(param, remainder))
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,15 @@ from torch.optim import AdamW
 
 from fp4adam import FP4Adam, FusedAdam, NVFP4Quantizer
 from fp4adam.optim.state_codec import join_master
-from quantized_training import (
+from helpers import (
     all_params,
+    assert_identical,
     make_mlp,
     make_params,
     mlp_loss,
     quantized,
     take_steps,
+    train,
 )
 
 QUANTIZER = NVFP4Quantizer()
@@ -43,23 +45,16 @@ def make(dtype, device, params=None, **kwargs):
     return FP4Adam(params, lr=1e-2, **options(dtype), **kwargs)
 
 
-def bits(tensor):
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
 def assert_same_states(actual, expected):
     for a, b in zip(all_params(actual), all_params(expected), strict=True):
-        assert actual.state[a].keys() == expected.state[b].keys()
-        for name, value in expected.state[b].items():
-            assert actual.state[a][name].dtype == value.dtype
-            assert torch.equal(bits(actual.state[a][name]), bits(value)), name
+        assert_identical(dict(actual.state[a]), dict(expected.state[b]))
 
 
 def assert_same_params(actual, expected):
     for a, b in zip(all_params(actual), all_params(expected), strict=True):
         a, b = a.detach(), b.detach()
         if quantized([b]):
-            a, b = a.dequantize(), b.dequantize()
+            a, b = a.dequantize(torch.float32), b.dequantize(torch.float32)
         assert torch.equal(a, b)
 
 
@@ -204,10 +199,7 @@ def test_training_converges_as_in_float32(dtype, quantizer, device):
     for storage in (torch.float32, dtype):
         model = make_mlp(quantizer, device)
         optimizer = FP4Adam(model.parameters(), lr=3e-3, **options(storage))
-        for seed in range(150):
-            optimizer.zero_grad()
-            mlp_loss(model, seed).backward()
-            optimizer.step()
+        train(optimizer, (mlp_loss(model, seed) for seed in range(150)))
         losses[storage] = sum(mlp_loss(model, 1000 + i).item() for i in range(8)) / 8
     start = mlp_loss(make_mlp(quantizer, device)).item()
     assert losses[torch.float32] < 0.6 * start
@@ -301,9 +293,7 @@ def test_compact_checkpoint_shares_nothing_with_what_loads_it(device):
     resumed.load_state_dict(saved)
     kept = copy.deepcopy(saved["state"])
     take_steps(resumed, [1])
-    for key, values in kept.items():
-        for name, value in values.items():
-            assert torch.equal(bits(saved["state"][key][name]), bits(value)), name
+    assert_identical(saved["state"], kept)
 
 
 def test_compact_checkpoint_takes_the_promised_bytes(device):
@@ -367,8 +357,7 @@ def test_compact_masters_resume_bit_for_bit(target, device):
     resumed.load_state_dict(saved)
     take_steps(optimizer, [9])
     take_steps(resumed, [9])
-    for mine, theirs in zip(masters(resumed), masters(optimizer), strict=True):
-        assert torch.equal(bits(mine), bits(theirs))
+    assert_identical(masters(resumed), masters(optimizer))
     with pytest.raises(ValueError, match="must belong to a bfloat16 parameter, got torch.float32"):
         FusedAdam([torch.nn.Parameter(p.detach().float()) for p in params]).load_state_dict(saved)
 
@@ -392,8 +381,7 @@ def test_remainders_complete_the_masters(device):
     for seed in range(5):
         take_steps(whole, [seed])
         take_steps(parts, [seed])
-        for mine, theirs in zip(masters(parts), masters(whole), strict=True):
-            assert torch.equal(bits(mine), bits(theirs))
+        assert_identical(masters(parts), masters(whole))
     for param in all_params(parts):
         state = parts.state[param]
         assert state["param_remainder"].dtype == torch.int16 and "master_param" not in state
@@ -429,8 +417,7 @@ def test_masters_survive_a_checkpoint_in_float32(model_first, source, target, de
             resumed.load_state_dict(saved)
     take_steps(optimizer, [9])
     take_steps(resumed, [9])
-    for mine, theirs in zip(masters(resumed), masters(optimizer), strict=True):
-        assert torch.equal(bits(mine), bits(theirs))
+    assert_identical(masters(resumed), masters(optimizer))
 
 
 def test_overwritten_parameters_are_where_training_goes_on(device):
@@ -522,10 +509,7 @@ def test_training_with_narrow_masters_converges_as_in_float32(quantizer, device)
     for dtype in (torch.float32, torch.float16):
         model = make_mlp(quantizer, device, torch.bfloat16)
         optimizer = FP4Adam(model.parameters(), lr=3e-3, master_weight_dtype=dtype)
-        for seed in range(150):
-            optimizer.zero_grad()
-            mlp_loss(model, seed).backward()
-            optimizer.step()
+        train(optimizer, (mlp_loss(model, seed) for seed in range(150)))
         losses[dtype] = sum(mlp_loss(model, 1000 + i).item() for i in range(8)) / 8
     start = mlp_loss(make_mlp(quantizer, device, torch.bfloat16)).item()
     assert losses[torch.float32] < 0.6 * start

@@ -7,32 +7,19 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from fp4adam import Float8BlockQuantizer, Float8Quantizer, FP4Adam, MXFP8Quantizer, NVFP4Quantizer
+from fp4adam import Float8BlockQuantizer, FP4Adam, MXFP8Quantizer, NVFP4Quantizer
 from fp4adam.kernels.launch import launch
-from fp4adam.tensors import backend
+from helpers import RECIPES, assert_same_training, randn, written
 from waits import refusing_waits
+
+pytestmark = pytest.mark.usefixtures("through_the_kernels")
 
 NEEDS_GPU = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="the host's waits and the GPU's memory need a GPU"
 )
-QUANTIZERS = {
-    "nvfp4": NVFP4Quantizer(),
-    "mxfp8": MXFP8Quantizer(),
-    "float8block": Float8BlockQuantizer(),
-    "float8": Float8Quantizer(),
-}
 
 
-@pytest.fixture(autouse=True)
-def through_the_kernels(monkeypatch, device):
-    monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
-
-
-def randn(*shape, seed, device="cpu"):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
-
-
-def make_params(device, quantizer=QUANTIZERS["mxfp8"]):
+def make_params(device, quantizer=RECIPES["mxfp8"]):
     """Quantized matrices and plain vectors, in BF16."""
     values = [randn(32, 64, seed=i, device=device) * 0.02 for i in range(2)]
     params = [torch.nn.Parameter(quantizer.quantize(value.bfloat16())) for value in values]
@@ -46,24 +33,6 @@ def set_grads(params, seed, skip=()):
         param.grad = None if i in skip else grad.to(param.dtype)
 
 
-def everything(optimizer):
-    """All that a step writes, as plain tensors on the CPU, by place."""
-    found = {}
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for i, param in enumerate(params):
-        stored = getattr(param, "storage_tensors", lambda param=param: {"": param.detach()})()
-        tensors = {**stored, **optimizer.state[param]}
-        found |= {f"{i}{name}": tensor.cpu().clone() for name, tensor in tensors.items()}
-    return found
-
-
-def assert_same(optimizers):
-    actual, expected = map(everything, optimizers)
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(actual[name], tensor), name
-
-
 def assert_goes_on_as_operators(optimizer):
     """One more step, with kernels and, on a copy, with operators."""
     twin = copy.deepcopy(optimizer)
@@ -71,7 +40,7 @@ def assert_goes_on_as_operators(optimizer):
     for each in (optimizer, twin):
         set_grads(each.param_groups[0]["params"], seed=9)
         each.step()
-    assert_same([optimizer, twin])
+    assert_same_training(optimizer, twin)
 
 
 @pytest.fixture
@@ -215,10 +184,10 @@ NVFP4_CHANGES = [swap_data, replace_state, write_param, load_state, freeze, chan
 
 @pytest.mark.parametrize(
     ("change", "quantizer"),
-    [(change, QUANTIZERS["mxfp8"]) for change in CHANGES]
-    + [(change, QUANTIZERS["nvfp4"]) for change in NVFP4_CHANGES[:3]]
+    [(change, RECIPES["mxfp8"]) for change in CHANGES]
+    + [(change, RECIPES["nvfp4"]) for change in NVFP4_CHANGES[:3]]
     + [
-        pytest.param(change, QUANTIZERS["nvfp4"], marks=pytest.mark.exhaustive)
+        pytest.param(change, RECIPES["nvfp4"], marks=pytest.mark.exhaustive)
         for change in NVFP4_CHANGES[3:]
     ],
 )
@@ -233,7 +202,7 @@ def test_a_change_between_steps_is_noticed(change, quantizer, device):
                 set_grads(group["params"], seed)
             optimizer.step()
         optimizers.append(optimizer)
-    assert_same(optimizers)
+    assert_same_training(*optimizers)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +228,7 @@ def test_gradients_of_other_layouts_take_the_slower_path(make, device):
                 for param, grad in zip(params, grads, strict=False):
                     param.grad = grad if optimizer is optimizers[0] else grad.contiguous().clone()
             optimizer.step()
-    assert_same(optimizers)
+    assert_same_training(*optimizers)
     assert not optimizers[0]._plan._by_operators
 
 
@@ -273,7 +242,7 @@ def test_decoupled_gradients_may_change_their_dtype(device):
             param.decoupled_grad = randn(32, 32, seed=seed, device=device).to(dtype)
             optimizer.step()
         optimizers.append(optimizer)
-    assert_same(optimizers)
+    assert_same_training(*optimizers)
     param.decoupled_grad = randn(32, 16, seed=0, device=device)
     with pytest.raises(ValueError, match="must have the shape"):
         optimizer.step()
@@ -343,9 +312,7 @@ def test_clipping_in_the_step_equals_torchs(max_norm, norm_type, device):
             assert torch.equal(param.grad, grad)
         for optimizer in (ours, torchs):
             optimizer.step()
-    actual, wanted = everything(ours), everything(torchs)
-    for name in wanted:
-        torch.testing.assert_close(actual[name], wanted[name], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(written(ours), written(torchs), rtol=1e-5, atol=1e-7)
 
 
 def test_clipping_gives_the_bits_of_the_operators(device):
@@ -359,7 +326,7 @@ def test_clipping_gives_the_bits_of_the_operators(device):
             optimizer.clip_grad_norm_(1e-2)
             optimizer.step()
         optimizers.append(optimizer)
-    assert_same(optimizers)
+    assert_same_training(*optimizers)
 
 
 @pytest.mark.parametrize("forget", [lambda o: o.zero_grad(), lambda o: o.step()])
@@ -372,7 +339,7 @@ def test_clipping_holds_for_one_step(forget, trained):
     assert trained._clip == {}
 
 
-@pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
+@pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES)
 def test_steps_that_the_device_skips_are_not_counted(quantizer, device):
     """The state says so when it is asked; the training goes on as if they had not been."""
     optimizers = [FP4Adam(make_params(device, quantizer), lr=1e-2) for _ in range(2)]
@@ -385,11 +352,11 @@ def test_steps_that_the_device_skips_are_not_counted(quantizer, device):
             optimizers[1].step()
     state = optimizers[0].state
     assert [each["step"].item() for each in state.values()] == [3.0] * 4
-    assert_same(optimizers)
+    assert_same_training(*optimizers)
 
 
 @NEEDS_GPU
-@pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
+@pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES)
 def test_a_step_waits_for_nothing_and_allocates_nothing(quantizer, device):
     params = [
         torch.nn.Parameter(quantizer.quantize(randn(512, 1024, seed=i, device=device).bfloat16()))
@@ -434,7 +401,7 @@ def test_kernels_of_a_step_are_few(device):
 
 
 @NEEDS_GPU
-@pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
+@pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES)
 def test_the_first_step_compiles_all_that_others_need(quantizer, device):
     import triton
 

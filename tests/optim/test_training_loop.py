@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 from torch.testing import assert_close
 
 from fp4adam import FP4Adam, Quantizer, quantize_model
-from quantized_training import (
+from helpers import (
     QUANTIZERS,
     RECIPES,
     assert_bytes_are_of_masters,
@@ -27,6 +27,7 @@ from quantized_training import (
     random,
     set_grads,
     snapshot,
+    train,
 )
 
 every_recipe = pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES.keys())
@@ -75,15 +76,9 @@ def train_transformer(
     if quantizer is not None:
         quantize_model(model, quantizer)
     optimizer = optimizer_class(model.parameters(), lr=3e-3, weight_decay=0.1)
-    losses = []
-    for step in range(30):
-        x = random((8, 8, 32), step % 4, device).to(dtype)
-        loss = (model(x) - x.roll(1, dims=1)).float().square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return torch.tensor(losses)
+    batches = [random((8, 8, 32), seed, device).to(dtype) for seed in range(4)] * 8
+    errors = (model(x) - x.roll(1, dims=1) for x in batches[:30])
+    return torch.tensor(train(optimizer, (error.float().square().mean() for error in errors)))
 
 
 @pytest.mark.parametrize(
@@ -234,8 +229,8 @@ def test_scheduled_masters_follow_adamw(
     weights = quantized(params)
     twins = []
     for weight in weights:
-        value = weight.get_high_precision_init_val()
-        value = weight.detach().dequantize() if value is None else value.float()
+        value = weight._high_precision_init_val
+        value = weight.detach().dequantize(torch.float32) if value is None else value.float()
         twins.append(nn.Parameter(value))
     optimizer, adamw = FP4Adam(params, lr=lr), AdamW(twins, lr=copy.deepcopy(lr))
     schedulers = [schedule(each) for each in (optimizer, adamw)]
@@ -278,7 +273,7 @@ def test_average_in_high_precision_follows_the_quantized_weights(
         mlp_loss(model, seed).backward()
         optimizer.step()
         averaged.update_parameters(model)
-        seen.append(model[0].weight.detach().dequantize())
+        seen.append(model[0].weight.detach().dequantize(torch.float32))
     weights = (1 / 3, 1 / 3, 1 / 3) if average is dict else (0.25, 0.25, 0.5)
     expected = sum(w * value for w, value in zip(weights, seen, strict=True))
     assert type(averaged.module[0].weight.detach()) is Tensor

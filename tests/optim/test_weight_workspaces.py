@@ -29,7 +29,7 @@ from fp4adam import (
 from fp4adam.formats import minifloat
 from fp4adam.optim import weight_workspaces
 from fp4adam.tensors import backend
-from quantized_training import random
+from helpers import random
 from te_stand_ins import Wrapper, assert_bytes, stand_in, te_bytes
 
 SHAPE = (32, 96)
@@ -54,14 +54,6 @@ OPTIMIZERS = {
     "MasterWeightOptimizer": lambda p: MasterWeightOptimizer(p, torch.optim.SGD, lr=1e-2),
     "torch": lambda params: torch.optim.AdamW(params, lr=1e-2),
 }
-
-
-@pytest.fixture(params=["torch", "kernel"])
-def path_device(request, monkeypatch, device) -> str:
-    """Where the path under test runs: torch operators on the CPU, or the kernels on ``device``."""
-    kernel = request.param == "kernel"
-    monkeypatch.setattr(backend, "uses_kernels", lambda _: kernel)
-    return device if kernel else "cpu"
 
 
 class TELinear(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
 from torch.testing._internal.common_optimizers import ErrorOptimizerInput, OptimizerInfo, optim_db
 
+import helpers
 from fp4adam import (
     Float8BlockQuantizer,
     Float8Quantizer,
@@ -19,7 +21,6 @@ from fp4adam import (
     FusedAdam,
     MXFP8Quantizer,
     NVFP4Quantizer,
-    QuantizedTensor,
     Quantizer,
 )
 
@@ -138,34 +139,8 @@ def take_steps(optimizer: Optimizer, n_steps: int, first_seed: int = 100) -> Non
         optimizer.step()
 
 
-def bits(tensor: Tensor) -> Tensor:
-    """All bytes of a tensor, with one representation for NaN: processors differ in its payload."""
-    tensor = tensor.detach().cpu().contiguous().reshape(-1)
-    if tensor.is_floating_point():
-        tensor = tensor.masked_fill(tensor.isnan(), torch.nan)
-    return tensor.view(torch.uint8)
-
-
-def assert_identical(actual: Any, expected: Any) -> None:
-    """Equal bit for bit, dtype and shape included, through lists, tuples and dictionaries."""
-    assert type(actual) is type(expected)
-    if isinstance(actual, QuantizedTensor):
-        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
-        assert_identical(actual.storage_tensors(), expected.storage_tensors())
-    elif isinstance(actual, Tensor):
-        assert actual.dtype == expected.dtype
-        assert actual.shape == expected.shape
-        assert torch.equal(bits(actual), bits(expected))
-    elif isinstance(actual, dict):
-        assert actual.keys() == expected.keys()
-        for key, value in actual.items():
-            assert_identical(value, expected[key])
-    elif isinstance(actual, (list, tuple)):
-        assert len(actual) == len(expected)
-        for item, other in zip(actual, expected, strict=True):
-            assert_identical(item, other)
-    else:
-        assert actual == expected
+# Processors differ in the payload of NaN.
+assert_identical = functools.partial(helpers.assert_identical, any_nan=True)
 
 
 def assert_same_optimization(actual: Optimizer, expected: Optimizer) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import io
 import math
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,9 +26,9 @@ from fp4adam import FP4Adam, QuantizedTensor, quantize_model, use_plain_state_di
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.optim.state_codec import join_master, split_master
 from fp4adam.tensors import backend
+from helpers import RECIPES, bits_equal, random, stored, through_a_file
 from late_link import LateLink, offload_to
-from master_reference import Twin, bits_equal, is_rounded, rounded, same_bits, stored, value_of
-from quantized_training import RECIPES, random
+from master_reference import Twin, is_rounded, rounded, same_bits, value_of
 
 SHAPES = {"nvfp4": (32, 16), "mxfp8": (32, 32), "float8block": (16, 16)}
 DTYPES = {"nvfp4": torch.float32, "mxfp8": torch.bfloat16, "float8block": torch.bfloat16}
@@ -130,13 +129,6 @@ class InterruptLaunches:
 
     def __exit__(self, *args: object) -> None:
         Launch.__call__ = self.launch
-
-
-def through_a_file(contents: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(contents, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def tensors_of(optimizer: Any) -> list[Tensor]:
@@ -338,7 +330,7 @@ class Training(RuleBasedStateMachine):
             return self.remainder_starts(param, record)
         value = value_of(param)
         if isinstance(param, QuantizedTensor):
-            kept = param.get_high_precision_init_val()
+            kept = param._high_precision_init_val
             value = value if kept is None else kept.to(torch.float32, copy=True)
         found: list[Tensor | None] = []
         for master in record.possible:
@@ -376,7 +368,7 @@ class Training(RuleBasedStateMachine):
         """Before something at which the optimizer may look at parameters, and need not."""
         for _, param, record in self.members():
             if which(param):
-                kept = isinstance(param, QuantizedTensor) and param.get_high_precision_init_val()
+                kept = isinstance(param, QuantizedTensor) and param._high_precision_init_val
                 if isinstance(kept, Tensor):
                     held = {name: inner.clone() for name, inner in stored(param).items()}
                     record.origin = kept.to(torch.float32, copy=True), held
@@ -646,7 +638,7 @@ class Training(RuleBasedStateMachine):
     @action(pickled=st.booleans())
     def duplicate(self, pickled: bool) -> None:
         pair = self.model, self.optimizer
-        self.become(*(through_a_file(pair) if pickled else copy.deepcopy(pair)))
+        self.become(*(through_a_file(pair, weights_only=False) if pickled else copy.deepcopy(pair)))
 
     def fresh(self, groups: list[dict[str, Any]]) -> Any:
         return FP4Adam(groups, lr=0.5, **self.options)
@@ -766,9 +758,7 @@ class Training(RuleBasedStateMachine):
         chosen = params if index is None else [params[index % len(params)]]
         values = {}
         for param in chosen:
-            kept = (
-                param.get_high_precision_init_val() if isinstance(param, QuantizedTensor) else None
-            )
+            kept = param._high_precision_init_val if isinstance(param, QuantizedTensor) else None
             values[param] = value_of(param) if kept is None else kept.float().clone()
         self.optimizer.reset_master_weights(None if index is None else chosen)
         for _, param, record in self.members():

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fp4adam import Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer, QuantizedTensor
 from fp4adam.tensors.rows import check_parallel, parallel_part
+from helpers import randn
 
 QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(),
@@ -21,10 +22,6 @@ QUANTIZERS = {
 every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS.keys())
 
 
-def randn(rows: int, cols: int, seed: int = 0) -> Tensor:
-    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
-
-
 @every_quantizer
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
@@ -32,7 +29,7 @@ def test_windows_have_the_values_of_slices(quantizer, data):
     block = quantizer.layout.block
     rows, cols = (data.draw(st.integers(1, 3)) * block for _ in range(2))
     whole = quantizer.quantize(randn(rows, cols))
-    values = whole.dequantize()
+    values = whole.dequantize(torch.float32)
     first_row, first_col = data.draw(st.integers(0, rows)), data.draw(st.integers(0, 3)) * block
     first_col = min(first_col, cols)
     n_rows = data.draw(st.integers(0, rows - first_row))
@@ -42,7 +39,7 @@ def test_windows_have_the_values_of_slices(quantizer, data):
     copies = [window, window.clone(), copy.deepcopy(window), pickle.loads(pickle.dumps(window))]
     for one in copies:
         assert isinstance(one, QuantizedTensor) and one.shape == expected.shape
-        assert torch.equal(one.dequantize(), expected)
+        assert torch.equal(one.dequantize(torch.float32), expected)
 
 
 @every_quantizer
@@ -63,13 +60,15 @@ def test_columns_within_blocks_are_decoded_copies(quantizer):
         assert type(cut) is Tensor
     parts = tensor.split(quantizer.layout.block // 2, dim=1)
     assert all(type(part) is Tensor for part in parts)
-    assert torch.equal(torch.cat(parts, 1), tensor.dequantize())
+    assert torch.equal(torch.cat(parts, 1), tensor.dequantize(torch.float32))
 
 
 def test_edges_of_float8_are_whole_blocks():
     tensor = Float8BlockQuantizer().quantize(randn(128, 200))
     assert isinstance(tensor[:, 128:], QuantizedTensor)
-    assert torch.equal(tensor[:, 128:].dequantize(), tensor.dequantize()[:, 128:])
+    assert torch.equal(
+        tensor[:, 128:].dequantize(torch.float32), tensor.dequantize(torch.float32)[:, 128:]
+    )
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -81,7 +80,10 @@ def test_parts_together_are_the_whole(quantizer, dim):
         whole = MXFP8Quantizer(columnwise=False).quantize(value)
     whole._high_precision_init_val = value
     parts = [parallel_part(whole, dim, number, 2, None) for number in range(2)]
-    assert torch.equal(torch.cat([p.dequantize() for p in parts], dim), whole.dequantize())
+    assert torch.equal(
+        torch.cat([p.dequantize(torch.float32) for p in parts], dim),
+        whole.dequantize(torch.float32),
+    )
     kept = [part.get_high_precision_init_val() for part in parts]
     assert torch.equal(torch.cat(kept, dim), value)
     for part in parts:
@@ -91,6 +93,8 @@ def test_parts_together_are_the_whole(quantizer, dim):
         assert {n: (tuple(x.shape), x.dtype) for n, x in found.items()} == layout
     # They own their memory.
     parts[0]._shared.tensors.present[0].zero_()
-    assert torch.equal(whole.dequantize(), whole.quantizer.quantize(value).dequantize())
+    assert torch.equal(
+        whole.dequantize(torch.float32), whole.quantizer.quantize(value).dequantize(torch.float32)
+    )
     with pytest.raises(ValueError, match="multiple of 3 parts"):
         check_parallel(whole, dim, 3)

@@ -6,7 +6,7 @@ from torch.nn import Parameter
 
 from fp4adam import FP4Adam
 from fp4adam.tensors import backend
-from quantized_training import (
+from helpers import (
     QUANTIZERS,
     RECIPES,
     assert_identical,
@@ -37,7 +37,7 @@ def train(default_dtype, quantizer, device, **options):
     norm = optimizer.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
-    return snapshot(optimizer), norm, params[0].dequantize().detach()
+    return snapshot(optimizer), norm, params[0].dequantize(torch.float32).detach()
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)

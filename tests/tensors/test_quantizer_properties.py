@@ -1,8 +1,6 @@
 """The quantizers against the NumPy reference on drawn shapes and values, and their contract."""
 
 import dataclasses
-import warnings
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -19,7 +17,7 @@ from fp4adam import (
     NVFP4Quantizer,
     QuantizedTensor,
 )
-from fp4adam.tensors import backend
+from helpers import randn
 
 FORMATS = {
     "nvfp4_2d": (NVFP4Quantizer(two_dimensional=True), 16),
@@ -56,17 +54,6 @@ examples = settings(
     phases=[Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-
-
-@pytest.fixture(params=["torch", "kernel"])
-def path_device(request, monkeypatch, device) -> Iterator[str]:
-    """Where the path under test runs: torch operators on the CPU, or the kernels on ``device``."""
-    kernel = request.param == "kernel"
-    monkeypatch.setattr(backend, "uses_kernels", lambda _: kernel)
-    # The interpreter divides by zero and reduces NaN in NumPy, which warns of it.
-    with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "All-NaN slice encountered", RuntimeWarning)
-        yield device if kernel else "cpu"
 
 
 @st.composite
@@ -131,10 +118,6 @@ def public_fields(tensor: QuantizedTensor) -> dict[str, Tensor]:
     return {name: getattr(tensor, name) for name in names if hasattr(tensor, name)}
 
 
-def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-
-
 @every_format
 @examples
 @given(data=st.data())
@@ -150,7 +133,7 @@ def test_quantize_and_dequantize_agree_with_the_reference(data, format, path_dev
     tensor = quantizer.quantize(x.to(path_device))
 
     assert_same_fields(tensor, fields)
-    value = tensor.dequantize()
+    value = tensor.dequantize(torch.float32)
     assert same_values(value, torch.from_numpy(reference.dequantize(format, fields)))
     for dtype in DTYPES:
         assert same_values(tensor.dequantize(dtype), value.to(dtype))
@@ -171,7 +154,7 @@ def test_one_usage_alone_holds_the_same_bytes_and_decodes_them(data, format, pat
 
         assert_same_fields(tensor, {k: v for k, v in fields.items() if usage in k})
         assert all(getattr(tensor, k) is None for k in fields if other in k)
-        assert same_values(tensor.dequantize(), torch.from_numpy(value))
+        assert same_values(tensor.dequantize(torch.float32), torch.from_numpy(value))
 
 
 @every_format
@@ -200,7 +183,7 @@ def test_make_empty_holds_zeros_in_the_layout_of_quantize(format, path_device):
     for name, t in tensor.storage_tensors().items():
         other = getattr(like, name)
         assert (t.shape, t.dtype, t.stride()) == (other.shape, other.dtype, other.stride()), name
-    assert not tensor.dequantize().any()
+    assert not tensor.dequantize(torch.float32).any()
 
 
 @every_format
@@ -210,7 +193,9 @@ def test_leading_dimensions_are_rows(format, path_device):
     stack, matrix = (quantizer.quantize(y.to(path_device)) for y in (x, x.flatten(0, 1)))
     assert stack.shape == (3, 32, 64)
     assert_same_fields(stack, {k: v.cpu().numpy() for k, v in public_fields(matrix).items()})
-    assert torch.equal(stack.dequantize(), matrix.dequantize().view(3, 32, 64))
+    assert torch.equal(
+        stack.dequantize(torch.float32), matrix.dequantize(torch.float32).view(3, 32, 64)
+    )
 
 
 @every_format
@@ -230,7 +215,7 @@ def test_empty_tensor_becomes_an_empty_tensor(format, shape, path_device):
     matrix = np.zeros((int(np.prod(shape[:-1])), shape[-1]), np.float32)
     assert_same_fields(tensor, reference.quantize(format, matrix))
     assert tensor.quantize_(torch.zeros(shape, device=path_device)) is tensor
-    assert tensor.dequantize().shape == shape
+    assert tensor.dequantize(torch.float32).shape == shape
 
 
 @pytest.mark.parametrize(

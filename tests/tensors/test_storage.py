@@ -1,7 +1,6 @@
 """The identity of the storage and versions of inner tensors tell of every exchange and write."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -18,8 +17,8 @@ from fp4adam import (
     build_columnwise,
     quantize_model,
 )
-from fp4adam.tensors import backend
 from fp4adam.tensors.storage import SharedStorage, Storage
+from helpers import through_a_file
 
 QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(optimize_for_gemm=True),
@@ -32,14 +31,6 @@ SHAPE = (64, 96)
 every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS.keys())
 
 
-@pytest.fixture(params=["operators", "kernels"])
-def path(request, monkeypatch, device) -> str:
-    """Who writes: torch, which raises versions itself, or kernels."""
-    kernels = request.param == "kernels"
-    monkeypatch.setattr(backend, "uses_kernels", lambda d: kernels)
-    return device if kernels else "cpu"
-
-
 def randn(shape: tuple[int, ...] = SHAPE, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -50,13 +41,6 @@ def versions(tensor: QuantizedTensor) -> dict[str, int]:
 
 def through_pickle(value):
     return pickle.loads(pickle.dumps(value))
-
-
-def through_file(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file)
 
 
 def cast_in_parts(tensor: QuantizedTensor) -> None:
@@ -87,8 +71,8 @@ def holder(tensor: QuantizedTensor) -> nn.Module:
 
 @every_quantizer
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
-def test_every_write_raises_every_version(quantizer, write, path):
-    tensor = quantizer.quantize(randn().to(path))
+def test_every_write_raises_every_version(quantizer, write, path_device):
+    tensor = quantizer.quantize(randn().to(path_device))
     storage, before, own = tensor._shared.tensors, versions(tensor), tensor._version
     write(tensor)
     assert tensor._shared.tensors is storage and tensor._version > own
@@ -97,8 +81,8 @@ def test_every_write_raises_every_version(quantizer, write, path):
 
 
 @every_quantizer
-def test_rows_that_wait_count_when_they_are_written(quantizer, path):
-    tensor = quantizer.quantize(randn().to(path))
+def test_rows_that_wait_count_when_they_are_written(quantizer, path_device):
+    tensor = quantizer.quantize(randn().to(path_device))
     before = versions(tensor)
     tensor[:32].copy_(randn((32, 96), seed=1))
     written = versions(tensor)
@@ -107,7 +91,7 @@ def test_rows_that_wait_count_when_they_are_written(quantizer, path):
     tensor.flush()
     flushed = versions(tensor)
     assert all(flushed[name] > written[name] for name in before)
-    tensor.flush().dequantize()
+    tensor.flush().dequantize(torch.float32)
     assert versions(tensor) == flushed
 
 
@@ -122,8 +106,8 @@ def test_writes_of_nothing_count(quantizer, shape):
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "float8block"])
-def test_columnwise_codes_that_are_built_count(name, path):
-    tensor = QUANTIZERS[name].quantize(randn().to(path))
+def test_columnwise_codes_that_are_built_count(name, path_device):
+    tensor = QUANTIZERS[name].quantize(randn().to(path_device))
     before = versions(tensor)
     build_columnwise([tensor])
     after = versions(tensor)
@@ -133,8 +117,14 @@ def test_columnwise_codes_that_are_built_count(name, path):
 def test_reading_is_no_write():
     tensor = QUANTIZERS["nvfp4"].quantize(randn())
     before, storage = versions(tensor), tensor._shared.tensors
-    (tensor.dequantize(), tensor.float(), tensor + 1, tensor.clone(), copy.deepcopy(tensor))
-    (tensor.split(16), tensor.pending_value(), tensor.get_high_precision_init_val())
+    (
+        tensor.dequantize(torch.float32),
+        tensor.float(),
+        tensor + 1,
+        tensor.clone(),
+        copy.deepcopy(tensor),
+    )
+    (tensor.split(16), tensor.pending_value(), tensor._high_precision_init_val)
     tensor.copy_(tensor.detach())
     assert versions(tensor) == before and tensor._shared.tensors is storage
 
@@ -194,7 +184,7 @@ def test_storages_are_compared_by_identity():
 # Copies
 
 
-@pytest.mark.parametrize("copies", [copy.deepcopy, through_pickle, through_file])
+@pytest.mark.parametrize("copies", [copy.deepcopy, through_pickle, through_a_file])
 @every_quantizer
 def test_copies_of_aliases_are_aliases(quantizer, copies):
     param = nn.Parameter(quantizer.quantize(randn()))
@@ -202,12 +192,14 @@ def test_copies_of_aliases_are_aliases(quantizer, copies):
     assert whole._shared is alias._shared is not param._shared
     before = versions(alias)
     whole.quantize_(randn(seed=1))
-    assert torch.equal(alias.dequantize(), whole.dequantize())
+    assert torch.equal(alias.dequantize(torch.float32), whole.dequantize(torch.float32))
     assert all(version > before[name] for name, version in versions(alias).items())
-    assert torch.equal(param.dequantize(), quantizer.quantize(randn()).dequantize())
+    assert torch.equal(
+        param.dequantize(torch.float32), quantizer.quantize(randn()).dequantize(torch.float32)
+    )
 
 
-@pytest.mark.parametrize("copies", [copy.deepcopy, through_pickle, through_file])
+@pytest.mark.parametrize("copies", [copy.deepcopy, through_pickle, through_a_file])
 def test_parameters_alone_take_values_before_quantization_along(copies):
     layer = quantize_model(nn.Linear(96, 64, bias=False), "nvfp4")
     value = layer.weight.get_high_precision_init_val().clone()
@@ -215,7 +207,7 @@ def test_parameters_alone_take_values_before_quantization_along(copies):
     both = copies([layer.weight, layer.weight.detach()])
     assert torch.equal(both[1].get_high_precision_init_val(), value)
     if copies is not copy.deepcopy:
-        assert copies(layer.weight.detach()).get_high_precision_init_val() is None
+        assert copies(layer.weight.detach())._high_precision_init_val is None
 
 
 COPIES = {
@@ -223,8 +215,8 @@ COPIES = {
     "clone": torch.clone,
     "deepcopy": copy.deepcopy,
     "pickle": through_pickle,
-    "file": through_file,
-    "to": lambda t: t.to(torch.float16, copy=True),
+    "file": through_a_file,
+    "to": lambda t: t.to(t.device, copy=True),
     "empty_like": torch.empty_like,
     "rows": lambda t: t[:32].clone(),
 }
@@ -253,7 +245,7 @@ def test_an_inner_tensor_of_someone_else_counts_for_itself(quantizer):
 @every_quantizer
 def test_moving_to_shared_memory_is_seen(quantizer):
     tensor = quantizer.quantize(randn())
-    storage, values = tensor._shared.tensors, tensor.dequantize()
+    storage, values = tensor._shared.tensors, tensor.dequantize(torch.float32)
     tensor.share_memory_()
     assert tensor._shared.tensors is not storage and tensor.is_shared()
-    assert torch.equal(tensor.dequantize(), values)
+    assert torch.equal(tensor.dequantize(torch.float32), values)

@@ -6,7 +6,6 @@
 """
 
 import contextlib
-import importlib.util
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -14,14 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp4adam.distributed.flat_shard import Out
-from fp4adam.distributed.zero import cast_master_weights_to_nvfp4
+from fp4adam.distributed.cast_span import Out
+from fp4adam.distributed.zero import cast_master_weights_to_nvfp4, replace_raw_data
 from fp4adam.formats.nvfp4 import NVFP4Quantizer, NVFP4Tensor
-from fp4adam.interop.borrowed_tensor import BorrowedTensor
-from fp4adam.interop.transformer_engine import is_nvfp4_tensor
-from fp4adam.nn.quantize_model import quantized_init
+from fp4adam.fp8_utils import HAVE_TE as HAVE_TE
+from fp4adam.fp8_utils import dequantize_fp8_tensor, layer_context
+from fp4adam.interop.transformer_engine import is_te_tensor
 
-HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
 HAVE_TE_FP4_TENSOR_CLASS = True
 FP4_TENSOR_CLASS = NVFP4Tensor
 
@@ -31,7 +29,7 @@ ALIGNMENTS = {"tma": 32, "rht": 64, "fused": 128}
 
 def is_nvfp4tensor(tensor: Any) -> bool:
     """Whether ``tensor`` is an :class:`NVFP4Tensor`, of this package or of Transformer Engine."""
-    return isinstance(tensor, NVFP4Tensor) or is_nvfp4_tensor(tensor)
+    return isinstance(tensor, NVFP4Tensor) or is_te_tensor(tensor, "NVFP4Tensor")
 
 
 def is_grouped_nvfp4tensor(tensor: Any) -> bool:
@@ -76,27 +74,7 @@ def modify_nvfp4_rowwise_storage(fp4_tensor: NVFP4Tensor, new_rowwise_data: Tens
             f"fp4_tensor must be an NVFP4Tensor, got a {type(fp4_tensor).__name__}; other formats "
             "store one code per byte"
         )
-    old = fp4_tensor._rowwise_data
-    if old is None:
-        raise RuntimeError(
-            "fp4_tensor must have rowwise data to be moved, got one with rowwise=False; make it "
-            "with NVFP4Quantizer(rowwise=True)"
-        )
-    new = new_rowwise_data
-    if (
-        new.dtype != torch.uint8
-        or new.numel() != old.numel()
-        or not new.is_contiguous()
-        or new.device != old.device
-    ):
-        raise ValueError(
-            f"new_rowwise_data must be contiguous uint8 of {old.numel()} bytes on {old.device}, "
-            f"got {tuple(new.shape)} of {new.dtype} with strides {new.stride()} on {new.device}; "
-            "slice get_nvfp4_rowwise_packed_shape(shape) out of the buffer"
-        )
-    new = new.detach().view(old.shape)
-    new.copy_(old)
-    fp4_tensor._rowwise_data = new
+    replace_raw_data(fp4_tensor, new_rowwise_data)
 
 
 def modify_grouped_nvfp4_rowwise_storage(
@@ -177,8 +155,7 @@ def dequantize_fp4_tensor(fp4_tensor: NVFP4Tensor) -> Tensor:
             f"fp4_tensor must be an NVFP4Tensor, got a {type(fp4_tensor).__name__}; for other "
             "formats call tensor.dequantize()"
         )
-    own = fp4_tensor if isinstance(fp4_tensor, NVFP4Tensor) else BorrowedTensor(fp4_tensor).tensor
-    return own.dequantize(fp4_tensor.dtype)
+    return dequantize_fp8_tensor(fp4_tensor)
 
 
 def get_fp4_recipe(config: Any) -> NVFP4Quantizer:
@@ -220,11 +197,5 @@ def get_fp4_context(
     Raises:
         ValueError: As for :func:`get_fp4_recipe`.
     """
-    if not (config.fp4_param if is_init else config.fp4):
-        return contextlib.nullcontext()
-    if layer_no >= 0 and config.first_last_layers_bf16:
-        end = config.num_layers - config.num_layers_at_end_in_bf16
-        if not config.num_layers_at_start_in_bf16 <= layer_no < end:
-            return contextlib.nullcontext()
-    recipe = get_fp4_recipe(config)
-    return quantized_init(recipe) if is_init else contextlib.nullcontext()
+    is_wanted = config.fp4_param if is_init else config.fp4
+    return layer_context(is_wanted, config, layer_no, is_init, get_fp4_recipe)

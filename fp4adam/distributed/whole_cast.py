@@ -57,7 +57,8 @@ class WholeCast:
         from fp4adam.kernels import float8_step, whole_cast
         from fp4adam.kernels.launch.tensor_table import Usage
 
-        rows = [_table_row(*each) for each in members]
+        # Not 0: the tensors take part.
+        rows = [schema.table_row(grad=1, **_fields(*each)) for each in members]
         table = tile_lists.table(rows, members[0][0].device)
         shapes = [flat_shape(tuple(tensor.shape)) for tensor, _ in members]
         given = table, shapes, dtype
@@ -105,21 +106,6 @@ def fits(tensor: QuantizedTensor, value: Tensor) -> bool:
 
 def _fields(tensor: QuantizedTensor, value: Tensor) -> dict[str, int]:
     """Addresses and sizes, by the names of the table's columns."""
-    tensors = tensor._shared.tensors
     rows, cols = flat_shape(tuple(tensor.shape))
-    inner = {
-        name: getattr(tensors, name)
-        for name in ("rowwise_data", "columnwise_data", "amax", "amax_history")
-    }
-    for usage in ("rowwise", "columnwise"):
-        inner[f"{usage}_scale"] = getattr(tensors, f"{usage}_scale_inv")
-        inner[f"{usage}_gemm_scale"] = getattr(tensors, f"{usage}_gemm_scale_inv")
-    if tensor.quantizer.layout.is_square:
-        inner["rowwise_scale"] = tensors.block_scale_inv
-    addresses = {name: x.data_ptr() for name, x in inner.items() if x is not None}
-    return {"value": value.data_ptr(), "rows": rows, "cols": cols, **addresses}
-
-
-def _table_row(tensor: QuantizedTensor, value: Tensor) -> dict[int, int]:
-    fields = {"grad": 1, **_fields(tensor, value)}  # not 0: the tensor takes part
-    return {schema.COLUMNS.index(name): field for name, field in fields.items()}
+    inner = tensor._shared.tensors.addresses()
+    return {"value": value.data_ptr(), "rows": rows, "cols": cols, **inner}

@@ -1,9 +1,5 @@
 """Casts in shards: the union of all is the full cast, and a shard leaves what is not its own."""
 
-import warnings
-from collections.abc import Iterator
-
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -42,17 +38,6 @@ FORMATS = {
 GOLDEN_FORMATS = {"nvfp4": "nvfp4_2d", "mxfp8": "mxfp8", "fp8block": "fp8block_2d_pow2"}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPLITS = [(case, i) for case, splits in read_index()["shards"].items() for i in range(len(splits))]
-
-
-@pytest.fixture(params=["torch", "kernel"])
-def path_device(request, monkeypatch, device) -> Iterator[str]:
-    """Where the path under test runs: torch operators on the CPU, or the kernels on ``device``."""
-    kernel = request.param == "kernel"
-    monkeypatch.setattr(backend, "uses_kernels", lambda d: kernel and d.type == device)
-    # The interpreter works on NaN and Inf in NumPy, which warns of it.
-    with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "All-NaN slice encountered", RuntimeWarning)
-        yield device if kernel else "cpu"
 
 
 def quantized_by_torch(quantizer: Quantizer, x: Tensor) -> QuantizedTensor:

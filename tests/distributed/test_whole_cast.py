@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fp4adam import Float8BlockQuantizer, Float8Quantizer, MXFP8Quantizer, NVFP4Quantizer, Quantizer
-from fp4adam.optim import whole_cast
-from fp4adam.optim.whole_cast import WholeCast
+from fp4adam.distributed import whole_cast
+from fp4adam.distributed.whole_cast import WholeCast
 from fp4adam.tensors import backend
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 

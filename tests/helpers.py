@@ -1,8 +1,9 @@
-"""Quantized parameters, gradients and comparisons that the tests of the optimizer share."""
+"""Values, quantized parameters, training loops and comparisons that tests share."""
 
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -44,6 +45,13 @@ def random(shape: tuple[int, ...], seed: int, device: str = "cpu", scale: float 
     """Normal values that do not depend on the device."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=generator) * scale).to(device)
+
+
+def randn(
+    *shape: int, seed: int = 0, device: Any = "cpu", dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Normal values that do not depend on the device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 def make_weight(
@@ -113,18 +121,49 @@ def take_steps(optimizer: Optimizer, seeds: Iterable[int]) -> None:
         optimizer.step()
 
 
+def train(optimizer: Optimizer, losses: Iterable[Tensor]) -> list[float]:
+    """One step for each loss, computed when it is asked for; the values of the losses."""
+    values = []
+    for loss in losses:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append(loss.item())
+    return values
+
+
+def through_a_file(value: Any, weights_only: bool = True, **options: Any) -> Any:
+    """What ``torch.load`` reads of what ``torch.save`` wrote."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only, **options)
+
+
 def quantized(params: Iterable[Tensor]) -> list[QuantizedTensor]:
     return [param for param in params if isinstance(param, QuantizedTensor)]
+
+
+def stored(param: Tensor) -> dict[str, Tensor]:
+    """The tensors that hold the value of a parameter."""
+    if isinstance(param, QuantizedTensor):
+        return param.detach().storage_tensors()
+    return {"": param.detach()}
 
 
 def addresses(optimizer: Optimizer) -> list[int]:
     """Where everything that a step writes lies in memory."""
     found = []
     for param in all_params(optimizer):
-        inner = param.storage_tensors() if isinstance(param, QuantizedTensor) else {"": param}
         state = {name: value for name, value in optimizer.state[param].items() if name != "step"}
-        found += [tensor.data_ptr() for tensor in (*inner.values(), *state.values())]
+        found += [tensor.data_ptr() for tensor in (*stored(param).values(), *state.values())]
     return found
+
+
+def written(optimizer: Optimizer) -> list[dict[str, Tensor]]:
+    """A copy of everything that a step writes, for each parameter, on the CPU."""
+    tensors = [stored(param) | optimizer.state[param] for param in all_params(optimizer)]
+    return [{k: v.detach().cpu().clone() for k, v in entry.items()} for entry in tensors]
 
 
 def snapshot(optimizer: Optimizer) -> dict[str, Any]:
@@ -146,30 +185,47 @@ def snapshot(optimizer: Optimizer) -> dict[str, Any]:
     )
 
 
-def assert_identical(actual: Any, expected: Any) -> None:
-    """Equal bit for bit, dtype and shape included, through lists, tuples and dictionaries."""
-    assert type(actual) is type(expected)
+def bits(tensor: Tensor) -> Tensor:
+    """All bytes of a tensor, on the CPU."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def bits_equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape and bits."""
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(bits(a), bits(b))
+
+
+def assert_identical(actual: Any, expected: Any, where: str = "", any_nan: bool = False) -> None:
+    """Equal bit for bit, dtype and shape included, through lists, tuples and dictionaries.
+
+    With ``any_nan`` all NaNs are equal.
+    """
+    assert type(actual) is type(expected), where
     if isinstance(actual, QuantizedTensor):
-        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
-        assert actual.quantizer == expected.quantizer
-        assert_identical(actual.storage_tensors(), expected.storage_tensors())
-    elif isinstance(actual, Tensor):
-        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
-        bits = [
-            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            for tensor in (actual, expected)
-        ]
-        assert torch.equal(*bits)
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), where
+        assert actual.quantizer == expected.quantizer, where
+        actual, expected = actual.storage_tensors(), expected.storage_tensors()
+    if isinstance(actual, Tensor):
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), where
+        if any_nan and actual.is_floating_point():
+            actual, expected = (x.masked_fill(x.isnan(), torch.nan) for x in (actual, expected))
+        differ = bits(actual) != bits(expected)
+        assert not differ.any(), f"{where}: {int(differ.sum())} of {differ.numel()} bytes differ"
     elif isinstance(actual, dict):
-        assert actual.keys() == expected.keys()
+        assert actual.keys() == expected.keys(), where
         for key, value in actual.items():
-            assert_identical(value, expected[key])
+            assert_identical(value, expected[key], f"{where}[{key!r}]", any_nan)
     elif isinstance(actual, (list, tuple)):
-        assert len(actual) == len(expected)
-        for item, other in zip(actual, expected, strict=True):
-            assert_identical(item, other)
+        assert len(actual) == len(expected), where
+        for i, (item, other) in enumerate(zip(actual, expected, strict=True)):
+            assert_identical(item, other, f"{where}[{i}]", any_nan)
     else:
-        assert actual == expected
+        assert actual == expected, where
+
+
+def assert_same_training(actual: Optimizer, expected: Optimizer) -> None:
+    """Parameters and states are the same, bit for bit."""
+    assert_identical(written(actual), written(expected))
 
 
 def assert_bytes_are_of_masters(optimizer: Optimizer) -> None:

@@ -1,0 +1,101 @@
+"""Shards that share scales: when they are quantized, and whether ranks agree."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fp4adam.distributed.cast import cast
+from fp4adam.distributed.scale_exchange import AmaxExchange, Exchanged, ShardInfo, groups_of
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
+
+
+def parallel_infos(shard: QuantizedTensor) -> tuple[ShardInfo, ...]:
+    """The position of a local tensor under tensor parallelism, if that shares scales.
+
+    Raises:
+        RuntimeError: If it is a copy, which does not know its ranks, and has to be quantized.
+    """
+    shared = shard._shared
+    spec = shared.global_spec
+    if spec is None or not (spec.is_parallel and spec.quantizer.layout.tensor_scale == "current"):
+        return ()
+    if shared.parallel is None and shared.unsettled:
+        raise RuntimeError(
+            "a weight must have been distributed by parallelize_module for its ranks to agree on "
+            f"an amax, got a copy of shape {tuple(shard.shape)} that has been written; load values "
+            "into the model that parallelize_module returned"
+        )
+    return () if shared.parallel is None else (shared.parallel,)
+
+
+def settle_shard(shard: QuantizedTensor, infos: Sequence[ShardInfo]) -> None:
+    """Quantize pending writes to a shard that shares scales; every rank has to call it.
+
+    If only other ranks have written, this rank quantizes its old value again.
+    """
+    shared = shard._shared
+    if not shared.unsettled:
+        return
+    written = shared.pending
+    # A write may have happened on some ranks only, without the others knowing.
+    number = float(written is not None)
+    is_written = torch.full((1,), number, dtype=torch.float32, device=infos[0].device)
+    for group in groups_of(infos):
+        dist.all_reduce(is_written, dist.ReduceOp.MAX, group)
+    if is_written.item():
+        value = shard._read(torch.float32) if written is None else written
+        cast([shard], [value], [torch.float32], [infos])
+    shared.unsettled = False
+    if written is not None and (shared.init_val is not None or shared.keeps_init_val):
+        # The master weight must start from the written value.
+        shared.init_val, shared.keeps_init_val = written.view(shard.shape), False
+
+
+@torch.no_grad()
+def check_shards(model: nn.Module) -> None:
+    """Check that all ranks agree on the scales that their shards share.
+
+    For diagnosis. Every rank has to call it, between a step and the next backward pass; it waits
+    for all ranks. Codes written with different scales decode to a wrong tensor; the optimizers of
+    this package never write any.
+
+    Raises:
+        RuntimeError: On every rank, naming the first parameter whose scales differ.
+    """
+    for name, param in model.named_parameters():
+        infos = ShardInfo.of(param)
+        if not infos:
+            continue
+        shard = param._local_tensor
+        settle_shard(shard, infos)
+        tensors = shard._shared.tensors
+        grids = [
+            getattr(tensors, name).float()
+            for name, rows in shard.quantizer.layout.rows_per_entry.items()
+            if rows == shard.quantizer.layout.block
+        ]
+        problem = "others on another rank"
+        differs = torch.zeros(1, device=infos[0].device)
+        for info in infos:
+            found = []
+            for sign in (1, -1):
+                amax = tensors.amax
+                if amax is not None:
+                    # A rank without rows does not count: nothing reads its scales.
+                    amax = amax * sign if shard.numel() else torch.full_like(amax, -math.inf)
+                signed = [grid * sign for grid in grids]
+                exchanged = Exchanged(shard._shared.global_spec, info, amax, signed, shard)
+                found.append(AmaxExchange(info.group, info.device, [exchanged]).largest() * sign)
+            if not torch.equal(*found):
+                problem = f"up to {found[0].max().item()} and down to {found[1].min().item()}"
+                differs.fill_(1)
+        for group in groups_of(infos):
+            dist.all_reduce(differs, dist.ReduceOp.MAX, group)
+        if differs:
+            raise RuntimeError(
+                f"shards of parameter {name!r} must have the same scales on all ranks, got "
+                f"{problem}; write to sharded weights on every rank, as load_state_dict does"
+            )

@@ -1,0 +1,90 @@
+"""int8 remainders: what a quantized weight lacks of its master, in units of its own codes.
+
+A master is the decoded weight plus ``remainder * unit``. The unit of an element is 1/119 of half
+the gap from its code to the next larger one, so that +-127 reach a little past the middle between
+two codes. There the weight takes the other code, and the remainder continues from its other side.
+
+With c the code, P its power of two (0.5 <= |c| / P < 2; at least 1 in E2M1 and 2**-6 in E4M3) and f
+the factor from codes to values, the unit is P * f / 476 in E2M1 and P * f / 1904 in E4M3. Block
+scales of NVFP4 below 2**-7 count as 2**-7 in the unit, since the codes of such a block may saturate
+or all decode to 0.
+
+Remainders are rounded stochastically; to the nearest, small updates would never move a master. -128
+is NaN. ``fp4adam.kernels.tiles.remainder`` computes the same bits.
+"""
+
+import torch
+from torch import Tensor
+
+from fp4adam.formats import minifloat
+from fp4adam.tensors import rows
+from fp4adam.tensors.layout import Layout
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.storage import Storage
+
+# The remainder of half a gap. The rest up to 127 covers the rounding to BF16 that
+# ``quantize_from="param_dtype"`` puts before the codes, 1/16 of half a gap of E4M3.
+HALF_GAP = 119
+NAN = -128
+# Half gaps of E2M1 and E4M3 are a quarter and a sixteenth of the code's power of two.
+_PER_POWER = {"e2m1": 4 * HALF_GAP, "e4m3": 16 * HALF_GAP}
+# The byte of the smallest block scale of NVFP4 in a unit, 2**-7.
+_LEAST_SCALE = 4
+# From 256 to 512 a number has 15 bits below the point.
+_CENTER, _BELOW_POINT = 384.0, 15
+
+
+def units(param: QuantizedTensor) -> Tensor:
+    """The units of the remainders of a weight, float32 in its shape."""
+    part = rows.own_blocks(param)
+    layout, first, n_rows = part.quantizer.layout, part._first_row, rows.matrix_shape(param)[0]
+    powers = part.quantizer.read(_powers(part._shared.tensors, layout), torch.float32)
+    powers = powers[first : first + n_rows]
+    return (powers * (1 / _PER_POWER[layout.code_type])).view(param.shape)
+
+
+def _powers(tensors: Storage, layout: Layout) -> Storage:
+    """A storage that decodes to the powers of two of the codes, times their factors."""
+    usage = layout.kept[0]
+    codes = getattr(tensors, f"{usage}_data")
+    if layout.code_type == "e4m3":
+        return tensors.exchange(**{f"{usage}_data": (codes & 0x78).clamp_(min=0x08)})
+    # Exponents of two codes per byte; an exponent of 0 becomes 1, whose power of two is 1.
+    exponents = codes & 0x66
+    is_zero = ((exponents >> 1) | (exponents >> 2)).bitwise_and_(0x11) ^ 0x11
+    name = "block_scale_inv" if layout.is_square else f"{usage}_scale_inv"
+    scales = {name: getattr(tensors, name).clamp(min=_LEAST_SCALE)}
+    return tensors.exchange(**{f"{usage}_data": exponents | (is_zero << 1)}, **scales)
+
+
+def complete(param: QuantizedTensor, remainder: Tensor) -> Tensor:
+    """The master of a weight with this remainder, float32."""
+    master = param.detach().dequantize(torch.float32)
+    master += remainder * units(param)
+    return master.masked_fill_(remainder == NAN, torch.nan)
+
+
+def split_off(param: QuantizedTensor, master: Tensor, dither: Tensor | None = None) -> Tensor:
+    """The int8 remainder of a float32 master whose codes are in ``param``.
+
+    ``dither``: int32 in the shape of ``master``, the upper bits of which round; None rounds to the
+    nearest.
+    """
+    difference = master - param.detach().dequantize(torch.float32)
+    inverse = units(param).reciprocal_().clamp_(max=minifloat.FP32_MAX)
+    steps = difference.mul_(inverse)
+    is_nan = ~steps.isfinite()
+    bits = steps.add_(_CENTER).clamp_(_CENTER - 127, _CENTER + 127).view(torch.int32)
+    # One more bit, as the dither has 16.
+    bits <<= 1
+    bits += 1 << _BELOW_POINT if dither is None else (dither >> 16).bitwise_and_(0xFFFF)
+    # The lowest byte of the integer part is the remainder plus 128.
+    remainder = (bits >> _BELOW_POINT + 1).bitwise_and_(0xFF).sub_(128).to(torch.int8)
+    return remainder.masked_fill_(is_nan, NAN)
+
+
+def belongs_to(param: QuantizedTensor, master: Tensor) -> bool:
+    """Whether a float32 master is within the reach of remainders from the codes of ``param``."""
+    difference = (master - param.detach().dequantize(torch.float32)).abs_()
+    reached = difference <= units(param).mul_(127.5)
+    return bool((reached | master.isnan()).all())

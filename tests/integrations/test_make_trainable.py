@@ -1,0 +1,318 @@
+"""Checkpoints that transformers, compressed-tensors and torchao have quantized, trained in place."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors.model_compressors import ModelCompressor
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    QuantizationScheme,
+    apply_quantization_config,
+    preset_name_to_scheme,
+)
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torchao.prototype.mx_formats.mx_tensor import MXTensor
+from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    CompressedTensorsConfig,
+    FineGrainedFP8Config,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.trainer_utils import validate_quantization_for_training
+
+from fp4adam import (
+    Float8BlockQuantizer,
+    FP4Adam,
+    MXFP8Quantizer,
+    QuantizedTensor,
+    Recipe,
+    export_checkpoint,
+    import_checkpoint,
+    make_trainable,
+)
+from quantized_training import assert_identical
+
+SIZES = dict(
+    vocab_size=256,
+    hidden_size=256,
+    intermediate_size=384,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+)
+TOKENS = torch.arange(64).view(2, 32) * 7 % 256
+LAYOUTS = ["fp8", "fp8 ue8m0", "fp8 experts", "NVFP4A16", "MXFP8A16", "FP8_BLOCK"]
+
+
+@pytest.fixture(autouse=True)
+def fp8_without_a_gpu(monkeypatch):
+    """transformers decodes FP8 checkpoints where it has no kernels; here it keeps the bytes."""
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+
+
+def build(experts: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    if experts:
+        config = Qwen3MoeConfig(
+            **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128
+        )
+        return Qwen3MoeForCausalLM(config).bfloat16()
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES)).bfloat16()
+
+
+def compress(model: nn.Module, scheme: str, folder: Path) -> None:
+    """As llm-compressor does without data: scales from amaxes, then compressed-tensors' codes."""
+    weights = preset_name_to_scheme(scheme, ["Linear"]).weights
+    group = QuantizationScheme(targets=["Linear"], weights=weights)
+    config = QuantizationConfig(config_groups={"group_0": group}, ignore=["lm_head"])
+    apply_quantization_config(model, config)
+    for module in model.modules():
+        if not hasattr(module, "quantization_scheme"):
+            continue
+        weight = module.weight.detach().float()
+        if weights.strategy == "block":
+            side, _ = weights.block_structure
+            blocks = weight.unflatten(1, (-1, side)).unflatten(0, (-1, side)).transpose(1, 2)
+        else:
+            blocks = weight.unflatten(1, (-1, weights.group_size))[:, :, None]
+        extremes = blocks.amin((2, 3)), blocks.amax((2, 3))
+        tensor_scale = None
+        if hasattr(module, "weight_global_scale"):
+            tensor_scale = generate_gparam(weight.min(), weight.max())
+            module.weight_global_scale.data.copy_(tensor_scale)
+        scale, _ = calculate_qparams(*extremes, weights, tensor_scale)
+        module.weight_scale.data.copy_(scale)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def folder(request, tmp_path_factory) -> Path:
+    """A checkpoint that its owners have quantized."""
+    folder = tmp_path_factory.mktemp("hub")
+    method, _, kind = request.param.partition(" ")
+    if method != "fp8":
+        compress(build(), method, folder)
+        return folder
+    build(kind == "experts").save_pretrained(folder / "plain")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+        config = FineGrainedFP8Config(scale_fmt="ue8m0" if kind == "ue8m0" else "float")
+        load(folder / "plain", quantization_config=config).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def train(model: nn.Module, steps: int, optimizer: FP4Adam | None = None) -> list[float]:
+    optimizer = optimizer or FP4Adam(model.parameters(), lr=1e-3)
+    model.train()
+    losses = []
+    for _ in range(steps):
+        loss = model(TOKENS, labels=TOKENS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_load_train_save_and_load_again(folder, tmp_path):
+    model = load(folder)
+    before, places = state(model), {n: p.data_ptr() for n, p in model.named_parameters()}
+    assert make_trainable(model) is model
+    assert_identical(dict(sorted(state(model).items())), dict(sorted(before.items())))
+    quantized = {n: p for n, p in model.named_parameters() if isinstance(p, QuantizedTensor)}
+    assert len(quantized) in (12, 14) and all(p.requires_grad for p in quantized.values())
+    for name, param in quantized.items():
+        stored = [name, name.replace("weight", "weight_packed")]
+        assert param.data_ptr() in [places.get(n) for n in stored], name
+        assert type(model.get_submodule(name.rpartition(".")[0])) is not nn.Module
+    validate_quantization_for_training(model)
+    assert not model.is_quantized
+    frozen = "model.layers.0.self_attn.o_proj"
+    model.get_submodule(frozen).weight.requires_grad_(False)
+    losses = train(model, 5)
+    assert losses[-1] < losses[0] - 0.5
+    model.save_pretrained(tmp_path / "out")
+    again = load(tmp_path / "out")
+    trained = state(model)
+    assert_identical(dict(sorted(state(again).items())), dict(sorted(trained.items())))
+    changed = {n for n in before if not torch.equal(*(bits(s[n]) for s in (before, trained)))}
+    assert not any(name.startswith(frozen) for name in changed)
+    assert {n.rpartition(".")[0] for n in changed} >= {
+        n.rpartition(".")[0] for n in quantized if not n.startswith(frozen)
+    }
+    files = load_file(folder / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    assert {n: (x.shape, x.dtype) for n, x in files[0].items()} == {
+        n: (x.shape, x.dtype) for n, x in files[1].items()
+    }
+    configs = [json.loads((f / "config.json").read_text()) for f in (folder, tmp_path / "out")]
+    described = [config.pop("quantization_config") for config in configs]
+    assert configs[0] == configs[1]
+    for key in ("quant_method", "weight_block_size", "scale_fmt", "format"):
+        assert described[0].get(key) == described[1].get(key)
+    assert train(make_trainable(again), 1)[0] == pytest.approx(train(model, 1)[0], abs=1e-3)
+    model.load_state_dict(before)
+    assert_identical(dict(sorted(state(model).items())), dict(sorted(before.items())))
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def test_values_are_those_of_transformers(folder):
+    """It decodes FP8 checkpoints and compressed ones in its own way."""
+    model = make_trainable(load(folder)).eval()
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    kind = FineGrainedFP8Config if config["quant_method"] == "fp8" else CompressedTensorsConfig
+    decoded = load(folder, quantization_config=kind(dequantize=True)).eval()
+    names = [n for n, p in model.named_parameters() if isinstance(p, QuantizedTensor)]
+    for name in names:
+        expected = decoded.get_parameter(name)
+        assert torch.equal(model.get_parameter(name).dequantize(torch.bfloat16), expected), name
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS).logits, decoded(TOKENS).logits)
+
+
+def test_a_checkpoint_read_on_the_meta_device(folder, tmp_path):
+    """The bytes, and the bits of training, are those of the loaded model."""
+    loaded = make_trainable(load(folder))
+    config = copy.deepcopy(loaded.config)
+    del config.quantization_config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    quantizer = next(p for p in loaded.parameters() if isinstance(p, QuantizedTensor)).quantizer
+    import_checkpoint(model, folder, quantizer)
+    assert train(model, 2) == train(loaded, 2)
+    assert_identical(
+        {n: p.detach() for n, p in model.named_parameters()},
+        {n: p.detach() for n, p in loaded.named_parameters()},
+    )
+    layout = loaded.config.quantization_config.to_dict()["quant_method"]
+    if not any("experts" in name for name, _ in model.named_parameters()):
+        export_checkpoint(loaded, tmp_path / "out", str(getattr(layout, "value", layout)))
+        make_trainable(again := load(tmp_path / "out"))
+        assert_identical(
+            {n: p.detach().dequantize() for n, p in quantized_of(again).items()},
+            {n: p.detach().dequantize() for n, p in quantized_of(loaded).items()},
+        )
+
+
+def quantized_of(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p for n, p in model.named_parameters() if isinstance(p, QuantizedTensor)}
+
+
+def test_the_trainer_resumes_with_the_same_bits(folder, tmp_path):
+    def fit(steps: int, resume: bool = False) -> Any:
+        model = make_trainable(load(folder))
+        trainer = Trainer(
+            model,
+            TrainingArguments(
+                tmp_path / "run",
+                max_steps=steps,
+                save_steps=2,
+                per_device_train_batch_size=2,
+                report_to=[],
+                use_cpu=True,
+                disable_tqdm=True,
+                lr_scheduler_type="constant",
+            ),
+            train_dataset=[{"input_ids": row, "labels": row} for row in TOKENS] * 4,
+            optimizers=(FP4Adam(model.parameters(), lr=1e-3), None),
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return model
+
+    whole = fit(4)
+    (tmp_path / "run" / "checkpoint-4").rename(tmp_path / "aside")
+    resumed = fit(4, resume=True)
+    assert_identical(state(resumed), state(whole))
+
+
+def test_a_recipe_for_matmuls(folder):
+    model = load(folder)
+    kind = type(next(iter(quantized_of(make_trainable(load(folder))).values())).quantizer)
+    if kind is not Float8BlockQuantizer:
+        with pytest.raises(ValueError, match="quantizer must be a"):
+            make_trainable(model, Float8BlockQuantizer())
+        assert model.is_quantized and not quantized_of(model)
+        return
+    if any("experts" in name for name, _ in model.named_parameters()):
+        return  # torch has no grouped product of such blocks
+    recipe = Recipe(Float8BlockQuantizer(), activations=True, gradients=True, emulate=True)
+    losses = train(make_trainable(model, recipe), 3)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp8"])
+def test_tensors_of_torchao(kind):
+    """nn.Linear of any module; torchao has no backward pass for MXTensor."""
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 96, dtype=torch.bfloat16)
+    value = layer.weight.detach()
+    if kind == "nvfp4":
+        amax = value.abs().max().float()
+        theirs = NVFP4Tensor.to_nvfp4(value, per_tensor_scale=amax / (448 * 6))
+    else:
+        theirs = MXTensor.to_mx(value, torch.float8_e4m3fn, 32)
+    layer.weight = nn.Parameter(theirs, requires_grad=False)
+    model = nn.Sequential(layer)
+    place, expected = theirs.qdata.data_ptr(), theirs.dequantize(torch.float32)
+    make_trainable(model)
+    assert model[0].weight.data_ptr() == place
+    torch.testing.assert_close(model[0].weight.dequantize(), expected, rtol=1e-6, atol=0)
+    optimizer = FP4Adam(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        model(torch.ones(4, 64, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    stored = model.state_dict()["0.weight"]
+    assert type(stored) is type(theirs) and stored.qdata.data_ptr() == place
+    actual = model[0].weight.dequantize()
+    torch.testing.assert_close(stored.dequantize(torch.float32), actual, rtol=1e-6, atol=0)
+    assert (actual < expected).float().mean() > 0.5
+    saved = copy.deepcopy(model.state_dict())
+    before = model[0].weight.detach().clone()
+    with torch.no_grad():
+        model[0].weight.zero_()
+    model.load_state_dict(saved)
+    assert_identical(model[0].weight.detach(), before)
+
+
+def test_what_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="got none: transformers decodes FP8 and MXFP4"):
+        make_trainable(build())
+    with pytest.raises(TypeError, match="must be an nn.Module"):
+        make_trainable("Qwen3")
+    build().save_pretrained(tmp_path)
+    config = FineGrainedFP8Config(weight_block_size=(64, 64))
+    with pytest.raises(ValueError, match=r"must be one of 128x128 .* got 'blocks of \[64, 64\]'"):
+        make_trainable(load(tmp_path, quantization_config=config))
+    compress(build(), "FP8", tmp_path / "by tensor")
+    with pytest.raises(ValueError, match="got 'float-quantized by tensor'"):
+        make_trainable(load(tmp_path / "by tensor"))

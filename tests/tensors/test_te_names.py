@@ -1,0 +1,116 @@
+"""Transformer Engine's names on tensors and quantizers."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp4adam import Float8BlockQuantizer, Float8Quantizer, MXFP8Quantizer, NVFP4Quantizer
+
+QUANTIZERS = {
+    "nvfp4": NVFP4Quantizer(),
+    "nvfp4-1d": NVFP4Quantizer(two_dimensional=False),
+    "nvfp4-swizzled": NVFP4Quantizer(optimize_for_gemm=True),
+    "mxfp8": MXFP8Quantizer(),
+    "float8block": Float8BlockQuantizer(),
+    "float8": Float8Quantizer(),
+}
+every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
+
+
+def value() -> Tensor:
+    return torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+@every_quantizer
+def test_tensors_say_what_they_hold(quantizer):
+    tensor = quantizer(value())
+    assert tensor._quantizer is tensor._get_quantizer() is quantizer
+    assert tensor.get_usages() == {"rowwise": True, "columnwise": True}
+    rowwise, columnwise = tensor.get_data_tensors()
+    assert torch.equal(rowwise, tensor.rowwise_data)
+    assert torch.equal(columnwise, tensor.get_data_tensors(rowwise_data=False))
+    with pytest.raises(ValueError, match="must not both be False"):
+        tensor.get_data_tensors(False, False)
+    metadata = tensor.get_metadata()
+    assert metadata["fake_dtype"] is torch.bfloat16 and metadata["quantizer"] is quantizer
+    for name in ("rowwise_scale_inv", "columnwise_scale_inv"):
+        assert torch.equal(metadata[name], getattr(tensor, name))
+        shape = quantizer.get_scale_shape((64, 96), columnwise=name.startswith("columnwise"))
+        assert shape == tuple(metadata[name].shape)
+
+
+def test_names_of_float8_are_its_memory():
+    tensor = Float8Quantizer()(value())
+    assert torch.equal(tensor._data, tensor.rowwise_data) and not tensor._transpose_invalid
+    assert torch.equal(tensor._transpose, tensor.columnwise_data)
+    assert torch.equal(tensor._scale_inv, tensor.rowwise_scale_inv)
+    tensor._data = moved = tensor._data.clone()
+    assert tensor.data_ptr() == moved.data_ptr()
+
+
+@every_quantizer
+@pytest.mark.parametrize("usage", ["rowwise", "columnwise"])
+def test_a_direction_that_is_dropped_comes_back_where_it_can(quantizer, usage):
+    param = nn.Parameter(quantizer(value()))
+    whole = {name: inner.clone() for name, inner in param.storage_tensors().items()}
+    expected = dataclasses.replace(quantizer, **{usage: False})(value()).storage_tensors()
+
+    param.update_usage(**{f"{usage}_usage": False})
+
+    assert param.get_usages() == {"rowwise": usage != "rowwise", "columnwise": usage == "rowwise"}
+    kept = param.storage_tensors()
+    assert kept.keys() == expected.keys()
+    assert all(torch.equal(kept[name], inner) for name, inner in expected.items())
+    if usage == "columnwise" and quantizer.layout.is_square:
+        param.update_usage(columnwise_usage=True)
+        assert param.quantizer == quantizer
+        assert param.storage_tensors().keys() == whole.keys()
+        assert all(torch.equal(x, whole[name]) for name, x in param.storage_tensors().items())
+    else:
+        with pytest.raises(RuntimeError, match=f"{usage} codes of a .* must be stored already"):
+            param.update_usage(rowwise_usage=True, columnwise_usage=True)
+    with pytest.raises(ValueError, match="must not both be False"):
+        param.update_usage(False, False)
+
+
+def test_quantizers_are_shared_and_stay_as_they_are():
+    quantizer = MXFP8Quantizer(columnwise=False)
+    assert quantizer.rowwise_usage and not quantizer.columnwise_usage and not quantizer.internal
+    assert quantizer.copy() is quantizer
+    quantizer.set_usage(rowwise=True)
+    with pytest.raises(TypeError, match=r"columnwise of a quantizer must not change, got True"):
+        quantizer.set_usage(columnwise=True)
+    assert quantizer.is_quantizable(value()) and not quantizer.is_quantizable(torch.ones(3, 5))
+    tensors = quantizer.multi_quantize([value(), value() * 2])
+    assert quantizer.update_quantized(value() * 2, tensors[0]) is tensors[0]
+    assert torch.equal(tensors[0].rowwise_data, tensors[1].rowwise_data)
+    with pytest.raises(NotImplementedError, match="noop_flag must be None"):
+        quantizer.update_quantized(value(), tensors[0], noop_flag=torch.zeros(1))
+
+
+@every_quantizer
+def test_gradients_pass_straight_through_quantization(quantizer):
+    x = value().float().requires_grad_()
+    ((quantizer.quantize(x * 2) * 3).sum()).backward()
+    assert torch.equal(x.grad, torch.full_like(x, 6.0))
+    with torch.no_grad():
+        assert not quantizer.quantize(x).requires_grad
+
+
+def test_only_tensors_that_keep_their_value_have_its_getter():
+    param = nn.Parameter(NVFP4Quantizer()(value()))
+    assert not hasattr(param, "get_high_precision_init_val")
+    with pytest.raises(AttributeError, match="got a NVFP4Tensor that keeps none"):
+        param.get_high_precision_init_val()
+    param._high_precision_init_val = value()
+    assert torch.equal(param.get_high_precision_init_val(), value())
+    param.clear_high_precision_init_val()
+    assert not hasattr(param, "get_high_precision_init_val")
+
+
+def test_values_have_the_nominal_dtype_unless_another_is_asked_for():
+    tensor = NVFP4Quantizer()(value())
+    assert tensor.dequantize().dtype is torch.bfloat16
+    assert tensor.dequantize(torch.float32).dtype is torch.float32
