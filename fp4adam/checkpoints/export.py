@@ -22,7 +22,7 @@ from fp4adam.checkpoints.trained import Trained, cut_rows, gathered, spans_of, t
 from fp4adam.distributed.dtensor import is_dtensor, like, local
 from fp4adam.formats.scale_groups import hf_scale_groups
 from fp4adam.optim.fused_adam import FusedAdam
-from fp4adam.optim.param_view import written_value
+from fp4adam.optim.parameter import written_value
 from fp4adam.optim.state_dict import saved_states
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import check_dtype

@@ -192,8 +192,3 @@ def adapter_of(tensor: Tensor) -> TensorAdapter:
 def memory(tensor: Tensor, adapter: TensorAdapter) -> list[Tensor | bool | None]:
     """What holds the codes and scales of a tensor of another package."""
     return [getattr(tensor, name) for name in adapter.attributes]
-
-
-def count_writes(tensor: Tensor, parts: list[Tensor | bool | None]) -> int:
-    """A count that grows when torch writes to the tensor or to any part of its memory."""
-    return tensor._version + sum(part._version for part in parts if isinstance(part, Tensor))

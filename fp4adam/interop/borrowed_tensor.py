@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp4adam.interop.adapter import FIELDS, adapter_of, class_name, count_writes, memory
+from fp4adam.interop.adapter import FIELDS, adapter_of, class_name, memory
 from fp4adam.interop.strided_copy import StridedCopies
 from fp4adam.tensors.blocks import flat_shape
+from fp4adam.tensors.fingerprint import Column
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
 from fp4adam.tensors.rows import is_of as has_codes_of
 from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
@@ -90,7 +91,6 @@ class BorrowedTensor:
             for target, own in self.copies:
                 own.copy_(target[tuple(map(slice, own.shape))])
             read_gemm_scales(self.tensor)
-        self.note()
 
     @property
     def source(self) -> Tensor:
@@ -288,7 +288,7 @@ class BorrowedTensor:
         if self.given is None:
             is_given = True
         else:
-            is_given = all(map(is_, self.adapter.given(source), self._given_fields))
+            is_given = all(map(is_, self.given_fields(), self._given_fields))
         return (
             source is self.source
             and source.dtype == self.tensor.dtype
@@ -296,13 +296,9 @@ class BorrowedTensor:
             and is_given
         )
 
-    def is_current(self, source: Tensor) -> bool:
-        """Whether this is on the memory of ``source``, unwritten since :meth:`note`."""
-        return self.is_on(source) and count_writes(source, self._memory) == self.writes
-
-    def note(self) -> None:
-        """Count all writes so far as the optimizer's own."""
-        self.writes = count_writes(self.source, self._memory)
+    def given_fields(self) -> tuple[Tensor | None, Tensor | None]:
+        """The scale and the amax that the source has now, with delayed scaling."""
+        return self.adapter.given(self.source)
 
 
 _borrowed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -322,45 +318,39 @@ def borrow(source: Tensor) -> BorrowedTensor:
     return known
 
 
-class SourceWatch:
-    """:meth:`BorrowedTensor.is_on` for many tensors at once; it keeps the sources alive.
+def source_columns(
+    pairs: Sequence[tuple[BorrowedTensor, Tensor]], prefix: str = ""
+) -> list[tuple[Column, list[int]]]:
+    """How to read, all at once, whether tensors are on the memory of their sources, unwritten.
 
     Args:
-        borrowed: The tensors, which are on the memory of their sources.
+        pairs: The tensors, each with an object to read its source from.
+        prefix: What leads from these objects to the sources, such as "_local_tensor.".
+
+    Returns:
+        Columns of a fingerprint, each with the indices of the pairs that it reads.
     """
+    columns: list[tuple[Column, list[int]]] = []
 
-    def __init__(self, borrowed: Sequence[BorrowedTensor]) -> None:
-        self._sources = [one.source for one in borrowed]
-        self._dtypes = [one.tensor.dtype for one in borrowed]
-        alike: dict[tuple[str, ...], list[BorrowedTensor]] = defaultdict(list)
-        for one in borrowed:
-            alike[one.adapter.attributes].append(one)
-        self._reads = [
-            (attrgetter(name), [one.source for one in members])
-            for names, members in alike.items()
-            for name in names
-        ]
-        self._memory = [
-            part
-            for members in alike.values()
-            for part in zip(*(one._memory for one in members), strict=True)
-        ]
-        self._given = [one for one in borrowed if one.given is not None]
+    def add(which: Sequence[int], name: str, versioned: bool = False) -> None:
+        path = (prefix + name).rstrip(".")
+        objects, read = [pairs[i][1] for i in which], attrgetter(path) if path else None
+        columns.append((Column(objects, read, same=True, versioned=versioned), [*which]))
 
-    def is_on(self) -> bool:
-        """Whether all sources have the memory and dtype that they had."""
-        return (
-            [source.dtype for source in self._sources] == self._dtypes
-            and all(
-                all(map(is_, map(read, sources), known))
-                for (read, sources), known in zip(self._reads, self._memory, strict=True)
-            )
-            and all(
-                scale is one._given_fields[0] and amax is one._given_fields[1]
-                for one in self._given
-                for scale, amax in [one.adapter.given(one.source)]
-            )
-        )
+    every = range(len(pairs))
+    add(every, "", versioned=True)
+    add(every, "dtype")
+    alike: dict[tuple[int, str, bool], list[int]] = defaultdict(list)
+    for i, (one, _) in enumerate(pairs):
+        parts = zip(one.adapter.attributes, one._memory, strict=True)
+        for number, (name, part) in enumerate(parts):
+            alike[number, name, isinstance(part, Tensor)].append(i)
+    for (_, name, is_tensor), which in sorted(alike.items()):  # in the order of attributes
+        add(which, name, versioned=is_tensor)
+    delayed = [i for i, (one, _) in enumerate(pairs) if one.given is not None]
+    given = [pairs[i][0] for i in delayed]
+    columns.append((Column(given, BorrowedTensor.given_fields, chained=True, same=True), delayed))
+    return columns
 
 
 class ScaleWriteback:

@@ -11,8 +11,9 @@ from fp4adam.distributed.scale_exchange import ShardInfo, groups_of
 from fp4adam.formats.scale_groups import ScaleGroup
 from fp4adam.interop.adapter import adapter_of, is_foreign
 from fp4adam.optim.memory_layout import is_dense
-from fp4adam.optim.param_view import Storing
+from fp4adam.optim.options import Options
 from fp4adam.optim.state_codec import STATE_BLOCK
+from fp4adam.optim.state_tensor import SCALES
 from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
@@ -21,7 +22,7 @@ PARAM_DTYPES = (torch.float64, *GRAD_DTYPES)
 QUANTIZE_FROM = ("master", "param_dtype")
 
 
-def check_storing(storing: Storing, amsgrad: bool) -> None:
+def check_options(options: Options, amsgrad: bool) -> None:
     """Raise if the storage options are invalid or contradict each other.
 
     Raises:
@@ -29,21 +30,21 @@ def check_storing(storing: Storing, amsgrad: bool) -> None:
             masters.
         NotImplementedError: For ``amsgrad`` with second moments that are not float32.
     """
-    if storing.store_param_remainders and storing.master_weight_dtype != torch.float32:
+    if options.store_param_remainders and options.master_weight_dtype != torch.float32:
         raise ValueError(
             "master_weight_dtype must be torch.float32 with store_param_remainders, got "
-            f"{storing.master_weight_dtype}: remainders complete FP32 masters; leave one of the "
+            f"{options.master_weight_dtype}: remainders complete FP32 masters; leave one of the "
             "two out"
         )
-    if storing.store_param_remainders and not storing.master_weights:
+    if options.store_param_remainders and not options.master_weights:
         raise ValueError(
             "store_param_remainders must be False with master_weights=False, got True: there "
             "are no masters to keep remainders of; leave master_weights True"
         )
-    codecs = storing.codecs(torch.float32)
+    codecs = options.codecs(torch.float32)
     if amsgrad and not codecs["exp_avg_sq"].exact:
         raise NotImplementedError(
-            f"exp_avg_sq_dtype must be float32 with amsgrad, got {storing.exp_avg_sq_dtype}: the "
+            f"exp_avg_sq_dtype must be float32 with amsgrad, got {options.exp_avg_sq_dtype}: the "
             "maximum of many rounded numbers is biased upwards; leave amsgrad False"
         )
 
@@ -57,18 +58,18 @@ def check_quantize_from(quantize_from: str) -> None:
         )
 
 
-def check_param(name: str, param: Tensor, takes_quantized: bool, master_weights: bool) -> None:
-    """Raise if the optimizer class ``name`` could never update ``param``."""
-    own = local(param)
+def check_param(options: Options, param: Tensor) -> None:
+    """Raise if an optimizer with these options could never update ``param``."""
+    name, own = options.name, local(param)
     foreign = is_foreign(own)
     if foreign:
         adapter_of(own)
     is_quantized = foreign or isinstance(own, QuantizedTensor)
-    if is_quantized and not takes_quantized:
+    if is_quantized and not options.takes_quantized:
         raise TypeError(
             f"parameters must be plain tensors for {name}, got {type(own).__name__}; use FP4Adam"
         )
-    if is_quantized and not master_weights:
+    if is_quantized and not options.master_weights:
         raise ValueError(
             f"master_weights must be True for {type(own).__name__} parameters, got False: updates "
             "are smaller than the steps between codes and would be lost; leave it True"
@@ -229,7 +230,7 @@ def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
 
 
 def check_state(
-    param: Tensor, state: dict[str, Any], storing: Storing, is_offloaded: bool = False
+    param: Tensor, state: dict[str, Any], options: Options, is_offloaded: bool = False
 ) -> None:
     """Raise RuntimeError if the state of ``param`` has wrong shapes, dtypes, devices or strides.
 
@@ -237,7 +238,7 @@ def check_state(
     If states are offloaded, they may be on the host as well.
     """
     devices = {param.device, torch.device("cpu")} if is_offloaded else {param.device}
-    codecs = storing.codecs(param.dtype)
+    codecs = options.codecs(param.dtype)
     for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param", "param_remainder"):
         if name not in state:
             continue
@@ -263,7 +264,7 @@ def check_state(
         if name not in codecs:
             continue
         codec = codecs[name]
-        if name == "master_param" and codes.dtype == torch.float32 and f"{name}_scale" not in state:
+        if name == "master_param" and codes.dtype == torch.float32 and SCALES[name] not in state:
             continue  # just loaded, in FP32; the next step encodes it
         if codes.dtype != codec.dtype or not (codec.exact or is_dense(codes)):
             raise RuntimeError(
@@ -275,17 +276,17 @@ def check_state(
 
 
 def _check_scales(name: str, state: dict[str, Any], codes: Tensor) -> None:
-    scales = state.get(f"{name}_scale")
+    scales = state.get(SCALES[name])
     if scales is None:
         raise RuntimeError(
-            f"{name}_scale must be there beside {name}, got {sorted(state)}; load states with "
+            f"{SCALES[name]} must be there beside {name}, got {sorted(state)}; load states with "
             "load_state_dict()"
         )
     needed = torch.Size((-(-codes.numel() // STATE_BLOCK),))
     kind = scales.shape, scales.dtype, scales.device
     if kind != (needed, torch.uint8, codes.device) or not scales.is_contiguous():
         raise RuntimeError(
-            f"{name}_scale must be contiguous uint8 {tuple(needed)} on {codes.device}, got "
+            f"{SCALES[name]} must be contiguous uint8 {tuple(needed)} on {codes.device}, got "
             f"{tuple(scales.shape)} of {scales.dtype} on {scales.device}; load states with "
             "load_state_dict()"
         )

@@ -1,31 +1,22 @@
 """FusedAdam for parameters that are stored in 4 or 8 bits."""
 
+import inspect
 import pickle
-from collections.abc import Hashable, Mapping
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fp4adam.distributed.collectives import guard_zero
 from fp4adam.distributed.dtensor import local
 from fp4adam.formats.scale_groups import (
-    ScaleGroup,
     ScaleGroups,
     form_scale_group,
     lists_of_members,
     resolve_scale_groups,
 )
 from fp4adam.optim import checks
-from fp4adam.optim.fused_adam import FusedAdam
-from fp4adam.optim.param_view import Storing
+from fp4adam.optim.fused_adam import FusedAdam, Option
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-
-_CAPTURE_AROUND = (
-    "capture forward and backward, and call step() outside the graph: it writes weights at the "
-    "addresses that the graph reads"
-)
 
 
 class FP4Adam(FusedAdam):
@@ -54,29 +45,9 @@ class FP4Adam(FusedAdam):
     Args:
         params: Parameters, (name, parameter) pairs or dicts of parameter groups; those of a model
             after ``quantize_model``.
-        lr: Learning rate, >= 0; a one-element tensor is read at every step.
-        betas: Decay rates of the first and second moment, in [0, 1).
-        eps: Term added to the denominator, >= 0.
-        weight_decay: Weight decay coefficient, >= 0.
-        amsgrad: Divide by the largest second moment so far.
-        bias_correction: Correct the moments for their start at zero.
-        adam_w_mode: Decoupled decay (AdamW); False adds ``weight_decay * param`` to the gradient.
-        master_weights: Keep FP32 masters of BF16 and FP16 parameters; quantized ones have to.
-        exp_avg_dtype: Storage of first moments: float32, bfloat16, float16 or float8_e4m3fn; see
-            :class:`FusedAdam`.
-        exp_avg_sq_dtype: The same of second moments; not with ``amsgrad`` unless float32.
-        master_weight_dtype: Storage of masters: float32 or float16.
-        store_param_remainders: Keep of the FP32 master of a BF16 parameter only what the parameter
-            lacks. Quantized parameters keep their masters.
-        use_decoupled_grad: Read ``param.decoupled_grad`` instead of ``param.grad``.
-        offload_states: Keep masters and moments in pinned host memory; see :class:`FusedAdam`.
-        set_grad_none: Deprecated: what ``zero_grad`` does by default.
-        maximize: Ascend instead of descend.
-        foreach: Accepted for compatibility; updates are always batched.
-        capturable: Not supported; capture forward and backward, and call ``step()`` outside of the
-            CUDA graph. It writes weights in place, where the graph reads them.
-        differentiable: Not supported.
-        fused: False takes plain torch operators instead of the kernels, with the same results.
+        args, options: Those of :class:`FusedAdam`; ``master_weights`` must stay True for quantized
+            parameters, and ``capturable`` False: capture forward and backward, and call ``step()``
+            outside of the CUDA graph. It writes weights in place, where the graph reads them.
         quantize_from: "master" quantizes the FP32 master itself; "param_dtype" rounds it to the
             parameter's nominal dtype first, as Megatron's distributed optimizer does.
         scale_groups: The NVFP4 or Float8 weights that share one amax, from the first step on: lists
@@ -95,80 +66,29 @@ class FP4Adam(FusedAdam):
             groups.
     """
 
-    _option_names = (*FusedAdam._option_names, "quantize_from", "scale_groups")
     _takes_quantized = True
+    quantize_from = Option()
 
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        bias_correction: bool = True,
-        adam_w_mode: bool = True,
-        master_weights: bool = True,
-        exp_avg_dtype: torch.dtype = torch.float32,
-        exp_avg_sq_dtype: torch.dtype = torch.float32,
-        master_weight_dtype: torch.dtype = torch.float32,
-        store_param_remainders: bool = False,
-        use_decoupled_grad: bool = False,
-        offload_states: bool = False,
-        set_grad_none: bool | None = None,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
+        *args: Any,
         quantize_from: Literal["master", "param_dtype"] = "master",
         scale_groups: ScaleGroups | None = None,
+        **options: Any,
     ) -> None:
         checks.check_quantize_from(quantize_from)
         guard_zero()
-        self.quantize_from = quantize_from
         self.scale_groups = None
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            bias_correction=bias_correction,
-            adam_w_mode=adam_w_mode,
-            master_weights=master_weights,
-            exp_avg_dtype=exp_avg_dtype,
-            exp_avg_sq_dtype=exp_avg_sq_dtype,
-            master_weight_dtype=master_weight_dtype,
-            store_param_remainders=store_param_remainders,
-            use_decoupled_grad=use_decoupled_grad,
-            offload_states=offload_states,
-            set_grad_none=set_grad_none,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
+        super().__init__(params, *args, **options)
+        if quantize_from != self.quantize_from:
+            self.quantize_from = quantize_from
         if scale_groups is not None and not callable(scale_groups):
             scale_groups = lists_of_members(scale_groups)
         self.scale_groups = scale_groups
-        self._form_scale_groups()
+        self._join_groups()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        try:
-            self._form_scale_groups()
-        except Exception:
-            self.param_groups.pop()
-            raise
-        finally:
-            if getattr(self, "_release", None) is not None:
-                self._release.attach()  # to the parameters, together with their scale groups
-
-    def _form_scale_groups(self) -> None:
+    def _join_groups(self) -> None:
         if self.scale_groups is None:
             return
         params = [param for group in self.param_groups for param in group["params"]]
@@ -190,7 +110,7 @@ class FP4Adam(FusedAdam):
             form_scale_group(members, [names[i] if names else f"parameter {i}" for i in group])
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
+        state = {**super().__getstate__(), "scale_groups": self.scale_groups}
         if callable(self.scale_groups):
             try:
                 pickle.dumps(self.scale_groups)
@@ -199,34 +119,13 @@ class FP4Adam(FusedAdam):
                 state["scale_groups"] = None
         return state
 
-    @property
-    def _storing(self) -> Storing:
-        return Storing(*super()._storing[:5], self.quantize_from)
 
-    def _scales_of(self, param: Tensor) -> Hashable:
-        own = local(param)
-        group = own._shared.scale_group if isinstance(own, QuantizedTensor) else None
-        return param if group is None else group
+def _signature() -> inspect.Signature:
+    """The arguments of ``FusedAdam``, which ``FP4Adam`` passes on, and its own."""
+    inherited = inspect.signature(FusedAdam.__init__).parameters.values()
+    own = inspect.signature(FP4Adam.__init__).parameters.values()
+    own = [each for each in own if each.kind is inspect.Parameter.KEYWORD_ONLY]
+    return inspect.Signature([*inherited, *own], return_annotation=None)
 
-    def _check_sharing(self, peers: list[Tensor]) -> None:
-        group = self._scales_of(peers[0])
-        if not isinstance(group, ScaleGroup):
-            return
-        checks.check_scale_group(peers, group)
-        for param in peers:
-            checks.check_steppable(type(self).__name__, param)
-            self._check_state(param)
 
-    def _check_capturable_option(self, options: Mapping[str, Any]) -> None:
-        if options["capturable"]:
-            raise NotImplementedError(
-                "capturable must be False for FP4Adam, got True: re-quantization takes its scales "
-                "from values that exist on the device only between launches, and a CUDA graph "
-                f"would replay the step with the scalars of its capture; {_CAPTURE_AROUND}"
-            )
-
-    def _capture_error(self) -> str:
-        return (
-            "step() of FP4Adam must not be captured in a CUDA graph, got a call in a capture: "
-            f"replays would repeat its scalars; {_CAPTURE_AROUND}"
-        )
+FP4Adam.__init__.__signature__ = _signature()

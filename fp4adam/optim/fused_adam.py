@@ -1,12 +1,10 @@
 """AdamW with FP32 master weights and moments; one fused kernel per kind of parameter."""
 
+import dataclasses
 import functools
 import threading
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from itertools import chain
-from operator import is_
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,26 +16,35 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
-from fp4adam.distributed.dtensor import first_element, like, local
-from fp4adam.interop.borrowed_tensor import BorrowedTensor
-from fp4adam.optim import checks
-from fp4adam.optim.capturable import Capturable
-from fp4adam.optim.grad_norm import GradNorm
-from fp4adam.optim.gradients import Gradients
-from fp4adam.optim.hyper_parameters import check_hyper_parameters, check_numbers, is_on_device
-from fp4adam.optim.master_weights import MasterWeights, master_of
-from fp4adam.optim.named_states import NamedStates
-from fp4adam.optim.offload import StateOffload, moved
-from fp4adam.optim.param_state import ParamState
-from fp4adam.optim.param_view import ParamView, Storing, view_of
-from fp4adam.optim.saved_states import SavedStates
-from fp4adam.optim.state_codec import join_master, split_master
-from fp4adam.optim.step_plan import StepPlan
-from fp4adam.optim.stored_state import StoredState, state_like
+from fp4adam.distributed.dtensor import local, sharding_groups
+from fp4adam.optim import capturable as capturing
+from fp4adam.optim import checks, te_states
+from fp4adam.optim import state_dict as saving
+from fp4adam.optim.engine import Engine, Group, Signals
+from fp4adam.optim.grad_norm import GradNorm, Measured
+from fp4adam.optim.gradient_release import GradientRelease, check_max_norm
+from fp4adam.optim.hyper_parameters import check_hyper_parameters, is_on_device
+from fp4adam.optim.offload import OffloadedEngine
+from fp4adam.optim.options import Options
+from fp4adam.optim.parameter import Parameters
 from fp4adam.tensors import backend
 
 
-class FusedAdam(Capturable, Gradients, SavedStates, NamedStates, Optimizer):
+class Option:
+    """An attribute of an optimizer that reads one of its :class:`Options`, or replaces it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: "FusedAdam", owner: type) -> Any:
+        return self if optimizer is None else getattr(optimizer._parameters.options, self._name)
+
+    def __set__(self, optimizer: "FusedAdam", value: Any) -> None:
+        parameters = optimizer._parameters
+        parameters.options = dataclasses.replace(parameters.options, **{self._name: value})
+
+
+class FusedAdam(Optimizer):
     """Drop-in ``torch.optim.AdamW`` that keeps FP32 master weights of 16-bit parameters.
 
     All arithmetic is FP32 and gives the same bits on a CPU and on a GPU (FP64 for FP64 parameters,
@@ -108,16 +115,12 @@ class FusedAdam(Capturable, Gradients, SavedStates, NamedStates, Optimizer):
     # Makes GradScaler set grad_scale and found_inf as attributes for the duration of a step.
     _step_supports_amp_scaling = True
     _takes_quantized = False
-    # Options of the whole optimizer, which copies and pickles preserve.
-    _option_names: tuple[str, ...] = (
-        *Storing._fields[:5],
-        "use_decoupled_grad",
-        "offload_states",
-        "set_grad_none",
+    master_weights, exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype = (
+        Option() for _ in range(4)
     )
-    # Optimizers that were pickled before these options existed have none.
-    set_grad_none: bool | None = None
-    offload_states: bool = False
+    store_param_remainders, use_decoupled_grad, offload_states, set_grad_none = (
+        Option() for _ in range(4)
+    )
 
     def __init__(
         self,
@@ -160,60 +163,64 @@ class FusedAdam(Capturable, Gradients, SavedStates, NamedStates, Optimizer):
             # Tells AdamW from Adam in a checkpoint of torch.optim.
             "decoupled_weight_decay": adam_w_mode,
         }
-        self.exp_avg_dtype, self.exp_avg_sq_dtype = exp_avg_dtype, exp_avg_sq_dtype
-        self.master_weight_dtype = master_weight_dtype
-        self.store_param_remainders = store_param_remainders
-        self.master_weights = master_weights
-        self.use_decoupled_grad = use_decoupled_grad
-        self.offload_states = offload_states
-        self.set_grad_none = set_grad_none
+        options = Options(
+            name=type(self).__name__,
+            takes_quantized=self._takes_quantized,
+            capturable=capturable,
+            master_weights=master_weights,
+            exp_avg_dtype=exp_avg_dtype,
+            exp_avg_sq_dtype=exp_avg_sq_dtype,
+            master_weight_dtype=master_weight_dtype,
+            store_param_remainders=store_param_remainders,
+            use_decoupled_grad=use_decoupled_grad,
+            offload_states=offload_states,
+            set_grad_none=set_grad_none,
+        )
         if set_grad_none is not None:
             warnings.warn(
                 "set_grad_none is deprecated; call zero_grad(set_to_none=...)",
                 DeprecationWarning,
                 stacklevel=3 if self._takes_quantized else 2,
             )
+        self._set_up(options)
         self._check_options(defaults)
         if isinstance(betas[0], Tensor):
             defaults["betas"] = tuple(beta.squeeze() for beta in betas)
-        self._forget()
         super().__init__(params, defaults)
 
-    def _forget(self) -> None:
-        """Drop the plan and all notes of who has written to the parameters."""
-        self._plan: StepPlan | None = None
-        self._planned: tuple[list[dict], list[Tensor], list[dict]] = ([], [], [])
-        self._masters = MasterWeights()
+    def _set_up(self, options: Options) -> None:
+        self._parameters = Parameters(options)
+        self._whole = self._new_engine()
+        self._release: GradientRelease | None = None
         self._grad_norm: GradNorm | None = None
-        # Caches the views of other packages' tensors.
-        self._borrowed: dict[Tensor, BorrowedTensor] = {}
-        # The clipping coefficient of the next step, by device.
-        self._clip: dict[torch.device, Tensor] = {}
         # Memory that captured steps use, once per plan; graphs outlive plans and loaded states.
-        self.__dict__.setdefault("_captured", [])
-        # Set while gradients are released; it outlives loaded states, but is not copied.
-        self.__dict__.setdefault("_release", None)
-        # None in the parts of an optimizer, whose states have been brought to their parameters.
-        self.__dict__.setdefault("_offload", StateOffload() if self.offload_states else None)
-        if self._offload is not None:
-            self._offload.forget()
-        if self._release is not None:
-            self._release.forget()
+        self._captured: list = []
         # Guards hooks that are registered for the duration of a call, as threads may save at the
-        # same time. Loading calls this method while it holds the lock, so an existing one is kept.
-        self.__dict__.setdefault("_saving", threading.RLock())
+        # same time.
+        self._saving = threading.RLock()
 
-    # Options and parameters
+    def _new_engine(self) -> Engine:
+        kind = OffloadedEngine if self.offload_states else Engine
+        return kind(self._parameters, [], {})
 
     @property
-    def _storing(self) -> Storing:
-        return Storing(*(getattr(self, name) for name in Storing._fields[:5]))
+    def _engine(self) -> Engine:
+        """The engine of all parameters, with groups and states as they are now."""
+        self._whole.groups = [Group(group, group["params"]) for group in self.param_groups]
+        self._whole.states = self.__dict__["state"]
+        return self._whole
 
-    def _view(self, param: Tensor) -> ParamView:
-        return view_of(param, self._storing, self._borrowed)
+    def _forget(self) -> None:
+        """Drop the plan, and all that is known of who has written to the parameters."""
+        self._parameters.forget_marks()
+        self._whole.forget()
+        self._whole.clip, self._grad_norm = {}, None
+        if self._is_releasing:
+            self._release.forget(self._engine)
 
-    def _params(self) -> list[Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
+    @property
+    def _is_releasing(self) -> bool:
+        return self._release is not None and self._release.is_enabled
 
     @property
     def state(self) -> dict[Any, Any]:
@@ -223,21 +230,19 @@ class FusedAdam(Capturable, Gradients, SavedStates, NamedStates, Optimizer):
         Offloaded states are CPU tensors. This waits until they have arrived, so read them through
         this property after every step.
         """
-        if getattr(self, "_offload", None) is not None:
-            self._offload.settle()
-        if getattr(self, "_plan", None) is not None:
-            self._plan.settle()
+        self._whole.settle()
         return self.__dict__["state"]
 
     @state.setter
     def state(self, state: dict[Any, Any]) -> None:
         self.__dict__["state"] = state
 
-    def _check_options(self, options: Mapping[str, Any]) -> None:
+    def _check_options(self, group: Mapping[str, Any]) -> None:
         """Raise if a hyper-parameter is out of range or a flag is not supported."""
-        self._check_capturable_option(options)
-        check_hyper_parameters(type(self).__name__, options)
-        checks.check_storing(self._storing, options["amsgrad"])
+        options = self._parameters.options
+        capturing.check_option(options, group)
+        check_hyper_parameters(options.name, group)
+        checks.check_options(options, group["amsgrad"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; its options are checked like the constructor's."""
@@ -246,37 +251,41 @@ class FusedAdam(Capturable, Gradients, SavedStates, NamedStates, Optimizer):
         super().add_param_group(param_group)
         try:
             for param in self.param_groups[-1]["params"]:
-                checks.check_param(
-                    type(self).__name__, param, self._takes_quantized, self.master_weights
-                )
+                checks.check_param(self._parameters.options, param)
                 if not param.is_meta:
-                    self._view(param)
+                    self._parameters[param]
+            self._join_groups()
         except Exception:
             self.param_groups.pop()
             raise
-        if getattr(self, "_release", None) is not None:
-            self._release.attach()
+        if self._is_releasing:
+            self._release.attach(self._engine)
+
+    def _join_groups(self) -> None:
+        """What else happens to new parameters."""
 
     def __getstate__(self) -> dict[str, Any]:
-        options = {name: getattr(self, name) for name in self._option_names}
-        return {**super().__getstate__(), **options}
+        return {**super().__getstate__(), "options": self._parameters.options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._forget()
-        for group in self.param_groups:
-            for name, value in self.defaults.items():
+        # A copy, a pickle, or a state that is loaded. All is prepared before one assignment.
+        state = dict(state)
+        options = state.pop("options", None)
+        if options is not None:
+            self._set_up(options)
+        capturable = self._parameters.options.capturable
+        for group in state["param_groups"]:
+            for name, value in {**vars(self), **state}["defaults"].items():
                 group.setdefault(name, value)
             # A checkpoint of torch.optim carries the flags of the implementation that wrote it.
-            group["capturable"], group["differentiable"] = self._is_capturable, False
+            group["capturable"], group["differentiable"] = capturable, False
             group["decoupled_weight_decay"] = group["adam_w_mode"]
-            if self._is_capturable and not is_on_device(group["lr"]):
+            if capturable and not is_on_device(group["lr"]):
                 group["lr"] = float(group["lr"])
-        for param, values in self.state.items():
-            if isinstance(values, dict) and "step" in values:
-                device = param.device if self._is_capturable else "cpu"
-                step = torch.as_tensor(values["step"], dtype=torch.float32, device=device)
-                values["step"] = step.reshape(()).clone()
+        state["state"] = saving.unpacked(state["state"], capturable)
+        self._parameters.forget_marks()
+        super().__setstate__(state)
+        self._forget()
 
     # The step
 
@@ -350,277 +359,312 @@ class FusedAdam(Capturable, Gradients, SavedStates, NamedStates, Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.offload_states != (self._offload is not None):
-            self._check_capturable_option(self.defaults)
-            self._drop_plan()
-            self._offload = StateOffload() if self.offload_states else None
+        if self.offload_states != isinstance(self._whole, OffloadedEngine):
+            capturing.check_option(self._parameters.options, self.defaults)
+            self._whole.settle()
+            self._whole = self._new_engine()
         # Reads attributes of tensor subclasses directly, in a tenth of the time.
         with torch._C.DisableTorchFunctionSubclass():
-            if self._release is not None:
-                self._release.finish_step()
-            elif self._offload is not None:
-                self._step_offloaded()
-            else:
-                self._step()
+            self._step()
         return loss
 
     # torch.compile would trace into this, but addresses and tables cannot be traced.
     @torch._disable_dynamo
     def _step(self) -> None:
-        self._check_call()
+        engine, options = self._engine, self._parameters.options
+        if self._is_releasing:
+            signals = Signals(*(vars(self).pop(name, None) for name in Signals._fields))
+            return self._release.finish_step(signals, engine)
         captures = backend.is_capturing()
+        if captures or options.capturable:
+            engine.check_call()
         if captures:
-            self._check_capture()
-        elif self._is_capturable:
-            self._put_rates_on_devices()
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        try:
-            plan = self._plan if captures else self._fitting_plan()
-            name = type(self).__name__
-            for param, grad in plan.gradients_for_operators():
-                checks.check_gradient(name, param, grad)
-                self._check_state(param)
-        except Exception:
-            self._drop_plan()
-            raise
-        clip, self._clip = self._clip, {}
-        try:
-            plan.run(grad_scale, clip, found_inf, captures)
-        except BaseException:
-            # Some parameters may have been stepped, so no note can be trusted.
-            self._forget()
-            raise
+            capturing.check_capture(engine, self._captured)
+        elif options.capturable:
+            capturing.put_rates_on_devices(engine)
+        signals = Signals(*(getattr(self, name, None) for name in Signals._fields))
+        engine.step(signals, captures)
 
-    @torch._disable_dynamo
-    def _step_offloaded(self) -> None:
-        self._check_call()
-        names = ("grad_scale", "found_inf")
-        self._offload.step_all(self, **{name: getattr(self, name, None) for name in names})
+    # Gradients
 
-    def _check_call(self) -> None:
-        """Raise if a step is impossible here and now, whatever the parameters are."""
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "step() must not be called in inference mode, got torch.inference_mode(): state "
-                "created there cannot be updated outside; call it outside inference mode"
-            )
-        for group in self.param_groups:
-            check_numbers(group, may_wait=False)
-
-    def _fitting_plan(self) -> StepPlan:
-        """The plan of the last step if it is still valid, else a new one."""
-        structure = self._structure()
-        return self._plan if self._has_fitting_plan(structure) else self._new_plan(structure)
-
-    def _has_fitting_plan(self, structure: list | None = None) -> bool:
-        """Whether the plan of the last step is valid for this one."""
-        state = self.state
-        groups, params, states = self._planned
-        return (
-            self._plan is not None
-            and _are_same(self.param_groups, groups)
-            and _are_same(chain.from_iterable(g["params"] for g in groups), params)
-            and _are_same(state.values(), states)
-            and self._plan.fits(self._structure() if structure is None else structure)
-        )
-
-    def _structure(self) -> list:
-        """Everything but the tensors that the kernels and the layout of the state depend on."""
-        options = [getattr(self, name) for name in self._option_names]
-        names = ("amsgrad", "adam_w_mode", "fused")
-        for group in self.param_groups:
-            options += [group[name] for name in names]
-            options += [len(group["params"]), self._updates(group)]
-        return options
-
-    def _drop_plan(self) -> None:
-        """Drop the plan, but keep its notes of the parameters."""
-        if self._plan is not None:
-            self._plan.settle()
-        self._take_notes()
-        self._plan = None
-        if self._offload is not None:
-            self._offload.drop_plans()
-
-    def _take_notes(self) -> None:
-        """Collect the notes that the last steps have taken of the parameters."""
-        if self._plan is not None:
-            self._masters.update(self._plan.notes())
-        if self._release is not None:
-            self._masters.update(self._release.notes())
-        if self._offload is not None:
-            self._masters.update(self._offload.notes())
-
-    def _keep_only(self, params: Sequence[Tensor]) -> None:
-        """Forget all other parameters, which may have been taken out of the groups."""
-        self._masters.keep_only(params)
-        known = set(params)
-        self._borrowed = {p: b for p, b in self._borrowed.items() if p in known}
-
-    def _new_plan(self, structure: list) -> StepPlan:
-        self._drop_plan()
-        pairs = [(group, param) for group in self.param_groups for param in group["params"]]
-        params = [param for _, param in pairs]
-        self._keep_only(params)
-        stepped, moving = self._check_all(pairs)
-        views = {p: self._view(p) for p in params if self._scales_of(p) in stepped}
-        left, _ = self._masters.left([*views.values()], self.state)
-        members = []
-        for group, param in pairs:
-            if param not in views:
-                continue
-            view, scales = views[param], self._scales_of(param)
-            state = self._complete_state(group, view, restart=view in left)
-            members.append(
-                ParamState(
-                    group=group,
-                    view=view,
-                    state=state,
-                    tensors={name: local(value) for name, value in state.items()},
-                    shards=view.shards if scales in moving else (),
-                    updates=scales in moving,
-                    first_element=first_element(param),
-                )
-            )
-        self._masters.note(view for view in views.values() if view.has_master)
-        self._plan = StepPlan(
-            members,
-            [param for param in params if param not in views],
-            structure,
-            read_grad=self._read_grad,
-            grads_vary=self.use_decoupled_grad,
-            takes_kernels=lambda member: (
-                backend.uses_kernels(member.param.device) and member.group["fused"] is not False
-            ),
-            capturable=self._is_capturable,
-        )
-        self._planned = list(self.param_groups), params, list(self.state.values())
-        if not self._plan.fits(structure):
-            raise RuntimeError("a step plan must fit what it was made from; please report this")
-        return self._plan
-
-    def _check_all(self, pairs: list[tuple[dict[str, Any], Tensor]]) -> tuple[set, set]:
-        """Check all parameters of a new plan before anything changes.
-
-        Returns:
-            The ``scales`` keys of the parameters that are stepped, and of those that can change.
-        """
-        for group in self.param_groups:
-            checks.check_storing(self._storing, group["amsgrad"])
-        checks.check_distinct([param for _, param in pairs])
-        name, read_grad = type(self).__name__, self._read_grad
-        for _, param in pairs:
-            grad = read_grad(param)
-            if grad is not None:
-                checks.check_gradient(name, param, grad)
-                self._check_state(param)
-                if self._is_capturable and not _fits_kernels(local(param), grad):
-                    checks.check_capturable(local(param), grad)
-            else:
-                checks.check_in_use(param)
-        # A new amax changes every tensor that shares it, even those without a gradient.
-        sharing: dict[Hashable, list[tuple[dict[str, Any], Tensor]]] = defaultdict(list)
-        for group, param in pairs:
-            sharing[self._scales_of(param)].append((group, param))
-        stepped, moving = set(), set()
-        for scales, peers in sharing.items():
-            if any(read_grad(p) is not None or self._is_in_training(p) for _, p in peers):
-                stepped.add(scales)
-                self._check_sharing([p for _, p in peers])
-            if any(self._updates(group) for group, _ in peers):
-                moving.add(scales)
-        return stepped, moving
-
-    def _scales_of(self, param: Tensor) -> Hashable:
-        """A key that is equal for parameters that share a per-tensor amax."""
-        return param
-
-    def _check_sharing(self, peers: list[Tensor]) -> None:
-        """Raise if parameters that share an amax cannot be stepped together."""
-
-    def _is_in_training(self, param: Tensor) -> bool:
-        """Whether a parameter without a gradient now has a valid state from earlier steps."""
-        if not {"step", "exp_avg", "exp_avg_sq"} <= self.state.get(param, {}).keys():
-            return False
-        try:
-            checks.check_steppable(type(self).__name__, param)
-            self._check_state(param)
-        except (RuntimeError, TypeError, NotImplementedError):
-            return False  # the error is raised once the parameter has a gradient
-        return True
-
-    def _check_state(self, param: Tensor) -> None:
-        """Raise if the state of a parameter does not fit it."""
-        state, is_offloaded = self.state.get(param, {}), self._offload is not None
-        checks.check_state(param, state, self._storing, is_offloaded)
-
-    def _offloaded(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """A state that has just been made, on the host if states are offloaded."""
-        return state if self._offload is None else moved(param, state, "cpu")
-
-    def _complete_state(
-        self, group: dict[str, Any], view: ParamView, restart: bool, frees: bool = True
-    ) -> dict[str, Any]:
-        """The state of a parameter; missing entries are created.
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Reset the gradients, including ``decoupled_grad`` if it is in use.
 
         Args:
-            group: The parameter group.
-            view: The parameter.
-            restart: Whether the master restarts from the parameter.
-            frees: Whether to free the high-precision initial value.
-        """
-        param, state = view.param, dict(self.state.get(view.owner, {}))
-        new: dict[str, Any] = {}
-        device = param.device if self._is_capturable else torch.device("cpu")
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        elif self._is_capturable:
-            state["step"] = state["step"].to(device, torch.float32).reshape(())
-        for name, codec in view.codecs.items():
-            if name not in state and name != "master_param":
-                StoredState(codec, *codec.zeros_like(param)).put_into(new, name)
-        if group["amsgrad"] and "max_exp_avg_sq" not in state:
-            new["max_exp_avg_sq"] = state_like(param)
-        if view.has_remainder:
-            new.update(self._completed_remainder(view, state))
-        if view.has_master and (restart or "master_param" not in state):
-            codec = view.codecs["master_param"]
-            StoredState.encode(codec, view.value()).put_into(new, "master_param")
-        elif view.has_master and not view.value_codec.exact and "master_param_scale" not in state:
-            master = master_of(view, state).contiguous()
-            StoredState.encode(view.value_codec, master).put_into(new, "master_param")
-        if not view.has_master:
-            # The parameter is FP32 itself, or its remainder completes the master.
-            state.pop("master_param", None)
-            state.pop("master_param_scale", None)
-        if not view.has_remainder:
-            state.pop("param_remainder", None)
-        for name, value in new.items():
-            # Scales follow each rank's memory order, not the shape of the parameter: no DTensors.
-            state[name] = value if name.endswith("_scale") else like(view.owner, value)
-        # In one assignment, so that an interrupt leaves either the old state or the new one.
-        self.state[view.owner] = state
-        if frees:
-            view.free_initial_value(self._updates(group))
-        return state
+            set_to_none: Free gradients instead of zeroing them; None means the ``set_grad_none`` of
+                the constructor, or else True.
 
-    def _completed_remainder(self, view: ParamView, state: dict[str, Any]) -> dict[str, Any]:
-        """The new ``param_remainder`` if the state has none; also repairs one that does not fit.
-
-        Any parameter value with any remainder gives a master within half a BF16 step of that value.
-        The exceptions are next to zero and infinity, where a stale remainder could give a NaN, so
-        it is zeroed there.
+        Raises:
+            ValueError: If it contradicts ``set_grad_none``.
         """
-        param = view.param.detach()
-        if "param_remainder" not in state:
-            if "master_param" not in state or not view.is_rounded(local(state["master_param"])):
-                return {"param_remainder": torch.zeros_like(param, dtype=torch.int16)}
-            return {"param_remainder": split_master(local(state["master_param"]))[1]}
-        if not self._masters.is_known(view):
-            remainder = local(state["param_remainder"])
-            upper, _ = split_master(join_master(param, remainder))
-            remainder.masked_fill_(upper.view(torch.int16) != param.view(torch.int16), 0)
-        return {}
+        default = getattr(self, "set_grad_none", None)
+        if default is not None and set_to_none not in (None, default):
+            raise ValueError(
+                f"set_to_none must be {default} for an optimizer made with set_grad_none={default},"
+                f" got {set_to_none}; leave set_grad_none out"
+            )
+        if set_to_none is None:
+            set_to_none = default is None or default
+        super().zero_grad(set_to_none)
+        self._whole.clip = {}
+        if self._is_releasing:
+            self._release.drop_gradients()
+        if self.use_decoupled_grad:
+            for param in self._engine.params:
+                if getattr(param, "decoupled_grad", None) is not None:
+                    param.decoupled_grad = None if set_to_none else param.decoupled_grad.zero_()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the total norm of all gradients in the next step.
+
+        Like ``torch.nn.utils.clip_grad_norm_`` on all parameters, but the gradients stay unchanged:
+        the step multiplies each by min(max_norm / (norm + 1e-6), 1) when it reads it, and does not
+        round the product to the gradient's dtype. This costs one more read of the gradients, no
+        write, and no device sync. With a ``GradScaler``, call ``scaler.unscale_(optimizer)`` first.
+        With sharded parameters, call it on every rank.
+
+        Args:
+            max_norm: Largest norm that is not clipped, >= 0; infinity only measures.
+            norm_type: 1, 2 or infinity.
+            error_if_nonfinite: Raise if the norm is NaN or infinite; this syncs the device.
+
+        Returns:
+            The norm before clipping, a 0-dim float32 tensor on the device of the first gradient.
+
+        Raises:
+            ValueError: If an argument is out of range.
+            RuntimeError: With ``error_if_nonfinite``, if the norm is not finite; with gradient
+                release; while a CUDA graph is captured.
+        """
+        if backend.is_capturing():
+            raise RuntimeError(
+                "clip_grad_norm_ must not be called while a CUDA graph is captured, got a call in "
+                "a capture: the step would multiply by the coefficient of that moment at every "
+                "replay; capture torch.nn.utils.clip_grad_norm_, which scales the gradients"
+            )
+        if self._is_releasing:
+            raise RuntimeError(
+                "clip_grad_norm_ must not be called while gradients are released, got a call after "
+                "the step they were for; pass max_norm to enable_gradient_release, which clips by "
+                "the norm of the previous step"
+            )
+        engine = self._engine
+        params = engine.params
+        with torch._C.DisableTorchFunctionSubclass():
+            groups = [*map(sharding_groups, params)]
+            sizes = [*map(Tensor.numel, map(local, params))]
+            known = self._grad_norm
+            if known is None or (known.sizes, known.groups) != (sizes, groups):
+                self._grad_norm = GradNorm(sizes, groups)
+            grads = engine.all_grads()
+            norm, clip = self._grad_norm(grads, max_norm, norm_type, error_if_nonfinite)
+            engine.measured, engine.clip = Measured(grads), clip
+        return norm
+
+    def enable_gradient_release(self, max_norm: float | None = None) -> GradientRelease:
+        """Step each parameter as soon as its gradient is complete, and free the gradient.
+
+        The weights get the same bits as from ``step()`` after the backward pass, but gradients no
+        longer exist all at once. Keep the training loop as it is: ``step()`` steps parameters that
+        still have a gradient, such as one set by hand, and ends the step. It has to be called after
+        each backward pass, except those in :meth:`GradientRelease.accumulate`. Members of a scale
+        group are stepped once all of those that require gradients have one, or else in ``step()``.
+
+        Works with FSDP2, which calls the hooks with reduced gradients.
+        ``torch.nn.parallel.DistributedDataParallel`` averages gradients after the hooks, so
+        its parameters are refused at the first gradient. ``GradScaler`` is refused by ``step()``.
+        ``torch.nn.utils.clip_grad_norm_`` finds no gradients.
+
+        Args:
+            max_norm: Clip by the *previous* step's norm: every gradient of a step is multiplied by
+                min(max_norm / (norm + 1e-6), 1) of the norm of all gradients of the step before, as
+                its own is known only after its parameters were stepped. The first step is not
+                clipped. This costs one more read of the gradients. None does not measure.
+
+        Returns:
+            A handle; ``remove()`` returns to stepping in ``step()``. Copies of the optimizer do not
+            release gradients.
+
+        Raises:
+            RuntimeError: If gradients are released already.
+            NotImplementedError: With ``use_decoupled_grad`` or ``capturable``, and for parameters
+                that FSDP2 offloads to the CPU.
+            ValueError: If ``max_norm`` is negative.
+        """
+        check_max_norm(max_norm)
+        if self._is_releasing:
+            raise RuntimeError(
+                "gradient release must be enabled once, got a second call; remove() the handle "
+                "that the first one returned"
+            )
+        if self.use_decoupled_grad:
+            raise NotImplementedError(
+                "use_decoupled_grad must be False for gradient release, got True: autograd calls "
+                "hooks for param.grad only; leave use_decoupled_grad False"
+            )
+        if self._parameters.options.capturable:
+            raise NotImplementedError(
+                "capturable must be False for gradient release, got True: its hooks step "
+                "parameters one by one; capture backward() and step() in one graph instead"
+            )
+        engine = self._engine
+        engine.drop_plan()
+        engine.clip = {}
+        engine.forget()
+        self._release = GradientRelease(engine, max_norm)
+        return self._release
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in FP32 under the names of ``torch.optim.AdamW``, whatever the storage dtypes.
+
+        As in ``torch.optim``, tensors that are FP32 already are the optimizer's own, not copies. If
+        other code has written to a parameter, its value replaces the outdated master.
+        """
+        return self._saved(compact=False)
+
+    def compact_state_dict(self) -> dict[str, Any]:
+        """The state as it is stored; :meth:`load_state_dict` restores it bit for bit.
+
+        Moments have the dtypes ``exp_avg_dtype`` and ``exp_avg_sq_dtype``, with ``exp_avg_scale``
+        and ``exp_avg_sq_scale`` if blocks of 32 elements share a scale. Two float8_e4m3fn moments
+        take 2 + 2/32 bytes per element instead of 8. ``param_remainder`` takes 2 bytes instead of
+        the 4 of ``master_param``; it is valid only with the parameters of the same step, which must
+        be loaded first. Any optimizer of this class can load the result, whatever its own storage
+        dtypes; ``torch.optim.AdamW`` cannot. The tensors are the optimizer's own, not copies.
+
+        Raises:
+            NotImplementedError: For sharded parameters with scaled states: the blocks of 32
+                elements follow each rank's memory and would not fit other shards.
+        """
+        saving.check_compact(self.state)
+        return self._saved(compact=True)
+
+    def _saved(self, compact: bool) -> dict[str, Any]:
+        def encode(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+            saving.encode(self._engine, state_dict, compact)
+
+        with self._saving, saving.hooked(self.register_state_dict_post_hook, encode):
+            return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state saved by this class, compact or not, by ``torch.optim.AdamW``, or by
+        Transformer Engine's ``FusedAdam``.
+
+        Moments and masters are not rounded to the dtype of their parameters; they are converted to
+        the storage dtypes of this optimizer. Nothing is shared with ``state_dict``.
+
+        Model and optimizer may be loaded in any order: the next step compares each parameter with
+        its rounded master, and restarts the master where they differ. Masters that ``state_dict``
+        lacks start from the parameters as well. Parameters keep their values, with two exceptions.
+        A quantized parameter that was restored from plain values of the rounded master gets the
+        master's exact bytes. A parameter without a master of its own, such as a float32 one, takes
+        over a stored master that rounds to its value.
+
+        With sharded parameters, call it on every rank, with states of its shards or of whole
+        parameters.
+
+        Raises:
+            ValueError: If groups, shapes, dtypes, placements or numbers do not fit; nothing has
+                changed then.
+            TypeError: If a hyper-parameter is not a number.
+        """
+        loaded: list[Tensor] = []
+
+        def build(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+            state_dict, owners = saving.packed(self._engine, state_dict, self.defaults)
+            loaded[:] = owners
+            return state_dict
+
+        def adopt(optimizer: Optimizer) -> None:
+            saving.adopt_masters(self._engine, loaded)
+
+        with (
+            self._saving,
+            torch.no_grad(),
+            saving.hooked(self.register_load_state_dict_pre_hook, build, prepend=False),
+            saving.hooked(self.register_load_state_dict_post_hook, adopt),
+        ):
+            super().load_state_dict(state_dict)
+
+    # What Transformer Engine's optimizer has
+
+    @torch.no_grad()
+    def initialize_state(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
+        """Create the state of a parameter before its first step, or start it anew.
+
+        Moments and step count become zero. The master starts as it does in the first step; the
+        parameter keeps a high-precision initial value until then.
+
+        Args:
+            param: A parameter of this optimizer.
+            store_param_remainders: That of the optimizer, or None; also False for a parameter
+                that has no remainder.
+
+        Raises:
+            ValueError: If ``param`` is none of its parameters, or ``store_param_remainders`` is
+                another one.
+        """
+        te_states.initialize(self._engine, param, store_param_remainders)
+
+    @torch.no_grad()
+    def get_unscaled_state(
+        self, param: Tensor, state_name: str, skip_unscale: bool = False
+    ) -> Tensor:
+        """The local part of a state of a parameter, in FP32.
+
+        Args:
+            param: A parameter of this optimizer with a state.
+            state_name: "exp_avg", "exp_avg_sq" or "master_param".
+            skip_unscale: Return a BF16 state as it is.
+
+        Returns:
+            The state itself if it is stored in FP32, else a decoded copy. For ``master_param`` with
+            ``store_param_remainders``, the int16 remainder of a BF16 parameter. An FP32 parameter
+            is its own master.
+
+        Raises:
+            ValueError: If ``param`` is none of its parameters or has no state yet, or there is no
+                such state.
+        """
+        return te_states.read(self._engine, param, state_name, skip_unscale)
+
+    @torch.no_grad()
+    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
+        """Set a state of a parameter from FP32 values, converted to its storage dtype.
+
+        A master is authoritative: the next step continues from it, whatever the parameter holds.
+        The state is created first if there is none; ``unscaled_state`` is only read.
+
+        Args:
+            param: A parameter of this optimizer.
+            state_name: "exp_avg", "exp_avg_sq" or "master_param".
+            unscaled_state: Float32 of the shape of the local part of ``param``, on any device. For
+                ``master_param`` with ``store_param_remainders``, the int16 remainder.
+
+        Raises:
+            ValueError: If ``param`` is none of its parameters, there is no such state, or the shape
+                differs.
+            TypeError: If the dtype differs.
+        """
+        te_states.write(self._engine, param, state_name, unscaled_state)
+
+    def te_state_dict(self) -> dict[str, Any]:
+        """The state as ``transformer_engine.pytorch.optimizers.FusedAdam`` saves and loads it.
+
+        Groups hold ``step``, and the options that its groups have. States hold ``exp_avg``,
+        ``exp_avg_sq`` and ``master_param`` (FP32, or the int16 remainder with
+        ``store_param_remainders``). :meth:`load_state_dict` takes it as well.
+
+        Raises:
+            ValueError: If parameters of one group have taken different numbers of steps, or a group
+                has ``amsgrad`` or ``maximize``, which Transformer Engine's optimizer has not.
+        """
+        te_states.check_groups(self._engine)
+        return te_states.te_state_dict(self._engine, self.state_dict())
 
     # Master weights
 
@@ -639,42 +683,9 @@ class FusedAdam(Capturable, Gradients, SavedStates, NamedStates, Optimizer):
         Raises:
             ValueError: If one is not a parameter of this optimizer.
         """
-        known = self._params()
+        engine = self._engine
+        known = engine.params
         params = known if params is None else [*params]
         checks.check_known(params, known)
-        self._drop_plan()
-        states, views = self.state, [*map(self._view, params)]
         with torch._C.DisableTorchFunctionSubclass():
-            new: dict[ParamView, dict[str, Any]] = {}
-            for view in views:
-                if view.has_master and "master_param" in states.get(view.owner, {}):
-                    master = new[view] = {}
-                    codec = view.codecs["master_param"]
-                    StoredState.encode(codec, view.value()).put_into(master, "master_param")
-                    master["master_param"] = like(view.owner, master["master_param"])
-                    new[view] = self._offloaded(view.owner, master)
-        for view, master in new.items():
-            states[view.owner].pop("master_param_scale", None)
-            states[view.owner].update(master)
-            view.free_initial_value(updates=True)
-        self._masters.note(new)
-        for view in views:
-            state = states.get(view.owner, {})
-            if not view.has_master:
-                # A loaded master that would have become the remainder at the next step.
-                state.pop("master_param", None)
-                state.pop("master_param_scale", None)
-            if view.has_remainder and "param_remainder" in state:
-                local(state["param_remainder"]).zero_()
-
-
-def _fits_kernels(param: Tensor, grad: Tensor) -> bool:
-    """Whether kernels may step a plain parameter, as far as its states do not matter."""
-    alike = param.stride() == grad.stride() or param.is_contiguous() and grad.is_contiguous()
-    return alike and param.dtype != torch.float64 and backend.uses_kernels(param.device)
-
-
-def _are_same(actual: Iterable, expected: list) -> bool:
-    """Whether both contain the same objects in the same order."""
-    actual = list(actual)
-    return len(actual) == len(expected) and all(map(is_, actual, expected))
+            engine.reset_masters(params)

@@ -10,13 +10,14 @@ neighbours first. The sums of all spans are added the same way in ``TOTAL_LANES`
 import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, zip_longest
 from numbers import Real
 from operator import attrgetter
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from fp4adam.distributed.dtensor import is_dtensor
@@ -245,6 +246,34 @@ class GradNorm:
         if (device, part) not in self._tables:
             self._tables[device, part] = _Tables(device, self._spans, len(self._sizes))
         return self._tables[device, part].span_sums(grads, norm_type)
+
+
+class Measured:
+    """The gradients that a clipping coefficient was made from, which it does not keep alive."""
+
+    def __init__(self, grads: MaybeTensors) -> None:
+        # To the memory: references to gradients would keep Module.to() from swapping them.
+        self._alive = [g if g is None else StorageWeakRef(g.untyped_storage()) for g in grads]
+        self._known = [g if g is None else (g.data_ptr(), g._version) for g in grads]
+
+    def are_unchanged(self, grads: MaybeTensors) -> bool:
+        """Whether the present gradients are those that were measured, and nobody has written them.
+
+        Raises:
+            RuntimeError: If that is so for some of them only.
+        """
+        same = [
+            known == (grad.data_ptr(), grad._version) and not alive.expired()
+            for known, alive, grad in zip_longest(self._known, self._alive, grads)
+            if grad is not None
+        ]
+        if any(same) and not all(same):
+            raise RuntimeError(
+                "gradients must not change between clip_grad_norm_() and step(), got "
+                f"{same.count(False)} of {len(same)} that have: the step multiplies all of them by "
+                "the coefficient; clip last, or call torch.nn.utils.clip_grad_norm_"
+            )
+        return all(same)
 
 
 class _Tables:

@@ -1,8 +1,7 @@
 """Gradient release: each parameter is stepped and its gradient freed during the backward pass.
 
-Each parameter, or scale group, gets an optimizer of its own that shares options and states with the
-whole one, so the same code steps it, with the same bits. Hooks that autograd and FSDP2 call with
-complete gradients run these optimizers.
+Each parameter, or scale group, has an engine of its own, so the same code steps it, with the same
+bits. Hooks that autograd and FSDP2 call with complete gradients run these engines.
 """
 
 import contextlib
@@ -12,19 +11,15 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fp4adam.distributed.dtensor import is_dtensor, local, sharding_groups
+from fp4adam.optim.engine import Engine, Signals
 from fp4adam.optim.grad_norm import GradNorm
-from fp4adam.optim.memory_note import WriteNote
-from fp4adam.optim.optimizer_part import OptimizerPart
-
-if TYPE_CHECKING:
-    from fp4adam.optim.fused_adam import FusedAdam
+from fp4adam.optim.parameter import scales_of
 
 
 class GradientRelease:
@@ -35,10 +30,10 @@ class GradientRelease:
             a 0-dim float32 tensor; it clips those released after it. None before the first step.
     """
 
-    def __init__(self, optimizer: "FusedAdam", max_norm: float | None) -> None:
+    def __init__(self, engine: Engine, max_norm: float | None) -> None:
         self.grad_norm: Tensor | None = None
-        # Neither this nor the hooks keep the optimizer alive: without it, nothing is released.
-        self._owner = weakref.ref(optimizer)
+        # Neither this nor the hooks keep the engine alive: without it, nothing is released.
+        self._engine = weakref.ref(engine)
         self._max_norm = max_norm
         self._accumulates = False
         self._is_checked = False
@@ -46,7 +41,8 @@ class GradientRelease:
         self._units: dict[Tensor, _Unit] = {}
         self._hooks: dict[Tensor, RemovableHandle] = {}
         self._released: set[Tensor] = set()
-        self.attach()
+        self.is_enabled = True
+        self.attach(engine)
 
     # What users call
 
@@ -66,20 +62,9 @@ class GradientRelease:
         """Return to stepping all parameters in ``step()``. A second call does nothing."""
         for hook in self._hooks.values():
             hook.remove()
-        self._hooks = {}
-        optimizer = self._owner()
-        if optimizer is not None and optimizer._release is self:
-            optimizer._masters.update(self.notes())
-            optimizer._release = None
+        self._hooks, self.is_enabled = {}, False
 
     # What the optimizer calls
-
-    @property
-    def _optimizer(self) -> "FusedAdam":
-        optimizer = self._owner()
-        if optimizer is None:
-            raise RuntimeError("the optimizer of a gradient release must exist; please report this")
-        return optimizer
 
     def _check_param(self, param: Tensor) -> None:
         hooks = (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()
@@ -95,75 +80,75 @@ class GradientRelease:
                 "offload): the gradient may still be on its way; leave out the offload"
             )
 
-    def attach(self) -> None:
-        """Register hooks for parameters that are new or newly trainable."""
-        optimizer = self._optimizer
+    def attach(self, engine: Engine) -> None:
+        """Register hooks for parameters that are new, newly trainable, or have lost theirs."""
+        if engine is not self._engine():
+            self._engine, self._units = weakref.ref(engine), {}
+        params = engine.params
         together: dict[Hashable, list[Tensor]] = defaultdict(list)
-        for param in optimizer._params():
+        for param in params:
             self._check_param(param)
-            together[optimizer._scales_of(param)].append(param)
-        for params in together.values():
-            unit = self._units.get(params[0])
-            if unit is None or not unit.is_current(params):
-                unit = _Unit(optimizer, params)
-            self._units |= dict.fromkeys(params, unit)
-        self._units = {param: self._units[param] for param in optimizer._params()}
-        for param in self._units:
-            if param not in self._hooks and param.requires_grad:
+            together[scales_of(param)].append(param)
+        units = {}
+        for members in together.values():
+            unit = self._units.get(members[0])
+            if unit is None or not unit.engine.is_part_of(engine, members):
+                unit = _Unit(engine.part(members))
+            units |= dict.fromkeys(members, unit)
+        if units.keys() != self._units.keys():
+            engine.parameters.keep_only(params)
+        self._units = units
+        for param in params:
+            # torch.utils.swap_tensors, which Module.to() may use, takes hooks away.
+            hooks = param._post_accumulate_grad_hooks or {}
+            known = self._hooks.get(param)
+            if param.requires_grad and (known is None or known.id not in hooks):
                 self._hooks[param] = param.register_post_accumulate_grad_hook(_Hook(self))
 
-    def forget(self) -> None:
+    def forget(self, engine: Engine) -> None:
         """Drop what is known of parameters, after a state has been loaded."""
         self._units = {}
-        self.attach()
+        self.attach(engine)
 
-    def notes(self) -> dict[Tensor, WriteNote]:
-        """The notes that all parts have taken of their parameters."""
-        notes: dict[Tensor, WriteNote] = {}
-        for unit in self._units.values():
-            notes |= unit.notes()
-        return notes
+    def finish_step(self, signals: Signals, engine: Engine) -> None:
+        """Step what still has gradients, and end the step.
 
-    def check_step(self) -> None:
-        """Raise if ``step()`` has been called in a way that contradicts gradient release."""
-        given = [vars(self._optimizer).pop(name, None) for name in ("grad_scale", "found_inf")]
-        if any(value is not None for value in given):
+        Raises:
+            RuntimeError: If there are signals of a ``GradScaler``.
+        """
+        if any(signal is not None for signal in signals):
             raise RuntimeError(
                 "gradients must not be scaled with gradient release, got a GradScaler: parameters "
                 "are stepped before it knows of overflows, and have been stepped with scaled "
                 "gradients in this pass; train in bfloat16, or remove() the handle and load a "
                 "checkpoint"
             )
-
-    def finish_step(self) -> None:
-        """Step what still has gradients, and end the step."""
-        self.check_step()
-        self.attach()
+        self.attach(engine)
         for unit in dict.fromkeys(self._units.values()):
             if any(param.grad is not None for param in unit.params):
                 self._step(unit)
-        if self._optimizer._offload is not None:
-            self._optimizer._offload.join()
+        engine.join()
         if self._max_norm is not None and self._released:
             params = [*self._units]
             sizes = [local(param).numel() for param in params]
             norm = GradNorm(sizes, [*map(sharding_groups, params)])
             sums = [self._units[param].sums.pop(param, None) for param in params]
             self.grad_norm, self._clip = norm.of_span_sums(sums, self._max_norm)
-        self._released = set()
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Forget which gradients of scale groups are complete, after they have been reset."""
+        """Begin anew, after a step or after all gradients have been reset."""
+        self._released = set()
         for unit in self._units.values():
             unit.arrived.clear()
+            unit.sums.clear()
 
     # The hook
 
     @property
     def is_alive(self) -> bool:
-        """Whether the optimizer still exists."""
-        return self._owner() is not None
+        """Whether it is enabled, and the optimizer still exists."""
+        return self.is_enabled and self._engine() is not None
 
     @torch.no_grad()
     @torch._disable_dynamo
@@ -191,7 +176,8 @@ class GradientRelease:
     def _step(self, unit: "_Unit") -> None:
         if self._max_norm is not None:
             unit.measure()
-        unit.step(self._clip)
+        unit.engine.clip = dict(self._clip)
+        self._engine().step_part(unit.engine, Signals())
         self._released |= {param for param in unit.params if param.grad is not None}
         for param in unit.params:
             param.grad = None
@@ -215,18 +201,19 @@ class _Hook:
         return own is not None and own is not release and own.is_alive
 
 
-class _Unit(OptimizerPart):
+class _Unit:
     """What is stepped together: one parameter, or all members of a scale group.
 
     Attributes:
+        engine: What steps them.
+        params: The parameters.
         arrived: Those with complete gradients.
         sums: Sums of squares of the gradients that were stepped, by parameter.
     """
 
-    beside = True
-
-    def __init__(self, whole: "FusedAdam", params: list[Tensor]) -> None:
-        super().__init__(whole, params)
+    def __init__(self, engine: Engine) -> None:
+        engine.beside = True
+        self.engine, self.params = engine, engine.params
         self.arrived: set[Tensor] = set()
         self.sums: dict[Tensor, Tensor] = {}
         self._norms: dict[Tensor, GradNorm] = {}

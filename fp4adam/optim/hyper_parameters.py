@@ -69,7 +69,9 @@ def check_numbers(options: Mapping[str, Any], may_wait: bool = True) -> None:
     _check_at_least(0.0, "epsilon value", options["eps"])
     if not isinstance(options["betas"], Iterable):
         raise TypeError(f"betas must be two numbers, got {options['betas']!r}; pass (0.9, 0.999)")
-    for i, beta in enumerate(options["betas"]):
+    if len(betas := [*options["betas"]]) != 2:
+        raise ValueError(f"betas must be two numbers, got {options['betas']!r}; pass (0.9, 0.999)")
+    for i, beta in enumerate(betas):
         _check_number(f"beta parameter at index {i}", beta)
         if not 0.0 <= beta < 1.0:
             raise ValueError(
@@ -99,3 +101,5 @@ def _check_at_least(least: float, what: str, value: float | Tensor) -> None:
 def _check_number(what: str, value: float | Tensor) -> None:
     if not isinstance(value, _NUMBERS):
         raise TypeError(f"Invalid {what}: {value!r}; it must be a number, or a one-element tensor")
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"Invalid {what}: {value!r}; a tensor must have one element")

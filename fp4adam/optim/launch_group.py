@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fp4adam.kernels.launch.device_tables import DeviceTables
 from fp4adam.kernels.launch.schema import Cut
-from fp4adam.optim.memory_note import are_laid_out_as, data_ptr
-from fp4adam.optim.param_state import ALIGNMENT, ParamState
+from fp4adam.optim.parameter import ALIGNMENT, Parameter
 from fp4adam.optim.step_kernels import Kind, Listed, step_launch
+from fp4adam.tensors.fingerprint import are_laid_out_as, data_ptr
 from fp4adam.tensors.rows import matrix_shape
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class LaunchGroup:
     def __init__(
         self,
         kind: Kind,
-        members: list[ParamState],
+        members: list[Parameter],
         read_grad: Callable[[Tensor], Tensor | None],
         grads_vary: bool,
     ) -> None:
@@ -65,7 +65,7 @@ class LaunchGroup:
         self.present: list[bool] | None = None
         self._read_grad = read_grad
         self._owners = [m.owner for m in members]
-        self._values = [m.value for m in members]
+        self._values = [m.stepped for m in members]
         # Elements from stored row 0 to the first row of a shard.
         self._offsets = [
             c.first_row * cols for c, (_, cols) in zip(self.cuts, self.shapes, strict=True)
@@ -130,14 +130,14 @@ class LaunchGroup:
         """Rows of the tensor table; the columns for gradient and scalars are 0."""
         return list(map(self._row, self.members, self.shapes, self._offsets))
 
-    def _table_shape(self, member: ParamState, cut: Cut) -> tuple[int, int]:
+    def _table_shape(self, member: Parameter, cut: Cut) -> tuple[int, int]:
         """Rows and columns of a member in the table; plain tensors are read flat."""
         if self.kind.quantizer is None:
-            return member.value.numel(), 1
+            return member.stepped.numel(), 1
         rows, cols = matrix_shape(member.param)
         return cut.first_row + rows, cols
 
-    def _row(self, member: ParamState, shape: tuple[int, int], offset: int) -> list[int]:
+    def _row(self, member: Parameter, shape: tuple[int, int], offset: int) -> list[int]:
         state, param = member.tensors, member.param
         moments = (state["exp_avg"], state["exp_avg_sq"], member.max_exp_avg_sq)
         written: tuple[Tensor | None, ...] = (None,) * 5
@@ -151,7 +151,7 @@ class LaunchGroup:
             others = (*gemm_scales, param._amax_history)
         elif self.kind.write_dtype is not None:
             written = (param, None, None, None, None)
-        own = (_address(tensor, offset) for tensor in (member.value, *moments))
+        own = (_address(tensor, offset) for tensor in (member.stepped, *moments))
         extra, *scales = member.state_scales
         if member.remainder is not None:
             extra = member.remainder

@@ -16,15 +16,18 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from fp4adam.distributed.cast import cast
 from fp4adam.distributed.collectives import guard_zero
 from fp4adam.distributed.dtensor import is_dtensor, like, local, part_for
 from fp4adam.formats.scale_groups import ScaleGroup
-from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback
+from fp4adam.interop.borrowed_tensor import ScaleWriteback
 from fp4adam.optim import checks
 from fp4adam.optim import state_dict as saving
 from fp4adam.optim.adam import updates_params
-from fp4adam.optim.master_weights import MasterWeights, quantize_together
-from fp4adam.optim.param_view import ParamView, Storing, view_of
+from fp4adam.optim.master_weights import adopt, find_stale
+from fp4adam.optim.options import Options
+from fp4adam.optim.parameter import Parameter as Stepped
+from fp4adam.optim.parameter import Parameters
 
 _OF_GROUP = ("params", "param_names")
 
@@ -81,8 +84,7 @@ class MasterWeightOptimizer(Optimizer):
         checks.check_quantize_from(quantize_from)
         guard_zero()
         self.quantize_from = quantize_from
-        self._masters = MasterWeights()
-        self._borrowed: dict[Tensor, BorrowedTensor] = {}
+        self._set_up()
         # What the inner optimizer steps for each parameter: its master, or the parameter itself.
         self._stepped: dict[Tensor, Tensor] = {}
         # The parameters that have been stepped, or loaded. Only these have a state.
@@ -99,9 +101,11 @@ class MasterWeightOptimizer(Optimizer):
 
     # Parameters, their masters and groups
 
-    def _view(self, param: Tensor) -> ParamView:
-        storing = (True, torch.float32, torch.float32, torch.float32, False)
-        return view_of(param, Storing(*storing, self.quantize_from), self._borrowed)
+    def _set_up(self) -> None:
+        name = type(self).__name__
+        self._parameters = Parameters(
+            Options(name, takes_quantized=True, quantize_from=self.quantize_from)
+        )
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -112,7 +116,7 @@ class MasterWeightOptimizer(Optimizer):
         group, known = self.param_groups[-1], dict(self._stepped)
         try:
             for param in group["params"]:
-                checks.check_param(type(self).__name__, param, True, True)
+                checks.check_param(self._parameters.options, param)
                 if param.is_meta:
                     raise RuntimeError(
                         f"parameters must have values for {type(self).__name__}, got one of shape "
@@ -131,12 +135,12 @@ class MasterWeightOptimizer(Optimizer):
         """What to step for each parameter: a new master with its value, or the parameter itself."""
         stepped: dict[Tensor, Tensor] = {}
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            views = [*map(self._view, params)]
+            views = [*map(self._parameters.__getitem__, params)]
             for view in views:
                 stepped[view.owner] = view.owner
                 if view.has_master:
                     stepped[view.owner] = Parameter(like(view.owner, view.value()))
-            self._masters.note(view for view in views if view.has_master)
+                    view.record()
         return stepped
 
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -191,7 +195,7 @@ class MasterWeightOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A set of tensors cannot be copied by torch.optim's own loading, nor can a state be set.
         super().__setstate__({name: value for name, value in state.items() if name != "state"})
-        self._masters, self._borrowed = MasterWeights(), {}
+        self._set_up()
 
     # The step
 
@@ -248,7 +252,7 @@ class MasterWeightOptimizer(Optimizer):
         return evaluate
 
     @torch.no_grad()
-    def _checked_views(self) -> dict[Tensor, ParamView]:
+    def _checked_views(self) -> dict[Tensor, Stepped]:
         """The views of all parameters; raises if one does not fit its master or its gradient."""
         params = self._params()
         checks.check_distinct(params)
@@ -258,7 +262,7 @@ class MasterWeightOptimizer(Optimizer):
                 "others in param_groups; use add_param_group, or create a new optimizer"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            views = {param: self._view(param) for param in params}
+            views = {param: self._parameters[param] for param in params}
             sharing: dict[Hashable, list[Tensor]] = defaultdict(list)
             for param, view in views.items():
                 self._check_view(view)
@@ -268,7 +272,7 @@ class MasterWeightOptimizer(Optimizer):
                     checks.check_scale_group(peers, scales)
         return views
 
-    def _check_view(self, view: ParamView) -> None:
+    def _check_view(self, view: Stepped) -> None:
         name, param, master = type(self).__name__, view.owner, self._stepped[view.owner]
         if param.grad is not None:
             checks.check_gradient(name, param, local(param.grad))
@@ -286,16 +290,16 @@ class MasterWeightOptimizer(Optimizer):
             )
 
     @torch.no_grad()
-    def _restart(self, views: Mapping[Tensor, ParamView]) -> None:
+    def _restart(self, views: Mapping[Tensor, Stepped]) -> None:
         """Restart the masters of parameters that other code has written."""
         with torch._C.DisableTorchFunctionSubclass():
             for view in self._left(views.values()):
                 local(self._stepped[view.owner]).copy_(view.value())
-                self._masters.note([view])
+                view.record()
 
-    def _left(self, views: Iterable[ParamView]) -> Container[ParamView]:
+    def _left(self, views: Iterable[Stepped]) -> Container[Stepped]:
         masters = [view for view in views if view.has_master]
-        return self._masters.left(masters, self._master_states())[0]
+        return find_stale(masters, self._master_states())[0]
 
     @torch.no_grad()
     def _pass_gradients(self) -> None:
@@ -322,7 +326,8 @@ class MasterWeightOptimizer(Optimizer):
     def _write(self, params: set[Tensor], even_frozen: bool = False) -> None:
         """Round the masters of ``params`` to them; a new amax changes all that share it."""
         with torch._C.DisableTorchFunctionSubclass():
-            views = {p: self._view(p) for p, master in self._stepped.items() if master is not p}
+            with_masters = [p for p, master in self._stepped.items() if master is not p]
+            views = {param: self._parameters[param] for param in with_masters}
             moving = {
                 param
                 for group in self.param_groups
@@ -335,23 +340,25 @@ class MasterWeightOptimizer(Optimizer):
             scales = {view.scales for view in stepped if view.owner in moving}
             written = [view for view in views.values() if view.scales in scales]
             masters = [local(self._stepped[view.owner]).detach() for view in written]
-            quantized = [i for i, view in enumerate(written) if type(view) is not ParamView]
-            plain = [i for i, view in enumerate(written) if type(view) is ParamView]
+            quantized = [i for i, view in enumerate(written) if type(view) is not Stepped]
+            plain = [i for i, view in enumerate(written) if type(view) is Stepped]
             borrowed = [view.borrowed for view in written if view.borrowed is not None]
             scales_of_others = ScaleWriteback(borrowed)
             scales_of_others.read()
-            quantize_together(
-                [written[i] for i in quantized],
+            cast(
                 [written[i].param for i in quantized],
                 [masters[i] for i in quantized],
                 [written[i].write_dtype for i in quantized],
+                [written[i].shard_infos() for i in quantized],
+                [written[i].scales for i in quantized],
             )
             torch.autograd.graph.increment_version([written[i].owner for i in quantized])
             if plain:
                 torch._foreach_copy_([written[i].param for i in plain], [masters[i] for i in plain])
             scales_of_others()
             torch.autograd.graph.increment_version([one.source for one in borrowed])
-            self._masters.note([*stepped, *written])
+            for view in {*stepped, *written}:
+                view.record()
             self._in_use |= params
 
     @torch.no_grad()
@@ -370,11 +377,11 @@ class MasterWeightOptimizer(Optimizer):
         params = [*self._stepped] if params is None else [*params]
         checks.check_known(params, self._stepped)
         with torch._C.DisableTorchFunctionSubclass():
-            views = [view for view in map(self._view, params) if view.has_master]
+            views = [view for view in map(self._parameters.__getitem__, params) if view.has_master]
             for view in views:
                 local(self._stepped[view.owner]).copy_(view.value())
                 view.free_initial_value(updates=True)
-            self._masters.note(views)
+                view.record()
 
     # Checkpoints
 
@@ -385,7 +392,7 @@ class MasterWeightOptimizer(Optimizer):
         written to a parameter, its value replaces the outdated master.
         """
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            views = [self._view(param) for param in self._in_use if not param.is_meta]
+            views = [self._parameters[param] for param in self._in_use if not param.is_meta]
             left = self._left(views)
             values = {v.owner: like(v.owner, v.value()) for v in views if v in left}
 
@@ -443,7 +450,7 @@ class MasterWeightOptimizer(Optimizer):
         }
         with torch._C.DisableTorchFunctionSubclass():
             self._move_masters()
-            views = {param: self._view(param) for param in self._stepped}
+            views = {param: self._parameters[param] for param in self._stepped}
             masters = {param: states[key].pop("master_param", None) for param, key in keys.items()}
             others = {k: v for k, v in loaded["state"].items() if k not in states}
             groups = [
@@ -459,9 +466,9 @@ class MasterWeightOptimizer(Optimizer):
                 elif saved is not None:
                     saving.adopt_master(view, {"master_param": saved})
             self._in_use = {*keys}
-            self._masters = MasterWeights()
+            self._parameters.forget_marks()
             with_masters = [views[param] for param in keys if views[param].has_master]
-            self._masters.adopt(with_masters, self._master_states())
+            adopt(with_masters, self._master_states())
 
     def _move_masters(self) -> None:
         """Move masters to the devices of their parameters, before states are loaded."""

@@ -1,7 +1,7 @@
 """States in pinned host memory, which stream through the GPU while a step runs.
 
-Parameters are stepped in chunks. Each chunk is an :class:`OptimizerPart`, whose states are views
-into a ring of GPU memory. They are copied in before the part steps and copied out afterwards, so
+Parameters are stepped in chunks. Each chunk has an :class:`Engine`, whose states are views into a
+ring of GPU memory. They are copied in before the part steps and copied out afterwards, so
 one copy each way serves all that a step reads: the comparison of masters with their parameters, the
 preview of amaxes, and the update. Both copies have streams of their own, so that one chunk comes in
 while the one before is stepped and the one before that goes out.
@@ -18,19 +18,17 @@ import weakref
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp4adam.distributed.dtensor import like, local, sharded_dims
+from fp4adam.distributed.dtensor import is_dtensor, like, local, sharded_dims
+from fp4adam.optim.engine import Engine, Group, Signals
 from fp4adam.optim.memory_layout import is_dense
-from fp4adam.optim.memory_note import WriteNote, version
-from fp4adam.optim.optimizer_part import OptimizerPart, states_of
+from fp4adam.optim.parameter import Parameters, State, scales_of
 from fp4adam.optim.state_dict import TENSOR_NAMES
-
-if TYPE_CHECKING:
-    from fp4adam.optim.fused_adam import FusedAdam
+from fp4adam.tensors.fingerprint import version
 
 # Bytes of FP32 states that a chunk is filled up to.
 CHUNK_BYTES = 2**28
@@ -41,151 +39,124 @@ _BYTES_PER_ELEMENT = 12
 # Of every state within its block; more than any kernel needs.
 _ALIGNMENT = 256
 
-State = dict[str, Any]
 
+class OffloadedEngine(Engine):
+    """Steps the parameters of an optimizer with states that stay on the host."""
 
-class StateOffload:
-    """Steps the parameters of one optimizer with states that stay on the host."""
+    on_host = True
 
-    def __init__(self) -> None:
-        self._parts: list[OptimizerPart] = []
+    def __init__(
+        self, parameters: Parameters, groups: Sequence[Group], states: dict[Tensor, State]
+    ) -> None:
+        super().__init__(parameters, groups, states)
+        self._parts: list[Engine] = []
         self._known: tuple[list, ...] = ()
-        # Whether the parts have the newest notes of their parameters, or the whole optimizer has.
-        self._have_notes = True
-        self._homes: weakref.WeakKeyDictionary[OptimizerPart, _Home] = weakref.WeakKeyDictionary()
+        self._homes: weakref.WeakKeyDictionary[Engine, _Home] = weakref.WeakKeyDictionary()
         self._lanes: dict[torch.device, _Lane] = {}
 
     # What the optimizer calls
 
     def forget(self) -> None:
         """Drop all parts; the states keep their values and get new homes in the next step."""
-        self.wait()
+        self._wait()
         self._parts, self._known = [], ()
         self._homes.clear()
 
-    def drop_plans(self) -> None:
-        """Drop the plans of all parts, whose notes the whole optimizer has taken over."""
+    def drop_plan(self) -> None:
         for part in self._parts:
-            part.optimizer._drop_plan()
-        self._have_notes = False
+            part.drop_plan()
 
-    def notes(self) -> dict[Tensor, WriteNote]:
-        """The notes that all parts have taken of their parameters."""
-        notes: dict[Tensor, WriteNote] = {}
-        for part in self._parts:
-            notes |= part.notes()
-        return notes
+    def settle(self) -> None:
+        """Wait for the states, and take back the counts of a step that the device skipped."""
+        self._wait()
+        for part in self._homes:
+            part.settle()
 
-    def wait(self) -> None:
+    def _wait(self) -> None:
         """Wait until the host has the states of the last step."""
         for lane in self._lanes.values():
             lane.link.wait()
 
-    def settle(self) -> None:
-        """Wait for the states, and take back the counts of a step that the device skipped."""
-        self.wait()
-        for part in self._homes:
-            if part.optimizer._plan is not None:
-                part.optimizer._plan.settle()
-
     def join(self) -> None:
-        """Let what is launched next wait for the parts that were stepped beside other work."""
         for lane in self._lanes.values():
             lane.link.join()
 
-    def step_all(self, whole: "FusedAdam", **signals: Tensor | None) -> None:
-        """Step all parameters, part after part; what cannot be stepped is refused before the first.
+    def placed(self, param: Tensor, state: State) -> State:
+        return moved(param, state, "cpu")
 
-        Args:
-            whole: The optimizer.
-            signals: ``grad_scale`` and ``found_inf``, or None.
-        """
-        self._update_parts(whole)
-        states = whole.__dict__["state"]
+    def step(self, signals: Signals, captures: bool = False) -> None:
+        """Step part after part; what cannot be stepped is refused before the first."""
+        self.check_call()
+        self._update_parts()
         active = []
         for part in self._parts:
-            ready = self._is_ready(part, states)
+            ready = self._is_ready(part)
             # Nothing moves for parameters that are frozen or unused in this step, unless somebody
             # has written to them or to their states.
-            written = not ready and states_of(part.params, states)
-            if part.has_gradients() or (written and part.device in self._lanes):
+            written = not ready and any(param in self.states for param in part.params)
+            if part.grads() or (written and part.device in self._lanes):
                 active.append((part, ready))
         if not all(ready for _, ready in active):
-            self._check(whole)
-        # Out of the optimizer before the first part runs, so that an interrupt ends its validity.
-        clip, whole._clip = whole._clip, {}
+            self.check()
+            for param, grad in zip(self.params, self.all_grads(), strict=True):
+                if grad is not None:
+                    self._lane(local(param).device)
+        # Gone before the first part runs, so that an interrupt ends its validity.
+        clip = self._take_clip()
         try:
             for part, _ in active:
-                part.step(clip, **signals)
+                part.clip = dict(clip)
+                self.step_part(part, signals)
         except BaseException:
-            whole._forget()
+            self.parameters.forget_marks()
+            self.forget()
             raise
 
-    def step(self, part: OptimizerPart, states: dict[Tensor, State]) -> None:
-        """Step a part with its states, from the host and back.
-
-        Args:
-            part: The part; its options are up to date.
-            states: The states of the whole optimizer.
-        """
+    def step_part(self, part: Engine, signals: Signals) -> None:
+        """Step a part with its states, from the host and back."""
         lane = self._lane(part.device)
         home = self._homes.get(part)
-        if home is not None and home.holds(part.params, states):
-            self._stream(part, home, lane, states)
+        if home is not None and home.holds(part.params, self.states):
+            self._stream(part, home, lane, signals)
         else:
-            self._place(part, lane, states)
+            self._place(part, lane, signals)
 
     # Parts
 
-    def _update_parts(self, whole: "FusedAdam") -> None:
+    def _update_parts(self) -> None:
         """Divide the parameters into parts again if they are others than at the last step."""
-        params = whole._params()
-        scales = [*map(whole._scales_of, params)]
+        params = self.params
+        scales = [*map(scales_of, params)]
         devices = [str(local(param).device) for param in params]
-        known = ([*map(id, whole.param_groups)], [*map(id, params)], [*map(id, scales)], devices)
-        if not self._have_notes:
-            for part in self._parts:
-                part.optimizer._masters.update(whole._masters.notes_of(part.params))
-            self._have_notes = True
+        groups = [id(group) for group, _ in self.groups]
+        known = (groups, [*map(id, params)], [*map(id, scales)], devices)
         if known == self._known:
             return
-        whole._take_notes()
-        whole._keep_only(params)
+        self.parameters.keep_only(params)
         old = {part.params[0]: part for part in self._parts}
-        parts = []
+        self._parts = []
         for chunk in chunks(params, scales):
             part = old.get(chunk[0])
-            parts.append(
-                part if part is not None and part.is_current(chunk) else OptimizerPart(whole, chunk)
-            )
-        self._parts, self._known = parts, known
+            is_current = part is not None and part.is_part_of(self, chunk)
+            self._parts.append(part if is_current else self.part(chunk))
+        self._known = known
 
-    def _check(self, whole: "FusedAdam") -> None:
-        """Raise if a parameter cannot be stepped, or is not on a GPU."""
-        whole._check_all([(group, p) for group in whole.param_groups for p in group["params"]])
-        for param in whole._params():
-            if whole._read_grad(param) is not None:
-                self._lane(local(param).device)
-
-    def _is_ready(self, part: OptimizerPart, states: dict[Tensor, State]) -> bool:
+    def _is_ready(self, part: Engine) -> bool:
         """Whether states and plan are those of the last step, so that nothing has to be checked."""
-        home, optimizer = self._homes.get(part), part.optimizer
-        part.take_options()
+        home = self._homes.get(part)
         return (
             home is not None
-            and home.holds(part.params, states)
-            and optimizer._has_fitting_plan()
-            and not optimizer._plan.gradients_for_operators()
+            and home.holds(part.params, self.states)
+            and part.has_fitting_plan()
+            and not part.plan.has_gradients_for_operators()
         )
 
     # Either states stream through the ring, or they are copied once and get a home.
 
-    def _stream(
-        self, part: OptimizerPart, home: "_Home", lane: "_Lane", states: dict[Tensor, State]
-    ) -> None:
-        link, optimizer = lane.link, part.optimizer
+    def _stream(self, part: Engine, home: "_Home", lane: "_Lane", signals: Signals) -> None:
+        link = lane.link
         ring = self._ring(lane)
-        optimizer.state = home.staged_in(ring, states)
+        part.states = home.staged_in(ring, self.states)
         home.pass_on_foreign_writes()
         for span, host, staged in sorted(home.pieces(), key=lambda piece: ring.last_use(piece[0])):
             ready = link.copy_in(host, staged, ring.users_of(span))
@@ -193,53 +164,52 @@ class StateOffload:
         try:
             with link.stepping(ready, part.grads() if part.beside else None):
                 try:
-                    optimizer._step()
+                    part.step(signals)
                 finally:
-                    fits = home.take_back(optimizer)
+                    fits = home.take_back(part)
         finally:
             ring.uses += [
                 (span, link.copy_out(staged, host)) for span, host, staged in home.pieces()
             ]
             if fits:
                 for param, state in home.staged.items():
-                    states[param].update(_others(state))
+                    self.states[param].update(_others(state))
             else:
                 link.join()
-                home.unstage(optimizer.__dict__["state"])
-                self._settle(part, lane, states)
+                home.unstage(part.states)
+                self._settle(part, lane)
 
-    def _place(self, part: OptimizerPart, lane: "_Lane", states: dict[Tensor, State]) -> None:
+    def _place(self, part: Engine, lane: "_Lane", signals: Signals) -> None:
         lane.link.wait()
-        optimizer = part.optimizer
-        optimizer._drop_plan()
-        optimizer.state = {
-            param: moved(param, state, local(param).device)
-            for param, state in states_of(part.params, states).items()
+        part.drop_plan()
+        part.states = {
+            param: moved(param, self.states[param], local(param).device)
+            for param in part.params
+            if param in self.states
         }
         try:
-            optimizer._step()
+            part.step(signals)
         finally:
-            self._settle(part, lane, states)
+            self._settle(part, lane)
 
-    def _settle(self, part: OptimizerPart, lane: "_Lane", states: dict[Tensor, State]) -> None:
+    def _settle(self, part: Engine, lane: "_Lane") -> None:
         """Give the states that a part has after a step a new home."""
-        optimizer = part.optimizer
-        new = optimizer.__dict__["state"]
+        new = part.states
         self._homes.pop(part, None)
         lane.link.wait()
         try:
             home = _Home(lane.link, new)
         except BaseException:
-            states.update(new)  # where they are now, until the next step tries again
+            self.states.update(new)  # where they are now, until the next step tries again
             raise
         for param, state in new.items():
-            states[param] = {**_others(state), **home.host.get(param, {})}
+            self.states[param] = {**_others(state), **home.host.get(param, {})}
         self._homes[part] = home
         lane.has_new_homes = True
         if home.nbytes:
             # The plan would keep the states on the GPU alive.
-            optimizer._drop_plan()
-            optimizer.state = {}
+            part.drop_plan()
+            part.states = {}
 
     def _ring(self, lane: "_Lane") -> "_Ring":
         """The ring of a lane; a larger one in place of one that has become too small."""
@@ -251,8 +221,8 @@ class StateOffload:
                 for part, home in homes.items():
                     if home.nbytes:  # frees the old ring
                         home.leave_ring()
-                        part.optimizer._drop_plan()
-                        part.optimizer.state = {}
+                        part.drop_plan()
+                        part.states = {}
                 lane.ring = None
                 lane.ring = _Ring(lane.link.empty(needed))
             lane.has_new_homes = False
@@ -329,16 +299,14 @@ def _offloaded(states: dict[Tensor, State]) -> dict[Tensor, State]:
 def moved(param: Tensor, state: State, device: torch.device | str) -> State:
     """A state of ``param`` with its tensors on ``device``."""
     return {
-        name: _wrapped(param, name, local(value).to(device))
-        if _is_offloaded(name, value)
-        else value
+        name: _moved(param, value, device) if _is_offloaded(name, value) else value
         for name, value in state.items()
     }
 
 
-def _wrapped(param: Tensor, name: str, value: Tensor) -> Tensor:
-    # Scales follow each rank's memory order, not the shape of the parameter: no DTensors.
-    return value if name.endswith("_scale") else like(param, value)
+def _moved(param: Tensor, value: Tensor, device: torch.device | str) -> Tensor:
+    own = local(value).to(device)
+    return like(param, own) if is_dtensor(value) else own
 
 
 class _Place(NamedTuple):
@@ -350,11 +318,16 @@ class _Place(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
+    is_sharded: bool
 
     def fits(self, value: Any) -> bool:
         """Whether a new value has the same layout."""
         own = local(value)
         return (own.dtype, own.shape, own.stride()) == (self.dtype, self.shape, self.stride)
+
+    def wrap(self, value: Tensor) -> Tensor:
+        """A local tensor in its place, as a DTensor if the state is one."""
+        return like(self.param, value) if self.is_sharded else value
 
     @property
     def nbytes(self) -> int:
@@ -389,7 +362,8 @@ class _Home:
                     own = local(value)
                     own = own if is_dense(own) else own.contiguous()
                     values.append(own)
-                    place = _Place(param, name, self.nbytes, own.dtype, own.shape, own.stride())
+                    layout = own.dtype, own.shape, own.stride(), is_dtensor(value)
+                    place = _Place(param, name, self.nbytes, *layout)
                     self._places.append(place)
                     self.nbytes += -(-place.nbytes // _ALIGNMENT) * _ALIGNMENT
         self._block = _Block(link, self.nbytes)
@@ -401,8 +375,7 @@ class _Home:
             tensor.copy_(value)
         self.host: dict[Tensor, State] = {param: {} for param in states}
         for place, tensor in zip(self._places, own, strict=True):
-            wrapped = _wrapped(place.param, place.name, tensor)
-            self.host[place.param][place.name] = wrapped
+            self.host[place.param][place.name] = place.wrap(tensor)
         self._addresses = [tensor.data_ptr() for tensor in own]
         self._versions = self._read_versions()
         self.leave_ring()
@@ -442,7 +415,7 @@ class _Home:
             self._views = {param: {} for param in self.host}
             for place in self._places:
                 flat = alias[place.offset : place.offset + place.nbytes].view(place.dtype)
-                view = _wrapped(place.param, place.name, flat.as_strided(place.shape, place.stride))
+                view = place.wrap(flat.as_strided(place.shape, place.stride))
                 self._views[place.param][place.name] = view
         if not self.staged:
             self.staged = {param: dict(views) for param, views in self._views.items()}
@@ -482,13 +455,13 @@ class _Home:
             views = chain.from_iterable(state.values() for state in self._views.values())
             torch.autograd.graph.increment_version([*map(local, views)])
 
-    def take_back(self, optimizer: "FusedAdam") -> bool:
+    def take_back(self, part: Engine) -> bool:
         """Take over the states that a step has left, in the ring if they have the same layout.
 
         Returns:
             False if they have not. Then nothing has changed.
         """
-        new = optimizer.__dict__["state"]
+        new = part.states
         entries = _offloaded(new).items()
         found = {(param, name): state[name] for param, state in entries for name in state}
         places = {(place.param, place.name): place for place in self._places}
@@ -502,7 +475,7 @@ class _Home:
             local(view).copy_(local(found[param, name]))
             new[param][name] = view
         if exchanged:
-            optimizer._drop_plan()
+            part.drop_plan()
         self.staged = dict(new)
         return True
 

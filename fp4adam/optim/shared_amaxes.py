@@ -19,13 +19,13 @@ from fp4adam.distributed.scale_exchange import (
     exchange_strips,
 )
 from fp4adam.optim.launch_group import LaunchGroup
-from fp4adam.optim.param_state import ParamState
+from fp4adam.optim.parameter import Parameter
 
 ReadGrad = Callable[[Tensor], Tensor | None]
 
 
 def quantized_after_step(
-    peers: Sequence[ParamState], read_grad: ReadGrad, takes_kernels: Callable[[ParamState], bool]
+    peers: Sequence[Parameter], read_grad: ReadGrad, takes_kernels: Callable[[Parameter], bool]
 ) -> bool:
     """Whether parameters that share an amax must all be updated before any of them is quantized.
 
@@ -36,8 +36,8 @@ def quantized_after_step(
     grads = [read_grad(member.owner) for member in peers]
     return not (
         all(map(takes_kernels, peers))
-        and all(map(ParamState.fits_a_launch, peers, grads))
-        and len({*map(ParamState.launch_key, peers, grads)}) == 1
+        and all(map(Parameter.fits_a_launch, peers, grads))
+        and len({*map(Parameter.launch_key, peers, grads)}) == 1
         and len({grad is None for grad in grads}) == 1
     )
 
@@ -52,23 +52,23 @@ class SharedAmaxes:
     """
 
     def __init__(
-        self, members: Sequence[ParamState], groups: Sequence[LaunchGroup], read_grad: ReadGrad
+        self, members: Sequence[Parameter], groups: Sequence[LaunchGroup], read_grad: ReadGrad
     ) -> None:
         self._read_grad = read_grad
-        together: dict[Hashable, list[ParamState]] = defaultdict(list)
-        apart: dict[Hashable, list[ParamState]] = defaultdict(list)
+        together: dict[Hashable, list[Parameter]] = defaultdict(list)
+        apart: dict[Hashable, list[Parameter]] = defaultdict(list)
         for member in members:
             if member.quantized_after_step and not member.shards:
                 together[member.scales].append(member)
             elif member.quantized_after_step:
                 # Narrow masters are decoded one parameter at a time, to bound the FP32 copies.
-                alone = not member.view.value_codec.exact
+                alone = not member.value_codec.exact
                 apart[member.owner if alone else member.param.device].append(member)
         self._together = [*together.values()]
         self._casts = []
         exchanged: dict[Tensor, tuple] = {}
         for alike in apart.values():
-            one = LocalCast([m.param for m in alike], [m.view.write_dtype for m in alike])
+            one = LocalCast([m.param for m in alike], [m.write_dtype for m in alike])
             self._casts.append((one, alike))
             exchanged.update(zip((m.owner for m in alike), one.exchanged, strict=True))
         self._launches = [group.launch for group in groups if group.kind.groups]
@@ -116,7 +116,7 @@ class SharedAmaxes:
                 if any(self._read_grad(m.owner) is not None for m in peers):
                     values, dtypes = (
                         [m.whole_value() for m in peers],
-                        [m.view.write_dtype for m in peers],
+                        [m.write_dtype for m in peers],
                     )
                     cast([m.param for m in peers], values, dtypes, scales=[0] * len(peers))
         for one, members in self._casts:

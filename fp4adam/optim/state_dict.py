@@ -5,8 +5,10 @@ order, because ranks gather the tensors of a state one after the other: the orde
 on the hash seed of each process.
 """
 
+import contextlib
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,21 +16,26 @@ from torch import Tensor
 
 from fp4adam.distributed.dtensor import is_dtensor, like, local, part_for
 from fp4adam.formats.roundings import known_roundings
-from fp4adam.optim.param_view import ParamView, are_equal
+from fp4adam.optim import checks
+from fp4adam.optim.engine import Engine
+from fp4adam.optim.hyper_parameters import check_numbers
+from fp4adam.optim.master_weights import adopt, batches, find_stale
+from fp4adam.optim.parameter import Parameter, State, are_equal
 from fp4adam.optim.state_codec import PLAIN, STATE_BLOCK, codec_of_codes, join_master
-from fp4adam.optim.stored_state import StoredState, restored, state_like
+from fp4adam.optim.state_tensor import SCALES, StateTensor, restored, state_like
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
 _ORDER = (
     "step",
-    *(name for state in STATE_NAMES for name in (state, f"{state}_scale")),
+    *(name for state in STATE_NAMES for name in (state, SCALES[state])),
     "param_remainder",
 )
 # The tensors of a state; ``step`` is a count.
 TENSOR_NAMES = frozenset(_ORDER[1:])
 
 Groups = list[dict[str, Any]]
-State = dict[str, Any]
+# The entry that carries a new state through torch.optim's loading.
+_LOADED = object()
 
 
 def saved_states(groups: Groups, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, State]]:
@@ -45,50 +52,89 @@ def saved_keys(groups: Groups, state_dict: dict[str, Any]) -> Iterator[tuple[Ten
                 yield param, key
 
 
+@contextlib.contextmanager
+def hooked(
+    register: Callable[..., Any], hook: Callable[..., Any], prepend: bool = True
+) -> Iterator[None]:
+    """Register a hook of torch.optim for the duration of a ``with`` block."""
+    handle = register(hook, prepend=prepend)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 # Saving
 
 
-def saved_state(view: ParamView, state: State, left: bool, compact: bool) -> State:
+def check_compact(states: dict[Any, Any]) -> None:
+    """Raise NotImplementedError if sharded states have scales."""
+    for param, state in states.items():
+        scaled = SCALES.values() & state.keys() if isinstance(state, dict) else set()
+        if scaled and is_dtensor(param):
+            raise NotImplementedError(
+                "states of sharded parameters must have no scales to be saved as they are, got "
+                f"{', '.join(sorted(scaled))}, which fit the shards of this number of ranks only; "
+                "save state_dict(), or store moments in bfloat16"
+            )
+
+
+@torch.no_grad()
+def encode(engine: Engine, state_dict: dict[str, Any], compact: bool) -> None:
+    """Bring the states of a new state dict into the form of a checkpoint."""
+    states, groups = state_dict["state"], [group for group, _ in engine.groups]
+    keys = dict(saved_keys(groups, state_dict))
+    keys = {param: key for param, key in keys.items() if isinstance(states[key], dict)}
+    members = {param: engine.parameters[param] for param in keys}
+    stale: set[Parameter] = set()
+    with torch._C.DisableTorchFunctionSubclass():
+        for some in batches(members.values()):
+            stale |= find_stale(some, engine.states)[0].keys()
+    for param, key in keys.items():
+        member = members[param]
+        states[key] = saved_state(member, states[key], member in stale, compact)
+    if engine.parameters.options.capturable:
+        # As a number, which optimizers with and without capturable load.
+        for group in state_dict["param_groups"]:
+            group["lr"] = float(group["lr"])
+
+
+def saved_state(parameter: Parameter, state: State, left: bool, compact: bool) -> State:
     """The state of a parameter in the form of a checkpoint, in torch's order of names.
 
     Args:
-        view: The parameter.
+        parameter: The parameter.
         state: Its state in the optimizer.
         left: Whether the parameter no longer equals its rounded master. Its own value is saved as
             the master then.
         compact: Keep codes and scales as they are stored.
     """
     saved = dict(state)
-    waits = view.has_remainder and "param_remainder" not in state
-    if not view.has_master and not waits:
+    waits = parameter.has_remainder and "param_remainder" not in state
+    if not parameter.has_master and not waits:
         # The parameter has been converted to FP32 and needs no master any more.
         saved.pop("master_param", None)
-        saved.pop("master_param_scale", None)
+        saved.pop(SCALES["master_param"], None)
     elif (
         waits
         and "master_param" in state
-        and not view.is_rounded(local(state["master_param"]).to(view.param.device))
+        and not parameter.is_rounded(local(state["master_param"]).to(parameter.param.device))
     ):
-        saved["master_param"] = like(view.owner, view.value())
-    if not view.has_remainder:
+        saved["master_param"] = like(parameter.owner, parameter.value())
+    if not parameter.has_remainder:
         # The parameter is no longer the upper half of a master.
         saved.pop("param_remainder", None)
-    own = {name: local(value) for name, value in state.items()}
     if left:
-        value = StoredState.encode(view.codecs["master_param"], view.value())
-        value.put_into(own, "master_param")
-        saved["master_param"] = like(view.owner, own["master_param"])
-        if "master_param_scale" in own:
-            saved["master_param_scale"] = own["master_param_scale"]
+        parameter.store_master(saved, parameter.value())
     if not compact:
-        for name, codec in view.codecs.items():
+        for name, codec in parameter.codecs.items():
             if name in saved and not codec.exact:
-                saved[name] = like(view.owner, StoredState.of(own, name, codec).decode())
-                saved.pop(f"{name}_scale", None)
+                values = StateTensor.of(saved, name, codec).decode()
+                StateTensor(PLAIN, values, None).store(saved, name, parameter.owner)
         if "param_remainder" in saved:
             remainder = local(saved.pop("param_remainder"))
-            master = join_master(view.param.detach().to(remainder.device), remainder)
-            saved["master_param"] = like(view.owner, master)
+            master = join_master(parameter.param.detach().to(remainder.device), remainder)
+            saved["master_param"] = like(parameter.owner, master)
     return ordered(saved)
 
 
@@ -99,6 +145,73 @@ def ordered(state: State) -> State:
 
 
 # Loading
+
+
+def packed(
+    engine: Engine, state_dict: dict[str, Any], defaults: dict[str, Any]
+) -> tuple[dict[str, Any], list[Tensor]]:
+    """A state dict with new states, which torch.optim's loading leaves as they are.
+
+    Returns:
+        The state dict, and the parameters with states; :func:`unpacked` and :func:`adopt_masters`
+        take them.
+
+    Raises:
+        ValueError: If groups, shapes, dtypes, placements or numbers do not fit.
+        TypeError: If a hyper-parameter is not a number.
+    """
+    state_dict, owners = with_steps(state_dict), []
+    groups = [group for group, _ in engine.groups]
+    if not has_groups_of(groups, state_dict):
+        return state_dict, owners  # torch.optim raises its own error
+    check_state_dict(groups, state_dict)
+    for group in state_dict["param_groups"]:
+        check_numbers({**defaults, **group})
+        checks.check_options(engine.parameters.options, group.get("amsgrad", False))
+    states = dict(state_dict["state"])
+    for owner, key in saved_keys(groups, state_dict):
+        state = new_state(engine.parameters[owner], states[key])
+        states[key] = {**others(states[key]), _LOADED: _Loaded(engine.placed(owner, state))}
+        owners.append(owner)
+    return {**state_dict, "state": states}, owners
+
+
+class _Loaded:
+    """A new state, which torch.optim takes for one value."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+
+def unpacked(states: dict[Any, Any], capturable: bool) -> dict[Any, Any]:
+    """The states that torch.optim has loaded, copied or unpickled, ready for use."""
+    new = defaultdict(dict)
+    for param, values in states.items():
+        if isinstance(values, dict):
+            values = dict(values)
+            if _LOADED in values:
+                values.update(values.pop(_LOADED).state)
+            if "step" in values:
+                device = param.device if capturable else "cpu"
+                step = torch.as_tensor(values["step"], dtype=torch.float32, device=device)
+                values["step"] = step.reshape(()).clone()
+        new[param] = values
+    return new
+
+
+@torch.no_grad()
+def adopt_masters(engine: Engine, owners: Sequence[Tensor]) -> None:
+    """Give parameters with the values of their rounded loaded masters the exact bytes of these.
+
+    All others keep their bytes; the next step compares them again, in case the model is loaded
+    after the optimizer.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        members = {owner: engine.parameters[owner] for owner in owners if not owner.is_meta}
+        for owner, member in members.items():
+            if not member.has_master and "master_param" in engine.states[owner]:
+                adopt_master(member, engine.states[owner])
+        adopt([member for member in members.values() if member.has_master], engine.states)
 
 
 def with_steps(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -128,7 +241,7 @@ def _with_remainder(state: State) -> State:
     return state
 
 
-def new_state(view: ParamView, saved: State) -> State:
+def new_state(parameter: Parameter, saved: State) -> State:
     """A copy of a saved state in the optimizer's own formats.
 
     If the state has a master but the parameter keeps none, ``master_param`` stays in the result.
@@ -136,67 +249,62 @@ def new_state(view: ParamView, saved: State) -> State:
     Raises:
         ValueError: If the placements of the state differ from those of its parameter.
     """
-    saved = _local_part(view.owner, saved)
-    param, state = view.param, {}
+    owner, param = parameter.owner, parameter.param
+    saved, state = _local_part(owner, saved), {}
     for name in STATE_NAMES:
         if name not in saved:
             continue
-        if name in view.codecs:
-            given = StoredState.of_saved(saved, name)
-            stored = restored(given, view.codecs[name], param)
+        if name in parameter.codecs:
+            given = StateTensor.of_saved(saved, name)
+            stored = restored(given, parameter.codecs[name], param)
             if name == "master_param" and not _is_exact(given, stored):
                 # Keep it in FP32: the parameter may equal the rounded original, but not the rounded
                 # narrow copy.
-                stored = StoredState(PLAIN, state_like(param).copy_(given.decode()), None)
-            stored.put_into(state, name)
+                stored = StateTensor(PLAIN, state_like(param).copy_(given.decode()), None)
+            stored.store(state, name, owner)
         else:
-            state[name] = state_like(param).copy_(saved[name])
+            state[name] = like(owner, state_like(param).copy_(saved[name]))
     remainder = saved.get("param_remainder")
-    if remainder is not None and view.has_remainder:
+    if remainder is not None and parameter.has_remainder:
         zeros = torch.zeros_like(param, dtype=torch.int16)
-        state["param_remainder"] = zeros.copy_(remainder)
+        state["param_remainder"] = like(owner, zeros.copy_(remainder))
     elif remainder is not None:
         master = join_master(param.detach(), remainder.to(param.device))
-        master = state_like(param).copy_(master)
-        StoredState.encode(view.codecs["master_param"], master).put_into(state, "master_param")
-    return {
-        # Scales follow each rank's memory order, not the shape of the parameter: no DTensors.
-        name: value if name.endswith("_scale") else like(view.owner, value)
-        for name, value in state.items()
-    }
+        parameter.store_master(state, state_like(param).copy_(master))
+    return state
 
 
-def _is_exact(given: StoredState, stored: StoredState) -> bool:
+def _is_exact(given: StateTensor, stored: StateTensor) -> bool:
     """Whether ``stored`` holds the values of the loaded master ``given`` without rounding."""
     if stored.codec.exact or given.codec.name == stored.codec.name:
         return True
     return are_equal(stored.decode(), given.decode().to(stored.codes.device, torch.float32))
 
 
-def adopt_master(view: ParamView, state: State) -> None:
+def adopt_master(parameter: Parameter, state: State) -> None:
     """Copy a loaded master into a parameter without a master of its own, if it rounds to its value.
 
     With remainders the next step decides, because the model may be loaded later.
     """
-    if view.has_remainder:
+    if parameter.has_remainder:
         return
-    master = local(state.pop("master_param")).to(view.param.device, torch.float32)
-    state.pop("master_param_scale", None)
-    if view.param.dtype.itemsize >= 4 and _is_rounding(view, master):
+    master = local(state.pop("master_param")).to(parameter.param.device, torch.float32)
+    state.pop(SCALES["master_param"], None)
+    if parameter.param.dtype.itemsize >= 4 and _is_rounding(parameter, master):
         with torch.no_grad():
-            view.param.copy_(master)
+            parameter.param.copy_(master)
 
 
-def _is_rounding(view: ParamView, master: Tensor) -> bool:
+def _is_rounding(parameter: Parameter, master: Tensor) -> bool:
     """Whether an FP32 parameter equals ``master`` rounded to 16 bits or to a quantized format.
 
     If not, the parameter has been trained since, and the master is out of date.
     """
-    value = view.param.detach().to(torch.float32)
+    value = parameter.param.detach().to(torch.float32)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     if any(are_equal(value, master.to(dtype).float()) for dtype in dtypes):
         return True
-    if is_dtensor(view.owner) or master.dim() < 2:
+    if is_dtensor(parameter.owner) or master.dim() < 2:
         return False
     return any(are_equal(value, rounded) for rounded in known_roundings(master))
 
@@ -212,11 +320,11 @@ def _local_part(owner: Tensor, saved: State) -> State:
         return dict(saved)
     # The saved scales are those of the whole tensor, so decode before cutting.
     names = [name for name in STATE_NAMES if name in saved]
-    numbers = {name: StoredState.of_saved(saved, name).decode() for name in names}
+    numbers = {name: StateTensor.of_saved(saved, name).decode() for name in names}
     return {
         name: part_for(owner, value) if isinstance(value, Tensor) and name != "step" else value
         for name, value in {**saved, **numbers}.items()
-        if not name.endswith("_scale")
+        if name not in SCALES.values()
     }
 
 
@@ -240,7 +348,7 @@ def check_is_state_dict(state_dict: dict[str, Any]) -> None:
 def check_masters(groups: Groups, state_dict: dict[str, Any]) -> None:
     """Raise ValueError if ``state_dict`` holds masters that do not fit these parameters."""
     for i, (param, saved) in enumerate(saved_states(groups, state_dict)):
-        if "master_param_scale" in saved or "param_remainder" in saved:
+        if SCALES["master_param"] in saved or "param_remainder" in saved:
             raise ValueError(
                 f"master_param of parameter {i} must be whole, got {sorted(saved)}; save "
                 "state_dict() instead of compact_state_dict()"
@@ -263,14 +371,14 @@ def check_state_dict(groups: Groups, state_dict: dict[str, Any]) -> None:
                 f"state of parameter {i} must hold step, exp_avg and exp_avg_sq, got "
                 f"{sorted(saved)}; it was saved by another kind of optimizer"
             )
-        if saved and not _is_number(saved["step"]):
+        if saved and not _is_number(saved["step"], param):
             raise ValueError(
                 f"step of parameter {i} must be one number >= 0, got {saved['step']!r}; the "
                 "checkpoint is damaged"
             )
         for name in (name for name in STATE_NAMES if name in saved):
             what = f"{name} of parameter {i}"
-            if f"{name}_scale" in saved:
+            if SCALES[name] in saved:
                 _check_saved_codes(what, name, saved, param)
             else:
                 _check_saved_tensor(what, saved[name], param)
@@ -294,11 +402,11 @@ def _check_saved_tensor(what: str, value: Any, param: Tensor) -> None:
 
 
 def _check_saved_codes(what: str, name: str, saved: dict[str, Any], param: Tensor) -> None:
-    codes, scales = saved[name], saved[f"{name}_scale"]
+    codes, scales = saved[name], saved[SCALES[name]]
     dtype = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
     if not isinstance(codes, Tensor) or codec_of_codes(name, dtype) is None:
         raise ValueError(
-            f"{what} must be codes of a known dtype beside {name}_scale, got {dtype}; the "
+            f"{what} must be codes of a known dtype beside {SCALES[name]}, got {dtype}; the "
             "checkpoint is damaged"
         )
     _check_shape(what, codes, param.shape)
@@ -330,9 +438,9 @@ def _check_shape(what: str, value: Tensor, shape: tuple[int, ...]) -> None:
         )
 
 
-def _is_number(step: Any) -> bool:
+def _is_number(step: Any, param: Tensor) -> bool:
     if isinstance(step, Tensor):
         if step.numel() != 1 or step.is_complex():
             return False
-        return step.is_meta or 0 <= step.item() < math.inf
+        return param.is_meta if step.is_meta else 0 <= step.item() < math.inf
     return isinstance(step, (int, float)) and 0 <= step < math.inf

@@ -8,28 +8,36 @@ per parameter. Then only the scalars and the addresses of the gradients are new.
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from itertools import chain, compress, islice
-from operator import not_
+from operator import attrgetter, itemgetter, not_
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp4adam.interop.borrowed_tensor import ScaleWriteback
-from fp4adam.optim.adam import adam_scalars
-from fp4adam.optim.checks import check_capturable, check_in_use
+from fp4adam.distributed.dtensor import is_dtensor, local
+from fp4adam.interop.borrowed_tensor import ScaleWriteback, source_columns
+from fp4adam.optim.adam import Scalars, adam_scalars
+from fp4adam.optim.checks import check_capturable, check_gradient, check_in_use
 from fp4adam.optim.device_counter import DeviceCounter, hyper_groups
 from fp4adam.optim.launch_group import LaunchGroup, make_launches
-from fp4adam.optim.memory_note import WriteNote, version
-from fp4adam.optim.operators import step_by_operators
-from fp4adam.optim.param_state import ParamState
+from fp4adam.optim.options import Options
+from fp4adam.optim.parameter import Parameter, ReadGrad
 from fp4adam.optim.shared_amaxes import SharedAmaxes, quantized_after_step
+from fp4adam.optim.state_tensor import adam_stored_
 from fp4adam.optim.step_counter import StepCounter
 from fp4adam.optim.update_bound import measured_ratio, ratio_after
-from fp4adam.optim.watch import Watch
+from fp4adam.tensors import backend
+from fp4adam.tensors.fingerprint import Column, Fingerprint, are_laid_out_as
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
-ReadGrad = Callable[[Tensor], Tensor | None]
+_local = attrgetter("_local_tensor")
+# How to read the tensors whose versions cover a quantized tensor, or a shard of one.
+_versioned = attrgetter("_shared.tensors.versioned")
+_local_versioned = attrgetter("_local_tensor._shared.tensors.versioned")
+_counter = attrgetter("_shared.tensors.counter")
+_local_counter = attrgetter("_local_tensor._shared.tensors.counter")
 
 
 class StepPlan:
@@ -40,44 +48,42 @@ class StepPlan:
         outsiders: All other parameters; they have no gradients while the plan holds.
         structure: Everything else that the step depends on; see :meth:`fits`.
         read_grad: Returns a parameter's gradient, or None.
-        grads_vary: Whether a gradient's shape or device may differ from its parameter's.
-        takes_kernels: Whether kernels should step a member if they can.
-        capturable: Whether step counts and scalars stay on the device, so that a CUDA graph can
-            replay the step.
+        options: The options of the optimizer.
 
     Raises:
-        RuntimeError: If ``capturable`` and kernels cannot step a member.
+        RuntimeError: If the optimizer is capturable and kernels cannot step a member.
     """
 
     def __init__(
         self,
-        members: list[ParamState],
+        members: list[Parameter],
         outsiders: list[Tensor],
         structure: list,
         read_grad: ReadGrad,
-        grads_vary: bool,
-        takes_kernels: Callable[[ParamState], bool],
-        capturable: bool = False,
+        options: Options,
     ) -> None:
         self._outsiders = outsiders
         self._structure = structure
         self._read_grad = read_grad
-        self._takes_kernels = takes_kernels
-        peers: dict[Hashable, list[ParamState]] = defaultdict(list)
+        self._options = options
+        capturable = options.capturable
+        peers: dict[Hashable, list[Parameter]] = defaultdict(list)
         for member in members:
             peers[member.scales].append(member)
-        later = {s for s, p in peers.items() if quantized_after_step(p, read_grad, takes_kernels)}
-        members = [m._replace(quantized_after_step=m.scales in later) for m in members]
-        kinds: dict[tuple, list[ParamState]] = defaultdict(list)
-        self._by_operators: list[ParamState] = []
+        later = {s for s, p in peers.items() if quantized_after_step(p, read_grad, _takes_kernels)}
+        for member in members:
+            member.quantized_after_step = member.scales in later
+        kinds: dict[tuple, list[Parameter]] = defaultdict(list)
+        self._by_operators: list[Parameter] = []
         for member in members:
             grad = read_grad(member.owner)
-            if takes_kernels(member) and member.fits_a_launch(grad):
+            if _takes_kernels(member) and member.fits_a_launch(grad):
                 kinds[member.launch_key(grad)].append(member)
             else:
                 self._by_operators.append(member)
         by_device: dict[torch.device, list[LaunchGroup]] = defaultdict(list)
         for (device, kind, _), alike in kinds.items():
+            grads_vary = options.use_decoupled_grad
             by_device[device].append(LaunchGroup(kind, alike, read_grad, grads_vary))
         if capturable:
             for member in self._by_operators:
@@ -94,28 +100,28 @@ class StepPlan:
         self._amaxes = SharedAmaxes(members, self._groups, read_grad)
         # Other ranks rely on these bounds, so they are measured again after any foreign write to
         # the moments.
-        self._bounded = [
+        bounded = [
             m.tensors[name]
             for group in self._groups
             if group.kind.groups and group.kind.quantizer.layout.tensor_scale == "current"
             for m in group.members
             for name in ("exp_avg", "exp_avg_sq")
         ]
-        self._bounded_versions = list(map(version, self._bounded))
-        self._capturable, self._has_run = capturable, False
+        self._has_run = False
         self._counter: StepCounter | DeviceCounter
         if capturable:
             self._counter = DeviceCounter(self._parts, self._by_operators)
         else:
             self._counter = StepCounter(self.members, list(map(_ratio, self.members)))
-        self._watch = Watch(self.members, ("step",) if capturable else ())
+        self._fingerprint = _fingerprint(self.members, ("step",) if capturable else (), bounded)
+        # The last gradients for operators that were right, and a check of their layouts.
+        self._checked: list[bool] = []
+        self._have_known_layouts: Callable[..., bool] = lambda *grads: False
         self._rows_of_parts: list[list[int]] = [[] for _ in self._parts]
         self._rows_by_operators: list[int] = []
         self._present: list[bool] = []
-
-    def notes(self) -> dict[Tensor, WriteNote]:
-        """The memory and versions of all members, as the last step left them."""
-        return self._watch.notes()
+        self._written: list[Tensor] = []
+        self._loose: list[Parameter] = []
 
     def settle(self) -> None:
         """Wait for the last ``found_inf``, and take back the step count if the step was skipped."""
@@ -125,7 +131,7 @@ class StepPlan:
     @property
     def can_be_captured(self) -> bool:
         """Whether a CUDA graph can record the step: it has run, so all its kernels are loaded."""
-        return self._capturable and self._has_run
+        return self._options.capturable and self._has_run
 
     @functools.cached_property
     def memory_of_replays(self) -> list:
@@ -141,35 +147,44 @@ class StepPlan:
         """
         return (
             structure == self._structure
-            and self._watch.is_unchanged()
+            and self._fingerprint.unchanged()
             and self._counter.fits()
-            and list(map(version, self._bounded)) == self._bounded_versions
             and all(grad is None for grad in map(self._read_grad, self._outsiders))
             and all(group.takes_grads() for group in self._groups)
             and not any(map(self._could_take_kernels, self._by_operators))
         )
 
-    def _could_take_kernels(self, member: ParamState) -> bool:
-        return self._takes_kernels(member) and member.fits_a_launch(self._read_grad(member.owner))
+    def _could_take_kernels(self, member: Parameter) -> bool:
+        return _takes_kernels(member) and member.fits_a_launch(self._read_grad(member.owner))
 
-    def gradients_for_operators(self) -> list[tuple[Tensor, Tensor]]:
-        """The parameters that torch operators step now, each with its gradient."""
-        params = [m.owner for m in self._by_operators]
-        pairs = zip(params, map(self._read_grad, params), strict=True)
-        return [(param, grad) for param, grad in pairs if grad is not None]
+    def has_gradients_for_operators(self) -> bool:
+        """Whether torch operators step any parameter now."""
+        return any(self._read_grad(m.owner) is not None for m in self._by_operators)
+
+    def check_gradients(self) -> None:
+        """Raise if operators cannot step a parameter with its gradient; kernels never see it."""
+        owners = [m.owner for m in self._by_operators]
+        grads = list(map(self._read_grad, owners))
+        present = [grad is not None for grad in grads]
+        owners, grads = [*compress(owners, present)], [*compress(grads, present)]
+        if not grads or present == self._checked and self._have_known_layouts(*grads):
+            return
+        for owner, grad in zip(owners, grads, strict=True):
+            check_gradient(self._options.name, owner, grad)
+        self._checked, self._have_known_layouts = present, are_laid_out_as(grads)
 
     def run(
         self,
-        grad_scale: Tensor | None,
         clip: dict[torch.device, Tensor],
+        grad_scale: Tensor | None,
         found_inf: Tensor | None,
         captures: bool = False,
     ) -> None:
         """Run the step; call :meth:`fits` right before, and only if it is true.
 
         Args:
+            clip: One-element tensor per device that multiplies the gradients after the division.
             grad_scale: One-element tensor that divides the gradients, or None.
-            clip: One-element tensor per device that multiplies them after that.
             found_inf: One-element tensor, or None; if it is not 0, nothing changes. The kernels
                 read it on the device; only the torch operators make the host wait for it.
             captures: Whether a CUDA graph records the step.
@@ -178,14 +193,17 @@ class StepPlan:
         self._regroup(grads)
         if not self._counter.groups:
             return
+        # If the step is interrupted, parameters are compared with their masters.
+        self._fingerprint.invalidate()
         if isinstance(self._counter, DeviceCounter):
             self._launch_all(grad_scale, clip, found_inf, captures)
             self._counter.count_empty(found_inf)
         else:
             self._run_counted(self._counter, grads, grad_scale, clip, found_inf)
         # Kernel writes do not raise versions, which autograd and other observers rely on.
-        self._watch.note_own_write(self._present)
-        self._bounded_versions = list(map(version, self._bounded))
+        loose = chain.from_iterable(_versioned(m.param) for m in self._loose)
+        torch.autograd.graph.increment_version([*self._written, *loose])
+        self._fingerprint.record()
         self._has_run = True
 
     def _run_counted(
@@ -207,7 +225,7 @@ class StepPlan:
         ):
             if grad is not None and not skipped:
                 scalars = counter.groups[row].scalars
-                step_by_operators(member, grad, scalars, grad_scale, clip.get(grad.device))
+                _step_by_operators(member, grad, scalars, grad_scale, clip.get(grad.device))
         self._amaxes.finish(launches, skipped)
         self._scales_of_others()
         if found_inf is not None:
@@ -225,8 +243,10 @@ class StepPlan:
         Returns:
             The launches that wait for other ranks, each with its signals.
         """
+        launches: list[tuple] = []
+        if not self._parts:
+            return launches
         numbers = self._counter.numbers()
-        launches = []
         for i, (tables, groups) in enumerate(self._parts):
             addresses = [*chain.from_iterable(group.grads for group in groups)]
             tables.upload(addresses, self._rows_of_parts[i], numbers, captures)
@@ -254,7 +274,15 @@ class StepPlan:
         if not self._counter.regroup(present):
             return
         self._present = present
-        written = [m.borrowed for m in compress(self.members, present) if m.updates]
+        stepped = [*compress(self.members, present)]
+        self._written = [m.owner for m in stepped]
+        self._written += [m.param for m in stepped if m.param is not m.owner]
+        quantized = [m for m in stepped if isinstance(m.param, QuantizedTensor)]
+        # Read again at every step, because lists of inner tensors would keep them alive.
+        self._loose = [m for m in quantized if _is_loose(m) and m.borrowed is None]
+        kept = [m for m in quantized if m not in self._loose]
+        self._written += chain.from_iterable(_versioned(m.param) for m in kept)
+        written = [m.borrowed for m in stepped if m.updates]
         self._scales_of_others = ScaleWriteback(
             [borrowed for borrowed in written if borrowed is not None]
         )
@@ -264,7 +292,116 @@ class StepPlan:
         self._rows_by_operators = [*rows]
 
 
-def _ratio(member: ParamState) -> float:
+def _is_loose(member: Parameter) -> bool:
+    """Whether inner tensors have versions of their own; they may get new memory without one."""
+    return member.param._shared.tensors.counter is None
+
+
+def _takes_kernels(member: Parameter) -> bool:
+    """Whether kernels should step a parameter if they can."""
+    return backend.uses_kernels(member.param.device) and member.group["fused"] is not False
+
+
+def _fingerprint(
+    members: Sequence[Parameter], more_names: tuple[str, ...], bounded: list[Tensor]
+) -> Fingerprint:
+    """The fingerprint of all parameters and states; the marks of parameters follow it.
+
+    The tensors must be where the kernels look for them. Writes matter only to parameters that have
+    to agree with a master or a remainder: one that Adam updates directly is its own value, so
+    whatever other code has written is what it continues from.
+
+    Args:
+        members: The parameters.
+        more_names: Names of state tensors that the kernels use besides ``state_names``.
+        bounded: Other tensors that must not be written.
+    """
+    columns: list[Column] = [Column(bounded, versioned=True)]
+    marked: dict[int, list[Parameter]] = {}  # by column
+
+    def add(own: list[Parameter], marks: bool = True, **how: Any) -> None:
+        if marks:
+            marked[len(columns)] = own
+        columns.append(Column([m.owner for m in own], versioned=marks, **how))
+
+    own = [m for m in members if m.borrowed is None]
+    quantized = [m for m in own if isinstance(m.param, QuantizedTensor)]
+    plain = [m for m in own if not isinstance(m.param, QuantizedTensor)]
+    for sharded in (False, True):
+        some = [m for m in members if m.borrowed and is_dtensor(m.owner) == sharded]
+        prefix = "_local_tensor." if sharded else ""
+        for column, which in source_columns([(m.borrowed, m.owner) for m in some], prefix):
+            if column.versioned:
+                marked[len(columns)] = [some[i] for i in which]
+            columns.append(column)
+        some = [m for m in quantized if is_dtensor(m.owner) == sharded]
+        counter, versioned = (
+            (_local_counter, _local_versioned) if sharded else (_counter, _versioned)
+        )
+        # A counter belongs to one storage and holds no memory.
+        add([m for m in some if not _is_loose(m)], read=counter, same=True)
+        add([m for m in some if _is_loose(m)], read=versioned, chained=True, placed=True)
+        some = [m for m in plain if is_dtensor(m.owner) == sharded]
+        noted = [m for m in some if m.has_master or m.has_remainder]
+        others = [m for m in some if not (m.has_master or m.has_remainder)]
+        if sharded:
+            # An operation on a DTensor raises its own version, but not the local tensor's.
+            add(noted)
+        add(noted, read=_local if sharded else None, placed=True)
+        add(others, False, read=_local if sharded else None, placed=True)
+    states: dict[tuple, list[dict]] = defaultdict(list)
+    for m in members:
+        states[is_dtensor(m.owner), (*m.state_names, *more_names)].append(m.state)
+    columns += [
+        Column(alike, itemgetter(*names), True, local if sharded else None, placed=True)
+        for (sharded, names), alike in states.items()
+    ]
+    fingerprint = Fingerprint(columns)
+    indices: dict[Parameter, list[int]] = defaultdict(list)
+    spans = fingerprint.spans()
+    for i, own in marked.items():
+        for member, span in zip(own, spans[i], strict=True):
+            indices[member] += span
+    for member, found in indices.items():
+        member.record()
+        member.mark.follow(fingerprint.versions, found)
+    return fingerprint
+
+
+def _step_by_operators(
+    member: Parameter,
+    grad: Tensor,
+    scalars: Scalars,
+    grad_scale: Tensor | None,
+    clip: Tensor | None,
+) -> None:
+    """Update a parameter and its state in torch operators, with the same bits as the kernels.
+
+    Args:
+        member: The parameter.
+        grad: Its gradient, of any floating dtype and strides.
+        scalars: The scalars of this step.
+        grad_scale: One-element tensor that divides the gradient, or None.
+        clip: One-element tensor that multiplies it after that, or None.
+    """
+    value = member.stored_value()
+    adam_stored_(
+        value,
+        grad,
+        member.stored("exp_avg"),
+        member.stored("exp_avg_sq"),
+        member.max_exp_avg_sq,
+        scalars,
+        member.group["adam_w_mode"],
+        None if grad_scale is None else grad_scale.to(grad.device),
+        clip,
+        member.first_element,
+    )
+    if member.has_master and member.updates and not member.quantized_after_step:
+        member.write(value.decode())
+
+
+def _ratio(member: Parameter) -> float:
     """The bound on a member's moments; measured if other ranks rely on it, which syncs the device.
 
     See ``update_bound``. Inf if it has to be certain but the moments are stored rounded.
@@ -276,7 +413,7 @@ def _ratio(member: ParamState) -> float:
     )
     if step == 0 or not (member.shards and previews) or member.quantized_after_step:
         return ratio_after(step, adam_scalars(member.group, 1))
-    _, exp_avg, exp_avg_sq = member.codecs
+    _, exp_avg, exp_avg_sq = member.step_codecs
     if not (exp_avg.exact and exp_avg_sq.exact):
         return math.inf
     moments = member.tensors["exp_avg"], member.tensors["exp_avg_sq"]

@@ -113,7 +113,7 @@ class WeightWorkspaces:
             TypeError, ValueError: As for the constructor; nothing is written then.
         """
         found, watch = self._watched()
-        self._write(found, watch, watch.written(found))
+        self._write(found, watch, watch.written())
 
     def write(self) -> None:
         """Quantize all weights, also those whose versions are unchanged.
@@ -161,7 +161,7 @@ class WeightWorkspaces:
                     self._writer = _Writer(targets, [weight.dtype for weight in weights])
                     self._known = known
                 self._writer([found[i].weights for i in chosen])
-        watch.note(found)
+        watch.record()
 
 
 class _Writer:

@@ -98,7 +98,7 @@ def step_by_kernels(rank: int) -> None:
                         local(state["exp_avg"]).mul_(100.0)
                 optimizer.step()
                 if offloads:
-                    plans.append([part.optimizer._plan for part in optimizer._offload._parts])
+                    plans.append([part.plan for part in optimizer._whole._parts])
             optimizers.append(optimizer)
         assert plans[1] == plans[2] and plans[2] != plans[3]
         assert_same_states(*optimizers)

@@ -72,7 +72,7 @@ def release_on_shards(rank: int, recipe: str, groups: bool, variant: str = "") -
             released = all(param.grad is None for param in module.parameters())
             assert released == (one is optimizer)
         norm = plain.clip_grad_norm_(0.05)
-        clip, plain._clip = plain._clip, clip
+        clip, plain._whole.clip = plain._whole.clip, clip
         for one in (optimizer, plain):
             one.step()
             one.zero_grad()

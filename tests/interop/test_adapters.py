@@ -105,9 +105,9 @@ def test_training_is_that_of_own_tensors(quantizer):
             step(optimizer, seed)
     assert_bytes(theirs, te_tensor(quantizer, master_of(optimizers[1], theirs)))
     assert torch.equal(*(master_of(*pair) for pair in zip(optimizers, (own, theirs), strict=True)))
-    plan = optimizers[1]._plan
+    plan = optimizers[1]._whole.plan
     step(optimizers[1], 3)
-    assert optimizers[1]._plan is plan  # nothing is worked out again
+    assert optimizers[1]._whole.plan is plan  # nothing is worked out again
 
 
 class WithGradient(torch.autograd.Function):
@@ -516,9 +516,9 @@ def test_delayed_scaling_takes_scales_and_returns_amaxes(columnwise, path_device
             amax = random((1,), 10 * seed + i, path_device).abs()
             # Not 448 / amax, which torch computes as a product with the reciprocal.
             param._quantizer.scale.copy_(torch.full_like(amax, 448) / amax / 2.0 ** (seed * i))
-        plan = optimizer._plan
+        plan = optimizer._whole.plan
         step(optimizer, seed)
-        assert seed < 2 or optimizer._plan is plan  # nothing is worked out again
+        assert seed < 2 or optimizer._whole.plan is plan  # nothing is worked out again
         for i, param in enumerate(params):
             master = master_of(optimizer, param)
             codes, scale_inv = delayed(param._quantizer, master)

@@ -160,7 +160,7 @@ def tiles_read(weight, grad, monkeypatch):
 
 
 def launch_of(weight):
-    return weight.optimizer._plan._groups[0].launch
+    return weight.optimizer._whole.plan._groups[0].launch
 
 
 def test_only_tiles_near_the_maximum_are_read(device, monkeypatch):
@@ -198,7 +198,7 @@ def test_a_tensor_is_written_again_exactly(two_dimensional, usage, quantize_from
             grad = randn(10 * step + seed, 1e-2, (80, 64))
             param.grad = grad.bfloat16().to(device)
         optimizer.step()
-        exceeding = optimizer._plan._groups[0].launch._exceeding.tolist()
+        exceeding = optimizer._whole.plan._groups[0].launch._exceeding.tolist()
         assert [x > 0 for x in exceeding] == [step > 0, False]
         for param in params:
             master = optimizer.state[param]["master_param"]

@@ -163,7 +163,7 @@ def test_device_computes_the_scalars_of_the_host(
     group = {**optimizer.param_groups[0], "lr": lr}
     counts = [min(step + 1, 2**24) for step in steps]
     expected = [adam_scalars(group, count)[:8] for count in counts]
-    rows = optimizer._plan._parts[0][0].scalars.view(-1, 12)[: len(params), :8]
+    rows = optimizer._whole.plan._parts[0][0].scalars.view(-1, 12)[: len(params), :8]
     assert torch.equal(rows.cpu(), torch.tensor(expected, dtype=torch.float64).float())
     assert [optimizer.state[param]["step"].item() for param in params] == counts
 
@@ -283,7 +283,7 @@ def test_replays_outlive_the_plan(device: str) -> None:
         fill_grads(each, 0)
         each.step()
     replay = capture(optimizer.step)
-    plan = optimizer._plan
+    plan = optimizer._whole.plan
     for each in (optimizer, twin):
         param = all_params(each)[0]
         with torch.no_grad():
@@ -291,7 +291,7 @@ def test_replays_outlive_the_plan(device: str) -> None:
         each.state[param] = dict(each.state[param])
         fill_grads(each, 1)
         each.step()
-    assert optimizer._plan is not plan
+    assert optimizer._whole.plan is not plan
     for seed in (2, 3):
         for each in (optimizer, twin):
             fill_grads(each, seed)

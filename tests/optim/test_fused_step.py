@@ -195,7 +195,7 @@ def test_narrow_states_have_the_bits_of_the_torch_path(case, states, choose_path
     for kernel in (True, False):
         params = make_params(quantizer, shapes, torch.bfloat16, choose_path(kernel))
         optimizer = train(params, **NARROW[states])
-        assert bool(optimizer._plan._groups) == kernel
+        assert bool(optimizer._whole.plan._groups) == kernel
         results.append(written(optimizer))
     assert_identical(*results)
 
@@ -240,7 +240,7 @@ def test_a_tensor_with_a_narrow_master_is_written_again(two_dimensional, choose_
             params[0].grad = torch.full_like(params[0], 0.01 * step)
             optimizer.step()
             if kernel:
-                launch = optimizer._plan._groups[0].launch
+                launch = optimizer._whole.plan._groups[0].launch
                 assert (launch._exceeding > 0).tolist() == [step == 2]
         results.append(written(optimizer))
     assert_identical(*results)
@@ -256,7 +256,7 @@ def test_remainders_have_the_bits_of_the_torch_path(options, choose_path):
     for kernel in (True, False):
         params = make_params(None, [(1024,), (3, 5), (2049,)], torch.bfloat16, choose_path(kernel))
         optimizer = train(params, store_param_remainders=True, **options)
-        assert bool(optimizer._plan._groups) == kernel
+        assert bool(optimizer._whole.plan._groups) == kernel
         results.append(written(optimizer))
     assert_identical(*results)
 

@@ -355,7 +355,7 @@ def test_parameter_without_master_is_its_own_value(
     param = Parameter(random((40,), 0, device).to(dtype))
     optimizer = FP4Adam([param], lr=1e-2, master_weights=False)
     take_steps(optimizer, range(2))
-    plan = optimizer._plan
+    plan = optimizer._whole.plan
     for _ in range(2):
         with torch.no_grad():
             write(param)
@@ -366,7 +366,7 @@ def test_parameter_without_master_is_its_own_value(
         optimizer.step()
         assert_identical(param.detach(), twin.value.to(dtype))
         assert param._version > number
-    assert optimizer._plan is plan
+    assert optimizer._whole.plan is plan
 
 
 def test_default_device_is_of_no_matter(device: str) -> None:

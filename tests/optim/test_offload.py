@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from fp4adam import FP4Adam, FusedAdam, hf_scale_groups, quantize_model
 from fp4adam.optim import offload
+from fp4adam.optim.engine import Engine
 from fp4adam.tensors import backend
 from helpers import (
     QUANTIZERS,
@@ -389,16 +390,16 @@ def test_interrupts_leave_what_is_there(
     after = copy.deepcopy(optimizers[1])
     take_steps(after, [3])
     set_grads(all_params(optimizers[0]), 3)
-    step, calls = FP4Adam._step, 0
+    step, calls = Engine.step, 0
 
-    def interrupted(self: FP4Adam) -> None:
+    def interrupted(self: Engine, *args: object) -> None:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise KeyboardInterrupt
-        step(self)
+        step(self, *args)
 
-    monkeypatch.setattr(FP4Adam, "_step", interrupted)
+    monkeypatch.setattr(Engine, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         optimizers[0].step()
     assert_identical(dict(state_of(optimizers[0], 4)), before)

@@ -136,11 +136,11 @@ def test_duplicate_keeps_the_storage(duplicate, dtype, device):
 @by_dtype
 def test_layouts_and_pieces_do_not_matter(dtype, device, monkeypatch):
     """Strided parameters and gradients, and a tensor that is taken in many pieces."""
-    from fp4adam.optim import stored_state
+    from fp4adam.optim import state_tensor
 
     def train(layout, piece):
-        monkeypatch.setattr(stored_state, "_CPU_PIECE", piece)
-        monkeypatch.setattr(stored_state, "_DEVICE_PIECE", piece)
+        monkeypatch.setattr(state_tensor, "_CPU_PIECE", piece)
+        monkeypatch.setattr(state_tensor, "_DEVICE_PIECE", piece)
         generator = torch.Generator().manual_seed(0)
         value = torch.randn(7, 5, 12, generator=generator).to(device)
         param = torch.nn.Parameter(value.clone(memory_format=torch.preserve_format))

@@ -57,13 +57,13 @@ def trained(device):
 
 
 def test_plan_stays_while_only_gradients_and_scalars_change(trained):
-    plan, params = trained._plan, trained.param_groups[0]["params"]
+    plan, params = trained._whole.plan, trained.param_groups[0]["params"]
     for seed in range(2, 6):
         trained.zero_grad(set_to_none=bool(seed % 2))
         set_grads(params, seed, skip=(seed % 4,))
         trained.param_groups[0]["lr"] = 1e-2 / seed
         trained.step()
-    assert trained._plan is plan
+    assert trained._whole.plan is plan
     counts = [trained.state[param]["step"].item() for param in params]
     assert counts == [5, 5, 5, 5]
     assert_goes_on_as_operators(trained)
@@ -229,7 +229,7 @@ def test_gradients_of_other_layouts_take_the_slower_path(make, device):
                     param.grad = grad if optimizer is optimizers[0] else grad.contiguous().clone()
             optimizer.step()
     assert_same_training(*optimizers)
-    assert not optimizers[0]._plan._by_operators
+    assert not optimizers[0]._whole.plan._by_operators
 
 
 def test_decoupled_gradients_may_change_their_dtype(device):
@@ -336,7 +336,7 @@ def test_clipping_holds_for_one_step(forget, trained):
     trained.clip_grad_norm_(1e-3)
     forget(trained)
     assert_goes_on_as_operators(trained)
-    assert trained._clip == {}
+    assert trained._whole.clip == {}
 
 
 @pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES)

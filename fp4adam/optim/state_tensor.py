@@ -1,4 +1,4 @@
-"""The stored states of one parameter: converted whole for checkpoints, updated in pieces by a step.
+"""A state of a parameter with its scales: converted whole for checkpoints, in pieces by a step.
 
 A codec works on flat tensors in memory order; a state has the shape of its parameter.
 """
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fp4adam.distributed.dtensor import like, local
 from fp4adam.optim.adam import Scalars, adam_
 from fp4adam.optim.memory_layout import memory_order
 from fp4adam.optim.state_codec import (
@@ -26,8 +27,14 @@ _CPU_PIECE = 2**16
 _DEVICE_PIECE = 2**24
 
 
-class StoredState(NamedTuple):
-    """One state of a parameter, in the form in which it is stored.
+# Where the scales of a state are kept, beside its codes.
+SCALES = {
+    name: f"{name}_scale" for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
+}
+
+
+class StateTensor(NamedTuple):
+    """One state of a parameter: the rank's own codes and their scales.
 
     Attributes:
         codec: The storage format.
@@ -41,27 +48,34 @@ class StoredState(NamedTuple):
     scales: Tensor | None
 
     @classmethod
-    def of(cls, state: dict[str, Any], name: str, codec: StateCodec) -> "StoredState":
+    def of(cls, state: dict[str, Any], name: str, codec: StateCodec) -> "StateTensor":
         """The entry ``name`` of a parameter's optimizer state.
 
         A master that was just loaded is FP32 without scales until the next step encodes it.
         """
-        scales = state.get(f"{name}_scale")
-        return cls(PLAIN if codec.scaled and scales is None else codec, state[name], scales)
+        scales = state.get(SCALES[name])
+        return cls(PLAIN if codec.scaled and scales is None else codec, local(state[name]), scales)
 
     @classmethod
-    def of_saved(cls, saved: dict[str, Any], name: str) -> "StoredState":
+    def of_saved(cls, saved: dict[str, Any], name: str) -> "StateTensor":
         """The entry ``name`` of a saved state: codes with scales, or plain numbers."""
-        scales = saved.get(f"{name}_scale")
-        codec = PLAIN if scales is None else codec_of_codes(name, saved[name].dtype)
-        return cls(codec, saved[name], scales)
+        codes, scales = saved[name], saved.get(SCALES[name])
+        return cls(PLAIN if scales is None else codec_of_codes(name, codes.dtype), codes, scales)
 
-    def put_into(self, state: dict[str, Any], name: str) -> None:
-        """Store codes and scales in ``state`` under ``name`` and ``name_scale``."""
-        state[name] = self.codes
-        state.pop(f"{name}_scale", None)
+    @classmethod
+    def zeros(cls, codec: StateCodec, param: Tensor) -> "StateTensor":
+        """Zeros in the layout of ``param``."""
+        return cls(codec, *codec.zeros_like(param))
+
+    def store(self, state: dict[str, Any], name: str, owner: Tensor) -> None:
+        """Put it into a state under ``name``; as a DTensor if its parameter ``owner`` is one.
+
+        Scales follow each rank's memory order, not the shape of the parameter: no DTensors.
+        """
+        state[name] = like(owner, self.codes)
+        state.pop(SCALES[name], None)
         if self.scales is not None:
-            state[f"{name}_scale"] = self.scales
+            state[SCALES[name]] = self.scales
 
     def decode(self) -> Tensor:
         """The values as float32, in the layout of the codes.
@@ -76,7 +90,7 @@ class StoredState(NamedTuple):
         return x.permute(_inverse(order))
 
     @classmethod
-    def encode(cls, codec: StateCodec, x: Tensor) -> "StoredState":
+    def encode(cls, codec: StateCodec, x: Tensor) -> "StateTensor":
         """Encode a dense float32 tensor, rounding each value to the nearest code."""
         if codec.exact:
             return cls(codec, x, None)
@@ -86,15 +100,15 @@ class StoredState(NamedTuple):
         return cls(codec, codes, scales)
 
 
-def restored(saved: StoredState, codec: StateCodec, param: Tensor) -> StoredState:
+def restored(saved: StateTensor, codec: StateCodec, param: Tensor) -> StateTensor:
     """A copy of a saved state of ``param``, converted to ``codec``."""
-    codes, scales = codec.zeros_like(param)
+    _, codes, scales = zeros = StateTensor.zeros(codec, param)
     if saved.codec.name == codec.name and saved.codes.stride() == codes.stride():
         codes.copy_(saved.codes)
         if scales is not None:
             scales.copy_(saved.scales)
-        return StoredState(codec, codes, scales)
-    return StoredState.encode(codec, state_like(param).copy_(saved.decode()))
+        return zeros
+    return StateTensor.encode(codec, state_like(param).copy_(saved.decode()))
 
 
 def state_like(param: Tensor) -> Tensor:
@@ -108,10 +122,10 @@ def _inverse(order: list[int]) -> list[int]:
 
 
 def adam_stored_(
-    value: StoredState,
+    value: StateTensor,
     grad: Tensor,
-    exp_avg: StoredState,
-    exp_avg_sq: StoredState,
+    exp_avg: StateTensor,
+    exp_avg_sq: StateTensor,
     max_exp_avg_sq: Tensor | None,
     scalars: Scalars,
     adam_w_mode: bool,

@@ -1,0 +1,326 @@
+"""The engine of a step: it checks, plans and runs updates of some parameters.
+
+It knows no ``torch.optim.Optimizer``. An optimizer has one engine for all of its parameters. With
+gradient release there is one for each parameter or scale group besides, with offloaded states one
+for each chunk; they share parameters, options and states.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp4adam.distributed.dtensor import local
+from fp4adam.formats.scale_groups import ScaleGroup
+from fp4adam.optim import checks
+from fp4adam.optim.adam import updates_params
+from fp4adam.optim.grad_norm import Measured
+from fp4adam.optim.hyper_parameters import check_numbers
+from fp4adam.optim.master_weights import find_stale
+from fp4adam.optim.parameter import Parameter, Parameters, State, scales_of
+from fp4adam.optim.state_tensor import SCALES
+from fp4adam.optim.step_plan import StepPlan
+from fp4adam.tensors import backend
+
+
+class Group(NamedTuple):
+    """A parameter group, and those of its parameters that an engine steps."""
+
+    options: dict[str, Any]
+    params: list[Tensor]
+
+
+class Signals(NamedTuple):
+    """What a ``GradScaler`` sets: one-element tensors, or None."""
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+
+class Engine:
+    """Steps parameters together.
+
+    Args:
+        parameters: The parameters of the optimizer, and its options.
+        groups: Those that are stepped here; both members of a scale group, or none.
+        states: The states by parameter; new ones are added.
+
+    Attributes:
+        clip: The clipping coefficient of the next step, by device.
+        plan: The plan of the last step, or None.
+        measured: The gradients that this was made from, or None if that does not matter.
+        is_part: Whether the optimizer has other parameters besides.
+        beside: Whether the step may run beside what the GPU does now; only offloaded ones do.
+        on_host: Whether states may be on the host.
+    """
+
+    measured: Measured | None = None
+    is_part = False
+    beside = False
+    on_host = False
+
+    def __init__(
+        self, parameters: Parameters, groups: Sequence[Group], states: dict[Tensor, State]
+    ) -> None:
+        self.parameters = parameters
+        self.groups = list(groups)
+        self.states = states
+        self.clip: dict[torch.device, Tensor] = {}
+        self.plan: StepPlan | None = None
+        self._planned: tuple[list, list, list] = ([], [], [])
+
+    def part(self, params: Iterable[Tensor]) -> "Engine":
+        """An engine for some of the parameters: all members of a scale group, or none."""
+        members = set(params)
+        own = (Group(g, [p for p in group if p in members]) for g, group in self.groups)
+        part = Engine(self.parameters, [group for group in own if group.params], self.states)
+        part.is_part = True
+        return part
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The parameters, as in the groups."""
+        return [param for _, params in self.groups for param in params]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters, or of the first one."""
+        return local(self.params[0]).device
+
+    def is_part_of(self, other: "Engine", params: Sequence[Tensor]) -> bool:
+        """Whether it has these parameters, in groups that another engine still has."""
+        groups = [group for group, _ in other.groups]
+        return _are_same(self.params, params) and all(
+            any(group is known for known in groups) for group, _ in self.groups
+        )
+
+    def all_grads(self) -> list[Tensor | None]:
+        """The local gradients of all parameters; None for those that have none."""
+        params = self.params
+        return [*map(self.parameters.grad_reader(params), params)]
+
+    def grads(self) -> list[Tensor]:
+        """The local gradients, as far as there are any."""
+        return [grad for grad in self.all_grads() if grad is not None]
+
+    def check_call(self) -> None:
+        """Raise if a step is impossible here and now, whatever the parameters are."""
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "step() must not be called in inference mode, got torch.inference_mode(): state "
+                "created there cannot be updated outside; call it outside inference mode"
+            )
+        for group, _ in self.groups:
+            check_numbers(group, may_wait=False)
+
+    # What engines with offloaded states do in another way
+
+    def forget(self) -> None:
+        """Drop the plan and its counts, after states have been loaded."""
+        self.plan = None
+
+    def placed(self, param: Tensor, state: State) -> State:
+        """A state that has just been made, where states are kept."""
+        return state
+
+    def step_part(self, part: "Engine", signals: Signals) -> None:
+        """Step an engine that :meth:`part` made."""
+        part.step(signals)
+
+    def join(self) -> None:
+        """Let what is launched next wait for the parts that were stepped beside other work."""
+
+    # The step
+
+    def step(self, signals: Signals, captures: bool = False) -> None:
+        """Step all parameters that have a gradient.
+
+        Nothing changes if it raises before the first launch, and pending clipping stays.
+
+        Args:
+            signals: The signals of a ``GradScaler``.
+            captures: Whether a CUDA graph records the step; the plan has to fit then.
+        """
+        self.check_call()
+        try:
+            if not (captures or self.has_fitting_plan()):
+                self._make_plan()
+            self.plan.check_gradients()
+        except Exception:
+            self.drop_plan()
+            raise
+        self.plan.run(self._take_clip(), *signals, captures)
+
+    def _take_clip(self) -> dict[torch.device, Tensor]:
+        """The clipping coefficients, which hold for the gradients that they were made from."""
+        if self.clip and self.measured and not self.measured.are_unchanged(self.all_grads()):
+            self.clip = {}
+        clip, self.clip, self.measured = self.clip, {}, None
+        return clip
+
+    def has_fitting_plan(self) -> bool:
+        """Whether the plan of the last step is valid for this one."""
+        if self.plan is None:
+            return False
+        self.plan.settle()
+        groups, params, states = self._planned
+        return (
+            _are_same((group for group, _ in self.groups), groups)
+            and _are_same(self.params, params)
+            and _are_same(map(self.states.get, params), states)
+            and self.plan.fits(self._structure())
+        )
+
+    def _structure(self) -> list:
+        """Everything but the tensors that the kernels and the layout of the state depend on."""
+        structure: list = [self.parameters.options]
+        for group, params in self.groups:
+            structure += group["amsgrad"], group["adam_w_mode"], group["fused"]
+            structure += len(params), self.updates(group)
+        return structure
+
+    def updates(self, group: dict[str, Any]) -> bool:
+        """Whether steps may change the parameters of a group, and not just the moments."""
+        # Otherwise only the device knows the learning rate.
+        return self.parameters.options.capturable or updates_params(group)
+
+    def settle(self) -> None:
+        """Take back the counts of a step that the device has skipped, which waits for it."""
+        if self.plan is not None:
+            self.plan.settle()
+
+    def drop_plan(self) -> None:
+        """Plan the next step anew."""
+        self.settle()
+        self.plan = None
+
+    def _make_plan(self) -> None:
+        self.drop_plan()
+        options, params = self.parameters.options, self.params
+        if not self.is_part:
+            self.parameters.keep_only(params)
+        stepped, moving = self.check()
+        pairs = [(group, p) for group, own in self.groups for p in own if scales_of(p) in stepped]
+        members = [self.parameters[param] for _, param in pairs]
+        stale, _ = find_stale(members, self.states)
+        for (group, param), member in zip(pairs, members, strict=True):
+            device = member.param.device if options.capturable else None
+            old = self.states.get(param, {})
+            # In one assignment, so that an interrupt leaves either the old state or the new one.
+            self.states[param] = state = member.completed(
+                old, group["amsgrad"], member in stale, device
+            )
+            member.free_initial_value(self.updates(group))
+            member.bind(group, state, member.scales in moving)
+        for member in members:
+            if member.has_master:
+                member.record()
+        structure, planned = self._structure(), {param for _, param in pairs}
+        self.plan = StepPlan(
+            members,
+            [param for param in params if param not in planned],
+            structure,
+            self.parameters.grad_reader(params),
+            options,
+        )
+        states = [*map(self.states.get, params)]
+        self._planned = [group for group, _ in self.groups], params, states
+        if not self.plan.fits(structure):
+            raise RuntimeError("a step plan must fit what it was made from; please report this")
+
+    def check(self) -> tuple[set, set]:
+        """Check all parameters, their gradients and states, before anything changes.
+
+        Returns:
+            The ``scales`` keys of the parameters that are stepped, and of those that can change.
+        """
+        options, params = self.parameters.options, self.params
+        name, read_grad = options.name, self.parameters.grad_reader(params)
+        for group, _ in self.groups:
+            checks.check_options(options, group["amsgrad"])
+        checks.check_distinct(params)
+        for param in params:
+            grad = read_grad(param)
+            if grad is not None:
+                checks.check_gradient(name, param, grad)
+                self.check_state(param)
+                if options.capturable and not _fits_kernels(local(param), grad):
+                    checks.check_capturable(local(param), grad)
+            else:
+                checks.check_in_use(param)
+        # A new amax changes every tensor that shares it, even those without a gradient.
+        sharing: dict[Hashable, list[tuple[dict[str, Any], Tensor]]] = defaultdict(list)
+        for group, own in self.groups:
+            for param in own:
+                sharing[scales_of(param)].append((group, param))
+        stepped, moving = set(), set()
+        for scales, peers in sharing.items():
+            if any(read_grad(p) is not None or self._is_in_training(p) for _, p in peers):
+                stepped.add(scales)
+                if isinstance(scales, ScaleGroup):
+                    self._check_scale_group(scales, [p for _, p in peers])
+            if any(self.updates(group) for group, _ in peers):
+                moving.add(scales)
+        return stepped, moving
+
+    def check_state(self, param: Tensor) -> None:
+        """Raise if the state of a parameter does not fit it."""
+        options, state = self.parameters.options, self.states.get(param, {})
+        checks.check_state(param, state, options, self.on_host)
+
+    def _check_scale_group(self, group: ScaleGroup, peers: list[Tensor]) -> None:
+        checks.check_scale_group(peers, group)
+        for param in peers:
+            checks.check_steppable(self.parameters.options.name, param)
+            self.check_state(param)
+
+    def _is_in_training(self, param: Tensor) -> bool:
+        """Whether a parameter without a gradient now has a valid state from earlier steps."""
+        if not {"step", "exp_avg", "exp_avg_sq"} <= self.states.get(param, {}).keys():
+            return False
+        try:
+            checks.check_steppable(self.parameters.options.name, param)
+            self.check_state(param)
+        except (RuntimeError, TypeError, NotImplementedError):
+            return False  # the error is raised once the parameter has a gradient
+        return True
+
+    # Masters
+
+    def reset_masters(self, params: Sequence[Tensor]) -> None:
+        """Restart master weights from the current values of their parameters."""
+        self.drop_plan()
+        new: dict[Parameter, State] = {}
+        for member in [self.parameters[param] for param in params]:
+            new[member] = {}
+            if member.has_master and "master_param" in self.states.get(member.owner, {}):
+                member.store_master(new[member], member.value())
+                new[member] = self.placed(member.owner, new[member])
+        for member, master in new.items():
+            state = self.states.get(member.owner, {})
+            state.update(master)
+            if master:
+                member.free_initial_value(updates=True)
+                member.record()
+            elif not member.has_master:
+                # A loaded master that would have become the remainder at the next step.
+                state.pop("master_param", None)
+            if SCALES["master_param"] not in master:
+                state.pop(SCALES["master_param"], None)
+            if member.has_remainder and "param_remainder" in state:
+                local(state["param_remainder"]).zero_()
+
+
+def _fits_kernels(param: Tensor, grad: Tensor) -> bool:
+    """Whether kernels may step a plain parameter, as far as its states do not matter."""
+    alike = param.stride() == grad.stride() or param.is_contiguous() and grad.is_contiguous()
+    return alike and param.dtype != torch.float64 and backend.uses_kernels(param.device)
+
+
+def _are_same(actual: Iterable, expected: Sequence) -> bool:
+    """Whether both contain the same objects in the same order."""
+    actual = list(actual)
+    return len(actual) == len(expected) and all(map(is_, actual, expected))
