@@ -145,9 +145,7 @@ class Trainer:
             fp4adam.quantize_model(self.model, args.format)
         self.optimizer = fp4adam.FP4Adam(self.model.parameters(), lr=PRESETS[args.size]["lr"])
         if not args.requantize:
-            self.sender = fp4adam.WeightSender(
-                self.model, self.optimizer, layout=LAYOUT_OF[args.format]
-            )
+            self.sender = fp4adam.WeightSender(self.model, LAYOUT_OF[args.format])
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Log probabilities of the next bytes, float32."""

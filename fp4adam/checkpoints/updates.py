@@ -3,13 +3,11 @@
 import itertools
 import json
 import secrets
-import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from fp4adam.checkpoints.layouts import LAYOUTS
 from fp4adam.checkpoints.tensors import Matrix, Stored, group_matrices, stored_tensors
@@ -115,24 +113,22 @@ def _bytes_of(tensor: Tensor) -> bytes:
 
 
 class WeightSender:
-    """Sends an engine the bytes of a model that is trained, after the first time those that change.
+    """Sends an engine the bytes of a model in training, after the first time those that change.
 
     At the learning rates of reinforcement learning one step changes few of the codes of 4 and 8
-    bits. The steps record which: when the optimizer overwrites a weight, it compares old and new
-    bytes, and sets a flag per 32 weights (16 bytes of parameters in high precision). The memory of
-    the flags is 1/32 byte per weight; no copy of the weights is kept. Weights that something else
-    than a step overwrites are sent in full.
+    bits. The steps of ``FP4Adam`` and ``FusedAdam`` record which: when they overwrite a weight, they
+    compare old and new bytes, and set a flag per 32 weights (16 bytes of parameters in high
+    precision). The memory of the flags is 1/32 byte per weight; no copy of the weights is kept.
+    Weights that something else overwrites are sent in full.
 
     After each update, ``WeightReceiver`` has the very bytes of :func:`export_tensors`.
 
     Args:
-        model: As for :func:`export_tensors`, on one process, without DTensors.
-        optimizers: The optimizers that step it. A newer sender takes over from an older one, which
-            sends everything from then on.
+        model: As for :func:`export_tensors`, on one process, without DTensors. A newer sender of
+            the model takes over from an older one, which sends everything from then on.
         layout: As for :func:`export_tensors`, as are ``fused`` and ``names``.
 
     Raises:
-        TypeError: If an optimizer is not one.
         ValueError: As by :func:`export_tensors`.
         NotImplementedError: If weights are DTensors.
     """
@@ -140,8 +136,8 @@ class WeightSender:
     def __init__(
         self,
         model: nn.Module,
-        *optimizers: Optimizer,
         layout: str = "compressed-tensors",
+        *,
         fused: bool = False,
         names: Callable[[str], str] | None = None,
     ) -> None:
@@ -149,12 +145,6 @@ class WeightSender:
             raise ValueError(
                 f"layout must be one of {', '.join(LAYOUTS)} for WeightSender, got {layout!r}"
             )
-        for optimizer in optimizers:
-            if not isinstance(optimizer, Optimizer):
-                raise TypeError(
-                    f"optimizers must be those that step the model, got a "
-                    f"{type(optimizer).__name__}; pass the model first, then FP4Adam"
-                )
         self._model, self._layout = model, LAYOUTS[layout]
         self._fused, self._names = fused, names or str
         trained, _ = self._look()
@@ -162,17 +152,12 @@ class WeightSender:
         self._records = _attach_records(trained)
         self._session, self._sequence = secrets.randbits(62), 0
         self._parts: tuple[Part, ...] = ()
-        self._hooks = [
-            handle for optimizer in optimizers for handle in _hook(weakref.ref(self), optimizer)
-        ]
 
     def close(self) -> None:
         """Record no further changes, and free the flags."""
-        for hook in self._hooks:
-            hook.remove()
         for record in self._records.values():
             record.detach()
-        self._hooks, self._records = [], {}
+        self._records = {}
 
     def export_changes(self, full: bool = False) -> WeightUpdate:
         """What has changed since the last call; everything at the first one.
@@ -244,14 +229,6 @@ class WeightSender:
             found.append(flags.to(self._device))
         return torch.cat([torch.empty(0, dtype=torch.uint8, device=self._device), *found])
 
-    def _begin_step(self) -> None:
-        for record in self._records.values():
-            record.begin()
-
-    def _end_step(self) -> None:
-        for record in self._records.values():
-            record.end()
-
 
 def _attach_records(trained: Trained) -> dict[str, ChangeRecord]:
     """Records with flags in one block of memory, by the names of the weights."""
@@ -267,21 +244,6 @@ def _attach_records(trained: Trained) -> dict[str, ChangeRecord]:
             flags = block[:size] if weight.device == device else block[:size].to(weight.device)
             records[name] = ChangeRecord(weight, flags)
     return records
-
-
-def _hook(sender: "weakref.ref[WeightSender]", optimizer: Optimizer) -> Iterator[Any]:
-    """Let an optimizer tell a sender when it begins and ends a step."""
-
-    def begin(*_: Any) -> None:
-        if (alive := sender()) is not None:
-            alive._begin_step()
-
-    def end(*_: Any) -> None:
-        if (alive := sender()) is not None:
-            alive._end_step()
-
-    yield optimizer.register_step_pre_hook(begin)
-    yield optimizer.register_step_post_hook(end)
 
 
 def _units_of_rows(weight: Tensor, rows: tuple[int, int]) -> slice:

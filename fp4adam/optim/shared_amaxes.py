@@ -20,6 +20,7 @@ from fp4adam.distributed.scale_exchange import (
 )
 from fp4adam.optim.launch_group import LaunchGroup
 from fp4adam.optim.parameter import Parameter
+from fp4adam.tensors.changes import recorded
 
 ReadGrad = Callable[[Tensor], Tensor | None]
 
@@ -118,7 +119,9 @@ class SharedAmaxes:
                         [m.whole_value() for m in peers],
                         [m.write_dtype for m in peers],
                     )
-                    cast([m.param for m in peers], values, dtypes, scales=[0] * len(peers))
+                    params = [m.param for m in peers]
+                    with recorded(*params):
+                        cast(params, values, dtypes, scales=[0] * len(peers))
         for one, members in self._casts:
             if not skipped or one.is_adaptive:
                 one.measure([m.whole_value() for m in members])

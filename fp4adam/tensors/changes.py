@@ -10,7 +10,7 @@ changed then.
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -110,21 +110,30 @@ def number_of_units(weight: Tensor) -> int:
     return 0 if rest else units
 
 
-@contextlib.contextmanager
-def recorded(weight: Tensor) -> Iterator[None]:
-    """Flag what torch operators inside the block change of a weight; nothing without a record.
+def records_of(weights: Iterable[Tensor]) -> list[ChangeRecord]:
+    """The records of those weights that have one."""
+    if not _records:
+        return []
+    found = map(record_of, weights)
+    return [record for record in found if record is not None]
 
-    Old bytes are copied for the time of the block, those of this one weight.
+
+@contextlib.contextmanager
+def recorded(*weights: Tensor) -> Iterator[None]:
+    """Flag what torch operators inside the block change of weights that have a record.
+
+    Their old bytes are copied for the time of the block.
     """
-    record = record_of(weight)
-    if record is None:
-        yield
-        return
-    before = [old.clone() for old in _stored(weight)]
+    before = [
+        (weight, record, [old.clone() for old in _stored(weight)])
+        for weight in weights
+        if (record := record_of(weight)) is not None
+    ]
     yield
-    for old, new in zip(before, _stored(weight), strict=True):
-        record.flags |= _changed_units(old, new, weight).view(torch.uint8)
-    record.is_recorded = True
+    for weight, record, old_bytes in before:
+        for old, new in zip(old_bytes, _stored(weight), strict=True):
+            record.flags |= _changed_units(old, new, weight).view(torch.uint8)
+        record.is_recorded = True
 
 
 def _stored(weight: Tensor) -> list[Tensor]:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fp4adam.tensors.blocks import flat_shape, round_up
-from fp4adam.tensors.changes import recorded
 from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
 from fp4adam.tensors.swizzle import build_gemm_scales
 from fp4adam.tensors.transpose import build_columnwise
@@ -151,8 +150,7 @@ def write(tensor: "QuantizedTensor", value: Tensor, amax: Tensor | None = None) 
         shared.pending = matrix.clone()
     else:
         shared.pending = None
-        with recorded(tensor):
-            _quantize(tensor, matrix, amax)
+        _quantize(tensor, matrix, amax)
 
 
 def _unrounded(tensor: "QuantizedTensor", dtype: torch.dtype) -> Tensor:

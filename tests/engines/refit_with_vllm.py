@@ -134,7 +134,7 @@ def main() -> None:
         engine, source = serve(folder, engines.VLLM_BACKEND), None
         info = vllm_transfer.ChangesTrainerInitInfo(**place)
     result["served before"] = written(engine)
-    sender = fp4adam.WeightSender(model, optimizer, layout=layout)
+    sender = fp4adam.WeightSender(model, layout)
     trainer = WeightTransferTrainerFactory.trainer_init(info, client=Client(engine), source=source)
     result["steps"] = []
     for step in range(3):
