@@ -116,10 +116,10 @@ class WeightSender:
     """Sends an engine the bytes of a model in training, after the first time those that change.
 
     At the learning rates of reinforcement learning one step changes few of the codes of 4 and 8
-    bits. The steps of ``FP4Adam`` and ``FusedAdam`` record which: when they overwrite a weight, they
-    compare old and new bytes, and set a flag per 32 weights (16 bytes of parameters in high
-    precision). The memory of the flags is 1/32 byte per weight; no copy of the weights is kept.
-    Weights that something else overwrites are sent in full.
+    bits. The steps of ``FP4Adam`` and ``FusedAdam`` record which: when they overwrite a weight,
+    they compare old and new bytes, and set a flag per 32 weights (16 bytes of parameters in high
+    precision). The flags take 1/32 byte per weight; no copy of the weights is kept. Weights that
+    something else overwrites are sent in full.
 
     After each update, ``WeightReceiver`` has the very bytes of :func:`export_tensors`.
 

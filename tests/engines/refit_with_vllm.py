@@ -110,6 +110,25 @@ def written(engine: LLM) -> list[list[int]]:
     return [list(answer.outputs[0].token_ids) for answer in answers]
 
 
+def has_weights_of(engine: LLM, model: Any) -> bool:
+    """Whether all quantized layers of the engine have the values that were trained."""
+    (decoded,) = engine.apply_model(
+        lambda module: {n: layer.decoded for n, layer in module.named_modules() if _is_ours(layer)}
+    )
+    values = models.quantized_weights(model)
+    expected: dict[str, list[Tensor]] = {}
+    for name, value in values.items():
+        whole = fp4adam.hf_scale_groups(name) or name.removesuffix(".weight")
+        expected.setdefault(whole, []).append(value)
+    return decoded.keys() == expected.keys() and all(
+        torch.equal(decoded[name], torch.cat(parts)) for name, parts in expected.items()
+    )
+
+
+def _is_ours(layer: Any) -> bool:
+    return isinstance(getattr(layer, "decoded", None), Tensor)
+
+
 def main() -> None:
     """Train, serve, train on, refit."""
     way, weight_format, folder = sys.argv[1:]
@@ -124,7 +143,7 @@ def main() -> None:
     train(model, optimizer, lines, 40)
     model.eval()
     fp4adam.export_checkpoint(model, folder, layout)
-    result: dict[str, Any] = {"version": __version__, "before": models.greedy(model)}
+    result: dict[str, Any] = {"version": __version__, "trained": models.greedy(model)}
     place = dict(rank=0, master_address="127.0.0.1", master_port=1, world_size=2)
     if way == "dense":
         engine = serve(folder, "nccl")
@@ -133,7 +152,8 @@ def main() -> None:
     else:
         engine, source = serve(folder, engines.VLLM_BACKEND), None
         info = vllm_transfer.ChangesTrainerInitInfo(**place)
-    result["served before"] = written(engine)
+    result["served"] = written(engine)
+    result["is_equal"] = has_weights_of(engine, model)
     sender = fp4adam.WeightSender(model, layout)
     trainer = WeightTransferTrainerFactory.trainer_init(info, client=Client(engine), source=source)
     result["steps"] = []
@@ -142,7 +162,7 @@ def main() -> None:
         if step == 2:
             sender.export_changes()  # an update that is lost on its way
         update = trainer.send_weights(*([sender] if source is None else []))
-        row = {"trained": models.greedy(model), "served": written(engine)}
+        row = {"is_equal": has_weights_of(engine, model), "text": written(engine)}
         if update is not None:
             row |= {"is_full": update.is_full, "nbytes": update.nbytes}
         result["steps"].append(row)

@@ -41,9 +41,9 @@ def test_vllm_takes_new_weights_while_it_runs(way, weight_format, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     answer = json.loads(done.stdout.splitlines()[-1])
-    assert answer["served before"] == answer["before"]
+    assert answer["served"] == answer["trained"] and answer["is_equal"]
     for row in answer["steps"]:
-        assert row["served"] == row["trained"] != answer["before"]
+        assert row["is_equal"] and row["text"] != answer["served"]
     if way == "changes":
         # All at first, then what has changed, then all again, as an update is missing.
         assert [row["is_full"] for row in answer["steps"]] == [True, False, True]
