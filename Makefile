@@ -3,12 +3,13 @@
 # make test-all run all tests, with every variant and with programs in several processes
 # make test-integrations   those with Transformers, Accelerate, Lightning and torchtitan
 # make test-engines    those with llama.cpp and vLLM, which serve exports on the CPU
+# make mutants  change 600 lines, one at a time, and see that a test fails each time (hours)
 # make lint     check format, style, and that imports keep to the layers
 # make bench    time one optimizer step (on an NVIDIA GPU)
 # make docs     build the documentation to site/ (its search needs: python -m http.server -d site)
 # make clean    remove .venv, builds and caches; runs/ stays
 #
-# ARGS="..." is handed on to the command behind demo, tests and bench.
+# ARGS="..." is handed on to the command behind demo, tests, mutants and bench.
 # PYTHON=python3.12 chooses the interpreter that .venv is made from.
 # VENV= (empty) makes no .venv and installs nothing: PYTHON runs it all with what it has.
 
@@ -16,7 +17,7 @@ PYTHON ?= python3
 VENV = .venv
 ARGS =
 
-.PHONY: help demo test test-all test-integrations test-engines lint bench docs clean
+.PHONY: help demo test test-all test-integrations test-engines mutants lint bench docs clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -101,6 +102,10 @@ test-integrations: $(INTEGRATIONS)
 test-engines: $(ENGINES) $(if $(VLLM),$(VLLM)/.installed)
 	LLAMA_CPP=$(if $(LLAMA_CPP),$(LLAMA_CPP)/llama.cpp) VLLM_PYTHON=$(if $(VLLM),$(abspath $(VLLM))/bin/python) \
 		$(PY) -m pytest tests/engines $(ARGS)
+
+mutants: $(READY)
+	$(if $(VENV),$(PY) -m pip install -c constraints.txt -e '.[mutants]')
+	$(PY) tests/mutants.py $(ARGS)
 
 lint: $(READY) fp4adam/kernels
 	$(PY) -m ruff format --check

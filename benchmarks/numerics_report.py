@@ -17,6 +17,11 @@ from report import cells
 Run = dict[str, Any]
 # The runs that all others are compared with; the noise is what the seed makes of the same run.
 BASELINES = ("BF16 + AdamW, seed 0", "BF16 + AdamW, seed 1")
+# No colour twice; baselines are black, ablations grey.
+COLORS = (
+    *("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink"),
+    *("tab:olive", "tab:cyan", "navy", "gold", "lime", "teal", "magenta"),
+)
 TITLES = ("", "training loss", "held-out loss", "gap to BF16, nats", "tokens/s")
 
 
@@ -96,25 +101,32 @@ def write_plot(path: Path, runs: dict[str, Run]) -> None:
         from matplotlib.figure import Figure  # only here, so that the table does without
     except ImportError:
         raise SystemExit(f"no {path}: install matplotlib (pip install '.[demo]')") from None
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    figure = Figure(figsize=(11, 5.2), layout="constrained")
     left, right = figure.subplots(1, 2)
-    largest = 0.0
-    for number, run in enumerate(runs.values()):
-        style = {"color": f"C{number}", "label": run["name"], "linewidth": 1.2}
-        left.plot(*curve(run), ".-", **style)
+    largest, first = 0.0, 0
+    colors = iter(COLORS)
+    for run in runs.values():
+        style = {"label": run["name"], "linewidth": 1.2}
+        if run["name"] in BASELINES:
+            style |= {"color": "black", "linestyle": "-" if run["name"] == BASELINES[0] else ":"}
+        else:
+            style |= {"color": "0.6" if run["is_ablation"] else next(colors), "linestyle": "-"}
+        left.plot(*curve(run), marker=".", **style)
         if BASELINES[0] not in runs:
             continue
         steps, gaps = gaps_to(runs[BASELINES[0]], run)
         if run["name"] == BASELINES[1]:
             low, high = ([sign * abs(gap) for gap in gaps] for sign in (-1, 1))
-            right.fill_between(steps, low, high, color="0.85")
+            right.fill_between(steps, low, high, color="0.9")
         elif run["name"] != BASELINES[0]:
-            right.plot(steps, gaps, ".-", **style)
+            right.plot(steps, gaps, marker=".", **style)
         if not run["is_ablation"]:
             # Early ones are large, and those of an ablation throughout.
+            first = steps[len(gaps) // 4]
             largest = max(largest, *map(abs, gaps[len(gaps) // 4 :]))
     if largest:
         right.set_ylim(-1.1 * largest, 1.1 * largest)
+        right.set_xlim(left=first)
     right.axhline(0, color="black", linewidth=0.8)
     left.set(xlabel="step", ylabel="nats per byte", title="Held-out loss")
     right.set(
@@ -122,7 +134,9 @@ def write_plot(path: Path, runs: dict[str, Run]) -> None:
         ylabel="nats per byte",
         title="Minus that of BF16, seed 0; grey: as far as seed 1",
     )
-    left.legend(fontsize=7)
+    figure.legend(
+        *left.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small"
+    )
     figure.savefig(path, dpi=150)
 
 

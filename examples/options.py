@@ -45,6 +45,15 @@ def formats(text: str) -> list[str]:
     return names
 
 
+def states(text: str) -> list[str]:
+    """A comma-separated list of what states are stored in (argparse type)."""
+    names = text.split(",")
+    for name in names:
+        if name not in STATES:
+            raise argparse.ArgumentTypeError(f"must be of {', '.join(STATES)}, got {name!r}")
+    return names
+
+
 def folders(text: str) -> list[str]:
     """Comma-separated folders, as absolute paths (argparse type)."""
     names = text.split(",")
@@ -137,7 +146,8 @@ def build_parser() -> argparse.ArgumentParser:
     what(
         "--compare",
         action="store_true",
-        help="train each --baseline with torch's AdamW, then each --format, and plot them all",
+        help="train each --baseline with torch's AdamW and round the first one to each --format "
+        "afterwards, then train in each --format with each of --states, and plot them all",
     )
     what(
         "--baseline-seeds",
@@ -199,9 +209,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     how(
         "--states",
-        choices=tuple(STATES),
-        default="fp32",
-        help="how fp4adam stores its moments: fp32, bf16, fp16, fp8 (default: fp32)",
+        type=states,
+        default=["fp32"],
+        metavar="NAME[,NAME]",
+        help="how fp4adam stores its moments: fp32, bf16, fp16, fp8; several only with --compare "
+        "(default: fp32)",
     )
     how("--accumulate", type=count, default=1, metavar="N", help="batches per step (default: 1)")
     how(
@@ -277,8 +289,10 @@ def check_args(
         if is_given and not args.compare:
             option = "--" + name.replace("_", "-")
             parser.error(f"{option} is for --compare alone; add it, or leave {option} out")
-    if not args.compare and len(args.format) > 1:
-        parser.error(f"--format must be one name, got {','.join(args.format)}; add --compare")
+    for name in ("format", "states"):
+        values = getattr(args, name)
+        if not args.compare and len(values) > 1:
+            parser.error(f"--{name} must be one name, got {','.join(values)}; add --compare")
     if args.optimizer == "adamw" and not set(args.format) <= set(PLAIN):
         parser.error(f"--optimizer adamw needs bf16 or fp32, got --format {','.join(args.format)}")
     if args.matmul != "dequantized" and not set(args.format) <= set(QUANTIZED):

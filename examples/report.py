@@ -23,8 +23,9 @@ except ImportError:
     tqdm = None
 
 Result = dict[str, Any]
-# Evaluations that a line of gaps is the mean of.
-SMOOTHED = 3
+WEIGHTS = {"nvfp4": "NVFP4", "mxfp8": "MXFP8", "float8block": "Float8Block"}
+# Of curves; bars have others.
+COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink")
 
 
 def peak_memory(device: torch.device) -> int:
@@ -75,20 +76,23 @@ def progress_bar(label: str, done: int, steps: int) -> Iterator[Callable[[], obj
 
 
 def print_table(results: list[Result]) -> None:
-    """One row per run."""
-    print(
-        "\nformat       optimizer  seed  train loss  val loss   tokens/s  weight B/param  "
-        "state B/param  peak GiB"
-    )
+    """One row per run, and one per format that the first run was rounded to afterwards."""
+    print("\n" + " " * 46 + "held out   bytes per parameter: weight  gradient   state  together")
+    for name, loss, parts in rows(results):
+        sizes = "".join(f"{part:>9.2f}" for part in (*parts, sum(parts)))
+        print(f"{name:<46}{loss:>8.4f}   {'':>20}{sizes}")
+
+
+def rows(results: list[Result]) -> Iterator[tuple[str, float, tuple[float, float, float]]]:
+    """Of each contestant its name, its loss at the end, and bytes of weight, gradient and state."""
     for r in results:
-        print(
-            f"{r['format']:<12} {r['optimizer']:<9} {r['seed']:>5}  "
-            f"{r['final_train_loss']:>10.4f}  {r['final_validation_loss']:>8.4f}  "
-            f"{r['tokens_per_second']:>9,.0f}  "
-            f"{r['weight_bytes_per_parameter']:>14.3f}  "
-            f"{r['optimizer_bytes_per_parameter']:>13.3f}  "
-            f"{r['peak_memory_bytes'] / 2**30:>8.2f}"
+        seed = f", seed {r['seed']}" if r["seed"] != results[0]["seed"] else ""
+        parts = tuple(
+            r[f"{part}_bytes_per_parameter"] for part in ("weight", "gradient", "optimizer")
         )
+        yield _label(r) + seed, r["end_loss"], parts
+        for name, loss in r.get("rounded_afterwards", {}).items():
+            yield f"the same, rounded to {WEIGHTS[name]} afterwards", loss, parts
 
 
 def write_json(path: Path, settings: dict[str, Any], results: list[Result]) -> None:
@@ -111,69 +115,70 @@ def write_json(path: Path, settings: dict[str, Any], results: list[Result]) -> N
 
 
 def write_plot(path: Path, results: list[Result], title: str) -> None:
-    """Draws losses, gaps of held-out losses to the first run's, bytes and times, one below another.
-
-    Runs of the first one's format and optimizer with other seeds are shown as the noise of gaps.
-    """
+    """Draws losses, losses at the end beside what another seed makes of them, and bytes."""
     from matplotlib.figure import Figure  # only here, so that training does without
 
-    first = results[0]
-    repeats = [r for r in results[1:] if _label(r) == _label(first)]
+    repeats = [r for r in results[1:] if _label(r) == _label(results[0])]
     compared = [r for r in results if r not in repeats]
     # Upright and in large letters, to be read on a phone as well.
-    figure = Figure(figsize=(6.6, 10.2), layout="constrained")
+    figure = Figure(figsize=(6.6, 9.6), layout="constrained")
     figure.suptitle(title, fontsize=13)
-    loss, gap, cost = figure.subplots(3, 1, gridspec_kw={"height_ratios": (5, 5, 3)})
+    loss, end, cost = figure.subplots(3, 1, gridspec_kw={"height_ratios": (5, 3, 3)})
     for number, r in enumerate(compared):
-        style = {"color": f"C{number}", "label": _label(r)}
+        style = {"color": COLORS[number % len(COLORS)], "label": _label(r)}
         loss.plot(*zip(*enumerate(smooth(r["train_loss"]), start=1), strict=True), **style)
         steps, losses = zip(*r["validation_loss"].items(), strict=True)
         loss.plot(steps, losses, "o", color=style["color"], markersize=4)
     loss.set(xlabel="step", ylabel="nats per byte")
     loss.set_title("Loss: training (lines), held out (dots)")
-    loss.legend()
-    _draw_gaps(gap, compared, repeats)
+    loss.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False)
+    _draw_ends(end, results)
     _draw_costs(cost, compared)
     figure.savefig(path, dpi=150)
 
 
 def _label(result: Result) -> str:
     names = {"adamw": "AdamW", "fp4adam": "FP4Adam"}
-    weights = {"nvfp4": "NVFP4", "mxfp8": "MXFP8", "float8block": "Float8Block"}
-    kind = result["format"]
-    return f"{names[result['optimizer']]}, {weights.get(kind, kind.upper())} weights"
+    kind, states = result["format"], result.get("states", "fp32")
+    kept = "" if states == "fp32" else f", {states.upper()} moments"
+    return f"{names[result['optimizer']]}, {WEIGHTS.get(kind, kind.upper())} weights{kept}"
 
 
-def _draw_gaps(axes: Any, compared: list[Result], repeats: list[Result]) -> None:
-    """Held-out losses minus those of the first run, and how far its repeats are from it."""
-    first, *others = compared
-    steps = list(first["validation_loss"])
+def _draw_ends(axes: Any, results: list[Result]) -> None:
+    """Held-out losses at the end, a row per contestant, and how far other seeds are from the first.
 
-    def gaps(result: Result) -> list[float]:
-        return [result["validation_loss"][step] - first["validation_loss"][step] for step in steps]
-
-    # Two seeds differ by chance in either direction, so only how far they are apart counts.
-    distances = zip(*([abs(value) for value in gaps(r)] for r in repeats), strict=True)
-    axes.axhline(0, color="C0", label=_label(first))
-    if noise := mean_of_last([max(values) for values in distances]):
-        label = f"the same, {'another seed' if len(repeats) == 1 else 'other seeds'}"
-        below = [-value for value in noise]
-        axes.fill_between(steps, below, noise, color="C0", alpha=0.2, linewidth=0, label=label)
-    for number, r in enumerate(others, start=1):
-        axes.plot(steps, gaps(r), ".", color=f"C{number}", alpha=0.5)
-        axes.plot(steps, mean_of_last(gaps(r)), color=f"C{number}", label=_label(r))
-    axes.set(xlabel=f"step (dots: evaluations, lines: means over {SMOOTHED * steps[0]} steps)")
-    axes.set(ylabel="nats per byte", title=f"Held-out loss minus that of {_label(first)}")
-    low, high = axes.get_ylim()
-    axes.set_ylim(low, high + 0.12 * (high - low) * len(axes.get_legend_handles_labels()[1]))
-    axes.legend(loc="upper right")  # above the curves
+    Two seeds differ by chance in either direction, so only how far they are apart counts.
+    """
+    first = results[0]["end_loss"]
+    found = [row for row in rows(results) if ", seed " not in row[0]]
+    noise = max(abs(r["end_loss"] - first) for r in results if _label(r) == _label(results[0]))
+    if noise:
+        axes.axvspan(first - noise, first + noise, color="0.9", label="another seed")
+    for place, (_, loss, _) in enumerate(found):
+        axes.plot(loss, place, "o", color="black")
+        axes.annotate(f" {loss:.4f}", (loss, place), va="bottom")
+    axes.set_yticks(range(len(found)), [name for name, *_ in found])
+    axes.margins(x=0.15, y=0.2)
+    axes.invert_yaxis()
+    axes.set_title(
+        "Held-out loss at the end" + (" (grey: as far as another seed)" if noise else "")
+    )
 
 
 def _draw_costs(axes: Any, results: list[Result]) -> None:
-    """Bars of weight, master and moments in bytes per parameter, with the time of a step."""
-    labels = [_label(r).replace(", ", "\n") for r in results]
+    """Bars of weight, gradient, master and moments in bytes per parameter.
+
+    Times are those of a GPU; a CPU emulates the kernels.
+    """
+    labels = [_label(r).replace(", ", "\n", 1) for r in results]
     left = [0.0] * len(results)
-    for part, color in (("weight", "C2"), ("master weight", "0.7"), ("moments", "0.85")):
+    colors = {
+        "weight": "tab:cyan",
+        "gradient": "tab:olive",
+        "master weight": "0.7",
+        "moments": "0.85",
+    }
+    for part, color in colors.items():
         sizes = [_bytes_per_parameter(r)[part] for r in results]
         axes.barh(labels, sizes, left=left, color=color, label=part)
         for row, size in enumerate(sizes):
@@ -181,26 +186,26 @@ def _draw_costs(axes: Any, results: list[Result]) -> None:
                 axes.text(left[row] + size / 2, row, f"{size:.2f}", ha="center", va="center")
         left = [start + size for start, size in zip(left, sizes, strict=True)]
     for row, r in enumerate(results):
-        words = f"{left[row]:.1f} bytes\n{1e3 * r['seconds_per_step']:.0f} ms"
-        axes.text(left[row] + 0.1, row, words, va="center")
-    axes.set(xlim=(0, 1.25 * max(left)), title="Bytes per parameter, median time of a step")
+        time = f"\n{1e3 * r['seconds_per_step']:.0f} ms" if r.get("is_on_gpu") else ""
+        axes.text(left[row] + 0.1, row, f"{left[row]:.1f} bytes{time}", va="center")
+    times = ", median time of a step" if any(r.get("is_on_gpu") for r in results) else ""
+    axes.set(xlim=(0, 1.25 * max(left)), title=f"Bytes per parameter{times}")
     axes.invert_yaxis()
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, frameon=False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, frameon=False)
 
 
 def _bytes_per_parameter(result: Result) -> dict[str, float]:
-    """Weight, master weight and moments."""
+    """Weight, gradient, master weight and moments."""
     master = result["master_bytes_per_parameter"]
-    moments = result["optimizer_bytes_per_parameter"] - master
-    weight = result["weight_bytes_per_parameter"]
-    return {"weight": weight, "master weight": master, "moments": moments}
+    return {
+        "weight": result["weight_bytes_per_parameter"],
+        "gradient": result["gradient_bytes_per_parameter"],
+        "master weight": master,
+        "moments": result["optimizer_bytes_per_parameter"] - master,
+    }
 
 
 def smooth(values: list[float]) -> list[float]:
     """Each value's mean with those before it, over a thirtieth of the curve."""
-    return mean_of_last(values, max(1, len(values) // 30))
-
-
-def mean_of_last(values: list[float], width: int = SMOOTHED) -> list[float]:
-    """Each value's mean with those before it, ``width`` in all."""
+    width = max(1, len(values) // 30)
     return [statistics.fmean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]

@@ -4,14 +4,16 @@
     python examples/train_gpt.py --compare --format nvfp4,mxfp8,float8block
     torchrun --nproc-per-node 8 examples/train_gpt.py --size 1b --checkpoint-every 100
 
-The second line trains FP32 weights with torch's AdamW, then each format with FP4Adam, from the same
-starting weights and in the same data order, then AdamW with another seed, to show how much is
-chance. It writes results.json and comparison.png. The third spreads the model and each batch over
-eight GPUs; data order and starting weights stay the same.
+The second line trains FP32 weights with torch's AdamW, rounds a copy of them to each format, then
+trains in each format with FP4Adam, from the same starting weights and in the same data order, then
+with AdamW and another seed, to show how much is chance. It writes results.json and comparison.png.
+The third spreads the model and each batch over eight GPUs; data order and starting weights stay the
+same.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import itertools
 import math
@@ -22,6 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 # Read when torch loads OpenMP. Threads that spin while they wait cost most of the speed of a CPU
 # that has anything else to do.
@@ -48,7 +51,17 @@ import distributed
 import fp4adam
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-VALIDATION_BATCHES = 8
+# Batches of the held-out loss: while training, and at the end.
+VALIDATION_BATCHES, END_BATCHES = 8, 64
+
+
+class Contestant(NamedTuple):
+    """What tells the runs of one comparison apart."""
+
+    format: str
+    optimizer: str
+    seed: int
+    states: str = "fp32"
 
 
 @dataclass
@@ -100,6 +113,7 @@ def build_run(
     optimizer_name: str,
     recipe: fp4adam.Recipe | None = None,
     model: nn.Module | None = None,
+    states: str | None = None,
 ) -> Run:
     """Model, optimizer and schedule; one --seed gives every format the same starting weights.
 
@@ -109,6 +123,7 @@ def build_run(
         optimizer_name: As in --optimizer.
         recipe: The recipe, if not the one of the format and --matmul.
         model: A model in high precision to train on, if not a new one.
+        states: One of --states, if there are several.
     """
     model = model or new_model(args)
     model.to(DTYPES.get(weight_format, torch.float32))
@@ -129,7 +144,9 @@ def build_run(
     if optimizer_name == "adamw":
         optimizer = torch.optim.AdamW(groups, **options)
     else:
-        moments = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), STATES[args.states])
+        moments = dict.fromkeys(
+            ("exp_avg_dtype", "exp_avg_sq_dtype"), STATES[states or args.states[0]]
+        )
         optimizer = fp4adam.FP4Adam(groups, **options, **moments)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_share(step, args.steps, args.schedule)
@@ -279,6 +296,8 @@ def summarize(run: Run, args: argparse.Namespace) -> Result:
     count = sum(p.numel() for p in params)
     states = [pair for state in run.optimizer.state.values() for pair in state.items()]
     masters = [value for name, value in states if name.startswith("master_param")]
+    _, held_out = text_parts(args)
+    gradients = sum(p.numel() * p.dtype.itemsize for p in params)  # in the parameters' dtype
     return {
         "format": run.format,
         "optimizer": run.optimizer_name,
@@ -286,10 +305,13 @@ def summarize(run: Run, args: argparse.Namespace) -> Result:
         "parameters": count,
         "final_train_loss": statistics.fmean(run.train_loss[-max(1, args.steps // 10) :]),
         "final_validation_loss": run.validation_loss[run.step],
+        "end_loss": statistics.fmean(validate(run, args, held_out, END_BATCHES)),
         "tokens_per_second": tokens_per_second(args, run.seconds),
+        "is_on_gpu": device.type == "cuda",
         "seconds_per_step": statistics.median(run.seconds),
         "peak_memory_bytes": peak_memory(device),
         "weight_bytes_per_parameter": stored_bytes(params, device) / count,
+        "gradient_bytes_per_parameter": gradients / count,
         "optimizer_bytes_per_parameter": stored_bytes([v for _, v in states], device) / count,
         "master_bytes_per_parameter": stored_bytes(masters, device) / count,
         "train_loss": run.train_loss,
@@ -307,29 +329,47 @@ def print_sample(run: Run, args: argparse.Namespace) -> None:
     print(f"\n{run.label} writes:{text}")
 
 
-def planned(args: argparse.Namespace) -> list[tuple[str, str, int]]:
-    """Format, optimizer and seed of each run."""
-    plan = [(name, args.optimizer, args.seed) for name in args.format]
+def planned(args: argparse.Namespace) -> list[Contestant]:
+    """The runs, in their order."""
+    states = args.states if args.optimizer == "fp4adam" else ["fp32"]
+    plan = [Contestant(f, args.optimizer, args.seed, kept) for f in args.format for kept in states]
     if not args.compare:
         return plan
-    baselines = [(name, "adamw", args.seed) for name in args.baseline]
-    repeats = [(args.baseline[0], "adamw", args.seed + i) for i in range(1, args.baseline_seeds)]
+    baselines = [Contestant(name, "adamw", args.seed) for name in args.baseline]
+    repeats = [baselines[0]._replace(seed=args.seed + i) for i in range(1, args.baseline_seeds)]
     return baselines + plan + repeats
 
 
-def suffix(args: argparse.Namespace, seed: int) -> str:
-    """What the label of a run with ``seed`` has behind format and optimizer."""
-    return "" if seed == args.seed else f"-seed{seed}"
+def suffix(args: argparse.Namespace, contestant: Contestant) -> str:
+    """What the label of a run has behind format and optimizer."""
+    states = "" if contestant.states == "fp32" else f"-{contestant.states}"
+    return states + ("" if contestant.seed == args.seed else f"-seed{contestant.seed}")
 
 
-def execute(args: argparse.Namespace, weight_format: str, optimizer_name: str, seed: int) -> Result:
+def round_afterwards(run: Run, args: argparse.Namespace) -> dict[str, float]:
+    """The held-out loss of a finished run whose weights are rounded to each --format at the end."""
+    _, held_out = text_parts(args)
+    losses = {}
+    for name in args.format:
+        if name in QUANTIZED:
+            model = new_model(args)
+            model.load_state_dict(run.model.state_dict())
+            rounded = fp4adam.quantize_model(model, name)
+            losses[name] = statistics.fmean(
+                validate(dataclasses.replace(run, model=rounded), args, held_out, END_BATCHES)
+            )
+    return losses
+
+
+def execute(args: argparse.Namespace, contestant: Contestant) -> Result:
     """Trains one model from beginning (or --resume) to end."""
+    weight_format, optimizer_name, seed, states = contestant
     if torch.device(args.device).type == "cuda":
         gc.collect()  # the model before this one, or its memory would count as this one's
         torch.cuda.reset_peak_memory_stats(args.device)
     own = argparse.Namespace(**{**vars(args), "seed": seed})
-    run = build_run(own, weight_format, optimizer_name)
-    run.suffix = suffix(args, seed)
+    run = build_run(own, weight_format, optimizer_name, states=states)
+    run.suffix = suffix(args, contestant)
     if weight_format in QUANTIZED:
         say(f"\n{run.label}: {fp4adam.summary(run.model).describe()}")
     if args.resume:
@@ -337,7 +377,10 @@ def execute(args: argparse.Namespace, weight_format: str, optimizer_name: str, s
     train(run, own)
     if args.sample:
         print_sample(run, own)
-    return summarize(run, own)
+    result = summarize(run, own) | {"states": states}
+    if args.compare and contestant == planned(args)[0] and distributed.world_size() == 1:
+        result["rounded_afterwards"] = round_afterwards(run, own)
+    return result
 
 
 def new_folder(args: argparse.Namespace) -> str:
@@ -399,10 +442,10 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
     with distributed.process_group(torch.device(args.device).type):
         check_matmul(args)
         args.out = distributed.of_first(new_folder(args) if distributed.rank() == 0 else None)
-        labels = ", ".join(f"{name}-{kind}{suffix(args, seed)}" for name, kind, seed in plan)
+        labels = ", ".join(f"{c.format}-{c.optimizer}{suffix(args, c)}" for c in plan)
         training = describe_training(args)
         say(f"{labels}: {training}; results go to {args.out}")
-        results = [execute(args, *run) for run in plan]
+        results = [execute(args, contestant) for contestant in plan]
         print_table(results)
         report, picture = (Path(args.out) / name for name in ("results.json", "comparison.png"))
         if distributed.rank() == 0:

@@ -1,6 +1,7 @@
 """Fused AdamW for models whose weights live in 4 or 8 bits."""
 
-from fp4adam import _moved
+from inspect import ismodule as _ismodule
+
 from fp4adam import fp4_utils as fp4_utils
 from fp4adam import fp8_utils as fp8_utils
 from fp4adam.checkpoints.engines import register_with_vllm as register_with_vllm
@@ -30,6 +31,8 @@ from fp4adam.formats.float8 import Float8Quantizer as Float8Quantizer
 from fp4adam.formats.float8 import Float8Tensor as Float8Tensor
 from fp4adam.formats.float8_block import Float8BlockQuantizer as Float8BlockQuantizer
 from fp4adam.formats.float8_block import Float8BlockTensor as Float8BlockTensor
+from fp4adam.formats.mxfp4 import MXFP4Quantizer as MXFP4Quantizer
+from fp4adam.formats.mxfp4 import MXFP4Tensor as MXFP4Tensor
 from fp4adam.formats.mxfp8 import MXFP8Quantizer as MXFP8Quantizer
 from fp4adam.formats.mxfp8 import MXFP8Tensor as MXFP8Tensor
 from fp4adam.formats.nvfp4 import NVFP4Quantizer as NVFP4Quantizer
@@ -68,4 +71,5 @@ from fp4adam.tensors.transpose import build_columnwise as build_columnwise
 
 __version__ = "0.1.0"
 
-_moved.install()
+# Without modules: they would replace those of the same name, such as torch.nn.
+__all__ = [name for name, value in vars().items() if not (name[0] == "_" or _ismodule(value))]

@@ -12,6 +12,7 @@ from fp4adam.tensors.quantizer import Quantizer
 FORMATS: dict[str, type[Quantizer]] = {
     "NVFP4": fp4adam.NVFP4Quantizer,
     "MXFP8": fp4adam.MXFP8Quantizer,
+    "MXFP4": fp4adam.MXFP4Quantizer,
     "Float8Block": fp4adam.Float8BlockQuantizer,
     "Float8": fp4adam.Float8Quantizer,
 }

@@ -107,7 +107,7 @@ def _largest_update(row, ratio):
     """An upper bound of |update|, weight decay excluded, of the tiles whose moments have a ratio.
 
     row: pointers to rows of scalars. ratio: upper bounds of |m| / sqrt(v) before the step, by
-    :func:`report_completed`. ``fp4adam.optim.update_bound`` derives the formula. Inf without a bound.
+    :func:`report_completed`. Inf without a bound. ``fp4adam.optim.update_bound`` has the formula.
     """
     lerp_weight = tl.load(row + 2)
     beta2, one_minus_beta2 = tl.load(row + 3), tl.load(row + 4)
@@ -291,8 +291,8 @@ def report_completed(tile_amax, ratio, amax, tile_amaxes, tile_ratios, WRITE_DTY
     if WRITE_DTYPE != tl.float32:
         tile_amax = tile_amax * 1.0078125 + 6e-8
     tl.store(tile_amaxes + tl.program_id(0), tile_amax)
-    # With L(x) = bits / 2^23 - 127, log2(x) is between L(x) and L(x) + 0.0861. So the bits of m less
-    # half of those of v, and half the bias more, are a number of which the ratio is at most
+    # With L(x) = bits / 2^23 - 127, log2(x) is between L(x) and L(x) + 0.0861. So the bits of m
+    # less half of those of v, and half the bias more, are a number of which the ratio is at most
     # 2^0.0861 times as much. Rounding adds at most a code to m, 1/8 in L for E4M3, and takes at
     # most a code from v, 1/16. Together this is less than 2^0.243. Inf and NaN in m give Inf.
     bits = tl.minimum(ratio, 0x5FC00000) + 0x1FC00000

@@ -91,7 +91,8 @@ def _update_tiles(
     COMPLETES: tl.constexpr = VALUE == "int8"
     LANES: tl.constexpr = state_lanes(VARIANT)
     value_scales = load_scale_words(pointers.value_extra, first, cols, VALUE, LOOP, BR, BC)
-    ratio = tl.full((BR, BC), -0x7FFFFFFF, tl.int32)
+    # Reduced over each thread's neighbours, which takes fewer registers.
+    ratio = tl.full((BR, BC // LANES), -0x7FFFFFFF, tl.int32)
     factor = tl.div_rn(1.0, scale)
     _, inverse = unit_of_one(factor, 8)
     # Counted apart from ``i``, which the loop is ahead with when it prefetches.
@@ -106,6 +107,7 @@ def _update_tiles(
             value, dither, new_ratio = adam_master_tile(
                 pointers, start, target, cols, None, master, constants, VARIANT, True, BR, BC
             )
+            new_ratio = tl.max(tl.reshape(new_ratio, (BR, BC // LANES, LANES)), 2)
             ratio = tl.maximum(ratio, new_ratio)
         else:
             value = adam_step_tile(

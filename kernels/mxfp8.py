@@ -13,7 +13,7 @@ from fp4adam.kernels.tiles.bfloat16 import round_to, to_float32
 from fp4adam.kernels.tiles.e4m3 import e4m3_value, e4m3_word_values, e4m3_words
 from fp4adam.kernels.tiles.e8m0 import e8m0_code_up, e8m0_reciprocal, e8m0_value
 from fp4adam.kernels.tiles.layout import state_offsets
-from fp4adam.kernels.tiles.remainder import complete, split_off, unit_of_one
+from fp4adam.kernels.tiles.remainder import FP32_MAX, complete, split_off, unit_of_one
 from fp4adam.kernels.tiles.words import (
     are_aligned,
     part_of,
@@ -49,29 +49,53 @@ def mxfp8_tile(x, USAGE: tl.constexpr, BC: tl.constexpr, HARDWARE: tl.constexpr)
 
     Returns rowwise words of codes (uint32 [32, BC / 4]) and scales (uint8 [32, BC / 32]), then
     columnwise words (uint32 [32, BC / 4]) and scales (uint8 [1, BC]); zeros for a direction that is
-    not in USAGE.
+    not in USAGE. With USAGE.square the scales of both directions are those of 32x32 blocks, and
+    the rowwise words serve both.
     """
     row_words = tl.zeros((32, BC // 4), tl.uint32)
     row_scale = tl.zeros((32, BC // 32), tl.uint8)
     column_words = tl.zeros((32, BC // 4), tl.uint32)
     column_scale = tl.zeros((1, BC), tl.uint8)
-    if USAGE.rowwise:
+    if USAGE.square:
+        blocks = tl.reshape(x, (32, BC // 32, 32))
+        amax = tl.max(tl.abs(blocks), 2)
+        amax = tl.max(tl.where(amax == amax, amax, 0.0), 0)[None, :]
+        scale, factor = mxfp8_scale(amax)
+        row_words = e4m3_words(tl.reshape(blocks * factor[:, :, None], (32, BC)), 32, BC, HARDWARE)
+        row_scale += scale.to(tl.uint8)
+        columns = tl.zeros((1, BC // 32, 32), tl.uint8) + scale.to(tl.uint8)[:, :, None]
+        column_scale = tl.reshape(columns, (1, BC))
+    elif USAGE.rowwise:
         scaled, row_scale = scale_blocks(tl.reshape(x, (32, BC // 32, 32)), 2)
         row_words = e4m3_words(tl.reshape(scaled, (32, BC)), 32, BC, HARDWARE)
-    if USAGE.columnwise:
+    if USAGE.columnwise and not USAGE.square:
         scaled, column_scale = scale_blocks(tl.reshape(x, (1, 32, BC)), 1)
         column_words = e4m3_words(tl.reshape(scaled, (32, BC)), 32, BC, HARDWARE)
     return row_words, row_scale, column_words, column_scale
 
 
 @triton.jit
-def mxfp8_master(storage, remainder, row, col, cols, BC: tl.constexpr, LANES: tl.constexpr):
+def mxfp8_master(
+    storage,
+    remainder,
+    row,
+    col,
+    cols,
+    SQUARE: tl.constexpr,
+    BC: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """The float32 masters of a tile [32, BC] from its rowwise codes and int8 remainders."""
     ptr = storage.rowwise_data.to(tl.pointer_type(tl.uint8)) + tile_start(row, col, cols)
     value = e4m3_value(tl.load(ptr + state_offsets(cols, 32, BC, LANES)))
-    width = (cols // 32 + 3) // 4 * 4
-    grid = storage.rowwise_scale + tile_start(row, col // 32, width)
-    factor = e8m0_value(tl.load(grid + tile_offsets(width, 32, BC // 32)))
+    if SQUARE:
+        grid = storage.rowwise_scale + tile_start(row // 32, col // 32, cols // 32)
+        offs = tl.zeros((32, 1), tl.int32) + tl.arange(0, BC // 32)[None, :]
+    else:
+        width = (cols // 32 + 3) // 4 * 4
+        grid = storage.rowwise_scale + tile_start(row, col // 32, width)
+        offs = tile_offsets(width, 32, BC // 32)
+    factor = e8m0_value(tl.load(grid + offs))
     unit, _ = unit_of_one(factor, 8)
     blocks = tl.reshape(value, (32, BC // 32, 32))
     remainder = tl.reshape(remainder, (32, BC // 32, 32))
@@ -83,7 +107,9 @@ def mxfp8_master(storage, remainder, row, col, cols, BC: tl.constexpr, LANES: tl
 def mxfp8_remainder(master, words, scale, dither, BC: tl.constexpr):
     """The int8 remainders [32, BC] of masters with these rowwise words and scales."""
     factor = e8m0_value(scale)
-    _, inverse = unit_of_one(factor, 8)
+    # The inverse of the unit is a power of two times that of 1, so nothing has to be divided.
+    _, inverse = unit_of_one(1.0, 8)
+    inverse = tl.minimum(inverse * e8m0_reciprocal(scale), FP32_MAX)
     remainder = split_off(
         tl.reshape(master, (32, BC // 32, 32)),
         tl.reshape(e4m3_word_values(words, 32, BC), (32, BC // 32, 32)),
@@ -109,12 +135,16 @@ def store_tile(
     BC: tl.constexpr,
 ):
     """Store the results of :func:`mxfp8_tile` for the tile [32, BC] at (row, col)."""
-    if USAGE.rowwise:
+    if USAGE.square:
+        store_words(storage.rowwise_data, row, col // 4, cols // 4, row_words, 32, BC // 4)
+        grid = storage.rowwise_scale + tile_start(row // 32, col // 32, cols // 32)
+        tl.store(grid + tl.arange(0, BC // 32), tl.max(row_scale.to(tl.int32), 0).to(tl.uint8))
+    elif USAGE.rowwise:
         store_words(storage.rowwise_data, row, col // 4, cols // 4, row_words, 32, BC // 4)
         width = (cols // 32 + 3) // 4 * 4
         grid = storage.rowwise_scale + tile_start(row, col // 32, width)
         tl.store(grid + tile_offsets(width, 32, BC // 32), row_scale)
-    if USAGE.columnwise:
+    if USAGE.columnwise and not USAGE.square:
         store_words(storage.columnwise_data, row, col // 4, cols // 4, column_words, 32, BC // 4)
         width = (cols + 127) // 128 * 128
         grid = storage.columnwise_scale + tile_start(row // 32, col, width)
@@ -174,11 +204,12 @@ def _dequantize_kernel(
     out_ptr,
     cols,
     stride_scale_row,
-    ROWWISE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Decode E4M3 codes [rows, cols].
+    """Decode E4M3 codes [rows, cols] with a scale per block.
 
     Grid: (n_tiles,). Tile: [BR, BC], dividing the matrix. Reads one byte per element and the
     scales, writes 2 or 4 bytes per element.
@@ -188,10 +219,7 @@ def _dequantize_kernel(
     offs = tile_start(row, col, cols) + tile_offsets(cols, BR, BC)
     value = e4m3_value(tl.load(data_ptr + offs))
     r, c = row + tl.arange(0, BR), col + tl.arange(0, BC)
-    if ROWWISE:
-        scale_row, scale_col = r, c // 32
-    else:
-        scale_row, scale_col = r // 32, c
+    scale_row, scale_col = r // BLOCK_ROWS, c // BLOCK_COLS
     at = scale_row.to(tl.int64)[:, None] * stride_scale_row + scale_col[None, :]
     value = value * e8m0_value(tl.load(scale_ptr + at))
     tl.store(out_ptr + offs, round_to(value, out_ptr.dtype.element_ty))
@@ -208,7 +236,8 @@ def _dequantize_words_kernel(
     rows_per_part,
     data_gap,
     scale_part,
-    ROWWISE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
     PARTED: tl.constexpr,
     N: tl.constexpr,
 ):
@@ -217,11 +246,11 @@ def _dequantize_words_kernel(
     Grid: (ceil(n_words / N),). A thread reads 8 bytes and writes their values, 16 bytes if BF16.
     """
     word, inside, row, i = word_positions(n_words, words_per_row, N)
-    part, scale_row = part_of(row, rows_per_part, 1 if ROWWISE else 32, PARTED)
+    part, scale_row = part_of(row, rows_per_part, BLOCK_ROWS, PARTED)
     offs = word_offsets(word)
     code = tl.load(data_ptr + (part * data_gap)[:, None] + offs, inside[:, None], 0)
     scale_ptr += part * scale_part
-    if ROWWISE:
+    if BLOCK_COLS == 32:
         scales = scale_ptr + scale_row * stride_scale_row + i // 4
         scale = e8m0_value(tl.load(scales, inside, 0))[:, None]
     else:
@@ -243,8 +272,12 @@ def quantize(
     columnwise_data: Tensor | None,
     rowwise_scale: Tensor | None,
     columnwise_scale: Tensor | None,
+    two_dimensional: bool = False,
 ) -> None:
-    """Quantize the matrix ``x`` [rows, cols] (contiguous, multiples of 32) into storage."""
+    """Quantize the matrix ``x`` [rows, cols] (contiguous, multiples of 32) into storage.
+
+    ``rowwise_scale`` is the grid of 32x32 blocks if ``two_dimensional``.
+    """
     rows, cols = x.shape
     _quantize_kernel[(rows // BLOCK * (cols // BLOCK),)](
         x,
@@ -253,30 +286,33 @@ def quantize(
         columnwise_data,
         columnwise_scale,
         cols,
-        USAGE=Usage(rowwise_data is not None, columnwise_data is not None),
+        USAGE=Usage(rowwise_data is not None, columnwise_data is not None, two_dimensional),
         BC=BLOCK,
         enable_fp_fusion=False,
     )
 
 
-def decoder(data: Tensor, scale: Tensor, rowwise: bool, out: Tensor) -> Callable[[], None] | None:
+def decoder(
+    data: Tensor, scale: Tensor, block_rows: int, block_cols: int, out: Tensor
+) -> Callable[[], None] | None:
     """A function that decodes E4M3 codes [rows, cols] into ``out`` whenever it is called.
 
-    None if codes are unaligned. Scales are per 1x32 (``rowwise``) or 32x1 block. A stack of codes
+    None if codes are unaligned. Blocks are 1x32, 32x1 or 32x32. A stack of codes
     [parts, rows, cols] with scales [parts, ...] holds consecutive parts of the rows.
     """
     if not are_aligned(data):
         return None
     strides = (scale.stride(-2),)
-    return _words_decoder(data, scale, out=out, strides=strides, ROWWISE=rowwise)
+    block = dict(BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols)
+    return _words_decoder(data, scale, out=out, strides=strides, **block)
 
 
 @on_its_device
-def dequantize(data: Tensor, scale: Tensor, rowwise: bool, out: Tensor) -> None:
-    """Decode E4M3 codes [rows, cols] with scales per 1x32 (``rowwise``) or 32x1 block."""
+def dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols: int, out: Tensor) -> None:
+    """Decode E4M3 codes [rows, cols] with scales per 1x32, 32x1 or 32x32 block."""
     if not out.numel():
         return
-    if decode := decoder(data, scale, rowwise, out):
+    if decode := decoder(data, scale, block_rows, block_cols, out):
         return decode()
     rows, cols = out.shape
     _dequantize_kernel[(rows // BLOCK * (cols // BLOCK),)](
@@ -285,7 +321,8 @@ def dequantize(data: Tensor, scale: Tensor, rowwise: bool, out: Tensor) -> None:
         out,
         cols,
         scale.stride(0),
-        ROWWISE=rowwise,
+        BLOCK_ROWS=block_rows,
+        BLOCK_COLS=block_cols,
         BR=BLOCK,
         BC=BLOCK,
         enable_fp_fusion=False,

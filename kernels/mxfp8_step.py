@@ -81,7 +81,8 @@ def _adam_step_kernel(
     stored together. table: int64 [n_tensors, 19]. scalars: float32 [n, 12]. tiles: int32
     [n_tiles, 4].
     Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these three, codes and scales:
-    28 + 1/16 bytes per element with both directions; 1/16 more if USAGE.swizzled.
+    28 + 1/16 bytes per element with both directions, 27 + 1/1024 with square blocks; 1/16 more if
+    USAGE.swizzled.
     """
     tensor, row, first_col = load_tile(tiles, 32)
     if not takes_part(table, tensor, found_inf_ptr):
@@ -112,7 +113,9 @@ def _adam_step_kernel(
         next_scale = load_scale(pointers.value_extra, after, cols, None, VALUE, 32, PART)
         if COMPLETES:
             remainder = load_remainder(pointers.value, start, cols, None, 32, PART, LANES)
-            value = mxfp8_master(storage, remainder, row, col - PART, cols, PART, LANES)
+            value = mxfp8_master(
+                storage, remainder, row, col - PART, cols, USAGE.square, PART, LANES
+            )
             value, dither, _ = adam_master_tile(
                 pointers, start, target, cols, None, value, constants, VARIANT, True, 32, PART
             )
@@ -170,6 +173,8 @@ def adam_step(
     ``tiles``: from :func:`step_tiles`.
     """
     part = STEP_PART[encodes_states(variant.codecs)]
+    if variant.value_codec == "int8" and state_lanes(variant) < 8:
+        part = STEP_PART[True]
     registers = step_registers(variant.codecs)
     forms = (
         (STEP_TILE, part, registers),

@@ -112,7 +112,8 @@ def _adam_step_kernel(
     COMPLETES: tl.constexpr = VALUE == "int8"
     LANES: tl.constexpr = state_lanes(VARIANT)
     value_scales = load_scale_words(pointers.value_extra, first, cols, VALUE, LOOP, BR, BC)
-    ratio = tl.full((BR, BC), -0x7FFFFFFF, tl.int32)
+    # Reduced over each thread's neighbours, which takes fewer registers.
+    ratio = tl.full((BR, BC // LANES), -0x7FFFFFFF, tl.int32)
     stored_amax = tl.load(stored_amaxes + tensor) if COMPLETES else amax
     # Counted apart from ``i``, which the loop is ahead with when it prefetches.
     row = first_row
@@ -129,6 +130,7 @@ def _adam_step_kernel(
             master, dither, new_ratio = adam_master_tile(
                 pointers, start, target, cols, None, master, constants, VARIANT, True, BR, BC
             )
+            new_ratio = tl.max(tl.reshape(new_ratio, (BR, BC // LANES, LANES)), 2)
             value, ratio = master, tl.maximum(ratio, new_ratio)
         else:
             value = adam_step_tile(
@@ -199,8 +201,8 @@ def step_forms(variant: Variant, usage: Usage) -> tuple[Tile, Tile]:
     elif not usage.square and narrow and not scaled:
         # Two stages take 128 registers instead of 168, for which ptxas spills a few on sm_100.
         large = large._replace(num_stages=2)
-    completes = variant.value_codec == "int8"
-    if (variant.is_updated or completes) and usage.square and usage.adaptive is None:
+    small = state_lanes(variant) == 8
+    if (variant.is_updated or small) and usage.square and usage.adaptive is None:
         # More elements per thread repeat less of what a block has in common.
         large = large._replace(num_warps=2)
     return large, EDGE_TILE[scaled]
@@ -219,6 +221,8 @@ def step_registers(
     narrow, scaled, edge = are_narrow(*codecs), has_scales(*codecs), max_registers(*codecs)
     if usage.adaptive is not None:
         return None if usage.square and not narrow else 255, edge
+    if codecs[0] == "int8":
+        return 255, edge
     if narrow and not scaled:
         return 128 if usage.square and sm == 90 else 168, edge
     return None, edge

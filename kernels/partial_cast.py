@@ -36,11 +36,13 @@ from fp4adam.kernels.launch.tensor_table import (
     tile_offsets,
     tile_start,
 )
+from fp4adam.kernels.mxfp4 import mxfp4_scale
 from fp4adam.kernels.mxfp8 import mxfp8_scale
 from fp4adam.kernels.nvfp4 import nvfp4_scale
 from fp4adam.kernels.tiles.bfloat16 import round_through, to_float32
 from fp4adam.kernels.tiles.e2m1 import e2m1_code
 from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_words
+from fp4adam.kernels.tiles.e8m0 import e8m0_reciprocal
 from fp4adam.kernels.tiles.words import pack_words, store_words
 
 # Addresses of values and codes are extrapolated to the first element of the matrix.
@@ -55,6 +57,8 @@ CHOICES = tl.constexpr(INDEX["choices"])
 TILES = {
     "nvfp4": (Tile(16, 128, 1, 4, 1), Tile(16, 128, 1, 4, 1)),
     "mxfp8": (Tile(32, 64, 1, 4, 1), Tile(32, 64, 1, 4, 1)),
+    "mxfp8_2d": (Tile(32, 64, 1, 4, 1), Tile(32, 64, 1, 4, 1)),
+    "mxfp4": (Tile(32, 64, 1, 4, 1), Tile(32, 64, 1, 4, 1)),
     "float8": (Tile(16, 128, 8, 4, 3), Tile(8, 128, 16, 4, 1)),
     "float8_block": (Tile(16, 128, 8, 4, 3), Tile(8, 128, 16, 4, 1)),
 }
@@ -204,6 +208,7 @@ def _scales_kernel(
     POW_2: tl.constexpr,
     ADAPTIVE: tl.constexpr,
     BOUND: tl.constexpr,
+    ROUNDING: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """The scales of all blocks of the matrices, including blocks outside of the shards.
@@ -212,7 +217,8 @@ def _scales_kernel(
 
     Grid: (n_chunks,). Tile: CHUNK blocks. table: int64 [n_tensors, 19]. chunks: int32
     [n_chunks, 4], (tensor, first block, 1 for columnwise blocks, 0). epsilon, LARGEST, POW_2: for
-    Float8Block. ADAPTIVE, BOUND: for NVFP4. Reads 4 bytes per block, or 8, writes 1 or 4.
+    Float8Block. ADAPTIVE, BOUND: for NVFP4. ROUNDING: for MXFP4. Reads 4 bytes per block, or 8,
+    writes 1 or 4.
     """
     chunk = chunks + 4 * tl.program_id(0)
     tensor, first = tl.load(chunk), tl.load(chunk + 1)
@@ -226,13 +232,13 @@ def _scales_kernel(
             tl.store(_pointer(table, tensor, AMAX, tl.float32, False), tensor_amax)
     if FORMAT == "float8":
         return
-    if FORMAT == "mxfp8":
+    if FORMAT == "mxfp8" or FORMAT == "mxfp4":
         width = tl.where(columnwise, cols, cols // 32)
         numel = rows // 32 * cols  # in either direction
         grid = tl.where(columnwise, _load(table, tensor, COLUMNWISE_AMAX), grid)
         out = tl.where(columnwise, _load(table, tensor, COLUMNWISE_SCALE), out)
     else:
-        BLOCK: tl.constexpr = 16 if FORMAT == "nvfp4" else 128
+        BLOCK: tl.constexpr = 16 if FORMAT == "nvfp4" else 32 if FORMAT == "mxfp8_2d" else 128
         width = tl.cdiv(cols, BLOCK)
         numel = tl.cdiv(rows, BLOCK) * width
     inside = block < numel
@@ -245,11 +251,17 @@ def _scales_kernel(
             four = tl.load(choices + block, inside, 0.0) > 0
             scale, _ = adaptive_scale(amax, tensor_amax, four, BOUND)
         tl.store(out.to(tl.pointer_type(tl.uint8)) + block, scale, inside)
-    elif FORMAT == "mxfp8":
-        scale, _ = mxfp8_scale(amax)
+    elif FORMAT == "mxfp8" or FORMAT == "mxfp4":
+        if FORMAT == "mxfp8":
+            scale, _ = mxfp8_scale(amax)
+        else:
+            scale = mxfp4_scale(amax, ROUNDING)
         stored_width = tl.where(columnwise, (width + 127) // 128 * 128, (width + 3) // 4 * 4)
         at = block // width * stored_width + block % width
         tl.store(out.to(tl.pointer_type(tl.uint8)) + at, scale.to(tl.uint8), inside)
+    elif FORMAT == "mxfp8_2d":
+        scale, _ = mxfp8_scale(amax)
+        tl.store(out.to(tl.pointer_type(tl.uint8)) + block, scale.to(tl.uint8), inside)
     elif FORMAT == "float8_block":
         scale = tl.div_rn(1.0, float8_scale(amax, epsilon, LARGEST, POW_2))
         tl.store(out.to(tl.pointer_type(tl.float32)) + block, scale, inside)
@@ -325,19 +337,65 @@ def _nvfp4_codes_kernel(
         _, factor = adaptive_scale(amax, tensor_amax, four, BOUND)
     code = e2m1_code(tl.reshape(x, (16, BC // 16, 16)) * factor[None, :, None])
     code = tl.reshape(code, (16, BC))
+    _store_e2m1(code, table, tensor, row, col, cols, mask, WHOLE, 16, BC)
+
+
+@triton.jit
+def _store_e2m1(
+    code,
+    table,
+    tensor,
+    row,
+    col,
+    cols,
+    mask,
+    WHOLE: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Store the codes of the tile [BR, BC] at (row, col); nibbles outside of ``mask`` stay."""
     if WHOLE:
         data = pointer(table, tensor, ROWWISE_DATA, tl.uint32)
-        words = pack_words(code, 4, 16, BC)
-        store_words(data, row, col // 8, cols // 8, words, 16, BC // 8)
+        words = pack_words(code, 4, BR, BC)
+        store_words(data, row, col // 8, cols // 8, words, BR, BC // 8)
     else:
         data = _pointer(table, tensor, ROWWISE_DATA, tl.uint8, False)
-        data += tile_start(row, col // 2, cols // 2) + tile_offsets(cols // 2, 16, BC // 2)
-        low, high = tl.split(tl.reshape(code, (16, BC // 2, 2)))
-        own_low, own_high = tl.split(tl.reshape(mask.to(tl.int32), (16, BC // 2, 2)))
+        data += tile_start(row, col // 2, cols // 2) + tile_offsets(cols // 2, BR, BC // 2)
+        low, high = tl.split(tl.reshape(code, (BR, BC // 2, 2)))
+        own_low, own_high = tl.split(tl.reshape(mask.to(tl.int32), (BR, BC // 2, 2)))
         own = own_low * 0x0F | own_high * 0xF0
         old = tl.load(data, (own == 0x0F) | (own == 0xF0), 0).to(tl.int32)
         new = ((low | (high << 4)) & own) | (old & (0xFF - own))
         tl.store(data, new.to(tl.uint8), own != 0)
+
+
+@triton.jit
+def _mxfp4_codes_kernel(
+    table,
+    tiles,
+    VALUE_DTYPE: tl.constexpr,
+    WRITE_DTYPE: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """The shard's E2M1 codes of one tile.
+
+    Grid: (n_tiles,). Tile: [32, BC]. Tables as for NVFP4. Reads the shard (2 or 4 bytes per
+    element) and amaxes, writes half a byte per element.
+    """
+    tensor, row, col = load_tile(tiles, 32)
+    cols = size(table, tensor, COLS, 32)
+    ptr = _pointer(table, tensor, VALUE, VALUE_DTYPE, WHOLE)
+    mask = _own(_bounds(table, tensor), row, col, cols, WHOLE, 32, BC)
+    x = _load_value(ptr, row, col, cols, mask, WRITE_DTYPE, 32, BC)
+    grid = _pointer(table, tensor, ROWWISE_AMAX, tl.float32, False)
+    grid += tile_start(row, col // 32, cols // 32) + tile_offsets(cols // 32, 32, BC // 32)
+    inside = (col // 32 + tl.arange(0, BC // 32) < cols // 32)[None, :]
+    factor = e8m0_reciprocal(mxfp4_scale(tl.load(grid, inside, 0.0), ROUNDING))
+    code = e2m1_code(tl.reshape(x, (32, BC // 32, 32)) * factor[:, :, None])
+    code = tl.reshape(code, (32, BC))
+    _store_e2m1(code, table, tensor, row, col, cols, mask, WHOLE, 32, BC)
 
 
 @triton.jit
@@ -367,10 +425,11 @@ def _mxfp8_codes_kernel(
     WRITE_DTYPE: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
+    SQUARE: tl.constexpr,
     WHOLE: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """The shard's E4M3 codes of one tile, in both directions.
+    """The shard's E4M3 codes of one tile, in both directions; SQUARE: one scale per 32x32 block.
 
     Grid: (n_tiles,). Tile: [32, BC]. Tables as for NVFP4. Reads the shard (2 or 4 bytes per
     element) and amaxes, writes one byte per element and direction.
@@ -384,7 +443,11 @@ def _mxfp8_codes_kernel(
     CODES: tl.constexpr = tl.uint32 if WHOLE else tl.uint8
     if ROWWISE:
         grid = _pointer(table, tensor, ROWWISE_AMAX, tl.float32, False)
-        grid += tile_start(row, col // 32, cols // 32) + tile_offsets(cols // 32, 32, BC // 32)
+        if SQUARE:
+            grid += tile_start(row // 32, col // 32, cols // 32)
+            grid += tl.zeros((32, 1), tl.int32) + tl.arange(0, BC // 32)[None, :]
+        else:
+            grid += tile_start(row, col // 32, cols // 32) + tile_offsets(cols // 32, 32, BC // 32)
         inside = (col // 32 + tl.arange(0, BC // 32) < cols // 32)[None, :]
         _, factor = mxfp8_scale(tl.load(grid, inside, 0.0))
         scaled = tl.reshape(x, (32, BC // 32, 32)) * factor[:, :, None]
@@ -457,7 +520,7 @@ def measure(
 
     def launch(listed: Tensor, tile: Tile, whole: bool) -> Launch:
         constexprs = _dtypes(value_dtype, write_dtype)
-        if format == "mxfp8":
+        if format in ("mxfp8", "mxfp4"):
             kernel = _mxfp8_amax_kernel
             constexprs |= dict(ROWWISE=rowwise, COLUMNWISE=columnwise, WHOLE=whole, BC=tile.cols)
         else:
@@ -486,6 +549,7 @@ def write_scales(
     amax_epsilon: float,
     adaptive: str | None,
     bound: int,
+    rounding: int,
 ) -> Launch:
     """The launch that writes scales, and amaxes of tensors, from amaxes.
 
@@ -497,6 +561,7 @@ def write_scales(
         POW_2=force_pow_2_scales,
         ADAPTIVE=adaptive,
         BOUND=bound,
+        ROUNDING=rounding,
         CHUNK=SCALES,
     )
     return Launch(_scales_kernel, len(chunks), (table, chunks, amax_epsilon), constexprs)
@@ -540,6 +605,7 @@ def write_codes(
     amax_epsilon: float,
     adaptive: str | None,
     bound: int,
+    rounding: int,
 ) -> list[Launch]:
     """The launches that write the codes of shards, using amaxes.
 
@@ -548,13 +614,19 @@ def write_codes(
 
     def launch(listed: Tensor, tile: Tile, whole: bool) -> Launch:
         constexprs = _dtypes(value_dtype, write_dtype)
-        fixed = (table, listed) if format in ("nvfp4", "mxfp8") else (table, listed, amax_epsilon)
+        is_float8 = format.startswith("float8")
+        fixed = (table, listed, amax_epsilon) if is_float8 else (table, listed)
         if format == "nvfp4":
             kernel = _nvfp4_codes_kernel
             constexprs |= dict(ADAPTIVE=adaptive, BOUND=bound, WHOLE=whole, BC=tile.cols)
-        elif format == "mxfp8":
+        elif format == "mxfp4":
+            kernel = _mxfp4_codes_kernel
+            constexprs |= dict(ROUNDING=rounding, WHOLE=whole, BC=tile.cols)
+        elif format.startswith("mxfp8"):
+            square = format == "mxfp8_2d"
             kernel = _mxfp8_codes_kernel
-            constexprs |= dict(ROWWISE=rowwise, COLUMNWISE=columnwise, WHOLE=whole, BC=tile.cols)
+            constexprs |= dict(ROWWISE=rowwise, COLUMNWISE=columnwise and not square)
+            constexprs |= dict(SQUARE=square, WHOLE=whole, BC=tile.cols)
         else:
             kernel = _float8_codes_kernel
             constexprs |= dict(

@@ -152,9 +152,9 @@ def stand_in(tensor: QuantizedTensor, **attributes: Any) -> Wrapper:
     options = vars(quantizer).copy()
     if isinstance(quantizer, Float8BlockQuantizer):
         of_class["_is_2D_scaled"] = quantizer.two_dimensional
-    elif isinstance(quantizer, NVFP4Quantizer):
+    elif isinstance(quantizer, MXFP8Quantizer | NVFP4Quantizer):
         options["with_2d_quantization"] = quantizer.two_dimensional
-        if quantizer.adaptive is not None:
+        if quantizer.layout.scale_rule.adaptive is not None:
             options["nvfp4_4over6_err_mode"] = quantizer.adaptive.upper()
             of_class |= dict(_nvfp4_use_4over6=True, _nvfp4_e4m3_max=quantizer.bound)
     elif quantizer.layout.tensor_scale == "delayed":

@@ -1,10 +1,14 @@
 """README and docs: their Python blocks run, their links lead somewhere, quoted errors exist."""
 
 import ast
+import json
 import os
 import re
 import runpy
 import socket
+import statistics
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -151,7 +155,7 @@ def test_links_work_on_a_package_index():
     # Without an address there is nothing to lead to.
     page = index_page(text, None, "1.2.3")
     assert "][" not in page and "]:" not in page and "![" not in page
-    assert "Out of memory (OOM)" in page and "## Does it train as well?\n\n50 M" in page
+    assert "Which GPU, format and memory" in page and "as well?\n\n50 M" in page
 
 
 def test_readme_is_short():
@@ -160,15 +164,105 @@ def test_readme_is_short():
     assert len(text.split()) <= 1100
 
 
+RECORDS = ROOT / "benchmarks" / "h200"
+needs_records = pytest.mark.skipif(not RECORDS.is_dir(), reason="there are no records beside this")
+
+
+class Record:
+    """A file of benchmarks/h200."""
+
+    def __init__(self, name: str) -> None:
+        content = json.loads((RECORDS / f"{name}.json").read_text())
+        runs = content["runs"] if "runs" in content else [content]
+        self.rows = runs if name == "numerics" else [r for run in runs for r in run["results"]]
+
+    def get(self, field: str, name: str, **fields: str) -> float:
+        """A field of the row with this name, or of the only one that begins with it."""
+        rows = [row for row in self.rows if fields.items() <= row.items()]
+        exact = [row for row in rows if row.get("name", row.get("what")) == name]
+        (row,) = exact or [row for row in rows if row["name"].startswith(name)]
+        return row[field]
+
+
+def figures() -> list[tuple[str, str]]:
+    """A page, and words of it with the figures of the records."""
+    step, compiled, te = Record("step"), Record("te_training_compiled"), Record("te_check")
+    plain = compiled.get("ms", "FusedAdam, BF16")
+    fast = compiled.get("ms", "FP4Adam, Float8Block, quantized")
+    found = [
+        ("README.md", f"a training step of **{fast:.1f} ms** in place of {plain:.1f}"),
+        ("docs/matmuls.md", f"takes {fast:.1f} ms so, and {plain:.1f} ms with BF16"),
+        ("docs/matmuls.md", f": {plain / fast:.2f} times as fast**"),
+    ]
+    for format, recipe in (
+        ("Float8Block", "Float8BlockScaling"),
+        ("Float8", "Float8CurrentScaling"),
+        ("Float8 delayed", "DelayedScaling"),
+    ):
+        names = (f"{who} on TE's tensors" for who in ("TE FusedAdam", "FP4Adam"))
+        theirs, ours = (te.get("ms", name, part="times", format=format) for name in names)
+        found.append(("docs/from_te.md", f"`{recipe}` | FusedAdam | {theirs:.2f} |"))
+        found.append(("docs/from_te.md", f"| FP4Adam | {ours:.2f} |"))
+        if format == "Float8Block":
+            times = f"a step of **{ours:.2f} ms** in place of {theirs:.2f}"
+            temporary = te.get("temporary MiB", "TE FusedAdam on TE's tensors", format=format)
+            found.append(("README.md", f"{times}, and {temporary:,.0f} MiB of temporary"))
+            found.append(("docs/other_tensors.md", f"{theirs:.2f} to {ours:.2f} ms"))
+    for title, name in (
+        ("torch AdamW fused, BF16, no masters", "torch AdamW fused, BF16 (no masters)"),
+        ("torch AdamW fused, FP32", "torch AdamW fused, FP32"),
+        ("`FusedAdam` of this package, BF16 with FP32 masters", "FusedAdam, BF16 + FP32 masters"),
+        ("**`FP4Adam`, NVFP4 weights**", "FP4Adam, NVFP4"),
+        ("the same, FP8 moments and FP16 masters", "FP4Adam, NVFP4, FP8 moments, FP16 masters"),
+    ):
+        weight = step.get("weight_bytes_per_param", name, model="gpt")
+        state = step.get("state_bytes_per_param", name, model="gpt")
+        nbytes = weight + state + (4 if weight == 4 else 2)
+        ms, share = (step.get(field, name, model="gpt") for field in ("ms", "share_of_copy"))
+        cells = (f"{ms:.2f}", f"{100 * share:.0f} %", f"{nbytes:.1f}")
+        bold = "**" if title.startswith("**") else ""
+        found.append(("README.md", " | ".join([title, *(f"{bold}{x}{bold}" for x in cells)])))
+    numerics = Record("numerics")
+    end = {row["name"]: statistics.fmean(row["last_validation_losses"]) for row in numerics.rows}
+    first, second = (end.pop(f"BF16 + AdamW, seed {seed}") for seed in (0, 1))
+    without = end.pop("NVFP4 without masters")
+    largest = max(abs(loss - first) for loss in end.values())
+    found += [
+        ("README.md", f"end within {largest:.4f} nats per byte of BF16"),
+        ("README.md", f"two seeds of BF16 differ by {first - second:.4f}"),
+        ("README.md", f"NVFP4 ends at {without:.2f} where the others end at {first:.2f}"),
+        ("docs/faq.md", f"[{without:.2f} nats in place of {first:.2f}]"),
+        ("docs/why_not_round.md", f"[{end['NVFP4 2D'] - first:.4f} nats]"),
+    ]
+    eager = Record("scaling_2gpu_eager")
+    shares = [
+        eager.get("train_ms", f"FP4Adam, {name}") / eager.get("train_ms", "FusedAdam, BF16")
+        for name in ("NVFP4", "MXFP8", "Float8Block")
+    ]
+    assert {f"{100 * share:.0f} %" for share in shares} == {"98 %"}
+    offload = Record("offload_32").rows[0]
+    found.append(("docs/offload.md", f"[{offload['ms'] / 1e3:.1f} s on an H200]"))
+    lora = Record("lora_memory")
+    found.append(("docs/lora.md", f"takes {lora.get('base_B', 'NVFP4, rowwise'):.3f} bytes"))
+    return found
+
+
 @needs_docs
-def test_the_readme_has_the_times_of_the_page_from_transformer_engine():
-    page = (DOCS / "from_te.md").read_text()
-    rows = re.findall(r"\| `(\w+Scaling)` \| ([\d.]+), [\d,]+ \| \*\*([\d.]+),", README.read_text())
-    assert len(rows) == 3
-    for recipe, theirs, ours in rows:
-        assert re.search(
-            rf"\| `{recipe}` \| FusedAdam \| {theirs} .*\n\| +\| FP4Adam \| {ours} ", page
-        )
+@needs_records
+def test_figures_are_those_of_the_records():
+    """A new record changes the pages, and a page cannot change without one."""
+    for page, words in figures():
+        text = " ".join((ROOT / page).read_text().split())
+        assert words in text, f"{page} lacks {words!r}"
+
+
+@needs_docs
+@needs_records
+def test_measurements_are_written_from_the_records():
+    folder = ROOT / "benchmarks"
+    command = [sys.executable, str(folder / "measurements.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(not MAKEFILE.is_file(), reason="there is none beside this copy of tests/")
@@ -208,8 +302,7 @@ def messages() -> set[str]:
 @needs_docs
 def test_errors_that_the_troubleshooting_page_quotes_are_those_of_the_package():
     page = (DOCS / "troubleshooting.md").read_text()
-    tables = re.findall(r"^\| (`.+?`)(?: \(a warning\))? \| ", page, re.MULTILINE)
-    quoted = [quote for cell in tables for quote in re.findall(r"`(.+?)`", cell)]
+    quoted = re.findall(r"^### `(.+)`$", page, re.MULTILINE)
     assert len(quoted) > 25
     texts = messages()
     for quote in quoted:

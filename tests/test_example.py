@@ -322,17 +322,25 @@ def test_what_several_processes_cannot_do_is_refused(tmp_path, capsys, monkeypat
 
 def test_compare_writes_numbers_and_curves(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    run(tmp_path, "--compare", "--format", "nvfp4,mxfp8", "--baseline", "fp32,bf16", "--steps", 4)
+    run(
+        *(tmp_path, "--compare", "--format", "nvfp4,mxfp8", "--baseline", "fp32,bf16"),
+        *("--states", "fp32,fp8", "--steps", 4),
+    )
     written = json.loads((tmp_path / "results.json").read_text())
     adamw, fp4adam = ("fp32 adamw", "bf16 adamw"), ("nvfp4 fp4adam", "mxfp8 fp4adam")
     runs = [f"{r['format']} {r['optimizer']}" for r in written["runs"]]
-    assert runs == [*adamw, *fp4adam, adamw[0]]
-    assert [r["seed"] for r in written["runs"]] == [0, 0, 0, 0, 1]
+    assert runs == [*adamw, *(run for run in fp4adam for _ in range(2)), adamw[0]]
+    assert [r["seed"] for r in written["runs"]] == [0, 0, 0, 0, 0, 0, 1]
+    first, *others = written["runs"]
+    assert first["rounded_afterwards"].keys() == {"nvfp4", "mxfp8"}
+    assert all(abs(x - first["end_loss"]) < 0.05 for x in first["rounded_afterwards"].values())
+    assert not any("rounded_afterwards" in r for r in others)
     assert written["settings"]["seed"] == 0
     assert written["versions"]["torch"] == torch.__version__
     *firsts, of_other_seed = [r["train_loss"][0] for r in written["runs"]]
     assert max(firsts) - min(firsts) < 0.05  # the same batch, nearly the same weights
     assert of_other_seed != firsts[0]
+    del written["runs"][3:6:2]  # those with FP8 moments
     fp32, bf16, nvfp4, mxfp8, _ = (r["weight_bytes_per_parameter"] for r in written["runs"])
     assert (fp32, bf16) == (4, 2)
     assert nvfp4 < mxfp8 < fp32
@@ -343,51 +351,55 @@ def test_compare_writes_numbers_and_curves(tmp_path, capsys):
     picture = tmp_path / "comparison.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    assert "weight B/param" in printed and printed.endswith(f"picture: {picture}\n")
+    assert "the same, rounded to MXFP8 afterwards" in printed and "together" in printed
+    assert printed.endswith(f"picture: {picture}\n")
 
 
-def made_up_run(kind, optimizer, seed, losses, weight, state, master):
+def made_up_run(kind, optimizer, seed, loss, weight, state, master, **more):
     return {
         "format": kind,
         "optimizer": optimizer,
         "seed": seed,
-        "validation_loss": dict(zip((10, 20), losses, strict=True)),
+        "end_loss": loss,
         "weight_bytes_per_parameter": weight,
+        "gradient_bytes_per_parameter": 4.0,
         "optimizer_bytes_per_parameter": state,
         "master_bytes_per_parameter": master,
         "seconds_per_step": 0.25,
+        **more,
     }
 
 
-def test_picture_shows_bytes_and_times():
+PLAIN_RUN = made_up_run("fp32", "adamw", 0, 2.0, 4.0, 8.0, 0.0, rounded_afterwards={"nvfp4": 2.1})
+QUANTIZED_RUN = made_up_run("nvfp4", "fp4adam", 0, 2.2, 1.0, 12.0, 4.0)
+
+
+def test_picture_shows_bytes_and_no_times_of_emulation():
     figures = pytest.importorskip("matplotlib.figure")
-    plain = made_up_run("fp32", "adamw", 0, (3, 2), 4.0, 8.0, 0.0)
-    quantized = made_up_run("nvfp4", "fp4adam", 0, (3, 2), 1.0, 12.0, 4.0)
     axes = figures.Figure().subplots()
-    report._draw_costs(axes, [plain, quantized])
+    report._draw_costs(axes, [PLAIN_RUN, QUANTIZED_RUN])
     bars = [(bar.get_x(), bar.get_width()) for bar in axes.patches]
-    assert bars == [(0, 4), (0, 1), (4, 0), (1, 4), (4, 8), (5, 8)]
-    texts = ["4.00", "1.00", "4.00", "8.00", "8.00", "12.0 bytes\n250 ms", "13.0 bytes\n250 ms"]
-    assert [text.get_text() for text in axes.texts] == texts
+    assert bars == [(0, 4), (0, 1), (4, 4), (1, 4), (8, 0), (5, 4), (8, 8), (9, 8)]
+    assert [text.get_text() for text in axes.texts][-2:] == ["16.0 bytes", "17.0 bytes"]
+    axes = figures.Figure().subplots()
+    report._draw_costs(axes, [{**PLAIN_RUN, "is_on_gpu": True}])
+    assert axes.texts[-1].get_text() == "16.0 bytes\n250 ms"
 
 
-def test_picture_shows_gaps_beside_what_another_seed_makes():
+def test_picture_shows_ends_beside_what_another_seed_makes():
     figures = pytest.importorskip("matplotlib.figure")
-    plain = made_up_run("fp32", "adamw", 0, (3, 2), 4.0, 8.0, 0.0)
-    repeat = made_up_run("fp32", "adamw", 1, (2.5, 2.25), 4.0, 8.0, 0.0)
-    quantized = made_up_run("nvfp4", "fp4adam", 0, (3.5, 2), 1.0, 12.0, 4.0)
+    repeat = {**made_up_run("fp32", "adamw", 1, 1.75, 4.0, 8.0, 0.0)}
     axes = figures.Figure().subplots()
-    report._draw_gaps(axes, [plain, quantized], [repeat])
-    (band,) = axes.collections
-    corners = {tuple(point) for point in band.get_paths()[0].vertices.tolist()}
-    assert corners == {(10, -0.5), (10, 0.5), (20, -0.375), (20, 0.375)}
-    zero, dots, line = (list(curve.get_ydata()) for curve in axes.lines)
-    assert (zero, dots, line) == ([0, 0], [0.5, 0], [0.5, 0.25])
-    names = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert names == ["AdamW, FP32 weights", "the same, another seed", "FP4Adam, NVFP4 weights"]
+    report._draw_ends(axes, [PLAIN_RUN, QUANTIZED_RUN, repeat])
+    (band,) = axes.patches
+    assert (band.get_x(), band.get_width()) == (1.75, 0.5)
+    assert [line.get_xdata()[0] for line in axes.lines] == [2.0, 2.1, 2.2]
+    names = [text.get_text() for text in axes.get_yticklabels()]
+    rounded = "the same, rounded to NVFP4 afterwards"
+    assert names == ["AdamW, FP32 weights", rounded, "FP4Adam, NVFP4 weights"]
     axes = figures.Figure().subplots()
-    report._draw_gaps(axes, [plain, quantized], [])
-    assert not axes.collections
+    report._draw_ends(axes, [PLAIN_RUN, QUANTIZED_RUN])
+    assert not axes.patches
 
 
 class Terminal(io.StringIO):

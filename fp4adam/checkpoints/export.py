@@ -54,9 +54,11 @@ def export_checkpoint(
     ========================  ===========================================================
     layout                    what it holds
     ========================  ===========================================================
-    ``"compressed-tensors"``  NVFP4 (``nvfp4-pack-quantized``), MXFP8 (``mxfp8-quantized``)
+    ``"compressed-tensors"``  NVFP4 (``nvfp4-pack-quantized``), MXFP8 (``mxfp8-quantized``), MXFP4
+                              (``mxfp4-pack-quantized``), Float8Block (``float-quantized``)
     ``"modelopt"``            NVFP4 (``W4A16_NVFP4``), MXFP8 (``MXFP8``)
     ``"fp8"``                 Float8Block of 128x128 (``weight_scale_inv``)
+    ``"mxfp4"``               MXFP4 stacks of experts, as gpt-oss has them
     ``"gguf"``                for llama.cpp, one file ``model.gguf``: NVFP4 (type NVFP4), MXFP8 and
                               Float8Block in BF16 if no value has to be rounded
     ========================  ===========================================================
@@ -250,7 +252,11 @@ def _quantized_entries(name: str, weight: QuantizedTensor, trained: Trained) -> 
         if amax is not None:
             # The layout's rounded scale does not determine the last bit of the amax.
             metadata[f"{stored}.amax"] = amax.item().hex()
-        yield Entry({layer + key: t.cpu().contiguous() for key, t in part.items()}, metadata)
+        if trained.keeps_stacks:
+            tensors = trained.encoding.of_stack(part, weight.shape, stored)
+        else:
+            tensors = {layer + key: tensor for key, tensor in part.items()}
+        yield Entry({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, metadata)
 
 
 def _unquantized_modules(

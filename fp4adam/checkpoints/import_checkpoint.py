@@ -11,7 +11,7 @@ from fp4adam.checkpoints.hub_names import pieces_of
 from fp4adam.checkpoints.layouts import LAYOUTS, Encoding
 from fp4adam.checkpoints.model_state import model_state, plain_name, unwrapped
 from fp4adam.checkpoints.reader import CheckpointReader, Source, short
-from fp4adam.checkpoints.stack_reader import StackReader
+from fp4adam.checkpoints.stack_reader import StackReader, WholeStacks
 from fp4adam.distributed.dtensor import is_dtensor, local
 from fp4adam.nn.candidates import candidates, check_module
 from fp4adam.nn.replacement import (
@@ -138,7 +138,8 @@ class Import:
                 layer = plain_name(f"{name}.{key}" if name else key).removesuffix(".weight")
                 self.places[layer] = module, key
         self.encoding = encoding_of(checkpoint)
-        self.checkpoint = StackReader(checkpoint, pieces_of(model, self.state), self._keys)
+        source = WholeStacks(checkpoint, self.encoding)
+        self.checkpoint = StackReader(source, pieces_of(model, self.state), self._keys)
         stored = self._needed(self.checkpoint.names())
         self.layers = self._layers(stored)
         of_layers = {f"{layer}.{key}" for layer in self.layers for key in self._keys}
@@ -152,6 +153,12 @@ class Import:
         """The parameter of a layer that can be quantized."""
         module, key = self.places[layer]
         return module._parameters[key]
+
+    def shape(self, layer: str) -> tuple[int, ...]:
+        """The shape of a quantized weight; blocks of stacks lie along the inputs."""
+        (module, key), shape = self.places[layer], tuple(self.weight(layer).shape)
+        is_transposed = key != "weight" and getattr(module, "is_transposed", False)
+        return (*shape[:-2], shape[-1], shape[-2]) if is_transposed else shape
 
     def parameter_name(self, layer: str) -> str:
         """The name of the parameter of a layer."""
@@ -173,7 +180,14 @@ class Import:
             param._shared.name = self.parameter_name(layer)
         for old, param in zip(olds, params, strict=True):
             hand_over(old, param)
+        shapes = {layer: self.shape(layer) for layer in self.layers}
         put_in((*self.places[layer], param) for layer, param in zip(layers, params, strict=True))
+        transposed = {self.places[n][0] for n in layers if self.shape(n) != shapes[n]}
+        for module in transposed:
+            module.is_transposed = False
+        if transposed and hasattr(unwrapped(model), "set_experts_implementation"):
+            # The model's own code takes [experts, in, out] alone.
+            unwrapped(model).set_experts_implementation("grouped_mm")
         _assign(model, {id(self.state[name]): value for name, value in plain.items()})
         if self.device.type != "meta":
             fill_buffers(model, self.device)
@@ -275,14 +289,14 @@ class Import:
     def _check_quantized(self) -> None:
         """Raise unless all parts of quantized weights have the shapes and dtypes that they need."""
         for layer in self.layers:
-            old = self.weight(layer)
+            old, whole = self.weight(layer), self.shape(layer)
             check_dtype(f"weight of layer {layer!r}", old.dtype)
-            for key, (shape, dtype) in self.encoding.shapes(*flat_shape(old.shape)).items():
+            for key, (shape, dtype) in self.encoding.shapes(*flat_shape(whole)).items():
                 name = f"{layer}.{key}"
                 actual = self.checkpoint.shape(name)
                 if actual != shape and not (actual in ((), (1,)) and shape in ((), (1,))):
                     raise ValueError(
-                        f"{name!r} must have shape {shape} for a weight {tuple(old.shape)}, got "
+                        f"{name!r} must have shape {shape} for a weight {whole}, got "
                         f"{actual}; build the model from the checkpoint's config.json"
                     )
                 dtypes = self.encoding.dtypes(key, dtype)
@@ -345,12 +359,12 @@ class Import:
             quantizer = own._shared.global_spec.quantizer
         device = own.device if is_sharded else self._home(old)
         if device.type == "meta":
-            return quantizer.make_empty(tuple(old.shape), old.dtype, device)
+            return quantizer.make_empty(self.shape(layer), old.dtype, device)
         stored = {key: self.checkpoint.read(f"{layer}.{key}", device) for key in self._keys}
         amax = self.checkpoint.metadata.get(f"{layer}.weight.amax")
         try:
             amax = None if amax is None else torch.tensor(float.fromhex(amax), device=device)
-            weight = self.encoding.wrap(stored, old.shape, old.dtype, quantizer, amax)
+            weight = self.encoding.wrap(stored, self.shape(layer), old.dtype, quantizer, amax)
         except (ValueError, OverflowError) as error:
             raise ValueError(f"layer {layer!r}: {error}") from None
         self._check_finite(f"{layer}.weight", weight.dequantize(old.dtype))

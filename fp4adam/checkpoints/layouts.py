@@ -7,7 +7,7 @@ encoding for every format that it can hold, and describes it in ``config.json``.
 import dataclasses
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from fp4adam.checkpoints.folder import CONFIG, HF_QUANT_CONFIG
 from fp4adam.formats import minifloat, nvfp4
 from fp4adam.formats.float8_block import BLOCK as FLOAT8_BLOCK
 from fp4adam.formats.float8_block import Float8BlockQuantizer
+from fp4adam.formats.mxfp4 import MXFP4Quantizer
 from fp4adam.formats.mxfp8 import BLOCK as MX_BLOCK
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
@@ -53,7 +54,7 @@ class Encoding:
     scale: ClassVar[str]  # name of the tensor of block scales
     scale_dtype: ClassVar[torch.dtype]
     other_scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # in which others store them
-    # What the names of parameters of a module with stacks of experts end in, by the same names.
+    # What the names of whole stacks of experts end in, by the names of tensors.
     stacked: ClassVar[dict[str, str]] = {}
 
     def refusal(self, quantizer: Quantizer) -> str | None:
@@ -67,6 +68,21 @@ class Encoding:
     def encode(self, weight: QuantizedTensor) -> dict[str, Tensor]:
         """The tensors that a weight [rows, cols] is stored as, with its own bytes."""
         raise NotImplementedError
+
+    def of_stack(
+        self, stored: dict[str, Tensor], shape: Sequence[int], name: str
+    ) -> dict[str, Tensor]:
+        """The tensors of a whole stack [experts, rows, cols] by their names.
+
+        Args:
+            stored: As :meth:`encode` returns it for the stack as one matrix.
+            shape: The shape of the stack.
+            name: Its name.
+        """
+        sizes = {key: (*shape[:-2], -1, x.shape[-1]) for key, x in stored.items()}
+        if self.bits == 4:  # a block of codes each
+            sizes[self.codes] = (*shape[:-1], -1, self.block[1] // 2)
+        return {name + end: stored[key].view(sizes[key]) for key, end in self.stacked.items()}
 
     def cut(self, stored: dict[str, Tensor], rows: tuple[int, int]) -> dict[str, Tensor]:
         """The tensors of some rows of a weight, from the first to the one behind the last.
@@ -207,7 +223,7 @@ class NVFP4Encoding(Encoding):
 
     def quantizer_for(self, scales: Iterable[Tensor]) -> Quantizer:
         """Square blocks if the scales allow it."""
-        if all(_is_square(scale.view(torch.uint8)) for scale in scales):
+        if all(_is_square(scale.view(torch.uint8), nvfp4.BLOCK) for scale in scales):
             return NVFP4Quantizer()
         return NVFP4Quantizer(two_dimensional=False, columnwise=False)
 
@@ -229,7 +245,7 @@ class NVFP4Encoding(Encoding):
             "amax": amax.reshape(1).to(rounded) if is_its else rounded,
         }
         if quantizer.two_dimensional:
-            if not _is_square(scale):
+            if not _is_square(scale, nvfp4.BLOCK):
                 raise ValueError(
                     "scales must be the same on the 16 rows of a block for two_dimensional=True, "
                     "got others; pass NVFP4Quantizer(two_dimensional=False, columnwise=False)"
@@ -243,11 +259,11 @@ class NVFP4Encoding(Encoding):
         return {**inner, "rowwise_scale_inv": scale}
 
 
-def _is_square(scale: Tensor) -> bool:
-    """Whether each 16 rows have the same scales."""
-    if len(scale) % nvfp4.BLOCK:
+def _is_square(scale: Tensor, block: int) -> bool:
+    """Whether all rows of each block have the same scales."""
+    if len(scale) % block:
         return False
-    blocks = scale.unflatten(0, (-1, nvfp4.BLOCK))
+    blocks = scale.unflatten(0, (-1, block))
     return bool((blocks == blocks[:, :1]).all())
 
 
@@ -277,14 +293,60 @@ class MXFP8Encoding(Encoding):
         scale = stored[self.scale].view(torch.uint8)
         _check_scales(self.scale, scale < 255, scale)
         codes = stored[self.codes].view(torch.uint8)
+        if quantizer.two_dimensional:
+            if not _is_square(scale, MX_BLOCK):
+                raise ValueError(
+                    f"{self.scale} must be equal for the {MX_BLOCK} rows of each block to be taken "
+                    "over with two_dimensional=True, got others; pass MXFP8Quantizer()"
+                )
+            return {"rowwise_data": codes, "block_scale_inv": scale[::MX_BLOCK].contiguous()}
         return {"rowwise_data": codes, "rowwise_scale_inv": scale}
 
     def _derive(self, out: QuantizedTensor) -> None:
-        if out.quantizer.columnwise:
+        if out.quantizer.columnwise and not out.quantizer.two_dimensional:
             # Columnwise codes have blocks of their own, of the same values.
             columns = MXFP8Quantizer(rowwise=False).quantize(out._read(torch.float32))
             out._columnwise_data.copy_(columns._columnwise_data)
             out._columnwise_scale_inv.copy_(columns._columnwise_scale_inv)
+
+
+@dataclasses.dataclass(frozen=True)
+class MXFP4Encoding(Encoding):
+    """Packed E2M1 codes and E8M0 scales of 1x32 blocks.
+
+    Args:
+        rounding: How the layout's own quantizers round scales.
+    """
+
+    codes: str = "weight_packed"
+    rounding: Literal["floor", "even", "up"] = "even"
+
+    quantizer_class = MXFP4Quantizer
+    bits, block = 4, (1, MX_BLOCK)
+    scale, scale_dtype = "weight_scale", torch.uint8
+    other_scale_dtypes = (torch.float8_e8m0fnu,)
+    stacked = {"weight_packed": "_blocks", "weight_scale": "_scales"}
+
+    def shapes(self, rows: int, cols: int) -> Shapes:
+        return {
+            self.codes: ((rows, cols // 2), torch.uint8),
+            self.scale: ((rows, cols // MX_BLOCK), self.scale_dtype),
+        }
+
+    def encode(self, weight: QuantizedTensor) -> dict[str, Tensor]:
+        rows, cols = weight.shape
+        scale = weight.rowwise_scale_inv[:rows, : cols // MX_BLOCK].contiguous()
+        return {self.codes: weight.rowwise_data, self.scale: scale}
+
+    def quantizer_for(self, scales: Iterable[Tensor]) -> Quantizer:
+        return MXFP4Quantizer(scale_rounding=self.rounding)
+
+    def _inner(
+        self, stored: dict[str, Tensor], quantizer: Quantizer, amax: Tensor | None
+    ) -> dict[str, Tensor]:
+        scale = stored[self.scale].view(torch.uint8)
+        _check_scales(self.scale, scale < 255, scale)
+        return {"rowwise_data": stored[self.codes], "rowwise_scale_inv": scale}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,6 +413,8 @@ class Layout:
     name: ClassVar[str]
     # The dtype that readers decode to, whatever the model's, or None.
     decoded_dtype: ClassVar[torch.dtype | None] = None
+    # Whether it holds stacks of experts as they are, and nothing else.
+    keeps_stacks: ClassVar[bool] = False
 
     def documents(
         self, encoding: Encoding, excluded: Sequence[str], stacked: Sequence[str]
@@ -516,6 +580,24 @@ class FP8(Layout):
         return fitting[0] if fitting else f"blocks of {block}"
 
 
+class MXFP4(Layout):
+    """That of gpt-oss, whose stacks of experts alone are quantized.
+
+    https://huggingface.co/docs/transformers/quantization/mxfp4
+    """
+
+    name = "mxfp4"
+    keeps_stacks = True
+
+    def documents(
+        self, encoding: Encoding, excluded: Sequence[str], stacked: Sequence[str]
+    ) -> dict[str, dict[str, Any]]:
+        return {CONFIG: {"quant_method": self.name, "modules_to_not_convert": [*excluded]}}
+
+    def format_of(self, config: dict[str, Any]) -> Any:
+        return self.encodings[0].format
+
+
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
@@ -525,10 +607,12 @@ LAYOUTS: dict[str, Layout] = {
                     "nvfp4-pack-quantized", "weight_packed", "weight_global_scale", divides=True
                 ),
                 MXFP8Encoding("mxfp8-quantized"),
+                MXFP4Encoding("mxfp4-pack-quantized"),
                 Float8BlockEncoding("float-quantized", scale="weight_scale"),
             )
         ),
         ModelOpt((NVFP4Encoding("W4A16_NVFP4"), MXFP8Encoding("MXFP8"))),
         FP8((Float8BlockEncoding("128x128"),)),
+        MXFP4((MXFP4Encoding("MXFP4", rounding="up"),)),
     )
 }

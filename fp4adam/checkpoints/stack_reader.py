@@ -1,5 +1,6 @@
 """Reading of checkpoints with one weight per expert by the names of a model that stacks them."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +9,54 @@ import torch
 from torch import Tensor
 
 from fp4adam.checkpoints.hub_names import Piece
+from fp4adam.checkpoints.layouts import Encoding
 from fp4adam.checkpoints.reader import Source
+
+
+class WholeStacks:
+    """A checkpoint with whole stacks of experts, by names as if each were a linear layer.
+
+    Args:
+        source: The checkpoint.
+        encoding: How it stores quantized weights.
+    """
+
+    def __init__(self, source: Source, encoding: Encoding) -> None:
+        self._source, self._names = source, {name: name for name in source.names()}
+        self.config, self.hf_quant_config = source.config, source.hf_quant_config
+        self.metadata = source.metadata
+        self._stacked: set[str] = set()
+        end = encoding.stacked.get(encoding.scale, "")
+        for name in [name for name in self._names if end and name.endswith(end)]:
+            stack = name.removesuffix(end)
+            parts = {key: stack + end for key, end in encoding.stacked.items()}
+            if all(len(source.shape(p)) > 2 for p in parts.values() if p in self._names) and (
+                self._names.keys() >= {*parts.values()}
+            ):
+                for key, part in parts.items():
+                    del self._names[part]
+                    self._names[f"{stack}.{key}"] = part
+                    self._stacked.add(f"{stack}.{key}")
+
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        return {*self._names}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, without reading it."""
+        shape = self._source.shape(self._names[name])
+        if name in self._stacked:
+            shape = (shape[0] * shape[1], math.prod(shape[2:]))
+        return shape
+
+    def dtype(self, name: str) -> torch.dtype | str:
+        """The dtype of a tensor, without reading it; its name in the file if torch has none."""
+        return self._source.dtype(self._names[name])
+
+    def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """A tensor on ``device``."""
+        value = self._source.read(self._names[name], device)
+        return value.flatten(0, 1).flatten(1) if name in self._stacked else value
 
 
 class StackReader:

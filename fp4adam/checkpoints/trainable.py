@@ -4,16 +4,17 @@ import copy
 import dataclasses
 import functools
 import math
+import warnings
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fp4adam.checkpoints.import_checkpoint import Import, encoding_of
+from fp4adam.checkpoints.import_checkpoint import Import
 from fp4adam.checkpoints.layouts import Encoding
 from fp4adam.checkpoints.model_state import members, plain_name
 from fp4adam.checkpoints.trained import check_no_adapters
-from fp4adam.distributed.dtensor import is_dtensor
+from fp4adam.distributed.dtensor import is_dtensor, local
 from fp4adam.interop.adapter import find_adapter, is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback
 from fp4adam.nn.candidates import check_module
@@ -56,9 +57,9 @@ def make_trainable(model: Model, recipe: FormatName | Quantizer | Recipe | None 
 
     Args:
         model: The model. Create the optimizer, and call ``fully_shard``, after this.
-        recipe: What the weights are trained with, as for :func:`fp4adam.quantize_model`, for example
-            a :class:`fp4adam.Recipe` with FP8 matmuls; of the format of the checkpoint. By default
-            the format with rowwise codes alone, which need no further memory.
+        recipe: As for :func:`fp4adam.quantize_model`, of the format of the checkpoint: for example
+            a :class:`fp4adam.Recipe` with FP8 matmuls. By default the format with rowwise codes
+            alone, which needs no further memory.
 
     Returns:
         ``model``.
@@ -72,6 +73,12 @@ def make_trainable(model: Model, recipe: FormatName | Quantizer | Recipe | None 
     """
     check_module(model)
     check_no_adapters(model)
+    for name, param in model.named_parameters():
+        if isinstance(local(param), QuantizedTensor):
+            raise ValueError(
+                f"model must not be trainable yet, got {name!r} in {type(local(param)).__name__}; "
+                "train it as it is"
+            )
     quantizer = None if recipe is None else resolve_recipe(recipe)
     if _foreign_weights(model):
         _take_foreign(model, quantizer)
@@ -92,18 +99,6 @@ class _LoadedModel:
         self.config = {"quantization_config": _quantization_config(model)}
         self.tensors = members(model)
         self.dtypes = {name: value.dtype for name, value in self.tensors.items()}
-
-    def name_stacks(self, encoding: Encoding) -> None:
-        """Name the parameters of stacks as if each stack were a linear layer."""
-        ends = encoding.stacked
-        scale = ends.get(encoding.scale, "")
-        for name in [name for name in self.tensors if scale and name.endswith(scale)]:
-            stack = name.removesuffix(scale)
-            parts = {key: stack + end for key, end in ends.items()}
-            if all(part in self.tensors and self.tensors[part].ndim > 2 for part in parts.values()):
-                for key, part in parts.items():
-                    value = self.tensors.pop(part)
-                    self.tensors[f"{stack}.{key}"] = value.flatten(0, 1)
 
     def names(self) -> set[str]:
         return {*self.tensors}
@@ -131,6 +126,12 @@ def _quantization_config(model: nn.Module) -> dict[str, Any]:
         )
     config = dict(config) if isinstance(config, dict) else config.to_dict()
     config["quant_method"] = str(getattr(config["quant_method"], "value", config["quant_method"]))
+    if config["quant_method"] == "mxfp4":
+        raise ValueError(
+            "model must have weights in the order of its checkpoint, got MXFP4 ones that "
+            "transformers has swizzled for its kernels; build the model on the meta device and "
+            "call import_checkpoint(model, folder)"
+        )
     if isinstance(block := config.get("weight_block_size"), tuple):
         config["weight_block_size"] = [*block]
     return config
@@ -140,8 +141,6 @@ def _take_loaded(model: nn.Module, quantizer: Quantizer | None) -> None:
     """Exchange the quantized modules of a model of transformers."""
     loaded = _LoadedModel(model)
     plain = _in_high_precision(model)
-    encoding = encoding_of(loaded)
-    loaded.name_stacks(encoding)
     reading = Import(plain, loaded, quantizer)
     if quantizer is None:
         reading.quantizer = dataclasses.replace(reading.quantizer, columnwise=False)
@@ -336,15 +335,27 @@ class _StoredState(_State):
             return {name: weight}
         *leading, cols = weight.shape
         parts = self._encoding.encode(weight.flush()._alias((math.prod(leading), cols)))
+        if name == self._layers[name]:
+            parts = self._encoding.of_stack(parts, weight.shape, name)
+        else:
+            parts = {f"{self._layers[name]}.{key}": part for key, part in parts.items()}
         stored = {}
-        for key, full in self._names(name).items():
-            part, dtype = parts[key], self._dtypes.get(full)
+        for full, part in parts.items():
+            dtype = self._dtypes.get(full)
             if dtype is not None and dtype != part.dtype:
                 if part.element_size() == dtype.itemsize == 1:
                     part = part.view(dtype)
                 elif torch.equal(part.to(dtype).float(), part):
                     part = part.to(dtype)
-            stored[full] = part.view(*leading[:-1], -1, part.shape[-1]) if part.ndim > 1 else part
+                else:
+                    warnings.warn(
+                        f"scales such as {full!r} are stored in float32, since {dtype} would round "
+                        "them, as readers may that keep them in it; train with "
+                        "make_trainable(model, Float8BlockQuantizer(columnwise=False)) for scales "
+                        "that are powers of two",
+                        stacklevel=2,
+                    )
+            stored[full] = part
         return stored
 
     def decode(self, name: str, param: QuantizedTensor, stored: dict[str, Any]) -> Tensor | None:
@@ -354,7 +365,7 @@ class _StoredState(_State):
         if not all(isinstance(stored.get(full), Tensor) for full in names.values()):
             return None
         parts = {key: stored.pop(full).to(param.device) for key, full in names.items()}
-        flat = {key: x.flatten(0, 1) if x.ndim > 2 else x for key, x in parts.items()}
+        flat = {key: x.flatten(0, 1).flatten(1) if x.ndim > 2 else x for key, x in parts.items()}
         return self._encoding.wrap(flat, param.shape, param.dtype, param.quantizer)
 
 

@@ -26,6 +26,7 @@ class Trained(NamedTuple):
         encoding: How the layout stores the quantized ones.
         pieces: What a checkpoint stores, by its names: stacked experts one by one.
         spans: The same by the names of the model, as :func:`spans_of`.
+        keeps_stacks: Whether the layout stores stacks as they are.
     """
 
     model: nn.Module
@@ -34,6 +35,7 @@ class Trained(NamedTuple):
     encoding: Encoding
     pieces: dict[str, Piece]
     spans: dict[str, dict[str, tuple[int, int] | None]]
+    keeps_stacks: bool
 
     @classmethod
     def of(cls, model: nn.Module, layout: Layout) -> "Trained":
@@ -50,9 +52,13 @@ class Trained(NamedTuple):
         ]
         pieces = pieces_of(model, weights)
         for piece in pieces.values():
-            if piece.name in quantized:
+            if piece.name in quantized and layout.keeps_stacks:
+                _check_whole_stack(piece, quantized[piece.name])
+            elif piece.name in quantized:
                 _check_whole_linear(piece, quantized[piece.name], linear, encoding)
-        return cls(model, weights, quantized, encoding, pieces, spans_of(pieces))
+        return cls(
+            model, weights, quantized, encoding, pieces, spans_of(pieces), layout.keeps_stacks
+        )
 
     def encode(self, name: str, weight: QuantizedTensor) -> dict[str, Tensor]:
         """The tensors that a whole weight is stored as, on its device; a stack as one matrix."""
@@ -186,6 +192,16 @@ def _check_whole_linear(
         )
     if weight._shared.global_spec is None and not rows.is_whole_blocks(weight):
         raise ValueError(f"{name!r} must be a whole tensor, got rows of another one; clone it")
+
+
+def _check_whole_stack(piece: Piece, weight: QuantizedTensor) -> None:
+    """Raise ValueError unless ``piece`` is a stack that layouts of whole stacks can hold."""
+    if piece.rows is not None or weight.dim() != 3 or not rows.is_whole_blocks(weight):
+        raise ValueError(
+            "quantized weights must be whole stacks of experts for layout 'mxfp4', as gpt-oss has "
+            f"them, got {piece.name!r}; leave it in high precision (filter=...), or use layout "
+            "'compressed-tensors'"
+        )
 
 
 def gathered(weight: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ other ranks, which the ranks exchange after measuring.
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,8 @@ from fp4adam.tensors.transpose import build_columnwise
 
 if TYPE_CHECKING:
     from fp4adam.distributed.cast_launch import CastLaunches
+
+Exchange = Callable[[Tensor], None]
 
 
 class PartialCast:
@@ -143,6 +145,29 @@ class PartialCast:
         self.rowwise_amaxes = [one.grids.get("rowwise") for one in self._spans]
         self.columnwise_amaxes = [one.grids.get("columnwise") for one in self._spans]
 
+    def __call__(
+        self,
+        values: Sequence[Tensor | None],
+        exchange: Exchange | None = None,
+        outs: Sequence[Out] | None = None,
+    ) -> None:
+        """Measure, exchange, choose, exchange and write.
+
+        Args:
+            values: As for :meth:`measure`.
+            exchange: Replaces ``amaxes`` and ``choices`` by their maximum over all ranks; None if
+                all spans are whole.
+            outs: As for :meth:`write`.
+        """
+        self.measure(values)
+        if exchange is not None:
+            exchange(self.amaxes)
+        if self._adaptive:
+            self.choose(values)
+            if exchange is not None:
+                exchange(self.choices)
+        self.write(values, outs)
+
     def measure(self, values: Sequence[Tensor | None]) -> None:
         """Overwrite ``amaxes`` with the amaxes of this rank's shards.
 
@@ -223,12 +248,12 @@ class PartialCast:
         """The launches on this memory: those of the last call, if it was the same."""
         from fp4adam.distributed.cast_launch import CastLaunches
 
-        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        self._stream = self._current_stream()
         memory = [None if x is None else (x.data_ptr(), x.dtype) for x in values]
         codes = [[None if x is None else x.data_ptr() for x in as_pair(out)] for out in outs]
         tensors = [one.weight._shared.tensors for one in self._spans]
         choices = [one.choices for one in self._spans]
-        known = stream, memory, codes, [*map(id, tensors)], [*map(id, choices)]
+        known = self._stream, memory, codes, [*map(id, tensors)], [*map(id, choices)]
         if known != self._known:
             self._known = known
             self._launches = CastLaunches(self._spans, values, outs, self.device), tensors, choices
@@ -290,29 +315,38 @@ class PartialCast:
             for one, value, out in zip(self._spans, values, outs, strict=True):
                 _write(one, value, out)
             build_gemm_scales([one.weight for one in self._spans])
-        self._mark_written()
+        weights = [one.weight for one in self._spans]
+        versioned = chain.from_iterable(each._shared.tensors.versioned for each in weights)
+        self._written = [*versioned]
+        torch.autograd.graph.increment_version([*weights, *self._written])
 
     @property
     def can_be_repeated(self) -> bool:
         """Whether :meth:`repeat` may be called after a :meth:`write` to the weights themselves."""
         return bool(self._launches) and not self._adaptive
 
-    def repeat(self) -> None:
-        """Measure and write again what the last calls did, with new values in the same memory.
+    @property
+    def is_on_its_stream(self) -> bool:
+        """Whether the current stream is that of the last call, where tables were uploaded."""
+        return self._stream == self._current_stream()
 
-        Nothing is checked. The caller knows that memory and layouts are the same, that no writes to
-        the weights are pending, and that the current stream is the same.
+    def repeat(self, exchange: Exchange | None = None) -> None:
+        """Do again what the last call did, with new values in the same memory.
+
+        Only the versions of inner tensors are raised. Nothing is checked. The caller knows that
+        memory and layouts are the same, that no writes to the weights are pending, and that the
+        current stream is the same.
         """
         launches = self._launches[0]
         self.amaxes.zero_()
         launches.measure()
+        if exchange is not None:
+            exchange(self.amaxes)
         launches.write()
-        self._mark_written()
+        torch.autograd.graph.increment_version(self._written)
 
-    def _mark_written(self) -> None:
-        weights = [one.weight for one in self._spans]
-        written = chain.from_iterable(each._shared.tensors.versioned for each in weights)
-        torch.autograd.graph.increment_version([*weights, *written])
+    def _current_stream(self) -> torch.Stream | None:
+        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
     def check_values(self, values: Sequence[Tensor | None], name: str = "values") -> None:
         """Raise ValueError unless ``values`` fit the shards; ``name`` is for the error."""

@@ -32,6 +32,7 @@ class _Kind(NamedTuple):
     amax_epsilon: float
     adaptive: str | None
     bound: int
+    rounding: int
 
     def options(self, *names: str) -> dict[str, Any]:
         """The named fields, as keyword arguments."""
@@ -40,6 +41,7 @@ class _Kind(NamedTuple):
 
 _MEASURE = ("format", "value_dtype", "write_dtype", "rowwise", "columnwise")
 _SCALES = ("format", "write_dtype", "force_pow_2_scales", "amax_epsilon", "adaptive", "bound")
+_SCALES += ("rounding",)
 _CHOICES = ("value_dtype", "write_dtype", "adaptive", "bound")
 
 

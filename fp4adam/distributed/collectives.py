@@ -10,9 +10,7 @@ Broadcasts and all-gathers work like this. A scatter sends decoded values, becau
 shorter parts, which makes them plain tensors without the other ranks knowing.
 """
 
-import functools
 import hashlib
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp4adam.distributed.torch_patches import is_loading_from_rank_0, wrap_broadcast_coalesced
 from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor, implements_operator
 from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
@@ -43,11 +42,11 @@ def _agree(group: dist.ProcessGroup, slots: Sequence[_Slot]) -> list[torch.dtype
     Raises:
         RuntimeError: On every rank, if formats differ between ranks, or a sender has no codes yet.
     """
-    told = [
-        (_state_of(slot.tensor) if slot.sends else 0, look := _look_of(slot.tensor), -look)
+    local_info = [
+        (_state_of(slot.tensor) if slot.sends else 0, look := _format_hash(slot.tensor), -look)
         for slot in slots
     ]
-    table = torch.tensor(told, dtype=torch.int64, device=slots[0].tensor.device)
+    table = torch.tensor(local_info, dtype=torch.int64, device=slots[0].tensor.device)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX
     group.allreduce([table], options).wait()
@@ -82,7 +81,7 @@ def _state_of(tensor: Tensor) -> int:
     return 0 if value is None else _INIT_DTYPES.index(value.dtype)
 
 
-def _look_of(tensor: Tensor) -> int:
+def _format_hash(tensor: Tensor) -> int:
     """A hash of everything that has to match between ranks; stable across processes."""
     look = [_name_of(tensor)]
     if isinstance(tensor, QuantizedTensor):
@@ -92,7 +91,7 @@ def _look_of(tensor: Tensor) -> int:
     return int.from_bytes(hashlib.blake2b(repr(look).encode(), digest_size=7).digest(), "big")
 
 
-def _parts_of(tensor: QuantizedTensor, init_dtype: torch.dtype | None) -> list[Tensor]:
+def _sent_tensors(tensor: QuantizedTensor, init_dtype: torch.dtype | None) -> list[Tensor]:
     """The plain tensors that a sender broadcasts."""
     part = rows.own_blocks(tensor.flush())
     parts = [*part.storage_tensors().values()]
@@ -103,11 +102,11 @@ def _parts_of(tensor: QuantizedTensor, init_dtype: torch.dtype | None) -> list[T
     return [inner.data.contiguous() for inner in parts]
 
 
-class _Arrival:
+class _Receive:
     """The receive buffers of one tensor.
 
     Attributes:
-        parts: Buffers to receive into, in the order of :func:`_parts_of` on the sender.
+        parts: Buffers to receive into, in the order of :func:`_sent_tensors` on the sender.
     """
 
     def __init__(self, tensor: QuantizedTensor, init_dtype: torch.dtype | None) -> None:
@@ -128,20 +127,20 @@ class _Arrival:
             self._tensor._high_precision_init_val = self._init_val
 
 
-def _ends_of(
+def _buffers(
     slots: Sequence[_Slot], dtypes: Sequence[torch.dtype | None]
-) -> tuple[list[Tensor], list[_Arrival]]:
-    """The buffers of all slots on this rank, and the arrivals that wait for some of them."""
-    parts, arrivals = [], []
+) -> tuple[list[Tensor], list[_Receive]]:
+    """The buffers of all slots on this rank, and the receives that wait for some of them."""
+    parts, receives = [], []
     for slot, dtype in zip(slots, dtypes, strict=True):
         if not isinstance(slot.tensor, QuantizedTensor):
             parts.append(slot.tensor)
         elif slot.sends:
-            parts += _parts_of(slot.tensor, dtype)
+            parts += _sent_tensors(slot.tensor, dtype)
         else:
-            arrivals.append(_Arrival(slot.tensor, dtype))
-            parts += arrivals[-1].parts
-    return parts, arrivals
+            receives.append(_Receive(slot.tensor, dtype))
+            parts += receives[-1].parts
+    return parts, receives
 
 
 def _send(group: Any, parts: Sequence[Tensor], root: int) -> Any:
@@ -156,14 +155,14 @@ def _send(group: Any, parts: Sequence[Tensor], root: int) -> Any:
 def _broadcast_(
     func: Callable, outs: list[Tensor], group: Any, root: int, *args: Any
 ) -> tuple[list[Tensor], Any]:
-    if _receivers_are_plain():
+    if is_loading_from_rank_0():
         return outs, _run_collective(func, _values(outs), group, root, *args)
     process_group = dist.ProcessGroup.unbox(group)
     slots = [_Slot(out, process_group.rank() == root) for out in outs]
-    parts, arrivals = _ends_of(slots, _agree(process_group, slots))
+    parts, receives = _buffers(slots, _agree(process_group, slots))
     work = _send(group, parts, root)
-    for arrival in arrivals:
-        arrival.take()
+    for receive in receives:
+        receive.take()
     return outs, work
 
 
@@ -176,7 +175,7 @@ def _allgather_(
     if not any(isinstance(out, QuantizedTensor) for out in received):
         return outs, _run_collective(func, outs, _values(inputs), group, *args)
     for out in received:
-        if not isinstance(out, QuantizedTensor) or _look_of(out) != _look_of(own):
+        if not isinstance(out, QuantizedTensor) or _format_hash(out) != _format_hash(own):
             raise TypeError(
                 "the output list of an all-gather must have tensors like the input, of type "
                 f"{type(own).__name__} and shape {tuple(own.shape)}, got a {type(out).__name__} of "
@@ -187,14 +186,14 @@ def _allgather_(
     slots[process_group.rank()] = _Slot(own, True)
     dtypes = _agree(process_group, slots)
     for root, (slot, dtype) in enumerate(zip(slots, dtypes, strict=True)):
-        parts, arrivals = _ends_of([slot], [dtype])
+        parts, receives = _buffers([slot], [dtype])
         work = _send(group, parts, root)
-        for arrival in arrivals:
-            arrival.take()
+        for receive in receives:
+            receive.take()
     mine = received[process_group.rank()]
-    arrival = _Arrival(mine, dtypes[process_group.rank()])
-    torch._foreach_copy_(arrival.parts, _parts_of(own, dtypes[process_group.rank()]))
-    arrival.take()
+    receive = _Receive(mine, dtypes[process_group.rank()])
+    torch._foreach_copy_(receive.parts, _sent_tensors(own, dtypes[process_group.rank()]))
+    receive.take()
     return outs, work
 
 
@@ -227,64 +226,21 @@ def _values(tensors: list[Tensor]) -> list[Tensor]:
     return [t._read() if isinstance(t, QuantizedTensor) else t for t in tensors]
 
 
-# When it is constructed, DistributedDataParallel copies rank 0's parameters to all replicas. It
-# passes them to a C++ function, which flattens and concatenates their values before a c10d operator
-# could see that they are quantized. There is no hook in between. But torch looks this function up
-# by name in torch.distributed at each call, so a replacement can pass it the inner tensors.
-_broadcast_coalesced_of_torch = dist._broadcast_coalesced
-
-
-@functools.wraps(_broadcast_coalesced_of_torch)
+# DistributedDataParallel copies rank 0's parameters to all replicas.
 def _broadcast_coalesced(
-    process_group: dist.ProcessGroup, tensors: Sequence[Tensor], buffer_size: int, src: int = 0
+    broadcast: Callable[..., None],
+    process_group: dist.ProcessGroup,
+    tensors: Sequence[Tensor],
+    buffer_size: int,
+    src: int = 0,
 ) -> None:
     if not any(isinstance(tensor, QuantizedTensor) for tensor in tensors):
-        return _broadcast_coalesced_of_torch(process_group, tensors, buffer_size, src)
+        return broadcast(process_group, tensors, buffer_size, src)
     slots = [_Slot(tensor, process_group.rank() == src) for tensor in tensors]
-    parts, arrivals = _ends_of(slots, _agree(process_group, slots))
-    _broadcast_coalesced_of_torch(process_group, parts, buffer_size, src)
-    for arrival in arrivals:
-        arrival.take()
+    buffers, receives = _buffers(slots, _agree(process_group, slots))
+    broadcast(process_group, buffers, buffer_size, src)
+    for receive in receives:
+        receive.take()
 
 
-dist._broadcast_coalesced = _broadcast_coalesced
-
-
-def _receivers_are_plain() -> bool:
-    """Whether the caller is torch.distributed.checkpoint's broadcast_from_rank0.
-
-    There rank 0 sends its tensor, which may be quantized, and the other ranks receive into plain
-    tensors of its nominal dtype. Only the call stack shows this. torch has no hook for it, and the
-    module takes a second to import, too long to patch it here.
-    """
-    module = sys.modules.get("torch.distributed._state_dict_utils")
-    frame = None if module is None else sys._getframe(1)
-    while frame is not None and frame.f_globals is not vars(module):
-        frame = frame.f_back
-    return frame is not None
-
-
-def guard_zero() -> None:
-    """Make ZeroRedundancyOptimizer refuse parameters_as_bucket_view=True with quantized parameters.
-
-    Does nothing unless its module is already imported, as it must be to build such an optimizer.
-    Importing it here would be slow and emit warnings.
-    """
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if module is None:
-        return
-    build = module.ZeroRedundancyOptimizer._build_param_buckets
-    if hasattr(build, "__wrapped__"):
-        return
-
-    @functools.wraps(build)
-    def build_param_buckets(zero: Any) -> None:
-        params = [param for group in zero.param_groups for param in group["params"]]
-        if zero.parameters_as_bucket_view and any(isinstance(x, QuantizedTensor) for x in params):
-            raise ValueError(
-                "parameters_as_bucket_view must be False for quantized parameters, got True: they "
-                "cannot be views of a flat buffer; leave it out, each is broadcast as it is"
-            )
-        build(zero)
-
-    module.ZeroRedundancyOptimizer._build_param_buckets = build_param_buckets
+wrap_broadcast_coalesced(_broadcast_coalesced)

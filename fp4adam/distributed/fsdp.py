@@ -17,7 +17,6 @@ amax of an NVFP4 tensor is not gathered, because every rank has it.
 
 import dataclasses
 import inspect
-import sys
 from collections.abc import Callable
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -30,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fp4adam.distributed.dtensor import local
 from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.distributed.shards import parallel_infos, settle_shard
+from fp4adam.distributed.torch_patches import ranks_after_forward
 from fp4adam.tensors.blocks import blocks_of_parts, flat_shape, round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
@@ -138,24 +138,17 @@ class _PreAllGather:
 def _check_reshard_setting(shard: QuantizedTensor) -> None:
     """Raise ValueError if FSDP2 would keep gathered codes sharded over fewer ranks.
 
-    It keeps plain weights alone so. Its hooks do not show the setting, but the call stack does.
+    It keeps plain weights alone so.
     """
-    module = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_param"]
-    frame = sys._getframe(1)
-    while frame is not None:
-        param = frame.f_locals.get("self")
-        if isinstance(param, module.FSDPParam):
-            after, before = param.post_forward_mesh_info, param.mesh_info
-            if after is not None and after.shard_mesh_size != before.shard_mesh_size:
-                name = shard._shared.name
-                what = "a quantized weight" if name is None else f"parameter {name!r}"
-                raise ValueError(
-                    f"reshard_after_forward must be True or False for {what}, got "
-                    f"{after.shard_mesh_size}: FSDP2 cannot gather codes again from fewer ranks; "
-                    "pass True to free gathered weights after forward, or False to keep them"
-                )
-            return
-        frame = frame.f_back
+    ranks = ranks_after_forward()
+    if ranks is not None:
+        name = shard._shared.name
+        what = "a quantized weight" if name is None else f"parameter {name!r}"
+        raise ValueError(
+            f"reshard_after_forward must be True or False for {what}, got {ranks}: FSDP2 cannot "
+            "gather codes again from fewer ranks; pass True to free gathered weights after "
+            "forward, or False to keep them"
+        )
 
 
 def _make_gathering(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:

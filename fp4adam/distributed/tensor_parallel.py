@@ -6,10 +6,9 @@ bytes of the whole weight. All that parts share is the amax of NVFP4, and the op
 exchanges that as it does for shards of FSDP2, whose shards these parts may be divided into.
 """
 
-import functools
-import inspect
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from fp4adam.distributed.dtensor import sharded_dims
 from fp4adam.distributed.fsdp import gather_codes
 from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.distributed.shards import settle_shard
+from fp4adam.distributed.torch_patches import wrap_shard_tensor
 from fp4adam.tensors.quantized_tensor import QuantizedTensor, implements_function
 from fp4adam.tensors.rows import check_parallel, copy_bytes, parallel_part
 from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
@@ -39,27 +39,8 @@ def _is_leaf(tensor: Tensor) -> bool:
     _parameter = weakref.ref(tensor._shared) if is_quantized else None
     module = sys.modules.get("torch.distributed.tensor.placement_types")
     if module is not None:
-        _keep_parts_quantized(module.Shard)
+        wrap_shard_tensor(module.Shard, _shard_tensor)
     return torch.Tensor.is_leaf.__get__(tensor)
-
-
-def _keep_parts_quantized(kind: Any) -> None:
-    """Wrap ``_shard_tensor`` of torch's class Shard, once.
-
-    Raises:
-        NotImplementedError: If this torch has no such function; parts would silently be plain.
-    """
-    own = getattr(kind, "_shard_tensor", None)
-    if hasattr(own, "__wrapped__"):
-        return
-    names = [] if own is None else [*inspect.signature(own).parameters]
-    if names != ["self", "tensor", "mesh", "mesh_dim", "src_data_rank"]:
-        raise NotImplementedError(
-            "Shard._shard_tensor must take (tensor, mesh, mesh_dim, src_data_rank) for quantized "
-            f"weights to be distributed, got {names} in torch {torch.__version__}; use torch 2.11 "
-            "to 2.13, or leave the layer in high precision (filter=...)"
-        )
-    kind._shard_tensor = _for_quantized(own)
 
 
 def _is_of_parameter(tensor: Tensor) -> bool:
@@ -71,31 +52,27 @@ def _is_of_parameter(tensor: Tensor) -> bool:
     return is_part or (_parameter is not None and _parameter() is tensor._shared)
 
 
-def _for_quantized(shard_tensor: Any) -> Any:
-    """``Shard._shard_tensor``, with parts of quantized tensors that stay quantized.
-
-    torch's own function scatters values and pads, which would make plain tensors of weights. There
-    is no hook in between.
-    """
-
-    @functools.wraps(shard_tensor)
-    def shard(
-        self: Any, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, src_data_rank: int | None = 0
-    ) -> Tensor:
-        if not _is_of_parameter(tensor) or mesh.get_coordinate() is None:
-            return shard_tensor(self, tensor, mesh, mesh_dim, src_data_rank)
-        number, n_parts = mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim)
-        info = ShardInfo.in_parallel(mesh, mesh_dim)
-        if src_data_rank is not None and not tensor.is_meta and n_parts > 1:
-            # Checked before ranks wait for each other: all have a weight of this shape.
-            check_parallel(tensor, self.dim, n_parts)
-            if number != src_data_rank:
-                own, tensor = tensor._shared, torch.empty_like(tensor)
-                tensor._shared.name, tensor._shared.scale_group = own.name, own.scale_group
-            dist.broadcast(tensor, group=info.group, group_src=src_data_rank)
-        return parallel_part(tensor, self.dim, number, n_parts, info)
-
-    return shard
+def _shard_tensor(
+    shard_tensor: Callable[..., Tensor],
+    self: Any,
+    tensor: Tensor,
+    mesh: DeviceMesh,
+    mesh_dim: int,
+    src_data_rank: int | None = 0,
+) -> Tensor:
+    """``Shard._shard_tensor``, with parts of quantized parameters that stay quantized."""
+    if not _is_of_parameter(tensor) or mesh.get_coordinate() is None:
+        return shard_tensor(self, tensor, mesh, mesh_dim, src_data_rank)
+    number, n_parts = mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim)
+    info = ShardInfo.in_parallel(mesh, mesh_dim)
+    if src_data_rank is not None and not tensor.is_meta and n_parts > 1:
+        # Checked before ranks wait for each other: all have a weight of this shape.
+        check_parallel(tensor, self.dim, n_parts)
+        if number != src_data_rank:
+            own, tensor = tensor._shared, torch.empty_like(tensor)
+            tensor._shared.name, tensor._shared.scale_group = own.name, own.scale_group
+        dist.broadcast(tensor, group=info.group, group_src=src_data_rank)
+    return parallel_part(tensor, self.dim, number, n_parts, info)
 
 
 def gather_whole(weight: Tensor) -> QuantizedTensor:

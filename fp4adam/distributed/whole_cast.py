@@ -16,7 +16,7 @@ from fp4adam.tensors.quantizer import Quantizer
 if TYPE_CHECKING:
     from fp4adam.kernels.launch.launch import Launch
 
-FORMATS = ("float8", "float8_block", "mxfp8")
+FORMATS = ("float8", "float8_block", "mxfp8", "mxfp8_2d")
 ALIGNMENT = 16  # of every address in bytes, and of rows and columns
 
 
@@ -62,9 +62,12 @@ class WholeCast:
         table = tile_lists.table(rows, members[0][0].device)
         shapes = [flat_shape(tuple(tensor.shape)) for tensor, _ in members]
         given = table, shapes, dtype
-        if not quantizer.layout.is_square:
+        if quantizer.layout.scale_type == "e8m0":
             usage = Usage(
-                quantizer.rowwise, quantizer.columnwise, swizzled=quantizer.optimize_for_gemm
+                quantizer.rowwise,
+                quantizer.columnwise,
+                quantizer.layout.is_square,
+                quantizer.optimize_for_gemm,
             )
             self._launches += whole_cast.quantize_mxfp8(*given, usage)
             return

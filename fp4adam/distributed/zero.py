@@ -1,18 +1,25 @@
 """ZeRO: quantized weights with sharded masters, for optimizers such as Megatron's."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4adam.distributed.cast import PartialCast, check_weights
 from fp4adam.distributed.cast_span import Out
+from fp4adam.distributed.model_weights import ModelWeights
 from fp4adam.formats.nvfp4 import NVFP4Tensor
 from fp4adam.interop.adapter import TensorAdapter, adapter_of, is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, borrow
+from fp4adam.tensors import backend
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.transpose import build_columnwise, check_square
+from fp4adam.tensors.transpose import build_columnwise, check_square, columnwise_launches
+
+if TYPE_CHECKING:
+    from fp4adam.kernels.launch.launch import Launch
 
 
 def quantize_master_weights(
@@ -59,71 +66,123 @@ def quantize_master_weights(
         NotImplementedError: If columnwise codes of another package's tensor cannot be dropped.
         RuntimeError: Without a process group. In both cases nothing has changed.
     """
-    for name, given in (
-        ("master_weights", master_weights),
-        ("start_offsets", start_offsets),
-        ("fsdp_shard_model_weights", fsdp_shard_model_weights),
-    ):
-        if given is not None and len(given) != len(model_weights):
-            raise ValueError(
-                f"{name} must have one entry per model weight, {len(model_weights)}, got "
-                f"{len(given)}; pass None where this rank has no slice"
-            )
-    borrowed = _borrowed_among(model_weights)
+    plan = _plan(model_weights)
+    given = (master_weights, start_offsets, fsdp_shard_model_weights)
+    is_known = plan is not None and plan.is_for(model_weights, *given)
+    if plan is None or not is_known:
+        plan = _Plan(model_weights, *given)
     if not manual_post_all_gather_processing:
-        for one in borrowed.values():
+        for one in plan.weights.borrowed.values():
             _check_drops_columnwise(one)
-    tensors = _tensors(model_weights, borrowed)
-    check_weights(tensors, "model_weights")
-    parts = [*map(_part, range(len(tensors)), master_weights, start_offsets)]
     if not model_weights:
         return
-    master_weights, starts = zip(*parts, strict=True)
-    cast = PartialCast(
-        tensors,
-        starts=starts,
-        sizes=[0 if master is None else master.numel() for master in master_weights],
-        dtypes=[weight.dtype for weight in model_weights],
-    )
-    cast.check_values(master_weights, "master_weights")
-    if fsdp_shard_model_weights is not None:
-        fsdp_shard_model_weights = [*map(_codes, fsdp_shard_model_weights)]
-        cast.check_outs(fsdp_shard_model_weights, "fsdp_shard_model_weights")
-
     if not dist.is_initialized():
         raise RuntimeError(
             "quantize_master_weights must be called on the ranks of a process group, got none; "
             "call torch.distributed.init_process_group first, on a single process as well"
         )
-    for i, tensor in enumerate(tensors):
-        (borrowed[i] if i in borrowed else tensor).clear_high_precision_init_val()
-    scales_of_others = ScaleWriteback([*borrowed.values()])
-    scales_of_others.read()
-    cast.measure(master_weights)
-    dist.all_reduce(cast.amaxes, dist.ReduceOp.MAX, group)
-    if cast.is_adaptive:
-        cast.choose(master_weights)
-        dist.all_reduce(cast.choices, dist.ReduceOp.MAX, group)
-    cast.write(master_weights, fsdp_shard_model_weights)
-    scales_of_others()
-    torch.autograd.graph.increment_version([model_weights[i] for i in borrowed])
+    plan(model_weights, group)
+    if not is_known and plan.can_be_repeated:
+        _plans[model_weights[0]] = plan
     if not manual_post_all_gather_processing:
-        for i, tensor in enumerate(tensors):
-            if i not in borrowed:
-                if tensor.quantizer.layout.is_square:
-                    tensor.update_usage(columnwise_usage=False)
-            elif _has_derived(borrowed[i]):
-                borrowed[i].adapter.drop_columnwise(model_weights[i])
+        for i, tensor in enumerate(model_weights):
+            one = plan.weights.borrowed.get(i)
+            if one is None and tensor.quantizer.layout.is_square:
+                tensor.update_usage(columnwise_usage=False)
+            elif one is not None and _has_derived(one):
+                one.adapter.drop_columnwise(tensor)
 
 
-def _borrowed_among(weights: Sequence[Tensor]) -> dict[int, BorrowedTensor]:
-    """By index, the borrowed tensors for weights of other packages."""
-    return {i: borrow(w) for i, w in enumerate(weights) if isinstance(w, Tensor) and is_foreign(w)}
+class _Plan:
+    """A cast of masters into weights, which is repeated as long as their addresses hold.
+
+    Its amaxes stay allocated: 1/64 byte per element of NVFP4, 1/4 of MXFP8.
+
+    Args:
+        model_weights, master_weights, start_offsets, outs: As for :func:`quantize_master_weights`.
+
+    Raises:
+        ValueError: If one is not as described there.
+    """
+
+    def __init__(
+        self,
+        model_weights: Sequence[Tensor],
+        master_weights: Sequence[Tensor | None],
+        start_offsets: Sequence[int | None],
+        outs: Sequence[Out] | None,
+    ) -> None:
+        for name, given in (
+            ("master_weights", master_weights),
+            ("start_offsets", start_offsets),
+            ("fsdp_shard_model_weights", outs),
+        ):
+            if given is not None and len(given) != len(model_weights):
+                raise ValueError(
+                    f"{name} must have one entry per model weight, {len(model_weights)}, got "
+                    f"{len(given)}; pass None where this rank has no slice"
+                )
+        self.weights = ModelWeights(model_weights, master_weights)
+        check_weights(self.weights.tensors, "model_weights")
+        parts = [*map(_part, range(len(model_weights)), master_weights, start_offsets)]
+        self._values = [master for master, _ in parts]
+        self._cast = PartialCast(
+            self.weights.tensors,
+            starts=[start for _, start in parts],
+            sizes=[0 if master is None else master.numel() for master, _ in parts],
+            dtypes=[weight.dtype for weight in model_weights],
+        )
+        self._cast.check_values(self._values, "master_weights")
+        self._outs = None if outs is None else [*map(_codes, outs)]
+        if self._outs is not None:
+            self._cast.check_outs(self._outs, "fsdp_shard_model_weights")
+        self._starts = list(start_offsets)
+        self._scales_of_others = ScaleWriteback([*self.weights.borrowed.values()])
+        self.can_be_repeated = False
+
+    def is_for(
+        self,
+        model_weights: Sequence[Tensor],
+        master_weights: Sequence[Tensor | None],
+        start_offsets: Sequence[int | None],
+        outs: Sequence[Out] | None,
+    ) -> bool:
+        """Whether all of these are as they were."""
+        return (
+            outs is None is self._outs
+            and self._starts == list(start_offsets)
+            and self.weights.are(model_weights, master_weights)
+            and self._cast.is_on_its_stream
+        )
+
+    def __call__(self, model_weights: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+        """Cast what the masters hold now."""
+        borrowed = self.weights.borrowed
+        for one in (*borrowed.values(), *self.weights.with_init_val()):
+            one.clear_high_precision_init_val()
+        self._scales_of_others.read()
+
+        def exchange(amaxes: Tensor) -> None:
+            dist.all_reduce(amaxes, dist.ReduceOp.MAX, group)
+
+        if self.can_be_repeated:
+            self._cast.repeat(exchange)
+        else:
+            self._cast(self._values, exchange, self._outs)
+            # Views of masters are made anew, as masters are held weakly.
+            self._values = []
+            self.can_be_repeated = self._outs is None and self._cast.can_be_repeated
+        self._scales_of_others()
+        written = [model_weights[i] for i in borrowed] if borrowed else model_weights
+        torch.autograd.graph.increment_version(written)
 
 
-def _tensors(weights: Sequence[Tensor], borrowed: dict[int, BorrowedTensor]) -> list[Tensor]:
-    """The weights, with this package's tensors in the place of others."""
-    return [borrowed[i].tensor if i in borrowed else w for i, w in enumerate(weights)]
+_plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _plan(weights: Sequence[Tensor]) -> _Plan | None:
+    """The plan for weights that begin with the same one, if it is kept."""
+    return _plans.get(weights[0]) if weights and isinstance(weights[0], Tensor) else None
 
 
 def _has_derived(borrowed: BorrowedTensor) -> bool:
@@ -161,8 +220,11 @@ def cast_master_weights_to_nvfp4(
         ValueError: If a weight is not an NVFP4 tensor, or as for that function.
         RuntimeError: As for that function.
     """
-    for i, weight in enumerate(_tensors(model_weights, _borrowed_among(model_weights))):
-        if not isinstance(weight, NVFP4Tensor):
+    for i, weight in enumerate(model_weights):
+        if isinstance(weight, NVFP4Tensor):
+            continue
+        is_borrowed = isinstance(weight, Tensor) and is_foreign(weight)
+        if not (is_borrowed and isinstance(borrow(weight).tensor, NVFP4Tensor)):
             raise ValueError(
                 f"model_weights[{i}] must be an NVFP4Tensor, got a {type(weight).__name__}; call "
                 "quantize_master_weights, which takes all formats"
@@ -214,14 +276,58 @@ def post_all_gather_processing(model_weights: Tensor | Sequence[Tensor]) -> None
     """
     given = [model_weights] if isinstance(model_weights, Tensor) else model_weights
     weights = [w for w in given if isinstance(w, QuantizedTensor) or is_foreign(w)]
-    borrowed, square = _borrowed_among(weights), []
-    for i, weight in enumerate(_tensors(weights, borrowed)):
-        if "columnwise_data" in weight.quantizer.layout.rows_per_entry:
-            continue  # MXFP8: columnwise codes are gathered
-        check_square(i, weight, "model_weights")
-        square.append(weight)
-    build_columnwise(square)
-    torch.autograd.graph.increment_version([weights[i] for i in borrowed])
+    if not weights:
+        return
+    kept = _transposes.get(weights[0])
+    if kept is None or not kept.weights.are(weights):
+        kept = _transposes[weights[0]] = _Transposes(weights)
+    kept(weights)
+
+
+class _Transposes:
+    """Transposes of the codes of weights, which are repeated as long as their addresses hold."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self.weights = ModelWeights(weights)
+        self._members = []
+        for i, tensor in enumerate(self.weights.tensors):
+            if "columnwise_data" in tensor.quantizer.layout.rows_per_entry:
+                continue  # MXFP8: columnwise codes are gathered
+            check_square(i, tensor, "model_weights")
+            if tensor.quantizer.columnwise and tensor._columnwise_data is not None:
+                self._members.append(i)
+        self._square = [self.weights.tensors[i] for i in self._members]
+        self._written = [tensor._columnwise_data for tensor in self._square]
+        # Second copies of the codes, which another package's tensor has.
+        self._mirrors = {i: one.mirrors for i, one in self.weights.borrowed.items() if one.mirrors}
+        self._devices = {tensor.device for tensor in self._square}
+        self._launches: list[Launch] | None = None
+        self._stream: torch.Stream | None = None
+
+    def __call__(self, weights: Sequence[Tensor]) -> None:
+        if self._square:
+            self._transpose()
+        for pairs in self._mirrors.values():
+            for target, codes in pairs:
+                target.copy_(codes)
+        written = [weights[i] for i in (*self._members, *self._mirrors)]
+        torch.autograd.graph.increment_version([*written, *self._written])
+
+    def _transpose(self) -> None:
+        device = next(iter(self._devices))
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        if not backend.uses_kernels(device) or len(self._devices) > 1:
+            build_columnwise(self._square)
+            return
+        # Tables were uploaded on a stream.
+        if self._launches is None or self._stream != stream:
+            self._launches, self._stream = columnwise_launches(self._square), stream
+        from fp4adam.kernels.launch.launch import launch_all
+
+        launch_all(self._square[0]._rowwise_data, self._launches)
+
+
+_transposes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def replace_raw_data(tensor: Tensor, new_raw_data: Tensor) -> None:

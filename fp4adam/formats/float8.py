@@ -46,7 +46,7 @@ class Float8Tensor(Float8Names, QuantizedTensor):
 
 
 @dataclasses.dataclass(frozen=True)
-class Float8Quantizer(Quantizer):
+class Float8Quantizer(Quantizer[Float8Tensor]):
     """Quantize to :class:`Float8Tensor`; rows and columns must be multiples of 16.
 
     Code = E4M3(x * scale) with scale = 448 / max(amax, amax_epsilon), or 1 if the amax is 0 or

@@ -31,7 +31,7 @@ class Float8BlockTensor(QuantizedTensor):
 
 
 @dataclasses.dataclass(frozen=True)
-class Float8BlockQuantizer(Quantizer):
+class Float8BlockQuantizer(Quantizer[Float8BlockTensor]):
     """Quantize to :class:`Float8BlockTensor`; any rows and columns (blocks at edges are partial).
 
     Scale = 448 / max(block_amax, amax_epsilon), or 1 for a block of zeros; code = E4M3(x * scale).

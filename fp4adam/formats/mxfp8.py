@@ -15,10 +15,11 @@ from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.storage import Storage
 
 BLOCK = 32
+BLOCKS = {"rowwise": (1, BLOCK), "columnwise": (BLOCK, 1), "square": (BLOCK, BLOCK)}
 
 
 class MXFP8Tensor(QuantizedTensor):
-    """A tensor in MXFP8, 8.25 bits per element and direction.
+    """A tensor in MXFP8, 8.25 bits per element and direction; with square blocks, 8.01 for both.
 
     ``rowwise_data``, ``columnwise_data``: uint8 (E4M3) [rows, cols]; neither is transposed.
     ``rowwise_scale_inv``: uint8 (E8M0) [rows padded to 128, cols / 32 padded to 4].
@@ -27,12 +28,14 @@ class MXFP8Tensor(QuantizedTensor):
     ``columnwise_gemm_scale_inv``: uint8 (E8M0) [cols padded to 128, rows / 32 padded to 4],
     swizzled for the GEMM.
 
-    Padding of scales is 0.
+    Padding of scales is 0. With square blocks one copy of codes and one grid of scales [rows / 32,
+    cols / 32] are stored: ``rowwise_data`` and ``columnwise_data`` are the same memory, and the
+    scales of each direction repeat those of the grid.
     """
 
 
 @dataclasses.dataclass(frozen=True)
-class MXFP8Quantizer(Quantizer):
+class MXFP8Quantizer(Quantizer[MXFP8Tensor]):
     """Quantize to :class:`MXFP8Tensor`; rows and columns must be multiples of 32.
 
     Scale = 2**ceil(log2(block_amax / 448)), so no code saturates; code = E4M3(x / scale).
@@ -40,14 +43,30 @@ class MXFP8Quantizer(Quantizer):
     Args:
         rowwise: Keep codes with blocks of 1x32.
         columnwise: Keep codes with blocks of 32x1.
+        two_dimensional: Use square blocks of 32x32, whose codes serve both directions. Needs
+            ``rowwise``.
         optimize_for_gemm: Keep ``rowwise_gemm_scale_inv`` and ``columnwise_gemm_scale_inv``, which
             are written with the tensor and take 1/32 byte per weight and direction.
 
-    Source: OCP Microscaling Formats (MX) v1.0; the scale rounds up as in Transformer Engine.
+    Source: OCP Microscaling Formats (MX) v1.0; the scale rounds up as in Transformer Engine, and
+    square blocks are its ``with_2d_quantization``.
     """
 
+    two_dimensional: bool = False
+
     tensor_class = MXFP8Tensor
-    name = "mxfp8"
+
+    @property
+    def name(self) -> str:
+        return "mxfp8_2d" if self.two_dimensional else "mxfp8"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.two_dimensional and not self.rowwise:
+            raise ValueError(
+                "rowwise must be True with two_dimensional=True, got False: one copy of codes "
+                "serves both directions; leave rowwise out"
+            )
 
     def full_layout(self) -> Layout:
         return Layout(
@@ -56,7 +75,7 @@ class MXFP8Quantizer(Quantizer):
             scale_type="e8m0",
             rowwise=Direction(Inner(1, 1), Inner(1, BLOCK, padding=(128, 4))),
             columnwise=Direction(Inner(1, 1), Inner(BLOCK, 1, padding=(4, 128))),
-            is_square=False,
+            is_square=self.two_dimensional,
             multiple=BLOCK,
         )
 
@@ -80,8 +99,9 @@ class MXFP8Quantizer(Quantizer):
             x,
             rowwise_data=out.rowwise_data,
             columnwise_data=out.columnwise_data,
-            rowwise_scale=out.rowwise_scale_inv,
+            rowwise_scale=out.block_scale_inv if self.two_dimensional else out.rowwise_scale_inv,
             columnwise_scale=out.columnwise_scale_inv,
+            two_dimensional=self.two_dimensional,
         )
 
     @staticmethod
@@ -100,30 +120,31 @@ class MXFP8Quantizer(Quantizer):
 
         return mxfp8_step
 
-    def stored(self, tensors: Storage) -> tuple[Tensor, Tensor, bool]:
-        """Codes, scales, and whether blocks lie along the last dimension."""
-        rowwise = tensors.rowwise_data is not None
-        data = tensors.rowwise_data if rowwise else tensors.columnwise_data
-        scale = tensors.rowwise_scale_inv if rowwise else tensors.columnwise_scale_inv
-        return data, scale, rowwise
+    def stored(self, tensors: Storage) -> tuple[Tensor, Tensor, int, int]:
+        """Codes, scales, and rows and columns of a block."""
+        usage = "columnwise" if tensors.rowwise_data is None else "rowwise"
+        name = "block_scale_inv" if self.two_dimensional else f"{usage}_scale_inv"
+        block = BLOCKS["square" if self.two_dimensional else usage]
+        return getattr(tensors, f"{usage}_data"), getattr(tensors, name), *block
 
 
 def _decode(
-    data: Tensor, scale: Tensor, rowwise: bool, dtype: torch.dtype, after: Tensor | None = None
+    data: Tensor,
+    scale: Tensor,
+    block_rows: int,
+    block_cols: int,
+    dtype: torch.dtype,
+    after: Tensor | None = None,
 ) -> Tensor:
-    """Decode E4M3 codes [rows, cols] with scales per 1x32 (``rowwise``) or 32x1 block.
-
-    ``after``: see :meth:`Quantizer.read`.
-    """
+    """Decode E4M3 codes [rows, cols] with a scale per block; for ``after`` see `Quantizer.read`."""
     if backend.uses_kernels(data.device):
         out = torch.empty_like(data, dtype=dtype)
-        MXFP8Quantizer.kernels().dequantize(data, scale, rowwise, out)
+        MXFP8Quantizer.kernels().dequantize(data, scale, block_rows, block_cols, out)
         return out
     rows, cols = data.shape
-    block = (1, BLOCK) if rowwise else (BLOCK, 1)
-    factor = minifloat.e8m0_value(scale[: rows // block[0], : cols // block[1]])
+    factor = minifloat.e8m0_value(scale[: rows // block_rows, : cols // block_cols])
     values = minifloat.e4m3_value(data)
-    blocks = values.view(rows // block[0], block[0], cols // block[1], block[1])
+    blocks = values.view(rows // block_rows, block_rows, cols // block_cols, block_cols)
     blocks.mul_(factor[:, None, :, None])
     return values.to(dtype)
 
@@ -133,7 +154,12 @@ _dequantize = torch.library.custom_op("fp4adam::dequantize_mxfp8", mutates_args=
 
 @_dequantize.register_fake
 def _(
-    data: Tensor, scale: Tensor, rowwise: bool, dtype: torch.dtype, after: Tensor | None = None
+    data: Tensor,
+    scale: Tensor,
+    block_rows: int,
+    block_cols: int,
+    dtype: torch.dtype,
+    after: Tensor | None = None,
 ) -> Tensor:
     return torch.empty_like(data, dtype=dtype)
 

@@ -45,7 +45,7 @@ class NVFP4Tensor(QuantizedTensor):
 
 
 @dataclasses.dataclass(frozen=True)
-class NVFP4Quantizer(Quantizer):
+class NVFP4Quantizer(Quantizer[NVFP4Tensor]):
     """Quantize to :class:`NVFP4Tensor`; rows and columns must be multiples of 16.
 
     Block scale = E4M3(block_amax * S / 6) with S = 6 * bound / amax(tensor); code = E2M1(x /

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fp4adam.formats.float8 import Float8Quantizer
 from fp4adam.formats.float8_block import Float8BlockQuantizer
+from fp4adam.formats.mxfp4 import ROUNDINGS, MXFP4Quantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
 from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES, Quantizer
@@ -16,6 +17,7 @@ _USUAL: tuple[Quantizer, ...] = (
     NVFP4Quantizer(columnwise=False, adaptive="mae"),
     NVFP4Quantizer(columnwise=False, two_dimensional=False),
     MXFP8Quantizer(columnwise=False),
+    *(MXFP4Quantizer(scale_rounding=rounding) for rounding in ROUNDINGS),
     Float8BlockQuantizer(columnwise=False),
     Float8BlockQuantizer(columnwise=False, two_dimensional=False),
     Float8BlockQuantizer(columnwise=False, force_pow_2_scales=False),

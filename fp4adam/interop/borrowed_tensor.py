@@ -50,6 +50,7 @@ class BorrowedTensor:
     Attributes:
         tensor: This package's tensor on the same memory.
         copies: Pairs of views of the same scales: (in the source, in the tensor).
+        mirrors: Pairs of codes, likewise, of which the source has a second copy.
         per_tensor_scale: The scale that the source has instead of an amax, or None.
         given: With delayed scaling the source's next encode scale and its largest magnitude so
             far, else None.
@@ -76,6 +77,7 @@ class BorrowedTensor:
         check_dtype(f"the dtype of a {class_name(type(source))}", source.dtype)
         self._rows, self._cols = flat_shape(shape)
         self.copies: list[tuple[Tensor, Tensor]] = []
+        self.mirrors: list[tuple[Tensor, Tensor]] = []
         self.per_tensor_scale: Tensor | None = None
         self.given: tuple[Tensor, Tensor] | None = None
         fields = dict(self.adapter.fields(source))
@@ -148,6 +150,12 @@ class BorrowedTensor:
                 self._copy_grid(quantizer, fields, grid)
             else:
                 storage[name] = self._scale(quantizer, fields, name, size, dtype)
+        if quantizer.layout.shares_codes and quantizer.columnwise:
+            own = storage["rowwise_data"]
+            field = self._field(fields, "columnwise_data", own.dtype)
+            self._check_numel("columnwise_data", field, tuple(own.shape))
+            if field.data_ptr() != own.data_ptr():
+                self.mirrors.append((field.view(own.shape), own))
         return Storage(**storage)
 
     def _amax(self, quantizer: Quantizer, fields: dict[str, Tensor]) -> Tensor:
@@ -364,7 +372,9 @@ class ScaleWriteback:
     """
 
     def __init__(self, borrowed: Sequence[BorrowedTensor]) -> None:
-        self._copies = StridedCopies([pair for one in borrowed for pair in one.copies])
+        self._copies = StridedCopies(
+            [pair for one in borrowed for pair in (*one.copies, *one.mirrors)]
+        )
         alike: dict[tuple[Quantizer, torch.device], list[BorrowedTensor]] = defaultdict(list)
         for one in borrowed:
             if one.per_tensor_scale is not None:

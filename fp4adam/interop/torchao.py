@@ -1,19 +1,25 @@
 """Adapters of torchao's NVFP4Tensor and MXTensor.
 
 Both have rowwise codes, and scales that are either unpadded or swizzled. The step computes scales
-as this package does: it rounds E8M0 scales up, where torchao rounds down by default, and keeps E4M3
-scales below 2**-6, where torchao clamps to 2**-6. torchao decodes either kind correctly.
+as this package does: it rounds E8M0 scales of MXFP8 up, where torchao rounds down by default, and
+keeps E4M3 scales below 2**-6, where torchao clamps to 2**-6. torchao decodes either kind correctly.
 """
 
 import torch
 from torch import Tensor
 
+from fp4adam.formats.mxfp4 import MXFP4Quantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
 from fp4adam.interop.adapter import TensorAdapter, register_adapter
 from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.swizzle import row_by_row
+
+MX_QUANTIZERS: dict[tuple[torch.dtype, int], Quantizer] = {
+    (torch.float8_e4m3fn, 32): MXFP8Quantizer(columnwise=False),
+    (torch.float4_e2m1fn_x2, 32): MXFP4Quantizer(scale_rounding="floor"),
+}
 
 
 class NVFP4Adapter(TensorAdapter):
@@ -52,12 +58,13 @@ class MXAdapter(TensorAdapter):
     def quantizer(self, tensor: Tensor) -> Quantizer:
         _check_codes(tensor)
         kind = tensor.elem_dtype, tensor.block_size
-        if kind != (torch.float8_e4m3fn, 32):
+        if kind not in MX_QUANTIZERS:
             raise ValueError(
-                "elem_dtype and block_size of a torchao MXTensor must be torch.float8_e4m3fn and "
-                f"32 to be stepped, got {kind[0]} and {kind[1]}; quantize it so, or to NVFP4"
+                "elem_dtype and block_size of a torchao MXTensor must be torch.float8_e4m3fn or "
+                f"torch.float4_e2m1fn_x2, and 32, to be stepped, got {kind[0]} and {kind[1]}; "
+                "quantize it so, or to NVFP4"
             )
-        return MXFP8Quantizer(columnwise=False)
+        return MX_QUANTIZERS[kind]
 
     def fields(self, tensor: Tensor) -> dict[str, Tensor]:
         return {"rowwise_data": tensor.qdata, "rowwise_scale_inv": _scale(tensor)}

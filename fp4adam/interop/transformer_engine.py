@@ -127,12 +127,23 @@ class NVFP4Adapter(TransformerEngineAdapter):
 
 
 class MXFP8Adapter(TransformerEngineAdapter):
-    """Adapter of MXFP8Tensor: 1x32 and 32x1 blocks."""
+    """Adapter of MXFP8Tensor: 1x32 and 32x1 blocks, or 32x32 blocks with equal codes twice."""
 
     def _quantizer_of(self, tensor: Tensor) -> Quantizer:
-        quantizer = getattr(tensor, "_quantizer", None)
-        _require(quantizer, "with_2d_quantization", False, "leave it False", tensor)
-        return MXFP8Quantizer(**self._usages(tensor), optimize_for_gemm=_is_swizzled(tensor))
+        usages, square = self._usages(tensor), False
+        if getattr(getattr(tensor, "_quantizer", None), "with_2d_quantization", False):
+            square = True
+            if not usages["rowwise"]:
+                raise ValueError(
+                    f"rowwise codes of a {type(tensor).__name__} must be stored to be stepped with "
+                    "with_2d_quantization, got columnwise ones alone; keep rowwise usage"
+                )
+        return MXFP8Quantizer(
+            **usages, two_dimensional=square, optimize_for_gemm=_is_swizzled(tensor)
+        )
+
+    # Transformer Engine would not make them again.
+    drop_columnwise = TensorAdapter.drop_columnwise
 
 
 class Float8BlockwiseAdapter(TransformerEngineAdapter):

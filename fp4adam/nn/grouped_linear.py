@@ -87,7 +87,7 @@ class _ScaledGroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             if weight.quantizer.operands.gradients:
                 usage = "rowwise" if ctx.transposed else "columnwise"
-                grad_x = _product(grad, weight, usage, offsets, ctx.native)
+                grad_x = _product(grad, weight, usage, offsets, ctx.native, is_gradient=True)
             else:
                 dense = dequantized(weight, grad.dtype, grad)
                 dense = dense.transpose(1, 2) if ctx.transposed else dense
@@ -103,10 +103,15 @@ def _weight_gradient(ctx: Any, grad: Tensor, x: Tensor, offsets: Tensor) -> Tens
 
 
 def _product(
-    x: Tensor, weight: QuantizedTensor, usage: str, offsets: Tensor, native: bool
+    x: Tensor,
+    weight: QuantizedTensor,
+    usage: str,
+    offsets: Tensor,
+    native: bool,
+    is_gradient: bool = False,
 ) -> Tensor:
     """Multiply activations or gradients by the weights of their experts, both quantized."""
-    tokens, _ = quantize(x, weight.quantizer, rowwise=True, offsets=offsets)
+    tokens, _ = quantize(x, weight.quantizer, True, offsets=offsets, is_gradient=is_gradient)
     stack = grouped_matmul.stack_operand(weight, usage)
     y = grouped_matmul.grouped_matmul(tokens, stack, offsets, x.dtype, native)
     return without_padding(y, (x.shape[0], stack.codes.shape[1]))

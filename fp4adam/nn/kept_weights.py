@@ -8,9 +8,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from fp4adam.tensors.fingerprint import Mark
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
-# Per shared storage: the state of the weight when something was derived from it, and the result.
+# Per shared storage: the mark of the weight when something was derived from it, and the result.
 # Keys are storages, as torch does not swap tensors with weak references, which Module.to() needs.
 # A global rather than thread-local variable, because backward passes run in threads of autograd.
 _kept: WeakKeyDictionary | None = None
@@ -56,14 +57,13 @@ def keep(weight: QuantizedTensor, name: object, make: Callable[[], Any]) -> Any:
     if kept is None:
         return make()
     shared = weight.flush()._shared  # else to make it would count as a write
-    inner = [*shared.tensors.existing().values()]
-    if any(map(torch.Tensor.is_inference, inner)):
+    if any(map(torch.Tensor.is_inference, shared.tensors.present)):
         return make()  # they have no versions
-    state = shared.tensors, [tensor._version for tensor in inner]
+    mark = Mark.of(weight)
     then, made = kept.get(shared, (None, {}))
-    if then != state:
+    if not mark.is_same(then):
         made = {}
-        kept[shared] = state, made
+        kept[shared] = mark, made
     # Of a window on the rows of a weight as well, which shares its storage.
     key = name, weight._start, weight._start_col, tuple(weight.shape)
     if key not in made:

@@ -82,7 +82,9 @@ class _ScaledLinear(torch.autograd.Function):
             y = y if bias is None else y + bias
         else:
             y = F.linear(x, dequantized(weight, x.dtype, None), bias)
-        saved = columns[:2] if ctx.weight_of_codes else (x if weight_needs_grad else None, None)
+        saved = x if weight_needs_grad else None, None, None
+        if ctx.weight_of_codes:
+            saved = columns.codes, columns.scales, columns.amax
         ctx.save_for_backward(*saved, weight if x_needs_grad else None)
         ctx.quantizer, ctx.weight_dtype, ctx.x_shape = quantizer, weight.dtype, x.shape
         return y
@@ -90,12 +92,13 @@ class _ScaledLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, scales, weight = ctx.saved_tensors
+        x, scales, amax, weight = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
         row_codes = ctx.needs_input_grad[0] and ctx.quantizer.operands.gradients
         grad_x = grad_weight = grad_bias = along = across = None
         if row_codes or ctx.weight_of_codes:
-            along, across = quantize(rows, ctx.quantizer, row_codes, ctx.weight_of_codes)
+            wanted = row_codes, ctx.weight_of_codes
+            along, across = quantize(rows, ctx.quantizer, *wanted, is_gradient=True)
         if row_codes:
             of_weight = weight_operand(weight, "columnwise")
             grad_x = matmul(along, of_weight, grad.dtype, ctx.native)
@@ -103,7 +106,7 @@ class _ScaledLinear(torch.autograd.Function):
         elif ctx.needs_input_grad[0]:
             grad_x = grad @ dequantized(weight, grad.dtype, grad)
         if ctx.weight_of_codes:
-            of_x = Operand(x, scales, across.kind)
+            of_x = Operand(x, scales, across.kind, amax)
             grad_weight = matmul(across, of_x, grad.dtype, ctx.native)
         elif ctx.needs_input_grad[1]:
             grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])

@@ -169,7 +169,7 @@ class QuantizationMonitor:
     ) -> Tensor | None:
         """The local FP32 master, else the high-precision initial value, or None."""
         if "master_param" not in state:
-            return weight.get_high_precision_init_val()
+            return weight._high_precision_init_val
         # FP4Adam decodes masters that are stored in fewer bits.
         if hasattr(self.optimizer, "get_unscaled_state"):
             return self.optimizer.get_unscaled_state(param, "master_param")

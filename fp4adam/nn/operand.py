@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4adam.formats import float8_block, mxfp8, nvfp4
+from fp4adam.formats import float8_block, mxfp8, nvfp4, nvfp4_gradients
 from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
@@ -52,6 +52,8 @@ class Operand(NamedTuple):
     amax: Tensor | None = None
 
 
+_ROWS = True, False  # the directions of an operand along rows alone
+
 # Codes and scales in torch's dtypes, their blocks, and the orders of scales.
 ForTorch = tuple[Tensor, list[Tensor], list, list]
 
@@ -78,6 +80,7 @@ class OperandFormat:
         rowwise: bool,
         columnwise: bool,
         offsets: Tensor | None,
+        is_gradient: bool,
     ) -> list[Operand | None]:
         """See :func:`quantize`."""
         raise NotImplementedError
@@ -118,6 +121,7 @@ class Float8BlockOperands(OperandFormat):
         rowwise: bool,
         columnwise: bool,
         offsets: Tensor | None,
+        is_gradient: bool,
     ) -> list[Operand | None]:
         run = _quantize_float8_block if runs_eagerly(x) else _quantize_float8_block_op
         pow_2, epsilon = quantizer.force_pow_2_scales, quantizer.amax_epsilon
@@ -167,6 +171,7 @@ class SwizzledOperands(OperandFormat):
         rowwise: bool,
         columnwise: bool,
         offsets: Tensor | None,
+        is_gradient: bool,
     ) -> list[Operand | None]:
         run = _quantize_swizzled if runs_eagerly(x) else _quantize_swizzled_op
         (kind,) = self.kinds
@@ -210,14 +215,40 @@ class MXFP8Operands(SwizzledOperands):
         return codes, [scales], [F.ScalingType.BlockWise1x32], [F.SwizzleType.SWIZZLE_32_4_4]
 
     def decode_rows(self, codes: Tensor, scales: Tensor, amax: Tensor | None) -> Tensor:
-        return mxfp8._decode(codes, scales, True, torch.float32)
+        return mxfp8._decode(codes, scales, 1, mxfp8.BLOCK, torch.float32)
 
 
 class NVFP4Operands(SwizzledOperands):
-    """Packed E2M1 codes in 1x16 blocks with E4M3 scales, and an amax."""
+    """Packed E2M1 codes in 1x16 blocks with E4M3 scales, and an amax.
+
+    As in Transformer Engine's recipe, gradients are rounded at random, and both operands of the
+    gradient of a weight are transformed along the tokens; see ``nvfp4_gradients``.
+    """
 
     kinds = ("nvfp4",)
+    has_weight_gradient = True
     quantizer = NVFP4Quantizer(two_dimensional=False, columnwise=False)
+
+    def quantize(
+        self,
+        x: Tensor,
+        quantizer: Quantizer,
+        rowwise: bool,
+        columnwise: bool,
+        offsets: Tensor | None,
+        is_gradient: bool,
+    ) -> list[Operand | None]:
+        operands: list[Operand | None] = [None, None]
+        if rowwise and not is_gradient:
+            operands, rowwise = super().quantize(x, quantizer, *_ROWS, offsets, is_gradient), False
+        if rowwise or columnwise:
+            run = _quantize_for_gradients if runs_eagerly(x) else _quantize_for_gradients_op
+            made = run(x.contiguous(), rowwise, columnwise, is_gradient, offsets)
+            for i, wanted in enumerate((rowwise, columnwise)):
+                if wanted:
+                    (codes, scales, amax), made = made[:3], made[3:]
+                    operands[i] = Operand(codes, scales, "nvfp4", amax)
+        return operands
 
     def amax_of(self, weight: QuantizedTensor) -> Tensor | None:
         # Every operand is decoded alike, whatever the amax of the weight maps to.
@@ -292,6 +323,8 @@ def quantize(
     rowwise: bool,
     columnwise: bool = False,
     offsets: Tensor | None = None,
+    *,
+    is_gradient: bool = False,
 ) -> list[Operand | None]:
     """Activations or gradients as operands, in one pass over them.
 
@@ -299,15 +332,17 @@ def quantize(
         x: [tokens, n], float32, bfloat16 or float16.
         quantizer: That of the weight to multiply with.
         rowwise: Make the operand [tokens to 128, n].
-        columnwise: Make the operand [n, tokens to 128], which only Float8Block has.
+        columnwise: Make the operand [n, tokens to 128], which Float8Block and NVFP4 have.
         offsets: int32 [groups], where groups of tokens with a weight each end; scales are then
-            laid out as by ``swizzle_groups``. Not for Float8Block.
+            laid out as by ``swizzle_groups``. Not for Float8Block, nor columnwise.
+        is_gradient: Whether they are gradients, which NVFP4 rounds at random.
 
     Returns:
         The rowwise and the columnwise operand, None for one that was not asked for. Padding is 0.
     """
     check_dtype("input of a linear layer with quantized operands", x.dtype)
-    return FORMATS[type(quantizer)].quantize(x, quantizer, rowwise, columnwise, offsets)
+    form = FORMATS[type(quantizer)]
+    return form.quantize(x, quantizer, rowwise, columnwise, offsets, is_gradient)
 
 
 def weight_operand(weight: QuantizedTensor, usage: str) -> Operand:
@@ -404,3 +439,47 @@ def _(x: Tensor, kind: str, offsets: Tensor | None) -> list[Tensor]:
         scales = x.new_empty(groups_shape(rows, scales.shape[1], offsets), dtype=torch.uint8)
     tensors = [made["rowwise_data"], scales, made.get("amax")]
     return [tensor for tensor in tensors if tensor is not None]
+
+
+def _quantize_for_gradients(
+    x: Tensor, rowwise: bool, columnwise: bool, is_gradient: bool, offsets: Tensor | None
+) -> list[Tensor]:
+    """Codes, scales in the GEMM's order, and amax of NVFP4, of the matrix and of its transpose.
+
+    The transpose is transformed along the tokens. Gradients are rounded at random.
+    """
+    padded, made = _padded(x), []
+    matrices = [(padded, offsets)] if rowwise else []
+    if columnwise:
+        matrices.append((nvfp4_gradients.hadamard(padded.t().contiguous()), None))
+    for matrix, ends in matrices:
+        if is_gradient:
+            codes, plain, amax = nvfp4_gradients.quantize_stochastically(matrix)
+        else:
+            tensor = NVFP4Operands.quantizer.quantize(matrix)
+            codes, plain, amax = tensor._rowwise_data, tensor._rowwise_scale_inv, tensor._amax
+        made += [codes, swizzle_padded(plain) if ends is None else swizzle_groups(plain, ends)]
+        made.append(amax)
+    return made
+
+
+_quantize_for_gradients_op = torch.library.custom_op(
+    "fp4adam::quantize_nvfp4_for_gradients", mutates_args=()
+)(_quantize_for_gradients)
+
+
+@_quantize_for_gradients_op.register_fake
+def _(
+    x: Tensor, rowwise: bool, columnwise: bool, is_gradient: bool, offsets: Tensor | None
+) -> list[Tensor]:
+    rows, cols = padded_tokens(x.shape[0]), x.shape[1]
+    room = []
+    for wanted, m, k, ends in ((rowwise, rows, cols, offsets), (columnwise, cols, rows, None)):
+        if wanted:
+            shapes = NVFP4Operands.quantizer.layout.shapes(m, k)
+            scales = shapes["rowwise_scale_inv"][0]
+            scales = scales if ends is None else groups_shape(m, scales[1], ends)
+            room.append(x.new_empty(shapes["rowwise_data"][0], dtype=torch.uint8))
+            room.append(x.new_empty(scales, dtype=torch.uint8))
+            room.append(x.new_empty(1, dtype=torch.float32))
+    return room

@@ -5,16 +5,18 @@ from typing import Literal
 
 from fp4adam.formats.float8 import Float8Quantizer
 from fp4adam.formats.float8_block import Float8BlockQuantizer
+from fp4adam.formats.mxfp4 import MXFP4Quantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
 from fp4adam.nn.fake_quantize import check_fake_quantizes
 from fp4adam.nn.operand import FORMATS
 from fp4adam.tensors.quantizer import Operands, Quantizer
 
-FormatName = Literal["nvfp4", "mxfp8", "float8block"]
+FormatName = Literal["nvfp4", "mxfp8", "float8block", "mxfp4"]
 RECIPES: dict[FormatName, Quantizer] = {
     "nvfp4": NVFP4Quantizer(),
     "mxfp8": MXFP8Quantizer(),
+    "mxfp4": MXFP4Quantizer(),
     "float8block": Float8BlockQuantizer(),
     "float8": Float8Quantizer(),
 }
@@ -39,15 +41,20 @@ class Recipe:
     y = x W^T             activations                      Float8Block: 1x128 x 128x128; MXFP8: 32;
                                                            NVFP4: 16
     dx = dy W             gradients                        the same
-    dW = dy^T x           both, Float8Block only           1x128 x 1x128, along the tokens
+    dW = dy^T x           both, Float8Block and NVFP4      Float8Block: 1x128; NVFP4: 16; along the
+                          only                             tokens
     ====================  ===============================  =======================================
+
+    NVFP4 follows Transformer Engine's recipe: gradients are rounded at random (from torch's default
+    generator), and both operands of dW go through a 16-point random Hadamard transform along the
+    tokens. No GPU with the units for it has run them here. Under tensor parallelism and for stacks
+    of weights, dW of NVFP4 stays in high precision.
 
     Args:
         weights: "nvfp4", "mxfp8", "float8block", "float8" or a quantizer. Float8 has no matmuls
             with quantized operands, only fake quantization, by the current amax of the tensor.
         activations: Quantize the inputs of linear layers; "fake" decodes them again.
-        gradients: Quantize the gradients of their outputs. They are rounded to nearest; gradients
-            in NVFP4 are known to need more than that.
+        gradients: Quantize the gradients of their outputs; rounded to nearest but in NVFP4.
         emulate: Multiply decoded operands in FP32 on every device, as a CPU always does.
 
     Raises:

@@ -30,9 +30,15 @@ def check_options(options: Options, amsgrad: bool) -> None:
             masters.
         NotImplementedError: For ``amsgrad`` with second moments that are not float32.
     """
-    if options.store_param_remainders and options.master_weight_dtype != torch.float32:
+    if options.master_weight_dtype == torch.int8 and not options.takes_quantized:
         raise ValueError(
-            "master_weight_dtype must be torch.float32 with store_param_remainders, got "
+            f"master_weight_dtype must be torch.float32 or torch.float16 for {options.name}, got "
+            "torch.int8: remainders complete quantized weights, see FP4Adam; "
+            "store_param_remainders=True does the same for BF16 parameters"
+        )
+    if options.store_param_remainders and options.master_weight_dtype == torch.float16:
+        raise ValueError(
+            "master_weight_dtype must not be torch.float16 with store_param_remainders, got "
             f"{options.master_weight_dtype}: remainders complete FP32 masters; leave one of the "
             "two out"
         )

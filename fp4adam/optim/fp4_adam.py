@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from torch.optim.optimizer import ParamsT
 
-from fp4adam.distributed.collectives import guard_zero
 from fp4adam.distributed.dtensor import local
+from fp4adam.distributed.torch_patches import guard_zero
 from fp4adam.formats.scale_groups import (
     ScaleGroups,
     form_scale_group,
@@ -20,7 +20,12 @@ from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 
 class FP4Adam(FusedAdam):
-    """``torch.optim.AdamW`` for :class:`QuantizedTensor` parameters and plain ones.
+    """``torch.optim.AdamW`` for models whose weights live in 4 or 8 bits, and plain parameters too.
+
+    ::
+
+        model = fp4adam.quantize_model(model, "nvfp4")
+        optimizer = fp4adam.FP4Adam(model.parameters(), lr=3e-4)
 
     Parameters may also be ``NVFP4Tensor``, ``MXFP8Tensor``, ``Float8BlockwiseQTensor`` and
     ``Float8Tensor`` of Transformer Engine, ``NVFP4Tensor`` and ``MXTensor`` of

@@ -188,6 +188,19 @@ class FusedAdam(Optimizer):
             defaults["betas"] = tuple(beta.squeeze() for beta in betas)
         super().__init__(params, defaults)
 
+    def __repr__(self) -> str:
+        """What ``torch.optim`` says, after how and where states are stored."""
+        options = self._parameters.options
+        names = ("exp_avg", "exp_avg_sq", "master_weight")
+        dtypes = (str(getattr(options, f"{name}_dtype")).removeprefix("torch.") for name in names)
+        stored = ", ".join(f"{n} {dtype}" for n, dtype in zip(names, dtypes, strict=True))
+        head = (
+            f"States: {stored}{'' if options.master_weights else ' (no masters)'}\n"
+            f"Offloaded to the host: {options.offload_states}\n"
+            f"Gradient release: {self._release is not None}\n"
+        )
+        return super().__repr__().replace("(\n", f"(\n{head}", 1)
+
     def _set_up(self, options: Options) -> None:
         self._parameters = Parameters(options)
         self._whole = self._new_engine()
@@ -265,7 +278,10 @@ class FusedAdam(Optimizer):
         """What else happens to new parameters."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "options": self._parameters.options}
+        state = {**super().__getstate__(), "options": self._parameters.options}
+        # Copies know nothing of who wrote what, so remainders take along which codes they are for.
+        state["state"] = saving.with_digests(self._engine, state["state"])
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy, a pickle, or a state that is loaded. All is prepared before one assignment.
@@ -342,7 +358,8 @@ class FusedAdam(Optimizer):
                 other ``options``.
             ValueError: If a hyper-parameter is NaN or out of range, or a parameter is in the groups
                 twice. In all of these cases nothing has changed, and pending clipping still
-                applies to the next step.
+                applies to the next step. With gradient release that holds for the parameters that
+                still have gradients; those released during the backward pass have been stepped.
             MemoryError: If offloaded states do not fit into pinned host memory. Parameters before
                 that have been stepped.
         """

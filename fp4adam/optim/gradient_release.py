@@ -39,7 +39,8 @@ class GradientRelease:
         self._is_checked = False
         self._clip: dict[torch.device, Tensor] = {}
         self._units: dict[Tensor, _Unit] = {}
-        self._hooks: dict[Tensor, RemovableHandle] = {}
+        # Each with the address of what torch calls the implementation of the parameter.
+        self._hooks: dict[Tensor, tuple[RemovableHandle, int]] = {}
         self._released: set[Tensor] = set()
         self.is_enabled = True
         self.attach(engine)
@@ -60,7 +61,7 @@ class GradientRelease:
 
     def remove(self) -> None:
         """Return to stepping all parameters in ``step()``. A second call does nothing."""
-        for hook in self._hooks.values():
+        for hook, _ in self._hooks.values():
             hook.remove()
         self._hooks, self.is_enabled = {}, False
 
@@ -99,11 +100,15 @@ class GradientRelease:
             engine.parameters.keep_only(params)
         self._units = units
         for param in params:
-            # torch.utils.swap_tensors, which Module.to() may use, takes hooks away.
-            hooks = param._post_accumulate_grad_hooks or {}
-            known = self._hooks.get(param)
-            if param.requires_grad and (known is None or known.id not in hooks):
-                self._hooks[param] = param.register_post_accumulate_grad_hook(_Hook(self))
+            if not param.requires_grad:
+                continue
+            hooks, (known, impl) = param._post_accumulate_grad_hooks, self._hooks.get(param, (0, 0))
+            if not known or not hooks or known.id not in hooks:
+                known = param.register_post_accumulate_grad_hook(_Hook(self))
+            elif impl != param._cdata:
+                # swap_tensors, which Module.to() may use, exchanges what autograd looks into.
+                param._post_accumulate_grad_hooks = hooks
+            self._hooks[param] = known, param._cdata
 
     def forget(self, engine: Engine) -> None:
         """Drop what is known of parameters, after a state has been loaded."""
@@ -111,10 +116,10 @@ class GradientRelease:
         self.attach(engine)
 
     def finish_step(self, signals: Signals, engine: Engine) -> None:
-        """Step what still has gradients, and end the step.
+        """Step what still has gradients, all or nothing, and end the step.
 
         Raises:
-            RuntimeError: If there are signals of a ``GradScaler``.
+            RuntimeError: If there are signals of a ``GradScaler``, or a gradient cannot be used.
         """
         if any(signal is not None for signal in signals):
             raise RuntimeError(
@@ -124,9 +129,13 @@ class GradientRelease:
                 "checkpoint"
             )
         self.attach(engine)
-        for unit in dict.fromkeys(self._units.values()):
-            if any(param.grad is not None for param in unit.params):
-                self._step(unit)
+        units = dict.fromkeys(self._units.values())
+        waiting = [u for u in units if any(param.grad is not None for param in u.params)]
+        for unit in waiting:
+            unit.engine.check_call()
+            unit.engine.check()
+        for unit in waiting:
+            self._step(unit)
         engine.join()
         if self._max_norm is not None and self._released:
             params = [*self._units]

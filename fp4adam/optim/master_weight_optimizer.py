@@ -17,8 +17,8 @@ from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fp4adam.distributed.cast import cast
-from fp4adam.distributed.collectives import guard_zero
 from fp4adam.distributed.dtensor import is_dtensor, like, local, part_for
+from fp4adam.distributed.torch_patches import guard_zero
 from fp4adam.formats.scale_groups import ScaleGroup
 from fp4adam.interop.borrowed_tensor import ScaleWriteback
 from fp4adam.optim import checks
@@ -431,15 +431,22 @@ class MasterWeightOptimizer(Optimizer):
         def restore(optimizer: Optimizer) -> None:
             self._restore(loaded)
 
-        handles = [
-            self.register_load_state_dict_pre_hook(take),
-            self.register_load_state_dict_post_hook(restore, prepend=True),
-        ]
+        objects = (self, self.inner)
+        before = [dict(vars(each)) for each in objects]
+        values = [(master, master.data) for p, master in self._stepped.items() if master is not p]
         try:
-            super().load_state_dict(state_dict)
-        finally:
-            for handle in handles:
-                handle.remove()
+            with (
+                saving.hooked(self.register_load_state_dict_pre_hook, take, prepend=False),
+                saving.hooked(self.register_load_state_dict_post_hook, restore),
+            ):
+                super().load_state_dict(state_dict)
+        except BaseException:
+            for each, attributes in zip(objects, before, strict=True):
+                vars(each).update(attributes)
+            for master, value in values:
+                master.data = value
+            self._parameters.forget_marks()
+            raise
 
     @torch.no_grad()
     def _restore(self, loaded: dict[str, Any]) -> None:
@@ -462,7 +469,10 @@ class MasterWeightOptimizer(Optimizer):
                 view = views[param]
                 if view.has_master:
                     value = view.value() if saved is None else local(saved)
-                    local(self._stepped[param]).copy_(value)
+                    # In new memory: the old value returns if the rest of the load fails.
+                    master = self._stepped[param]
+                    new = torch.empty_like(local(master)).copy_(value)
+                    master.data = like(param, new)
                 elif saved is not None:
                     saving.adopt_master(view, {"master_param": saved})
             self._in_use = {*keys}

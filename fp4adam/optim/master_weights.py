@@ -21,6 +21,7 @@ from fp4adam.distributed.cast import cast
 from fp4adam.distributed.dtensor import is_dtensor, sharding_groups
 from fp4adam.distributed.shards import settle_shard
 from fp4adam.optim.parameter import Parameter, QuantizedParameter, State
+from fp4adam.optim.remainder import belongs_to
 from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
@@ -58,6 +59,10 @@ def find_stale(
     answers: dict[Parameter, bool] = {}
     quantized = []
     for p in unsure:
+        owns = p.owns(states[p.owner])
+        if owns is not None:
+            answers[p] = owns
+            continue
         infos = p.shard_infos() if isinstance(p, QuantizedParameter) else ()
         if infos and all_ranks:
             settle_shard(p.param, infos)
@@ -77,8 +82,9 @@ def find_stale(
     answers |= {p: p.holds(rounded[p]) for p in quantized}
     here = answers
     answers = _agreed(here) if all_ranks else here
-    # Also equal: values that were rounded, saved in the nominal dtype and quantized again, and
-    # values loaded in high precision next to their masters. On some ranks the bytes may be the same
+    # Also equal: values that were rounded, saved in the nominal dtype and quantized again; values
+    # loaded in high precision next to their masters; and weights whose masters were remainders, as
+    # rounding these may have moved a scale. On some ranks the bytes may be the same
     # nevertheless, and if only others have quantized again, the amax is neither's.
     others = [p for p in quantized if not answers[p]]
     again = {
@@ -86,6 +92,7 @@ def find_stale(
         or p.holds(twin)
         or p.was_written(p.master(states[p.owner]))
         or _has_codes_of(p, p.master(states[p.owner]))
+        or (all_ranks and belongs_to(p.param, p.master(states[p.owner])))
         for p, twin in _requantized(others, rounded)
     }
     again = _agreed(again) if all_ranks else again

@@ -19,11 +19,15 @@ from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, Whol
 from fp4adam.kernels.launch.schema import Cut
 from fp4adam.optim.memory_layout import is_dense
 from fp4adam.optim.options import Options
+from fp4adam.optim.remainder import CodeRemainder, belongs_to, digest, split_off
 from fp4adam.optim.state_codec import (
+    FLOAT32,
+    INT8,
     PLAIN,
     REMAINDER,
     STATE_BLOCK,
     StateCodec,
+    dither_bits,
     join_master,
     split_master,
 )
@@ -70,8 +74,11 @@ class Parameter:
         first_element: Index of its first element in the flattened parameter.
         quantized_after_step: Whether it is quantized after all values have been updated, instead of
             by the launch that updates it.
+        new_master: The FP32 master between the two, and the update that it comes from, if only a
+            remainder of it is kept.
     """
 
+    new_master: tuple[Tensor, int] | None = None
     borrowed: BorrowedTensor | None = None
     mark: Mark | None = None
     group: dict[str, Any]
@@ -92,6 +99,9 @@ class Parameter:
             options.master_weights and owner.dtype in HALF_DTYPES and not self.has_remainder
         )
         self.write_dtype = self.param.dtype
+        if self.codecs["master_param"] is INT8:
+            # Of quantized weights; BF16 and FP16 parameters beside them have whole masters.
+            self.codecs["master_param"] = FLOAT32
 
     def is_current(self, options: Options) -> bool:
         """Whether it still describes its owner, under these options."""
@@ -162,8 +172,15 @@ class Parameter:
         """The codec of the value that Adam updates."""
         if self.has_remainder:
             return REMAINDER
+        if self.completes:
+            return INT8
         codec = self.codecs["master_param"]
         return codec if self.has_master and not codec.exact else PLAIN
+
+    @property
+    def completes(self) -> bool:
+        """Whether the master is an int8 remainder, which belongs to the codes of the weight."""
+        return isinstance(self.codecs["master_param"], CodeRemainder)
 
     @property
     def step_codecs(self) -> tuple[StateCodec, StateCodec, StateCodec]:
@@ -187,6 +204,7 @@ class Parameter:
 
     def store_master(self, state: State, master: Tensor) -> None:
         """Put an FP32 master into a state, in the form in which it is stored."""
+        state.pop(DIGEST, None)
         StateTensor.encode(self.codecs["master_param"], master).store(
             state, "master_param", self.owner
         )
@@ -222,9 +240,41 @@ class Parameter:
             state.pop(SCALES["master_param"], None)
         elif restart or "master_param" not in state:
             self.store_master(state, self.value())
-        elif not self.value_codec.exact and SCALES["master_param"] not in state:
-            self.store_master(state, self.master(state).contiguous())
+        elif local(state["master_param"]).dtype != self.codecs["master_param"].dtype:
+            master = self.master(state).contiguous()
+            if self.completes and not belongs_to(self.param, master):
+                self.write(master)  # set by other code, whatever the weight was
+            self.store_master(state, master)
+        state.pop(DIGEST, None)
         return state
+
+    def owns(self, state: State) -> bool | None:
+        """Whether the master in a state certainly is, or is not, that of the weight's codes.
+
+        A remainder says nothing without its codes, so it is saved with their digest. None if values
+        have to be compared.
+        """
+        if not self.completes:
+            return None
+        master = local(state["master_param"])
+        if master.dtype == torch.int8:
+            known = state.get(DIGEST)
+            return known is not None and torch.equal(known.cpu(), digest(self.param))
+        return belongs_to(self.param, master.to(self.param.device)) or None
+
+    def hold_master(self, master: Tensor, step: int) -> None:
+        """Keep an FP32 master until its codes are written, if its remainder depends on them."""
+        if self.completes:
+            self.new_master = master, step
+
+    def settle_master(self) -> None:
+        """Keep of a master that has just been quantized what its codes lack."""
+        if self.new_master is None:
+            return
+        (master, step), self.new_master = self.new_master, None
+        bits = dither_bits(self.first_element, master.numel(), step, master.device).master
+        remainder = split_off(self.param, master, bits.view(master.shape))
+        self.tensors["master_param"].copy_(remainder)
 
     def _complete_remainder(self, state: State) -> None:
         """Make a remainder if there is none; also repair one that does not fit.
@@ -293,6 +343,9 @@ class Parameter:
         codec = self.value_codec
         if codec is REMAINDER:
             return StateTensor(codec, self.param, self.tensors["param_remainder"])
+        if self.completes:
+            new = self.new_master
+            return StateTensor(PLAIN, self.master(self.tensors) if new is None else new[0], None)
         scales = self.tensors[SCALES["master_param"]] if codec.scaled else None
         return StateTensor(codec, self.stepped, scales)
 
@@ -329,6 +382,8 @@ class Parameter:
         tensors += [t for t in (grad, self.max_exp_avg_sq, self.remainder) if t is not None]
         is_quantized = isinstance(param, QuantizedTensor)
         quantized = is_quantized and not self.quantized_after_step
+        if self.completes and not (quantized and self.updates and param.quantizer.rowwise):
+            return False  # kernels complete masters where they quantize rowwise codes
         if not is_quantized:
             tensors.append(param)
         if value.dtype == torch.float64 or value.numel() == 0:
@@ -376,6 +431,8 @@ class Parameter:
         return self.param.device, self.kind(grad), self.state_names
 
 
+# Where the digest of the codes is saved that a remainder belongs to.
+DIGEST = "weight_digest"
 # The states that may have scales, in the order of ``Parameter.step_codecs``.
 SCALED = ("master_param", "exp_avg", "exp_avg_sq")
 
@@ -390,6 +447,8 @@ class QuantizedParameter(Parameter):
         self.has_master, self.has_remainder = True, False
         if options.quantize_from == "master":
             self.write_dtype = torch.float32
+        if options.master_weight_dtype == torch.int8:
+            self.codecs["master_param"] = CodeRemainder(self.param)
 
     @property
     def scales(self) -> Hashable:
@@ -448,6 +507,8 @@ class BorrowedParameter(Parameter):
         self.has_master, self.has_remainder = True, False
         master = options.quantize_from == "master"
         self.write_dtype = torch.float32 if master else self.param.dtype
+        if options.master_weight_dtype == torch.int8:
+            self.codecs["master_param"] = CodeRemainder(self.param)
         self._first_mark = self.current_mark()
 
     def is_current(self, options: Options) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.formats import minifloat
+from fp4adam.optim.state_codec import Int8
 from fp4adam.tensors import rows
 from fp4adam.tensors.layout import Layout
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -32,6 +33,8 @@ _PER_POWER = {"e2m1": 4 * HALF_GAP, "e4m3": 16 * HALF_GAP}
 _LEAST_SCALE = 4
 # From 256 to 512 a number has 15 bits below the point.
 _CENTER, _BELOW_POINT = 384.0, 15
+# The fractional part of the golden ratio, for :func:`digest`.
+_ODD = 0x1E3779B97F4A7C15
 
 
 def units(param: QuantizedTensor) -> Tensor:
@@ -88,3 +91,41 @@ def belongs_to(param: QuantizedTensor, master: Tensor) -> bool:
     difference = (master - param.detach().dequantize(torch.float32)).abs_()
     reached = difference <= units(param).mul_(127.5)
     return bool((reached | master.isnan()).all())
+
+
+def digest(param: QuantizedTensor) -> Tensor:
+    """A number, int64 [1] on the CPU, for the codes and scales that remainders complete.
+
+    Other codes or scales have another one, but for one in 2**64 of them.
+    """
+    part = rows.own_blocks(param.flush())
+    tensors, layout = part._shared.tensors, part.quantizer.layout
+    usage = layout.kept[0]
+    names = f"{usage}_data", f"{usage}_scale_inv", "block_scale_inv", "amax"
+    total = torch.zeros(1, dtype=torch.int64, device=param.device)
+    for name in names:
+        inner = getattr(tensors, name)
+        if inner is None or not inner.numel():
+            continue
+        flat = inner.contiguous().view(torch.uint8).flatten()
+        words = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).view(torch.int64)
+        # Sums wrap modulo 2**64. Each word is multiplied by an odd number of its position.
+        factors = torch.arange(len(words), device=words.device).mul_(_ODD * 2).add_(_ODD)
+        words = words * factors
+        total += (words ^ (words >> 29)).mul_(_ODD).sum() + total * _ODD
+    return total.cpu()
+
+
+class CodeRemainder(Int8):
+    """The codec of the masters of one weight."""
+
+    def __init__(self, param: QuantizedTensor) -> None:
+        self.param = param
+
+    def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, None]:
+        master = x.to(self.param.device).view(self.param.shape)
+        return split_off(self.param, master, dither).flatten().to(x.device), None
+
+    def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+        remainder = codes.to(self.param.device).view(self.param.shape)
+        return complete(self.param, remainder).flatten().to(codes.device)

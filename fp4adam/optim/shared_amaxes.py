@@ -119,9 +119,15 @@ class SharedAmaxes:
                         [m.whole_value() for m in peers],
                         [m.write_dtype for m in peers],
                     )
+                    # Also of members without a gradient, whose codes change with the amax.
+                    for member, value in zip(peers, values, strict=True):
+                        if member.new_master is None:
+                            member.hold_master(value, int(member.state["step"]))
                     params = [m.param for m in peers]
                     with recorded(*params):
                         cast(params, values, dtypes, scales=[0] * len(peers))
+                    for member in peers:
+                        member.settle_master()
         for one, members in self._casts:
             if not skipped or one.is_adaptive:
                 one.measure([m.whole_value() for m in members])
@@ -133,4 +139,10 @@ class SharedAmaxes:
         self._choose()
         if not skipped:
             for one, members in self._casts:
-                one.write([m.whole_value() for m in members])
+                values = [m.whole_value() for m in members]
+                for member, value in zip(members, values, strict=True):
+                    if member.new_master is None:
+                        member.hold_master(value, int(member.state["step"]))
+                one.write(values)
+                for member in members:
+                    member.settle_master()

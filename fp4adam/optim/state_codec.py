@@ -199,6 +199,22 @@ class BFloat16(StateCodec):
         return codes.float()
 
 
+class Int8(StateCodec):
+    """int8 remainders, which complete the codes of a quantized weight to its master.
+
+    Only together with the weight they are numbers: ``remainder.CodeRemainder`` has both.
+    """
+
+    name = "int8"
+    dtype = torch.int8
+
+    def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, None]:
+        raise TypeError("int8 remainders are encoded with a weight; use CodeRemainder")
+
+    def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+        raise TypeError("int8 remainders are decoded with a weight; use CodeRemainder")
+
+
 class BlockCodec(StateCodec):
     """Codes relative to a power-of-two scale that follows from the block's largest magnitude.
 
@@ -319,28 +335,30 @@ class UnsignedFloat(BlockCodec):
         return bits.view(torch.float32)
 
 
+FLOAT32 = Float32()
 PLAIN = Plain()
 REMAINDER = Remainder()
 FLOAT64 = Float64()
+INT8 = Int8()
 UE4M4 = UnsignedFloat(4, 4)
 UE5M11 = UnsignedFloat(5, 11)
 
 _CODECS: dict[str, dict[torch.dtype, StateCodec]] = {
     "exp_avg": {
-        torch.float32: Float32(),
+        torch.float32: FLOAT32,
         torch.bfloat16: BFloat16(),
         torch.float16: Float16(),
         torch.float8_e4m3fn: E4M3(),
         torch.uint8: E4M3(),
     },
     "exp_avg_sq": {
-        torch.float32: Float32(),
+        torch.float32: FLOAT32,
         torch.bfloat16: BFloat16(),
         torch.float16: UE5M11,
         torch.float8_e4m3fn: UE4M4,
         torch.uint8: UE4M4,
     },
-    "master_weight": {torch.float32: Float32(), torch.float16: Float16()},
+    "master_weight": {torch.float32: FLOAT32, torch.float16: Float16(), torch.int8: INT8},
 }
 
 # The state's own name; its option is called master_weight_dtype.
@@ -352,9 +370,9 @@ def state_codec(name: str, dtype: torch.dtype) -> StateCodec:
 
     Args:
         name: "exp_avg", "exp_avg_sq" or "master_weight".
-        dtype: float32 or float16; for the moments also bfloat16, and float8_e4m3fn, which
-            Transformer Engine calls uint8. Except for bfloat16, narrow second moments are unsigned
-            floats of the same width.
+        dtype: float32 or float16; for masters also int8, remainders of quantized weights; for the
+            moments also bfloat16, and float8_e4m3fn, which Transformer Engine calls uint8. Except
+            for bfloat16, narrow second moments are unsigned floats of the same width.
 
     Raises:
         ValueError: If the state cannot be stored in ``dtype``.

@@ -6,6 +6,7 @@ on the hash seed of each process.
 """
 
 import contextlib
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -20,15 +21,19 @@ from fp4adam.optim import checks
 from fp4adam.optim.engine import Engine
 from fp4adam.optim.hyper_parameters import check_numbers
 from fp4adam.optim.master_weights import adopt, batches, find_stale
-from fp4adam.optim.parameter import Parameter, State, are_equal
-from fp4adam.optim.state_codec import PLAIN, STATE_BLOCK, codec_of_codes, join_master
+from fp4adam.optim.parameter import DIGEST, Parameter, State, are_equal
+from fp4adam.optim.remainder import complete, digest
+from fp4adam.optim.state_codec import INT8, PLAIN, STATE_BLOCK, codec_of_codes, join_master
 from fp4adam.optim.state_tensor import SCALES, StateTensor, restored, state_like
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
+_logger = logging.getLogger("fp4adam")
 STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
 _ORDER = (
     "step",
     *(name for state in STATE_NAMES for name in (state, SCALES[state])),
     "param_remainder",
+    DIGEST,
 )
 # The tensors of a state; ``step`` is a count.
 TENSOR_NAMES = frozenset(_ORDER[1:])
@@ -70,8 +75,16 @@ def hooked(
 def check_compact(states: dict[Any, Any]) -> None:
     """Raise NotImplementedError if sharded states have scales."""
     for param, state in states.items():
-        scaled = SCALES.values() & state.keys() if isinstance(state, dict) else set()
-        if scaled and is_dtensor(param):
+        if not (isinstance(state, dict) and is_dtensor(param)):
+            continue
+        master = state.get("master_param")
+        if master is not None and master.dtype == torch.int8:
+            raise NotImplementedError(
+                "masters of sharded parameters must not be int8 to be saved as they are: "
+                "remainders fit the shards of this number of ranks only; save state_dict()"
+            )
+        scaled = SCALES.values() & state.keys()
+        if scaled:
             raise NotImplementedError(
                 "states of sharded parameters must have no scales to be saved as they are, got "
                 f"{', '.join(sorted(scaled))}, which fit the shards of this number of ranks only; "
@@ -126,6 +139,9 @@ def saved_state(parameter: Parameter, state: State, left: bool, compact: bool) -
         saved.pop("param_remainder", None)
     if left:
         parameter.store_master(saved, parameter.value())
+    saved.pop(DIGEST, None)
+    if compact:
+        saved = with_digest(parameter, saved)
     if not compact:
         for name, codec in parameter.codecs.items():
             if name in saved and not codec.exact:
@@ -136,6 +152,28 @@ def saved_state(parameter: Parameter, state: State, left: bool, compact: bool) -
             master = join_master(parameter.param.detach().to(remainder.device), remainder)
             saved["master_param"] = like(parameter.owner, master)
     return ordered(saved)
+
+
+def with_digest(parameter: Parameter, state: State) -> State:
+    """A state that says which codes its remainder, if it has one, belongs to: those of now."""
+    master = local(state.get("master_param"))
+    if not parameter.completes or master is None or master.dtype != torch.int8:
+        return state
+    return {**state, DIGEST: digest(parameter.param)}
+
+
+@torch.no_grad()
+def with_digests(engine: Engine, states: dict[Any, Any]) -> dict[Any, Any]:
+    """States in which remainders say which codes they belong to, as far as this is certain."""
+    if engine.parameters.options.master_weight_dtype != torch.int8:
+        return states
+    new = defaultdict(dict, states)
+    for owner in engine.params:
+        if isinstance(states.get(owner), dict):
+            member = engine.parameters[owner]
+            if member.is_unwritten():
+                new[owner] = with_digest(member, states[owner])
+    return new
 
 
 def ordered(state: State) -> State:
@@ -256,7 +294,14 @@ def new_state(parameter: Parameter, saved: State) -> State:
             continue
         if name in parameter.codecs:
             given = StateTensor.of_saved(saved, name)
-            stored = restored(given, parameter.codecs[name], param)
+            if given.codec is INT8:
+                _restore_remainder(parameter, saved, state)
+                continue
+            # Remainders are made of whatever codes the weight has at the next step.
+            codec = (
+                PLAIN if name == "master_param" and parameter.completes else parameter.codecs[name]
+            )
+            stored = restored(given, codec, param)
             if name == "master_param" and not _is_exact(given, stored):
                 # Keep it in FP32: the parameter may equal the rounded original, but not the rounded
                 # narrow copy.
@@ -272,6 +317,27 @@ def new_state(parameter: Parameter, saved: State) -> State:
         master = join_master(param.detach(), remainder.to(param.device))
         parameter.store_master(state, state_like(param).copy_(master))
     return state
+
+
+def _restore_remainder(parameter: Parameter, saved: State, state: State) -> None:
+    """Put a saved int8 remainder into a state, or the master that it completes the weight to.
+
+    Without these the master starts from the weight.
+    """
+    remainder = saved["master_param"].to(parameter.param.device, copy=True)
+    if parameter.completes:
+        # The weight may be loaded after it, so the next step decides if it belongs to it.
+        state["master_param"] = like(parameter.owner, remainder)
+        state[DIGEST] = saved[DIGEST]
+    elif isinstance(parameter.param, QuantizedTensor) and torch.equal(
+        saved[DIGEST], digest(parameter.param)
+    ):
+        parameter.store_master(state, complete(parameter.param, remainder))
+    else:
+        _logger.warning(
+            "int8 remainders were saved with other weights than these, and are dropped: masters "
+            "start from the weights. Load the model first, or save state_dict()"
+        )
 
 
 def _is_exact(given: StateTensor, stored: StateTensor) -> bool:
@@ -378,7 +444,9 @@ def check_state_dict(groups: Groups, state_dict: dict[str, Any]) -> None:
             )
         for name in (name for name in STATE_NAMES if name in saved):
             what = f"{name} of parameter {i}"
-            if SCALES[name] in saved:
+            if DIGEST in saved and name == "master_param":
+                _check_saved_codes_of_weight(what, saved, param)
+            elif SCALES[name] in saved:
                 _check_saved_codes(what, name, saved, param)
             else:
                 _check_saved_tensor(what, saved[name], param)
@@ -415,6 +483,19 @@ def _check_saved_codes(what: str, name: str, saved: dict[str, Any], param: Tenso
         kind = scales.dtype if isinstance(scales, Tensor) else type(scales).__name__
         raise ValueError(f"{what} must have uint8 scales, got {kind}; the checkpoint is damaged")
     _check_shape(f"the scales of {what}", scales, (n_blocks,))
+
+
+def _check_saved_codes_of_weight(what: str, saved: dict[str, Any], param: Tensor) -> None:
+    for value, dtype, shape in (
+        (saved["master_param"], torch.int8, param.shape),
+        (saved[DIGEST], torch.int64, (1,)),
+    ):
+        if not isinstance(value, Tensor) or value.dtype != dtype:
+            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"{what} must be int8 with an int64 {DIGEST}, got {kind}; the checkpoint is damaged"
+            )
+        _check_shape(what, value, shape)
 
 
 def _check_saved_remainder(what: str, saved: dict[str, Any], param: Tensor) -> None:

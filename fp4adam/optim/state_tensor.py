@@ -14,6 +14,7 @@ from fp4adam.distributed.dtensor import like, local
 from fp4adam.optim.adam import Scalars, adam_
 from fp4adam.optim.memory_layout import memory_order
 from fp4adam.optim.state_codec import (
+    INT8,
     PLAIN,
     REMAINDER,
     STATE_BLOCK,
@@ -51,16 +52,17 @@ class StateTensor(NamedTuple):
     def of(cls, state: dict[str, Any], name: str, codec: StateCodec) -> "StateTensor":
         """The entry ``name`` of a parameter's optimizer state.
 
-        A master that was just loaded is FP32 without scales until the next step encodes it.
+        A master that was just loaded is FP32 until the next step encodes it.
         """
-        scales = state.get(SCALES[name])
-        return cls(PLAIN if codec.scaled and scales is None else codec, local(state[name]), scales)
+        codes, scales = local(state[name]), state.get(SCALES[name])
+        return cls(codec if codes.dtype == codec.dtype else PLAIN, codes, scales)
 
     @classmethod
     def of_saved(cls, saved: dict[str, Any], name: str) -> "StateTensor":
         """The entry ``name`` of a saved state: codes with scales, or plain numbers."""
         codes, scales = saved[name], saved.get(SCALES[name])
-        return cls(PLAIN if scales is None else codec_of_codes(name, codes.dtype), codes, scales)
+        codec = INT8 if name == "master_param" and codes.dtype == torch.int8 else PLAIN
+        return cls(codec if scales is None else codec_of_codes(name, codes.dtype), codes, scales)
 
     @classmethod
     def zeros(cls, codec: StateCodec, param: Tensor) -> "StateTensor":

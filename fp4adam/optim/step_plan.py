@@ -403,8 +403,11 @@ def _step_by_operators(
             clip,
             member.first_element,
         )
-        if member.has_master and member.updates and not member.quantized_after_step:
-            member.write(value.decode())
+        if member.has_master and member.updates:
+            member.hold_master(value.codes, scalars.dither_step)
+            if not member.quantized_after_step:
+                member.write(value.decode())
+                member.settle_master()
 
 
 def _ratio(member: Parameter) -> float:

@@ -14,6 +14,7 @@ from fp4adam.optim import checks
 from fp4adam.optim import state_dict as saving
 from fp4adam.optim.engine import Engine
 from fp4adam.optim.parameter import Parameter, State
+from fp4adam.optim.state_codec import PLAIN
 from fp4adam.optim.state_tensor import StateTensor
 
 NAMES = ("exp_avg", "exp_avg_sq", "master_param")
@@ -173,6 +174,10 @@ def _write_state(member: Parameter, state: State, name: str, value: Tensor) -> N
             target.copy_(value)
             return
         plain = torch.empty_like(member.param, dtype=value.dtype).copy_(value)
+        if name == "master_param" and member.completes:
+            # In FP32, as after loading: the weight may not have its codes.
+            StateTensor(PLAIN, plain, None).store(state, name, member.owner)
+            return
         encoded = StateTensor.encode(member.codecs[name], plain.contiguous())
         encoded.store(state, name, member.owner)
 

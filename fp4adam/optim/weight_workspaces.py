@@ -249,10 +249,7 @@ class _Cast:
             self._whole()
         if self._in_shards:
             cast, flat = self._cast, [values[i].view(-1) for i in self._in_shards]
-            cast.measure(flat)
-            if cast.is_adaptive:
-                cast.choose(flat)
-            cast.write(flat)
+            cast(flat)
             build_columnwise(self._square)
         # A joined value that is no view is new memory each time.
         views = [

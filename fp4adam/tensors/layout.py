@@ -55,12 +55,14 @@ class ScaleRule(NamedTuple):
         amax_epsilon: Lower bound of amaxes.
         adaptive: The error, "mae" or "mse", by which NVFP4 chooses each block's scale, or None.
         bound: The block scale of NVFP4 that the amax of the tensor maps to, 448 or 256.
+        rounding: What is added to the bits of an amax of MXFP4 before its exponent is taken.
     """
 
     force_pow_2_scales: bool = False
     amax_epsilon: float = 0.0
     adaptive: str | None = None
     bound: int = 448
+    rounding: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,8 +76,8 @@ class Layout:
         scale_type: The number format of block scales; None if blocks have none.
         rowwise: The direction whose blocks lie along rows.
         columnwise: The direction whose blocks lie along columns.
-        is_square: Whether both directions share square blocks, and columnwise codes are the
-            transposed rowwise ones.
+        is_square: Whether both directions share square blocks. Columnwise codes are the transposed
+            rowwise ones, or the rowwise ones themselves; see :attr:`shares_codes`.
         tensor_scale: The amax of the tensor that is part of its scales: none, that of the "current"
             values, or "delayed" ones, of earlier values.
         scale_rule: How scales follow from amaxes.
@@ -109,6 +111,11 @@ class Layout:
         return self.scale_type in ("e4m3", "e8m0")
 
     @property
+    def shares_codes(self) -> bool:
+        """Whether one copy of codes serves both directions."""
+        return self.is_square and not self.columnwise.codes.transposed
+
+    @property
     def casts_in_parts(self) -> bool:
         """Whether ranks can quantize parts of a tensor that each of them stores in full."""
         # Else columnwise codes need whole columns.
@@ -122,7 +129,8 @@ class Layout:
             inner["block_scale_inv"] = Inner(self.block, self.block)
         for usage in self.kept:
             codes, scales = getattr(self, usage)
-            inner[f"{usage}_data"] = codes
+            if usage == "rowwise" or not self.shares_codes:
+                inner[f"{usage}_data"] = codes
             if scales is not None and not self.is_square:
                 inner[f"{usage}_scale_inv"] = scales
             if self.has_gemm_scales:

@@ -115,10 +115,13 @@ class QuantizedTensor(TensorNames, torch.Tensor):
     def columnwise_data(self) -> Tensor | None:
         """Codes with blocks along the first dimension, uint8; None without columnwise usage.
 
-        A tensor gathered by FSDP2 derives them from the rowwise codes on access.
+        A tensor gathered by FSDP2 derives them from the rowwise codes on access; 2-D MXFP8 has one
+        copy for both directions.
         """
         tensors, quantizer = self.flush()._shared.tensors, self.quantizer
         if tensors.columnwise_data is None and quantizer.columnwise:
+            if quantizer.layout.shares_codes:
+                return tensors.rowwise_data
             return transpose.transposed_codes(tensors.rowwise_data, quantizer.layout.code_bits)
         return tensors.columnwise_data
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ from fp4adam.tensors.layout import USAGES, Layout
 from fp4adam.tensors.storage import Storage
 from fp4adam.tensors.te_names import QuantizerNames
 
-if TYPE_CHECKING:
-    from fp4adam.tensors.quantized_tensor import QuantizedTensor
+T = TypeVar("T", bound=Tensor)  # the class of a format's tensors
 
 HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,7 +37,7 @@ class Operands(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantizer(QuantizerNames):
+class Quantizer(QuantizerNames, Generic[T]):
     """Quantizes tensors to one block-scaled format.
 
     Args:
@@ -56,7 +55,7 @@ class Quantizer(QuantizerNames):
         default=Operands(), kw_only=True, compare=False, repr=False
     )
 
-    tensor_class: ClassVar[type["QuantizedTensor"]]
+    tensor_class: ClassVar[type[Tensor]]
     # The name of the format in kernels that serve several formats.
     name: ClassVar[str]
     # The largest value of a tensor whose per-tensor scale is 1.
@@ -142,7 +141,7 @@ class Quantizer(QuantizerNames):
         shape: tuple[int, ...],
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
-    ) -> "QuantizedTensor":
+    ) -> T:
         """Allocate a tensor of this format, filled with zeros.
 
         Args:
@@ -168,7 +167,7 @@ class Quantizer(QuantizerNames):
             }
         )
 
-    def quantize(self, x: Tensor) -> "QuantizedTensor":
+    def quantize(self, x: Tensor) -> T:
         """Quantize ``x`` (float32, bfloat16 or float16, at least 2 dimensions) to a new tensor.
 
         The result has the shape and device of ``x``; its nominal dtype is the dtype of ``x``.
@@ -183,7 +182,7 @@ class Quantizer(QuantizerNames):
             return _Quantize.apply(x, self)
         return self._quantize(x)
 
-    def _quantize(self, x: Tensor) -> "QuantizedTensor":
+    def _quantize(self, x: Tensor) -> T:
         return self.make_empty(x.shape, dtype=x.dtype, device=x.device).quantize_(x)
 
     def scale_inv(self, tensors: Storage, usage: str) -> Tensor | None:
@@ -328,7 +327,7 @@ class _Quantize(torch.autograd.Function):
     """Quantization whose gradient is that of the values (a straight-through estimator)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, quantizer: Quantizer) -> "QuantizedTensor":
+    def forward(ctx: Any, x: Tensor, quantizer: Quantizer) -> Tensor:
         return quantizer._quantize(x)
 
     @staticmethod

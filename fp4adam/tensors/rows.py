@@ -8,7 +8,7 @@ blocks.
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +17,10 @@ from fp4adam.tensors.blocks import flat_shape, round_up
 from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
 from fp4adam.tensors.swizzle import build_gemm_scales
 from fp4adam.tensors.transpose import build_columnwise
-
-if TYPE_CHECKING:
-    from fp4adam.tensors.quantized_tensor import QuantizedTensor
-    from fp4adam.tensors.quantizer import Quantizer
+from fp4adam.tensors.types import Format, StoredTensor
 
 
-def matrix_shape(tensor: "QuantizedTensor") -> tuple[int, int]:
+def matrix_shape(tensor: StoredTensor) -> tuple[int, int]:
     """Rows and columns of the matrix that a tensor is quantized as."""
     if tensor.dim() > 1:
         return flat_shape(tuple(tensor.shape))
@@ -32,7 +29,7 @@ def matrix_shape(tensor: "QuantizedTensor") -> tuple[int, int]:
     return tensor.numel() // max(cols, 1), cols
 
 
-def stored_shape(tensor: "QuantizedTensor") -> tuple[int, int]:
+def stored_shape(tensor: StoredTensor) -> tuple[int, int]:
     """Rows and columns of the matrix that the inner tensors hold."""
     rows, cols = matrix_shape(tensor)
     for name, rows_of_entry in tensor.quantizer.layout.rows_per_entry.items():
@@ -43,29 +40,29 @@ def stored_shape(tensor: "QuantizedTensor") -> tuple[int, int]:
     return rows, cols
 
 
-def stored_rows(tensor: "QuantizedTensor") -> int:
+def stored_rows(tensor: StoredTensor) -> int:
     """Number of rows of the matrix that the inner tensors hold."""
     return stored_shape(tensor)[0]
 
 
-def has_all_columns(tensor: "QuantizedTensor") -> bool:
+def has_all_columns(tensor: StoredTensor) -> bool:
     """Whether a tensor has all columns of its storage."""
     return matrix_shape(tensor)[1] == stored_shape(tensor)[1]
 
 
-def is_all(tensor: "QuantizedTensor") -> bool:
+def is_all(tensor: StoredTensor) -> bool:
     """Whether a tensor has all values in its storage."""
     rows, (stored, cols) = tensor._shared.rows, stored_shape(tensor)
     return tensor._start == 0 and matrix_shape(tensor) == (stored if rows is None else rows, cols)
 
 
-def is_whole_blocks(tensor: "QuantizedTensor") -> bool:
+def is_whole_blocks(tensor: StoredTensor) -> bool:
     """Whether a tensor has its whole storage, and shares no block with another shard."""
     spec = tensor._shared.global_spec
     return tensor._first_row == 0 and is_all(tensor) and not (spec is not None and spec.is_cut)
 
 
-def own_blocks(tensor: "QuantizedTensor") -> "QuantizedTensor":
+def own_blocks(tensor: StoredTensor) -> StoredTensor:
     """The tensor on views of only the blocks that hold its rows; itself if it has all values.
 
     The views leave out inner tensors that can be derived. Blocks of some columns are copied.
@@ -91,7 +88,7 @@ def own_blocks(tensor: "QuantizedTensor") -> "QuantizedTensor":
     return type(tensor)(tuple(tensor.shape), tensor.dtype, quantizer, shared)
 
 
-def _stored_between(tensor: "QuantizedTensor", low: int, high: int) -> Storage:
+def _stored_between(tensor: StoredTensor, low: int, high: int) -> Storage:
     """Views of the inner tensors on stored rows ``low`` to ``high``, without derived ones."""
     tensors = tensor._shared.tensors
     views = {}
@@ -103,7 +100,7 @@ def _stored_between(tensor: "QuantizedTensor", low: int, high: int) -> Storage:
     return Storage(amax=tensors.amax, **views)
 
 
-def _own_columns(tensor: "QuantizedTensor", tensors: Storage) -> Storage:
+def _own_columns(tensor: StoredTensor, tensors: Storage) -> Storage:
     """The columns of a window, from inner tensors that hold all; contiguous."""
     if has_all_columns(tensor):
         return tensors
@@ -114,7 +111,7 @@ def _own_columns(tensor: "QuantizedTensor", tensors: Storage) -> Storage:
     return Storage(amax=tensors.amax, **views)
 
 
-def _columns_of(tensor: "QuantizedTensor", name: str, inner: Tensor) -> Tensor:
+def _columns_of(tensor: StoredTensor, name: str, inner: Tensor) -> Tensor:
     """The window's columns of an inner tensor, without padding."""
     cols, per_entry = matrix_shape(tensor)[1], tensor.quantizer.layout.cols_per_entry.get(name)
     if per_entry is None:
@@ -122,7 +119,7 @@ def _columns_of(tensor: "QuantizedTensor", name: str, inner: Tensor) -> Tensor:
     return inner[:, tensor._start_col // per_entry : -(-(tensor._start_col + cols) // per_entry)]
 
 
-def read(tensor: "QuantizedTensor", dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
+def read(tensor: StoredTensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
     """Decode a tensor to a plain matrix of ``dtype``; ``after`` as in :meth:`Quantizer.read`."""
     pending = tensor.flush()._shared.pending
     if pending is not None:
@@ -133,7 +130,7 @@ def read(tensor: "QuantizedTensor", dtype: torch.dtype, after: Tensor | None = N
     return values if len(values) == rows else values[part._first_row :][:rows].clone()
 
 
-def write(tensor: "QuantizedTensor", value: Tensor, amax: Tensor | None = None) -> None:
+def write(tensor: StoredTensor, value: Tensor, amax: Tensor | None = None) -> None:
     """Overwrite a tensor with plain values on its device; ``amax`` as for ``Quantizer.write``."""
     shared = tensor._shared
     shared.unsettled |= shared.rows_share_scales
@@ -153,7 +150,7 @@ def write(tensor: "QuantizedTensor", value: Tensor, amax: Tensor | None = None) 
         _quantize(tensor, matrix, amax)
 
 
-def _unrounded(tensor: "QuantizedTensor", dtype: torch.dtype) -> Tensor:
+def _unrounded(tensor: StoredTensor, dtype: torch.dtype) -> Tensor:
     """All rows of a storage as a new matrix: the high-precision initial value, else decoded."""
     init_val = tensor._shared.init_val
     if init_val is None:
@@ -161,7 +158,7 @@ def _unrounded(tensor: "QuantizedTensor", dtype: torch.dtype) -> Tensor:
     return init_val.reshape(-1, stored_shape(tensor)[1]).to(tensor.device, copy=True)
 
 
-def flush(tensor: "QuantizedTensor") -> None:
+def flush(tensor: StoredTensor) -> None:
     """Quantize pending rows, unless their scales depend on other ranks."""
     shared = tensor._shared
     if shared.pending is None or shared.rows_share_scales:
@@ -173,7 +170,7 @@ def flush(tensor: "QuantizedTensor") -> None:
         shared.init_val, shared.keeps_init_val = pending, False
 
 
-def copy_bytes(tensor: "QuantizedTensor", source: "QuantizedTensor", non_blocking: bool) -> bool:
+def copy_bytes(tensor: StoredTensor, source: StoredTensor, non_blocking: bool) -> bool:
     """Copy codes and scales of ``source`` if the formats allow it; False if nothing was copied."""
     shared, other = tensor._shared, source.flush()._shared
     if type(tensor) is not type(source):
@@ -220,14 +217,14 @@ def copy_bytes(tensor: "QuantizedTensor", source: "QuantizedTensor", non_blockin
     return True
 
 
-def _build_derived(tensor: "QuantizedTensor") -> None:
+def _build_derived(tensor: StoredTensor) -> None:
     """Write the inner tensors that can be derived from the others."""
     if tensor.quantizer.layout.is_square:
         build_columnwise([tensor])
     build_gemm_scales([tensor])
 
 
-def is_of(tensor: "QuantizedTensor", value: Tensor, slack: int = 0) -> bool:
+def is_of(tensor: StoredTensor, value: Tensor, slack: int = 0) -> bool:
     """Whether a tensor's codes are those of ``value`` under the tensor's own scales.
 
     The scales themselves are not compared: with shards they may depend on other ranks. Codes may
@@ -255,9 +252,7 @@ def is_of(tensor: "QuantizedTensor", value: Tensor, slack: int = 0) -> bool:
     return bool(((codes(value) - actual).abs() <= slack).all())
 
 
-def make_shard(
-    tensor: "QuantizedTensor", shape: tuple[int, ...], device: torch.device
-) -> "QuantizedTensor":
+def make_shard(tensor: StoredTensor, shape: tuple[int, ...], device: torch.device) -> StoredTensor:
     """A new, unwritten shard of ``tensor``, or of the whole tensor that ``tensor`` is a shard of.
 
     Raises:
@@ -292,8 +287,8 @@ def make_shard(
 
 
 def parallel_part(
-    tensor: "QuantizedTensor", dim: int, number: int, n_parts: int, info: Any
-) -> "QuantizedTensor":
+    tensor: StoredTensor, dim: int, number: int, n_parts: int, info: Any
+) -> StoredTensor:
     """One of equal parts of a whole weight for tensor parallelism: a tensor of its own.
 
     It has all inner tensors that the weight has, their bytes, and the weight's amax.
@@ -329,7 +324,7 @@ def parallel_part(
     return part
 
 
-def check_parallel(tensor: "QuantizedTensor", dim: int, n_parts: int) -> None:
+def check_parallel(tensor: StoredTensor, dim: int, n_parts: int) -> None:
     """Raise ValueError unless a weight has that many equal parts of whole blocks."""
     what = _check_can_be_sharded(tensor, tensor.quantizer)
     block, last = tensor.quantizer.layout.block, tensor.dim() - 1
@@ -347,7 +342,7 @@ def check_parallel(tensor: "QuantizedTensor", dim: int, n_parts: int) -> None:
         )
 
 
-def _check_can_be_sharded(tensor: "QuantizedTensor", quantizer: "Quantizer") -> str:
+def _check_can_be_sharded(tensor: StoredTensor, quantizer: Format) -> str:
     """Raise ValueError if a format has no shards; returns the tensor's name for errors."""
     name = tensor._shared.name
     what = type(tensor).__name__ if name is None else f"parameter {name!r}"
@@ -361,7 +356,7 @@ def _check_can_be_sharded(tensor: "QuantizedTensor", quantizer: "Quantizer") -> 
 
 
 def replace_init_val(
-    tensor: "QuantizedTensor", value: Tensor | None, copied: "QuantizedTensor | None"
+    tensor: StoredTensor, value: Tensor | None, copied: StoredTensor | None
 ) -> None:
     """Update the high-precision initial value after a write, if it is kept.
 
@@ -382,21 +377,21 @@ def replace_init_val(
         rows_of(tensor, shared.init_val).copy_(known.reshape(matrix_shape(tensor)))
 
 
-def _take_init_val(tensor: "QuantizedTensor", source: "QuantizedTensor") -> None:
+def _take_init_val(tensor: StoredTensor, source: StoredTensor) -> None:
     tensor._shared.keeps_init_val = source._shared.keeps_init_val
     if source._shared.init_val is not None:
         value = rows_of(source, source._shared.init_val).reshape(tensor.shape)
         tensor._shared.init_val = value.clone()
 
 
-def rows_of(tensor: "QuantizedTensor", value: Tensor) -> Tensor:
+def rows_of(tensor: StoredTensor, value: Tensor) -> Tensor:
     """Cut the window [rows, cols] out of a value for all of its storage."""
     rows, cols = matrix_shape(tensor)
     every_row = value.reshape(-1, stored_shape(tensor)[1])[tensor._start : tensor._start + rows]
     return every_row[:, tensor._start_col : tensor._start_col + cols]
 
 
-def _every_row(tensor: "QuantizedTensor") -> "QuantizedTensor":
+def _every_row(tensor: StoredTensor) -> StoredTensor:
     """A window on all of the storage, as a matrix."""
     rows, (stored, cols) = tensor._shared.rows, stored_shape(tensor)
     return tensor._alias(
@@ -404,7 +399,7 @@ def _every_row(tensor: "QuantizedTensor") -> "QuantizedTensor":
     )
 
 
-def _quantize(tensor: "QuantizedTensor", matrix: Tensor, amax: Tensor | None = None) -> None:
+def _quantize(tensor: StoredTensor, matrix: Tensor, amax: Tensor | None = None) -> None:
     """Quantize all rows of a storage that shares no scales with other storages."""
     rows = len(matrix)
     if rows < stored_rows(tensor):

@@ -9,15 +9,13 @@ and the ``_version`` of the inner tensors shows writes.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp4adam.tensors.blocks import flat_shape
-
-if TYPE_CHECKING:
-    from fp4adam.tensors.quantizer import Quantizer
+from fp4adam.tensors.types import Format
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -118,7 +116,7 @@ class GlobalSpec:
     """
 
     shape: tuple[int, ...]
-    quantizer: "Quantizer"
+    quantizer: Format
     chunk: int
     is_parallel: bool = False
 

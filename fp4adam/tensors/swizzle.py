@@ -17,10 +17,10 @@ from fp4adam.kernels.launch.schema import table_row
 from fp4adam.kernels.launch.tile_lists import Region
 from fp4adam.tensors import backend
 from fp4adam.tensors.blocks import round_up
+from fp4adam.tensors.types import StoredTensor
 
 if TYPE_CHECKING:
     from fp4adam.kernels.launch.launch import Launch
-    from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 
 class Scales(NamedTuple):
@@ -104,7 +104,7 @@ def _check(name: str, i: int, tensor: Tensor, device: torch.device) -> None:
         )
 
 
-def build_gemm_scales(tensors: Sequence["QuantizedTensor"]) -> None:
+def build_gemm_scales(tensors: Sequence[StoredTensor]) -> None:
     """Rewrite the swizzled scales of tensors that store them, in one launch per device.
 
     Addresses stay.
@@ -116,30 +116,30 @@ def build_gemm_scales(tensors: Sequence["QuantizedTensor"]) -> None:
         write_scales(pairs)
 
 
-def gemm_scale_launches(tensors: Sequence["QuantizedTensor"]) -> list["Launch"]:
+def gemm_scale_launches(tensors: Sequence[StoredTensor]) -> list["Launch"]:
     """The launches of :func:`build_gemm_scales`, for tensors on one GPU; each can be repeated."""
     pairs = [pair for tensor in tensors for pair in _stored_pairs(tensor)]
     return [_launch(pairs, undo=False)] if pairs else []
 
 
-def _stored_pairs(tensor: "QuantizedTensor") -> list[Scales]:
+def _stored_pairs(tensor: StoredTensor) -> list[Scales]:
     return [*scales_of(tensor).values()] if tensor.quantizer.optimize_for_gemm else []
 
 
-def read_gemm_scales(tensor: "QuantizedTensor") -> None:
+def read_gemm_scales(tensor: StoredTensor) -> None:
     """Undo :func:`build_gemm_scales` for one tensor: write its plain scales from swizzled ones."""
     if tensor.quantizer.optimize_for_gemm:
         write_scales([*scales_of(tensor).values()], undo=True)
 
 
-def new_gemm_scale(tensor: "QuantizedTensor", usage: str) -> Tensor:
+def new_gemm_scale(tensor: StoredTensor, usage: str) -> Tensor:
     """New swizzled scales of one direction ("rowwise" or "columnwise"), which the tensor has."""
     pair = _scales_in(tensor, usage)
     write_scales([pair])
     return pair.swizzled
 
 
-def scales_of(tensor: "QuantizedTensor") -> dict[str, Scales]:
+def scales_of(tensor: StoredTensor) -> dict[str, Scales]:
     """The scales in both layouts, by the name of the inner tensor with the swizzled ones.
 
     If the tensor does not store that inner tensor, ``swizzled`` is new and uninitialized.
@@ -148,7 +148,7 @@ def scales_of(tensor: "QuantizedTensor") -> dict[str, Scales]:
     return {f"{usage}_gemm_scale_inv": _scales_in(tensor, usage) for usage in usages}
 
 
-def _scales_in(tensor: "QuantizedTensor", usage: str) -> Scales:
+def _scales_in(tensor: StoredTensor, usage: str) -> Scales:
     tensors = tensor._shared.tensors
     layout, is_transposed = tensor.quantizer.layout, usage == "columnwise"
     if layout.is_square:

@@ -5,7 +5,7 @@ Each says in a line what it is here. ``docs/from_te.md`` lists those that are le
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -14,10 +14,7 @@ from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.storage import Storage
 from fp4adam.tensors.swizzle import build_gemm_scales
 from fp4adam.tensors.transpose import build_columnwise
-
-if TYPE_CHECKING:
-    from fp4adam.tensors.quantized_tensor import QuantizedTensor
-    from fp4adam.tensors.quantizer import Quantizer
+from fp4adam.tensors.types import Format, StoredTensor
 
 
 def _code_bytes(name: str, doc: str) -> property:
@@ -32,13 +29,13 @@ def _code_bytes(name: str, doc: str) -> property:
 class TensorNames:
     """Names of ``QuantizedTensor`` in Transformer Engine, as a part of this package's class."""
 
-    quantizer: "Quantizer"
+    quantizer: Format
     # Scales in ``rowwise_scale_inv`` are never swizzled; the swizzled ones have names of their own.
     _with_gemm_swizzled_scales = False
 
     _quantizer = property(lambda tensor: tensor.quantizer, doc="``quantizer``.")
 
-    def _get_quantizer(self) -> "Quantizer":
+    def _get_quantizer(self) -> Format:
         return self.quantizer
 
     def get_usages(self) -> dict[str, bool]:
@@ -150,20 +147,20 @@ class QuantizerNames:
                     "tensor.update_usage()"
                 )
 
-    def copy(self) -> "Quantizer":
+    def copy(self) -> Format:
         """The quantizer itself, because it is immutable."""
         return self
 
-    def __call__(self, x: Tensor) -> "QuantizedTensor":
+    def __call__(self, x: Tensor) -> StoredTensor:
         return self.quantize(x)
 
-    def multi_quantize(self, tensors: Sequence[Tensor]) -> list["QuantizedTensor"]:
+    def multi_quantize(self, tensors: Sequence[Tensor]) -> list[StoredTensor]:
         """Quantize several tensors."""
         return [self.quantize(x) for x in tensors]
 
     def update_quantized(
-        self, src: Tensor, dst: "QuantizedTensor", *, noop_flag: Tensor | None = None
-    ) -> "QuantizedTensor":
+        self, src: Tensor, dst: StoredTensor, *, noop_flag: Tensor | None = None
+    ) -> StoredTensor:
         """``dst.quantize_(src)``.
 
         Raises:

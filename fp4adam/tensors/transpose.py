@@ -10,15 +10,15 @@ from fp4adam.kernels.launch import tile_lists
 from fp4adam.kernels.launch.schema import table_row
 from fp4adam.kernels.launch.tile_lists import Region
 from fp4adam.tensors import backend
+from fp4adam.tensors.types import StoredTensor
 
 if TYPE_CHECKING:
     from fp4adam.kernels.launch.launch import Launch
-    from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 ALIGNMENT = 16  # in bytes, and of sizes in elements, for the kernel that transposes whole words
 
 
-def build_columnwise(tensors: Sequence["QuantizedTensor"]) -> None:
+def build_columnwise(tensors: Sequence[StoredTensor]) -> None:
     """Rebuild the columnwise codes of tensors with square blocks from their rowwise codes.
 
     Addresses stay. There are at most two launches per code width and device, for any number of
@@ -36,7 +36,7 @@ def build_columnwise(tensors: Sequence["QuantizedTensor"]) -> None:
     torch.autograd.graph.increment_version(written)
 
 
-def columnwise_launches(tensors: Sequence["QuantizedTensor"]) -> list["Launch"]:
+def columnwise_launches(tensors: Sequence[StoredTensor]) -> list["Launch"]:
     """The launches of :func:`build_columnwise`, for tensors on one GPU; each can be repeated."""
     return [
         launch
@@ -46,8 +46,8 @@ def columnwise_launches(tensors: Sequence["QuantizedTensor"]) -> list["Launch"]:
 
 
 def _codes(
-    tensors: Sequence["QuantizedTensor"],
-) -> dict[tuple[torch.device, int], list[tuple["QuantizedTensor", tuple[Tensor, Tensor]]]]:
+    tensors: Sequence[StoredTensor],
+) -> dict[tuple[torch.device, int], list[tuple[StoredTensor, tuple[Tensor, Tensor]]]]:
     """By device and code width, the tensors with columnwise codes; each with all of its codes."""
     groups: dict[tuple[torch.device, int], list] = {}
     for i, tensor in enumerate(tensors):
@@ -89,7 +89,7 @@ _transposed_op = torch.library.custom_op("fp4adam::transposed_codes", mutates_ar
 _transposed_op.register_fake(_room_for_transposed)
 
 
-def check_square(i: int, tensor: "QuantizedTensor", name: str = "tensors") -> None:
+def check_square(i: int, tensor: StoredTensor, name: str = "tensors") -> None:
     """Raise ValueError unless columnwise codes, if any, can be built from rowwise ones."""
     kind = type(tensor).__name__
     quantizer = getattr(tensor, "quantizer", None)

@@ -37,6 +37,7 @@ CASES = [
     ("compressed-tensors", NVFP4Quantizer()),
     ("compressed-tensors", ROWWISE_NVFP4),
     ("compressed-tensors", MXFP8Quantizer()),
+    ("compressed-tensors", MXFP8Quantizer(two_dimensional=True)),
     ("compressed-tensors", NVFP4Quantizer(adaptive="mae")),
     ("modelopt", NVFP4Quantizer(columnwise=False)),
     ("modelopt", NVFP4Quantizer(adaptive="mse", bound=448)),

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from test_export import LAYOUT_OF, build, bytes_of
 from torch import Tensor, nn
 
-from fp4adam import QuantizedTensor, export_checkpoint, import_checkpoint
+from fp4adam import QuantizedTensor, export_checkpoint, import_checkpoint, quantize_model
 from fp4adam.checkpoints import reader
 from helpers import assert_identical
 
@@ -288,6 +288,20 @@ def test_bad_values(recipe, tmp_path):
         shutil.copytree(tmp_path / "sound", tmp_path / f"{i}")
         change_tensor(tmp_path / f"{i}", name, change)
         refused(tmp_path / f"{i}", match, (ValueError, TypeError))
+
+
+@pytest.mark.parametrize("recipe", BAD)
+def test_values_that_only_the_model_cannot_hold(recipe, tmp_path):
+    """120000 is finite in the BF16 of the export, and is not in FP16."""
+    source = build(None)
+    source.up.weight.data[0, 0] = 120_000.0
+    export_checkpoint(quantize_model(source, recipe), tmp_path, LAYOUT_OF[recipe])
+    import_checkpoint(build(None, seed=1), tmp_path)
+    model = build(None, seed=1).half()
+    before = bytes_of(model)
+    with pytest.raises(ValueError, match="'up.weight' must be finite in torch.float16"):
+        import_checkpoint(model, tmp_path)
+    assert_identical(bytes_of(model), before)
 
 
 def test_buffers_may_be_infinite(tmp_path):

@@ -30,6 +30,7 @@ FORMATS = {
     "mxfp8": (MXFP8Quantizer(), 32),
     "mxfp8-rowwise": (MXFP8Quantizer(columnwise=False), 32),
     "mxfp8-columnwise": (MXFP8Quantizer(rowwise=False), 32),
+    "mxfp8-2d": (MXFP8Quantizer(two_dimensional=True), 32),
     "float8": (Float8Quantizer(), 16),
     "float8-rowwise": (Float8Quantizer(columnwise=False, force_pow_2_scales=True), 16),
     "float8block": (Float8BlockQuantizer(), 1),
@@ -268,6 +269,17 @@ def test_a_cast_allocates_no_more_than_a_piece_needs(monkeypatch):
         cast.write([value])
         build_columnwise([weight])
     assert allocations.largest <= 4 * 2**13
+
+
+def test_choices_do_not_outlive_a_measurement():
+    weight = NVFP4Quantizer(adaptive="mae").make_empty((16, 16))
+    cast = PartialCast([weight], [0], [256], [torch.float32])
+    for value in (torch.ones(256), torch.linspace(-1, 1, 256)):
+        cast.measure([value])
+        with pytest.raises(RuntimeError, match="choose must be called before write"):
+            cast.write([value])
+        cast.choose([value])
+        cast.write([value])
 
 
 def test_a_write_counts_as_one_to_autograd():

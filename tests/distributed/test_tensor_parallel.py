@@ -36,10 +36,12 @@ from fp4adam import (
 from fp4adam.distributed import tensor_parallel
 from fp4adam.distributed.dtensor import like, local, part_for
 from fp4adam.distributed.tensor_parallel import gather_whole
+from fp4adam.distributed.torch_patches import wrap_shard_tensor
 from fp4adam.tensors import backend
 from fp4adam.tensors.swizzle import new_gemm_scale
 from fp4adam.tensors.transpose import transposed_codes
 from helpers import assert_identical
+from master_reference import value_of
 from ranks import device_for, home, run_ranks
 from test_fsdp import OPTIONS, fixed_grads
 
@@ -360,6 +362,37 @@ def load_values(rank: int, parallel: int) -> None:
             assert_equal_state(optimizer, pairs[0][1])
 
 
+@torch.no_grad()
+def write_one_part(rank: int) -> None:
+    model = distribute(build("nvfp4", 32), 2)
+    if rank == 3:
+        local(model.up.weight).copy_(torch.full((16, 32), 7.0))
+    forward_alone(model, 32)
+    assert local(model.up.weight)._amax == 7
+    check_shards(model)
+    # Next to a state, where the master of what has been written restarts.
+    optimizer = FP4Adam(model.parameters(), **OPTIONS)
+    set_grads(model, fixed_grads(build(None, 32), 0))
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    values = {n: like(p, value_of(local(p))) for n, p in model.named_parameters()}
+    if rank == 3:
+        local(values["up.weight"]).neg_()
+    model.load_state_dict(values)
+    optimizer.load_state_dict(saved)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    check_shards(model)
+    if rank == 3:
+        master = local(optimizer.state[model.up.weight]["master_param"])
+        assert torch.equal(master, local(values["up.weight"]))
+
+
+def test_a_part_that_one_rank_has_written_counts_on_all():
+    """In both directions of the mesh."""
+    run_ranks(write_one_part, 4, timeout=60.0)
+
+
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_loaded_values_are_quantized_together(world_size):
     run_ranks(load_values, world_size, 2)
@@ -438,12 +471,12 @@ def test_a_torch_that_divides_tensors_otherwise_is_refused():
 
     for kind, names in ((Renamed, r"\[\]"), (Changed, "mesh_dim'\\]")):
         with pytest.raises(NotImplementedError, match=f"got .*{names} in torch"):
-            tensor_parallel._keep_parts_quantized(kind)
+            wrap_shard_tensor(kind, tensor_parallel._shard_tensor)
     # Tensors are divided by the function that is wrapped, on each rank.
-    tensor_parallel._keep_parts_quantized(Shard)
+    wrap_shard_tensor(Shard, tensor_parallel._shard_tensor)
     assert hasattr(Shard._shard_tensor, "__wrapped__")
     wrapped = Shard._shard_tensor
-    tensor_parallel._keep_parts_quantized(Shard)
+    wrap_shard_tensor(Shard, tensor_parallel._shard_tensor)
     assert Shard._shard_tensor is wrapped
     assert "._shard_tensor(" in inspect.getsource(Shard._make_shard_tensor)
 

@@ -1,6 +1,7 @@
 """Masters spread over ranks: the weights of every rank are those of one process, bit for bit."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from fp4adam import (
     post_all_gather_processing,
     quantize_master_weights,
 )
+from fp4adam.kernels.launch import tile_lists
+from fp4adam.tensors import backend
 from ranks import run_ranks
 
 SHAPES = {
@@ -359,3 +362,62 @@ def test_alignment_depends_on_the_kernels():
     assert sizes == [32, 64, 128]
     with pytest.raises(ValueError, match="kernels must be one of tma, rht, fused, got 'x'"):
         fp4_utils.get_fp4_align_size(kernels="x")
+
+
+def test_tables_are_kept_while_addresses_hold(device, monkeypatch):
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: True)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_reduce", lambda *args: None)
+    tables = []
+    table = tile_lists.table
+    monkeypatch.setattr(tile_lists, "table", lambda *args: tables.append(1) or table(*args))
+    weights = [NVFP4Quantizer().make_empty((32, 32), torch.bfloat16, device) for _ in range(2)]
+    weights.append(MXFP8Quantizer().make_empty((32, 32), torch.bfloat16, device))
+    values = [torch.randn(1024, device=device) for _ in weights]
+
+    def cast(builds: bool, starts: tuple = (0, 0, 0)) -> None:
+        """Quantize new values, and compare; all tables are built anew, or none."""
+        tables.clear()
+        for value in values:
+            value.normal_()
+        versions = [weight._version for weight in weights]
+        quantize_master_weights(
+            weights, values, starts, None, manual_post_all_gather_processing=True
+        )
+        post_all_gather_processing(weights)
+        assert bool(tables) == builds
+        assert all(map(int.__lt__, versions, (weight._version for weight in weights)))
+        for weight, value in zip(weights, values, strict=True):
+            expected = weight.quantizer.quantize(value.view(32, 32).bfloat16())
+            assert weight.has_bytes_of(expected)
+
+    cast(builds=True)
+    cast(builds=False)
+    cast(builds=False)
+    values[1] = values[1].clone()
+    cast(builds=True)
+    cast(builds=False)
+    values[0].data = values[0].clone()
+    cast(builds=True)
+    weights[0].data = weights[0].clone()
+    cast(builds=True)
+    cast(builds=False)
+    weights[2][:16].copy_(torch.ones(16, 32))  # rows that are quantized with the next access
+    cast(builds=True)
+    weights[1]._high_precision_init_val = torch.zeros(32, 32)
+    cast(builds=False)
+    assert weights[1]._high_precision_init_val is None
+    weights.reverse()
+    cast(builds=True)
+
+
+def test_kept_tables_keep_no_weight_alive(monkeypatch):
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: True)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_reduce", lambda *args: None)
+    weight = NVFP4Quantizer().make_empty((16, 16), torch.bfloat16)
+    quantize_master_weights([weight], [torch.ones(256)], [0], None, None, True)
+    post_all_gather_processing([weight])
+    storage = weakref.ref(weight._shared)
+    del weight
+    assert storage() is None

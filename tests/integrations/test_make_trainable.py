@@ -1,4 +1,4 @@
-"""Checkpoints that transformers, compressed-tensors and torchao have quantized, trained in place."""
+"""Models that transformers, compressed-tensors and torchao have quantized, trained in place."""
 
 import copy
 import json
@@ -15,7 +15,7 @@ from compressed_tensors.quantization import (
     preset_name_to_scheme,
 )
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torchao.prototype.mx_formats.mx_tensor import MXTensor
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
@@ -36,14 +36,14 @@ from transformers.trainer_utils import validate_quantization_for_training
 from fp4adam import (
     Float8BlockQuantizer,
     FP4Adam,
-    MXFP8Quantizer,
     QuantizedTensor,
+    Quantizer,
     Recipe,
     export_checkpoint,
     import_checkpoint,
     make_trainable,
 )
-from quantized_training import assert_identical
+from helpers import assert_identical
 
 SIZES = dict(
     vocab_size=256,
@@ -89,6 +89,8 @@ def compress(model: nn.Module, scheme: str, folder: Path) -> None:
         if weights.strategy == "block":
             side, _ = weights.block_structure
             blocks = weight.unflatten(1, (-1, side)).unflatten(0, (-1, side)).transpose(1, 2)
+        elif weights.strategy == "tensor":
+            blocks = weight[None, None]
         else:
             blocks = weight.unflatten(1, (-1, weights.group_size))[:, :, None]
         extremes = blocks.amin((2, 3)), blocks.amax((2, 3))
@@ -97,7 +99,7 @@ def compress(model: nn.Module, scheme: str, folder: Path) -> None:
             tensor_scale = generate_gparam(weight.min(), weight.max())
             module.weight_global_scale.data.copy_(tensor_scale)
         scale, _ = calculate_qparams(*extremes, weights, tensor_scale)
-        module.weight_scale.data.copy_(scale)
+        module.weight_scale.data.copy_(scale.view_as(module.weight_scale))
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     model.save_pretrained(folder)
@@ -117,7 +119,30 @@ def folder(request, tmp_path_factory) -> Path:
         patch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
         config = FineGrainedFP8Config(scale_fmt="ue8m0" if kind == "ue8m0" else "float")
         load(folder / "plain", quantization_config=config).save_pretrained(folder)
+    if kind == "experts":
+        split_scales(folder / "model.safetensors")
     return folder
+
+
+def split_scales(path: Path) -> None:
+    """Give each expert its own scales, as on the hub; transformers writes those of a stack."""
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith("experts.gate_up_proj_scale_inv")]:
+        prefix = name.removesuffix("gate_up_proj_scale_inv")
+        down = tensors.pop(f"{prefix}down_proj_scale_inv")
+        for expert, both in enumerate(tensors.pop(name)):
+            parts = dict(zip(("gate_proj", "up_proj"), both.chunk(2), strict=True))
+            for layer, scale in {**parts, "down_proj": down[expert]}.items():
+                tensors[f"{prefix}{expert}.{layer}.weight_scale_inv"] = scale.clone()
+    save_file(tensors, path, {"format": "pt"})
+
+
+def trainable(folder: Path) -> Any:
+    """A loaded model; compressed-tensors keeps scales in BF16, which holds powers of two."""
+    is_rounded = "naive-quantized" in (folder / "config.json").read_text()
+    return make_trainable(
+        load(folder), Float8BlockQuantizer(columnwise=False) if is_rounded else None
+    )
 
 
 def load(folder: Path, **options: Any) -> Any:
@@ -144,7 +169,8 @@ def train(model: nn.Module, steps: int, optimizer: FP4Adam | None = None) -> lis
 def test_load_train_save_and_load_again(folder, tmp_path):
     model = load(folder)
     before, places = state(model), {n: p.data_ptr() for n, p in model.named_parameters()}
-    assert make_trainable(model) is model
+    recipe = quantizer_of(trainable(folder))
+    assert make_trainable(model, recipe) is model
     assert_identical(dict(sorted(state(model).items())), dict(sorted(before.items())))
     quantized = {n: p for n, p in model.named_parameters() if isinstance(p, QuantizedTensor)}
     assert len(quantized) in (12, 14) and all(p.requires_grad for p in quantized.values())
@@ -176,7 +202,7 @@ def test_load_train_save_and_load_again(folder, tmp_path):
     assert configs[0] == configs[1]
     for key in ("quant_method", "weight_block_size", "scale_fmt", "format"):
         assert described[0].get(key) == described[1].get(key)
-    assert train(make_trainable(again), 1)[0] == pytest.approx(train(model, 1)[0], abs=1e-3)
+    assert train(make_trainable(again, recipe), 1)[0] == pytest.approx(train(model, 1)[0], abs=1e-3)
     model.load_state_dict(before)
     assert_identical(dict(sorted(state(model).items())), dict(sorted(before.items())))
 
@@ -201,13 +227,12 @@ def test_values_are_those_of_transformers(folder):
 
 def test_a_checkpoint_read_on_the_meta_device(folder, tmp_path):
     """The bytes, and the bits of training, are those of the loaded model."""
-    loaded = make_trainable(load(folder))
+    loaded = trainable(folder)
     config = copy.deepcopy(loaded.config)
     del config.quantization_config
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    quantizer = next(p for p in loaded.parameters() if isinstance(p, QuantizedTensor)).quantizer
-    import_checkpoint(model, folder, quantizer)
+    import_checkpoint(model, folder, quantizer_of(loaded))
     assert train(model, 2) == train(loaded, 2)
     assert_identical(
         {n: p.detach() for n, p in model.named_parameters()},
@@ -223,13 +248,23 @@ def test_a_checkpoint_read_on_the_meta_device(folder, tmp_path):
         )
 
 
+def quantizer_of(model: nn.Module) -> Quantizer:
+    return next(iter(quantized_of(model).values())).quantizer
+
+
 def quantized_of(model: nn.Module) -> dict[str, Tensor]:
     return {n: p for n, p in model.named_parameters() if isinstance(p, QuantizedTensor)}
 
 
 def test_the_trainer_resumes_with_the_same_bits(folder, tmp_path):
+    names = (folder / "config.json").read_text()
+    if "num_experts" in names or "nvfp4" in names:
+        # The Trainer does not load stacks of experts. A layout's tensor scale does not determine
+        # the last bit of the amax.
+        pytest.skip("not the same bits")
+
     def fit(steps: int, resume: bool = False) -> Any:
-        model = make_trainable(load(folder))
+        model = trainable(folder)
         trainer = Trainer(
             model,
             TrainingArguments(
@@ -256,7 +291,7 @@ def test_the_trainer_resumes_with_the_same_bits(folder, tmp_path):
 
 def test_a_recipe_for_matmuls(folder):
     model = load(folder)
-    kind = type(next(iter(quantized_of(make_trainable(load(folder))).values())).quantizer)
+    kind = type(quantizer_of(trainable(folder)))
     if kind is not Float8BlockQuantizer:
         with pytest.raises(ValueError, match="quantizer must be a"):
             make_trainable(model, Float8BlockQuantizer())
@@ -304,15 +339,31 @@ def test_tensors_of_torchao(kind):
     assert_identical(model[0].weight.detach(), before)
 
 
+def test_scales_that_a_dtype_would_round_are_saved_in_float32(folder, tmp_path):
+    if "naive-quantized" not in (folder / "config.json").read_text():
+        pytest.skip("scales are in float32 or powers of two")
+    model = make_trainable(load(folder))
+    before = state(model)
+    assert before["model.layers.0.mlp.up_proj.weight_scale"].dtype == torch.bfloat16
+    train(model, 1)
+    with pytest.warns(UserWarning, match="stored in float32, .* Float8BlockQuantizer"):
+        model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")["model.layers.0.mlp.up_proj.weight_scale"]
+    assert_identical(stored, model.model.layers[0].mlp.up_proj.weight._block_scale_inv)
+
+
 def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match="got none: transformers decodes FP8 and MXFP4"):
         make_trainable(build())
     with pytest.raises(TypeError, match="must be an nn.Module"):
         make_trainable("Qwen3")
     build().save_pretrained(tmp_path)
+    model = make_trainable(load(tmp_path, quantization_config=FineGrainedFP8Config()))
+    with pytest.raises(ValueError, match="must not be trainable yet, got .*q_proj.weight'"):
+        make_trainable(model)
     config = FineGrainedFP8Config(weight_block_size=(64, 64))
     with pytest.raises(ValueError, match=r"must be one of 128x128 .* got 'blocks of \[64, 64\]'"):
         make_trainable(load(tmp_path, quantization_config=config))
     compress(build(), "FP8", tmp_path / "by tensor")
-    with pytest.raises(ValueError, match="got 'float-quantized by tensor'"):
+    with pytest.raises(ValueError, match="got 'naive-quantized by tensor'"):
         make_trainable(load(tmp_path / "by tensor"))

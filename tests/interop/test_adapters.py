@@ -44,6 +44,8 @@ QUANTIZERS = {
     "nvfp4-swizzled": NVFP4Quantizer(optimize_for_gemm=True),
     "mxfp8": MXFP8Quantizer(),
     "mxfp8-swizzled": MXFP8Quantizer(optimize_for_gemm=True),
+    "mxfp8-2d": MXFP8Quantizer(two_dimensional=True),
+    "mxfp8-2d-swizzled": MXFP8Quantizer(two_dimensional=True, optimize_for_gemm=True),
     "float8block": Float8BlockQuantizer(),
     "float8block-1d": Float8BlockQuantizer(two_dimensional=False, force_pow_2_scales=False),
     "float8": Float8Quantizer(),
@@ -322,10 +324,10 @@ REFUSED = {
         "got _outliers as well, which this version does not know",
     ),
     "row-scaled": (NVFP4Quantizer(), dict(_row_scaled_nvfp4=True), "_row_scaled_nvfp4 of a NVFP4T"),
-    "2-D MXFP8": (
-        MXFP8Quantizer(),
+    "columns of 2-D MXFP8": (
+        MXFP8Quantizer(rowwise=False),
         dict(_quantizer=SimpleNamespace(with_2d_quantization=True)),
-        "with_2d_quantization of a MXFP8Tensor must be False to be stepped, got True",
+        "rowwise codes of a MXFP8Tensor must be stored to be stepped",
     ),
 }
 

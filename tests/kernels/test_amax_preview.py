@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fp4adam import Float8Quantizer, FP4Adam, NVFP4Quantizer
 from fp4adam.kernels.nvfp4_step import StepLaunch
 from fp4adam.optim.adam import adam_, adam_scalars
-from fp4adam.optim.update_bound import largest_update, ratio_after
+from fp4adam.optim.update_bound import largest_update, measured_ratio, ratio_after
 from fp4adam.tensors import backend
 
 pytestmark = pytest.mark.usefixtures("through_the_kernels")
@@ -172,6 +172,25 @@ def test_only_tiles_near_the_maximum_are_read(device, monkeypatch):
         weight.assert_exact()
 
 
+def test_rounding_to_subnormal_numbers_hides_no_tile(device):
+    """A master of 1.45 units, stored as 1, overtakes one of 1.55 units, stored as 2."""
+    unit = 2.0**-24  # of FP16
+    value = torch.zeros(SHAPE)
+    value[5, 7], value[70, 90] = 1.55 * unit, 1.45 * unit
+    param = torch.nn.Parameter(NVFP4.quantize(value.half().to(device)))
+    param._high_precision_init_val = value.to(device)
+    options = dict(betas=(0.0, 0.5), weight_decay=0.0, quantize_from="param_dtype")
+    optimizer = FP4Adam([param], lr=1e-3 * unit, **options)
+    for lr in (1e-3 * unit, 0.1 * unit):
+        optimizer.param_groups[0]["lr"] = lr
+        param.grad = torch.zeros(SHAPE, device=device, dtype=torch.float16)
+        param.grad[5, 7], param.grad[70, 90] = 1.0, -1.0
+        optimizer.step()
+    assert optimizer.state[param]["master_param"][70, 90] > 1.5 * unit
+    assert param._amax == 2 * unit
+    assert not optimizer._plan._groups[0].launch._exceeding.any()
+
+
 @pytest.mark.parametrize(
     ("two_dimensional", "usage", "quantize_from"),
     [
@@ -241,6 +260,14 @@ def test_bound_is_reached_by_the_gradients_that_it_is_made_for():
     adam_(value, torch.ones(1), m, v, None, scalars, True)
     bound = largest_update(scalars, ratio_after(1, scalars))
     assert value.abs().item() == pytest.approx(bound, rel=2e-4)
+
+
+def test_bound_of_given_moments_holds_for_all_of_them():
+    """Also of more elements than are measured at a time, and with NaN among them."""
+    m, v = torch.zeros(2**24 + 100), torch.ones(2**24 + 100)
+    m[3], m[5], m[-5] = 7.0, torch.nan, 2.0
+    assert measured_ratio(m, v, 1e-8) == pytest.approx(49.0, rel=1e-3)
+    assert measured_ratio(m.flip(0), v, 1e-8) == pytest.approx(49.0, rel=1e-3)
 
 
 def test_without_a_bound_everything_is_read():

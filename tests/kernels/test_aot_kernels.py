@@ -200,6 +200,13 @@ def step_jobs(codecs, sm):
                 num_warps=tile.num_warps,
                 maxnreg=most,
             )
+        jobs[f"mxfp8 {size} of squares"] = job(
+            "mxfp8_step._adam_step_kernel",
+            TABLES,
+            {**options_now, **usage(True, swizzled=True), **shape},
+            num_warps=tile.num_warps,
+            maxnreg=most,
+        )
     for size, tile in (
         ("step", float8_step.STEP_TILE),
         ("edge", float8_step.EDGE_TILE[scaled]),
@@ -274,7 +281,13 @@ def shard_jobs():
             ("nvfp4 adaptive codes", "nvfp4_codes", {}, {"BC": nvfp4.cols, **ADAPTIVE}),
             ("nvfp4 adaptive choices", "nvfp4_choices", {}, {"BC": nvfp4.cols, **ADAPTIVE}),
             ("mxfp8 amax", "mxfp8_amax", {}, {"BC": mxfp8.cols, **BOTH}),
-            ("mxfp8 codes", "mxfp8_codes", {}, {"BC": mxfp8.cols, **BOTH}),
+            ("mxfp8 codes", "mxfp8_codes", {}, {"BC": mxfp8.cols, "SQUARE": False, **BOTH}),
+            (
+                "mxfp8_2d codes",
+                "mxfp8_codes",
+                {},
+                {"BC": mxfp8.cols, "SQUARE": True, "ROWWISE": True, "COLUMNWISE": False},
+            ),
             ("float8 amax", "square_amax", {}, {"OF_BLOCKS": False, "OF_TENSOR": True, **square}),
             ("float8 codes", "float8_codes", epsilon, {"SCALES_BLOCKS": False, **parts}),
             (
@@ -510,7 +523,7 @@ def kernel_jobs(sm):
             "cols": "i32",
             "stride_scale_row": "i32",
         },
-        {"ROWWISE": True, "BR": 32, "BC": 32},
+        {"BLOCK_ROWS": 1, "BLOCK_COLS": 32, "BR": 32, "BC": 32},
     )
     fp32_scales = {**STORAGE, "rowwise_scale": "*fp32", "columnwise_scale": "*fp32"}
     for square in (True, False):
@@ -534,7 +547,7 @@ def kernel_jobs(sm):
     float8_words = {name: kind for name, kind in {**amax, **words}.items() if "scale" not in name}
     for name, signature, options in (
         ("nvfp4", {**amax, **words}, {"SQUARE": True, "BOUND": 448}),
-        ("mxfp8", {**types, **words}, {"ROWWISE": True}),
+        ("mxfp8", {**types, **words}, {"BLOCK_ROWS": 1, "BLOCK_COLS": 32}),
         ("float8_block", {**fp32, **words, "stride_scale_col": "i32"}, {"SQUARE": True}),
         ("float8", float8_words, {"EPSILON": 0.0, "POW_2": True}),
     ):

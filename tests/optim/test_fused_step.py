@@ -38,6 +38,11 @@ QUANTIZERS = {
     "mxfp8-rowwise": (MXFP8Quantizer(columnwise=False), [(32, 288)]),
     "mxfp8-columnwise": (MXFP8Quantizer(rowwise=False, optimize_for_gemm=True), [(32, 288)]),
     "mxfp8-swizzled": (MXFP8Quantizer(optimize_for_gemm=True), [(32, 256), (160, 32)]),
+    "mxfp8-2d": (MXFP8Quantizer(two_dimensional=True), [(32, 256), (64, 288)]),
+    "mxfp8-2d-swizzled": (
+        MXFP8Quantizer(two_dimensional=True, optimize_for_gemm=True),
+        [(32, 256), (160, 32)],
+    ),
     "float8block": (Float8BlockQuantizer(), [(128, 128), (130, 20), (5, 3)]),
     "float8block-fp32": (
         Float8BlockQuantizer(force_pow_2_scales=False, amax_epsilon=1e-3),

@@ -120,8 +120,9 @@ def test_microbatches_are_accumulated(device: str) -> None:
     release = optimizer.enable_gradient_release()
     for step in range(2):
         with release.accumulate():
-            for part in range(2):
-                mlp_loss(model, 10 * step + part).backward()
+            with release.accumulate():
+                mlp_loss(model, 10 * step).backward()
+            mlp_loss(model, 10 * step + 1).backward()
         assert not has_no_gradients(optimizer)
         mlp_loss(model, 10 * step + 2).backward()
         assert has_no_gradients(optimizer)
@@ -478,3 +479,80 @@ def test_errors_of_the_step_come_out_of_backward(released: tuple[nn.Module, FP4A
     with pytest.raises(ValueError, match="Invalid learning rate: nan"):
         mlp_loss(model).backward()
     assert_identical([param.detach().clone() for param in model.parameters()], before)
+
+
+# What goes wrong in between
+
+
+def test_zero_grad_begins_anew_after_a_backward_pass_that_failed(device: str) -> None:
+    """As a loop that skips the batch after an out-of-memory error does."""
+    (model, optimizer), (other, plain) = pair(RECIPES["nvfp4"], device)
+    optimizer.enable_gradient_release()
+
+    def fail(grad: Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    hook = model[0].bias.register_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        mlp_loss(model, 0).backward()
+    hook.remove()
+    assert model[0].bias.grad is None
+    # What has been released by then is stepped in the other model as well.
+    released = [p for p in all_params(optimizer) if optimizer.state.get(p)]
+    assert 0 < len(released) < len(all_params(optimizer))
+    mlp_loss(other, 0).backward()
+    for param, same in zip(all_params(optimizer), all_params(plain), strict=True):
+        if not any(param is one for one in released):
+            same.grad = None
+    plain.step()
+    for one in (optimizer, plain):
+        one.zero_grad()
+    for step in range(1, 3):
+        for trained, one in ((model, optimizer), (other, plain)):
+            mlp_loss(trained, step).backward()
+            one.step()
+            one.zero_grad()
+    assert_same_training(optimizer, plain)
+
+
+def test_step_refuses_before_any_parameter_moves(device: str) -> None:
+    _, optimizer = pair(None, device)[0]
+    optimizer.enable_gradient_release()
+    params = all_params(optimizer)
+    set_grads(params, 0)
+    params[-1].grad = params[-1].grad.to_sparse()
+    before = [param.detach().clone() for param in params]
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        optimizer.step()
+    assert_identical([param.detach() for param in params], before)
+    params[-1].grad = params[-1].grad.to_dense()
+    optimizer.step()
+    assert all(param.grad is None for param in params)
+
+
+@pytest.mark.parametrize("quantizer", [RECIPES["mxfp8"], None], ids=["mxfp8", "bfloat16"])
+def test_release_goes_on_after_the_model_has_moved(
+    quantizer: Quantizer | None, device: str
+) -> None:
+    """``Module.to()`` may swap tensors, and their hooks with them."""
+    model, optimizer = pair(quantizer, device)[0]
+    optimizer.enable_gradient_release()
+    for move in (lambda: model._apply(torch.clone), lambda: model.half().bfloat16()):
+        mlp_loss(model, 0).backward()
+        optimizer.step()
+        move()
+        mlp_loss(model, 1).backward()
+        optimizer.step()
+        mlp_loss(model, 2).backward()
+        assert has_no_gradients(optimizer)
+        optimizer.step()
+
+
+def test_accumulation_may_be_nested(device: str) -> None:
+    model, optimizer = pair(None, device)[0]
+    release = optimizer.enable_gradient_release()
+    with release.accumulate():
+        with release.accumulate():
+            mlp_loss(model, 0).backward()
+        mlp_loss(model, 1).backward()
+        assert not has_no_gradients(optimizer)

@@ -334,6 +334,27 @@ def test_other_part_of_the_same_storage_counts_as_written(device: str) -> None:
     assert_continues(optimizer)
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "float8block"])
+def test_windows_on_one_weight_train_as_adamw(recipe: str, device: str) -> None:
+    """Read between steps, which quantizes both again; their masters go on."""
+    whole = make_weight(RECIPES[recipe], device, (64, 64)).detach()
+    windows = [Parameter(part) for part in whole.split(32)]
+    plain = [Parameter(part.dequantize(torch.float32)) for part in windows]
+    optimizers = FP4Adam(windows, lr=1e-4), torch.optim.AdamW(plain, lr=1e-4)
+    for seed in range(12):
+        for optimizer in optimizers:
+            set_grads(all_params(optimizer), seed, dtype=None)
+        for param, same in zip(windows, plain, strict=True):
+            param.grad = same.grad.bfloat16()
+            same.grad = param.grad.float()
+        for optimizer in optimizers:
+            optimizer.step()
+        whole.dequantize()
+    for param, same in zip(windows, plain, strict=True):
+        master = optimizers[0].state[param]["master_param"]
+        torch.testing.assert_close(master, same.detach(), rtol=1e-6, atol=1e-7)
+
+
 def by_copy(param: Parameter) -> None:
     param.copy_(random(tuple(param.shape), 5).to(param))
 

@@ -5,7 +5,13 @@ import torch
 from torch.nn import Parameter
 
 from fp4adam import FP4Adam, FusedAdam, NVFP4Quantizer
-from helpers import RECIPES, assert_bytes_are_of_masters, assert_identical, random
+from helpers import (
+    RECIPES,
+    assert_bytes_are_of_masters,
+    assert_identical,
+    assert_same_training,
+    random,
+)
 
 NAMES = ("exp_avg", "exp_avg_sq", "master_param")
 STORED = {
@@ -102,6 +108,23 @@ def test_states_are_read_and_written_in_fp32(stored, device):
         torch.testing.assert_close(value, wanted, rtol=tolerance, atol=tolerance * 0.01)
     step(optimizer, 1)
     assert optimizer.state[params[0]]["step"] == 2
+
+
+def test_a_written_parameter_stays_written_when_a_moment_is_set(device):
+    optimizers = []
+    for sets in (False, True):
+        params = weights(device)
+        optimizer = FP4Adam(params, lr=1e-2)
+        step(optimizer, 0)
+        for param in params:
+            with torch.no_grad():
+                param.copy_(random(tuple(param.shape), 5, device))
+            if sets:
+                value = optimizer.get_unscaled_state(param, "exp_avg").clone()
+                optimizer.set_scaled_state(param, "exp_avg", value)
+        step(optimizer, 1)
+        optimizers.append(optimizer)
+    assert_same_training(*optimizers)
 
 
 def test_remainders_and_fp32_parameters(device):

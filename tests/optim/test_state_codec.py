@@ -75,6 +75,12 @@ def any_bits(n=32 * 512, seed=0):
     return bits.view(torch.float32)
 
 
+def powers_of_two():
+    """Numbers that all codecs represent exactly, down to the least normal one of a block."""
+    powers = 2.0 ** -torch.arange(32.0)
+    return torch.cat([powers, -powers])
+
+
 def random_dither(n, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-(2**31), 2**31, (n,), generator=generator).int()
@@ -429,7 +435,8 @@ def test_tile_functions_give_the_bits_of_the_codecs(codec, masked, device):
     # Masked: more than one tile in each direction, of which the last ones reach past the edge.
     rows, cols = (70, 96) if masked else (64, 256)
     n = rows * cols
-    x = torch.cat([any_bits(n // 64 * 32), numbers(codec, n - n // 64 * 32)])
+    n_any = n // 64 * 32
+    x = torch.cat([any_bits(n_any), numbers(codec, n - n_any - 64), powers_of_two()])
     step = 123456
     codes, scales = codec.encode(x, dither_bits(0, n, step).exp_avg)
     decoded = codec.decode(codes, scales)

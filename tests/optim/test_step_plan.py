@@ -339,15 +339,64 @@ def test_clipping_holds_for_one_step(forget, trained):
     assert trained._whole.clip == {}
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("norm", [3.0, math.nan])
+def test_clipping_belongs_to_the_gradients_it_was_made_from(set_to_none, norm, trained):
+    """``model.zero_grad()`` does not tell the optimizer, and the next step may not be clipped."""
+    params, twin = trained.param_groups[0]["params"], copy.deepcopy(trained)
+    set_grads(params, 3)
+    torch._foreach_mul_([param.grad for param in params], norm)
+    trained.clip_grad_norm_(1e-3)
+    for param in params:
+        if set_to_none:
+            param.grad = None
+        else:
+            param.grad.zero_()
+    for param, same in zip(params, twin.param_groups[0]["params"], strict=True):
+        grad = randn(*param.shape, seed=7, device=str(param.device)).to(param.dtype)
+        same.grad = grad.clone()
+        if set_to_none:
+            param.grad = grad
+        else:
+            param.grad.copy_(grad)
+    for optimizer in (trained, twin):
+        optimizer.step()
+    assert_same_training(trained, twin)
+
+
+def test_clipping_holds_for_what_is_left_of_the_gradients(trained):
+    params = trained.param_groups[0]["params"]
+    twin = copy.deepcopy(trained)
+    for optimizer in (trained, twin):
+        set_grads(optimizer.param_groups[0]["params"], 3)
+        optimizer.clip_grad_norm_(1e-3)
+        optimizer.param_groups[0]["params"][0].grad = None
+    clip = twin._whole.clip
+    twin._whole.measured = None
+    assert clip
+    for optimizer in (trained, twin):
+        optimizer.step()
+    assert_same_training(trained, twin)
+    set_grads(params, 4)
+    trained.clip_grad_norm_(1e-3)
+    params[1].grad.mul_(0.5)
+    before = params[1].detach().clone()
+    with pytest.raises(RuntimeError, match="must not change between clip_grad_norm_.. and step"):
+        trained.step()
+    assert torch.equal(params[1].dequantize(), before.dequantize())
+
+
 @pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES)
 def test_steps_that_the_device_skips_are_not_counted(quantizer, device):
     """The state says so when it is asked; the training goes on as if they had not been."""
     optimizers = [FP4Adam(make_params(device, quantizer), lr=1e-2) for _ in range(2)]
+    found_inf = torch.zeros(1, device=device)
     for seed, overflow in enumerate([True, False, True, True, False, False]):
         for optimizer in optimizers:
             set_grads(optimizer.param_groups[0]["params"], seed)
-        optimizers[0].found_inf = torch.full((1,), float(overflow), device=device)
+        optimizers[0].found_inf = found_inf.fill_(float(overflow))
         optimizers[0].step()
+        found_inf.fill_(float(not overflow))  # the buffer is used again
         if not overflow:
             optimizers[1].step()
     state = optimizers[0].state

@@ -225,8 +225,16 @@ def _mxfp8(x: Floats, rows: int, columns: int) -> tuple[Codes, Codes]:
     return encode_e4m3(x * _spread(encode, rows, columns, x.shape)), scale
 
 
-def quantize_mxfp8(x: Floats) -> Fields:
+def quantize_mxfp8(x: Floats, two_dimensional: bool = False) -> Fields:
     """MXFP8 of x [M, K], M and K multiples of 32."""
+    if two_dimensional:
+        data, scale = _mxfp8(x, 32, 32)
+        return {
+            "rowwise_data": data,
+            "rowwise_scale_inv": _pad(np.repeat(scale, 32, 0), 128, 4),
+            "columnwise_data": data,
+            "columnwise_scale_inv": _pad(np.repeat(scale, 32, 1), 4, 128),
+        }
     data, scale = _mxfp8(x, 1, 32)
     columnwise_data, columnwise_scale = _mxfp8(x, 32, 1)
     return {
@@ -327,7 +335,7 @@ def quantize(
 ) -> Fields:
     """Dispatch by name.
 
-    nvfp4_{2d,1d}, nvfp4_{2d,1d}_{mae,mse}_{256,448}, mxfp8, float8_{pow2,fp32},
+    nvfp4_{2d,1d}, nvfp4_{2d,1d}_{mae,mse}_{256,448}, mxfp8, mxfp8_2d, float8_{pow2,fp32},
     fp8block_{2d,1d}_{pow2,fp32}.
     """
     if format.count("_") == 3:
@@ -335,8 +343,8 @@ def quantize(
         return quantize_nvfp4_adaptive(x, block == "2d", error, int(bound))
     if format.startswith("nvfp4"):
         return quantize_nvfp4(x, format.endswith("2d"))
-    if format == "mxfp8":
-        return quantize_mxfp8(x)
+    if format.startswith("mxfp8"):
+        return quantize_mxfp8(x, format.endswith("2d"))
     if format.startswith("float8"):
         return quantize_float8(x, format.endswith("pow2"), amax_epsilon)
     _, block, scale = format.split("_")
@@ -347,7 +355,7 @@ def dequantize(format: str, fields: Fields) -> Floats:
     """Float32 [M, K] from the rowwise fields of the named format."""
     if format.startswith("nvfp4"):
         return dequantize_nvfp4(fields, 256 if format.endswith("256") else 448)
-    if format == "mxfp8":
+    if format.startswith("mxfp8"):
         return dequantize_mxfp8(fields)
     if format.startswith("float8"):
         return dequantize_float8(fields)

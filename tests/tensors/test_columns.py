@@ -16,6 +16,7 @@ from helpers import randn
 QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(),
     "mxfp8": MXFP8Quantizer(),
+    "mxfp8-2d": MXFP8Quantizer(two_dimensional=True),
     "mxfp8, columnwise": MXFP8Quantizer(rowwise=False),
     "float8block": Float8BlockQuantizer(),
 }

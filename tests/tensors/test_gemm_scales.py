@@ -29,6 +29,7 @@ QUANTIZERS = {
     "nvfp4-1d": NVFP4Quantizer(two_dimensional=False, optimize_for_gemm=True),
     "nvfp4-columnwise": NVFP4Quantizer(rowwise=False, optimize_for_gemm=True),
     "mxfp8": MXFP8Quantizer(optimize_for_gemm=True),
+    "mxfp8-2d": MXFP8Quantizer(two_dimensional=True, optimize_for_gemm=True),
     "mxfp8-rowwise": MXFP8Quantizer(columnwise=False, optimize_for_gemm=True),
 }
 SHAPE = (64, 96)

@@ -24,6 +24,7 @@ FORMATS = {
     "nvfp4_2d": NVFP4Quantizer(),
     "nvfp4_1d": NVFP4Quantizer(two_dimensional=False),
     "mxfp8": MXFP8Quantizer(),
+    "mxfp8-2d": MXFP8Quantizer(two_dimensional=True),
     "fp8block_2d": Float8BlockQuantizer(),
     "float8_fp32": Float8Quantizer(),
     "fp8block_1d": Float8BlockQuantizer(two_dimensional=False),

@@ -36,6 +36,7 @@ QUANTIZERS = {
     "nvfp4-1d": NVFP4Quantizer(two_dimensional=False),
     "nvfp4-columnwise": NVFP4Quantizer(rowwise=False),
     "mxfp8": MXFP8Quantizer(),
+    "mxfp8-2d": MXFP8Quantizer(two_dimensional=True),
     "mxfp8-swizzled": MXFP8Quantizer(optimize_for_gemm=True),
     "float8block": Float8BlockQuantizer(),
     "float8block-1d": Float8BlockQuantizer(two_dimensional=False),

@@ -20,6 +20,7 @@ from fp4adam.tensors.storage import Storage
 QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(),
     "mxfp8": MXFP8Quantizer(),
+    "mxfp8-2d": MXFP8Quantizer(two_dimensional=True),
     "float8block": Float8BlockQuantizer(),
     "float8": Float8Quantizer(),
 }

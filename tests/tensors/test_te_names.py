@@ -13,6 +13,7 @@ QUANTIZERS = {
     "nvfp4-1d": NVFP4Quantizer(two_dimensional=False),
     "nvfp4-swizzled": NVFP4Quantizer(optimize_for_gemm=True),
     "mxfp8": MXFP8Quantizer(),
+    "mxfp8-2d": MXFP8Quantizer(two_dimensional=True, optimize_for_gemm=True),
     "float8block": Float8BlockQuantizer(),
     "float8": Float8Quantizer(),
 }
@@ -55,6 +56,10 @@ def test_names_of_float8_are_its_memory():
 def test_a_direction_that_is_dropped_comes_back_where_it_can(quantizer, usage):
     param = nn.Parameter(quantizer(value()))
     whole = {name: inner.clone() for name, inner in param.storage_tensors().items()}
+    if usage == "rowwise" and quantizer.layout.shares_codes:
+        with pytest.raises(ValueError, match="rowwise must be True with two_dimensional=True"):
+            param.update_usage(rowwise_usage=False)
+        return
     expected = dataclasses.replace(quantizer, **{usage: False})(value()).storage_tensors()
 
     param.update_usage(**{f"{usage}_usage": False})

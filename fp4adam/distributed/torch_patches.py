@@ -1,0 +1,118 @@
+"""Every place where torch is patched or its call stack is read.
+
+torch has no hook at these places. Each function says what it waits for. Read in torch 2.11 to 2.13.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
+
+
+def wrap_broadcast_coalesced(wrapper: Callable[..., None]) -> None:
+    """Replace the function by which DistributedDataParallel copies parameters to all replicas.
+
+    It flattens values in C++, before an operator could see that tensors are quantized, but is
+    looked up by name in ``torch.distributed`` at each call. Waits for an operator in its place:
+    https://github.com/pytorch/pytorch/issues/79469
+
+    Args:
+        wrapper: A function of torch's function and its arguments.
+    """
+    own = dist._broadcast_coalesced
+    dist._broadcast_coalesced = functools.wraps(own)(functools.partial(wrapper, own))
+
+
+def wrap_shard_tensor(kind: Any, wrapper: Callable[..., Any]) -> None:
+    """Replace ``_shard_tensor`` of torch's class Shard, once.
+
+    ``distribute_tensor`` calls it to scatter and pad values, which makes plain tensors of quantized
+    weights. Waits for a hook of tensor subclasses, as FSDP2 has them; no thread asks for it yet.
+
+    Args:
+        kind: The class.
+        wrapper: A function of torch's function and its arguments.
+
+    Raises:
+        NotImplementedError: If this torch has no such function; parts would silently be plain.
+    """
+    own = getattr(kind, "_shard_tensor", None)
+    if hasattr(own, "__wrapped__"):
+        return
+    names = [] if own is None else [*inspect.signature(own).parameters]
+    if names != ["self", "tensor", "mesh", "mesh_dim", "src_data_rank"]:
+        raise NotImplementedError(
+            "Shard._shard_tensor must take (tensor, mesh, mesh_dim, src_data_rank) for quantized "
+            f"weights to be distributed, got {names} in torch {torch.__version__}; use torch 2.11 "
+            "to 2.13, or leave the layer in high precision (filter=...)"
+        )
+
+    @functools.wraps(own)
+    def shard_tensor(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(own, self, *args, **kwargs)
+
+    kind._shard_tensor = shard_tensor
+
+
+def guard_zero() -> None:
+    """Make ZeroRedundancyOptimizer refuse parameters_as_bucket_view=True with quantized parameters.
+
+    It would make parameters views of a flat buffer. Does nothing unless its module is imported, as
+    it must be to build such an optimizer: importing it here would be slow and emit warnings.
+    """
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is None:
+        return
+    build = module.ZeroRedundancyOptimizer._build_param_buckets
+    if hasattr(build, "__wrapped__"):
+        return
+
+    @functools.wraps(build)
+    def build_param_buckets(zero: Any) -> None:
+        params = [param for group in zero.param_groups for param in group["params"]]
+        if zero.parameters_as_bucket_view and any(isinstance(x, QuantizedTensor) for x in params):
+            raise ValueError(
+                "parameters_as_bucket_view must be False for quantized parameters, got True: they "
+                "cannot be views of a flat buffer; leave it out, each is broadcast as it is"
+            )
+        build(zero)
+
+    module.ZeroRedundancyOptimizer._build_param_buckets = build_param_buckets
+
+
+def is_loading_from_rank_0() -> bool:
+    """Whether the caller is torch.distributed.checkpoint's ``broadcast_from_rank0``.
+
+    There rank 0 sends its tensor, which may be quantized, and the other ranks receive into plain
+    tensors of its nominal dtype. Only the call stack shows this, and the module takes a second to
+    import, too long to patch it. Waits for receivers like the sent tensor; no thread asks for it.
+    """
+    module = sys.modules.get("torch.distributed._state_dict_utils")
+    frame = None if module is None else sys._getframe(1)
+    while frame is not None and frame.f_globals is not vars(module):
+        frame = frame.f_back
+    return frame is not None
+
+
+def ranks_after_forward() -> int | None:
+    """Over how many ranks FSDP2 keeps the weight that it gathers now, if over fewer than it shards.
+
+    Its hooks do not show the setting, but the call stack does. FSDP2 does not support it with its
+    hooks: https://github.com/pytorch/pytorch/pull/123953
+    """
+    module = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_param"]
+    frame = sys._getframe(1)
+    while frame is not None:
+        param = frame.f_locals.get("self")
+        if isinstance(param, module.FSDPParam):
+            after, before = param.post_forward_mesh_info, param.mesh_info
+            is_other = after is not None and after.shard_mesh_size != before.shard_mesh_size
+            return after.shard_mesh_size if is_other else None
+        frame = frame.f_back
+    return None

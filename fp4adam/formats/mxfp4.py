@@ -1,0 +1,144 @@
+"""MXFP4: E2M1 codes with one power-of-two (E8M0) scale per 32 elements of a row."""
+
+import dataclasses
+from collections.abc import Callable
+from types import ModuleType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fp4adam.formats import encoding, minifloat
+from fp4adam.tensors import backend
+from fp4adam.tensors.layout import Direction, Inner, Layout, ScaleRule
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.quantizer import Quantizer
+from fp4adam.tensors.storage import Storage
+
+BLOCK = 32
+# What is added to the bits of an amax, so that its exponent is that of the rounded amax: with
+# "even" from 1.75 on the next power of two, with "up" above 1.5, so that 6 times the scale holds
+# the amax.
+ROUNDINGS = {"floor": 0, "even": 0x200000, "up": 0x3FFFFF}
+
+
+class MXFP4Tensor(QuantizedTensor):
+    """A tensor in MXFP4, 4.25 bits per element.
+
+    ``rowwise_data``: uint8 [rows, cols / 2], even elements in the low nibble.
+    ``rowwise_scale_inv``: uint8 (E8M0) [rows padded to 128, cols / 32 padded to 4]; padding is 0.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class MXFP4Quantizer(Quantizer[MXFP4Tensor]):
+    """Quantize to :class:`MXFP4Tensor`; rows and columns must be multiples of 32.
+
+    Scale = 2**floor(log2(rounded block_amax)) / 4; code = E2M1(x / scale), which saturates at 6.
+    Weights have rowwise codes alone, and matmuls read their decoded values.
+
+    Args:
+        scale_rounding: How the amax of a block is rounded: "floor" to its power of two, as in the
+            specification and torchao's default; "even" to E2M1's precision first, as
+            compressed-tensors does, which has the smallest largest error; "up" so that no code
+            saturates, as in the kernels of gpt-oss and torchao's RCEIL.
+
+    Source: OCP Microscaling Formats (MX) v1.0, section 6.3.
+    """
+
+    columnwise: bool = False
+    scale_rounding: Literal["floor", "even", "up"] = "even"
+
+    tensor_class = MXFP4Tensor
+    name = "mxfp4"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.columnwise or self.optimize_for_gemm:
+            raise ValueError(
+                "columnwise and optimize_for_gemm must be False for MXFP4, whose matmuls read "
+                f"decoded values, got {self.columnwise} and {self.optimize_for_gemm}; leave them "
+                "out"
+            )
+        if self.scale_rounding not in ROUNDINGS:
+            raise ValueError(
+                f"scale_rounding must be one of {', '.join(ROUNDINGS)}, got "
+                f"{self.scale_rounding!r}; 'floor' is that of the OCP specification"
+            )
+
+    def full_layout(self) -> Layout:
+        return Layout(
+            block=BLOCK,
+            code_type="e2m1",
+            scale_type="e8m0",
+            rowwise=Direction(Inner(1, 2), Inner(1, BLOCK, padding=(128, 4))),
+            columnwise=Direction(Inner(1, 2), Inner(BLOCK, 1, padding=(4, 128))),
+            is_square=False,
+            scale_rule=ScaleRule(rounding=ROUNDINGS[self.scale_rounding]),
+            multiple=BLOCK,
+        )
+
+    def scales_of_blocks(
+        self,
+        amaxes: Tensor,
+        tensor_amax: Tensor | None,
+        dtype: torch.dtype,
+        four: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        rounding = self.layout.scale_rule.rounding
+        rounded = amaxes.contiguous().view(torch.int32) + rounding
+        scales = rounded.bitwise_right_shift_(23).sub_(2).clamp_(min=0).to(torch.uint8)
+        return scales, self.factors(scales, tensor_amax)
+
+    def factors(self, scales: Tensor, tensor_amax: Tensor | None) -> Tensor:
+        return minifloat.e8m0_reciprocal(scales)
+
+    write, recode = encoding.write, encoding.recode
+
+    def launch(self, x: Tensor, out: Storage) -> None:
+        rounding = self.layout.scale_rule.rounding
+        self.kernels().quantize(x, out.rowwise_data, out.rowwise_scale_inv, rounding)
+
+    @staticmethod
+    def decoders() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+        return _decode, _dequantize
+
+    @staticmethod
+    def kernels() -> ModuleType:
+        from fp4adam.kernels import mxfp4
+
+        return mxfp4
+
+    @staticmethod
+    def step_kernels() -> ModuleType:
+        from fp4adam.kernels import mxfp4_step
+
+        return mxfp4_step
+
+    def stored(self, tensors: Storage) -> tuple[Tensor, Tensor]:
+        """Codes and scales."""
+        return tensors.rowwise_data, tensors.rowwise_scale_inv
+
+
+def _decode(data: Tensor, scale: Tensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
+    """Decode packed codes to [rows, cols]; ``after``: see :meth:`Quantizer.read`."""
+    rows, cols = data.shape[0], data.shape[1] * 2
+    if backend.uses_kernels(data.device):
+        out = data.new_empty((rows, cols), dtype=dtype)
+        MXFP4Quantizer.kernels().dequantize(data, scale, out)
+        return out
+    values = minifloat.unpack_e2m1(data)
+    factor = minifloat.e8m0_value(scale[:rows, : cols // BLOCK])
+    values.view(rows, -1, BLOCK).mul_(factor[:, :, None])
+    return values.to(dtype)
+
+
+_dequantize = torch.library.custom_op("fp4adam::dequantize_mxfp4", mutates_args=())(_decode)
+
+
+@_dequantize.register_fake
+def _(data: Tensor, scale: Tensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
+    return data.new_empty((data.shape[0], data.shape[1] * 2), dtype=dtype)
+
+
+torch.serialization.add_safe_globals([MXFP4Tensor, MXFP4Quantizer])

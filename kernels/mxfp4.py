@@ -1,0 +1,209 @@
+"""MXFP4: kernels that quantize and dequantize matrices, and their tile functions."""
+
+from collections.abc import Callable
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp4adam.kernels.launch.launch import on_its_device
+from fp4adam.kernels.launch.tensor_table import divisor_tile, tile_offsets, tile_start
+from fp4adam.kernels.tiles.bfloat16 import round_to, to_float32
+from fp4adam.kernels.tiles.e2m1 import e2m1_round, e2m1_value
+from fp4adam.kernels.tiles.e8m0 import e8m0_reciprocal, e8m0_value
+from fp4adam.kernels.tiles.remainder import complete, split_off, unit_of_one
+from fp4adam.kernels.tiles.words import (
+    are_aligned,
+    pack_words,
+    part_of,
+    store_words,
+    word_decoder,
+    word_offsets,
+    word_positions,
+)
+
+BLOCK = 32
+MOST_ROWS, MOST_COLS = 32, 64  # of a tile
+
+
+@triton.jit
+def mxfp4_scale(amax, ROUNDING: tl.constexpr):
+    """E8M0 scales (int32) of blocks with these float32 amaxes, to whose bits ROUNDING is added."""
+    return tl.maximum(((amax.to(tl.int32, bitcast=True) + ROUNDING) >> 23) - 2, 0)
+
+
+@triton.jit
+def mxfp4_tile(x, ROUNDING: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Quantize the float32 tile [BR, BC].
+
+    Returns words of codes (uint32 [BR, BC / 8]), the values of codes [BR, BC / 32, 32], and scales
+    (uint8 [BR, BC / 32]).
+    """
+    blocks = tl.reshape(x, (BR, BC // 32, 32))
+    amax = tl.max(tl.abs(blocks), 2)
+    amax = tl.where(amax == amax, amax, 0.0)  # all elements NaN
+    scale = mxfp4_scale(amax, ROUNDING)
+    code, value = e2m1_round(blocks * e8m0_reciprocal(scale)[:, :, None])
+    return pack_words(tl.reshape(code, (BR, BC)), 4, BR, BC), value, scale.to(tl.uint8)
+
+
+@triton.jit
+def mxfp4_master(storage, remainder, row, col, cols, BR: tl.constexpr, BC: tl.constexpr):
+    """The float32 masters of a tile [BR, BC] from its codes and int8 remainders."""
+    data = storage.rowwise_data + tile_start(row, col // 8, cols // 8)
+    words = tl.load(data + tile_offsets(cols // 8, BR, BC // 8))
+    code = (words[:, :, None].to(tl.int32) >> (4 * tl.arange(0, 8))[None, None, :]) & 0xF
+    value = tl.reshape(e2m1_value(code), (BR, BC // 32, 32))
+    width = (cols // 32 + 3) // 4 * 4
+    grid = storage.rowwise_scale + tile_start(row, col // 32, width)
+    factor = e8m0_value(tl.load(grid + tile_offsets(width, BR, BC // 32)))
+    unit, _ = unit_of_one(factor, 4)
+    remainder = tl.reshape(remainder, (BR, BC // 32, 32))
+    master = complete(value, factor[:, :, None], unit[:, :, None], remainder, 4)
+    return tl.reshape(master, (BR, BC))
+
+
+@triton.jit
+def mxfp4_remainder(master, value, scale, dither, BR: tl.constexpr, BC: tl.constexpr):
+    """The int8 remainders [BR, BC] of masters with these values of codes and scales."""
+    factor = e8m0_value(scale)
+    _, inverse = unit_of_one(factor, 4)
+    remainder = split_off(
+        tl.reshape(master, (BR, BC // 32, 32)),
+        value,
+        factor[:, :, None],
+        inverse[:, :, None],
+        tl.reshape(dither, (BR, BC // 32, 32)),
+        4,
+    )
+    return tl.reshape(remainder, (BR, BC))
+
+
+@triton.jit
+def store_tile(words, scale, row, col, cols, storage, BR: tl.constexpr, BC: tl.constexpr):
+    """Store words and scales of the tile [BR, BC] at (row, col)."""
+    store_words(storage.rowwise_data, row, col // 8, cols // 8, words, BR, BC // 8)
+    width = (cols // 32 + 3) // 4 * 4
+    grid = storage.rowwise_scale + tile_start(row, col // 32, width)
+    tl.store(grid + tile_offsets(width, BR, BC // 32), scale)
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr,
+    data,
+    scales,
+    cols,
+    tiles_per_row,
+    ROUNDING: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Quantize a matrix.
+
+    Grid: (n_tiles,). Tile: [BR, BC], which divides the matrix. Reads x (2 or 4 bytes per element),
+    writes half a byte per element, and the scales.
+    """
+    tile = tl.program_id(0)
+    row, col = tile // tiles_per_row * BR, tile % tiles_per_row * BC
+    x = to_float32(tl.load(x_ptr + tile_start(row, col, cols) + tile_offsets(cols, BR, BC)))
+    words, _, scale = mxfp4_tile(x, ROUNDING, BR, BC)
+    store_words(data, row, col // 8, cols // 8, words, BR, BC // 8)
+    width = (cols // 32 + 3) // 4 * 4
+    tl.store(scales + tile_start(row, col // 32, width) + tile_offsets(width, BR, BC // 32), scale)
+
+
+@triton.jit
+def _dequantize_kernel(
+    data_ptr,
+    scale_ptr,
+    out_ptr,
+    cols,
+    tiles_per_row,
+    stride_scale_row,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Decode packed codes [rows, cols / 2].
+
+    Grid: (n_tiles,). Tile: [BR, BC], which divides the matrix. Reads half a byte per element and
+    the scales, writes 2 or 4 bytes per element.
+    """
+    tile = tl.program_id(0)
+    row, col = tile // tiles_per_row * BR, tile % tiles_per_row * BC
+    packed = tl.load(
+        data_ptr + tile_start(row, col // 2, cols // 2) + tile_offsets(cols // 2, BR, BC // 2)
+    )
+    value = e2m1_value(tl.interleave(packed & 0xF, packed >> 4))
+    grid = scale_ptr + tile_start(row, col // 32, stride_scale_row)
+    factor = e8m0_value(tl.load(grid + tile_offsets(stride_scale_row, BR, BC // 32)))
+    value = tl.reshape(value, (BR, BC // 32, 32)) * factor[:, :, None]
+    out = out_ptr + tile_start(row, col, cols) + tile_offsets(cols, BR, BC)
+    tl.store(out, round_to(tl.reshape(value, (BR, BC)), out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _dequantize_words_kernel(
+    data_ptr,
+    scale_ptr,
+    out_ptr,
+    n_words,
+    words_per_row,
+    stride_scale_row,
+    rows_per_part,
+    data_gap,
+    scale_part,
+    PARTED: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Decode N words of eight packed codes each, with the arithmetic of the kernel above.
+
+    Grid: (ceil(n_words / N),). A thread reads a word and writes its values, 16 bytes if BF16.
+    """
+    word, inside, row, i = word_positions(n_words, words_per_row, N)
+    part, scale_row = part_of(row, rows_per_part, 1, PARTED)
+    words = (data_ptr + part * data_gap).to(tl.pointer_type(tl.uint32)) + word
+    packed = tl.load(words, inside, 0)
+    scales = scale_ptr + part * scale_part + scale_row * stride_scale_row + i // 4
+    factor = e8m0_value(tl.load(scales, inside, 0))
+    code = (packed[:, None] >> (4 * tl.arange(0, 8))[None, :]) & 0xF
+    value = round_to(e2m1_value(code) * factor[:, None], out_ptr.dtype.element_ty)
+    tl.store(out_ptr + word_offsets(word), value, inside[:, None])
+
+
+_words_decoder = word_decoder(_dequantize_words_kernel)
+
+
+@on_its_device
+def quantize(x: Tensor, data: Tensor, scale: Tensor, rounding: int) -> None:
+    """Quantize the matrix ``x`` [rows, cols] (contiguous, multiples of 32) into storage."""
+    rows, cols = x.shape
+    br, bc = divisor_tile(rows, MOST_ROWS, 1), divisor_tile(cols, MOST_COLS, BLOCK)
+    _quantize_kernel[(rows // br * (cols // bc),)](
+        x, data, scale, cols, cols // bc, ROUNDING=rounding, BR=br, BC=bc, enable_fp_fusion=False
+    )
+
+
+def decoder(data: Tensor, scale: Tensor, out: Tensor) -> Callable[[], None] | None:
+    """A function that decodes packed codes [rows, cols / 2] into ``out`` whenever it is called.
+
+    None if codes are unaligned. A stack of codes [parts, rows, cols / 2] with scales [parts, ...]
+    holds consecutive parts of the rows.
+    """
+    if not are_aligned(data):
+        return None
+    return _words_decoder(data, scale, out=out, strides=(scale.stride(-2),))
+
+
+@on_its_device
+def dequantize(data: Tensor, scale: Tensor, out: Tensor) -> None:
+    """Decode packed codes [rows, cols / 2] with scales per 1x32 block."""
+    if not out.numel():
+        return
+    if decode := decoder(data, scale, out):
+        return decode()
+    rows, cols = out.shape
+    br, bc = divisor_tile(rows, MOST_ROWS, 1), divisor_tile(cols, MOST_COLS, BLOCK)
+    _dequantize_kernel[(rows // br * (cols // bc),)](
+        data, scale, out, cols, cols // bc, scale.stride(0), BR=br, BC=bc, enable_fp_fusion=False
+    )

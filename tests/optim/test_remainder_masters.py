@@ -1,0 +1,268 @@
+"""Training with masters that are int8 remainders: what happens to them between and around steps."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from fp4adam import (
+    Float8BlockQuantizer,
+    Float8Quantizer,
+    FP4Adam,
+    FusedAdam,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
+from fp4adam.optim.parameter import DIGEST
+from fp4adam.optim.remainder import complete
+from fp4adam.tensors import backend
+
+FP8 = torch.float8_e4m3fn
+SMALL = dict(master_weight_dtype=torch.int8, exp_avg_dtype=FP8, exp_avg_sq_dtype=FP8)
+QUANTIZERS = {
+    "nvfp4": NVFP4Quantizer(),
+    "nvfp4 1d": NVFP4Quantizer(two_dimensional=False),
+    "mxfp8": MXFP8Quantizer(),
+    "float8 block": Float8BlockQuantizer(),
+    "float8": Float8Quantizer(),
+    "float8 delayed": Float8Quantizer(scaling="delayed", amax_history_len=3),
+}
+by_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
+SHAPES = (64, 64), (32, 96)
+
+
+def values(seed=0, shapes=SHAPES):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) * 0.02 for shape in shapes]
+
+
+def make(device, quantizer=QUANTIZERS["nvfp4"], scale_groups=None, **options):
+    params = [Parameter(quantizer.quantize(v.to(device))) for v in values()]
+    options = {"lr": 1e-3, **SMALL, **options}
+    if scale_groups:
+        options["scale_groups"] = [params]
+    return FP4Adam(params, **options)
+
+
+def params_of(optimizer):
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def step(optimizer, seed, present=(0, 1)):
+    for i, (param, grad) in enumerate(zip(params_of(optimizer), values(seed), strict=True)):
+        param.grad = grad.to(param.device) if i in present else None
+    optimizer.step()
+
+
+def masters(optimizer):
+    """FP32 masters, which nothing but the state and the weight's bytes decides."""
+    state = optimizer.state
+    return [complete(p.detach(), state[p]["master_param"]) for p in params_of(optimizer)]
+
+
+def weights(optimizer):
+    return [p.detach().dequantize() for p in params_of(optimizer)]
+
+
+def assert_equal(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def assert_same(actual, expected):
+    assert_equal(weights(actual), weights(expected))
+    for a, b in zip(params_of(actual), params_of(expected), strict=True):
+        a, b = actual.state[a], expected.state[b]
+        assert a.keys() == b.keys()
+        for name, value in b.items():
+            assert a[name].dtype == value.dtype and torch.equal(a[name], value), name
+
+
+@by_quantizer
+@pytest.mark.parametrize("scale_groups", [False, True])
+def test_kernels_and_operators_agree(quantizer, scale_groups, device, monkeypatch):
+    if scale_groups and quantizer.layout.tensor_scale != "current":
+        pytest.skip("only amaxes of current values are shared")
+    optimizers = []
+    for kernels in (True, False):
+        uses = lambda d, kernels=kernels: kernels and d.type == device  # noqa: E731
+        monkeypatch.setattr(backend, "uses_kernels", uses)
+        optimizer = make(device, quantizer, scale_groups)
+        # With all gradients, and with one, which leaves members of a group to operators.
+        for seed, present in ((1, (0, 1)), (2, (0,)), (3, (0, 1))):
+            step(optimizer, seed, present)
+        optimizers.append(optimizer)
+    assert_same(*optimizers)
+    assert all(
+        optimizers[0].state[p]["master_param"].dtype == torch.int8 for p in params_of(optimizers[0])
+    )
+
+
+@by_quantizer
+def test_masters_follow_those_in_fp32(quantizer):
+    small = make("cpu", quantizer, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32)
+    full = make(
+        "cpu",
+        quantizer,
+        exp_avg_dtype=torch.float32,
+        exp_avg_sq_dtype=torch.float32,
+        master_weight_dtype=torch.float32,
+    )
+    for seed in range(20):
+        step(small, seed)
+        step(full, seed)
+    for a, p in zip(masters(small), params_of(full), strict=True):
+        expected = full.state[p]["master_param"]
+        # Without remainders it would be half a gap, a hundred times as much.
+        assert (a - expected).abs().mean() < 0.004 * expected.abs().max()
+
+
+def test_the_first_master_is_the_initial_value(device):
+    init = values()[0].to(device)
+    param = Parameter(NVFP4Quantizer().quantize(init))
+    param._shared.init_val = init.clone()
+    optimizer = FP4Adam([param], lr=0.0, **SMALL)
+    param.grad = torch.ones_like(init)
+    optimizer.step()
+    master = complete(param.detach(), optimizer.state[param]["master_param"])
+    assert (master - init).abs().max() < 2e-3 * init.abs().max()
+
+
+def test_no_learning_rate_leaves_weight_and_master_alone(device):
+    optimizer = make(device)
+    step(optimizer, 1)
+    before = [optimizer.state[p]["master_param"].clone() for p in params_of(optimizer)]
+    bytes_before = weights(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.0
+    step(optimizer, 2)
+    assert_equal([optimizer.state[p]["master_param"] for p in params_of(optimizer)], before)
+    assert_equal(weights(optimizer), bytes_before)
+    optimizer.param_groups[0]["lr"] = 1e-3
+    step(optimizer, 3)
+
+
+def test_remainders_of_other_values_are_dropped(device):
+    optimizer = make(device, lr=1e-9)
+    step(optimizer, 1)
+    new = values(7)
+    with torch.no_grad():
+        for param, value in zip(params_of(optimizer), new, strict=True):
+            param.copy_(value.to(device))
+    step(optimizer, 2)
+    for master, param, value in zip(masters(optimizer), params_of(optimizer), new, strict=True):
+        rounded = param.quantizer.quantize(value.to(device)).dequantize()
+        assert (master - rounded).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("how", ["state_dict", "compact", "pickle", "deepcopy", "torch.save"])
+@pytest.mark.parametrize("model_first", [True, False])
+def test_a_resumed_run_continues_with_the_same_bits(how, model_first, device):
+    optimizer = make(device)
+    for seed in (1, 2):
+        step(optimizer, seed)
+    if how in ("pickle", "deepcopy", "torch.save"):
+        copies = {"pickle": lambda o: pickle.loads(pickle.dumps(o)), "deepcopy": copy.deepcopy}
+        other = copies.get(how, _through_file)(optimizer)
+    else:
+        save = optimizer.state_dict if how == "state_dict" else optimizer.compact_state_dict
+        saved, model = _through_file((save(), [p.detach() for p in params_of(optimizer)]))
+        other = make(device)
+
+        def load_model():
+            with torch.no_grad():
+                for param, value in zip(params_of(other), model, strict=True):
+                    param.copy_(value)
+
+        loads = [load_model, lambda: other.load_state_dict(saved)]
+        for load in loads if model_first else reversed(loads):
+            load()
+    for seed in (3, 4):
+        step(optimizer, seed)
+        step(other, seed)
+    assert_same(other, optimizer)
+
+
+def _through_file(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def test_state_dicts_have_whole_masters(device):
+    optimizer = make(device)
+    step(optimizer, 1)
+    states = optimizer.state_dict()["state"]
+    for state, master in zip(states.values(), masters(optimizer), strict=True):
+        assert state["master_param"].dtype == torch.float32
+        assert torch.equal(state["master_param"], master)
+        assert DIGEST not in state
+    compact = optimizer.compact_state_dict()["state"][0]
+    assert compact["master_param"].dtype == torch.int8 and compact[DIGEST].dtype == torch.int64
+
+
+def test_from_fp32_masters_and_back(device):
+    full = make(device, master_weight_dtype=torch.float32)
+    for seed in (1, 2):
+        step(full, seed)
+    small = make(device)
+    _copy_weights(small, full)
+    small.load_state_dict(full.state_dict())
+    small.param_groups[0]["lr"] = 1e-9
+    step(small, 3)
+    for a, p in zip(masters(small), params_of(full), strict=True):
+        expected = full.state[p]["master_param"]
+        assert (a - expected).abs().max() < 2e-3 * expected.abs().max()
+    step(small, 4)
+    back = make(device, master_weight_dtype=torch.float32)
+    _copy_weights(back, small)
+    back.load_state_dict(small.state_dict())
+    expected = masters(small)
+    back.param_groups[0]["lr"] = 1e-12
+    step(back, 5)
+    for p, master in zip(params_of(back), expected, strict=True):
+        assert (back.state[p]["master_param"] - master).abs().max() < 1e-7
+
+
+def _copy_weights(target, source):
+    with torch.no_grad():
+        for a, b in zip(params_of(target), params_of(source), strict=True):
+            a.copy_(b.detach())
+
+
+def test_masters_start_anew_when_asked(device):
+    optimizer = make(device)
+    step(optimizer, 1)
+    optimizer.reset_master_weights()
+    assert not any(optimizer.state[p]["master_param"].any() for p in params_of(optimizer))
+    step(optimizer, 2)
+    assert all(optimizer.state[p]["master_param"].any() for p in params_of(optimizer))
+
+
+def test_masters_that_are_set_decide(device):
+    optimizer = make(device, lr=1e-12)
+    step(optimizer, 1)
+    param, new = params_of(optimizer)[0], values(9)[0].to(device)
+    optimizer.set_scaled_state(param, "master_param", new)
+    assert torch.equal(optimizer.get_unscaled_state(param, "master_param"), new)
+    step(optimizer, 2)
+    read = optimizer.get_unscaled_state(param, "master_param")
+    assert read.dtype == torch.float32 and (read - new).abs().max() < 2e-3 * new.abs().max()
+
+
+def test_what_cannot_be_is_refused():
+    plain = [Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))]
+    with pytest.raises(ValueError, match="FP4Adam"):
+        FusedAdam(plain, master_weight_dtype=torch.int8)
+    # Beside quantized weights, BF16 ones have whole masters, or remainders of their own.
+    for options, name in (
+        ({}, "master_param"),
+        ({"store_param_remainders": True}, "param_remainder"),
+    ):
+        optimizer = FP4Adam(plain, master_weight_dtype=torch.int8, **options)
+        plain[0].grad = torch.ones_like(plain[0])
+        optimizer.step()
+        assert name in optimizer.state[plain[0]]
