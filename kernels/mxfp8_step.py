@@ -175,7 +175,7 @@ def adam_step(
     part = STEP_PART[encodes_states(variant.codecs)]
     if variant.value_codec == "int8" and state_lanes(variant) < 8:
         part = STEP_PART[True]
-    registers = step_registers(variant.codecs)
+    registers = 255 if usage.records else step_registers(variant.codecs)
     forms = (
         (STEP_TILE, part, registers),
         (EDGE_TILE, EDGE_PART, EDGE_REGISTERS),

@@ -221,7 +221,7 @@ def step_registers(
     narrow, scaled, edge = are_narrow(*codecs), has_scales(*codecs), max_registers(*codecs)
     if usage.adaptive is not None:
         return None if usage.square and not narrow else 255, edge
-    if codecs[0] == "int8":
+    if codecs[0] == "int8" or usage.records:
         return 255, edge
     if narrow and not scaled:
         return 128 if usage.square and sm == 90 else 168, edge

@@ -3,6 +3,7 @@
 import itertools
 import json
 import secrets
+import weakref
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -152,11 +153,11 @@ class WeightSender:
         self._records = _attach_records(trained)
         self._session, self._sequence = secrets.randbits(62), 0
         self._parts: tuple[Part, ...] = ()
+        weakref.finalize(self, _detach, [*self._records.values()]).atexit = False
 
     def close(self) -> None:
         """Record no further changes, and free the flags."""
-        for record in self._records.values():
-            record.detach()
+        _detach([*self._records.values()])
         self._records = {}
 
     def export_changes(self, full: bool = False) -> WeightUpdate:
@@ -228,6 +229,11 @@ class WeightSender:
             flags = flags if rows is None else flags[_units_of_rows(weight, rows)]
             found.append(flags.to(self._device))
         return torch.cat([torch.empty(0, dtype=torch.uint8, device=self._device), *found])
+
+
+def _detach(records: list[ChangeRecord]) -> None:
+    for record in records:
+        record.detach()
 
 
 def _attach_records(trained: Trained) -> dict[str, ChangeRecord]:

@@ -14,6 +14,7 @@ from fp4adam.kernels.launch.device_tables import DeviceTables
 from fp4adam.kernels.launch.schema import Cut
 from fp4adam.optim.parameter import ALIGNMENT, Parameter
 from fp4adam.optim.step_kernels import Kind, Listed, step_launch
+from fp4adam.tensors.changes import record_of
 from fp4adam.tensors.fingerprint import are_laid_out_as, data_ptr
 from fp4adam.tensors.rows import matrix_shape
 
@@ -149,6 +150,8 @@ class LaunchGroup:
             written = (param._rowwise_data, scale, *columnwise, param._amax)
             gemm_scales = (param._rowwise_gemm_scale_inv, param._columnwise_gemm_scale_inv)
             others = (*gemm_scales, param._amax_history)
+            if self.kind.records:
+                others = (*gemm_scales, record_of(param).flags)
         elif self.kind.write_dtype is not None:
             written = (param, None, None, None, None)
         own = (_address(tensor, offset) for tensor in (member.stepped, *moments))

@@ -207,6 +207,10 @@ class StepPlan:
         loose = chain.from_iterable(_versioned(m.param) for m in self._loose)
         torch.autograd.graph.increment_version([*self._written, *loose])
         self._fingerprint.record()
+        for group in self._groups if records else ():
+            if group.kind.records:
+                for record in changes.records_of(m.param for m in group.members):
+                    record.is_recorded = True
         for record in records:
             record.end()
         self._has_run = True

@@ -41,12 +41,14 @@ class ChangeRecord:
         self.is_recorded = False
         flags.fill_(1)
         _records[_key(weight)] = self
+        _new_generation()
 
     def detach(self) -> None:
         """Let writers forget this record."""
         weight = self._weight()
         if weight is not None and _records.get(weight) is self:
             del _records[weight]
+            _new_generation()
 
     def is_right_for(self, weight: Tensor) -> bool:
         """Whether the flags say all that has changed in ``weight``: steps alone have written it."""
@@ -82,6 +84,25 @@ class ChangeRecord:
 
 
 _records = WeakIdKeyDictionary()
+_generation = 0
+
+
+def generation() -> int:
+    """A number that changes whenever a weight gets or loses a record."""
+    return _generation
+
+
+def _new_generation() -> None:
+    global _generation
+    _generation += 1
+
+
+def is_recorded_by_kernels(weight: Tensor) -> bool:
+    """Whether the kernels of a step set the flags of a quantized weight."""
+    if record_of(weight) is None:
+        return False
+    # Blocks of other formats are larger than units, or have no scales.
+    return weight.quantizer.rowwise and has_block_scales(weight.quantizer.layout)
 
 
 def record_of(weight: Tensor) -> ChangeRecord | None:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from fp4adam import (
     FP4Adam,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
     UpdateLost,
     WeightReceiver,
     WeightSender,
@@ -17,6 +19,7 @@ from fp4adam import (
     hf_scale_groups,
     quantize_model,
 )
+from fp4adam.tensors import backend, changes
 
 LAYOUTS = {"nvfp4": "compressed-tensors", "mxfp8": "compressed-tensors", "float8block": "fp8"}
 every_format = pytest.mark.parametrize("weights", LAYOUTS)
@@ -37,9 +40,9 @@ class Block(nn.Module):
         return self.o_proj(self.q_proj(x) + self.k_proj(x) * self.v_proj(x)) * self.scale.sum()
 
 
-def build(weights: str, lr: float = 1e-5, dtype: torch.dtype = torch.bfloat16):
+def build(weights: str, lr: float = 1e-5, device: str = "cpu"):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(64, 128), Block()).to(dtype)
+    model = nn.Sequential(nn.Embedding(64, 128), Block()).to(device, torch.bfloat16)
     groups = hf_scale_groups if weights == "nvfp4" else ()
     quantize_model(model, weights, scale_groups=groups)
     return model, FP4Adam(model.named_parameters(), lr=lr, scale_groups=groups or None)
@@ -47,7 +50,7 @@ def build(weights: str, lr: float = 1e-5, dtype: torch.dtype = torch.bfloat16):
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(64, (4, 16), generator=generator)
+    tokens = torch.randint(64, (4, 16), generator=generator).to(model[0].weight.device)
     model(tokens).float().square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -106,9 +109,15 @@ def test_fifty_updates_with_losses_and_restarts(weights, fused):
     assert events > 15 and fulls < 30
 
 
-@every_format
-def test_only_what_has_changed_is_sent(weights):
-    model, optimizer = build(weights, lr=1e-5)
+@pytest.mark.parametrize(
+    ("weights", "kernels"),
+    [(weights, kernels) for weights in LAYOUTS for kernels in (False, True)][:-1],
+)
+def test_only_what_has_changed_is_sent(weights, kernels, monkeypatch, device):
+    if kernels:
+        pytest.importorskip("triton")
+        monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
+    model, optimizer = build(weights, lr=1e-5, device=device if kernels else "cpu")
     train(model, optimizer, 2)  # from BF16 numbers, many of which lie between two codes
     sender, receiver = WeightSender(model, LAYOUTS[weights]), WeightReceiver()
     first = sender.export_changes()
@@ -139,7 +148,53 @@ def test_only_what_has_changed_is_sent(weights):
             units = (old != new).any(1)
             differing[part.matrix] = units | differing.get(part.matrix, units)
     counts = [int(differing[i].sum()) if i in differing else 0 for i in range(len(update.counts))]
-    assert [*update.counts] == counts and sum(counts) > 0
+    # Kernels record weights with codes alone.
+    recorded = [
+        i
+        for i in range(len(counts))
+        if not kernels
+        or any(part.matrix == i and part.name.endswith("_scale") for part in first.parts)
+    ]
+    assert [update.counts[i] for i in recorded] == [counts[i] for i in recorded]
+    assert sum(counts[i] for i in recorded) > 0
+
+
+@pytest.mark.parametrize(
+    "quantizer",
+    [
+        NVFP4Quantizer(),
+        NVFP4Quantizer(two_dimensional=False),
+        NVFP4Quantizer(adaptive="mse", columnwise=False),
+        MXFP8Quantizer(),
+        MXFP8Quantizer(two_dimensional=True, optimize_for_gemm=True),
+    ],
+    ids=str,
+)
+def test_kernels_flag_what_operators_flag(quantizer, monkeypatch, device):
+    pytest.importorskip("triton")
+    flags = {}
+    for kernels in (False, True):
+        monkeypatch.setattr(backend, "uses_kernels", lambda d, on=kernels: on and d.type == device)
+        # Edges in both directions: sides are no multiples of those of large tiles.
+        values = torch.randn(96, 160, generator=torch.Generator().manual_seed(0))
+        weight = nn.Parameter(quantizer.quantize(values.to(device if kernels else "cpu")))
+        optimizer = FP4Adam([weight], lr=0.1)
+        record = changes.ChangeRecord(
+            weight,
+            torch.empty(changes.number_of_units(weight), dtype=torch.uint8, device=weight.device),
+        )
+        for step in range(2):
+            record.clear()
+            # Some rows move, others stay.
+            grad = values.roll(step, 0).masked_fill(torch.arange(96)[:, None] % 3 > 0, 0)
+            weight.grad = grad.to(weight.device)
+            optimizer.step()
+            assert record.is_right_for(weight)
+            flags[kernels, step] = record.flags.cpu().clone()
+        record.detach()
+    for step in range(2):
+        assert torch.equal(flags[True, step], flags[False, step])
+        assert 0 < int(flags[True, step].sum()) < 0.9 * flags[True, step].numel()
 
 
 def test_a_newer_sender_takes_over():

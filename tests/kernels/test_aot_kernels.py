@@ -74,10 +74,10 @@ def variant(codecs, grad="bf16", value=None, write="fp32", is_updated=False):
     return {"VARIANT": {"tuple": VARIANT, "fields": [*dtypes, *codecs, True, False, is_updated]}}
 
 
-def usage(square=False, swizzled=False, adaptive=None):
+def usage(square=False, swizzled=False, adaptive=None, records=False):
     """Both directions."""
     scales = [adaptive, 256 if adaptive else 448]
-    return {"USAGE": {"tuple": USAGE, "fields": [True, True, square, swizzled, *scales]}}
+    return {"USAGE": {"tuple": USAGE, "fields": [True, True, square, swizzled, *scales, records]}}
 
 
 def tile_options(tile):
@@ -166,6 +166,14 @@ def step_jobs(codecs, sm):
                     num_warps=tile.num_warps,
                     maxnreg=nvfp4_step.step_registers(codecs_now, plain, sm)[at],
                 )
+                recording = plain._replace(records=True)
+                jobs[f"nvfp4 {size} square={square} swizzled={swizzled}, recorded"] = job(
+                    "nvfp4_step._adam_step_kernel",
+                    amaxes,
+                    {**options_now, **usage(square, swizzled, records=True), **shape},
+                    num_warps=tile.num_warps,
+                    maxnreg=nvfp4_step.step_registers(codecs_now, recording, sm)[at],
+                )
                 # These take longest to compile: all states for one capability, for others the ends.
                 if sm != CAPABILITIES[0] and codecs not in (PLAIN, WIDEST):
                     continue
@@ -200,6 +208,13 @@ def step_jobs(codecs, sm):
                 num_warps=tile.num_warps,
                 maxnreg=most,
             )
+        jobs[f"mxfp8 {size} recorded"] = job(
+            "mxfp8_step._adam_step_kernel",
+            TABLES,
+            {**options_now, **usage(swizzled=True, records=True), **shape},
+            num_warps=tile.num_warps,
+            maxnreg=255 if size == "step" else most,
+        )
         jobs[f"mxfp8 {size} of squares"] = job(
             "mxfp8_step._adam_step_kernel",
             TABLES,
