@@ -120,7 +120,8 @@ class WeightSender:
     bits. The steps of ``FP4Adam`` and ``FusedAdam`` record which: when they overwrite a weight,
     they compare old and new bytes, and set a flag per 32 weights (16 bytes of parameters in high
     precision). The flags take 1/32 byte per weight; no copy of the weights is kept. Weights that
-    something else overwrites are sent in full.
+    something else overwrites are sent in full, and on a GPU so are those of Float8Block and
+    parameters without masters.
 
     After each update, ``WeightReceiver`` has the very bytes of :func:`export_tensors`.
 

@@ -150,10 +150,10 @@ class LaunchGroup:
             written = (param._rowwise_data, scale, *columnwise, param._amax)
             gemm_scales = (param._rowwise_gemm_scale_inv, param._columnwise_gemm_scale_inv)
             others = (*gemm_scales, param._amax_history)
-            if self.kind.records:
-                others = (*gemm_scales, record_of(param).flags)
         elif self.kind.write_dtype is not None:
             written = (param, None, None, None, None)
+        if self.kind.records:
+            others = (*others[:2], record_of(param).flags)
         own = (_address(tensor, offset) for tensor in (member.stepped, *moments))
         extra, *scales = member.state_scales
         if member.remainder is not None:

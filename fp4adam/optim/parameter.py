@@ -373,7 +373,7 @@ class Parameter:
             adam_w_mode=self.group["adam_w_mode"],
             amsgrad=self.group["amsgrad"],
             is_contiguous=self.stepped.is_contiguous(),
-            records=quantized and changes.is_recorded_by_kernels(self.param),
+            records=writes and changes.is_recorded_by_kernels(self.param),
         )
 
     def fits_a_launch(self, grad: Tensor | None) -> bool:

@@ -21,7 +21,7 @@ class Kind(NamedTuple):
     ``quantizer``: None for plain parameters. ``groups``: the ranks with the other shards of tensors
     that share a scale; () if no exchange is needed. ``write_dtype``: the dtype that the updated
     value is rounded to on its way to the parameter; None if only the value itself is written.
-    ``records``: whether kernels flag what changes of quantized weights.
+    ``records``: whether kernels flag what changes of parameters.
     """
 
     quantizer: Quantizer | None
@@ -56,6 +56,7 @@ class Kind(NamedTuple):
             exp_avg_sq_codec=self.exp_avg_sq_codec.name,
             adam_w=self.adam_w_mode,
             amsgrad=self.amsgrad,
+            records=self.records and self.quantizer is None,
         )
 
     def usage(self) -> "Usage":

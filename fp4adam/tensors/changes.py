@@ -98,9 +98,11 @@ def _new_generation() -> None:
 
 
 def is_recorded_by_kernels(weight: Tensor) -> bool:
-    """Whether the kernels of a step set the flags of a quantized weight."""
+    """Whether the kernels of a step set the flags of a weight that has a master."""
     if record_of(weight) is None:
         return False
+    if _shared(weight) is None:
+        return weight.element_size() == 2 and weight.is_contiguous()
     # Blocks of other formats are larger than units, or have no scales.
     return weight.quantizer.rowwise and has_block_scales(weight.quantizer.layout)
 

@@ -69,9 +69,10 @@ def job(path, signature, constexprs, **options):
     }
 
 
-def variant(codecs, grad="bf16", value=None, write="fp32", is_updated=False):
+def variant(codecs, grad="bf16", value=None, write="fp32", is_updated=False, records=False):
     dtypes = (None if name is None else dtype(name) for name in (grad, value, write))
-    return {"VARIANT": {"tuple": VARIANT, "fields": [*dtypes, *codecs, True, False, is_updated]}}
+    fields = [*dtypes, *codecs, True, False, is_updated, records]
+    return {"VARIANT": {"tuple": VARIANT, "fields": fields}}
 
 
 def usage(square=False, swizzled=False, adaptive=None, records=False):
@@ -104,20 +105,17 @@ def step_jobs(codecs, sm):
     # Of scales in one order or in two; where states need registers as well, of two.
     is_wide = codecs != PLAIN
     orders = {"step": {is_wide, True}, "edge": {is_wide}}
+    with_master = ("bf16", "fp16" if has_scales(codecs[0]) else "fp32", "bf16", codecs[0])
     for name, grad, value, param, codec in (
         ("fp32", "fp32", "fp32", None, "plain"),
-        (
-            "bf16 with master",
-            "bf16",
-            "fp16" if has_scales(codecs[0]) else "fp32",
-            "bf16",
-            codecs[0],
-        ),
+        ("bf16 with master", *with_master),
+        ("bf16 recorded", *with_master),
         ("bf16 with remainder", "bf16", "bf16", None, "remainder"),
         ("fp16 without master", "fp16", "fp16", None, "plain"),
         ("of a master", "bf16", None, None, codecs[0]),
     ):
-        options = variant((codec, *codecs[1:]), grad, value, param)
+        records = "recorded" in name
+        options = variant((codec, *codecs[1:]), grad, value, param, records=records)
         jobs[f"adam {name}"] = job(
             "plain_step._block_kernel",
             TABLES,
