@@ -17,10 +17,10 @@ from fp4adam.checkpoints import gguf_file
 from fp4adam.checkpoints.folder import CONFIG, Entry
 from fp4adam.checkpoints.hub_names import module_names, pieces_of
 from fp4adam.checkpoints.layouts import LAYOUTS
-from fp4adam.checkpoints.model_state import plain_name
+from fp4adam.checkpoints.model_state import in_high_precision, plain_name
 from fp4adam.checkpoints.trained import Trained, cut_rows, gathered, spans_of, tensors_of
 from fp4adam.distributed.dtensor import is_dtensor, like, local
-from fp4adam.formats.scale_groups import hf_scale_groups
+from fp4adam.formats.scale_groups import fused_layer, hf_scale_groups
 from fp4adam.optim.fused_adam import FusedAdam
 from fp4adam.optim.parameter import written_value
 from fp4adam.optim.state_dict import saved_states
@@ -91,8 +91,9 @@ def export_checkpoint(
         NotImplementedError: For weights that are sharded in another way than by ``fully_shard``.
 
     Warns:
-        UserWarning: For NVFP4 weights with different amaxes that engines serve as one matrix, for
-            Float8Block weights with partial blocks, and for experts that transformers misreads.
+        UserWarning: For what readers are known to misread: NVFP4 weights with different amaxes that
+            engines serve as one matrix, Float8Block weights with partial blocks, experts, MXFP8 in
+            "modelopt", and layers that transformers builds as Conv1D.
     """
     known = {**LAYOUTS, gguf_file.LAYOUT.name: gguf_file.LAYOUT}
     if layout not in known:
@@ -204,9 +205,12 @@ def _warn_of_readers(trained: Trained, layout: str) -> None:
     """Warn of weights that readers are known to misread."""
     encoding = trained.encoding
     groups: dict[str, dict[str, float]] = defaultdict(dict)
-    partial = []
+    partial, cut = [], []
     for name, weight in trained.quantized.items():
         layer = name.removesuffix(".weight")
+        _, parts = fused_layer(layer)
+        rows = trained.weights[name].shape[-2]
+        cut += [layer] * bool(rows % encoding.block[0] and layer in parts[:-1])
         matrix = hf_scale_groups(name)
         if weight.quantizer.layout.tensor_scale == "current" and matrix is not None:
             groups[matrix][layer.rpartition(".")[2]] = weight.flush()._amax.item()
@@ -229,8 +233,34 @@ def _warn_of_readers(trained: Trained, layout: str) -> None:
             "wrongly where it decodes them, without a GPU; pad them, or serve with another engine",
             stacklevel=3,
         )
+    if cut:
+        warnings.warn(
+            f"rows of q, k, gate should be multiples of {encoding.block[0]} for vLLM, got others "
+            f"in {len(cut)} layers such as {cut[0]!r}: it fuses them with what follows, and (0.32) "
+            "decodes that by the wrong scales without a word; serve with another engine",
+            stacklevel=3,
+        )
+    is_of_transformers = hasattr(trained.model, "from_pretrained")
+    if layout == "modelopt" and encoding.bits == 8 and is_of_transformers:
+        warnings.warn(
+            "layout 'modelopt' with MXFP8 should be read by an engine or by import_checkpoint, got "
+            "a model of transformers, whose from_pretrained (5.23) takes codes for weights and "
+            "leaves the scales out; for it, use layout 'compressed-tensors'",
+            stacklevel=3,
+        )
+    if is_of_transformers and (rebuilt := in_high_precision(trained.model)) is not None:
+        modules = dict(rebuilt.named_modules())
+        layers = [name.removesuffix(".weight") for name in trained.quantized]
+        others = [n for n in layers if type(modules.get(n)).__name__ == "Conv1D"]
+        if others:
+            warnings.warn(
+                "quantized layers should be nn.Linear in the model that readers build, got Conv1D "
+                f"in {len(others)} such as {others[0]!r}, which from_pretrained leaves at random "
+                "values; import_checkpoint reads them into a model with the layers exchanged",
+                stacklevel=3,
+            )
     has_stacks = any(p.rows and p.name in trained.quantized for p in trained.pieces.values())
-    if has_stacks and layout == "compressed-tensors" and hasattr(trained.model, "from_pretrained"):
+    if has_stacks and layout == "compressed-tensors" and is_of_transformers:
         warnings.warn(
             "experts in the layout 'compressed-tensors' should be read by an engine or by "
             "import_checkpoint, got a model of transformers, whose from_pretrained (5.23) leaves "

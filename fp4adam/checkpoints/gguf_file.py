@@ -1,9 +1,9 @@
 """GGUF, the files of llama.cpp: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 NVFP4 weights are written as the type of that name: in 36 bytes the 4 block scales and the codes of
-64 weights, and a tensor ``.scale`` for the scale of the tensor. GGUF has no type for MXFP8 and
-Float8Block. All of their values are BF16 numbers where scales are powers of two: as these they are
-written then, in 16 bits.
+64 weights, and a tensor ``.scale`` for the scale of the tensor; MXFP4 ones in 17 bytes per 32. GGUF
+has no type for MXFP8 and Float8Block. All of their values are BF16 numbers where scales are powers
+of two: as these they are written then, in 16 bits.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.checkpoints.folder import new_files
-from fp4adam.checkpoints.layouts import Encoding, Layout, NVFP4Encoding
+from fp4adam.checkpoints.layouts import Encoding, Layout, MXFP4Encoding, NVFP4Encoding
 from fp4adam.checkpoints.trained import Trained, gathered
 from fp4adam.formats import nvfp4
 from fp4adam.formats.float8_block import Float8BlockQuantizer
@@ -58,6 +58,18 @@ class NVFP4Blocks(NVFP4Encoding):
         return (codes * scale) * factor
 
 
+@dataclasses.dataclass(frozen=True)
+class MXFP4Blocks(MXFP4Encoding):
+    """The type MXFP4: of 32 weights the scale, then the codes, the first 16 in the low nibbles."""
+
+    def encode(self, weight: QuantizedTensor) -> dict[str, Tensor]:
+        stored = super().encode(weight)
+        pairs = stored[self.codes].unflatten(1, (-1, 16))
+        first, second = torch.stack((pairs & 15, pairs >> 4), -1).flatten(2).chunk(2, -1)
+        blocks = (stored[self.scale][:, :, None], first | second << 4)
+        return {self.codes: torch.cat(blocks, -1).flatten(1)}
+
+
 class _InBF16(Encoding):
     """The values themselves."""
 
@@ -95,6 +107,7 @@ class GGUF(Layout):
 LAYOUT = GGUF(
     (
         NVFP4Blocks("NVFP4", tensor_scale="scale"),
+        MXFP4Blocks("MXFP4", codes="weight"),
         MXFP8InBF16("BF16"),
         Float8BlockInBF16("BF16"),
     )
@@ -257,8 +270,7 @@ class GGUFExport:
         if name not in _ARCHITECTURES:
             raise ValueError(
                 f"architectures must be one of {', '.join(_ARCHITECTURES)} for layout 'gguf', got "
-                f"{name!r}; use llama.cpp's converter on layout 'compressed-tensors', or pass "
-                "config={'architectures': [...], ...}"
+                f"{name!r}; {self._advice()}, or pass config={{'architectures': [...], ...}}"
             )
         architecture = _ARCHITECTURES[name]
         required = {
@@ -288,9 +300,24 @@ class GGUFExport:
         if self._rope_type() not in _ROPE_TYPES:
             raise ValueError(
                 f"rope_type must be one of {', '.join(_ROPE_TYPES)} for layout 'gguf', got "
-                f"{self._rope_type()!r}; use llama.cpp's converter on layout 'compressed-tensors'"
+                f"{self._rope_type()!r}; {self._advice()}"
             )
         return architecture
+
+    def _advice(self) -> str:
+        """What llama.cpp's own converter can do instead, by format."""
+        return {
+            # In other architectures its graphs leave the tensor scale out, and answer NaN.
+            "NVFP4": "llama.cpp computes with NVFP4 in llama, qwen3, qwen3moe, deepseek2, granite "
+            "and mistral3 alone: for these use its converter on layout 'compressed-tensors', else "
+            "on the folder that export_masters writes",
+            "MXFP4": "use its converter on layout 'mxfp4' for gpt-oss, else on the folder that "
+            "export_masters writes",
+        }.get(
+            self._trained.encoding.format,
+            "use its converter on the folder that export_masters writes, or for Float8Block on "
+            "layout 'fp8'",
+        )
 
     @property
     def _rope(self) -> dict[str, Any]:
@@ -428,10 +455,10 @@ class GGUFExport:
         config, rope = self._config, self._rope
         heads, kv_heads = self._heads
         types = self._gguf.GGMLQuantizationType
-        is_nvfp4 = self._trained.encoding.format == "NVFP4"
         files = self._gguf.LlamaFileType
         writer.add_name(str(config.get("_name_or_path") or self._architecture.name))
-        writer.add_file_type(files.MOSTLY_NVFP4 if is_nvfp4 else files.MOSTLY_BF16)
+        kinds = {"NVFP4": files.MOSTLY_NVFP4, "MXFP4": files.MOSTLY_MXFP4_MOE}
+        writer.add_file_type(kinds.get(self._trained.encoding.format, files.MOSTLY_BF16))
         writer.add_quantization_version(self._gguf.GGML_QUANT_VERSION)
         writer.add_block_count(config["num_hidden_layers"])
         writer.add_context_length(config["max_position_embeddings"])

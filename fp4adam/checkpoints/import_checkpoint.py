@@ -26,6 +26,7 @@ from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
 
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_STRIP = 2**20  # elements
 # Last parts of the names of tensors that training does not need.
 ACTIVATION_SCALES = frozenset(("input_scale", "input_global_scale", "activation_scale"))
 CACHE_SCALES = frozenset(("k_scale", "v_scale"))
@@ -367,7 +368,10 @@ class Import:
             weight = self.encoding.wrap(stored, self.shape(layer), old.dtype, quantizer, amax)
         except (ValueError, OverflowError) as error:
             raise ValueError(f"layer {layer!r}: {error}") from None
-        self._check_finite(f"{layer}.weight", weight.dequantize(old.dtype))
+        matrix = weight._alias(flat_shape(weight.shape))
+        rows = max(_STRIP // matrix.shape[1] // 128, 1) * 128  # whole blocks
+        for strip in matrix.split(rows):  # decoded as a whole, it would take the most memory
+            self._check_finite(f"{layer}.weight", strip.dequantize(old.dtype))
         return weight
 
     def plain_values(self) -> dict[str, Tensor]:

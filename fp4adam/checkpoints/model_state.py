@@ -1,7 +1,9 @@
 """The tensors of a model by the names that checkpoints have for them."""
 
+import copy
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 
@@ -74,6 +76,21 @@ def unwrapped(model: nn.Module) -> nn.Module:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = getattr(model.module, "_orig_mod", model.module)
     return model
+
+
+def in_high_precision(model: nn.Module) -> nn.Module | None:
+    """What ``from_pretrained`` would build from the configuration of a model of transformers.
+
+    It is on the meta device, and not quantized. None for other models.
+    """
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "_from_config"):
+        return None
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        return type(model)._from_config(config, dtype=getattr(config, "dtype", None))
 
 
 def plain_name(name: str) -> str:

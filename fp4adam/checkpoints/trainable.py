@@ -1,6 +1,5 @@
 """Training of models that other packages have loaded with quantized weights."""
 
-import copy
 import dataclasses
 import functools
 import math
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from fp4adam.checkpoints.import_checkpoint import Import
 from fp4adam.checkpoints.layouts import Encoding
-from fp4adam.checkpoints.model_state import members, plain_name
+from fp4adam.checkpoints.model_state import in_high_precision, members, plain_name
 from fp4adam.checkpoints.trained import check_no_adapters
 from fp4adam.distributed.dtensor import is_dtensor, local
 from fp4adam.interop.adapter import find_adapter, is_foreign
@@ -48,8 +47,8 @@ def make_trainable(model: Model, recipe: FormatName | Quantizer | Recipe | None 
     ======================================  ===================================================
     ``FP8Linear``, ``FP8Experts``           Float8Block, if blocks are 128x128
     ``weight_scale_inv``
-    compressed-tensors                      NVFP4, MXFP8, Float8Block of 128x128
-    torchao's ``NVFP4Tensor``, ``MXTensor``  NVFP4, MXFP8
+    compressed-tensors                      NVFP4, MXFP4, MXFP8, Float8Block of 128x128
+    torchao's ``NVFP4Tensor``, ``MXTensor``  NVFP4, MXFP4, MXFP8
     ======================================  ===================================================
 
     Others are refused by name. transformers decodes FP8 checkpoints where it finds no GPU:
@@ -140,7 +139,12 @@ def _quantization_config(model: nn.Module) -> dict[str, Any]:
 def _take_loaded(model: nn.Module, quantizer: Quantizer | None) -> None:
     """Exchange the quantized modules of a model of transformers."""
     loaded = _LoadedModel(model)
-    plain = _in_high_precision(model)
+    plain = in_high_precision(model)
+    if plain is None:
+        raise ValueError(
+            "model must be one of transformers to have a quantization_config, got a "
+            f"{type(model).__name__}; import_checkpoint reads folders into any model"
+        )
     reading = Import(plain, loaded, quantizer)
     if quantizer is None:
         reading.quantizer = dataclasses.replace(reading.quantizer, columnwise=False)
@@ -168,19 +172,6 @@ def _take_loaded(model: nn.Module, quantizer: Quantizer | None) -> None:
         setattr(parent, key, module)
     names = {reading.parameter_name(layer): layer for layer in reading.layers}
     _StoredState(reading.encoding, names, loaded.dtypes).register(model)
-
-
-def _in_high_precision(model: nn.Module) -> nn.Module:
-    """The model of the same configuration without quantization, on the meta device."""
-    if not hasattr(model, "_from_config"):
-        raise ValueError(
-            "model must be one of transformers to have a quantization_config, got a "
-            f"{type(model).__name__}; import_checkpoint reads folders into any model"
-        )
-    config = copy.deepcopy(model.config)
-    del config.quantization_config
-    with torch.device("meta"):
-        return type(model)._from_config(config, dtype=getattr(config, "dtype", None))
 
 
 def _exchanged(model: nn.Module, plain: nn.Module) -> dict[str, tuple[nn.Module, str, nn.Module]]:

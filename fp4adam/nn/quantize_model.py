@@ -142,6 +142,21 @@ def quantize_model(
 
 def _report(models: Sequence[nn.Module], quantizer: Quantizer, count: int, stacklevel: int) -> None:
     """Log what is quantized now and what is not; warn if ``count`` selected weights are none."""
+    rows = quantizer.layout.block if quantizer.layout.is_square else 1
+    cut = [
+        name
+        for model in models
+        for name, param in model.named_parameters()
+        if isinstance(param, QuantizedTensor) and param.dim() == 3 and param.shape[1] % rows
+    ]
+    if cut:
+        warnings.warn(
+            f"experts should have a multiple of {rows} rows each for {format_name(quantizer)}, got "
+            f"others in {len(cut)} stacks such as {cut[0]!r}: experts share scales, and no "
+            "checkpoint layout holds them; leave them in high precision (filter=...), or take "
+            "another format, if you want to export them",
+            stacklevel=stacklevel,
+        )
     if count and not logger.isEnabledFor(logging.INFO):
         return  # the summary reads every parameter
     for model in models:

@@ -103,8 +103,10 @@ def is_recorded_by_kernels(weight: Tensor) -> bool:
         return False
     if _shared(weight) is None:
         return weight.element_size() == 2 and weight.is_contiguous()
-    # Blocks of other formats are larger than units, or have no scales.
-    return weight.quantizer.rowwise and has_block_scales(weight.quantizer.layout)
+    # A format of one's own may have kernels that do not.
+    return weight.quantizer.rowwise and getattr(
+        weight.quantizer.step_kernels(), "RECORDS_CHANGES", False
+    )
 
 
 def record_of(weight: Tensor) -> ChangeRecord | None:

@@ -23,6 +23,7 @@ from fp4adam import (
     is_hidden_linear,
     quantize_model,
 )
+from fp4adam.checkpoints.reader import CheckpointReader
 from helpers import assert_identical
 
 FILE = "model.safetensors"
@@ -304,3 +305,39 @@ def test_no_warning_without_a_reason(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         import_checkpoint(build(None, seed=1), tmp_path)
+
+
+class Attention(nn.Module):
+    def __init__(self, kv_rows: int) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(128, 256), nn.Linear(128, kv_rows)
+        self.v_proj = nn.Linear(128, kv_rows)
+
+
+def test_warning_of_rows_that_vllm_fuses_within_a_block(tmp_path):
+    for rows, is_wrong in ((128, False), (64, True)):
+        model = quantize_model(Attention(rows), "float8block")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            export_checkpoint(model, tmp_path / str(rows), "fp8")
+        assert [("k_proj" in str(w.message)) for w in caught] == [True] * is_wrong
+        assert all("multiples of 128 for vLLM" in str(w.message) for w in caught)
+
+
+def test_tied_weights_with_two_values_are_refused(tmp_path):
+    model = build("nvfp4")
+    export_checkpoint(model, tmp_path)
+    path = tmp_path / "model.safetensors"
+    with CheckpointReader(tmp_path) as reader:
+        metadata = reader.metadata
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["embedding.weight"].clone()
+    save_file(tensors, path, metadata)
+    import_checkpoint(build(None, seed=1), tmp_path)
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, path, metadata)
+    other = build(None, seed=1)
+    before = bytes_of(other)
+    with pytest.raises(ValueError, match="'embedding.weight' and 'lm_head.weight' must be equal"):
+        import_checkpoint(other, tmp_path)
+    assert_identical(bytes_of(other), before)

@@ -176,6 +176,14 @@ def test_tensors_of_each_layout():
             "weight": ((128, 256), e4m3),
             "weight_scale": ((128, 8), byte),
         },
+        ("compressed-tensors", "mxfp4-pack-quantized"): {
+            "weight_packed": ((128, 128), byte),
+            "weight_scale": ((128, 8), byte),
+        },
+        ("mxfp4", "MXFP4"): {
+            "weight_packed": ((128, 128), byte),
+            "weight_scale": ((128, 8), byte),
+        },
         ("compressed-tensors", "float-quantized"): {
             "weight": ((128, 256), e4m3),
             "weight_scale": ((1, 2), fp32),
@@ -551,7 +559,7 @@ def overflow(model: Model) -> None:
 
 
 EXPORT_ERRORS = [
-    ("nvfp4", None, {"layout": "awq"}, "one of compressed-tensors, modelopt, fp8, gguf"),
+    ("nvfp4", None, {"layout": "awq"}, "one of compressed-tensors, modelopt, fp8, mxfp4, gguf"),
     ("nvfp4", None, {"layout": "fp8"}, "in Float8BlockTensor for layout 'fp8', got 'up.weight'"),
     ("mxfp8", None, {"layout": "fp8"}, "use layout='compressed-tensors' or 'modelopt'"),
     ("float8block", None, {"layout": "modelopt"}, "use layout='compressed-tensors' or 'fp8'"),

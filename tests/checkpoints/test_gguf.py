@@ -48,7 +48,7 @@ MOE = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-FORMATS = {"nvfp4": "NVFP4", "mxfp8": "BF16", "float8block": "BF16"}
+FORMATS = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "mxfp8": "BF16", "float8block": "BF16"}
 
 
 def linear(rows: int, cols: int, bias: bool = False) -> nn.Linear:

@@ -13,6 +13,8 @@ from transformers import (
     BertForNextSentencePrediction,
     BertForQuestionAnswering,
     Gemma2Config,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -38,6 +40,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning"),
     # q, k and v of these models have amaxes of their own, which transformers does not mind.
     pytest.mark.filterwarnings("ignore:weights that are served as one matrix:UserWarning"),
+    pytest.mark.filterwarnings("ignore:rows of q, k, gate should be multiples of 128:UserWarning"),
 ]
 
 CASES = [
@@ -221,3 +224,19 @@ def test_heads_of_tasks_stay_in_high_precision():
             if isinstance(layer, torch.nn.Linear) and not isinstance(layer.weight, QuantizedTensor)
         ]
         assert plain == expected
+
+
+def test_warnings_of_what_transformers_misreads(tmp_path):
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=64, n_positions=16)
+    model = GPT2LMHeadModel(config)
+    for name, layer in [*model.named_modules()]:
+        if type(layer).__name__ == "Conv1D":  # as docs/frameworks.md does
+            linear = torch.nn.Linear(*layer.weight.shape)
+            linear.weight.data.copy_(layer.weight.data.t())
+            model.set_submodule(name, linear)
+    quantize_model(model, "mxfp8")
+    with pytest.warns(UserWarning, match="got Conv1D in 4 such as 'transformer.h.0.attn.c_attn'"):
+        export_checkpoint(model, tmp_path / "gpt2")
+    with pytest.warns(UserWarning, match="'modelopt' with MXFP8 .* leaves the scales out"):
+        export_checkpoint(quantize_model(llama(), "mxfp8"), tmp_path / "modelopt", "modelopt")

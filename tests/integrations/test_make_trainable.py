@@ -17,12 +17,15 @@ from compressed_tensors.quantization import (
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import MXTensor
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
 from transformers import (
     AutoModelForCausalLM,
     CompressedTensorsConfig,
     FineGrainedFP8Config,
+    GptOssConfig,
+    GptOssForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -36,12 +39,14 @@ from transformers.trainer_utils import validate_quantization_for_training
 from fp4adam import (
     Float8BlockQuantizer,
     FP4Adam,
+    MXFP4Quantizer,
     QuantizedTensor,
     Quantizer,
     Recipe,
     export_checkpoint,
     import_checkpoint,
     make_trainable,
+    quantize_model,
 )
 from helpers import assert_identical
 
@@ -57,7 +62,7 @@ SIZES = dict(
     tie_word_embeddings=False,
 )
 TOKENS = torch.arange(64).view(2, 32) * 7 % 256
-LAYOUTS = ["fp8", "fp8 ue8m0", "fp8 experts", "NVFP4A16", "MXFP8A16", "FP8_BLOCK"]
+LAYOUTS = ["fp8", "fp8 ue8m0", "fp8 experts", "NVFP4A16", "MXFP4A16", "MXFP8A16", "FP8_BLOCK"]
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +82,12 @@ def build(experts: bool = False) -> nn.Module:
 
 
 def compress(model: nn.Module, scheme: str, folder: Path) -> None:
+    compressor = compress_in_memory(model, scheme)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+
+
+def compress_in_memory(model: nn.Module, scheme: str) -> ModelCompressor:
     """As llm-compressor does without data: scales from amaxes, then compressed-tensors' codes."""
     weights = preset_name_to_scheme(scheme, ["Linear"]).weights
     group = QuantizationScheme(targets=["Linear"], weights=weights)
@@ -102,8 +113,7 @@ def compress(model: nn.Module, scheme: str, folder: Path) -> None:
         module.weight_scale.data.copy_(scale.view_as(module.weight_scale))
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
-    model.save_pretrained(folder)
-    compressor.update_config(folder)
+    return compressor
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
@@ -304,7 +314,7 @@ def test_a_recipe_for_matmuls(folder):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("kind", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp8", "mxfp4"])
 def test_tensors_of_torchao(kind):
     """nn.Linear of any module; torchao has no backward pass for MXTensor."""
     torch.manual_seed(0)
@@ -314,13 +324,16 @@ def test_tensors_of_torchao(kind):
         amax = value.abs().max().float()
         theirs = NVFP4Tensor.to_nvfp4(value, per_tensor_scale=amax / (448 * 6))
     else:
-        theirs = MXTensor.to_mx(value, torch.float8_e4m3fn, 32)
+        dtype = torch.float8_e4m3fn if kind == "mxfp8" else torch.float4_e2m1fn_x2
+        theirs = MXTensor.to_mx(value, dtype, 32)
     layer.weight = nn.Parameter(theirs, requires_grad=False)
     model = nn.Sequential(layer)
     place, expected = theirs.qdata.data_ptr(), theirs.dequantize(torch.float32)
     make_trainable(model)
     assert model[0].weight.data_ptr() == place
-    torch.testing.assert_close(model[0].weight.dequantize(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        model[0].weight.dequantize(torch.float32), expected, rtol=1e-6, atol=0
+    )
     optimizer = FP4Adam(model.parameters(), lr=1e-2)
     for _ in range(3):
         model(torch.ones(4, 64, dtype=torch.bfloat16)).sum().backward()
@@ -328,7 +341,7 @@ def test_tensors_of_torchao(kind):
         optimizer.zero_grad()
     stored = model.state_dict()["0.weight"]
     assert type(stored) is type(theirs) and stored.qdata.data_ptr() == place
-    actual = model[0].weight.dequantize()
+    actual = model[0].weight.dequantize(torch.float32)
     torch.testing.assert_close(stored.dequantize(torch.float32), actual, rtol=1e-6, atol=0)
     assert (actual < expected).float().mean() > 0.5
     saved = copy.deepcopy(model.state_dict())
@@ -350,6 +363,69 @@ def test_scales_that_a_dtype_would_round_are_saved_in_float32(folder, tmp_path):
         model.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")["model.layers.0.mlp.up_proj.weight_scale"]
     assert_identical(stored, model.model.layers[0].mlp.up_proj.weight._block_scale_inv)
+
+
+@pytest.mark.parametrize("rounding", ["floor", "even", "up"])
+def test_bytes_of_mxfp4_are_those_of_other_quantizers(rounding):
+    torch.manual_seed(0)
+    x = torch.randn(128, 256, dtype=torch.bfloat16) * torch.randn(128, 1).exp().bfloat16()
+    ours = MXFP4Quantizer(scale_rounding=rounding).quantize(x)
+    mode = {"floor": "FLOOR", "even": "EVEN", "up": "RCEIL"}[rounding]
+    theirs = MXTensor.to_mx(x, torch.float4_e2m1fn_x2, 32, ScaleCalculationMode[mode])
+    assert torch.equal(ours.rowwise_scale_inv[:, :8], theirs.scale.view(torch.uint8))
+    assert torch.equal(ours.rowwise_data, theirs.qdata.view(torch.uint8))
+    if rounding == "even":
+        layer = nn.Sequential(nn.Linear(256, 128, bias=False))
+        layer[0].weight.data = x
+        compress_in_memory(layer, "MXFP4A16")
+        assert torch.equal(ours.rowwise_scale_inv[:, :8], layer[0].weight_scale)
+        assert torch.equal(ours.rowwise_data, layer[0].weight_packed)
+
+
+def gpt_oss() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {**SIZES, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    config = GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, pad_token_id=0)
+    return GptOssForCausalLM(config).bfloat16()
+
+
+def test_gpt_oss(tmp_path):
+    """Stacks [experts, in, out] in memory, [experts, out, in] in the checkpoint."""
+    plain = gpt_oss()
+    plain.save_pretrained(tmp_path / "hub")
+    path = tmp_path / "hub/model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if "experts" in name and name.endswith("_proj")]:
+        weight = tensors.pop(name).transpose(1, 2).contiguous()
+        blocks = MXTensor.to_mx(weight, torch.float4_e2m1fn_x2, 32, ScaleCalculationMode.RCEIL)
+        tensors[f"{name}_blocks"] = blocks.qdata.view(torch.uint8).unflatten(2, (-1, 16)).clone()
+        tensors[f"{name}_scales"] = blocks.scale.view(torch.uint8).clone()
+    save_file(tensors, path, {"format": "pt"})
+    config = json.loads((tmp_path / "hub/config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "hub/config.json").write_text(json.dumps(config))
+    decoded = load(tmp_path / "hub")  # without a GPU
+    decoded.set_experts_implementation("grouped_mm")
+    with pytest.raises(ValueError, match="got none: transformers decodes FP8 and MXFP4"):
+        make_trainable(load(tmp_path / "hub"))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(plain.config, dtype=torch.bfloat16)
+    import_checkpoint(model, tmp_path / "hub")
+    with torch.no_grad():
+        assert torch.equal(model.eval()(TOKENS).logits, decoded.eval()(TOKENS).logits)
+    export_checkpoint(model, tmp_path / "same", "mxfp4")
+    assert_identical(load_file(tmp_path / "same/model.safetensors"), tensors)
+    losses = train(model, 5)
+    assert losses[-1] < losses[0] - 0.5
+    export_checkpoint(model, tmp_path / "out", "mxfp4")
+    again = load(tmp_path / "out")
+    experts = model.model.layers[1].mlp.experts
+    for name in ("gate_up_proj", "down_proj"):
+        own = getattr(experts, name).dequantize(torch.bfloat16).transpose(1, 2)
+        assert torch.equal(getattr(again.model.layers[1].mlp.experts, name), own)
+    with pytest.raises(ValueError, match="must be whole stacks of experts for layout 'mxfp4'"):
+        quantize_model(other := build(), "mxfp4")
+        export_checkpoint(other, tmp_path / "no", "mxfp4")
 
 
 def test_what_is_refused(tmp_path):

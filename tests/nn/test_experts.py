@@ -15,6 +15,7 @@ from helpers import assert_identical, train
 from ranks import all_ranks, run_ranks
 
 EXPERTS, DIM, TOKENS = 4, 32, 24
+pytestmark = pytest.mark.filterwarnings("ignore:experts should have a multiple of 128")
 
 
 class Experts(nn.Module):
@@ -281,3 +282,8 @@ def test_fsdp(recipe):
     for losses, masters in run_ranks(train_model, 2, recipe, True):
         assert losses == alone[0]
         assert_identical(masters, alone[1])
+
+
+def test_warning_of_experts_that_no_layout_holds():
+    with pytest.warns(UserWarning, match="multiple of 128 rows each for Float8Block, got others"):
+        quantize_model(Experts(), "float8block")

@@ -111,7 +111,7 @@ def test_recipe_may_be_a_quantizer():
 def test_unknown_recipes_are_refused():
     for call in (lambda r: quantize_model(Model(), r), lambda r: quantized_init(r).__enter__()):
         with pytest.raises(
-            ValueError, match="one of nvfp4, mxfp8, float8block, float8 or .* got 'int4'"
+            ValueError, match="one of nvfp4, mxfp8, mxfp4, float8block, float8 or .* got 'int4'"
         ):
             call("int4")
         with pytest.raises(TypeError, match="recipe must be a format name .* got type; pass one"):
