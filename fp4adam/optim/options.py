@@ -1,11 +1,11 @@
 """The options of a whole optimizer, which hold for all of its parameter groups."""
 
 import dataclasses
+from typing import Any
 
 import torch
 
 from fp4adam.optim.state_codec import FLOAT64, StateCodec, state_codec
-
 
 # The storage options that one word chooses; see ``FusedAdam``.
 STATES: dict[str, dict[str, Any]] = {
