@@ -91,6 +91,8 @@ def tile_options(tile):
 
 def step_jobs(codecs, sm):
     """The kernels of a step, with the states in some codecs."""
+    import triton.language as tl
+
     from fp4adam.kernels import (
         amax_preview,
         float8_block_step,
@@ -100,8 +102,6 @@ def step_jobs(codecs, sm):
         nvfp4_step,
         plain_step,
     )
-    import triton.language as tl
-
     from fp4adam.kernels.adam import Variant
     from fp4adam.kernels.launch.tensor_table import Usage
     from fp4adam.kernels.tiles.state import are_narrow, has_scales, max_registers
