@@ -140,22 +140,24 @@ def store_tile(
         data = storage.rowwise_data
         flag_words(storage.changed, data, row, col // 4, cols // 4, row_words, 8)
     if USAGE.square:
-        store_words(storage.rowwise_data, row, col // 4, cols // 4, row_words, 32, BC // 4)
         grid = storage.rowwise_scale + tile_start(row // 32, col // 32, cols // 32)
         grid += tl.arange(0, BC // 32)
         scale = tl.max(row_scale.to(tl.int32), 0).to(tl.uint8)
         if USAGE.records:
             differs = tl.broadcast_to((tl.load(grid) != scale)[None, :], (32, BC // 32))
             flag_units(storage.changed, row, col // 32, cols // 32, differs, 1)
+            tl.debug_barrier()  # warps may share bytes that others overwrite
+        store_words(storage.rowwise_data, row, col // 4, cols // 4, row_words, 32, BC // 4)
         tl.store(grid, scale)
     elif USAGE.rowwise:
-        store_words(storage.rowwise_data, row, col // 4, cols // 4, row_words, 32, BC // 4)
         width = (cols // 32 + 3) // 4 * 4
         grid = storage.rowwise_scale + tile_start(row, col // 32, width)
         grid += tile_offsets(width, 32, BC // 32)
         if USAGE.records:
             differs = tl.load(grid) != row_scale
             flag_units(storage.changed, row, col // 32, cols // 32, differs, 1)
+            tl.debug_barrier()
+        store_words(storage.rowwise_data, row, col // 4, cols // 4, row_words, 32, BC // 4)
         tl.store(grid, row_scale)
     if USAGE.columnwise and not USAGE.square:
         store_words(storage.columnwise_data, row, col // 4, cols // 4, column_words, 32, BC // 4)

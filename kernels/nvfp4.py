@@ -213,6 +213,7 @@ def nvfp4_tile(
             flag_units(storage.changed, row, col // 16, cols // 16, differs, 2)
             data = storage.rowwise_data
             flag_words(storage.changed, data, row, col // 8, cols // 8, words, 4)
+            tl.debug_barrier()  # warps may share bytes that others overwrite
         tl.store(grid, scale)
         if USAGE.rowwise:
             store_words(storage.rowwise_data, row, col // 8, cols // 8, words, BR, BC // 8)
@@ -232,6 +233,7 @@ def nvfp4_tile(
                 flag_units(storage.changed, row, col // 16, cols // 16, differs, 2)
                 data = storage.rowwise_data
                 flag_words(storage.changed, data, row, col // 8, cols // 8, words, 4)
+                tl.debug_barrier()  # warps may share bytes that others overwrite
             store_words(storage.rowwise_data, row, col // 8, cols // 8, words, BR, BC // 8)
             tl.store(grid, scale)
             if USAGE.swizzled:
