@@ -1,10 +1,12 @@
 """How close training with quantized weights comes to BF16: losses of the same GPT on the same data.
 
     python benchmarks/numerics.py [--tokens 50e6] [--only TEXT[;TEXT]] [options of train_gpt.py]
+    python benchmarks/numerics.py --start model.pt --lr 1e-5 --schedule constant --text FOLDER
 
 Every run adds its losses to --out when it ends, in place of an earlier run of that name; processes
 on several GPUs take a part of the runs each, and a file of their own. numerics_report.py makes a
-table and a picture of the files. README.md explains what is measured and how.
+table and a picture of the files. With --start, all runs continue from the model in that file; if
+there is none, the first run's model is saved there. README.md explains what is measured and how.
 """
 
 import argparse
@@ -26,7 +28,7 @@ import fp4adam
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from options import parse_args
-from train_gpt import build_run, text_parts, train_step, validate
+from train_gpt import build_run, new_model, text_parts, train_step, validate
 
 from distributed import world_size
 
@@ -47,6 +49,8 @@ class Contestant(NamedTuple):
     recipe: fp4adam.Recipe | None = None
     seed: int = 0
     is_ablation: bool = False
+    states: str = "fp32"
+    lr_factor: float = 1.0
 
 
 FP8_MATMULS = fp4adam.Recipe("float8block", activations=True, gradients=True)
@@ -71,6 +75,19 @@ CONTESTANTS = (
     Contestant("NVFP4 4over6, NVFP4 matmuls", "nvfp4", recipe=FOUR_OVER_SIX_MATMULS),
     Contestant("Float8Block, FP8 matmuls", "float8block", recipe=FP8_MATMULS),
     Contestant("NVFP4 without masters", "nvfp4", is_ablation=True),
+    *(
+        Contestant(f"{name}, {states} states, seed {seed}", name.lower(), seed=seed, states=states)
+        for name in ("NVFP4", "MXFP8", "Float8Block")
+        for states in ("8bit", "16bit", "fp8")
+        for seed in range(3)
+    ),
+    *(
+        Contestant(f"{name}, FP32 states, seed {seed}", name.lower(), seed=seed)
+        for name in ("NVFP4", "MXFP8", "Float8Block")
+        for seed in range(1, 3)
+    ),
+    # A loss below the reference is a warning: these tests are too short to converge.
+    Contestant("NVFP4, FP32 states, 1.3 times the learning rate", "nvfp4", lr_factor=1.3),
 )
 
 
@@ -82,14 +99,25 @@ def forget_masters(optimizer: fp4adam.FP4Adam) -> None:
             state["master_param"].copy_(param.dequantize(torch.float32))
 
 
-def measure(contestant: Contestant, args: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    contestant: Contestant, args: argparse.Namespace, start: Path | None = None
+) -> dict[str, Any]:
     """Train it, with a line for each evaluation, and return all losses.
+
+    ``start``: The file of a model to continue from; if there is none, this one is saved there.
 
     Raises:
         RuntimeError: If a loss is not finite, or the device cannot do it.
     """
-    args = argparse.Namespace(**vars(args) | {"seed": contestant.seed})
-    run = build_run(args, contestant.format, contestant.optimizer, contestant.recipe)
+    own = {"seed": contestant.seed, "lr": args.lr * contestant.lr_factor}
+    args = argparse.Namespace(**vars(args) | own)
+    model = None
+    if start is not None and start.exists():
+        model = new_model(args)
+        model.load_state_dict(torch.load(start, map_location=args.device))
+    run = build_run(
+        args, contestant.format, contestant.optimizer, contestant.recipe, model, contestant.states
+    )
     text, held_out = text_parts(args)
     train_loss: list[float] = []
     validation_loss: dict[int, float] = {}
@@ -111,6 +139,12 @@ def measure(contestant: Contestant, args: argparse.Namespace) -> dict[str, Any]:
             f"val {validation_loss[run.step]:.4f}  {speeds[-1]:>9,.0f} tokens/s",
             flush=True,
         )
+    if start is not None and model is None:
+        weights = {
+            name: value.dequantize() if isinstance(value, fp4adam.QuantizedTensor) else value
+            for name, value in run.model.state_dict().items()
+        }
+        torch.save(weights, start)
     return {
         "name": contestant.name,
         "is_ablation": contestant.is_ablation,
@@ -164,6 +198,12 @@ def parse() -> tuple[argparse.Namespace, argparse.Namespace]:
     parser.add_argument(
         "--out", type=Path, default=Path("numerics.json"), help="default: numerics.json"
     )
+    parser.add_argument(
+        "--start",
+        type=Path,
+        metavar="FILE",
+        help="continue from the model in this file, or save that of the first run there",
+    )
     own, rest = parser.parse_known_args()
     args = parse_args([*(["--compile"] if cuda else []), *rest])
     usual = parse_args(["--size", args.size])
@@ -190,7 +230,7 @@ def main() -> None:
             continue
         release()
         try:
-            row = measure(contestant, args)
+            row = measure(contestant, args, own.start)
         except Exception:  # also of compilers: no such matmul on this device, no memory
             traceback.print_exc()
             failed.append(contestant.name)

@@ -3,6 +3,7 @@
 Everyone gets the same values from the same seed. Gradients are BF16 unless the parameters are FP32.
 """
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
@@ -37,6 +38,7 @@ FORMATS = {
 }
 UNFUSED = ("NVFP4", "MXFP8", "Float8Block")
 NARROW = "FP4Adam, NVFP4, FP8 moments, FP16 masters"
+SMALLEST = "8-bit states"
 MOMENTS = {"BF16": torch.bfloat16, "FP8": torch.float8_e4m3fn}
 # A side of a matrix has to be a multiple of this; 1 where it is not said.
 MULTIPLE = {
@@ -285,6 +287,13 @@ def _contestants() -> list[Contestant]:
         master_weight_dtype=torch.float16,
     )
     result.append(Contestant(NARROW, "fp4adam", make, 16))
+    for name in UNFUSED:
+        make = quantized(FP4Adam, FORMATS[name], **HYPER, states="8bit")
+        multiple = max(32, _multiple(FORMATS[name]))
+        result.append(Contestant(f"FP4Adam, {name}, {SMALLEST}", "fp4adam", make, multiple))
+    rowwise = dataclasses.replace(FORMATS["NVFP4"], columnwise=False)
+    make = quantized(FP4Adam, rowwise, **HYPER, states="8bit")
+    result.append(Contestant(f"FP4Adam, NVFP4 rowwise, {SMALLEST}", "fp4adam", make, 32))
     for name, dtype in MOMENTS.items():
         moments = dict(exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
         make = plain(FusedAdam, bf16, **moments)

@@ -114,6 +114,8 @@ def step_bytes(optimizer: Any, params: list[Parameter]) -> int:
         grad_reads = getattr(optimizer, "grad_reads", 1)
         total += grad_reads * param.grad.nbytes + 2 * stored_bytes(state)
         total += passes * stored_bytes(param)
+        if passes == 1 and state["master_param"].dtype == torch.int8:
+            total += param._rowwise_data.nbytes  # which the remainders complete
     return total
 
 

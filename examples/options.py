@@ -15,13 +15,18 @@ from distributed import EXTRA, load_extra, world_size
 
 QUANTIZED = ("nvfp4", "mxfp8", "float8block")
 PLAIN = ("bf16", "fp32")
-# How the optimizer stores its moments; FP8 with scales of blocks.
-STATES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
+# How the optimizer stores its states: moments in a dtype, FP8 with scales of blocks, and masters in
+# FP32; or both by one word of FP4Adam's.
+STATES: dict[str, dict[str, Any]] = {
+    name: {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
+    for name, dtype in (
+        ("fp32", torch.float32),
+        ("bf16", torch.bfloat16),
+        ("fp16", torch.float16),
+        ("fp8", torch.float8_e4m3fn),
+    )
 }
+STATES |= {"16bit": {"states": "16bit"}, "8bit": {"states": "8bit"}}
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": dict(layers=4, heads=4, dim=128, context=128, batch=16, steps=240, lr=2e-3),
     "small": dict(layers=6, heads=10, dim=640, context=512, batch=64, steps=1000, lr=1.2e-3),
@@ -212,7 +217,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=states,
         default=["fp32"],
         metavar="NAME[,NAME]",
-        help="how fp4adam stores its moments: fp32, bf16, fp16, fp8; several only with --compare "
+        help="how fp4adam stores its moments: fp32, bf16, fp16, fp8; or its masters too: 16bit, 8bit; several only with --compare "
         "(default: fp32)",
     )
     how("--accumulate", type=count, default=1, metavar="N", help="batches per step (default: 1)")

@@ -144,10 +144,7 @@ def build_run(
     if optimizer_name == "adamw":
         optimizer = torch.optim.AdamW(groups, **options)
     else:
-        moments = dict.fromkeys(
-            ("exp_avg_dtype", "exp_avg_sq_dtype"), STATES[states or args.states[0]]
-        )
-        optimizer = fp4adam.FP4Adam(groups, **options, **moments)
+        optimizer = fp4adam.FP4Adam(groups, **options, **STATES[states or args.states[0]])
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_share(step, args.steps, args.schedule)
     )

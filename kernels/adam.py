@@ -432,7 +432,7 @@ class StepLaunch:
     """The step of the tensors of one kind; each format has its own, which makes the launches.
 
     It is made of the properties that the tensors have in common, a ``Kind`` of the optimizer; and
-    of a ``Listed``: their shapes and amax slots, their part of the table, the scalars, and cuts.
+    of a ``LaunchTensors``: their shapes and amax slots, their part of the table, the scalars, and cuts.
     """
 
     _launches: list[Launch]

@@ -495,7 +495,12 @@ class StepLaunch(adam.StepLaunch):
         self._is_shared = bool(kind.groups)
         self._rewrites = not (self._is_shared or variant.value_codec == "int8")
         updates, rest = update_scaled(table, scalars, shapes, variant)
-        scaling = dict(scales_blocks=quantizer.scales_blocks, **quantizer.scale_options)
+        layout = quantizer.layout
+        scaling = dict(
+            scales_blocks=layout.scale_type is not None,
+            force_pow_2_scales=layout.scale_rule.force_pow_2_scales,
+            amax_epsilon=layout.scale_rule.amax_epsilon,
+        )
         # Double buffer: the amaxes of one step are the old amaxes of the next.
         self._turns = []
         for old, new in (amaxes, amaxes[::-1]):

@@ -320,8 +320,8 @@ class CurrentStepLaunch(amax_preview.StepLaunch):
             table, scalars, tiles, n_whole, slots, amaxes, next_amaxes, tile_amaxes, exceeding,
             tile_ratios, stored_amaxes,
         ) = tensors  # fmt: skip
-        options = kind.quantizer.scale_options
-        epsilon = options["amax_epsilon"]
+        rule = kind.quantizer.layout.scale_rule
+        epsilon = rule.amax_epsilon
         return _passes(
             _current_step_kernel,
             (table, scalars),
@@ -332,7 +332,7 @@ class CurrentStepLaunch(amax_preview.StepLaunch):
                 tiles[part], slots, amaxes, next_amaxes, tile_amaxes[part], exceeding,
                 tile_ratios[part], stored_amaxes, epsilon
             ),
-            dict(USAGE=kind.usage(), POW_2=options["force_pow_2_scales"]),
+            dict(USAGE=kind.usage(), POW_2=rule.force_pow_2_scales),
         )  # fmt: skip
 
 
@@ -382,5 +382,6 @@ def delayed_amaxes(table: Tensor, quantizer: Any, stored_amaxes: Tensor | None =
 
 def StepLaunch(kind: Any, tensors: tuple) -> adam.StepLaunch:
     """The step of Float8 tensors; arguments as for ``adam.StepLaunch``."""
-    launch = DelayedStepLaunch if kind.quantizer.has_history else CurrentStepLaunch
+    is_delayed = kind.quantizer.layout.tensor_scale == "delayed"
+    launch = DelayedStepLaunch if is_delayed else CurrentStepLaunch
     return launch(kind, tensors)

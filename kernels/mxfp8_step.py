@@ -159,6 +159,12 @@ def encodes_states(codecs: tuple[str, str, str]) -> bool:
     return are_narrow(*codecs) and not has_scales(*codecs)
 
 
+def step_part(variant: Variant) -> int:
+    """The columns of the parts of STEP_TILE."""
+    completes = variant.value_codec == "int8" and state_lanes(variant) < 8
+    return STEP_PART[completes or encodes_states(variant.codecs)]
+
+
 def step_registers(codecs: tuple[str, str, str]) -> int | None:
     """The register limit per thread of STEP_TILE; None leaves it to ptxas."""
     # ptxas aims for 168 with states in BF16, and for sm_120 spills unless a limit is given.
@@ -172,9 +178,7 @@ def adam_step(
 
     ``tiles``: from :func:`step_tiles`.
     """
-    part = STEP_PART[encodes_states(variant.codecs)]
-    if variant.value_codec == "int8" and state_lanes(variant) < 8:
-        part = STEP_PART[True]
+    part = step_part(variant)
     registers = step_registers(variant.codecs)
     forms = (
         (STEP_TILE, part, registers),

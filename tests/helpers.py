@@ -21,6 +21,7 @@ from fp4adam import (
     Quantizer,
     quantize_model,
 )
+from fp4adam.optim.step_count import as_tensor
 
 RECIPES = {
     "nvfp4": NVFP4Quantizer(),
@@ -115,6 +116,21 @@ def set_grads(
             param.decoupled_grad = grad.to(dtype)
 
 
+class WithGradient(torch.autograd.Function):
+    """A loss whose gradient with respect to ``param`` is given; with None backward() raises."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, grad: Tensor | None) -> Tensor:
+        ctx.grad = None if grad is None else grad.to(param.dtype)
+        return torch.zeros((), device=param.device)
+
+    @staticmethod
+    def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor, None]:
+        if ctx.grad is None:
+            raise RuntimeError("out of memory")
+        return ctx.grad, None
+
+
 def take_steps(optimizer: Optimizer, seeds: Iterable[int]) -> None:
     for seed in seeds:
         set_grads(all_params(optimizer), seed)
@@ -200,6 +216,7 @@ def assert_identical(actual: Any, expected: Any, where: str = "", any_nan: bool 
 
     With ``any_nan`` all NaNs are equal.
     """
+    actual, expected = as_tensor(actual), as_tensor(expected)
     assert type(actual) is type(expected), where
     if isinstance(actual, QuantizedTensor):
         assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), where

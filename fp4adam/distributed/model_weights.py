@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from itertools import repeat
 from operator import attrgetter, is_
 
 import torch
@@ -15,7 +16,7 @@ from fp4adam.tensors.quantized_tensor import QuantizedTensor
 # What has to stay the same for tables of addresses to hold.
 _NAMES = "_shared.tensors", "_shared.pending", "quantizer", "dtype"
 _READS = tuple(map(attrgetter, _NAMES))
-_init_val = attrgetter("_shared.init_val", "_shared.keeps_init_val")
+_init_val = attrgetter("_shared.init_val")
 
 
 class ModelWeights:
@@ -80,8 +81,6 @@ class ModelWeights:
 
     def with_init_val(self) -> list[QuantizedTensor]:
         """Those of this package that have a high-precision initial value, or are to keep one."""
-        found = list(map(_init_val, self._aliases))
-        if found.count((None, False)) == len(found):
+        if all(map(is_, map(_init_val, self._aliases), repeat(None))):
             return []
-        pairs = zip(self._aliases, found, strict=True)
-        return [x for x, (value, keeps) in pairs if value is not None or keeps]
+        return [x for x in self._aliases if x._shared.init_val is not None]

@@ -49,9 +49,9 @@ def settle_shard(shard: QuantizedTensor, infos: Sequence[ShardInfo]) -> None:
         value = shard._read(torch.float32) if written is None else written
         cast([shard], [value], [torch.float32], [infos])
     shared.unsettled = False
-    if written is not None and (shared.init_val is not None or shared.keeps_init_val):
+    if written is not None and shared.init_val is not None:
         # The master weight must start from the written value.
-        shared.init_val, shared.keeps_init_val = written.view(shard.shape), False
+        shared.init_val = written.view(shard.shape)
 
 
 @torch.no_grad()

@@ -186,6 +186,31 @@ def recode(quantizer: Quantizer, x: Tensor, tensors: Storage) -> Tensor:
     return codes.t() if not quantizer.rowwise and layout.columnwise.codes.transposed else codes
 
 
+def decode(quantizer: Quantizer, tensors: Storage, dtype: torch.dtype) -> Tensor:
+    """:meth:`Quantizer.decode`, by the format's kernels or by operators."""
+    layout, shape = quantizer.layout, quantizer.decoded_shape(tensors)
+    usage = "rowwise" if tensors.rowwise_data is not None else "columnwise"
+    codes = getattr(tensors, f"{usage}_data")
+    if backend.uses_kernels(codes.device):
+        out = codes.new_empty(shape, dtype=dtype)
+        quantizer.kernels().dequantize(*quantizer.stored(tensors), out)
+        return out
+    values = minifloat.unpack_e2m1(codes) if layout.code_bits == 4 else minifloat.e4m3_value(codes)
+    transposed = getattr(layout, usage).codes.transposed
+    if layout.scale_type is None:
+        values *= quantizer.decode_factors(None, tensors.amax)
+    else:
+        usage = "rowwise" if layout.is_square else usage
+        block, scales = layout.blocks[usage], stored_scales(layout, tensors, usage, shape)
+        factors = quantizer.decode_factors(scales.contiguous(), tensors.amax)
+        if transposed:
+            block, factors = block[::-1], factors.t()
+        (rows, cols), blocks = values.shape, blocks_of(values, block)
+        values = blocks.mul_(factors[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :cols]
+    matrix = values.to(dtype)
+    return (matrix.t() if transposed else matrix).contiguous()
+
+
 def _encode(
     layout: Layout,
     strip: Tensor,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Literal
 
@@ -200,7 +200,10 @@ class Float8Quantizer(Quantizer[Float8Tensor]):
             [*present.split(1), *moved.unbind()],
         )
 
-    write, recode = encoding.write, encoding.recode
+    def decode_factors(self, scales: Tensor | None, tensor_amax: Tensor | None) -> Tensor:
+        return self.per_tensor_scale(tensor_amax)
+
+    write, recode, decode = encoding.write, encoding.recode, encoding.decode
 
     def launch(self, x: Tensor, out: Storage) -> None:
         self.kernels().quantize(
@@ -211,10 +214,6 @@ class Float8Quantizer(Quantizer[Float8Tensor]):
             force_pow_2_scales=self.force_pow_2_scales,
             amax_epsilon=self.amax_epsilon,
         )
-
-    @staticmethod
-    def decoders() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-        return _decode, _dequantize
 
     @staticmethod
     def kernels() -> ModuleType:
@@ -239,48 +238,6 @@ _OPTIONS = {
     "current": ("force_pow_2_scales", "amax_epsilon"),
     "delayed": ("amax_history_len", "amax_compute_algo", "margin"),
 }
-
-
-def _decode(
-    data: Tensor,
-    amax: Tensor,
-    force_pow_2_scales: bool,
-    amax_epsilon: float,
-    transposed: bool,
-    dtype: torch.dtype,
-    after: Tensor | None = None,
-) -> Tensor:
-    """Decode E4M3 codes to [rows, cols]; ``transposed``: the codes are of the transposed matrix.
-
-    ``amax``: float32 [1]. ``after``: see :meth:`Quantizer.read`.
-    """
-    rows, cols = data.shape
-    if backend.uses_kernels(data.device):
-        out = data.new_empty((cols, rows) if transposed else (rows, cols), dtype=dtype)
-        Float8Quantizer.kernels().dequantize(
-            data, amax, force_pow_2_scales, amax_epsilon, transposed, out
-        )
-        return out
-    scale = minifloat.e4m3_encode_scale(amax, minifloat.FP32_MAX, amax_epsilon, force_pow_2_scales)
-    matrix = minifloat.e4m3_value(data).mul_(1.0 / scale).to(dtype)
-    return matrix.t().contiguous() if transposed else matrix
-
-
-_dequantize = torch.library.custom_op("fp4adam::dequantize_float8", mutates_args=())(_decode)
-
-
-@_dequantize.register_fake
-def _(
-    data: Tensor,
-    amax: Tensor,
-    force_pow_2_scales: bool,
-    amax_epsilon: float,
-    transposed: bool,
-    dtype: torch.dtype,
-    after: Tensor | None = None,
-) -> Tensor:
-    rows, cols = data.shape
-    return data.new_empty((cols, rows) if transposed else (rows, cols), dtype=dtype)
 
 
 torch.serialization.add_safe_globals([Float8Tensor, Float8Quantizer])

@@ -2,15 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from fp4adam.formats import encoding, minifloat
-from fp4adam.tensors import backend
-from fp4adam.tensors.blocks import blocks_of
 from fp4adam.tensors.layout import Direction, Inner, Layout, ScaleRule
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
@@ -99,7 +96,10 @@ class Float8BlockQuantizer(Quantizer[Float8BlockTensor]):
     def factors(self, scales: Tensor, tensor_amax: Tensor | None) -> Tensor:
         return 1.0 / scales
 
-    write, recode = encoding.write, encoding.recode
+    def decode_factors(self, scales: Tensor | None, tensor_amax: Tensor | None) -> Tensor:
+        return scales
+
+    write, recode, decode = encoding.write, encoding.recode, encoding.decode
 
     def launch(self, x: Tensor, out: Storage) -> None:
         self.kernels().quantize(
@@ -112,10 +112,6 @@ class Float8BlockQuantizer(Quantizer[Float8BlockTensor]):
             force_pow_2_scales=self.force_pow_2_scales,
             amax_epsilon=self.amax_epsilon,
         )
-
-    @staticmethod
-    def decoders() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-        return _decode, _dequantize
 
     @staticmethod
     def kernels() -> ModuleType:
@@ -137,51 +133,6 @@ class Float8BlockQuantizer(Quantizer[Float8BlockTensor]):
         if self.two_dimensional:
             scale = tensors.block_scale_inv
         return data, scale, self.two_dimensional, transposed
-
-
-def _decode(
-    data: Tensor,
-    scale_inv: Tensor,
-    two_dimensional: bool,
-    transposed: bool,
-    dtype: torch.dtype,
-    after: Tensor | None = None,
-) -> Tensor:
-    """Decode E4M3 codes to [rows, cols]; ``transposed``: the codes are of the transposed matrix.
-
-    ``scale_inv`` is the grid of 128x128 blocks of the untransposed matrix, or has one scale per
-    128 codes, transposed: [ceil(columns of data / 128), rows of data padded to 4]. ``after``: see
-    :meth:`Quantizer.read`.
-    """
-    rows, cols = data.shape
-    if backend.uses_kernels(data.device):
-        out = data.new_empty((cols, rows) if transposed else (rows, cols), dtype=dtype)
-        Float8BlockQuantizer.kernels().dequantize(data, scale_inv, two_dimensional, transposed, out)
-        return out
-    if two_dimensional:
-        grid = scale_inv.t() if transposed else scale_inv
-    else:
-        grid = scale_inv[:, :rows].t()
-    values = minifloat.e4m3_value(data)
-    blocks = blocks_of(values, (BLOCK if two_dimensional else 1, BLOCK))
-    matrix = blocks.mul_(grid[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :cols].to(dtype)
-    return matrix.t().contiguous() if transposed else matrix.contiguous()
-
-
-_dequantize = torch.library.custom_op("fp4adam::dequantize_float8_block", mutates_args=())(_decode)
-
-
-@_dequantize.register_fake
-def _(
-    data: Tensor,
-    scale_inv: Tensor,
-    two_dimensional: bool,
-    transposed: bool,
-    dtype: torch.dtype,
-    after: Tensor | None = None,
-) -> Tensor:
-    rows, cols = data.shape
-    return data.new_empty((cols, rows) if transposed else (rows, cols), dtype=dtype)
 
 
 torch.serialization.add_safe_globals([Float8BlockTensor, Float8BlockQuantizer])

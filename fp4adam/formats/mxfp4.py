@@ -1,7 +1,6 @@
 """MXFP4: E2M1 codes with one power-of-two (E8M0) scale per 32 elements of a row."""
 
 import dataclasses
-from collections.abc import Callable
 from types import ModuleType
 from typing import Literal
 
@@ -9,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fp4adam.formats import encoding, minifloat
-from fp4adam.tensors import backend
 from fp4adam.tensors.layout import Direction, Inner, Layout, ScaleRule
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
@@ -93,15 +91,14 @@ class MXFP4Quantizer(Quantizer[MXFP4Tensor]):
     def factors(self, scales: Tensor, tensor_amax: Tensor | None) -> Tensor:
         return minifloat.e8m0_reciprocal(scales)
 
-    write, recode = encoding.write, encoding.recode
+    def decode_factors(self, scales: Tensor | None, tensor_amax: Tensor | None) -> Tensor:
+        return minifloat.e8m0_value(scales)
+
+    write, recode, decode = encoding.write, encoding.recode, encoding.decode
 
     def launch(self, x: Tensor, out: Storage) -> None:
         rounding = self.layout.scale_rule.rounding
         self.kernels().quantize(x, out.rowwise_data, out.rowwise_scale_inv, rounding)
-
-    @staticmethod
-    def decoders() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-        return _decode, _dequantize
 
     @staticmethod
     def kernels() -> ModuleType:
@@ -118,27 +115,6 @@ class MXFP4Quantizer(Quantizer[MXFP4Tensor]):
     def stored(self, tensors: Storage) -> tuple[Tensor, Tensor]:
         """Codes and scales."""
         return tensors.rowwise_data, tensors.rowwise_scale_inv
-
-
-def _decode(data: Tensor, scale: Tensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
-    """Decode packed codes to [rows, cols]; ``after``: see :meth:`Quantizer.read`."""
-    rows, cols = data.shape[0], data.shape[1] * 2
-    if backend.uses_kernels(data.device):
-        out = data.new_empty((rows, cols), dtype=dtype)
-        MXFP4Quantizer.kernels().dequantize(data, scale, out)
-        return out
-    values = minifloat.unpack_e2m1(data)
-    factor = minifloat.e8m0_value(scale[:rows, : cols // BLOCK])
-    values.view(rows, -1, BLOCK).mul_(factor[:, :, None])
-    return values.to(dtype)
-
-
-_dequantize = torch.library.custom_op("fp4adam::dequantize_mxfp4", mutates_args=())(_decode)
-
-
-@_dequantize.register_fake
-def _(data: Tensor, scale: Tensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
-    return data.new_empty((data.shape[0], data.shape[1] * 2), dtype=dtype)
 
 
 torch.serialization.add_safe_globals([MXFP4Tensor, MXFP4Quantizer])

@@ -1,14 +1,12 @@
 """MXFP8: E4M3 codes with one power-of-two (E8M0) scale per 32 elements of each direction."""
 
 import dataclasses
-from collections.abc import Callable
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from fp4adam.formats import encoding, minifloat
-from fp4adam.tensors import backend
 from fp4adam.tensors.layout import Direction, Inner, Layout
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
@@ -92,7 +90,10 @@ class MXFP8Quantizer(Quantizer[MXFP8Tensor]):
     def factors(self, scales: Tensor, tensor_amax: Tensor | None) -> Tensor:
         return minifloat.e8m0_reciprocal(scales)
 
-    write, recode = encoding.write, encoding.recode
+    def decode_factors(self, scales: Tensor | None, tensor_amax: Tensor | None) -> Tensor:
+        return minifloat.e8m0_value(scales)
+
+    write, recode, decode = encoding.write, encoding.recode, encoding.decode
 
     def launch(self, x: Tensor, out: Storage) -> None:
         self.kernels().quantize(
@@ -103,10 +104,6 @@ class MXFP8Quantizer(Quantizer[MXFP8Tensor]):
             columnwise_scale=out.columnwise_scale_inv,
             two_dimensional=self.two_dimensional,
         )
-
-    @staticmethod
-    def decoders() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-        return _decode, _dequantize
 
     @staticmethod
     def kernels() -> ModuleType:
@@ -126,42 +123,6 @@ class MXFP8Quantizer(Quantizer[MXFP8Tensor]):
         name = "block_scale_inv" if self.two_dimensional else f"{usage}_scale_inv"
         block = BLOCKS["square" if self.two_dimensional else usage]
         return getattr(tensors, f"{usage}_data"), getattr(tensors, name), *block
-
-
-def _decode(
-    data: Tensor,
-    scale: Tensor,
-    block_rows: int,
-    block_cols: int,
-    dtype: torch.dtype,
-    after: Tensor | None = None,
-) -> Tensor:
-    """Decode E4M3 codes [rows, cols] with a scale per block; for ``after`` see `Quantizer.read`."""
-    if backend.uses_kernels(data.device):
-        out = torch.empty_like(data, dtype=dtype)
-        MXFP8Quantizer.kernels().dequantize(data, scale, block_rows, block_cols, out)
-        return out
-    rows, cols = data.shape
-    factor = minifloat.e8m0_value(scale[: rows // block_rows, : cols // block_cols])
-    values = minifloat.e4m3_value(data)
-    blocks = values.view(rows // block_rows, block_rows, cols // block_cols, block_cols)
-    blocks.mul_(factor[:, None, :, None])
-    return values.to(dtype)
-
-
-_dequantize = torch.library.custom_op("fp4adam::dequantize_mxfp8", mutates_args=())(_decode)
-
-
-@_dequantize.register_fake
-def _(
-    data: Tensor,
-    scale: Tensor,
-    block_rows: int,
-    block_cols: int,
-    dtype: torch.dtype,
-    after: Tensor | None = None,
-) -> Tensor:
-    return torch.empty_like(data, dtype=dtype)
 
 
 torch.serialization.add_safe_globals([MXFP8Tensor, MXFP8Quantizer])

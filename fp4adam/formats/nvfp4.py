@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from types import ModuleType
 from typing import Literal
 
@@ -146,7 +145,10 @@ class NVFP4Quantizer(Quantizer[NVFP4Tensor]):
         factors = (minifloat.e4m3_value(scales) * decode).reciprocal_()
         return factors.clamp_(max=minifloat.FP32_MAX)
 
-    write, recode = encoding.write, encoding.recode
+    def decode_factors(self, scales: Tensor | None, tensor_amax: Tensor | None) -> Tensor:
+        return decode_factors(minifloat.e4m3_value(scales), tensor_amax, self.bound)
+
+    write, recode, decode = encoding.write, encoding.recode, encoding.decode
 
     def launch(self, x: Tensor, out: Storage) -> None:
         self.kernels().quantize(
@@ -177,10 +179,6 @@ class NVFP4Quantizer(Quantizer[NVFP4Tensor]):
         return min(minifloat.float32(self.largest_value / largest), minifloat.FP32_MAX)
 
     @staticmethod
-    def decoders() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-        return _decode, _dequantize
-
-    @staticmethod
     def kernels() -> ModuleType:
         from fp4adam.kernels import nvfp4
 
@@ -205,59 +203,6 @@ class NVFP4Quantizer(Quantizer[NVFP4Tensor]):
 def decode_factors(scale: Tensor, amax: Tensor, bound: int) -> Tensor:
     """The factors that map codes to values in blocks with these scales, as float32 values."""
     return (scale * amax) * (1 / (minifloat.E2M1_MAX * bound))
-
-
-def _decode(
-    data: Tensor,
-    scale: Tensor,
-    amax: Tensor,
-    two_dimensional: bool,
-    transposed: bool,
-    bound: int,
-    dtype: torch.dtype,
-    after: Tensor | None = None,
-) -> Tensor:
-    """Decode packed codes to [rows, cols]; ``transposed``: the codes are of the transposed matrix.
-
-    ``scale`` is the grid of 16x16 blocks of the untransposed matrix, or has one per 16 codes.
-    ``after``: see :meth:`Quantizer.read`.
-    """
-    rows, cols = data.shape[0], data.shape[1] * 2
-    if backend.uses_kernels(data.device):
-        out = data.new_empty((cols, rows) if transposed else (rows, cols), dtype=dtype)
-        NVFP4Quantizer.kernels().dequantize(
-            data, scale, amax, two_dimensional, transposed, bound, out
-        )
-        return out
-    if two_dimensional:
-        grid = scale.t() if transposed else scale
-    else:
-        grid = scale[:rows, : cols // BLOCK]
-    factor = decode_factors(minifloat.e4m3_value(grid.contiguous()), amax, bound)
-    values = minifloat.unpack_e2m1(data)
-    block_rows = BLOCK if two_dimensional else 1
-    blocks = values.view(rows // block_rows, block_rows, cols // BLOCK, BLOCK)
-    blocks.mul_(factor[:, None, :, None])
-    matrix = values.to(dtype)
-    return matrix.t().contiguous() if transposed else matrix
-
-
-_dequantize = torch.library.custom_op("fp4adam::dequantize_nvfp4", mutates_args=())(_decode)
-
-
-@_dequantize.register_fake
-def _(
-    data: Tensor,
-    scale: Tensor,
-    amax: Tensor,
-    two_dimensional: bool,
-    transposed: bool,
-    bound: int,
-    dtype: torch.dtype,
-    after: Tensor | None = None,
-) -> Tensor:
-    rows, cols = data.shape[0], data.shape[1] * 2
-    return data.new_empty((cols, rows) if transposed else (rows, cols), dtype=dtype)
 
 
 torch.serialization.add_safe_globals([NVFP4Tensor, NVFP4Quantizer])

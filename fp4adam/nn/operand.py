@@ -4,13 +4,14 @@ A class per format has all that differs between formats; ``FORMATS`` lists them.
 multiplies operands asks that class, and knows no format.
 """
 
+import dataclasses
 from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4adam.formats import float8_block, mxfp8, nvfp4, nvfp4_gradients
+from fp4adam.formats import float8_block, nvfp4_gradients
 from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
@@ -21,6 +22,7 @@ from fp4adam.tensors.backend import runs_eagerly
 from fp4adam.tensors.blocks import round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
+from fp4adam.tensors.storage import Storage
 from fp4adam.tensors.swizzle import (
     groups_shape,
     swizzle_groups,
@@ -152,7 +154,9 @@ class Float8BlockOperands(OperandFormat):
         square = operand.kind == "float8_block_2d"
         codes, scales = operand.codes, operand.scales
         scales = scales[:, : -(-codes.shape[1] // float8_block.BLOCK)] if square else scales
-        return float8_block._decode(codes, scales, square, False, torch.float32)
+        name = "block_scale_inv" if square else "rowwise_scale_inv"
+        tensors = Storage(rowwise_data=codes, **{name: scales})
+        return Float8BlockQuantizer(two_dimensional=square).decode(tensors, torch.float32)
 
 
 class SwizzledOperands(OperandFormat):
@@ -215,7 +219,8 @@ class MXFP8Operands(SwizzledOperands):
         return codes, [scales], [F.ScalingType.BlockWise1x32], [F.SwizzleType.SWIZZLE_32_4_4]
 
     def decode_rows(self, codes: Tensor, scales: Tensor, amax: Tensor | None) -> Tensor:
-        return mxfp8._decode(codes, scales, 1, mxfp8.BLOCK, torch.float32)
+        tensors = Storage(rowwise_data=codes, rowwise_scale_inv=scales)
+        return MXFP8Quantizer(two_dimensional=False).decode(tensors, torch.float32)
 
 
 class NVFP4Operands(SwizzledOperands):
@@ -272,8 +277,9 @@ class NVFP4Operands(SwizzledOperands):
         )
 
     def decode_rows(self, codes: Tensor, scales: Tensor, amax: Tensor | None) -> Tensor:
-        bound = self.quantizer.bound
-        return nvfp4._decode(codes, scales, amax, False, False, bound, torch.float32)
+        tensors = Storage(rowwise_data=codes, rowwise_scale_inv=scales, amax=amax)
+        own = dataclasses.replace(self.quantizer, two_dimensional=False)
+        return own.decode(tensors, torch.float32)
 
 
 FORMATS: dict[type[Quantizer], OperandFormat] = {

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp4adam.distributed.dtensor import local
+from fp4adam.distributed.dtensor import local, sharding_groups
 from fp4adam.formats.scale_groups import ScaleGroup
 from fp4adam.optim import checks
 from fp4adam.optim.adam import updates_params
-from fp4adam.optim.grad_norm import Measured
+from fp4adam.optim.grad_norm import GradNorm, Measured
 from fp4adam.optim.hyper_parameters import check_numbers
 from fp4adam.optim.master_weights import find_stale
 from fp4adam.optim.parameter import Parameter, Parameters, State, scales_of
@@ -53,13 +53,14 @@ class Engine:
         plan: The plan of the last step, or None.
         measured: The gradients that this was made from, or None if that does not matter.
         is_part: Whether the optimizer has other parameters besides.
-        beside: Whether the step may run beside what the GPU does now; only offloaded ones do.
+        overlaps_backward: Whether the step may overlap what the GPU does now; it does with
+            offloaded states.
         on_host: Whether states may be on the host.
     """
 
     measured: Measured | None = None
     is_part = False
-    beside = False
+    overlaps_backward = False
     on_host = False
 
     def __init__(
@@ -70,6 +71,7 @@ class Engine:
         self.states = states
         self.clip: dict[torch.device, Tensor] = {}
         self.plan: StepPlan | None = None
+        self._grad_norm: GradNorm | None = None
         self._planned: tuple[list, list, list] = ([], [], [])
 
     def part(self, params: Iterable[Tensor]) -> "Engine":
@@ -119,8 +121,8 @@ class Engine:
     # What engines with offloaded states do in another way
 
     def forget(self) -> None:
-        """Drop the plan and its counts, after states have been loaded."""
-        self.plan = None
+        """Drop the plan and its counts, and pending clipping, after states have been loaded."""
+        self.plan, self.clip, self._grad_norm = None, {}, None
 
     def placed(self, param: Tensor, state: State) -> State:
         """A state that has just been made, where states are kept."""
@@ -131,7 +133,27 @@ class Engine:
         part.step(signals)
 
     def join(self) -> None:
-        """Let what is launched next wait for the parts that were stepped beside other work."""
+        """Let what is launched next wait for the parts that were stepped on another stream."""
+
+    def measure(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """The total norm of all gradients, which the next step clips; as ``clip_grad_norm_``."""
+        if backend.is_capturing():
+            raise RuntimeError(
+                "clip_grad_norm_ must not be called while a CUDA graph is captured, got a call in "
+                "a capture: the step would multiply by the coefficient of that moment at every "
+                "replay; capture torch.nn.utils.clip_grad_norm_, which scales the gradients"
+            )
+        params = self.params
+        with torch._C.DisableTorchFunctionSubclass():
+            groups = [*map(sharding_groups, params)]
+            sizes = [*map(Tensor.numel, map(local, params))]
+            known = self._grad_norm
+            if known is None or (known.sizes, known.groups) != (sizes, groups):
+                self._grad_norm = GradNorm(sizes, groups)
+            grads = self.all_grads()
+            norm, clip = self._grad_norm(grads, max_norm, norm_type, error_if_nonfinite)
+            self.clip, self.measured = clip, Measured(grads)
+        return norm
 
     # The step
 

@@ -37,6 +37,12 @@ class FP4Adam(FusedAdam):
     ``param.quantizer.quantize(master_param)``; with delayed scaling those of the master under the
     scale of earlier values. State: 12 bytes per element.
 
+    With ``states="8bit"`` it takes 3.06: FP8 moments, and ``master_weight_dtype=torch.int8``. The
+    master is then the weight and an int8 remainder, rounded stochastically, in units of 1/119 of
+    half the gap between codes. Codes and scales are those of the updated value before its remainder
+    is rounded. ``state_dict()`` has FP32 masters. A remainder is of use only with its codes: if other
+    code writes the weight, even the same bytes, the master restarts from it.
+
     The master starts from the high-precision initial value if the parameter still has it, and frees
     it; otherwise it starts from its decoded values. If other code overwrites the parameter
     later (``load_state_dict``, weight averaging), the master restarts from the new value. A step

@@ -5,7 +5,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,16 +16,14 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
-from fp4adam.distributed.dtensor import local, sharding_groups
 from fp4adam.optim import capturable as capturing
 from fp4adam.optim import checks, te_states
 from fp4adam.optim import state_dict as saving
 from fp4adam.optim.engine import Engine, Group, Signals
-from fp4adam.optim.grad_norm import GradNorm, Measured
-from fp4adam.optim.gradient_release import GradientRelease, check_max_norm
+from fp4adam.optim.gradient_release import GradientRelease
 from fp4adam.optim.hyper_parameters import check_hyper_parameters, is_on_device
 from fp4adam.optim.offload import OffloadedEngine
-from fp4adam.optim.options import Options
+from fp4adam.optim.options import Options, storage
 from fp4adam.optim.parameter import Parameters
 from fp4adam.tensors import backend
 
@@ -42,6 +40,28 @@ class Option:
     def __set__(self, optimizer: "FusedAdam", value: Any) -> None:
         parameters = optimizer._parameters
         parameters.options = dataclasses.replace(parameters.options, **{self._name: value})
+
+
+def _profiled(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``step`` as torch.optim does, for profilers and hooks, unless there are none.
+
+    torch marks each step for profilers that may be attached, which takes some 20 us.
+    """
+    wrapped = Optimizer.profile_hook_step(func)
+
+    @functools.wraps(wrapped)
+    def step(self: "FusedAdam", *args: Any, **kwargs: Any) -> Any:
+        if (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+            or torch.autograd._profiler_enabled()
+        ):
+            return wrapped(self, *args, **kwargs)
+        return func(self, *args, **kwargs)
+
+    return step
 
 
 class FusedAdam(Optimizer):
@@ -67,6 +87,10 @@ class FusedAdam(Optimizer):
     float8_e4m3fn      1 + 1/32               E4M3; 8-bit floats without sign
     =================  =====================  ==============================================
 
+    ``states`` chooses all of it: "32bit" is FP32, the default; "16bit" BF16 moments and FP16
+    masters; "8bit" FP8 moments, int8 masters of quantized weights (see :class:`FP4Adam`) and 16-bit
+    remainders of BF16 parameters. The single options go before it.
+
     ``master_weight_dtype=torch.float16`` stores ``master_param`` in the float16 format of first
     moments, with ``master_param_scale``. With ``store_param_remainders`` a BF16 parameter is the
     upper half of its master, and ``param_remainder`` (int16, 2 bytes) is added to its bits to get
@@ -82,12 +106,13 @@ class FusedAdam(Optimizer):
         bias_correction: Correct the moments for their start at zero; False leaves them as they are.
         adam_w_mode: Decoupled decay (AdamW); False adds ``weight_decay * param`` to the gradient.
         master_weights: Keep FP32 masters of BF16 and FP16 parameters.
+        states: "8bit", "16bit" or "32bit", the storage of masters and moments.
         exp_avg_dtype: Storage dtype of first moments: float32, bfloat16, float16 or float8_e4m3fn
-            (uint8 is accepted as a synonym).
+            (uint8 is accepted as a synonym); None for that of ``states``.
         exp_avg_sq_dtype: Storage dtype of second moments, from the same list; float32 only with
             ``amsgrad``.
-        master_weight_dtype: Storage dtype of masters, also of quantized parameters: float32 or
-            float16.
+        master_weight_dtype: Storage dtype of masters, also of quantized parameters: float32,
+            float16, or int8 for quantized parameters alone.
         store_param_remainders: Store only the low 16 bits of the FP32 master of a BF16 parameter.
             The parameter is the upper half, the master rounded with ties away from zero. Quantized
             parameters keep whole masters.
@@ -134,10 +159,11 @@ class FusedAdam(Optimizer):
         bias_correction: bool = True,
         adam_w_mode: bool = True,
         master_weights: bool = True,
-        exp_avg_dtype: torch.dtype = torch.float32,
-        exp_avg_sq_dtype: torch.dtype = torch.float32,
-        master_weight_dtype: torch.dtype = torch.float32,
-        store_param_remainders: bool = False,
+        states: Literal["8bit", "16bit", "32bit"] = "32bit",
+        exp_avg_dtype: torch.dtype | None = None,
+        exp_avg_sq_dtype: torch.dtype | None = None,
+        master_weight_dtype: torch.dtype | None = None,
+        store_param_remainders: bool | None = None,
         use_decoupled_grad: bool = False,
         offload_states: bool = False,
         set_grad_none: bool | None = None,
@@ -163,15 +189,21 @@ class FusedAdam(Optimizer):
             # Tells AdamW from Adam in a checkpoint of torch.optim.
             "decoupled_weight_decay": adam_w_mode,
         }
+        stored = storage(
+            states,
+            self._takes_quantized,
+            exp_avg_dtype=exp_avg_dtype,
+            exp_avg_sq_dtype=exp_avg_sq_dtype,
+            master_weight_dtype=master_weight_dtype,
+            # Without masters there is nothing to complete, unless one insists.
+            store_param_remainders=store_param_remainders or (None if master_weights else False),
+        )
         options = Options(
             name=type(self).__name__,
             takes_quantized=self._takes_quantized,
             capturable=capturable,
             master_weights=master_weights,
-            exp_avg_dtype=exp_avg_dtype,
-            exp_avg_sq_dtype=exp_avg_sq_dtype,
-            master_weight_dtype=master_weight_dtype,
-            store_param_remainders=store_param_remainders,
+            **stored,
             use_decoupled_grad=use_decoupled_grad,
             offload_states=offload_states,
             set_grad_none=set_grad_none,
@@ -190,26 +222,17 @@ class FusedAdam(Optimizer):
 
     def __repr__(self) -> str:
         """What ``torch.optim`` says, after how and where states are stored."""
-        options = self._parameters.options
-        names = ("exp_avg", "exp_avg_sq", "master_weight")
-        dtypes = (str(getattr(options, f"{name}_dtype")).removeprefix("torch.") for name in names)
-        stored = ", ".join(f"{n} {dtype}" for n, dtype in zip(names, dtypes, strict=True))
-        head = (
-            f"States: {stored}{'' if options.master_weights else ' (no masters)'}\n"
-            f"Offloaded to the host: {options.offload_states}\n"
-            f"Gradient release: {self._release is not None}\n"
-        )
+        head = self._parameters.options.describe()
+        head += f"Gradient release: {self._is_releasing}\n"
         return super().__repr__().replace("(\n", f"(\n{head}", 1)
 
     def _set_up(self, options: Options) -> None:
         self._parameters = Parameters(options)
         self._whole = self._new_engine()
         self._release: GradientRelease | None = None
-        self._grad_norm: GradNorm | None = None
         # Memory that captured steps use, once per plan; graphs outlive plans and loaded states.
         self._captured: list = []
-        # Guards hooks that are registered for the duration of a call, as threads may save at the
-        # same time.
+        # Guards hooks that are registered during a call, as threads may save at the same time.
         self._saving = threading.RLock()
 
     def _new_engine(self) -> Engine:
@@ -227,7 +250,6 @@ class FusedAdam(Optimizer):
         """Drop the plan, and all that is known of who has written to the parameters."""
         self._parameters.forget_marks()
         self._whole.forget()
-        self._whole.clip, self._grad_norm = {}, None
         if self._is_releasing:
             self._release.forget(self._engine)
 
@@ -305,27 +327,7 @@ class FusedAdam(Optimizer):
 
     # The step
 
-    @staticmethod
-    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``step`` as torch.optim does, for profilers and hooks, unless there are none.
-
-        torch marks each step for profilers that may be attached, which takes some 20 us.
-        """
-        wrapped = Optimizer.profile_hook_step(func)
-
-        @functools.wraps(wrapped)
-        def step(self: "FusedAdam", *args: Any, **kwargs: Any) -> Any:
-            if (
-                self._optimizer_step_pre_hooks
-                or self._optimizer_step_post_hooks
-                or _global_optimizer_pre_hooks
-                or _global_optimizer_post_hooks
-                or torch.autograd._profiler_enabled()
-            ):
-                return wrapped(self, *args, **kwargs)
-            return func(self, *args, **kwargs)
-
-        return step
+    profile_hook_step = staticmethod(_profiled)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> float | None:
@@ -455,30 +457,13 @@ class FusedAdam(Optimizer):
             RuntimeError: With ``error_if_nonfinite``, if the norm is not finite; with gradient
                 release; while a CUDA graph is captured.
         """
-        if backend.is_capturing():
-            raise RuntimeError(
-                "clip_grad_norm_ must not be called while a CUDA graph is captured, got a call in "
-                "a capture: the step would multiply by the coefficient of that moment at every "
-                "replay; capture torch.nn.utils.clip_grad_norm_, which scales the gradients"
-            )
         if self._is_releasing:
             raise RuntimeError(
                 "clip_grad_norm_ must not be called while gradients are released, got a call after "
                 "the step they were for; pass max_norm to enable_gradient_release, which clips by "
                 "the norm of the previous step"
             )
-        engine = self._engine
-        params = engine.params
-        with torch._C.DisableTorchFunctionSubclass():
-            groups = [*map(sharding_groups, params)]
-            sizes = [*map(Tensor.numel, map(local, params))]
-            known = self._grad_norm
-            if known is None or (known.sizes, known.groups) != (sizes, groups):
-                self._grad_norm = GradNorm(sizes, groups)
-            grads = engine.all_grads()
-            norm, clip = self._grad_norm(grads, max_norm, norm_type, error_if_nonfinite)
-            engine.measured, engine.clip = Measured(grads), clip
-        return norm
+        return self._engine.measure(max_norm, norm_type, error_if_nonfinite)
 
     def enable_gradient_release(self, max_norm: float | None = None) -> GradientRelease:
         """Step each parameter as soon as its gradient is complete, and free the gradient.
@@ -510,27 +495,12 @@ class FusedAdam(Optimizer):
                 that FSDP2 offloads to the CPU.
             ValueError: If ``max_norm`` is negative.
         """
-        check_max_norm(max_norm)
         if self._is_releasing:
             raise RuntimeError(
                 "gradient release must be enabled once, got a second call; remove() the handle "
                 "that the first one returned"
             )
-        if self.use_decoupled_grad:
-            raise NotImplementedError(
-                "use_decoupled_grad must be False for gradient release, got True: autograd calls "
-                "hooks for param.grad only; leave use_decoupled_grad False"
-            )
-        if self._parameters.options.capturable:
-            raise NotImplementedError(
-                "capturable must be False for gradient release, got True: its hooks step "
-                "parameters one by one; capture backward() and step() in one graph instead"
-            )
-        engine = self._engine
-        engine.drop_plan()
-        engine.clip = {}
-        engine.forget()
-        self._release = GradientRelease(engine, max_norm)
+        self._release = GradientRelease(self._engine, max_norm)
         return self._release
 
     # Checkpoints

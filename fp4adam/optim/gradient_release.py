@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from fp4adam.distributed.dtensor import is_dtensor, local, sharding_groups
 from fp4adam.optim.engine import Engine, Signals
 from fp4adam.optim.grad_norm import GradNorm
+from fp4adam.optim.options import Options
 from fp4adam.optim.parameter import scales_of
 
 
@@ -31,6 +32,9 @@ class GradientRelease:
     """
 
     def __init__(self, engine: Engine, max_norm: float | None) -> None:
+        _check(engine.parameters.options, max_norm)
+        engine.drop_plan()
+        engine.forget()
         self.grad_norm: Tensor | None = None
         # Neither this nor the hooks keep the engine alive: without it, nothing is released.
         self._engine = weakref.ref(engine)
@@ -221,7 +225,7 @@ class _Unit:
     """
 
     def __init__(self, engine: Engine) -> None:
-        engine.beside = True
+        engine.overlaps_backward = True
         self.engine, self.params = engine, engine.params
         self.arrived: set[Tensor] = set()
         self.sums: dict[Tensor, Tensor] = {}
@@ -239,11 +243,21 @@ class _Unit:
             self.sums[param] = norm.span_sums([grad])
 
 
-def check_max_norm(max_norm: float | None) -> None:
-    """Raise ValueError unless ``max_norm`` is None or a number >= 0."""
+def _check(options: Options, max_norm: float | None) -> None:
+    """Raise if gradients cannot be released with these options."""
     if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm >= 0):
         raise ValueError(
             f"max_norm must be >= 0 or None, got {max_norm!r}; {math.inf} measures only"
+        )
+    if options.use_decoupled_grad:
+        raise NotImplementedError(
+            "use_decoupled_grad must be False for gradient release, got True: autograd calls "
+            "hooks for param.grad only; leave use_decoupled_grad False"
+        )
+    if options.capturable:
+        raise NotImplementedError(
+            "capturable must be False for gradient release, got True: its hooks step "
+            "parameters one by one; capture backward() and step() in one graph instead"
         )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fp4adam.kernels.launch.device_tables import DeviceTables
 from fp4adam.kernels.launch.schema import Cut
 from fp4adam.optim.parameter import ALIGNMENT, Parameter
-from fp4adam.optim.step_kernels import Kind, Listed, step_launch
+from fp4adam.optim.step_kernels import Kind, LaunchTensors, step_launch
 from fp4adam.tensors.fingerprint import are_laid_out_as, data_ptr
 from fp4adam.tensors.rows import matrix_shape
 
@@ -170,7 +170,7 @@ def make_launches(
     tables = DeviceTables(device, [*chain.from_iterable(rows)], n_members, n_hyper)
     parts = tables.table.split([len(part) for part in rows])
     for group, part in zip(groups, parts, strict=True):
-        listed = Listed(group.shapes, group.slots, part, tables.scalars, group.cuts)
+        listed = LaunchTensors(group.shapes, group.slots, part, tables.scalars, group.cuts)
         group.launch = step_launch(group.kind, listed)
     if device.type == "cuda":
         from fp4adam.kernels.launch.launch import compiled_together

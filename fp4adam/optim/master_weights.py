@@ -82,9 +82,8 @@ def find_stale(
     answers |= {p: p.holds(rounded[p]) for p in quantized}
     here = answers
     answers = _agreed(here) if all_ranks else here
-    # Also equal: values that were rounded, saved in the nominal dtype and quantized again; values
-    # loaded in high precision next to their masters; and weights whose masters were remainders, as
-    # rounding these may have moved a scale. On some ranks the bytes may be the same
+    # Also equal: values that were rounded, saved in the nominal dtype and quantized again, and
+    # values loaded in high precision next to their masters. On some ranks the bytes may be the same
     # nevertheless, and if only others have quantized again, the amax is neither's.
     others = [p for p in quantized if not answers[p]]
     again = {
@@ -92,11 +91,15 @@ def find_stale(
         or p.holds(twin)
         or p.was_written(p.master(states[p.owner]))
         or _has_codes_of(p, p.master(states[p.owner]))
-        or (all_ranks and belongs_to(p.param, p.master(states[p.owner])))
         for p, twin in _requantized(others, rounded)
     }
     again = _agreed(again) if all_ranks else again
     same = {p for p in unsure if answers[p] or again.get(p)}
+    if all_ranks:
+        # Where masters were remainders, rounding these may have moved a scale. The weight keeps its
+        # bytes, which the masters complete.
+        near = {p: belongs_to(p.param, p.master(states[p.owner])) for p in others if p not in same}
+        same |= {p for p, is_near in _agreed(near).items() if is_near}
     for p in same:
         p.record()
     left = {p: rounded.get(p) for p in unsure if p not in same}

@@ -6,10 +6,10 @@ one copy each way serves all that a step reads: the comparison of masters with t
 preview of amaxes, and the update. Both copies have streams of their own, so that one chunk comes in
 while the one before is stepped and the one before that goes out.
 
-``optimizer.state`` holds the tensors on the host. The states of a chunk lie together in one block,
-which is its ``_Home``, and move in one copy. Whatever else is found in ``optimizer.state``, because
-it is new, loaded or exchanged, is copied once without overlap and gets a home then. So nothing
-depends on what is remembered here.
+``optimizer.state`` holds the tensors on the host. The states of a chunk lie together in one
+:class:`_StateBlock` and move in one copy. Whatever else is found in ``optimizer.state``, because it
+is new, loaded or exchanged, is copied once without overlap, into a new block. So nothing depends on
+what is remembered here.
 """
 
 import contextlib
@@ -51,16 +51,17 @@ class OffloadedEngine(Engine):
         super().__init__(parameters, groups, states)
         self._parts: list[Engine] = []
         self._known: tuple[list, ...] = ()
-        self._homes: weakref.WeakKeyDictionary[Engine, _Home] = weakref.WeakKeyDictionary()
-        self._lanes: dict[torch.device, _Lane] = {}
+        self._blocks: weakref.WeakKeyDictionary[Engine, _StateBlock] = weakref.WeakKeyDictionary()
+        self._gpus: dict[torch.device, _DeviceLink] = {}
 
     # What the optimizer calls
 
     def forget(self) -> None:
-        """Drop all parts; the states keep their values and get new homes in the next step."""
+        """Drop all parts; the states keep their values and get new blocks in the next step."""
+        super().forget()
         self._wait()
         self._parts, self._known = [], ()
-        self._homes.clear()
+        self._blocks.clear()
 
     def drop_plan(self) -> None:
         for part in self._parts:
@@ -69,17 +70,17 @@ class OffloadedEngine(Engine):
     def settle(self) -> None:
         """Wait for the states, and take back the counts of a step that the device skipped."""
         self._wait()
-        for part in self._homes:
+        for part in self._blocks:
             part.settle()
 
     def _wait(self) -> None:
         """Wait until the host has the states of the last step."""
-        for lane in self._lanes.values():
-            lane.link.wait()
+        for gpu in self._gpus.values():
+            gpu.link.wait()
 
     def join(self) -> None:
-        for lane in self._lanes.values():
-            lane.link.join()
+        for gpu in self._gpus.values():
+            gpu.link.join()
 
     def placed(self, param: Tensor, state: State) -> State:
         return moved(param, state, "cpu")
@@ -94,13 +95,13 @@ class OffloadedEngine(Engine):
             # Nothing moves for parameters that are frozen or unused in this step, unless somebody
             # has written to them or to their states.
             written = not ready and any(param in self.states for param in part.params)
-            if part.grads() or (written and part.device in self._lanes):
+            if part.grads() or (written and part.device in self._gpus):
                 active.append((part, ready))
         if not all(ready for _, ready in active):
             self.check()
             for param, grad in zip(self.params, self.all_grads(), strict=True):
                 if grad is not None:
-                    self._lane(local(param).device)
+                    self._gpu(local(param).device)
         # Gone before the first part runs, so that an interrupt ends its validity.
         clip = self._take_clip()
         try:
@@ -114,12 +115,12 @@ class OffloadedEngine(Engine):
 
     def step_part(self, part: Engine, signals: Signals) -> None:
         """Step a part with its states, from the host and back."""
-        lane = self._lane(part.device)
-        home = self._homes.get(part)
-        if home is not None and home.holds(part.params, self.states):
-            self._stream(part, home, lane, signals)
+        gpu = self._gpu(part.device)
+        block = self._blocks.get(part)
+        if block is not None and block.holds(part.params, self.states):
+            self._stream(part, block, gpu, signals)
         else:
-            self._place(part, lane, signals)
+            self._place(part, gpu, signals)
 
     # Parts
 
@@ -143,44 +144,46 @@ class OffloadedEngine(Engine):
 
     def _is_ready(self, part: Engine) -> bool:
         """Whether states and plan are those of the last step, so that nothing has to be checked."""
-        home = self._homes.get(part)
+        block = self._blocks.get(part)
         return (
-            home is not None
-            and home.holds(part.params, self.states)
+            block is not None
+            and block.holds(part.params, self.states)
             and part.has_fitting_plan()
             and not part.plan.has_gradients_for_operators()
         )
 
-    # Either states stream through the ring, or they are copied once and get a home.
+    # Either states stream through the ring, or they are copied once and get a block.
 
-    def _stream(self, part: Engine, home: "_Home", lane: "_Lane", signals: Signals) -> None:
-        link = lane.link
-        ring = self._ring(lane)
-        part.states = home.staged_in(ring, self.states)
-        home.pass_on_foreign_writes()
-        for span, host, staged in sorted(home.pieces(), key=lambda piece: ring.last_use(piece[0])):
+    def _stream(
+        self, part: Engine, block: "_StateBlock", gpu: "_DeviceLink", signals: Signals
+    ) -> None:
+        link = gpu.link
+        ring = self._ring(gpu)
+        part.states = block.staged_in(ring, self.states)
+        block.pass_on_foreign_writes()
+        for span, host, staged in sorted(block.pieces(), key=lambda piece: ring.last_use(piece[0])):
             ready = link.copy_in(host, staged, ring.users_of(span))
         fits = False
         try:
-            with link.stepping(ready, part.grads() if part.beside else None):
+            with link.stepping(ready, part.grads() if part.overlaps_backward else None):
                 try:
                     part.step(signals)
                 finally:
-                    fits = home.take_back(part)
+                    fits = block.take_back(part)
         finally:
             ring.uses += [
-                (span, link.copy_out(staged, host)) for span, host, staged in home.pieces()
+                (span, link.copy_out(staged, host)) for span, host, staged in block.pieces()
             ]
             if fits:
-                for param, state in home.staged.items():
+                for param, state in block.staged.items():
                     self.states[param].update(_others(state))
             else:
                 link.join()
-                home.unstage(part.states)
-                self._settle(part, lane)
+                block.unstage(part.states)
+                self._settle(part, gpu)
 
-    def _place(self, part: Engine, lane: "_Lane", signals: Signals) -> None:
-        lane.link.wait()
+    def _place(self, part: Engine, gpu: "_DeviceLink", signals: Signals) -> None:
+        gpu.link.wait()
         part.drop_plan()
         part.states = {
             param: moved(param, self.states[param], local(param).device)
@@ -190,48 +193,48 @@ class OffloadedEngine(Engine):
         try:
             part.step(signals)
         finally:
-            self._settle(part, lane)
+            self._settle(part, gpu)
 
-    def _settle(self, part: Engine, lane: "_Lane") -> None:
-        """Give the states that a part has after a step a new home."""
+    def _settle(self, part: Engine, gpu: "_DeviceLink") -> None:
+        """Give the states that a part has after a step a new block."""
         new = part.states
-        self._homes.pop(part, None)
-        lane.link.wait()
+        self._blocks.pop(part, None)
+        gpu.link.wait()
         try:
-            home = _Home(lane.link, new)
+            block = _StateBlock(gpu.link, new)
         except BaseException:
             self.states.update(new)  # where they are now, until the next step tries again
             raise
         for param, state in new.items():
-            self.states[param] = {**_others(state), **home.host.get(param, {})}
-        self._homes[part] = home
-        lane.has_new_homes = True
-        if home.nbytes:
+            self.states[param] = {**_others(state), **block.host.get(param, {})}
+        self._blocks[part] = block
+        gpu.has_new_blocks = True
+        if block.nbytes:
             # The plan would keep the states on the GPU alive.
             part.drop_plan()
             part.states = {}
 
-    def _ring(self, lane: "_Lane") -> "_Ring":
-        """The ring of a lane; a larger one in place of one that has become too small."""
-        if lane.ring is None or lane.has_new_homes:
-            homes = {p: home for p, home in self._homes.items() if home.link is lane.link}
-            needed = ring_bytes([home.nbytes for home in homes.values()])
-            if lane.ring is None or needed > len(lane.ring.bytes):
-                lane.link.wait()
-                for part, home in homes.items():
-                    if home.nbytes:  # frees the old ring
-                        home.leave_ring()
+    def _ring(self, gpu: "_DeviceLink") -> "_Ring":
+        """The ring of a GPU; a larger one in place of one that has become too small."""
+        if gpu.ring is None or gpu.has_new_blocks:
+            blocks = {p: block for p, block in self._blocks.items() if block.link is gpu.link}
+            needed = ring_bytes([block.nbytes for block in blocks.values()])
+            if gpu.ring is None or needed > len(gpu.ring.bytes):
+                gpu.link.wait()
+                for part, block in blocks.items():
+                    if block.nbytes:  # frees the old ring
+                        block.leave_ring()
                         part.drop_plan()
                         part.states = {}
-                lane.ring = None
-                lane.ring = _Ring(lane.link.empty(needed))
-            lane.has_new_homes = False
-        return lane.ring
+                gpu.ring = None
+                gpu.ring = _Ring(gpu.link.empty(needed))
+            gpu.has_new_blocks = False
+        return gpu.ring
 
-    def _lane(self, device: torch.device) -> "_Lane":
-        if device not in self._lanes:
-            self._lanes[device] = _Lane(link_of(device))
-        return self._lanes[device]
+    def _gpu(self, device: torch.device) -> "_DeviceLink":
+        if device not in self._gpus:
+            self._gpus[device] = _DeviceLink(link_of(device))
+        return self._gpus[device]
 
 
 def link_of(device: torch.device) -> "Link":
@@ -309,7 +312,7 @@ def _moved(param: Tensor, value: Tensor, device: torch.device | str) -> Tensor:
     return like(param, own) if is_dtensor(value) else own
 
 
-class _Place(NamedTuple):
+class _BlockEntry(NamedTuple):
     """A tensor of a state in the block of its chunk."""
 
     param: Tensor
@@ -335,7 +338,7 @@ class _Place(NamedTuple):
         return self.shape.numel() * self.dtype.itemsize
 
 
-class _Home:
+class _StateBlock:
     """The place of a chunk's states on the host, and in the ring while they are stepped.
 
     Args:
@@ -353,7 +356,7 @@ class _Home:
     """
 
     def __init__(self, link: "Link", states: dict[Tensor, State]) -> None:
-        self._places: list[_Place] = []
+        self._places: list[_BlockEntry] = []
         self.link, self.nbytes = link, 0
         values: list[Tensor] = []
         for param, state in states.items():
@@ -363,10 +366,10 @@ class _Home:
                     own = own if is_dense(own) else own.contiguous()
                     values.append(own)
                     layout = own.dtype, own.shape, own.stride(), is_dtensor(value)
-                    place = _Place(param, name, self.nbytes, *layout)
+                    place = _BlockEntry(param, name, self.nbytes, *layout)
                     self._places.append(place)
                     self.nbytes += -(-place.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._block = _Block(link, self.nbytes)
+        self._block = _PinnedMemory(link, self.nbytes)
         self.bytes = self._block.tensor(0, self.nbytes, torch.uint8)
         # Each has a storage of its own, so that saving or copying one does not take the block.
         own = [self._block.tensor(p.offset, p.nbytes, p.dtype) for p in self._places]
@@ -480,7 +483,7 @@ class _Home:
         return True
 
 
-class _Block:
+class _PinnedMemory:
     """Pinned host memory; tensors in it outlive it, unpinned.
 
     Raises:
@@ -564,22 +567,22 @@ def ring_bytes(sizes: Sequence[int]) -> int:
     return min(total, max([2 * usual, *sizes]))
 
 
-class _Lane:
+class _DeviceLink:
     """The link to a device, and the ring there."""
 
     def __init__(self, link: "Link") -> None:
         self.link = link
         self.ring: _Ring | None = None
         # Since the size of the ring was chosen.
-        self.has_new_homes = False
+        self.has_new_blocks = False
 
 
 class Link:
-    """Copies between pinned memory and one GPU: one stream per direction, one for steps beside."""
+    """Copies between pinned memory and one GPU: one stream per direction, and one for steps."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._in, self._out, self._beside = (torch.cuda.Stream(device) for _ in range(3))
+        self._in, self._out, self._steps = (torch.cuda.Stream(device) for _ in range(3))
         self._stepped = torch.cuda.Event()
         self.pinned_bytes = 0
 
@@ -627,12 +630,12 @@ class Link:
 
         Args:
             ready: The event.
-            grads: If given, step on a stream beside the current one, with these gradients of it.
+            grads: If given, step on another stream, with these gradients of the current one.
         """
         self._stepped = ready  # what goes out has come in, even if nothing is launched
         stream = current = torch.cuda.current_stream(self._device)
         if grads is not None:
-            stream = self._beside
+            stream = self._steps
             stream.wait_stream(current)
             for grad in grads:
                 grad.record_stream(stream)
@@ -651,8 +654,8 @@ class Link:
         return self._out.record_event()
 
     def join(self) -> None:
-        """Let the current stream wait for the steps beside it."""
-        torch.cuda.current_stream(self._device).wait_stream(self._beside)
+        """Let the current stream wait for the steps on the other stream."""
+        torch.cuda.current_stream(self._device).wait_stream(self._steps)
 
     def wait(self) -> None:
         """Let the host wait for all copies."""

@@ -7,6 +7,48 @@ import torch
 
 from fp4adam.optim.state_codec import FLOAT64, StateCodec, state_codec
 
+# The storage options that one word chooses; see ``FusedAdam``.
+STATES: dict[str, dict[str, Any]] = {
+    "32bit": {
+        "exp_avg_dtype": torch.float32,
+        "exp_avg_sq_dtype": torch.float32,
+        "master_weight_dtype": torch.float32,
+        "store_param_remainders": False,
+    },
+    "16bit": {
+        "exp_avg_dtype": torch.bfloat16,
+        "exp_avg_sq_dtype": torch.bfloat16,
+        "master_weight_dtype": torch.float16,
+        "store_param_remainders": False,
+    },
+    "8bit": {
+        "exp_avg_dtype": torch.float8_e4m3fn,
+        "exp_avg_sq_dtype": torch.float8_e4m3fn,
+        "master_weight_dtype": torch.int8,
+        "store_param_remainders": True,
+    },
+}
+
+
+def storage(states: str, takes_quantized: bool, **given: Any) -> dict[str, Any]:
+    """The storage options that ``states`` stands for, with those that are ``given`` (not None).
+
+    Raises:
+        ValueError: If there is no such word.
+    """
+    if states not in STATES:
+        raise ValueError(
+            f"states must be one of {', '.join(map(repr, STATES))}, got {states!r}; '32bit' is the "
+            "default, and single options such as exp_avg_dtype choose anything between"
+        )
+    own = {name: value for name, value in given.items() if value is not None}
+    chosen = STATES[states] | own
+    if not takes_quantized and "master_weight_dtype" not in own and states == "8bit":
+        chosen["master_weight_dtype"] = torch.float32  # completed by 16-bit remainders
+    if chosen["master_weight_dtype"] == torch.float16 and "store_param_remainders" not in own:
+        chosen["store_param_remainders"] = False
+    return chosen
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -43,15 +85,10 @@ class Options:
             "exp_avg_sq": state_codec("exp_avg_sq", self.exp_avg_sq_dtype),
         }
 
-
-class OptionAttribute:
-    """An attribute of an optimizer that reads one of its :class:`Options`, or replaces it."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, optimizer: Any, owner: type) -> Any:
-        return self if optimizer is None else getattr(optimizer.options, self._name)
-
-    def __set__(self, optimizer: Any, value: Any) -> None:
-        optimizer.options = dataclasses.replace(optimizer.options, **{self._name: value})
+    def describe(self) -> str:
+        """How and where states are stored, in lines for people."""
+        names = ("exp_avg", "exp_avg_sq", "master_weight")
+        dtypes = (str(getattr(self, f"{name}_dtype")).removeprefix("torch.") for name in names)
+        stored = ", ".join(f"{n} {dtype}" for n, dtype in zip(names, dtypes, strict=True))
+        masters = "" if self.master_weights else " (no masters)"
+        return f"States: {stored}{masters}\nOffloaded to the host: {self.offload_states}\n"

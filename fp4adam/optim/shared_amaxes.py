@@ -92,6 +92,11 @@ class SharedAmaxes:
             AmaxExchange(group, device, shards) for (group, device), shards in told.items()
         ]
 
+    @property
+    def are_shared(self) -> bool:
+        """Whether any amax depends on other tensors."""
+        return bool(self._together or self._casts or self._exchanges or self._adaptive)
+
     def _choose(self) -> None:
         """Choose adaptive scales, in the same order on every rank, whoever quantizes how."""
         strips: dict[Tensor, CutStrips | None] = {}

@@ -23,8 +23,16 @@ from fp4adam.optim.hyper_parameters import check_numbers
 from fp4adam.optim.master_weights import adopt, batches, find_stale
 from fp4adam.optim.parameter import DIGEST, Parameter, State, are_equal
 from fp4adam.optim.remainder import complete, digest
-from fp4adam.optim.state_codec import INT8, PLAIN, STATE_BLOCK, codec_of_codes, join_master
+from fp4adam.optim.state_codec import (
+    INT8,
+    PLAIN,
+    STATE_BLOCK,
+    codec_of_codes,
+    join_master,
+    split_master,
+)
 from fp4adam.optim.state_tensor import SCALES, StateTensor, restored, state_like
+from fp4adam.optim.step_count import StepCount, as_tensor
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 _logger = logging.getLogger("fp4adam")
@@ -106,10 +114,27 @@ def encode(engine: Engine, state_dict: dict[str, Any], compact: bool) -> None:
     for param, key in keys.items():
         member = members[param]
         states[key] = saved_state(member, states[key], member in stale, compact)
+    _add_group_steps(groups, state_dict)
     if engine.parameters.options.capturable:
         # As a number, which optimizers with and without capturable load.
         for group in state_dict["param_groups"]:
             group["lr"] = float(group["lr"])
+
+
+def _add_group_steps(groups: Groups, state_dict: dict[str, Any]) -> None:
+    """Give saved groups the ``step`` that Transformer Engine counts: the steps of the optimizer.
+
+    It is that of the parameter with the most; groups without any count as the others do.
+    """
+    steps = {
+        param: int(state["step"])
+        for param, state in saved_states(groups, state_dict)
+        if isinstance(state, dict) and "step" in state
+    }
+    if steps:
+        for group, saved in zip(groups, state_dict["param_groups"], strict=True):
+            own = [steps[param] for param in group["params"] if param in steps]
+            saved["step"] = max(own or steps.values())
 
 
 def saved_state(parameter: Parameter, state: State, left: bool, compact: bool) -> State:
@@ -122,7 +147,7 @@ def saved_state(parameter: Parameter, state: State, left: bool, compact: bool) -
             the master then.
         compact: Keep codes and scales as they are stored.
     """
-    saved = dict(state)
+    saved = {name: as_tensor(value) for name, value in state.items()}
     waits = parameter.has_remainder and "param_remainder" not in state
     if not parameter.has_master and not waits:
         # The parameter has been converted to FP32 and needs no master any more.
@@ -231,8 +256,9 @@ def unpacked(states: dict[Any, Any], capturable: bool) -> dict[Any, Any]:
                 values.update(values.pop(_LOADED).state)
             if "step" in values:
                 device = param.device if capturable else "cpu"
-                step = torch.as_tensor(values["step"], dtype=torch.float32, device=device)
-                values["step"] = step.reshape(()).clone()
+                step = as_tensor(values["step"])
+                step = torch.as_tensor(step, dtype=torch.float32, device=device).reshape(())
+                values["step"] = step.clone() if capturable else StepCount(step.clone())
         new[param] = values
     return new
 
@@ -247,27 +273,47 @@ def adopt_masters(engine: Engine, owners: Sequence[Tensor]) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         members = {owner: engine.parameters[owner] for owner in owners if not owner.is_meta}
         for owner, member in members.items():
-            if not member.has_master and "master_param" in engine.states[owner]:
-                adopt_master(member, engine.states[owner])
+            state = engine.states[owner]
+            if member.has_remainder and "master_param" in state:
+                if not engine.on_host:
+                    split_loaded_master(member, state)
+            elif not member.has_master and "master_param" in state:
+                adopt_master(member, state)
         adopt([member for member in members.values() if member.has_master], engine.states)
 
 
 def with_steps(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict with a ``step`` in every state; Transformer Engine keeps it in the group.
 
+    Where the counts of a group's states do not reach that of the group, the group's holds: Megatron
+    saves and loads that one alone. Without any count, with which it allocates states, none has
+    taken a step.
+
     Raises:
         ValueError: If ``state_dict`` is not the state dict of an optimizer.
     """
     check_is_state_dict(state_dict)
     groups, states = [], dict(state_dict["state"])
+    has_steps = any("step" in state for state in states.values() if isinstance(state, dict))
     for group in state_dict["param_groups"]:
-        if "step" in group:
-            for key in group["params"]:
-                if isinstance(states.get(key), dict) and states[key]:
-                    states[key] = {"step": group["step"], **_with_remainder(states[key])}
-            group = {name: value for name, value in group.items() if name != "step"}
-        groups.append(group)
+        own = {key: states[key] for key in group["params"] if isinstance(states.get(key), dict)}
+        given = group.get("step")
+        counts = [state["step"] for state in own.values() if "step" in state]
+        is_edited = given is not None and _differs(counts, given)
+        for key, state in own.items():
+            if "step" in state:
+                states[key] = {**state, "step": given} if is_edited else state
+            elif state and (given is not None or ("exp_avg" in state and not has_steps)):
+                states[key] = {"step": given or 0, **_with_remainder(state)}
+        groups.append({name: value for name, value in group.items() if name != "step"})
     return {**state_dict, "state": states, "param_groups": groups}
+
+
+def _differs(counts: list[Any], step: Any) -> bool:
+    """Whether none of the counts is ``step``; False if something is no count: refused later."""
+    if not counts or not all(_is_number(count, torch.empty(0)) for count in [*counts, step]):
+        return False
+    return max(map(float, counts)) != float(step)
 
 
 def _with_remainder(state: State) -> State:
@@ -348,17 +394,25 @@ def _is_exact(given: StateTensor, stored: StateTensor) -> bool:
 
 
 def adopt_master(parameter: Parameter, state: State) -> None:
-    """Copy a loaded master into a parameter without a master of its own, if it rounds to its value.
-
-    With remainders the next step decides, because the model may be loaded later.
-    """
-    if parameter.has_remainder:
-        return
+    """Copy a loaded master into a parameter without one of its own whose value it rounds to."""
     master = local(state.pop("master_param")).to(parameter.param.device, torch.float32)
     state.pop(SCALES["master_param"], None)
     if parameter.param.dtype.itemsize >= 4 and _is_rounding(parameter, master):
         with torch.no_grad():
             parameter.param.copy_(master)
+
+
+def split_loaded_master(parameter: Parameter, state: State) -> None:
+    """Keep only the remainder of a loaded master whose upper half the parameter is.
+
+    Otherwise the next step decides, because the model may be loaded later.
+    """
+    master = StateTensor.of(state, "master_param", parameter.codecs["master_param"]).decode()
+    master = master.to(parameter.param.device, torch.float32)
+    if parameter.is_rounded(master):
+        state["param_remainder"] = like(parameter.owner, split_master(master)[1])
+        state.pop("master_param")
+        state.pop(SCALES["master_param"], None)
 
 
 def _is_rounding(parameter: Parameter, master: Tensor) -> bool:

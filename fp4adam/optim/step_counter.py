@@ -16,6 +16,7 @@ from torch import Tensor
 from fp4adam.optim.adam import Scalars, adam_scalars
 from fp4adam.optim.parameter import Parameter
 from fp4adam.optim.state_codec import dither_origin
+from fp4adam.optim.step_count import StepCount
 from fp4adam.optim.update_bound import largest_update, next_ratio
 
 _step = itemgetter("step")
@@ -77,9 +78,9 @@ class StepCounter:
         self._step_of = [member.state["step"].item() for member in members]
         self._ratio_of = list(ratios)
         self._steps = torch.tensor(self._step_of, dtype=torch.float32, device="cpu")
-        self._views = list(self._steps)
+        self._views = [*map(StepCount, self._steps)]
         for member, step in zip(members, self._views, strict=True):
-            member.state["step"] = member.tensors["step"] = step
+            member.state["step"] = step
         self._version = self._steps._version
         self._present: list[bool] = []
         self._counted = torch.zeros(0, dtype=torch.float32, device="cpu")

@@ -71,7 +71,7 @@ class Kind(NamedTuple):
         )
 
 
-class Listed(NamedTuple):
+class LaunchTensors(NamedTuple):
     """The tensors of one launch.
 
     Attributes:
@@ -94,7 +94,7 @@ def has_step_kernels(quantizer: Quantizer) -> bool:
     return "step_kernels" in vars(type(quantizer))
 
 
-def step_launch(kind: Kind, tensors: Listed) -> "StepLaunch":
+def step_launch(kind: Kind, tensors: LaunchTensors) -> "StepLaunch":
     """The launch for tensors of a kind."""
     from fp4adam.kernels import plain_step
 

@@ -96,7 +96,7 @@ class StepPlan:
         self._groups = [group for _, groups in self._parts for group in groups]
         launched = chain.from_iterable(group.members for group in self._groups)
         self.members = [*launched, *self._by_operators]
-        self._scales_of_others = ScaleWriteback([])
+        self._scales_of_others: ScaleWriteback | None = None
         self._amaxes = SharedAmaxes(members, self._groups, read_grad)
         # Other ranks rely on these bounds, so they are measured again after any foreign write to
         # the moments.
@@ -218,7 +218,8 @@ class StepPlan:
         waits = found_inf is not None and any(grad is not None for grad in grads)
         skipped = waits and bool(found_inf.item())
         counter.advance()
-        self._scales_of_others.read()
+        if self._scales_of_others:
+            self._scales_of_others.read()
         launches = self._launch_all(grad_scale, clip, found_inf)
         for member, grad, row in zip(
             self._by_operators, grads, self._rows_by_operators, strict=True
@@ -226,8 +227,10 @@ class StepPlan:
             if grad is not None and not skipped:
                 scalars = counter.groups[row].scalars
                 _step_by_operators(member, grad, scalars, grad_scale, clip.get(grad.device))
-        self._amaxes.finish(launches, skipped)
-        self._scales_of_others()
+        if launches or self._amaxes.are_shared:
+            self._amaxes.finish(launches, skipped)
+        if self._scales_of_others:
+            self._scales_of_others()
         if found_inf is not None:
             counter.may_have_skipped(found_inf)
 
@@ -282,10 +285,8 @@ class StepPlan:
         self._loose = [m for m in quantized if _is_loose(m) and m.borrowed is None]
         kept = [m for m in quantized if m not in self._loose]
         self._written += chain.from_iterable(_versioned(m.param) for m in kept)
-        written = [m.borrowed for m in stepped if m.updates]
-        self._scales_of_others = ScaleWriteback(
-            [borrowed for borrowed in written if borrowed is not None]
-        )
+        written = [m.borrowed for m in stepped if m.updates and m.borrowed is not None]
+        self._scales_of_others = ScaleWriteback(written) if written else None
         sizes = [sum(len(group.members) for group in groups) for _, groups in self._parts]
         rows = iter(self._counter.rows)
         self._rows_of_parts = [[*islice(rows, size)] for size in sizes]

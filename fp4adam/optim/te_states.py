@@ -87,7 +87,7 @@ def te_state_dict(engine: Engine, saved: dict[str, Any]) -> dict[str, Any]:
     keys = dict(saving.saved_keys(own_groups, saved))
     for i, (group, listed) in enumerate(zip(own_groups, saved["param_groups"], strict=True)):
         own = [states[keys[param]] for param in group["params"] if param in keys]
-        step = _group_step([state for state in own if "step" in state], i)
+        step = _group_step([state for state in own if "step" in state], listed, i)
         groups.append(_group_of(group, listed, step))
     for param, key in keys.items():
         state = {name: states[key][name] for name in NAMES if name in states[key]}
@@ -123,7 +123,8 @@ def _check_name(state_name: str) -> None:
     if state_name not in NAMES:
         raise ValueError(
             f"state_name must be one of {', '.join(NAMES)}, got {state_name!r}; read other entries "
-            "from optimizer.state[param]"
+            "from optimizer.state[param]. With Megatron's precision-aware optimizer, keep moments "
+            "in float32 or bfloat16 and masters whole (store_param_remainders=False)"
         )
 
 
@@ -182,8 +183,8 @@ def _write_state(member: Parameter, state: State, name: str, value: Tensor) -> N
         encoded.store(state, name, member.owner)
 
 
-def _group_step(states: list[dict[str, Any]], number: int) -> int:
-    """The step that all parameters of a group have in common; 0 without states.
+def _group_step(states: list[dict[str, Any]], saved: dict[str, Any], number: int) -> int:
+    """The step that all parameters of a group have in common; without states that of the others.
 
     Raises:
         ValueError: If they differ.
@@ -195,7 +196,7 @@ def _group_step(states: list[dict[str, Any]], number: int) -> int:
             f"state dict of Transformer Engine, got {min(steps)} to {max(steps)}; it counts steps "
             "per group. Save state_dict() instead"
         )
-    return steps.pop() if steps else 0
+    return steps.pop() if steps else saved.get("step", 0)
 
 
 def _group_of(group: dict[str, Any], saved: dict[str, Any], step: int) -> dict[str, Any]:

@@ -80,8 +80,8 @@ def _to_copy(
 
     moved = tensor._map_storage(move, dtype)
     kept = tensor._high_precision_init_val
-    moved._high_precision_init_val = None if kept is None else move(kept)
-    moved._shared.keeps_init_val |= tensor._shared.keeps_init_val
+    kept = tensor._shared.next_init_val if kept is None else move(kept)
+    moved._high_precision_init_val = kept
     return moved
 
 
@@ -101,8 +101,8 @@ def _empty_like(
         empty = tensor._map_storage(lambda inner: torch.zeros_like(inner, device=device))
     else:
         empty = tensor.quantizer.make_empty(tuple(tensor.shape), tensor.dtype, device)
-    shared = tensor._shared
-    empty._shared.keeps_init_val = shared.keeps_init_val or shared.init_val is not None
+    if tensor._shared.init_val is not None:
+        empty._shared.init_val = torch.empty(tensor.shape, device="meta")
     return empty
 
 
@@ -325,6 +325,6 @@ def _pin_memory(
     func: Callable, tensor: QuantizedTensor, device: torch.device | None = None
 ) -> QuantizedTensor:
     pinned = tensor._map_storage(torch.Tensor.pin_memory)
-    pinned._high_precision_init_val = tensor._high_precision_init_val
-    pinned._shared.keeps_init_val |= tensor._shared.keeps_init_val
+    kept = tensor._high_precision_init_val
+    pinned._high_precision_init_val = tensor._shared.next_init_val if kept is None else kept
     return pinned

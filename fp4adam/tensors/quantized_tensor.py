@@ -22,6 +22,10 @@ from fp4adam.tensors.quantizer import (
 from fp4adam.tensors.storage import SharedStorage, Storage
 from fp4adam.tensors.te_names import TensorNames
 
+# Part of the key of torch.compile's disk cache: graphs that call operators of another version of
+# this package would not run.
+_OPERATORS_OF_GRAPHS = "fp4adam::dequantize"
+
 _FUNCTIONS: dict[Callable, Callable] = {}
 _OPERATORS: dict[Callable, Callable] = {}
 
@@ -96,6 +100,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         requires_grad: bool = False,
     ) -> None:
         self.quantizer = quantizer
+        quantizer.register()
         is_shared = isinstance(storage, SharedStorage)
         self._shared = storage if is_shared else SharedStorage(storage)
         # Index of the first row, relative to the storage's first row of values, and of the first
@@ -249,7 +254,8 @@ class QuantizedTensor(TensorNames, torch.Tensor):
 
     @property
     def _high_precision_init_val(self) -> Tensor | None:
-        value = self.flush()._shared.init_val
+        shared = self.flush()._shared
+        value = None if shared.next_init_val is not None else shared.init_val
         if value is None or value.shape == self.shape:
             return value
         return rows.rows_of(self, value).view(self.shape)
@@ -265,8 +271,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
                 "a value before quantization must be one of the whole tensor, got one of rows of "
                 f"shape {tuple(self.shape)}; set it on the tensor that they were sliced from"
             )
-        self._shared.init_val = None if is_meta else value
-        self._shared.keeps_init_val = is_meta
+        self._shared.init_val = value
 
     @property
     def get_high_precision_init_val(self) -> Callable[[], Tensor]:
@@ -389,7 +394,6 @@ class QuantizedTensor(TensorNames, torch.Tensor):
             tensors=shared.tensors.map(fn),
             init_val=None,
             rounded_master=None,
-            keeps_init_val=False,
             is_gathered=False,
             pending=None if shared.pending is None else fn(shared.pending),
         )
@@ -399,7 +403,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         """The same rows on a copy of the whole storage; writing to it leaves this tensor alone."""
         shared = self.flush()._shared
         own = dict.fromkeys(("init_val", "pending", "rounded_master"))
-        own |= {"keeps_init_val": False, "is_gathered": False}
+        own |= {"is_gathered": False}
         new = dataclasses.replace(shared, tensors=shared.tensors.map(torch.clone), **own)
         twin = type(self)(tuple(self.shape), self.dtype, self.quantizer, new)
         twin._start, twin._start_col = self._start, self._start_col
@@ -464,7 +468,15 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         names, context = self.__tensor_flatten__()
         inner = self._shared.tensors.existing().values()
         looks = [(x.shape, x.stride(), x.dtype, x.device) for x in inner]
-        parts = type(self).__name__, self.shape, self.requires_grad, names, looks, context
+        parts = (
+            _OPERATORS_OF_GRAPHS,
+            type(self).__name__,
+            self.shape,
+            self.requires_grad,
+            names,
+            looks,
+            context,
+        )
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
     # torch's implementation assumes that a tensor with an address owns storage of its logical size.
@@ -481,7 +493,6 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         memo[id(self)] = new
         new.__dict__ = copy.deepcopy(self.__dict__, memo)
         new._shared.init_val = copy.deepcopy(self._shared.init_val, memo)
-        new._shared.keeps_init_val = self._shared.keeps_init_val
         if self.grad is not None:
             new.grad = copy.deepcopy(self.grad, memo)
         return new

@@ -63,20 +63,6 @@ class Quantizer(QuantizerNames, Generic[T]):
     # Whether step kernels take shards that share blocks with other ranks.
     steps_cut_blocks: ClassVar[bool] = False
 
-    # Read by step kernels.
-    @property
-    def scales_blocks(self) -> bool:
-        return self.layout.scale_type is not None
-
-    @property
-    def has_history(self) -> bool:
-        return self.layout.tensor_scale == "delayed"
-
-    @property
-    def scale_options(self) -> dict[str, Any]:
-        rule = self.layout.scale_rule
-        return dict(force_pow_2_scales=rule.force_pow_2_scales, amax_epsilon=rule.amax_epsilon)
-
     def __post_init__(self) -> None:
         if not (self.rowwise or self.columnwise):
             raise ValueError(
@@ -264,9 +250,36 @@ class Quantizer(QuantizerNames, Generic[T]):
         ``after`` is not read. It is a false dependency, which keeps torch.compile from decoding
         before ``after`` has been computed.
         """
-        stored = self.stored(tensors)
-        decode, operator = self.decoders()
-        return (decode if backend.runs_eagerly(stored[0]) else operator)(*stored, dtype, after)
+        usage = "rowwise" if tensors.rowwise_data is not None else "columnwise"
+        codes = getattr(tensors, f"{usage}_data")
+        if backend.runs_eagerly(codes):
+            return self.decode(tensors, dtype)
+        name = "block_scale_inv" if self.layout.is_square else f"{usage}_scale_inv"
+        given = codes, getattr(tensors, name), tensors.amax
+        return _dequantize(*given, self._key, usage, dtype, after)
+
+    @functools.cached_property
+    def _key(self) -> str:
+        return f"{type(self).__module__}.{self!r}"
+
+    def register(self) -> None:
+        """Make the quantizer known to compiled graphs, by a name; before they are traced."""
+        _BY_KEY.setdefault(self._key, self)
+
+    def decode(self, tensors: Storage, dtype: torch.dtype) -> Tensor:
+        """Decode plain ``tensors``, as :meth:`read`."""
+        raise NotImplementedError
+
+    def decode_factors(self, scales: Tensor | None, tensor_amax: Tensor | None) -> Tensor:
+        """The factors that map codes to values in blocks with these stored scales, float32."""
+        raise NotImplementedError
+
+    def decoded_shape(self, tensors: Storage) -> tuple[int, int]:
+        """Rows and columns of the matrix that ``tensors`` hold."""
+        usage = "rowwise" if tensors.rowwise_data is not None else "columnwise"
+        inner, shape = getattr(self.layout, usage).codes, getattr(tensors, f"{usage}_data").shape
+        rows, cols = reversed(shape) if inner.transposed else shape
+        return rows * inner.rows, cols * inner.cols
 
     def decoder(self, tensors: Storage, out: Tensor) -> Callable[[], None]:
         """A function that decodes ``tensors`` into ``out``, a contiguous [rows, cols] matrix.
@@ -295,12 +308,7 @@ class Quantizer(QuantizerNames, Generic[T]):
         out.copy_(self.read(Storage(**whole), out.dtype))
 
     def stored(self, tensors: Storage) -> tuple:
-        """What decoding takes: codes, scales, and how these are laid out."""
-        raise NotImplementedError
-
-    @staticmethod
-    def decoders() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-        """Functions of what is ``stored``, dtype and ``after``: a plain one, a custom operator."""
+        """What the kernels that decode take: codes, scales, and how these are laid out."""
         raise NotImplementedError
 
     @staticmethod
@@ -321,6 +329,44 @@ class Quantizer(QuantizerNames, Generic[T]):
         """Whether layers need the quantized weight rather than its decoded values."""
         activations, gradients, _, fake_activations = self.operands
         return activations or gradients or fake_activations or self.optimize_for_gemm
+
+
+_BY_KEY: dict[str, Quantizer] = {}
+
+
+@torch.library.custom_op("fp4adam::dequantize", mutates_args=())
+def _dequantize(
+    codes: Tensor,
+    scales: Tensor | None,
+    amax: Tensor | None,
+    key: str,
+    usage: str,
+    dtype: torch.dtype,
+    after: Tensor | None = None,
+) -> Tensor:
+    """:meth:`Quantizer.read` in compiled graphs."""
+    return _BY_KEY[key].decode(_storage(codes, scales, amax, key, usage), dtype)
+
+
+def _storage(
+    codes: Tensor, scales: Tensor | None, amax: Tensor | None, key: str, usage: str
+) -> Storage:
+    name = "block_scale_inv" if _BY_KEY[key].layout.is_square else f"{usage}_scale_inv"
+    return Storage(**{f"{usage}_data": codes, name: scales}, amax=amax)
+
+
+@_dequantize.register_fake
+def _(
+    codes: Tensor,
+    scales: Tensor | None,
+    amax: Tensor | None,
+    key: str,
+    usage: str,
+    dtype: torch.dtype,
+    after: Tensor | None = None,
+) -> Tensor:
+    shape = _BY_KEY[key].decoded_shape(_storage(codes, scales, amax, key, usage))
+    return codes.new_empty(shape, dtype=dtype)
 
 
 class _Quantize(torch.autograd.Function):

@@ -79,7 +79,6 @@ def own_blocks(tensor: StoredTensor) -> StoredTensor:
         tensors=_own_columns(tensor, _stored_between(tensor, low, high)),
         init_val=None,
         rounded_master=None,
-        keeps_init_val=False,
         pending=None if pending is None else rows_of(tensor, pending),
         rows=rows,
         first_row=first - low,
@@ -153,7 +152,7 @@ def write(tensor: StoredTensor, value: Tensor, amax: Tensor | None = None) -> No
 def _unrounded(tensor: StoredTensor, dtype: torch.dtype) -> Tensor:
     """All rows of a storage as a new matrix: the high-precision initial value, else decoded."""
     init_val = tensor._shared.init_val
-    if init_val is None:
+    if init_val is None or init_val.is_meta:
         return read(_every_row(tensor), dtype)
     return init_val.reshape(-1, stored_shape(tensor)[1]).to(tensor.device, copy=True)
 
@@ -166,8 +165,8 @@ def flush(tensor: StoredTensor) -> None:
     pending, shared.pending = shared.pending, None
     _quantize(_every_row(tensor), pending)
     shared.mark_written()
-    if shared.init_val is not None or shared.keeps_init_val:
-        shared.init_val, shared.keeps_init_val = pending, False
+    if shared.init_val is not None:
+        shared.init_val = pending
 
 
 def copy_bytes(tensor: StoredTensor, source: StoredTensor, non_blocking: bool) -> bool:
@@ -318,7 +317,7 @@ def parallel_part(
     part = type(tensor)(shape, tensor.dtype, quantizer, shared)
     if tensor.is_meta:
         shared.first_row, shared.unsettled = 0, shared.rows_share_scales
-        shared.keeps_init_val = tensor._shared.keeps_init_val
+        shared.init_val = tensor._shared.next_init_val
     else:
         copy_bytes(part, window, non_blocking=False)
     return part
@@ -367,10 +366,10 @@ def replace_init_val(
     """
     shared = tensor._shared
     if is_all(tensor):
-        if shared.init_val is not None or shared.keeps_init_val:
+        if shared.init_val is not None:
             kept = None if value is None else value.to(tensor.device, copy=True)
             tensor._high_precision_init_val = kept
-    elif copied is not None and shared.init_val is not None:
+    elif copied is not None and shared.init_val is not shared.next_init_val:
         # Cloned, as it may be the user's own tensor. The other rows keep their values.
         shared.init_val = shared.init_val.clone()
         known = copied._read() if value is None else value
@@ -378,8 +377,8 @@ def replace_init_val(
 
 
 def _take_init_val(tensor: StoredTensor, source: StoredTensor) -> None:
-    tensor._shared.keeps_init_val = source._shared.keeps_init_val
-    if source._shared.init_val is not None:
+    tensor._shared.init_val = source._shared.next_init_val
+    if source._shared.init_val is not tensor._shared.init_val:
         value = rows_of(source, source._shared.init_val).reshape(tensor.shape)
         tensor._shared.init_val = value.clone()
 

@@ -163,8 +163,8 @@ class SharedStorage:
         first_row: Index of the first such row; None for a shard that has not been written yet.
         pending: Plain values [rows, cols] that were written but are not quantized yet, because
             quantization needs all rows of the tensor.
-        init_val: The high-precision initial value, if it was kept for the optimizer.
-        keeps_init_val: Whether the next value that is written becomes ``init_val``.
+        init_val: The high-precision initial value, if it was kept for the optimizer; a tensor on
+            the meta device if the next value that is written is to be kept.
         unsettled: Whether a shard may have been written since the ranks last agreed on its scales.
         rounded_master: A rounded loaded master weight, as a quantized tensor of these rows; writing
             plain values equal to it copies its bytes. Kept until the next step.
@@ -179,7 +179,6 @@ class SharedStorage:
     first_row: int | None = 0
     pending: Tensor | None = None
     init_val: Tensor | None = None
-    keeps_init_val: bool = False
     unsettled: bool = False
     rounded_master: Any = None
     is_gathered: bool = False
@@ -192,8 +191,7 @@ class SharedStorage:
     # Checkpoints hold no high-precision initial values: QuantizedTensor adds them to the copies
     # that need them.
     def __getstate__(self) -> dict[str, Any]:
-        kept = {"init_val": None, "keeps_init_val": False, "rounded_master": None}
-        kept |= {"is_gathered": False, "parallel": None}
+        kept = {"init_val": None, "rounded_master": None, "is_gathered": False, "parallel": None}
         inner = self.tensors.existing()
         if len({x.untyped_storage()._cdata for x in inner.values()}) < len(inner):
             # torch.save writes each untyped storage once, with a single dtype.
@@ -202,6 +200,11 @@ class SharedStorage:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**{**state, "tensors": Storage.of(state["tensors"])})
+
+    @property
+    def next_init_val(self) -> Tensor | None:
+        """``init_val`` if it stands for the next value that is written, else None."""
+        return self.init_val if self.init_val is not None and self.init_val.is_meta else None
 
     @property
     def rows_share_scales(self) -> bool:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fp4adam.kernels.launch.launch import Launch
 
 
-class Scales(NamedTuple):
+class ScalePair(NamedTuple):
     """The same scales in two layouts.
 
     Attributes:
@@ -53,7 +53,7 @@ def swizzle_scales(scales: Sequence[Tensor]) -> list[Tensor]:
     pairs = []
     for i, scale in enumerate(scales):
         _check("scales", i, scale, scales[0].device)
-        pairs.append(Scales(scale, _room_for(scale)))
+        pairs.append(ScalePair(scale, _room_for(scale)))
     write_scales(pairs)
     return [pair.swizzled for pair in pairs]
 
@@ -90,7 +90,7 @@ def unswizzle_scales(
                 f"{blocks}], got {tuple(tensor.shape)} with strides {tensor.stride()}; rows are "
                 "padded to 128 and blocks to 4"
             )
-        pairs.append(Scales(tensor.new_empty(rows, blocks), tensor))
+        pairs.append(ScalePair(tensor.new_empty(rows, blocks), tensor))
     write_scales(pairs, undo=True)
     return [pair.plain for pair in pairs]
 
@@ -109,7 +109,7 @@ def build_gemm_scales(tensors: Sequence[StoredTensor]) -> None:
 
     Addresses stay.
     """
-    by_device: dict[torch.device, list[Scales]] = defaultdict(list)
+    by_device: dict[torch.device, list[ScalePair]] = defaultdict(list)
     for tensor in tensors:
         by_device[tensor.device] += _stored_pairs(tensor)
     for pairs in by_device.values():
@@ -122,7 +122,7 @@ def gemm_scale_launches(tensors: Sequence[StoredTensor]) -> list["Launch"]:
     return [_launch(pairs, undo=False)] if pairs else []
 
 
-def _stored_pairs(tensor: StoredTensor) -> list[Scales]:
+def _stored_pairs(tensor: StoredTensor) -> list[ScalePair]:
     return [*scales_of(tensor).values()] if tensor.quantizer.optimize_for_gemm else []
 
 
@@ -139,7 +139,7 @@ def new_gemm_scale(tensor: StoredTensor, usage: str) -> Tensor:
     return pair.swizzled
 
 
-def scales_of(tensor: StoredTensor) -> dict[str, Scales]:
+def scales_of(tensor: StoredTensor) -> dict[str, ScalePair]:
     """The scales in both layouts, by the name of the inner tensor with the swizzled ones.
 
     If the tensor does not store that inner tensor, ``swizzled`` is new and uninitialized.
@@ -148,7 +148,7 @@ def scales_of(tensor: StoredTensor) -> dict[str, Scales]:
     return {f"{usage}_gemm_scale_inv": _scales_in(tensor, usage) for usage in usages}
 
 
-def _scales_in(tensor: StoredTensor, usage: str) -> Scales:
+def _scales_in(tensor: StoredTensor, usage: str) -> ScalePair:
     tensors = tensor._shared.tensors
     layout, is_transposed = tensor.quantizer.layout, usage == "columnwise"
     if layout.is_square:
@@ -158,14 +158,14 @@ def _scales_in(tensor: StoredTensor, usage: str) -> Scales:
         is_transposed ^= getattr(layout, usage).scales.transposed
     plain = plain.t() if is_transposed else plain
     stored = getattr(tensors, f"{usage}_gemm_scale_inv")
-    return Scales(plain, _room_for(plain, repeats) if stored is None else stored, repeats)
+    return ScalePair(plain, _room_for(plain, repeats) if stored is None else stored, repeats)
 
 
 def _room_for(plain: Tensor, repeats: int = 1) -> Tensor:
     return plain.new_empty(round_up(plain.shape[0] * repeats, 128), round_up(plain.shape[1], 4))
 
 
-def write_scales(pairs: list[Scales], undo: bool = False) -> None:
+def write_scales(pairs: list[ScalePair], undo: bool = False) -> None:
     """Write ``swizzled`` from ``plain`` for pairs on one device; with ``undo`` the reverse.
 
     The padding of ``swizzled`` becomes zero.
@@ -182,7 +182,7 @@ def write_scales(pairs: list[Scales], undo: bool = False) -> None:
     launch_all(pairs[0].plain, [_launch(pairs, undo)])
 
 
-def _launch(pairs: list[Scales], undo: bool) -> "Launch":
+def _launch(pairs: list[ScalePair], undo: bool) -> "Launch":
     from fp4adam.kernels import swizzle
 
     device = pairs[0].plain.device
@@ -270,7 +270,7 @@ def _places(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     return row // 128, row // 32 % 4, row % 32
 
 
-def _write(pair: Scales, undo: bool) -> None:
+def _write(pair: ScalePair, undo: bool) -> None:
     plain, swizzled = pair.plain.view(torch.uint8), pair.swizzled.view(torch.uint8)
     rows, blocks = swizzled.shape
     tiles = row_by_row(swizzled, rows, blocks)

@@ -1,7 +1,6 @@
 """Members of a scale group have the bytes of their rows of one fused weight."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -18,11 +17,13 @@ from fp4adam import (
     hf_scale_groups,
     quantize_model,
     quantized_init,
+    use_plain_state_dict,
 )
 from fp4adam.distributed.dtensor import like, local
 from fp4adam.distributed.fsdp import gather_codes
 from fp4adam.kernels.launch import launch
 from fp4adam.tensors import backend
+from helpers import through_a_file
 from ranks import all_ranks, device_for, home, run_ranks
 
 COLS = 32
@@ -239,15 +240,14 @@ def test_a_group_may_be_of_several_kinds(device, monkeypatch):
         assert torch.equal(param.rowwise_data, fused.rowwise_data[: len(param)])
 
 
-def test_copies_and_checkpoints_go_on_with_the_same_bits(device):
+@pytest.mark.parametrize("plain", [False, True])
+def test_copies_and_checkpoints_go_on_with_the_same_bits(plain, device):
     model = make_model(device)
     optimizer = FP4Adam(model.parameters(), **OPTIONS)
     set_grads(model, 0)
     optimizer.step()
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    weights = torch.load(file, weights_only=True)
+    source = use_plain_state_dict(copy.deepcopy(model)) if plain else model
+    weights = through_a_file(source.state_dict())
     copies = [copy.deepcopy((model, optimizer))]
     for weights_first in (True, False):
         new = make_model(device)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ from fp4adam.formats import minifloat
 from fp4adam.interop.borrowed_tensor import _amax_of
 from fp4adam.interop.strided_copy import StridedCopies
 from golden_vectors import FORMATS, GoldenCase, golden_cases
-from helpers import random
+from helpers import WithGradient, random
 from te_stand_ins import Wrapper, assert_bytes, assert_same, te_bytes, te_class, te_tensor
 
 # Scales of a row are padded, and those of a column as well.
@@ -110,19 +109,6 @@ def test_training_is_that_of_own_tensors(quantizer):
     plan = optimizers[1]._whole.plan
     step(optimizers[1], 3)
     assert optimizers[1]._whole.plan is plan  # nothing is worked out again
-
-
-class WithGradient(torch.autograd.Function):
-    """Something whose gradient with respect to ``param`` is given."""
-
-    @staticmethod
-    def forward(ctx: Any, param: Tensor, grad: Tensor) -> Tensor:
-        ctx.grad = grad.to(param.dtype)
-        return grad.sum()
-
-    @staticmethod
-    def backward(ctx: Any, of_sum: Tensor) -> tuple[Tensor, None]:
-        return ctx.grad * of_sum, None
 
 
 @every_format

@@ -14,7 +14,8 @@ CAPABILITIES = (90, 100, 120)
 LAUNCHED_MOST = (
     r"adam (fp32|bf16 with master)$|amax preview again=False$|(nvfp4|mxfp8) step .*swizzled=\w+$"
     r"|mxfp4 step|float8 (step|delayed step|delayed amax)$"
-    r"|float8block (\w+ masked=False|cut \w+)$|(nvfp4|mxfp8) step .* FP8 states, FP16 masters$"
+    r"|float8block (\w+ masked=False|cut \w+)$"
+    r"|(nvfp4|mxfp8) step .* FP8 states, (FP16|int8) masters$"
     r"|partial \w+ codes fp32 whole=True|step scalars|dequantize words nvfp4"
     r"|whole \w+ bf16 (columnwise=True masked=False|128)$"
     r"|quantize vectors bf16 columnwise=True padded=True|fake quantize"
@@ -43,8 +44,11 @@ STATE_CODECS = {
     ("float16", "float16", "ue5m11"): " FP16 states and masters",
     ("plain", "e4m3", "ue4m4"): " FP8 states",
     ("float16", "e4m3", "ue4m4"): " FP8 states, FP16 masters",
+    ("int8", "e4m3", "ue4m4"): " FP8 states, int8 masters",
+    ("int8", "float32", "float32"): " int8 masters",
+    ("int8", "bfloat16", "bfloat16"): " BF16 states, int8 masters",
 }
-PLAIN, *_, WIDEST = STATE_CODECS
+PLAIN, *_, WIDEST = [codecs for codecs in STATE_CODECS if codecs[0] != "int8"]
 FP32_MAX = 3.4028234663852886e38
 PLAIN_SCALES = {"ADAPTIVE": None, "BOUND": 448}
 ADAPTIVE = {"ADAPTIVE": "mse", "BOUND": 256}
@@ -86,6 +90,8 @@ def tile_options(tile):
 
 def step_jobs(codecs, sm):
     """The kernels of a step, with the states in some codecs."""
+    import triton.language as tl
+
     from fp4adam.kernels import (
         amax_preview,
         float8_block_step,
@@ -101,6 +107,7 @@ def step_jobs(codecs, sm):
 
     jobs = {}
     scaled = has_scales(*codecs)
+    completes = codecs[0] == "int8"
     registers = max_registers(*codecs)
     # Of scales in one order or in two; where states need registers as well, of two.
     is_wide = codecs != PLAIN
@@ -118,6 +125,8 @@ def step_jobs(codecs, sm):
         ("fp16 without master", "fp16", "fp16", None, "plain"),
         ("of a master", "bf16", None, None, codecs[0]),
     ):
+        if completes:
+            continue  # only of quantized weights
         options = variant((codec, *codecs[1:]), grad, value, param)
         jobs[f"adam {name}"] = job(
             "plain_step._block_kernel",
@@ -134,23 +143,41 @@ def step_jobs(codecs, sm):
                 maxnreg=plain_step.loop_registers((codec, *codecs[1:]), sm),
             )
 
-    names = ("amaxes", "next_amaxes", "tile_amaxes", "exceeding")
+    measured = ("tile_ratios", "stored_amaxes")
+    names = ("amaxes", "next_amaxes", "tile_amaxes", "exceeding", *measured)
     slots = {**TABLES, "slots": "*i32"}
     amaxes = {**slots, **dict.fromkeys(names, "*fp32")}
-    known = dict.fromkeys(("tile_amaxes", "old_amaxes", "amaxes", "exceeding"), "*fp32")
-    br, bc = amax_preview.PART
-    for again in (False, True):
-        jobs[f"amax preview again={again}"] = job(
+    known = ("tile_amaxes", "old_amaxes", "amaxes", "exceeding", *measured)
+    known = dict.fromkeys(known, "*fp32")
+    br, bc = amax_preview.COMPLETED_PART[scaled] if completes else amax_preview.PART
+    for again, of_nvfp4 in itertools.product(
+        (False, True), (True, False) if completes else (None,)
+    ):
+        form = {"USAGE": None, "SCALES_BLOCKS": None, "POW_2": None}
+        if completes:
+            form = {**usage(True), "SCALES_BLOCKS": of_nvfp4, "POW_2": False}
+        name = "" if of_nvfp4 is None else f" nvfp4={of_nvfp4}"
+        jobs[f"amax preview again={again}{name}"] = job(
             "amax_preview._amax_preview_kernel",
-            {**slots, **known, "n_tiles": "i32"},
-            {**variant(codecs), "AGAIN": again, "SCAN": amax_preview.SCAN, "BR": br, "BC": bc},
+            {**slots, **known, "n_tiles": "i32", "epsilon": "fp32"},
+            {
+                **variant(codecs),
+                "AGAIN": again,
+                **form,
+                "SCAN": amax_preview.SCAN,
+                "BR": br,
+                "BC": bc,
+            },
             maxnreg=registers,
         )
-    # States with scales are updated before, which leaves a pass the scales of masters alone.
-    codecs_now = (codecs[0], "float32", "float32") if scaled else codecs
+    # States with scales are updated before, which leaves a pass the scales of masters alone; but
+    # masters with remainders exist only in the pass.
+    is_updated = scaled and not completes
+    codecs_now = (codecs[0], "float32", "float32") if is_updated else codecs
     registers = max_registers(*codecs_now)
-    options_now = variant(codecs_now, is_updated=scaled)
-    variant_now = Variant(None, None, None, *codecs_now, True, False, scaled)
+    options_now = variant(codecs_now, is_updated=is_updated)
+    grad = DTYPES["bf16"]
+    variant_now = Variant(getattr(tl, grad), None, None, *codecs_now, True, False, is_updated)
     for square in (True, False):
         adaptive = Usage(True, True, square, adaptive="mse")
         plain = Usage(True, True, square)
@@ -187,7 +214,7 @@ def step_jobs(codecs, sm):
         (
             "step",
             mxfp8_step.STEP_TILE,
-            mxfp8_step.STEP_PART[mxfp8_step.encodes_states(codecs_now)],
+            mxfp8_step.step_part(variant_now),
             mxfp8_step.step_registers(codecs_now),
         ),
         ("edge", mxfp8_step.EDGE_TILE, mxfp8_step.EDGE_PART, mxfp8_step.EDGE_REGISTERS),
@@ -228,12 +255,20 @@ def step_jobs(codecs, sm):
             **options,
         )
         jobs[f"float8 delayed {size}"] = job(
-            "float8_step._delayed_step_kernel", TABLES, {**options_now, **shape}, **options
+            "float8_step._delayed_step_kernel",
+            {**TABLES, "stored_amaxes": "*fp32"},
+            {**options_now, **shape},
+            **options,
         )
     if not is_wide:
         jobs["float8 delayed amax"] = job(
             "float8_step._delayed_amax_kernel",
-            {**dict.fromkeys(SIGNALS, "*fp32"), "table": "*i64", "factor": "fp32"},
+            {
+                **dict.fromkeys(SIGNALS, "*fp32"),
+                "table": "*i64",
+                "stored_amaxes": "*fp32",
+                "factor": "fp32",
+            },
             {"IS_MAX": True, "LENGTH": 1000, "BLOCK": 1024},
         )
     epsilon = {**TABLES, "epsilon": "fp32"}

@@ -454,6 +454,23 @@ def through_nothing(model: nn.Module, optimizer: FP4Adam) -> tuple[Any, FP4Adam]
     return model, optimizer
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "float8block"])
+def test_row_windows_of_one_tensor_train_apart(name: str) -> None:
+    """A step of one raises the version of the other, whose master holds all the same."""
+    whole = RECIPES[name].quantize(random((256, 32), 0, scale=0.1))
+    params = [Parameter(whole[:128]), Parameter(whole[128:])]
+    twins = [Parameter(value_of(param)) for param in params]
+    optimizer, adamw = FP4Adam(params, lr=1e-4), AdamW(twins, lr=1e-4)
+    for seed in range(5):
+        set_grads(twins, seed)
+        for param, twin in zip(params, twins, strict=True):
+            param.grad = twin.grad.clone()
+        optimizer.step()
+        adamw.step()
+        optimizer.state_dict()
+    assert_close(masters(optimizer), [twin.detach() for twin in twins], rtol=1e-6, atol=1e-7)
+
+
 EVENTS = [
     through_nothing,
     through_deepcopy,

@@ -41,7 +41,7 @@ from fp4adam import (
     unswizzle_scales,
     use_plain_state_dict,
 )
-from fp4adam.nn import fp4_utils
+from fp4adam import fp4_utils
 from fp4adam.optim.hyper_parameters import check_numbers
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

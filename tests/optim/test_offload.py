@@ -480,12 +480,12 @@ def test_what_cuda_says_about_memory_is_passed_on(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     link = object.__new__(offload.Link)
     link._device, link.pinned_bytes = torch.device("cpu"), 0
-    block = offload._Block(link, 4096)
+    block = offload._PinnedMemory(link, 4096)
     address = block.tensor(0, 4096, torch.uint8).data_ptr()
     kept = block.tensor(256, 64, torch.float32).fill_(3.0)
     assert (calls, link.pinned_bytes) == ([(address, 4096, 1)], 4096)
     with pytest.raises(MemoryError, match=r"65,536 bytes beyond the 4,096 .* \(out of memory\)"):
-        offload._Block(link, 2**16)
+        offload._PinnedMemory(link, 2**16)
     del block
     assert (calls[-1], link.pinned_bytes) == ((address,), 0)
     assert kept.tolist() == [3.0] * 16

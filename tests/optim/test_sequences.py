@@ -45,6 +45,25 @@ def test_programs_do_what_the_model_says(
     )
 
 
+@pytest.mark.parametrize("apart", [101, pytest.param(5, marks=pytest.mark.exhaustive)])
+def test_a_load_that_is_interrupted_at_any_line(apart: int) -> None:
+    for at in range(0, 5000, apart):
+        training = OperatorTraining()
+        training.start(options="adamw")
+        training.step(seed=1, absent=set())
+        training.interrupted_load(at=at)
+        training.step(seed=2, absent=set())
+        training.teardown()
+
+
+@pytest.mark.parametrize("failing", range(5))
+def test_a_released_step_that_fails_half_way(failing: int) -> None:
+    training = OperatorTraining()
+    training.start(options="adamw")
+    training.released_step(seed=1, absent=set(), failing=failing)
+    training.teardown()
+
+
 @pytest.mark.parametrize(
     "options",
     [

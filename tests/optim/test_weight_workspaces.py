@@ -595,7 +595,7 @@ BAD = {
     "format": (
         lambda w: {w: stand_in(MXFP8Quantizer().quantize(w), _fp8_dtype="E5M2")},
         ValueError,
-        "_fp8_dtype of a MXFP8Tensor must be E4M3",
+        "_fp8_dtype of a MXFP8Tensor must be kFloat8E4M3",
     ),
 }
 

@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +28,7 @@ from fp4adam import FP4Adam, QuantizedTensor, quantize_model, use_plain_state_di
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.optim.state_codec import join_master, split_master
 from fp4adam.tensors import backend
-from helpers import RECIPES, bits_equal, random, stored, through_a_file
+from helpers import RECIPES, WithGradient, bits_equal, random, stored, through_a_file
 from late_link import LateLink, offload_to
 from master_reference import Twin, is_rounded, rounded, same_bits, value_of
 
@@ -108,6 +110,32 @@ class InterruptOperators(TorchDispatchMode):
         if self.left < 0:
             raise KeyboardInterrupt
         return func(*args, **(kwargs or {}))
+
+
+class InterruptLines:
+    """Raises KeyboardInterrupt in place of a line of the package, or of torch's optimizers."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __enter__(self) -> None:
+        self.trace = sys.gettrace()
+        sys.settrace(self._call)
+
+    def __exit__(self, *args: object) -> None:
+        sys.settrace(self.trace)
+
+    def _call(self, frame: Any, event: str, arg: Any) -> Any:
+        places = ("/fp4adam/", "/torch/optim/optimizer.py")
+        return self._line if any(x in frame.f_code.co_filename for x in places) else None
+
+    def _line(self, frame: Any, event: str, arg: Any) -> Any:
+        if event == "line":
+            self.left -= 1
+            if self.left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self._line
 
 
 class InterruptLaunches:
@@ -475,6 +503,39 @@ class Training(RuleBasedStateMachine):
             return None
         return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
+    @action(seed=seeds, absent=absences, by_model=st.booleans())
+    def step_after_dropped_gradients(self, seed: int, absent: set[int], by_model: bool) -> None:
+        """Gradients that have been clipped are gone; the next ones are as they are."""
+        self.grads(seed, set())
+        self.clip(0.1)
+        self.model.zero_grad() if by_model else self.optimizer.zero_grad()
+        self.step(seed=seed + 1, absent=absent)
+
+    @precondition(lambda self: self.model is not None and self.has_exact_moments)
+    @action(seed=seeds, absent=absences, failing=st.none() | indices)
+    def released_step(self, seed: int, absent: set[int], failing: int | None) -> None:
+        """Parameters are stepped in the backward pass; where it fails, the rest is as it was."""
+        release = self.optimizer.enable_gradient_release()
+        for fails_at in (failing, None):
+            self.grads(seed, absent)
+            expected = self.expected()
+            self.may_look()
+            grads = [param.grad for param in self.params]
+            self.optimizer.zero_grad()
+            try:
+                for i, (param, grad) in enumerate(zip(self.params, grads, strict=True)):
+                    if grad is not None:
+                        WithGradient.apply(param, None if i == fails_at else grad).backward()
+                self.optimizer.step()
+            except RuntimeError as error:
+                assert str(error) == "out of memory"
+                self.optimizer.zero_grad()
+                for i, (_, param, record) in enumerate(self.members()):
+                    if self.optimizer.state.get(param, {}).get("step", 0) == record.twin.step:
+                        expected[i] = None
+            self.check_step(expected)
+        release.remove()
+
     @action(seed=seeds, index=indices)
     def refused_step(self, seed: int, index: int) -> None:
         """A clipped step with a bad gradient, and again with a good one."""
@@ -698,6 +759,32 @@ class Training(RuleBasedStateMachine):
             saved = self.optimizer.state_dict()
             self.asked(saved)
         self.checked_load(lambda: self.optimizer.load_state_dict(copy.deepcopy(saved)))
+
+    @precondition(lambda self: self.model is not None and self.has_exact_moments)
+    @action(at=st.integers(0, 5000))
+    def interrupted_load(self, at: int) -> None:
+        """Ctrl-C at any line: all of the old state, or all of the new one."""
+        saved = copy.deepcopy(self.optimizer.state_dict())
+        self.asked(saved)
+        for state in saved["state"].values():
+            state["exp_avg"] = state["exp_avg"] * 0.5
+        before = [record.twin.moments for record in self.records]
+
+        def load() -> None:
+            with contextlib.suppress(KeyboardInterrupt), InterruptLines(at):
+                self.optimizer.load_state_dict(saved)
+
+        self.checked_load(load)
+        halved = [
+            {**moments, "exp_avg": 0.5 * moments["exp_avg"]} if moments else {}
+            for moments in before
+        ]
+        loaded = [Twin.of(self.optimizer, param).moments for param in self.params]
+        assert any(all(map(same_bits, loaded, whole)) for whole in (before, halved)), (
+            "a part of a state was loaded"
+        )
+        for record, moments in zip(self.records, loaded, strict=True):
+            record.twin.moments = moments
 
     @action(seed=seeds, steps=st.integers(1, 2), model_first=st.booleans())
     def train_by_adamw(self, seed: int, steps: int, model_first: bool) -> None:
