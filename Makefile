@@ -87,7 +87,7 @@ fp4adam/kernels:
 	ln -s ../kernels $@
 
 demo: $(READY)
-	$(PY) examples/train_gpt.py --compare --format nvfp4 $(ARGS)
+	$(PY) examples/train_gpt.py --compare --format nvfp4 --states fp32,8bit $(ARGS)
 
 test: $(READY)
 	$(PY) -m pytest $(PARALLEL) $(ARGS)

@@ -217,8 +217,8 @@ def build_parser() -> argparse.ArgumentParser:
         type=states,
         default=["fp32"],
         metavar="NAME[,NAME]",
-        help="how fp4adam stores its moments: fp32, bf16, fp16, fp8; or its masters too: 16bit, 8bit; several only with --compare "
-        "(default: fp32)",
+        help="how fp4adam stores its moments: fp32, bf16, fp16, fp8; or its masters too: 16bit, "
+        "8bit; several only with --compare (default: fp32)",
     )
     how("--accumulate", type=count, default=1, metavar="N", help="batches per step (default: 1)")
     how(

@@ -131,7 +131,7 @@ def write_plot(path: Path, results: list[Result], title: str) -> None:
         loss.plot(steps, losses, "o", color=style["color"], markersize=4)
     loss.set(xlabel="step", ylabel="nats per byte")
     loss.set_title("Loss: training (lines), held out (dots)")
-    loss.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False)
+    loss.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False)
     _draw_ends(end, results)
     _draw_costs(cost, compared)
     figure.savefig(path, dpi=150)
@@ -140,7 +140,9 @@ def write_plot(path: Path, results: list[Result], title: str) -> None:
 def _label(result: Result) -> str:
     names = {"adamw": "AdamW", "fp4adam": "FP4Adam"}
     kind, states = result["format"], result.get("states", "fp32")
-    kept = "" if states == "fp32" else f", {states.upper()} moments"
+    kept = f", {states.upper()} moments"
+    if states in ("fp32", "16bit", "8bit"):
+        kept = {"fp32": "", "16bit": ", 16-bit states", "8bit": ", 8-bit states"}[states]
     return f"{names[result['optimizer']]}, {WEIGHTS.get(kind, kind.upper())} weights{kept}"
 
 
@@ -156,9 +158,10 @@ def _draw_ends(axes: Any, results: list[Result]) -> None:
         axes.axvspan(first - noise, first + noise, color="0.9", label="another seed")
     for place, (_, loss, _) in enumerate(found):
         axes.plot(loss, place, "o", color="black")
-        axes.annotate(f" {loss:.4f}", (loss, place), va="bottom")
-    axes.set_yticks(range(len(found)), [name for name, *_ in found])
-    axes.margins(x=0.15, y=0.2)
+        axes.annotate(f"  {loss:.4f}", (loss, place), va="center")
+    names = [name.replace(", ", ",\n", 1) for name, *_ in found]
+    axes.set_yticks(range(len(found)), names)
+    axes.margins(x=0.2, y=0.2)
     axes.invert_yaxis()
     axes.set_title(
         "Held-out loss at the end" + (" (grey: as far as another seed)" if noise else "")
@@ -170,7 +173,7 @@ def _draw_costs(axes: Any, results: list[Result]) -> None:
 
     Times are those of a GPU; a CPU emulates the kernels.
     """
-    labels = [_label(r).replace(", ", "\n", 1) for r in results]
+    labels = [_label(r).replace(", ", ",\n") for r in results]
     left = [0.0] * len(results)
     colors = {
         "weight": "tab:cyan",
@@ -182,16 +185,16 @@ def _draw_costs(axes: Any, results: list[Result]) -> None:
         sizes = [_bytes_per_parameter(r)[part] for r in results]
         axes.barh(labels, sizes, left=left, color=color, label=part)
         for row, size in enumerate(sizes):
-            if size > 0.8:  # has room for it
+            if size > 1.6:  # has room for it
                 axes.text(left[row] + size / 2, row, f"{size:.2f}", ha="center", va="center")
         left = [start + size for start, size in zip(left, sizes, strict=True)]
     for row, r in enumerate(results):
         time = f"\n{1e3 * r['seconds_per_step']:.0f} ms" if r.get("is_on_gpu") else ""
         axes.text(left[row] + 0.1, row, f"{left[row]:.1f} bytes{time}", va="center")
     times = ", median time of a step" if any(r.get("is_on_gpu") for r in results) else ""
-    axes.set(xlim=(0, 1.25 * max(left)), title=f"Bytes per parameter{times}")
+    axes.set(xlim=(0, 1.35 * max(left)), title=f"Bytes per parameter{times}")
     axes.invert_yaxis()
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, frameon=False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.12), ncols=4, frameon=False)
 
 
 def _bytes_per_parameter(result: Result) -> dict[str, float]:

@@ -1,10 +1,17 @@
-"""``python -m fp4adam``: what is installed, and what each format takes on each device."""
+"""``python -m fp4adam``: what is installed, and what each format takes on each device.
 
+``python -m fp4adam --plan 8e9`` says on which cards a model of 8 billion parameters can be trained.
+"""
+
+import argparse
+import math
 import platform
+from collections.abc import Sequence
 
 import torch
 
 import fp4adam
+from fp4adam import plan
 from fp4adam.nn.hardware import GROUPED_MAJOR, REQUIREMENTS
 from fp4adam.tensors import backend
 from fp4adam.tensors.quantizer import Quantizer
@@ -31,9 +38,34 @@ RECIPE = (
 )
 
 
-def main() -> None:
-    """Print the report."""
-    print(report())
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the report, or a plan."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fp4adam", description="Says what is installed and what runs here."
+    )
+    parser.add_argument(
+        "--plan",
+        type=plan.parse_count,
+        nargs="?",
+        const=None,
+        default=math.nan,
+        metavar="PARAMETERS",
+        help="say instead which cards take full fine-tuning of a model of this size, such as 8e9; "
+        "without a size, how large a model each card takes",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=plan.TOKENS,
+        help=f"of the one sequence that --plan counts activations of (default: {plan.TOKENS})",
+    )
+    args = parser.parse_args(arguments)
+    if args.plan is not None and math.isnan(args.plan):
+        return print(report())
+    try:
+        print(plan.table(args.plan, args.tokens))
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def report() -> str:

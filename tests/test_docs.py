@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp4adam
-from fp4adam import FP4Adam, FusedAdam, quantize_model
+from fp4adam import FP4Adam, FusedAdam, plan, quantize_model
 from ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -191,6 +191,7 @@ def figures() -> list[tuple[str, str]]:
     fast = compiled.get("ms", "FP4Adam, Float8Block, quantized")
     found = [
         ("README.md", f"a training step of **{fast:.1f} ms** in place of {plain:.1f}"),
+        ("docs/index.md", f"a training step of {fast:.1f} ms in place of {plain:.1f}"),
         ("docs/matmuls.md", f"takes {fast:.1f} ms so, and {plain:.1f} ms with BF16"),
         ("docs/matmuls.md", f": {plain / fast:.2f} times as fast**"),
     ]
@@ -208,6 +209,7 @@ def figures() -> list[tuple[str, str]]:
             temporary = te.get("temporary MiB", "TE FusedAdam on TE's tensors", format=format)
             found.append(("README.md", f"{times}, and {temporary:,.0f} MiB of temporary"))
             found.append(("docs/other_tensors.md", f"{theirs:.2f} to {ours:.2f} ms"))
+            found.append(("docs/index.md", f"[{ours:.2f} ms in place of {theirs:.2f}]"))
     for title, name in (
         ("torch AdamW fused, BF16, no masters", "torch AdamW fused, BF16 (no masters)"),
         ("torch AdamW fused, FP32", "torch AdamW fused, FP32"),
@@ -254,6 +256,21 @@ def test_figures_are_those_of_the_records():
     for page, words in figures():
         text = " ".join((ROOT / page).read_text().split())
         assert words in text, f"{page} lacks {words!r}"
+
+
+@needs_docs
+def test_largest_models_are_those_of_the_plan():
+    page = (DOCS / "formats.md").read_text()
+    for setup in plan.SETUPS:
+        sizes = [f"{plan.largest(setup, card) / 1e9:.1f}" for card in (24, 32, 48, 80, 141)]
+        assert " | ".join([f"| {setup.name}", *sizes]) in page
+        if setup.states == "8bit" or setup.states == "":
+            assert f"| {plan.bytes_per_parameter(setup)[0]:.2f}".removesuffix(".00") in page
+    bf16, lean = plan.SETUPS[1], plan.SETUPS[-1]
+    sizes = [f"{plan.largest(s, card) / 1e9:.2g} B" for s in (lean, bf16) for card in (24, 80)]
+    gain = "**{} parameters on 24 GB, {} on 80 GB**, where AdamW on BF16 takes {} and {}"
+    assert gain.format(*sizes) in README.read_text()
+    assert f"**{plan.bytes_per_parameter(lean)[0]:.2f} bytes**" in README.read_text()
 
 
 @needs_docs
@@ -307,5 +324,6 @@ def test_errors_that_the_troubleshooting_page_quotes_are_those_of_the_package():
     texts = messages()
     for quote in quoted:
         # A name of an optimizer may be spelled out.
-        pattern = re.escape(quote).replace(r"\.\.\.", ".*").replace("FusedAdam", ".*")
+        pattern = re.escape(quote).replace(r"\.\.\.", ".*")
+        pattern = re.sub("FusedAdam|FP4Adam$", ".*", pattern)
         assert any(re.search(pattern, text) for text in texts), quote

@@ -393,7 +393,7 @@ def test_picture_shows_ends_beside_what_another_seed_makes():
     (band,) = axes.patches
     assert (band.get_x(), band.get_width()) == (1.75, 0.5)
     assert [line.get_xdata()[0] for line in axes.lines] == [2.0, 2.1, 2.2]
-    names = [text.get_text() for text in axes.get_yticklabels()]
+    names = [text.get_text().replace("\n", " ") for text in axes.get_yticklabels()]
     rounded = "the same, rounded to NVFP4 afterwards"
     assert names == ["AdamW, FP32 weights", rounded, "FP4Adam, NVFP4 weights"]
     axes = figures.Figure().subplots()
@@ -499,3 +499,18 @@ def test_every_program_has_a_help():
     assert len(programs) > 8
     for path in programs:
         assert "parse_args" in path.read_text(), path.name
+
+
+def test_notebook_runs(monkeypatch):
+    pytest.importorskip("matplotlib")
+    cells = json.loads((EXAMPLES / "quick_start.ipynb").read_text())["cells"]
+    codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] for cell in cells[3:] if "plot(" in "".join(cell["source"]))
+    namespace = {}
+    for code in codes:
+        exec(code.replace("STEPS = 200", "STEPS = 2"), namespace)
+    assert namespace["found"].keys() == {
+        "AdamW, FP32",
+        "FP4Adam, trained in NVFP4",
+        "AdamW, rounded to NVFP4 afterwards",
+    }

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fp4adam
-from fp4adam import __main__
+from fp4adam import __main__, plan
 
 ROOT = Path(__file__).resolve().parents[1]
 API, CITATION = ROOT / "docs" / "api", ROOT / "CITATION.cff"
@@ -246,3 +246,29 @@ def test_repr_and_help_of_an_optimizer_can_be_read():
     first, *_, swap, call = inspect.getdoc(fp4adam.FP4Adam).splitlines()[:6]
     assert first.startswith("``torch.optim.AdamW`` for models") and "quantize_model" in swap
     assert "FP4Adam(model.parameters()" in call
+
+
+def test_plans_count_what_is_stored():
+    lines = plan.table(8e9).splitlines()
+    eight = next(line for line in lines if line.startswith("FP4Adam, NVFP4, 8bit states"))
+    weights, size, *fits = eight.removeprefix("FP4Adam, NVFP4, 8bit states").split()
+    # Codes 1/2 + 1/256, a remainder of a byte, two moments of 1 + 1/32.
+    assert float(weights) == round(1 / 2 + 1 / 256 + 1 + 2 * (1 + 1 / 32), 2)
+    assert fits == ["yes" if float(size) <= card else "-" for card in plan.CARDS]
+    setup = plan.SETUPS[-1]
+    assert plan.needed(setup, plan.shape_of(plan.largest(setup, 80) * 1.01)) > 80e9
+    quantized, plain = plan.bytes_per_parameter(plan.SETUPS[1])
+    assert quantized == plain == 6
+    with pytest.raises(ValueError, match="must be between 1e6 and 1e13, got 5; write 8e9"):
+        plan.table(5)
+    with pytest.raises(ValueError, match="tokens must be positive, got 0"):
+        plan.table(8e9, 0)
+
+
+def test_plans_on_the_command_line(capsys):
+    __main__.main(["--plan", "8B", "--tokens", "4096"])
+    printed = capsys.readouterr().out
+    assert "Full fine-tuning of 8.00 B parameters" in printed and "4,096 tokens" in printed
+    with pytest.raises(SystemExit):
+        __main__.main(["--plan", "many"])
+    assert "must be a number such as 8e9 or 8B, got 'many'" in capsys.readouterr().err

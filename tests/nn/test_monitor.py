@@ -107,6 +107,16 @@ def test_narrow_states_and_nan():
     assert fp4adam.quantization_stats(model, optimizer)["nonfinite_share/all"] == 0.5
 
 
+def test_masters_of_one_byte_are_decoded():
+    """Half a step between codes is what a weight may be off; its bare codes would say 0."""
+    model = quantize_model(make_model(), "nvfp4")
+    optimizer = FP4Adam(model.parameters(), lr=1e-3, states="8bit")
+    train(model, optimizer)
+    found = fp4adam.quantization_stats(model, optimizer)
+    assert 0.08 < found["relative_error/0.weight"] < 0.15
+    assert found["nonfinite_share/all"] == 0 < found["underflow_share/all"]
+
+
 def test_any_optimizer_with_masters():
     model = quantize_model(make_model(), "float8block")
     optimizer = MasterWeightOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)

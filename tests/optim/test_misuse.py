@@ -30,6 +30,7 @@ from fp4adam import (
     TensorAdapter,
     export_checkpoint,
     export_masters,
+    fp4_utils,
     grouped_linear,
     hf_scale_groups,
     import_checkpoint,
@@ -41,7 +42,6 @@ from fp4adam import (
     unswizzle_scales,
     use_plain_state_dict,
 )
-from fp4adam import fp4_utils
 from fp4adam.optim.hyper_parameters import check_numbers
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
