@@ -67,6 +67,7 @@ class Variant(NamedTuple):
         amsgrad: Whether to divide by the largest second moment so far.
         is_updated: Whether an earlier launch has updated the state, so that the new value is only
             read. The moments' codecs are "float32" then, and stand for nothing.
+        records: Whether to flag the units of a plain parameter that change.
     """
 
     grad_dtype: tl.dtype
@@ -78,6 +79,7 @@ class Variant(NamedTuple):
     adam_w: bool
     amsgrad: bool
     is_updated: bool = False
+    records: bool = False
 
     @property
     def codecs(self) -> tuple[str, str, str]:

@@ -39,6 +39,8 @@ from fp4adam.kernels.tiles.remainder import load_remainder, store_remainder
 from fp4adam.kernels.tiles.state import are_narrow, has_scales, load_scale_words, max_registers
 from fp4adam.kernels.tiles.words import insert_tile
 
+# Whether the step flags the units of weights that it changes.
+RECORDS_CHANGES = True
 # Tiles of the fused step. The loop prefetches the next tile; the edges of a matrix are covered by
 # small tiles, with few warps, so that many of them wait for memory at once.
 STEP_TILE = {True: Tile(16, 64, 4, 4, 4), False: Tile(16, 64, 4, 4, 3)}  # by two_dimensional
@@ -221,7 +223,7 @@ def step_registers(
     narrow, scaled, edge = are_narrow(*codecs), has_scales(*codecs), max_registers(*codecs)
     if usage.adaptive is not None:
         return None if usage.square and not narrow else 255, edge
-    if codecs[0] == "int8":
+    if codecs[0] == "int8" or usage.records:
         return 255, edge
     if narrow and not scaled:
         return 128 if usage.square and sm == 90 else 168, edge

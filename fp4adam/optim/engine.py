@@ -23,7 +23,7 @@ from fp4adam.optim.master_weights import find_stale
 from fp4adam.optim.parameter import Parameter, Parameters, State, scales_of
 from fp4adam.optim.state_tensor import SCALES
 from fp4adam.optim.step_plan import StepPlan
-from fp4adam.tensors import backend
+from fp4adam.tensors import backend, changes
 
 
 class Group(NamedTuple):
@@ -202,7 +202,8 @@ class Engine:
 
     def _structure(self) -> list:
         """Everything but the tensors that the kernels and the layout of the state depend on."""
-        structure: list = [self.parameters.options]
+        # Kernels write to the flags of records.
+        structure: list = [self.parameters.options, changes.generation()]
         for group, params in self.groups:
             structure += group["amsgrad"], group["adam_w_mode"], group["fused"]
             structure += len(params), self.updates(group)
