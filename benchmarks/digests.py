@@ -259,12 +259,15 @@ def run(program: Program, device: str, kernels: bool, mesh: Any = None) -> str:
                 optimizer.clip_grad_norm_(0.05)
             optimizer.step()
             optimizer.zero_grad()
+    # Steps are counted in the saved states; where an optimizer keeps them is its own business.
     states = [
-        {name: value for name, value in optimizer.state[param].items()}
+        {name: value for name, value in optimizer.state[param].items() if name != "step"}
         for param in params
         if param in optimizer.state
     ]
     saved = optimizer.state_dict()["state"]
+    for state in saved.values():
+        state["step"] = float(state["step"])
     return digest(params, states, saved)
 
 
