@@ -87,8 +87,7 @@ class Variant(NamedTuple):
         return self.value_codec, self.exp_avg_codec, self.exp_avg_sq_codec
 
 
-@triton.constexpr_function
-def state_lanes(variant: Variant) -> int:
+def lanes_of_states(variant: Variant) -> int:
     """Neighbouring elements per thread in the tiles of a step.
 
     Where states take a byte each and gradients two, eight; else four, 16 bytes of FP32.
@@ -96,6 +95,10 @@ def state_lanes(variant: Variant) -> int:
     codecs = variant.value_codec, variant.exp_avg_codec, variant.exp_avg_sq_codec
     small = codecs == ("int8", "e4m3", "ue4m4") and variant.grad_dtype != tl.float32
     return 8 if small and not variant.amsgrad else 4
+
+
+# For kernels alone: called on the host, Triton 3.6 makes a plain tuple of the variant.
+state_lanes = triton.constexpr_function(lanes_of_states)
 
 
 def step_variant(

@@ -12,6 +12,7 @@ from fp4adam.kernels.adam import (
     Variant,
     adam_master_tile,
     adam_step_tile,
+    lanes_of_states,
     load_scalars,
     state_lanes,
     state_pointers,
@@ -163,7 +164,7 @@ def encodes_states(codecs: tuple[str, str, str]) -> bool:
 
 def step_part(variant: Variant) -> int:
     """The columns of the parts of STEP_TILE."""
-    completes = variant.value_codec == "int8" and state_lanes(variant) < 8
+    completes = variant.value_codec == "int8" and lanes_of_states(variant) < 8
     return STEP_PART[completes or encodes_states(variant.codecs)]
 
 

@@ -13,6 +13,7 @@ from fp4adam.kernels.adam import (
     Variant,
     adam_master_tile,
     adam_step_tile,
+    lanes_of_states,
     load_scalars,
     state_lanes,
     state_pointers,
@@ -203,7 +204,7 @@ def step_forms(variant: Variant, usage: Usage) -> tuple[Tile, Tile]:
     elif not usage.square and narrow and not scaled:
         # Two stages take 128 registers instead of 168, for which ptxas spills a few on sm_100.
         large = large._replace(num_stages=2)
-    small = state_lanes(variant) == 8
+    small = lanes_of_states(variant) == 8
     if (variant.is_updated or small) and usage.square and usage.adaptive is None:
         # More elements per thread repeat less of what a block has in common.
         large = large._replace(num_warps=2)
