@@ -123,14 +123,14 @@ def measure(
     validation_loss: dict[int, float] = {}
     speeds = []
     while run.step < args.steps:
-        start, losses = time.perf_counter(), []
+        began, losses = time.perf_counter(), []
         for _ in range(min(args.eval_every, args.steps - run.step)):
             losses.append(train_step(run, args, text))
             if contestant.is_ablation:
                 forget_masters(run.optimizer)
         train_loss += torch.stack(losses).tolist()  # waits for the device, for the first time
         tokens = len(losses) * args.batch * args.context * args.accumulate
-        speeds.append(tokens / (time.perf_counter() - start))
+        speeds.append(tokens / (time.perf_counter() - began))
         if not all(map(math.isfinite, train_loss)):
             raise RuntimeError(f"a loss is not finite before step {run.step}; lower --lr")
         validation_loss[run.step] = statistics.fmean(validate(run, args, held_out, BATCHES))
