@@ -67,7 +67,8 @@ class GradientRelease:
         """Return to stepping all parameters in ``step()``. A second call does nothing."""
         for hook, _ in self._hooks.values():
             hook.remove()
-        self._hooks, self.is_enabled = {}, False
+        # A handle that is kept keeps no parameters alive.
+        self._hooks, self._units, self._released, self.is_enabled = {}, {}, set(), False
 
     # What the optimizer calls
 

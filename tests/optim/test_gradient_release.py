@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -556,3 +558,19 @@ def test_accumulation_may_be_nested(device: str) -> None:
             mlp_loss(model, 0).backward()
         mlp_loss(model, 1).backward()
         assert not has_no_gradients(optimizer)
+
+
+def test_a_removed_release_keeps_no_parameters_alive(device: str) -> None:
+    model, optimizer = pair(None, device)[0]
+    release = optimizer.enable_gradient_release()
+    mlp_loss(model, 0).backward()
+    optimizer.step()
+    release.remove()
+    group, gone = optimizer.param_groups[0], weakref.ref(model[0].weight)
+    group["params"][0] = Parameter(random((64, 32), 1, device).bfloat16())
+    optimizer.state.pop(model[0].weight)
+    del model
+    set_grads(group["params"], 1)
+    optimizer.step()
+    gc.collect()
+    assert gone() is None
