@@ -1,12 +1,16 @@
-"""Refills an engine with the weights of a model that is being trained, in another process.
+"""A small reinforcement-learning loop: one process trains a GPT, another samples with its weights.
 
     python examples/refit.py --format nvfp4
-    python examples/refit.py --size 1b --device cuda
+    python examples/refit.py --requantize          # BF16 weights, which the engine quantizes
+    python examples/refit.py --size 1b --device cuda --lr 1e-6
 
-After each step the trainer sends its weights two ways, and both are timed: the bytes that were
-trained, by the engine's names (fp4adam.export_tensors), which the engine only has to receive; and
-decoded to BF16, which it has to quantize again. The engine is a stand-in that has its buffers. On
-CPUs or one GPU bytes travel through host memory (gloo), on two GPUs from one to the other (NCCL).
+The reward is the share of lower-case letters in the text that the engine has sampled; nothing is
+downloaded. After each step the engine gets the bytes that the step has changed (WeightSender and
+WeightReceiver), and samples with them. With --requantize the trainer has weights in high precision,
+as in most RL frameworks: it sends all of them in BF16, and the engine rounds them to the format.
+Each step prints the divergence (KL) of the trainer's predictions from the engine's on what was
+sampled, and what the refit took. On CPUs or one GPU bytes travel through host memory (gloo), on two
+GPUs directly (NCCL).
 """
 
 import argparse
@@ -15,7 +19,7 @@ import multiprocessing
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 # Read when torch loads OpenMP, as in train_gpt.py.
@@ -23,123 +27,213 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+import torch.nn.functional as F
+from gpt import GPT, GPTConfig
+from options import PRESETS, count, positive_number
+from stdlib_text import cut_batch, load_text
+from torch import Tensor
 
 import fp4adam
 
-# Width, MLP and layers.
-SIZES = {"tiny": (128, 384, 2), "100m": (1024, 2816, 8), "1b": (2048, 5632, 20)}
 LAYOUT_OF = {"nvfp4": "compressed-tensors", "mxfp8": "compressed-tensors", "float8block": "fp8"}
+QUANTIZERS = {
+    "nvfp4": fp4adam.NVFP4Quantizer(columnwise=False),
+    "mxfp8": fp4adam.MXFP8Quantizer(columnwise=False),
+    "float8block": fp4adam.Float8BlockQuantizer(columnwise=False),
+}
 TRAINER, ENGINE = 0, 1
-
-
-class Block(nn.Module):
-    """A transformer block of Hugging Face's names, with attention left out: its weights count."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(width)
-        self.q_proj = nn.Linear(width, width, bias=False)
-        self.k_proj = nn.Linear(width, width, bias=False)
-        self.v_proj = nn.Linear(width, width, bias=False)
-        self.o_proj = nn.Linear(width, width, bias=False)
-        self.gate_proj = nn.Linear(width, hidden, bias=False)
-        self.up_proj = nn.Linear(width, hidden, bias=False)
-        self.down_proj = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``x`` [batch, width]."""
-        y = self.norm(x)
-        x = x + self.o_proj(self.q_proj(y).tanh() * self.k_proj(y) + self.v_proj(y))
-        y = self.norm(x)
-        return x + self.down_proj(nn.functional.silu(self.gate_proj(y)) * self.up_proj(y))
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--format", choices=LAYOUT_OF, default="nvfp4")
-    parser.add_argument("--size", choices=SIZES, default="tiny")
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="default: 3")
+    parser.add_argument("--requantize", action="store_true", help="the engine quantizes")
+    parser.add_argument("--size", choices=PRESETS, default="tiny")
+    parser.add_argument("--pretrain", type=count, default=60, metavar="N", help="default: 60")
+    parser.add_argument("--steps", type=count, default=10, metavar="N", help="of RL; default: 10")
+    parser.add_argument("--samples", type=count, default=16, metavar="N", help="default: 16")
+    parser.add_argument("--length", type=count, default=24, metavar="N", help="default: 24 bytes")
+    parser.add_argument("--lr", type=positive_number, default=3e-4, metavar="X", help="of RL")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args(argv)
 
 
-def build(args: argparse.Namespace, device: str) -> nn.Module:
-    """The model that is trained."""
-    width, hidden, layers = SIZES[args.size]
+def build(args: argparse.Namespace, device: str) -> GPT:
+    """The policy; its layers have BF16 weights on a GPU, FP32 ones on a CPU."""
+    preset = PRESETS[args.size]
     torch.manual_seed(0)
     with torch.device(device):
-        model = nn.Sequential(*(Block(width, hidden) for _ in range(layers))).bfloat16()
-    # What the engine has as one matrix has one scale.
-    groups = {"scale_groups": fp4adam.hf_scale_groups} if args.format == "nvfp4" else {}
-    return fp4adam.quantize_model(model, args.format, **groups)
+        model = GPT(GPTConfig(preset["layers"], preset["heads"], preset["dim"], preset["context"]))
+    return model.to(torch.bfloat16 if device != "cpu" else torch.float32)
 
 
-def trained_bytes(model: nn.Module, args: argparse.Namespace) -> Iterator[tuple[str, Tensor]]:
-    """Codes and scales by the engine's names."""
-    return fp4adam.export_tensors(model, LAYOUT_OF[args.format], fused=True)
+# The engine
 
 
-def decoded(model: nn.Module, args: argparse.Namespace) -> Iterator[tuple[str, Tensor]]:
-    """The usual way: BF16, by the model's names."""
-    for name, param in model.named_parameters():
-        is_quantized = isinstance(param, fp4adam.QuantizedTensor)
-        value = param.detach()
-        yield name, value.dequantize(torch.bfloat16) if is_quantized else value
+def decode(stored: dict[str, Tensor], layer: str, weight_format: str) -> Tensor | None:
+    """The values of a layer's weight, float32, as an engine computes them from codes and scales."""
+    if weight_format == "nvfp4" and f"{layer}.weight_packed" in stored:
+        packed = stored[f"{layer}.weight_packed"]
+        codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).int()
+        scale = stored[f"{layer}.weight_scale"].float() / stored[f"{layer}.weight_global_scale"]
+        return E2M1.to(packed.device)[codes] * scale.repeat_interleave(16, -1)
+    codes = stored[f"{layer}.weight"]
+    if weight_format == "mxfp8" and f"{layer}.weight_scale" in stored:
+        scale = 2.0 ** (stored[f"{layer}.weight_scale"].float() - 127)
+        return codes.float() * scale.repeat_interleave(32, -1)
+    if weight_format == "float8block" and f"{layer}.weight_scale_inv" in stored:
+        scale = stored[f"{layer}.weight_scale_inv"]
+        scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return codes.float() * scale[: codes.shape[0], : codes.shape[1]]
+    return None
 
 
-def requantize(received: dict[str, Tensor], quantized: set[str], weight_format: str) -> None:
-    """What the engine does with BF16: quantize it."""
-    for name in quantized:
-        quantizer_of(weight_format).quantize(received[name])
+class Engine:
+    """Samples with the weights that it was last sent: W4A16, or W8A16."""
+
+    def __init__(self, args: argparse.Namespace, device: str) -> None:
+        self.args, self.model = args, build(args, device)
+        self.receiver = fp4adam.WeightReceiver(device=device)
+
+    @torch.no_grad()
+    def refit(self, packed: Tensor) -> None:
+        """Apply an update, and decode what has changed, or quantize what came in BF16."""
+        changed = self.receiver.apply(fp4adam.WeightUpdate.unpack(packed))
+        self.decode({name.rpartition(".")[0] for name in changed})
+
+    @torch.no_grad()
+    def quantize(self, weights: dict[str, Tensor]) -> None:
+        """Take BF16 weights and quantize those of hidden layers, as the trainer would."""
+        quantizer = QUANTIZERS[self.args.format]
+        for name, param in self.model.named_parameters():
+            value = weights[name]
+            is_hidden = param.ndim == 2 and name.startswith("blocks.")
+            param.copy_(quantizer.quantize(value).dequantize() if is_hidden else value)
+
+    def decode(self, layers: set[str]) -> None:
+        """Write the values of some layers into the model."""
+        for layer in layers:
+            value = decode(self.receiver.tensors, layer, self.args.format)
+            if value is None:
+                value = self.receiver.tensors[f"{layer}.weight"]
+            self.model.get_parameter(f"{layer}.weight").copy_(value)
+
+    @torch.no_grad()
+    def rollout(self) -> tuple[Tensor, Tensor]:
+        """Sampled bytes [samples, 1 + length], and the log probabilities they were drawn from."""
+        device = self.model.lm_head.weight.device
+        tokens = torch.full((self.args.samples, 1), ord("\n"), device=device)
+        for _ in range(self.args.length):
+            logits = self.model(tokens)[:, -1].float()
+            tokens = torch.cat((tokens, torch.multinomial(logits.softmax(-1), 1)), dim=1)
+        logs = self.model(tokens[:, :-1]).float().log_softmax(-1)
+        return tokens, logs
 
 
-def quantizer_of(weight_format: str) -> Any:
-    """The format as an engine holds it: no transposed copy."""
-    quantizers = {
-        "nvfp4": fp4adam.NVFP4Quantizer,
-        "mxfp8": fp4adam.MXFP8Quantizer,
-        "float8block": fp4adam.Float8BlockQuantizer,
-    }
-    return quantizers[weight_format](columnwise=False)
+# The trainer
 
 
-def transfer(tensor: Tensor, rank: int) -> None:
-    """Send a tensor from the trainer, or receive it; gloo sends from host memory."""
-    raw = tensor.reshape(-1).view(torch.uint8)
-    through_host = dist.get_backend() == "gloo" and raw.is_cuda
-    wire = (
-        (raw.cpu() if rank == TRAINER else torch.empty_like(raw, device="cpu"))
-        if through_host
-        else raw
-    )
+class Trainer:
+    """Trains the policy; its weights are quantized unless the engine is to do that."""
+
+    def __init__(self, args: argparse.Namespace, device: str) -> None:
+        self.args, self.model = args, build(args, device)
+        self.sender = None
+        if not args.requantize:
+            fp4adam.quantize_model(self.model, args.format)
+        self.optimizer = fp4adam.FP4Adam(self.model.parameters(), lr=PRESETS[args.size]["lr"])
+        if not args.requantize:
+            self.sender = fp4adam.WeightSender(self.model, LAYOUT_OF[args.format])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Log probabilities of the next bytes, float32."""
+        return self.model(tokens).float().log_softmax(-1)
+
+    def step(self, loss: Tensor) -> None:
+        """One optimizer step."""
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def pretrain(self) -> None:
+        """Learn some text, so that there is a policy to begin with."""
+        text = load_text()[0].to(self.model.lm_head.weight.device)
+        for step in range(self.args.pretrain):
+            tokens, targets = cut_batch(text, 16, self.model.config.context, seed=step)
+            self.step(F.nll_loss(self.forward(tokens).flatten(0, 1), targets.flatten()))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.args.lr
+
+    def learn(self, tokens: Tensor, sampled_logs: Tensor) -> tuple[float, float]:
+        """One step of REINFORCE; the mean reward, and KL(engine || trainer) per byte before it."""
+        written = tokens[:, 1:]
+        reward = ((written >= ord("a")) & (written <= ord("z"))).float().mean(1)
+        advantage = (reward - reward.mean()) / (reward.std() + 1e-6)
+        logs = self.forward(tokens[:, :-1])
+        q, p = sampled_logs.double(), logs.detach().double()
+        kl = (q.exp() * (q - p)).sum(-1).mean()
+        chosen = logs.gather(-1, written[..., None])[..., 0]
+        self.step(-(advantage[:, None] * chosen).mean())
+        return reward.mean().item(), kl.item()
+
+
+# Between them
+
+
+def send(tensor: Tensor | None, rank: int, device: str) -> Tensor:
+    """A tensor from the trainer to the engine, which passes None; gloo sends from host memory."""
+    through_host = dist.get_backend() == "gloo"
+    size = [None if tensor is None else (tensor.numel(), tensor.dtype)]
+    dist.broadcast_object_list(size, TRAINER)
+    numel, dtype = size[0]
+    wire = "cpu" if through_host else device
     if rank == TRAINER:
-        dist.send(wire, ENGINE)
-        return
-    dist.recv(wire, TRAINER)
-    if through_host:
-        raw.copy_(wire)
+        # As bytes: not every backend sends every dtype.
+        dist.send(tensor.to(wire).view(-1).view(torch.uint8), ENGINE)
+        return tensor
+    received = torch.empty(numel, dtype=dtype, device=wire)
+    dist.recv(received.view(torch.uint8), TRAINER)
+    return received.to(device)
 
 
-def refit(
-    pairs: Iterator[tuple[str, Tensor]] | None, buffers: dict[str, Tensor], rank: int
-) -> tuple[int, float]:
-    """Fill the engine's buffers; returns the bytes sent and the milliseconds this rank took."""
-    wait_for_device()
-    dist.barrier()
-    start, count = time.perf_counter(), 0
-    for _, tensor in pairs if rank == TRAINER else buffers.items():
-        transfer(tensor.contiguous(), rank)
-        count += tensor.nbytes
-    wait_for_device()
-    return count, (time.perf_counter() - start) * 1e3
+def share(tensors: list[Tensor] | None, device: str) -> list[Tensor]:
+    """Tensors of the engine, on both ranks."""
+    held = [None if tensors is None else [tensor.cpu() for tensor in tensors]]
+    dist.broadcast_object_list(held, ENGINE)
+    return [tensor.to(device) for tensor in held[0]]
 
 
 def wait_for_device() -> None:
     """Until everything that was launched is done."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def refit(trainer: Trainer | None, engine: Engine | None, device: str) -> dict[str, Any]:
+    """Bring the trainer's weights to the engine; bytes and milliseconds of both sides together."""
+    rank = TRAINER if trainer else ENGINE
+    requantizes = (trainer or engine).args.requantize
+    dist.barrier()
+    start = time.perf_counter()
+    packed = None
+    if trainer and requantizes:
+        flat = [param.detach().bfloat16().view(-1) for param in trainer.model.parameters()]
+        packed = torch.cat(flat)
+    elif trainer:
+        packed = trainer.sender.export_changes().pack()
+    packed = send(packed, rank, device)
+    if engine and requantizes:
+        params = dict(engine.model.named_parameters())
+        values = packed.split([param.numel() for param in params.values()])
+        pairs = zip(params.items(), values, strict=True)
+        engine.quantize({name: value.view(param.shape) for (name, param), value in pairs})
+    elif engine:
+        engine.refit(packed)
+    wait_for_device()
+    dist.barrier()
+    return {"bytes": packed.nbytes, "ms": (time.perf_counter() - start) * 1e3}
 
 
 def run(rank: int, args: argparse.Namespace, port: int) -> None:
@@ -151,80 +245,40 @@ def run(rank: int, args: argparse.Namespace, port: int) -> None:
         torch.cuda.set_device(device)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("nccl" if several else "gloo", address, rank=rank, world_size=2)
-    ways = {"trained bytes": trained_bytes, "BF16, quantized again": decoded}
-    model, optimizer = None, None
+    trainer = engine = None
     if rank == TRAINER:
-        model = build(args, device)
-        optimizer = fp4adam.FP4Adam(
-            model.named_parameters(),
-            lr=1e-3,
-            scale_groups=fp4adam.hf_scale_groups if args.format == "nvfp4" else None,
-        )
-    buffers = {way: announce(make, model, args, device, rank) for way, make in ways.items()}
-    quantized = [None]
-    if rank == TRAINER:
-        names = {n for n, p in model.named_parameters() if isinstance(p, fp4adam.QuantizedTensor)}
-        quantized = [names]
-    dist.broadcast_object_list(quantized, TRAINER)
-    for step in range(1, args.steps + 1):
-        if rank == TRAINER:
-            x = torch.randn(16, SIZES[args.size][0], device=device, dtype=torch.bfloat16)
-            model(x).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        for way, make in ways.items():
-            pairs = make(model, args) if rank == TRAINER else None
-            count, took = refit(pairs, buffers[way], rank)
-            start = time.perf_counter()
-            if rank == ENGINE and make is decoded:
-                requantize(buffers[way], quantized[0], args.format)
-                wait_for_device()
-            took += (time.perf_counter() - start) * 1e3
-            if rank == ENGINE:
-                print(f"step {step}  {way:<24} {count:>13,} bytes {took:>9.1f} ms", flush=True)
-    check(model, *buffers.values(), quantized[0], args, rank)
+        trainer = Trainer(args, device)
+        trainer.pretrain()
+    else:
+        engine = Engine(args, device)
+    for step in range(args.steps):
+        took = refit(trainer, engine, device)
+        tokens, logs = share(engine.rollout() if engine else None, device)
+        if trainer:
+            reward, kl = trainer.learn(tokens, logs)
+            print(
+                f"step {step + 1:>3}  reward {reward:.3f}  KL {kl:9.2e}  "
+                f"refit {took['bytes']:>13,} bytes {took['ms']:>9.1f} ms",
+                flush=True,
+            )
+    refit(trainer, engine, device)
+    if not args.requantize:
+        check(trainer, engine)
     dist.barrier()  # neither leaves while the other still receives
     dist.destroy_process_group()
 
 
-def announce(
-    make: Any, model: nn.Module | None, args: argparse.Namespace, device: str, rank: int
-) -> dict[str, Tensor]:
-    """The engine's buffers: names, shapes and dtypes are agreed upon once."""
-    described = [None]
-    if rank == TRAINER:
-        described = [[(name, tuple(t.shape), t.dtype) for name, t in make(model, args)]]
-    dist.broadcast_object_list(described, TRAINER)
-    return {
-        name: torch.empty(shape, dtype=dtype, device=device) for name, shape, dtype in described[0]
-    }
-
-
-def check(
-    model: nn.Module | None,
-    received: dict[str, Tensor],
-    plain: dict[str, Tensor],
-    quantized: set[str],
-    args: argparse.Namespace,
-    rank: int,
-) -> None:
-    """The engine has the trainer's bytes; how many values differ if it has quantized again."""
+def check(trainer: Trainer | None, engine: Engine | None) -> None:
+    """The engine has the trainer's bytes, all of them."""
     expected = [None]
-    if rank == TRAINER:
-        expected = [{name: digest(tensor) for name, tensor in trained_bytes(model, args)}]
+    if trainer:
+        layout = LAYOUT_OF[trainer.args.format]
+        expected = [{n: digest(t) for n, t in fp4adam.export_tensors(trainer.model, layout)}]
     dist.broadcast_object_list(expected, TRAINER)
-    if rank == TRAINER:
-        return
-    if {name: digest(tensor) for name, tensor in received.items()} != expected[0]:
-        raise SystemExit("the engine has other bytes than the trainer")
-    print("the engine has the bytes that were trained")
-    quantizer = quantizer_of(args.format)
-    others = sum(
-        int((quantizer.quantize(plain[name]).dequantize(torch.bfloat16) != plain[name]).sum())
-        for name in quantized
-    )
-    total = sum(plain[name].numel() for name in quantized)
-    print(f"quantized again, {others:,} of {total:,} weights have another value")
+    if engine:
+        if {n: digest(t) for n, t in engine.receiver.tensors.items()} != expected[0]:
+            raise SystemExit("the engine has other bytes than the trainer")
+        print("the engine has the bytes that were trained")
 
 
 def digest(tensor: Tensor) -> str:

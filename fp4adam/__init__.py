@@ -4,11 +4,17 @@ from inspect import ismodule as _ismodule
 
 from fp4adam import fp4_utils as fp4_utils
 from fp4adam import fp8_utils as fp8_utils
+from fp4adam.checkpoints.engines import register_with_vllm as register_with_vllm
+from fp4adam.checkpoints.engines import update_sglang as update_sglang
 from fp4adam.checkpoints.export import export_checkpoint as export_checkpoint
 from fp4adam.checkpoints.export import export_masters as export_masters
 from fp4adam.checkpoints.import_checkpoint import import_checkpoint as import_checkpoint
 from fp4adam.checkpoints.tensors import export_tensors as export_tensors
 from fp4adam.checkpoints.trainable import make_trainable as make_trainable
+from fp4adam.checkpoints.updates import UpdateLost as UpdateLost
+from fp4adam.checkpoints.updates import WeightReceiver as WeightReceiver
+from fp4adam.checkpoints.updates import WeightSender as WeightSender
+from fp4adam.checkpoints.updates import WeightUpdate as WeightUpdate
 from fp4adam.distributed import collectives as collectives
 from fp4adam.distributed import fsdp as fsdp
 from fp4adam.distributed import tensor_parallel as tensor_parallel

@@ -67,6 +67,7 @@ class Variant(NamedTuple):
         amsgrad: Whether to divide by the largest second moment so far.
         is_updated: Whether an earlier launch has updated the state, so that the new value is only
             read. The moments' codecs are "float32" then, and stand for nothing.
+        records: Whether to flag the units of a plain parameter that change.
     """
 
     grad_dtype: tl.dtype
@@ -78,6 +79,7 @@ class Variant(NamedTuple):
     adam_w: bool
     amsgrad: bool
     is_updated: bool = False
+    records: bool = False
 
     @property
     def codecs(self) -> tuple[str, str, str]:
@@ -85,8 +87,7 @@ class Variant(NamedTuple):
         return self.value_codec, self.exp_avg_codec, self.exp_avg_sq_codec
 
 
-@triton.constexpr_function
-def state_lanes(variant: Variant) -> int:
+def lanes_of_states(variant: Variant) -> int:
     """Neighbouring elements per thread in the tiles of a step.
 
     Where states take a byte each and gradients two, eight; else four, 16 bytes of FP32.
@@ -94,6 +95,10 @@ def state_lanes(variant: Variant) -> int:
     codecs = variant.value_codec, variant.exp_avg_codec, variant.exp_avg_sq_codec
     small = codecs == ("int8", "e4m3", "ue4m4") and variant.grad_dtype != tl.float32
     return 8 if small and not variant.amsgrad else 4
+
+
+# For kernels alone: called on the host, Triton 3.6 makes a plain tuple of the variant.
+state_lanes = triton.constexpr_function(lanes_of_states)
 
 
 def step_variant(
@@ -432,7 +437,7 @@ class StepLaunch:
     """The step of the tensors of one kind; each format has its own, which makes the launches.
 
     It is made of the properties that the tensors have in common, a ``Kind`` of the optimizer; and
-    of a ``LaunchTensors``: their shapes and amax slots, their part of the table, the scalars, and cuts.
+    of a ``LaunchTensors``: shapes and amax slots, a part of the table, scalars, and cuts.
     """
 
     _launches: list[Launch]

@@ -113,7 +113,7 @@ def _quantize_kernel(
     row, col = tile // tiles_per_row * BR, tile % tiles_per_row * BC
     x = to_float32(tl.load(x_ptr + tile_start(row, col, cols) + tile_offsets(cols, BR, BC)))
     scale = tensor_scale(tl.load(amax_ptr), epsilon, POW_2)
-    storage = Storage(rowwise_data, None, columnwise_data, None)
+    storage = Storage(rowwise_data, None, columnwise_data, None, None)
     words = float8_tile(x, scale, row, col, cols, storage, USAGE, BR, BC)
     if USAGE.columnwise:
         store_columnwise(words, row, col, rows, storage, BR, BC)

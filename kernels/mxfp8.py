@@ -10,6 +10,7 @@ from fp4adam.kernels.launch.launch import on_its_device
 from fp4adam.kernels.launch.tensor_table import Storage, Usage, tile_offsets, tile_start
 from fp4adam.kernels.swizzle import store_swizzled
 from fp4adam.kernels.tiles.bfloat16 import round_to, to_float32
+from fp4adam.kernels.tiles.changes import flag_units, flag_words
 from fp4adam.kernels.tiles.e4m3 import e4m3_value, e4m3_word_values, e4m3_words
 from fp4adam.kernels.tiles.e8m0 import e8m0_code_up, e8m0_reciprocal, e8m0_value
 from fp4adam.kernels.tiles.layout import state_offsets
@@ -135,15 +136,29 @@ def store_tile(
     BC: tl.constexpr,
 ):
     """Store the results of :func:`mxfp8_tile` for the tile [32, BC] at (row, col)."""
+    if USAGE.records:
+        data = storage.rowwise_data
+        flag_words(storage.changed, data, row, col // 4, cols // 4, row_words, 8)
     if USAGE.square:
-        store_words(storage.rowwise_data, row, col // 4, cols // 4, row_words, 32, BC // 4)
         grid = storage.rowwise_scale + tile_start(row // 32, col // 32, cols // 32)
-        tl.store(grid + tl.arange(0, BC // 32), tl.max(row_scale.to(tl.int32), 0).to(tl.uint8))
-    elif USAGE.rowwise:
+        grid += tl.arange(0, BC // 32)
+        scale = tl.max(row_scale.to(tl.int32), 0).to(tl.uint8)
+        if USAGE.records:
+            differs = tl.broadcast_to((tl.load(grid) != scale)[None, :], (32, BC // 32))
+            flag_units(storage.changed, row, col // 32, cols // 32, differs, 1)
+            tl.debug_barrier()  # warps may share bytes that others overwrite
         store_words(storage.rowwise_data, row, col // 4, cols // 4, row_words, 32, BC // 4)
+        tl.store(grid, scale)
+    elif USAGE.rowwise:
         width = (cols // 32 + 3) // 4 * 4
         grid = storage.rowwise_scale + tile_start(row, col // 32, width)
-        tl.store(grid + tile_offsets(width, 32, BC // 32), row_scale)
+        grid += tile_offsets(width, 32, BC // 32)
+        if USAGE.records:
+            differs = tl.load(grid) != row_scale
+            flag_units(storage.changed, row, col // 32, cols // 32, differs, 1)
+            tl.debug_barrier()
+        store_words(storage.rowwise_data, row, col // 4, cols // 4, row_words, 32, BC // 4)
+        tl.store(grid, row_scale)
     if USAGE.columnwise and not USAGE.square:
         store_words(storage.columnwise_data, row, col // 4, cols // 4, column_words, 32, BC // 4)
         width = (cols + 127) // 128 * 128
@@ -190,7 +205,7 @@ def _quantize_kernel(
     tile, tiles_per_row = tl.program_id(0), cols // BC
     row, col = tile // tiles_per_row * 32, tile % tiles_per_row * BC
     x = to_float32(tl.load(x_ptr + tile_start(row, col, cols) + tile_offsets(cols, 32, BC)))
-    storage = Storage(rowwise_data, rowwise_scale, columnwise_data, columnwise_scale)
+    storage = Storage(rowwise_data, rowwise_scale, columnwise_data, columnwise_scale, None)
     # The storage may be unaligned, so words are split into bytes, which rules out HARDWARE (see
     # e4m3_code).
     row_words, row_scale, column_words, column_scale = mxfp8_tile(x, USAGE, BC, False)

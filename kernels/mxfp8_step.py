@@ -12,6 +12,7 @@ from fp4adam.kernels.adam import (
     Variant,
     adam_master_tile,
     adam_step_tile,
+    lanes_of_states,
     load_scalars,
     state_lanes,
     state_pointers,
@@ -43,6 +44,8 @@ from fp4adam.kernels.tiles.remainder import load_remainder, store_remainder
 from fp4adam.kernels.tiles.state import are_narrow, has_scales, load_scale
 from fp4adam.kernels.tiles.words import insert_tile
 
+# Whether the step flags the units of weights that it changes.
+RECORDS_CHANGES = True
 # Tiles of the fused step, and the columns of the parts that they are processed in. Edges are
 # covered by single blocks. Encoding states in BF16 needs registers, hence smaller parts.
 STEP_TILE, STEP_PART = Tile(32, 256, 1, 4, 3), {False: 64, True: 32}  # by encodes_states()
@@ -161,7 +164,7 @@ def encodes_states(codecs: tuple[str, str, str]) -> bool:
 
 def step_part(variant: Variant) -> int:
     """The columns of the parts of STEP_TILE."""
-    completes = variant.value_codec == "int8" and state_lanes(variant) < 8
+    completes = variant.value_codec == "int8" and lanes_of_states(variant) < 8
     return STEP_PART[completes or encodes_states(variant.codecs)]
 
 
@@ -179,7 +182,7 @@ def adam_step(
     ``tiles``: from :func:`step_tiles`.
     """
     part = step_part(variant)
-    registers = step_registers(variant.codecs)
+    registers = 255 if usage.records else step_registers(variant.codecs)
     forms = (
         (STEP_TILE, part, registers),
         (EDGE_TILE, EDGE_PART, EDGE_REGISTERS),

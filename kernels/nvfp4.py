@@ -17,6 +17,7 @@ from fp4adam.kernels.launch.tensor_table import (
 )
 from fp4adam.kernels.swizzle import store_swizzled
 from fp4adam.kernels.tiles.bfloat16 import round_to, to_float32
+from fp4adam.kernels.tiles.changes import flag_units, flag_words
 from fp4adam.kernels.tiles.e2m1 import e2m1_code, e2m1_round, e2m1_value
 from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_value
 from fp4adam.kernels.tiles.remainder import complete, split_off, unit_of_one
@@ -203,7 +204,17 @@ def nvfp4_tile(
             remainder = _remainder(master, dither, value, scale, amax, USAGE, BR, BC)
         words = pack_words(tl.reshape(code, (BR, BC)), 4, BR, BC)
         grid = storage.rowwise_scale + tile_start(row // 16, col // 16, cols // 16)
-        tl.store(grid + tile_offsets(cols // 16, BR // 16, BC // 16), scale)
+        grid += tile_offsets(cols // 16, BR // 16, BC // 16)
+        if USAGE.records:
+            differs = tl.broadcast_to(
+                (tl.load(grid) != scale)[:, None, :], (BR // 16, 16, BC // 16)
+            )
+            differs = tl.reshape(differs, (BR, BC // 16))
+            flag_units(storage.changed, row, col // 16, cols // 16, differs, 2)
+            data = storage.rowwise_data
+            flag_words(storage.changed, data, row, col // 8, cols // 8, words, 4)
+            tl.debug_barrier()  # warps may share bytes that others overwrite
+        tl.store(grid, scale)
         if USAGE.rowwise:
             store_words(storage.rowwise_data, row, col // 8, cols // 8, words, BR, BC // 8)
     else:
@@ -214,10 +225,17 @@ def nvfp4_tile(
             if master is not None:
                 remainder = _remainder(master, dither, value, scale, amax, USAGE, BR, BC)
             words = pack_words(tl.reshape(code, (BR, BC)), 4, BR, BC)
-            store_words(storage.rowwise_data, row, col // 8, cols // 8, words, BR, BC // 8)
             width = (cols // 16 + 3) // 4 * 4
             grid = storage.rowwise_scale + tile_start(row, col // 16, width)
-            tl.store(grid + tile_offsets(width, BR, BC // 16), scale)
+            grid += tile_offsets(width, BR, BC // 16)
+            if USAGE.records:
+                differs = tl.load(grid) != scale
+                flag_units(storage.changed, row, col // 16, cols // 16, differs, 2)
+                data = storage.rowwise_data
+                flag_words(storage.changed, data, row, col // 8, cols // 8, words, 4)
+                tl.debug_barrier()  # warps may share bytes that others overwrite
+            store_words(storage.rowwise_data, row, col // 8, cols // 8, words, BR, BC // 8)
+            tl.store(grid, scale)
             if USAGE.swizzled:
                 store_swizzled(gemm_scales.rowwise, row, col // 16, cols // 16, scale, BR, BC // 16)
         if USAGE.columnwise:
@@ -321,7 +339,7 @@ def _quantize_kernel(
     tile = tl.program_id(0)
     row, col = tile // tiles_per_row * BR, tile % tiles_per_row * BC
     x = to_float32(tl.load(x_ptr + tile_start(row, col, cols) + tile_offsets(cols, BR, BC)))
-    storage = Storage(rowwise_data, rowwise_scale, columnwise_data, columnwise_scale)
+    storage = Storage(rowwise_data, rowwise_scale, columnwise_data, columnwise_scale, None)
     amax = tl.load(amax_ptr)
     _, words, scale, _ = nvfp4_tile(x, amax, row, col, cols, storage, None, USAGE, BR, BC)
     if USAGE.columnwise:

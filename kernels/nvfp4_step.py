@@ -13,6 +13,7 @@ from fp4adam.kernels.adam import (
     Variant,
     adam_master_tile,
     adam_step_tile,
+    lanes_of_states,
     load_scalars,
     state_lanes,
     state_pointers,
@@ -39,6 +40,8 @@ from fp4adam.kernels.tiles.remainder import load_remainder, store_remainder
 from fp4adam.kernels.tiles.state import are_narrow, has_scales, load_scale_words, max_registers
 from fp4adam.kernels.tiles.words import insert_tile
 
+# Whether the step flags the units of weights that it changes.
+RECORDS_CHANGES = True
 # Tiles of the fused step. The loop prefetches the next tile; the edges of a matrix are covered by
 # small tiles, with few warps, so that many of them wait for memory at once.
 STEP_TILE = {True: Tile(16, 64, 4, 4, 4), False: Tile(16, 64, 4, 4, 3)}  # by two_dimensional
@@ -201,7 +204,7 @@ def step_forms(variant: Variant, usage: Usage) -> tuple[Tile, Tile]:
     elif not usage.square and narrow and not scaled:
         # Two stages take 128 registers instead of 168, for which ptxas spills a few on sm_100.
         large = large._replace(num_stages=2)
-    small = state_lanes(variant) == 8
+    small = lanes_of_states(variant) == 8
     if (variant.is_updated or small) and usage.square and usage.adaptive is None:
         # More elements per thread repeat less of what a block has in common.
         large = large._replace(num_warps=2)
@@ -221,7 +224,7 @@ def step_registers(
     narrow, scaled, edge = are_narrow(*codecs), has_scales(*codecs), max_registers(*codecs)
     if usage.adaptive is not None:
         return None if usage.square and not narrow else 255, edge
-    if codecs[0] == "int8":
+    if codecs[0] == "int8" or usage.records:
         return 255, edge
     if narrow and not scaled:
         return 128 if usage.square and sm == 90 else 168, edge

@@ -3,7 +3,8 @@
     python tests/mutants.py --count 600 --jobs 2
 
 1. The quick tests run once under ``coverage``, which tells the lines that each test reaches, in
-   processes of ranks too. The record stays in ``build/mutants`` until ``--record`` renews it.
+   processes of ranks too. The record stays in ``build/mutants``, with the tree that it is of, until
+   ``--record`` renews it.
 2. Of all mutants of the folders, a sample is drawn: one per line, as many per folder as it has
    lines. ``--seed`` draws another.
 3. Each mutant gets the tests that reach its line, the fastest first, until one fails or
@@ -290,12 +291,12 @@ class Mutations(ast.NodeVisitor):
         self.generic_visit(node)
 
 
-def mutants_of(folders: list[str]) -> list[Mutant]:
-    """All mutants of the files below folders."""
+def mutants_of(root: Path, folders: list[str]) -> list[Mutant]:
+    """All mutants of the files below folders of a tree."""
     found: list[Mutant] = []
     for folder in folders:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            found += Mutations(str(path.relative_to(ROOT)), path.read_text()).found
+        for path in sorted((root / folder).rglob("*.py")):
+            found += Mutations(str(path.relative_to(root)), path.read_text()).found
     return found
 
 
@@ -385,13 +386,13 @@ def read_record(folder: Path) -> tuple[dict[str, dict[int, list[str]]], dict[str
 # Runs
 
 
-def copy_tree(folder: Path) -> None:
+def copy_tree(root: Path, folder: Path) -> None:
     """A copy of the tree, with compiled files that follow the text of their sources."""
     import compileall
     import py_compile
 
     for name in TREE:
-        source = ROOT / name
+        source = root / name
         if source.is_dir():
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(source, folder / name, symlinks=True, ignore=ignored)
@@ -508,7 +509,7 @@ def worker(number: int, jobs: int, work: list[Mutant], seconds: float) -> None:
     folder = OUT / f"copy{number}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    copy_tree(folder)
+    copy_tree(OUT / "recorded", folder)
     for mutant in work[number::jobs]:
         tests = chosen_tests(mutant, reached, times, seconds)
         begin = time.monotonic()
@@ -549,11 +550,11 @@ def main() -> None:
         shutil.rmtree(recorded, ignore_errors=True)
         (recorded / "record").mkdir(parents=True)
         (OUT / "results.jsonl").unlink(missing_ok=True)
-        copy_tree(recorded)
+        copy_tree(ROOT, recorded)
         print("recording the lines of all quick tests", flush=True)
         run_tests(recorded, options.tests, 4 * 3600, records=True)
     reached, _ = read_record(recorded)
-    every = mutants_of(options.folders)
+    every = mutants_of(recorded, options.folders)
     found = [m for m in every if any(reached.get(m.path, {}).get(n) for n in m.lines)]
     results_file = OUT / "results.jsonl"
     lines = results_file.read_text().splitlines() if results_file.exists() else []

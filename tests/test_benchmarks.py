@@ -453,6 +453,30 @@ def test_losses_of_other_settings_are_not_compared(trained, tmp_path):
         report("numerics_report.py", path, tmp_path / "other.json")
 
 
+# Quantization-aware training, and updates of engines
+
+
+@pytest.mark.exhaustive
+def test_ways_to_quantized_weights(tmp_path):
+    small = "--device cpu --layers 1 --heads 2 --dim 64 --context 16 --batch 2 --steps 10".split()
+    out = run("qat.py", *small, "--json", tmp_path / "qat.json")
+    (runs,) = json.loads((tmp_path / "qat.json").read_text())["runs"]
+    assert len(runs) == 8 and all(set(runs[name]) == {"a16", "a4"} for name in [*runs][1:])
+    losses = [each["loss"] for row in runs.values() for each in row.values()]
+    assert all(map(math.isfinite, losses))
+    assert out.count("| QA") == 4 and "held-out loss, W4A4" in out
+
+
+@pytest.mark.exhaustive
+def test_updates_are_measured(tmp_path):
+    options = ("--device", "cpu", "--format", "nvfp4", "--steps", 1, "--batch", 1)
+    run("refit.py", *options, "--json", tmp_path / "refit.json")
+    rows = json.loads((tmp_path / "refit.json").read_text())["rows"]
+    assert [row["lr"] for row in rows] == [1e-5, 1e-6]
+    sizes = [row["changed_bytes"] for row in rows]
+    assert sizes[1] < sizes[0] < rows[0]["full_bytes"]
+
+
 # Captured steps
 
 

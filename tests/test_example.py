@@ -26,6 +26,7 @@ import expert_parallel  # noqa: E402
 import minimal  # noqa: E402
 import muon  # noqa: E402
 import options as command_line  # noqa: E402
+import qat  # noqa: E402
 import report  # noqa: E402
 import train_gpt  # noqa: E402
 from stdlib_text import cut_batch, load_text  # noqa: E402
@@ -491,6 +492,29 @@ def test_expert_parallelism_gives_the_same_bits():
     assert printed.splitlines()[-1] == f"weights {expected['weights']}"
     others = [f"step {i + 1}: loss {loss:.4f}" for i, loss in enumerate(losses)]
     assert printed.splitlines()[:-1] == others
+
+
+@pytest.mark.exhaustive
+def test_rollouts_by_an_engine_with_the_trained_bytes():
+    small = "--device cpu --pretrain 2 --steps 2 --samples 4 --length 4".split()
+    kls = {}
+    for way in ("--format=nvfp4", "--format=mxfp8", "--format=float8block", "--requantize"):
+        out = run_program("refit.py", *small, way)
+        kls[way] = [float(kl) for kl in re.findall(r"KL +(\S+)", out)]
+        sizes = [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) bytes", out)]
+        assert len(kls[way]) == len(sizes) == 2
+        assert ("has the bytes that were trained" in out) == (way != "--requantize")
+    rounded = kls.pop("--requantize")
+    assert min(rounded) > 1e-7
+    assert all(abs(kl) < min(rounded) / 10 for each in kls.values() for kl in each)
+
+
+@pytest.mark.exhaustive
+def test_rounded_trained_and_distilled(capsys):
+    found = qat.main(["--steps", "6", "--format", "mxfp8", "--device", "cpu"])
+    assert found.keys() == {"rounded", "trained", "distilled"}
+    assert all(math.isfinite(loss) and loss < 6 for losses in found.values() for loss in losses)
+    assert "W8A16     W8A8" in capsys.readouterr().out
 
 
 def test_every_program_has_a_help():

@@ -371,7 +371,9 @@ class Import:
         matrix = weight._alias(flat_shape(weight.shape))
         rows = max(_STRIP // matrix.shape[1] // 128, 1) * 128  # whole blocks
         for strip in matrix.split(rows):  # decoded as a whole, it would take the most memory
-            self._check_finite(f"{layer}.weight", strip.dequantize(old.dtype))
+            is_plain = not isinstance(strip, QuantizedTensor)  # of formats that rows do not divide
+            value = strip if is_plain else strip.dequantize(old.dtype)
+            self._check_finite(f"{layer}.weight", value)
         return weight
 
     def plain_values(self) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from fp4adam.formats.scale_groups import fused_layer
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 
-class _Matrix(NamedTuple):
+class Matrix(NamedTuple):
     """What the engine has as one parameter.
 
     Attributes:
@@ -73,17 +73,26 @@ def export_tensors(
             "export_checkpoint writes files of other layouts"
         )
     trained = Trained.of(model, LAYOUTS[layout])
-    sources: dict[tuple[str, ...], list[_Matrix]] = defaultdict(list)
-    for matrix in _matrices(trained, fused, names or str):
-        sources[tuple(trained.pieces[member].name for member in matrix.members)].append(matrix)
     return (
-        pair for names, matrices in sources.items() for pair in _stored(trained, names, matrices)
+        (stored.name, stored.tensor)
+        for group in group_matrices(trained, fused, names or str)
+        for stored in stored_tensors(trained, group)
     )
 
 
-def _matrices(trained: Trained, fused: bool, names: Callable[[str], str]) -> list[_Matrix]:
+def group_matrices(
+    trained: Trained, fused: bool, names: Callable[[str], str]
+) -> list[list[Matrix]]:
+    """All parameters of the engine, checked; those that consist of the same weights together."""
+    sources: dict[tuple[str, ...], list[Matrix]] = defaultdict(list)
+    for matrix in _matrices(trained, fused, names):
+        sources[tuple(trained.pieces[member].name for member in matrix.members)].append(matrix)
+    return [*sources.values()]
+
+
+def _matrices(trained: Trained, fused: bool, names: Callable[[str], str]) -> list[Matrix]:
     """All parameters of the engine, in the order of their first members; checked."""
-    matrices: list[_Matrix] = []
+    matrices: list[Matrix] = []
     seen: set[str] = set()
     taken: dict[str, tuple[str, ...]] = {}
     for name in trained.pieces:
@@ -106,7 +115,7 @@ def _matrices(trained: Trained, fused: bool, names: Callable[[str], str]) -> lis
                 "let names return another one"
             )
         taken[given] = members
-        matrices.append(_Matrix(given, members))
+        matrices.append(Matrix(given, members))
     return matrices
 
 
@@ -164,16 +173,32 @@ def _check_one_amax(weights: dict[str, QuantizedTensor]) -> None:
     )
 
 
-def _stored(
-    trained: Trained, names: tuple[str, ...], matrices: list[_Matrix]
-) -> Iterator[tuple[str, Tensor]]:
+class Stored(NamedTuple):
+    """A tensor that a parameter of the engine is stored as.
+
+    Attributes:
+        name: The engine's name for it.
+        tensor: Its value.
+        matrix: The parameter.
+        key: What the encoding calls it; None for a plain parameter.
+    """
+
+    name: str
+    tensor: Tensor
+    matrix: Matrix
+    key: str | None
+
+
+def stored_tensors(trained: Trained, matrices: list[Matrix]) -> Iterator[Stored]:
     """The tensors of parameters of the engine that consist of the same weights; gathers these."""
+    names = [trained.pieces[member].name for member in matrices[0].members]
     whole = {name: gathered(trained.weights[name]) for name in names}
     if not isinstance(whole[names[0]], QuantizedTensor):
-        for name, members in matrices:
-            pieces = [trained.pieces[member] for member in members]
+        for matrix in matrices:
+            pieces = [trained.pieces[member] for member in matrix.members]
             parts = [cut_rows(whole[piece.name], piece.rows) for piece in pieces]
-            yield name, torch.cat(parts) if len(parts) > 1 else parts[0]
+            tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
+            yield Stored(matrix.name, tensor, matrix, None)
         return
     if len(whole) > 1:
         _check_one_amax(whole)  # type: ignore[arg-type]
@@ -182,13 +207,13 @@ def _stored(
         for name, weight in whole.items()
         for member, tensors in trained.encode_parts(name, weight).items()
     }
-    for name, members in matrices:
-        layer = name.removesuffix("weight")
-        for key in stored[members[0]]:
-            parts = [stored[member][key] for member in members]
+    for matrix in matrices:
+        layer = matrix.name.removesuffix("weight")
+        for key in stored[matrix.members[0]]:
+            parts = [stored[member][key] for member in matrix.members]
             joined = parts[0]
             if len(parts) > 1:
                 # As bytes: not every device joins FP8 numbers.
                 rows = [part.reshape(-1, *part.shape[1:]).view(torch.uint8) for part in parts]
                 joined = torch.cat(rows).view(joined.dtype)
-            yield layer + key, joined
+            yield Stored(layer + key, joined, matrix, key)

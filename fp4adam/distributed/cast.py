@@ -189,7 +189,7 @@ class PartialCast:
             return self._launches_for(values, [None] * len(values)).measure()
         for one, value in zip(self._spans, values, strict=True):
             if value is not None:
-                encoding.measure(one.layout, value, one.span, one.dtype, one.grids, one.amax)
+                encoding.measure_blocks(one.layout, value, one.span, one.dtype, one.grids, one.amax)
 
     def choose(self, values: Sequence[Tensor | None]) -> None:
         """Compare the two scales of every block of adaptive weights; waits for the device.

@@ -30,7 +30,7 @@ def write(quantizer: Quantizer, x: Tensor, out: Storage, amax: Tensor | None = N
         if layout.scale_type is not None and not by_kernels:
             # Scales of blocks depend on the amax of the tensor, so all blocks are measured first.
             grids = new_grids(layout, tuple(x.shape), x.device)
-            measure(layout, x, None, torch.float32, grids, None)
+            measure_blocks(layout, x, None, torch.float32, grids, None)
             amax = next(iter(grids.values())).amax() if amax is None else amax
         if amax is None:
             amax = out.amax if layout.tensor_scale == "current" else torch.zeros_like(out.amax)
@@ -83,7 +83,15 @@ def stored_scales(layout: Layout, tensors: Storage, usage: str, shape: tuple[int
     return stored[:rows, :cols]
 
 
-def measure(
+def measure(quantizer: Quantizer, x: Tensor, amax: Tensor) -> None:
+    """:meth:`Quantizer.measure`, by the format's kernels or by operators."""
+    if backend.uses_kernels(x.device):
+        quantizer.kernels().measure(x, amax)
+    else:
+        measure_blocks(quantizer.layout, x, None, torch.float32, {}, amax.zero_())
+
+
+def measure_blocks(
     layout: Layout,
     x: Tensor,
     span: Span | None,
@@ -124,7 +132,7 @@ def choose(
     """Write the choices of adaptive scales for a span of whole rows of square blocks.
 
     ``choices`` are 1 for blocks whose amax maps to 4, else 0, float32. The other arguments are
-    those of :func:`measure`.
+    those of :func:`measure_blocks`.
     """
     block = quantizer.layout.blocks["rowwise"]
     for rows, strip in strips(x, block, 0, span, dtype):

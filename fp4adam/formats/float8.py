@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.formats import encoding, minifloat
-from fp4adam.tensors import backend
-from fp4adam.tensors.blocks import flat_shape, strips
+from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.layout import Direction, Inner, Layout, ScaleRule
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
@@ -169,16 +168,6 @@ class Float8Quantizer(Quantizer[Float8Tensor]):
             self.measure(matrix, tensor._amax_history[:1])
         return tensor.quantize_(x)
 
-    def measure(self, x: Tensor, amax: Tensor) -> None:
-        if backend.uses_kernels(x.device):
-            self.kernels().measure(x, amax)
-        else:
-            amaxes = [
-                minifloat.amax(strip, scratch=scratch)
-                for _, strip, scratch in strips(x, (1, 1), scratch=1)
-            ]
-            amax.copy_(torch.stack(amaxes).amax())
-
     def take_amax(self, tensors: Storage, amax: Tensor) -> None:
         if self.scaling == "current":
             tensors.amax.copy_(amax)
@@ -204,6 +193,7 @@ class Float8Quantizer(Quantizer[Float8Tensor]):
         return self.per_tensor_scale(tensor_amax)
 
     write, recode, decode = encoding.write, encoding.recode, encoding.decode
+    measure = encoding.measure
 
     def launch(self, x: Tensor, out: Storage) -> None:
         self.kernels().quantize(

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fp4adam.formats import encoding, four_over_six, minifloat
-from fp4adam.tensors import backend
 from fp4adam.tensors.layout import Direction, Inner, Layout, ScaleRule
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
@@ -115,12 +114,6 @@ class NVFP4Quantizer(Quantizer[NVFP4Tensor]):
             multiple=BLOCK,
         )
 
-    def measure(self, x: Tensor, amax: Tensor) -> None:
-        if backend.uses_kernels(x.device):
-            self.kernels().measure(x, amax)
-        else:
-            amax.copy_(minifloat.block_amaxes(x, (BLOCK, BLOCK)).amax())
-
     def per_tensor_scale(self, amax: Tensor) -> Tensor:
         # By a tensor, because torch divides by a number by multiplying with its reciprocal.
         return amax / torch.full_like(amax, self.largest_value)
@@ -149,6 +142,7 @@ class NVFP4Quantizer(Quantizer[NVFP4Tensor]):
         return decode_factors(minifloat.e4m3_value(scales), tensor_amax, self.bound)
 
     write, recode, decode = encoding.write, encoding.recode, encoding.decode
+    measure = encoding.measure
 
     def launch(self, x: Tensor, out: Storage) -> None:
         self.kernels().quantize(

@@ -38,7 +38,7 @@ def check_options(options: Options, amsgrad: bool) -> None:
         )
     if options.store_param_remainders and options.master_weight_dtype == torch.float16:
         raise ValueError(
-            "master_weight_dtype must not be torch.float16 with store_param_remainders, got "
+            "master_weight_dtype must be torch.float32 with store_param_remainders, got "
             f"{options.master_weight_dtype}: remainders complete FP32 masters; leave one of the "
             "two out"
         )

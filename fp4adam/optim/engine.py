@@ -23,7 +23,7 @@ from fp4adam.optim.master_weights import find_stale
 from fp4adam.optim.parameter import Parameter, Parameters, State, scales_of
 from fp4adam.optim.state_tensor import SCALES
 from fp4adam.optim.step_plan import StepPlan
-from fp4adam.tensors import backend
+from fp4adam.tensors import backend, changes
 
 
 class Group(NamedTuple):
@@ -192,13 +192,18 @@ class Engine:
         return (
             _are_same((group for group, _ in self.groups), groups)
             and _are_same(self.params, params)
-            and _are_same(map(self.states.get, params), states)
+            and _are_same(self._own_states(), states)
             and self.plan.fits(self._structure())
         )
 
+    def _own_states(self) -> Iterable:
+        # Tensors are hashed in Python, so not one by one unless there are others' states.
+        return map(self.states.get, self.params) if self.is_part else self.states.values()
+
     def _structure(self) -> list:
         """Everything but the tensors that the kernels and the layout of the state depend on."""
-        structure: list = [self.parameters.options]
+        # Kernels write to the flags of records.
+        structure: list = [self.parameters.options, changes.generation()]
         for group, params in self.groups:
             structure += group["amsgrad"], group["adam_w_mode"], group["fused"]
             structure += len(params), self.updates(group)
@@ -248,8 +253,7 @@ class Engine:
             self.parameters.grad_reader(params),
             options,
         )
-        states = [*map(self.states.get, params)]
-        self._planned = [group for group, _ in self.groups], params, states
+        self._planned = [group for group, _ in self.groups], params, [*self._own_states()]
         if not self.plan.fits(structure):
             raise RuntimeError("a step plan must fit what it was made from; please report this")
 

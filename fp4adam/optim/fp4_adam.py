@@ -40,8 +40,9 @@ class FP4Adam(FusedAdam):
     With ``states="8bit"`` it takes 3.06: FP8 moments, and ``master_weight_dtype=torch.int8``. The
     master is then the weight and an int8 remainder, rounded stochastically, in units of 1/119 of
     half the gap between codes. Codes and scales are those of the updated value before its remainder
-    is rounded. ``state_dict()`` has FP32 masters. A remainder is of use only with its codes: if other
-    code writes the weight, even the same bytes, the master restarts from it.
+    is rounded. ``state_dict()`` has FP32 masters. A remainder is of use only with its codes: if
+    other code writes the weight, even the same bytes, or moves it to other memory between two
+    steps, the master restarts from the weight, with a warning in the log.
 
     The master starts from the high-precision initial value if the parameter still has it, and frees
     it; otherwise it starts from its decoded values. If other code overwrites the parameter

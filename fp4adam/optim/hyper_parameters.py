@@ -80,6 +80,23 @@ def check_numbers(options: Mapping[str, Any], may_wait: bool = True) -> None:
     _check_at_least(0.0, "weight_decay value", options["weight_decay"])
 
 
+def check_saved_numbers(options: Mapping[str, Any]) -> None:
+    """:func:`check_numbers` for those of a checkpoint, where tensors must have one element.
+
+    Raises:
+        ValueError: Also if a tensor has another number of elements.
+        TypeError: As :func:`check_numbers`.
+    """
+    betas = options["betas"] if isinstance(options["betas"], Iterable) else ()
+    for value in (options["lr"], options["eps"], options["weight_decay"], *betas):
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"hyper-parameters must be numbers or tensors of one element, got {value!r}; "
+                "the checkpoint is damaged"
+            )
+    check_numbers(options)
+
+
 def is_on_device(value: Any) -> bool:
     """Whether kernels can read a hyper-parameter at every step, because it is a tensor there."""
     return isinstance(value, Tensor) and backend.uses_kernels(value.device)
@@ -101,5 +118,3 @@ def _check_at_least(least: float, what: str, value: float | Tensor) -> None:
 def _check_number(what: str, value: float | Tensor) -> None:
     if not isinstance(value, _NUMBERS):
         raise TypeError(f"Invalid {what}: {value!r}; it must be a number, or a one-element tensor")
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise ValueError(f"Invalid {what}: {value!r}; a tensor must have one element")

@@ -433,7 +433,8 @@ class MasterWeightOptimizer(Optimizer):
 
         objects = (self, self.inner)
         before = [dict(vars(each)) for each in objects]
-        values = [(master, master.data) for p, master in self._stepped.items() if master is not p]
+        masters = [master for param, master in self._stepped.items() if master is not param]
+        values = [local(master).detach().clone() for master in masters]
         try:
             with (
                 saving.hooked(self.register_load_state_dict_pre_hook, take, prepend=False),
@@ -443,8 +444,11 @@ class MasterWeightOptimizer(Optimizer):
         except BaseException:
             for each, attributes in zip(objects, before, strict=True):
                 vars(each).update(attributes)
-            for master, value in values:
-                master.data = value
+            for master, value in zip(masters, values, strict=True):
+                if is_dtensor(master):
+                    local(master).detach().copy_(value)
+                else:
+                    master.data = value  # on the device where it was
             self._parameters.forget_marks()
             raise
 
@@ -469,10 +473,7 @@ class MasterWeightOptimizer(Optimizer):
                 view = views[param]
                 if view.has_master:
                     value = view.value() if saved is None else local(saved)
-                    # In new memory: the old value returns if the rest of the load fails.
-                    master = self._stepped[param]
-                    new = torch.empty_like(local(master)).copy_(value)
-                    master.data = like(param, new)
+                    local(self._stepped[param]).copy_(value)
                 elif saved is not None:
                     saving.adopt_master(view, {"master_param": saved})
             self._in_use = {*keys}

@@ -9,6 +9,7 @@ A weight that was restored from a plain state dict holds the rounded master's va
 second time, possibly with different bytes. It counts as equal.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
@@ -18,12 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp4adam.distributed.cast import cast
-from fp4adam.distributed.dtensor import is_dtensor, sharding_groups
+from fp4adam.distributed.dtensor import is_dtensor, local, sharding_groups
 from fp4adam.distributed.shards import settle_shard
 from fp4adam.optim.parameter import Parameter, QuantizedParameter, State
 from fp4adam.optim.remainder import belongs_to
 from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
+
+_logger = logging.getLogger("fp4adam")
 
 
 def find_stale(
@@ -103,6 +106,17 @@ def find_stale(
     for p in same:
         p.record()
     left = {p: rounded.get(p) for p in unsure if p not in same}
+    dropped = [
+        p
+        for p in left
+        if p.completes and local(states[p.owner]["master_param"]).dtype == torch.int8
+    ]
+    if dropped:
+        _logger.warning(
+            "the int8 remainders of %d weights are dropped, as other code has written or moved the "
+            "weights: these masters restart from the weights",
+            len(dropped),
+        )
     return left, {p: rounded[p] for p in others if again[p]}
 
 

@@ -34,7 +34,7 @@ from fp4adam.optim.state_codec import (
 from fp4adam.optim.state_tensor import SCALES, StateTensor, state_like
 from fp4adam.optim.step_count import StepCount, as_tensor
 from fp4adam.optim.step_kernels import Kind, has_step_kernels
-from fp4adam.tensors import rows
+from fp4adam.tensors import changes, rows
 from fp4adam.tensors.fingerprint import Mark
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.rows import is_all, is_whole_blocks, matrix_shape
@@ -375,6 +375,7 @@ class Parameter:
             adam_w_mode=self.group["adam_w_mode"],
             amsgrad=self.group["amsgrad"],
             is_contiguous=self.stepped.is_contiguous(),
+            records=writes and changes.is_recorded_by_kernels(self.param),
         )
 
     def fits_a_launch(self, grad: Tensor | None) -> bool:

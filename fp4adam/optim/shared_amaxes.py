@@ -20,6 +20,7 @@ from fp4adam.distributed.scale_exchange import (
 )
 from fp4adam.optim.launch_group import LaunchGroup
 from fp4adam.optim.parameter import Parameter
+from fp4adam.tensors.changes import recorded
 
 ReadGrad = Callable[[Tensor], Tensor | None]
 
@@ -127,7 +128,9 @@ class SharedAmaxes:
                     for member, value in zip(peers, values, strict=True):
                         if member.new_master is None:
                             member.hold_master(value, int(member.state["step"]))
-                    cast([m.param for m in peers], values, dtypes, scales=[0] * len(peers))
+                    params = [m.param for m in peers]
+                    with recorded(*params):
+                        cast(params, values, dtypes, scales=[0] * len(peers))
                     for member in peers:
                         member.settle_master()
         for one, members in self._casts:

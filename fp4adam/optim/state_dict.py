@@ -19,7 +19,7 @@ from fp4adam.distributed.dtensor import is_dtensor, like, local, part_for
 from fp4adam.formats.roundings import known_roundings
 from fp4adam.optim import checks
 from fp4adam.optim.engine import Engine
-from fp4adam.optim.hyper_parameters import check_numbers
+from fp4adam.optim.hyper_parameters import check_saved_numbers
 from fp4adam.optim.master_weights import adopt, batches, find_stale
 from fp4adam.optim.parameter import DIGEST, Parameter, State, are_equal
 from fp4adam.optim.remainder import complete, digest
@@ -229,7 +229,7 @@ def packed(
         return state_dict, owners  # torch.optim raises its own error
     check_state_dict(groups, state_dict)
     for group in state_dict["param_groups"]:
-        check_numbers({**defaults, **group})
+        check_saved_numbers({**defaults, **group})
         checks.check_options(engine.parameters.options, group.get("amsgrad", False))
     states = dict(state_dict["state"])
     for owner, key in saved_keys(groups, state_dict):

@@ -28,7 +28,7 @@ from fp4adam.optim.shared_amaxes import SharedAmaxes, quantized_after_step
 from fp4adam.optim.state_tensor import adam_stored_
 from fp4adam.optim.step_counter import StepCounter
 from fp4adam.optim.update_bound import measured_ratio, ratio_after
-from fp4adam.tensors import backend
+from fp4adam.tensors import backend, changes
 from fp4adam.tensors.fingerprint import Column, Fingerprint, are_laid_out_as
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
@@ -195,6 +195,9 @@ class StepPlan:
             return
         # If the step is interrupted, parameters are compared with their masters.
         self._fingerprint.invalidate()
+        records = changes.records_of(m.param for m in self.members)
+        for record in records:
+            record.begin()
         if isinstance(self._counter, DeviceCounter):
             self._launch_all(grad_scale, clip, found_inf, captures)
             self._counter.count_empty(found_inf)
@@ -204,6 +207,12 @@ class StepPlan:
         loose = chain.from_iterable(_versioned(m.param) for m in self._loose)
         torch.autograd.graph.increment_version([*self._written, *loose])
         self._fingerprint.record()
+        for group in self._groups if records else ():
+            if group.kind.records:
+                for record in changes.records_of(m.param for m in group.members):
+                    record.is_recorded = True
+        for record in records:
+            record.end()
         self._has_run = True
 
     def _run_counted(
@@ -386,23 +395,24 @@ def _step_by_operators(
         clip: One-element tensor that multiplies it after that, or None.
     """
     value = member.stored_value()
-    adam_stored_(
-        value,
-        grad,
-        member.stored("exp_avg"),
-        member.stored("exp_avg_sq"),
-        member.max_exp_avg_sq,
-        scalars,
-        member.group["adam_w_mode"],
-        None if grad_scale is None else grad_scale.to(grad.device),
-        clip,
-        member.first_element,
-    )
-    if member.has_master and member.updates:
-        member.hold_master(value.codes, scalars.dither_step)
-        if not member.quantized_after_step:
-            member.write(value.decode())
-            member.settle_master()
+    with changes.recorded(*([] if member.quantized_after_step else [member.param])):
+        adam_stored_(
+            value,
+            grad,
+            member.stored("exp_avg"),
+            member.stored("exp_avg_sq"),
+            member.max_exp_avg_sq,
+            scalars,
+            member.group["adam_w_mode"],
+            None if grad_scale is None else grad_scale.to(grad.device),
+            clip,
+            member.first_element,
+        )
+        if member.has_master and member.updates:
+            member.hold_master(value.codes, scalars.dither_step)
+            if not member.quantized_after_step:
+                member.write(value.decode())
+                member.settle_master()
 
 
 def _ratio(member: Parameter) -> float:

@@ -29,8 +29,9 @@ COLUMNS = (
 )
 TABLE_WIDTH = len(COLUMNS)
 
-# Other names of columns for kernels that take no step.
+# Other names of columns, for kernels that take no step, and for formats without a history.
 _OTHER_NAMES = {
+    "changed": "amax_history",  # flags of the units that a step changes
     # Casts
     "start": "grad",  # the span of elements
     "stop": "scalars",

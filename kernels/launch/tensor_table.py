@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4adam.kernels.launch.schema import COLUMNS, TABLE_WIDTH
+from fp4adam.kernels.launch.schema import COLUMNS, INDEX, TABLE_WIDTH
 
 GRAD = tl.constexpr(COLUMNS.index("grad"))
 SCALARS = tl.constexpr(COLUMNS.index("scalars"))
@@ -32,6 +32,7 @@ EXP_AVG_SQ_SCALE = tl.constexpr(COLUMNS.index("exp_avg_sq_scale"))
 ROWWISE_GEMM_SCALE = tl.constexpr(COLUMNS.index("rowwise_gemm_scale"))
 COLUMNWISE_GEMM_SCALE = tl.constexpr(COLUMNS.index("columnwise_gemm_scale"))
 AMAX_HISTORY = tl.constexpr(COLUMNS.index("amax_history"))
+CHANGED = tl.constexpr(INDEX["changed"])
 WIDTH = tl.constexpr(TABLE_WIDTH)
 
 # Every address in the table is a multiple of this many bytes.
@@ -132,6 +133,7 @@ class Usage(NamedTuple):
         swizzled: Whether to write swizzled scales too.
         adaptive: The error, "mae" or "mse", by which NVFP4 chooses each block's scale, or None.
         bound: The block scale of NVFP4 that the amax of the tensor maps to, 448 or 256.
+        records: Whether to flag the units of rowwise codes and scales that change.
     """
 
     rowwise: bool
@@ -140,15 +142,20 @@ class Usage(NamedTuple):
     swizzled: bool = False
     adaptive: str | None = None
     bound: int = 448
+    records: bool = False
 
 
 class Storage(NamedTuple):
-    """Pointers to codes and scales of a quantized weight; None for those that are not written."""
+    """Pointers to codes and scales of a quantized weight; None for those that are not written.
+
+    ``changed``: to the flags of its units, for ``Usage.records``.
+    """
 
     rowwise_data: Any
     rowwise_scale: Any
     columnwise_data: Any
     columnwise_scale: Any
+    changed: Any
 
 
 class GemmScales(NamedTuple):
@@ -166,6 +173,7 @@ def storage_pointers(table, tensor, CODES: tl.constexpr, SCALES: tl.constexpr):
         pointer(table, tensor, ROWWISE_SCALE, SCALES),
         pointer(table, tensor, COLUMNWISE_DATA, CODES),
         pointer(table, tensor, COLUMNWISE_SCALE, SCALES),
+        pointer(table, tensor, CHANGED, tl.uint8),
     )
 
 

@@ -1,12 +1,7 @@
 """Tensors for a running engine: the bytes of a checkpoint, fused where engines fuse them."""
 
 import math
-import os
-import re
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -206,18 +201,3 @@ def test_a_matrix_of_zeros():
     tensors = dict(export_tensors(model))
     assert not tensors["block.down_proj.weight_packed"].any()
     assert math.isfinite(tensors["block.down_proj.weight_global_scale"].item())
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("weight_format", ["nvfp4", "float8block"])
-def test_the_example_refills_an_engine(weight_format):
-    program = Path(__file__).resolve().parents[2] / "examples/refit.py"
-    command = [sys.executable, program, "--device", "cpu", "--format", weight_format]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--steps", "1"], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "the engine has the bytes that were trained" in done.stdout
-    sizes = [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) bytes", done.stdout)]
-    assert sizes[0] < 0.55 * sizes[1]

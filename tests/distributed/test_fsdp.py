@@ -145,6 +145,10 @@ def step_in_parallel(
     quantizer = WITH_GEMM_SCALES.get(recipe, recipe) if isinstance(recipe, str) else recipe
     whole, sharded = (build(rows, cols, quantizer, torch.bfloat16) for _ in range(2))
     fully_shard(sharded, mesh=all_ranks())
+    if options.get("master_weight_dtype") == torch.int8:
+        # The first gathering moves shards to other memory, which would drop their remainders.
+        sharded.unshard()
+        sharded.reshard()
     expected = FP4Adam(whole.parameters(), **OPTIONS, **options)
     optimizer = FP4Adam(sharded.parameters(), **OPTIONS, **options)
     for step in range(last + 1):
@@ -183,6 +187,7 @@ def test_shards_have_the_bits_of_one_process(recipe, world_size, rows, cols):
 
 
 NARROW = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float8_e4m3fn}
+REMAINDERS = {"master_weight_dtype": torch.int8, "exp_avg_dtype": torch.bfloat16}
 
 
 @pytest.mark.parametrize(
@@ -193,6 +198,7 @@ NARROW = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float8_e4m3
             (("nvfp4", "mxfp8"), {"quantize_from": "param_dtype"}),
             (("float8block", "float8"), {"amsgrad": True}),
             (("nvfp4", "float8block"), NARROW),
+            (("nvfp4",), REMAINDERS),
         )
         for recipe in FORMATS
     ],
@@ -200,6 +206,21 @@ NARROW = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float8_e4m3
 )
 def test_options_of_the_step(recipe, options):
     run(step_in_parallel, 2, 64, 32, recipe, options)
+
+
+@pytest.mark.parametrize(
+    "step, recipe, world_size, rows",
+    [
+        (step_in_parallel, "nvfp4", 3, 64),  # boundaries cut blocks
+        (step_in_parallel, "float8block", 6, 7),  # two ranks have no rows
+        (step_by_kernels, "nvfp4", 2, 64),
+        pytest.param(step_in_parallel, "mxfp8", 3, 64, marks=pytest.mark.exhaustive),
+        pytest.param(step_by_kernels, "float8", 3, 64, marks=pytest.mark.exhaustive),
+        pytest.param(step_by_kernels, "float8block", 2, 256, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_remainders_in_shards(step, recipe, world_size, rows):
+    run(step, world_size, rows, 32, recipe, REMAINDERS)
 
 
 @pytest.mark.parametrize("recipe, world_size, rows", [("float8block", 6, 7), ("nvfp4", 5, 16)])

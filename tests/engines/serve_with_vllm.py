@@ -174,14 +174,19 @@ def stand_in_for_experts() -> None:
     )
 
 
-def main() -> None:
-    """Answer the prompts."""
+def replace_products() -> None:
+    """Decode weights and multiply in BF16, wherever vLLM would choose a kernel."""
     for module in (modelopt, compressed_tensors_w4a4_nvfp4):
         module.init_nvfp4_linear_kernel = kernel(nvfp4_layer)
     for module in (modelopt, compressed_tensors_w8a8_mxfp8):
         module.init_mxfp8_linear_kernel = kernel(mxfp8_layer)
     fp8.init_fp8_linear_kernel = kernel(blocks_layer)
     stand_in_for_experts()
+
+
+def main() -> None:
+    """Answer the prompts."""
+    replace_products()
     request = json.load(sys.stdin)
     out, sys.stdout = sys.stdout, sys.stderr
     engine = LLM(

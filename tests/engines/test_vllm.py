@@ -28,6 +28,27 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("weight_format", ["nvfp4", "float8block"])
+@pytest.mark.parametrize("way", ["dense", "changes"])
+def test_vllm_takes_new_weights_while_it_runs(way, weight_format, tmp_path):
+    script = Path(__file__).with_name("refit_with_vllm.py")
+    done = subprocess.run(
+        [PYTHON, script, way, weight_format, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["served"] == answer["trained"] and answer["is_equal"]
+    for row in answer["steps"]:
+        assert row["is_equal"] and row["text"] != answer["served"]
+    if way == "changes":
+        # All at first, then what has changed, then all again, as an update is missing.
+        assert [row["is_full"] for row in answer["steps"]] == [True, False, True]
+
+
 @pytest.mark.parametrize(("weight_format", "layout"), CASES)
 @pytest.mark.parametrize("name", models.CONFIGS)
 def test_vllm_serves_what_was_trained(name, weight_format, layout, tmp_path, record):

@@ -63,6 +63,15 @@ def test_the_chosen_scale_has_the_smaller_error(variant, monkeypatch):
         assert 0.2 < (errors["four"] < errors["six"]).float().mean() < 0.5
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equal_errors_map_to_six(variant, path_device):
+    """Equal values have no error with either scale, where 1.5 times the bound is a scale."""
+    quantizer = quantizer_of(variant)
+    tensor = quantizer.quantize(torch.ones(32, 64, device=path_device))
+    scales = tensor.rowwise_scale_inv[:32, :4].view(torch.float8_e4m3fn).float()
+    assert scales.unique().item() == quantizer.bound
+
+
 @pytest.mark.parametrize("divisor", [1536, 2688])
 def test_a_product_and_a_correction_divide_exactly(divisor):
     # What the kernel does with fused multiply-adds, for every mantissa.

@@ -40,7 +40,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning"),
     # q, k and v of these models have amaxes of their own, which transformers does not mind.
     pytest.mark.filterwarnings("ignore:weights that are served as one matrix:UserWarning"),
-    pytest.mark.filterwarnings("ignore:rows of q, k, gate should be multiples of 128:UserWarning"),
 ]
 
 CASES = [

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import train_checkpoint
 from compressed_tensors.compressors.model_compressors import ModelCompressor
 from compressed_tensors.quantization import (
     QuantizationConfig,
@@ -426,6 +427,14 @@ def test_gpt_oss(tmp_path):
     with pytest.raises(ValueError, match="must be whole stacks of experts for layout 'mxfp4'"):
         quantize_model(other := build(), "mxfp4")
         export_checkpoint(other, tmp_path / "no", "mxfp4")
+
+
+def test_the_example(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train_checkpoint.py", "--steps", "2"])
+    train_checkpoint.main()
+    printed = capsys.readouterr().out
+    assert "14 of 25 weights are quantized" in printed and "step 2: loss" in printed
+    assert "loaded again, all weights are the same: True" in printed
 
 
 def test_what_is_refused(tmp_path):

@@ -73,15 +73,16 @@ def job(path, signature, constexprs, **options):
     }
 
 
-def variant(codecs, grad="bf16", value=None, write="fp32", is_updated=False):
+def variant(codecs, grad="bf16", value=None, write="fp32", is_updated=False, records=False):
     dtypes = (None if name is None else dtype(name) for name in (grad, value, write))
-    return {"VARIANT": {"tuple": VARIANT, "fields": [*dtypes, *codecs, True, False, is_updated]}}
+    fields = [*dtypes, *codecs, True, False, is_updated, records]
+    return {"VARIANT": {"tuple": VARIANT, "fields": fields}}
 
 
-def usage(square=False, swizzled=False, adaptive=None):
+def usage(square=False, swizzled=False, adaptive=None, records=False):
     """Both directions."""
     scales = [adaptive, 256 if adaptive else 448]
-    return {"USAGE": {"tuple": USAGE, "fields": [True, True, square, swizzled, *scales]}}
+    return {"USAGE": {"tuple": USAGE, "fields": [True, True, square, swizzled, *scales, records]}}
 
 
 def tile_options(tile):
@@ -112,22 +113,19 @@ def step_jobs(codecs, sm):
     # Of scales in one order or in two; where states need registers as well, of two.
     is_wide = codecs != PLAIN
     orders = {"step": {is_wide, True}, "edge": {is_wide}}
+    with_master = ("bf16", "fp16" if has_scales(codecs[0]) else "fp32", "bf16", codecs[0])
     for name, grad, value, param, codec in (
         ("fp32", "fp32", "fp32", None, "plain"),
-        (
-            "bf16 with master",
-            "bf16",
-            "fp16" if has_scales(codecs[0]) else "fp32",
-            "bf16",
-            codecs[0],
-        ),
+        ("bf16 with master", *with_master),
+        ("bf16 recorded", *with_master),
         ("bf16 with remainder", "bf16", "bf16", None, "remainder"),
         ("fp16 without master", "fp16", "fp16", None, "plain"),
         ("of a master", "bf16", None, None, codecs[0]),
     ):
         if completes:
             continue  # only of quantized weights
-        options = variant((codec, *codecs[1:]), grad, value, param)
+        records = "recorded" in name
+        options = variant((codec, *codecs[1:]), grad, value, param, records=records)
         jobs[f"adam {name}"] = job(
             "plain_step._block_kernel",
             TABLES,
@@ -194,6 +192,14 @@ def step_jobs(codecs, sm):
                     num_warps=tile.num_warps,
                     maxnreg=nvfp4_step.step_registers(codecs_now, plain, sm)[at],
                 )
+                recording = plain._replace(records=True)
+                jobs[f"nvfp4 {size} square={square} swizzled={swizzled}, recorded"] = job(
+                    "nvfp4_step._adam_step_kernel",
+                    amaxes,
+                    {**options_now, **usage(square, swizzled, records=True), **shape},
+                    num_warps=tile.num_warps,
+                    maxnreg=nvfp4_step.step_registers(codecs_now, recording, sm)[at],
+                )
                 # These take longest to compile: all states for one capability, for others the ends.
                 if sm != CAPABILITIES[0] and codecs not in (PLAIN, WIDEST):
                     continue
@@ -228,6 +234,13 @@ def step_jobs(codecs, sm):
                 num_warps=tile.num_warps,
                 maxnreg=most,
             )
+        jobs[f"mxfp8 {size} recorded"] = job(
+            "mxfp8_step._adam_step_kernel",
+            TABLES,
+            {**options_now, **usage(swizzled=True, records=True), **shape},
+            num_warps=tile.num_warps,
+            maxnreg=255 if size == "step" else most,
+        )
         jobs[f"mxfp8 {size} of squares"] = job(
             "mxfp8_step._adam_step_kernel",
             TABLES,

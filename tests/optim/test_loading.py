@@ -96,6 +96,7 @@ def damaged(name: str, value: Any) -> Callable[[dict], None]:
     def damage(saved: dict) -> None:
         if value is None:
             del saved["state"][1][name]
+            saved["param_groups"][0].pop(name, None)
         else:
             saved["state"][1][name] = value
 
@@ -111,7 +112,7 @@ BAD: dict[str, tuple[Callable[[dict], None], str]] = {
     "no step": (damaged("step", None), "parameter 1 must hold step"),
     "one beta": (with_option("betas", (0.9,)), "betas must be two numbers, got"),
     "three betas": (with_option("betas", (0.9, 0.9, 0.9)), "betas must be two numbers, got"),
-    "two rates": (with_option("lr", torch.ones(2)), "Invalid learning rate: .* one element"),
+    "two rates": (with_option("lr", torch.ones(2)), "numbers or tensors of one element, got"),
 }
 
 

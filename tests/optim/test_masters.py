@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -840,19 +839,6 @@ def test_negative_learning_rate_of_a_group_ascends(device: str) -> None:
             optimizer.param_groups[0]["lr"] = lr
             take_steps(optimizer, [seed])
     assert_close(params[0].detach(), params[1].detach())
-
-
-def test_numpy_numbers_are_numbers(device: str) -> None:
-    params = [Parameter(random((5, 7), 0, device)) for _ in range(2)]
-    numbers = dict(lr=1e-2, betas=(0.8, 0.99), eps=1e-7, weight_decay=0.1)
-    as_numpy = {
-        name: tuple(map(np.float64, x)) if name == "betas" else np.float64(x)
-        for name, x in numbers.items()
-    }
-    optimizers = [FusedAdam(params[:1], **numbers), FusedAdam(params[1:], **as_numpy)]
-    for optimizer in optimizers:
-        take_steps(optimizer, range(2))
-    assert_identical(params[0].detach(), params[1].detach())
 
 
 def test_infinite_learning_rate_without_decay_gives_infinities(device: str) -> None:

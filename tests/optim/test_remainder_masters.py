@@ -266,3 +266,62 @@ def test_what_cannot_be_is_refused():
         plain[0].grad = torch.ones_like(plain[0])
         optimizer.step()
         assert name in optimizer.state[plain[0]]
+
+
+@pytest.mark.parametrize(
+    "states, dtypes",
+    [
+        ("8bit", (torch.int8, torch.uint8, torch.uint8)),
+        ("16bit", (torch.float16, torch.bfloat16, torch.bfloat16)),
+        ("32bit", (torch.float32, torch.float32, torch.float32)),
+    ],
+)
+def test_one_word_chooses_the_storage(states, dtypes):
+    names = "master_param", "exp_avg", "exp_avg_sq"
+    param = Parameter(NVFP4Quantizer().quantize(values()[0]))
+    half = Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
+    optimizer = FP4Adam([param, half], states=states)
+    param.grad, half.grad = torch.ones(param.shape), torch.ones_like(half)
+    optimizer.step()
+    assert tuple(optimizer.state[param][name].dtype for name in names) == dtypes
+    kept = "param_remainder" if states == "8bit" else "master_param"
+    assert kept in optimizer.state[half]
+    # A single option goes before the word.
+    optimizer = FP4Adam([param], states=states, exp_avg_dtype=torch.bfloat16)
+    optimizer.step()
+    assert optimizer.state[param]["exp_avg"].dtype == torch.bfloat16
+    assert optimizer.state[param]["master_param"].dtype == dtypes[0]
+
+
+def test_words_that_do_not_exist():
+    with pytest.raises(ValueError, match="'8bit', got '4bit'|got '4bit'"):
+        FP4Adam([Parameter(torch.zeros(4))], states="4bit")
+    plain = Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))
+    assert FusedAdam([plain], states="8bit").store_param_remainders
+    assert not FusedAdam([plain], states="8bit", master_weights=False).store_param_remainders
+
+
+def test_bytes_of_all_states(device):
+    optimizer = make(device, NVFP4Quantizer(columnwise=False))
+    step(optimizer, 1)
+    numel = sum(p.numel() for p in params_of(optimizer))
+    stored = [t for s in optimizer.state.values() for t in s.values() if t.dim()]
+    weights_too = [t for p in params_of(optimizer) for t in p.detach().storage_tensors().values()]
+    assert sum(t.nbytes for t in stored) / numel == 1 + 2 * (1 + 1 / 32)
+    assert sum(t.nbytes for t in [*stored, *weights_too]) / numel < 3.58
+
+
+def test_released_gradients_step_the_same(device):
+    optimizer, expected = make(device), make(device)
+    optimizer.enable_gradient_release()
+    for seed in (1, 2):
+        for o in (optimizer, expected):
+            grads = values(seed)
+            sum(
+                (p.dequantize() * g.to(p.device)).sum()
+                for p, g in zip(params_of(o), grads, strict=True)
+            ).backward()
+        optimizer.step()
+        expected.step()
+        expected.zero_grad()
+    assert_same(optimizer, expected)

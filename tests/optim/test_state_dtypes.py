@@ -19,6 +19,7 @@ from helpers import (
     mlp_loss,
     quantized,
     take_steps,
+    through_a_file,
     train,
 )
 
@@ -95,7 +96,7 @@ def test_checkpoint_is_that_of_adamw_and_loses_nothing(dtype, device):
         assert all(values[name].dtype == torch.float32 for name in MOMENTS)
     assert all(optimizer.state[p] == stored[p] for p in stored)  # still narrow
     resumed = make(dtype, device, copy.deepcopy(all_params(optimizer)))
-    resumed.load_state_dict(pickle.loads(pickle.dumps(saved)))
+    resumed.load_state_dict(through_a_file(saved))
     again = resumed.state_dict()
     for key, values in saved["state"].items():
         for name in MOMENTS:
@@ -207,7 +208,7 @@ def test_training_converges_as_in_float32(dtype, quantizer, device):
 
 
 @pytest.mark.parametrize("name", ["exp_avg_dtype", "exp_avg_sq_dtype"])
-@pytest.mark.parametrize("wrong", [torch.float64, torch.int8, torch.float8_e5m2, "bf16", None])
+@pytest.mark.parametrize("wrong", [torch.float64, torch.int8, torch.float8_e5m2, "bf16"])
 def test_unknown_storage_is_refused(name, wrong):
     with pytest.raises(ValueError, match=f"{name} must be one of float32, bfloat16, float16"):
         FusedAdam([torch.zeros(3)], **{name: wrong})
@@ -245,20 +246,6 @@ def test_states_of_another_storage_are_refused(device):
         take_steps(optimizer, [1])
     state["exp_avg"] = codes
     take_steps(optimizer, [1])
-
-
-@by_dtype
-def test_checkpoint_goes_through_a_file(dtype, device):
-    optimizer = make(dtype, device)
-    take_steps(optimizer, [0])
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    resumed = make(dtype, device, copy.deepcopy(all_params(optimizer)))
-    resumed.load_state_dict(torch.load(file, weights_only=True))
-    take_steps(optimizer, [1])
-    take_steps(resumed, [1])
-    assert_same_params(resumed, optimizer)
 
 
 @pytest.mark.parametrize("target", [torch.float32, *NARROW], ids=str)
@@ -522,7 +509,7 @@ def test_training_with_narrow_masters_converges_as_in_float32(quantizer, device)
     assert losses[torch.float16] < losses[torch.float32] + 0.05 * start
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float64, None])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float64])
 def test_masters_are_float32_or_float16(dtype):
     with pytest.raises(ValueError, match="master_weight_dtype must be one of float32, float16"):
         FusedAdam([torch.zeros(3)], master_weight_dtype=dtype)

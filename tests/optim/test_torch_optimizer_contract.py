@@ -185,45 +185,6 @@ def descend(optimizer: Optimizer, problem: LeastSquares, schedulers: list[Any]) 
 
 
 @every_optimizer
-@every_input
-@both_paths
-@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "strided"])
-@pytest.mark.parametrize("scheduled", [False, True], ids=["constant lr", "schedulers"])
-def test_loss_goes_in_the_right_direction(
-    optimizer_class: OptimizerClass,
-    kwargs: dict[str, Any],
-    fused: bool,
-    contiguous: bool,
-    scheduled: bool,
-    device: str,
-) -> None:
-    problem = LeastSquares(device, contiguous=contiguous)
-    optimizer = optimizer_class(problem.params, **kwargs, fused=fused)
-    schedulers = [
-        make(optimizer)
-        for together in inputs.ADAMW.scheduler_inputs
-        for make in (together if scheduled else [])
-    ]
-    change = descend(optimizer, problem, schedulers)
-    assert change > 0 if kwargs.get("maximize") else change < 0
-
-
-@every_optimizer
-@both_paths
-def test_loss_falls_with_schedulers_on_groups_of_different_lr(
-    optimizer_class: OptimizerClass, fused: bool, device: str
-) -> None:
-    problem = LeastSquares(device)
-    weight, bias = problem.params
-    groups = [{"params": [weight]}, {"params": [bias], "lr": 0.01}]
-    optimizer = optimizer_class(groups, fused=fused)
-    schedulers = [StepLR(optimizer, gamma=0.9, step_size=10), ReduceLROnPlateau(optimizer)]
-    assert descend(optimizer, problem, schedulers) < 0
-    rates = [group["lr"] for group in optimizer.param_groups]
-    assert rates == pytest.approx([1e-3 * 0.9**2, 1e-2 * 0.9**2])
-
-
-@every_optimizer
 def test_one_cycle_schedule_moves_lr_and_beta1(
     optimizer_class: OptimizerClass, device: str
 ) -> None:

@@ -1,0 +1,251 @@
+"""Updates of an engine: equal to a full export, byte for byte, whatever is lost or restarted."""
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp4adam import (
+    FP4Adam,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    UpdateLost,
+    WeightReceiver,
+    WeightSender,
+    WeightUpdate,
+    export_tensors,
+    hf_scale_groups,
+    quantize_model,
+)
+from fp4adam.tensors import backend, changes
+
+LAYOUTS = {"nvfp4": "compressed-tensors", "mxfp8": "compressed-tensors", "float8block": "fp8"}
+every_format = pytest.mark.parametrize("weights", LAYOUTS)
+
+
+class Block(nn.Module):
+    """Layers that engines fuse, others, and parameters in high precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self, name, nn.Linear(128, 128, bias=name == "o_proj"))
+        self.norm = nn.RMSNorm(128)
+        self.scale = nn.Parameter(torch.ones(3))  # no whole unit
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.o_proj(self.q_proj(x) + self.k_proj(x) * self.v_proj(x)) * self.scale.sum()
+
+
+def build(weights: str, lr: float = 1e-5, device: str = "cpu"):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(64, 128), Block()).to(device, torch.bfloat16)
+    groups = hf_scale_groups if weights == "nvfp4" else ()
+    quantize_model(model, weights, scale_groups=groups)
+    return model, FP4Adam(model.named_parameters(), lr=lr, scale_groups=groups or None)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(64, (4, 16), generator=generator).to(model[0].weight.device)
+    model(tokens).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def assert_served(receiver: WeightReceiver, model: nn.Module, weights: str, fused: bool) -> None:
+    expected = dict(export_tensors(model, LAYOUTS[weights], fused=fused))
+    assert receiver.tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        served = receiver.tensors[name]
+        assert (served.dtype, served.shape) == (tensor.dtype, tensor.shape)
+        raw = (t.contiguous().reshape(-1).view(torch.uint8) for t in (served, tensor))
+        assert torch.equal(*raw), name
+
+
+def sent(update: WeightUpdate) -> WeightUpdate:
+    """As it comes out of another process."""
+    return WeightUpdate.unpack(update.pack().clone())
+
+
+@every_format
+@pytest.mark.parametrize("fused", [False, True])
+def test_fifty_updates_with_losses_and_restarts(weights, fused):
+    model, optimizer = build(weights)
+    options = dict(layout=LAYOUTS[weights], fused=fused)
+    sender, receiver = WeightSender(model, **options), WeightReceiver()
+    draw, fulls, events = random.Random(0), 0, 0
+    for step in range(50):
+        for _ in range(draw.choice((0, 1, 1, 2))):
+            train(model, optimizer, step)
+        event = draw.choice((*["none"] * 5, "lost", "receiver", "sender", "overwritten", "loaded"))
+        if event == "sender":
+            sender.close()
+            sender = WeightSender(model, **options)
+        elif event == "receiver":
+            receiver = WeightReceiver()
+        elif event == "lost":
+            sender.export_changes()
+        elif event == "overwritten":
+            with torch.no_grad():
+                model[1].o_proj.weight.copy_(torch.randn(128, 128))
+        elif event == "loaded":
+            state = copy.deepcopy(model.state_dict())
+            train(model, optimizer, step)
+            model.load_state_dict(state)
+        update = sent(sender.export_changes())
+        try:
+            receiver.apply(update)
+        except UpdateLost:
+            assert event in ("lost", "receiver", "sender")
+            update = sent(sender.export_changes(full=True))
+            receiver.apply(update)
+        events += event != "none"
+        fulls += update.is_full
+        assert_served(receiver, model, weights, fused)
+    assert events > 15 and fulls < 30
+
+
+@pytest.mark.parametrize(
+    ("weights", "kernels"),
+    [(weights, kernels) for weights in LAYOUTS for kernels in (False, True)][:-1],
+)
+def test_only_what_has_changed_is_sent(weights, kernels, monkeypatch, device):
+    if kernels:
+        pytest.importorskip("triton")
+        monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
+    model, optimizer = build(weights, lr=1e-5, device=device if kernels else "cpu")
+    train(model, optimizer, 2)  # from BF16 numbers, many of which lie between two codes
+    sender, receiver = WeightSender(model, LAYOUTS[weights]), WeightReceiver()
+    first = sender.export_changes()
+    receiver.apply(first)
+    assert first.is_full and first.positions.numel() == 0
+    whole = sum(t.nbytes for _, t in export_tensors(model, LAYOUTS[weights]))
+    assert first.nbytes == whole
+    nothing = sender.export_changes()
+    assert not nothing.is_full and nothing.positions.numel() == 0
+    receiver.apply(nothing)
+    train(model, optimizer, 0)
+    update = sender.export_changes()
+    assert 0 < update.positions.numel() and update.nbytes < 0.7 * whole
+    receiver.apply(update)
+    assert_served(receiver, model, weights, fused=False)
+    # Flags say just what differs.
+    before = {name: t.clone() for name, t in receiver.tensors.items()}
+    train(model, optimizer, 1)
+    update = sender.export_changes()
+    receiver.apply(update)
+    differing: dict[int, Tensor] = {}
+    for part in first.parts:
+        if part.unit:
+            old, new = (
+                t[part.name].reshape(-1).view(torch.uint8).view(-1, part.unit)
+                for t in (before, receiver.tensors)
+            )
+            units = (old != new).any(1)
+            differing[part.matrix] = units | differing.get(part.matrix, units)
+    counts = [int(differing[i].sum()) if i in differing else 0 for i in range(len(update.counts))]
+    assert [*update.counts] == counts and sum(counts) > 0
+
+
+@pytest.mark.parametrize(
+    "quantizer",
+    [
+        NVFP4Quantizer(),
+        NVFP4Quantizer(two_dimensional=False),
+        NVFP4Quantizer(adaptive="mse", columnwise=False),
+        MXFP8Quantizer(),
+        MXFP8Quantizer(two_dimensional=True, optimize_for_gemm=True),
+    ],
+    ids=str,
+)
+def test_kernels_flag_what_operators_flag(quantizer, monkeypatch, device):
+    pytest.importorskip("triton")
+    flags = {}
+    for kernels in (False, True):
+        monkeypatch.setattr(backend, "uses_kernels", lambda d, on=kernels: on and d.type == device)
+        # Edges in both directions: sides are no multiples of those of large tiles.
+        values = torch.randn(96, 160, generator=torch.Generator().manual_seed(0))
+        weight = nn.Parameter(quantizer.quantize(values.to(device if kernels else "cpu")))
+        optimizer = FP4Adam([weight], lr=0.1)
+        record = changes.ChangeRecord(
+            weight,
+            torch.empty(changes.number_of_units(weight), dtype=torch.uint8, device=weight.device),
+        )
+        for step in range(2):
+            record.clear()
+            # Some rows move, others stay.
+            grad = values.roll(step, 0).masked_fill(torch.arange(96)[:, None] % 3 > 0, 0)
+            weight.grad = grad.to(weight.device)
+            optimizer.step()
+            assert record.is_right_for(weight)
+            flags[kernels, step] = record.flags.cpu().clone()
+        record.detach()
+    for step in range(2):
+        assert torch.equal(flags[True, step], flags[False, step])
+        assert 0 < int(flags[True, step].sum()) < 0.9 * flags[True, step].numel()
+
+
+def test_a_newer_sender_takes_over():
+    model, optimizer = build("nvfp4")
+    older, receiver = WeightSender(model), WeightReceiver()
+    receiver.apply(older.export_changes())
+    WeightSender(model).export_changes()
+    train(model, optimizer, 0)
+    receiver.apply(older.export_changes())
+    assert_served(receiver, model, "nvfp4", fused=False)
+
+
+def test_the_engine_s_own_tensors_are_written_in_place():
+    model, optimizer = build("nvfp4")
+    sender = WeightSender(model)
+    own = {name: torch.empty_like(t) for name, t in export_tensors(model)}
+    addresses = {name: t.data_ptr() for name, t in own.items()}
+    receiver = WeightReceiver(own)
+    for step in range(3):
+        receiver.apply(sender.export_changes())
+        train(model, optimizer, step)
+    receiver.apply(sender.export_changes())
+    assert {name: t.data_ptr() for name, t in receiver.tensors.items()} == addresses
+    assert_served(receiver, model, "nvfp4", fused=False)
+    own["1.norm.weight"] = own["1.norm.weight"].float()
+    with pytest.raises(ValueError, match=r"tensors must have '1.norm.weight', contiguous torch.bf"):
+        WeightReceiver(own).apply(sender.export_changes(full=True))
+
+
+def test_damaged_and_foreign_updates_change_nothing():
+    model, optimizer = build("nvfp4")
+    sender, receiver = WeightSender(model), WeightReceiver()
+    with pytest.raises(UpdateLost, match="the last one that was applied, none, got 1"):
+        sender.export_changes()
+        receiver.apply(sender.export_changes())
+    receiver.apply(sender.export_changes(full=True))
+    before = {name: t.clone() for name, t in receiver.tensors.items()}
+    train(model, optimizer, 0)
+    update = sender.export_changes()
+    packed = update.pack()
+    packed[-1] ^= 1
+    with pytest.raises(ValueError, match="another checksum"):
+        receiver.apply(WeightUpdate.unpack(packed))
+    swapped = update.payload.clone()
+    swapped[:16], swapped[16:32] = update.payload[16:32], update.payload[:16].clone()
+    if not torch.equal(swapped, update.payload):
+        with pytest.raises(ValueError, match="another checksum"):
+            receiver.apply(update._replace(payload=swapped))
+    with pytest.raises(ValueError, match="packed must be the tensor of an update"):
+        WeightUpdate.unpack(packed[20:])
+    other = WeightSender(model)
+    other.export_changes()
+    with pytest.raises(UpdateLost, match="of another sender"):
+        receiver.apply(other.export_changes())
+    assert all(torch.equal(before[name], t) for name, t in receiver.tensors.items())
+    receiver.apply(update)
+
+
+def test_refused():
+    model, _ = build("nvfp4")
+    with pytest.raises(ValueError, match="layout must be one of .* for WeightSender, got 'gguf'"):
+        WeightSender(model, "gguf")
