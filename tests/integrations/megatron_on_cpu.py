@@ -120,7 +120,7 @@ class Trainer:
         if options.get("use_precision_aware_optimizer"):
             # The configuration asks the optimizer of this module for its arguments.
             module = ModuleType("transformer_engine.pytorch.optimizers")
-            module.FusedAdam = FP4Adam
+            module.FusedAdam, module.__version__ = FP4Adam, "2.20.0"
             for name in ("transformer_engine", "transformer_engine.pytorch", module.__name__):
                 sys.modules[name] = module
         settings = OptimizerConfig(
