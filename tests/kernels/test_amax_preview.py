@@ -188,7 +188,7 @@ def test_rounding_to_subnormal_numbers_hides_no_tile(device):
         optimizer.step()
     assert optimizer.state[param]["master_param"][70, 90] > 1.5 * unit
     assert param._amax == 2 * unit
-    assert not optimizer._plan._groups[0].launch._exceeding.any()
+    assert not optimizer._whole.plan._groups[0].launch._exceeding.any()
 
 
 @pytest.mark.parametrize(
