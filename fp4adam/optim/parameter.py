@@ -32,7 +32,6 @@ from fp4adam.optim.state_codec import (
     split_master,
 )
 from fp4adam.optim.state_tensor import SCALES, StateTensor, state_like
-from fp4adam.optim.step_count import StepCount, as_tensor
 from fp4adam.optim.step_kernels import Kind, has_step_kernels
 from fp4adam.tensors import changes, rows
 from fp4adam.tensors.fingerprint import Mark
@@ -222,11 +221,10 @@ class Parameter:
             device: Where steps are counted if not on the host.
         """
         state = dict(state)
-        if device is not None:
-            step = as_tensor(state.get("step", torch.zeros(())))
-            state["step"] = step.to(device, torch.float32).reshape(())
-        elif "step" not in state:
-            state["step"] = StepCount(torch.zeros((), dtype=torch.float32, device="cpu"))
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device or "cpu")
+        elif device is not None:
+            state["step"] = state["step"].to(device, torch.float32).reshape(())
         for name in ("exp_avg", "exp_avg_sq"):
             if name not in state:
                 StateTensor.zeros(self.codecs[name], self.param).store(state, name, self.owner)

@@ -32,7 +32,6 @@ from fp4adam.optim.state_codec import (
     split_master,
 )
 from fp4adam.optim.state_tensor import SCALES, StateTensor, restored, state_like
-from fp4adam.optim.step_count import StepCount, as_tensor
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 _logger = logging.getLogger("fp4adam")
@@ -147,7 +146,7 @@ def saved_state(parameter: Parameter, state: State, left: bool, compact: bool) -
             the master then.
         compact: Keep codes and scales as they are stored.
     """
-    saved = {name: as_tensor(value) for name, value in state.items()}
+    saved = dict(state)
     waits = parameter.has_remainder and "param_remainder" not in state
     if not parameter.has_master and not waits:
         # The parameter has been converted to FP32 and needs no master any more.
@@ -256,9 +255,8 @@ def unpacked(states: dict[Any, Any], capturable: bool) -> dict[Any, Any]:
                 values.update(values.pop(_LOADED).state)
             if "step" in values:
                 device = param.device if capturable else "cpu"
-                step = as_tensor(values["step"])
-                step = torch.as_tensor(step, dtype=torch.float32, device=device).reshape(())
-                values["step"] = step.clone() if capturable else StepCount(step.clone())
+                step = torch.as_tensor(values["step"], dtype=torch.float32, device=device)
+                values["step"] = step.reshape(()).clone()
         new[param] = values
     return new
 
@@ -299,7 +297,7 @@ def with_steps(state_dict: dict[str, Any]) -> dict[str, Any]:
         own = {key: states[key] for key in group["params"] if isinstance(states.get(key), dict)}
         given = group.get("step")
         counts = [state["step"] for state in own.values() if "step" in state]
-        is_edited = given is not None and _differs(counts, given)
+        is_edited = given is not None and _are_below(counts, given)
         for key, state in own.items():
             if "step" in state:
                 states[key] = {**state, "step": given} if is_edited else state
@@ -309,11 +307,11 @@ def with_steps(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": states, "param_groups": groups}
 
 
-def _differs(counts: list[Any], step: Any) -> bool:
+def _are_below(counts: list[Any], step: Any) -> bool:
     """Whether none of the counts is ``step``; False if something is no count: refused later."""
     if not counts or not all(_is_number(count, torch.empty(0)) for count in [*counts, step]):
         return False
-    return max(map(float, counts)) != float(step)
+    return max(map(float, counts)) < float(step)
 
 
 def _with_remainder(state: State) -> State:

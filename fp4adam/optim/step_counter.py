@@ -16,7 +16,6 @@ from torch import Tensor
 from fp4adam.optim.adam import Scalars, adam_scalars
 from fp4adam.optim.parameter import Parameter
 from fp4adam.optim.state_codec import dither_origin
-from fp4adam.optim.step_count import StepCount
 from fp4adam.optim.update_bound import largest_update, next_ratio
 
 _step = itemgetter("step")
@@ -78,7 +77,7 @@ class StepCounter:
         self._step_of = [member.state["step"].item() for member in members]
         self._ratio_of = list(ratios)
         self._steps = torch.tensor(self._step_of, dtype=torch.float32, device="cpu")
-        self._views = [*map(StepCount, self._steps)]
+        self._views = list(self._steps)
         for member, step in zip(members, self._views, strict=True):
             member.state["step"] = step
         self._version = self._steps._version

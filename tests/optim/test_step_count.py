@@ -1,16 +1,10 @@
-"""Step counts: of parameters, which are no tensors of their state, and of groups."""
-
-import copy
-import io
-import pickle
+"""Step counts of parameters, and of groups as Transformer Engine and Megatron save them."""
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
 from fp4adam import FP4Adam
-from fp4adam.optim.step_count import StepCount
 from helpers import randn
 
 
@@ -25,36 +19,6 @@ def stepped(steps: tuple[int, ...] = (3, 3)) -> tuple[FP4Adam, list[nn.Parameter
     return optimizer, params
 
 
-def test_tensors_of_a_state_have_the_shape_of_its_parameter():
-    optimizer, params = stepped()
-    state = optimizer.state[params[0]]
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    assert tensors.keys() == {"exp_avg", "exp_avg_sq"}
-    # As Megatron does, also to values of another optimizer.
-    other, _ = stepped()
-    for name, value in tensors.items():
-        other.state[other.param_groups[0]["params"][0]][name].copy_(value)
-
-
-def test_a_step_count_behaves_as_the_tensor_it_holds():
-    optimizer, params = stepped()
-    step = optimizer.state[params[0]]["step"]
-    assert isinstance(step, StepCount) and step == 3 and float(step) == int(step) == 3.0
-    assert step + 1 == 4 == 1 + step and step < 4 and not step != 3 and 2 - step == -1
-    assert (step.dtype, step.shape, step.device.type) == (torch.float32, (), "cpu")
-    assert torch.equal(step, torch.tensor(3.0)) and repr(step) == "tensor(3.)"
-    for copied in (copy.deepcopy(step), pickle.loads(pickle.dumps(step)), step.clone()):
-        step.fill_(7)
-        assert copied == 3
-        step.fill_(3)
-    buffer = io.BytesIO()
-    torch.save(optimizer.state[params[0]], buffer)
-    buffer.seek(0)
-    assert torch.load(buffer, weights_only=True)["step"] == 3
-    optimizer.step()
-    assert optimizer.state[params[0]]["step"] == 4
-
-
 def test_saved_states_have_tensors_as_those_of_adamw():
     optimizer, params = stepped()
     saved = optimizer.state_dict()
@@ -62,8 +26,12 @@ def test_saved_states_have_tensors_as_those_of_adamw():
     adamw = AdamW([{"params": params}, {"params": []}])
     adamw.load_state_dict(saved)
     assert adamw.state[params[0]]["step"] == 3
+    for step in range(2):
+        params[0].grad = randn(4, seed=step)
+        adamw.step()
+    # AdamW carries the group's entry along without counting.
     optimizer.load_state_dict(adamw.state_dict())
-    assert optimizer.state[params[0]]["step"] == 3
+    assert optimizer.state[params[0]]["step"] == 5
 
 
 def test_saved_groups_have_the_steps_of_the_optimizer():
