@@ -46,7 +46,7 @@ INTEGRATIONS = $(VENV)/.integrations
 $(INTEGRATIONS): $(READY)
 	$(PY) -m pip install -c constraints.txt -e '.[integrations]'
 	$(PY) -m pip install --no-deps -c constraints.txt "torchtitan; python_version >= '3.11'"
-	-git clone --depth 1 https://github.com/NVIDIA/Megatron-LM $(MEGATRON)
+	-GIT_TERMINAL_PROMPT=0 timeout 60 git clone --depth 1 https://github.com/NVIDIA/Megatron-LM $(MEGATRON)
 	touch $@
 
 # Of llama.cpp the engine comes in a wheel; its converter is in the sources of another package.
