@@ -154,7 +154,7 @@ class UnfusedAdam:
 
     def __init__(self, params: list[Parameter]) -> None:
         self.params = params
-        self.masters = [param.detach().dequantize() for param in params]
+        self.masters = [param.detach().dequantize(torch.float32) for param in params]
         self.adam = torch.optim.AdamW(self.masters, **HYPER, fused=True)
 
     @property

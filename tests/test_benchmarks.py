@@ -142,7 +142,7 @@ def test_every_optimizer_is_measured_on_every_model(model, measured):
     of_engine = [r for r in results.values() if r["kind"] == "Transformer Engine"]
     assert all("error" in row for row in of_engine)  # it is not installed
     results = {name: r for name, r in results.items() if r not in of_engine}
-    assert (len(results), len(of_engine)) == {"gpt": (34, 5), "llama-8b": (2, 0)}.get(model, (5, 0))
+    assert (len(results), len(of_engine)) == {"gpt": (38, 5), "llama-8b": (2, 0)}.get(model, (5, 0))
     for row in [r for name, r in results.items() if name != BROKEN]:
         assert all(row[key] > 0 for key in TIMES), row
         assert row["ms_min"] <= row["ms"] <= row["ms_max"]
@@ -313,8 +313,10 @@ def test_layers_and_what_they_are_made_of(tmp_path):
     for row in rows:
         assert row["ms"] > 0
         if row["name"].endswith("native"):
-            # A CPU emulates, twice the same.
-            assert row["error_y"] == row["error_dx"] == row["error_dw"] == 0
+            # A CPU emulates, twice the same but for gradients of NVFP4, which are rounded at random.
+            assert row["error_y"] == 0
+            if "nvfp4" not in row["name"].lower():
+                assert row["error_dx"] == row["error_dw"] == 0
 
 
 @pytest.mark.exhaustive

@@ -437,7 +437,7 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         "got Recipe(weights='float8block'", "dataclasses.replace")),
     "recipe: unknown weights": (call(lambda s: Recipe("fp8")), V, (RECIPE, "got 'fp8'")),
     "recipe: a format of activations": (call(lambda s: Recipe("nvfp4", activations="mxfp8")), T, (
-        "activations must be True or False", "got 'mxfp8'", "the format of the weights")),
+        "activations must be True, False or \"fake\"", "got 'mxfp8'", "the format of the weights")),
     "recipe: weights of one direction": (
         call(lambda s: Recipe(MXFP8Quantizer(columnwise=False), gradients=True)), V,
         ("must have columnwise codes", "columnwise=False", "columnwise=True"),
@@ -502,7 +502,6 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "import: no folder": (
         call(lambda s: import_checkpoint(s.plain, s.folder / "x")), F, ("must exist", "folder of"),
     ),
-    "import: meta": (importing(lambda net: net.to("meta")), V, ("on the meta device", "to_empty")),
     "import: float64": (importing(nn.Module.double), T, ("float32, bfloat16", "torch.float64")),
     "import: another model": (importing(lambda net: delattr(net, "up")), V, ("all that the check",
         "'up.bias'", "config.json")),
