@@ -51,6 +51,13 @@ from fp4adam import (
 )
 from helpers import assert_identical
 
+pytestmark = [
+    # transformers, for a checkpoint that is read with another configuration of its quantizer.
+    pytest.mark.filterwarnings("ignore:You passed `quantization_config` or equivalent parameters"),
+    # Small models have no scale groups.
+    pytest.mark.filterwarnings("ignore:weights that are served as one matrix should have one amax"),
+]
+
 SIZES = dict(
     vocab_size=256,
     hidden_size=256,

@@ -62,8 +62,6 @@ def resume(
     [
         ("nvfp4", (2, 4), {}),
         *((recipe, (1,), {}) for recipe in RECIPES[1:]),
-        # FP4Adam itself has the masters of BF16 shards.
-        (None, (1,), dict(use_precision_aware_optimizer=True, store_param_remainders=False)),
     ],
 )
 def test_resumed_training_is_that_of_one_run_on_any_number_of_ranks(
