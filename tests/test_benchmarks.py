@@ -313,7 +313,7 @@ def test_layers_and_what_they_are_made_of(tmp_path):
     for row in rows:
         assert row["ms"] > 0
         if row["name"].endswith("native"):
-            # A CPU emulates, twice the same but for gradients of NVFP4, which are rounded at random.
+            # A CPU emulates twice the same, but gradients in NVFP4 are rounded at random.
             assert row["error_y"] == 0
             if "nvfp4" not in row["name"].lower():
                 assert row["error_dx"] == row["error_dw"] == 0
