@@ -178,7 +178,7 @@ class Engine:
 
     def _take_clip(self) -> dict[torch.device, Tensor]:
         """The clipping coefficients, which hold for the gradients that they were made from."""
-        if self.clip and self.measured and not self.measured.are_unchanged(self.all_grads()):
+        if self.clip and self.measured and not self.measured.holds(self.all_grads()):
             self.clip = {}
         clip, self.clip, self.measured = self.clip, {}, None
         return clip

@@ -256,24 +256,18 @@ class Measured:
         self._alive = [g if g is None else StorageWeakRef(g.untyped_storage()) for g in grads]
         self._known = [g if g is None else (g.data_ptr(), g._version) for g in grads]
 
-    def are_unchanged(self, grads: MaybeTensors) -> bool:
-        """Whether the present gradients are those that were measured, and nobody has written them.
+    def holds(self, grads: MaybeTensors) -> bool:
+        """Whether the coefficient belongs to the present gradients: not if all of them are new.
 
-        Raises:
-            RuntimeError: If that is so for some of them only.
+        Some may be: sharded gradients of other placements are redistributed at every reading.
         """
         same = [
             known == (grad.data_ptr(), grad._version) and not alive.expired()
             for known, alive, grad in zip_longest(self._known, self._alive, grads)
-            if grad is not None
+            # A part without rows has no memory to tell.
+            if grad is not None and grad.numel()
         ]
-        if any(same) and not all(same):
-            raise RuntimeError(
-                "gradients must not change between clip_grad_norm_() and step(), got "
-                f"{same.count(False)} of {len(same)} that have: the step multiplies all of them by "
-                "the coefficient; clip last, or call torch.nn.utils.clip_grad_norm_"
-            )
-        return all(same)
+        return any(same) or not same
 
 
 class _Tables:

