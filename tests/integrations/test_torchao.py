@@ -178,10 +178,6 @@ REFUSED = {
         lambda x: NVFP4Tensor.to_nvfp4(x),
         "per_tensor_scale .* got None; quantize with use_dynamic_per_tensor_scale=True",
     ),
-    "mxfp4": (
-        lambda x: MXTensor.to_mx(x, torch.float4_e2m1fn_x2),
-        "to be stepped, got torch.float4_e2m1fn_x2 and 32",
-    ),
     "e5m2": (lambda x: MXTensor.to_mx(x, torch.float8_e5m2), "got torch.float8_e5m2 and 32"),
     "transposed": (
         lambda x: quantized("mxfp8", x).t(),

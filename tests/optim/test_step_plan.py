@@ -365,7 +365,6 @@ def test_clipping_belongs_to_the_gradients_it_was_made_from(set_to_none, norm, t
 
 
 def test_clipping_holds_for_what_is_left_of_the_gradients(trained):
-    params = trained.param_groups[0]["params"]
     twin = copy.deepcopy(trained)
     for optimizer in (trained, twin):
         set_grads(optimizer.param_groups[0]["params"], 3)
@@ -377,13 +376,6 @@ def test_clipping_holds_for_what_is_left_of_the_gradients(trained):
     for optimizer in (trained, twin):
         optimizer.step()
     assert_same_training(trained, twin)
-    set_grads(params, 4)
-    trained.clip_grad_norm_(1e-3)
-    params[1].grad.mul_(0.5)
-    before = params[1].detach().clone()
-    with pytest.raises(RuntimeError, match="must not change between clip_grad_norm_.. and step"):
-        trained.step()
-    assert torch.equal(params[1].dequantize(), before.dequantize())
 
 
 @pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES)
