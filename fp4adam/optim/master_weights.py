@@ -101,7 +101,11 @@ def find_stale(
     if all_ranks:
         # Where masters were remainders, rounding these may have moved a scale. The weight keeps its
         # bytes, which the masters complete.
-        near = {p: belongs_to(p.param, p.master(states[p.owner])) for p in others if p not in same}
+        near = {
+            p: belongs_to(p.param, p.master(states[p.owner]))
+            for p in others
+            if p.completes and p not in same
+        }
         same |= {p for p, is_near in _agreed(near).items() if is_near}
     for p in same:
         p.record()
