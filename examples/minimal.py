@@ -44,8 +44,7 @@ def main(recipe: str = "nvfp4", steps: int = STEPS) -> list[float]:
     code = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
     data = torch.frombuffer(bytearray(code), dtype=torch.uint8).to(DEVICE)
     text, held_out = data[:-500_000], data[-500_000:]
-    model = NextByte().to(DEVICE)
-    quantize_model(model, recipe)  # before the optimizer, fully_shard, DDP and torch.compile
+    model = quantize_model(NextByte().to(DEVICE), recipe)  # before the optimizer, DDP and compile
     optimizer = FP4Adam(model.parameters(), lr=LR, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     losses = []
@@ -60,8 +59,7 @@ def main(recipe: str = "nvfp4", steps: int = STEPS) -> list[float]:
         if (step + 1) % 50 == 0:
             print(f"step {step + 1}/{steps}: loss {losses[-1]:.4f}")
     print(summary(model, optimizer))
-    with torch.no_grad():
-        print(f"held out: loss {compute_loss(model, held_out):.4f} nats per byte, on {DEVICE}")
+    print(f"held out: loss {compute_loss(model, held_out).item():.4f} nats per byte, on {DEVICE}")
     return losses
 
 

@@ -318,8 +318,8 @@ def _fingerprint(
     """The fingerprint of all parameters and states; the marks of parameters follow it.
 
     The tensors must be where the kernels look for them. Writes matter only to parameters that have
-    to agree with a master or a remainder: one that Adam updates directly is its own value, so
-    whatever other code has written is what it continues from.
+    to agree with a master or a remainder: one that Adam updates directly is its own value, and
+    the next step continues from whatever it holds.
 
     Args:
         members: The parameters.

@@ -277,9 +277,10 @@ def quantized_of(model: nn.Module) -> dict[str, Tensor]:
 def test_the_trainer_resumes_with_the_same_bits(folder, tmp_path):
     names = (folder / "config.json").read_text()
     if "num_experts" in names or "nvfp4" in names:
-        # The Trainer does not load stacks of experts. A layout's tensor scale does not determine
-        # the last bit of the amax.
-        pytest.skip("not the same bits")
+        pytest.skip(
+            "transformers' Trainer does not load stacks of experts; NVFP4's layout does not store the "
+            "last bit of the amax"
+        )
 
     def fit(steps: int, resume: bool = False) -> Any:
         model = trainable(folder)
@@ -362,7 +363,7 @@ def test_tensors_of_torchao(kind):
 
 def test_scales_that_a_dtype_would_round_are_saved_in_float32(folder, tmp_path):
     if "naive-quantized" not in (folder / "config.json").read_text():
-        pytest.skip("scales are in float32 or powers of two")
+        pytest.skip("only BF16 scales could be rounded, and this layout has none")
     model = make_trainable(load(folder))
     before = state(model)
     assert before["model.layers.0.mlp.up_proj.weight_scale"].dtype == torch.bfloat16
