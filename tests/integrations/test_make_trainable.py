@@ -278,8 +278,8 @@ def test_the_trainer_resumes_with_the_same_bits(folder, tmp_path):
     names = (folder / "config.json").read_text()
     if "num_experts" in names or "nvfp4" in names:
         pytest.skip(
-            "transformers' Trainer does not load stacks of experts; NVFP4's layout does not store the "
-            "last bit of the amax"
+            "transformers' Trainer does not load stacks of experts; NVFP4's layout does not store "
+            "the last bit of the amax"
         )
 
     def fit(steps: int, resume: bool = False) -> Any:
