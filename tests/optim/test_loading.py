@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -25,6 +23,7 @@ from helpers import (
     random,
     take_steps,
 )
+from interrupts import InterruptLines
 
 
 def bits(optimizer: Any) -> dict[str, Any]:
@@ -35,31 +34,6 @@ def bits(optimizer: Any) -> dict[str, Any]:
 
 def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-class Interrupt:
-    """Raises KeyboardInterrupt at line number ``at`` of the package and of torch.optim."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def trace(self, frame: FrameType, event: str, _: Any) -> Callable | None:
-        name = frame.f_code.co_filename
-        if "fp4adam/optim" not in name and "torch/optim" not in name:
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left < 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self.trace
-
-    def __enter__(self) -> None:
-        self.before = sys.gettrace()
-        sys.settrace(self.trace)
-
-    def __exit__(self, *args: object) -> None:
-        sys.settrace(self.before)
 
 
 @pytest.mark.parametrize("make", [FP4Adam, lambda p: MasterWeightOptimizer(p, AdamW, lr=1e-3)])
@@ -78,7 +52,7 @@ def test_an_interrupted_load_leaves_the_old_states_or_the_new(make: Callable) ->
     while True:
         each = copy.deepcopy(old)
         try:
-            with Interrupt(at):
+            with InterruptLines(at):
                 each.load_state_dict(saved)
         except KeyboardInterrupt:
             found = [name for name, states in known.items() if is_same(bits(each), states)]

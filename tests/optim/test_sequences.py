@@ -17,9 +17,6 @@ from master_reference import Twin
 from training_programs import KernelTraining, OffloadedTraining, OperatorTraining, Training
 
 
-@pytest.mark.xfail(
-    reason="open: a state that torch's AdamW has carried, then a cast to FP16 with BF16 remainders"
-)
 @pytest.mark.parametrize(
     ("machine", "programs", "length"),
     [

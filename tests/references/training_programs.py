@@ -11,7 +11,6 @@ import copy
 import functools
 import gc
 import math
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,13 +21,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import AdamW
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp4adam import FP4Adam, QuantizedTensor, quantize_model, use_plain_state_dict
-from fp4adam.kernels.launch.launch import Launch
 from fp4adam.optim.state_codec import join_master, split_master
 from fp4adam.tensors import backend
 from helpers import RECIPES, WithGradient, bits_equal, random, stored, through_a_file
+from interrupts import InterruptLaunches, InterruptLines, InterruptOperators
 from late_link import LateLink, offload_to
 from master_reference import Twin, is_rounded, rounded, same_bits, value_of
 
@@ -96,67 +94,6 @@ def _is_among(value: Tensor | None, values: list[Tensor | None]) -> bool:
     if value is None:
         return any(other is None for other in values)
     return any(other is not None and bits_equal(value, other) for other in values)
-
-
-class InterruptOperators(TorchDispatchMode):
-    """Raises KeyboardInterrupt in place of the operator number ``at``."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self.left = at
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.left -= 1
-        if self.left < 0:
-            raise KeyboardInterrupt
-        return func(*args, **(kwargs or {}))
-
-
-class InterruptLines:
-    """Raises KeyboardInterrupt in place of a line of the package, or of torch's optimizers."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def __enter__(self) -> None:
-        self.trace = sys.gettrace()
-        sys.settrace(self._call)
-
-    def __exit__(self, *args: object) -> None:
-        sys.settrace(self.trace)
-
-    def _call(self, frame: Any, event: str, arg: Any) -> Any:
-        places = ("/fp4adam/", "/torch/optim/optimizer.py")
-        return self._line if any(x in frame.f_code.co_filename for x in places) else None
-
-    def _line(self, frame: Any, event: str, arg: Any) -> Any:
-        if event == "line":
-            self.left -= 1
-            if self.left < 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self._line
-
-
-class InterruptLaunches:
-    """Raises KeyboardInterrupt after the launch number ``at``."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def __enter__(self) -> None:
-        self.launch = launch = Launch.__call__
-
-        def interrupted(this: Launch, *args: Any) -> None:
-            launch(this, *args)
-            self.left -= 1
-            if self.left < 0:
-                raise KeyboardInterrupt
-
-        Launch.__call__ = interrupted
-
-    def __exit__(self, *args: object) -> None:
-        Launch.__call__ = self.launch
 
 
 def tensors_of(optimizer: Any) -> list[Tensor]:
