@@ -70,11 +70,12 @@ def find_stale(
         if infos and all_ranks:
             settle_shard(p.param, infos)
         # With a history, the bytes of a master depend on more than its value; with other rows in
-        # the same storage, they depend on these as well.
+        # the same storage, they depend on these as well. A shard has a storage of its own, also one
+        # without rows.
         by_value = (
             isinstance(p, QuantizedParameter)
             and p.param.quantizer.layout.tensor_scale != "delayed"
-            and rows.is_all(p.param)
+            and bool(infos or rows.is_all(p.param))
         )
         if by_value and (not infos or all_ranks):
             quantized.append(p)
