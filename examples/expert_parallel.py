@@ -25,7 +25,7 @@ from distributed import leave, process_group, rank, total, world_size
 from fp4adam import FP4Adam, grouped_linear, is_hidden_linear, quantize_model
 
 PARTS = 2  # of the global batch
-DIM, INNER, EXPERTS, TOP, LAYERS = 64, 128, 4, 2, 2
+DIM, INNER, EXPERTS, TOP, LAYERS = 128, 128, 4, 2, 2
 BATCH, CONTEXT = 4, 64
 
 

@@ -226,7 +226,7 @@ def train_variant(rank: int, recipe: str, variant: str) -> None:
             quantizer = own.quantizer if spec is None else spec.quantizer
             master = full(optimizer.state[param]["master_param"])
             expected = quantizer.quantize(master).dequantize(torch.float32)
-            assert_identical([{"value": full(param.detach().float())}], [{"value": expected}])
+            assert_identical([{"value": full(param.detach()).float()}], [{"value": expected}])
 
 
 @pytest.mark.exhaustive
