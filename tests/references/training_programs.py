@@ -586,9 +586,13 @@ class Training(RuleBasedStateMachine):
 
     @action(how=st.sampled_from([*CASTS]))
     def cast(self, how: str) -> None:
+        completed = [self.keeps_remainder(param) for param in self.params]
         for param in self.params:
             param.grad = None
         CASTS[how](self.model)
+        for param, record, was_completed in zip(self.params, self.records, completed, strict=True):
+            if was_completed and not self.keeps_remainder(param):
+                record.possible = [None]  # nothing is left for the remainder to complete
         self.note_bytes()
 
     # Copies, checkpoints
