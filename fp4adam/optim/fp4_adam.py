@@ -7,7 +7,6 @@ from typing import Any, Literal
 from torch.optim.optimizer import ParamsT
 
 from fp4adam.distributed.dtensor import local
-from fp4adam.distributed.torch_patches import guard_zero
 from fp4adam.formats.scale_groups import (
     ScaleGroups,
     form_scale_group,
@@ -78,7 +77,7 @@ class FP4Adam(FusedAdam):
             groups.
     """
 
-    _takes_quantized = True
+    _has_te_layout = False
     quantize_from = Option()
 
     def __init__(
@@ -90,7 +89,6 @@ class FP4Adam(FusedAdam):
         **options: Any,
     ) -> None:
         checks.check_quantize_from(quantize_from)
-        guard_zero()
         self.scale_groups = None
         super().__init__(params, *args, **options)
         if quantize_from != self.quantize_from:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fp4adam import FP4Adam, fp4_utils, fp8_utils, quantized_init
+from fp4adam import FusedAdam, fp4_utils, fp8_utils, quantized_init
 
 SIZE = 32
 
@@ -66,7 +66,7 @@ def prepare() -> None:
         for module in (theirs, buffers, distrib_optimizer):
             _replace_names(module, own)
     for module in (optimizers, distrib_optimizer):
-        module.Adam = FP4Adam
+        module.Adam = FusedAdam
         module.HAVE_APEX_OR_TE = module.USING_TE_OPTIMIZER = True
         module.USING_PYTORCH_OPTIMIZER = module.USING_APEX_OPTIMIZER = False
 
@@ -120,7 +120,7 @@ class Trainer:
         if options.get("use_precision_aware_optimizer"):
             # The configuration asks the optimizer of this module for its arguments.
             module = ModuleType("transformer_engine.pytorch.optimizers")
-            module.FusedAdam, module.__version__ = FP4Adam, "2.20.0"
+            module.FusedAdam, module.__version__ = FusedAdam, "2.20.0"
             for name in ("transformer_engine", "transformer_engine.pytorch", module.__name__):
                 sys.modules[name] = module
         settings = OptimizerConfig(
