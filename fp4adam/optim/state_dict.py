@@ -296,14 +296,14 @@ def with_steps(state_dict: dict[str, Any]) -> dict[str, Any]:
         given = group.get("step")
         for key, state in own.items():
             is_counted = given is not None or ("exp_avg" in state and not has_steps)
-            if state and "step" not in state and is_counted:
-                state = {"step": given or 0, **_with_numbers(state)}
-            states[key] = te_layout.with_remainder(state)
+            if state and is_counted:
+                state = te_layout.with_remainder(state)
+                states[key] = state if "step" in state else {"step": given or 0, **_numbers(state)}
         groups.append({name: value for name, value in group.items() if name != "step"})
     return {**state_dict, "state": states, "param_groups": groups}
 
 
-def _with_numbers(state: State) -> State:
+def _numbers(state: State) -> State:
     """A state in which moments that Megatron allocates for FP8, in uint8, are numbers."""
     return {
         name: value.float() if getattr(value, "dtype", None) == torch.uint8 else value
