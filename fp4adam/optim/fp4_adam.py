@@ -21,6 +21,9 @@ from fp4adam.tensors.quantized_tensor import QuantizedTensor
 class FP4Adam(FusedAdam):
     """``torch.optim.AdamW`` for models whose weights live in 4 or 8 bits, and plain parameters too.
 
+    States, groups and checkpoints look like torch's; those of :class:`FusedAdam`, otherwise the
+    same optimizer, like Transformer Engine's.
+
     ::
 
         model = fp4adam.quantize_model(model, "nvfp4")
@@ -67,7 +70,7 @@ class FP4Adam(FusedAdam):
             ``quantize_model(..., scale_groups=...)``; () means no groups.
 
     Raises:
-        NotImplementedError: For ``capturable=True``, and for DTensors of other packages' tensors
+        NotImplementedError: For ``capturable=True`` with quantized parameters, and for DTensors of other packages' tensors
             that ``fully_shard`` has not made.
         TypeError: If a parameter is of another package's class without an adapter, or
             ``scale_groups`` is neither lists nor a rule.

@@ -66,7 +66,13 @@ def _profiled(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class FusedAdam(Optimizer):
-    """Drop-in ``torch.optim.AdamW`` that keeps FP32 master weights of 16-bit parameters.
+    """Drop-in ``FusedAdam`` of Transformer Engine, AdamW with master weights.
+
+    For code of Transformer Engine and Megatron-LM: states and groups look like theirs. ``state``
+    shows moments and masters alone, and ``group["step"]`` counts the steps; the entries named below
+    that it does not show can be read by name. In place of ``torch.optim.AdamW`` use
+    :class:`FP4Adam`, the same optimizer with torch's layout. Both take plain and quantized
+    parameters, and load the checkpoints of both and of torch.
 
     All arithmetic is FP32 and gives the same bits on a CPU and on a GPU (FP64 for FP64 parameters,
     where torch's own square root differs in the last bit).
@@ -262,7 +268,7 @@ class FusedAdam(Optimizer):
 
     @property
     def state(self) -> dict[Any, Any]:
-        """State per parameter, as in ``torch.optim.Optimizer``.
+        """State per parameter, as in ``torch.optim.Optimizer``; of ``FusedAdam`` a view of it.
 
         If the device may have skipped the last step, this waits for it, so that ``step`` is right.
         Offloaded states are CPU tensors. This waits until they have arrived, so read them through
@@ -529,7 +535,10 @@ class FusedAdam(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state in FP32 under the names of ``torch.optim.AdamW``, whatever the storage dtypes.
 
-        As in ``torch.optim``, tensors that are FP32 already are the optimizer's own, not copies. If
+        That of ``FusedAdam`` has the layout of Transformer Engine's: ``step`` is in the groups, and in
+        states that differ from their group; ``master_param`` is an int16 remainder with
+        ``store_param_remainders``, valid with the parameters of the same step, which must be loaded
+        first. As in ``torch.optim``, tensors that are FP32 already are the optimizer's own, not copies. If
         other code has written to a parameter, its value replaces the outdated master.
         """
         return self._saved(compact=False)

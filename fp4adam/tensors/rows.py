@@ -349,8 +349,8 @@ def _check_can_be_sharded(tensor: StoredTensor, quantizer: Format) -> str:
     what = type(tensor).__name__ if name is None else f"parameter {name!r}"
     if not quantizer.without_derived().layout.rows_per_entry:
         raise ValueError(
-            f"{what} must have rowwise=True, and two_dimensional=True if there is the option, to be "
-            f"sharded, got {quantizer}; quantize it that way, leave it in high precision "
+            f"{what} must have rowwise=True, and where there is the option two_dimensional=True to "
+            f"be sharded, got {quantizer}; quantize it that way, leave it in high precision "
             "(filter=...), or ask for plain zeros (dtype=...)"
         )
     return what

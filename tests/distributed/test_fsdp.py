@@ -542,9 +542,7 @@ def test_shards_that_disagree_are_found_on_every_rank():
 def shard_otherwise(rank: int) -> None:
     mesh = all_ranks()
     for quantizer in (NVFP4Quantizer(two_dimensional=False), Float8BlockQuantizer(rowwise=False)):
-        with pytest.raises(
-            ValueError, match="parameter '0.weight' must have rowwise=True, and scaling"
-        ):
+        with pytest.raises(ValueError, match="parameter '0.weight' must have rowwise=True, and"):
             fully_shard(build(64, 32, quantizer), mesh=mesh)
     with pytest.raises(ValueError, match="must be sharded along its first dimension"):
         fully_shard(build(64, 32, "nvfp4"), mesh=mesh, shard_placement_fn=lambda _: Shard(1))
