@@ -21,9 +21,6 @@ from fp4adam.tensors.quantized_tensor import QuantizedTensor
 class FP4Adam(FusedAdam):
     """``torch.optim.AdamW`` for models whose weights live in 4 or 8 bits, and plain parameters too.
 
-    States, groups and checkpoints look like torch's; those of :class:`FusedAdam`, otherwise the
-    same optimizer, like Transformer Engine's.
-
     ::
 
         model = fp4adam.quantize_model(model, "nvfp4")
@@ -56,6 +53,9 @@ class FP4Adam(FusedAdam):
     any member has a gradient, all members are written and have a state. The step is fastest if all
     of them have gradients.
 
+    States, groups and checkpoints look like those of ``torch.optim``. :class:`FusedAdam` is the
+    same optimizer with the layout of Transformer Engine's.
+
     Args:
         params: Parameters, (name, parameter) pairs or dicts of parameter groups; those of a model
             after ``quantize_model``.
@@ -70,8 +70,8 @@ class FP4Adam(FusedAdam):
             ``quantize_model(..., scale_groups=...)``; () means no groups.
 
     Raises:
-        NotImplementedError: For ``capturable=True`` with quantized parameters, and for DTensors of other packages' tensors
-            that ``fully_shard`` has not made.
+        NotImplementedError: For ``capturable=True`` with quantized parameters, and for DTensors of
+            other packages' tensors that ``fully_shard`` has not made.
         TypeError: If a parameter is of another package's class without an adapter, or
             ``scale_groups`` is neither lists nor a rule.
         ValueError: For ``master_weights=False`` with quantized parameters, an unknown

@@ -535,11 +535,12 @@ class FusedAdam(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state in FP32 under the names of ``torch.optim.AdamW``, whatever the storage dtypes.
 
-        That of ``FusedAdam`` has the layout of Transformer Engine's: ``step`` is in the groups, and in
-        states that differ from their group; ``master_param`` is an int16 remainder with
-        ``store_param_remainders``, valid with the parameters of the same step, which must be loaded
-        first. As in ``torch.optim``, tensors that are FP32 already are the optimizer's own, not copies. If
+        As in ``torch.optim``, tensors that are FP32 already are the optimizer's own, not copies. If
         other code has written to a parameter, its value replaces the outdated master.
+
+        That of ``FusedAdam`` has the layout of Transformer Engine's: ``step`` is in the groups, and
+        in states that have another count. With ``store_param_remainders``, ``master_param`` is the
+        int16 remainder, which is valid with the parameters of the same step; load these first.
         """
         return self._saved(compact=False)
 

@@ -136,6 +136,9 @@ class Trainer:
             **options,
         )
         self.optimizer = get_megatron_optimizer(settings, [self.model])
+        # Reshardable checkpoints have FP32 numbers, which no optimizer takes for remainders.
+        has_remainders = settings.use_precision_aware_optimizer and settings.store_param_remainders
+        self._sharding = "dp_reshardable" if has_remainders else "fully_reshardable"
         self.steps = 0
 
     def train(self, steps: int) -> list[float]:
@@ -165,12 +168,12 @@ class Trainer:
 
     def _sharded(self, is_loading: bool) -> dict[str, Any]:
         model = self.model.module.sharded_state_dict()
-        metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+        metadata = {"distrib_optim_sharding_type": self._sharding}
         state = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
         return {"model": model, "optimizer": state}
 
     def save(self, folder: Path) -> None:
-        """Save a checkpoint that any number of ranks can load."""
+        """Save a checkpoint; any number of ranks can load it unless it has remainders."""
         from megatron.core import dist_checkpointing
 
         dist_checkpointing.save({**self._sharded(False), "steps": self.steps}, str(folder))

@@ -22,11 +22,12 @@ import megatron_on_cpu  # noqa: E402
 # Histories of delayed scaling are no part of such a checkpoint.
 RECIPES = ("nvfp4", "tensorwise", "blockwise", "mxfp8", None)
 # What the optimizer itself keeps for BF16 weights, with ``use_precision_aware_optimizer``.
-NARROW: tuple[dict[str, Any], ...] = (
-    {"store_param_remainders": False},
-    {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
-    {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.float16},
-    {"main_params_dtype": torch.float16, "store_param_remainders": False},
+# Checkpoints with remainders are for the same number of ranks.
+NARROW: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (
+    ((1,), {"store_param_remainders": False}),
+    ((2,), {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}),
+    ((2,), {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.float16}),
+    ((1,), {"main_params_dtype": torch.float16, "store_param_remainders": False}),
 )
 
 
@@ -74,7 +75,7 @@ def resume(
     [
         ("nvfp4", (2, 4), {}),
         *((recipe, (1,), {}) for recipe in RECIPES[1:]),
-        *((None, (1,), precision_aware(**options)) for options in NARROW),
+        *((None, world_sizes, precision_aware(**options)) for world_sizes, options in NARROW),
     ],
 )
 def test_resumed_training_is_that_of_one_run_on_any_number_of_ranks(
