@@ -432,7 +432,7 @@ def checkpoints_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
         weight = linear(te, recipe, shape).weight
         weight.clear_high_precision_init_val()
         if ours:
-            return weight, FP4Adam([weight], **OPTIONS)
+            return weight, FusedAdam([weight], **OPTIONS)
         return weight, optimizers.FusedAdam([weight], **OPTIONS, master_weights=True)
 
     def step(weight: Parameter, optimizer: Any, seed: int) -> None:
@@ -444,8 +444,7 @@ def checkpoints_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
             weight, optimizer = made(from_ours, recipe)
             for seed in range(3):
                 step(weight, optimizer, seed)
-            saved = optimizer.te_state_dict() if from_ours else optimizer.state_dict()
-            saved, masters = copy.deepcopy(saved), []
+            saved, masters = copy.deepcopy(optimizer.state_dict()), []
             other_weight, other = made(not from_ours, recipe)
             with torch.no_grad():
                 other_weight.copy_(weight)

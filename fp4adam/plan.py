@@ -78,7 +78,7 @@ def bytes_per_parameter(setup: Setup) -> tuple[float, float]:
     if setup.quantizer is None:
         each = 3.0 * setup.dtype.itemsize
         return each, each
-    options = Options(takes_quantized=True, **STATES[setup.states])
+    options = Options(**STATES[setup.states])
     moments = 0.0
     for name, codec in options.codecs(setup.dtype).items():
         nbytes = sum(t.nbytes for t in codec.zeros_like(plain) if t is not None) / side**2

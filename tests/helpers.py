@@ -21,6 +21,7 @@ from fp4adam import (
     Quantizer,
     quantize_model,
 )
+from fp4adam.optim.te_layout import stored_state
 
 RECIPES = {
     "nvfp4": NVFP4Quantizer(),
@@ -170,14 +171,16 @@ def addresses(optimizer: Optimizer) -> list[int]:
     """Where everything that a step writes lies in memory."""
     found = []
     for param in all_params(optimizer):
-        state = {name: value for name, value in optimizer.state[param].items() if name != "step"}
+        state = stored_state(optimizer.state[param])
+        state = {name: value for name, value in state.items() if name != "step"}
         found += [tensor.data_ptr() for tensor in (*stored(param).values(), *state.values())]
     return found
 
 
 def written(optimizer: Optimizer) -> list[dict[str, Tensor]]:
     """A copy of everything that a step writes, for each parameter, on the CPU."""
-    tensors = [stored(param) | optimizer.state[param] for param in all_params(optimizer)]
+    states = optimizer.state
+    tensors = [stored(p) | stored_state(states[p]) for p in all_params(optimizer)]
     return [{k: v.detach().cpu().clone() for k, v in entry.items()} for entry in tensors]
 
 
@@ -192,7 +195,7 @@ def snapshot(optimizer: Optimizer) -> dict[str, Any]:
         {
             "params": [param.detach().clone() for param in params],
             "values": [getattr(param, "_high_precision_init_val", None) for param in params],
-            "state": [dict(optimizer.state.get(param, {})) for param in params],
+            "state": [dict(stored_state(optimizer.state.get(param, {}))) for param in params],
             "sizes": [len(group["params"]) for group in optimizer.param_groups],
             "options": options,
             "defaults": optimizer.defaults,

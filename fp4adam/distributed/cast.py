@@ -589,7 +589,9 @@ def can_be_cast(tensor: QuantizedTensor) -> bool:
 
     Not with ``two_dimensional=False``, nor a slice or with delayed scaling.
     """
-    return bool(tensor.numel() and tensor.quantizer.layout.rows_per_entry) and rows.is_all(tensor)
+    layout = tensor.quantizer.layout
+    is_current = bool(layout.rows_per_entry) and layout.tensor_scale != "delayed"
+    return bool(tensor.numel()) and is_current and rows.is_all(tensor)
 
 
 def _measured(tensor: QuantizedTensor, value: Tensor) -> Tensor:

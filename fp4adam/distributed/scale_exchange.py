@@ -97,7 +97,7 @@ class ShardInfo(NamedTuple):
             return ()
         mesh = param.device_mesh
         infos = [cls.in_mesh(mesh, dim) for dim in by_rows]
-        if spec.quantizer.layout.tensor_scale == "current":
+        if spec.quantizer.layout.tensor_scale is not None:
             infos += [cls.in_parallel(mesh, dim) for dim in parallel]
         if len(infos) == 2 and mesh.size() == dist.get_world_size():
             of_part = dict(part=mesh.get_local_rank(parallel[0]), n_parts=mesh.size(parallel[0]))
@@ -177,7 +177,7 @@ class AmaxExchange:
         peers: dict[Hashable, list[int]] = defaultdict(list)
         size = 0
         for spec, info, amax, grids, scales in shards:
-            if spec.quantizer.layout.tensor_scale == "current":
+            if spec.quantizer.layout.tensor_scale is not None:
                 self._amaxes.append(amax)
                 spans.append((size, size + 1))
                 peers[scales].append(size)

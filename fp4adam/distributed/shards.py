@@ -20,7 +20,7 @@ def parallel_infos(shard: QuantizedTensor) -> tuple[ShardInfo, ...]:
     """
     shared = shard._shared
     spec = shared.global_spec
-    if spec is None or not (spec.is_parallel and spec.quantizer.layout.tensor_scale == "current"):
+    if spec is None or not (spec.is_parallel and spec.quantizer.layout.tensor_scale is not None):
         return ()
     if shared.parallel is None and shared.unsettled:
         raise RuntimeError(

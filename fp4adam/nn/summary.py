@@ -234,7 +234,9 @@ def _with_state(
 ) -> ParameterSummary:
     """The same with the bytes of the parameter's optimizer state."""
     total = host = 0
-    for leaf in pytree.tree_leaves(states.get(param, {})):
+    state = states.get(param, {})
+    # FusedAdam does not show the scales of narrow states.
+    for leaf in pytree.tree_leaves(getattr(state, "stored", state)):
         own = local(leaf)
         if isinstance(own, Tensor) and own.dim():  # no step counts, which are on the host
             total += own.nbytes

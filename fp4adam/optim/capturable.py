@@ -6,30 +6,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp4adam.optim.checks import CAPTURE_AROUND, is_quantized
 from fp4adam.optim.engine import Engine
 from fp4adam.optim.hyper_parameters import is_on_device
 from fp4adam.optim.options import Options
-
-_CAPTURE_AROUND = (
-    "capture forward and backward, and call step() outside the graph: it writes weights at the "
-    "addresses that the graph reads"
-)
 
 
 def check_option(options: Options, group: Mapping[str, Any]) -> None:
     """Raise if ``capturable`` does not go together with the other options.
 
     Raises:
-        NotImplementedError: For quantized parameters.
         ValueError: If a group differs, or with offloaded states or without the kernels.
     """
     own = options.capturable
-    if options.takes_quantized and group["capturable"]:
-        raise NotImplementedError(
-            f"capturable must be False for {options.name}, got True: re-quantization takes its "
-            "scales from values that exist on the device only between launches, and a CUDA graph "
-            f"would replay the step with the scalars of its capture; {_CAPTURE_AROUND}"
-        )
     if group["capturable"] != own:
         raise ValueError(
             f"capturable must be the same for all groups, got {group['capturable']} in one of an "
@@ -50,10 +39,10 @@ def check_option(options: Options, group: Mapping[str, Any]) -> None:
 def check_capture(engine: Engine, captured: list) -> None:
     """Raise if a CUDA graph cannot record a step; keeps what its replays read in ``captured``."""
     options = engine.parameters.options
-    if options.takes_quantized:
+    if any(map(is_quantized, engine.params)):
         raise RuntimeError(
-            f"step() of {options.name} must not be captured in a CUDA graph, got a call in a "
-            f"capture: replays would repeat its scalars; {_CAPTURE_AROUND}"
+            f"step() of quantized parameters must not be captured in a CUDA graph, got a call in a "
+            f"capture: replays would repeat its scalars; {CAPTURE_AROUND}"
         )
     if not options.capturable:
         raise RuntimeError(

@@ -20,6 +20,10 @@ from fp4adam.tensors.quantized_tensor import QuantizedTensor
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PARAM_DTYPES = (torch.float64, *GRAD_DTYPES)
 QUANTIZE_FROM = ("master", "param_dtype")
+CAPTURE_AROUND = (
+    "capture forward and backward, and call step() outside the graph: it writes weights at the "
+    "addresses that the graph reads"
+)
 
 
 def check_options(options: Options, amsgrad: bool) -> None:
@@ -30,12 +34,6 @@ def check_options(options: Options, amsgrad: bool) -> None:
             masters.
         NotImplementedError: For ``amsgrad`` with second moments that are not float32.
     """
-    if options.master_weight_dtype == torch.int8 and not options.takes_quantized:
-        raise ValueError(
-            f"master_weight_dtype must be torch.float32 or torch.float16 for {options.name}, got "
-            "torch.int8: remainders complete quantized weights, see FP4Adam; "
-            "store_param_remainders=True does the same for BF16 parameters"
-        )
     if options.store_param_remainders and options.master_weight_dtype == torch.float16:
         raise ValueError(
             "master_weight_dtype must be torch.float32 with store_param_remainders, got "
@@ -64,18 +62,24 @@ def check_quantize_from(quantize_from: str) -> None:
         )
 
 
+def is_quantized(param: Tensor) -> bool:
+    """Whether a parameter, or this rank's part of one, is a quantized tensor of any package."""
+    own = local(param)
+    return isinstance(own, QuantizedTensor) or is_foreign(own)
+
+
 def check_param(options: Options, param: Tensor) -> None:
     """Raise if an optimizer with these options could never update ``param``."""
     name, own = options.name, local(param)
-    foreign = is_foreign(own)
-    if foreign:
+    if is_foreign(own):
         adapter_of(own)
-    is_quantized = foreign or isinstance(own, QuantizedTensor)
-    if is_quantized and not options.takes_quantized:
-        raise TypeError(
-            f"parameters must be plain tensors for {name}, got {type(own).__name__}; use FP4Adam"
+    if is_quantized(param) and options.capturable:
+        raise NotImplementedError(
+            "capturable must be False for quantized parameters, got True: re-quantization takes "
+            "its scales from values that exist on the device only between launches, and a CUDA "
+            f"graph would replay the step with the scalars of its capture; {CAPTURE_AROUND}"
         )
-    if is_quantized and not options.master_weights:
+    if is_quantized(param) and not options.master_weights:
         raise ValueError(
             f"master_weights must be True for {type(own).__name__} parameters, got False: updates "
             "are smaller than the steps between codes and would be lost; leave it True"

@@ -50,6 +50,10 @@ class DeviceCounter:
         """True: the device reads the counts at every step, whoever wrote them."""
         return True
 
+    def latest(self) -> dict[int, Tensor]:
+        """The step count of one member of each parameter group, by the id of the group."""
+        return {id(m.group): m.state["step"] for m in reversed(self._members)}
+
     def regroup(self, present: list[bool]) -> bool:
         """Set which members take part in this step; True if that differs from the last step."""
         if present == self._present:

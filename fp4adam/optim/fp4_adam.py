@@ -7,7 +7,6 @@ from typing import Any, Literal
 from torch.optim.optimizer import ParamsT
 
 from fp4adam.distributed.dtensor import local
-from fp4adam.distributed.torch_patches import guard_zero
 from fp4adam.formats.scale_groups import (
     ScaleGroups,
     form_scale_group,
@@ -54,6 +53,9 @@ class FP4Adam(FusedAdam):
     any member has a gradient, all members are written and have a state. The step is fastest if all
     of them have gradients.
 
+    States, groups and checkpoints look like those of ``torch.optim``. :class:`FusedAdam` is the
+    same optimizer with the layout of Transformer Engine's.
+
     Args:
         params: Parameters, (name, parameter) pairs or dicts of parameter groups; those of a model
             after ``quantize_model``.
@@ -68,8 +70,8 @@ class FP4Adam(FusedAdam):
             ``quantize_model(..., scale_groups=...)``; () means no groups.
 
     Raises:
-        NotImplementedError: For ``capturable=True``, and for DTensors of other packages' tensors
-            that ``fully_shard`` has not made.
+        NotImplementedError: For ``capturable=True`` with quantized parameters, and for DTensors of
+            other packages' tensors that ``fully_shard`` has not made.
         TypeError: If a parameter is of another package's class without an adapter, or
             ``scale_groups`` is neither lists nor a rule.
         ValueError: For ``master_weights=False`` with quantized parameters, an unknown
@@ -78,7 +80,7 @@ class FP4Adam(FusedAdam):
             groups.
     """
 
-    _takes_quantized = True
+    _has_te_layout = False
     quantize_from = Option()
 
     def __init__(
@@ -90,7 +92,6 @@ class FP4Adam(FusedAdam):
         **options: Any,
     ) -> None:
         checks.check_quantize_from(quantize_from)
-        guard_zero()
         self.scale_groups = None
         super().__init__(params, *args, **options)
         if quantize_from != self.quantize_from:

@@ -16,8 +16,9 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
+from fp4adam.distributed.torch_patches import guard_zero
 from fp4adam.optim import capturable as capturing
-from fp4adam.optim import checks, te_states
+from fp4adam.optim import checks, te_layout, te_states
 from fp4adam.optim import state_dict as saving
 from fp4adam.optim.engine import Engine, Group, Signals
 from fp4adam.optim.gradient_release import GradientRelease
@@ -65,7 +66,13 @@ def _profiled(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class FusedAdam(Optimizer):
-    """Drop-in ``torch.optim.AdamW`` that keeps FP32 master weights of 16-bit parameters.
+    """Drop-in ``FusedAdam`` of Transformer Engine, AdamW with master weights.
+
+    For code of Transformer Engine and Megatron-LM: states and groups look like theirs. ``state``
+    shows moments and masters alone, and ``group["step"]`` counts the steps; the entries named below
+    that it does not show can be read by name. In place of ``torch.optim.AdamW`` use
+    :class:`FP4Adam`, the same optimizer with torch's layout. Both take plain and quantized
+    parameters, and load the checkpoints of both and of torch.
 
     All arithmetic is FP32 and gives the same bits on a CPU and on a GPU (FP64 for FP64 parameters,
     where torch's own square root differs in the last bit).
@@ -139,7 +146,8 @@ class FusedAdam(Optimizer):
 
     # Makes GradScaler set grad_scale and found_inf as attributes for the duration of a step.
     _step_supports_amp_scaling = True
-    _takes_quantized = False
+    # Whether states and groups look like those of Transformer Engine's FusedAdam, or torch.optim's.
+    _has_te_layout = True
     master_weights, exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype = (
         Option() for _ in range(4)
     )
@@ -191,7 +199,6 @@ class FusedAdam(Optimizer):
         }
         stored = storage(
             states,
-            self._takes_quantized,
             exp_avg_dtype=exp_avg_dtype,
             exp_avg_sq_dtype=exp_avg_sq_dtype,
             master_weight_dtype=master_weight_dtype,
@@ -200,7 +207,6 @@ class FusedAdam(Optimizer):
         )
         options = Options(
             name=type(self).__name__,
-            takes_quantized=self._takes_quantized,
             capturable=capturable,
             master_weights=master_weights,
             **stored,
@@ -212,8 +218,9 @@ class FusedAdam(Optimizer):
             warnings.warn(
                 "set_grad_none is deprecated; call zero_grad(set_to_none=...)",
                 DeprecationWarning,
-                stacklevel=3 if self._takes_quantized else 2,
+                stacklevel=2 if type(self) is FusedAdam else 3,
             )
+        guard_zero()
         self._set_up(options)
         self._check_options(defaults)
         if isinstance(betas[0], Tensor):
@@ -232,6 +239,8 @@ class FusedAdam(Optimizer):
         self._release: GradientRelease | None = None
         # Memory that captured steps use, once per plan; graphs outlive plans and loaded states.
         self._captured: list = []
+        # The steps that groups show; another number there is one that other code has set.
+        self._shown_steps: list = []
         # Guards hooks that are registered during a call, as threads may save at the same time.
         self._saving = threading.RLock()
 
@@ -259,18 +268,24 @@ class FusedAdam(Optimizer):
 
     @property
     def state(self) -> dict[Any, Any]:
-        """State per parameter, as in ``torch.optim.Optimizer``.
+        """State per parameter, as in ``torch.optim.Optimizer``; of ``FusedAdam`` a view of it.
 
         If the device may have skipped the last step, this waits for it, so that ``step`` is right.
         Offloaded states are CPU tensors. This waits until they have arrived, so read them through
         this property after every step.
         """
         self._whole.settle()
-        return self.__dict__["state"]
+        stored = self.__dict__["state"]
+        if not self._has_te_layout:
+            return stored
+        engine = self._engine
+        self._take_steps(engine)
+        self._show_steps(engine)
+        return te_layout.StatesView(stored)
 
     @state.setter
     def state(self, state: dict[Any, Any]) -> None:
-        self.__dict__["state"] = state
+        self.__dict__["state"] = state.stored if isinstance(state, te_layout.StatesView) else state
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
         """Raise if a hyper-parameter is out of range or a flag is not supported."""
@@ -302,7 +317,8 @@ class FusedAdam(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "options": self._parameters.options}
         # Copies know nothing of who wrote what, so remainders take along which codes they are for.
-        state["state"] = saving.with_digests(self._engine, state["state"])
+        engine = self._engine
+        state["state"] = saving.with_digests(engine, engine.states)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -393,7 +409,8 @@ class FusedAdam(Optimizer):
         engine, options = self._engine, self._parameters.options
         if self._is_releasing:
             signals = Signals(*(vars(self).pop(name, None) for name in Signals._fields))
-            return self._release.finish_step(signals, engine)
+            self._release.finish_step(signals, engine)
+            return self._show_steps(engine)
         captures = backend.is_capturing()
         if captures or options.capturable:
             engine.check_call()
@@ -402,7 +419,17 @@ class FusedAdam(Optimizer):
         elif options.capturable:
             capturing.put_rates_on_devices(engine)
         signals = Signals(*(getattr(self, name, None) for name in Signals._fields))
+        self._take_steps(engine)
         engine.step(signals, captures)
+        self._show_steps(engine)
+
+    def _take_steps(self, engine: Engine) -> None:
+        if self._has_te_layout:
+            te_layout.take_steps(engine, self._shown_steps)
+
+    def _show_steps(self, engine: Engine) -> None:
+        if self._has_te_layout:
+            self._shown_steps = te_layout.show_steps(engine)
 
     # Gradients
 
@@ -510,6 +537,10 @@ class FusedAdam(Optimizer):
 
         As in ``torch.optim``, tensors that are FP32 already are the optimizer's own, not copies. If
         other code has written to a parameter, its value replaces the outdated master.
+
+        That of ``FusedAdam`` has the layout of Transformer Engine's: ``step`` is in the groups, and
+        in states that have another count. With ``store_param_remainders``, ``master_param`` is the
+        int16 remainder, which is valid with the parameters of the same step; load these first.
         """
         return self._saved(compact=False)
 
@@ -527,12 +558,12 @@ class FusedAdam(Optimizer):
             NotImplementedError: For sharded parameters with scaled states: the blocks of 32
                 elements follow each rank's memory and would not fit other shards.
         """
-        saving.check_compact(self.state)
+        saving.check_compact(self._engine.states)
         return self._saved(compact=True)
 
     def _saved(self, compact: bool) -> dict[str, Any]:
         def encode(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-            saving.encode(self._engine, state_dict, compact)
+            saving.encode(self._engine, state_dict, compact, self._has_te_layout)
 
         with self._saving, saving.hooked(self.register_state_dict_post_hook, encode):
             return super().state_dict()
@@ -576,6 +607,7 @@ class FusedAdam(Optimizer):
             saving.hooked(self.register_load_state_dict_post_hook, adopt),
         ):
             super().load_state_dict(state_dict)
+        self._show_steps(self._engine)
 
     # What Transformer Engine's optimizer has
 
@@ -638,20 +670,6 @@ class FusedAdam(Optimizer):
             TypeError: If the dtype differs.
         """
         te_states.write(self._engine, param, state_name, unscaled_state)
-
-    def te_state_dict(self) -> dict[str, Any]:
-        """The state as ``transformer_engine.pytorch.optimizers.FusedAdam`` saves and loads it.
-
-        Groups hold ``step``, and the options that its groups have. States hold ``exp_avg``,
-        ``exp_avg_sq`` and ``master_param`` (FP32, or the int16 remainder with
-        ``store_param_remainders``). :meth:`load_state_dict` takes it as well.
-
-        Raises:
-            ValueError: If parameters of one group have taken different numbers of steps, or a group
-                has ``amsgrad`` or ``maximize``, which Transformer Engine's optimizer has not.
-        """
-        te_states.check_groups(self._engine)
-        return te_states.te_state_dict(self._engine, self.state_dict())
 
     # Master weights
 

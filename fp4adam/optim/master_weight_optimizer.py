@@ -28,6 +28,7 @@ from fp4adam.optim.master_weights import adopt, find_stale
 from fp4adam.optim.options import Options
 from fp4adam.optim.parameter import Parameter as Stepped
 from fp4adam.optim.parameter import Parameters
+from fp4adam.optim.te_layout import stored_state
 
 _OF_GROUP = ("params", "param_names")
 
@@ -103,9 +104,7 @@ class MasterWeightOptimizer(Optimizer):
 
     def _set_up(self) -> None:
         name = type(self).__name__
-        self._parameters = Parameters(
-            Options(name, takes_quantized=True, quantize_from=self.quantize_from)
-        )
+        self._parameters = Parameters(Options(name, quantize_from=self.quantize_from))
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -171,7 +170,9 @@ class MasterWeightOptimizer(Optimizer):
         states = {}
         for param, master in self._stepped.items():
             if param in self._in_use:
-                states[param] = dict(of_masters[master]) if master in of_masters else {}
+                states[param] = (
+                    dict(stored_state(of_masters[master])) if master in of_masters else {}
+                )
                 if master is not param:
                     states[param]["master_param"] = master.detach()
         return MappingProxyType(states)

@@ -30,7 +30,7 @@ STATES: dict[str, dict[str, Any]] = {
 }
 
 
-def storage(states: str, takes_quantized: bool, **given: Any) -> dict[str, Any]:
+def storage(states: str, **given: Any) -> dict[str, Any]:
     """The storage options that ``states`` stands for, with those that are ``given`` (not None).
 
     Raises:
@@ -43,8 +43,6 @@ def storage(states: str, takes_quantized: bool, **given: Any) -> dict[str, Any]:
         )
     own = {name: value for name, value in given.items() if value is not None}
     chosen = STATES[states] | own
-    if not takes_quantized and "master_weight_dtype" not in own and states == "8bit":
-        chosen["master_weight_dtype"] = torch.float32  # completed by 16-bit remainders
     if chosen["master_weight_dtype"] == torch.float16 and "store_param_remainders" not in own:
         chosen["store_param_remainders"] = False
     return chosen
@@ -56,14 +54,12 @@ class Options:
 
     Attributes:
         name: The optimizer's class, for error messages.
-        takes_quantized: Whether parameters may be quantized.
         capturable: Whether step counts and scalars stay on the device, for CUDA graphs.
 
     The others are arguments of :class:`FP4Adam`.
     """
 
     name: str = "FusedAdam"
-    takes_quantized: bool = False
     capturable: bool = False
     master_weights: bool = True
     exp_avg_dtype: torch.dtype = torch.float32

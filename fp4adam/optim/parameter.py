@@ -397,6 +397,8 @@ class Parameter:
             return False  # a shard of another package
         if quantized and param.pending_value() is not None:
             return False
+        if quantized and self.shards and param.quantizer.layout.tensor_scale == "delayed":
+            return False  # the launch that takes an amax from others is for current scaling
         if not all(t.is_contiguous() for t in tensors):
             alike = all(t.stride() == value.stride() for t in tensors)
             if quantized or not (alike and is_dense(value)):

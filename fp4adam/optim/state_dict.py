@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp4adam.distributed.dtensor import is_dtensor, like, local, part_for
 from fp4adam.formats.roundings import known_roundings
-from fp4adam.optim import checks
+from fp4adam.optim import checks, te_layout
 from fp4adam.optim.engine import Engine
 from fp4adam.optim.hyper_parameters import check_saved_numbers
 from fp4adam.optim.master_weights import adopt, batches, find_stale
@@ -100,9 +100,17 @@ def check_compact(states: dict[Any, Any]) -> None:
 
 
 @torch.no_grad()
-def encode(engine: Engine, state_dict: dict[str, Any], compact: bool) -> None:
-    """Bring the states of a new state dict into the form of a checkpoint."""
+def encode(engine: Engine, state_dict: dict[str, Any], compact: bool, as_te: bool) -> None:
+    """Bring the states of a new state dict into the form of a checkpoint.
+
+    Args:
+        engine: The engine of all parameters.
+        state_dict: The state dict of ``torch.optim.Optimizer``.
+        compact: Keep codes and scales as they are stored.
+        as_te: Use the layout of Transformer Engine, unless compact.
+    """
     states, groups = state_dict["state"], [group for group, _ in engine.groups]
+    states.update({key: te_layout.stored_state(state) for key, state in states.items()})
     keys = dict(saved_keys(groups, state_dict))
     keys = {param: key for param, key in keys.items() if isinstance(states[key], dict)}
     members = {param: engine.parameters[param] for param in keys}
@@ -112,31 +120,21 @@ def encode(engine: Engine, state_dict: dict[str, Any], compact: bool) -> None:
             stale |= find_stale(some, engine.states)[0].keys()
     for param, key in keys.items():
         member = members[param]
-        states[key] = saved_state(member, states[key], member in stale, compact)
-    _add_group_steps(groups, state_dict)
+        states[key] = saved_state(member, states[key], member in stale, compact, as_te)
+    if as_te and compact:
+        for group in state_dict["param_groups"]:
+            group.pop("step", None)  # every state has its own
+    elif as_te:
+        te_layout.encode(state_dict, keys.values())
     if engine.parameters.options.capturable:
         # As a number, which optimizers with and without capturable load.
         for group in state_dict["param_groups"]:
             group["lr"] = float(group["lr"])
 
 
-def _add_group_steps(groups: Groups, state_dict: dict[str, Any]) -> None:
-    """Give saved groups the ``step`` that Transformer Engine counts: the steps of the optimizer.
-
-    It is that of the parameter with the most; groups without any count as the others do.
-    """
-    steps = {
-        param: int(state["step"])
-        for param, state in saved_states(groups, state_dict)
-        if isinstance(state, dict) and "step" in state
-    }
-    if steps:
-        for group, saved in zip(groups, state_dict["param_groups"], strict=True):
-            own = [steps[param] for param in group["params"] if param in steps]
-            saved["step"] = max(own or steps.values())
-
-
-def saved_state(parameter: Parameter, state: State, left: bool, compact: bool) -> State:
+def saved_state(
+    parameter: Parameter, state: State, left: bool, compact: bool, keeps_remainder: bool = False
+) -> State:
     """The state of a parameter in the form of a checkpoint, in torch's order of names.
 
     Args:
@@ -145,6 +143,7 @@ def saved_state(parameter: Parameter, state: State, left: bool, compact: bool) -
         left: Whether the parameter no longer equals its rounded master. Its own value is saved as
             the master then.
         compact: Keep codes and scales as they are stored.
+        keeps_remainder: Whether int16 remainders stay what they are.
     """
     saved = dict(state)
     waits = parameter.has_remainder and "param_remainder" not in state
@@ -171,7 +170,7 @@ def saved_state(parameter: Parameter, state: State, left: bool, compact: bool) -
             if name in saved and not codec.exact:
                 values = StateTensor.of(saved, name, codec).decode()
                 StateTensor(PLAIN, values, None).store(saved, name, parameter.owner)
-        if "param_remainder" in saved:
+        if "param_remainder" in saved and not keeps_remainder:
             remainder = local(saved.pop("param_remainder"))
             master = join_master(parameter.param.detach().to(remainder.device), remainder)
             saved["master_param"] = like(parameter.owner, master)
@@ -283,9 +282,8 @@ def adopt_masters(engine: Engine, owners: Sequence[Tensor]) -> None:
 def with_steps(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict with a ``step`` in every state; Transformer Engine keeps it in the group.
 
-    Where the counts of a group's states do not reach that of the group, the group's holds: Megatron
-    saves and loads that one alone. Without any count, with which it allocates states, none has
-    taken a step.
+    The count of a state holds; that of the group is for states without one. Where there is none at
+    all, as in states that Megatron allocates, no step has been taken.
 
     Raises:
         ValueError: If ``state_dict`` is not the state dict of an optimizer.
@@ -296,31 +294,21 @@ def with_steps(state_dict: dict[str, Any]) -> dict[str, Any]:
     for group in state_dict["param_groups"]:
         own = {key: states[key] for key in group["params"] if isinstance(states.get(key), dict)}
         given = group.get("step")
-        counts = [state["step"] for state in own.values() if "step" in state]
-        is_edited = given is not None and _are_below(counts, given)
         for key, state in own.items():
-            if "step" in state:
-                states[key] = {**state, "step": given} if is_edited else state
-            elif state and (given is not None or ("exp_avg" in state and not has_steps)):
-                states[key] = {"step": given or 0, **_with_remainder(state)}
+            is_counted = given is not None or ("exp_avg" in state and not has_steps)
+            if state and is_counted:
+                state = te_layout.with_remainder(state)
+                states[key] = state if "step" in state else {"step": given or 0, **_numbers(state)}
         groups.append({name: value for name, value in group.items() if name != "step"})
     return {**state_dict, "state": states, "param_groups": groups}
 
 
-def _are_below(counts: list[Any], step: Any) -> bool:
-    """Whether none of the counts is ``step``; False if something is no count: refused later."""
-    if not counts or not all(_is_number(count, torch.empty(0)) for count in [*counts, step]):
-        return False
-    return max(map(float, counts)) < float(step)
-
-
-def _with_remainder(state: State) -> State:
-    """A state of Transformer Engine, whose int16 ``master_param`` is a remainder."""
-    master = state.get("master_param")
-    if isinstance(master, Tensor) and master.dtype == torch.int16:
-        others = {name: value for name, value in state.items() if name != "master_param"}
-        return {**others, "param_remainder": master}
-    return state
+def _numbers(state: State) -> State:
+    """A state in which moments that Megatron allocates for FP8, in uint8, are numbers."""
+    return {
+        name: value.float() if getattr(value, "dtype", None) == torch.uint8 else value
+        for name, value in state.items()
+    }
 
 
 def new_state(parameter: Parameter, saved: State) -> State:

@@ -7,7 +7,7 @@ count is taken back later.
 
 from collections.abc import Sequence
 from itertools import compress
-from operator import is_, itemgetter
+from operator import is_, itemgetter, not_
 from typing import Any, NamedTuple
 
 import torch
@@ -86,6 +86,8 @@ class StepCounter:
         self.groups: list[StepGroup] = []
         self.rows: list[int] = [0] * len(members)
         self._skip: _Skip | None = None
+        # The largest count of the members of a parameter group that do not take part, by its id.
+        self._absent: dict[int, float] = {}
 
     def fits(self) -> bool:
         """Whether the states still hold these counters, and no other code has written to them."""
@@ -110,11 +112,23 @@ class StepCounter:
             groups[key].members.append(i)
             groups[key].ratio = max(groups[key].ratio, self._ratio_of[i])
         self.groups = list(groups.values())
+        self._absent = {}
+        for i in compress(range(len(present)), map(not_, present)):
+            key = id(self._members[i].group)
+            self._absent[key] = max(self._absent.get(key, 0.0), self._step_of[i])
         self.rows = [0] * len(present)
         for row, group in enumerate(self.groups):
             for i in group.members:
                 self.rows[i] = row
         return True
+
+    def latest(self) -> dict[int, float]:
+        """The largest count of the members of each parameter group, by the id of the group."""
+        latest = dict(self._absent)
+        for group in self.groups:
+            key = id(group.group)
+            latest[key] = max(latest.get(key, 0.0), group.step)
+        return latest
 
     def _catch_up(self) -> None:
         """Copy step counts and bounds from the groups to their members."""

@@ -128,6 +128,10 @@ class StepPlan:
         if isinstance(self._counter, StepCounter):
             self._counter.settle()
 
+    def latest_steps(self) -> dict[int, Any]:
+        """The largest step count of each parameter group, by its id; on the device, that of one."""
+        return self._counter.latest()
+
     @property
     def can_be_captured(self) -> bool:
         """Whether a CUDA graph can record the step: it has run, so all its kernels are loaded."""

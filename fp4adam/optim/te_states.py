@@ -4,22 +4,17 @@ Its accessors exchange local FP32 tensors: ``exp_avg``, ``exp_avg_sq`` and ``mas
 int16 remainder in place of the last.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fp4adam.distributed.dtensor import local
 from fp4adam.optim import checks
-from fp4adam.optim import state_dict as saving
 from fp4adam.optim.engine import Engine
 from fp4adam.optim.parameter import Parameter, State
 from fp4adam.optim.state_codec import PLAIN
 from fp4adam.optim.state_tensor import StateTensor
 
 NAMES = ("exp_avg", "exp_avg_sq", "master_param")
-# The options of a group in Transformer Engine's state dict, besides ``step``.
-GROUP_OPTIONS = ("lr", "bias_correction", "betas", "eps", "weight_decay")
 
 
 def initialize(engine: Engine, param: Tensor, store_param_remainders: bool | None) -> None:
@@ -78,34 +73,6 @@ def write(engine: Engine, param: Tensor, state_name: str, unscaled_state: Tensor
         engine.states[param] = engine.placed(param, engine.states[param])
         if member.has_master and (known or state_name == "master_param"):
             member.record()
-
-
-def te_state_dict(engine: Engine, saved: dict[str, Any]) -> dict[str, Any]:
-    """``FusedAdam.te_state_dict``, made of its ``state_dict()``."""
-    groups, states = [], dict(saved["state"])
-    own_groups = [group for group, _ in engine.groups]
-    keys = dict(saving.saved_keys(own_groups, saved))
-    for i, (group, listed) in enumerate(zip(own_groups, saved["param_groups"], strict=True)):
-        own = [states[keys[param]] for param in group["params"] if param in keys]
-        step = _group_step([state for state in own if "step" in state], listed, i)
-        groups.append(_group_of(group, listed, step))
-    for param, key in keys.items():
-        state = {name: states[key][name] for name in NAMES if name in states[key]}
-        if "param_remainder" in engine.states[param]:
-            state["master_param"] = engine.states[param]["param_remainder"]
-        states[key] = state
-    return {"state": states, "param_groups": groups}
-
-
-def check_groups(engine: Engine) -> None:
-    """Raise ValueError if a group has what Transformer Engine's optimizer has not."""
-    for i, (group, _) in enumerate(engine.groups):
-        for name in ("amsgrad", "maximize"):
-            if group[name]:
-                raise ValueError(
-                    f"{name} must be False for a state dict of Transformer Engine, got True in "
-                    f"group {i}; save state_dict() instead"
-                )
 
 
 def _member(engine: Engine, param: Tensor) -> Parameter:
@@ -181,27 +148,3 @@ def _write_state(member: Parameter, state: State, name: str, value: Tensor) -> N
             return
         encoded = StateTensor.encode(member.codecs[name], plain.contiguous())
         encoded.store(state, name, member.owner)
-
-
-def _group_step(states: list[dict[str, Any]], saved: dict[str, Any], number: int) -> int:
-    """The step that all parameters of a group have in common; without states that of the others.
-
-    Raises:
-        ValueError: If they differ.
-    """
-    steps = {int(state["step"]) for state in states}
-    if len(steps) > 1:
-        raise ValueError(
-            f"all parameters of group {number} must have taken the same number of steps for a "
-            f"state dict of Transformer Engine, got {min(steps)} to {max(steps)}; it counts steps "
-            "per group. Save state_dict() instead"
-        )
-    return steps.pop() if steps else saved.get("step", 0)
-
-
-def _group_of(group: dict[str, Any], saved: dict[str, Any], step: int) -> dict[str, Any]:
-    """A parameter group of a state dict with Transformer Engine's entries."""
-    options = {name: group[name] for name in GROUP_OPTIONS}
-    if isinstance(options["lr"], Tensor):
-        options["lr"] = options["lr"].item()
-    return {**options, "params": saved["params"], "step": step}

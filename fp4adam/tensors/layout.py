@@ -149,9 +149,8 @@ class Layout:
     def rows_per_entry(self) -> dict[str, int]:
         """The inner tensors that can be cut along rows, with the matrix rows per entry of each.
 
-        All other inner tensors, except the tensor's amax, can be derived from these. Empty if the
-        tensor cannot be cut along rows, because of how its scales are laid out, or because it has a
-        history, which belongs to the tensor as a whole.
+        All other inner tensors, except the tensor's amax and its history, can be derived from
+        these. Empty if the tensor cannot be cut along rows, because of how its scales are laid out.
         """
         return {name: self.inner[name].rows for name in self._cut}
 
@@ -162,7 +161,7 @@ class Layout:
 
     @property
     def _cut(self) -> list[str]:
-        if not self.casts_in_parts or self.tensor_scale == "delayed":
+        if not self.casts_in_parts:
             return []
         if self.is_square:
             return [name for name in ("rowwise_data", "block_scale_inv") if name in self.inner]

@@ -96,7 +96,7 @@ def _stored_between(tensor: StoredTensor, low: int, high: int) -> Storage:
         # The last view keeps the padding.
         stop = inner.shape[0] if high == stored_rows(tensor) else -(-high // rows)
         views[name] = inner[low // rows : stop]
-    return Storage(amax=tensors.amax, **views)
+    return Storage(amax=tensors.amax, amax_history=tensors.amax_history, **views)
 
 
 def _own_columns(tensor: StoredTensor, tensors: Storage) -> Storage:
@@ -107,7 +107,7 @@ def _own_columns(tensor: StoredTensor, tensors: Storage) -> Storage:
         name: _columns_of(tensor, name, getattr(tensors, name)).contiguous()
         for name in tensor.quantizer.layout.cols_per_entry
     }
-    return Storage(amax=tensors.amax, **views)
+    return Storage(amax=tensors.amax, amax_history=tensors.amax_history, **views)
 
 
 def _columns_of(tensor: StoredTensor, name: str, inner: Tensor) -> Tensor:
@@ -210,8 +210,10 @@ def copy_bytes(tensor: StoredTensor, source: StoredTensor, non_blocking: bool) -
         )
         width = min(targets.shape[-1], values.shape[-1])
         targets[..., :width].copy_(values[..., :width], non_blocking)
-    if shared.tensors.amax is not None and rows:
-        shared.tensors.amax.copy_(other.tensors.amax, non_blocking)
+    for name in ("amax", "amax_history") if rows else ():
+        own = getattr(shared.tensors, name)
+        if own is not None:
+            own.copy_(getattr(other.tensors, name), non_blocking)
     _build_derived(_every_row(tensor))
     return True
 
@@ -347,8 +349,8 @@ def _check_can_be_sharded(tensor: StoredTensor, quantizer: Format) -> str:
     what = type(tensor).__name__ if name is None else f"parameter {name!r}"
     if not quantizer.without_derived().layout.rows_per_entry:
         raise ValueError(
-            f"{what} must have rowwise=True, and scaling='current' or two_dimensional=True to be "
-            f"sharded, got {quantizer}; quantize it that way, leave it in high precision "
+            f"{what} must have rowwise=True, and where there is the option two_dimensional=True to "
+            f"be sharded, got {quantizer}; quantize it that way, leave it in high precision "
             "(filter=...), or ask for plain zeros (dtype=...)"
         )
     return what

@@ -146,7 +146,7 @@ class GlobalSpec:
     @functools.cached_property
     def shares_scales(self) -> bool:
         """Whether quantizing a shard needs the amaxes of other shards."""
-        shares_amax = self.quantizer.layout.tensor_scale == "current"
+        shares_amax = self.quantizer.layout.tensor_scale is not None
         is_row_part = self.chunk_rows < self.rows
         return shares_amax and (self.is_parallel or is_row_part) or is_row_part and self.is_cut
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from fp4adam import (
     Float8BlockQuantizer,
+    Float8Quantizer,
     FP4Adam,
     MXFP8Quantizer,
     NVFP4Quantizer,
@@ -184,6 +185,16 @@ def step_in_parallel(
 )
 def test_shards_have_the_bits_of_one_process(recipe, world_size, rows, cols):
     run(step_in_parallel, world_size, rows, cols, recipe, {})
+
+
+DELAYED = Float8Quantizer(scaling="delayed", amax_history_len=3)
+
+
+@pytest.mark.parametrize("step", [step_in_parallel, step_by_kernels])
+@pytest.mark.parametrize("world_size, rows", [(2, 256), (3, 64)])
+def test_delayed_scaling_has_the_bits_of_one_process(step, world_size, rows):
+    """Its history has the amaxes of the whole weight on every rank."""
+    run(step, world_size, rows, 32, DELAYED, {})
 
 
 NARROW = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float8_e4m3fn}
@@ -531,9 +542,7 @@ def test_shards_that_disagree_are_found_on_every_rank():
 def shard_otherwise(rank: int) -> None:
     mesh = all_ranks()
     for quantizer in (NVFP4Quantizer(two_dimensional=False), Float8BlockQuantizer(rowwise=False)):
-        with pytest.raises(
-            ValueError, match="parameter '0.weight' must have rowwise=True, and scaling"
-        ):
+        with pytest.raises(ValueError, match="parameter '0.weight' must have rowwise=True, and"):
             fully_shard(build(64, 32, quantizer), mesh=mesh)
     with pytest.raises(ValueError, match="must be sharded along its first dimension"):
         fully_shard(build(64, 32, "nvfp4"), mesh=mesh, shard_placement_fn=lambda _: Shard(1))

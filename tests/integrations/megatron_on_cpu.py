@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fp4adam import FP4Adam, fp4_utils, fp8_utils, quantized_init
+from fp4adam import FusedAdam, fp4_utils, fp8_utils, quantized_init
 
 SIZE = 32
 
@@ -66,7 +66,7 @@ def prepare() -> None:
         for module in (theirs, buffers, distrib_optimizer):
             _replace_names(module, own)
     for module in (optimizers, distrib_optimizer):
-        module.Adam = FP4Adam
+        module.Adam = FusedAdam
         module.HAVE_APEX_OR_TE = module.USING_TE_OPTIMIZER = True
         module.USING_PYTORCH_OPTIMIZER = module.USING_APEX_OPTIMIZER = False
 
@@ -120,7 +120,7 @@ class Trainer:
         if options.get("use_precision_aware_optimizer"):
             # The configuration asks the optimizer of this module for its arguments.
             module = ModuleType("transformer_engine.pytorch.optimizers")
-            module.FusedAdam, module.__version__ = FP4Adam, "2.20.0"
+            module.FusedAdam, module.__version__ = FusedAdam, "2.20.0"
             for name in ("transformer_engine", "transformer_engine.pytorch", module.__name__):
                 sys.modules[name] = module
         settings = OptimizerConfig(
@@ -136,6 +136,9 @@ class Trainer:
             **options,
         )
         self.optimizer = get_megatron_optimizer(settings, [self.model])
+        # Reshardable checkpoints have FP32 numbers, which no optimizer takes for remainders.
+        has_remainders = settings.use_precision_aware_optimizer and settings.store_param_remainders
+        self._sharding = "dp_reshardable" if has_remainders else "fully_reshardable"
         self.steps = 0
 
     def train(self, steps: int) -> list[float]:
@@ -165,12 +168,12 @@ class Trainer:
 
     def _sharded(self, is_loading: bool) -> dict[str, Any]:
         model = self.model.module.sharded_state_dict()
-        metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+        metadata = {"distrib_optim_sharding_type": self._sharding}
         state = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
         return {"model": model, "optimizer": state}
 
     def save(self, folder: Path) -> None:
-        """Save a checkpoint that any number of ranks can load."""
+        """Save a checkpoint; any number of ranks can load it unless it has remainders."""
         from megatron.core import dist_checkpointing
 
         dist_checkpointing.save({**self._sharded(False), "steps": self.steps}, str(folder))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from helpers import assert_identical
@@ -20,6 +21,18 @@ import megatron_on_cpu  # noqa: E402
 
 # Histories of delayed scaling are no part of such a checkpoint.
 RECIPES = ("nvfp4", "tensorwise", "blockwise", "mxfp8", None)
+# What the optimizer itself keeps for BF16 weights, with ``use_precision_aware_optimizer``.
+# Checkpoints with remainders are for the same number of ranks.
+NARROW: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (
+    ((1,), {"store_param_remainders": False}),
+    ((2,), {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}),
+    ((2,), {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.float16}),
+    ((1,), {"main_params_dtype": torch.float16, "store_param_remainders": False}),
+)
+
+
+def precision_aware(**options: Any) -> dict[str, Any]:
+    return dict(use_precision_aware_optimizer=True, **options)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,10 +43,6 @@ def loads_states_of_others():
     loads = inspect.getsource(DistributedOptimizer._set_main_param_and_optimizer_states)
     if "isinstance" not in loads:
         pytest.skip(f"megatron-core {__version__} takes every entry of a state for a tensor")
-
-
-# Its loader asks a checkpoint for every tensor of a state, and ``step`` is one, as in torch.optim.
-pytestmark = pytest.mark.xfail(reason="Megatron takes step for a tensor of the parameter's shape")
 
 
 def start(recipe: str | None, options: dict[str, Any]) -> megatron_on_cpu.Trainer:
@@ -66,6 +75,7 @@ def resume(
     [
         ("nvfp4", (2, 4), {}),
         *((recipe, (1,), {}) for recipe in RECIPES[1:]),
+        *((None, world_sizes, precision_aware(**options)) for world_sizes, options in NARROW),
     ],
 )
 def test_resumed_training_is_that_of_one_run_on_any_number_of_ranks(

@@ -338,14 +338,10 @@ def test_another_major_version_is_refused(monkeypatch):
         FP4Adam([te_tensor(MXFP8Quantizer(), random(SHAPE, 0).bfloat16())])
 
 
-def test_masters_and_fp4_adam_are_needed():
+def test_masters_are_needed():
     param = te_tensor(MXFP8Quantizer(), random(SHAPE, 0).bfloat16())
     with pytest.raises(ValueError, match="master_weights must be True for MXFP8Tensor"):
         FP4Adam([param], master_weights=False)
-    with pytest.raises(
-        TypeError, match="plain tensors for FusedAdam, got MXFP8Tensor; use FP4Adam"
-    ):
-        FusedAdam([param])
 
 
 class Packed(Wrapper):

@@ -96,14 +96,17 @@ def make_params(device: str, dtype: torch.dtype = torch.float32) -> list[Paramet
 
 
 def make_pair(
-    device: str, dtype: torch.dtype = torch.float32, **options: Any
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    kind: type[FusedAdam] = FusedAdam,
+    **options: Any,
 ) -> tuple[FusedAdam, FusedAdam]:
     """A capturable optimizer and one that is not, with gradients at fixed addresses."""
     pair = []
     for capturable in (True, False):
         params = make_params(device, dtype)
         groups = [{"params": params[:2]}, {"params": params[2:], "lr": 3e-3, "weight_decay": 0.0}]
-        pair.append(FusedAdam(groups, lr=1e-2, capturable=capturable, **options))
+        pair.append(kind(groups, lr=1e-2, capturable=capturable, **options))
         for param in params:
             param.grad = torch.zeros_like(param)
     return pair[0], pair[1]
@@ -439,7 +442,7 @@ def test_copies_stay_capturable(copied: Callable, device: str) -> None:
 
 
 def test_torch_loads_the_state(device: str) -> None:
-    optimizer, _ = make_pair(device)
+    optimizer, _ = make_pair(device, kind=FP4Adam)
     for seed in range(2):
         fill_grads(optimizer, seed)
         optimizer.step()

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from fp4adam import (
     Float8BlockQuantizer,
     FP4Adam,
-    FusedAdam,
     MXFP8Quantizer,
     NVFP4Quantizer,
     QuantizedTensor,
@@ -316,9 +315,6 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "quantize_from": (new(quantize_from="x"), V, ("master, param_dtype", "got 'x'", "'master' ")),
     "state dtype as text": (new(exp_avg_dtype="fp8"), V, ("exp_avg_dtype must be", "got fp8")),
     "no masters": (new(master_weights=False), V, ("NVFP4Tensor", "got False", "leave it True")),
-    "quantized for FusedAdam": (
-        call(lambda s: FusedAdam(s.model.parameters())), T, ("got NVFP4Tensor", "use FP4Adam"),
-    ),
     "complex parameter": (of(lambda s: [torch.ones(3, dtype=torch.complex64)]), V, ("must be real",
         "got torch.complex64", "view_as_real")),
     "sparse parameter": (of(lambda s: [torch.eye(3).to_sparse()]), V, ("must be dense",

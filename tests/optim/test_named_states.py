@@ -1,5 +1,7 @@
 """The accessors and checkpoints of Transformer Engine's FusedAdam, on this package's optimizers."""
 
+import copy
+
 import pytest
 import torch
 from torch.nn import Parameter
@@ -142,7 +144,7 @@ def test_remainders_and_fp32_parameters(device):
     optimizer.set_scaled_state(params[1], "master_param", torch.ones(3, device=device))
     assert params[1].eq(1).all()
     step(optimizer, 0)
-    saved = optimizer.te_state_dict()["state"]
+    saved = optimizer.state_dict()["state"]
     assert saved[0]["master_param"].dtype == torch.int16 and "master_param" not in saved[1]
 
 
@@ -198,14 +200,14 @@ def load_as_te_does(state_dict: dict) -> dict:
 def test_checkpoints_go_to_transformer_engine_and_back(recipe, device):
     def build():
         value = random((64, 96), 0, device).bfloat16()
-        if recipe is None:
-            return FusedAdam([Parameter(value)], lr=1e-2)
-        return FP4Adam([Parameter(RECIPES[recipe].quantize(value))], lr=1e-2)
+        if recipe is not None:
+            value = RECIPES[recipe].quantize(value)
+        return FusedAdam([Parameter(value)], lr=1e-2)
 
     first, second = build(), build()
     for seed in range(3):
         step(first, seed)
-    saved = first.te_state_dict()
+    saved = first.state_dict()
     assert saved["param_groups"][0]["step"] == 3
     states = load_as_te_does(saved)
     assert states[0].keys() == set(NAMES)
@@ -226,7 +228,7 @@ def test_a_remainder_checkpoint_of_transformer_engine_is_not_taken_for_weights(d
 
     first, second = build(), build()
     step(first, 0)
-    saved = first.te_state_dict()
+    saved = first.state_dict()
     with torch.no_grad():
         second.param_groups[0]["params"][0].copy_(first.param_groups[0]["params"][0])
     second.load_state_dict(saved)
@@ -235,16 +237,130 @@ def test_a_remainder_checkpoint_of_transformer_engine_is_not_taken_for_weights(d
     assert_identical(first.state_dict()["state"], second.state_dict()["state"])
 
 
-def test_groups_of_parameters_with_different_steps_are_refused():
+def test_a_parameter_with_a_count_of_its_own_keeps_it():
     params = weights()
-    optimizer = FP4Adam(params)
+    optimizer = FusedAdam(params)
     step(optimizer, 0)
     params[0].grad = None
     optimizer.step()
-    with pytest.raises(ValueError, match="group 0 must have taken the same number .* got 1 to 2"):
-        optimizer.te_state_dict()
-    with pytest.raises(ValueError, match="amsgrad must be False"):
-        FusedAdam([weights()[1]], amsgrad=True).te_state_dict()
+    saved = optimizer.state_dict()
+    assert saved["param_groups"][0]["step"] == optimizer.param_groups[0]["step"] == 2
+    assert saved["state"][0]["step"] == 1 and "step" not in saved["state"][1]
+    for kind in (FusedAdam, FP4Adam):
+        resumed = kind(params)
+        resumed.load_state_dict(saved)
+        assert [resumed.state[param]["step"] for param in params] == [1, 2]
+
+
+# Its layout
+
+
+def narrow_pair(device="cpu", **options):
+    params = weights(device)
+    optimizer = FusedAdam([{"params": params}, {"params": []}], lr=1e-2, **options)
+    for seed in range(3):
+        step(optimizer, seed)
+    return optimizer, params
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_states_show_moments_and_masters_alone(stored, device):
+    """Megatron copies and shards every tensor of a state, by ``get_unscaled_state``."""
+    optimizer, params = narrow_pair(device, **STORED[stored])
+    twin, others = narrow_pair(device, **STORED[stored])
+    assert len(optimizer.state) == 2 and [*optimizer.state] == params
+    for param, other in zip(params, others, strict=True):
+        state = optimizer.state[param]
+        assert len(state) == 3 and set(state) == set(NAMES)
+        for name, value in state.items():
+            assert value.shape == param.shape
+            value = optimizer.get_unscaled_state(param, name).clone()
+            twin.set_scaled_state(other, name, value)
+        assert state["step"] == 3  # by name
+    for each in (optimizer, twin):
+        step(each, 3)
+    if stored == "fp32":
+        assert_same_training(optimizer, twin)
+
+
+def test_remainders_are_the_master_of_a_state(device):
+    optimizer, params = narrow_pair(device, store_param_remainders=True)
+    assert set(optimizer.state[params[1]]) == set(NAMES)
+    assert optimizer.state[params[1]]["master_param"].dtype == torch.int16
+    assert optimizer.state_dict()["state"][1]["master_param"].dtype == torch.int16
+
+
+def test_groups_count_steps():
+    optimizer, params = narrow_pair()
+    assert [group["step"] for group in optimizer.param_groups] == [3, 3]
+    assert all(type(group["step"]) is int for group in optimizer.param_groups)
+    for group in optimizer.param_groups:
+        group["step"] = 7
+    step(optimizer, 0)
+    assert [group["step"] for group in optimizer.param_groups] == [8, 8]
+    assert [optimizer.state[param]["step"] for param in params] == [8, 8]
+    optimizer.param_groups[0]["step"] = -1
+    with pytest.raises(ValueError, match="step of a group must be a number >= 0, got -1"):
+        optimizer.step()
+    optimizer.param_groups[0]["step"] = 8
+    copied = copy.deepcopy(optimizer)
+    step(copied, 0)
+    assert copied.param_groups[0]["step"] == 9 and optimizer.param_groups[0]["step"] == 8
+    # A count that the device has taken back.
+    optimizer.found_inf = torch.ones(1)
+    step(optimizer, 0)
+    assert optimizer.state[params[0]]["step"] == 8 and optimizer.param_groups[0]["step"] == 8
+
+
+def test_states_are_a_dictionary_to_others():
+    optimizer, params = narrow_pair(exp_avg_dtype=torch.uint8)
+    states = optimizer.state
+    for param in params:
+        states[param] = dict(states[param])  # without what is not shown
+    step(optimizer, 3)
+    assert [states[param]["step"] for param in params] == [4, 4]
+    moment = torch.zeros_like(states[params[1]]["exp_avg_sq"])
+    states[params[1]]["exp_avg_sq"] = moment
+    assert states[params[1]]["exp_avg_sq"] is moment
+    del states[params[1]]["exp_avg_sq"]
+    assert "exp_avg_sq" not in states[params[1]] and states.get(0) is None and 0 not in states
+    with pytest.raises(KeyError):
+        states.pop(0)
+    state = states.pop(params[1])
+    assert set(state) == {"exp_avg", "master_param"} and params[1] not in states
+    assert len(states[params[1]]) == 0 and params[1] in states  # made anew
+    assert "exp_avg" in repr(states)
+
+
+def test_states_that_megatron_allocates_are_taken():
+    """Empty tensors of the storage dtypes, and the count of the group; values are set later."""
+    optimizer, params = narrow_pair(exp_avg_dtype=torch.uint8, store_param_remainders=True)
+    saved = optimizer.state_dict()
+    fresh = FusedAdam(
+        [{"params": params}, {"params": []}],
+        lr=1e-2,
+        exp_avg_dtype=torch.uint8,
+        store_param_remainders=True,
+    )
+    dtypes = {"exp_avg": torch.uint8, "exp_avg_sq": torch.float32}
+    masters = [torch.float32, torch.int16]
+    states = {
+        i: {
+            name: torch.ones(param.shape, dtype=dtype)
+            for name, dtype in (dtypes | {"master_param": masters[i]}).items()
+        }
+        for i, param in enumerate(params)
+    }
+    fresh.load_state_dict({"state": states, "param_groups": saved["param_groups"]})
+    for i, param in enumerate(params):
+        for name, value in saved["state"][i].items():
+            fresh.set_scaled_state(param, name, value)
+    assert fresh.param_groups[0]["step"] == 3
+    # Moments are rounded again.
+    expected = optimizer.state_dict()["state"]
+    for i, state in fresh.state_dict()["state"].items():
+        for name, value in state.items():
+            assert_identical(value, expected[i][name], f"{i} {name}")
 
 
 # Keywords

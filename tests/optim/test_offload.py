@@ -250,11 +250,11 @@ def not_on_gpu(optimizer: FusedAdam) -> bool:
 
 def test_adamw_of_torch(device: str, link: LateLink) -> None:
     param, twin = (Parameter(random((33, 5), 0, device)) for _ in range(2))
-    ours, theirs = FusedAdam([param], offload_states=True), torch.optim.AdamW([twin])
+    ours, theirs = FP4Adam([param], offload_states=True), torch.optim.AdamW([twin])
     take_steps(ours, range(3))
     theirs.load_state_dict(ours.state_dict())
     assert theirs.state[twin]["exp_avg"].device == twin.device
-    again = FusedAdam([twin], offload_states=True)
+    again = FP4Adam([twin], offload_states=True)
     again.load_state_dict(theirs.state_dict())
     with torch.no_grad():
         twin.copy_(param)

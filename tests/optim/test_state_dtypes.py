@@ -111,7 +111,7 @@ def test_adamw_checkpoint_loads(dtype, device):
     param = torch.nn.Parameter(torch.linspace(-1, 1, 100, device=device).view(4, 25))
     theirs = AdamW([param])
     take_steps(theirs, range(3))
-    ours = FusedAdam([param], **options(dtype))
+    ours = FP4Adam([param], **options(dtype))
     ours.load_state_dict(theirs.state_dict())
     saved = ours.state_dict()["state"][0]
     for name in MOMENTS:
@@ -337,16 +337,16 @@ def test_damaged_compact_checkpoint_changes_nothing(damage, message, device):
 @pytest.mark.parametrize("target", [True, False], ids=["to remainders", "to masters"])
 def test_compact_masters_resume_bit_for_bit(target, device):
     params = bfloat16_params(device)
-    optimizer = FusedAdam(params, lr=1e-2, store_param_remainders=True)
+    optimizer = FP4Adam(params, lr=1e-2, store_param_remainders=True)
     take_steps(optimizer, range(3))
     saved = copy.deepcopy(optimizer.compact_state_dict())
-    resumed = FusedAdam(copy.deepcopy(params), lr=1e-2, store_param_remainders=target)
+    resumed = FP4Adam(copy.deepcopy(params), lr=1e-2, store_param_remainders=target)
     resumed.load_state_dict(saved)
     take_steps(optimizer, [9])
     take_steps(resumed, [9])
     assert_identical(masters(resumed), masters(optimizer))
     with pytest.raises(ValueError, match="must belong to a bfloat16 parameter, got torch.float32"):
-        FusedAdam([torch.nn.Parameter(p.detach().float()) for p in params]).load_state_dict(saved)
+        FP4Adam([torch.nn.Parameter(p.detach().float()) for p in params]).load_state_dict(saved)
 
 
 def bfloat16_params(device, n=2):
@@ -363,8 +363,8 @@ def masters(optimizer):
 
 def test_remainders_complete_the_masters(device):
     """The masters are those of a run that keeps them whole, bit for bit."""
-    whole = FusedAdam(bfloat16_params(device), lr=1e-2)
-    parts = FusedAdam(bfloat16_params(device), lr=1e-2, store_param_remainders=True)
+    whole = FP4Adam(bfloat16_params(device), lr=1e-2)
+    parts = FP4Adam(bfloat16_params(device), lr=1e-2, store_param_remainders=True)
     for seed in range(5):
         take_steps(whole, [seed])
         take_steps(parts, [seed])
@@ -390,12 +390,12 @@ def test_remainders_are_for_plain_bfloat16_parameters(device):
 @pytest.mark.parametrize("target", [True, False], ids=["to remainders", "to masters"])
 def test_masters_survive_a_checkpoint_in_float32(model_first, source, target, device):
     params = bfloat16_params(device)
-    optimizer = FusedAdam(params, lr=1e-2, store_param_remainders=source)
+    optimizer = FP4Adam(params, lr=1e-2, store_param_remainders=source)
     take_steps(optimizer, range(3))
     saved = copy.deepcopy(optimizer.state_dict())
     weights = [param.detach().clone() for param in params]
     fresh = [torch.nn.Parameter(torch.ones_like(param)) for param in params]
-    resumed = FusedAdam(fresh, lr=1e-2, store_param_remainders=target)
+    resumed = FP4Adam(fresh, lr=1e-2, store_param_remainders=target)
     for is_model in (model_first, not model_first):
         if is_model:
             for param, weight in zip(fresh, weights, strict=True):

@@ -4,7 +4,7 @@ import pytest
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from fp4adam import FP4Adam
+from fp4adam import FP4Adam, FusedAdam
 from helpers import randn
 
 
@@ -29,22 +29,17 @@ def test_saved_states_have_tensors_as_those_of_adamw():
     for step in range(2):
         params[0].grad = randn(4, seed=step)
         adamw.step()
-    # AdamW carries the group's entry along without counting.
     optimizer.load_state_dict(adamw.state_dict())
     assert optimizer.state[params[0]]["step"] == 5
 
 
-def test_saved_groups_have_the_steps_of_the_optimizer():
-    assert "step" not in FP4Adam([nn.Parameter(randn(4))]).state_dict()["param_groups"][0]
+def test_counts_differ_between_parameters():
     optimizer, params = stepped((3, 1))
     saved = optimizer.state_dict()
-    assert [group["step"] for group in saved["param_groups"]] == [3, 3]
+    # As torch.optim's: no count of groups.
+    assert not any("step" in group for group in saved["param_groups"] + optimizer.param_groups)
     optimizer.load_state_dict(saved)
-    # What differs between parameters stays, and live groups have no second count.
     assert [optimizer.state[param]["step"] for param in params] == [3, 1]
-    assert not any("step" in group for group in optimizer.param_groups)
-    even, _ = stepped()
-    assert [group["step"] for group in even.te_state_dict()["param_groups"]] == [3, 3]
 
 
 @pytest.mark.parametrize("step", [5, None])
@@ -61,10 +56,29 @@ def test_moments_alone_are_taken_with_the_step_of_their_group(step):
     assert [optimizer.state[param]["step"] for param in params] == [step or 0] * 2
 
 
-def test_a_group_that_was_edited_decides():
-    """Megatron puts the saved count of a group beside states that it has just allocated."""
+def test_the_count_of_a_state_holds_beside_that_of_its_group():
     optimizer, params = stepped()
     saved = optimizer.state_dict()
     saved["param_groups"][0]["step"] = 9
+    del saved["state"][1]["step"]
     optimizer.load_state_dict(saved)
-    assert [optimizer.state[param]["step"] for param in params] == [9, 9]
+    assert [optimizer.state[param]["step"] for param in params] == [3, 9]
+    assert not any("step" in group for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize("kind", [FP4Adam, FusedAdam])
+def test_a_new_parameter_comes_back_from_adamw_with_its_own_count(kind):
+    optimizer, params = stepped((2,))
+    new = nn.Parameter(randn(4, seed=7))
+    optimizer.add_param_group({"params": [new]})
+    adamw = AdamW([{"params": params}, {"params": []}, {"params": [new]}])
+    adamw.load_state_dict(optimizer.state_dict())
+    for param in (*params, new):
+        param.grad = randn(4, seed=3)
+    adamw.step()
+    resumed = kind([{"params": params}, {"params": []}, {"params": [new]}])
+    resumed.load_state_dict(adamw.state_dict())
+    assert [resumed.state[param]["step"] for param in (*params, new)] == [3, 1]
+    adamw.step()
+    resumed.step()
+    assert [resumed.state[param]["step"] for param in (*params, new)] == [4, 2]

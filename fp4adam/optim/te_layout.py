@@ -1,0 +1,205 @@
+"""States and groups as Transformer Engine's ``FusedAdam`` shows and saves them.
+
+There a state holds moments and a master, all of the shape of the parameter, and code for it takes
+every entry for one of these. The steps are counted in the group. Here every parameter has a count,
+and narrow states have scales, so :class:`FusedAdam` shows views, and keeps ``group["step"]`` in
+agreement with the counts. All other code works on what is stored.
+"""
+
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4adam.optim.engine import Engine
+from fp4adam.optim.parameter import DIGEST, State
+from fp4adam.optim.state_tensor import SCALES
+
+_HIDDEN = {"step", DIGEST, *SCALES.values()}
+
+
+class StateView(MutableMapping[str, Any]):
+    """A state that iterates over moments and master alone.
+
+    An int16 remainder is its ``master_param``. Step and scales can be read and set by name.
+
+    Attributes:
+        stored: The state itself.
+    """
+
+    def __init__(self, stored: State) -> None:
+        self.stored = stored
+
+    def _stored_name(self, name: str) -> str:
+        is_remainder = name == "master_param" and "param_remainder" in self.stored
+        return "param_remainder" if is_remainder else name
+
+    def __getitem__(self, name: str) -> Any:
+        return self.stored[self._stored_name(name)]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.stored[self._stored_name(name)] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.stored[self._stored_name(name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(shown_entries(self.stored))
+
+    def __len__(self) -> int:
+        return len(shown_entries(self.stored))
+
+    def __repr__(self) -> str:
+        return repr(shown_entries(self.stored))
+
+
+class StatesView(MutableMapping[Any, Any]):
+    """The states of an optimizer as :class:`StateView`; like the dictionary, it makes new ones.
+
+    Attributes:
+        stored: The states themselves.
+    """
+
+    def __init__(self, stored: dict[Any, Any]) -> None:
+        self.stored = stored
+
+    def __getitem__(self, param: Any) -> Any:
+        return _view(self.stored[param])
+
+    def __setitem__(self, param: Any, state: Any) -> None:
+        if isinstance(state, dict):
+            # Counts, for one, are not in the states of others, so they stay.
+            old = stored_state(self.get(param, {}))
+            hidden = {name: value for name, value in old.items() if name in _HIDDEN}
+            state = hidden | with_remainder(state)
+        self.stored[param] = stored_state(state)
+
+    def __delitem__(self, param: Any) -> None:
+        del self.stored[param]
+
+    def __contains__(self, param: Any) -> bool:
+        return param in self.stored
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    # Those of the base class would make a state in order to look for it.
+
+    def get(self, param: Any, default: Any = None) -> Any:
+        return self[param] if param in self.stored else default
+
+    def pop(self, param: Any, *default: Any) -> Any:
+        return _view(self.stored.pop(param, *default))
+
+
+def _view(state: Any) -> Any:
+    return StateView(state) if isinstance(state, dict) else state
+
+
+def stored_state(state: Any) -> Any:
+    """The state that a :class:`StateView` shows; anything else itself."""
+    return state.stored if isinstance(state, StateView) else state
+
+
+def shown_entries(state: State) -> State:
+    """The entries of a state that Transformer Engine's has, under its names."""
+    shown = {name: value for name, value in state.items() if name not in _HIDDEN}
+    if "param_remainder" in shown:
+        shown["master_param"] = shown.pop("param_remainder")
+    return shown
+
+
+def with_remainder(state: State) -> State:
+    """A state of Transformer Engine, whose int16 ``master_param`` is a remainder."""
+    master = state.get("master_param")
+    if isinstance(master, Tensor) and master.dtype == torch.int16:
+        others = {name: value for name, value in state.items() if name != "master_param"}
+        return {**others, "param_remainder": master}
+    return state
+
+
+# The counts of groups
+
+
+def show_steps(engine: Engine) -> list[Any]:
+    """Set ``step`` of all groups: the largest count of its parameters, or else of all others.
+
+    Returns:
+        The counts, by group: numbers, or with ``capturable`` the tensor of one of its parameters.
+    """
+    counts, options = _counts(engine), engine.parameters.options
+    # Tensors cannot be compared without waiting for the device.
+    others = [*counts.values()]
+    largest = others[0] if options.capturable and others else max(others, default=None)
+    for group, _ in engine.groups:
+        count = counts.get(id(group), largest)
+        if count is not None:
+            group["step"] = count if isinstance(count, Tensor) else int(count)
+    return [group.get("step") for group, _ in engine.groups]
+
+
+def _counts(engine: Engine) -> dict[int, Any]:
+    """The largest step count of each group that has any, by the id of the group."""
+    if engine.plan is not None:
+        return engine.plan.latest_steps()
+    counts: dict[int, Any] = {}
+    for group, params in engine.groups:
+        steps = [engine.states[p]["step"] for p in params if "step" in engine.states.get(p, {})]
+        if steps:
+            is_capturable = engine.parameters.options.capturable
+            counts[id(group)] = steps[0] if is_capturable else max(map(float, steps))
+    return counts
+
+
+def take_steps(engine: Engine, shown: Sequence[Any]) -> None:
+    """Let a ``step`` that other code has set in a group hold for all states of that group.
+
+    Args:
+        engine: The engine of all parameters.
+        shown: What :func:`show_steps` has returned.
+
+    Raises:
+        ValueError: If it is no count.
+    """
+    groups = zip(engine.groups, shown, strict=False)  # groups are added
+    edited = [
+        (group["step"], params)
+        for (group, params), before in groups
+        if (now := group.get("step")) is not None and now is not before and now != before
+    ]
+    for step, _ in edited:
+        if not float(step) >= 0:
+            raise ValueError(f"step of a group must be a number >= 0, got {step!r}")
+    for step, params in edited:
+        engine.drop_plan()
+        for state in (engine.states[p] for p in params if "step" in engine.states.get(p, {})):
+            state["step"] = torch.full_like(state["step"], float(step))
+
+
+# Saved states
+
+
+def encode(state_dict: dict[str, Any], keys: Collection[Any]) -> None:
+    """Count steps in the groups of a state dict; states keep a ``step`` where it is another one.
+
+    Args:
+        state_dict: It has FP32 states under the names of torch.optim, each with a ``step``.
+        keys: The keys of the states of parameters.
+    """
+    states = state_dict["state"]
+    counts = {key: int(states[key]["step"]) for key in keys if "step" in states[key]}
+    for group in state_dict["param_groups"]:
+        own = [counts[key] for key in group["params"] if key in counts]
+        if counts:
+            group["step"] = max(own or counts.values())
+        for key in {*group["params"]} & {*keys}:
+            differs = key in counts and counts[key] != group["step"]
+            step = {"step": states[key]["step"]} if differs else {}
+            states[key] = step | shown_entries(states[key])
