@@ -204,9 +204,6 @@ def test_state_dicts_have_whole_masters(device):
     assert compact["master_param"].dtype == torch.int8 and compact[DIGEST].dtype == torch.int64
 
 
-@pytest.mark.xfail(
-    reason="open: FP32 masters that were remainders restart from the codes where a scale has moved"
-)
 def test_from_fp32_masters_and_back(device):
     full = make(device, master_weight_dtype=torch.float32)
     for seed in (1, 2):
