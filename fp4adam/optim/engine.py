@@ -123,6 +123,7 @@ class Engine:
     def forget(self) -> None:
         """Drop the plan and its counts, and pending clipping, after states have been loaded."""
         self.plan, self.clip, self._grad_norm = None, {}, None
+        self._planned = [], [], []
 
     def placed(self, param: Tensor, state: State) -> State:
         """A state that has just been made, where states are kept."""
@@ -222,7 +223,7 @@ class Engine:
     def drop_plan(self) -> None:
         """Plan the next step anew."""
         self.settle()
-        self.plan = None
+        self.plan, self._planned = None, ([], [], [])
 
     def _make_plan(self) -> None:
         self.drop_plan()
