@@ -540,8 +540,8 @@ def _check_saved_codes(what: str, name: str, saved: dict[str, Any], param: Tenso
 def _check_saved_codes_of_weight(what: str, saved: dict[str, Any], param: Tensor) -> None:
     if is_dtensor(param):
         raise ValueError(
-            f"{what} must be floating point for a sharded parameter, got int8 remainders of a whole "
-            "weight; save state_dict() instead of compact_state_dict()"
+            f"{what} must be floating point for a sharded parameter, got int8 remainders of a "
+            "whole weight; save state_dict() instead of compact_state_dict()"
         )
     for value, dtype, shape in (
         (saved["master_param"], torch.int8, param.shape),

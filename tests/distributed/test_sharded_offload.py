@@ -34,9 +34,7 @@ def make(recipe: str, offloads: bool, **options: Any) -> tuple[nn.Sequential, FP
     for layer in model:
         fully_shard(layer, mesh=all_ranks())
     fully_shard(model, mesh=all_ranks())
-    return model, FP4Adam(
-        model.named_parameters(), **OPTIONS, offload_states=offloads, **options
-    )
+    return model, FP4Adam(model.named_parameters(), **OPTIONS, offload_states=offloads, **options)
 
 
 def assert_same_states(offloaded: Any, resident: Any) -> None:
