@@ -23,7 +23,6 @@ from fp4adam.distributed.dtensor import is_dtensor, like, local
 from fp4adam.formats.scale_groups import fused_layer, hf_scale_groups
 from fp4adam.optim.fused_adam import FusedAdam
 from fp4adam.optim.parameter import written_value
-from fp4adam.optim.state_dict import saved_states
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import check_dtype
 
@@ -166,12 +165,12 @@ def export_masters(
         )
     model, weights = tensors_of(model)
     spans = spans_of(pieces_of(model, weights))
-    masters = _current_masters(optimizer)
+    master_of = _masters_of(optimizer)
     parameters = set(model.parameters())
 
     def entries() -> Iterator[Entry]:
         for name, weight in weights.items():
-            own, master = local(weight), masters.get(weight)
+            own, master = local(weight), master_of(weight)
             if master is not None:
                 source = master
             elif isinstance(own, QuantizedTensor):
@@ -193,12 +192,11 @@ def export_masters(
     _write_folder(folder, entries(), documents, max_shard_bytes, weights)
 
 
-def _current_masters(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    """FP32 masters; the values of parameters that something else has overwritten since."""
+def _masters_of(optimizer: Optimizer) -> Callable[[Tensor], Tensor | None]:
+    """A function that returns the FP32 master of one weight, or its value if others wrote it."""
     if not isinstance(optimizer, FusedAdam):
-        return {}
-    states = saved_states(optimizer.param_groups, optimizer.state_dict())
-    return {param: state["master_param"] for param, state in states if "master_param" in state}
+        return lambda weight: None
+    return optimizer._current_masters()
 
 
 def _warn_of_readers(trained: Trained, layout: str) -> None:

@@ -68,6 +68,17 @@ def is_quantized(param: Tensor) -> bool:
     return isinstance(own, QuantizedTensor) or is_foreign(own)
 
 
+def check_whole_masters(name: str, states: str) -> None:
+    """Raise ValueError if ``states`` asks an optimizer of masters to store these in fewer bits."""
+    if states != "32bit":
+        raise ValueError(
+            f"states must be '32bit' for {name}, got {states!r}: the inner optimizer steps the "
+            "masters as its parameters, in FP32; use FP4Adam for masters and moments in fewer "
+            "bits, or an inner optimizer with small states, such as FusedAdam with "
+            "exp_avg_dtype=torch.bfloat16"
+        )
+
+
 def check_param(options: Options, param: Tensor) -> None:
     """Raise if an optimizer with these options could never update ``param``."""
     name, own = options.name, local(param)

@@ -5,6 +5,7 @@ gradient release there is one for each parameter or scale group besides, with of
 for each chunk; they share parameters, options and states.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from operator import is_
@@ -24,6 +25,8 @@ from fp4adam.optim.parameter import Parameter, Parameters, State, scales_of
 from fp4adam.optim.state_tensor import SCALES
 from fp4adam.optim.step_plan import StepPlan
 from fp4adam.tensors import backend, changes
+
+_logger = logging.getLogger("fp4adam")
 
 
 class Group(NamedTuple):
@@ -123,6 +126,7 @@ class Engine:
     def forget(self) -> None:
         """Drop the plan and its counts, and pending clipping, after states have been loaded."""
         self.plan, self.clip, self._grad_norm = None, {}, None
+        self._planned = [], [], []
 
     def placed(self, param: Tensor, state: State) -> State:
         """A state that has just been made, where states are kept."""
@@ -222,7 +226,7 @@ class Engine:
     def drop_plan(self) -> None:
         """Plan the next step anew."""
         self.settle()
-        self.plan = None
+        self.plan, self._planned = None, ([], [], [])
 
     def _make_plan(self) -> None:
         self.drop_plan()
@@ -233,6 +237,13 @@ class Engine:
         pairs = [(group, p) for group, own in self.groups for p in own if scales_of(p) in stepped]
         members = [self.parameters[param] for _, param in pairs]
         stale, _ = find_stale(members, self.states)
+        rounded = [m for m in members if m not in stale and m.rounds(self.states.get(m.owner, {}))]
+        if rounded:
+            _logger.info(
+                "the FP32 masters of %d weights become int8 remainders, which rounds them to 1/119 "
+                "of half the gap between codes",
+                len(rounded),
+            )
         for (group, param), member in zip(pairs, members, strict=True):
             device = member.param.device if options.capturable else None
             old = self.states.get(param, {})

@@ -568,6 +568,10 @@ class FusedAdam(Optimizer):
         with self._saving, saving.hooked(self.register_state_dict_post_hook, encode):
             return super().state_dict()
 
+    def _current_masters(self) -> Callable[[Tensor], Tensor | None]:
+        self._whole.settle()
+        return saving.current_masters(self._engine)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state saved by this class, compact or not, by ``torch.optim.AdamW``, or by
         Transformer Engine's ``FusedAdam``.

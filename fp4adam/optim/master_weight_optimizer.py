@@ -60,6 +60,8 @@ class MasterWeightOptimizer(Optimizer):
             optimizer of parameter groups and options.
         quantize_from: "master" quantizes the FP32 master itself; "param_dtype" rounds it to the
             parameter's nominal dtype first, as Megatron's distributed optimizer does.
+        states: "32bit". The inner optimizer steps the masters as its parameters, in FP32, and has
+            options of its own for its states; FP4Adam stores all of them in 8 or 16 bits.
         options: Further arguments of ``optimizer_class``, such as ``lr``.
 
     Attributes:
@@ -68,7 +70,8 @@ class MasterWeightOptimizer(Optimizer):
     Raises:
         TypeError: If ``optimizer_class`` does not make a ``torch.optim.Optimizer``, or a parameter
             is of another package's class without an adapter.
-        ValueError: For an unknown ``quantize_from``, and for parameters that cannot be trained.
+        ValueError: For an unknown ``quantize_from``, ``states`` other than "32bit", and for
+            parameters that cannot be trained.
         RuntimeError: For parameters on the meta device.
     """
 
@@ -80,9 +83,11 @@ class MasterWeightOptimizer(Optimizer):
         optimizer_class: Callable[..., Optimizer],
         *,
         quantize_from: Literal["master", "param_dtype"] = "master",
+        states: Literal["32bit"] = "32bit",
         **options: Any,
     ) -> None:
         checks.check_quantize_from(quantize_from)
+        checks.check_whole_masters(type(self).__name__, states)
         guard_zero()
         self.quantize_from = quantize_from
         self._set_up()

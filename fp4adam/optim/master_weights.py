@@ -6,7 +6,8 @@ compared once with its rounded master: if they are equal the master is valid, el
 the parameter. Nothing else decides.
 
 A weight that was restored from a plain state dict holds the rounded master's values, quantized a
-second time, possibly with different bytes. It counts as equal.
+second time, possibly with different bytes. It counts as equal. So does a weight that the master
+completes by int8 remainders: rounding these may have moved a scale since the weight was quantized.
 """
 
 import logging
@@ -22,7 +23,7 @@ from fp4adam.distributed.cast import cast
 from fp4adam.distributed.dtensor import is_dtensor, local, sharding_groups
 from fp4adam.distributed.shards import settle_shard
 from fp4adam.optim.parameter import Parameter, QuantizedParameter, State
-from fp4adam.optim.remainder import belongs_to
+from fp4adam.optim.remainder import is_completed
 from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
@@ -59,10 +60,14 @@ def find_stale(
     ]
     if not unsure:
         return {}, {}
+    known = {p: p.owns(states[p.owner]) for p in unsure}
+    if all_ranks:
+        agreed = _agreed({p: owns is not False for p, owns in known.items()})
+        certain = _agreed({p: owns is True for p, owns in known.items()})
+        known = {p: certain[p] or (None if agreed[p] else False) for p in unsure}
     answers: dict[Parameter, bool] = {}
     quantized = []
-    for p in unsure:
-        owns = p.owns(states[p.owner])
+    for p, owns in known.items():
         if owns is not None:
             answers[p] = owns
             continue
@@ -81,7 +86,7 @@ def find_stale(
             quantized.append(p)
         else:
             master = p.master(states[p.owner])
-            answers[p] = p.was_written(master) or p.is_rounded(master)
+            answers[p] = p.was_written(master) or p.is_rounded(master) or _is_completed(p, master)
     rounded = _rounded(quantized, parameters, states)
     answers |= {p: p.holds(rounded[p]) for p in quantized}
     here = answers
@@ -99,15 +104,9 @@ def find_stale(
     }
     again = _agreed(again) if all_ranks else again
     same = {p for p in unsure if answers[p] or again.get(p)}
-    if all_ranks:
-        # Where masters were remainders, rounding these may have moved a scale. The weight keeps its
-        # bytes, which the masters complete.
-        near = {
-            p: belongs_to(p.param, p.master(states[p.owner]))
-            for p in others
-            if p.completes and p not in same
-        }
-        same |= {p for p, is_near in _agreed(near).items() if is_near}
+    completed = {p: _is_completed(p, p.master(states[p.owner])) for p in others if p not in same}
+    completed = _agreed(completed) if all_ranks else completed
+    same |= {p for p, is_one in completed.items() if is_one}
     for p in same:
         p.record()
     left = {p: rounded.get(p) for p in unsure if p not in same}
@@ -159,6 +158,12 @@ def batches(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
         found[-1] += members
         left -= size
     return found
+
+
+def _is_completed(parameter: Parameter, master: Tensor) -> bool:
+    """Whether a weight is one that remainders have completed to ``master``."""
+    own = parameter.param
+    return isinstance(own, QuantizedTensor) and is_completed(own, master.view(own.shape))
 
 
 def _has_codes_of(parameter: QuantizedParameter, master: Tensor) -> bool:

@@ -19,7 +19,13 @@ from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, Whol
 from fp4adam.kernels.launch.schema import Cut
 from fp4adam.optim.memory_layout import is_dense
 from fp4adam.optim.options import Options
-from fp4adam.optim.remainder import CodeRemainder, belongs_to, digest, split_off
+from fp4adam.optim.remainder import (
+    CodeRemainder,
+    belongs_to,
+    digest,
+    is_completed,
+    split_off,
+)
 from fp4adam.optim.state_codec import (
     FLOAT32,
     INT8,
@@ -261,6 +267,13 @@ class Parameter:
             known = state.get(DIGEST)
             return known is not None and torch.equal(known.cpu(), digest(self.param))
         return belongs_to(self.param, master.to(self.param.device)) or None
+
+    def rounds(self, state: State) -> bool:
+        """Whether an FP32 master that was loaded has more than a remainder can keep."""
+        master = local(state.get("master_param"))
+        if not self.completes or master is None or master.dtype == torch.int8:
+            return False
+        return not is_completed(self.param, master.to(self.param.device).view(self.param.shape))
 
     def hold_master(self, master: Tensor, step: int) -> None:
         """Keep an FP32 master until its codes are written, if its remainder depends on them."""

@@ -114,10 +114,7 @@ def encode(engine: Engine, state_dict: dict[str, Any], compact: bool, as_te: boo
     keys = dict(saved_keys(groups, state_dict))
     keys = {param: key for param, key in keys.items() if isinstance(states[key], dict)}
     members = {param: engine.parameters[param] for param in keys}
-    stale: set[Parameter] = set()
-    with torch._C.DisableTorchFunctionSubclass():
-        for some in batches(members.values()):
-            stale |= find_stale(some, engine.states)[0].keys()
+    stale = _left(members, engine)
     for param, key in keys.items():
         member = members[param]
         states[key] = saved_state(member, states[key], member in stale, compact, as_te)
@@ -130,6 +127,37 @@ def encode(engine: Engine, state_dict: dict[str, Any], compact: bool, as_te: boo
         # As a number, which optimizers with and without capturable load.
         for group in state_dict["param_groups"]:
             group["lr"] = float(group["lr"])
+
+
+def _left(members: dict[Tensor, Parameter], engine: Engine) -> set[Parameter]:
+    """The parameters that no longer equal their rounded masters."""
+    stale: set[Parameter] = set()
+    with torch._C.DisableTorchFunctionSubclass():
+        for some in batches(members.values()):
+            stale |= find_stale(some, engine.states)[0].keys()
+    return stale
+
+
+@torch.no_grad()
+def current_masters(engine: Engine) -> Callable[[Tensor], Tensor | None]:
+    """A function that returns the ``master_param`` that ``state_dict()`` has of a parameter.
+
+    It decodes one at a time: all states in FP32 may be more than there is memory for.
+    """
+    members = {param: engine.parameters[param] for param in engine.params if param in engine.states}
+    stale = _left(members, engine)
+    names = ("master_param", SCALES["master_param"], "param_remainder")
+
+    def master_of(param: Tensor) -> Tensor | None:
+        if param not in members:
+            return None
+        stored = te_layout.stored_state(engine.states[param])
+        state = {name: x for name, x in stored.items() if name in names}
+        member = members[param]
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            return saved_state(member, state, member in stale, False).get("master_param")
+
+    return master_of
 
 
 def saved_state(
@@ -526,6 +554,11 @@ def _check_saved_codes(what: str, name: str, saved: dict[str, Any], param: Tenso
 
 
 def _check_saved_codes_of_weight(what: str, saved: dict[str, Any], param: Tensor) -> None:
+    if is_dtensor(param):
+        raise ValueError(
+            f"{what} must be floating point for a sharded parameter, got int8 remainders of a "
+            "whole weight; save state_dict() instead of compact_state_dict()"
+        )
     for value, dtype, shape in (
         (saved["master_param"], torch.int8, param.shape),
         (saved[DIGEST], torch.int64, (1,)),

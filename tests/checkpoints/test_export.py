@@ -303,7 +303,9 @@ def test_large_models_are_cut_into_files(max_shard_bytes, tmp_path):
     assert torch.equal(other.up.weight.rowwise_data, model.up.weight.rowwise_data)
 
 
-@pytest.mark.parametrize("options", [{}, {"master_weight_dtype": torch.float16}])
+@pytest.mark.parametrize(
+    "options", [{}, {"master_weight_dtype": torch.float16}, {"states": "8bit"}], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_masters(dtype, options, tmp_path):
     model, optimizer = trained("nvfp4", **options)

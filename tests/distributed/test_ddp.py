@@ -52,8 +52,9 @@ def loss_of(model: Model, step: int, rank: int, **options: bool) -> Tensor:
     return (model(x, **options) - y).square().mean()
 
 
-def adam(model: nn.Module) -> FP4Adam:
-    return FP4Adam(model.parameters(), lr=1e-2, weight_decay=0.1, master_weights=True)
+def adam(model: nn.Module, mode: str = "plain") -> FP4Adam:
+    states = "8bit" if mode == "8bit" else "32bit"
+    return FP4Adam(model.parameters(), lr=1e-2, weight_decay=0.1, states=states)
 
 
 def snapshot(model: nn.Module, optimizer: FP4Adam) -> list[dict[str, Tensor]]:
@@ -79,6 +80,7 @@ MODES = {
     "find_unused": {"find_unused_parameters": True},
     "bucket_views": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001},
     "no_sync": {},
+    "8bit": {},
     "compiled": {},
 }
 
@@ -86,7 +88,7 @@ MODES = {
 def train_replicas(rank: int, recipe: str | None, dtype: torch.dtype, mode: str) -> list[Any]:
     replica = Net(recipe, dtype)
     model = DistributedDataParallel(replica, **MODES[mode])
-    optimizer = adam(replica)
+    optimizer = adam(replica, mode)
     called = torch.compile(model, backend="aot_eager") if mode == "compiled" else model
     for step in range(3):
         options = {"everything": step != 1} if mode == "find_unused" else {}
@@ -103,7 +105,7 @@ def train_alone(recipe: str | None, dtype: torch.dtype, mode: str) -> list[Any]:
     """What :func:`train_replicas` computes on two ranks, in one process."""
     torch.manual_seed(1000)  # of rank 0
     model = Net(recipe, dtype)
-    optimizer = adam(model)
+    optimizer = adam(model, mode)
     for step in range(3):
         options = {"everything": step != 1} if mode == "find_unused" else {}
         grads = []
@@ -158,12 +160,14 @@ def test_replicas_of_another_format_are_refused_on_every_rank():
 # Others that make replicas equal, or keep them so.
 
 
-def keep_equal_starts(rank: int, recipe: str | None, dtype: torch.dtype) -> list[Any]:
+def keep_equal_starts(
+    rank: int, recipe: str | None, dtype: torch.dtype, mode: str = "plain"
+) -> list[Any]:
     """replicate() of FSDP2, which leaves it to the ranks to start alike."""
     torch.manual_seed(1000)
     model = Net(recipe, dtype)
     replicate(model, mesh=init_device_mesh(home().type, (2,), mesh_dim_names=("replicate",)))
-    optimizer = adam(model)
+    optimizer = adam(model, mode)
     for step in range(3):
         optimizer.zero_grad()
         loss_of(model, step, rank).backward()
@@ -171,19 +175,23 @@ def keep_equal_starts(rank: int, recipe: str | None, dtype: torch.dtype) -> list
     return snapshot(model, optimizer)
 
 
-@pytest.mark.parametrize("recipe, dtype", CASES, ids=IDS)
-def test_composable_replicate(recipe, dtype):
-    results = run(keep_equal_starts, 2, recipe, dtype)
+@pytest.mark.parametrize(
+    "recipe, dtype, mode",
+    [*((*case, "plain") for case in CASES), ("nvfp4", torch.float32, "8bit")],
+    ids=[*IDS, "8bit"],
+)
+def test_composable_replicate(recipe, dtype, mode):
+    results = run(keep_equal_starts, 2, recipe, dtype, mode)
     assert_one_outcome(results)
     if torch.cuda.device_count() >= 2:
         return  # one process computes on the CPU, whose matmuls have other bits than a GPU's
-    for a, b in zip(results[0], train_alone(recipe, dtype, "plain"), strict=True):
+    for a, b in zip(results[0], train_alone(recipe, dtype, mode), strict=True):
         assert a.keys() <= b.keys()
         for name in a:  # shards do without what can be derived
             assert torch.equal(a[name].cpu(), b[name])
 
 
-def train_with_zero(rank: int, recipe: str, **options: bool) -> list[Any]:
+def train_with_zero(rank: int, recipe: str, **options: Any) -> list[Any]:
     torch.manual_seed(1000 + rank)
     replica = Net(recipe, torch.float32)
     model = DistributedDataParallel(replica)
@@ -196,18 +204,18 @@ def train_with_zero(rank: int, recipe: str, **options: bool) -> list[Any]:
     return snapshot(replica, FP4Adam(replica.parameters()))
 
 
-def zero_all_formats(rank: int) -> list[list[Any]]:
-    return [train_with_zero(rank, recipe) for recipe in FORMATS]
+def zero_all_formats(rank: int, states: str) -> list[list[Any]]:
+    return [train_with_zero(rank, recipe, states=states) for recipe in FORMATS]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_zero_redundancy_optimizer(world_size):
-    results = run(zero_all_formats, world_size)
+@pytest.mark.parametrize("states, world_size", [("32bit", 2), ("32bit", 3), ("8bit", 2)])
+def test_zero_redundancy_optimizer(states, world_size):
+    results = run(zero_all_formats, world_size, states)
     for i, recipe in enumerate(FORMATS):
         outcomes = [result[i] for result in results]
         assert_one_outcome(outcomes)
         if world_size == 2 and not torch.cuda.is_available():
-            alone = train_alone(recipe, torch.float32, "plain")
+            alone = train_alone(recipe, torch.float32, "8bit" if states == "8bit" else "plain")
             assert_identical(outcomes[0], alone[: len(outcomes[0])])
 
 

@@ -407,7 +407,7 @@ def train_variant(rank: int, recipe: str, rows: int, variant: str) -> None:
         sharded = build(rows, 32, recipe)
     if variant == "kept":
         options["reshard_after_forward"] = False
-    elif variant.startswith("hybrid"):
+    elif "hybrid" in variant:
         mesh = init_device_mesh(home().type, (2, 2), mesh_dim_names=("replicate", "shard"))
         microbatches = 2 if variant == "hybrid, accumulated" else 1
     elif variant == "accumulated":
@@ -432,7 +432,10 @@ def train_variant(rank: int, recipe: str, rows: int, variant: str) -> None:
     if variant == "meta":
         sharded.to_empty(device=home())
         initialize(sharded)
-    expected, optimizer = (FP4Adam(model.parameters(), lr=1e-2) for model in (whole, sharded))
+    small = REMAINDERS if "int8" in variant else {}
+    expected, optimizer = (
+        FP4Adam(model.parameters(), lr=1e-2, **small) for model in (whole, sharded)
+    )
     if variant == "evaluated":
         with torch.inference_mode():
             sharded(torch.ones(8, 32, device=home()))
@@ -487,7 +490,9 @@ def gathered_layers(model: nn.Module) -> list[dict[str, Tensor]]:
         ("bfloat16", 2),
         pytest.param("prefetched", 2, marks=pytest.mark.exhaustive),
         pytest.param("recomputed", 2, marks=pytest.mark.exhaustive),
+        ("int8", 2),
         ("hybrid", 4),
+        ("hybrid, int8", 4),
         pytest.param("hybrid, accumulated", 4, marks=pytest.mark.exhaustive),
         pytest.param("hybrid, prefetched", 4, marks=pytest.mark.exhaustive),
         pytest.param("hybrid, recomputed", 4, marks=pytest.mark.exhaustive),

@@ -27,14 +27,14 @@ from test_sharded_release import Layer, backward
 OPTIONS = dict(lr=1e-2, weight_decay=0.1)
 
 
-def make(recipe: str, offloads: bool) -> tuple[nn.Sequential, FP4Adam]:
+def make(recipe: str, offloads: bool, **options: Any) -> tuple[nn.Sequential, FP4Adam]:
     torch.manual_seed(0)
     model = nn.Sequential(Layer(), Layer()).to(home(), torch.bfloat16)
     quantize_model(model, recipe, filter=lambda *_: True, scale_groups=hf_scale_groups)
     for layer in model:
         fully_shard(layer, mesh=all_ranks())
     fully_shard(model, mesh=all_ranks())
-    return model, FP4Adam(model.named_parameters(), **OPTIONS, offload_states=offloads)
+    return model, FP4Adam(model.named_parameters(), **OPTIONS, offload_states=offloads, **options)
 
 
 def assert_same_states(offloaded: Any, resident: Any) -> None:
@@ -45,9 +45,11 @@ def assert_same_states(offloaded: Any, resident: Any) -> None:
         assert_identical(*([{n: local(x).cpu() for n, x in s.items()}] for s in (a[key], state)))
 
 
-def train_shards(rank: int, recipe: str, releases: bool) -> None:
+def train_shards(rank: int, recipe: str, releases: bool, states: str) -> None:
     with offload_to(LateLink(), 12 * 64 * 32):
-        (model, optimizer), (other, resident) = (make(recipe, offloads) for offloads in (1, 0))
+        (model, optimizer), (other, resident) = (
+            make(recipe, offloads, states=states) for offloads in (True, False)
+        )
         if releases:
             for one in (optimizer, resident):
                 one.enable_gradient_release(max_norm=0.05)
@@ -58,7 +60,8 @@ def train_shards(rank: int, recipe: str, releases: bool) -> None:
                     one.clip_grad_norm_(0.05)
                 if step == 2 and rank == 1:  # a foreign write that one rank sees
                     state = [*one.state.values()][0]
-                    local(state["exp_avg"]).mul_(0.5)
+                    exp_avg = local(state["exp_avg"])  # or its codes
+                    exp_avg.zero_() if states == "8bit" else exp_avg.mul_(0.5)
                 one.step()
                 one.zero_grad()
         for state in optimizer.state.values():
@@ -70,16 +73,19 @@ def train_shards(rank: int, recipe: str, releases: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe, releases, world_size",
+    "recipe, releases, world_size, states",
     [
-        ("nvfp4", False, 3),
-        pytest.param("nvfp4", True, 2, marks=pytest.mark.exhaustive),
-        pytest.param("float8block", False, 3, marks=pytest.mark.exhaustive),
-        pytest.param("mxfp8", True, 2, marks=pytest.mark.exhaustive),
+        ("nvfp4", False, 3, "32bit"),
+        ("nvfp4", True, 2, "8bit"),
+        pytest.param("nvfp4", True, 2, "32bit", marks=pytest.mark.exhaustive),
+        pytest.param("float8block", False, 3, "32bit", marks=pytest.mark.exhaustive),
+        pytest.param("mxfp8", True, 2, "32bit", marks=pytest.mark.exhaustive),
     ],
 )
-def test_the_bits_of_resident_states(recipe: str, releases: bool, world_size: int) -> None:
-    run(train_shards, world_size, recipe, releases)
+def test_the_bits_of_resident_states(
+    recipe: str, releases: bool, world_size: int, states: str
+) -> None:
+    run(train_shards, world_size, recipe, releases, states)
 
 
 def step_by_kernels(rank: int) -> None:

@@ -11,9 +11,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fp4adam import FP4Adam, check_shards, hf_scale_groups, quantize_model
+from fp4adam.distributed.dtensor import local
 from helpers import assert_identical
 from ranks import all_ranks, home, run
-from test_fsdp import FORMATS, full, gathered_bytes
+from test_fsdp import FORMATS, gathered_bytes
 
 OPTIONS = dict(lr=1e-2, weight_decay=0.1)
 
@@ -46,7 +47,8 @@ def make(recipe: str, groups: bool, variant: str = "") -> tuple[nn.Sequential, F
     for layer in model:
         fully_shard(layer, **options)
     fully_shard(model, **options)
-    return model, FP4Adam(model.named_parameters(), **OPTIONS)
+    states = "8bit" if variant == "8bit" else "32bit"
+    return model, FP4Adam(model.named_parameters(), **OPTIONS, states=states)
 
 
 def backward(model: nn.Module, step: int) -> None:
@@ -84,7 +86,7 @@ def release_on_shards(rank: int, recipe: str, groups: bool, variant: str = "") -
     for param, same in zip(model.parameters(), other.parameters(), strict=True):
         a, b = optimizer.state[param], plain.state[same]
         for name in sorted(b):
-            assert_identical([{name: full(a[name])}], [{name: full(b[name])}])
+            assert_identical([{name: local(a[name])}], [{name: local(b[name])}])
 
 
 @pytest.mark.parametrize(
@@ -101,8 +103,16 @@ def test_the_bits_of_a_plain_step(recipe, groups, world_size):
     run(release_on_shards, world_size, recipe, groups)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("variant, world_size", [("hybrid", 4), ("bfloat16", 2), ("kept", 2)])
+@pytest.mark.parametrize(
+    "variant, world_size",
+    [
+        ("8bit", 2),
+        *(
+            pytest.param(*each, marks=pytest.mark.exhaustive)
+            for each in [("hybrid", 4), ("bfloat16", 2), ("kept", 2)]
+        ),
+    ],
+)
 def test_variants_of_fully_shard(variant, world_size):
     run(release_on_shards, world_size, "nvfp4", True, variant)
 

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import finetune_and_export
+import finetune_full
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -18,6 +20,7 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen3Config,
     RobertaConfig,
     RobertaForSequenceClassification,
@@ -161,6 +164,48 @@ def test_the_example_writes_the_same_text_twice(weight_format, tmp_path, capsys)
     with pytest.raises(SystemExit):
         finetune_and_export.parse_args(start)  # before it trains
     assert "--out must be new or empty, got" in capsys.readouterr().err
+
+
+def pretrained(folder: Path) -> str:
+    """A model and a tokenizer of bytes, as the hub has them, and some text beside."""
+    llama().save_pretrained(folder / "model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "model")
+    (folder / "text").mkdir()
+    for i in range(12):
+        (folder / f"text/{i}.md").write_text(f"{i} " + "some words to read. " * 20)
+    return str(folder / "model")
+
+
+@pytest.mark.parametrize("weight_format", ["nvfp4", "mxfp8", "float8block"])
+def test_full_fine_tuning_resumes_with_the_same_bits(weight_format, tmp_path, capsys):
+    start = [pretrained(tmp_path), "--text", str(tmp_path / "text"), "--format", weight_format]
+    options = [*start, *"--batch 2 --context 16 --device cpu --lr 1e-3".split()]
+    whole, parts = (str(tmp_path / name) for name in ("whole", "parts"))
+    expected = finetune_full.main([*options, "--steps", "4", "--out", whole])
+    quantized = ["--export", "quantized"]
+    finetune_full.main([*options, "--steps", "2", "--out", parts, *quantized])
+    with pytest.raises(SystemExit):
+        finetune_full.parse_args([*options, "--out", parts])
+    assert "is there already; give it, or another --out" in capsys.readouterr().err
+    model = finetune_full.main([*options, "--steps", "4", "--out", parts, "--resume"])
+    for a, b in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(a.detach().float(), b.detach().float())
+    assert capsys.readouterr().out.count("states 3.06") == 1
+    read, same = (
+        AutoModelForCausalLM.from_pretrained(Path(out, "masters-4")) for out in (whole, parts)
+    )
+    for a, b in zip(read.parameters(), same.parameters(), strict=True):
+        assert a.dtype == torch.bfloat16 and torch.equal(a, b)
+    # Masters, and not what the weights were rounded to.
+    weight = expected.model.layers[0].mlp.up_proj.weight
+    rounded = weight.dequantize(torch.bfloat16)
+    difference = (read.model.layers[0].mlp.up_proj.weight - rounded).abs().max()
+    assert 0 < difference < 0.2 * rounded.abs().max()
+    assert (tmp_path / "parts/quantized-2/tokenizer.json").exists()
 
 
 SMALL = dict(

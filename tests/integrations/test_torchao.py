@@ -83,14 +83,16 @@ def test_torchao_decodes_what_a_step_writes(format, swizzled, shape):
 
 @every_format
 @every_layout
-def test_kernels_write_the_same_bytes(format, swizzled, monkeypatch, device):
+@pytest.mark.parametrize("states", ["32bit", "8bit"])
+def test_kernels_write_the_same_bytes(format, swizzled, states, monkeypatch, device):
     written = []
     for kernel in (False, True):
         monkeypatch.setattr(backend, "uses_kernels", lambda _, kernel=kernel: kernel)
         param = quantized(format, values((32, 96), 0), swizzled).detach()
         param = Parameter(param.to(device if kernel else "cpu"))
-        step(FP4Adam([param], lr=1e-3), 1)
-        written.append(bytes_of(param))
+        optimizer = FP4Adam([param], lr=1e-3, states=states)
+        step(optimizer, 1)
+        written.append([*bytes_of(param), optimizer.state[param]["master_param"].cpu()])
     assert all(map(torch.equal, *written))
 
 

@@ -97,15 +97,20 @@ def test_a_step_writes_what_transformer_engine_does(case: GoldenCase, path_devic
 
 
 @every_format
-def test_training_is_that_of_own_tensors(quantizer):
+@pytest.mark.parametrize("states", ["32bit", "8bit"])
+def test_training_is_that_of_own_tensors(quantizer, states):
     value = random(SHAPE, 0, scale=0.1).bfloat16()
     own, theirs = Parameter(quantizer.quantize(value)), te_tensor(quantizer, value)
-    optimizers = [FP4Adam([param], lr=1e-2) for param in (own, theirs)]
+    optimizers = [FP4Adam([param], lr=1e-2, states=states) for param in (own, theirs)]
     for seed in range(3):
         for optimizer in optimizers:
             step(optimizer, seed)
-    assert_bytes(theirs, te_tensor(quantizer, master_of(optimizers[1], theirs)))
-    assert torch.equal(*(master_of(*pair) for pair in zip(optimizers, (own, theirs), strict=True)))
+    pairs = [*zip(optimizers, (own, theirs), strict=True)]
+    if states == "32bit":
+        assert_bytes(theirs, te_tensor(quantizer, master_of(optimizers[1], theirs)))
+    else:  # the remainder, and what it completes
+        assert torch.equal(*(o.get_unscaled_state(p, "master_param") for o, p in pairs))
+    assert torch.equal(*(master_of(*pair) for pair in pairs))
     plan = optimizers[1]._whole.plan
     step(optimizers[1], 3)
     assert optimizers[1]._whole.plan is plan  # nothing is worked out again
@@ -199,14 +204,16 @@ def test_a_parameter_that_is_overwritten_is_where_its_master_restarts(quantizer)
     assert_bytes(param, te_tensor(quantizer, master_of(optimizer, param)))
 
 
+@pytest.mark.parametrize("master_dtype", [torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("model_first", [False, True])
-def test_checkpoints_keep_masters_in_either_order(model_first):
+def test_checkpoints_keep_masters_in_either_order(model_first, master_dtype):
     quantizer = NVFP4Quantizer()
+    options = dict(lr=1e-2, exp_avg_dtype=torch.bfloat16, master_weight_dtype=master_dtype)
     trained = te_tensor(quantizer, random(SHAPE, 0).bfloat16())
-    optimizer = FP4Adam([trained], lr=1e-2, exp_avg_dtype=torch.bfloat16)
+    optimizer = FP4Adam([trained], **options)
     step(optimizer, 0)
     resumed = te_tensor(quantizer, random(SHAPE, 1).bfloat16())
-    other = FP4Adam([resumed], lr=1e-2, exp_avg_dtype=torch.bfloat16)
+    other = FP4Adam([resumed], **options)
     step(other, 5)
 
     def load_model():

@@ -54,10 +54,15 @@ def has_no_gradients(optimizer: FusedAdam) -> bool:
 
 @pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("quantizer", [*RECIPES.values(), None], ids=[*RECIPES, "bfloat16"])
+@pytest.mark.parametrize("states", ["32bit", "8bit"])
 def test_the_bits_of_a_plain_step(
-    quantizer: Quantizer | None, kernels: bool, device: str, monkeypatch: pytest.MonkeyPatch
+    states: str,
+    quantizer: Quantizer | None,
+    kernels: bool,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (model, optimizer), (other, plain) = pair(quantizer, device)
+    (model, optimizer), (other, plain) = pair(quantizer, device, states=states)
     release = optimizer.enable_gradient_release()
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (optimizer, plain)]
     for step in range(3):

@@ -80,6 +80,7 @@ STORING = {
         master_weight_dtype=torch.float16,
     ),
     "remainders": dict(store_param_remainders=True),
+    "8bit": dict(states="8bit"),
     "amsgrad": dict(amsgrad=True),
     "torch operators": dict(fused=False),
 }
@@ -107,6 +108,7 @@ def test_the_bits_of_resident_states(storing: str, device: str, link: LateLink) 
     "recipe, storing",
     [
         ("nvfp4", "float32"),
+        ("nvfp4", "8bit"),
         *(
             pytest.param(*both, marks=pytest.mark.exhaustive)
             for both in [("mxfp8", "narrow"), ("float8block", "bfloat16"), ("nvfp4", "remainders")]

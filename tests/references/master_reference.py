@@ -23,8 +23,13 @@ def rounded(param: Tensor, master: Tensor, quantize_from: str = "master") -> dic
     """What ``stored(param)`` is when ``master`` has been rounded to it."""
     if not isinstance(param, QuantizedTensor):
         return {"": master.to(param.dtype)}
+    return rounded_tensor(param, master, quantize_from).storage_tensors()
+
+
+def rounded_tensor(param: QuantizedTensor, master: Tensor, quantize_from: str) -> QuantizedTensor:
+    """A new tensor in the format of ``param``, to which ``master`` has been rounded."""
     value = master.to(param.dtype) if quantize_from == "param_dtype" else master
-    return param.quantizer.quantize(value.contiguous()).storage_tensors()
+    return param.quantizer.quantize(value.contiguous())
 
 
 def is_rounded(param: Tensor, master: Tensor, quantize_from: str = "master") -> bool:
@@ -39,8 +44,7 @@ def is_rounded(param: Tensor, master: Tensor, quantize_from: str = "master") -> 
         return True
     if not isinstance(param, QuantizedTensor):
         return False
-    value = master.to(param.dtype) if quantize_from == "param_dtype" else master
-    plain = param.quantizer.quantize(value.contiguous()).dequantize(param.dtype)
+    plain = rounded_tensor(param, master, quantize_from).dequantize(param.dtype)
     return same_bits(stored(param), param.quantizer.quantize(plain).storage_tensors())
 
 
@@ -56,7 +60,10 @@ class Twin:
         value: The master weight, or the value of a parameter that needs none.
         moments: exp_avg, exp_avg_sq, and max_exp_avg_sq with AMSGrad.
         step: How many updates there were.
+        rounded: What ``stored`` of the parameter has to be after the update.
     """
+
+    rounded: dict[str, Tensor]
 
     def __init__(self, value: Tensor, moments: dict[str, Tensor], step: float) -> None:
         self.value, self.moments, self.step = value, moments, step

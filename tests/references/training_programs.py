@@ -23,12 +23,14 @@ from torch.nn import Parameter
 from torch.optim import AdamW
 
 from fp4adam import FP4Adam, QuantizedTensor, quantize_model, use_plain_state_dict
-from fp4adam.optim.state_codec import join_master, split_master
+from fp4adam.optim.options import STATES
+from fp4adam.optim.remainder import belongs_to, complete, split_off
+from fp4adam.optim.state_codec import dither_bits, join_master, split_master
 from fp4adam.tensors import backend
 from helpers import RECIPES, WithGradient, bits_equal, random, stored, through_a_file
 from interrupts import InterruptLaunches, InterruptLines, InterruptOperators
 from late_link import LateLink, offload_to
-from master_reference import Twin, is_rounded, rounded, same_bits, value_of
+from master_reference import Twin, is_rounded, rounded, rounded_tensor, same_bits, value_of
 
 SHAPES = {"nvfp4": (32, 16), "mxfp8": (32, 32), "float8block": (16, 16)}
 DTYPES = {"nvfp4": torch.float32, "mxfp8": torch.bfloat16, "float8block": torch.bfloat16}
@@ -38,6 +40,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "remainders": dict(store_param_remainders=True),
     "through the parameter's dtype": dict(quantize_from="param_dtype"),
     "narrow moments": dict(exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.float8_e4m3fn),
+    "int8 masters": dict(master_weight_dtype=torch.int8),
+    "8bit": dict(states="8bit"),
+    "int8 masters through the parameter's dtype": dict(
+        master_weight_dtype=torch.int8, quantize_from="param_dtype"
+    ),
 }
 GROUPS: tuple[dict[str, Any], ...] = (
     dict(lr=1e-2, weight_decay=0.1),
@@ -75,9 +82,11 @@ class Record:
         origin: A value before quantization that a master may have started from, and the bytes that
             the parameter had then. Cast since, it may round to other bytes; it stays the master
             while nobody writes.
+        is_touched: Whether others may have written or moved the parameter since its last step.
     """
 
     origin: tuple[Tensor, dict[str, Tensor]] | None = None
+    is_touched = True
 
     def __init__(self, twin: Twin | None = None, possible: list[Tensor | None] | None = None):
         self.twin = Twin(torch.empty(0), {}, 0) if twin is None else twin
@@ -245,7 +254,10 @@ class Training(RuleBasedStateMachine):
     @initialize(options=st.sampled_from([*OPTIONS]))
     def start(self, options: str) -> None:
         self.options = {**OPTIONS[options], **self.extra}
-        self.has_exact_moments = options != "narrow moments"
+        stored = {**STATES[self.options.get("states", "32bit")], **self.options}
+        self.keeps_remainders = stored["store_param_remainders"]
+        self.has_small_masters = stored["master_weight_dtype"] == torch.int8
+        self.has_exact_moments = stored["exp_avg_dtype"] == torch.float32
         self.model = Net(self.device)
         self.optimizer: Any = FP4Adam(self.model.groups(), **self.options)
         self.records = [Record() for _ in self.params]
@@ -266,12 +278,30 @@ class Training(RuleBasedStateMachine):
         yield from zip(groups, self.params, self.records, strict=True)
 
     def note_bytes(self) -> None:
-        """After something that may write parameters."""
+        """After something that may write or move parameters."""
+        self.touch()
         self.bytes = [{n: t.clone() for n, t in stored(param).items()} for param in self.params]
+
+    def touch(self, is_touched: bool = True) -> None:
+        """Others may have written or moved parameters; False after their masters were loaded."""
+        for record in self.records:
+            record.is_touched = is_touched
 
     def keeps_remainder(self, param: Tensor) -> bool:
         narrow = param.dtype == torch.bfloat16 and not isinstance(param, QuantizedTensor)
-        return narrow and "store_param_remainders" in self.options
+        return narrow and self.keeps_remainders
+
+    def is_completed(self, param: Tensor) -> bool:
+        """Whether the master is the weight with an int8 remainder."""
+        return isinstance(param, QuantizedTensor) and self.has_small_masters
+
+    def completed(self, param: QuantizedTensor, value: Tensor, step: int | None = None) -> Tensor:
+        """What int8 remainders keep of a value whose codes are in ``param``."""
+        dither = None
+        if step is not None:
+            bits = dither_bits(0, value.numel(), step, value.device)
+            dither = bits.master.view(value.shape)
+        return complete(param, split_off(param, value, dither))
 
     @property
     def quantize_from(self) -> str:
@@ -285,7 +315,11 @@ class Training(RuleBasedStateMachine):
         if not isinstance(param, QuantizedTensor) and param.dtype == torch.float32:
             return value_of(param)
         master = state.get("master_param")
-        return value_of(param) if master is None else master.detach().clone()
+        if master is None:
+            return value_of(param)
+        if master.dtype == torch.int8:
+            return complete(param, master)
+        return master.detach().clone()
 
     def starts(self, param: Tensor, record: Record) -> list[Tensor]:
         """Which masters the next step may start from: the rule about who wrote last."""
@@ -297,6 +331,8 @@ class Training(RuleBasedStateMachine):
         if isinstance(param, QuantizedTensor):
             kept = param._high_precision_init_val
             value = value if kept is None else kept.to(torch.float32, copy=True)
+        if self.is_completed(param):
+            return self.completed_starts(param, record, value)
         found: list[Tensor | None] = []
         for master in record.possible:
             holds = master is not None and is_rounded(param, master, self.quantize_from)
@@ -312,6 +348,18 @@ class Training(RuleBasedStateMachine):
             return False
         now, then = stored(param), record.origin[1]
         return all(torch.equal(now[name], then[name]) for name in then)
+
+    def completed_starts(self, param: Tensor, record: Record, value: Tensor) -> list[Tensor]:
+        """A remainder is added to the codes that it was made of, or dropped."""
+        found: list[Tensor] = []
+        for master in record.possible:
+            holds = master is not None and belongs_to(param, master)
+            # FP32 masters that were loaded are handed out as they are until a step.
+            starts = [master, self.completed(param, master)] if holds else []
+            if not holds or record.is_touched:
+                starts.append(self.completed(param, value))
+            found += [start for start in starts if not _is_among(start, found)]
+        return found
 
     def remainder_starts(self, param: Tensor, record: Record) -> list[Tensor]:
         """A BF16 parameter is a part of its master: others can write that part alone."""
@@ -367,6 +415,10 @@ class Training(RuleBasedStateMachine):
                 moments = {name: x.clone() for name, x in record.twin.moments.items()}
                 twin = Twin(start.clone(), moments, record.twin.step)
                 twin.update(param.grad, group, grad_scale, clip)
+                twin.rounded = rounded(param, twin.value, self.quantize_from)
+                if self.is_completed(param) and float(group["lr"]) > 0:
+                    new = rounded_tensor(param, twin.value, self.quantize_from)
+                    twin.value = self.completed(new, twin.value, int(twin.step))
                 twins.append(twin)
             found.append(twins)
         self.may_look(lambda param: param.grad is None)
@@ -375,6 +427,7 @@ class Training(RuleBasedStateMachine):
     def check_step(self, expected: list[list[Twin] | None]) -> None:
         """The step has been one of those expected, and nothing else was written."""
         self.counts["steps"] += 1
+        touched = [record.is_touched for record in self.records]
         for i, (group, param, record) in enumerate(self.members()):
             twins, name = expected[i], f"parameter {i}, {type(param).__name__} {param.dtype}"
             if twins is None:
@@ -393,15 +446,17 @@ class Training(RuleBasedStateMachine):
             if self.keeps_remainder(param):
                 assert bits_equal(param.detach(), split_master(master)[0])
             elif float(group["lr"]) > 0:
-                now = stored(param)
-                assert same_bits(now, rounded(param, master, self.quantize_from)), (
+                assert same_bits(stored(param), twin.rounded), (
                     f"{name} is not what its master rounds to"
                 )
             else:
                 assert same_bits(stored(param), self.bytes[i]), f"{name} moved with lr = 0"
             needs_none = param.dtype == torch.float32 and not isinstance(param, QuantizedTensor)
             record.twin, record.possible = twin, [None if needs_none else master]
+            touched[i] = False
         self.note_bytes()
+        for record, is_touched in zip(self.records, touched, strict=True):
+            record.is_touched = is_touched
         self.check_copies()
 
     def check_copies(self) -> None:
@@ -583,6 +638,7 @@ class Training(RuleBasedStateMachine):
     @action(how=st.sampled_from([*MOVES]))
     def move(self, how: str) -> None:
         MOVES[how](self.model)
+        self.touch()
 
     @action(how=st.sampled_from([*CASTS]))
     def cast(self, how: str) -> None:
@@ -614,7 +670,9 @@ class Training(RuleBasedStateMachine):
                     f"state_dict() hands out a master that {name} has left"
                 )
             elif not is_wide:
-                assert None in [m if m is None else 0 for m in record.possible] or not state, (
+                # Without one, the master starts from the parameter when the state is loaded.
+                may_lack = any(m is None for m in record.possible) or not state
+                assert may_lack or _is_among(value_of(param), [*starts]), (
                     f"state_dict() hands out no master of {name}"
                 )
             if is_wide:
@@ -688,6 +746,7 @@ class Training(RuleBasedStateMachine):
         if not model_first:
             model.load_state_dict(saved[0])
         self.note_bytes()
+        self.touch(plain)
         if not self.has_exact_moments:
             self.asked(self.optimizer.state_dict())
 
@@ -700,6 +759,7 @@ class Training(RuleBasedStateMachine):
             saved = self.optimizer.state_dict()
             self.asked(saved)
         self.checked_load(lambda: self.optimizer.load_state_dict(copy.deepcopy(saved)))
+        self.touch(False)
 
     @precondition(lambda self: self.model is not None and self.has_exact_moments)
     @action(at=st.integers(0, 5000))
@@ -716,6 +776,7 @@ class Training(RuleBasedStateMachine):
                 self.optimizer.load_state_dict(saved)
 
         self.checked_load(load)
+        self.touch(False)
         halved = [
             {**moments, "exp_avg": 0.5 * moments["exp_avg"]} if moments else {}
             for moments in before
