@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from fp4adam import (
+    Float8BlockQuantizer,
     FP4Adam,
+    MXFP4Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     UpdateLost,
@@ -152,25 +154,33 @@ def test_only_what_has_changed_is_sent(weights, kernels, monkeypatch, device):
 
 
 @pytest.mark.parametrize(
-    "quantizer",
+    ("quantizer", "shape"),
     [
-        NVFP4Quantizer(),
-        NVFP4Quantizer(two_dimensional=False),
-        NVFP4Quantizer(adaptive="mse", columnwise=False),
-        MXFP8Quantizer(),
-        MXFP8Quantizer(two_dimensional=True, optimize_for_gemm=True),
+        # Edges in both directions: sides are no multiples of those of large tiles.
+        (NVFP4Quantizer(), (96, 160)),
+        (NVFP4Quantizer(two_dimensional=False), (96, 160)),
+        (NVFP4Quantizer(adaptive="mse", columnwise=False), (96, 160)),
+        (MXFP8Quantizer(), (96, 160)),
+        (MXFP8Quantizer(two_dimensional=True, optimize_for_gemm=True), (96, 160)),
+        (MXFP4Quantizer(), (96, 160)),
+        # Whole blocks and such with masks, of aligned rows and of others.
+        (Float8BlockQuantizer(), (160, 192)),
+        (Float8BlockQuantizer(), (136, 140)),
+        (Float8BlockQuantizer(columnwise=False, force_pow_2_scales=False), (128, 160)),
+        (Float8BlockQuantizer(two_dimensional=False), (136, 160)),
+        (Float8BlockQuantizer(two_dimensional=False, columnwise=False), (128, 128)),
     ],
     ids=str,
 )
-def test_kernels_flag_what_operators_flag(quantizer, monkeypatch, device):
+@pytest.mark.parametrize("master", [torch.float32, torch.int8], ids=str)
+def test_kernels_flag_what_operators_flag(quantizer, shape, master, monkeypatch, device):
     pytest.importorskip("triton")
     flags = {}
     for kernels in (False, True):
         monkeypatch.setattr(backend, "uses_kernels", lambda d, on=kernels: on and d.type == device)
-        # Edges in both directions: sides are no multiples of those of large tiles.
-        values = torch.randn(96, 160, generator=torch.Generator().manual_seed(0))
+        values = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
         weight = nn.Parameter(quantizer.quantize(values.to(device if kernels else "cpu")))
-        optimizer = FP4Adam([weight], lr=0.1)
+        optimizer = FP4Adam([weight], lr=0.1, master_weight_dtype=master)
         record = changes.ChangeRecord(
             weight,
             torch.empty(changes.number_of_units(weight), dtype=torch.uint8, device=weight.device),
@@ -178,7 +188,7 @@ def test_kernels_flag_what_operators_flag(quantizer, monkeypatch, device):
         for step in range(2):
             record.clear()
             # Some rows move, others stay.
-            grad = values.roll(step, 0).masked_fill(torch.arange(96)[:, None] % 3 > 0, 0)
+            grad = values.roll(step, 0).masked_fill(torch.arange(len(values))[:, None] % 3 > 0, 0)
             weight.grad = grad.to(weight.device)
             optimizer.step()
             assert record.is_right_for(weight)
