@@ -1,6 +1,6 @@
 """Rounding afterwards, quantization-aware training and distillation: what each loses when served.
 
-    python benchmarks/qat.py [--json qat.json] [--seeds N] [--first-seed N] [options of train_gpt.py]
+    python benchmarks/qat.py [--json qat.json] [--seeds N] [--first-seed N] [those of train_gpt.py]
 
 The same GPT sees the same tokens in every run: AdamW in high precision, rounded at its end (PTQ);
 the same until --share of the steps are left, which FP4Adam takes on quantized weights (QAT), or on

@@ -6,11 +6,14 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from fp4adam import (
     Float8BlockQuantizer,
     FP4Adam,
+    FusedAdam,
     MXFP4Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
@@ -20,9 +23,12 @@ from fp4adam import (
     WeightUpdate,
     export_tensors,
     hf_scale_groups,
+    post_all_gather_processing,
+    quantize_master_weights,
     quantize_model,
 )
 from fp4adam.tensors import backend, changes
+from ranks import all_ranks, run_ranks
 
 LAYOUTS = {
     "nvfp4": "compressed-tensors",
@@ -90,7 +96,10 @@ def losing(kind: str, sender: WeightSender, receiver: WeightReceiver, draw: rand
         before = {name: t.clone() for name, t in receiver.tensors.items()}
         with pytest.raises((ValueError, UpdateLost)):
             receiver.apply(WeightUpdate.unpack(packed))
-        assert all(torch.equal(t.view(torch.uint8), before[n].view(torch.uint8)) for n, t in receiver.tensors.items())
+        assert all(
+            torch.equal(t.view(torch.uint8), before[n].view(torch.uint8))
+            for n, t in receiver.tensors.items()
+        )
 
 
 EVENTS = (
@@ -152,6 +161,8 @@ def test_fifty_updates_with_losses_and_restarts(weights, states, fused):
             optimizer.grad_scale = optimizer.found_inf = torch.ones(1)  # as GradScaler does
             train(model, optimizer, step)
             optimizer.grad_scale = optimizer.found_inf = None
+        if event in ("overwritten", "codes", "loaded") and draw.random() < 0.5:
+            train(model, optimizer, step)  # from what has been written
         update = sent(sender.export_changes())
         try:
             receiver.apply(update)
@@ -293,6 +304,12 @@ def test_damaged_and_foreign_updates_change_nothing():
     packed[-1] ^= 1
     with pytest.raises(ValueError, match="another checksum"):
         receiver.apply(WeightUpdate.unpack(packed))
+    packed[-1] ^= 1
+    for at in range(8 + int(packed[0]) + 256 * int(packed[1])):  # all of the header
+        packed[at] ^= 1
+        with pytest.raises(ValueError, match="packed must be the tensor of an update"):
+            WeightUpdate.unpack(packed)
+        packed[at] ^= 1
     swapped = update.payload.clone()
     swapped[:16], swapped[16:32] = update.payload[16:32], update.payload[:16].clone()
     if not torch.equal(swapped, update.payload):
@@ -312,3 +329,112 @@ def test_refused():
     model, _ = build("nvfp4")
     with pytest.raises(ValueError, match="layout must be one of .* for WeightSender, got 'gguf'"):
         WeightSender(model, "gguf")
+
+
+def serve_replicas(rank: int, weights: str) -> None:
+    """Ranks with gradients of their own: DDP, and masters spread over the ranks."""
+    model, optimizer = build(weights, lr=1e-3)
+    replica = nn.parallel.DistributedDataParallel(model)
+    sender, receiver = WeightSender(replica, LAYOUTS[weights]), WeightReceiver()
+    for _ in range(3):
+        receiver.apply(sent(sender.export_changes()))
+        assert_served(receiver, model, weights, fused=False)
+        tokens = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(rank))
+        replica(tokens).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    update = sender.export_changes()
+    assert 0 < update.positions.numel()
+    receiver.apply(update)
+    assert_served(receiver, model, weights, fused=False)
+    checksums = [None, None]
+    dist.all_gather_object(checksums, update.checksum)
+    assert checksums[0] == checksums[1]
+    # What Megatron does: each rank quantizes its half, and all get the codes of all.
+    weight = model[1].o_proj.weight
+    master = weight.dequantize(torch.float32) * 1.5
+    half = master.numel() // 2
+    own = master.view(-1)[rank * half : (rank + 1) * half].clone()
+    quantize_master_weights(
+        [weight], [own], [rank * half], None, manual_post_all_gather_processing=True
+    )
+    columnwise = [weight.columnwise_data] if weights == "mxfp8" else []
+    for data in (weight.rowwise_data, *columnwise):
+        halves = data.view(-1).chunk(2)
+        dist.all_gather([*halves], halves[rank].clone())
+    post_all_gather_processing([weight])
+    receiver.apply(sent(sender.export_changes()))
+    assert_served(receiver, model, weights, fused=False)
+
+
+@pytest.mark.parametrize("weights", ["nvfp4", "mxfp8", "float8block"])
+def test_every_rank_of_a_replica_sends_the_same(weights):
+    run_ranks(serve_replicas, 2, weights)
+
+
+def refuse_shards(rank: int) -> None:
+    model, optimizer = build("nvfp4")
+    sender = WeightSender(model)
+    sender.export_changes()
+    fully_shard(model, mesh=all_ranks())
+    words = r"on one process for WeightSender, got '0.weight', a DTensor; send export_tensors\("
+    with pytest.raises(NotImplementedError, match=words):
+        WeightSender(model)
+    with pytest.raises(NotImplementedError, match=words):
+        sender.export_changes()
+    whole, _ = build("nvfp4")
+    expected = dict(export_tensors(whole))
+    for name, tensor in export_tensors(model):  # what the error says to send
+        assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)), name
+
+
+def test_shards_are_refused_on_every_rank():
+    run_ranks(refuse_shards, 2)
+
+
+def test_replays_of_graphs_are_never_missed(device, monkeypatch):
+    """A CUDA graph writes weights when no Python runs, and they have the versions they had."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
+    model, optimizer = build("nvfp4", lr=1e-3, device=device)
+    plain = FusedAdam(model[1].norm.parameters(), lr=1e-3, capturable=True)
+    sender, receiver = WeightSender(model), WeightReceiver()
+    norm = model[1].norm.weight
+    for _ in range(2):
+        train(model, optimizer, 0)
+        norm.grad = torch.ones_like(norm)
+        plain.step()
+        receiver.apply(sender.export_changes())
+    # A replay, seen from here: the flags that kernels had at the capture, and no new version.
+    version = norm._version
+    norm.view(torch.int16).data.add_(1)
+    assert norm._version == version
+    receiver.apply(sender.export_changes())
+    assert_served(receiver, model, "nvfp4", fused=False)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize(
+    "quantizer", [NVFP4Quantizer(), MXFP8Quantizer(), MXFP4Quantizer()], ids=str
+)
+def test_changes_of_scales_alone_are_flagged(quantizer, kernels, monkeypatch, device):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: kernels and d.type == device)
+    values = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    weight, larger = (nn.Parameter(quantizer.quantize(v)) for v in (values, 8 * values))
+    # The larger one holds the amax of both, where tensors have one, and stays.
+    groups = [["weight", "larger"]] if isinstance(quantizer, NVFP4Quantizer) else None
+    named = [
+        {"params": [("weight", weight)], "weight_decay": 0.5},
+        {"params": [("larger", larger)], "weight_decay": 0.0},
+    ]
+    optimizer = FP4Adam(named, lr=1.0, scale_groups=groups)
+    record = changes.ChangeRecord(weight, torch.empty(128, dtype=torch.uint8, device=device))
+    for _ in range(2):
+        codes = weight.rowwise_data.clone()
+        record.clear()
+        weight.grad, larger.grad = torch.zeros_like(values), torch.zeros_like(values)
+        optimizer.step()  # halves the weight
+    assert torch.equal(weight.rowwise_data, codes)
+    assert record.is_right_for(weight) and record.flags.all()
+    record.detach()
