@@ -1,6 +1,6 @@
 """Rounding afterwards, quantization-aware training and distillation: what each loses when served.
 
-    python benchmarks/qat.py [--json qat.json] [--seeds N] [options of train_gpt.py]
+    python benchmarks/qat.py [--json qat.json] [--seeds N] [--first-seed N] [those of train_gpt.py]
 
 The same GPT sees the same tokens in every run: AdamW in high precision, rounded at its end (PTQ);
 the same until --share of the steps are left, which FP4Adam takes on quantized weights (QAT), or on
@@ -223,6 +223,7 @@ def parse() -> tuple[argparse.Namespace, argparse.Namespace]:
     """The options of this program, and those of train_gpt.py."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--seeds", type=count, default=1, metavar="N", help="default: 1")
+    parser.add_argument("--first-seed", type=int, default=0, metavar="N", help="default: 0")
     parser.add_argument(
         "--share", type=float, default=0.1, help="of the steps, for QAT and QAD; default: 0.1"
     )
@@ -242,9 +243,9 @@ def main() -> None:
     """Measure, print the table, write the file."""
     own, args = parse()
     found = []
-    for seed in range(own.seeds):
+    for seed in range(own.first_seed, own.first_seed + own.seeds):
         found.append(measure(argparse.Namespace(**vars(args) | {"seed": seed}), own.share))
-        settings = {"share": own.share, "seeds": seed + 1}
+        settings = {"share": own.share, "first_seed": own.first_seed, "seeds": len(found)}
         settings |= {name: getattr(args, name) for name in ("format", "size", "steps", "batch")}
         settings |= {name: getattr(args, name) for name in ("layers", "heads", "dim", "context")}
         content = {**about(args.device), "settings": settings, "runs": found}

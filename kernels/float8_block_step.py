@@ -28,6 +28,7 @@ from fp4adam.kernels.float8_block import (
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.schema import Cut
 from fp4adam.kernels.launch.tensor_table import (
+    CHANGED,
     COLS,
     COLUMNWISE_DATA,
     COLUMNWISE_SCALE,
@@ -45,6 +46,7 @@ from fp4adam.kernels.launch.tensor_table import (
 )
 from fp4adam.kernels.plain_step import update_scaled
 from fp4adam.kernels.tiles.bfloat16 import round_through
+from fp4adam.kernels.tiles.changes import flag_codes, flag_words
 from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_value, e4m3_word_values, e4m3_words
 from fp4adam.kernels.tiles.layout import state_offsets
 from fp4adam.kernels.tiles.remainder import (
@@ -62,6 +64,8 @@ from fp4adam.kernels.tiles.state import (
 )
 from fp4adam.kernels.tiles.words import insert_tile, store_words, transpose_words
 
+# Whether the step flags the units of weights that it changes.
+RECORDS_CHANGES = True
 # The parts that the fused step divides whole blocks into.
 STEP_PART = Tile(16, BLOCK, 8, 4, 3)
 # Those of blocks that need masks. Only states in FP32 are read ahead, in a kernel of its own.
@@ -78,12 +82,57 @@ CUT_PART = Tile(16, BLOCK, 8, 8, 1)
 
 
 @triton.jit
+def _flags(table, tensor, USAGE: tl.constexpr):
+    """Pointer to the flags of a tensor's units, or None if changes are not recorded."""
+    if USAGE.records:
+        return pointer(table, tensor, CHANGED, tl.uint8)
+    else:
+        return None
+
+
+@triton.jit
+def _put_words(words, data, changed, row, col, cols, BR: tl.constexpr, BC: tl.constexpr):
+    """Store rowwise words of a part [BR, BC], and flag the units that change in ``changed``."""
+    words_ptr = data.to(tl.pointer_type(tl.uint32))
+    if changed is not None:
+        flag_words(changed, words_ptr, row, col // 4, cols // 4, words, 8)
+        tl.debug_barrier()  # warps may share bytes that others overwrite
+    store_words(words_ptr, row, col // 4, cols // 4, words, BR, BC // 4)
+
+
+@triton.jit
+def _put_bytes(
+    code,
+    rowwise_data,
+    columnwise_data,
+    changed,
+    row,
+    col,
+    rows,
+    cols,
+    mask,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """``store_codes``, which flags the units whose rowwise codes change in ``changed``."""
+    if ROWWISE and changed is not None:
+        flag_codes(changed, rowwise_data, row, col, cols, code, mask)
+        tl.debug_barrier()
+    store_codes(
+        code, rowwise_data, columnwise_data, row, col, rows, cols, mask, ROWWISE, COLUMNWISE, BR, BC
+    )
+
+
+@triton.jit
 def _put_codes(
     x,
     column_words,
     i,
     rowwise_data,
     columnwise_data,
+    changed,
     row,
     col,
     rows,
@@ -103,14 +152,13 @@ def _put_codes(
     if mask is None:
         words = e4m3_words(x, BR, BC, HARDWARE=not COLUMNWISE)
         if ROWWISE:
-            words_ptr = rowwise_data.to(tl.pointer_type(tl.uint32))
-            store_words(words_ptr, row, col // 4, cols // 4, words, BR, BC // 4)
+            _put_words(words, rowwise_data, changed, row, col, cols, BR, BC)
         if COLUMNWISE:
             column_words = insert_tile(column_words, words, i)
     else:
         code = e4m3_code(x, HARDWARE=not (ROWWISE and COLUMNWISE))
-        store_codes(
-            code, rowwise_data, columnwise_data, row, col, rows, cols, mask,
+        _put_bytes(
+            code, rowwise_data, columnwise_data, changed, row, col, rows, cols, mask,
             ROWWISE, COLUMNWISE, BR, BC,
         )  # fmt: skip
     return column_words
@@ -179,6 +227,7 @@ def _adam_step_square_kernel(
     rowwise_data, columnwise_data, scale_ptr, stored_scale = _square_block(
         table, tensor, first_row, first_col, cols
     )
+    changed = _flags(table, tensor, USAGE)
     PARTS_PER_ROW: tl.constexpr = 128 // BC
     PARTS: tl.constexpr = (128 // BR) * PARTS_PER_ROW
     VALUE: tl.constexpr = VARIANT.value_codec
@@ -213,7 +262,7 @@ def _adam_step_square_kernel(
         if POW_2:
             # Speculates that the scale of the last step still holds.
             column_words = _put_codes(
-                x * stored_scale, column_words, part, rowwise_data, columnwise_data,
+                x * stored_scale, column_words, part, rowwise_data, columnwise_data, changed,
                 row, col, rows, cols, mask, USAGE.rowwise, USAGE.columnwise, BR, BC,
             )  # fmt: skip
         part += 1
@@ -230,7 +279,7 @@ def _adam_step_square_kernel(
             value = load_master(value_ptr, extra_ptr, start, cols, mask, VALUE, BR, BC)
             x = round_through(value, VARIANT.write_dtype)
             column_words = _put_codes(
-                x * scale, column_words, i, rowwise_data, columnwise_data,
+                x * scale, column_words, i, rowwise_data, columnwise_data, changed,
                 row, col, rows, cols, mask, USAGE.rowwise, USAGE.columnwise, BR, BC,
             )  # fmt: skip
         tl.store(scale_ptr, tl.div_rn(1.0, scale))
@@ -313,6 +362,7 @@ def _adam_step_odd_square_kernel(
     rowwise_data, columnwise_data, scale_ptr, stored_scale = _square_block(
         table, tensor, first_row, col, cols
     )
+    changed = _flags(table, tensor, USAGE)
     VALUE: tl.constexpr = VARIANT.value_codec
     # A column that is outside has no rows, so one comparison masks an element.
     offs, r = state_offsets(cols, BR, BC), tl.arange(0, BR)[:, None]
@@ -342,9 +392,9 @@ def _adam_step_odd_square_kernel(
         largest = tl.maximum(largest, tl.max(tl.abs(x), 0))
         if POW_2 and USAGE.rowwise:
             # Speculates that the scale of the last step still holds.
-            store_codes(
-                e4m3_code(x * stored_scale), rowwise_data, rowwise_data, row, col, rows, cols, mask,
-                True, False, BR, BC,
+            _put_bytes(
+                e4m3_code(x * stored_scale), rowwise_data, rowwise_data, changed, row, col, rows,
+                cols, mask, True, False, BR, BC,
             )  # fmt: skip
         row = next_row
 
@@ -357,10 +407,10 @@ def _adam_step_odd_square_kernel(
             value_ptr, extra_ptr = master_pointers(table, tensor, VALUE)
             start, mask = tile_start(row, col, cols), row + r < ends
             value = load_master(value_ptr, extra_ptr, start, cols, mask, VALUE, BR, BC)
-            store_codes(
+            _put_bytes(
                 e4m3_code(round_through(value, VARIANT.write_dtype) * scale), rowwise_data,
-                columnwise_data, row, col, rows, cols, mask, USAGE.rowwise, not USAGE.rowwise, BR,
-                BC,
+                columnwise_data, changed, row, col, rows, cols, mask, USAGE.rowwise,
+                not USAGE.rowwise, BR, BC,
             )  # fmt: skip
         tl.store(scale_ptr, tl.div_rn(1.0, scale))
     if USAGE.rowwise and USAGE.columnwise:
@@ -401,6 +451,7 @@ def _adam_step_vector_kernel(
     pointers = state_pointers(table, tensor, VARIANT)
     rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
     columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
+    changed = _flags(table, tensor, USAGE)
 
     PARTS: tl.constexpr = 128 // BR
     VALUE: tl.constexpr = VARIANT.value_codec
@@ -424,7 +475,7 @@ def _adam_step_vector_kernel(
                 row + tl.arange(0, BR) < rows, BR,
             )  # fmt: skip
             column_words = _put_codes(
-                x * scale[:, None], column_words, i, rowwise_data, columnwise_data,
+                x * scale[:, None], column_words, i, rowwise_data, columnwise_data, changed,
                 row, col, rows, cols, mask, True, False, BR, BC,
             )  # fmt: skip
         row += BR
@@ -445,7 +496,7 @@ def _adam_step_vector_kernel(
             value = load_master(value_ptr, extra_ptr, start, cols, mask, VALUE, BR, BC)
             x = round_through(value, VARIANT.write_dtype)
             column_words = _put_codes(
-                x * scale[None, :], column_words, i, rowwise_data, columnwise_data,
+                x * scale[None, :], column_words, i, rowwise_data, columnwise_data, None,
                 row, col, rows, cols, mask, False, True, BR, BC,
             )  # fmt: skip
         if not MASKED:
@@ -554,6 +605,7 @@ def _adam_step_completed_kernel(
     pointers = state_pointers(table, tensor, VARIANT)
     rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
     columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
+    changed = _flags(table, tensor, USAGE)
     SQUARE: tl.constexpr = USAGE.square
     PARTS: tl.constexpr = 128 // BR
     LANES: tl.constexpr = state_lanes(VARIANT)
@@ -602,16 +654,15 @@ def _adam_step_completed_kernel(
         remainder = split_off(master, value, factor, inverse, dither, 8)
         store_remainder(pointers.value, start, cols, mask, remainder, BR, BC, LANES)
         if MASKED:
-            store_codes(
-                code, rowwise_data, columnwise_data, row, col, rows, cols, mask,
+            _put_bytes(
+                code, rowwise_data, columnwise_data, changed, row, col, rows, cols, mask,
                 True, SQUARE and USAGE.columnwise, BR, BC,
             )  # fmt: skip
         else:
-            words_ptr = rowwise_data.to(tl.pointer_type(tl.uint32))
-            store_words(words_ptr, row, col // 4, cols // 4, code, BR, BC // 4)
+            _put_words(code, rowwise_data, changed, row, col, cols, BR, BC)
         if USAGE.columnwise and not SQUARE:
             column_words = _put_codes(
-                x * column_scale[None, :], column_words, i, rowwise_data, columnwise_data,
+                x * column_scale[None, :], column_words, i, rowwise_data, columnwise_data, None,
                 row, col, rows, cols, mask, False, True, BR, BC,
             )  # fmt: skip
     if SQUARE:

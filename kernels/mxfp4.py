@@ -9,6 +9,7 @@ from torch import Tensor
 from fp4adam.kernels.launch.launch import on_its_device
 from fp4adam.kernels.launch.tensor_table import divisor_tile, tile_offsets, tile_start
 from fp4adam.kernels.tiles.bfloat16 import round_to, to_float32
+from fp4adam.kernels.tiles.changes import flag_units, flag_words
 from fp4adam.kernels.tiles.e2m1 import e2m1_round, e2m1_value
 from fp4adam.kernels.tiles.e8m0 import e8m0_reciprocal, e8m0_value
 from fp4adam.kernels.tiles.remainder import complete, split_off, unit_of_one
@@ -80,12 +81,32 @@ def mxfp4_remainder(master, value, scale, dither, BR: tl.constexpr, BC: tl.const
 
 
 @triton.jit
-def store_tile(words, scale, row, col, cols, storage, BR: tl.constexpr, BC: tl.constexpr):
-    """Store words and scales of the tile [BR, BC] at (row, col)."""
-    store_words(storage.rowwise_data, row, col // 8, cols // 8, words, BR, BC // 8)
+def store_tile(
+    words,
+    scale,
+    row,
+    col,
+    cols,
+    storage,
+    RECORDS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Store words and scales of the tile [BR, BC] at (row, col).
+
+    RECORDS: whether to flag the units that change.
+    """
     width = (cols // 32 + 3) // 4 * 4
     grid = storage.rowwise_scale + tile_start(row, col // 32, width)
-    tl.store(grid + tile_offsets(width, BR, BC // 32), scale)
+    grid += tile_offsets(width, BR, BC // 32)
+    if RECORDS:
+        data = storage.rowwise_data
+        flag_words(storage.changed, data, row, col // 8, cols // 8, words, 4)
+        differs = tl.load(grid) != scale
+        flag_units(storage.changed, row, col // 32, cols // 32, differs, 1)
+        tl.debug_barrier()  # warps may share bytes that others overwrite
+    store_words(storage.rowwise_data, row, col // 8, cols // 8, words, BR, BC // 8)
+    tl.store(grid, scale)
 
 
 @triton.jit

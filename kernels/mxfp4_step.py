@@ -33,6 +33,8 @@ from fp4adam.kernels.tiles.bfloat16 import round_through
 from fp4adam.kernels.tiles.remainder import load_remainder, store_remainder
 from fp4adam.kernels.tiles.state import load_scale
 
+# Whether the step flags the units of weights that it changes.
+RECORDS_CHANGES = True
 STEP_TILE, EDGE_TILE = Tile(32, 64, 1, 4, 1), Tile(32, 32, 1, 4, 1)
 
 
@@ -46,6 +48,7 @@ def _adam_step_kernel(
     tiles,
     VARIANT: tl.constexpr,
     ROUNDING: tl.constexpr,
+    RECORDS: tl.constexpr,
     BC: tl.constexpr,
 ):
     """Adam and re-quantization of one tile of one tensor; moves each byte once.
@@ -82,22 +85,27 @@ def _adam_step_kernel(
     if VALUE == "int8":
         remainder = mxfp4_remainder(value, decoded, scale, dither, 32, BC)
         store_remainder(pointers.value, start, cols, None, remainder, 32, BC, LANES)
-    store_tile(words, scale, row, col, cols, storage, 32, BC)
+    store_tile(words, scale, row, col, cols, storage, RECORDS, 32, BC)
 
 
 def adam_step(
-    table: Tensor, scalars: Tensor, tiles: tuple[Tensor, Tensor], variant: Variant, rounding: int
+    table: Tensor,
+    scalars: Tensor,
+    tiles: tuple[Tensor, Tensor],
+    variant: Variant,
+    rounding: int,
+    records: bool,
 ) -> list[Launch]:
     """The launches of the pass over all tensors; call each with ``grad_scale, clip, found_inf``.
 
-    ``tiles``: the lists of STEP_TILE and of EDGE_TILE.
+    ``tiles``: the lists of STEP_TILE and of EDGE_TILE. ``records``: whether to flag changes.
     """
     return [
         Launch(
             _adam_step_kernel,
             listed.shape[0],
             (table, scalars, listed),
-            dict(VARIANT=variant, ROUNDING=rounding, BC=tile.cols),
+            dict(VARIANT=variant, ROUNDING=rounding, RECORDS=records, BC=tile.cols),
             num_warps=tile.num_warps,
         )
         for listed, tile in zip(tiles, (STEP_TILE, EDGE_TILE), strict=True)
@@ -112,4 +120,5 @@ class StepLaunch(adam.StepLaunch):
         tiles = tuple(part.to(table.device) for part in cover(shapes, STEP_TILE, EDGE_TILE))
         updates, variant = update_scaled(table, scalars, shapes, kind.variant())
         rounding = kind.quantizer.layout.scale_rule.rounding
-        self._launches = [*updates, *adam_step(table, scalars, tiles, variant, rounding)]
+        passes = adam_step(table, scalars, tiles, variant, rounding, kind.records)
+        self._launches = [*updates, *passes]

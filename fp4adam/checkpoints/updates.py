@@ -1,9 +1,11 @@
 """Updates of the weights of an engine: all bytes, or those that training has changed."""
 
+import functools
 import itertools
 import json
 import secrets
 import weakref
+import zlib
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -81,8 +83,8 @@ class WeightUpdate(NamedTuple):
     def pack(self) -> Tensor:
         """The update as one tensor, uint8, on the device of the weights; to be sent."""
         header = json.dumps([*self[:6], self.positions.numel()]).encode()
-        header = len(header).to_bytes(8, "little") + header
-        head = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        sizes = len(header).to_bytes(4, "little") + zlib.crc32(header).to_bytes(4, "little")
+        head = torch.frombuffer(bytearray(sizes + header), dtype=torch.uint8)
         tensors = self.positions.view(torch.uint8), self.payload
         return torch.cat([head.to(self.payload.device), *tensors])
 
@@ -94,8 +96,11 @@ class WeightUpdate(NamedTuple):
             ValueError: If it is none.
         """
         try:
-            length = int.from_bytes(_bytes_of(packed[:8]), "little")
-            *fields, parts, n = json.loads(_bytes_of(packed[8 : 8 + length]))
+            length, crc = (_number_of(packed[at : at + 4]) for at in (0, 4))
+            header = _bytes_of(packed[8 : 8 + length])
+            if zlib.crc32(header) != crc:
+                raise ValueError("its header has another checksum")
+            *fields, parts, n = json.loads(header)
             session, sequence, is_full, counts, checksum = fields
             parts = tuple(Part(a, b, tuple(shape), *rest) for a, b, shape, *rest in parts)
             body = packed[8 + length :]
@@ -105,12 +110,16 @@ class WeightUpdate(NamedTuple):
                 f"packed must be the tensor of an update, uint8, got another one ({error}); pass "
                 "what pack() has returned"
             ) from None
-        header = session, sequence, is_full, tuple(counts), checksum, parts
-        return cls(*header, positions, body[4 * n :])
+        fields = session, sequence, is_full, tuple(counts), checksum, parts
+        return cls(*fields, positions, body[4 * n :])
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
     return tensor.cpu().numpy().tobytes()
+
+
+def _number_of(tensor: Tensor) -> int:
+    return int.from_bytes(_bytes_of(tensor), "little")
 
 
 class WeightSender:
@@ -120,10 +129,13 @@ class WeightSender:
     bits. The steps of ``FP4Adam`` and ``FusedAdam`` record which: when they overwrite a weight,
     they compare old and new bytes, and set a flag per 32 weights (16 bytes of parameters in high
     precision). The flags take 1/32 byte per weight; no copy of the weights is kept. Weights that
-    something else overwrites are sent in full, and on a GPU so are those of Float8Block and
-    parameters without masters.
+    something else overwrites are sent in full, and on a GPU so are
+    parameters without masters, and everywhere those that a ``capturable`` optimizer steps.
 
-    After each update, ``WeightReceiver`` has the very bytes of :func:`export_tensors`.
+    After each update, ``WeightReceiver`` has the very bytes of :func:`export_tensors`. Writes that
+    torch does not count, those through ``.data`` of a parameter in high precision, need
+    ``export_changes(full=True)``. A copy of a sender, also one from a pickle, is a new sender of
+    the model that was copied with it.
 
     Args:
         model: As for :func:`export_tensors`, on one process, without DTensors. A newer sender of
@@ -155,6 +167,10 @@ class WeightSender:
         self._session, self._sequence = secrets.randbits(62), 0
         self._parts: tuple[Part, ...] = ()
         weakref.finalize(self, _detach, [*self._records.values()]).atexit = False
+
+    def __reduce__(self) -> tuple:
+        new = functools.partial(WeightSender, fused=self._fused, names=self._names)
+        return new, (self._model, self._layout.name)
 
     def close(self) -> None:
         """Record no further changes, and free the flags."""
@@ -190,8 +206,6 @@ class WeightSender:
                 raw = raw.view(-1, part.unit)[index].view(-1)
             chunks.append(raw.to(flags.device))
         payload = torch.cat(chunks)
-        for record in self._records.values():
-            record.clear()
         update = WeightUpdate(
             self._session,
             self._sequence,
@@ -202,6 +216,8 @@ class WeightSender:
             positions,
             payload,
         )
+        for record in self._records.values():
+            record.clear()
         self._parts, self._sequence = parts, self._sequence + 1
         return update
 

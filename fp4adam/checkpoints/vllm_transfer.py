@@ -1,12 +1,13 @@
 """vLLM's weight transfer with trained bytes: a source for its own engines, and one of changes.
 
-Imports vLLM 0.32, whose interface it implements:
+Imports vLLM, whose interface it implements as 0.32 and 0.33 have it:
 https://docs.vllm.ai/en/v0.32.0/training/weight_transfer/
 """
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +35,13 @@ from fp4adam.checkpoints.tensors import export_tensors
 from fp4adam.checkpoints.updates import LOST, WeightReceiver, WeightSender, WeightUpdate
 
 
+class _Metadata(list[ParamMeta]):
+    """What vLLM 0.33 reads as a property; 0.32 calls it."""
+
+    def __call__(self) -> list[ParamMeta]:
+        return self
+
+
 class TrainedSource(WeightSource):
     """The weights of a model for vLLM's trainer engines that send everything, such as ``nccl``.
 
@@ -52,14 +60,18 @@ class TrainedSource(WeightSource):
         names: Callable[[str], str] | None = None,
     ) -> None:
         self._export = lambda: export_tensors(model, layout, names=names)
-        self._metadata = [ParamMeta(n, t.dtype, tuple(t.shape)) for n, t in self._export()]
+        self.metadata  # every rank gathers for it  # noqa: B018
 
-    def metadata(self) -> list[ParamMeta]:
+    @cached_property
+    def metadata(self) -> _Metadata:  # type: ignore[override]
         """Names, dtypes and shapes, which training does not change."""
-        return self._metadata
+        return _Metadata(ParamMeta(n, t.dtype, tuple(t.shape)) for n, t in self._export())
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+    def iter_full(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and whole tensors; vLLM 0.32 iterates over the source itself."""
         return self._export()
+
+    __iter__ = iter_full
 
 
 @dataclass

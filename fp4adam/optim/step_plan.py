@@ -67,6 +67,8 @@ class StepPlan:
         self._read_grad = read_grad
         self._options = options
         capturable = options.capturable
+        for member in members if capturable else ():
+            changes.ignore(member.param)
         peers: dict[Hashable, list[Parameter]] = defaultdict(list)
         for member in members:
             peers[member.scales].append(member)

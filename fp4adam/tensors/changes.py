@@ -84,7 +84,13 @@ class ChangeRecord:
 
 
 _records = WeakIdKeyDictionary()
+_unseen = WeakIdKeyDictionary()  # its keys: what replays of CUDA graphs may write
 _generation = 0
+
+
+def ignore(weight: Tensor) -> None:
+    """Record nothing of a weight that CUDA graphs step: a replay shows in no version."""
+    _unseen[_key(weight)] = True
 
 
 def generation() -> int:
@@ -111,7 +117,9 @@ def is_recorded_by_kernels(weight: Tensor) -> bool:
 
 def record_of(weight: Tensor) -> ChangeRecord | None:
     """The record of a weight, or None."""
-    return _records.get(_key(weight)) if _records else None
+    if not _records or _key(weight) in _unseen:
+        return None
+    return _records.get(_key(weight))
 
 
 def _shared(weight: Tensor) -> SharedStorage | None:

@@ -33,3 +33,15 @@ def flag_words(flags, data, row, col, stride, words, BITS: tl.constexpr):
     C: tl.constexpr = words.shape[1]
     old = tl.load(data + tile_start(row, col, stride) + tile_offsets(stride, R, C))
     flag_units(flags, row, col, stride, old != words, BITS)
+
+
+@triton.jit
+def flag_codes(flags, data, row, col, stride, codes, mask):
+    """Flag the units whose codes of 8 bits, before they are stored, differ from those in memory.
+
+    codes: uint8 [R, C]. mask: bool [R, C], of those that are inside the matrix.
+    """
+    R: tl.constexpr = codes.shape[0]
+    C: tl.constexpr = codes.shape[1]
+    old = tl.load(data + tile_start(row, col, stride) + tile_offsets(stride, R, C), mask, 0)
+    flag_units(flags, row, col, stride, (old != codes) & mask, 32)

@@ -249,12 +249,13 @@ def step_jobs(codecs, sm):
             maxnreg=most,
         )
     for size, tile in (("step", mxfp4_step.STEP_TILE), ("edge", mxfp4_step.EDGE_TILE)):
-        jobs[f"mxfp4 {size}"] = job(
-            "mxfp4_step._adam_step_kernel",
-            TABLES,
-            {**options_now, "ROUNDING": 0x200000, "BC": tile.cols},
-            num_warps=tile.num_warps,
-        )
+        for records in (False, True):
+            jobs[f"mxfp4 {size}{', recorded' * records}"] = job(
+                "mxfp4_step._adam_step_kernel",
+                TABLES,
+                {**options_now, "ROUNDING": 0x200000, "RECORDS": records, "BC": tile.cols},
+                num_warps=tile.num_warps,
+            )
     for size, tile in (
         ("step", float8_step.STEP_TILE),
         ("edge", float8_step.EDGE_TILE[scaled]),
@@ -285,14 +286,19 @@ def step_jobs(codecs, sm):
             {"IS_MAX": True, "LENGTH": 1000, "BLOCK": 1024},
         )
     epsilon = {**TABLES, "epsilon": "fp32"}
-    for shape, square in (("square", True), ("vector", False)):
+    for shape, square, records in (
+        ("square", True, False),
+        ("square", True, True),
+        ("vector", False, False),
+        ("vector", False, True),
+    ):
         forms = float8_block_step.step_forms(square, codecs_now)
         for masked, (kernel, constexprs, tile, limit) in zip((False, True), forms, strict=True):
             extra = {"LARGEST": FP32_MAX, "POW_2": True, **constexprs, **tile_options(tile)}
-            jobs[f"float8block {shape} masked={masked}"] = job(
+            jobs[f"float8block {shape} masked={masked}{', recorded' * records}"] = job(
                 f"float8_block_step.{kernel.__name__}",
                 epsilon,
-                {**options_now, **usage(square), **extra},
+                {**options_now, **usage(square, records=records), **extra},
                 num_warps=tile.num_warps,
                 maxnreg=limit,
             )
