@@ -1,25 +1,33 @@
 """Fine-tuning that starts from rounded weights, as checkpoints in FP8 and FP4 have them.
 
-    python benchmarks/finetune_rounded.py [--json FILE] [--steps N] [--pretrain N]
+    python benchmarks/finetune_rounded.py [--json FILE] [--lr X ...] [--seeds N] [--steps N]
 
-A small Llama learns the source code of the standard library in BF16 with AdamW, and is then
-fine-tuned on English: its documentation. Runs start from its BF16 weights or from these rounded to
-a format, which is all that a published checkpoint has; they train plain BF16 weights with FP32
-masters (AdamW), or quantized ones with FP4Adam and masters in FP32 or int8. For each the held-out
-loss on English before, in the middle and at the end, and the share of codes that have changed.
+A small Llama learns the source code of the standard library in BF16, and is then fine-tuned on
+English: its documentation. Runs start from its BF16 weights or from these rounded to a format,
+which is all that a published checkpoint has; they train plain BF16 weights, or quantized ones with
+masters in FP32 or int8, all with FP4Adam. A row has the held-out loss on English before and after,
+and the share of codes that have changed; a seed has its own model and its own batches. In the end
+it prints the means of what was gained over the seeds, and the largest distance from one.
 """
 
 import argparse
 import copy
 import functools
 import json
+import os
 import statistics
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+# Read when torch loads OpenMP: products of this size are no faster on more cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 import fp4adam
 
@@ -66,12 +74,13 @@ def evaluate(model: nn.Module, text: Tensor) -> float:
     return statistics.mean(losses)
 
 
-def train(model: nn.Module, optimizer: Any, text: Tensor, steps: int) -> None:
+def train(model: nn.Module, lr: float, text: Tensor, steps: int, seed: int, **options: Any) -> None:
+    optimizer = fp4adam.FP4Adam(model.parameters(), lr=lr, **options)
     rates = [group["lr"] for group in optimizer.param_groups]
     for step in range(steps):
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = lr * min(1.0, (step + 1) / 20, 2 * (steps - step) / steps)
-        loss_of(model, text, step).backward()
+        loss_of(model, text, seed * steps + step).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -81,8 +90,10 @@ def codes(model: nn.Module) -> list[Tensor]:
     return [p.rowwise_data.clone() for p in params]
 
 
-def run(base: nn.Module, start: str, lr: float, masters: torch.dtype, args: Any) -> dict[str, Any]:
-    """One row of the table."""
+def run(
+    base: nn.Module, start: str, lr: float, masters: torch.dtype, steps: int, seed: int
+) -> dict[str, Any]:
+    """One row of the results."""
     model, (format, knows) = copy.deepcopy(base), STARTS[start]
     if format is not None:
         fp4adam.quantize_model(model, format)
@@ -93,39 +104,67 @@ def run(base: nn.Module, start: str, lr: float, masters: torch.dtype, args: Any)
         if start.startswith("BF16"):
             fp4adam.dequantize_model(model)
     before, (text, held_out) = codes(model), english()
-    optimizer = fp4adam.FP4Adam(model.parameters(), lr=lr, master_weight_dtype=masters)
-    row = dict(start=start, masters=str(masters).removeprefix("torch."), lr=lr)
+    row = dict(start=start, masters=str(masters).removeprefix("torch."), lr=lr, seed=seed)
     row["before"] = evaluate(model, held_out)
-    train(model, optimizer, text, args.steps)
+    train(model, lr, text, steps, seed, master_weight_dtype=masters)
     row["after"] = evaluate(model, held_out)
     changed = [(a != b).sum().item() for a, b in zip(before, codes(model), strict=True)]
     row["codes changed"] = sum(changed) / max(sum(x.numel() for x in before), 1) or None
     return row
 
 
+def runs() -> Iterator[tuple[str, torch.dtype]]:
+    """What a run starts from, and the dtype of its masters."""
+    for start, (format, knows) in STARTS.items():
+        yield start, torch.float32
+        if format is not None and not knows and not start.startswith("BF16"):
+            yield start, torch.int8
+
+
+def pretrained(seed: int, steps: int) -> nn.Module:
+    """A model in BF16 that knows the source code of the standard library."""
+    config = llama(num_hidden_layers=3).config
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    train(model, 3e-3, load_text()[0], steps, seed)
+    return model
+
+
+def describe(rows: list[dict[str, Any]]) -> None:
+    """Print what was gained from the loss of the weights in BF16."""
+    before = {row["seed"]: row["before"] for row in rows if row["start"] == "BF16"}
+    alike: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        alike[row["lr"], row["start"], row["masters"]].append(row)
+    for (lr, start, masters), found in alike.items():
+        gains = [before[row["seed"]] - row["after"] for row in found]
+        mean = statistics.mean(gains)
+        text = f"{mean:.4f} within {max(abs(gain - mean) for gain in gains):.4f}"
+        if found[0]["codes changed"] is not None:
+            text += f", codes changed {statistics.mean(row['codes changed'] for row in found):.1%}"
+        print(f"lr {lr:g}, {start}, masters {masters}: {text}")
+
+
 def main() -> None:
     """Print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--pretrain", type=int, default=600, metavar="N")
-    parser.add_argument("--steps", type=int, default=200, metavar="N")
+    parser.add_argument("--steps", type=int, default=150, metavar="N")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N")
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-5, 1e-4, 1e-3], metavar="X")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    torch.manual_seed(0)
-    base = llama(num_hidden_layers=3)
-    train(base, fp4adam.FP4Adam(base.parameters(), lr=3e-3), load_text()[0], args.pretrain)
     rows = []
-    for lr in args.lr:
-        for start, (format, knows) in STARTS.items():
-            kinds = [torch.float32]
-            if format is not None and not knows and not start.startswith("BF16"):
-                kinds.append(torch.int8)
-            for masters in kinds:
-                rows.append(run(base, start, lr, masters, args))
+    for seed in range(args.seeds):
+        base = pretrained(seed, args.pretrain)
+        for lr in args.lr:
+            for start, masters in runs():
+                rows.append(run(base, start, lr, masters, args.steps, seed))
                 print(rows[-1], flush=True)
-                if args.json:
-                    result = {**about("cpu"), "pretrain": args.pretrain, "steps": args.steps}
-                    args.json.write_text(json.dumps({**result, "rows": rows}, indent=1) + "\n")
+        if args.json:
+            result = {**about("cpu"), "pretrain": args.pretrain, "steps": args.steps}
+            args.json.write_text(json.dumps({**result, "rows": rows}, indent=1) + "\n")
+    describe(rows)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def assert_serves(path: Path, model: object, name: str, *kind: object, record: o
     record(VERSION, name, *kind, count, f"{error:.3f} (BF16 {bf16:.3f})", f"{len(texts)} equal")
 
 
-@pytest.mark.parametrize("weight_format", models.FORMATS)
+@pytest.mark.parametrize("weight_format", [*models.FORMATS, "mxfp4"])
 @pytest.mark.parametrize("name", models.CONFIGS)
 def test_llama_cpp_serves_what_was_trained(name, weight_format, tmp_path, record):
     model = models.trained(name, weight_format)
