@@ -337,7 +337,10 @@ class Training(RuleBasedStateMachine):
         for master in record.possible:
             holds = master is not None and is_rounded(param, master, self.quantize_from)
             starts = [master if holds else value]
-            if master is not None and self.is_origin(param, record, master):
+            if master is not None and (
+                # Values that differ in signs of zeros alone count as equal, or not.
+                torch.equal(master, value) or self.is_origin(param, record, master)
+            ):
                 starts.append(master)
             found += [start for start in starts if not _is_among(start, found)]
         return found
@@ -584,10 +587,10 @@ class Training(RuleBasedStateMachine):
             for i, (_, param, _) in enumerate(self.members()):
                 twin = Twin.of(self.optimizer, param)
                 state = self.optimizer.state.get(param, {})
+                has_master = "master_param" in state
                 if self.keeps_remainder(param):
-                    has_master = "param_remainder" in state
-                else:
-                    has_master = "master_param" in state
+                    # Loaded states on the host keep the master until the next step.
+                    has_master = has_master or "param_remainder" in state
                 self.records[i] = Record(twin, [self.master(param) if has_master else None])
             if not self.has_exact_moments:
                 self.asked(self.optimizer.state_dict())
@@ -769,7 +772,7 @@ class Training(RuleBasedStateMachine):
         self.asked(saved)
         for state in saved["state"].values():
             state["exp_avg"] = state["exp_avg"] * 0.5
-        before = [record.twin.moments for record in self.records]
+        before = [Twin.of(self.optimizer, param).moments for param in self.params]
 
         def load() -> None:
             with contextlib.suppress(KeyboardInterrupt), InterruptLines(at):
