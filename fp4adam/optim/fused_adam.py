@@ -337,6 +337,9 @@ class FusedAdam(Optimizer):
             if capturable and not is_on_device(group["lr"]):
                 group["lr"] = float(group["lr"])
         state["state"] = saving.unpacked(state["state"], capturable)
+        if options is None:
+            # Remainders that stay after an interrupt still say which codes they belong to.
+            self.state = saving.with_digests(self._engine, self._engine.states)
         self._parameters.forget_marks()
         super().__setstate__(state)
         self._forget()
