@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -536,6 +537,12 @@ def test_gpt_oss(tmp_path):
     with pytest.raises(ValueError, match="must be whole stacks of experts for layout 'mxfp4'"):
         quantize_model(other := build(), "mxfp4")
         export_checkpoint(other, tmp_path / "no", "mxfp4")
+
+
+def test_the_page_lists_what_is_tested():
+    page = Path(__file__).parents[2] / "docs/train_checkpoints.md"
+    listed = re.findall(r"^\| [\w-]+ \| `([^`]+)` \|(?: [^|]+ \|){5}$", page.read_text(), re.M)
+    assert listed == [*LAYOUTS, *(f"torchao {kind}" for kind in TORCHAO), "mxfp4"]
 
 
 def test_the_example(capsys, monkeypatch):
