@@ -90,8 +90,8 @@ def import_checkpoint(
     Warns:
         UserWarning: If scales of the KV cache are left out.
 
-    Nothing has been changed when it raises, but for sharded weights, which are written one by
-    one.
+    Nothing has been changed when it raises, and Ctrl-C leaves the old model or the new one, but for
+    sharded tensors, which are written one by one.
     """
     if quantizer is not None and not isinstance(quantizer, Quantizer):
         raise TypeError(

@@ -47,7 +47,8 @@ def make_trainable(model: Model, recipe: FormatName | Quantizer | Recipe | None 
     ``model.state_dict()`` holds codes and scales under the names of the checkpoint, so that
     ``save_pretrained`` and the ``Trainer`` save the layout that the model was loaded from, and
     ``load_state_dict`` takes them. For transformers the model is not quantized any more, and its
-    guards against training are satisfied. Masters start from the decoded values.
+    guards against training are satisfied. Masters start from the decoded values. Scales of
+    activations become buffers, for those who read what is saved.
 
     ======================================  ===================================================
     weights                                 become
@@ -75,7 +76,7 @@ def make_trainable(model: Model, recipe: FormatName | Quantizer | Recipe | None 
             the model has adapters of PEFT.
         TypeError: If ``model`` is not a module.
 
-    Nothing has been changed when it raises.
+    Nothing has been changed when it raises; Ctrl-C leaves the old model or the new one.
     """
     check_module(model)
     check_no_adapters(model, "made trainable", "add them afterwards")
