@@ -6,7 +6,7 @@ A small Llama learns the source code of the standard library in BF16, and is the
 English: its documentation. Runs start from its BF16 weights or from these rounded to a format,
 which is all that a published checkpoint has; they train plain BF16 weights, or quantized ones with
 masters in FP32 or int8, all with FP4Adam. A row has the held-out loss on English before and after,
-and the share of codes that have changed; a seed has its own model and its own batches. In the end
+and the share of values that have changed; a seed has its own model and its own batches. In the end
 it prints the means of what was gained over the seeds, and the largest distance from one.
 """
 
@@ -85,9 +85,10 @@ def train(model: nn.Module, lr: float, text: Tensor, steps: int, seed: int, **op
         optimizer.zero_grad()
 
 
-def codes(model: nn.Module) -> list[Tensor]:
+def values(model: nn.Module) -> list[Tensor]:
+    """The values of quantized weights; zeros of either sign are one."""
     params = (p for p in model.parameters() if isinstance(p, fp4adam.QuantizedTensor))
-    return [p.rowwise_data.clone() for p in params]
+    return [p.detach().dequantize() for p in params]
 
 
 def run(
@@ -103,13 +104,13 @@ def run(
                     param.clear_high_precision_init_val()
         if start.startswith("BF16"):
             fp4adam.dequantize_model(model)
-    before, (text, held_out) = codes(model), english()
+    before, (text, held_out) = values(model), english()
     row = dict(start=start, masters=str(masters).removeprefix("torch."), lr=lr, seed=seed)
     row["before"] = evaluate(model, held_out)
     train(model, lr, text, steps, seed, master_weight_dtype=masters)
     row["after"] = evaluate(model, held_out)
-    changed = [(a != b).sum().item() for a, b in zip(before, codes(model), strict=True)]
-    row["codes changed"] = sum(changed) / max(sum(x.numel() for x in before), 1) or None
+    changed = [(a != b).sum().item() for a, b in zip(before, values(model), strict=True)]
+    row["values changed"] = sum(changed) / max(sum(x.numel() for x in before), 1) or None
     return row
 
 
@@ -140,8 +141,8 @@ def describe(rows: list[dict[str, Any]]) -> None:
         gains = [before[row["seed"]] - row["after"] for row in found]
         mean = statistics.mean(gains)
         text = f"{mean:.4f} within {max(abs(gain - mean) for gain in gains):.4f}"
-        if found[0]["codes changed"] is not None:
-            text += f", codes changed {statistics.mean(row['codes changed'] for row in found):.1%}"
+        if found[0]["values changed"] is not None:
+            text += f", changed {statistics.mean(row['values changed'] for row in found):.1%}"
         print(f"lr {lr:g}, {start}, masters {masters}: {text}")
 
 

@@ -1,5 +1,8 @@
 """Peak memory of loading a quantized checkpoint, in anonymous pages; file pages are not counted.
 
+glibc keeps freed memory for later, up to 32 MiB apart from what is in use. Here it gives it back at
+once (MALLOC_MMAP_THRESHOLD_), so that only what is in use counts.
+
     python benchmarks/loading_memory.py [--json FILE] [--width N] [--layers N]
 
 Each way runs in a process of its own: into a model on the meta device, and into one that exists in
@@ -9,6 +12,7 @@ BF16. Both give the same bytes. The weights of the model are as many matrices of
 import argparse
 import json
 import multiprocessing
+import os
 import tempfile
 import threading
 import time
@@ -73,7 +77,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    context, rows = multiprocessing.get_context("spawn"), []
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = "65536"
+    context, rows = multiprocessing.get_context("spawn"), []  # which the processes read
     one = args.width**2 * 2 / MIB  # a matrix in BF16
     for format, layout in FORMATS.items():
         with tempfile.TemporaryDirectory() as folder:

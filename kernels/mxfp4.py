@@ -7,12 +7,18 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4adam.kernels.launch.launch import on_its_device
-from fp4adam.kernels.launch.tensor_table import divisor_tile, tile_offsets, tile_start
+from fp4adam.kernels.launch.tensor_table import Storage, divisor_tile, tile_offsets, tile_start
 from fp4adam.kernels.tiles.bfloat16 import round_to, to_float32
 from fp4adam.kernels.tiles.changes import flag_units, flag_words
 from fp4adam.kernels.tiles.e2m1 import e2m1_round, e2m1_value
 from fp4adam.kernels.tiles.e8m0 import e8m0_reciprocal, e8m0_value
-from fp4adam.kernels.tiles.remainder import complete, split_off, unit_of_one
+from fp4adam.kernels.tiles.mx import (
+    amax_of_blocks,
+    complete_blocks,
+    scale_pointers,
+    split_off_blocks,
+)
+from fp4adam.kernels.tiles.remainder import unit_of_one
 from fp4adam.kernels.tiles.words import (
     are_aligned,
     pack_words,
@@ -41,9 +47,7 @@ def mxfp4_tile(x, ROUNDING: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     (uint8 [BR, BC / 32]).
     """
     blocks = tl.reshape(x, (BR, BC // 32, 32))
-    amax = tl.max(tl.abs(blocks), 2)
-    amax = tl.where(amax == amax, amax, 0.0)  # all elements NaN
-    scale = mxfp4_scale(amax, ROUNDING)
+    scale = mxfp4_scale(amax_of_blocks(blocks, 2), ROUNDING)
     code, value = e2m1_round(blocks * e8m0_reciprocal(scale)[:, :, None])
     return pack_words(tl.reshape(code, (BR, BC)), 4, BR, BC), value, scale.to(tl.uint8)
 
@@ -54,14 +58,9 @@ def mxfp4_master(storage, remainder, row, col, cols, BR: tl.constexpr, BC: tl.co
     data = storage.rowwise_data + tile_start(row, col // 8, cols // 8)
     words = tl.load(data + tile_offsets(cols // 8, BR, BC // 8))
     code = (words[:, :, None].to(tl.int32) >> (4 * tl.arange(0, 8))[None, None, :]) & 0xF
-    value = tl.reshape(e2m1_value(code), (BR, BC // 32, 32))
-    width = (cols // 32 + 3) // 4 * 4
-    grid = storage.rowwise_scale + tile_start(row, col // 32, width)
-    factor = e8m0_value(tl.load(grid + tile_offsets(width, BR, BC // 32)))
-    unit, _ = unit_of_one(factor, 4)
-    remainder = tl.reshape(remainder, (BR, BC // 32, 32))
-    master = complete(value, factor[:, :, None], unit[:, :, None], remainder, 4)
-    return tl.reshape(master, (BR, BC))
+    grid = scale_pointers(storage.rowwise_scale, row, col, cols, BR, BC)
+    factor = e8m0_value(tl.load(grid))
+    return complete_blocks(e2m1_value(code), factor, remainder, 4, BR, BC)
 
 
 @triton.jit
@@ -69,15 +68,7 @@ def mxfp4_remainder(master, value, scale, dither, BR: tl.constexpr, BC: tl.const
     """The int8 remainders [BR, BC] of masters with these values of codes and scales."""
     factor = e8m0_value(scale)
     _, inverse = unit_of_one(factor, 4)
-    remainder = split_off(
-        tl.reshape(master, (BR, BC // 32, 32)),
-        value,
-        factor[:, :, None],
-        inverse[:, :, None],
-        tl.reshape(dither, (BR, BC // 32, 32)),
-        4,
-    )
-    return tl.reshape(remainder, (BR, BC))
+    return split_off_blocks(master, value, factor, inverse, dither, 4, BR, BC)
 
 
 @triton.jit
@@ -96,9 +87,7 @@ def store_tile(
 
     RECORDS: whether to flag the units that change.
     """
-    width = (cols // 32 + 3) // 4 * 4
-    grid = storage.rowwise_scale + tile_start(row, col // 32, width)
-    grid += tile_offsets(width, BR, BC // 32)
+    grid = scale_pointers(storage.rowwise_scale, row, col, cols, BR, BC)
     if RECORDS:
         data = storage.rowwise_data
         flag_words(storage.changed, data, row, col // 8, cols // 8, words, 4)
@@ -129,9 +118,7 @@ def _quantize_kernel(
     row, col = tile // tiles_per_row * BR, tile % tiles_per_row * BC
     x = to_float32(tl.load(x_ptr + tile_start(row, col, cols) + tile_offsets(cols, BR, BC)))
     words, _, scale = mxfp4_tile(x, ROUNDING, BR, BC)
-    store_words(data, row, col // 8, cols // 8, words, BR, BC // 8)
-    width = (cols // 32 + 3) // 4 * 4
-    tl.store(scales + tile_start(row, col // 32, width) + tile_offsets(width, BR, BC // 32), scale)
+    store_tile(words, scale, row, col, cols, Storage(data, scales, None, None, None), BR, BC)
 
 
 @triton.jit

@@ -14,7 +14,13 @@ from fp4adam.kernels.tiles.changes import flag_units, flag_words
 from fp4adam.kernels.tiles.e4m3 import e4m3_value, e4m3_word_values, e4m3_words
 from fp4adam.kernels.tiles.e8m0 import e8m0_code_up, e8m0_reciprocal, e8m0_value
 from fp4adam.kernels.tiles.layout import state_offsets
-from fp4adam.kernels.tiles.remainder import FP32_MAX, complete, split_off, unit_of_one
+from fp4adam.kernels.tiles.mx import (
+    amax_of_blocks,
+    complete_blocks,
+    scale_pointers,
+    split_off_blocks,
+)
+from fp4adam.kernels.tiles.remainder import FP32_MAX, unit_of_one
 from fp4adam.kernels.tiles.words import (
     are_aligned,
     part_of,
@@ -38,9 +44,7 @@ def mxfp8_scale(amax):
 @triton.jit
 def scale_blocks(blocks, AXIS: tl.constexpr):
     """Divide float32 blocks along AXIS by their E8M0 scales; returns them and scales (uint8)."""
-    amax = tl.max(tl.abs(blocks), AXIS)
-    amax = tl.where(amax == amax, amax, 0.0)  # all elements NaN
-    scale, factor = mxfp8_scale(amax)
+    scale, factor = mxfp8_scale(amax_of_blocks(blocks, AXIS))
     return blocks * tl.expand_dims(factor, AXIS), scale.to(tl.uint8)
 
 
@@ -59,8 +63,7 @@ def mxfp8_tile(x, USAGE: tl.constexpr, BC: tl.constexpr, HARDWARE: tl.constexpr)
     column_scale = tl.zeros((1, BC), tl.uint8)
     if USAGE.square:
         blocks = tl.reshape(x, (32, BC // 32, 32))
-        amax = tl.max(tl.abs(blocks), 2)
-        amax = tl.max(tl.where(amax == amax, amax, 0.0), 0)[None, :]
+        amax = tl.max(amax_of_blocks(blocks, 2), 0)[None, :]
         scale, factor = mxfp8_scale(amax)
         row_words = e4m3_words(tl.reshape(blocks * factor[:, :, None], (32, BC)), 32, BC, HARDWARE)
         row_scale += scale.to(tl.uint8)
@@ -91,17 +94,11 @@ def mxfp8_master(
     value = e4m3_value(tl.load(ptr + state_offsets(cols, 32, BC, LANES)))
     if SQUARE:
         grid = storage.rowwise_scale + tile_start(row // 32, col // 32, cols // 32)
-        offs = tl.zeros((32, 1), tl.int32) + tl.arange(0, BC // 32)[None, :]
+        grid += tl.zeros((32, 1), tl.int32) + tl.arange(0, BC // 32)[None, :]
     else:
-        width = (cols // 32 + 3) // 4 * 4
-        grid = storage.rowwise_scale + tile_start(row, col // 32, width)
-        offs = tile_offsets(width, 32, BC // 32)
-    factor = e8m0_value(tl.load(grid + offs))
-    unit, _ = unit_of_one(factor, 8)
-    blocks = tl.reshape(value, (32, BC // 32, 32))
-    remainder = tl.reshape(remainder, (32, BC // 32, 32))
-    master = complete(blocks, factor[:, :, None], unit[:, :, None], remainder, 8)
-    return tl.reshape(master, (32, BC))
+        grid = scale_pointers(storage.rowwise_scale, row, col, cols, 32, BC)
+    factor = e8m0_value(tl.load(grid))
+    return complete_blocks(value, factor, remainder, 8, 32, BC)
 
 
 @triton.jit
@@ -111,15 +108,8 @@ def mxfp8_remainder(master, words, scale, dither, BC: tl.constexpr):
     # The inverse of the unit is a power of two times that of 1, so nothing has to be divided.
     _, inverse = unit_of_one(1.0, 8)
     inverse = tl.minimum(inverse * e8m0_reciprocal(scale), FP32_MAX)
-    remainder = split_off(
-        tl.reshape(master, (32, BC // 32, 32)),
-        tl.reshape(e4m3_word_values(words, 32, BC), (32, BC // 32, 32)),
-        factor[:, :, None],
-        inverse[:, :, None],
-        tl.reshape(dither, (32, BC // 32, 32)),
-        8,
-    )
-    return tl.reshape(remainder, (32, BC))
+    value = e4m3_word_values(words, 32, BC)
+    return split_off_blocks(master, value, factor, inverse, dither, 8, 32, BC)
 
 
 @triton.jit
@@ -150,9 +140,7 @@ def store_tile(
         store_words(storage.rowwise_data, row, col // 4, cols // 4, row_words, 32, BC // 4)
         tl.store(grid, scale)
     elif USAGE.rowwise:
-        width = (cols // 32 + 3) // 4 * 4
-        grid = storage.rowwise_scale + tile_start(row, col // 32, width)
-        grid += tile_offsets(width, 32, BC // 32)
+        grid = scale_pointers(storage.rowwise_scale, row, col, cols, 32, BC)
         if USAGE.records:
             differs = tl.load(grid) != row_scale
             flag_units(storage.changed, row, col // 32, cols // 32, differs, 1)

@@ -3,13 +3,20 @@
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp4adam.checkpoints.hub_names import pieces_of
 from fp4adam.checkpoints.layouts import LAYOUTS, Encoding
-from fp4adam.checkpoints.model_state import model_state, plain_name, unwrapped
+from fp4adam.checkpoints.model_state import (
+    ACTIVATION_SCALES,
+    CACHE_SCALES,
+    model_state,
+    plain_name,
+    unwrapped,
+)
 from fp4adam.checkpoints.reader import CheckpointReader, Source, short
 from fp4adam.checkpoints.stack_reader import StackReader, WholeStacks
 from fp4adam.distributed.dtensor import is_dtensor, local
@@ -18,6 +25,7 @@ from fp4adam.nn.replacement import (
     check_attributes,
     check_no_replica,
     check_weight,
+    completed,
     hand_over,
     put_in,
 )
@@ -27,9 +35,6 @@ from fp4adam.tensors.quantizer import Quantizer, check_dtype
 
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _STRIP = 2**20  # elements
-# Last parts of the names of tensors that training does not need.
-ACTIVATION_SCALES = frozenset(("input_scale", "input_global_scale", "activation_scale"))
-CACHE_SCALES = frozenset(("k_scale", "v_scale"))
 
 
 def import_checkpoint(
@@ -85,8 +90,8 @@ def import_checkpoint(
     Warns:
         UserWarning: If scales of the KV cache are left out.
 
-    Nothing has been changed when it raises, but for sharded weights, which are written one by
-    one.
+    Nothing has been changed when it raises, and Ctrl-C leaves the old model or the new one, but for
+    sharded tensors, which are written one by one.
     """
     if quantizer is not None and not isinstance(quantizer, Quantizer):
         raise TypeError(
@@ -181,22 +186,33 @@ class Import:
             param._shared.name = self.parameter_name(layer)
         for old, param in zip(olds, params, strict=True):
             hand_over(old, param)
-        shapes = {layer: self.shape(layer) for layer in self.layers}
-        put_in((*self.places[layer], param) for layer, param in zip(layers, params, strict=True))
-        transposed = {self.places[n][0] for n in layers if self.shape(n) != shapes[n]}
-        for module in transposed:
-            module.is_transposed = False
-        if transposed and hasattr(unwrapped(model), "set_experts_implementation"):
-            # The model's own code takes [experts, in, out] alone.
-            unwrapped(model).set_experts_implementation("grouped_mm")
-        _assign(model, {id(self.state[name]): value for name, value in plain.items()})
-        if self.device.type != "meta":
-            fill_buffers(model, self.device)
+        places = [(*self.places[n], param) for n, param in zip(layers, params, strict=True)]
+        transposed = {self.places[n][0] for n in layers if self.shape(n) != self.weight(n).shape}
+        values = _Values(model, {id(self.state[name]): value for name, value in plain.items()})
+        unfilled = {*_buffers_on_meta(model).values()} if self.device.type != "meta" else set()
+
+        def change() -> None:
+            put_in(places)
+            for module in transposed:
+                module.is_transposed = False
+            if transposed and hasattr(unwrapped(model), "set_experts_implementation"):
+                # The model's own code takes [experts, in, out] alone.
+                unwrapped(model).set_experts_implementation("grouped_mm")
+            values.put_in()
+            _fill_buffers(unwrapped(model), unfilled, self.device)
+
+        completed(change)
+        self._write_shards()
+
+    def _write_shards(self) -> None:
+        """Write what is sharded, one tensor after the other."""
         with torch.no_grad():
             for layer in self.layers:
-                if layer not in layers:
-                    weight = self.weight(layer)
+                if is_dtensor(weight := self.weight(layer)):
                     weight.copy_(_distributed(self.quantized_weight(layer), weight))
+            for name in sorted(self.plain):
+                if is_dtensor(old := self.state[name]):
+                    old.copy_(_distributed(self._plain_value(name), old))
 
     @property
     def _keys(self) -> list[str]:
@@ -382,20 +398,28 @@ class Import:
         first: dict[int, str] = {}
         for name in sorted(self.plain):
             old = self.state[name]
-            if (device := self._home(old)).type == "meta":
-                continue
-            value = self.checkpoint.read(name, device).view(old.shape).to(old.dtype)
-            if isinstance(old, nn.Parameter):  # buffers may be masks
-                self._check_finite(name, value)
             other = first.setdefault(id(old), name)
+            if self._home(old).type == "meta" or (is_dtensor(old) and other == name):
+                continue
+            value = self._plain_value(name)
             if other == name:
                 values[name] = value
-            elif not torch.equal(values[other], value):
+            elif not torch.equal(
+                values[other] if other in values else self._plain_value(other), value
+            ):
                 raise ValueError(
                     f"{other!r} and {name!r} must be equal in the checkpoint, since the model ties "
                     "them, got two values; untie them (tie_word_embeddings=False)"
                 )
         return values
+
+    def _plain_value(self, name: str) -> Tensor:
+        """The value of a tensor that is not quantized, in the dtype of the model."""
+        old = self.state[name]
+        value = self.checkpoint.read(name, self._home(old)).view(old.shape).to(old.dtype)
+        if isinstance(old, nn.Parameter):  # buffers may be masks
+            self._check_finite(name, value)
+        return value
 
     def _check_finite(self, name: str, value: Tensor) -> None:
         if not value.isfinite().all():
@@ -416,27 +440,41 @@ def _distributed(whole: Tensor, target: Tensor) -> Tensor:
     return distribute_tensor(whole, mesh, placements, src_data_rank=None)
 
 
-def _assign(model: nn.Module, values: dict[int, Tensor]) -> None:
-    """Copy values into tensors, by id; those on the meta device are replaced."""
-    params: dict[int, nn.Parameter] = {}
-    copied = set()
-    for module in model.modules():
-        for name, old in (*module._parameters.items(), *module._buffers.items()):
-            value = None if old is None else values.get(id(old))
-            if value is None:
-                continue
-            if not old.is_meta:
-                if id(old) not in copied:
-                    with torch.no_grad():
-                        old.copy_(_distributed(value, old))
-                    copied.add(id(old))
-            elif name in module._buffers:
-                module._buffers[name] = value
-            else:
-                if id(old) not in params:
-                    params[id(old)] = nn.Parameter(value, old.requires_grad)
-                    hand_over(old, params[id(old)])
-                module._parameters[name] = params[id(old)]
+class _Values:
+    """New values of tensors of a model; those on the meta device are replaced.
+
+    Args:
+        model: The model.
+        values: The values by the ids of its parameters and buffers.
+    """
+
+    def __init__(self, model: nn.Module, values: dict[int, Tensor]) -> None:
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self._exchanges: list[tuple[dict[str, Any], str, Tensor]] = []
+        params: dict[int, nn.Parameter] = {}
+        for module in model.modules():
+            for members in (module._parameters, module._buffers):
+                for name, old in members.items():
+                    value = None if old is None else values.get(id(old))
+                    if value is None:
+                        continue
+                    if not old.is_meta:
+                        self._copies[id(old)] = old, value
+                        continue
+                    if isinstance(old, nn.Parameter):
+                        if id(old) not in params:
+                            params[id(old)] = nn.Parameter(value, old.requires_grad)
+                            hand_over(old, params[id(old)])
+                        value = params[id(old)]
+                    self._exchanges.append((members, name, value))
+
+    def put_in(self) -> None:
+        """Give them to the model."""
+        with torch.no_grad():
+            for old, value in self._copies.values():
+                old.copy_(value)
+        for members, name, value in self._exchanges:
+            members[name] = value
 
 
 def _buffers_on_meta(model: nn.Module) -> dict[str, nn.Module]:
@@ -459,14 +497,14 @@ def check_buffers(model: nn.Module) -> None:
         )
 
 
-def fill_buffers(model: nn.Module, device: torch.device) -> None:
+def _fill_buffers(model: nn.Module, modules: set[nn.Module], device: torch.device) -> None:
     """Let transformers compute buffers on the meta device, such as rotary frequencies."""
-    for module in {*_buffers_on_meta(model).values()}:
+    for module in modules:
         for name, value in module._buffers.items():
             if value is not None and value.is_meta:
                 module._buffers[name] = torch.empty_like(value, device=device)
         with torch.no_grad():
-            unwrapped(model)._init_weights(module)
+            model._init_weights(module)
 
 
 def encoding_of(checkpoint: Source) -> Encoding:

@@ -16,8 +16,8 @@ from fp4adam.checkpoints.folder import CONFIG, HF_QUANT_CONFIG
 from fp4adam.formats import minifloat, nvfp4
 from fp4adam.formats.float8_block import BLOCK as FLOAT8_BLOCK
 from fp4adam.formats.float8_block import Float8BlockQuantizer
+from fp4adam.formats.mx import BLOCK as MX_BLOCK
 from fp4adam.formats.mxfp4 import MXFP4Quantizer
-from fp4adam.formats.mxfp8 import BLOCK as MX_BLOCK
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
 from fp4adam.tensors.blocks import flat_shape
@@ -268,24 +268,24 @@ def _is_square(scale: Tensor, block: int) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class MXFP8Encoding(Encoding):
-    """E4M3 codes and E8M0 scales of 1x32 blocks."""
+class MXEncoding(Encoding):
+    """Codes and E8M0 scales of 1x32 blocks."""
 
-    quantizer_class = MXFP8Quantizer
-    bits, block = 8, (1, MX_BLOCK)
+    code_dtype: ClassVar[torch.dtype]
+    block = (1, MX_BLOCK)
     scale, scale_dtype = "weight_scale", torch.uint8
     other_scale_dtypes = (torch.float8_e8m0fnu,)
 
     def shapes(self, rows: int, cols: int) -> Shapes:
         return {
-            self.codes: ((rows, cols), E4M3),
+            self.codes: ((rows, cols * self.bits // 8), self.code_dtype),
             self.scale: ((rows, cols // MX_BLOCK), self.scale_dtype),
         }
 
     def encode(self, weight: QuantizedTensor) -> dict[str, Tensor]:
         rows, cols = weight.shape
         scale = weight.rowwise_scale_inv[:rows, : cols // MX_BLOCK].contiguous()
-        return {self.codes: weight.rowwise_data.view(E4M3), self.scale: scale}
+        return {self.codes: weight.rowwise_data.view(self.code_dtype), self.scale: scale}
 
     def _inner(
         self, stored: dict[str, Tensor], quantizer: Quantizer, amax: Tensor | None
@@ -293,14 +293,30 @@ class MXFP8Encoding(Encoding):
         scale = stored[self.scale].view(torch.uint8)
         _check_scales(self.scale, scale < 255, scale)
         codes = stored[self.codes].view(torch.uint8)
-        if quantizer.two_dimensional:
-            if not _is_square(scale, MX_BLOCK):
-                raise ValueError(
-                    f"{self.scale} must be equal for the {MX_BLOCK} rows of each block to be taken "
-                    "over with two_dimensional=True, got others; pass MXFP8Quantizer()"
-                )
-            return {"rowwise_data": codes, "block_scale_inv": scale[::MX_BLOCK].contiguous()}
         return {"rowwise_data": codes, "rowwise_scale_inv": scale}
+
+
+@dataclasses.dataclass(frozen=True)
+class MXFP8Encoding(MXEncoding):
+    """E4M3 codes and E8M0 scales of 1x32 blocks."""
+
+    quantizer_class = MXFP8Quantizer
+    bits, code_dtype = 8, E4M3
+
+    def _inner(
+        self, stored: dict[str, Tensor], quantizer: Quantizer, amax: Tensor | None
+    ) -> dict[str, Tensor]:
+        inner = super()._inner(stored, quantizer, amax)
+        if not quantizer.two_dimensional:
+            return inner
+        scale = inner["rowwise_scale_inv"]
+        if not _is_square(scale, MX_BLOCK):
+            raise ValueError(
+                f"{self.scale} must be equal for the {MX_BLOCK} rows of each block to be taken "
+                "over with two_dimensional=True, got others; pass MXFP8Quantizer()"
+            )
+        square = scale[::MX_BLOCK].contiguous()
+        return {"rowwise_data": inner["rowwise_data"], "block_scale_inv": square}
 
     def _derive(self, out: QuantizedTensor) -> None:
         if out.quantizer.columnwise and not out.quantizer.two_dimensional:
@@ -311,7 +327,7 @@ class MXFP8Encoding(Encoding):
 
 
 @dataclasses.dataclass(frozen=True)
-class MXFP4Encoding(Encoding):
+class MXFP4Encoding(MXEncoding):
     """Packed E2M1 codes and E8M0 scales of 1x32 blocks.
 
     Args:
@@ -322,31 +338,11 @@ class MXFP4Encoding(Encoding):
     rounding: Literal["floor", "even", "up"] = "even"
 
     quantizer_class = MXFP4Quantizer
-    bits, block = 4, (1, MX_BLOCK)
-    scale, scale_dtype = "weight_scale", torch.uint8
-    other_scale_dtypes = (torch.float8_e8m0fnu,)
+    bits, code_dtype = 4, torch.uint8
     stacked = {"weight_packed": "_blocks", "weight_scale": "_scales"}
-
-    def shapes(self, rows: int, cols: int) -> Shapes:
-        return {
-            self.codes: ((rows, cols // 2), torch.uint8),
-            self.scale: ((rows, cols // MX_BLOCK), self.scale_dtype),
-        }
-
-    def encode(self, weight: QuantizedTensor) -> dict[str, Tensor]:
-        rows, cols = weight.shape
-        scale = weight.rowwise_scale_inv[:rows, : cols // MX_BLOCK].contiguous()
-        return {self.codes: weight.rowwise_data, self.scale: scale}
 
     def quantizer_for(self, scales: Iterable[Tensor]) -> Quantizer:
         return MXFP4Quantizer(scale_rounding=self.rounding)
-
-    def _inner(
-        self, stored: dict[str, Tensor], quantizer: Quantizer, amax: Tensor | None
-    ) -> dict[str, Tensor]:
-        scale = stored[self.scale].view(torch.uint8)
-        _check_scales(self.scale, scale < 255, scale)
-        return {"rowwise_data": stored[self.codes], "rowwise_scale_inv": scale}
 
 
 @dataclasses.dataclass(frozen=True)

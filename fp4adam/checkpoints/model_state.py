@@ -6,6 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+# Last parts of the names of tensors that quantization of activations and of the KV cache needs.
+ACTIVATION_SCALES = frozenset(("input_scale", "input_global_scale", "activation_scale"))
+CACHE_SCALES = frozenset(("k_scale", "v_scale"))
+
 
 class ModelState(NamedTuple):
     """The tensors of a model for a checkpoint.

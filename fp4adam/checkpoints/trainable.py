@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -11,14 +12,20 @@ from torch import Tensor, nn
 
 from fp4adam.checkpoints.import_checkpoint import Import
 from fp4adam.checkpoints.layouts import Encoding
-from fp4adam.checkpoints.model_state import in_high_precision, members, plain_name
+from fp4adam.checkpoints.model_state import (
+    ACTIVATION_SCALES,
+    in_high_precision,
+    members,
+    plain_name,
+    unwrapped,
+)
 from fp4adam.checkpoints.trained import check_no_adapters
 from fp4adam.distributed.dtensor import is_dtensor, local
 from fp4adam.interop.adapter import find_adapter, is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback
 from fp4adam.nn.candidates import check_module
 from fp4adam.nn.recipe import FormatName, Recipe, resolve_recipe
-from fp4adam.nn.replacement import check_attributes, check_no_replica, put_in
+from fp4adam.nn.replacement import check_attributes, check_no_replica, completed, put_in
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
 
@@ -40,7 +47,8 @@ def make_trainable(model: Model, recipe: FormatName | Quantizer | Recipe | None 
     ``model.state_dict()`` holds codes and scales under the names of the checkpoint, so that
     ``save_pretrained`` and the ``Trainer`` save the layout that the model was loaded from, and
     ``load_state_dict`` takes them. For transformers the model is not quantized any more, and its
-    guards against training are satisfied. Masters start from the decoded values.
+    guards against training are satisfied. Masters start from the decoded values. Scales of
+    activations become buffers, for those who read what is saved.
 
     ======================================  ===================================================
     weights                                 become
@@ -68,10 +76,10 @@ def make_trainable(model: Model, recipe: FormatName | Quantizer | Recipe | None 
             the model has adapters of PEFT.
         TypeError: If ``model`` is not a module.
 
-    Nothing has been changed when it raises.
+    Nothing has been changed when it raises; Ctrl-C leaves the old model or the new one.
     """
     check_module(model)
-    check_no_adapters(model)
+    check_no_adapters(model, "made trainable", "add them afterwards")
     for name, param in model.named_parameters():
         if isinstance(local(param), QuantizedTensor):
             raise ValueError(
@@ -79,11 +87,10 @@ def make_trainable(model: Model, recipe: FormatName | Quantizer | Recipe | None 
                 "train it as it is"
             )
     quantizer = None if recipe is None else resolve_recipe(recipe)
-    if _foreign_weights(model):
-        _take_foreign(model, quantizer)
-    else:
-        _take_loaded(model, quantizer)
-    _forget_quantizer(model)
+    inner = unwrapped(model)
+    check_no_replica(model.modules(), [*model.parameters()])
+    prepare = _change_of_foreign if _foreign_weights(inner) else _change_of_loaded
+    completed(prepare(inner, quantizer))
     return model
 
 
@@ -97,6 +104,13 @@ class _LoadedModel:
     def __init__(self, model: nn.Module) -> None:
         self.config = {"quantization_config": _quantization_config(model)}
         self.tensors = members(model)
+        for name, value in self.tensors.items():
+            kinds = {"a DTensor": is_dtensor(value), "one on the meta device": value.is_meta}
+            if kind := next((kind for kind in kinds if kinds[kind]), None):
+                raise ValueError(
+                    f"{name!r} must be a whole tensor in memory to be trained, got {kind}; load "
+                    "the model without tp_plan and offloading, and call fully_shard afterwards"
+                )
         self.dtypes = {name: value.dtype for name, value in self.tensors.items()}
 
     def names(self) -> set[str]:
@@ -136,8 +150,8 @@ def _quantization_config(model: nn.Module) -> dict[str, Any]:
     return config
 
 
-def _take_loaded(model: nn.Module, quantizer: Quantizer | None) -> None:
-    """Exchange the quantized modules of a model of transformers."""
+def _change_of_loaded(model: nn.Module, quantizer: Quantizer | None) -> Callable[[], None]:
+    """Prepare a function that exchanges the quantized modules of a model of transformers."""
     loaded = _LoadedModel(model)
     plain = in_high_precision(model)
     if plain is None:
@@ -149,29 +163,56 @@ def _take_loaded(model: nn.Module, quantizer: Quantizer | None) -> None:
     if quantizer is None:
         reading.quantizer = dataclasses.replace(reading.quantizer, columnwise=False)
     modules = _exchanged(model, plain)
-    params = members(model)
-    weights = {layer: reading.quantized_weight(layer) for layer in reading.layers}
-    check_no_replica(model.modules(), [*model.parameters()])
-    for layer, weight in weights.items():
-        module, key = reading.places[layer]
-        name = reading.parameter_name(layer)
-        weight._shared.name = name
-        module._parameters[key] = nn.Parameter(weight)
-    for name, (parent, key, module) in modules.items():
-        old = getattr(parent, key)
-        for prefix, part in module.named_modules(prefix=name):
-            for kind in (part._parameters, part._buffers):
-                for k, value in kind.items():
-                    if value is not None and value.is_meta:
-                        kind[k] = params[f"{prefix}.{k}"]
-        module.train(old.training)
-        if hasattr(old, "_hf_hook"):  # accelerate moves inputs from device to device
-            from accelerate.hooks import add_hook_to_module
-
-            add_hook_to_module(module, old._hf_hook)
-        setattr(parent, key, module)
     names = {reading.parameter_name(layer): layer for layer in reading.layers}
-    _StoredState(reading.encoding, names, loaded.dtypes).register(model)
+    for name, layer in names.items():
+        weight = reading.quantized_weight(layer)
+        weight._shared.name = name
+        module, key = reading.places[layer]
+        module._parameters[key] = nn.Parameter(weight)
+    for name in loaded.names():  # for those who read what is saved
+        layer, _, key = name.rpartition(".")
+        if key in ACTIVATION_SCALES:
+            plain.get_submodule(layer).register_buffer(key, loaded.tensors[name].detach())
+    for name, (parent, key, module) in modules.items():
+        _fit(module, getattr(parent, key), name)
+    state = _StoredState(reading.encoding, names, loaded.dtypes)
+    config = model.config.quantization_config
+
+    def change() -> None:
+        for parent, key, module in modules.values():
+            setattr(parent, key, module)
+        state.register(model)
+        if hook := vars(model).get("ct_decompress_hook"):
+            hook.remove()  # compressed-tensors would decode all weights in the first forward pass
+        if getattr(model, "hf_quantizer", None) is not None:
+            model.hf_quantizer.remove_quantization_config(model)
+        model.config.quantization_config = config
+        _end_quantization(model)
+
+    return change
+
+
+def _fit(module: nn.Module, old: nn.Module, name: str) -> None:
+    """Give ``module``, which takes the place of ``old``, what is not quantized in it, and hooks."""
+    tensors = {
+        plain_name(full): value
+        for named in (old.named_parameters, old.named_buffers)
+        for full, value in named(prefix=name, remove_duplicate=False)
+    }
+    for prefix, part in module.named_modules(prefix=name):
+        for kind in (part._parameters, part._buffers):
+            for key, value in kind.items():
+                if value is not None and value.is_meta:
+                    kind[key] = tensors[f"{prefix}.{key}"]
+    configs = {prefix: vars(part).get("config") for prefix, part in old.named_modules()}
+    for prefix, part in module.named_modules():
+        if configs.get(prefix) is not None:  # the model's, whose changes count
+            part.config = configs[prefix]
+    module.train(old.training)
+    if hasattr(old, "_hf_hook"):  # accelerate moves inputs from device to device
+        from accelerate.hooks import add_hook_to_module
+
+        add_hook_to_module(module, old._hf_hook)
 
 
 def _exchanged(model: nn.Module, plain: nn.Module) -> dict[str, tuple[nn.Module, str, nn.Module]]:
@@ -203,8 +244,8 @@ def _foreign_weights(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Paramete
     }
 
 
-def _take_foreign(model: nn.Module, quantizer: Quantizer | None) -> None:
-    """Exchange the weights of torchao's classes by parameters on their memory."""
+def _change_of_foreign(model: nn.Module, quantizer: Quantizer | None) -> Callable[[], None]:
+    """Prepare a function that exchanges weights of torchao's classes for ones on their memory."""
     found = _foreign_weights(model)
     sources: dict[str, Tensor] = {}
     borrowed: dict[str, BorrowedTensor] = {}
@@ -234,19 +275,20 @@ def _take_foreign(model: nn.Module, quantizer: Quantizer | None) -> None:
         one.tensor._shared.name = name
         params[name] = nn.Parameter(one.tensor)
         check_attributes(name, found[name][1], params[name])
-    check_no_replica(model.modules(), [weight for _, weight in found.values()])
-    put_in((found[name][0], "weight", param) for name, param in params.items())
-    _ForeignState(sources).register(model)
+    state = _ForeignState(sources)
+
+    def change() -> None:
+        put_in((found[name][0], "weight", param) for name, param in params.items())
+        state.register(model)
+        _end_quantization(model)  # the quantizer stays: it writes what save_pretrained saves
+
+    return change
 
 
-def _forget_quantizer(model: nn.Module) -> None:
+def _end_quantization(model: nn.Module) -> None:
     """For transformers, the model is not quantized any more; its configuration still says how."""
-    if hook := vars(model).pop("ct_decompress_hook", None):
-        hook.remove()  # compressed-tensors would decode all weights in the first forward pass
-    if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
-        config = model.config.quantization_config
-        quantizer.remove_quantization_config(model)
-        model.config.quantization_config = config
+    if getattr(model, "is_quantized", False):
+        model.is_quantized = False
     for module in model.modules():
         if getattr(getattr(module, "config", None), "_is_quantized", False):
             module.config._is_quantized = False
@@ -262,8 +304,12 @@ class _State:
         """What a parameter is stored as."""
         raise NotImplementedError
 
-    def decode(self, name: str, param: QuantizedTensor, stored: dict[str, Any]) -> Tensor | None:
-        """A value for a parameter, removed from ``stored``; None if it does not have it."""
+    def names(self, name: str) -> dict[str, str]:
+        """The names that a parameter is stored under, by those that ``decode`` knows."""
+        raise NotImplementedError
+
+    def decode(self, param: QuantizedTensor, stored: dict[str, Tensor]) -> Tensor | None:
+        """The value of a parameter; None if the tensors are of another kind."""
         raise NotImplementedError
 
     def register(self, model: nn.Module) -> None:
@@ -283,21 +329,18 @@ class _State:
                 state_dict.update({prefix + name: part for name, part in stored.items()})
 
     def _load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name, param in module.named_parameters():
-            if isinstance(param, QuantizedTensor) and not isinstance(
-                state_dict.get(prefix + name), QuantizedTensor
-            ):
-                found = {
-                    key.removeprefix(prefix): value
-                    for key, value in state_dict.items()
-                    if key.startswith(prefix)
-                }
-                before = found.keys() | set()
-                value = self.decode(plain_name(name), param, found)
-                for key in before - found.keys():
-                    del state_dict[prefix + key]
-                if value is not None:
-                    state_dict[prefix + name] = value
+        for full, param in module.named_parameters():
+            name = plain_name(full)
+            if not isinstance(param, QuantizedTensor):
+                continue
+            places = {key: prefix + stored for key, stored in self.names(name).items()}
+            stored = {key: state_dict.get(place) for key, place in places.items()}
+            if not stored or not all(isinstance(part, Tensor) for part in stored.values()):
+                continue
+            if (value := self.decode(param, stored)) is not None:
+                for place in places.values():
+                    del state_dict[place]
+                state_dict[prefix + full] = value
 
 
 class _StoredState(_State):
@@ -314,9 +357,10 @@ class _StoredState(_State):
     ) -> None:
         self._encoding, self._layers, self._dtypes = encoding, layers, dtypes
 
-    def _names(self, name: str) -> dict[str, str]:
-        """The names that a parameter is stored under, by those of the encoding."""
-        layer = self._layers[name]
+    def names(self, name: str) -> dict[str, str]:
+        layer = self._layers.get(name)
+        if layer is None:
+            return {}
         if name == layer:
             return {key: layer + end for key, end in self._encoding.stacked.items()}
         return {key: f"{layer}.{key}" for key in self._encoding.shapes(0, 0)}
@@ -349,13 +393,8 @@ class _StoredState(_State):
             stored[full] = part
         return stored
 
-    def decode(self, name: str, param: QuantizedTensor, stored: dict[str, Any]) -> Tensor | None:
-        if name not in self._layers:
-            return None
-        names = self._names(name)
-        if not all(isinstance(stored.get(full), Tensor) for full in names.values()):
-            return None
-        parts = {key: stored.pop(full).to(param.device) for key, full in names.items()}
+    def decode(self, param: QuantizedTensor, stored: dict[str, Tensor]) -> Tensor | None:
+        parts = {key: x.to(param.device) for key, x in stored.items()}
         flat = {key: x.flatten(0, 1).flatten(1) if x.ndim > 2 else x for key, x in parts.items()}
         return self._encoding.wrap(flat, param.shape, param.dtype, param.quantizer)
 
@@ -382,8 +421,11 @@ class _ForeignState(_State):
         ScaleWriteback([borrowed])()
         return {name: source}
 
-    def decode(self, name: str, param: QuantizedTensor, stored: dict[str, Any]) -> Tensor | None:
-        value = stored.get(name)
-        if not (isinstance(value, Tensor) and is_foreign(value) and find_adapter(value)):
+    def names(self, name: str) -> dict[str, str]:
+        return {"weight": name} if name in self._sources else {}
+
+    def decode(self, param: QuantizedTensor, stored: dict[str, Tensor]) -> Tensor | None:
+        value = stored["weight"]
+        if not (is_foreign(value) and find_adapter(value)):
             return None
         return BorrowedTensor(value).tensor

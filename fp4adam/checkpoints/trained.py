@@ -8,7 +8,12 @@ from torch import Tensor, nn
 
 from fp4adam.checkpoints.hub_names import Piece, pieces_of
 from fp4adam.checkpoints.layouts import LAYOUTS, Encoding, Layout
-from fp4adam.checkpoints.model_state import model_state, plain_name, unwrapped
+from fp4adam.checkpoints.model_state import (
+    ACTIVATION_SCALES,
+    model_state,
+    plain_name,
+    unwrapped,
+)
 from fp4adam.distributed.dtensor import is_dtensor, local, sharded_dims
 from fp4adam.distributed.tensor_parallel import gather_whole
 from fp4adam.nn.candidates import check_module
@@ -100,13 +105,24 @@ def tensors_of(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
     """
     check_module(model)
     model = unwrapped(model)
-    check_no_adapters(model)
+    check_no_adapters(
+        model,
+        "exported",
+        "merge them first: model = model.merge_and_unload(), or save them alone with "
+        "save_pretrained",
+    )
     return model, _first_named(_state_of(model))
 
 
 def _state_of(model: nn.Module) -> dict[str, Tensor]:
     """All tensors of a checkpoint, under all of their names."""
     state = model_state(model).tensors
+    for name in [*state]:
+        layer, _, key = name.rpartition(".")
+        weight = state.get(f"{layer}.weight")
+        # Layouts describe weights alone as quantized.
+        if key in ACTIVATION_SCALES and isinstance(local(weight), QuantizedTensor):
+            del state[name]
     for name, value in state.items():
         if value.is_meta:
             raise ValueError(
@@ -216,14 +232,13 @@ def gathered(weight: Tensor) -> Tensor:
     return gather_whole(weight)
 
 
-def check_no_adapters(model: nn.Module) -> None:
+def check_no_adapters(model: nn.Module, purpose: str, advice: str) -> None:
     """Raise ValueError for a model with the adapters of PEFT, whose names no reader knows."""
     for name, module in model.named_modules():
         # The models of PEFT have the one, the layers that it puts into others the other.
         if hasattr(module, "merge_and_unload") or hasattr(module, "get_base_layer"):
             place = f"{name!r}, " if name else ""
             raise ValueError(
-                f"model must be without adapters to be exported, got {place}a "
-                f"{type(module).__name__}; merge them first: model = model.merge_and_unload(), or "
-                "save them alone with save_pretrained"
+                f"model must be without adapters to be {purpose}, got {place}a "
+                f"{type(module).__name__}; {advice}"
             )

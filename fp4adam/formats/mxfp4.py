@@ -7,13 +7,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fp4adam.formats import encoding, minifloat
-from fp4adam.tensors.layout import Direction, Inner, Layout, ScaleRule
+from fp4adam.formats.mx import MXQuantizer, layout
+from fp4adam.tensors.layout import Layout, ScaleRule
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.storage import Storage
 
-BLOCK = 32
 # What is added to the bits of an amax, so that its exponent is that of the rounded amax: with
 # "even" from 1.75 on the next power of two, with "up" above 1.5, so that 6 times the scale holds
 # the amax.
@@ -29,7 +27,7 @@ class MXFP4Tensor(QuantizedTensor):
 
 
 @dataclasses.dataclass(frozen=True)
-class MXFP4Quantizer(Quantizer[MXFP4Tensor]):
+class MXFP4Quantizer(MXQuantizer[MXFP4Tensor]):
     """Quantize to :class:`MXFP4Tensor`; rows and columns must be multiples of 32.
 
     Scale = 2**floor(log2(rounded block_amax)) / 4; code = E2M1(x / scale), which saturates at 6.
@@ -65,36 +63,12 @@ class MXFP4Quantizer(Quantizer[MXFP4Tensor]):
             )
 
     def full_layout(self) -> Layout:
-        return Layout(
-            block=BLOCK,
-            code_type="e2m1",
-            scale_type="e8m0",
-            rowwise=Direction(Inner(1, 2), Inner(1, BLOCK, padding=(128, 4))),
-            columnwise=Direction(Inner(1, 2), Inner(BLOCK, 1, padding=(4, 128))),
-            is_square=False,
-            scale_rule=ScaleRule(rounding=ROUNDINGS[self.scale_rounding]),
-            multiple=BLOCK,
-        )
+        rule = ScaleRule(rounding=ROUNDINGS[self.scale_rounding])
+        return layout("e2m1", 2, is_square=False, scale_rule=rule)
 
-    def scales_of_blocks(
-        self,
-        amaxes: Tensor,
-        tensor_amax: Tensor | None,
-        dtype: torch.dtype,
-        four: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        rounding = self.layout.scale_rule.rounding
-        rounded = amaxes.contiguous().view(torch.int32) + rounding
-        scales = rounded.bitwise_right_shift_(23).sub_(2).clamp_(min=0).to(torch.uint8)
-        return scales, self.factors(scales, tensor_amax)
-
-    def factors(self, scales: Tensor, tensor_amax: Tensor | None) -> Tensor:
-        return minifloat.e8m0_reciprocal(scales)
-
-    def decode_factors(self, scales: Tensor | None, tensor_amax: Tensor | None) -> Tensor:
-        return minifloat.e8m0_value(scales)
-
-    write, recode, decode = encoding.write, encoding.recode, encoding.decode
+    def scales_of_amaxes(self, amaxes: Tensor) -> Tensor:
+        rounded = amaxes.contiguous().view(torch.int32) + self.layout.scale_rule.rounding
+        return rounded.bitwise_right_shift_(23).sub_(2).clamp_(min=0).to(torch.uint8)
 
     def launch(self, x: Tensor, out: Storage) -> None:
         rounding = self.layout.scale_rule.rounding

@@ -6,13 +6,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from fp4adam.formats import encoding, minifloat
-from fp4adam.tensors.layout import Direction, Inner, Layout
+from fp4adam.formats import minifloat
+from fp4adam.formats.mx import BLOCK, MXQuantizer, layout
+from fp4adam.tensors.layout import Layout
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.storage import Storage
 
-BLOCK = 32
 BLOCKS = {"rowwise": (1, BLOCK), "columnwise": (BLOCK, 1), "square": (BLOCK, BLOCK)}
 
 
@@ -33,7 +32,7 @@ class MXFP8Tensor(QuantizedTensor):
 
 
 @dataclasses.dataclass(frozen=True)
-class MXFP8Quantizer(Quantizer[MXFP8Tensor]):
+class MXFP8Quantizer(MXQuantizer[MXFP8Tensor]):
     """Quantize to :class:`MXFP8Tensor`; rows and columns must be multiples of 32.
 
     Scale = 2**ceil(log2(block_amax / 448)), so no code saturates; code = E4M3(x / scale).
@@ -67,33 +66,10 @@ class MXFP8Quantizer(Quantizer[MXFP8Tensor]):
             )
 
     def full_layout(self) -> Layout:
-        return Layout(
-            block=BLOCK,
-            code_type="e4m3",
-            scale_type="e8m0",
-            rowwise=Direction(Inner(1, 1), Inner(1, BLOCK, padding=(128, 4))),
-            columnwise=Direction(Inner(1, 1), Inner(BLOCK, 1, padding=(4, 128))),
-            is_square=self.two_dimensional,
-            multiple=BLOCK,
-        )
+        return layout("e4m3", 1, is_square=self.two_dimensional)
 
-    def scales_of_blocks(
-        self,
-        amaxes: Tensor,
-        tensor_amax: Tensor | None,
-        dtype: torch.dtype,
-        four: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        scales = minifloat.e8m0_code_up(amaxes * (1 / minifloat.E4M3_MAX))
-        return scales, self.factors(scales, tensor_amax)
-
-    def factors(self, scales: Tensor, tensor_amax: Tensor | None) -> Tensor:
-        return minifloat.e8m0_reciprocal(scales)
-
-    def decode_factors(self, scales: Tensor | None, tensor_amax: Tensor | None) -> Tensor:
-        return minifloat.e8m0_value(scales)
-
-    write, recode, decode = encoding.write, encoding.recode, encoding.decode
+    def scales_of_amaxes(self, amaxes: Tensor) -> Tensor:
+        return minifloat.e8m0_code_up(amaxes * (1 / minifloat.E4M3_MAX))
 
     def launch(self, x: Tensor, out: Storage) -> None:
         self.kernels().quantize(

@@ -5,6 +5,8 @@ as this package does: it rounds E8M0 scales of MXFP8 up, where torchao rounds do
 keeps E4M3 scales below 2**-6, where torchao clamps to 2**-6. torchao decodes either kind correctly.
 """
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,8 @@ MX_QUANTIZERS: dict[tuple[torch.dtype, int], Quantizer] = {
     (torch.float8_e4m3fn, 32): MXFP8Quantizer(columnwise=False),
     (torch.float4_e2m1fn_x2, 32): MXFP4Quantizer(scale_rounding="floor"),
 }
+# torchao's ScaleCalculationMode by name, for MXFP4.
+ROUNDINGS = {"FLOOR": "floor", "EVEN": "even", "RCEIL": "up"}
 
 
 class NVFP4Adapter(TensorAdapter):
@@ -64,7 +68,12 @@ class MXAdapter(TensorAdapter):
                 f"torch.float4_e2m1fn_x2, and 32, to be stepped, got {kind[0]} and {kind[1]}; "
                 "quantize it so, or to NVFP4"
             )
-        return MX_QUANTIZERS[kind]
+        quantizer = MX_QUANTIZERS[kind]
+        # Of activations, which a configuration of torchao quantizes as weights.
+        mode = getattr(getattr(tensor, "act_quant_kwargs", None), "scaling_mode", None)
+        if isinstance(quantizer, MXFP4Quantizer) and mode is not None and mode.name in ROUNDINGS:
+            quantizer = dataclasses.replace(quantizer, scale_rounding=ROUNDINGS[mode.name])
+        return quantizer
 
     def fields(self, tensor: Tensor) -> dict[str, Tensor]:
         return {"rowwise_data": tensor.qdata, "rowwise_scale_inv": _scale(tensor)}

@@ -4,7 +4,7 @@ First everything is checked, then new parameters are prepared, then all of them 
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -80,22 +80,40 @@ def hand_over(weight: nn.Parameter, successor: nn.Parameter) -> None:
     successor.grad = weight.grad
 
 
+def completed(change: Callable[[], None]) -> None:
+    """Call ``change``; if Ctrl-C interrupts it, once more, so that all of it or nothing is done.
+
+    Args:
+        change: May be called again, whatever part of it has been done, and comes to the same.
+    """
+    try:
+        change()
+    except KeyboardInterrupt:
+        change()
+        raise
+
+
 def put_in(weights: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
     """Make each parameter that of its module and name; if one module refuses, none changes.
 
     The layers then show the format, and an optimizer that still has their old parameters can tell.
     """
-    replaced = []
+    found = [(module, name, module._parameters[name], weight) for module, name, weight in weights]
+    completed(functools.partial(_exchange, found))
+
+
+def _exchange(found: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]) -> None:
+    """Exchange old parameters of modules for new ones."""
     try:
-        for module, name, weight in weights:
-            replaced.append((module, name, module._parameters[name]))
+        for module, name, _, weight in found:
             setattr(module, name, weight)
-    except BaseException:
-        for module, name, weight in replaced:
-            module._parameters[name] = weight
+    except Exception:
+        for module, name, old, _ in found:
+            module._parameters[name] = old
         raise
-    for module, _, weight in replaced:
-        _retire(weight, module)
+    for module, _, old, weight in found:
+        if old is not weight:
+            _retire(old, module)
         # Of the instance: its class may be nn.Linear itself.
         module.extra_repr = functools.partial(_extra_repr, module)
 

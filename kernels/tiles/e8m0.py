@@ -1,4 +1,4 @@
-"""E8M0, the power-of-two block scale of MXFP8: byte b means 2^(b-127), 255 is NaN."""
+"""E8M0, the power-of-two block scale of MX formats: byte b means 2^(b-127), 255 is NaN."""
 
 import triton
 import triton.language as tl

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fp4adam import QuantizedTensor, export_checkpoint, import_checkpoint, quantize_model
 from fp4adam.checkpoints import reader
 from helpers import assert_identical
+from interrupts import InterruptLines
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -519,3 +520,51 @@ def test_models_that_cannot_be_written_to(folder):
         with pytest.raises(ValueError, match=f"must be a tensor in memory, .* got .*{kind};"):
             import_checkpoint(model, folder)
         assert not any(isinstance(param, QuantizedTensor) for param in model.parameters())
+
+
+def contents(model: nn.Module) -> dict[str, Any]:
+    """What a model holds, also on the meta device, and what its layers say of it."""
+    held: dict[str, Any] = {"print": repr(model)}
+    for name, param in model.named_parameters():
+        stored = param.storage_tensors() if isinstance(param, QuantizedTensor) else {"": param}
+        held |= {f"{name} {key}": x.detach().clone() for key, x in stored.items()}
+        held[f"{name} was replaced"] = hasattr(param, "_replaced_in")
+    return held
+
+
+def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    def is_equal(x: Any, y: Any) -> bool:
+        if not isinstance(x, torch.Tensor):
+            return x == y
+        return x.device == y.device and (x.is_meta or torch.equal(x, y))
+
+    return one.keys() == other.keys() and all(is_equal(x, other[name]) for name, x in one.items())
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_an_interrupted_import_leaves_the_old_model_or_the_new(device, sound):
+    """At any line of the change, and at some before it."""
+
+    def model() -> nn.Module:
+        with torch.device(device):
+            made = build(None, seed=1)
+        if device == "cpu":
+            made.up.weight.grad = torch.ones_like(made.up.weight)
+        return made
+
+    known = {"old": contents(model()), "new": contents(import_checkpoint(model(), sound))}
+    assert known["old"].keys() != known["new"].keys()
+    lines = InterruptLines(10**9)
+    with lines:
+        import_checkpoint(model(), sound)
+    count = 10**9 - lines.left
+    seen = []
+    for at in [*range(0, count - 200, 200), *range(count - 200, count)]:
+        each = model()
+        with pytest.raises(KeyboardInterrupt), InterruptLines(at):
+            import_checkpoint(each, sound)
+        found = [name for name, held in known.items() if is_same(contents(each), held)]
+        assert len(found) == 1, f"at line {at}"
+        assert (each.up.weight.grad is not None) == (device == "cpu")
+        seen += found
+    assert {*seen} == {"old", "new"} and seen == sorted(seen, reverse=True)

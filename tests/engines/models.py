@@ -52,7 +52,21 @@ def build(name: str, weight_format: str) -> PreTrainedModel:
         config = GptOssConfig(**{**SHAPE, **FEW_WIDE}, head_dim=head_dim)
     else:
         config = CONFIGS[name](head_dim=head_dim)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if (name, weight_format) == (GPT_OSS, "mxfp4"):
+        turn_experts(model)
+    return model
+
+
+def turn_experts(model: PreTrainedModel) -> None:
+    """Stacks [experts, out, in], as gpt-oss' files have them, and imports leave them."""
+    for layer in model.model.layers:
+        experts = layer.mlp.experts
+        for key in ("gate_up_proj", "down_proj"):
+            turned = getattr(experts, key).detach().transpose(1, 2).contiguous()
+            setattr(experts, key, torch.nn.Parameter(turned))
+        experts.is_transposed = False
+    model.set_experts_implementation("grouped_mm")
 
 
 def text() -> Tensor:
@@ -64,7 +78,11 @@ def text() -> Tensor:
 @functools.cache
 def trained(name: str, weight_format: str) -> PreTrainedModel:
     """A quantized model that is sure of how each line goes on."""
-    model = quantize_model(build(name, weight_format), weight_format, scale_groups=hf_scale_groups)
+    model = build(name, weight_format)
+    alone = {}
+    if (name, weight_format) == (GPT_OSS, "mxfp4"):  # whose files have quantized experts alone
+        alone["filter"] = lambda _, layer: "experts" in layer
+    quantize_model(model, weight_format, scale_groups=hf_scale_groups, **alone)
     optimizer = FP4Adam(model.named_parameters(), lr=3e-3, scale_groups=hf_scale_groups)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, STEPS)
     for _ in range(STEPS):
@@ -90,6 +108,10 @@ def in_float32(model: PreTrainedModel) -> PreTrainedModel:
     """The same values, computed with in FP32."""
     values = quantized_weights(model)
     state = {name: values.get(name, param) for name, param in model.named_parameters()}
+    for name, module in model.named_modules():
+        if getattr(module, "is_transposed", True) is False:
+            for key in ("gate_up_proj", "down_proj"):
+                state[f"{name}.{key}"] = state[f"{name}.{key}"].transpose(1, 2)
     exact = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
     exact.load_state_dict({name: value.float() for name, value in state.items()})
     return exact

@@ -167,6 +167,35 @@ def test_its_converter_reads_other_layouts(name, weight_format, layout, tmp_path
 
 
 @pytest.mark.skipif(not SOURCE, reason="LLAMA_CPP must be the folder of llama.cpp's source")
+def test_its_converter_reads_the_mxfp4_of_gpt_oss(tmp_path, record):
+    model = models.trained(models.GPT_OSS, "mxfp4")
+    export_checkpoint(model, tmp_path / "out", "mxfp4")
+    convert(tmp_path / "out", path := tmp_path / "model.gguf")
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for i, layer in enumerate(model.model.layers):
+        experts = layer.mlp.experts
+        both = experts.gate_up_proj.detach().dequantize()
+        parts = {"gate": both[:, ::2], "up": both[:, 1::2]}
+        parts["down"] = experts.down_proj.detach().dequantize()
+        for part, value in parts.items():
+            tensor = tensors[f"blk.{i}.ffn_{part}_exps.weight"]
+            assert tensor.tensor_type.name == "MXFP4"
+            decoded = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            assert torch.equal(torch.from_numpy(decoded), value.float())
+    kind = ("mxfp4", "mxfp4, converted")
+    assert_serves(path, model, models.GPT_OSS, *kind, record=record)
+
+
+@pytest.mark.skipif(not SOURCE, reason="LLAMA_CPP must be the folder of llama.cpp's source")
+def test_its_converter_refuses_mxfp4_of_other_models(tmp_path):
+    """When this fails, docs/serving.md has to say more."""
+    model = models.trained("Llama", "mxfp4")
+    export_checkpoint(model, tmp_path / "out")
+    with pytest.raises(AssertionError, match="'mxfp4-pack-quantized' .* is not yet supported"):
+        convert(tmp_path / "out", tmp_path / "model.gguf")
+
+
+@pytest.mark.skipif(not SOURCE, reason="LLAMA_CPP must be the folder of llama.cpp's source")
 def test_gpt_oss_is_served_with_the_values_of_training(tmp_path, record):
     model = models.trained(models.GPT_OSS, "nvfp4")
     dequantize_model(copy.deepcopy(model)).save_pretrained(tmp_path / "decoded")
