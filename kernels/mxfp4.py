@@ -81,6 +81,13 @@ def mxfp4_remainder(master, value, scale, dither, BR: tl.constexpr, BC: tl.const
 
 
 @triton.jit
+def _scale_grid(scales, row, col, cols, BR: tl.constexpr, BC: tl.constexpr):
+    """Pointers [BR, BC / 32] to the scales of the tile [BR, BC] at (row, col)."""
+    width = (cols // 32 + 3) // 4 * 4
+    return scales + tile_start(row, col // 32, width) + tile_offsets(width, BR, BC // 32)
+
+
+@triton.jit
 def store_tile(
     words,
     scale,
@@ -96,17 +103,14 @@ def store_tile(
 
     RECORDS: whether to flag the units that change.
     """
-    width = (cols // 32 + 3) // 4 * 4
-    grid = storage.rowwise_scale + tile_start(row, col // 32, width)
-    grid += tile_offsets(width, BR, BC // 32)
     if RECORDS:
         data = storage.rowwise_data
         flag_words(storage.changed, data, row, col // 8, cols // 8, words, 4)
-        differs = tl.load(grid) != scale
+        differs = tl.load(_scale_grid(storage.rowwise_scale, row, col, cols, BR, BC)) != scale
         flag_units(storage.changed, row, col // 32, cols // 32, differs, 1)
         tl.debug_barrier()  # warps may share bytes that others overwrite
     store_words(storage.rowwise_data, row, col // 8, cols // 8, words, BR, BC // 8)
-    tl.store(grid, scale)
+    tl.store(_scale_grid(storage.rowwise_scale, row, col, cols, BR, BC), scale)
 
 
 @triton.jit
