@@ -1,6 +1,6 @@
 """Updates of an engine's weights: bytes and milliseconds, all of them or what a step has changed.
 
-    python benchmarks/refit.py [--size tiny] [--format nvfp4,mxfp8,float8block] [--json refit.json]
+    python benchmarks/refit.py [--size tiny] [--layers N] [--format nvfp4,mxfp8] [--json refit.json]
 
 A GPT trains on Python's own source code. At each learning rate it takes --steps steps; after each
 one the changed bytes are exported, packed, unpacked and applied in this process, and so is a full
@@ -54,9 +54,10 @@ def refit(
 def measure(weights: str, args: argparse.Namespace, text: Tensor) -> list[dict[str, Any]]:
     """A row per learning rate."""
     preset = PRESETS[args.size]
+    layers = args.layers or preset["layers"]
     torch.manual_seed(0)
     with torch.device(args.device):
-        model = GPT(GPTConfig(preset["layers"], preset["heads"], preset["dim"], preset["context"]))
+        model = GPT(GPTConfig(layers, preset["heads"], preset["dim"], preset["context"]))
     fp4adam.quantize_model(model.bfloat16(), weights)
     optimizer = fp4adam.FP4Adam(model.parameters(), lr=WARM_UP_LR)
     sender, receiver = fp4adam.WeightSender(model, LAYOUT_OF[weights]), fp4adam.WeightReceiver()
@@ -97,6 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--format", type=formats, default=[*LAYOUT_OF], metavar="NAME[,NAME]")
     parser.add_argument("--size", choices=PRESETS, default="tiny")
+    parser.add_argument("--layers", type=count, metavar="N", help="default: those of the size")
     parser.add_argument("--steps", type=count, default=5, metavar="N", help="default: 5")
     parser.add_argument("--batch", type=count, default=8, metavar="N", help="default: 8")
     parser.add_argument(

@@ -87,15 +87,14 @@ def store_tile(
 
     RECORDS: whether to flag the units that change.
     """
-    grid = scale_pointers(storage.rowwise_scale, row, col, cols, BR, BC)
     if RECORDS:
         data = storage.rowwise_data
         flag_words(storage.changed, data, row, col // 8, cols // 8, words, 4)
-        differs = tl.load(grid) != scale
+        differs = tl.load(scale_pointers(storage.rowwise_scale, row, col, cols, BR, BC)) != scale
         flag_units(storage.changed, row, col // 32, cols // 32, differs, 1)
         tl.debug_barrier()  # warps may share bytes that others overwrite
     store_words(storage.rowwise_data, row, col // 8, cols // 8, words, BR, BC // 8)
-    tl.store(grid, scale)
+    tl.store(scale_pointers(storage.rowwise_scale, row, col, cols, BR, BC), scale)
 
 
 @triton.jit

@@ -129,8 +129,8 @@ class WeightSender:
     bits. The steps of ``FP4Adam`` and ``FusedAdam`` record which: when they overwrite a weight,
     they compare old and new bytes, and set a flag per 32 weights (16 bytes of parameters in high
     precision). The flags take 1/32 byte per weight; no copy of the weights is kept. Weights that
-    something else overwrites are sent in full, and on a GPU so are
-    parameters without masters, and everywhere those that a ``capturable`` optimizer steps.
+    something else overwrites are sent in full; so are those that a ``capturable`` optimizer
+    steps, and on a GPU parameters in high precision without masters.
 
     After each update, ``WeightReceiver`` has the very bytes of :func:`export_tensors`. Writes that
     torch does not count, those through ``.data`` of a parameter in high precision, need
