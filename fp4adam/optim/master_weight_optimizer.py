@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from fp4adam.distributed.cast import cast
 from fp4adam.distributed.dtensor import is_dtensor, like, local, part_for
+from fp4adam.distributed.shards import settle_written, sharded_weights
 from fp4adam.distributed.torch_patches import guard_zero
 from fp4adam.formats.scale_groups import ScaleGroup
 from fp4adam.interop.borrowed_tensor import ScaleWriteback
@@ -25,9 +26,11 @@ from fp4adam.optim import checks
 from fp4adam.optim import state_dict as saving
 from fp4adam.optim.adam import updates_params
 from fp4adam.optim.master_weights import adopt, find_stale
+from fp4adam.optim.nan_watch import NanWatch, hides_nan
 from fp4adam.optim.options import Options
 from fp4adam.optim.parameter import Parameter as Stepped
 from fp4adam.optim.parameter import Parameters
+from fp4adam.tensors.retired import check_in_use
 
 _OF_GROUP = ("params", "param_names")
 
@@ -106,6 +109,7 @@ class MasterWeightOptimizer(Optimizer):
         self._parameters = Parameters(
             Options(name, takes_quantized=True, quantize_from=self.quantize_from)
         )
+        self._watch = NanWatch()
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -277,7 +281,7 @@ class MasterWeightOptimizer(Optimizer):
         if param.grad is not None:
             checks.check_gradient(name, param, local(param.grad))
         else:
-            checks.check_in_use(param)
+            check_in_use(param)
         kept = local(master)
         is_same = (kept.shape, kept.device) == (local(param).shape, local(param).device)
         if view.has_master != (master is not param) or not is_same:
@@ -293,6 +297,7 @@ class MasterWeightOptimizer(Optimizer):
     def _restart(self, views: Mapping[Tensor, Stepped]) -> None:
         """Restart the masters of parameters that other code has written."""
         with torch._C.DisableTorchFunctionSubclass():
+            settle_written(sharded_weights(views))
             for view in self._left(views.values()):
                 local(self._stepped[view.owner]).copy_(view.value())
                 view.record()
@@ -360,6 +365,8 @@ class MasterWeightOptimizer(Optimizer):
             for view in {*stepped, *written}:
                 view.record()
             self._in_use |= params
+            pairs = zip(written, masters, strict=True)
+            self._watch.look([(v.param, lambda m=m: m) for v, m in pairs if hides_nan(v.param)])
 
     @torch.no_grad()
     def reset_master_weights(self, params: Iterable[Tensor] | None = None) -> None:
@@ -377,6 +384,7 @@ class MasterWeightOptimizer(Optimizer):
         params = [*self._stepped] if params is None else [*params]
         checks.check_known(params, self._stepped)
         with torch._C.DisableTorchFunctionSubclass():
+            settle_written(sharded_weights(params))
             views = [view for view in map(self._parameters.__getitem__, params) if view.has_master]
             for view in views:
                 local(self._stepped[view.owner]).copy_(view.value())
