@@ -700,3 +700,39 @@ def test_kernels_compile_to_exact_and_wide_code_without_spills(sm, forms):
             assert count(each, loads) > 0, name
             # Half the warps that a multiprocessor can hold keep enough bytes in flight.
             assert each["registers"] <= 64, name
+
+
+# Architectures on which kernels are compiled alone, and the shared memory that a program may have.
+SHARED_BYTES = {75: 64 * 1024, 80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024}
+# What ptxas spills there, in bytes per thread.
+SPILLED: dict[int, dict[str, int]] = {}
+# One kernel of each kind, in the quick run.
+ONE_OF_EACH = (
+    r"adam bf16 with master$|(nvfp4|mxfp8) step .*swizzled=False$|mxfp4 step$|float8 step$"
+    r"|float8block cut step$|amax preview again=False$"
+)
+
+
+@pytest.mark.parametrize(
+    "sm, forms",
+    [
+        (75, ONE_OF_EACH),
+        *(pytest.param(sm, LAUNCHED_MOST, marks=pytest.mark.exhaustive) for sm in SHARED_BYTES),
+    ],
+    ids=["75-one of each", *map(str, SHARED_BYTES)],
+)
+def test_kernels_compile_for_older_gpus(sm, forms):
+    pytest.importorskip("triton", reason="nothing can be compiled without Triton")
+    jobs = {name: each for name, each in kernel_jobs(sm).items() if re.match(forms, name)}
+    facts = compile_ahead_of_time([{**each, "sm": sm} for each in jobs.values()])
+    compiled = dict(zip(jobs, facts, strict=True))
+    spilled = {name: each["spilled_bytes"] for name, each in compiled.items()}
+    known = {name: n for name, n in SPILLED.get(sm, {}).items() if name in compiled}
+    assert {name: n for name, n in spilled.items() if n} == known
+    inexact = {
+        name: count(each, INEXACT.removeprefix("^fma|") if " adaptive " in name else INEXACT)
+        for name, each in compiled.items()
+    }
+    assert not any(inexact.values()), {name: n for name, n in inexact.items() if n}
+    shared = {name: each["shared_bytes"] for name, each in compiled.items()}
+    assert max(shared.values()) <= SHARED_BYTES[sm], shared
