@@ -164,9 +164,8 @@ def _report(
     """
     if misfits:
         warnings.warn(
-            f"{len(misfits)} layers stay in high precision, as {format_name(quantizer)} cannot "
-            f"hold them: {'; '.join(misfits[:8])}{'; ...' if len(misfits) > 8 else ''}. Pad them, "
-            "or leave them out by a filter",
+            f"layers that {format_name(quantizer)} cannot hold stay in high precision, "
+            f"{len(misfits)}: {'; '.join(misfits[:8])}{'; ...' if len(misfits) > 8 else ''}",
             stacklevel=stacklevel,
         )
     share = 1.0 if asked or not count else _share_of_matrices(models)

@@ -175,13 +175,13 @@ class Engine:
             captures: Whether a CUDA graph records the step; the plan has to fit then.
         """
         self.check_call()
-        self.check_clip()
         if not captures:
             self.settle_shards()
         try:
             if not (captures or self.has_fitting_plan()):
                 self._make_plan()
             self.plan.check_gradients()
+            self.check_clip()
         except Exception:
             self.drop_plan()
             raise
@@ -252,6 +252,7 @@ class Engine:
         if not self.is_part:
             self.parameters.keep_only(params)
         stepped, moving = self.check()
+        self.check_clip()
         pairs = [(group, p) for group, own in self.groups for p in own if scales_of(p) in stepped]
         members = [self.parameters[param] for _, param in pairs]
         stale, _ = find_stale(members, self.states)

@@ -88,7 +88,6 @@ class OffloadedEngine(Engine):
     def step(self, signals: Signals, captures: bool = False) -> None:
         """Step part after part; what cannot be stepped is refused before the first."""
         self.check_call()
-        self.check_clip()
         self.settle_shards()
         self._update_parts()
         active = []
@@ -104,6 +103,7 @@ class OffloadedEngine(Engine):
             for param, grad in zip(self.params, self.all_grads(), strict=True):
                 if grad is not None:
                     self._gpu(local(param).device)
+        self.check_clip()
         # Gone before the first part runs, so that an interrupt ends its validity.
         clip = self.take_clip()
         try:
