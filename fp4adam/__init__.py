@@ -42,6 +42,7 @@ from fp4adam.interop import torchao as torchao
 from fp4adam.interop import transformer_engine as transformer_engine
 from fp4adam.interop.adapter import TensorAdapter as TensorAdapter
 from fp4adam.interop.adapter import register_adapter as register_adapter
+from fp4adam.nn import averages as averages
 from fp4adam.nn import linear as linear
 from fp4adam.nn import parallel_linear as parallel_linear
 from fp4adam.nn.dequantize_model import dequantize_model as dequantize_model

@@ -26,11 +26,26 @@ FORMATS: dict[str, type[Quantizer]] = {
 PARTS = ("fused step", "quantize, dequantize", "weight-only matmul", "quantized matmul")
 WHY = {
     "native": "Triton kernels, and torch.nn.functional.scaled_mm for quantized matmuls",
-    "emulated": "plain torch operators, as kernels need a CUDA device; steps and codes have their "
-    "bits, sums of matmuls another order",
-    "missing": "the kernels of CUDA devices need Triton 3.6 or newer: pip install triton",
+    "emulated": "plain torch operators, as on all devices without kernels; steps and codes have "
+    "their bits, sums of matmuls another order",
+    "refused": "an error says why",
     "dequantized": "weights are decoded to the dtype of the activations for torch's own matmul",
 }
+# By compute capability, or device type of torch: cards, and what the kernels are there.
+ARCHITECTURES = (
+    ("5.0 to 7.2", "Maxwell, Pascal, Volta", "torch operators, not run"),
+    ("7.5", "Turing: T4, RTX 20", "kernels, compiled"),
+    ("8.0", "A100", "kernels, compiled"),
+    ("8.6", "RTX 30, A10", "kernels, compiled"),
+    ("8.9", "RTX 40, L4, L40S", "kernels, compiled"),
+    ("9.0", "H100, H200", "kernels, run"),
+    ("10.0", "B200", "kernels, compiled"),
+    ("12.0", "RTX 50", "kernels, compiled"),
+    ("ROCm", "AMD", "torch operators, not run"),
+    ("xpu", "Intel", "torch operators, not run"),
+    ("mps", "Apple", "refused"),
+    ("cpu", "", "torch operators, run"),
+)
 RECIPE = (
     "quantized matmul: what Recipe(..., activations=True, gradients=True) takes; with emulate=True "
     "it is emulated on any device; grouped_linear takes it for MXFP8 and NVFP4 stacks, on GPUs of "
@@ -72,10 +87,14 @@ def report() -> str:
     """Versions, devices, and a table of formats and parts per device; computes nothing."""
     triton, problem = _triton()
     threads = f"{platform.machine()}, {torch.get_num_threads()} threads"
-    devices = [(torch.device("cpu"), threads, (0, 0))]
+    devices = [(torch.device("cpu"), threads, (0, 0), None)]
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
-            devices.append((torch.device("cuda", i), *_describe(i)))
+            devices.append((torch.device("cuda", i), *_describe(i), backend.why_no_kernels(i)))
+    for kind in ("xpu", "mps"):
+        module = getattr(torch, kind, None)
+        if module is not None and module.is_available():
+            devices.append((torch.device(kind, 0), "not tried", (0, 0), None))
     lines = [
         f"fp4adam {fp4adam.__version__}, torch {torch.__version__}, triton {triton}, "
         f"Python {platform.python_version()}, CUDA {torch.version.cuda or 'none'}"
@@ -85,29 +104,55 @@ def report() -> str:
     if len(devices) == 1:
         lines.append(f"no CUDA device: {_why_no_cuda()}")
     met: set[str] = set()
-    for device, description, capability in devices:
-        lines += ["", f"{device}: {description}", _row("", PARTS)]
+    for device, description, capability, missing in devices:
+        lines += ["", f"{device}: {description}"]
+        lines.append(f"  {_verdict(device, missing)}")
+        lines.append(_row("", PARTS))
         for name, quantizer in FORMATS.items():
-            cells = support(quantizer, device, capability, has_triton=not problem)
+            cells = support(quantizer, device, capability, has_kernels=missing is None)
             met.update(cells)
             lines.append(_row(name, cells))
     lines += ["", *(f"{word}: {why}" for word, why in WHY.items() if word in met), RECIPE]
+    lines += ["", "Run, or compiled ahead of time without a device:"]
+    lines += [f"  {where:<12} {cards:<24} {what}" for where, cards, what in ARCHITECTURES]
     return "\n".join(lines)
 
 
 def support(
-    quantizer: type[Quantizer], device: torch.device, capability: tuple[int, int], has_triton: bool
+    quantizer: type[Quantizer],
+    device: torch.device,
+    capability: tuple[int, int],
+    has_kernels: bool = True,
 ) -> tuple[str, ...]:
     """What takes the place of each of ``PARTS`` for a format on a device."""
-    cast = "emulated"
-    if backend.uses_kernels(device):
-        cast = "native" if has_triton else "missing"
+    if _refusal(device) is not None:
+        return ("refused",) * len(PARTS)
+    is_native = device.type == "cuda" and has_kernels
+    cast = "native" if is_native else "emulated"
     matmul, needed = cast, REQUIREMENTS.get(quantizer)
     if needed is None:
         matmul = "missing: weights alone"
-    elif backend.uses_kernels(device) and not needed.is_met_by(capability):
+    elif is_native and not needed.is_met_by(capability):
         matmul = f"missing: needs capability {needed.capabilities}"
-    return cast, cast, "missing" if cast == "missing" else "dequantized", matmul
+    return cast, cast, "dequantized", matmul
+
+
+def _verdict(device: torch.device, missing: str | None) -> str:
+    """Native kernels, torch operators or refused, and why."""
+    refusal = _refusal(device)
+    if refusal is not None:
+        return f"refused: {refusal}"
+    if missing is not None:
+        return f"torch operators: {missing}"
+    return "native kernels" if device.type == "cuda" else "torch operators"
+
+
+def _refusal(device: torch.device) -> str | None:
+    try:
+        backend.check_device(device)
+    except NotImplementedError as error:
+        return str(error)
+    return None
 
 
 def _row(name: str, cells: tuple[str, ...]) -> str:

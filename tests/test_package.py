@@ -14,6 +14,7 @@ import torch
 
 import fp4adam
 from fp4adam import __main__, plan
+from fp4adam.tensors import backend
 
 ROOT = Path(__file__).resolve().parents[1]
 API, CITATION = ROOT / "docs" / "api", ROOT / "CITATION.cff"
@@ -97,7 +98,11 @@ def test_report_runs_without_triton_and_without_a_gpu():
 
 
 @pytest.mark.parametrize(
-    ("problem", "word"), [("", "native"), ("no module named 'triton'", "missing")]
+    ("problem", "word", "verdict"),
+    [
+        (None, "native", "native kernels"),
+        ("they need Triton", "emulated", "torch operators: they need Triton"),
+    ],
 )
 @pytest.mark.parametrize(
     ("capability", "float8_block", "others"),
@@ -108,19 +113,19 @@ def test_report_runs_without_triton_and_without_a_gpu():
         ((12, 0), "9.0", None),
     ],
 )
-def test_report_of_a_gpu(problem, word, capability, float8_block, others, monkeypatch):
+def test_report_of_a_gpu(problem, word, verdict, capability, float8_block, others, monkeypatch):
     major, minor = capability
     gpu = SimpleNamespace(name="NVIDIA X", major=major, minor=minor, total_memory=141 * 2**30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: gpu)
-    monkeypatch.setattr(__main__, "_triton", lambda: ("3.7.1", problem))
+    monkeypatch.setattr(__main__, "_triton", lambda: ("3.7.1", ""))
+    monkeypatch.setattr(backend, "why_no_kernels", lambda i: problem)
     of_cpu, of_gpu = __main__.report().split("cuda:0: ")
-    assert of_gpu.startswith(f"NVIDIA X, capability {major}.{minor}, 141.0 GiB\n")
-    weight_only = "missing" if problem else "dequantized"
+    assert of_gpu.startswith(f"NVIDIA X, capability {major}.{minor}, 141.0 GiB\n  {verdict}\n")
     for name, needed in (("NVFP4", others), ("MXFP8", others), ("Float8Block", float8_block)):
-        matmul = f"missing: needs capability {needed}" if needed else word
-        assert re.search(rf"{name} +{word} +{word} +{weight_only} +{matmul}\n", of_gpu)
+        matmul = f"missing: needs capability {needed}" if needed and not problem else word
+        assert re.search(rf"{name} +{word} +{word} +dequantized +{matmul}\n", of_gpu)
         assert re.search(rf"{name} +emulated +emulated +dequantized +emulated\n", of_cpu)
     # A line says why for each of the words.
     assert all(f"\n{why}: " in of_gpu for why in (word, "emulated", "dequantized"))

@@ -20,6 +20,7 @@ from fp4adam.checkpoints.layouts import LAYOUTS
 from fp4adam.checkpoints.model_state import in_high_precision, plain_name
 from fp4adam.checkpoints.trained import Trained, cut_rows, gathered, spans_of, tensors_of
 from fp4adam.distributed.dtensor import is_dtensor, like, local
+from fp4adam.formats.mxfp4 import MXFP4Quantizer
 from fp4adam.formats.scale_groups import fused_layer, hf_scale_groups
 from fp4adam.optim.fused_adam import FusedAdam
 from fp4adam.optim.parameter import written_value
@@ -258,12 +259,17 @@ def _warn_of_readers(trained: Trained, layout: str) -> None:
                 stacklevel=3,
             )
     has_stacks = any(p.rows and p.name in trained.quantized for p in trained.pieces.values())
-    if has_stacks and layout == "compressed-tensors" and is_of_transformers:
+    is_misread = (
+        has_stacks
+        and layout == "compressed-tensors"
+        and encoding.quantizer_class is not MXFP4Quantizer
+    )
+    if is_misread and is_of_transformers:
         warnings.warn(
             "experts in the layout 'compressed-tensors' should be read by an engine or by "
             "import_checkpoint, got a model of transformers, whose from_pretrained (5.23) leaves "
-            "the tensor scales of experts out and refuses MXFP8 ones; for it, export Float8Block "
-            "weights in the layout 'fp8'",
+            "the tensor scales of NVFP4 experts out and refuses 8-bit ones of most models; for it, "
+            "export Float8Block weights in the layout 'fp8'",
             stacklevel=3,
         )
 

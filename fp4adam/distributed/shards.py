@@ -1,13 +1,14 @@
 """Shards that share scales: when they are quantized, and whether ranks agree."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from fp4adam.distributed.cast import cast
+from fp4adam.distributed.dtensor import dtensor_class, local
 from fp4adam.distributed.scale_exchange import AmaxExchange, Exchanged, ShardInfo, groups_of
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
@@ -52,6 +53,24 @@ def settle_shard(shard: QuantizedTensor, infos: Sequence[ShardInfo]) -> None:
     if written is not None and shared.init_val is not None:
         # The master weight must start from the written value.
         shared.init_val = written.view(shard.shape)
+
+
+def sharded_weights(params: Iterable[Tensor]) -> list[Tensor]:
+    """Those that are shards of quantized weights, for :func:`settle_written`."""
+    kind = dtensor_class()
+    return [p for p in params if isinstance(p, kind) and isinstance(local(p), QuantizedTensor)]
+
+
+@torch.no_grad()
+def settle_written(sharded: Iterable[Tensor]) -> None:
+    """Quantize what has been written to shards that share scales; every rank has to call it.
+
+    Master weights then start from the rounded value, as those of whole weights do.
+    """
+    for param in sharded:
+        shard = param._local_tensor
+        if shard._shared.unsettled and (infos := ShardInfo.of(param)):
+            settle_shard(shard, infos)
 
 
 @torch.no_grad()

@@ -68,6 +68,12 @@ def dequantize_model(model: Model, filter: Callable[[nn.Module, str], bool] | No
                 "one of them left out; select all or none"
             )
     check_no_replica(model.modules(), [*places])
+    make_plain(places)
+    return model
+
+
+def make_plain(places: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> None:
+    """Put decoded parameters in the places, module and name, of quantized ones."""
     plain = [
         nn.Parameter(param.detach().dequantize(param.dtype), param.requires_grad)
         for param in places
@@ -79,4 +85,3 @@ def dequantize_model(model: Model, filter: Callable[[nn.Module, str], bool] | No
         for successor, users in zip(plain, places.values(), strict=True)
         for module, key in users
     )
-    return model

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from fp4adam.distributed.cast import cast
@@ -119,29 +119,64 @@ def quantize_model(
         ``model``.
 
     Raises:
-        ValueError: If a selected layer has a shape that the format or the recipe's matmuls cannot
-            hold. If its weight is not initialized (lazy layers), parametrized, of a subclass of
-            ``nn.Parameter``, quantized by another recipe, or has an attribute whose name quantized
-            tensors use. If the model is wrapped by ``DistributedDataParallel``. If a member of a
-            scale group does not become NVFP4, or is in two groups.
+        ValueError: If a layer that ``filter`` selects has a shape that the format or the recipe's
+            matmuls cannot hold; without a filter it stays as it is, with a warning. If a weight is
+            not initialized (lazy layers), parametrized, of a subclass of ``nn.Parameter``,
+            quantized by another recipe, or has an attribute whose name quantized tensors use. If
+            the model is wrapped by ``DistributedDataParallel``. If a member of a scale group does
+            not become NVFP4, or is in two groups.
         TypeError: If a selected weight is not float32, bfloat16 or float16, or an argument has
             another type than above.
 
     Nothing has been changed when it raises. It warns if no selected layer has a weight that it can
-    take. Create the optimizer after this call: the parameters are new objects.
+    take, and without a filter if less than half of the elements of matrices are quantized. Create
+    the optimizer after this call: the parameters are new objects.
     """
     quantizer = resolve_recipe(recipe)
     check_module(model)
     _check_filter(filter)
     selected = filter or is_hidden_linear
     modules = model.named_modules()
-    count = _quantize_layers(modules, quantizer, selected, scale_groups, keeps_others=False)
-    _report([model], quantizer, count, stacklevel=3)
+    count, misfits = _quantize_layers(
+        modules, quantizer, selected, scale_groups, keeps_others=False, leaves=filter is None
+    )
+    _report([model], quantizer, count, misfits, asked=filter is not None, stacklevel=3)
     return model
 
 
-def _report(models: Sequence[nn.Module], quantizer: Quantizer, count: int, stacklevel: int) -> None:
-    """Log what is quantized now and what is not; warn if ``count`` selected weights are none."""
+def _report(
+    models: Sequence[nn.Module],
+    quantizer: Quantizer,
+    count: int,
+    misfits: Sequence[str],
+    asked: bool,
+    stacklevel: int,
+) -> None:
+    """Log what is quantized now and what is not; warn of what may not be meant.
+
+    Args:
+        models: The models.
+        quantizer: The quantizer.
+        count: How many selected weights are quantized now.
+        misfits: What is said of the layers that the format cannot hold.
+        asked: Whether a filter says what is to be quantized.
+        stacklevel: That of the warnings.
+    """
+    if misfits:
+        warnings.warn(
+            f"layers that {format_name(quantizer)} cannot hold stay in high precision, "
+            f"{len(misfits)}: {'; '.join(misfits[:8])}{'; ...' if len(misfits) > 8 else ''}",
+            stacklevel=stacklevel,
+        )
+    share = 1.0 if asked or not count else _share_of_matrices(models)
+    if share < 0.5:
+        warnings.warn(
+            f"only {share:.1%} of the elements of matrices are quantized now, embeddings and heads "
+            "aside: weights of nn.Linear layers and stacks of experts are, and those of LSTMs, "
+            "convolutions and nn.MultiheadAttention's in_proj_weight are neither. "
+            "fp4adam.summary(model) shows all; pass a filter if this is what you want",
+            stacklevel=stacklevel,
+        )
     rows = quantizer.layout.block if quantizer.layout.is_square else 1
     cut = [
         name
@@ -170,16 +205,45 @@ def _report(models: Sequence[nn.Module], quantizer: Quantizer, count: int, stack
             )
 
 
+def _share_of_matrices(models: Sequence[nn.Module]) -> float:
+    """The share of quantized elements in matrices, without embeddings and what is tied to them."""
+    quantized: dict[Tensor, int] = {}
+    plain: dict[Tensor, int] = {}
+    left_out: set[Tensor] = set()
+    for model in models:
+        for name, module in model.named_modules():
+            for param in module.parameters(recurse=False):
+                if isinstance(module, nn.Embedding) or not is_hidden_linear(module, name):
+                    left_out.add(param)
+                elif isinstance(param, QuantizedTensor):
+                    quantized[param] = param.numel()
+                elif not isinstance(param, nn.UninitializedParameter) and param.dim() > 1:
+                    plain[param] = param.numel()
+    of_quantized = sum(quantized.values())
+    others = sum(numel for param, numel in plain.items() if param not in left_out)
+    return of_quantized / max(of_quantized + others, 1)
+
+
 def _quantize_layers(
     named_modules: Iterable[tuple[str, nn.Module]],
     quantizer: Quantizer,
     selected: Filter,
     scale_groups: ScaleGroups,
     keeps_others: bool,
-) -> int:
-    """Quantize the weights of selected layers; how many of these are quantized now.
+    leaves: bool,
+) -> tuple[int, list[str]]:
+    """Quantize the weights of selected layers.
 
-    ``keeps_others``: Leave weights of other recipes as they are, rather than refuse them.
+    Args:
+        named_modules: All modules.
+        quantizer: The quantizer.
+        selected: Which of them to quantize.
+        scale_groups: As for :func:`quantize_model`.
+        keeps_others: Leave weights of other recipes as they are, rather than refuse them.
+        leaves: Leave weights of shapes that the format cannot hold, rather than refuse them.
+
+    Returns:
+        How many weights of these layers are quantized now, and what is said of those left.
     """
     named_modules = [*named_modules]
     already = set()
@@ -200,8 +264,11 @@ def _quantize_layers(
                     _check_same_recipe(name, weight, quantizer)
         left_alone.update(params.values())
     chosen = [(weight, users) for weight, users in uses.items() if weight not in left_alone]
-    for weight, users in chosen:
-        _check_value(quantizer, users[0][0], weight)
+    misfits = {weight: _misfit(quantizer, users[0][0], weight) for weight, users in chosen}
+    for misfit in misfits.values():
+        if misfit and not leaves:
+            raise ValueError(misfit)
+    chosen = [(weight, users) for weight, users in chosen if not misfits[weight]]
     weights = [weight for weight, _ in chosen]
     check_no_replica((module for _, module in named_modules), weights)
     names = [f"{users[0][0]}.{users[0][2]}" for _, users in chosen]
@@ -232,7 +299,7 @@ def _quantize_layers(
         for param, (_, users) in zip(params, chosen, strict=True)
         for _, module, key in users
     )
-    return len(chosen) + len(already)
+    return len(chosen) + len(already), [misfit for misfit in misfits.values() if misfit]
 
 
 def _check_same_recipe(name: str, weight: QuantizedTensor, quantizer: Quantizer) -> None:
@@ -247,14 +314,18 @@ def _check_same_recipe(name: str, weight: QuantizedTensor, quantizer: Quantizer)
         )
 
 
-def _check_value(quantizer: Quantizer, name: str, weight: nn.Parameter) -> None:
+def _misfit(quantizer: Quantizer, name: str, weight: nn.Parameter) -> str | None:
+    """Why the format cannot hold a weight of this shape, or None; raises for its dtype."""
     try:
         check_dtype("weight", weight.dtype)
         quantizer.check_shape(tuple(weight.shape))
         if has_quantized_operands(quantizer):
             check_shape(quantizer, tuple(weight.shape))
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"layer {name!r}: {error}") from None
+    except TypeError as error:
+        raise TypeError(f"layer {name!r}: {error}") from None
+    except ValueError as error:
+        return f"layer {name!r}: {error}"
+    return None
 
 
 def _empty_parameter(quantizer: Quantizer, weight: nn.Parameter) -> nn.Parameter:
@@ -400,12 +471,13 @@ def quantized_init(
     roots = [module for module in seen if module not in children]
     named_modules = [named for root in roots for named in root.named_modules()]
     selected = filter or is_hidden_linear
-    count = _quantize_layers(
+    count, misfits = _quantize_layers(
         named_modules,
         quantizer,
         lambda module, name: module in new and selected(module, name),
         scale_groups,
         keeps_others=True,
+        leaves=filter is None,
     )
     if not preserve_high_precision_init_val:
         for module in new:
@@ -413,4 +485,6 @@ def quantized_init(
                 if isinstance(param, QuantizedTensor):
                     param.clear_high_precision_init_val()
     with_weights = [root for root in roots if next(root.parameters(), None) is not None]
-    _report(with_weights, quantizer, count, stacklevel=4)
+    # What was there before, or was left alone, is not meant.
+    asked = filter is not None or any(part not in new for root in roots for part in root.modules())
+    _report(with_weights, quantizer, count, misfits, asked, stacklevel=4)

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fp4adam.distributed.dtensor import is_dtensor, local
 from fp4adam.nn.summary import format_name
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.retired import retire
 
 
 def check_weight(name: str, weight: nn.Parameter | None) -> None:
@@ -113,21 +113,9 @@ def _exchange(found: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]) ->
         raise
     for module, _, old, weight in found:
         if old is not weight:
-            _retire(old, module)
+            retire(old, module)
         # Of the instance: its class may be nn.Linear itself.
         module.extra_repr = functools.partial(_extra_repr, module)
-
-
-def _retire(weight: nn.Parameter, module: nn.Module) -> None:
-    """Let optimizers that have ``weight`` notice (``fp4adam.optim.checks.check_in_use``)."""
-    # Not the new parameter: model.to() exchanges only tensors that have no weak references.
-    weight._replaced_in = module
-    weight.grad = None  # it has gone along
-    if not weight.is_inference():
-        # An optimizer that has stepped it looks again at what has another version.
-        torch.autograd.graph.increment_version(weight)
-        if isinstance(weight, QuantizedTensor):
-            weight._shared.mark_written()
 
 
 def _extra_repr(layer: nn.Module) -> str:

@@ -138,22 +138,6 @@ def check_distinct(params: Sequence[Tensor]) -> None:
         seen.add(param)
 
 
-def check_in_use(param: Tensor) -> None:
-    """Raise RuntimeError if a module has another weight in the place of ``param`` since.
-
-    For parameters without a gradient. Something else that uses it would give it one.
-    """
-    layer = getattr(param, "_replaced_in", None)
-    if layer is None or not param.requires_grad:
-        return
-    if all(own is not param for own in layer._parameters.values()):
-        raise RuntimeError(
-            f"parameters must be those of the model, got one of shape {tuple(param.shape)} that "
-            "quantize_model, dequantize_model or import_checkpoint has replaced by another one, "
-            "which gets the gradients now; create the optimizer after that call"
-        )
-
-
 def check_scale_group(peers: Sequence[Tensor], group: ScaleGroup) -> None:
     """Raise if ``peers``, an optimizer's parameters of a group, cannot be quantized together.
 

@@ -15,16 +15,19 @@ import torch
 from torch import Tensor
 
 from fp4adam.distributed.dtensor import local, sharding_groups
+from fp4adam.distributed.shards import settle_written, sharded_weights
 from fp4adam.formats.scale_groups import ScaleGroup
 from fp4adam.optim import checks
 from fp4adam.optim.adam import updates_params
 from fp4adam.optim.grad_norm import GradNorm, Measured
 from fp4adam.optim.hyper_parameters import check_numbers
 from fp4adam.optim.master_weights import find_stale
+from fp4adam.optim.nan_watch import NanWatch
 from fp4adam.optim.parameter import Parameter, Parameters, State, scales_of
 from fp4adam.optim.state_tensor import SCALES
 from fp4adam.optim.step_plan import StepPlan
 from fp4adam.tensors import backend, changes
+from fp4adam.tensors.retired import check_in_use
 
 _logger = logging.getLogger("fp4adam")
 
@@ -59,12 +62,15 @@ class Engine:
         overlaps_backward: Whether the step may overlap what the GPU does now; it does with
             offloaded states.
         on_host: Whether states may be on the host.
+        n_parts: The number of engines that share a step.
+        watch: Looks for NaN in masters.
     """
 
     measured: Measured | None = None
     is_part = False
     overlaps_backward = False
     on_host = False
+    n_parts = 1
 
     def __init__(
         self, parameters: Parameters, groups: Sequence[Group], states: dict[Tensor, State]
@@ -74,15 +80,17 @@ class Engine:
         self.states = states
         self.clip: dict[torch.device, Tensor] = {}
         self.plan: StepPlan | None = None
+        self.watch = NanWatch()
         self._grad_norm: GradNorm | None = None
         self._planned: tuple[list, list, list] = ([], [], [])
+        self._sharded: tuple[list[Tensor], list[Tensor]] = ([], [])
 
     def part(self, params: Iterable[Tensor]) -> "Engine":
         """An engine for some of the parameters: all members of a scale group, or none."""
         members = set(params)
         own = (Group(g, [p for p in group if p in members]) for g, group in self.groups)
         part = Engine(self.parameters, [group for group in own if group.params], self.states)
-        part.is_part = True
+        part.is_part, part.watch = True, self.watch
         return part
 
     @property
@@ -171,19 +179,33 @@ class Engine:
             captures: Whether a CUDA graph records the step; the plan has to fit then.
         """
         self.check_call()
+        if not captures:
+            self.settle_shards()
         try:
             if not (captures or self.has_fitting_plan()):
                 self._make_plan()
             self.plan.check_gradients()
+            self.check_clip()
         except Exception:
             self.drop_plan()
             raise
-        self.plan.run(self._take_clip(), *signals, captures)
+        self.plan.run(self.take_clip(), *signals, captures)
+        self.watch.look(self.plan.hiding, self.n_parts)
 
-    def _take_clip(self) -> dict[torch.device, Tensor]:
-        """The clipping coefficients, which hold for the gradients that they were made from."""
-        if self.clip and self.measured and not self.measured.holds(self.all_grads()):
+    def settle_shards(self) -> None:
+        """Quantize what has been written to shards that share scales; a collective call."""
+        params = self.params
+        if not _are_same(params, self._sharded[0]):
+            self._sharded = params, sharded_weights(params)
+        settle_written(self._sharded[1])
+
+    def check_clip(self) -> None:
+        """Drop the clipping coefficients if all gradients are new; raise if only some are."""
+        if self.clip and self.measured and not self.measured.are_current(self.all_grads()):
             self.clip = {}
+
+    def take_clip(self) -> dict[torch.device, Tensor]:
+        """The clipping coefficients, which hold for one step."""
         clip, self.clip, self.measured = self.clip, {}, None
         return clip
 
@@ -234,6 +256,7 @@ class Engine:
         if not self.is_part:
             self.parameters.keep_only(params)
         stepped, moving = self.check()
+        self.check_clip()
         pairs = [(group, p) for group, own in self.groups for p in own if scales_of(p) in stepped]
         members = [self.parameters[param] for _, param in pairs]
         stale, _ = find_stale(members, self.states)
@@ -287,7 +310,7 @@ class Engine:
                 if options.capturable and not _fits_kernels(local(param), grad):
                     checks.check_capturable(local(param), grad)
             else:
-                checks.check_in_use(param)
+                check_in_use(param)
         # A new amax changes every tensor that shares it, even those without a gradient.
         sharing: dict[Hashable, list[tuple[dict[str, Any], Tensor]]] = defaultdict(list)
         for group, own in self.groups:
@@ -330,6 +353,7 @@ class Engine:
     def reset_masters(self, params: Sequence[Tensor]) -> None:
         """Restart master weights from the current values of their parameters."""
         self.drop_plan()
+        settle_written(sharded_weights(params))
         new: dict[Parameter, State] = {}
         for member in [self.parameters[param] for param in params]:
             new[member] = {}

@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+import warnings
 from typing import Any, Literal
 
 from torch.optim.optimizer import ParamsT
@@ -13,6 +14,7 @@ from fp4adam.formats.scale_groups import (
     lists_of_members,
     resolve_scale_groups,
 )
+from fp4adam.interop.adapter import is_foreign
 from fp4adam.optim import checks
 from fp4adam.optim.fused_adam import FusedAdam, Option
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -100,6 +102,7 @@ class FP4Adam(FusedAdam):
             scale_groups = lists_of_members(scale_groups)
         self.scale_groups = scale_groups
         self._join_groups()
+        self._warn_of_plain_matrices()
 
     def _join_groups(self) -> None:
         if self.scale_groups is None:
@@ -121,6 +124,20 @@ class FP4Adam(FusedAdam):
         for group in groups:
             members = [quantized[i] for i in group]
             form_scale_group(members, [names[i] if names else f"parameter {i}" for i in group])
+
+    def _warn_of_plain_matrices(self) -> None:
+        """Warn if ``quantize_model`` seems to have been forgotten."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        # Those of adapters are plain beside a frozen base.
+        if QuantizedTensor.exists or any(is_foreign(local(param)) for param in params):
+            return
+        if any(param.dim() > 1 for param in params):
+            warnings.warn(
+                "FP4Adam has got no quantized weight, and trains all in high precision: call "
+                "quantize_model(model, ...) before you make the optimizer; FusedAdam is the same "
+                "for plain models",
+                stacklevel=3,
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "scale_groups": self.scale_groups}

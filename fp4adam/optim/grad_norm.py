@@ -256,18 +256,27 @@ class Measured:
         self._alive = [g if g is None else StorageWeakRef(g.untyped_storage()) for g in grads]
         self._known = [g if g is None else (g.data_ptr(), g._version) for g in grads]
 
-    def holds(self, grads: MaybeTensors) -> bool:
-        """Whether the coefficient belongs to the present gradients: not if all of them are new.
+    def are_current(self, grads: MaybeTensors) -> bool:
+        """Whether these are the gradients that were measured, and nobody has written them since.
 
-        Some may be: sharded gradients of other placements are redistributed at every reading.
+        Gradients that are missing by now, and parts without elements, say nothing.
+
+        Raises:
+            RuntimeError: If that is so for some of them only.
         """
         same = [
             known == (grad.data_ptr(), grad._version) and not alive.expired()
             for known, alive, grad in zip_longest(self._known, self._alive, grads)
-            # A part without rows has no memory to tell.
             if grad is not None and grad.numel()
         ]
-        return any(same) or not same
+        if any(same) and not all(same):
+            raise RuntimeError(
+                "gradients must not change between clip_grad_norm_() and step(), got "
+                f"{same.count(False)} of {len(same)} that have: the step would multiply all by the "
+                "coefficient of the old ones; call clip_grad_norm_() last, or zero_grad() to begin "
+                "anew"
+            )
+        return all(same)
 
 
 class _Tables:

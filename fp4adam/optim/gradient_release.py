@@ -104,6 +104,8 @@ class GradientRelease:
         if units.keys() != self._units.keys():
             engine.parameters.keep_only(params)
         self._units = units
+        for unit in units.values():
+            unit.engine.n_parts = len(units)
         for param in params:
             if not param.requires_grad:
                 continue

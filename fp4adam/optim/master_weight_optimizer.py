@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from fp4adam.distributed.cast import cast
 from fp4adam.distributed.dtensor import is_dtensor, like, local, part_for
+from fp4adam.distributed.shards import settle_written, sharded_weights
 from fp4adam.distributed.torch_patches import guard_zero
 from fp4adam.formats.scale_groups import ScaleGroup
 from fp4adam.interop.borrowed_tensor import ScaleWriteback
@@ -25,10 +26,12 @@ from fp4adam.optim import checks
 from fp4adam.optim import state_dict as saving
 from fp4adam.optim.adam import updates_params
 from fp4adam.optim.master_weights import adopt, find_stale
+from fp4adam.optim.nan_watch import NanWatch, hides_nan
 from fp4adam.optim.options import Options
 from fp4adam.optim.parameter import Parameter as Stepped
 from fp4adam.optim.parameter import Parameters
 from fp4adam.optim.te_layout import stored_state
+from fp4adam.tensors.retired import check_in_use
 
 _OF_GROUP = ("params", "param_names")
 
@@ -110,6 +113,7 @@ class MasterWeightOptimizer(Optimizer):
     def _set_up(self) -> None:
         name = type(self).__name__
         self._parameters = Parameters(Options(name, quantize_from=self.quantize_from))
+        self._watch = NanWatch()
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -283,7 +287,7 @@ class MasterWeightOptimizer(Optimizer):
         if param.grad is not None:
             checks.check_gradient(name, param, local(param.grad))
         else:
-            checks.check_in_use(param)
+            check_in_use(param)
         kept = local(master)
         is_same = (kept.shape, kept.device) == (local(param).shape, local(param).device)
         if view.has_master != (master is not param) or not is_same:
@@ -299,6 +303,7 @@ class MasterWeightOptimizer(Optimizer):
     def _restart(self, views: Mapping[Tensor, Stepped]) -> None:
         """Restart the masters of parameters that other code has written."""
         with torch._C.DisableTorchFunctionSubclass():
+            settle_written(sharded_weights(views))
             for view in self._left(views.values()):
                 local(self._stepped[view.owner]).copy_(view.value())
                 view.record()
@@ -366,6 +371,8 @@ class MasterWeightOptimizer(Optimizer):
             for view in {*stepped, *written}:
                 view.record()
             self._in_use |= params
+            pairs = zip(written, masters, strict=True)
+            self._watch.look([(v.param, lambda m=m: m) for v, m in pairs if hides_nan(v.param)])
 
     @torch.no_grad()
     def reset_master_weights(self, params: Iterable[Tensor] | None = None) -> None:
@@ -383,6 +390,7 @@ class MasterWeightOptimizer(Optimizer):
         params = [*self._stepped] if params is None else [*params]
         checks.check_known(params, self._stepped)
         with torch._C.DisableTorchFunctionSubclass():
+            settle_written(sharded_weights(params))
             views = [view for view in map(self._parameters.__getitem__, params) if view.has_master]
             for view in views:
                 local(self._stepped[view.owner]).copy_(view.value())

@@ -88,6 +88,7 @@ class OffloadedEngine(Engine):
     def step(self, signals: Signals, captures: bool = False) -> None:
         """Step part after part; what cannot be stepped is refused before the first."""
         self.check_call()
+        self.settle_shards()
         self._update_parts()
         active = []
         for part in self._parts:
@@ -102,8 +103,9 @@ class OffloadedEngine(Engine):
             for param, grad in zip(self.params, self.all_grads(), strict=True):
                 if grad is not None:
                     self._gpu(local(param).device)
+        self.check_clip()
         # Gone before the first part runs, so that an interrupt ends its validity.
-        clip = self._take_clip()
+        clip = self.take_clip()
         try:
             for part, _ in active:
                 part.clip = dict(clip)
@@ -140,6 +142,8 @@ class OffloadedEngine(Engine):
             part = old.get(chunk[0])
             is_current = part is not None and part.is_part_of(self, chunk)
             self._parts.append(part if is_current else self.part(chunk))
+        for part in self._parts:
+            part.n_parts = len(self._parts)
         self._known = known
 
     def _is_ready(self, part: Engine) -> bool:

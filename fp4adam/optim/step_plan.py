@@ -19,9 +19,10 @@ from torch import Tensor
 from fp4adam.distributed.dtensor import is_dtensor, local
 from fp4adam.interop.borrowed_tensor import ScaleWriteback, source_columns
 from fp4adam.optim.adam import Scalars, adam_scalars
-from fp4adam.optim.checks import check_capturable, check_gradient, check_in_use
+from fp4adam.optim.checks import check_capturable, check_gradient
 from fp4adam.optim.device_counter import DeviceCounter, hyper_groups
 from fp4adam.optim.launch_group import LaunchGroup, make_launches
+from fp4adam.optim.nan_watch import hides_nan
 from fp4adam.optim.options import Options
 from fp4adam.optim.parameter import Parameter, ReadGrad
 from fp4adam.optim.shared_amaxes import SharedAmaxes, quantized_after_step
@@ -31,6 +32,7 @@ from fp4adam.optim.update_bound import measured_ratio, ratio_after
 from fp4adam.tensors import backend, changes
 from fp4adam.tensors.fingerprint import Column, Fingerprint, are_laid_out_as
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.retired import check_in_use
 
 _local = attrgetter("_local_tensor")
 # How to read the tensors whose versions cover a quantized tensor, or a shard of one.
@@ -49,6 +51,10 @@ class StepPlan:
         structure: Everything else that the step depends on; see :meth:`fits`.
         read_grad: Returns a parameter's gradient, or None.
         options: The options of the optimizer.
+
+    Attributes:
+        members: The parameters that the step may update.
+        hiding: Those whose codes have no NaN, each with what returns its master.
 
     Raises:
         RuntimeError: If the optimizer is capturable and kernels cannot step a member.
@@ -98,6 +104,7 @@ class StepPlan:
         self._groups = [group for _, groups in self._parts for group in groups]
         launched = chain.from_iterable(group.members for group in self._groups)
         self.members = [*launched, *self._by_operators]
+        self.hiding = [(m.param, m.whole_value) for m in self.members if hides_nan(m.param)]
         self._scales_of_others: ScaleWriteback | None = None
         self._amaxes = SharedAmaxes(members, self._groups, read_grad)
         # Other ranks rely on these bounds, so they are measured again after any foreign write to

@@ -1,5 +1,8 @@
 """Chooses the implementation for a tensor: Triton kernels on a GPU, torch operators elsewhere."""
 
+import functools
+import warnings
+
 import torch
 from torch import Tensor
 
@@ -7,10 +10,68 @@ from torch import Tensor
 # core's cache, many enough to outweigh the cost of starting the operator.
 PER_THREAD = 2**18
 
+# What the kernels are compiled for.
+FIRST_CAPABILITY = (7, 5)
+
 
 def uses_kernels(device: torch.device) -> bool:
     """Whether tensors on ``device`` are handled by ``fp4adam.kernels`` (same bits either way)."""
-    return device.type == "cuda"
+    return device.type == "cuda" and _runs_kernels(device.index)
+
+
+@functools.lru_cache
+def _runs_kernels(index: int | None) -> bool:
+    """Whether kernels run on a GPU; warns once of what is missing."""
+    missing = why_no_kernels(index)
+    if missing is not None:
+        warnings.warn(
+            f"torch operators take the place of fp4adam's kernels, in many times their time: "
+            f"{missing}",
+            stacklevel=3,
+        )
+    return missing is None
+
+
+# All that torch.compiler.assume_constant_result does, which imports torch._dynamo first.
+_runs_kernels._dynamo_marked_constant = True
+
+
+def why_no_kernels(index: int | None) -> str | None:
+    """Why kernels cannot run on a device of torch's type "cuda", and what to do; None if they can.
+
+    ``index``: That of the device; None for the current one.
+    """
+    if torch.version.hip is not None:
+        return "they have assembly of NVIDIA GPUs, and this is torch for ROCm; nothing can be done"
+    capability = torch.cuda.get_device_capability(index)
+    if capability < FIRST_CAPABILITY:
+        first, found = (".".join(map(str, each)) for each in (FIRST_CAPABILITY, capability))
+        return f"they need compute capability {first}, and this GPU has {found}; take a newer one"
+    try:
+        import triton
+
+        # Compiles what talks to the driver, unless an earlier process has.
+        triton.runtime.driver.active.get_current_device()
+    except ImportError as error:
+        return (
+            f"they need Triton, which cannot be imported ({error}); pip install triton, on "
+            "Windows triton-windows"
+        )
+    except Exception as error:  # whatever a compiler or driver raises
+        return (
+            f"Triton cannot start ({error}); it needs a C compiler, such as gcc from the package "
+            "build-essential, or one that CC names"
+        )
+    return None
+
+
+def check_device(device: torch.device) -> None:
+    """Raise NotImplementedError for a device whose operators cannot give the right bits."""
+    if device.type == "mps":
+        raise NotImplementedError(
+            "quantized tensors must not be on mps, got one: its operators have no float64, in "
+            "which some sums and scalars are exact; use the CPU"
+        )
 
 
 def is_capturing() -> bool:

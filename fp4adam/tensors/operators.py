@@ -4,6 +4,7 @@ All other operators see the dequantized values; in-place ones are refused.
 """
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -265,14 +266,30 @@ def _copy_(func: Callable, out: Tensor, source: Tensor, non_blocking: bool = Fal
     value = source.pending_value() if isinstance(source, QuantizedTensor) else source
     if value is None:
         out._write(source, non_blocking)
-    elif not _reads_as(out, value):
-        expected = out._shared.rounded_master
-        is_expected = expected is not None and (expected.shape, *expected._window[1:]) == (
-            out.shape,
-            *out._window[1:],
-        )
-        out._write(expected if is_expected and _reads_as(expected, value) else source, non_blocking)
+    else:
+        if not _reads_as(out, value):
+            if out._shared.is_copy and not isinstance(out, torch.nn.Parameter):
+                _warn_of_averages(out)
+            expected = out._shared.rounded_master
+            is_expected = expected is not None and (expected.shape, *expected._window[1:]) == (
+                out.shape,
+                *out._window[1:],
+            )
+            is_expected = is_expected and _reads_as(expected, value)
+            out._write(expected if is_expected else source, non_blocking)
+        out.mark_unsettled()  # whatever happened here, other ranks may quantize their rows
     return out
+
+
+def _warn_of_averages(out: QuantizedTensor) -> None:
+    """Warn of values for a copied parameter that come as averages do, through ``detach()``."""
+    out._shared.is_copy = False  # once
+    warnings.warn(
+        f"values written to a copy of a model are rounded to {type(out).__name__} each time, so "
+        "that a moving average of weights stands still: call dequantize_model(copy) before you "
+        "average, or use torch.optim.swa_utils.AveragedModel, whose copy is plain",
+        stacklevel=2,
+    )
 
 
 def _reads_as(tensor: QuantizedTensor, value: Tensor) -> bool:

@@ -63,8 +63,10 @@ class QuantizedTensor(TensorNames, torch.Tensor):
 
     Attributes:
         quantizer: The :class:`Quantizer` that made it.
+        exists: Of the class: whether this process has made any quantized tensor.
     """
 
+    exists = False
     # One object for all tensors, since torch tells storages apart by identity.
     _no_storage = _NoStorage(0)
     _rowwise_data = _inner("rowwise_data")
@@ -100,6 +102,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         requires_grad: bool = False,
     ) -> None:
         self.quantizer = quantizer
+        QuantizedTensor.exists = True
         quantizer.register()
         is_shared = isinstance(storage, SharedStorage)
         self._shared = storage if is_shared else SharedStorage(storage)
@@ -222,6 +225,13 @@ class QuantizedTensor(TensorNames, torch.Tensor):
                 rows.replace_init_val(self, value, x if copied else None)
         shared.mark_written()
         torch.autograd.graph.increment_version(self)
+
+    def mark_unsettled(self) -> None:
+        """Note that other ranks may have written their shards, if that changes its scales."""
+        if self._shared.rows_share_scales:
+            self._shared.unsettled = True
+            self._shared.mark_written()
+            torch.autograd.graph.increment_version(self)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor; differentiable.
@@ -493,6 +503,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         memo[id(self)] = new
         new.__dict__ = copy.deepcopy(self.__dict__, memo)
         new._shared.init_val = copy.deepcopy(self._shared.init_val, memo)
+        new._shared.is_copy = True
         if self.grad is not None:
             new.grad = copy.deepcopy(self.grad, memo)
         return new

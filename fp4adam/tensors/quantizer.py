@@ -146,6 +146,7 @@ class Quantizer(QuantizerNames, Generic[T]):
 
     def zeros(self, rows: int, cols: int, device: torch.device | str | None = None) -> Storage:
         """New inner tensors for a [rows, cols] matrix, all zero."""
+        backend.check_device(torch.get_default_device() if device is None else torch.device(device))
         return Storage.of(
             {
                 name: torch.zeros(size, dtype=kind, device=device)

@@ -171,6 +171,7 @@ class SharedStorage:
         is_gathered: Whether FSDP2 has gathered the tensor; write to the shards then.
         name: The name of the parameter in its model, for error messages.
         scale_group: The ``ScaleGroup`` of the weights that share its amax, or None.
+        is_copy: Whether it is of a parameter that ``copy.deepcopy`` has made.
     """
 
     tensors: Storage
@@ -184,6 +185,7 @@ class SharedStorage:
     is_gathered: bool = False
     name: str | None = None
     scale_group: Any = None
+    is_copy: bool = False
     parallel: Any = None
 
     # pickle, copy.deepcopy and asynchronous checkpoints copy with these two methods; asynchronous
@@ -192,6 +194,7 @@ class SharedStorage:
     # that need them.
     def __getstate__(self) -> dict[str, Any]:
         kept = {"init_val": None, "rounded_master": None, "is_gathered": False, "parallel": None}
+        kept["is_copy"] = False
         inner = self.tensors.existing()
         if len({x.untyped_storage()._cdata for x in inner.values()}) < len(inner):
             # torch.save writes each untyped storage once, with a single dtype.

@@ -174,7 +174,7 @@ def test_experts_that_share_scales_are_refused(rows, recipe, layout, message, tm
             export_checkpoint(model, tmp_path / "out", layout)
         assert not (tmp_path / "out").exists()
     else:
-        with pytest.raises(ValueError, match=message):
+        with pytest.warns(UserWarning, match=message):
             make(recipe, rows=rows)
 
 

@@ -370,6 +370,41 @@ def test_configurations_that_are_refused(options, changes, match, tmp_path):
     assert_refused(quantized(CONFIG, **options), tmp_path, match, config={**CONFIG, **changes})
 
 
+ADVICE = {
+    "nvfp4": "computes with NVFP4 in llama, qwen3, .* its converter on layout 'compressed-tensors'",
+    "mxfp4": "its converter on layout 'mxfp4' for gpt-oss, else on .* export_masters writes",
+    "mxfp8": "its converter on the folder that export_masters writes, or for Float8Block on",
+    "float8block": "that export_masters writes, or for Float8Block on layout 'fp8'",
+}
+
+
+@pytest.mark.parametrize("recipe", ADVICE)
+@pytest.mark.parametrize(
+    "changes", [{"architectures": ["GemmaForCausalLM"]}, {"rope_parameters": {"type": "yarn"}}]
+)
+def test_advice_is_by_format(recipe, changes, tmp_path):
+    """llama.cpp answers NaN for NVFP4 in other graphs, and has no type for MXFP8."""
+    match = f"{ADVICE[recipe]}"
+    model = quantized(CONFIG, recipe)
+    assert_refused(model, tmp_path, match, config={**CONFIG, **changes})
+    if recipe != "nvfp4":
+        with pytest.raises(ValueError) as refused:
+            export_checkpoint(model, tmp_path, "gguf", config={**CONFIG, **changes})
+        assert "compressed-tensors" not in str(refused.value)
+
+
+@pytest.mark.filterwarnings("ignore:(sides of Float8Block weights|rows of q, k, gate):UserWarning")
+@pytest.mark.parametrize("recipe", ["mxfp8", "float8block"])
+def test_the_advice_for_float8block_is_taken_and_that_of_others_refused(recipe, tmp_path):
+    model = quantized(CONFIG, recipe)
+    if recipe == "float8block":
+        export_checkpoint(model, tmp_path, "fp8", config=CONFIG)
+        assert [*tmp_path.glob("*.safetensors")]
+    else:
+        with pytest.raises(ValueError, match="layout"):
+            export_checkpoint(model, tmp_path, "fp8", config=CONFIG)
+
+
 def test_models_that_are_refused(tmp_path):
     model = quantized(CONFIG)
     model.model.register_buffer("extra", torch.zeros(3))

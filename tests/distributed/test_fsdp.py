@@ -28,7 +28,7 @@ from fp4adam import (
     quantize_model,
 )
 from fp4adam.distributed import fsdp
-from fp4adam.distributed.dtensor import like, local
+from fp4adam.distributed.dtensor import like, local, part_for
 from fp4adam.distributed.fsdp import gather_codes
 from fp4adam.kernels import float8_block_step
 from fp4adam.tensors import backend
@@ -351,7 +351,7 @@ def clip_in_parallel(rank: int) -> None:
         if step == 3:
             grads[0][40, 3] = float("nan")
         for model in (whole, sharded, reference):
-            set_grads(model, grads)
+            set_grads(model, [grad.clone() for grad in grads])
         norm = optimizer.clip_grad_norm_(1.0, norm_type)
         assert torch.equal(norm, expected.clip_grad_norm_(1.0, norm_type)) or step == 3
         torch.testing.assert_close(
@@ -575,6 +575,8 @@ def count_collectives(rank: int) -> None:
     model = build(64, 32, "nvfp4")
     fully_shard(model, mesh=all_ranks())
     optimizer = FP4Adam(model.parameters())
+    model.unshard()  # as every forward pass does, which settles what was written before
+    model.reshard()
     for step in range(3):
         set_grads(model, fixed_grads(model, step))
         with CommDebugMode() as mode:
@@ -705,3 +707,46 @@ def compare_compiled_and_eager(rank: int) -> None:
 
 def test_compiled_layers():
     run(compare_compiled_and_eager, 2)
+
+
+def overwrite_in_parallel(rank: int, recipe: str, rows: int, reset: bool) -> None:
+    """The same overwrites of a whole model and of a sharded one, between steps."""
+    models = [build(rows, 32, recipe, torch.bfloat16) for _ in range(2)]
+    fully_shard(models[1], mesh=all_ranks())
+    optimizers = [FP4Adam(model.parameters(), **OPTIONS) for model in models]
+    for step in range(6):
+        params = [[*model.parameters()][step % 3] for model in models]
+        value = fixed_grads(models[0], 100 + step)[step % 3]
+        if reset and step > 2:
+            # One rank writes the values that it has, after which its masters would go on.
+            first = -(-len(value) // dist.get_world_size())
+            whole = params[0].detach()
+            whole = whole.dequantize() if isinstance(whole, QuantizedTensor) else whole
+            value[:first] = whole[:first]
+        for model, optimizer, param in zip(models, optimizers, params, strict=True):
+            with torch.no_grad():
+                param.copy_(like(param, part_for(param, value)) if model is models[1] else value)
+            if reset:
+                optimizer.reset_master_weights()
+            set_grads(model, fixed_grads(models[0], step))
+            optimizer.step()
+        assert_identical(gathered_bytes(models[1]), whole_bytes(models[0]))
+        for a, b in zip(optimizers[1].state.values(), optimizers[0].state.values(), strict=True):
+            assert_identical({n: full(x) for n, x in a.items()}, dict(b))
+    check_shards(models[1])
+
+
+@pytest.mark.parametrize(
+    "recipe, reset",
+    [
+        ("nvfp4", False),
+        ("nvfp4", True),
+        ("float8block", False),
+        *[
+            pytest.param(recipe, reset, marks=pytest.mark.exhaustive)
+            for recipe, reset in (("float8block", True), ("mxfp8", True), ("float8", False))
+        ],
+    ],
+)
+def test_overwritten_weights_have_the_bits_of_one_process(recipe, reset):
+    run(overwrite_in_parallel, 3, recipe, 64, reset)

@@ -706,3 +706,42 @@ def test_kernels_compile_to_exact_and_wide_code_without_spills(sm, forms):
             assert count(each, loads) > 0, name
             # Half the warps that a multiprocessor can hold keep enough bytes in flight.
             assert each["registers"] <= 64, name
+
+
+# Architectures on which kernels are compiled alone, and the shared memory that a program may have.
+SHARED_BYTES = {75: 64 * 1024, 80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024}
+# What ptxas spills there at most, in bytes per thread, written and read. Nothing on 7.5.
+A_LITTLE = {
+    "nvfp4 step square=True swizzled=True, recorded FP8 states, int8 masters": 24,
+    "mxfp8 step recorded FP8 states, int8 masters": 16,
+    "mxfp8 step swizzled=True FP8 states, int8 masters": 16,
+    "quantize vectors bf16 columnwise=True padded=True": 16,
+}
+SPILLED = dict.fromkeys((80, 86, 89), A_LITTLE)
+# One kernel of each kind, in the quick run.
+ONE_OF_EACH = r"adam bf16 with master$|(nvfp4|mxfp8) step .*swizzled=False$|float8 step$"
+
+
+@pytest.mark.parametrize(
+    "sm, forms",
+    [
+        (75, ONE_OF_EACH),
+        *(pytest.param(sm, LAUNCHED_MOST, marks=pytest.mark.exhaustive) for sm in SHARED_BYTES),
+    ],
+    ids=["75-one of each", *map(str, SHARED_BYTES)],
+)
+def test_kernels_compile_for_older_gpus(sm, forms):
+    pytest.importorskip("triton", reason="nothing can be compiled without Triton")
+    jobs = {name: each for name, each in kernel_jobs(sm).items() if re.match(forms, name)}
+    facts = compile_ahead_of_time([{**each, "sm": sm} for each in jobs.values()])
+    compiled = dict(zip(jobs, facts, strict=True))
+    spilled = {name: each["spilled_bytes"] for name, each in compiled.items()}
+    known = SPILLED.get(sm, {})
+    assert not {name: n for name, n in spilled.items() if n > known.get(name, 0)}
+    inexact = {
+        name: count(each, INEXACT.removeprefix("^fma|") if " adaptive " in name else INEXACT)
+        for name, each in compiled.items()
+    }
+    assert not any(inexact.values()), {name: n for name, n in inexact.items() if n}
+    shared = {name: each["shared_bytes"] for name, each in compiled.items()}
+    assert max(shared.values()) <= SHARED_BYTES[sm], shared

@@ -3,6 +3,9 @@
 import copy
 import gc
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -340,7 +343,7 @@ def test_nothing_changes_when_one_layer_cannot_be_quantized(spoil, error, match)
     spoil(model)
     params = list(model.parameters())
     with pytest.raises(error, match=match):
-        quantize_model(model, "nvfp4")
+        quantize_model(model, "nvfp4", lambda m, n: is_hidden_linear(m, n))
     assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
     # The message's cure.
     quantize_model(model, "nvfp4", lambda m, n: is_hidden_linear(m, n) and n != "blocks.1.down")
@@ -504,13 +507,14 @@ def test_no_hook_remains():
         nn_module._global_parameter_registration_hooks,
         nn_module._global_module_registration_hooks,
     )
+    before = [*map(dict, hooks)]
     with quantized_init("nvfp4"):
-        assert all(hooks)
+        assert all(len(now) > len(then) for now, then in zip(hooks, before, strict=True))
     with pytest.raises(KeyError), quantized_init("nvfp4"):
         raise KeyError
     with pytest.raises(ValueError), quantized_init("nvfp4", everything):
         model = Model()
-    assert not any(hooks)
+    assert [*map(dict, hooks)] == before
     assert not quantized_names(model) and not quantized_names(Model())
 
 
@@ -616,3 +620,107 @@ def test_models_on_the_meta_device():
 def test_memory_of_a_quantized_model_is_that_of_its_formats():
     model = quantize_model(nn.Linear(512, 512, bias=False), "nvfp4")
     assert model.weight.nbytes_stored < 0.26 * 4 * math.prod(model.weight.shape)
+
+
+# Starts that cannot train
+
+
+class Odd(nn.Module):
+    """A network for ten classes, whose head and first layer no format can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.hidden = nn.Linear(84, 250), nn.Linear(256, 256)
+        self.ten = nn.Linear(256, 10)
+
+
+def test_layers_that_do_not_fit_stay_with_one_warning():
+    model = Odd()
+    with pytest.warns(UserWarning, match="stay .*, 2: .* 'first': .*250.* 'ten': .*10, 256") as w:
+        quantize_model(model, "nvfp4")
+    assert len(w) == 1
+    assert quantized_names(model) == ["hidden.weight"]
+    with (
+        pytest.warns(UserWarning, match="cannot hold stay in high precision, 2"),
+        quantized_init("nvfp4"),
+    ):
+        model = Odd()
+    assert quantized_names(model) == ["hidden.weight"]
+
+
+def test_layers_that_a_filter_selects_have_to_fit():
+    model = Odd()
+    with pytest.raises(ValueError, match="layer 'first': .*250"):
+        quantize_model(model, "nvfp4", lambda module, name: True)
+    assert not quantized_names(model)
+
+
+@pytest.mark.parametrize(
+    "module", [nn.LSTM(64, 64), nn.MultiheadAttention(64, 8), nn.Conv2d(64, 64, 3)], ids=repr
+)
+def test_less_than_half_of_the_matrices_is_said(module):
+    model = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 32), module)
+    with pytest.warns(UserWarning, match="only .*% of the elements of matrices are quantized") as w:
+        quantize_model(model, "mxfp8")
+    assert len(w) == 1
+    model = nn.Sequential(nn.Linear(64, 32), module)
+    quantize_model(model, "mxfp8", lambda module, name: isinstance(module, nn.Linear))
+
+
+def test_embeddings_and_heads_do_not_count():
+    model = nn.ModuleDict({"wte": nn.Embedding(5000, 64), "lm_head": nn.Linear(64, 5000)})
+    model["tied"] = nn.Linear(64, 5000, bias=False)
+    model["tied"].weight = model["wte"].weight
+    model["up"] = nn.Linear(64, 64)
+    quantize_model(model, "mxfp8")
+    assert quantized_names(model) == ["up.weight"]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, FP4Adam])
+def test_optimizers_of_replaced_weights_are_refused(kind):
+    model = Model()
+    optimizer, other = (kind(model.parameters(), lr=0.1) for _ in range(2))
+    model(torch.arange(4)).sum().backward()
+    other.step()  # it has been looked at before
+    quantize_model(model, "nvfp4")
+    bias = model.blocks[0].down.bias.detach().clone()
+    for _ in range(2):
+        model(torch.arange(4)).sum().backward()
+        for each in (optimizer, other):
+            with pytest.raises(RuntimeError, match="must be those of the model, got one of shape"):
+                each.step()
+    assert torch.equal(model.blocks[0].down.bias, bias)
+    kind([p for p in model.parameters() if not isinstance(p, QuantizedTensor)], lr=0.1).step()
+
+
+def test_replaced_weights_that_something_else_trains_are_none_of_ours():
+    model = Model()
+    weight = model.blocks[0].up.weight
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    quantize_model(model, "nvfp4")
+    before = weight.detach().clone()
+    weight.square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(weight, before)
+
+
+FORGOTTEN = """
+import warnings, torch, fp4adam
+warnings.simplefilter("error", UserWarning)
+model = torch.nn.Linear(64, 64)
+fp4adam.FP4Adam([model.bias])
+fp4adam.FusedAdam(model.parameters())
+try:
+    fp4adam.FP4Adam(model.parameters())
+    raise SystemExit("nothing was said")
+except UserWarning as warning:
+    assert "no quantized weight" in str(warning)
+fp4adam.quantize_model(model, "nvfp4")
+fp4adam.FP4Adam(model.parameters())
+fp4adam.FP4Adam(torch.nn.Linear(64, 4).parameters())  # adapters beside a quantized base
+"""
+
+
+def test_a_model_that_nobody_has_quantized_is_said():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", FORGOTTEN], check=True, env=environment)

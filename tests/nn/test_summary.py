@@ -11,6 +11,9 @@ from torch import nn
 import fp4adam
 from fp4adam import FP4Adam, FusedAdam, Recipe, quantize_model, summary
 
+# A Conv1D and a stack of nobody knows what are most of the model.
+pytestmark = pytest.mark.filterwarnings("ignore:only .* of the elements of matrices:UserWarning")
+
 
 class Conv1D(nn.Module):
     """As transformers has it in GPT-2: a weight [in, out] that is no nn.Linear's."""

@@ -378,6 +378,23 @@ def test_clipping_holds_for_what_is_left_of_the_gradients(trained):
     assert_same_training(trained, twin)
 
 
+def test_clipping_is_refused_if_only_some_gradients_are_new(device):
+    optimizer = FP4Adam(make_params(device), lr=1e-2)
+    params = optimizer.param_groups[0]["params"]
+    set_grads(params, 4)
+    optimizer.clip_grad_norm_(1e-3)
+    params[1].grad.mul_(0.5)
+    before = [param.detach().clone() for param in params]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="must not change between .* got 1 of 4 that have"):
+            optimizer.step()
+    assert not optimizer.state
+    for param, value in zip(params, before, strict=True):
+        assert torch.equal(param.detach(), value)
+    optimizer.clip_grad_norm_(1e-3)
+    optimizer.step()
+
+
 @pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES)
 def test_steps_that_the_device_skips_are_not_counted(quantizer, device):
     """The state says so when it is asked; the training goes on as if they had not been."""

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 from torch.testing import assert_close
 
-from fp4adam import FP4Adam, Quantizer, quantize_model
+from fp4adam import FP4Adam, NVFP4Quantizer, Quantizer, quantize_model
 from helpers import (
     QUANTIZERS,
     RECIPES,
@@ -259,13 +259,15 @@ AVERAGES = {
 
 @every_recipe
 @pytest.mark.parametrize("average", AVERAGES.values(), ids=AVERAGES.keys())
+@pytest.mark.parametrize("before", [True, False])
 def test_average_in_high_precision_follows_the_quantized_weights(
-    quantizer: Quantizer, average: Callable[[], dict], device: str
+    quantizer: Quantizer, average: Callable[[], dict], before: bool, device: str
 ) -> None:
-    """The averaged model is built before quantization, so that nothing is rounded into it."""
+    """Nothing is rounded into it, whether it is built before quantization or after."""
     model = make_mlp(None, device)
-    averaged = AveragedModel(model, **average())
+    averaged = AveragedModel(model, **average()) if before else None
     quantize_model(model, quantizer)
+    averaged = averaged or AveragedModel(model, **average())
     optimizer = FP4Adam(model.parameters(), lr=3e-2)
     seen = []
     for seed in range(3):
@@ -295,7 +297,21 @@ def test_averaging_leaves_training_alone(quantizer: Quantizer, device: str) -> N
             mlp_loss(model, seed).backward()
             optimizer.step()
     assert_identical(*(snapshot(optimizer) for optimizer in optimizers))
-    assert len(quantized(averaged.parameters())) == 2
+    assert not quantized(averaged.parameters())
+
+
+def test_averages_in_copies_of_other_code_are_warned_of(device: str) -> None:
+    """As Lightning's StochasticWeightAveraging makes them; loading a copy is no average."""
+    model = make_mlp(NVFP4Quantizer(), device)
+    average = copy.deepcopy(model)
+    average.load_state_dict({n: torch.zeros(p.shape) for n, p in model.named_parameters()})
+    ours, others = (m[0].weight for m in (average, model))
+    with torch.no_grad():
+        ours.copy_(torch.zeros(ours.shape))
+        others.detach().copy_(random(tuple(others.shape), 0, device))
+        with pytest.warns(UserWarning, match="a moving average of weights stands still"):
+            ours.detach().copy_(ours.detach() * 0.9 + others.detach() * 0.1)
+        ours.detach().copy_(ours.detach() * 0.9 + others.detach() * 0.1)
 
 
 @every_recipe

@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import AdamW
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from fp4adam import FP4Adam, QuantizedTensor, quantize_model, use_plain_state_dict
 from fp4adam.optim.options import STATES
@@ -159,6 +160,9 @@ OVERWRITES: dict[str, Callable[[Tensor, int], object]] = {
         p, -0.1, 0.1, generator=torch.Generator(p.device).manual_seed(seed)
     ),
     "data =": _exchange_data,
+    "data = data + more, as merges do": lambda p, seed: setattr(
+        p, "data", value_of(p).to(p.dtype) + _values(p, seed).to(p.dtype)
+    ),
     "swap_tensors": lambda p, seed: torch.utils.swap_tensors(
         p, Parameter(_replaced(p, seed), p.requires_grad)
     ),
@@ -530,6 +534,51 @@ class Training(RuleBasedStateMachine):
                         expected[i] = None
             self.check_step(expected)
         release.remove()
+
+    @action(seed=seeds, index=indices)
+    def step_after_a_changed_gradient(self, seed: int, index: int) -> None:
+        """Some gradients are others than were clipped: the step refuses; once more is fine."""
+        self.grads(seed, set())
+        grads = [param.grad for param in self.params if param.grad is not None]
+        if len(grads) < 2 or self.clip(0.1) is None:
+            return
+        grads[index % len(grads)].mul_(0.5)
+        try:
+            self.optimizer.step()
+        except RuntimeError as error:
+            assert "gradients must not change between clip_grad_norm_() and step()" in str(error)
+        else:
+            raise AssertionError("a coefficient of other gradients was taken")
+        self.holds()
+        self.optimizer.zero_grad()
+        self.grads(seed, set())
+        expected = self.expected()
+        self.optimizer.step()
+        self.check_step(expected)
+
+    @action(seed=seeds)
+    def average(self, seed: int) -> None:
+        """An average of the model is in high precision, and leaves the training alone."""
+        averaged = AveragedModel(self.model, avg_fn=get_ema_avg_fn(0.5))
+        averaged.update_parameters(self.model)
+        self.may_look()
+        self.grads(seed, set())
+        expected = self.expected()
+        first = [value_of(param) for param in self.params]
+        self.optimizer.step()
+        self.check_step(expected)
+        averaged.update_parameters(self.model)
+        kept = dict(averaged.module.named_parameters())
+        of_model = {param: name for name, param in self.model.named_parameters()}
+        for param, before in zip(self.params, first, strict=True):
+            if param not in of_model:
+                continue
+            mean = kept[of_model[param]].detach()
+            assert type(mean) is Tensor
+            wide = value_of(param) * 0.5 + before * 0.5
+            step = 2**-7 if mean.dtype == torch.bfloat16 else 2**-10
+            wide, mean = wide.nan_to_num(0, 0, 0), mean.float().nan_to_num(0, 0, 0)
+            assert torch.allclose(mean, wide, rtol=step, atol=1e-3)
 
     @action(seed=seeds, index=indices)
     def refused_step(self, seed: int, index: int) -> None:

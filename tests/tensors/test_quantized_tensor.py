@@ -26,6 +26,7 @@ from fp4adam import (
     Quantizer,
     quantize_model,
 )
+from fp4adam.tensors import backend
 from fp4adam.tensors.quantizer import Operands
 from fp4adam.tensors.storage import Storage
 from helpers import assert_identical, stored, through_a_file
@@ -783,3 +784,25 @@ def test_hooks_run_on_gradients():
     param.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad[0, 0].item()))
     param.sum().backward()
     assert seen == [2.0]
+
+
+def test_data_must_have_the_shape_of_the_tensor():
+    tensor = NVFP4Quantizer().quantize(torch.ones(16, 32))
+    before = tensor.dequantize()
+    plain = torch.zeros(32, 16)
+    for other in (plain, torch.zeros(32), NVFP4Quantizer().quantize(plain)):
+        with pytest.raises(ValueError, match=r"data must have the shape of the tensor, \(16, 32\)"):
+            tensor.data = other
+    assert tensor.shape == (16, 32)
+    assert torch.equal(tensor.dequantize(), before)
+
+
+@pytest.mark.parametrize("shape", [(300, 70), (70, 300), (130, 16)])
+def test_codes_under_stored_scales_are_the_codes(shape, monkeypatch):
+    """Of partial blocks, in strips of one row of blocks."""
+    monkeypatch.setattr(backend, "PER_THREAD", 1)
+    quantizer = Float8BlockQuantizer(columnwise=False)
+    x = randn(shape, seed=3)
+    tensor = quantizer.quantize(x)
+    codes = quantizer.recode(x, tensor._shared.tensors)
+    assert torch.equal(codes, tensor.rowwise_data)

@@ -14,7 +14,7 @@ from fp4adam import (
     build_columnwise,
     quantize_model,
 )
-from fp4adam.tensors import backend
+from fp4adam.tensors import backend, rows
 from fp4adam.tensors.storage import Storage
 
 QUANTIZERS = {
@@ -249,3 +249,11 @@ def test_rows_in_parts_are_decoded_as_in_one(quantizer, blocks, path, gap, devic
     out.zero_()
     decode()
     assert torch.equal(out, tensor.dequantize(torch.bfloat16))
+
+
+def test_flat_shards_of_stacks_are_matrices_of_their_last_dimension():
+    """FSDP2 keeps shards flat; the stack has other sizes in its other dimensions."""
+    stack = MXFP8Quantizer().quantize(torch.ones(4, 32, 96))
+    shard = stack.new_zeros((2, 32, 96))
+    shard.copy_(stack[:2])
+    assert rows.matrix_shape(shard.view(-1)) == (64, 96)

@@ -1,0 +1,40 @@
+"""The table of exports in docs/serving.md is what transformers makes of them, and misreads warn."""
+
+import json
+import re
+from pathlib import Path
+
+import export_table
+import pytest
+import transformers
+from export_table import ARCHITECTURES, LAYOUTS, RECORD
+
+RECORDED = json.loads(RECORD.read_text())
+IN_QUICK_RUN = ("Llama", "GPT-2")
+WARNED = re.compile(
+    "leaves at random values|leaves the scales out|whose from_pretrained|fused layers are read"
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("recipe", "layout"), LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in IN_QUICK_RUN else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in ARCHITECTURES
+    ],
+)
+def test_cells_are_what_transformers_makes_of_the_files(name, recipe, layout):
+    if transformers.__version__ != RECORDED["transformers"]:
+        pytest.skip(f"the table is of transformers {RECORDED['transformers']}")
+    cell, said = export_table.measure(name, recipe, layout)
+    assert cell == RECORDED["cells"][name][f"{recipe}, {layout}"], said
+    if cell == "misread":
+        assert any(WARNED.search(text) for text in said), said
+
+
+def test_the_page_has_the_table():
+    page = Path(__file__).parents[2].joinpath("docs", "serving.md").read_text()
+    assert export_table.table(RECORDED["cells"]) in page
+    assert f"transformers {RECORDED['transformers']}" in page
