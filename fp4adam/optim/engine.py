@@ -248,7 +248,7 @@ class Engine:
     def drop_plan(self) -> None:
         """Plan the next step anew."""
         self.settle()
-        self.plan, self._planned = None, ([], [], [])
+        self.plan, self._planned = None, ([], [], [])  # which would keep parameters alive
 
     def _make_plan(self) -> None:
         self.drop_plan()

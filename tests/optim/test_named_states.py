@@ -4,9 +4,14 @@ import copy
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn import Parameter
 
-from fp4adam import FP4Adam, FusedAdam, NVFP4Quantizer
+from fp4adam import FP4Adam, FusedAdam, NVFP4Quantizer, quantize_model
 from helpers import (
     RECIPES,
     assert_bytes_are_of_masters,
@@ -330,6 +335,26 @@ def test_states_are_a_dictionary_to_others():
     assert set(state) == {"exp_avg", "master_param"} and params[1] not in states
     assert len(states[params[1]]) == 0 and params[1] in states  # made anew
     assert "exp_avg" in repr(states)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_checkpoints_of_torch_distributed_keep_the_count_of_a_group(flat):
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    pair = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = quantize_model(torch.nn.Linear(64, 64).bfloat16(), "nvfp4")
+        pair.append((model, FusedAdam(model.parameters(), lr=1e-2)))
+    (model, optimizer), (other, resumed) = pair
+    for seed in range(3):
+        step(optimizer, seed)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, resumed, saved, options=options)
+    assert resumed.param_groups[0]["step"] == 3
+    for each in (optimizer, resumed):
+        step(each, 3)
+    assert_same_training(optimizer, resumed)
 
 
 def test_states_that_megatron_allocates_are_taken():

@@ -834,7 +834,12 @@ class Training(RuleBasedStateMachine):
             for moments in before
         ]
         loaded = [Twin.of(self.optimizer, param).moments for param in self.params]
-        assert any(all(map(same_bits, loaded, whole)) for whole in (before, halved)), (
+        # The model has no moments where the only step was skipped; the optimizer has zeros.
+        expected = [
+            [moments or {n: torch.zeros_like(v) for n, v in own.items()} for moments, own in pairs]
+            for pairs in (zip(before, loaded, strict=True), zip(halved, loaded, strict=True))
+        ]
+        assert any(all(map(same_bits, loaded, whole)) for whole in expected), (
             "a part of a state was loaded"
         )
         for record, moments in zip(self.records, loaded, strict=True):
