@@ -76,7 +76,7 @@ MASKED_PARTS = {  # by two_dimensional and whether states are narrow
     (False, True): Tile(4, BLOCK, 32, 8, 1),
 }
 # Of masters with remainders, by masked.
-COMPLETED_PARTS = {False: Tile(16, BLOCK, 8, 8, 1), True: Tile(16, BLOCK, 8, 8, 1)}
+COMPLETED_PARTS = {False: Tile(16, BLOCK, 8, 8, 2), True: Tile(16, BLOCK, 8, 8, 1)}
 # Of blocks that ranks share.
 CUT_PART = Tile(16, BLOCK, 8, 8, 1)
 
@@ -594,7 +594,9 @@ def _adam_step_completed_kernel(
     """Adam and re-quantization of one 128x128 block of masters with remainders.
 
     Grid, tile and tables as for the square kernel; BC is 128. What needs an amax of all rows is
-    measured first, by an update that is not stored. The update is then repeated, from L2.
+    measured first, by an update that is not stored. The update is then repeated, from L2. Whole
+    square blocks are stored after that: until then all of their parts can be read, and prefetched,
+    which a barrier in the loop would prevent.
     """
     tensor, first_row, col = load_tile(tiles, 128)
     if not takes_part(table, tensor, found_inf_ptr):
@@ -608,6 +610,7 @@ def _adam_step_completed_kernel(
     changed = _flags(table, tensor, USAGE)
     SQUARE: tl.constexpr = USAGE.square
     PARTS: tl.constexpr = 128 // BR
+    STORES_LATER: tl.constexpr = SQUARE and not MASKED
     LANES: tl.constexpr = state_lanes(VARIANT)
     largest = tl.zeros((BC,), tl.float32)
     column_words = tl.zeros((PARTS, BR, BC // 4), tl.uint32)
@@ -634,8 +637,9 @@ def _adam_step_completed_kernel(
             table, tensor, pointers, rowwise_data, row, col, rows, cols, mask, constants, VARIANT,
             USAGE, True, BR, BC,
         )  # fmt: skip
-        # All codes and scales of the part are read before any is written.
-        tl.debug_barrier()
+        if not STORES_LATER:
+            # All codes and scales of the part are read before any is written.
+            tl.debug_barrier()
         if SQUARE:
             row_scale = scale
             factor = tl.div_rn(1.0, scale)
@@ -648,7 +652,7 @@ def _adam_step_completed_kernel(
             factor = tl.div_rn(1.0, row_scale)[:, None]
             row_scale = row_scale[:, None]
         code, value, column_words = _codes_and_values(
-            x * row_scale, i, column_words, MASKED, SQUARE and USAGE.columnwise, BR, BC
+            x * row_scale, i, column_words, MASKED, STORES_LATER, BR, BC
         )
         _, inverse = unit_of_one(factor, 8)
         remainder = split_off(master, value, factor, inverse, dither, 8)
@@ -658,13 +662,17 @@ def _adam_step_completed_kernel(
                 code, rowwise_data, columnwise_data, changed, row, col, rows, cols, mask,
                 True, SQUARE and USAGE.columnwise, BR, BC,
             )  # fmt: skip
-        else:
+        elif not SQUARE:
             _put_words(code, rowwise_data, changed, row, col, cols, BR, BC)
         if USAGE.columnwise and not SQUARE:
             column_words = _put_codes(
                 x * column_scale[None, :], column_words, i, rowwise_data, columnwise_data, None,
                 row, col, rows, cols, mask, False, True, BR, BC,
             )  # fmt: skip
+    if STORES_LATER:
+        tl.debug_barrier()
+        words = tl.reshape(column_words, (128, BC // 4))
+        _put_words(words, rowwise_data, changed, first_row, col, cols, 128, BC)
     if SQUARE:
         scale_ptr = pointer(table, tensor, ROWWISE_SCALE, tl.float32)
         scale_ptr += tile_start(first_row // 128, col // 128, tl.cdiv(cols, 128))

@@ -194,6 +194,7 @@ def nvfp4_tile(
     blocks, else the columnwise ones [BR / 16, BC]. With USAGE.columnwise the caller passes codes
     and scales to :func:`store_columnwise`; otherwise ignore them. Last come the int8 remainders
     that complete rowwise codes to ``master``, float32, rounded with ``dither``; or zeros.
+    Square blocks with masters are left to :func:`store_square`.
     """
     remainder = tl.zeros((BR, BC), tl.int8)
     if USAGE.square:
@@ -203,20 +204,8 @@ def nvfp4_tile(
         if master is not None:
             remainder = _remainder(master, dither, value, scale, amax, USAGE, BR, BC)
         words = pack_words(tl.reshape(code, (BR, BC)), 4, BR, BC)
-        grid = storage.rowwise_scale + tile_start(row // 16, col // 16, cols // 16)
-        grid += tile_offsets(cols // 16, BR // 16, BC // 16)
-        if USAGE.records:
-            differs = tl.broadcast_to(
-                (tl.load(grid) != scale)[:, None, :], (BR // 16, 16, BC // 16)
-            )
-            differs = tl.reshape(differs, (BR, BC // 16))
-            flag_units(storage.changed, row, col // 16, cols // 16, differs, 2)
-            data = storage.rowwise_data
-            flag_words(storage.changed, data, row, col // 8, cols // 8, words, 4)
-            tl.debug_barrier()  # warps may share bytes that others overwrite
-        tl.store(grid, scale)
-        if USAGE.rowwise:
-            store_words(storage.rowwise_data, row, col // 8, cols // 8, words, BR, BC // 8)
+        if master is None:
+            store_square(words, scale, row, col, cols, storage, USAGE, BR, BC)
     else:
         if USAGE.rowwise:
             blocks = tl.reshape(x, (BR, BC // 16, 16))
@@ -246,6 +235,32 @@ def nvfp4_tile(
                 block_amax = column_amax
             words = pack_words(tl.reshape(code, (BR, BC)), 4, BR, BC)
     return block_amax, words, scale, remainder
+
+
+@triton.jit
+def store_square(
+    words,
+    scale,
+    row,
+    col,
+    cols,
+    storage,
+    USAGE: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Store the rowwise codes of a tile [R, C] at (row, col), and the scales of its blocks."""
+    grid = storage.rowwise_scale + tile_start(row // 16, col // 16, cols // 16)
+    grid += tile_offsets(cols // 16, R // 16, C // 16)
+    if USAGE.records:
+        differs = tl.broadcast_to((tl.load(grid) != scale)[:, None, :], (R // 16, 16, C // 16))
+        differs = tl.reshape(differs, (R, C // 16))
+        flag_units(storage.changed, row, col // 16, cols // 16, differs, 2)
+        flag_words(storage.changed, storage.rowwise_data, row, col // 8, cols // 8, words, 4)
+        tl.debug_barrier()  # warps may share bytes that others overwrite
+    tl.store(grid, scale)
+    if USAGE.rowwise:
+        store_words(storage.rowwise_data, row, col // 8, cols // 8, words, R, C // 8)
 
 
 @triton.jit

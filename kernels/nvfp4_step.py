@@ -34,7 +34,13 @@ from fp4adam.kernels.launch.tensor_table import (
     takes_part,
     tile_start,
 )
-from fp4adam.kernels.nvfp4 import nvfp4_master, nvfp4_tile, store_columnwise, store_square_scales
+from fp4adam.kernels.nvfp4 import (
+    nvfp4_master,
+    nvfp4_tile,
+    store_columnwise,
+    store_square,
+    store_square_scales,
+)
 from fp4adam.kernels.tiles.bfloat16 import round_through
 from fp4adam.kernels.tiles.remainder import load_remainder, store_remainder
 from fp4adam.kernels.tiles.state import are_narrow, has_scales, load_scale_words, max_registers
@@ -103,16 +109,19 @@ def _adam_step_kernel(
     SCALE_ROWS: tl.constexpr = BR if USAGE.rowwise and not USAGE.square else BR // 16
     SCALE_COLS: tl.constexpr = BC if not (USAGE.rowwise or USAGE.square) else BC // 16
     largest = tl.zeros((SCALE_ROWS, SCALE_COLS), tl.float32)
+    # Square blocks that remainders complete are stored after the loop. Until then all of them can
+    # be read, and prefetched, which a barrier in the loop would prevent.
+    VALUE: tl.constexpr = VARIANT.value_codec
+    COMPLETES: tl.constexpr = VALUE == "int8"
+    STORES_LATER: tl.constexpr = COMPLETES and USAGE.square
     # The tiles of the loop are transposed together, because one alone gives rows of only 8 bytes.
-    column_words = tl.zeros((LOOP, BR, BC // 8), tl.uint32)
+    kept_words = tl.zeros((LOOP, BR, BC // 8), tl.uint32)
     # Scales that are stored after the loop; each byte of a word holds those of one tile.
-    KEEPS_SCALE: tl.constexpr = USAGE.swizzled if USAGE.square else USAGE.columnwise
+    KEEPS_SCALE: tl.constexpr = USAGE.swizzled or STORES_LATER if USAGE.square else USAGE.columnwise
     kept_scale = tl.zeros((BR // 16, BC // 16 if USAGE.square else BC), tl.uint32)
     storage = storage_pointers(table, tensor, tl.uint32, tl.uint8)
     gemm_scales = gemm_scale_pointers(table, tensor)
     first = tile_start(first_row, col, cols)
-    VALUE: tl.constexpr = VARIANT.value_codec
-    COMPLETES: tl.constexpr = VALUE == "int8"
     LANES: tl.constexpr = state_lanes(VARIANT)
     value_scales = load_scale_words(pointers.value_extra, first, cols, VALUE, LOOP, BR, BC)
     # Reduced over each thread's neighbours, which takes fewer registers.
@@ -128,8 +137,9 @@ def _adam_step_kernel(
             master = nvfp4_master(
                 storage, remainder, row, col, cols, stored_amax, USAGE, BR, BC, LANES
             )
-            # All codes and scales of the tile are read before any is written.
-            tl.debug_barrier()
+            if not STORES_LATER:
+                # All codes and scales of the tile are read before any is written.
+                tl.debug_barrier()
             master, dither, new_ratio = adam_master_tile(
                 pointers, start, target, cols, None, master, constants, VARIANT, True, BR, BC
             )
@@ -147,8 +157,8 @@ def _adam_step_kernel(
         if COMPLETES:
             store_remainder(pointers.value, target, cols, None, remainder, BR, BC, LANES)
         largest = tl.maximum(largest, block_amax)
-        if USAGE.columnwise:
-            column_words = insert_tile(column_words, words, i)
+        if USAGE.columnwise or STORES_LATER:
+            kept_words = insert_tile(kept_words, words, i)
         if KEEPS_SCALE:
             kept_scale |= scale.to(tl.uint32) << (8 * i)
         row += BR
@@ -159,10 +169,14 @@ def _adam_step_kernel(
     kept_scale = kept_scale[None, :, :] >> (8 * tl.arange(0, LOOP))[:, None, None]
     kept_scale = (kept_scale & 0xFF).to(tl.uint8)
     kept_scale = tl.reshape(kept_scale, (LOOP * BR // 16, kept_scale.shape[2]))
+    kept_words = tl.reshape(kept_words, (LOOP * BR, BC // 8))
+    if STORES_LATER:
+        tl.debug_barrier()
+        store_square(kept_words, kept_scale, first_row, col, cols, storage, USAGE, LOOP * BR, BC)
     if USAGE.columnwise:
         store_columnwise(
-            tl.reshape(column_words, (LOOP * BR, BC // 8)), kept_scale, first_row, col, rows,
-            storage, gemm_scales, USAGE, LOOP * BR, BC,
+            kept_words, kept_scale, first_row, col, rows, storage, gemm_scales, USAGE,
+            LOOP * BR, BC,
         )  # fmt: skip
     if USAGE.square and USAGE.swizzled:
         store_square_scales(

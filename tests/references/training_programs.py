@@ -821,6 +821,7 @@ class Training(RuleBasedStateMachine):
         self.asked(saved)
         for state in saved["state"].values():
             state["exp_avg"] = state["exp_avg"] * 0.5
+        # Zeros where the only steps so far have overflowed.
         before = [Twin.of(self.optimizer, param).moments for param in self.params]
 
         def load() -> None:
