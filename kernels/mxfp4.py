@@ -117,7 +117,8 @@ def _quantize_kernel(
     row, col = tile // tiles_per_row * BR, tile % tiles_per_row * BC
     x = to_float32(tl.load(x_ptr + tile_start(row, col, cols) + tile_offsets(cols, BR, BC)))
     words, _, scale = mxfp4_tile(x, ROUNDING, BR, BC)
-    store_tile(words, scale, row, col, cols, Storage(data, scales, None, None, None), BR, BC)
+    storage = Storage(data, scales, None, None, None)
+    store_tile(words, scale, row, col, cols, storage, False, BR, BC)
 
 
 @triton.jit
