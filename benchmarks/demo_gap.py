@@ -1,6 +1,6 @@
-"""Why a small model trained in a format ends behind FP32: the demo's runs with one change at a time.
+"""Why a small model ends behind in a format: the demo's runs with one change at a time.
 
-    python benchmarks/demo_gap.py --json demo_gap.json [--seeds 3] [--only TEXT[;TEXT]]
+    python benchmarks/demo_gap.py --json demo_gap.json [--seeds 3] [--only NAME[;NAME]]
 
 Every run of a case and a seed adds its losses to the file when it ends; runs that are in it are not
 repeated. Without options that say otherwise, the model, data and schedule are those of `make demo`
@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import torch
 from numerics import describe, release
-from torch import nn
 
 import fp4adam
 
@@ -41,7 +40,6 @@ class Case(NamedTuple):
         warmup: Times the demo's warm-up of a tenth.
         takes: Which of the layers that would be quantized are.
         moved: Starting weights are multiplied by 1 + this times normally distributed numbers.
-        rounded: Weights are rounded once after training, not in it.
     """
 
     name: str
@@ -137,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--json", type=Path, required=True, help="where results are, and go")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", default="", metavar="TEXT[;TEXT]", help="names that contain one")
+    parser.add_argument("--only", metavar="NAME[;NAME]", help="these cases alone")
     own, rest = parser.parse_known_args()
     args = parse_args(rest)
     content = {"about": describe(args), "runs": []}
@@ -146,7 +144,7 @@ def main() -> None:
     for seed in range(own.seeds):
         for case in CASES:
             is_there = any((r["name"], r["seed"]) == (case.name, seed) for r in content["runs"])
-            if is_there or not any(text in case.name for text in own.only.split(";")):
+            if is_there or (own.only and case.name not in own.only.split(";")):
                 continue
             release()
             row = measure(case, args, seed)
