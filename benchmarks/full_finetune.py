@@ -9,9 +9,7 @@ activations (``gradient_checkpointing_enable``). One that does not fit says so i
 """
 
 import argparse
-import gc
 import importlib
-import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 from provenance import about
-from report import Column, header_line, result_line, write_json
-from step import Clock, measured, stored_bytes
+from report import Column
+from step import Clock, measure_all, measure_steps, stored_bytes
 from torch import nn
 from torch.nn import Parameter
 
@@ -153,17 +151,8 @@ def measure(contestant: Contestant, args: argparse.Namespace, recompute: bool, r
         optimizer.step()
         optimizer.zero_grad()
 
-    step()
-    gc.collect()
+    row |= measure_steps(clock, step, args.repeats, before)
     row["state_B"] = sum(stored_bytes(optimizer.state[p]) for p in params) / count
-    if clock.cuda:
-        torch.cuda.synchronize()
-        row["steady_GiB"] = (torch.cuda.memory_allocated() - before) / 2**30
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        torch.cuda.synchronize()
-        row["peak_GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30
-    row["ms"] = statistics.median(clock.samples(step, args.repeats))
     row["tokens_per_second"] = tokens.numel() / row["ms"] * 1e3
 
 
@@ -197,20 +186,19 @@ def main() -> None:
     args = parse_args()
     names = ("shape", "sizes", "context", "batch", "repeats")
     settings = {name: getattr(args, name) for name in names}
-    run, rows = about(args.device) | {"settings": settings}, []
+    run = about(args.device) | {"settings": settings}
     print(f"{run['device']}, {run['date']}, {settings}\n")
-    print(header_line("", COLUMNS), flush=True)
-    for contestant in CONTESTANTS:
-        if not any(text in contestant.name for text in args.only or [""]):
-            continue
-        for recompute in (True, False):
-            if args.recompute not in ("both", "yes" if recompute else "no"):
-                continue
-            name = f"{contestant.name}{', recomputed' if recompute else ''}"
-            rows.append(measured({"name": name}, partial(measure, contestant, args, recompute)))
-            print(result_line(rows[-1], COLUMNS), flush=True)
-            if args.json:
-                write_json(args.json, run, rows)
+    members = (
+        (
+            f"{contestant.name}{', recomputed' if recompute else ''}",
+            partial(measure, contestant, args, recompute),
+        )
+        for contestant in CONTESTANTS
+        if any(text in contestant.name for text in args.only or [""])
+        for recompute in (True, False)
+        if args.recompute in ("both", "yes" if recompute else "no")
+    )
+    measure_all(members, COLUMNS, run, args.json)
 
 
 if __name__ == "__main__":

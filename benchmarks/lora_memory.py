@@ -8,9 +8,7 @@ row says so where it is missing. Memory is measured on a GPU only.
 """
 
 import argparse
-import gc
 import math
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from gpt_training import GPT, PRESETS, GPTConfig, gpt_config
 from provenance import about
-from report import Column, header_line, result_line, write_json
-from step import Clock, measured, stored_bytes
+from report import Column, versions_of
+from step import Clock, measure_all, measure_steps, stored_bytes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import allocate_workspaces
@@ -208,16 +206,7 @@ def measure(base: Base, args: argparse.Namespace, row: Row) -> None:
         optimizer.zero_grad()
         return loss.detach()
 
-    step()
-    gc.collect()
-    if clock.cuda:
-        torch.cuda.synchronize()
-        row["steady_GiB"] = (torch.cuda.memory_allocated() - before) / 2**30
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        torch.cuda.synchronize()
-        row["peak_GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30
-    row["ms"] = statistics.median(clock.samples(step, args.repeats))
+    row |= measure_steps(clock, step, args.repeats, before)
     row["loss"] = step().item()
 
 
@@ -246,17 +235,12 @@ def main() -> None:
     args = parse_args()
     names = ("size", "rank", "batch", "repeats", "checkpoint")
     settings = {name: getattr(args, name) for name in names} | vars(args.config)
-    run, rows = about(args.device) | {"settings": settings}, []
-    print(", ".join(f"{name} {version}" for name, version in run["versions"].items()))
+    run = about(args.device) | {"settings": settings}
+    print(versions_of(run))
     print(f"{run['device']}, {run['date']}, {args.size}, rank {args.rank}, batch {args.batch}\n")
-    print(header_line("", COLUMNS), flush=True)
     if args.device == "cuda":
         allocate_workspaces()
-    for base in BASES:
-        rows.append(measured({"name": base.name}, partial(measure, base, args)))
-        print(result_line(rows[-1], COLUMNS), flush=True)
-        if args.json:
-            write_json(args.json, run, rows)
+    measure_all(((b.name, partial(measure, b, args)) for b in BASES), COLUMNS, run, args.json)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from provenance import about
-from report import write_json
+from report import versions_of, write_json
 from step import Clock, copy_rate, reason
 from torch import Tensor
 from torch.nn import Parameter
@@ -255,7 +255,7 @@ def main() -> None:
     cuda = args.device == "cuda"
     rate = copy_rate(Clock(args.device), args.device, 1 if cuda else 64)
     run = about(args.device) | {"copy_TB_per_s": rate / 1e12}
-    print(", ".join(f"{name} {version}" for name, version in run["versions"].items()))
+    print(versions_of(run))
     print(f"{run['device']}, copies {run['copy_TB_per_s']:.3f} TB/s, {run['date']}")
     bench, rows = Bench(args.device, args.repeats, rate), []
     for measured in (dequantize_rows, operand_rows, layer_rows):

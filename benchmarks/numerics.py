@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from provenance import about
+from report import versions_of
 
 import fp4adam
 
@@ -222,7 +223,7 @@ def main() -> None:
     own, args = parse()
     own.out.parent.mkdir(parents=True, exist_ok=True)
     here = describe(args)
-    print(", ".join(f"{name} {version}" for name, version in here["versions"].items()))
+    print(versions_of(here))
     print(f"{here['device']}, {here['date']}, {args.steps} steps", flush=True)
     failed = []
     for contestant in CONTESTANTS:

@@ -12,7 +12,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from report import cells
+from report import cells, source
 
 Run = dict[str, Any]
 # The runs that all others are compared with; the noise is what the seed makes of the same run.
@@ -85,8 +85,7 @@ def markdown(runs: dict[str, Run]) -> str:
         f"{first['text_bytes'][0] / 1e6:.1f} MB and {first['text_bytes'][1] / 1e6:.1f} MB held out."
     )
     for about in {json.dumps(run["about"]): run["about"] for run in runs.values()}.values():
-        found = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-        lines.append(f"- {about['device']}, {found}, {about['date']}: `{about['command']}`")
+        lines.append(f"- {source(about)}")
     return "\n".join(lines)
 
 

@@ -59,6 +59,22 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 
 
+def versions_of(about: dict[str, Any]) -> str:
+    """What was measured and what ran it, as text."""
+    return ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+
+
+def source(about: dict[str, Any]) -> str:
+    """The last line below a table: on what, with which versions, when, by which command."""
+    return f"{about['device']}, {versions_of(about)}, {about['date']}: `{about['command']}`"
+
+
+def load_runs(path: Path) -> list[dict[str, Any]]:
+    """The runs of a file, each with ``about`` and ``results``; most programs write one."""
+    content = json.loads(path.read_text())
+    return content["runs"] if "runs" in content else [content]
+
+
 def written(row: Row, column: Column) -> str:
     """A value as text; a dash for what does not exist on the device."""
     return format(row[column.key], column.digits) if column.key in row else "-"
@@ -108,7 +124,6 @@ def write_plots(path: Path, about: dict[str, Any], rows: list[Row]) -> None:
     models = by_model([row for row in rows if "error" not in row])
     if not models:
         return
-    versions = about["versions"]
     heights = [len(members) + 2 for members in models.values()]
     for target, draw, label in (
         (path, _draw_times, "milliseconds per optimizer step"),
@@ -127,7 +142,7 @@ def write_plots(path: Path, about: dict[str, Any], rows: list[Row]) -> None:
             panel.set_title(f"{model}: {count:,.0f} M parameters", fontsize=9, loc="left")
         panels[-1].set_xlabel(label)
         panels[0].legend(fontsize=8)
-        title = f"{about['device']}, torch {versions['torch']}, {about['date']}"
+        title = f"{about['device']}, torch {about['versions']['torch']}, {about['date']}"
         figure.suptitle(title, fontsize=10)
         figure.savefig(target, dpi=150)
 
@@ -181,9 +196,8 @@ def markdown(about: dict[str, Any], rows: list[Row]) -> str:
             lines += table(f"{model}: {count}", columns, measured)
         lines += [f"\n{r['name']}: not measured ({r['error']})" for r in members if "error" in r]
         lines.append("")
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     lines.append(
-        f"{about['device']}, copies {about['copy_TB_per_s']:.2f} TB/s, {versions}, "
+        f"{about['device']}, copies {about['copy_TB_per_s']:.2f} TB/s, {versions_of(about)}, "
         f"{about['date']}: `{about['command']}`"
     )
     return "\n".join(lines)

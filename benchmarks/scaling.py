@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from gpt_training import PRESETS, Contestant, Training, build_model, gpt_config
 from provenance import about
-from report import header_line, result_line
+from report import header_line, result_line, versions_of
 from scaling_report import COLUMNS, add_run, exact_line
 from step import Clock, release
 from torch import Tensor
@@ -267,7 +267,7 @@ def main() -> None:
         be_deterministic()
     with process_group(args.device):
         run, rows = describe(args), []
-        print(", ".join(f"{name} {version}" for name, version in run["versions"].items()))
+        print(versions_of(run))
         print(f"{world_size()} x {run['device']}, {run['date']}")
         if not args.exact:
             print(f"\n{header_line(args.size, COLUMNS)}", flush=True)

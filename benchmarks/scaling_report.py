@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from report import Column, Row, cells, table
+from report import Column, Row, cells, load_runs, source, table
 
 COLUMNS = (
     Column("processes", "GPUs", "GPUs", "d"),
@@ -86,9 +86,7 @@ def markdown(runs: list[dict[str, Any]]) -> str:
             lines += [*make_table(kind), ""]
     for run in runs:
         about = run["about"]
-        found = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-        device = f"{about['processes']} x {about['device']}"
-        lines.append(f"- {device}, {found}, {about['date']}: `{about['command']}`")
+        lines.append(f"- {about['processes']} x {source(about)}")
     return "\n".join(lines)
 
 
@@ -97,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
     files = parser.parse_args().files
-    print(markdown([run for path in files for run in json.loads(path.read_text())["runs"]]))
+    print(markdown([run for path in files for run in load_runs(path)]))
 
 
 if __name__ == "__main__":

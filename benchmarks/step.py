@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,16 @@ from unittest import mock
 import torch
 from peers import CONTESTANTS, LARGE_LIST, MODELS, SHORT_LIST, Contestant, Shape, model_shapes
 from provenance import about
-from report import Row, header_line, result_line, write_csv, write_json, write_plots
+from report import (
+    Column,
+    Row,
+    header_line,
+    result_line,
+    versions_of,
+    write_csv,
+    write_json,
+    write_plots,
+)
 from torch import Tensor
 from torch.autograd.profiler_util import FunctionEvent
 from torch.nn import Parameter
@@ -224,6 +233,41 @@ def measured(row: Row, measure: Callable[[Row], None]) -> Row:
     return row
 
 
+def measure_steps(clock: Clock, step: Callable[[], Any], repeats: int, before: int) -> Row:
+    """GiB between training steps and at the peak of one, on a GPU alone, and milliseconds of one.
+
+    ``before``: Bytes that were allocated before there was a model.
+    """
+    row: Row = {}
+    step()
+    gc.collect()
+    if clock.cuda:
+        torch.cuda.synchronize()
+        row["steady_GiB"] = (torch.cuda.memory_allocated() - before) / 2**30
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
+        row["peak_GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+    row["ms"] = statistics.median(clock.samples(step, repeats))
+    return row
+
+
+def measure_all(
+    members: Iterable[tuple[str, Callable[[Row], None]]],
+    columns: tuple[Column, ...],
+    run: dict[str, Any],
+    path: Path | None,
+) -> None:
+    """Measure one after the other, print a line for each, and write all so far to ``path``."""
+    print(header_line("", columns), flush=True)
+    rows: list[Row] = []
+    for name, measure in members:
+        rows.append(measured({"name": name}, measure))
+        print(result_line(rows[-1], columns), flush=True)
+        if path:
+            write_json(path, run, rows)
+
+
 def parse_args() -> argparse.Namespace:
     """The command line; what depends on the device is filled in."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -269,7 +313,7 @@ def main() -> None:
     cuda = args.device == "cuda"
     rate = copy_rate(Clock(args.device), args.device, 1 if cuda else args.scale)
     run = about(args.device) | {"copy_TB_per_s": rate / 1e12}
-    print(", ".join(f"{name} {version}" for name, version in run["versions"].items()))
+    print(versions_of(run))
     print(f"{run['device']}, copies {run['copy_TB_per_s']:.3f} TB/s, {run['date']}")
     gc.freeze()  # so that release() need not look through all that was imported
     rows = []

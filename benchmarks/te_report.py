@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
+from report import Row, versions_of
 
 RECIPES = {
     "Float8Block": "Float8BlockScaling",
@@ -96,9 +96,10 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     file = json.loads(parser.parse_args().file.read_text())
     about, rows = file["about"], file["results"]
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     engine = about.get("transformer_engine")
-    print(f"{about['device']}, {versions}, Transformer Engine {engine}, {about['date']}\n")
+    print(
+        f"{about['device']}, {versions_of(about)}, Transformer Engine {engine}, {about['date']}\n"
+    )
     for table in (readme, from_te, summary):
         print("\n".join(table(rows)), end="\n\n")
 

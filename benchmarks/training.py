@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from gpt_training import PRESETS, Batch, Contestant, Training, build_model, gpt_config
 from kernel_kinds import KINDS, kind_of
 from provenance import about
-from report import header_line, result_line, write_json
-from step import Clock, gpu_events, measured, stored_bytes
+from report import versions_of
+from step import Clock, gpu_events, measure_all, stored_bytes
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from training_report import COLUMNS, title
 
@@ -212,21 +212,19 @@ def main() -> None:
     args = parse_args()
     names = ("size", "batch", "accumulate", "compile", "checkpoint", "repeats")
     settings = {name: getattr(args, name) for name in names} | vars(args.config)
-    run, rows = about(args.device) | {"settings": settings}, []
-    print(", ".join(f"{name} {version}" for name, version in run["versions"].items()))
+    run = about(args.device) | {"settings": settings}
+    print(versions_of(run))
     print(f"{run['device']}, {run['date']}, {title(settings)}\n")
-    print(header_line("", COLUMNS), flush=True)
     engine.load()
     gc.freeze()  # so that release() need not look through all that was imported
     if args.device == "cuda":
         allocate_workspaces()
-    for contestant in CONTESTANTS:
-        if not any(text in contestant.name for text in args.only or [""]):
-            continue
-        rows.append(measured({"name": contestant.name}, partial(measure, contestant, args)))
-        print(result_line(rows[-1], COLUMNS), flush=True)
-        if args.json:
-            write_json(args.json, run, rows)
+    members = (
+        (contestant.name, partial(measure, contestant, args))
+        for contestant in CONTESTANTS
+        if any(text in contestant.name for text in args.only or [""])
+    )
+    measure_all(members, COLUMNS, run, args.json)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,10 @@ prints Markdown, without a device and without torch.
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-from report import Column, Row, table
+from report import Column, Row, load_runs, source, table
 
 SPEED = (
     Column("ms", "ms", "training step, ms", ".1f"),
@@ -59,8 +58,7 @@ def markdown(about: dict[str, Any], rows: list[Row]) -> str:
         if any(column.key in row for row in measured for column in columns):
             lines += [*table(name + what, columns, measured), ""]
     lines += [f"- {row['name']}: not measured ({row['error']})" for row in rows if "error" in row]
-    found = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    lines.append(f"- {about['device']}, {found}, {about['date']}: `{about['command']}`")
+    lines.append(f"- {source(about)}")
     return "\n".join(lines)
 
 
@@ -69,8 +67,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
     for path in parser.parse_args().files:
-        content = json.loads(path.read_text())
-        print(markdown(content["about"], content["results"]), end="\n\n")
+        for run in load_runs(path):
+            print(markdown(run["about"], run["results"]), end="\n\n")
 
 
 if __name__ == "__main__":
