@@ -23,6 +23,7 @@ from report import Column, Row, header_line, result_line, table, write_json
 from step import Clock, copy_rate, count_launches, measured, step_bytes
 
 from fp4adam import FusedAdam
+from fp4adam.optim.te_layout import stored_state
 
 NARROW = dict(exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16)
 # Options of FusedAdam, and the dtype of its parameters.
@@ -97,7 +98,7 @@ def measure(
 
 def bits(optimizer: FusedAdam, params: list[torch.Tensor]) -> list[torch.Tensor]:
     """All bytes of parameters and states."""
-    states = [optimizer.state[param] for param in params]
+    states = [stored_state(optimizer.state[param]) for param in params]
     values = [state[name].reshape(-1) for state in states for name in sorted(state)]
     return [t.detach().cpu().view(torch.uint8) for t in [*(p.flatten() for p in params), *values]]
 

@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from traffic import Traffic
 
 from fp4adam import FP4Adam, FusedAdam, QuantizedTensor
+from fp4adam.optim.te_layout import stored_state
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -162,7 +163,7 @@ def train_exactly(contestant: Contestant, args: argparse.Namespace) -> Row:
     seeds = range(args.exact)
     losses = [training.step(training.crops(args.batch, seed)).item().hex() for seed in seeds]
     check_agreement(contestant.name, losses)
-    states = training.optimizer.state.values()
+    states = [*map(stored_state, training.optimizer.state.values())]
     digests = {
         name: digest(state[name] for state in states if name in state)
         for name in dict.fromkeys(name for state in states for name in state)

@@ -39,6 +39,8 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fp4adam.optim.te_layout import stored_state
+
 
 class Clock:
     """Times work on a device: events on a GPU, the wall clock on a CPU."""
@@ -117,7 +119,7 @@ def step_bytes(optimizer: Any, params: list[Parameter]) -> int:
     """Bytes that a step has to read and write, however it does it."""
     total = 0
     for param in params:
-        state = optimizer.state[param]
+        state = stored_state(optimizer.state[param])
         # Written only, where a master weight is what is updated.
         passes = 1 if "master_param" in state else 2
         grad_reads = getattr(optimizer, "grad_reads", 1)
