@@ -69,8 +69,13 @@ def hooked(
     register: Callable[..., Any], hook: Callable[..., Any], prepend: bool = True
 ) -> Iterator[None]:
     """Register a hook of torch.optim for the duration of a ``with`` block."""
+    hook.is_temporary = True
     handle = register(hook, prepend=prepend)
     try:
+        hooks = handle.hooks_dict_ref()
+        for key, other in [*hooks.items()]:
+            if other is not hook and hasattr(other, "is_temporary"):
+                del hooks[key]  # left behind by an interrupt
         yield
     finally:
         handle.remove()
