@@ -43,6 +43,8 @@ def why_no_kernels(index: int | None) -> str | None:
     """
     if torch.version.hip is not None:
         return "they have assembly of NVIDIA GPUs, and this is torch for ROCm; nothing can be done"
+    if not torch.cuda.is_available():
+        return None  # of fake tensors
     capability = torch.cuda.get_device_capability(index)
     if capability < FIRST_CAPABILITY:
         first, found = (".".join(map(str, each)) for each in (FIRST_CAPABILITY, capability))
