@@ -76,7 +76,7 @@ MASKED_PARTS = {  # by two_dimensional and whether states are narrow
     (False, True): Tile(4, BLOCK, 32, 8, 1),
 }
 # Of masters with remainders, by masked.
-COMPLETED_PARTS = {False: Tile(16, BLOCK, 8, 8, 2), True: Tile(16, BLOCK, 8, 8, 1)}
+COMPLETED_PARTS = {False: Tile(16, BLOCK, 8, 8, 2), True: Tile(8, BLOCK, 16, 8, 1)}
 # Of blocks that ranks share.
 CUT_PART = Tile(16, BLOCK, 8, 8, 1)
 

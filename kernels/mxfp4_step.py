@@ -88,6 +88,11 @@ def _adam_step_kernel(
     store_tile(words, scale, row, col, cols, storage, RECORDS, 32, BC)
 
 
+def step_registers(records: bool) -> int | None:
+    """The register limit; that of the hardware keeps ptxas from spilling what flags take."""
+    return 255 if records else None
+
+
 def adam_step(
     table: Tensor,
     scalars: Tensor,
@@ -107,6 +112,7 @@ def adam_step(
             (table, scalars, listed),
             dict(VARIANT=variant, ROUNDING=rounding, RECORDS=records, BC=tile.cols),
             num_warps=tile.num_warps,
+            maxnreg=step_registers(records),
         )
         for listed, tile in zip(tiles, (STEP_TILE, EDGE_TILE), strict=True)
     ]

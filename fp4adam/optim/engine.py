@@ -134,7 +134,7 @@ class Engine:
     def forget(self) -> None:
         """Drop the plan and its counts, and pending clipping, after states have been loaded."""
         self.plan, self.clip, self._grad_norm = None, {}, None
-        self._planned = [], [], []
+        self._planned, self._sharded = ([], [], []), ([], [])
 
     def placed(self, param: Tensor, state: State) -> State:
         """A state that has just been made, where states are kept."""
@@ -248,7 +248,8 @@ class Engine:
     def drop_plan(self) -> None:
         """Plan the next step anew."""
         self.settle()
-        self.plan, self._planned = None, ([], [], [])  # which would keep parameters alive
+        # Lists that would keep parameters alive.
+        self.plan, self._planned, self._sharded = None, ([], [], []), ([], [])
 
     def _make_plan(self) -> None:
         self.drop_plan()

@@ -167,6 +167,7 @@ class MoE(nn.Module):
         self.lm_head = nn.Linear(32, 8)
 
 
+@pytest.mark.filterwarnings("ignore:only .* of the elements of matrices are quantized")
 def test_stacked_experts_are_listed_as_not_quantized(tmp_path):
     listed = {
         "compressed-tensors": ("nvfp4", lambda config: config["ignore"]),

@@ -255,6 +255,7 @@ def step_jobs(codecs, sm):
                 TABLES,
                 {**options_now, "ROUNDING": 0x200000, "RECORDS": records, "BC": tile.cols},
                 num_warps=tile.num_warps,
+                maxnreg=mxfp4_step.step_registers(records),
             )
     for size, tile in (
         ("step", float8_step.STEP_TILE),
