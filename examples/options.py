@@ -358,6 +358,7 @@ def check_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
             with torch.device("meta"):
                 model = GPT(GPTConfig(1, args.heads, args.dim, args.context))
             if name in QUANTIZED:
-                fp4adam.quantize_model(model, recipe_of(args, name))
+                # With a filter, a layer that does not fit is an error.
+                fp4adam.quantize_model(model, recipe_of(args, name), fp4adam.is_hidden_linear)
     except ValueError as error:
         parser.error(str(error))

@@ -32,9 +32,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 import torch.nn.functional as F
-from gpt import GPT, GPTConfig
-from options import QUANTIZED, STATES, parse_args, recipe_of
-from report import (
+from comparison import (
     Result,
     peak_memory,
     print_table,
@@ -44,6 +42,8 @@ from report import (
     write_json,
     write_plot,
 )
+from gpt import GPT, GPTConfig
+from options import QUANTIZED, STATES, parse_args, recipe_of
 from stdlib_text import cut_batch, load_text
 from torch import Tensor, nn
 

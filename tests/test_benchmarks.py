@@ -35,14 +35,13 @@ TIMES = (
 
 
 def load(name):
-    """A program as a module; examples/, which other tests import from, has a report.py too."""
+    """A program as a module."""
     if str(BENCHMARKS) not in sys.path:
         sys.path.append(str(BENCHMARKS))
     spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-        patch.delitem(sys.modules, "report", raising=False)
         spec.loader.exec_module(module)
     return module
 

@@ -22,12 +22,12 @@ from helpers import assert_identical
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import comparison  # noqa: E402
 import expert_parallel  # noqa: E402
 import minimal  # noqa: E402
 import muon  # noqa: E402
 import options as command_line  # noqa: E402
 import qat  # noqa: E402
-import report  # noqa: E402
 import train_gpt  # noqa: E402
 from stdlib_text import cut_batch, load_text  # noqa: E402
 
@@ -377,12 +377,12 @@ QUANTIZED_RUN = made_up_run("nvfp4", "fp4adam", 0, 2.2, 1.0, 12.0, 4.0)
 def test_picture_shows_bytes_and_no_times_of_emulation():
     figures = pytest.importorskip("matplotlib.figure")
     axes = figures.Figure().subplots()
-    report._draw_costs(axes, [PLAIN_RUN, QUANTIZED_RUN])
+    comparison._draw_costs(axes, [PLAIN_RUN, QUANTIZED_RUN])
     bars = [(bar.get_x(), bar.get_width()) for bar in axes.patches]
     assert bars == [(0, 4), (0, 1), (4, 4), (1, 4), (8, 0), (5, 4), (8, 8), (9, 8)]
     assert [text.get_text() for text in axes.texts][-2:] == ["16.0 bytes", "17.0 bytes"]
     axes = figures.Figure().subplots()
-    report._draw_costs(axes, [{**PLAIN_RUN, "is_on_gpu": True}])
+    comparison._draw_costs(axes, [{**PLAIN_RUN, "is_on_gpu": True}])
     assert axes.texts[-1].get_text() == "16.0 bytes\n250 ms"
 
 
@@ -390,7 +390,7 @@ def test_picture_shows_ends_beside_what_another_seed_makes():
     figures = pytest.importorskip("matplotlib.figure")
     repeat = {**made_up_run("fp32", "adamw", 1, 1.75, 4.0, 8.0, 0.0)}
     axes = figures.Figure().subplots()
-    report._draw_ends(axes, [PLAIN_RUN, QUANTIZED_RUN, repeat])
+    comparison._draw_ends(axes, [PLAIN_RUN, QUANTIZED_RUN, repeat])
     (band,) = axes.patches
     assert (band.get_x(), band.get_width()) == (1.75, 0.5)
     assert [line.get_xdata()[0] for line in axes.lines] == [2.0, 2.1, 2.2]
@@ -398,7 +398,7 @@ def test_picture_shows_ends_beside_what_another_seed_makes():
     rounded = "the same, rounded to NVFP4 afterwards"
     assert names == ["AdamW, FP32 weights", rounded, "FP4Adam, NVFP4 weights"]
     axes = figures.Figure().subplots()
-    report._draw_ends(axes, [PLAIN_RUN, QUANTIZED_RUN])
+    comparison._draw_ends(axes, [PLAIN_RUN, QUANTIZED_RUN])
     assert not axes.patches
 
 
@@ -416,7 +416,7 @@ def test_terminals_show_the_time_that_is_left(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stderr", pipe := io.StringIO())
     run(tmp_path / "no_terminal", "--steps", 3)
     assert not pipe.getvalue()
-    monkeypatch.setattr(report, "tqdm", None)
+    monkeypatch.setattr(comparison, "tqdm", None)
     monkeypatch.setattr(sys, "stderr", without := Terminal())
     run(tmp_path / "no_tqdm", "--steps", 3)
     assert not without.getvalue()
