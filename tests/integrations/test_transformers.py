@@ -22,7 +22,7 @@ from fp4adam import FP4Adam, QuantizedTensor, quantize_model, summary, use_plain
 from helpers import assert_bytes_are_of_masters, assert_identical, quantized, snapshot
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-FRAMEWORKS, MONITORING = DOCS / "frameworks.md", DOCS / "monitoring.md"
+MODELS, MONITORING = DOCS / "models.md", DOCS / "monitoring.md"
 ARGUMENTS = dict(
     max_steps=6,
     save_steps=3,
@@ -101,9 +101,9 @@ def test_first_save_without_plain_state_dict_names_it(tmp_path, monkeypatch):
         train(tmp_path, bf16=False)
 
 
-@pytest.mark.skipif(not FRAMEWORKS.is_file(), reason="there is no docs/ beside this copy of tests/")
+@pytest.mark.skipif(not MODELS.is_file(), reason="there is no docs/ beside this copy of tests/")
 def test_gpt2_is_quantized_as_the_docs_say():
-    blocks = re.findall(r"^```python\n(.*?)^```", FRAMEWORKS.read_text(), re.M | re.S)
+    blocks = re.findall(r"^```python\n(.*?)^```", MODELS.read_text(), re.M | re.S)
     (block,) = (block for block in blocks if "Conv1D" in block)
     torch.manual_seed(0)
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=64)).eval()
