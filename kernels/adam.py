@@ -92,12 +92,13 @@ def lanes_of_states(variant: Variant) -> int:
 
     Where states take a byte each and gradients two, eight; else four, 16 bytes of FP32.
     """
-    codecs = variant.value_codec, variant.exp_avg_codec, variant.exp_avg_sq_codec
-    small = codecs == ("int8", "e4m3", "ue4m4") and variant.grad_dtype != tl.float32
-    return 8 if small and not variant.amsgrad else 4
+    # By position: Triton 3.6 hands a constexpr function a plain tuple.
+    grad_dtype, _, _, *codecs, _, amsgrad, _, _ = variant
+    small = tuple(codecs) == ("int8", "e4m3", "ue4m4") and grad_dtype != tl.float32
+    return 8 if small and not amsgrad else 4
 
 
-# For kernels alone: called on the host, Triton 3.6 makes a plain tuple of the variant.
+# For kernels alone.
 state_lanes = triton.constexpr_function(lanes_of_states)
 
 

@@ -82,15 +82,6 @@ CUT_PART = Tile(16, BLOCK, 8, 8, 1)
 
 
 @triton.jit
-def _flags(table, tensor, USAGE: tl.constexpr):
-    """Pointer to the flags of a tensor's units, or None if changes are not recorded."""
-    if USAGE.records:
-        return pointer(table, tensor, CHANGED, tl.uint8)
-    else:
-        return None
-
-
-@triton.jit
 def _put_words(words, data, changed, row, col, cols, BR: tl.constexpr, BC: tl.constexpr):
     """Store rowwise words of a part [BR, BC], and flag the units that change in ``changed``."""
     words_ptr = data.to(tl.pointer_type(tl.uint32))
@@ -227,7 +218,7 @@ def _adam_step_square_kernel(
     rowwise_data, columnwise_data, scale_ptr, stored_scale = _square_block(
         table, tensor, first_row, first_col, cols
     )
-    changed = _flags(table, tensor, USAGE)
+    changed = pointer(table, tensor, CHANGED, tl.uint8) if USAGE.records else None
     PARTS_PER_ROW: tl.constexpr = 128 // BC
     PARTS: tl.constexpr = (128 // BR) * PARTS_PER_ROW
     VALUE: tl.constexpr = VARIANT.value_codec
@@ -362,7 +353,7 @@ def _adam_step_odd_square_kernel(
     rowwise_data, columnwise_data, scale_ptr, stored_scale = _square_block(
         table, tensor, first_row, col, cols
     )
-    changed = _flags(table, tensor, USAGE)
+    changed = pointer(table, tensor, CHANGED, tl.uint8) if USAGE.records else None
     VALUE: tl.constexpr = VARIANT.value_codec
     # A column that is outside has no rows, so one comparison masks an element.
     offs, r = state_offsets(cols, BR, BC), tl.arange(0, BR)[:, None]
@@ -451,7 +442,7 @@ def _adam_step_vector_kernel(
     pointers = state_pointers(table, tensor, VARIANT)
     rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
     columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
-    changed = _flags(table, tensor, USAGE)
+    changed = pointer(table, tensor, CHANGED, tl.uint8) if USAGE.records else None
 
     PARTS: tl.constexpr = 128 // BR
     VALUE: tl.constexpr = VARIANT.value_codec
@@ -607,7 +598,7 @@ def _adam_step_completed_kernel(
     pointers = state_pointers(table, tensor, VARIANT)
     rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
     columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
-    changed = _flags(table, tensor, USAGE)
+    changed = pointer(table, tensor, CHANGED, tl.uint8) if USAGE.records else None
     SQUARE: tl.constexpr = USAGE.square
     PARTS: tl.constexpr = 128 // BR
     STORES_LATER: tl.constexpr = SQUARE and not MASKED

@@ -17,6 +17,7 @@ from master_reference import Twin
 from training_programs import KernelTraining, OffloadedTraining, OperatorTraining, Training
 
 
+@pytest.mark.filterwarnings("ignore:values written to a copy of a model are rounded")
 @pytest.mark.parametrize(
     ("machine", "programs", "length"),
     [

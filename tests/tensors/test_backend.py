@@ -19,6 +19,7 @@ def gpu(monkeypatch):
     driver = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0))
     triton = SimpleNamespace(runtime=SimpleNamespace(driver=driver))
     monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
     monkeypatch.setattr(torch.version, "hip", None)
     backend._runs_kernels.cache_clear()
