@@ -134,6 +134,7 @@ def peak_bytes(function: Callable[[], object]) -> int:
     return peak
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11
 def test_loading_takes_the_memory_of_the_states_and_of_one_weight() -> None:
     """To compare masters with their weights; not of all weights at a time."""
     numel, more = 128 * 256, []
