@@ -61,9 +61,10 @@ class FP4Adam(FusedAdam):
     Args:
         params: Parameters, (name, parameter) pairs or dicts of parameter groups; those of a model
             after ``quantize_model``.
-        args, options: Those of :class:`FusedAdam`; ``master_weights`` must stay True for quantized
-            parameters, and ``capturable`` False: capture forward and backward, and call ``step()``
-            outside of the CUDA graph. It writes weights in place, where the graph reads them.
+        *args: Those of :class:`FusedAdam`, by position.
+        **options: The same by name; ``master_weights`` must stay True for quantized parameters, and
+            ``capturable`` False: capture forward and backward, and call ``step()`` outside of the
+            CUDA graph. It writes weights in place, where the graph reads them.
         quantize_from: "master" quantizes the FP32 master itself; "param_dtype" rounds it to the
             parameter's nominal dtype first, as Megatron's distributed optimizer does.
         scale_groups: The NVFP4 or Float8 weights that share one amax, from the first step on: lists
