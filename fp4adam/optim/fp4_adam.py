@@ -134,9 +134,9 @@ class FP4Adam(FusedAdam):
             return
         if any(param.dim() > 1 for param in params):
             warnings.warn(
-                "FP4Adam has got no quantized weight, and trains all in high precision: call "
-                "quantize_model(model, ...) before you make the optimizer; FusedAdam is the same "
-                "for plain models",
+                "FP4Adam was given no quantized weights and trains everything in high precision; "
+                "call quantize_model(model, ...) before creating the optimizer, or ignore this "
+                "warning if that is intended",
                 stacklevel=3,
             )
 

@@ -62,9 +62,10 @@ def find_stale(
         return {}, {}
     known = {p: p.owns(states[p.owner]) for p in unsure}
     if all_ranks:
-        agreed = _agreed({p: owns is not False for p, owns in known.items()})
-        certain = _agreed({p: owns is True for p, owns in known.items()})
-        known = {p: certain[p] or (None if agreed[p] else False) for p in unsure}
+        said = {p: owns for p, owns in known.items() if p.completes}
+        agreed = _agreed({p: owns is not False for p, owns in said.items()})
+        certain = _agreed({p: owns is True for p, owns in said.items()})
+        known |= {p: certain[p] or (None if agreed[p] else False) for p in said}
     answers: dict[Parameter, bool] = {}
     quantized = []
     for p, owns in known.items():

@@ -183,7 +183,7 @@ def test_any_number_of_ranks_resumes_with_the_same_bits(hops, master_dtype, tmp_
 
 
 def transfers(saved: Pair, alone: Pair, case: tuple[Any, int, int]) -> Iterator[tuple[str, Pair]]:
-    """New models and optimizers that have got all that there is of ``saved``, or of its twin."""
+    """New models and optimizers, loaded with everything that ``saved`` or its twin holds."""
     options = {
         "local": StateDictOptions(),
         "offloaded": StateDictOptions(cpu_offload=True),
@@ -349,7 +349,7 @@ def save_plain(rank: int, path: Path) -> list[Any]:
 def plain_loads(
     path: Path, weights: dict[str, Tensor], states: dict[str, Any], case: Any, layout: str
 ) -> Iterator[tuple[str, bool, Pair]]:
-    """Quantized models with plain weights; whether the optimizer has got moments, too."""
+    """Quantized models loaded from plain weights, and whether moments were loaded as well."""
 
     def fresh() -> Pair:
         return make(case, layout, seed=1)

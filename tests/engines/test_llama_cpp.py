@@ -25,6 +25,9 @@ from fp4adam import dequantize_model, export_checkpoint
 VERSION = f"xllamacpp {importlib.metadata.version('xllamacpp')}"
 # The source of llama.cpp, with its converter: see the Makefile.
 SOURCE = os.environ.get("LLAMA_CPP", "")
+needs_source = pytest.mark.skipif(
+    not SOURCE, reason="needs llama.cpp's source; run make test-engines, or set LLAMA_CPP"
+)
 
 
 def serve(path: Path) -> tuple[Tensor, list[list[int]]]:
@@ -141,7 +144,7 @@ CONVERTED = [
 ]
 
 
-@pytest.mark.skipif(not SOURCE, reason="LLAMA_CPP must be the folder of llama.cpp's source")
+@needs_source
 @pytest.mark.parametrize(("weight_format", "layout"), CONVERTED)
 @pytest.mark.parametrize("name", models.CONFIGS)
 def test_its_converter_reads_other_layouts(name, weight_format, layout, tmp_path, record):
@@ -166,7 +169,7 @@ def test_its_converter_reads_other_layouts(name, weight_format, layout, tmp_path
     assert_serves(path, model, name, *kind, record=record)
 
 
-@pytest.mark.skipif(not SOURCE, reason="LLAMA_CPP must be the folder of llama.cpp's source")
+@needs_source
 def test_its_converter_reads_the_mxfp4_of_gpt_oss(tmp_path, record):
     model = models.trained(models.GPT_OSS, "mxfp4")
     export_checkpoint(model, tmp_path / "out", "mxfp4")
@@ -186,7 +189,7 @@ def test_its_converter_reads_the_mxfp4_of_gpt_oss(tmp_path, record):
     assert_serves(path, model, models.GPT_OSS, *kind, record=record)
 
 
-@pytest.mark.skipif(not SOURCE, reason="LLAMA_CPP must be the folder of llama.cpp's source")
+@needs_source
 def test_its_converter_refuses_mxfp4_of_other_models(tmp_path):
     """When this fails, docs/serving.md has to say more."""
     model = models.trained("Llama", "mxfp4")
@@ -195,7 +198,7 @@ def test_its_converter_refuses_mxfp4_of_other_models(tmp_path):
         convert(tmp_path / "out", tmp_path / "model.gguf")
 
 
-@pytest.mark.skipif(not SOURCE, reason="LLAMA_CPP must be the folder of llama.cpp's source")
+@needs_source
 def test_gpt_oss_is_served_with_the_values_of_training(tmp_path, record):
     model = models.trained(models.GPT_OSS, "nvfp4")
     dequantize_model(copy.deepcopy(model)).save_pretrained(tmp_path / "decoded")

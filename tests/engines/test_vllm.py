@@ -17,7 +17,9 @@ from fp4adam import export_checkpoint
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 
-pytestmark = pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON must be the Python that has vLLM")
+pytestmark = pytest.mark.skipif(
+    not PYTHON, reason="needs vLLM; run make test-engines, or set VLLM_PYTHON"
+)
 
 CASES = [
     ("nvfp4", "compressed-tensors"),

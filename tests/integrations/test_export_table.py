@@ -27,7 +27,8 @@ WARNED = re.compile(
 )
 def test_cells_are_what_transformers_makes_of_the_files(name, recipe, layout):
     if transformers.__version__ != RECORDED["transformers"]:
-        pytest.skip(f"the table is of transformers {RECORDED['transformers']}")
+        recorded, here = RECORDED["transformers"], transformers.__version__
+        pytest.skip(f"cells were recorded with transformers {recorded}, and this is {here}")
     cell, said = export_table.measure(name, recipe, layout)
     assert cell == RECORDED["cells"][name][f"{recipe}, {layout}"], said
     if cell == "misread":

@@ -19,7 +19,6 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.nn import Parameter
 from torch.optim import AdamW
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp4adam import FP4Adam, FusedAdam, QuantizedTensor, quantize_model
 from fp4adam.tensors import backend
@@ -36,6 +35,7 @@ from helpers import (
     take_steps,
     through_a_file,
 )
+from interrupts import InterruptOperators
 from master_reference import Twin, rounded, value_of
 
 NVFP4 = RECIPES["nvfp4"]
@@ -133,26 +133,12 @@ def key_of(optimizer: FP4Adam, param: Tensor) -> int:
     return next(i for i, other in enumerate(all_params(optimizer)) if other is param)
 
 
-class Interrupt(TorchDispatchMode):
-    """Raises KeyboardInterrupt at the operator number ``at``."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self.left = at
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.left -= 1
-        if self.left < 0:
-            raise KeyboardInterrupt
-        return func(*args, **(kwargs or {}))
-
-
 def operators_of(optimizer: FP4Adam) -> int:
     """How many operators a step runs that is like the one before."""
     twin = copy.deepcopy(optimizer)
     take_steps(twin, [5, 6])
     set_grads(all_params(twin), 7)
-    counter = Interrupt(10**9)
+    counter = InterruptOperators(10**9)
     with counter:
         twin.step()
     return 10**9 - counter.left
@@ -433,7 +419,7 @@ def through_an_interrupt(model: nn.Module, optimizer: FP4Adam) -> tuple[Any, FP4
     """In the middle, when some has been written."""
     middle = operators_of(optimizer) // 2
     set_grads(all_params(optimizer), 4)
-    with pytest.raises(KeyboardInterrupt), Interrupt(middle):
+    with pytest.raises(KeyboardInterrupt), InterruptOperators(middle):
         optimizer.step()
     return model, optimizer
 
@@ -693,7 +679,7 @@ def test_state_after_an_interrupt_can_be_loaded(at: int) -> None:
     """Of the first step as well, which makes the states."""
     optimizer = FP4Adam(make_net("cpu").parameters())
     set_grads(all_params(optimizer), 0)
-    with pytest.raises(KeyboardInterrupt), Interrupt(at):
+    with pytest.raises(KeyboardInterrupt), InterruptOperators(at):
         optimizer.step()
     resumed = FP4Adam(make_net("cpu").parameters())
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
