@@ -3,7 +3,7 @@
 # make test-all run all tests, with every variant and with programs in several processes
 # make test-integrations   those with Transformers, Accelerate, Lightning and torchtitan
 # make test-engines    those with llama.cpp and vLLM, which serve exports on the CPU
-# make mutants  change 600 lines, one at a time, and see that a test fails each time (hours)
+# make mutants  change lines, one at a time, and see that a test fails each time (hours)
 # make lint     check format, style, and that imports keep to the layers
 # make bench    time one optimizer step (on an NVIDIA GPU)
 # make docs     build the documentation to site/ (its search needs: python -m http.server -d site)

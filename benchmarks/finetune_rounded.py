@@ -1,13 +1,15 @@
 """Fine-tuning that starts from rounded weights, as checkpoints in FP8 and FP4 have them.
 
-    python benchmarks/finetune_rounded.py [--json FILE] [--lr X ...] [--seeds N] [--steps N]
+    python benchmarks/finetune_rounded.py [--json FILE] [--lr X ...] [--seeds N ...]
+        [--starts NAME ...] [--steps N]
 
 A small Llama learns the source code of the standard library in BF16, and is then fine-tuned on
 English: its documentation. Runs start from its BF16 weights or from these rounded to a format,
 which is all that a published checkpoint has; they train plain BF16 weights, or quantized ones with
 masters in FP32 or int8, all with FP4Adam. A row has the held-out loss on English before and after,
-and the share of values that have changed; a seed has its own model and its own batches. In the end
-it prints the means of what was gained over the seeds, and the largest distance from one.
+and the share of values that have changed; a seed has its own model and its own batches. The file is
+written after each row. In the end it prints the means of what was gained over the seeds, and the
+largest distance from one.
 """
 
 import argparse
@@ -18,7 +20,7 @@ import os
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import fp4adam
@@ -38,6 +41,7 @@ from provenance import about
 from stdlib_text import cut_batch, load_text
 
 BATCH, CONTEXT, HELD_OUT = 8, 64, 16
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default)
 # By name: the format, and whether the weights before rounding are known.
 STARTS = {
     "BF16": (None, True),
@@ -48,6 +52,17 @@ STARTS = {
     "MXFP4, unrounded known": ("mxfp4", True),
     "MXFP4": ("mxfp4", False),
 }
+
+
+class FP32Products(TorchDispatchMode):
+    """Products of BF16 matrices in FP32, rounded once: CPUs without BF16 units are faster so."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
+    ) -> Any:
+        if func in PRODUCTS and args[0].dtype == torch.bfloat16:
+            return func(*(x.float() for x in args)).bfloat16()
+        return func(*args, **kwargs or {})
 
 
 @functools.cache
@@ -110,13 +125,14 @@ def run(
     train(model, lr, text, steps, seed, master_weight_dtype=masters)
     row["after"] = evaluate(model, held_out)
     changed = [(a != b).sum().item() for a, b in zip(before, values(model), strict=True)]
-    row["values changed"] = sum(changed) / max(sum(x.numel() for x in before), 1) or None
+    row["values changed"] = sum(changed) / sum(x.numel() for x in before) if before else None
     return row
 
 
-def runs() -> Iterator[tuple[str, torch.dtype]]:
+def runs(starts: Iterable[str]) -> Iterator[tuple[str, torch.dtype]]:
     """What a run starts from, and the dtype of its masters."""
-    for start, (format, knows) in STARTS.items():
+    for start in starts:
+        format, knows = STARTS[start]
         yield start, torch.float32
         if format is not None and not knows and not start.startswith("BF16"):
             yield start, torch.int8
@@ -151,20 +167,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--pretrain", type=int, default=600, metavar="N")
     parser.add_argument("--steps", type=int, default=150, metavar="N")
-    parser.add_argument("--seeds", type=int, default=3, metavar="N")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N")
+    parser.add_argument("--starts", nargs="+", choices=STARTS, default=STARTS, metavar="NAME")
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-5, 1e-4, 1e-3], metavar="X")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     rows = []
-    for seed in range(args.seeds):
-        base = pretrained(seed, args.pretrain)
+    result = {**about("cpu"), "pretrain": args.pretrain, "steps": args.steps, "rows": rows}
+    with FP32Products():
+        bases = {seed: pretrained(seed, args.pretrain) for seed in args.seeds}
         for lr in args.lr:
-            for start, masters in runs():
-                rows.append(run(base, start, lr, masters, args.steps, seed))
-                print(rows[-1], flush=True)
-        if args.json:
-            result = {**about("cpu"), "pretrain": args.pretrain, "steps": args.steps}
-            args.json.write_text(json.dumps({**result, "rows": rows}, indent=1) + "\n")
+            for seed, base in bases.items():
+                for start, masters in runs(args.starts):
+                    rows.append(run(base, start, lr, masters, args.steps, seed))
+                    print(rows[-1], flush=True)
+                    if args.json:
+                        args.json.write_text(json.dumps(result, indent=1) + "\n")
     describe(rows)
 
 

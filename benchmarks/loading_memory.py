@@ -3,13 +3,14 @@
 glibc keeps freed memory for later, up to 32 MiB apart from what is in use. Here it gives it back at
 once (MALLOC_MMAP_THRESHOLD_), so that only what is in use counts.
 
-    python benchmarks/loading_memory.py [--json FILE] [--width N] [--layers N]
+    python benchmarks/loading_memory.py [--json FILE] [--size WIDTH LAYERS ...]
 
 Each way runs in a process of its own: into a model on the meta device, and into one that exists in
-BF16. Both give the same bytes. The weights of the model are as many matrices of one size.
+BF16. Both give the same bytes. The weights of a model are LAYERS matrices, WIDTH by WIDTH.
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -26,6 +27,7 @@ from torch import nn
 import fp4adam
 
 FORMATS = {"mxfp4": "compressed-tensors", "nvfp4": "compressed-tensors", "float8block": "fp8"}
+SIZES = ([2048, 16], [8192, 2])
 MIB = 2**20
 
 
@@ -43,7 +45,7 @@ def anonymous() -> int:
     raise OSError("/proc/self/status must have RssAnon")
 
 
-def load(args: Any, format: str, folder: str, device: str, answers: Any) -> None:
+def load(size: list[int], format: str, folder: str, device: str, answers: Any) -> None:
     """Measure one import; answers with the peak and the bytes of the quantized weights."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as small:  # what is imported on the first use
@@ -58,7 +60,7 @@ def load(args: Any, format: str, folder: str, device: str, answers: Any) -> None
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    model = build(args.width, args.layers, device)
+    model = build(*size, device)
     quantizer = {
         "mxfp4": fp4adam.MXFP4Quantizer(),
         "nvfp4": fp4adam.NVFP4Quantizer(columnwise=False),
@@ -73,31 +75,33 @@ def load(args: Any, format: str, folder: str, device: str, answers: Any) -> None
 def main() -> None:
     """Print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument(
+        "--size", type=int, nargs=2, action="append", metavar=("WIDTH", "LAYERS"), dest="sizes"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = "65536"
     context, rows = multiprocessing.get_context("spawn"), []  # which the processes read
-    one = args.width**2 * 2 / MIB  # a matrix in BF16
-    for format, layout in FORMATS.items():
+    for size, (format, layout) in itertools.product(args.sizes or SIZES, FORMATS.items()):
         with tempfile.TemporaryDirectory() as folder:
-            model = fp4adam.quantize_model(build(args.width, args.layers, "cpu"), format)
+            model = fp4adam.quantize_model(build(*size, "cpu"), format)
             fp4adam.export_checkpoint(model, folder, layout)
+            del model
             for device in ("meta", "cpu"):
                 answers = context.Queue()
-                given = args, format, folder, device, answers
-                process = context.Process(target=load, args=given)
+                process = context.Process(target=load, args=(size, format, folder, device, answers))
                 process.start()
-                peak, size = answers.get()
+                peak, quantized = answers.get()
                 process.join()
                 rows.append(
                     {
+                        "matrices": size[1],
+                        "width": size[0],
                         "format": format,
                         "model on": device,
-                        "quantized MiB": round(size / MIB, 1),
+                        "quantized MiB": round(quantized / MIB, 1),
                         "peak MiB": round(peak / MIB, 1),
-                        "one matrix in BF16, MiB": one,
+                        "one matrix in BF16, MiB": size[0] ** 2 * 2 / MIB,
                     }
                 )
                 print(rows[-1], flush=True)

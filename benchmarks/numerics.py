@@ -66,6 +66,7 @@ NVFP4_MATMULS, FOUR_OVER_SIX_MATMULS = (
 CONTESTANTS = (
     Contestant("BF16 + AdamW, seed 0", "fp32", "adamw"),
     Contestant("BF16 + AdamW, seed 1", "fp32", "adamw", seed=1),
+    Contestant("BF16 + AdamW, seed 2", "fp32", "adamw", seed=2),
     Contestant("MXFP8", "mxfp8"),
     Contestant("Float8Block", "float8block"),
     Contestant("NVFP4 2D", "nvfp4"),
@@ -86,6 +87,11 @@ CONTESTANTS = (
         Contestant(f"{name}, FP32 states, seed {seed}", name.lower(), seed=seed)
         for name in ("NVFP4", "MXFP8", "Float8Block")
         for seed in range(1, 3)
+    ),
+    *(
+        Contestant(f"{name}, no masters, seed {seed}", name.lower(), seed=seed, states="no-masters")
+        for name in ("MXFP8", "Float8Block")
+        for seed in range(3)
     ),
     # A loss below the reference is a warning: these tests are too short to converge.
     Contestant("NVFP4, FP32 states, 1.3 times the learning rate", "nvfp4", lr_factor=1.3),
@@ -175,7 +181,7 @@ def add_run(path: Path, row: dict[str, Any]) -> None:
 def describe(args: argparse.Namespace) -> dict[str, Any]:
     """On what was trained, with which settings."""
     names = ("size", "layers", "heads", "dim", "context", "batch", "accumulate", "steps", "lr")
-    names += ("schedule", "weight_decay", "clip", "states", "text", "compile", "device")
+    names += ("schedule", "weight_decay", "clip", "text", "compile", "device")
     return about(args.device) | {"settings": {name: getattr(args, name) for name in names}}
 
 
@@ -194,7 +200,7 @@ def parse() -> tuple[argparse.Namespace, argparse.Namespace]:
         type=lambda text: text.split(";"),
         default=[""],
         metavar="TEXT[;TEXT]",
-        help="only runs whose names contain one of these",
+        help="only runs whose names contain one of these, or equal it after a '='",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("numerics.json"), help="default: numerics.json"
@@ -227,7 +233,8 @@ def main() -> None:
     print(f"{here['device']}, {here['date']}, {args.steps} steps", flush=True)
     failed = []
     for contestant in CONTESTANTS:
-        if not any(text in contestant.name for text in own.only):
+        name = contestant.name
+        if not any(name == text[1:] if text[:1] == "=" else text in name for text in own.only):
             continue
         release()
         try:

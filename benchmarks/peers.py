@@ -33,6 +33,10 @@ FORMATS = {
     "Float8Block 1D": fp4adam.Float8BlockQuantizer(two_dimensional=False),
     "Float8": fp4adam.Float8Quantizer(),
     "Float8 delayed": fp4adam.Float8Quantizer(scaling="delayed"),
+    "MXFP8 2D": fp4adam.MXFP8Quantizer(two_dimensional=True),
+    "MXFP8 rowwise": fp4adam.MXFP8Quantizer(columnwise=False),
+    "MXFP4": fp4adam.MXFP4Quantizer(),
+    "Float8Block rowwise": fp4adam.Float8BlockQuantizer(columnwise=False),
     "NVFP4 4over6": fp4adam.NVFP4Quantizer(adaptive="mae"),
     "NVFP4 4over6 1D": fp4adam.NVFP4Quantizer(two_dimensional=False, adaptive="mae"),
 }
@@ -45,6 +49,7 @@ MULTIPLE = {
     fp4adam.NVFP4Quantizer: 16,
     fp4adam.Float8Quantizer: 16,
     fp4adam.MXFP8Quantizer: 32,
+    fp4adam.MXFP4Quantizer: 32,
 }
 
 # One layer of a GPT with hidden size 2048.
@@ -291,6 +296,9 @@ def _contestants() -> list[Contestant]:
         make = quantized(FP4Adam, FORMATS[name], **HYPER, states="8bit")
         multiple = max(32, _multiple(FORMATS[name]))
         result.append(Contestant(f"FP4Adam, {name}, {SMALLEST}", "fp4adam", make, multiple))
+    for name in ("MXFP8", "Float8Block"):
+        make = quantized(FP4Adam, FORMATS[name], **HYPER, states="8bit", master_weights=False)
+        result.append(Contestant(f"FP4Adam, {name}, {SMALLEST}, no masters", "fp4adam", make, 32))
     rowwise = dataclasses.replace(FORMATS["NVFP4"], columnwise=False)
     make = quantized(FP4Adam, rowwise, **HYPER, states="8bit")
     result.append(Contestant(f"FP4Adam, NVFP4 rowwise, {SMALLEST}", "fp4adam", make, 32))

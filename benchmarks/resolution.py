@@ -1,6 +1,7 @@
 """How small an update a master can take: many tiny steps of one weight, beside FP32 masters.
 
     python benchmarks/resolution.py [--steps 10000] [--relative 1e-6] [--noise 0] [--device cpu]
+        [--json FILE]
 
 Each element's gradient has a constant sign, with normal noise of --noise times its size added. Adam
 moves each by --relative of the rms weight per step. For each storage of the states it prints
@@ -10,9 +11,12 @@ moves each by --relative of the rms weight per step. For each storage of the sta
 """
 
 import argparse
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+from provenance import about
 
 import fp4adam
 
@@ -27,6 +31,7 @@ STATES: dict[str, dict[str, Any]] = {
     "int8 masters": {"master_weight_dtype": torch.int8},
     "16bit": {"states": "16bit"},
     "8bit": {"states": "8bit"},
+    "no masters": {"states": "8bit", "master_weights": False},
 }
 
 
@@ -44,7 +49,8 @@ def masters_after(args: argparse.Namespace, quantizer: fp4adam.Quantizer, **stat
         noise = torch.randn(SIZE, generator=generator) if args.noise else 0.0
         param.grad = (sign + args.noise * noise).to(args.device)
         optimizer.step()
-    return start, optimizer.state_dict()["state"][0]["master_param"].cpu()
+    state = optimizer.state_dict()["state"][0]
+    return start, state.get("master_param", param.detach().dequantize(torch.float32)).cpu()
 
 
 def main() -> None:
@@ -55,11 +61,15 @@ def main() -> None:
     parser.add_argument("--noise", type=float, default=0.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--formats", type=lambda text: text.split(","), default=[*QUANTIZERS])
+    parser.add_argument("--json", type=Path, help="rows are added to those in this file")
     args = parser.parse_args()
+    rows = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
     print(f"{'':28}{'moved / wanted':>16}{'deviation, %':>16}")
     for name in args.formats:
         expected = None
         for states, options in STATES.items():
+            if states == "no masters" and name == "nvfp4":
+                continue
             start, after = masters_after(args, QUANTIZERS[name], **options)
             expected = after if expected is None else expected
             wanted = expected - start
@@ -67,6 +77,13 @@ def main() -> None:
             moved = ((after - start) * wanted).sum() / wanted.square().sum()
             deviation = (after - expected).square().mean().sqrt() / RMS * 100
             print(f"{name + ', ' + states:28}{moved:16.4f}{deviation:16.3f}", flush=True)
+            row = dict(format=name, states=states, steps=args.steps, relative=args.relative)
+            row |= dict(noise=args.noise, moved=moved.item(), deviation=deviation.item())
+            rows.append(row)
+            if args.json:
+                args.json.write_text(
+                    json.dumps(about(args.device) | {"rows": rows}, indent=1) + "\n"
+                )
 
 
 if __name__ == "__main__":

@@ -63,6 +63,40 @@ MASKED_TILES = [
     Tile(4, 128, 32, 4, 4),
 ]
 EDGE_WARPS = [1, 2, 4]
+# Of masters in int8, which the step completes: tiles, and the most registers of a thread.
+COMPLETED_NVFP4 = [
+    (Tile(16, 64, 4, 2, 4), 255),
+    (Tile(16, 64, 4, 2, 3), 255),
+    (Tile(16, 64, 4, 2, 2), 255),
+    (Tile(16, 64, 4, 2, 4), 168),
+    (Tile(16, 64, 4, 4, 4), 168),
+    (Tile(16, 64, 4, 4, 3), 168),
+    (Tile(16, 64, 4, 4, 3), 128),
+    (Tile(16, 64, 8, 2, 4), 255),
+    (Tile(16, 128, 4, 4, 3), 255),
+    (Tile(16, 128, 4, 4, 2), 168),
+]
+# Each with the columns of a part between.
+COMPLETED_MXFP8 = [
+    (Tile(32, 256, 1, 4, 3), 64, None),
+    (Tile(32, 256, 1, 4, 3), 64, 255),
+    (Tile(32, 256, 1, 4, 2), 64, 168),
+    (Tile(32, 256, 1, 4, 3), 32, 128),
+    (Tile(32, 256, 1, 8, 3), 64, 128),
+    (Tile(32, 256, 1, 8, 2), 128, 128),
+    (Tile(32, 512, 1, 8, 2), 128, 128),
+    (Tile(32, 256, 1, 4, 1), 64, 168),
+]
+COMPLETED_FLOAT8_BLOCK = [
+    (Tile(16, 128, 8, 8, 2), 255),
+    (Tile(16, 128, 8, 8, 1), 255),
+    (Tile(16, 128, 8, 8, 3), 255),
+    (Tile(8, 128, 16, 8, 2), 255),
+    (Tile(32, 128, 4, 8, 1), 255),
+    (Tile(32, 128, 4, 8, 2), 255),
+    (Tile(32, 128, 4, 16, 1), 128),
+    (Tile(32, 128, 4, 16, 2), 128),
+]
 BLOCKS = [512, 1024]
 
 
@@ -88,6 +122,28 @@ def put_float8_block(two_dimensional: bool, masked: bool = False) -> Callable[[T
         parts[two_dimensional, False] = tile
 
     return put
+
+
+def put_completed_nvfp4(tile_and_registers: tuple[Tile, int]) -> None:
+    """Give NVFP4's masters in int8 this tile, and a thread so many registers."""
+    tile, registers = tile_and_registers
+    edge = nvfp4_step.EDGE_TILE[True]
+    nvfp4_step.step_forms = lambda *_: (tile, edge)
+    nvfp4_step.step_registers = lambda *_: (registers, 255)
+
+
+def put_completed_mxfp8(candidate: tuple[Tile, int, int | None]) -> None:
+    """Give MXFP8's masters in int8 this tile, its part, and a thread so many registers."""
+    mxfp8_step.STEP_TILE, part, registers = candidate
+    mxfp8_step.step_part = lambda *_: part
+    mxfp8_step.step_registers = lambda *_: registers
+
+
+def put_completed_float8_block(tile_and_registers: tuple[Tile, int]) -> None:
+    """Give Float8Block's masters in int8 these parts, and a thread so many registers."""
+    tile, registers = tile_and_registers
+    float8_block_step.decoded_part = lambda *_: tile
+    float8_block_step.max_registers = lambda *_: registers
 
 
 def put_edge_warps(warps: int) -> None:
@@ -120,6 +176,18 @@ CASES = {
     "BF16 moments": Case("FP4Adam, NVFP4, BF16 moments", "gpt", NVFP4_TILES, put_nvfp4(True)),
     "FP8 moments": Case("FP4Adam, NVFP4, FP8 moments", "gpt", NVFP4_TILES, put_nvfp4(True)),
     "FP8 moments, FP16 masters": Case(NARROW, "gpt", NVFP4_TILES, put_nvfp4(True)),
+    "NVFP4, 8-bit": Case(
+        "FP4Adam, NVFP4, 8-bit states", "gpt", COMPLETED_NVFP4, put_completed_nvfp4
+    ),
+    "MXFP8, 8-bit": Case(
+        "FP4Adam, MXFP8, 8-bit states", "gpt", COMPLETED_MXFP8, put_completed_mxfp8
+    ),
+    "Float8Block, 8-bit": Case(
+        "FP4Adam, Float8Block, 8-bit states",
+        "gpt",
+        COMPLETED_FLOAT8_BLOCK,
+        put_completed_float8_block,
+    ),
     "plain": Case("FusedAdam, BF16 + FP32 masters", "gpt", BLOCKS, put_block),
     "plain, BF16 moments": Case(
         "FusedAdam, BF16 + FP32 masters, BF16 moments", "gpt", BLOCKS, put_block
@@ -134,13 +202,16 @@ CASES = {
 }
 
 
-def timings(name: str, layers: int, rate: float) -> Iterator[tuple[float, float, Any]]:
+def timings(
+    name: str, layers: int, rate: float, only: int | None
+) -> Iterator[tuple[float, float, Any]]:
     """Share of the copy rate, milliseconds and candidate, for every candidate that compiles."""
     case = CASES[name]
     (contestant,) = (c for c in CONTESTANTS if c.name == case.optimizer)
     shapes = model_shapes(case.model, layers, multiple=contestant.multiple)
     print(f"{name}: {sum(math.prod(shape) for shape in shapes) / 1e6:.0f} M parameters")
-    for candidate in case.candidates:
+    candidates = case.candidates if only is None else case.candidates[only : only + 1]
+    for candidate in candidates:
         case.put(candidate)
         optimizer, params = contestant.make(shapes, "cuda")
         try:
@@ -158,10 +229,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE")
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--only", type=int, help="which candidate, by number; all if not given")
     args = parser.parse_args()
     rate = copy_rate(Clock("cuda"), "cuda")
     for name in args.cases:
-        for share, ms, candidate in sorted(timings(name, args.layers, rate), reverse=True):
+        for share, ms, candidate in sorted(
+            timings(name, args.layers, rate, args.only), key=lambda timing: timing[1]
+        ):
             print(f"{name:26s} {share:.3f} of copy  {ms:7.3f} ms  {candidate}", flush=True)
 
 

@@ -31,12 +31,7 @@ from transformers import (
 
 import fp4adam
 
-# One direction of each weight: matmuls decode it, so the other would only be stored.
-FORMATS = {
-    "nvfp4": fp4adam.NVFP4Quantizer(columnwise=False),
-    "mxfp8": fp4adam.MXFP8Quantizer(columnwise=False),
-    "float8block": fp4adam.Float8BlockQuantizer(columnwise=False),
-}
+FORMATS = ("nvfp4", "mxfp8", "float8block")
 CHECKPOINT = "checkpoint.pt"
 
 
@@ -98,7 +93,7 @@ def build(args: argparse.Namespace) -> PreTrainedModel:
         torch.manual_seed(0)
         config = AutoConfig.from_pretrained(args.config) if args.config else small_config()
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model = fp4adam.quantize_model(model.to(args.device), FORMATS[args.format])
+    model = fp4adam.quantize_model(model.to(args.device), args.format)
     model.config.use_cache = False
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()

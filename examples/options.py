@@ -26,7 +26,11 @@ STATES: dict[str, dict[str, Any]] = {
         ("fp8", torch.float8_e4m3fn),
     )
 }
-STATES |= {"16bit": {"states": "16bit"}, "8bit": {"states": "8bit"}}
+STATES |= {
+    "16bit": {"states": "16bit"},
+    "8bit": {"states": "8bit"},
+    "no-masters": {"states": "8bit", "master_weights": False},
+}
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": dict(layers=4, heads=4, dim=128, context=128, batch=16, steps=240, lr=2e-3),
     "small": dict(layers=6, heads=10, dim=640, context=512, batch=64, steps=1000, lr=1.2e-3),
@@ -199,10 +203,10 @@ def build_parser() -> argparse.ArgumentParser:
     how("--lr", type=positive_number, metavar="X", help="highest learning rate")
     how(
         "--schedule",
-        choices=("cosine", "wsd"),
+        choices=("cosine", "wsd", "constant"),
         default="cosine",
-        help="after a warm-up of 10 %%: cosine to a tenth, or constant with a linear end over the "
-        "last 20 %% (default: cosine)",
+        help="after a warm-up of 10 %%: cosine to a tenth, constant with a linear end over the "
+        "last 20 %%, or constant (default: cosine)",
     )
     how("--weight-decay", type=number, default=0.1, metavar="X", help="of matrices (default: 0.1)")
     how(
@@ -218,7 +222,7 @@ def build_parser() -> argparse.ArgumentParser:
         default=["fp32"],
         metavar="NAME[,NAME]",
         help="how fp4adam stores its moments: fp32, bf16, fp16, fp8; or its masters too: 16bit, "
-        "8bit; several only with --compare (default: fp32)",
+        "8bit, no-masters (8-bit weights alone); several only with --compare (default: fp32)",
     )
     how("--accumulate", type=count, default=1, metavar="N", help="batches per step (default: 1)")
     how(

@@ -36,11 +36,6 @@ from torch import Tensor
 import fp4adam
 
 LAYOUT_OF = {"nvfp4": "compressed-tensors", "mxfp8": "compressed-tensors", "float8block": "fp8"}
-QUANTIZERS = {
-    "nvfp4": fp4adam.NVFP4Quantizer(columnwise=False),
-    "mxfp8": fp4adam.MXFP8Quantizer(columnwise=False),
-    "float8block": fp4adam.Float8BlockQuantizer(columnwise=False),
-}
 TRAINER, ENGINE = 0, 1
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -106,7 +101,7 @@ class Engine:
     @torch.no_grad()
     def quantize(self, weights: dict[str, Tensor]) -> None:
         """Take BF16 weights and quantize those of hidden layers, as the trainer would."""
-        quantizer = QUANTIZERS[self.args.format]
+        quantizer = fp4adam.Recipe(self.args.format).quantizer
         for name, param in self.model.named_parameters():
             value = weights[name]
             is_hidden = param.ndim == 2 and name.startswith("blocks.")

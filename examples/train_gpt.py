@@ -97,7 +97,7 @@ def learning_rate_share(step: int, steps: int, schedule: str) -> float:
     progress = (step - warmup) / max(1, steps - warmup)
     if schedule == "cosine":
         return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
-    return min(1.0, (1 - progress) / 0.2)
+    return 1.0 if schedule == "constant" else min(1.0, (1 - progress) / 0.2)
 
 
 def new_model(args: argparse.Namespace) -> GPT:

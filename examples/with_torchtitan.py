@@ -1,6 +1,6 @@
 """torchtitan's optimizer and schedule containers around FP4Adam.
 
-    pip install torchtitan fp4adam
+    pip install torchtitan .
     python examples/with_torchtitan.py
 
 torchtitan has no list of optimizers to add to: a subclass of its container knows the name, and a

@@ -13,16 +13,12 @@ import torch
 import fp4adam
 from fp4adam import plan
 from fp4adam.nn.hardware import GROUPED_MAJOR, REQUIREMENTS
+from fp4adam.nn.recipe import RECIPES
+from fp4adam.nn.summary import format_name
 from fp4adam.tensors import backend
 from fp4adam.tensors.quantizer import Quantizer
 
-FORMATS: dict[str, type[Quantizer]] = {
-    "NVFP4": fp4adam.NVFP4Quantizer,
-    "MXFP8": fp4adam.MXFP8Quantizer,
-    "MXFP4": fp4adam.MXFP4Quantizer,
-    "Float8Block": fp4adam.Float8BlockQuantizer,
-    "Float8": fp4adam.Float8Quantizer,
-}
+FORMATS = {format_name(quantizer): type(quantizer) for quantizer in RECIPES.values()}
 PARTS = ("fused step", "quantize, dequantize", "weight-only matmul", "quantized matmul")
 WHY = {
     "native": "Triton kernels, and torch.nn.functional.scaled_mm for quantized matmuls",

@@ -44,7 +44,7 @@ class Setup(NamedTuple):
 SETUPS = (
     Setup("torch AdamW, FP32", dtype=torch.float32),
     Setup("torch AdamW, BF16 without masters"),
-    Setup("FP4Adam, NVFP4, 32bit states", "32bit", NVFP4Quantizer()),
+    Setup("FP4Adam, NVFP4, 32bit states", "32bit", NVFP4Quantizer(columnwise=False)),
     Setup("FP4Adam, NVFP4, 16bit states", "16bit", NVFP4Quantizer(columnwise=False)),
     Setup("FP4Adam, MXFP8, 8bit states", "8bit", MXFP8Quantizer(columnwise=False)),
     Setup("FP4Adam, NVFP4, 8bit states", "8bit", NVFP4Quantizer(columnwise=False)),

@@ -33,7 +33,9 @@ from fp4adam.kernels.tiles.state import (
     load_state,
     load_value,
     master_pointers,
+    round_to_e4m3,
     split_master,
+    starts_from_codes,
     state_pointer,
     store_scale,
     store_state,
@@ -94,7 +96,9 @@ def lanes_of_states(variant: Variant) -> int:
     """
     # By position: Triton 3.6 hands a constexpr function a plain tuple.
     grad_dtype, _, _, *codecs, _, amsgrad, _, _ = variant
-    small = tuple(codecs) == ("int8", "e4m3", "ue4m4") and grad_dtype != tl.float32
+    value_codec, *moments = codecs
+    small = starts_from_codes(value_codec) and tuple(moments) == ("e4m3", "ue4m4")
+    small = small and grad_dtype != tl.float32
     return 8 if small and not amsgrad else 4
 
 
@@ -304,7 +308,7 @@ def update_tile(
     LANES: tl.constexpr = state_lanes(VARIANT)
     offs = state_offsets(stride, BR, BC, LANES)
 
-    if VALUE != "int8":
+    if not starts_from_codes(VALUE):
         value = load_value(
             ptr.value, ptr.value_extra, start, stride, mask, scales.value, VALUE, BR, BC
         )
@@ -326,7 +330,7 @@ def update_tile(
     # One hash serves all states of an element. If no codec uses it, the compiler removes it.
     dither = element_hash(target, stride, scalars.dither, BR, BC, LANES)
     value_scale = scales.value
-    if VALUE != "int8":
+    if not starts_from_codes(VALUE):
         value, value_scale = store_value(
             ptr.value, ptr.value_extra, target, stride, mask, value, dither * OF_MASTERS, VALUE,
             STORE, BR, BC,
@@ -407,9 +411,10 @@ def adam_master_tile(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Update the moments of a tile with its master, float32, which the caller has completed.
+    """Update the moments of a tile with its master, float32, which the caller has decoded.
 
-    Arguments as for :func:`adam_step_tile`. Returns the new master, the dither of its remainder,
+    Arguments as for :func:`adam_step_tile`. Returns the new master, the dither of its remainder, or
+    with which it has been rounded to codes,
     and int32 numbers that grow with |exp_avg| / sqrt(exp_avg_sq), for ``report_completed``.
     """
     ptr = pointers
@@ -428,6 +433,8 @@ def adam_master_tile(
         store_scale(ptr.exp_avg_scale, target, stride, mask, new.exp_avg, FIRST, BR, BC)
         store_scale(ptr.exp_avg_sq_scale, target, stride, mask, new.exp_avg_sq, SECOND, BR, BC)
     dither = element_hash(target, stride, scalars.dither, BR, BC, state_lanes(VARIANT)) * OF_MASTERS
+    if VARIANT.value_codec == "codes":
+        master = round_to_e4m3(master, dither)
     # The bits of a positive float are its logarithm, nearly.
     ratio = exp_avg.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     ratio -= exp_avg_sq.to(tl.int32, bitcast=True) >> 1

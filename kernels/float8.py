@@ -193,10 +193,10 @@ def decoder(
 ) -> Callable[[], None] | None:
     """A function that decodes E4M3 codes [rows, cols] into ``out`` whenever it is called.
 
-    None if codes are transposed or unaligned. ``amax``: float32 [1]. A stack of codes [parts, rows,
-    cols] holds consecutive parts of the rows.
+    None if codes are transposed or unaligned, or columns are no multiple of eight. ``amax``:
+    float32 [1]. A stack of codes [parts, rows, cols] holds consecutive parts of the rows.
     """
-    if transposed or not are_aligned(data):
+    if transposed or data.shape[-1] % 8 or not are_aligned(data):
         return None
     options = dict(EPSILON=amax_epsilon, POW_2=force_pow_2_scales)
     return _words_decoder(data, amax, out=out, strides=(), **options)
@@ -212,9 +212,13 @@ def dequantize(
     out: Tensor,
 ) -> None:
     """Decode E4M3 codes [rows, cols] into ``out``; transposed codes give [cols, rows]."""
-    options = force_pow_2_scales, amax_epsilon, False, out
-    decode = None if transposed else decoder(data, amax, *options)
-    if decode is None:
-        codes = data.t() if transposed else data
-        decode = decoder(codes.clone(memory_format=torch.contiguous_format), amax, *options)
-    decode()
+    options = amax, force_pow_2_scales, amax_epsilon, False
+    decode = None if transposed else decoder(data, *options, out)
+    if decode is not None:
+        return decode()
+    # One scale serves all, so the codes may lie in a row.
+    codes = (data.t() if transposed else data).flatten()
+    codes = torch.nn.functional.pad(codes, (0, -len(codes) % 8)).view(1, -1)
+    values = out.new_empty(codes.shape)
+    decoder(codes, *options, values)()
+    out.copy_(values[0, : out.numel()].view(out.shape))

@@ -25,7 +25,7 @@ from fp4adam.kernels.float8_block import (
     store_rowwise_scale,
     tile_mask,
 )
-from fp4adam.kernels.launch.launch import Launch
+from fp4adam.kernels.launch.launch import Launch, compute_capability
 from fp4adam.kernels.launch.schema import Cut
 from fp4adam.kernels.launch.tensor_table import (
     CHANGED,
@@ -42,6 +42,7 @@ from fp4adam.kernels.launch.tensor_table import (
     size,
     takes_part,
     tile_grid,
+    tile_offsets,
     tile_start,
 )
 from fp4adam.kernels.plain_step import update_scaled
@@ -57,12 +58,15 @@ from fp4adam.kernels.tiles.remainder import (
     unit_of_one,
 )
 from fp4adam.kernels.tiles.state import (
+    OF_MASTERS,
     are_narrow,
+    element_hash,
     load_master,
     master_pointers,
     max_registers,
+    starts_from_codes,
 )
-from fp4adam.kernels.tiles.words import insert_tile, store_words, transpose_words
+from fp4adam.kernels.tiles.words import extract_tile, insert_tile, store_words, transpose_words
 
 # Whether the step flags the units of weights that it changes.
 RECORDS_CHANGES = True
@@ -75,8 +79,6 @@ MASKED_PARTS = {  # by two_dimensional and whether states are narrow
     (False, False): Tile(4, BLOCK, 32, 8, 1),
     (False, True): Tile(4, BLOCK, 32, 8, 1),
 }
-# Of masters with remainders, by masked.
-COMPLETED_PARTS = {False: Tile(16, BLOCK, 8, 8, 2), True: Tile(8, BLOCK, 16, 8, 1)}
 # Of blocks that ranks share.
 CUT_PART = Tile(16, BLOCK, 8, 8, 1)
 
@@ -495,33 +497,7 @@ def _adam_step_vector_kernel(
 
 
 @triton.jit
-def _codes_and_values(
-    x,
-    i,
-    column_words,
-    MASKED: tl.constexpr,
-    KEEPS: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
-    """Codes of a part ``i`` of scaled numbers and their values, float32.
-
-    Codes are words [BR, BC / 4], which are inserted into ``column_words`` if KEEPS; if MASKED,
-    single bytes [BR, BC].
-    """
-    if MASKED:
-        code = e4m3_code(x, HARDWARE=False)
-        value = e4m3_value(code)
-    else:
-        code = e4m3_words(x, BR, BC, HARDWARE=not KEEPS)
-        value = e4m3_word_values(code, BR, BC)
-        if KEEPS:
-            column_words = insert_tile(column_words, code, i)
-    return code, value, column_words
-
-
-@triton.jit
-def _update_completed(
+def _update_codes(
     table,
     tensor,
     pointers,
@@ -534,15 +510,10 @@ def _update_completed(
     constants,
     VARIANT: tl.constexpr,
     USAGE: tl.constexpr,
-    STORE: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Update a part [BR, BC] of masters with remainders; store its moments if STORE.
-
-    Returns the values to quantize, zeros outside of the mask; the masters; and the dither of their
-    remainders.
-    """
+    """The updated masters of a part [BR, BC], decoded from its codes; its moments are stored."""
     LANES: tl.constexpr = state_lanes(VARIANT)
     start = tile_start(row, col, cols)
     ptr = pointer(table, tensor, ROWWISE_SCALE, tl.float32)
@@ -552,20 +523,19 @@ def _update_completed(
         ptr += tile_start(col // 128, row, (rows + 3) // 4 * 4) + tl.arange(0, BR)
         factor = tl.load(ptr, row + tl.arange(0, BR) < rows, 1.0)[:, None]
     unit, _ = unit_of_one(factor, 8)
-    remainder = load_remainder(pointers.value, start, cols, mask, BR, BC, LANES)
+    remainder = None
+    if VARIANT.value_codec == "int8":
+        remainder = load_remainder(pointers.value, start, cols, mask, BR, BC, LANES)
     code = tl.load(rowwise_data + start + state_offsets(cols, BR, BC, LANES), mask)
     master = complete(e4m3_value(code), factor, unit, remainder, 8)
-    master, dither, _ = adam_master_tile(
-        pointers, start, start, cols, mask, master, constants, VARIANT, STORE, BR, BC
+    master, _, _ = adam_master_tile(
+        pointers, start, start, cols, mask, master, constants, VARIANT, True, BR, BC
     )
-    x = round_through(master, VARIANT.write_dtype)
-    if mask is not None:
-        x = tl.where(mask, x, 0.0)
-    return x, master, dither
+    return master
 
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
-def _adam_step_completed_kernel(
+def _adam_step_decoded_kernel(
     grad_scale_ptr,
     clip_ptr,
     found_inf_ptr,
@@ -582,12 +552,10 @@ def _adam_step_completed_kernel(
     BC: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Adam and re-quantization of one 128x128 block of masters with remainders.
+    """Adam and re-quantization of one 128x128 block, with remainders or without masters.
 
-    Grid, tile and tables as for the square kernel; BC is 128. What needs an amax of all rows is
-    measured first, by an update that is not stored. The update is then repeated, from L2. Whole
-    square blocks are stored after that: until then all of their parts can be read, and prefetched,
-    which a barrier in the loop would prevent.
+    Grid, tile and tables as for the square kernel; BC is 128. The new masters, which are stored
+    nowhere, stay in registers until the scales of the block are known.
     """
     tensor, first_row, col = load_tile(tiles, 128)
     if not takes_part(table, tensor, found_inf_ptr):
@@ -598,83 +566,85 @@ def _adam_step_completed_kernel(
     pointers = state_pointers(table, tensor, VARIANT)
     rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
     columnwise_data = pointer(table, tensor, COLUMNWISE_DATA, tl.uint8)
+    rowwise_scale = pointer(table, tensor, ROWWISE_SCALE, tl.float32)
     changed = pointer(table, tensor, CHANGED, tl.uint8) if USAGE.records else None
-    SQUARE: tl.constexpr = USAGE.square
     PARTS: tl.constexpr = 128 // BR
-    STORES_LATER: tl.constexpr = SQUARE and not MASKED
     LANES: tl.constexpr = state_lanes(VARIANT)
-    largest = tl.zeros((BC,), tl.float32)
-    column_words = tl.zeros((PARTS, BR, BC // 4), tl.uint32)
-    scale = tl.full((), 1.0, tl.float32)
-    column_scale = tl.full((BC,), 1.0, tl.float32)
-    if SQUARE or USAGE.columnwise:
-        for i in tl.range(0, PARTS, num_stages=STAGES):
-            row = first_row + i * BR
-            mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
-            x, _, _ = _update_completed(
-                table, tensor, pointers, rowwise_data, row, col, rows, cols, mask, constants,
-                VARIANT, USAGE, False, BR, BC,
-            )  # fmt: skip
-            largest = tl.maximum(largest, tl.max(tl.abs(x), 0))
-        if SQUARE:
-            scale = float8_scale(tl.max(largest, 0), epsilon, LARGEST, POW_2)
-        else:
-            column_scale = float8_scale(largest, epsilon, LARGEST, POW_2)
+    masters = tl.zeros((PARTS, BR, BC), tl.int32)
     for i in tl.range(0, PARTS, num_stages=STAGES):
         row = first_row + i * BR
-        start = tile_start(row, col, cols)
         mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
-        x, master, dither = _update_completed(
-            table, tensor, pointers, rowwise_data, row, col, rows, cols, mask, constants, VARIANT,
-            USAGE, True, BR, BC,
+        master = _update_codes(
+            table, tensor, pointers, rowwise_data, row, col, rows, cols, mask, constants,
+            VARIANT, USAGE, BR, BC,
         )  # fmt: skip
-        if not STORES_LATER:
-            # All codes and scales of the part are read before any is written.
-            tl.debug_barrier()
-        if SQUARE:
-            row_scale = scale
-            factor = tl.div_rn(1.0, scale)
-        else:
-            row_scale = float8_scale(tl.max(tl.abs(x), 1), epsilon, LARGEST, POW_2)
-            store_rowwise_scale(
-                row_scale, pointer(table, tensor, ROWWISE_SCALE, tl.float32), row, col, rows,
-                row + tl.arange(0, BR) < rows, BR,
-            )  # fmt: skip
-            factor = tl.div_rn(1.0, row_scale)[:, None]
-            row_scale = row_scale[:, None]
-        code, value, column_words = _codes_and_values(
-            x * row_scale, i, column_words, MASKED, STORES_LATER, BR, BC
-        )
-        _, inverse = unit_of_one(factor, 8)
-        remainder = split_off(master, value, factor, inverse, dither, 8)
-        store_remainder(pointers.value, start, cols, mask, remainder, BR, BC, LANES)
         if MASKED:
-            _put_bytes(
-                code, rowwise_data, columnwise_data, changed, row, col, rows, cols, mask,
-                True, SQUARE and USAGE.columnwise, BR, BC,
-            )  # fmt: skip
-        elif not SQUARE:
-            _put_words(code, rowwise_data, changed, row, col, cols, BR, BC)
-        if USAGE.columnwise and not SQUARE:
-            column_words = _put_codes(
-                x * column_scale[None, :], column_words, i, rowwise_data, columnwise_data, None,
-                row, col, rows, cols, mask, False, True, BR, BC,
-            )  # fmt: skip
-    if STORES_LATER:
-        tl.debug_barrier()
-        words = tl.reshape(column_words, (128, BC // 4))
-        _put_words(words, rowwise_data, changed, first_row, col, cols, 128, BC)
-    if SQUARE:
-        scale_ptr = pointer(table, tensor, ROWWISE_SCALE, tl.float32)
-        scale_ptr += tile_start(first_row // 128, col // 128, tl.cdiv(cols, 128))
-        tl.store(scale_ptr, tl.div_rn(1.0, scale))
+            master = tl.where(mask, master, 0.0)
+        masters = insert_tile(masters, master.to(tl.int32, bitcast=True), i)
+    # All codes and scales are read before any is written.
+    tl.debug_barrier()
+    if USAGE.square or USAGE.columnwise:
+        block = round_through(masters.to(tl.float32, bitcast=True), VARIANT.write_dtype)
+        largest = tl.max(tl.max(tl.abs(block), 0), 0)
+    if USAGE.square:
+        column_scale = float8_scale(tl.max(largest, 0), epsilon, LARGEST, POW_2)
+        tl.store(
+            rowwise_scale + tile_start(first_row // 128, col // 128, tl.cdiv(cols, 128)),
+            tl.div_rn(1.0, column_scale),
+        )
     elif USAGE.columnwise:
+        column_scale = float8_scale(largest, epsilon, LARGEST, POW_2)
         store_columnwise_scale(
             column_scale, pointer(table, tensor, COLUMNWISE_SCALE, tl.float32), first_row, col,
             cols, col + tl.arange(0, BC) < cols, BC,
         )  # fmt: skip
+    for i in range(PARTS):
+        row = first_row + i * BR
+        start = tile_start(row, col, cols)
+        mask = tile_mask(row, col, rows, cols, MASKED, BR, BC)
+        master = extract_tile(masters, i).to(tl.float32, bitcast=True)
+        x = round_through(master, VARIANT.write_dtype)
+        if USAGE.square:
+            scale = column_scale
+            factor = tl.div_rn(1.0, scale)
+        else:
+            scale = float8_scale(tl.max(tl.abs(x), 1), epsilon, LARGEST, POW_2)
+            inside = row + tl.arange(0, BR) < rows
+            store_rowwise_scale(scale, rowwise_scale, row, col, rows, inside, BR)
+            factor, scale = tl.div_rn(1.0, scale)[:, None], scale[:, None]
+        if MASKED:
+            code = e4m3_code(x * scale, HARDWARE=False)
+            value = e4m3_value(code)
+            _put_bytes(
+                code, rowwise_data, columnwise_data, changed, row, col, rows, cols, mask,
+                True, USAGE.square and USAGE.columnwise, BR, BC,
+            )  # fmt: skip
+        else:
+            code = e4m3_words(x * scale, BR, BC)
+            value = e4m3_word_values(code, BR, BC)
+            _put_words(code, rowwise_data, changed, row, col, cols, BR, BC)
+        if MASKED and USAGE.columnwise and not USAGE.square:
+            _put_bytes(
+                e4m3_code(x * column_scale[None, :], HARDWARE=False), rowwise_data,
+                columnwise_data, None, row, col, rows, cols, mask, False, True, BR, BC,
+            )  # fmt: skip
+        if VARIANT.value_codec == "int8":
+            _, inverse = unit_of_one(factor, 8)
+            dither = element_hash(start, cols, constants.dither, BR, BC, LANES) * OF_MASTERS
+            remainder = split_off(master, value, factor, inverse, dither, 8)
+            store_remainder(pointers.value, start, cols, mask, remainder, BR, BC, LANES)
     if USAGE.columnwise and not MASKED:
-        _store_column_words(column_words, columnwise_data, first_row, col, rows)
+        if USAGE.square:
+            # The words of all parts, read back, because they would take registers in the loop.
+            tl.debug_barrier()
+            words_ptr = rowwise_data.to(tl.pointer_type(tl.uint32))
+            words_ptr += tile_start(first_row, col // 4, cols // 4)
+            words = tl.load(words_ptr + tile_offsets(cols // 4, 128, BC // 4))
+        else:
+            words = e4m3_words(
+                tl.reshape(block, (128, BC)) * column_scale[None, :], 128, BC, HARDWARE=False
+            )
+        _store_column_words(words, columnwise_data, first_row, col, rows)
 
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
@@ -796,17 +766,40 @@ class Form(NamedTuple):
     registers: int | None
 
 
-def step_forms(two_dimensional: bool, codecs: tuple[str, str, str]) -> tuple[Form, Form]:
+def decoded_part(
+    two_dimensional: bool, masked: bool, value_codec: str, records: bool, sm: int
+) -> Tile:
+    """The parts of blocks whose masters are decoded from codes, as large as registers allow.
+
+    The masters of the block take 64 of a thread. With remainders, parts of 32 rows are fastest on
+    an H200; all other code takes more registers.
+    """
+    if masked or not two_dimensional:
+        return Tile(8, BLOCK, 16, 8, 1)
+    rows = 32 if sm == 90 and value_codec == "int8" and not records else 16
+    return Tile(rows, BLOCK, BLOCK // rows, 8, 1)
+
+
+def step_forms(
+    two_dimensional: bool, codecs: tuple[str, str, str], records: bool, sm: int
+) -> tuple[Form, Form]:
     """What updates whole blocks, and what those that need masks, for states in these codecs.
+
+    ``sm``: The compute capability without its point.
 
     Whole blocks with one scale per 128 elements may have all registers: shared memory limits how
     many programs run at once.
     """
     narrow, registers = are_narrow(*codecs), max_registers(*codecs)
-    if codecs[0] == "int8":
+    if starts_from_codes(codecs[0]):
         return tuple(
-            Form(_adam_step_completed_kernel, {"MASKED": masked}, tile, registers)
-            for masked, tile in COMPLETED_PARTS.items()
+            Form(
+                _adam_step_decoded_kernel,
+                {"MASKED": masked},
+                decoded_part(two_dimensional, masked, codecs[0], records, sm),
+                registers,
+            )
+            for masked in (False, True)
         )
     kernel = _adam_step_square_kernel if two_dimensional else _adam_step_vector_kernel
     parts = STEP_PART, MASKED_PARTS[two_dimensional, narrow]
@@ -833,6 +826,8 @@ def adam_step(
     ``tiles``: the first two of :func:`step_tiles`. ``largest``: the largest finite number of the
     dtype that values are rounded to.
     """
+    sm = compute_capability(table.device)
+    forms = step_forms(usage.square, variant.codecs, usage.records, sm)
     return [
         Launch(
             form.kernel,
@@ -851,7 +846,7 @@ def adam_step(
             num_warps=form.tile.num_warps,
             maxnreg=form.registers,
         )
-        for part, form in zip(tiles, step_forms(usage.square, variant.codecs), strict=True)
+        for part, form in zip(tiles, forms, strict=True)
     ]
 
 

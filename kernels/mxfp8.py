@@ -89,7 +89,10 @@ def mxfp8_master(
     BC: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """The float32 masters of a tile [32, BC] from its rowwise codes and int8 remainders."""
+    """The float32 masters of a tile [32, BC] from its rowwise codes and int8 remainders.
+
+    remainder: None for none.
+    """
     ptr = storage.rowwise_data.to(tl.pointer_type(tl.uint8)) + tile_start(row, col, cols)
     value = e4m3_value(tl.load(ptr + state_offsets(cols, 32, BC, LANES)))
     if SQUARE:

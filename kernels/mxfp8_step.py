@@ -41,7 +41,7 @@ from fp4adam.kernels.mxfp8 import (
 from fp4adam.kernels.plain_step import update_scaled
 from fp4adam.kernels.tiles.bfloat16 import round_through
 from fp4adam.kernels.tiles.remainder import load_remainder, store_remainder
-from fp4adam.kernels.tiles.state import are_narrow, has_scales, load_scale
+from fp4adam.kernels.tiles.state import are_narrow, has_scales, load_scale, starts_from_codes
 from fp4adam.kernels.tiles.words import insert_tile
 
 # Whether the step flags the units of weights that it changes.
@@ -105,7 +105,7 @@ def _adam_step_kernel(
     col = first_col
     first = tile_start(row, col, cols)
     VALUE: tl.constexpr = VARIANT.value_codec
-    COMPLETES: tl.constexpr = VALUE == "int8"
+    FROM_CODES: tl.constexpr = starts_from_codes(VALUE)
     LANES: tl.constexpr = state_lanes(VARIANT)
     next_scale = load_scale(pointers.value_extra, first, cols, None, VALUE, 32, PART)
     for i in tl.range(0, PARTS, num_stages=STAGES):
@@ -114,8 +114,10 @@ def _adam_step_kernel(
         # Single bytes cannot be prefetched. After the last part, these are the first one's again.
         after = first if col == first_col + BC else target + PART
         next_scale = load_scale(pointers.value_extra, after, cols, None, VALUE, 32, PART)
-        if COMPLETES:
-            remainder = load_remainder(pointers.value, start, cols, None, 32, PART, LANES)
+        if FROM_CODES:
+            remainder = None
+            if VALUE == "int8":
+                remainder = load_remainder(pointers.value, start, cols, None, 32, PART, LANES)
             value = mxfp8_master(
                 storage, remainder, row, col - PART, cols, USAGE.square, PART, LANES
             )
@@ -129,14 +131,14 @@ def _adam_step_kernel(
             )  # fmt: skip
         x = round_through(value, VARIANT.write_dtype)
         words, scale, words_of_columns, scale_of_columns = mxfp8_tile(x, USAGE, PART, True)
-        if COMPLETES:
+        if VALUE == "int8":
             remainder = mxfp8_remainder(value, words, scale, dither, PART)
             store_remainder(pointers.value, target, cols, None, remainder, 32, PART, LANES)
         row_words = insert_tile(row_words, words, i)
         row_scale = insert_tile(row_scale, scale, i)
         column_words = insert_tile(column_words, words_of_columns, i)
         column_scale = insert_tile(column_scale, scale_of_columns, i)
-    if COMPLETES:
+    if FROM_CODES:
         # All codes and scales of the tile are read before any is written.
         tl.debug_barrier()
     row_scale, column_scale = _side_by_side(row_scale), _side_by_side(column_scale)
@@ -164,7 +166,7 @@ def encodes_states(codecs: tuple[str, str, str]) -> bool:
 
 def step_part(variant: Variant) -> int:
     """The columns of the parts of STEP_TILE."""
-    completes = variant.value_codec == "int8" and lanes_of_states(variant) < 8
+    completes = starts_from_codes(variant.value_codec) and lanes_of_states(variant) < 8
     return STEP_PART[completes or encodes_states(variant.codecs)]
 
 

@@ -218,10 +218,12 @@ def step_forms(variant: Variant, usage: Usage) -> tuple[Tile, Tile]:
     elif not usage.square and narrow and not scaled:
         # Two stages take 128 registers instead of 168, for which ptxas spills a few on sm_100.
         large = large._replace(num_stages=2)
-    small = lanes_of_states(variant) == 8
-    if (variant.is_updated or small) and usage.square and usage.adaptive is None:
-        # More elements per thread repeat less of what a block has in common.
-        large = large._replace(num_warps=2)
+    if usage.square and usage.adaptive is None:
+        # With two warps, more elements per thread repeat less of what a block has in common.
+        if lanes_of_states(variant) == 8:
+            large = large._replace(num_warps=2, num_stages=3)
+        elif variant.is_updated:
+            large = large._replace(num_warps=2)
     return large, EDGE_TILE[scaled]
 
 

@@ -34,6 +34,7 @@ from fp4adam.kernels.tiles.state import (
     has_scales,
     load_scale_words,
     max_registers,
+    starts_from_codes,
     store_scale_words,
 )
 
@@ -304,7 +305,7 @@ def update_scaled(
     States with scales are updated by launches of their own, and the pass reads the new masters:
     their codecs and a format's conversion in one kernel leave too few registers for either.
     """
-    if not has_scales(*variant.codecs) or variant.value_codec == "int8":
+    if not has_scales(*variant.codecs) or starts_from_codes(variant.value_codec):
         return [], variant
     rest = variant._replace(
         exp_avg_codec="float32", exp_avg_sq_codec="float32", amsgrad=False, is_updated=True

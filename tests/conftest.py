@@ -2,6 +2,7 @@ import gc
 import importlib.util
 import os
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +61,10 @@ def memory_for_others() -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--few", action="store_true", help="two variants of each test at most")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if INTERPRETS and not config.option.markexpr:  # make test-all
         interpreter.sanitize_overflow(True)
@@ -68,9 +73,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     if config.option.markexpr == "not exhaustive":
         return (
-            "tests: the quick ones, all in some 5 minutes of two cores; make test-all for the rest"
+            "tests: the quick ones, all in some 12 minutes of two cores; make test-all for the rest"
         )
-    return f"tests: {config.option.markexpr or 'all'}; all take some 16 minutes of two cores"
+    return f"tests: {config.option.markexpr or 'all'}; all take some 30 minutes of two cores"
 
 
 def pytest_collection_finish() -> None:
@@ -84,8 +89,15 @@ def pytest_collection_finish() -> None:
 SLOWEST, SLOW = "test_aot", ("test_example", "test_benchmarks", "distributed")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
+    if config.option.few:
+        variants = defaultdict(list)
+        for item in items:
+            variants[item.parent, getattr(item, "originalname", item.name)].append(item)
+        # Parameters differ most between the first and the last.
+        kept = {item for alike in variants.values() for item in (alike[0], alike[-1])}
+        items[:] = [item for item in items if item in kept]
 
     def order(item: pytest.Item) -> int:
         name = str(item.path.relative_to(here))

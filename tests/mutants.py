@@ -1,30 +1,40 @@
 """Changes one line at a time, and sees that a test fails: what the tests would not notice.
 
-    python tests/mutants.py --count 600 --jobs 2
+    python tests/mutants.py --minutes 60 --jobs 2 [--seed 1] [--coverage FILE] [folders]
 
 1. The quick tests run once under ``coverage``, which tells the lines that each test reaches, in
-   processes of ranks too. The record stays in ``build/mutants``, with the tree that it is of, until
-   ``--record`` renews it.
+   processes of ranks too. ``build/mutants/coverage.json.gz`` keeps that; test files run again when
+   they or lines that they reach have changed. ``--record FILE`` does this alone, and ``--coverage
+   FILE`` takes what has been recorded, also on another machine: changed files are left out then.
+   It takes half of the minutes at most.
 2. Of all mutants of the folders, a sample is drawn: one per line, as many per folder as it has
    lines. ``--seed`` draws another.
-3. Each mutant gets the tests that reach its line, the fastest first, until one fails or
-   ``--seconds`` of tests have passed. Workers have copies of the tree and fork from a process that
-   has imported torch.
+3. Each mutant gets tests that reach its line, the fastest of each file first, until one fails or
+   ``--seconds`` of tests have passed. ``--jobs`` copies of the tree are tested at a time, by
+   processes that fork off this one, which has imported torch. Tests that fail without a mutant,
+   too, do not count.
 
-Results are added to ``build/mutants/results.jsonl``; a run that is repeated continues. Survivors
-that change nothing are listed in ``equivalent_mutants.txt``, with the reason. mutmut and cosmic-ray
-do neither: one wraps functions, which Triton compiles from their source, the other runs all tests.
+``--json`` takes the verdicts; a run that is repeated continues there, and after ``--minutes`` all
+ends. Survivors that change nothing are listed in ``equivalent_mutants.txt``, with the reason.
+mutmut and cosmic-ray do neither: one wraps functions, which Triton compiles from their source, the
+other runs all tests.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import compileall
 import contextlib
 import dataclasses
+import functools
+import gzip
+import hashlib
 import importlib
 import json
 import os
+import platform
+import py_compile
 import random
 import re
 import shutil
@@ -32,8 +42,9 @@ import signal
 import sqlite3
 import sys
 import time
+import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +52,28 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "build" / "mutants"
+# Other people's packages, whole programs, and what compiles: not among the quick tests, or slow.
+NOT_RECORDED = re.compile(r"/(integrations|engines)/|test_(aot|docs|example|benchmarks|package)")
+# Forked processes need not import it again. Nothing of the tree, which mutants change.
+PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.testing._internal.common_optimizers",
+    "numpy",
+    "triton.runtime.interpreter",
+    "coverage",
+    "safetensors.torch",
+)
 FOLDERS = [
     "fp4adam/optim",
+    "fp4adam/nn",
     "fp4adam/distributed",
     "fp4adam/tensors",
     "fp4adam/formats",
+    "fp4adam/interop",
     "fp4adam/checkpoints",
     "kernels/tiles",
 ]
@@ -324,13 +352,15 @@ def on_a_rank(rank: int, function: Callable[..., Any], test: str, *args: Any) ->
 
 
 class Recorder:
-    """A plugin of pytest that records lines and times of each test."""
+    """A plugin of pytest that writes lines and times of tests that pass to record/tests.json."""
 
-    def __init__(self, folder: str) -> None:
-        self._measured = _coverage(folder, "coverage")
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        shutil.rmtree(folder / "record", ignore_errors=True)
+        (folder / "record").mkdir()
+        self._measured = _coverage(str(folder), "coverage")
         self._times: dict[str, float] = defaultdict(float)
         self._passed: set[str] = set()
-        self._file = Path(folder, "record", "times.json")
 
     def pytest_configure(self) -> None:
         import mutants
@@ -356,164 +386,292 @@ class Recorder:
     def pytest_unconfigure(self) -> None:
         self._measured.stop()
         self._measured.save()
-        times = {test: time for test, time in self._times.items() if test in self._passed}
-        self._file.write_text(json.dumps(times))
+        tests = [test for test in self._times if test in self._passed]
+        numbers = {test: number for number, test in enumerate(tests)}
+        lines: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for path, test, line in set(self._reached()):
+            if test in numbers:
+                lines[path][line].append(numbers[test])
+        record = {"tests": [[test, round(self._times[test], 3)] for test in tests], "lines": lines}
+        (self._folder / "record" / "tests.json").write_text(json.dumps(record))
 
+    def _reached(self) -> Iterator[tuple[str, str, int]]:
+        from coverage.numbits import numbits_to_nums
 
-def read_record(folder: Path) -> tuple[dict[str, dict[int, list[str]]], dict[str, float]]:
-    """The tests that reach a line, by file and line; and their times in seconds."""
-    from coverage.numbits import numbits_to_nums
-
-    times = json.loads((folder / "record" / "times.json").read_text())
-    reached: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for database in (folder / "record").glob("coverage*"):
-        rows = sqlite3.connect(database).execute(
-            "select path, context, numbits from line_bits"
-            " join file on file.id = file_id join context on context.id = context_id"
-        )
-        for path, test, numbits in rows:
-            if test in times:
-                path = path.removeprefix(f"{folder}/").replace("fp4adam/kernels/", "kernels/")
+        for database in (self._folder / "record").glob("coverage*"):
+            rows = sqlite3.connect(database).execute(
+                "select path, context, numbits from line_bits"
+                " join file on file.id = file_id join context on context.id = context_id"
+            )
+            for path, test, numbits in rows:
+                path = path.removeprefix(f"{self._folder}/")
+                path = path.replace("fp4adam/kernels/", "kernels/")
                 for line in numbits_to_nums(numbits):
-                    reached[path][line].add(test)
-    by_time = {
-        path: {n: sorted(tests, key=times.get) for n, tests in lines.items()}
-        for path, lines in reached.items()
-    }
-    return by_time, times
+                    yield path, test, line
+
+
+class Record:
+    """Which tests reach a line, by test files; kept in one file.
+
+    What follows from a file is dropped when its text is no longer the recorded one.
+    """
+
+    def __init__(self, file: Path) -> None:
+        patterns = ("fp4adam/**/*.py", "kernels/**/*.py", "tests/**/test_*.py")
+        self.digests = {
+            str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()
+            for pattern in patterns
+            for path in ROOT.glob(pattern)
+        }
+        kept = json.loads(gzip.decompress(file.read_bytes())) if file.exists() else {}
+        digests = kept.get("digests", {})
+        self.stale = {path for path in digests if digests[path] != self.digests.get(path)}
+        tests = kept.get("tests", {})
+        self.tests = {path: tests[path] for path in tests if path not in self.stale}
+
+    def drop_stale(self, chosen: list[str] | None) -> list[str]:
+        """Drop what reached files that have changed; the test files to run, the largest first."""
+        self.tests = {
+            p: each for p, each in self.tests.items() if not self.stale & {*each["lines"]}
+        }
+        self.stale = set()
+        every = [p for p in self.digests if p.startswith("tests/")]
+        every = [p for p in every if not NOT_RECORDED.search(p)] if chosen is None else chosen
+        lacking = [path for path in every if path not in self.tests]
+        return sorted(lacking, key=lambda path: -(ROOT / path).stat().st_size)
+
+    def write(self, file: Path) -> None:
+        text = json.dumps({"digests": self.digests, "tests": self.tests})
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(gzip.compress(text.encode()))
+
+    def reached(self) -> tuple[dict[str, dict[int, list[str]]], dict[str, float]]:
+        """By file and line, tests; and seconds by test.
+
+        Tests of a line begin with the fastest of each test file, then follow the second fastest.
+        """
+        times: dict[str, float] = {}
+        ranked: dict[str, dict[int, list[tuple[int, float, str]]]] = {}
+        for record in self.tests.values():
+            times.update(record["tests"])
+            for path, lines in record["lines"].items():
+                if path in self.stale:
+                    continue
+                for line, numbers in lines.items():
+                    some = sorted((record["tests"][n] for n in numbers), key=lambda test: test[1])
+                    entries = ranked.setdefault(path, {}).setdefault(int(line), [])
+                    entries += [(i, time, test) for i, (test, time) in enumerate(some)]
+        reached = {
+            path: {line: [test for _, _, test in sorted(some)] for line, some in lines.items()}
+            for path, lines in ranked.items()
+        }
+        return reached, times
 
 
 # Runs
 
 
-def copy_tree(root: Path, folder: Path) -> None:
+def copy_tree(folder: Path) -> None:
     """A copy of the tree, with compiled files that follow the text of their sources."""
-    import compileall
-    import py_compile
-
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     for name in TREE:
-        source = root / name
+        source = ROOT / name
         if source.is_dir():
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(source, folder / name, symlinks=True, ignore=ignored)
         else:
             shutil.copy(source, folder / name)
+    (folder / "fp4adam" / "kernels").unlink(missing_ok=True)
+    (folder / "fp4adam" / "kernels").symlink_to("../kernels")
     mode = py_compile.PycInvalidationMode.CHECKED_HASH
-    compileall.compile_dir(folder / "fp4adam", quiet=1, invalidation_mode=mode)
-    compileall.compile_dir(folder / "kernels", quiet=1, invalidation_mode=mode)
+    for name in ("fp4adam", "kernels", "tests"):
+        compileall.compile_dir(folder / name, quiet=1, invalidation_mode=mode)
 
 
-def run_tests(folder: Path, arguments: list[str], timeout: float, records: bool = False) -> int:
-    """The exit status of pytest in a copy of the tree, in a process forked off this one."""
-    pid = os.fork()
-    if not pid:
-        os.setsid()
-        os.chdir(folder)
-        os.environ |= {"PYTHONPATH": str(folder), "MUTANTS_FOLDER": str(folder)}
-        sys.path[:0] = [str(folder), str(folder / "tests")]
-        sys.path[:] = [place for place in sys.path if not place.startswith(f"{ROOT}/tests")]
-        log = os.open(folder / "log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        plugins = [Recorder(str(folder))] if records else []
-        status = pytest.main(["-q", "-p", "no:cacheprovider", *arguments], plugins=plugins)
+class Chosen:
+    """A plugin of pytest that runs some tests in their order, and notes what failed first."""
+
+    def __init__(self, folder: Path, tests: list[str]) -> None:
+        self._order = {test: i for i, test in enumerate(tests)}
+        self._failed = folder / "failed"
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        # What leads to a test may be named as well: a file that cannot be collected.
+        chosen = [item for item in items if item.nodeid in self._order]
+        items[:] = sorted(chosen, key=lambda item: self._order[item.nodeid])
+
+    def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.failed and not self._failed.exists():
+            self._failed.write_text(report.nodeid)
+
+    pytest_runtest_logreport = pytest_collectreport = _note
+
+
+@dataclasses.dataclass
+class Run:
+    """Pytest in a copy of the tree, in a process forked off this one."""
+
+    folder: Path
+    arguments: list[str]
+    plugin: Any
+    seconds: float
+
+    def start(self) -> None:
+        self.begin = time.monotonic()
+        self.pid = os.fork()
+        if self.pid:
+            return
+        status = 3
+        try:
+            os.setsid()
+            os.chdir(self.folder)
+            os.environ |= {"PYTHONPATH": str(self.folder), "MUTANTS_FOLDER": str(self.folder)}
+            sys.path[:] = [place for place in sys.path if not place.startswith(f"{ROOT}/tests")]
+            sys.path[:0] = [str(self.folder), str(self.folder / "tests")]
+            log = os.open(self.folder / "log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            options = ["-q", "-p", "no:cacheprovider", "-W", "ignore:Module already imported"]
+            status = pytest.main([*options, *self.arguments], plugins=[self.plugin])
+        except BaseException:
+            traceback.print_exc()
         sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(int(status))
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            break
+
+    def end(self) -> str | None:
+        """ "passed", "failed", "no tests" or "timeout"; None while it runs."""
+        done, status = os.waitpid(self.pid, os.WNOHANG)
+        if not done and time.monotonic() - self.begin <= self.seconds:
+            return None
+        self.kill(waits=not done)
+        if not done:
+            return "timeout"
+        code = os.waitstatus_to_exitcode(status)
+        names = {pytest.ExitCode.OK: "passed", pytest.ExitCode.NO_TESTS_COLLECTED: "no tests"}
+        return names.get(code, "failed")
+
+    def kill(self, waits: bool = True) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # the servers of ranks, too
+        if waits:
+            os.waitpid(self.pid, 0)
+
+
+# A job runs pytest in a folder as often as it needs: it yields runs, and is sent how they end.
+Job = Callable[[Path], Generator[Run, str, None]]
+
+
+def run_jobs(jobs: Iterable[Job], folders: list[Path], deadline: float) -> bool:
+    """Run jobs, one per folder at a time; whether all have ended before a deadline."""
+    waiting = iter(jobs)
+
+    def worker(folder: Path) -> Generator[Run, str, None]:
+        for job in waiting:
+            yield from job(folder)
+
+    def proceed(worker: Generator[Run, str, None], end: str | None) -> None:
+        run = next(worker, None) if end is None else worker.send(end)
+        if run is not None:
+            run.start()
+            running.append((run, worker))
+
+    running: list[tuple[Run, Generator[Run, str, None]]] = []
+    for folder in folders:
+        proceed(worker(folder), None)
+    while running and time.monotonic() < deadline:
         time.sleep(0.02)
-    else:
-        status = signal.SIGKILL
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)  # the servers of ranks, too
-    if not done:
-        os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status)
+        for each in [*running]:
+            end = each[0].end()
+            if end is not None:
+                running.remove(each)
+                with contextlib.suppress(StopIteration):
+                    proceed(each[1], end)
+    for run, job in running:
+        run.kill()
+        job.close()
+    return not running
 
 
-def judge(mutant: Mutant, folder: Path, tests: list[str], times: dict[str, float]) -> str:
-    """ "killed", "survived" or "timeout", by the tests given."""
-    path = folder / mutant.path
-    original = path.read_text()
-    path.write_text(original[: mutant.start] + mutant.text + original[mutant.stop :])
-    try:
-        expected = sum(times[test] for test in tests)
-        status = run_tests(folder, ["-x", "-m", "", *tests], 60 + 4 * expected)
-    finally:
-        path.write_text(original)
-    if status < 0:
-        return "timeout"
-    return "survived" if status == pytest.ExitCode.OK else "killed"
+def recording(record: Record, path: str, folder: Path) -> Generator[Run, str, None]:
+    """Record the tests of a file."""
+    begin = time.monotonic()
+    yield Run(folder, [path], Recorder(folder), 3600)
+    result = folder / "record" / "tests.json"
+    if result.exists():
+        record.tests[path] = json.loads(result.read_text())
+    n_tests = len(record.tests.get(path, {}).get("tests", ()))
+    print(f"{time.monotonic() - begin:7.1f} s {n_tests:5} tests of {path}", flush=True)
 
 
-def chosen_tests(
-    mutant: Mutant,
-    reached: dict[str, dict[int, list[str]]],
-    times: dict[str, float],
-    seconds: float,
-) -> list[str]:
-    """The fastest tests that reach the lines of a mutant."""
-    lines = reached.get(mutant.path, {})
-    tests = sorted({t for n in mutant.lines for t in lines.get(n, ())}, key=times.get)
-    chosen, total = [], 0.0
-    for test in tests[:400]:
-        total += times[test]
-        if chosen and total > seconds:
-            break
-        chosen.append(test)
-    return chosen
+class Judge:
+    """Judges mutants, and keeps the verdicts in a file."""
 
+    def __init__(self, options: argparse.Namespace, record: Record) -> None:
+        self.options, self.stale = options, record.stale
+        self.begin = time.monotonic()
+        self.reached, self.times = record.reached()
+        results = json.loads(options.json.read_text()) if options.json.exists() else {}
+        self.verdicts: list[dict[str, Any]] = results.get("verdicts", [])
+        if options.again:
+            self.verdicts = [each for each in self.verdicts if each["verdict"] != "survived"]
+        self.spent = results.get("seconds", 0.0)
+        # Tests that have failed, and files that could not be collected: whether they pass without
+        # a mutant.
+        self.passes: dict[str, bool] = {}
+        every = [m for m in mutants_of(ROOT, options.folders) if m.path not in self.stale]
+        found = [m for m in every if self.tests_of(m)]
+        self.unreached = Counter(folder_of(m.path) for m in every)
+        self.unreached -= Counter(folder_of(m.path) for m in found)
+        done = {each["key"] for each in self.verdicts}
+        self.work = [m for m in sample(found, options.count, options.seed) if m.key not in done]
 
-def sample(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
-    """At most one mutant per line, with each folder's share of the lines."""
-    generator = random.Random(seed)
-    lines: dict[tuple[str, tuple[int, ...]], list[Mutant]] = defaultdict(list)
-    for mutant in mutants:
-        lines[mutant.path, mutant.lines].append(mutant)
-    one_each = [generator.choice(same) for same in lines.values()]
-    return generator.sample(one_each, min(count, len(one_each)))
+    def tests_of(self, mutant: Mutant) -> list[str]:
+        lines = self.reached.get(mutant.path, {})
+        return [*dict.fromkeys(test for n in mutant.lines for test in lines.get(n, ()))]
 
+    def chosen(self, mutant: Mutant) -> list[str]:
+        """Tests that reach the lines of a mutant, as many as fit into its time."""
+        chosen, total = [], 0.0
+        for test in self.tests_of(mutant):
+            if total + self.times[test] <= self.options.seconds or not chosen:
+                chosen.append(test)
+                total += self.times[test]
+        return chosen[:400]
 
-def folder_of(path: str) -> str:
-    return next(folder for folder in FOLDERS if path.startswith(f"{folder}/"))
+    def run(self, folder: Path, tests: list[str]) -> Run:
+        (folder / "failed").unlink(missing_ok=True)
+        files = dict.fromkeys(test.split("::")[0] for test in tests)
+        seconds = 30 + 4 * sum(self.times[test] for test in tests)
+        return Run(folder, ["-x", *files], Chosen(folder, tests), seconds)
 
+    def job(self, mutant: Mutant, folder: Path) -> Generator[Run, str, None]:
+        begin, path = time.monotonic(), folder / mutant.path
+        original = path.read_text()
+        end, failed, tests = "failed", "", self.chosen(mutant)
+        while end == "failed" and not self.passes.get(failed):
+            tests = [
+                t for t in tests if self.passes.get(t, self.passes.get(t.split("::")[0], True))
+            ]
+            try:
+                path.write_text(original[: mutant.start] + mutant.text + original[mutant.stop :])
+                end = yield self.run(folder, tests)
+            finally:
+                path.write_text(original)
+            if end == "failed":
+                note = folder / "failed"
+                failed = note.read_text() if note.exists() else tests[0]
+                if failed not in self.passes:
+                    alone = [test for test in tests if test.startswith(failed)]
+                    self.passes[failed] = (yield self.run(folder, alone)) == "passed"
+        self.keep(mutant, end, failed, len(tests), time.monotonic() - begin)
 
-def known_equivalents() -> set[str]:
-    lines = EQUIVALENT.read_text().splitlines() if EQUIVALENT.exists() else []
-    return {line.rsplit(" | ", 1)[0] for line in lines if line and not line.startswith("#")}
-
-
-def report(results: list[dict[str, Any]], n_unreached: int) -> Iterator[str]:
-    """The survivors, and a table of verdicts by folder."""
-    equivalent = known_equivalents()
-    table: dict[str, Counter] = defaultdict(Counter)
-    for each in results:
-        if each["verdict"] == "survived" and each["key"] in equivalent:
-            each["verdict"] = "equivalent"
-        elif each["verdict"] == "survived":
-            yield f"{each['path']}:{each['line']}\n  - {each['before']}\n  + {each['after']}"
-        table[folder_of(each["path"])][each["verdict"]] += 1
-    verdicts = ("killed", "timeout", "survived", "equivalent")
-    yield f"{'':24}" + "".join(f"{verdict:>12}" for verdict in verdicts)
-    for folder, counts in sorted(table.items()):
-        yield f"{folder:24}" + "".join(f"{counts[verdict]:12}" for verdict in verdicts)
-    yield f"{n_unreached} mutants are on lines that no quick test reaches on this machine"
-
-
-def worker(number: int, jobs: int, work: list[Mutant], seconds: float) -> None:
-    """Judge each ``jobs``-th mutant, in a copy of the tree."""
-    reached, times = read_record(OUT / "recorded")
-    folder = OUT / f"copy{number}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    copy_tree(OUT / "recorded", folder)
-    for mutant in work[number::jobs]:
-        tests = chosen_tests(mutant, reached, times, seconds)
-        begin = time.monotonic()
-        verdict = judge(mutant, folder, tests, times)
+    def keep(self, mutant: Mutant, end: str, failed: str, n_tests: int, seconds: float) -> None:
+        verdict = {"passed": "survived", "failed": "killed"}.get(end, end)
+        if verdict == "survived" and mutant.key in known_equivalents():
+            verdict = "equivalent"
         entry = dict(
             key=mutant.key,
             path=mutant.path,
@@ -521,56 +679,120 @@ def worker(number: int, jobs: int, work: list[Mutant], seconds: float) -> None:
             before=mutant.before,
             after=mutant.after,
             verdict=verdict,
-            tests=len(tests),
-            seconds=round(time.monotonic() - begin, 1),
+            failed=failed,
+            tests=n_tests,
+            seconds=round(seconds, 1),
         )
-        with (OUT / "results.jsonl").open("a") as file:
-            file.write(json.dumps(entry) + "\n")
-        print(f"{verdict:9}{mutant.path}:{mutant.lines[0]}  {mutant.after}", flush=True)
+        self.verdicts.append(entry)
+        self.write()
+        print(f"{verdict:11}{mutant.path}:{mutant.lines[0]}  {mutant.after}", flush=True)
+
+    def table(self) -> dict[str, Counter]:
+        """Numbers of verdicts, by folder."""
+        table: dict[str, Counter] = defaultdict(Counter)
+        for each in self.verdicts:
+            table[folder_of(each["path"])][each["verdict"]] += 1
+        for folder, count in self.unreached.items():
+            table[folder]["not reached"] = count
+        return table
+
+    def write(self) -> None:
+        results = {
+            "seed": self.options.seed,
+            "python": platform.python_version(),
+            "torch": sys.modules["torch"].__version__,
+            "seconds": round(self.spent + time.monotonic() - self.begin, 1),
+            "folders": self.table(),
+            "changed_since_recorded": sorted(self.stale),
+            "fail_without_mutants": [test for test, passes in self.passes.items() if not passes],
+            "verdicts": self.verdicts,
+        }
+        part = self.options.json.with_suffix(".part")
+        part.write_text(json.dumps(results, indent=1) + "\n")
+        part.replace(self.options.json)
+
+    def report(self) -> Iterator[str]:
+        """The survivors, and a table of verdicts by folder."""
+        for each in self.verdicts:
+            if each["verdict"] == "survived":
+                yield f"{each['path']}:{each['line']}\n  - {each['before']}\n  + {each['after']}"
+        columns = ("killed", "timeout", "survived", "equivalent", "no tests", "not reached")
+        yield f"{'':24}" + "".join(f"{column:>12}" for column in columns)
+        for folder, counts in sorted(self.table().items()):
+            yield f"{folder:24}" + "".join(f"{counts[column]:12}" for column in columns)
+
+
+def sample(mutants: list[Mutant], count: int | None, seed: int) -> list[Mutant]:
+    """At most one mutant per line, with each folder's share of the lines."""
+    generator = random.Random(seed)
+    lines: dict[tuple[str, tuple[int, ...]], list[Mutant]] = defaultdict(list)
+    for mutant in mutants:
+        lines[mutant.path, mutant.lines].append(mutant)
+    one_each = [generator.choice(same) for same in lines.values()]
+    n = len(one_each)
+    return generator.sample(one_each, n if count is None else min(count, n))
+
+
+def folder_of(path: str) -> str:
+    return next((folder for folder in FOLDERS if path.startswith(f"{folder}/")), "others")
+
+
+@functools.cache
+def known_equivalents() -> set[str]:
+    lines = EQUIVALENT.read_text().splitlines() if EQUIVALENT.exists() else []
+    return {line.rsplit(" | ", 1)[0] for line in lines if line and not line.startswith("#")}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folders", nargs="*", default=FOLDERS)
-    parser.add_argument("--count", type=int, default=600, help="mutants (600)")
+    parser.add_argument("--count", type=int, help="most mutants, those of earlier runs with them")
+    parser.add_argument("--minutes", type=float, default=600.0, help="for all of it (600)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (2)")
     parser.add_argument("--seconds", type=float, default=30.0, help="of tests per mutant (30)")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (0)")
-    parser.add_argument("--record", action="store_true", help="run the tests first, once more")
-    parser.add_argument("--tests", nargs="*", default=[], help="files to record, in place of all")
+    parser.add_argument("--again", action="store_true", help="judge earlier survivors again")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="record, and no more")
+    parser.add_argument("--coverage", type=Path, metavar="FILE", help="what --record has written")
+    parser.add_argument("--json", type=Path, default=OUT / "result.json", help="takes the verdicts")
+    parser.add_argument("--tests", nargs="*", help="files to record, in place of all")
     options = parser.parse_args()
-    OUT.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + 60 * options.minutes
+    for name in ("record", "coverage", "json"):
+        if getattr(options, name) is not None:
+            setattr(options, name, getattr(options, name).absolute())
+    if options.coverage is not None and not options.coverage.exists():
+        parser.error(f"there is no file {options.coverage}; --record writes it")
 
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-    for name in ("torch", "torch.distributed", "numpy"):
-        importlib.import_module(name)
+    os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    for name in PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     sys.modules["torch"].set_num_threads(1)
-    recorded = OUT / "recorded"
-    if options.record or not (recorded / "record" / "times.json").exists():
-        shutil.rmtree(recorded, ignore_errors=True)
-        (recorded / "record").mkdir(parents=True)
-        (OUT / "results.jsonl").unlink(missing_ok=True)
-        copy_tree(ROOT, recorded)
-        print("recording the lines of all quick tests", flush=True)
-        run_tests(recorded, options.tests, 4 * 3600, records=True)
-    reached, _ = read_record(recorded)
-    every = mutants_of(recorded, options.folders)
-    found = [m for m in every if any(reached.get(m.path, {}).get(n) for n in m.lines)]
-    results_file = OUT / "results.jsonl"
-    lines = results_file.read_text().splitlines() if results_file.exists() else []
-    done = {json.loads(line)["key"] for line in lines}
-    work = [m for m in sample(found, options.count, options.seed) if m.key not in done]
-    pids = []
-    for number in range(options.jobs):
-        pid = os.fork()
-        if not pid:
-            worker(number, options.jobs, work, options.seconds)
-            os._exit(0)
-        pids.append(pid)
-    for pid in pids:
-        os.waitpid(pid, 0)
-    results = [json.loads(line) for line in results_file.read_text().splitlines()]
-    print(*report(results, len(every) - len(found)), sep="\n")
+    folders = [OUT / f"copy{number}" for number in range(options.jobs)]
+    copy_tree(folders[0])
+    for folder in folders[1:]:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(folders[0], folder, symlinks=True)
+
+    record_file = options.coverage or options.record or OUT / "coverage.json.gz"
+    record = Record(record_file)
+    if options.coverage is None:
+        lacking = record.drop_stale(options.tests)
+        print(f"recording the tests of {len(lacking)} files", flush=True)
+        jobs = (functools.partial(recording, record, path) for path in lacking)
+        half = time.monotonic() + 30 * options.minutes
+        complete = run_jobs(jobs, folders, deadline if options.record else half)
+        record.write(record_file)
+        if not complete:
+            print("the time was too short to record all; a repeated run goes on with it")
+        if options.record:
+            return
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    judge = Judge(options, record)
+    run_jobs((functools.partial(judge.job, mutant) for mutant in judge.work), folders, deadline)
+    judge.write()
+    print(*judge.report(), sep="\n")
 
 
 if __name__ == "__main__":

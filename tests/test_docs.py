@@ -9,8 +9,8 @@ import socket
 import statistics
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,14 +65,12 @@ def preamble(block: str) -> dict[str, object]:
     param = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     if "reset_master_weights" in block:
         optimizer = FusedAdam([param])
-    AdamW8bit = torch.optim.AdamW
     return {
         "torch": torch,
         "fp4adam": fp4adam,
         "FP4Adam": FP4Adam,
         "FusedAdam": FusedAdam,
         "quantize_model": quantize_model,
-        "bitsandbytes": SimpleNamespace(optim=SimpleNamespace(AdamW8bit=AdamW8bit)),
         "model": model,
         "new_model": Model(),
         "optimizer": optimizer,
@@ -210,9 +208,10 @@ def figures() -> list[tuple[str, str]]:
         ("torch AdamW fused, BF16, no masters", "torch AdamW fused, BF16 (no masters)"),
         ("torch AdamW fused, FP32", "torch AdamW fused, FP32"),
         ("`FusedAdam` of this package, BF16 with FP32 masters", "FusedAdam, BF16 + FP32 masters"),
-        ("**`FP4Adam`, NVFP4 weights**", "FP4Adam, NVFP4"),
-        ("the same, FP8 moments and FP16 masters", "FP4Adam, NVFP4, FP8 moments, FP16 masters"),
+        ("**`FP4Adam`, NVFP4 weights**", "FP4Adam, NVFP4 rowwise"),
+        ('the same, `states="8bit"`', "FP4Adam, NVFP4 rowwise, 8-bit states"),
     ):
+        step = Record("step_8bit" if "8-bit" in name else "step")
         weight = step.get("weight_bytes_per_param", name, model="gpt")
         state = step.get("state_bytes_per_param", name, model="gpt")
         nbytes = weight + state + (4 if weight == 4 else 2)
@@ -224,13 +223,19 @@ def figures() -> list[tuple[str, str]]:
     end = {row["name"]: statistics.fmean(row["last_validation_losses"]) for row in numerics.rows}
     first, second = (end.pop(f"BF16 + AdamW, seed {seed}") for seed in (0, 1))
     without = end.pop("NVFP4 without masters")
+    lean = {name: end[name] for name in end if name.endswith("8bit states, seed 0")}
+    gaps = (
+        abs(loss - end["NVFP4 2D" if "NVFP4" in name else name.partition(",")[0]])
+        for name, loss in lean.items()
+    )
+    found.append(("README.md", f"within {max(gaps):.4f} nats of the same format with FP32 states"))
     largest = max(abs(loss - first) for loss in end.values())
     found += [
         ("README.md", f"end within {largest:.4f} nats per byte of BF16"),
         ("README.md", f"two seeds of BF16 differ by {first - second:.4f}"),
         ("README.md", f"NVFP4 ends at {without:.2f} where the others end at {first:.2f}"),
         ("docs/faq.md", f"[{without:.2f} nats in place of {first:.2f}]"),
-        ("docs/why_not_round.md", f"[{end['NVFP4 2D'] - first:.4f} nats]"),
+        ("docs/qat.md", f"[{end['NVFP4 2D'] - first:.4f} nats]"),
     ]
     eager = Record("scaling_2gpu_eager")
     shares = [
@@ -244,9 +249,10 @@ def figures() -> list[tuple[str, str]]:
     found.append(("README.md", "a peak of **{:.1f} GiB** in place of {:.1f}".format(*peaks)))
     speed = full.get("tokens_per_second", ours) / full.get("tokens_per_second", bf16)
     found.append(("README.md", f"at {100 * speed:.0f} % of its tokens per second"))
-    times = (narrow.get("ms", f"FP4Adam, {n}") for n in ("NVFP4, 8-bit states", "NVFP4"))
+    names = ("NVFP4 rowwise, 8-bit states", "NVFP4 rowwise")
+    times = (narrow.get("ms", f"FP4Adam, {name}") for name in names)
     block = narrow.get("ms", "FP4Adam, Float8Block, 8-bit states")
-    slow = "{:.1f} ms for 973 M NVFP4 weights in place of {:.1f}, ".format(*times)
+    slow = "{:.1f} ms for 973 M NVFP4 weights, where FP32 states take {:.1f}, ".format(*times)
     found.append(("README.md", f"{slow}{block:.1f} ms for Float8Block"))
     offload = Record("offload_32").rows[0]
     found.append(("docs/offload.md", f"[{offload['ms'] / 1e3:.1f} s on an H200]"))
@@ -255,11 +261,61 @@ def figures() -> list[tuple[str, str]]:
     return found
 
 
+def figures_of_cpus() -> list[tuple[str, str]]:
+    """The same of records in benchmarks/cpu."""
+    page, found = "docs/train_checkpoints.md", []
+    folder = RECORDS.parent / "cpu"
+    rows = json.loads((folder / "loading_memory.json").read_text())["rows"]
+    for width, title in ((2048, "16 matrices, 2,048 wide"), (8192, "2 matrices, 8,192 wide")):
+        cells = [
+            f"{row['quantized MiB']:.0f} → {row['peak MiB']:.0f} MiB"
+            for row in rows
+            if row["width"] == width and row["model on"] == "meta"
+        ]
+        found.append((page, " | ".join([title, *cells])))
+    adamw, ours, lean, other = json.loads((folder / "demo.json").read_text())["runs"]
+    parts = ("weight", "gradient", "optimizer")
+    nbytes = sum(lean[f"{part}_bytes_per_parameter"] for part in parts)
+    for title, loss in (
+        ("AdamW, FP32 weights", adamw["end_loss"]),
+        ("the same, rounded to NVFP4 afterwards", adamw["rounded_afterwards"]["nvfp4"]),
+        ("`FP4Adam`, trained in NVFP4", ours["end_loss"]),
+        (f"{nbytes:.1f} bytes per parameter with gradients in place of 16.0", lean["end_loss"]),
+        ("AdamW with another seed", other["end_loss"]),
+    ):
+        found.append(("docs/qat.md", f"{title} | {loss:.4f} |"))
+    runs = json.loads((folder / "finetune_rounded.json").read_text())["rows"]
+    before = next(run["before"] for run in runs if run["start"] == "BF16")
+    gains = defaultdict(list)
+    for run in runs:
+        gains[run["start"], run["masters"]].append(f"{before - run['after']:.4f}")
+    for title, *kind in (
+        ("BF16 weights, from BF16", "BF16", "float32"),
+        ("BF16 weights, from FP8, decoded", "BF16, rounded to FP8", "float32"),
+        ("FP8 weights, the ones before rounding known", "FP8, unrounded known", "float32"),
+        ("FP8 weights, from FP8", "FP8", "float32"),
+        ("the same, masters in int8", "FP8", "int8"),
+        ("BF16 weights, from MXFP4, decoded", "BF16, rounded to MXFP4", "float32"),
+        ("MXFP4 weights, the ones before rounding known", "MXFP4, unrounded known", "float32"),
+        ("MXFP4 weights, from MXFP4", "MXFP4", "float32"),
+        ("the same, masters in int8", "MXFP4", "int8"),
+    ):
+        found.append((page, " | ".join([title, *gains[tuple(kind)]])))
+    runs = json.loads((folder / "finetune_rounded_seed_1.json").read_text())["rows"]
+    all_of_bf16, *others = (runs[0]["before"] - run["after"] for run in runs)
+    fp8, int8, mxfp4 = (f"{gain:.4f} ({100 * gain / all_of_bf16:.0f} %)" for gain in others)
+    text = (
+        f"BF16 gains {all_of_bf16:.4f}, FP8 {fp8}, FP8 with int8 masters {int8[:6]}, MXFP4 {mxfp4}"
+    )
+    found.append((page, text))
+    return found
+
+
 @needs_docs
 @needs_records
 def test_figures_are_those_of_the_records():
     """A new record changes the pages, and a page cannot change without one."""
-    for page, words in figures():
+    for page, words in figures() + figures_of_cpus():
         text = " ".join((ROOT / page).read_text().split())
         assert words in text, f"{page} lacks {words!r}"
 

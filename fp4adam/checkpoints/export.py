@@ -91,9 +91,10 @@ def export_checkpoint(
         NotImplementedError: For weights that are sharded in another way than by ``fully_shard``.
 
     Warns:
-        UserWarning: For what readers are known to misread: NVFP4 weights with different amaxes that
-            engines serve as one matrix, Float8Block weights with partial blocks, experts, MXFP8 in
-            "modelopt", and layers that transformers builds as Conv1D.
+        UserWarning: For what readers are known to misread or to refuse: NVFP4 weights with
+            different amaxes that engines serve as one matrix, Float8Block weights with partial
+            blocks; in models of transformers, experts, all of "modelopt", layers that it builds as
+            Conv1D, and 4-bit layers of T5.
     """
     known = {**LAYOUTS, gguf_file.LAYOUT.name: gguf_file.LAYOUT}
     if layout not in known:
@@ -112,7 +113,8 @@ def export_checkpoint(
         export = gguf_file.GGUFExport(trained, documents[CONFIG], tokenizer)
         _write(lambda arrays: export.write(Path(folder), arrays), export.arrays(), trained.weights)
         return
-    _warn_of_readers(trained, layout)
+    for text in _troubles_of_readers(trained, layout):
+        warnings.warn(text, stacklevel=2)
     excluded, stacked = _unquantized_modules(trained.model, module_names(trained.pieces))
     quantization = LAYOUTS[layout].documents(trained.encoding, excluded, stacked)
     content = {**documents[CONFIG], "quantization_config": quantization[CONFIG]}
@@ -200,13 +202,13 @@ def _masters_of(optimizer: Optimizer) -> Callable[[Tensor], Tensor | None]:
     return optimizer._current_masters()
 
 
-def _warn_of_readers(trained: Trained, layout: str) -> None:
-    """Warn of weights that readers are known to misread."""
+def _troubles_of_readers(trained: Trained, layout: str) -> Iterator[str]:
+    """What readers are known to misread or to refuse, each as the text of a warning."""
     encoding = trained.encoding
     groups: dict[str, dict[str, float]] = defaultdict(dict)
     partial, cut = [], []
-    for name, weight in trained.quantized.items():
-        layer = name.removesuffix(".weight")
+    layers = [name.removesuffix(".weight") for name in trained.quantized]
+    for layer, (name, weight) in zip(layers, trained.quantized.items(), strict=True):
         _, parts = fused_layer(layer)
         rows = trained.weights[name].shape[-2]
         cut += [layer] * bool(rows % encoding.block[0] and layer in parts[:-1])
@@ -216,61 +218,65 @@ def _warn_of_readers(trained: Trained, layout: str) -> None:
         sides = zip(trained.weights[name].shape[-2:], encoding.block, strict=True)
         partial += [layer] * any(n > block and n % block for n, block in sides)
     unequal = [name for name, amaxes in groups.items() if len({*amaxes.values()}) > 1]
+    format_name = encoding.quantizer_class.tensor_class.__name__.removesuffix("Tensor")
     if unequal:
-        warnings.warn(
+        yield (
             "weights that are served as one matrix should have one amax, got "
             f"{groups[unequal[0]]} for {unequal[0]!r}, and {len(unequal)} such groups: engines "
             "that fuse them, as vLLM does, decode them all by the largest and lose precision "
-            "(transformers does not); train with scale_groups=hf_scale_groups",
-            stacklevel=3,
+            "(transformers does not); train with scale_groups=hf_scale_groups"
         )
     if partial:
-        name = encoding.quantizer_class.tensor_class.__name__.removesuffix("Tensor")
-        warnings.warn(
-            f"sides of {name} weights should be multiples of {max(encoding.block)}, or less, "
-            f"got others in {len(partial)} layers such as {partial[0]!r}: transformers reads these "
-            "wrongly where it decodes them, without a GPU; pad them, or serve with another engine",
-            stacklevel=3,
+        yield (
+            f"sides of {format_name} weights should be multiples of {max(encoding.block)}, or "
+            f"less, got others in {len(partial)} layers such as {partial[0]!r}: transformers reads "
+            "these wrongly where it decodes them, without a GPU; pad them, or serve with another "
+            "engine"
         )
     if cut:
-        warnings.warn(
+        yield (
             f"rows of q, k, gate should be multiples of {encoding.block[0]} for vLLM, got others "
             f"in {len(cut)} layers such as {cut[0]!r}: it fuses them with what follows, and (0.32) "
-            "decodes that by the wrong scales without a word; serve with another engine",
-            stacklevel=3,
+            "decodes that by the wrong scales without a word; serve with another engine"
         )
-    is_of_transformers = hasattr(trained.model, "from_pretrained")
-    if layout == "modelopt" and encoding.bits == 8 and is_of_transformers:
-        warnings.warn(
-            "layout 'modelopt' with MXFP8 should be read by an engine or by import_checkpoint, got "
-            "a model of transformers, whose from_pretrained (5.23) takes codes for weights and "
-            "leaves the scales out; for it, use layout 'compressed-tensors'",
-            stacklevel=3,
+    if not hasattr(trained.model, "from_pretrained"):
+        return
+    if layout == "modelopt":
+        outcome = "refuses the files"
+        if encoding.bits == 8:
+            outcome = "takes codes for weights and leaves the scales out"
+        yield (
+            f"layout 'modelopt' with {format_name} should be read by an engine or by "
+            "import_checkpoint, got a model of transformers, whose from_pretrained (5.23) "
+            f"{outcome}; for it, use layout 'compressed-tensors'"
         )
-    if is_of_transformers and (rebuilt := in_high_precision(trained.model)) is not None:
+    if (rebuilt := in_high_precision(trained.model)) is not None:
         modules = dict(rebuilt.named_modules())
-        layers = [name.removesuffix(".weight") for name in trained.quantized]
         others = [n for n in layers if type(modules.get(n)).__name__ == "Conv1D"]
         if others:
-            warnings.warn(
+            yield (
                 "quantized layers should be nn.Linear in the model that readers build, got Conv1D "
-                f"in {len(others)} such as {others[0]!r}, which from_pretrained leaves at random "
-                "values; import_checkpoint reads them into a model with the layers exchanged",
-                stacklevel=3,
+                f"in {len(others)} such as {others[0]!r}, which from_pretrained (5.23) leaves at "
+                "random values or refuses; import_checkpoint reads them into a model with the "
+                "layers exchanged"
             )
+    if layout != "compressed-tensors":
+        return
     has_stacks = any(p.rows and p.name in trained.quantized for p in trained.pieces.values())
-    is_misread = (
-        has_stacks
-        and layout == "compressed-tensors"
-        and encoding.quantizer_class is not MXFP4Quantizer
-    )
-    if is_misread and is_of_transformers:
-        warnings.warn(
+    if has_stacks and encoding.quantizer_class is not MXFP4Quantizer:
+        yield (
             "experts in the layout 'compressed-tensors' should be read by an engine or by "
             "import_checkpoint, got a model of transformers, whose from_pretrained (5.23) leaves "
             "the tensor scales of NVFP4 experts out and refuses 8-bit ones of most models; for it, "
-            "export Float8Block weights in the layout 'fp8'",
-            stacklevel=3,
+            "export Float8Block weights in the layout 'fp8'"
+        )
+    asked = [layer for layer in layers if layer.endswith(".wo") and encoding.bits == 4]
+    if asked:
+        yield (
+            f"layers called wo should have weights of 8 bits in T5 and its relatives, got "
+            f"{format_name} in {len(asked)} such as {asked[0]!r}: transformers (5.23) asks each "
+            "for .weight, which packed layers lack, and raises AttributeError in the first forward "
+            "pass; keep them in high precision by quantize_model(..., filter=...), or train MXFP8"
         )
 
 

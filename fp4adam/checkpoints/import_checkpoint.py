@@ -69,10 +69,10 @@ def import_checkpoint(
             this: quantized weights are new parameters, which take over attributes and hooks as by
             :func:`fp4adam.quantize_model`. Those of sharded models are written in place.
         folder: The folder with ``config.json`` and safetensors files.
-        quantizer: The quantizer of the weights from now on; by default that of the format. NVFP4
-            scales of other blocks than 16x16 need
-            ``NVFP4Quantizer(two_dimensional=False, columnwise=False)``, which is then the default;
-            Float8Block scales that are no powers of two have ``force_pow_2_scales=False``.
+        quantizer: The quantizer of the weights from now on; by default that of the format, with
+            rowwise codes alone: ``Recipe(..., gradients=True).quantizer`` has both. NVFP4 scales of
+            other blocks than 16x16 have ``two_dimensional=False`` then, Float8Block scales that are
+            no powers of two ``force_pow_2_scales=False``.
         device: Where parameters on the meta device go; the default device if None. Others stay
             where they are.
 
@@ -144,6 +144,7 @@ class Import:
                 layer = plain_name(f"{name}.{key}" if name else key).removesuffix(".weight")
                 self.places[layer] = module, key
         self.encoding = encoding_of(checkpoint)
+        self._advice = checkpoint.advice
         source = WholeStacks(checkpoint, self.encoding)
         self.checkpoint = StackReader(source, pieces_of(model, self.state), self._keys)
         stored = self._needed(self.checkpoint.names())
@@ -247,7 +248,7 @@ class Import:
                 if f"{layer}.{key}" not in stored:
                     raise ValueError(
                         f"layer {layer!r} of the checkpoint must have {', '.join(self._keys)}, got "
-                        f"no {key}; the checkpoint is damaged"
+                        f"no {key}; {self._advice}"
                     )
         return layers
 
@@ -320,7 +321,7 @@ class Import:
                 if self.checkpoint.dtype(name) not in dtypes:
                     raise TypeError(
                         f"{name!r} must be {' or '.join(map(str, dtypes))}, got "
-                        f"{self.checkpoint.dtype(name)}; the checkpoint is damaged"
+                        f"{self.checkpoint.dtype(name)}; {self._advice}"
                     )
 
     def _check_plain(self) -> None:

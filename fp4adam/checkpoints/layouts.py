@@ -102,7 +102,7 @@ class Encoding:
 
     def quantizer_for(self, scales: Iterable[Tensor]) -> Quantizer:
         """The quantizer for all weights of a checkpoint, given their block scales."""
-        return self.quantizer_class()
+        return self.quantizer_class(columnwise=False)
 
     def wrap(
         self,
@@ -223,16 +223,15 @@ class NVFP4Encoding(Encoding):
 
     def quantizer_for(self, scales: Iterable[Tensor]) -> Quantizer:
         """Square blocks if the scales allow it."""
-        if all(_is_square(scale.view(torch.uint8), nvfp4.BLOCK) for scale in scales):
-            return NVFP4Quantizer()
-        return NVFP4Quantizer(two_dimensional=False, columnwise=False)
+        is_square = all(_is_square(scale.view(torch.uint8), nvfp4.BLOCK) for scale in scales)
+        return NVFP4Quantizer(two_dimensional=is_square, columnwise=False)
 
     def _inner(
         self, stored: dict[str, Tensor], quantizer: NVFP4Quantizer, amax: Tensor | None
     ) -> dict[str, Tensor]:
         scale = stored[self.scale].view(torch.uint8)
         factor = stored[self.tensor_scale].reshape(1)
-        _check_scales(self.scale, scale <= 0x7E, stored[self.scale].float())
+        _check_scales(self.scale, scale <= 0x7E, stored[self.scale])
         _check_scales(self.tensor_scale, factor.isfinite() & (factor > 0), factor)
         ratio = torch.full_like(factor, quantizer.largest_value)
         rounded = ratio / factor if self.divides else factor * ratio
@@ -313,7 +312,7 @@ class MXFP8Encoding(MXEncoding):
         if not _is_square(scale, MX_BLOCK):
             raise ValueError(
                 f"{self.scale} must be equal for the {MX_BLOCK} rows of each block to be taken "
-                "over with two_dimensional=True, got others; pass MXFP8Quantizer()"
+                "over with two_dimensional=True, got others; leave it out"
             )
         square = scale[::MX_BLOCK].contiguous()
         return {"rowwise_data": inner["rowwise_data"], "block_scale_inv": square}
@@ -377,7 +376,7 @@ class Float8BlockEncoding(Encoding):
         """Scales that are powers of two if those of the checkpoint are."""
         fractions = (scale.float().frexp()[0] for scale in scales)
         is_pow_2 = all(bool(((x == 0.5) | (x == 0)).all()) for x in fractions)
-        return Float8BlockQuantizer(force_pow_2_scales=is_pow_2)
+        return Float8BlockQuantizer(columnwise=False, force_pow_2_scales=is_pow_2)
 
     def _inner(
         self, stored: dict[str, Tensor], quantizer: Quantizer, amax: Tensor | None
@@ -390,9 +389,11 @@ class Float8BlockEncoding(Encoding):
 
 def _check_scales(name: str, valid: Tensor, scale: Tensor) -> None:
     if not valid.all():
+        kind = torch.uint8 if scale.element_size() == 1 else scale.dtype  # torch indexes few of FP8
+        first = scale.view(kind)[~valid][:1].view(scale.dtype)
         raise ValueError(
-            f"{name} must hold scales that are finite and not negative, got "
-            f"{scale[~valid][0].item()}; the checkpoint is damaged"
+            f"{name} must hold scales that are finite and not negative, got {first.item()}; the "
+            "checkpoint is damaged"
         )
 
 

@@ -35,6 +35,7 @@ class Source(Protocol):
     config: dict[str, Any]
     hf_quant_config: dict[str, Any]
     metadata: dict[str, str]
+    advice: str  # for those who find parts missing, or of a wrong dtype
 
     def names(self) -> set[str]:
         """The names of all tensors."""
@@ -63,6 +64,8 @@ class CheckpointReader:
         ValueError: If one is damaged, is too large for what it is, or lies outside of the folder.
         ImportError: If safetensors is not installed.
     """
+
+    advice = "the checkpoint is damaged"
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

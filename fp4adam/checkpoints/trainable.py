@@ -4,16 +4,18 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from fp4adam.checkpoints.hub_names import pieces_of
 from fp4adam.checkpoints.import_checkpoint import Import
 from fp4adam.checkpoints.layouts import Encoding
 from fp4adam.checkpoints.model_state import (
     ACTIVATION_SCALES,
+    CACHE_SCALES,
     in_high_precision,
     members,
     plain_name,
@@ -28,6 +30,19 @@ from fp4adam.nn.recipe import FormatName, Recipe, resolve_recipe
 from fp4adam.nn.replacement import check_attributes, check_no_replica, completed, put_in
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
+from fp4adam.tensors.retired import retire
+
+# What users register at a module, and torch calls around its forward and backward pass.
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -100,6 +115,10 @@ class _LoadedModel:
     hf_quant_config: dict[str, Any] = {}
     metadata: dict[str, str] = {}
     folder = "the model"
+    advice = (
+        "load it again, and call make_trainable at once: model.to(dtype) casts codes, and "
+        "compressed-tensors decodes them in the first forward pass"
+    )
 
     def __init__(self, model: nn.Module) -> None:
         self.config = {"quantization_config": _quantization_config(model)}
@@ -159,28 +178,27 @@ def _change_of_loaded(model: nn.Module, quantizer: Quantizer | None) -> Callable
             "model must be one of transformers to have a quantization_config, got a "
             f"{type(model).__name__}; import_checkpoint reads folders into any model"
         )
-    reading = Import(plain, loaded, quantizer)
-    if quantizer is None:
-        reading.quantizer = dataclasses.replace(reading.quantizer, columnwise=False)
-    modules = _exchanged(model, plain)
-    names = {reading.parameter_name(layer): layer for layer in reading.layers}
-    for name, layer in names.items():
-        weight = reading.quantized_weight(layer)
-        weight._shared.name = name
-        module, key = reading.places[layer]
-        module._parameters[key] = nn.Parameter(weight)
     for name in loaded.names():  # for those who read what is saved
         layer, _, key = name.rpartition(".")
-        if key in ACTIVATION_SCALES:
+        if key in ACTIVATION_SCALES | CACHE_SCALES:
             plain.get_submodule(layer).register_buffer(key, loaded.tensors[name].detach())
-    for name, (parent, key, module) in modules.items():
-        _fit(module, getattr(parent, key), name)
+    reading = Import(plain, loaded, quantizer)
+    _check_experts(plain, reading, loaded.config["quantization_config"])
+    modules = _exchanged(model, plain)
+    names = {reading.parameter_name(layer): layer for layer in reading.layers}
+    weights = {name: reading.quantized_weight(layer) for name, layer in names.items()}
+    for name, weight in weights.items():
+        weight._shared.name = name
+    put_in((*reading.places[layer], nn.Parameter(weights[name])) for name, layer in names.items())
+    for name, (_, _, old, module) in modules.items():
+        _fit(module, old, name)
     state = _StoredState(reading.encoding, names, loaded.dtypes)
     config = model.config.quantization_config
 
     def change() -> None:
-        for parent, key, module in modules.values():
+        for parent, key, old, module in modules.values():
             setattr(parent, key, module)
+            _finish(module, old)
         state.register(model)
         if hook := vars(model).get("ct_decompress_hook"):
             hook.remove()  # compressed-tensors would decode all weights in the first forward pass
@@ -190,6 +208,22 @@ def _change_of_loaded(model: nn.Module, quantizer: Quantizer | None) -> Callable
         _end_quantization(model)
 
     return change
+
+
+def _check_experts(plain: nn.Module, reading: Import, config: dict[str, Any]) -> None:
+    """Raise ValueError if transformers has decoded experts of compressed-tensors.
+
+    Of those in NVFP4 it leaves out the scales of tensors. Those in BF16 it (5.23) does not load.
+    """
+    if config["quant_method"] != "compressed-tensors":
+        return
+    for piece in pieces_of(plain, reading.state).values():
+        if piece.rows is not None and piece.name not in reading.layers:
+            raise ValueError(
+                f"experts must be quantized as in the checkpoint, got {piece.name!r}, which "
+                "transformers has decoded; build the model on the meta device and call "
+                "import_checkpoint(model, folder)"
+            )
 
 
 def _fit(module: nn.Module, old: nn.Module, name: str) -> None:
@@ -204,32 +238,58 @@ def _fit(module: nn.Module, old: nn.Module, name: str) -> None:
             for key, value in kind.items():
                 if value is not None and value.is_meta:
                     kind[key] = tensors[f"{prefix}.{key}"]
-    configs = {prefix: vars(part).get("config") for prefix, part in old.named_modules()}
-    for prefix, part in module.named_modules():
-        if configs.get(prefix) is not None:  # the model's, whose changes count
-            part.config = configs[prefix]
-    module.train(old.training)
-    if hasattr(old, "_hf_hook"):  # accelerate moves inputs from device to device
-        from accelerate.hooks import add_hook_to_module
+    for part, its_old in _pairs(module, old):
+        if vars(its_old).get("config") is not None:  # the model's, whose changes count
+            part.config = its_old.config
+        for hooks in _HOOKS:  # the dictionaries themselves, so that handles still remove them
+            setattr(part, hooks, getattr(its_old, hooks))
+        part.training = its_old.training
+        if hasattr(its_old, "_hf_hook"):  # accelerate moves inputs from device to device
+            from accelerate.hooks import add_hook_to_module
 
-        add_hook_to_module(module, old._hf_hook)
+            add_hook_to_module(part, its_old._hf_hook)
 
 
-def _exchanged(model: nn.Module, plain: nn.Module) -> dict[str, tuple[nn.Module, str, nn.Module]]:
-    """Modules of ``plain`` by name, with the parents in ``model`` where they belong.
+def _pairs(module: nn.Module, old: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Modules in ``module``, each with the one of the same name in ``old``."""
+    olds = dict(old.named_modules())
+    return ((part, olds[name]) for name, part in module.named_modules() if name in olds)
+
+
+def _finish(module: nn.Module, old: nn.Module) -> None:
+    """What is left to do when ``module`` has taken the place of ``old``.
+
+    Hooks of compressed-tensors for its quantized cache go. Optimizers that still have parameters of
+    ``old`` will notice.
+    """
+    kept = {*module.parameters()}
+    for part, its_old in _pairs(module, old):
+        for key, hook in [*part._forward_pre_hooks.items()]:
+            if (getattr(hook, "__module__", None) or "").startswith("compressed_tensors."):
+                del part._forward_pre_hooks[key]
+                part._forward_pre_hooks_with_kwargs.pop(key, None)
+        for param in its_old.parameters(recurse=False):
+            if param not in kept:
+                retire(param, part)
+
+
+def _exchanged(
+    model: nn.Module, plain: nn.Module
+) -> dict[str, tuple[nn.Module, str, nn.Module, nn.Module]]:
+    """By name: a parent in ``model``, a name there, the module of it, and the one of ``plain``.
 
     They are those that transformers has exchanged, the outermost of nested ones, and those that
     compressed-tensors has changed.
     """
     loaded = dict(model.named_modules())
-    found: dict[str, tuple[nn.Module, str, nn.Module]] = {}
+    found: dict[str, tuple[nn.Module, str, nn.Module, nn.Module]] = {}
     for name, module in plain.named_modules():
         old = loaded.get(name)
         if old is None or any(name.startswith(f"{outer}.") for outer in found):
             continue
         if type(old) is not type(module) or hasattr(old, "quantization_scheme"):
             parent, _, key = name.rpartition(".")
-            found[name] = loaded[parent], key, module
+            found[name] = loaded[parent], key, old, module
     return found
 
 

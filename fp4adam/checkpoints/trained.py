@@ -10,6 +10,7 @@ from fp4adam.checkpoints.hub_names import Piece, pieces_of
 from fp4adam.checkpoints.layouts import LAYOUTS, Encoding, Layout
 from fp4adam.checkpoints.model_state import (
     ACTIVATION_SCALES,
+    CACHE_SCALES,
     model_state,
     plain_name,
     unwrapped,
@@ -117,11 +118,13 @@ def tensors_of(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
 def _state_of(model: nn.Module) -> dict[str, Tensor]:
     """All tensors of a checkpoint, under all of their names."""
     state = model_state(model).tensors
-    for name in [*state]:
+    quantized = {name for name, value in state.items() if isinstance(local(value), QuantizedTensor)}
+    for name, value in [*state.items()]:
         layer, _, key = name.rpartition(".")
-        weight = state.get(f"{layer}.weight")
-        # Layouts describe weights alone as quantized.
-        if key in ACTIVATION_SCALES and isinstance(local(weight), QuantizedTensor):
+        # Layouts describe weights alone as quantized. Buffers of an attention are for its cache.
+        is_of_activations = key in ACTIVATION_SCALES and f"{layer}.weight" in quantized
+        is_of_cache = key in CACHE_SCALES and not isinstance(value, nn.Parameter)
+        if is_of_activations or (is_of_cache and any(n.startswith(f"{layer}.") for n in quantized)):
             del state[name]
     for name, value in state.items():
         if value.is_meta:

@@ -4,10 +4,11 @@ Tensors are whole, or each rank has the values of a span. Then their scales depe
 other ranks, which the ranks exchange after measuring.
 """
 
+import copy
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from itertools import chain
+from itertools import chain, compress
 from typing import TYPE_CHECKING
 
 import torch
@@ -505,6 +506,16 @@ class LocalCast(PartialCast):
             for one in self._spans
         ]
 
+    def part(self, chosen: Sequence[bool]) -> "LocalCast":
+        """The cast of some of the tensors, which writes what this one has measured and chosen."""
+        if all(chosen):
+            return self
+        part = copy.copy(self)
+        part._tensors = [*compress(self._tensors, chosen)]
+        part._spans = [*compress(self._spans, chosen)]
+        part._adaptive = [one for one in part._spans if one.is_adaptive]
+        return part
+
     def check_values(self, values: Sequence[Tensor | None], name: str = "values") -> None:
         """Nothing: callers pass values of the tensors' shapes."""
 
@@ -556,7 +567,8 @@ def cast(
             continue
         rounded = [values[i].to(dtypes[i]) for i in members]
         amax = None
-        if len(members) > 1:
+        has_amax = tensors[members[0]].quantizer.layout.tensor_scale is not None
+        if len(members) > 1 and has_amax:
             found = [_measured(tensors[i], x) for i, x in zip(members, rounded, strict=True)]
             amax = torch.cat([each.to(found[0].device) for each in found]).amax(0, keepdim=True)
         for i, value in zip(members, rounded, strict=True):

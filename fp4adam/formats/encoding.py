@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp4adam.formats import minifloat
 from fp4adam.tensors import backend
-from fp4adam.tensors.blocks import Span, blocks_of, in_blocks, strips, times_factors
+from fp4adam.tensors.blocks import Span, blocks_of, in_blocks, round_up, strips, times_factors
 from fp4adam.tensors.layout import Layout
 from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.storage import Storage
@@ -24,8 +24,7 @@ Target = tuple[Tensor, int]
 def write(quantizer: Quantizer, x: Tensor, out: Storage, amax: Tensor | None = None) -> None:
     """:meth:`Quantizer.write`, by the format's kernels or by operators."""
     layout, grids = quantizer.layout, {}
-    # A shard of another package may have other sizes than kernels take.
-    by_kernels = backend.uses_kernels(x.device) and quantizer.check_matrix(*x.shape) is None
+    by_kernels = backend.uses_kernels(x.device) and layout.fits_kernels(*x.shape)
     if layout.tensor_scale is not None:
         if layout.scale_type is not None and not by_kernels:
             # Scales of blocks depend on the amax of the tensor, so all blocks are measured first.
@@ -181,17 +180,24 @@ def recode(quantizer: Quantizer, x: Tensor, tensors: Storage) -> Tensor:
     usage, block = next(iter(layout.blocks.items()))
     scales = None
     if layout.scale_type is not None:
-        scales = stored_scales(layout, tensors, usage, shape).contiguous()
+        scales = stored_scales(layout, tensors, usage, shape)
     factors = quantizer.factors(scales, tensors.amax)
+    if scales is not None:
+        # Strips have whole blocks in both directions.
+        sizes = (round_up(n, layout.block) // side for n, side in zip(shape, block, strict=True))
+        below, beside = (n - own for n, own in zip(sizes, factors.shape, strict=True))
+        factors = torch.nn.functional.pad(factors, (0, beside, 0, below))
     codes = x.new_empty(shape, dtype=torch.uint8)
     for rows, strip, *scratch in strips(x, (layout.block,) * 2, scratch=2):
-        own = factors if scales is None else factors[in_blocks(rows, block[0])]
+        own = factors
+        if scales is not None:
+            own = factors[rows.start // block[0] :][: len(strip) // block[0]]
         codes[rows] = _encode(layout, strip, block, own, scratch)[
             : rows.stop - rows.start, : shape[1]
         ]
-    if layout.code_bits == 4:
-        return minifloat.pack_e2m1(codes)
-    return codes.t() if not quantizer.rowwise and layout.columnwise.codes.transposed else codes
+    if not quantizer.rowwise and layout.columnwise.codes.transposed:
+        codes = codes.t().contiguous()
+    return minifloat.pack_e2m1(codes) if layout.code_bits == 4 else codes
 
 
 def decode(quantizer: Quantizer, tensors: Storage, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.storage import Storage
 from fp4adam.tensors.te_names import Float8Names
 
-BLOCK = 16
+KERNEL_MULTIPLE = 16
 SCALINGS = ("current", "delayed")
 AMAX_COMPUTE_ALGOS = ("max", "most_recent")
 
@@ -46,7 +46,10 @@ class Float8Tensor(Float8Names, QuantizedTensor):
 
 @dataclasses.dataclass(frozen=True)
 class Float8Quantizer(Quantizer[Float8Tensor]):
-    """Quantize to :class:`Float8Tensor`; rows and columns must be multiples of 16.
+    """Quantize to :class:`Float8Tensor`; any rows and columns.
+
+    Weights whose rows and columns are multiples of 16 are quantized and stepped by kernels, others
+    by operators, with the same bits.
 
     Code = E4M3(x * scale) with scale = 448 / max(amax, amax_epsilon), or 1 if the amax is 0 or
     infinite; the largest float32 where the quotient overflows. Every step is one float32 operation,
@@ -119,7 +122,7 @@ class Float8Quantizer(Quantizer[Float8Tensor]):
 
     def full_layout(self) -> Layout:
         return Layout(
-            block=BLOCK,
+            block=1,
             code_type="e4m3",
             scale_type=None,
             rowwise=Direction(Inner(1, 1)),
@@ -127,7 +130,7 @@ class Float8Quantizer(Quantizer[Float8Tensor]):
             is_square=True,
             tensor_scale=self.scaling,
             scale_rule=ScaleRule(self.force_pow_2_scales, self.amax_epsilon),
-            multiple=BLOCK,
+            kernel_multiple=KERNEL_MULTIPLE,
             history=self.amax_history_len,
         )
 

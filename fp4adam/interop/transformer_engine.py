@@ -219,15 +219,15 @@ def _is_swizzled(tensor: Tensor) -> bool:
 
 def _is_delayed(quantizer: Any) -> bool:
     """Whether a Float8Tensor's quantizer takes a scale, rather than making it from values."""
-    return hasattr(quantizer, "scale") and hasattr(quantizer, "amax")
+    # Before 2.16, quantizers of current scaling have buffers named scale and amax as well.
+    return hasattr(quantizer, "scale") and not hasattr(quantizer, "amax_epsilon")
 
 
 def _has_transpose(tensor: Tensor) -> bool:
     """Whether a Float8Tensor has transposed codes, in a layout that a step can write."""
     if tensor._transpose is None or tensor._transpose_invalid:
         return False
-    rows, _ = flat_shape(tuple(tensor.shape))
-    return tensor._data is None or (tensor._transpose.is_contiguous() and not rows % 16)
+    return tensor._data is None or tensor._transpose.is_contiguous()
 
 
 def is_te_tensor(tensor: Any, name: str = "") -> bool:

@@ -105,8 +105,9 @@ def quantize_model(
     Args:
         model: Its ``nn.Linear`` modules, subclasses included, and its stacks of experts are
             candidates.
-        recipe: "nvfp4", "mxfp8", "float8block", a quantizer, or a :class:`fp4adam.Recipe`, which
-            also says whether matmuls quantize activations and gradients.
+        recipe: "nvfp4", "mxfp8", "mxfp4", "float8block", "float8", a quantizer, or a
+            :class:`fp4adam.Recipe`, which also says whether matmuls quantize activations and
+            gradients.
         filter: ``filter(module, name) -> bool`` says which candidates are quantized;
             :func:`is_hidden_linear` by default. Names are those of ``model.named_modules()``.
         scale_groups: NVFP4 weights that share one amax, the largest of theirs, now and throughout

@@ -12,7 +12,8 @@ from fp4adam.nn.fake_quantize import check_fake_quantizes
 from fp4adam.nn.operand import FORMATS
 from fp4adam.tensors.quantizer import Operands, Quantizer
 
-FormatName = Literal["nvfp4", "mxfp8", "float8block", "mxfp4"]
+FormatName = Literal["nvfp4", "mxfp8", "mxfp4", "float8block", "float8"]
+# With the codes of both directions.
 RECIPES: dict[FormatName, Quantizer] = {
     "nvfp4": NVFP4Quantizer(),
     "mxfp8": MXFP8Quantizer(),
@@ -51,8 +52,10 @@ class Recipe:
     of weights, dW of NVFP4 stays in high precision.
 
     Args:
-        weights: "nvfp4", "mxfp8", "float8block", "float8" or a quantizer. Float8 has no matmuls
-            with quantized operands, only fake quantization, by the current amax of the tensor.
+        weights: "nvfp4", "mxfp8", "mxfp4", "float8block", "float8" or a quantizer. Weights of a
+            name keep the codes that matmuls read: columnwise ones with ``gradients`` alone; those
+            of a quantizer keep what it says. MXFP4 is for weights alone. Float8 has no matmuls with
+            quantized operands, only fake quantization, by the current amax of the tensor.
         activations: Quantize the inputs of linear layers; "fake" decodes them again.
         gradients: Quantize the gradients of their outputs; rounded to nearest but in NVFP4.
         emulate: Multiply decoded operands in FP32 on every device, as a CPU always does.
@@ -82,7 +85,7 @@ class Recipe:
                     f"{name} must be {allowed}, got {value!r}; operands have the format of the "
                     "weights"
                 )
-        weights = resolve_recipe(self.weights)
+        weights = self._weights()
         if self.is_fake:
             for name in ("gradients", "emulate"):
                 if getattr(self, name):
@@ -106,6 +109,12 @@ class Recipe:
                     f"{weights}; make it with {usage}=True"
                 )
 
+    def _weights(self) -> Quantizer:
+        """The quantizer of the weights, without operands."""
+        if isinstance(self.weights, str) and self.gradients:
+            return _named(self.weights)
+        return resolve_recipe(self.weights)
+
     @property
     def is_fake(self) -> bool:
         """Whether activations are fake-quantized."""
@@ -114,7 +123,7 @@ class Recipe:
     @property
     def quantizer(self) -> Quantizer:
         """The quantizer of the weights, which also carries the other options of the recipe."""
-        weights = resolve_recipe(self.weights)
+        weights = self._weights()
         activations = self.activations and not self.is_fake
         operands = Operands(activations, self.gradients, self.emulate, self.is_fake)
         has_operands = activations or self.gradients
@@ -141,8 +150,11 @@ def resolve_recipe(recipe: FormatName | Quantizer | Recipe) -> Quantizer:
             f"recipe must be a format name or a quantizer, got {type(recipe).__name__}; "
             f"pass one of {', '.join(RECIPES)}"
         )
-    if recipe not in RECIPES:
-        raise ValueError(
-            f"recipe must be one of {', '.join(RECIPES)} or a quantizer, got {recipe!r}"
-        )
-    return RECIPES[recipe]
+    # Without quantized gradients no matmul reads columnwise codes.
+    return dataclasses.replace(_named(recipe), columnwise=False)
+
+
+def _named(name: str) -> Quantizer:
+    if name not in RECIPES:
+        raise ValueError(f"recipe must be one of {', '.join(RECIPES)} or a quantizer, got {name!r}")
+    return RECIPES[name]

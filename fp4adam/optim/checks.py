@@ -1,5 +1,6 @@
 """Checks of everything that the optimizers refuse. They raise, and change nothing."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from fp4adam.optim.state_codec import STATE_BLOCK
 from fp4adam.optim.state_tensor import SCALES
 from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.storage import SharedStorage
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PARAM_DTYPES = (torch.float64, *GRAD_DTYPES)
@@ -91,10 +93,7 @@ def check_param(options: Options, param: Tensor) -> None:
             f"graph would replay the step with the scalars of its capture; {CAPTURE_AROUND}"
         )
     if is_quantized(param) and not options.master_weights:
-        raise ValueError(
-            f"master_weights must be True for {type(own).__name__} parameters, got False: updates "
-            "are smaller than the steps between codes and would be lost; leave it True"
-        )
+        _check_needs_no_master(own)
     if param.is_complex():
         raise ValueError(
             f"parameters must be real for {name}, got {param.dtype}; optimize "
@@ -105,6 +104,8 @@ def check_param(options: Options, param: Tensor) -> None:
             f"parameters must be dense for {name}, got layout {param.layout}; "
             "use torch.optim.SparseAdam"
         )
+    if param.requires_grad:
+        _check_dtype(name, param)
     inner = own.storage_tensors().values() if isinstance(own, QuantizedTensor) else (own,)
     if any(map(Tensor.is_inference, inner)):
         raise RuntimeError(
@@ -112,6 +113,24 @@ def check_param(options: Options, param: Tensor) -> None:
             "mode; build or quantize the model outside torch.inference_mode(), or clone the "
             "parameter there"
         )
+
+
+def _check_needs_no_master(own: Tensor) -> None:
+    """Raise ValueError if a quantized weight cannot be trained without a master.
+
+    It can if its codes have the significant bits of E4M3 whatever its scales are.
+    """
+    known = isinstance(own, QuantizedTensor)
+    layout = (own.quantizer if known else adapter_of(own).quantizer(own)).layout
+    has_power_of_two = layout.scale_type == "e8m0" or layout.scale_rule.force_pow_2_scales
+    if layout.code_type == "e4m3" and layout.tensor_scale is None and has_power_of_two:
+        return
+    raise ValueError(
+        f"master_weights must be True for {type(own).__name__} parameters, got False: without "
+        "masters, updates round codes stochastically, which needs E4M3 codes and scales that are "
+        "powers of two (MXFP8, or Float8Block with force_pow_2_scales); leave it True. "
+        "states='8bit' keeps a master in one byte"
+    )
 
 
 def check_known(params: Sequence[Tensor], known: Iterable[Tensor]) -> None:
@@ -127,15 +146,28 @@ def check_known(params: Sequence[Tensor], known: Iterable[Tensor]) -> None:
 
 
 def check_distinct(params: Sequence[Tensor]) -> None:
-    """Raise ValueError if a parameter is in the groups twice."""
+    """Raise ValueError if a parameter, or a part of a quantized one, is in the groups twice."""
     seen: set[Tensor] = set()
+    windows: dict[SharedStorage, list[tuple[range, range]]] = defaultdict(list)
     for i, param in enumerate(params):
-        if param in seen:
+        own = local(param)
+        is_twice = param in seen
+        seen.add(param)
+        if isinstance(own, QuantizedTensor) and own.numel():
+            sides = zip(own._window[1:], rows.matrix_shape(own), strict=True)
+            window = tuple(range(start, start + n) for start, n in sides)
+            others = windows[own._shared]
+            is_twice |= any(all(map(_overlap, window, other)) for other in others)
+            others.append(window)
+        if is_twice:
             raise ValueError(
                 f"each parameter must be in the groups once, got number {i}, of shape "
                 f"{tuple(param.shape)}, twice: both updates would write its memory; remove one"
             )
-        seen.add(param)
+
+
+def _overlap(a: range, b: range) -> bool:
+    return max(a.start, b.start) < min(a.stop, b.stop)
 
 
 def check_scale_group(peers: Sequence[Tensor], group: ScaleGroup) -> None:
@@ -172,16 +204,28 @@ def check_steppable(name: str, param: Tensor) -> None:
             f"{param.placements}; redistribute them"
         )
     ShardInfo.of(param)
+    own = local(param)
+    if isinstance(own, QuantizedTensor) and own._shared.is_part:
+        raise NotImplementedError(
+            "parameters must be whole quantized tensors or slices of one, got a copy of a slice, "
+            f"of shape {tuple(own.shape)}, whose scales need rows that it does not hold; quantize "
+            "its values: nn.Parameter(p.quantizer.quantize(p.detach().dequantize()))"
+        )
     if param.is_meta or not param.is_floating_point():
         raise RuntimeError(
             "`fused=True` requires all the params to be floating point Tensors of a real "
             f"device, got {param.dtype} on {param.device}; materialize them with to_empty(), "
             "leave out integers"
         )
+    _check_dtype(name, param)
+
+
+def _check_dtype(name: str, param: Tensor) -> None:
     if param.dtype not in PARAM_DTYPES:
         raise TypeError(
             f"parameters must be float64, float32, bfloat16 or float16 for {name}, got "
-            f"{param.dtype}; keep 8-bit weights as quantized tensors of FP4Adam"
+            f"{param.dtype}; call quantize_model, or make_trainable for a model that was loaded "
+            "in FP8, before creating the optimizer"
         )
 
 

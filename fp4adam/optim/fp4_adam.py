@@ -45,6 +45,10 @@ class FP4Adam(FusedAdam):
     other code writes the weight, even the same bytes, or moves it to other memory between two
     steps, the master restarts from the weight, with a warning in the log.
 
+    With ``master_weights=False`` MXFP8 weights, and Float8Block ones with scales that are powers of
+    two, have no master: each update is rounded stochastically to what E4M3 codes can hold. With
+    ``states="8bit"`` the state then takes 2.06 bytes per element.
+
     The master starts from the high-precision initial value if the parameter still has it, and frees
     it; otherwise it starts from its decoded values. If other code overwrites the parameter
     later (``load_state_dict``, weight averaging), the master restarts from the new value. A step
@@ -62,9 +66,9 @@ class FP4Adam(FusedAdam):
         params: Parameters, (name, parameter) pairs or dicts of parameter groups; those of a model
             after ``quantize_model``.
         *args: Those of :class:`FusedAdam`, by position.
-        **options: The same by name; ``master_weights`` must stay True for quantized parameters, and
-            ``capturable`` False: capture forward and backward, and call ``step()`` outside of the
-            CUDA graph. It writes weights in place, where the graph reads them.
+        **options: The same by name; for quantized parameters ``capturable`` must stay False:
+            capture forward and backward, and call ``step()`` outside of the CUDA graph. It writes
+            weights in place, where the graph reads them.
         quantize_from: "master" quantizes the FP32 master itself; "param_dtype" rounds it to the
             parameter's nominal dtype first, as Megatron's distributed optimizer does.
         scale_groups: The NVFP4 or Float8 weights that share one amax, from the first step on: lists
@@ -77,7 +81,7 @@ class FP4Adam(FusedAdam):
             other packages' tensors that ``fully_shard`` has not made.
         TypeError: If a parameter is of another package's class without an adapter, or
             ``scale_groups`` is neither lists nor a rule.
-        ValueError: For ``master_weights=False`` with quantized parameters, an unknown
+        ValueError: For ``master_weights=False`` with weights in other formats, an unknown
             ``quantize_from``, or another package's tensor that the kernels cannot write; if a
             member of a scale group is unknown, not NVFP4 or Float8 with current scaling, or in two
             groups.

@@ -112,7 +112,7 @@ class FusedAdam(Optimizer):
         amsgrad: Divide by the largest second moment so far.
         bias_correction: Correct the moments for their start at zero; False leaves them as they are.
         adam_w_mode: Decoupled decay (AdamW); False adds ``weight_decay * param`` to the gradient.
-        master_weights: Keep FP32 masters of BF16 and FP16 parameters.
+        master_weights: Keep FP32 masters of BF16, FP16 and quantized parameters.
         states: "8bit", "16bit" or "32bit", the storage of masters and moments.
         exp_avg_dtype: Storage dtype of first moments: float32, bfloat16, float16 or float8_e4m3fn
             (uint8 is accepted as a synonym); None for that of ``states``.
@@ -281,7 +281,9 @@ class FusedAdam(Optimizer):
         engine = self._engine
         self._take_steps(engine)
         self._show_steps(engine)
-        return te_layout.StatesView(stored)
+        # Megatron asks a state for a master with decoupled gradients, and without them for none.
+        shows_own_masters = self.master_weights and self.use_decoupled_grad
+        return te_layout.StatesView(stored, shows_own_masters)
 
     @state.setter
     def state(self, state: dict[Any, Any]) -> None:
@@ -664,6 +666,9 @@ class FusedAdam(Optimizer):
 
         A master is authoritative: the next step continues from it, whatever the parameter holds.
         The state is created first if there is none; ``unscaled_state`` is only read.
+
+        An FP32 parameter is stepped itself, and takes a master only if it equals it rounded, as in
+        :meth:`load_state_dict`: Transformer Engine saves the first value of such a parameter.
 
         Args:
             param: A parameter of this optimizer.

@@ -30,6 +30,8 @@ from fp4adam.optim.nan_watch import NanWatch, hides_nan
 from fp4adam.optim.options import Options
 from fp4adam.optim.parameter import Parameter as Stepped
 from fp4adam.optim.parameter import Parameters
+from fp4adam.optim.state_codec import PLAIN
+from fp4adam.optim.state_tensor import StateTensor
 from fp4adam.optim.te_layout import stored_state
 from fp4adam.tensors.retired import check_in_use
 
@@ -350,7 +352,7 @@ class MasterWeightOptimizer(Optimizer):
                 view.free_initial_value(view.owner in moving)
             scales = {view.scales for view in stepped if view.owner in moving}
             written = [view for view in views.values() if view.scales in scales]
-            masters = [local(self._stepped[view.owner]).detach() for view in written]
+            masters = [local(self._stepped[view.owner]) for view in written]
             quantized = [i for i, view in enumerate(written) if type(view) is not Stepped]
             plain = [i for i, view in enumerate(written) if type(view) is Stepped]
             borrowed = [view.borrowed for view in written if view.borrowed is not None]
@@ -372,7 +374,8 @@ class MasterWeightOptimizer(Optimizer):
                 view.record()
             self._in_use |= params
             pairs = zip(written, masters, strict=True)
-            self._watch.look([(v.param, lambda m=m: m) for v, m in pairs if hides_nan(v.param)])
+            hiding = [(v.param, m) for v, m in pairs if hides_nan(v.param)]
+            self._watch.look([(p, lambda m=m: StateTensor(PLAIN, m, None)) for p, m in hiding])
 
     @torch.no_grad()
     def reset_master_weights(self, params: Iterable[Tensor] | None = None) -> None:

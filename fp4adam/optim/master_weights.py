@@ -96,16 +96,19 @@ def find_stale(
     # values loaded in high precision next to their masters. On some ranks the bytes may be the same
     # nevertheless, and if only others have quantized again, the amax is neither's.
     others = [p for p in quantized if not answers[p]]
-    again = {
-        p: here[p]
-        or p.holds(twin)
-        or p.was_written(p.master(states[p.owner]))
-        or _has_codes_of(p, p.master(states[p.owner]))
+    master_of = {p: p.master(states[p.owner]) for p in others}
+    exactly = {
+        p: here[p] or p.holds(twin) or p.was_written(master_of[p])
         for p, twin in _requantized(others, rounded)
     }
-    again = _agreed(again) if all_ranks else again
-    same = {p for p in unsure if answers[p] or again.get(p)}
-    completed = {p: _is_completed(p, p.master(states[p.owner])) for p in others if p not in same}
+    again = {p: exactly[p] or _has_codes_of(p, master_of[p]) for p in others}
+    # Other code that writes a member of a scale group leaves the others with the amax before.
+    kept = {p: p.scales is not p.owner and p.is_rounded(master_of[p]) for p in others}
+    if all_ranks:
+        exactly, again, kept = map(_agreed, (exactly, again, kept))
+    again = {p: exactly[p] or (again[p] and not kept[p]) for p in others}
+    same = {p for p in unsure if answers[p] or again.get(p) or kept.get(p)}
+    completed = {p: _is_completed(p, master_of[p]) for p in others if p not in same}
     completed = _agreed(completed) if all_ranks else completed
     same |= {p for p, is_one in completed.items() if is_one}
     for p in same:

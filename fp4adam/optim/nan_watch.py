@@ -13,14 +13,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from fp4adam.optim.remainder import NAN
+from fp4adam.optim.state_codec import NAN_SCALE
+from fp4adam.optim.state_tensor import StateTensor
 from fp4adam.tensors import backend
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 # Multiples of these, modulo 1, are spread evenly, so that the turn comes to each part, and in each
 # part to each weight.
 _OF_PARTS, _OF_WEIGHTS = (math.sqrt(5) - 1) / 2, math.sqrt(2)
-# A weight, and what returns its master.
-Master = tuple[QuantizedTensor, Callable[[], Tensor]]
+# A weight, and what returns its master as it is stored.
+Master = tuple[QuantizedTensor, Callable[[], StateTensor]]
 
 
 def hides_nan(param: Tensor) -> bool:
@@ -29,11 +32,25 @@ def hides_nan(param: Tensor) -> bool:
     return bool(is_quantized) and param.quantizer.layout.code_type == "e2m1"
 
 
+def telling(master: StateTensor) -> Tensor:
+    """The one of a master's stored numbers that says whether any of its elements is NaN."""
+    if master.scales is not None:
+        return master.scales.amax()
+    return master.codes.amin() if master.codes.dtype == torch.int8 else master.codes.amax()
+
+
+def described(param: QuantizedTensor) -> str:
+    """What a warning calls a weight whose master is NaN; it does not keep the weight alive."""
+    name = param._shared.name
+    weight = "a weight" if name is None else f"weight {name!r}"
+    return f"{weight} has become NaN, which the codes of a {type(param).__name__}"
+
+
 class Answer:
     """A number on its way from a GPU to the host."""
 
     def __init__(self, value: Tensor) -> None:
-        self.value = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
+        self.value = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True)
         self.value.copy_(value, non_blocking=True)
         self._arrival = torch.cuda.Event()
         self._arrival.record(torch.cuda.current_stream(value.device))
@@ -48,7 +65,7 @@ class NanWatch:
 
     def __init__(self) -> None:
         self._calls = self._looks = 0
-        self._answer: tuple[Answer, QuantizedTensor] | None = None
+        self._answer: tuple[Answer, str] | None = None
         self._is_done = False
 
     def look(self, masters: Sequence[Master], n_parts: int = 1) -> None:
@@ -60,31 +77,29 @@ class NanWatch:
             return
         if masters[0][0].device.type == "cpu":
             for param, master in masters:
-                self._judge(master().amax().item(), param)
+                self._judge(telling(master()).item(), described(param))
             return
         if self._answer is not None:
-            answer, param = self._answer
+            answer, weight = self._answer
             if not answer.is_here():
                 return
             self._answer = None
-            self._judge(answer.value.item(), param)
+            self._judge(answer.value.item(), weight)
         self._calls += 1
         if self._calls * _OF_PARTS % 1 >= 1 / n_parts:
             return
         self._looks += 1
         param, master = masters[int(self._looks * _OF_WEIGHTS % 1 * len(masters))]
-        # The largest element is NaN if any element is.
-        self._answer = Answer(master().amax()), param
+        self._answer = Answer(telling(master())), described(param)
 
-    def _judge(self, largest: float, param: QuantizedTensor) -> None:
-        if self._is_done or not math.isnan(largest):
+    def _judge(self, number: float | int, weight: str) -> None:
+        is_code = isinstance(number, int)
+        if self._is_done or not (number in (NAN, NAN_SCALE) if is_code else math.isnan(number)):
             return
         self._is_done = True
-        name = param._shared.name
         warnings.warn(
-            f"the master of {'a weight' if name is None else f'weight {name!r}'} has become NaN, "
-            f"which the codes of a {type(param).__name__} cannot hold: the model goes on with "
-            "other numbers in its place, and its loss may stay finite. Load a checkpoint from "
-            "before; clip gradients, or lower the learning rate",
+            f"the master of {weight} cannot hold: the model goes on with other numbers in its "
+            "place, and its loss may stay finite. Load a checkpoint from before; clip gradients, "
+            "or lower the learning rate",
             stacklevel=2,
         )

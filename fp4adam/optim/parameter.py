@@ -27,6 +27,7 @@ from fp4adam.optim.remainder import (
     split_off,
 )
 from fp4adam.optim.state_codec import (
+    CODES,
     FLOAT32,
     INT8,
     PLAIN,
@@ -65,6 +66,7 @@ class Parameter:
         codecs: The codecs of master and moments, by the name of the state.
         has_master: Whether the optimizer keeps a separate master weight.
         has_remainder: Whether the parameter itself is the upper half of its master.
+        rounds_codes: Whether a quantized weight has no master, so that updates round its codes.
         write_dtype: The dtype that a master is rounded to on its way to the parameter.
         borrowed: The owner of ``param``'s memory in another package, or None.
         mark: What the optimizer's last write left, or None.
@@ -80,10 +82,11 @@ class Parameter:
         first_element: Index of its first element in the flattened parameter.
         quantized_after_step: Whether it is quantized after all values have been updated, instead of
             by the launch that updates it.
-        new_master: The FP32 master between the two, and the update that it comes from, if only a
-            remainder of it is kept.
+        new_master: The FP32 master between the two, and the update that it comes from, if at most
+            a remainder of it is kept.
     """
 
+    rounds_codes = False
     new_master: tuple[Tensor, int] | None = None
     borrowed: BorrowedTensor | None = None
     mark: Mark | None = None
@@ -118,6 +121,7 @@ class Parameter:
     def bind(self, group: dict[str, Any], state: State, updates: bool) -> None:
         """Set what a step works on."""
         self.group, self.state, self.updates = group, state, updates
+        self.new_master = None  # of a step that was interrupted
         self.tensors = {name: local(value) for name, value in state.items()}
         self.shards = self.shard_infos() if updates else ()
         self.first_element = first_element(self.owner)
@@ -180,6 +184,8 @@ class Parameter:
             return REMAINDER
         if self.completes:
             return INT8
+        if self.rounds_codes:
+            return CODES
         codec = self.codecs["master_param"]
         return codec if self.has_master and not codec.exact else PLAIN
 
@@ -187,6 +193,16 @@ class Parameter:
     def completes(self) -> bool:
         """Whether the master is an int8 remainder, which belongs to the codes of the weight."""
         return isinstance(self.codecs["master_param"], CodeRemainder)
+
+    @property
+    def starts_from_codes(self) -> bool:
+        """Whether a step decodes the weight, as nothing else has its value."""
+        return self.completes or self.rounds_codes
+
+    @property
+    def is_written(self) -> bool:
+        """Whether a step writes the parameter from a value that is not stored in it."""
+        return self.has_master or self.rounds_codes
 
     @property
     def step_codecs(self) -> tuple[StateCodec, StateCodec, StateCodec]:
@@ -276,18 +292,27 @@ class Parameter:
         return not is_completed(self.param, master.to(self.param.device).view(self.param.shape))
 
     def hold_master(self, master: Tensor, step: int) -> None:
-        """Keep an FP32 master until its codes are written, if its remainder depends on them."""
-        if self.completes:
+        """Keep an FP32 master until its codes are written, if no state does.
+
+        Without a master, it is rounded in place to what codes can be.
+        """
+        if self.starts_from_codes:
             self.new_master = master, step
+        if self.rounds_codes:
+            CODES.round_(master, self._dither_of_master(master, step))
 
     def settle_master(self) -> None:
         """Keep of a master that has just been quantized what its codes lack."""
         if self.new_master is None:
             return
         (master, step), self.new_master = self.new_master, None
+        if self.completes:
+            remainder = split_off(self.param, master, self._dither_of_master(master, step))
+            self.tensors["master_param"].copy_(remainder)
+
+    def _dither_of_master(self, master: Tensor, step: int) -> Tensor:
         bits = dither_bits(self.first_element, master.numel(), step, master.device).master
-        remainder = split_off(self.param, master, bits.view(master.shape))
-        self.tensors["master_param"].copy_(remainder)
+        return bits.view(master.shape)
 
     def _complete_remainder(self, state: State) -> None:
         """Make a remainder if there is none; also repair one that does not fit.
@@ -356,11 +381,20 @@ class Parameter:
         codec = self.value_codec
         if codec is REMAINDER:
             return StateTensor(codec, self.param, self.tensors["param_remainder"])
-        if self.completes:
-            new = self.new_master
-            return StateTensor(PLAIN, self.master(self.tensors) if new is None else new[0], None)
+        if self.starts_from_codes:
+            if self.new_master is not None:
+                master = self.new_master[0]
+            elif self.completes:
+                master = self.master(self.tensors)
+            else:
+                master = self.param.detach().dequantize(torch.float32)
+            return StateTensor(PLAIN, master, None)
         scales = self.tensors[SCALES["master_param"]] if codec.scaled else None
         return StateTensor(codec, self.stepped, scales)
+
+    def stored_master(self) -> StateTensor:
+        """The rank's own master in its stored form."""
+        return StateTensor.of(self.tensors, "master_param", self.codecs["master_param"])
 
     def whole_value(self) -> Tensor:
         """The decoded value, contiguous; FP32 unless the parameter itself is the value."""
@@ -371,7 +405,7 @@ class Parameter:
     def kind(self, grad: Tensor | None) -> Kind:
         """The properties that the parameters of one launch have in common."""
         # With lr = 0 the value does not change, so the bytes are not written.
-        writes = self.updates and self.has_master and not self.quantized_after_step
+        writes = self.updates and self.is_written and not self.quantized_after_step
         quantized = isinstance(self.param, QuantizedTensor) and writes
         value_codec, exp_avg_codec, exp_avg_sq_codec = self.step_codecs
         return Kind(
@@ -396,8 +430,8 @@ class Parameter:
         tensors += [t for t in (grad, self.max_exp_avg_sq, self.remainder) if t is not None]
         is_quantized = isinstance(param, QuantizedTensor)
         quantized = is_quantized and not self.quantized_after_step
-        if self.completes and not (quantized and self.updates and param.quantizer.rowwise):
-            return False  # kernels complete masters where they quantize rowwise codes
+        if self.starts_from_codes and not (quantized and self.updates and param.quantizer.rowwise):
+            return False  # kernels decode weights where they quantize rowwise codes
         if not is_quantized:
             tensors.append(param)
         if value.dtype == torch.float64 or value.numel() == 0:
@@ -406,8 +440,8 @@ class Parameter:
             has_step_kernels(param.quantizer) and (is_whole_blocks(param) or self._cuts_fit())
         ):
             return False
-        if quantized and param.quantizer.check_matrix(*matrix_shape(param)):
-            return False  # a shard of another package
+        if quantized and not param.quantizer.layout.fits_kernels(*matrix_shape(param)):
+            return False
         if quantized and param.pending_value() is not None:
             return False
         if quantized and self.shards and param.quantizer.layout.tensor_scale == "delayed":
@@ -460,16 +494,13 @@ class QuantizedParameter(Parameter):
 
     def __init__(self, owner: Tensor, options: Options) -> None:
         super().__init__(owner, options)
-        self.has_master, self.has_remainder = True, False
         if options.quantize_from == "master":
             self.write_dtype = torch.float32
-        if options.master_weight_dtype == torch.int8:
-            self.codecs["master_param"] = CodeRemainder(self.param)
+        _set_master(self)
 
     @property
     def scales(self) -> Hashable:
-        group = self.param._shared.scale_group
-        return self.owner if group is None else group
+        return scales_of(self.owner)
 
     def shard_infos(self) -> tuple[ShardInfo, ...]:
         return ShardInfo.of(self.owner)
@@ -520,11 +551,9 @@ class BorrowedParameter(Parameter):
         whole = None if chunk is None else Whole(tuple(owner.shape), chunk)
         self.borrowed = BorrowedTensor(self.param, whole)
         self.param = self.borrowed.tensor
-        self.has_master, self.has_remainder = True, False
         master = options.quantize_from == "master"
         self.write_dtype = torch.float32 if master else self.param.dtype
-        if options.master_weight_dtype == torch.int8:
-            self.codecs["master_param"] = CodeRemainder(self.param)
+        _set_master(self)
         self._first_mark = self.current_mark()
 
     def is_current(self, options: Options) -> bool:
@@ -563,6 +592,22 @@ class BorrowedParameter(Parameter):
 
     def free_initial_value(self, updates: bool) -> None:
         self.borrowed.clear_high_precision_init_val()
+
+
+def _set_master(parameter: QuantizedParameter | BorrowedParameter) -> None:
+    """Set what keeps the value of a quantized weight between steps."""
+    options = parameter.options
+    parameter.has_master, parameter.has_remainder = options.master_weights, False
+    parameter.rounds_codes = not options.master_weights
+    if options.master_weights and options.master_weight_dtype == torch.int8:
+        parameter.codecs["master_param"] = CodeRemainder(parameter.param)
+
+
+def is_own_master(owner: Tensor) -> bool:
+    """Whether a parameter is a plain FP32 one, which is stepped itself."""
+    own = local(owner)
+    is_plain = not isinstance(own, QuantizedTensor) and not is_foreign(own)
+    return is_plain and own.dtype == torch.float32
 
 
 def make_parameter(owner: Tensor, options: Options) -> Parameter:
@@ -611,10 +656,15 @@ class Parameters:
 
 
 def scales_of(owner: Tensor) -> Hashable:
-    """A key that is equal for tensors that share a per-tensor amax; see ``Parameter.scales``."""
+    """A key that is equal for tensors that share scales; see ``Parameter.scales``."""
     own = local(owner)
-    group = own._shared.scale_group if isinstance(own, QuantizedTensor) else None
-    return owner if group is None else group
+    if not isinstance(own, QuantizedTensor):
+        return owner
+    shared = own._shared
+    if shared.scale_group is not None:
+        return shared.scale_group
+    # Windows on one storage, which is quantized as a whole.
+    return owner if shared.global_spec is not None or is_all(own) else shared
 
 
 def written_value(param: QuantizedTensor) -> Tensor | None:

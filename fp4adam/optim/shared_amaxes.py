@@ -7,6 +7,7 @@ the codes.
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from itertools import chain, compress
 
 import torch
 from torch import Tensor
@@ -112,6 +113,8 @@ class SharedAmaxes:
     def finish(self, launches: list[tuple], skipped: bool) -> None:
         """Exchange amaxes, then write the weights that depend on them.
 
+        Only those with a gradient, and all members of a scale group if one has a gradient.
+
         Args:
             launches: The prepared launches, each with its signals.
             skipped: Whether the host knows that this step changes nothing. The exchange happens
@@ -120,14 +123,7 @@ class SharedAmaxes:
         if not skipped:
             for peers in self._together:
                 if any(self._read_grad(m.owner) is not None for m in peers):
-                    values, dtypes = (
-                        [m.whole_value() for m in peers],
-                        [m.write_dtype for m in peers],
-                    )
-                    # Also of members without a gradient, whose codes change with the amax.
-                    for member, value in zip(peers, values, strict=True):
-                        if member.new_master is None:
-                            member.hold_master(value, int(member.state["step"]))
+                    values, dtypes = _values(peers), [m.write_dtype for m in peers]
                     params = [m.param for m in peers]
                     with recorded(*params):
                         cast(params, values, dtypes, scales=[0] * len(peers))
@@ -143,11 +139,21 @@ class SharedAmaxes:
                 launch(*signals)
         self._choose()
         if not skipped:
+            own = chain.from_iterable(members for _, members in self._casts)
+            moved = {m.scales for m in own if self._read_grad(m.owner) is not None}
             for one, members in self._casts:
-                values = [m.whole_value() for m in members]
-                for member, value in zip(members, values, strict=True):
-                    if member.new_master is None:
-                        member.hold_master(value, int(member.state["step"]))
-                one.write(values)
-                for member in members:
+                chosen = [m.scales in moved for m in members]
+                written = [*compress(members, chosen)]
+                if written:
+                    one.part(chosen).write(_values(written))
+                for member in written:
                     member.settle_master()
+
+
+def _values(members: Sequence[Parameter]) -> list[Tensor]:
+    """The values to quantize, also of members without a gradient, whose master is their value."""
+    values = [m.whole_value() for m in members]
+    for member, value in zip(members, values, strict=True):
+        if member.new_master is None:
+            member.hold_master(value, int(member.state["step"]))
+    return values

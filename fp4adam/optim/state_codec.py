@@ -26,7 +26,7 @@ STATE_BLOCK = 32
 
 _MAGNITUDE = 0x7FFFFFFF
 _INFINITY = 0x7F800000
-_NAN_SCALE = 255
+NAN_SCALE = 255
 # The hash "lowbias32" of https://github.com/skeeto/hash-prospector: rounds of xor-shift and
 # multiply, in which each input bit flips each output bit about half of the time.
 _ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B))
@@ -215,6 +215,33 @@ class Int8(StateCodec):
         raise TypeError("int8 remainders are decoded with a weight; use CodeRemainder")
 
 
+class Codes(StateCodec):
+    """No master: the value of a quantized weight is what its E4M3 codes say.
+
+    Updates round it stochastically to the four significant bits of E4M3. A cast with a scale that
+    is a power of two keeps them, but for numbers so small in their block that E4M3 has fewer bits.
+    """
+
+    name = "codes"
+    dtype = torch.uint8
+
+    def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, None]:
+        raise TypeError("codes are those of a weight, which quantizes itself")
+
+    def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+        raise TypeError("codes are those of a weight, which dequantizes itself")
+
+    @staticmethod
+    def round_(x: Tensor, dither: Tensor) -> Tensor:
+        """Round float32 numbers in place; ``dither``: int32 in the same shape."""
+        bits = x.view(torch.int32)
+        finite = x.abs() < torch.inf
+        bits.add_(_upper_bits(dither, 20) * finite).bitwise_and_(
+            torch.where(finite, -(1 << 20), -1)
+        )
+        return x
+
+
 class BlockCodec(StateCodec):
     """Codes relative to a power-of-two scale that follows from the block's largest magnitude.
 
@@ -243,7 +270,7 @@ class BlockCodec(StateCodec):
         amax = blocks.abs().amax(1, keepdim=True).view(torch.int32) & _MAGNITUDE
         finite = amax < _INFINITY
         scales = (((amax + self.carry) >> 23) - self.top).clamp_(min=0)
-        scales = torch.where(finite, scales, _NAN_SCALE)
+        scales = torch.where(finite, scales, NAN_SCALE)
         dither = None if dither is None else dither.view_as(blocks)
         codes = self._encode_blocks(blocks, scales, dither)
         if not finite.all():
@@ -340,6 +367,7 @@ PLAIN = Plain()
 REMAINDER = Remainder()
 FLOAT64 = Float64()
 INT8 = Int8()
+CODES = Codes()
 UE4M4 = UnsignedFloat(4, 4)
 UE5M11 = UnsignedFloat(5, 11)
 

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from fp4adam.optim import checks, te_layout
 from fp4adam.optim.engine import Engine
 from fp4adam.optim.hyper_parameters import check_saved_numbers
 from fp4adam.optim.master_weights import adopt, batches, find_stale
-from fp4adam.optim.parameter import DIGEST, Parameter, State, are_equal
+from fp4adam.optim.parameter import DIGEST, Parameter, State, are_equal, is_own_master
 from fp4adam.optim.remainder import complete, digest
 from fp4adam.optim.state_codec import (
     INT8,
@@ -254,10 +254,16 @@ def packed(
         ValueError: If groups, shapes, dtypes, placements or numbers do not fit.
         TypeError: If a hyper-parameter is not a number.
     """
-    state_dict, owners = with_steps(state_dict), []
+    check_is_state_dict(state_dict)
+    owners: list[Tensor] = []
     groups = [group for group, _ in engine.groups]
     if not has_groups_of(groups, state_dict):
         return state_dict, owners  # torch.optim raises its own error
+    own_masters = set()
+    if engine.parameters.options.store_param_remainders:
+        saved = saved_keys(groups, state_dict)
+        own_masters = {key for owner, key in saved if is_own_master(owner)}
+    state_dict = with_steps(state_dict, own_masters)
     check_state_dict(groups, state_dict)
     for group in state_dict["param_groups"]:
         check_saved_numbers({**defaults, **group})
@@ -312,16 +318,17 @@ def adopt_masters(engine: Engine, owners: Sequence[Tensor]) -> None:
         adopt([member for member in members.values() if member.has_master], engine.states)
 
 
-def with_steps(state_dict: dict[str, Any]) -> dict[str, Any]:
+def with_steps(state_dict: dict[str, Any], own_masters: Collection[Any]) -> dict[str, Any]:
     """A state dict with a ``step`` in every state; Transformer Engine keeps it in the group.
 
     The count of a state holds; that of the group is for states without one. Where there is none at
     all, as in states that Megatron allocates, no step has been taken.
 
-    Raises:
-        ValueError: If ``state_dict`` is not the state dict of an optimizer.
+    Args:
+        state_dict: One of Transformer Engine or of torch.
+        own_masters: Keys of states whose parameters are their own masters. An int16
+            ``master_param`` of theirs says nothing: Megatron allocates one for every parameter.
     """
-    check_is_state_dict(state_dict)
     groups, states = [], dict(state_dict["state"])
     has_steps = any("step" in state for state in states.values() if isinstance(state, dict))
     for group in state_dict["param_groups"]:
@@ -331,6 +338,8 @@ def with_steps(state_dict: dict[str, Any]) -> dict[str, Any]:
             is_counted = given is not None or ("exp_avg" in state and not has_steps)
             if state and is_counted:
                 state = te_layout.with_remainder(state)
+                if key in own_masters:
+                    state = {name: x for name, x in state.items() if name != "param_remainder"}
                 states[key] = state if "step" in state else {"step": given or 0, **_numbers(state)}
         groups.append({name: value for name, value in group.items() if name != "step"})
     return {**state_dict, "state": states, "param_groups": groups}
@@ -414,9 +423,11 @@ def _is_exact(given: StateTensor, stored: StateTensor) -> bool:
 
 def adopt_master(parameter: Parameter, state: State) -> None:
     """Copy a loaded master into a parameter without one of its own whose value it rounds to."""
-    master = local(state.pop("master_param")).to(parameter.param.device, torch.float32)
+    master = parameter.master(state).to(torch.float32)
+    state.pop("master_param")
     state.pop(SCALES["master_param"], None)
-    if parameter.param.dtype.itemsize >= 4 and _is_rounding(parameter, master):
+    plain = parameter.param.dtype.itemsize >= 4 and not parameter.rounds_codes
+    if plain and _is_rounding(parameter, master):
         with torch.no_grad():
             parameter.param.copy_(master)
 
@@ -426,8 +437,7 @@ def split_loaded_master(parameter: Parameter, state: State) -> None:
 
     Otherwise the next step decides, because the model may be loaded later.
     """
-    master = StateTensor.of(state, "master_param", parameter.codecs["master_param"]).decode()
-    master = master.to(parameter.param.device, torch.float32)
+    master = parameter.master(state).to(torch.float32)
     if parameter.is_rounded(master):
         state["param_remainder"] = like(parameter.owner, split_master(master)[1])
         state.pop("master_param")

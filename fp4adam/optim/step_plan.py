@@ -104,7 +104,7 @@ class StepPlan:
         self._groups = [group for _, groups in self._parts for group in groups]
         launched = chain.from_iterable(group.members for group in self._groups)
         self.members = [*launched, *self._by_operators]
-        self.hiding = [(m.param, m.whole_value) for m in self.members if hides_nan(m.param)]
+        self.hiding = [(m.param, m.stored_master) for m in self.members if hides_nan(m.param)]
         self._scales_of_others: ScaleWriteback | None = None
         self._amaxes = SharedAmaxes(members, self._groups, read_grad)
         # Other ranks rely on these bounds, so they are measured again after any foreign write to
@@ -421,7 +421,7 @@ def _step_by_operators(
             clip,
             member.first_element,
         )
-        if member.has_master and member.updates:
+        if member.is_written and member.updates:
             member.hold_master(value.codes, scalars.dither_step)
             if not member.quantized_after_step:
                 member.write(value.decode())

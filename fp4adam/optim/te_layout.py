@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.optim.engine import Engine
-from fp4adam.optim.parameter import DIGEST, State
+from fp4adam.optim.parameter import DIGEST, State, is_own_master
 from fp4adam.optim.state_tensor import SCALES
 
 _HIDDEN = {"step", DIGEST, *SCALES.values()}
@@ -22,20 +22,32 @@ _HIDDEN = {"step", DIGEST, *SCALES.values()}
 class StateView(MutableMapping[str, Any]):
     """A state that iterates over moments and master alone.
 
-    An int16 remainder is its ``master_param``. Step and scales can be read and set by name.
+    An int16 remainder is its ``master_param``. So is an FP32 parameter itself, with
+    ``master_weights`` and ``use_decoupled_grad``.
+    Step and scales can be read and set by name.
 
     Attributes:
         stored: The state itself.
+        own_master: The parameter, if it is its own master; else None.
     """
 
-    def __init__(self, stored: State) -> None:
+    def __init__(self, stored: State, own_master: Tensor | None = None) -> None:
         self.stored = stored
+        self.own_master = own_master
 
     def _stored_name(self, name: str) -> str:
         is_remainder = name == "master_param" and "param_remainder" in self.stored
         return "param_remainder" if is_remainder else name
 
+    def _shown(self) -> State:
+        shown = shown_entries(self.stored)
+        if shown and self.own_master is not None:
+            shown["master_param"] = self.own_master
+        return shown
+
     def __getitem__(self, name: str) -> Any:
+        if name == "master_param" and self.own_master is not None:
+            return self._shown()[name]
         return self.stored[self._stored_name(name)]
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -45,13 +57,13 @@ class StateView(MutableMapping[str, Any]):
         del self.stored[self._stored_name(name)]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(shown_entries(self.stored))
+        return iter(self._shown())
 
     def __len__(self) -> int:
-        return len(shown_entries(self.stored))
+        return len(self._shown())
 
     def __repr__(self) -> str:
-        return repr(shown_entries(self.stored))
+        return repr(self._shown())
 
 
 class StatesView(MutableMapping[Any, Any]):
@@ -59,13 +71,15 @@ class StatesView(MutableMapping[Any, Any]):
 
     Attributes:
         stored: The states themselves.
+        shows_own_masters: Whether plain FP32 parameters are shown as their own masters.
     """
 
-    def __init__(self, stored: dict[Any, Any]) -> None:
+    def __init__(self, stored: dict[Any, Any], shows_own_masters: bool) -> None:
         self.stored = stored
+        self.shows_own_masters = shows_own_masters
 
     def __getitem__(self, param: Any) -> Any:
-        return _view(self.stored[param])
+        return self._view(param, self.stored[param])
 
     def __setitem__(self, param: Any, state: Any) -> None:
         if isinstance(state, dict):
@@ -96,11 +110,13 @@ class StatesView(MutableMapping[Any, Any]):
         return self[param] if param in self.stored else default
 
     def pop(self, param: Any, *default: Any) -> Any:
-        return _view(self.stored.pop(param, *default))
+        return self._view(param, self.stored.pop(param, *default))
 
-
-def _view(state: Any) -> Any:
-    return StateView(state) if isinstance(state, dict) else state
+    def _view(self, param: Any, state: Any) -> Any:
+        if not isinstance(state, dict):
+            return state
+        is_own = self.shows_own_masters and isinstance(param, Tensor) and is_own_master(param)
+        return StateView(state, param.detach() if is_own else None)
 
 
 def stored_state(state: Any) -> Any:

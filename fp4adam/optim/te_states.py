@@ -10,8 +10,9 @@ from torch import Tensor
 from fp4adam.distributed.dtensor import local
 from fp4adam.optim import checks
 from fp4adam.optim.engine import Engine
-from fp4adam.optim.parameter import Parameter, State
+from fp4adam.optim.parameter import Parameter, State, is_own_master
 from fp4adam.optim.state_codec import PLAIN
+from fp4adam.optim.state_dict import adopt_master
 from fp4adam.optim.state_tensor import StateTensor
 
 NAMES = ("exp_avg", "exp_avg_sq", "master_param")
@@ -97,7 +98,7 @@ def _check_name(state_name: str) -> None:
 
 def _check_has_master(member: Parameter) -> None:
     """Raise ValueError if the parameter has no master at all, and is not one itself."""
-    if not (member.has_master or member.has_remainder or member.param.dtype == torch.float32):
+    if not (member.has_master or member.has_remainder or is_own_master(member.owner)):
         raise ValueError(
             f"state_name must not be 'master_param' for a {member.param.dtype} parameter without a "
             f"master, got master_weights={member.options.master_weights}; make the optimizer with "
@@ -137,9 +138,11 @@ def _write_state(member: Parameter, state: State, name: str, value: Tensor) -> N
     """Store a copy of ``value`` as the state ``name`` of a parameter, in its own storage dtype."""
     with torch.no_grad():
         value = value.detach()
+        if name == "master_param" and member.has_remainder:
+            local(state["param_remainder"]).copy_(value)
+            return
         if name == "master_param" and not member.has_master:
-            target = local(state["param_remainder"]) if member.has_remainder else member.param
-            target.copy_(value)
+            adopt_master(member, {name: value})
             return
         plain = torch.empty_like(member.param, dtype=value.dtype).copy_(value)
         if name == "master_param" and member.completes:

@@ -82,6 +82,8 @@ class Layout:
             values, or "delayed" ones, of earlier values.
         scale_rule: How scales follow from amaxes.
         multiple: Rows and columns of a matrix must be multiples of this.
+        kernel_multiple: Kernels quantize and step matrices whose rows and columns are multiples of
+            this, and operators all others.
         history: Number of amaxes that are kept for a delayed scale.
         kept: The directions that are stored.
         has_gemm_scales: Whether swizzled scales are stored too.
@@ -96,9 +98,15 @@ class Layout:
     tensor_scale: Literal["current", "delayed"] | None = None
     scale_rule: ScaleRule = ScaleRule()
     multiple: int = 1
+    kernel_multiple: int = 1
     history: int = 0
     kept: tuple[str, ...] = USAGES
     has_gemm_scales: bool = False
+
+    def fits_kernels(self, rows: int, cols: int) -> bool:
+        """Whether kernels quantize and step a [rows, cols] matrix."""
+        multiple = max(self.multiple, self.kernel_multiple)
+        return not (rows % multiple or cols % multiple)
 
     @property
     def code_bits(self) -> int:

@@ -237,7 +237,7 @@ class Quantizer(QuantizerNames, Generic[T]):
     def recode(self, x: Tensor, tensors: Storage) -> Tensor:
         """The codes of the float32 matrix ``x`` under the scales of ``tensors``.
 
-        Only if the layout can be cut along rows. The direction is the one that :meth:`read` reads.
+        The direction is the one that :meth:`read` reads.
         """
         raise NotImplementedError
 

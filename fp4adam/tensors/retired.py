@@ -40,13 +40,14 @@ def check_in_use(param: Tensor) -> None:
     For parameters without a gradient. Something else that uses it would give it one.
     """
     layer = getattr(param, "_replaced_in", None)
-    if layer is None or not param.requires_grad:
+    is_frozen = param.is_floating_point() and not param.requires_grad  # codes may be integers
+    if layer is None or is_frozen:
         return
     if all(own is not param for own in layer._parameters.values()):
         raise RuntimeError(
             f"parameters must be those of the model, got one of shape {tuple(param.shape)} that "
-            "quantize_model, dequantize_model or import_checkpoint has replaced by another one, "
-            "which gets the gradients now; create the optimizer after that call"
+            "quantize_model, dequantize_model, import_checkpoint or make_trainable has replaced by "
+            "another one, which gets the gradients now; create the optimizer after that call"
         )
 
 

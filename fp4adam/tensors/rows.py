@@ -195,6 +195,7 @@ def copy_bytes(tensor: StoredTensor, source: StoredTensor, non_blocking: bool) -
         shared.first_row = source._first_row % tensor.quantizer.layout.block
         shared.rows = rows
         _take_init_val(tensor, source)
+        _take_amax(tensor, source, non_blocking)  # delayed scaling quantizes with those of before
     if other.pending is not None or (shared.pending is not None and not is_all(tensor)):
         return False
     to, start = tensor._first_row, source._first_row
@@ -210,12 +211,17 @@ def copy_bytes(tensor: StoredTensor, source: StoredTensor, non_blocking: bool) -
         )
         width = min(targets.shape[-1], values.shape[-1])
         targets[..., :width].copy_(values[..., :width], non_blocking)
-    for name in ("amax", "amax_history") if rows else ():
-        own = getattr(shared.tensors, name)
-        if own is not None:
-            own.copy_(getattr(other.tensors, name), non_blocking)
+    _take_amax(tensor, source, non_blocking)
     _build_derived(_every_row(tensor))
     return True
+
+
+def _take_amax(tensor: StoredTensor, source: StoredTensor, non_blocking: bool) -> None:
+    """Copy the amax of a whole tensor, and its history, unless the shard has no rows."""
+    for name in ("amax", "amax_history") if tensor.numel() else ():
+        own = getattr(tensor._shared.tensors, name)
+        if own is not None:
+            own.copy_(getattr(source._shared.tensors, name), non_blocking)
 
 
 def _build_derived(tensor: StoredTensor) -> None:

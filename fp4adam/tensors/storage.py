@@ -214,7 +214,12 @@ class SharedStorage:
         """Whether quantization needs rows that this storage does not hold."""
         if self.global_spec is not None:
             return self.global_spec.shares_scales
-        return self.rows is not None  # a copy of a slice
+        return self.is_part
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is a copy of a slice, and not a shard."""
+        return self.global_spec is None and self.rows is not None
 
     def mark_written(self) -> None:
         """Raise the version of every inner tensor, which kernels do not do."""

@@ -1,6 +1,6 @@
 """Transformer Engine's names on tensors and quantizers, for code that was written for its classes.
 
-Each says in a line what it is here. ``docs/from_te.md`` lists those that are left out, and why.
+Each says in a line what it is here. ``tests/interop/te_names.md`` lists those that are left out.
 """
 
 import dataclasses
@@ -17,13 +17,21 @@ from fp4adam.tensors.transpose import build_columnwise
 from fp4adam.tensors.types import Format, StoredTensor
 
 
-def _code_bytes(name: str, doc: str) -> property:
-    """The codes of one direction; assignment moves them to other memory."""
-    return property(
-        lambda tensor: getattr(tensor.flush(), name),
-        lambda tensor, value: setattr(tensor, name, value),
-        doc=doc,
-    )
+def _code_bytes(name: str, transposed: bool, doc: str) -> property:
+    """The codes of one direction in the shape of the tensor; assignment moves them elsewhere."""
+
+    def get(tensor: Any) -> Tensor | None:
+        codes, shape = getattr(tensor.flush(), name), tuple(tensor.shape)
+        if codes is None or codes.numel() != tensor.numel():
+            return codes
+        return codes.view(shape[-1:] + shape[:-1] if transposed else shape)
+
+    def exchange(tensor: Any, value: Tensor | None) -> None:
+        matrix = rows.matrix_shape(tensor)[:: -1 if transposed else 1]
+        fits = value is not None and value.numel() == tensor.numel()
+        setattr(tensor, name, value.view(matrix) if fits else value)
+
+    return property(get, exchange, doc=doc)
 
 
 class TensorNames:
@@ -107,8 +115,8 @@ class TensorNames:
 class Float8Names:
     """Names of ``Float8Tensor`` in Transformer Engine."""
 
-    _data = _code_bytes("_rowwise_data", "``rowwise_data``.")
-    _transpose = _code_bytes("_columnwise_data", "``columnwise_data``.")
+    _data = _code_bytes("_rowwise_data", False, "``rowwise_data`` in the shape of the tensor.")
+    _transpose = _code_bytes("_columnwise_data", True, "``columnwise_data``, last dimension first.")
     _scale_inv = property(
         lambda tensor: tensor.quantizer.per_tensor_scale(tensor.flush()._amax),
         doc="Decode scale, float32 [1].",

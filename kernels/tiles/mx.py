@@ -27,11 +27,14 @@ def complete_blocks(
 ):
     """The float32 masters of a tile [BR, BC] from values of codes, factors and int8 remainders.
 
+    remainder: None for none.
+
     factor: float32 [BR, BC / 32], from codes to values. BITS: as for :func:`complete`.
     """
     unit, _ = unit_of_one(factor, BITS)
     value = tl.reshape(value, (BR, BC // 32, 32))
-    remainder = tl.reshape(remainder, (BR, BC // 32, 32))
+    if remainder is not None:
+        remainder = tl.reshape(remainder, (BR, BC // 32, 32))
     master = complete(value, factor[:, :, None], unit[:, :, None], remainder, BITS)
     return tl.reshape(master, (BR, BC))
 

@@ -77,14 +77,17 @@ def _int8_of_byte_2(x):
 
 @triton.jit
 def complete(value, factor, unit, remainder, BITS: tl.constexpr):
-    """Masters, float32, of codes with int8 remainders.
+    """Masters, float32, of codes with int8 remainders; None for none.
 
     value: of the codes, float32. factor: from codes to values. unit: by :func:`unit_of_one`.
     """
-    power = code_power(value, BITS).to(tl.float32, bitcast=True)
-    steps = _int8_value(remainder)
-    steps = tl.where(steps == -128.0, float("nan"), steps)
-    return value * factor + steps * (power * unit)
+    master = value * factor
+    if remainder is not None:
+        power = code_power(value, BITS).to(tl.float32, bitcast=True)
+        steps = _int8_value(remainder)
+        steps = tl.where(steps == -128.0, float("nan"), steps)
+        master += steps * (power * unit)
+    return master
 
 
 @triton.jit

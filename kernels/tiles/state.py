@@ -35,7 +35,13 @@ CODE_DTYPES = {
 @triton.constexpr_function
 def is_scaled(codec: str) -> bool:
     """Whether a codec shares scales between 32 neighbours in a row, which tiles must not cut."""
-    return codec not in ("plain", "remainder", "int8", "float32", "bfloat16")
+    return codec not in ("plain", "remainder", "int8", "codes", "float32", "bfloat16")
+
+
+@triton.constexpr_function
+def starts_from_codes(codec: str) -> bool:
+    """Whether a master weight is decoded from the weight: with this codec of it."""
+    return codec in ("int8", "codes")
 
 
 def has_scales(*codecs: str) -> bool:
@@ -118,6 +124,14 @@ def _rounded(x, dither, DROPPED: tl.constexpr, LEAST: tl.constexpr):
     bits = x.to(tl.int32, bitcast=True) + (dither >> (32 - DROPPED)).to(tl.int32)
     bits = tl.where(tl.abs(x) >= LEAST, bits & -(1 << DROPPED), 0)
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_to_e4m3(x, dither):
+    """Float32 numbers with the four significant bits of E4M3, which uint32 dither rounds."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = (bits + (dither >> 12).to(tl.int32)) & -(1 << 20)
+    return tl.where(tl.abs(x) < float("inf"), rounded, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -133,6 +133,13 @@ def insert_tile(tiles, tile, i):
 
 
 @triton.jit
+def extract_tile(tiles, i):
+    """Tile ``i`` [R, C] of integers [n, R, C]."""
+    number = tl.arange(0, tiles.shape[0])[:, None, None]
+    return tl.sum(tl.where(number == i, tiles, 0), 0)
+
+
+@triton.jit
 def _exchange(pairs, SHIFT: tl.constexpr, LOW: tl.constexpr):
     """Swap the fields in the high bits of the first word with those in the low bits of the second.
 

@@ -342,3 +342,11 @@ def test_tied_weights_with_two_values_are_refused(tmp_path):
     with pytest.raises(ValueError, match="'embedding.weight' and 'lm_head.weight' must be equal"):
         import_checkpoint(other, tmp_path)
     assert_identical(bytes_of(other), before)
+
+
+def test_a_model_on_the_meta_device_is_filled(tmp_path):
+    export_checkpoint(build("nvfp4"), tmp_path)
+    with torch.device("meta"):
+        model = build(None)
+    import_checkpoint(model, tmp_path)
+    assert_identical(bytes_of(model), bytes_of(import_checkpoint(build(None, seed=1), tmp_path)))

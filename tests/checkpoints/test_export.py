@@ -23,6 +23,7 @@ from fp4adam import (
     export_masters,
     import_checkpoint,
     quantize_model,
+    swizzle_scales,
     use_plain_state_dict,
 )
 from fp4adam.checkpoints.layouts import LAYOUTS
@@ -43,6 +44,8 @@ CASES = [
     ("modelopt", NVFP4Quantizer(adaptive="mse", bound=448)),
     ("modelopt", MXFP8Quantizer(columnwise=False)),
     ("fp8", Float8BlockQuantizer()),
+    ("fp8", Float8BlockQuantizer(columnwise=False)),
+    ("fp8", Float8BlockQuantizer(columnwise=False, force_pow_2_scales=False)),
     ("fp8", Float8BlockQuantizer(force_pow_2_scales=False)),
 ]
 # Amaxes with which the float32 nearest to 2688 / amax has readers round some value otherwise.
@@ -142,10 +145,9 @@ def test_trained_bytes_go_out_and_come_back(layout, quantizer, tmp_path):
     assert "lm_head" in str(config["quantization_config"])
 
     other = build(None, seed=1)
-    default = {MXFP8Quantizer: quantizer, Float8BlockQuantizer: quantizer}.get(type(quantizer))
-    if getattr(quantizer, "adaptive", None) is not None:
-        default = quantizer  # checkpoints do not say that scales were chosen
-    assert import_checkpoint(other, tmp_path / "out", default) is other
+    # Checkpoints have one direction, and do not say that scales were chosen.
+    is_default = not (quantizer.columnwise or getattr(quantizer, "adaptive", None))
+    assert import_checkpoint(other, tmp_path / "out", None if is_default else quantizer) is other
     expected, actual = bytes_of(model), bytes_of(other)
     if isinstance(quantizer, MXFP8Quantizer):  # columnwise blocks are those of the decoded values
         expected = {name: x for name, x in expected.items() if "columnwise" not in name}
@@ -234,6 +236,15 @@ def test_scale_of_the_tensor_gives_readers_the_same_bf16_values(divides):
     assert moved == (3 if divides else 2)
 
 
+@pytest.mark.parametrize("kind", [NVFP4Quantizer, MXFP8Quantizer])
+def test_scales_come_in_the_order_of_gemms_too(kind, tmp_path):
+    quantizer = kind(optimize_for_gemm=True)
+    export_checkpoint(build(quantizer), tmp_path)
+    weight = import_checkpoint(build(None, seed=1), tmp_path, quantizer).up.weight
+    expected = swizzle_scales([weight.rowwise_scale_inv])[0]
+    assert torch.equal(weight.rowwise_gemm_scale_inv, expected)
+
+
 @pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
 def test_adaptive_weights_come_back_as_any_others(layout, tmp_path):
     model, _ = trained(NVFP4Quantizer(adaptive="mae"))
@@ -243,7 +254,7 @@ def test_adaptive_weights_come_back_as_any_others(layout, tmp_path):
         (other.up.weight, model.up.weight),
         (other.down.weight, model.down.weight),
     ):
-        assert weight.quantizer == NVFP4Quantizer()
+        assert weight.quantizer == NVFP4Quantizer(columnwise=False)
         assert torch.equal(weight.rowwise_data, expected.rowwise_data)
         assert torch.equal(weight.rowwise_scale_inv, expected.rowwise_scale_inv)
         torch.testing.assert_close(weight._amax, expected._amax * 1.75)
@@ -410,6 +421,16 @@ def test_nothing_is_imported_where_something_cannot_go_along(tmp_path):
         import_checkpoint(model, tmp_path)
     assert_identical(bytes_of(model), before)
     assert model.down.weight is weight
+
+
+def test_buffers_that_nobody_fills_are_refused(tmp_path):
+    export_checkpoint(build("nvfp4"), tmp_path)
+    model = build(None, seed=1)
+    model.register_buffer("mask", torch.empty(3, device="meta"), persistent=False)
+    before = bytes_of(model)
+    with pytest.raises(ValueError, match="buffer 'mask' must be in memory"):
+        import_checkpoint(model, tmp_path)
+    assert_identical(bytes_of(model), before)
 
 
 def import_into_a_replica(rank: int, folder: str) -> None:

@@ -112,6 +112,14 @@ def test_headers_of_gigabytes(size, folder):
     refused(folder, f"got a header of {size} bytes where {reader.MAX_JSON_BYTES} are possible")
 
 
+def test_the_longest_header(folder):
+    data = (folder / FILE).read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = data[8 : size + 8].ljust(reader.MAX_JSON_BYTES)  # a file may pad it with spaces
+    (folder / FILE).write_bytes(struct.pack("<Q", len(header)) + header + data[size + 8 :])
+    import_checkpoint(build(None, seed=1), folder)
+
+
 @pytest.mark.parametrize("name", ["config.json", INDEX])
 def test_json_of_gigabytes(name, folder):
     with (folder / name).open("wb") as file:

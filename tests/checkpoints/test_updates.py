@@ -365,10 +365,8 @@ def serve_replicas(rank: int, weights: str) -> None:
     quantize_master_weights(
         [weight], [own], [rank * half], None, manual_post_all_gather_processing=True
     )
-    columnwise = [weight.columnwise_data] if weights == "mxfp8" else []
-    for data in (weight.rowwise_data, *columnwise):
-        halves = data.view(-1).chunk(2)
-        dist.all_gather([*halves], halves[rank].clone())
+    halves = weight.rowwise_data.view(-1).chunk(2)
+    dist.all_gather([*halves], halves[rank].clone())
     post_all_gather_processing([weight])
     receiver.apply(sent(sender.export_changes()))
     assert_served(receiver, model, weights, fused=False)

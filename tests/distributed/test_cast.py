@@ -31,8 +31,8 @@ FORMATS = {
     "mxfp8-rowwise": (MXFP8Quantizer(columnwise=False), 32),
     "mxfp8-columnwise": (MXFP8Quantizer(rowwise=False), 32),
     "mxfp8-2d": (MXFP8Quantizer(two_dimensional=True), 32),
-    "float8": (Float8Quantizer(), 16),
-    "float8-rowwise": (Float8Quantizer(columnwise=False, force_pow_2_scales=True), 16),
+    "float8": (Float8Quantizer(), 1),
+    "float8-rowwise": (Float8Quantizer(columnwise=False, force_pow_2_scales=True), 1),
     "float8block": (Float8BlockQuantizer(), 1),
     "float8block-fp32": (Float8BlockQuantizer(True, True, True, False, 1e-3), 1),
 }
@@ -197,13 +197,15 @@ def test_outs_get_the_codes_in_place_of_the_weight(format, start, stop, path_dev
 
 def test_values_of_any_alignment_and_dtype(path_device):
     x = torch.randn(32 * 160 + 1, generator=torch.Generator().manual_seed(0))
-    for dtype in DTYPES:
-        value = x.to(path_device, dtype)[1:]  # at no multiple of 16 bytes
-        weight = NVFP4Quantizer().make_empty((32, 160), device=path_device)
-        cast_in_shards([weight], [value], [[0, 32 * 160]], [torch.float32])
-        build_columnwise([weight])
-        expected = value.view(32, 160).float()
-        assert_same_storage(weight, quantized_by_torch(NVFP4Quantizer(), expected))
+    values = [x.to(path_device, dtype)[1:] for dtype in DTYPES]  # at no multiple of 16 bytes
+    for quantizer in (NVFP4Quantizer(), NVFP4Quantizer(adaptive="mse")):
+        weights = [quantizer.make_empty((32, 160), device=path_device) for _ in values]
+        n = len(values)
+        cast_in_shards(weights, values, [[0, 32 * 160]] * n, [torch.float32] * n)
+        build_columnwise(weights)
+        for weight, value in zip(weights, values, strict=True):
+            expected = quantized_by_torch(quantizer, value.view(32, 160).float())
+            assert_same_storage(weight, expected)
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -356,10 +358,14 @@ def test_what_cannot_be_cast_is_refused(weights, starts, sizes, dtypes, match):
     ids=["None", "length", "matrix", "strided", "float64", "int32", "device"],
 )
 def test_values_that_do_not_fit_are_refused(value):
-    cast = PartialCast([WEIGHT], [8], [4], [torch.float32])
+    weight = NVFP4Quantizer(adaptive="mae").make_empty((32, 32))
+    cast = PartialCast([weight], [8], [4], [torch.float32])
     match = r"values\[0\] must be a flat contiguous float32, bfloat16 or float16 tensor of 4"
     with pytest.raises(ValueError, match=match):
         cast.measure([value])
+    cast.measure([torch.ones(4)])
+    with pytest.raises(ValueError, match=match):
+        cast.choose([value])
     with pytest.raises(ValueError, match=match):
         cast.write([value])
 

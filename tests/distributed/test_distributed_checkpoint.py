@@ -37,7 +37,7 @@ from fp4adam.distributed.dtensor import like, local, part_for
 from fp4adam.tensors import backend
 from fp4adam.tensors.rows import is_of
 from helpers import assert_identical
-from ranks import all_ranks, home, run
+from ranks import all_ranks, device_for, home, run
 from test_fsdp import build, bytes_of, fixed_grads, full, gathered_bytes, whole_bytes
 
 OPTIONS = dict(lr=1e-2, weight_decay=0.1)
@@ -488,6 +488,7 @@ def load_and_step(rank: int, by_kernels: bool) -> list[list[dict[str, Tensor]]]:
 
 
 def test_kernels_step_what_has_been_loaded():
+    device_for(2, by_kernels=True)
     for a, b in zip(
         *(run(load_and_step, 2, by_kernels)[0] for by_kernels in (False, True)), strict=True
     ):

@@ -53,7 +53,9 @@ def build(
     model.to(dtype)
     if not model[0].weight.is_meta:
         model.to(home())
-    return quantize_model(model, recipe) if recipe else model
+    # By name weights have one direction, which leaves less to gather.
+    both = {"mxfp8": MXFP8Quantizer(), "float8block": Float8BlockQuantizer()}
+    return quantize_model(model, both.get(recipe, recipe)) if recipe else model
 
 
 def fixed_grads(model: nn.Module, seed: int, dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -190,15 +192,29 @@ def test_shards_have_the_bits_of_one_process(recipe, world_size, rows, cols):
 DELAYED = Float8Quantizer(scaling="delayed", amax_history_len=3)
 
 
+@pytest.mark.parametrize(
+    "step, world_size, rows, cols, recipe",
+    [
+        (step_in_parallel, 3, 37, 20, "float8"),  # 13, 13 and 11 rows
+        (step_by_kernels, 2, 31, 16, "float8"),  # kernels step 16 rows, operators 15
+        (step_by_kernels, 2, 31, 16, DELAYED),
+    ],
+)
+def test_float8_shards_have_any_sizes(step, world_size, rows, cols, recipe):
+    run(step, world_size, rows, cols, recipe, {})
+
+
 @pytest.mark.parametrize("step", [step_in_parallel, step_by_kernels])
 @pytest.mark.parametrize("world_size, rows", [(2, 256), (3, 64)])
 def test_delayed_scaling_has_the_bits_of_one_process(step, world_size, rows):
     """Its history has the amaxes of the whole weight on every rank."""
+    device_for(world_size, by_kernels=step is step_by_kernels)
     run(step, world_size, rows, 32, DELAYED, {})
 
 
 NARROW = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float8_e4m3fn}
 REMAINDERS = {"master_weight_dtype": torch.int8, "exp_avg_dtype": torch.bfloat16}
+WITHOUT_MASTERS = {"master_weights": False, "exp_avg_dtype": torch.bfloat16}
 
 
 @pytest.mark.parametrize(
@@ -231,7 +247,22 @@ def test_options_of_the_step(recipe, options):
     ],
 )
 def test_remainders_in_shards(step, recipe, world_size, rows):
+    device_for(world_size, by_kernels=step is step_by_kernels)
     run(step, world_size, rows, 32, recipe, REMAINDERS)
+
+
+@pytest.mark.parametrize(
+    "step, recipe, world_size, rows",
+    [
+        (step_in_parallel, "float8block", 3, 64),  # boundaries cut blocks
+        (step_by_kernels, "mxfp8", 2, 64),
+        pytest.param(step_in_parallel, "float8block", 6, 7, marks=pytest.mark.exhaustive),
+        pytest.param(step_by_kernels, "float8block", 2, 256, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_shards_without_masters(step, recipe, world_size, rows):
+    device_for(world_size, by_kernels=step is step_by_kernels)
+    run(step, world_size, rows, 32, recipe, WITHOUT_MASTERS)
 
 
 @pytest.mark.parametrize("recipe, world_size, rows", [("float8block", 6, 7), ("nvfp4", 5, 16)])
@@ -255,6 +286,7 @@ def gather_cut_blocks(rank: int) -> None:
 
 
 def test_shards_that_begin_within_a_block_are_gathered_as_one_tensor():
+    device_for(2, by_kernels=True)
     run(gather_cut_blocks, 2)
 
 

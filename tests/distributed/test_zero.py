@@ -21,6 +21,7 @@ from fp4adam import (
 )
 from fp4adam.kernels.launch import tile_lists
 from fp4adam.tensors import backend
+from helpers import random
 from ranks import run_ranks
 
 SHAPES = {
@@ -204,6 +205,29 @@ def misuse_on_rank(rank: int) -> str:
 def test_every_rank_says_what_is_wrong_there():
     first, second = run_ranks(misuse_on_rank, 2)
     assert "[100, 300)" in first and "[101, 301)" in second
+
+
+def cast_on_rank(rank: int) -> None:
+    """A slice of any shape; an offset without a slice says nothing."""
+    value = random((32, 32), 0)
+    half = value[16 * rank :][:16].clone()
+    expected = NVFP4Quantizer(columnwise=False).quantize(value)
+    for master, start in ((half, 512 * rank), (half.flatten(), 512 * rank)):
+        weights = [NVFP4Quantizer(columnwise=False).make_empty((32, 32)) for _ in range(2)]
+        # Rank 0 has no slice of the second weight, and rank 1 has all of it.
+        second = (None, 77) if rank == 0 else (value.clone(), 0)
+        masters, starts = zip((master, start), second, strict=True)
+        quantize_master_weights(weights, masters, starts, None)
+        own = slice(16 * rank, 16 * rank + 16)
+        assert torch.equal(weights[0].rowwise_data[own], expected.rowwise_data[own])
+        if rank:
+            assert torch.equal(weights[1].rowwise_data, expected.rowwise_data)
+        for weight in weights:
+            assert torch.equal(weight.rowwise_scale_inv, expected.rowwise_scale_inv)
+
+
+def test_masters_of_any_shape_and_offsets_without_one():
+    run_ranks(cast_on_rank, 2)
 
 
 def test_no_weights_are_no_work():

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 OTHERS = [
     "ignore:experts in the layout .compressed-tensors.:UserWarning",
+    "ignore:layout .modelopt. with .* should be read by an engine:UserWarning",
     "ignore:rows of q, k, gate should be multiples of 128:UserWarning",
     "ignore::DeprecationWarning",
     "ignore::FutureWarning",

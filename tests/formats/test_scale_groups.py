@@ -27,6 +27,7 @@ from helpers import through_a_file
 from ranks import all_ranks, device_for, home, run_ranks
 
 COLS = 32
+NVFP4 = NVFP4Quantizer()
 ROWS = {"q_proj": 32, "k_proj": 16, "v_proj": 16, "o_proj": 16}
 FUSED = ["q_proj.weight", "k_proj.weight", "v_proj.weight"]
 OPTIONS = dict(lr=1e-2, weight_decay=0.1)
@@ -39,7 +40,7 @@ class Attention(nn.Module):
             self.add_module(name, nn.Linear(COLS, n, bias=False))
 
 
-def make_model(device="cpu", recipe="nvfp4", scale_groups=hf_scale_groups, rows=ROWS):
+def make_model(device="cpu", recipe=NVFP4, scale_groups=hf_scale_groups, rows=ROWS):
     """The largest weight is in k, so that its amax is that of q, k and v."""
     torch.manual_seed(0)
     model = Attention(rows).to(device)
@@ -101,6 +102,7 @@ def test_hugging_face_names():
     assert hf_scale_groups("q_proj.weight") == "qkv_proj"
 
 
+@pytest.mark.filterwarnings("ignore:the master of .* has become NaN")
 @pytest.mark.parametrize("by_kernels", [False, True], ids=["operators", "kernels"])
 @pytest.mark.parametrize(
     ("quantizer", "options"),
@@ -149,7 +151,7 @@ def test_kernels_and_operators_agree_whatever_has_gradients(scales, steps, lr):
                         torch.randn(16, COLS, generator=torch.Generator().manual_seed(seed))
                     )
                     param.mul_(scale)
-            models.append(quantize_model(model, "nvfp4", scale_groups=[FUSED]))
+            models.append(quantize_model(model, NVFP4, scale_groups=[FUSED]))
             optimizer = FP4Adam(model.parameters(), lr=lr)
             for seed, without in enumerate(steps):
                 set_grads(model, seed, without)
@@ -297,6 +299,27 @@ def test_masters_of_some_members_are_loaded(device):
     assert_fused(model, masters(model, optimizer))
 
 
+@pytest.mark.parametrize("scale", [0.01, 10.0])
+def test_a_member_that_others_write_leaves_the_masters_of_the_rest(scale, device):
+    """Their bytes have an amax then that no master has; a checkpoint is resumed from them."""
+    model = make_model(device)
+    optimizer = FP4Adam(model.parameters(), lr=0.0)
+    set_grads(model, 0)
+    optimizer.step()
+    expected = masters(model, optimizer)
+    with torch.no_grad():
+        expected[1] = model.k_proj.weight.fill_(scale).dequantize(torch.float32)
+    new = make_model(device)
+    new.load_state_dict(model.state_dict())
+    resumed = FP4Adam(new.parameters(), lr=0.0)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert_same_bytes(new, model)
+    set_grads(new, 1)
+    resumed.step()
+    for master, value in zip(masters(new, resumed), expected, strict=True):
+        assert torch.equal(master, value)
+
+
 @pytest.mark.parametrize("recipe", ["mxfp8", "float8block"])
 def test_a_rule_changes_nothing_for_formats_without_an_amax(recipe):
     rows = dict.fromkeys(ROWS, 32)
@@ -307,7 +330,7 @@ def test_a_rule_changes_nothing_for_formats_without_an_amax(recipe):
 
 
 def test_quantized_init_forms_groups():
-    with quantized_init("nvfp4", scale_groups=hf_scale_groups):
+    with quantized_init(NVFP4, scale_groups=hf_scale_groups):
         model = Attention()
     assert_fused(model, [param.get_high_precision_init_val() for param in model.parameters()])
 

@@ -79,7 +79,7 @@ def _replace_names(module: ModuleType, own: ModuleType) -> None:
 
 
 class Trainer:
-    """A model of two layers under Megatron's DDP and distributed optimizer.
+    """A model of two layers and FP32 gains under Megatron's DDP and distributed optimizer.
 
     Args:
         recipe: "nvfp4", a recipe of Megatron's FP8, or None for BF16 weights.
@@ -106,9 +106,10 @@ class Trainer:
                 with quantized_init(_quantizer(recipe), enabled=recipe is not None):
                     layers = [nn.Linear(SIZE, SIZE), nn.Tanh(), nn.Linear(SIZE, SIZE)]
                     self.layers = nn.Sequential(*layers).bfloat16()
+                self.gains = nn.Parameter(torch.ones(8, SIZE))  # some on every rank
 
             def forward(self, x: Tensor) -> Tensor:
-                return self.layers(x)
+                return self.layers(x) * self.gains
 
         is_fp8 = recipe not in (None, "nvfp4")
         shares_buffer = recipe == "mxfp8"

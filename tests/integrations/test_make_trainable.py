@@ -17,6 +17,7 @@ from compressed_tensors.quantization import (
     preset_name_to_scheme,
 )
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
@@ -78,7 +79,9 @@ SIZES = dict(
     tie_word_embeddings=False,
 )
 TOKENS = torch.arange(64).view(2, 32) * 7 % 256
-LAYOUTS = ["fp8", "fp8 ue8m0", "fp8 experts", "NVFP4A16", "MXFP4A16", "MXFP8A16", "FP8_BLOCK"]
+# Of transformers, and of compressed-tensors; NVFP4 has scales of activations as well.
+LAYOUTS = ["fp8", "fp8 ue8m0", "fp8 experts"]
+LAYOUTS += ["NVFP4", "NVFP4A16", "MXFP4A16", "MXFP8A16", "FP8_BLOCK"]
 
 
 @pytest.fixture(autouse=True)
@@ -97,20 +100,22 @@ def build(experts: bool = False) -> nn.Module:
     return Qwen3ForCausalLM(Qwen3Config(**SIZES)).bfloat16()
 
 
-def compress(model: nn.Module, scheme: str, folder: Path) -> None:
-    compressor = compress_in_memory(model, scheme)
+def compress(model: nn.Module, scheme: str, folder: Path, **options: Any) -> None:
+    compressor = compress_in_memory(model, scheme, **options)
     model.save_pretrained(folder)
     compressor.update_config(folder)
 
 
-def compress_in_memory(model: nn.Module, scheme: str) -> ModelCompressor:
+def compress_in_memory(model: nn.Module, scheme: str, **options: Any) -> ModelCompressor:
     """As llm-compressor does without data: scales from amaxes, then compressed-tensors' codes."""
-    weights = preset_name_to_scheme(scheme, ["Linear"]).weights
-    group = QuantizationScheme(targets=["Linear"], weights=weights)
-    config = QuantizationConfig(config_groups={"group_0": group}, ignore=["lm_head"])
+    group = preset_name_to_scheme(scheme, ["Linear"])
+    if scheme != "NVFP4":
+        group = QuantizationScheme(targets=["Linear"], weights=group.weights)
+    weights = group.weights
+    config = QuantizationConfig(config_groups={"group_0": group}, ignore=["lm_head"], **options)
     apply_quantization_config(model, config)
     for module in model.modules():
-        if not hasattr(module, "quantization_scheme"):
+        if not hasattr(module, "quantization_scheme") or not isinstance(module, nn.Linear):
             continue
         weight = module.weight.detach().float()
         if weights.strategy == "block":
@@ -122,6 +127,8 @@ def compress_in_memory(model: nn.Module, scheme: str) -> ModelCompressor:
             blocks = weight.unflatten(1, (-1, weights.group_size))[:, :, None]
         extremes = blocks.amin((2, 3)), blocks.amax((2, 3))
         tensor_scale = None
+        if hasattr(module, "input_global_scale"):
+            module.input_global_scale.data.fill_(100.0)
         if hasattr(module, "weight_global_scale"):
             tensor_scale = generate_gparam(weight.min(), weight.max())
             module.weight_global_scale.data.copy_(tensor_scale)
@@ -448,6 +455,152 @@ def test_scales_of_activations_stay(tmp_path):
     assert stored.keys() == {name for name in before if not name.endswith("activation_scale")}
 
 
+def test_scales_of_the_cache_stay(tmp_path):
+    """Whoever reads what is saved quantizes its cache with them; training does not."""
+    scheme = dict(num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True)
+    quantized = build()
+    compress_in_memory(quantized, "MXFP4A16", kv_cache_scheme=scheme)
+    for name, param in quantized.named_parameters():
+        if name.endswith(("k_scale", "v_scale")):
+            param.data.fill_(0.5)
+    quantized.save_pretrained(tmp_path / "hub")
+    ModelCompressor.from_pretrained_model(quantized).update_config(tmp_path / "hub")
+    model = load(tmp_path / "hub")
+    before = state(model)
+    assert before["model.layers.1.self_attn.k_scale"] == 0.5
+    assert model.model.layers[1].self_attn._forward_pre_hooks
+    make_trainable(model)
+    assert not model.model.layers[1].self_attn._forward_pre_hooks
+    assert_identical(dict(sorted(state(model).items())), dict(sorted(before.items())))
+    train(model, 1)
+    model.save_pretrained(tmp_path / "out")
+    assert_identical(
+        dict(sorted(state(load(tmp_path / "out")).items())), dict(sorted(state(model).items()))
+    )
+    export_checkpoint(model, tmp_path / "export")
+    stored = load_file(tmp_path / "export/model.safetensors")
+    assert stored.keys() == {name for name in before if not name.endswith(("k_scale", "v_scale"))}
+
+
+@pytest.mark.parametrize("scheme", ["FP8", "MXFP4A16"])
+def test_what_users_have_at_modules(scheme, tmp_path):
+    """Hooks, modes and recomputation go on; optimizers with the old parameters are refused."""
+    if scheme == "FP8":
+        build().save_pretrained(tmp_path)
+        model = load(tmp_path, quantization_config=FineGrainedFP8Config())
+        with pytest.raises(
+            TypeError, match="float8_e4m3fn; call quantize_model, or make_trainable"
+        ):
+            FP4Adam(model.parameters())
+    else:
+        compress(build(), scheme, tmp_path)
+        model = load(tmp_path)
+    seen = []
+    layer = model.model.layers[0].mlp.up_proj
+    handles = [
+        layer.register_forward_pre_hook(lambda *_: seen.append("before")),
+        layer.register_forward_hook(lambda *_, **__: seen.append("after"), with_kwargs=True),
+        layer.register_full_backward_hook(lambda *_: seen.append("back")),
+    ]
+    model.gradient_checkpointing_enable()
+    early = torch.optim.SGD(model.parameters(), lr=1e-3)
+    make_trainable(model.train())
+    assert model.model.layers[0].mlp.up_proj.training
+    assert "weight=" in repr(model.model.layers[0].mlp.up_proj)
+    model(TOKENS, labels=TOKENS).loss.backward()
+    # The forward pass runs again in the backward pass.
+    assert seen == ["before", "after", "before", "after", "back"]
+    with pytest.raises(RuntimeError, match="make_trainable has replaced"):
+        early.step()
+    for handle in handles:
+        handle.remove()
+    model.zero_grad()
+    twin = copy.deepcopy(model)
+    before = state(model)
+    losses = train(twin, 2)
+    assert len(seen) == 5
+    assert_identical(state(model), before)
+    model.gradient_checkpointing_disable()
+    assert train(model, 2) == losses
+    assert_identical(state(model), state(twin))
+
+
+def test_adapters_beside_trainable_weights(tmp_path):
+    """PEFT takes the model as one in high precision, and freezes it."""
+    compress(build(), "MXFP4A16", tmp_path)
+    model = make_trainable(load(tmp_path))
+    before = state(model)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+    losses = train(adapted, 4)
+    assert losses[-1] < losses[0]
+    assert_identical(state(adapted.unload()), before)
+    with pytest.raises(ValueError, match="must be without adapters .* add them afterwards"):
+        loaded = load(tmp_path)
+        make_trainable(get_peft_model(loaded, LoraConfig(r=4, target_modules=["lm_head"])))
+
+
+@pytest.mark.parametrize("change", ["cast", "forward", "nan"])
+def test_a_model_that_is_refused_is_as_it_was(change, tmp_path):
+    """Whatever has been done to it since it was loaded."""
+    if change == "forward":
+        compress(build(), "MXFP4A16", tmp_path)
+        model = load(tmp_path)
+        model(TOKENS)
+        message = "got no weight_packed; load it again, and call make_trainable at once"
+    else:
+        build().save_pretrained(tmp_path)
+        model = load(tmp_path, quantization_config=FineGrainedFP8Config())
+        if change == "cast":
+            model.to(torch.bfloat16)
+            message = "got torch.bfloat16; load it again, and call make_trainable at once"
+        else:
+            model.model.layers[1].mlp.up_proj.weight_scale_inv.data[1, 0] = float("nan")
+            message = "layer 'model.layers.1.mlp.up_proj': weight_scale_inv .* got nan"
+
+    def everything() -> list[Any]:
+        hooks = [len(vars(m)[k]) for m in model.modules() for k in vars(m) if k.endswith("_hooks")]
+        objects = [*model.modules(), *model.parameters(), model.hf_quantizer]
+        return [*map(id, objects), model.is_quantized, hooks]
+
+    before, values = everything(), {name: bits(x) for name, x in state(model).items()}
+    with pytest.raises(TypeError if change == "cast" else ValueError, match=message):
+        make_trainable(model)
+    assert everything() == before
+    assert_identical({name: bits(x) for name, x in state(model).items()}, values)
+
+
+@pytest.mark.filterwarnings("ignore:experts in the layout 'compressed-tensors'")
+@pytest.mark.parametrize("weight_format", ["nvfp4", "mxfp4"])
+def test_experts_that_transformers_has_decoded(weight_format, tmp_path):
+    export_checkpoint(quantize_model(build(experts=True), weight_format), tmp_path / "all")
+    model = load(tmp_path / "all")
+    with pytest.raises(ValueError, match="got 'model.layers.0.mlp.experts.down_proj', which"):
+        make_trainable(model)
+    assert model.is_quantized and not quantized_of(model)
+
+
+@pytest.mark.filterwarnings("ignore:sides of Float8Block weights should be multiples of 128")
+def test_shapes_and_ties_of_other_models(tmp_path):
+    """Tied embeddings, biases, sides that are no multiples of blocks."""
+    sizes = dict(hidden_size=192, intermediate_size=320, head_dim=40, attention_bias=True)
+    config = Qwen3Config(**{**SIZES, **sizes, "tie_word_embeddings": True})
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config).bfloat16()
+    export_checkpoint(quantize_model(model, "float8block"), tmp_path / "hub", "fp8")
+    model = load(tmp_path / "hub")
+    before = state(model)
+    make_trainable(model)
+    assert_identical(dict(sorted(state(model).items())), dict(sorted(before.items())))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    losses = train(model, 2)
+    assert losses[1] < losses[0]
+    assert not torch.equal(model.model.layers[0].self_attn.q_proj.bias, torch.zeros(160))
+    model.save_pretrained(tmp_path / "out")
+    assert_identical(
+        dict(sorted(state(load(tmp_path / "out")).items())), dict(sorted(state(model).items()))
+    )
+
+
 def test_an_interrupt_leaves_the_loaded_model_or_the_trainable_one(tmp_path):
     """At any line of the change, and at some before it."""
     build().save_pretrained(tmp_path / "plain")
@@ -560,9 +713,20 @@ def test_gpt_oss(tmp_path):
 
 
 def test_the_page_lists_what_is_tested():
-    page = Path(__file__).parents[2] / "docs/train_checkpoints.md"
-    listed = re.findall(r"^\| [\w-]+ \| `([^`]+)` \|(?: [^|]+ \|){5}$", page.read_text(), re.M)
-    assert listed == [*LAYOUTS, *(f"torchao {kind}" for kind in TORCHAO), "mxfp4"]
+    """What is asserted above, by the loader of each model."""
+    page = (Path(__file__).parents[2] / "docs/train_checkpoints.md").read_text()
+    table = page.partition("| model | layout | loaded in its memory | saved |")[2]
+    rows = [row.split(" | ") for row in table.partition("\n\n")[0].splitlines()[2:]]
+    listed = [
+        (layout, loaded, saved.removesuffix(" |"))
+        for _, layouts, loaded, saved in rows
+        for layout in re.findall("`(.+?)`", layouts)
+    ]
+    assert listed == [
+        *((kind, "yes", "yes") for kind in LAYOUTS),
+        *((kind, "yes", "`save_original_format=False`") for kind in TORCHAO),
+        ("mxfp4", "`import_checkpoint`", "`export_checkpoint`"),
+    ]
 
 
 def test_the_example(capsys, monkeypatch):

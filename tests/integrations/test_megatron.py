@@ -1,5 +1,6 @@
 """Training with Megatron-LM's distributed optimizer: save, resume and reshard."""
 
+import importlib
 import inspect
 import sys
 from pathlib import Path
@@ -9,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp4adam import fp4_utils, fp8_utils
 from helpers import assert_identical
 from ranks import run_ranks
+from test_names import table_of_names
 
 CLONE = Path(__file__).parents[2] / "build/Megatron-LM"
 if CLONE.exists():
@@ -89,3 +92,12 @@ def test_resumed_training_is_that_of_one_run_on_any_number_of_ranks(
         for again, resumed in run_ranks(resume, world_size, *arguments):
             assert again == losses[3:], world_size
             assert_identical(resumed, weights, str(world_size))
+
+
+@pytest.mark.parametrize("own", [fp8_utils, fp4_utils], ids=lambda module: module.__name__)
+def test_the_table_of_names_has_all_functions_of_megatron(own):
+    module = importlib.import_module(f"megatron.core.{own.__name__.split('.')[-1]}")
+    functions = inspect.getmembers(module, inspect.isfunction)
+    names = {name for name, value in functions if value.__module__ == module.__name__}
+    listed = set().union(*table_of_names()[own.__name__])
+    assert {name for name in names if not name.startswith("_")} <= listed

@@ -137,6 +137,7 @@ def logits(model):
 
 
 @pytest.mark.filterwarnings("ignore:experts in the layout 'compressed-tensors':UserWarning")
+@pytest.mark.filterwarnings("ignore:layout 'modelopt' with NVFP4 should be read:UserWarning")
 @pytest.mark.parametrize("name", PER_EXPERT)
 @pytest.mark.parametrize(("recipe", "layout"), LAYOUTS)
 def test_checkpoints_have_the_names_of_the_hub(name, recipe, layout, tmp_path):

@@ -345,12 +345,6 @@ def test_another_major_version_is_refused(monkeypatch):
         FP4Adam([te_tensor(MXFP8Quantizer(), random(SHAPE, 0).bfloat16())])
 
 
-def test_masters_are_needed():
-    param = te_tensor(MXFP8Quantizer(), random(SHAPE, 0).bfloat16())
-    with pytest.raises(ValueError, match="master_weights must be True for MXFP8Tensor"):
-        FP4Adam([param], master_weights=False)
-
-
 class Packed(Wrapper):
     """NVFP4 of a package that keeps a multiplier and scales without padding."""
 
@@ -473,6 +467,26 @@ def test_views_are_copied_whatever_their_strides(path_device):
     assert not rows[:, 20].any() and not column[:, 0].any()
 
 
+@pytest.mark.parametrize("scaling", ["current", "delayed"])
+@pytest.mark.parametrize("shape", [(24, 64), (1000, 48), (3, 8, 16)])
+def test_float8_weights_of_any_rows(shape, scaling, path_device):
+    """Transformer Engine's matmuls take rows in multiples of eight."""
+    value = random(shape, 0, path_device, scale=0.1).bfloat16()
+    quantizer = Float8Quantizer(scaling=scaling)
+    own, theirs = Parameter(quantizer.quantize(value)), te_tensor(quantizer, value)
+    optimizers = [FP4Adam([param], lr=1e-2) for param in (own, theirs)]
+    for seed in range(3):
+        for optimizer in optimizers:
+            step(optimizer, seed)
+        if scaling == "delayed":  # as its next forward pass does
+            theirs._quantizer.scale.copy_(448 / own.amax_history.max())
+    masters = [master_of(*pair) for pair in zip(optimizers, (own, theirs), strict=True)]
+    assert torch.equal(*masters)
+    assert_same(theirs._data, own._data, "codes")
+    assert_same(theirs._transpose, own.columnwise_data, "transposed codes")
+    assert_same(theirs._scale_inv, own._scale_inv, "scale")
+
+
 def test_a_transpose_that_is_invalid_is_left_to_transformer_engine():
     value = random(SHAPE, 0).bfloat16()
     param = te_tensor(Float8Quantizer(), value, _transpose_invalid=True)
@@ -487,6 +501,16 @@ def test_a_transpose_that_is_invalid_is_left_to_transformer_engine():
     step(optimizer, 1)
     assert_bytes(param, te_tensor(Float8Quantizer(), master_of(optimizer, param)))
     assert (master - master_of(optimizer, param)).abs().max() < 0.1
+
+
+def test_buffers_of_a_quantizer_do_not_make_its_scaling_delayed():
+    """With current scaling, Transformer Engine has had them up to 2.15, with any contents."""
+    buffers = dict(scale=torch.tensor([7.0]), amax=torch.zeros(1))
+    param = te_tensor(Float8Quantizer(), random(SHAPE, 0).bfloat16())
+    vars(param._quantizer).update(buffers)
+    optimizer = FP4Adam([param], lr=1e-2)
+    step(optimizer, 0)
+    assert_bytes(param, te_tensor(Float8Quantizer(), master_of(optimizer, param)))
 
 
 def delayed(quantizer: SimpleNamespace, master: Tensor) -> tuple[Tensor, Tensor]:

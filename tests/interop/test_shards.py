@@ -68,15 +68,6 @@ def sharded(quantizer: Quantizer, value: Tensor) -> Parameter:
     return Parameter(DTensor(stand_in(own), spec, requires_grad=False))
 
 
-class UncheckedFloat8Quantizer(Float8Quantizer):
-    """Makes shards of any number of rows."""
-
-    tensor_class = Float8Quantizer.tensor_class
-
-    def check_matrix(self, rows: int, cols: int) -> None:
-        return None
-
-
 def set_grads(params: list[Tensor], step: int) -> None:
     for i, param in enumerate(params):
         grad = random(tuple(param.shape), 10 * step + i).to(param.dtype)
@@ -134,7 +125,7 @@ def step_shards(rank: int, name: str, shape: tuple, kernels: bool, optimizer_cla
 
 
 def stand_in_maker(quantizer: Quantizer) -> Quantizer:
-    return UncheckedFloat8Quantizer() if isinstance(quantizer, Float8Quantizer) else quantizer
+    return Float8Quantizer() if isinstance(quantizer, Float8Quantizer) else quantizer
 
 
 def assert_same_bytes(shard: Parameter, whole: Parameter) -> None:
@@ -190,7 +181,7 @@ def test_shards_have_the_bytes_of_one_process(case, kernels, optimizer):
 def start_from_initial_values(rank: int) -> list:
     """Initial values are kept by the local tensors; under a scale of all ranks."""
     value = random((48, 32), 0).bfloat16()
-    shard = sharded(UncheckedFloat8Quantizer(), value)
+    shard = sharded(Float8Quantizer(), value)
     kept = [value[chunk_of(value)]]
     local = shard._local_tensor
     local.get_high_precision_init_val = lambda: kept[0] if kept else None
@@ -302,7 +293,7 @@ def step_delayed_shards_of_odd_rows(rank: int, kernels: bool) -> None:
     if kernels:
         backend.uses_kernels = lambda device: True
     value = random((48, 32), 0).bfloat16()
-    shard = sharded(UncheckedFloat8Quantizer(columnwise=False), value)
+    shard = sharded(Float8Quantizer(columnwise=False), value)
     scales = torch.tensor([123.0]), torch.zeros(1)
     source = shard._local_tensor
     source._quantizer.__dict__.clear()

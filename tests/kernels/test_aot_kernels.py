@@ -15,7 +15,7 @@ LAUNCHED_MOST = (
     r"adam (fp32|bf16 with master)$|amax preview again=False$|(nvfp4|mxfp8) step .*swizzled=\w+$"
     r"|mxfp4 step|float8 (step|delayed step|delayed amax)$"
     r"|float8block (\w+ masked=False|cut \w+)$"
-    r"|(nvfp4|mxfp8) step .* FP8 states, (FP16|int8) masters$"
+    r"|(nvfp4|mxfp8) step .* FP8 states, (FP16|int8|no) masters$"
     r"|partial \w+ codes fp32 whole=True|step scalars|dequantize words nvfp4"
     r"|whole \w+ bf16 (columnwise=True masked=False|128)$"
     r"|quantize vectors bf16 columnwise=True padded=True|fake quantize"
@@ -47,8 +47,12 @@ STATE_CODECS = {
     ("int8", "e4m3", "ue4m4"): " FP8 states, int8 masters",
     ("int8", "float32", "float32"): " int8 masters",
     ("int8", "bfloat16", "bfloat16"): " BF16 states, int8 masters",
+    ("codes", "e4m3", "ue4m4"): " FP8 states, no masters",
+    ("codes", "float32", "float32"): " no masters",
 }
-PLAIN, *_, WIDEST = [codecs for codecs in STATE_CODECS if codecs[0] != "int8"]
+PLAIN, *_, WIDEST = [codecs for codecs in STATE_CODECS if codecs[0] not in ("int8", "codes")]
+# The formats that can be trained without masters.
+WITHOUT_MASTERS = ("mxfp8", "float8block")
 FP32_MAX = 3.4028234663852886e38
 PLAIN_SCALES = {"ADAPTIVE": None, "BOUND": 448}
 ADAPTIVE = {"ADAPTIVE": "mse", "BOUND": 256}
@@ -104,11 +108,16 @@ def step_jobs(codecs, sm):
     )
     from fp4adam.kernels.adam import Variant
     from fp4adam.kernels.launch.tensor_table import Usage
-    from fp4adam.kernels.tiles.state import are_narrow, has_scales, max_registers
+    from fp4adam.kernels.tiles.state import (
+        are_narrow,
+        has_scales,
+        max_registers,
+        starts_from_codes,
+    )
 
     jobs = {}
     scaled = has_scales(*codecs)
-    completes = codecs[0] == "int8"
+    completes = starts_from_codes(codecs[0])
     registers = max_registers(*codecs)
     # Of scales in one order or in two; where states need registers as well, of two.
     is_wide = codecs != PLAIN
@@ -293,7 +302,7 @@ def step_jobs(codecs, sm):
         ("vector", False, False),
         ("vector", False, True),
     ):
-        forms = float8_block_step.step_forms(square, codecs_now)
+        forms = float8_block_step.step_forms(square, codecs_now, records, sm)
         for masked, (kernel, constexprs, tile, limit) in zip((False, True), forms, strict=True):
             extra = {"LARGEST": FP32_MAX, "POW_2": True, **constexprs, **tile_options(tile)}
             jobs[f"float8block {shape} masked={masked}{', recorded' * records}"] = job(
@@ -319,6 +328,8 @@ def step_jobs(codecs, sm):
             {**variant(codecs), "LARGEST": FP32_MAX, "POW_2": True, **shape},
             **options,
         )
+    if codecs[0] == "codes":
+        jobs = {name: found for name, found in jobs.items() if name.startswith(WITHOUT_MASTERS)}
     return {f"{name}{STATE_CODECS[codecs]}": found for name, found in jobs.items()}
 
 

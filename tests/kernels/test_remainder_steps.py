@@ -1,4 +1,4 @@
-"""Steps of masters that are int8 remainders: kernels against torch operators, bit for bit."""
+"""Steps that decode weights, to masters with remainders or to all there is: kernels, operators."""
 
 import math
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from fp4adam import Float8BlockQuantizer, Float8Quantizer, MXFP8Quantizer, NVFP4
 from fp4adam.kernels.launch.schema import SCALARS_WIDTH, Cut
 from fp4adam.optim.adam import adam_, adam_scalars
 from fp4adam.optim.remainder import complete, split_off
-from fp4adam.optim.state_codec import dither_bits, dither_origin, state_codec
+from fp4adam.optim.state_codec import CODES, dither_bits, dither_origin, state_codec
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
@@ -26,6 +26,7 @@ QUANTIZERS = {
     "nvfp4 4over6": NVFP4Quantizer(adaptive="mse"),
     "mxfp8": MXFP8Quantizer(),
     "mxfp8 rowwise": MXFP8Quantizer(columnwise=False),
+    "mxfp8 2d": MXFP8Quantizer(two_dimensional=True),
     "float8 block": Float8BlockQuantizer(),
     "float8 block, any scale": Float8BlockQuantizer(force_pow_2_scales=False),
     "float8 block 1d": Float8BlockQuantizer(two_dimensional=False),
@@ -35,12 +36,17 @@ QUANTIZERS = {
 }
 
 
-class Weight:
-    """A quantized weight with its remainders and moments, all zero."""
+WITHOUT = [name for name in QUANTIZERS if name.startswith(("mxfp8", "float8 block"))]
+WITHOUT.remove("float8 block, any scale")
 
-    def __init__(self, values, quantizer, dtype):
+
+class Weight:
+    """A quantized weight with its remainders, or without, and moments, all zero."""
+
+    def __init__(self, values, quantizer, dtype, value_codec):
         self.param = quantizer.quantize(values)
-        self.remainder = split_off(self.param, values)
+        self.value_codec = value_codec
+        self.remainder = split_off(self.param, values) if value_codec == "int8" else None
         self.codecs = [state_codec(name, dtype) for name in ("exp_avg", "exp_avg_sq")]
         self.moments = [codec.zeros_like(values) for codec in self.codecs]
 
@@ -63,7 +69,10 @@ class Weight:
 
     def step(self, grad, scalars):
         """The step in torch operators."""
-        master = complete(self.param, self.remainder)
+        if self.remainder is None:
+            master = self.param.dequantize(torch.float32)
+        else:
+            master = complete(self.param, self.remainder)
         pairs = zip(self.codecs, self.moments, strict=True)
         m, v = (c.decode(codes.view(-1), s).view(grad.shape).clone() for c, (codes, s) in pairs)
         adam_(master, grad, m, v, None, scalars, True)
@@ -75,8 +84,12 @@ class Weight:
             codes.copy_(new_codes.view(codes.shape))
             if scales is not None:
                 scales.copy_(new_scales)
-        self.param.quantize_(master)
         bits = dither.master.view(master.shape)
+        if self.remainder is None:
+            CODES.round_(master, bits)
+            self.param.quantize_(master)
+            return
+        self.param.quantize_(master)
         self.remainder.copy_(split_off(self.param, master, bits))
 
 
@@ -90,7 +103,7 @@ class Launched:
         layout, codecs = quantizer.layout, [codec.name for codec in weights[0].codecs]
         variant = step_variant(
             grad_dtype=grads[0].dtype, value_dtype=None, write_dtype=torch.float32,
-            value_codec="int8", exp_avg_codec=codecs[0], exp_avg_sq_codec=codecs[1],
+            value_codec=weights[0].value_codec, exp_avg_codec=codecs[0], exp_avg_sq_codec=codecs[1],
             adam_w=True, amsgrad=False,
         )  # fmt: skip
         rule = layout.scale_rule
@@ -123,14 +136,17 @@ class Launched:
 
 
 def run(
-    quantizer, dtype, shapes, device, gradients, grad_dtype=torch.bfloat16, groups=None, values=None
-):
+    quantizer, dtype, shapes, device, gradients, grad_dtype=torch.bfloat16, groups=None,
+    values=None, value_codec="int8",
+):  # fmt: skip
     """Step two copies of weights with ``gradients(step)``; compare all bytes after each step."""
     generator = torch.Generator().manual_seed(1)
     if values is None:
         values = [torch.randn(s, generator=generator) * 0.02 for s in shapes]
     values = [v.to(device) for v in values]
-    expected, actual = ([Weight(v, quantizer, dtype) for v in values] for _ in range(2))
+    expected, actual = (
+        [Weight(v, quantizer, dtype, value_codec) for v in values] for _ in range(2)
+    )
     grads = [torch.zeros(s, dtype=grad_dtype, device=device) for s in shapes]
     launched = Launched(actual, grads, quantizer, device)
     for step, group in enumerate(groups or [GROUP] * 3, 1):
@@ -163,6 +179,26 @@ def test_kernels_and_operators_step_remainders_alike(quantizer, dtype, device):
     large = (128, 128) if isinstance(quantizer, Float8BlockQuantizer) else (64, 64)
     shapes = (large, (32, 96)) if dtype is FP8 else ((32, 96),)
     run(quantizer, dtype, shapes, device, random_gradients(shapes))
+
+
+@pytest.mark.parametrize(
+    "dtype", [FP8, pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive)], ids=str
+)
+@pytest.mark.parametrize("name", WITHOUT)
+def test_kernels_and_operators_step_weights_without_masters_alike(name, dtype, device):
+    quantizer = QUANTIZERS[name]
+    large = (128, 128) if isinstance(quantizer, Float8BlockQuantizer) else (32, 256)
+    # The first weights of the second one are NaN, infinite, and small beside others of their block.
+    values = [
+        torch.randn(s, generator=torch.Generator().manual_seed(3)) * 0.02 for s in (large, (32, 96))
+    ]
+    values[1][0, :2] = torch.tensor([math.nan, math.inf])
+    values[1][1] *= 1e-5
+    shapes = large, (32, 96)
+    run(
+        quantizer, dtype, shapes, device, random_gradients(shapes), values=values,
+        value_codec="codes",
+    )  # fmt: skip
 
 
 def test_gradients_of_four_bytes(device):

@@ -38,9 +38,12 @@ def test_values_dtypes_and_outputs_stay(recipe, dtype, device):
     model = make(recipe, dtype).to(device)
     x = torch.randn(4, 64, dtype=dtype, device=device)
     expected, values = model(x), [value(model[i].weight) for i in (0, 2)]
+    for layer in (model[0], model[2]):
+        layer.weight.tensor_model_parallel = True
     assert dequantize_model(model) is model
     for layer, was in zip((model[0], model[2]), values, strict=True):
         assert type(layer.weight) is nn.Parameter and layer.weight.requires_grad
+        assert layer.weight.tensor_model_parallel
         assert_identical(layer.weight.detach(), was)
     assert_identical(model(x).detach(), expected.detach())
     assert not summary(model).quantized and "NVFP4" not in str(model)
@@ -58,7 +61,7 @@ def test_masters_are_not_what_is_written():
     dequantize_model(model)
     assert_identical(model[0].weight.detach(), codes)
     model(torch.randn(4, 64)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"dequantize_model or .* has replaced .* after that"):
+    with pytest.raises(RuntimeError, match=r"dequantize_model, .* has replaced .* after that"):
         optimizer.step()
     FP4Adam(model.parameters()).step()
 

@@ -12,7 +12,7 @@ from helpers import RECIPES, assert_identical, make_mlp, snapshot, take_steps
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_resumed_training_has_the_same_bits(dtype, device):
     model = use_plain_state_dict(make_mlp(None, device, dtype))
-    optimizer = FP4Adam(quantize_model(model, "nvfp4").parameters())
+    optimizer = FP4Adam(quantize_model(model, RECIPES["nvfp4"]).parameters())
     take_steps(optimizer, range(2))
     saved, state = model.state_dict(), copy.deepcopy(optimizer.state_dict())
     assert {(type(value), value.dtype) for value in saved.values()} == {(torch.Tensor, dtype)}

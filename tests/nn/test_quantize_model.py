@@ -1,6 +1,7 @@
 """quantize_model and quantized_init: which weights they quantize, and what they keep."""
 
 import copy
+import dataclasses
 import gc
 import math
 import os
@@ -97,8 +98,9 @@ def test_hidden_linear_layers_are_quantized(recipe, device):
         if name not in HIDDEN:
             assert torch.equal(param, values[name])
             continue
-        assert param.quantizer == RECIPES[recipe] and param.device.type == device
-        expected = RECIPES[recipe].quantize(values[name])
+        quantizer = dataclasses.replace(RECIPES[recipe], columnwise=False)
+        assert param.quantizer == quantizer and param.device.type == device
+        expected = quantizer.quantize(values[name])
         assert torch.equal(param.dequantize(torch.float32), expected.dequantize(torch.float32))
         assert torch.equal(param.get_high_precision_init_val(), values[name])
     model(torch.arange(10, device=device)).sum().backward()
@@ -279,13 +281,13 @@ def only_up(module: nn.Module, name: str) -> bool:
 def test_weights_that_the_same_recipe_has_quantized_are_skipped():
     model = quantize_model(Model(), "nvfp4", only_up)
     first = model.blocks[0].up.weight
-    quantize_model(model, NVFP4Quantizer())
+    quantize_model(model, NVFP4Quantizer(columnwise=False))
     assert model.blocks[0].up.weight is first
     assert quantized_names(model) == HIDDEN
 
 
 @pytest.mark.parametrize(
-    "recipe", ["mxfp8", NVFP4Quantizer(columnwise=False), Recipe("nvfp4", emulate=True)], ids=str
+    "recipe", ["mxfp8", NVFP4Quantizer(), Recipe("nvfp4", emulate=True)], ids=str
 )
 def test_weights_that_another_recipe_has_quantized_are_refused(recipe):
     model = quantize_model(Model(), "nvfp4", only_up)
@@ -537,11 +539,27 @@ def test_blocks_may_be_nested():
         first = Block()
         with quantized_init("mxfp8"):
             second = Block()
-        assert second.up.weight.quantizer == MXFP8Quantizer()
+        assert second.up.weight.quantizer == MXFP8Quantizer(columnwise=False)
         assert not quantized_names(first)
         model = nn.ModuleList([first, second])
-    assert model[0].up.weight.quantizer == NVFP4Quantizer()
-    assert model[1].up.weight.quantizer == MXFP8Quantizer()
+    assert model[0].up.weight.quantizer == NVFP4Quantizer(columnwise=False)
+    assert model[1].up.weight.quantizer == MXFP8Quantizer(columnwise=False)
+
+
+def test_weights_keep_the_codes_that_matmuls_read():
+    both = Recipe("mxfp8", activations=True, gradients=True)
+    for recipe, columnwise in (
+        ("mxfp8", False),
+        (Recipe("mxfp8", activations=True), False),
+        (Recipe("mxfp8", activations="fake"), False),
+        (both, True),
+        (MXFP8Quantizer(), True),
+        (Recipe(MXFP8Quantizer()), True),
+    ):
+        layer = quantize_model(nn.Linear(64, 64), recipe)
+        assert layer.weight.quantizer.columnwise is columnwise, recipe
+        assert (layer.weight.columnwise_data is not None) is columnwise
+        layer(torch.ones(2, 64)).sum().backward()
 
 
 def test_models_may_be_built_by_functions():
@@ -691,6 +709,19 @@ def test_optimizers_of_replaced_weights_are_refused(kind):
                 each.step()
     assert torch.equal(model.blocks[0].down.bias, bias)
     kind([p for p in model.parameters() if not isinstance(p, QuantizedTensor)], lr=0.1).step()
+
+
+def test_a_replaced_weight_that_is_added_to_an_optimizer_is_refused():
+    model = Model()
+    weight = model.blocks[0].up.weight
+    quantize_model(model, "nvfp4")
+    optimizer = FP4Adam(model.parameters())
+    model(torch.arange(4)).sum().backward()
+    optimizer.step()
+    optimizer.add_param_group({"params": [weight]})
+    model(torch.arange(4)).sum().backward()
+    with pytest.raises(RuntimeError, match="must be those of the model, got one of shape"):
+        optimizer.step()
 
 
 def test_replaced_weights_that_something_else_trains_are_none_of_ours():

@@ -92,8 +92,8 @@ def test_table_has_every_parameter_and_totals():
     result = summary(model)
     table = str(result).splitlines()
     assert table[0].split() == ["name", "layer", "shape", "format", "bytes"]
-    # Codes of both directions, scales of 16 blocks, amax.
-    assert table[1].split() == ["0.weight", "Linear", "64x64", "NVFP4", "4,116"]
+    # Codes, scales of 16 blocks, amax.
+    assert table[1].split() == ["0.weight", "Linear", "64x64", "NVFP4", "2,068"]
     assert table[2].split() == ["0.bias", "Linear", "64", "float32", "256"]
     assert table[5].split() == ["3.gate_up_proj", "Experts", "4x64x64", "float32", "65,536"]
     assert len(table) == 1 + len(list(model.parameters())) + 4
@@ -208,7 +208,7 @@ def test_bytes_of_the_optimizer_state():
     table = str(result).splitlines()
     assert table[0].endswith("  state bytes")
     # BF16 first moments, FP32 second moments; masters of quantized weights.
-    assert table[1].split()[-2:] == ["4,116", f"{10 * 64**2:,}"]
+    assert table[1].split()[-2:] == ["2,068", f"{10 * 64**2:,}"]
     assert table[2].split()[-2:] == ["256", f"{6 * 64:,}"]
     numel = sum(p.numel() for p in model.parameters())
     nbytes = 10 * 2 * 64**2 + 6 * (numel - 2 * 64**2)

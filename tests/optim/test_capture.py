@@ -404,7 +404,8 @@ def test_states_go_both_ways(source: bool | str, target: bool, device: str) -> N
         first.step()
     saved = copy.deepcopy(first.state_dict())
     if source is True:
-        assert [group["lr"] for group in saved["param_groups"]] == [1e-2, 3e-3]
+        rates = [group["lr"] for group in saved["param_groups"]]
+        assert rates == [1e-2, 3e-3] and {*map(type, rates)} == {float}
     loaded = []
     for capturable in (target, False):
         params = [Parameter(param.detach().clone()) for param in all_params(first)]
@@ -570,7 +571,9 @@ def train(
     default one, as backward passes that are captured need.
     """
     losses, graph = [], None
-    with torch.cuda.stream(torch.cuda.Stream()):
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         loss = torch.zeros((), device="cuda")
         for seed in range(8):
             x.copy_(randn(*x.shape, seed=seed))

@@ -544,7 +544,17 @@ def test_release_goes_on_after_the_model_has_moved(
     """``Module.to()`` may swap tensors, and their hooks with them."""
     model, optimizer = pair(quantizer, device)[0]
     optimizer.enable_gradient_release()
-    for move in (lambda: model._apply(torch.clone), lambda: model.half().bfloat16()):
+
+    def swap() -> None:
+        for param in model.parameters():
+            torch.utils.swap_tensors(param, Parameter(param.detach().clone()))
+
+    def take_hooks() -> None:
+        for param in model.parameters():
+            param._post_accumulate_grad_hooks.clear()
+
+    moves = lambda: model._apply(torch.clone), lambda: model.half().bfloat16(), swap, take_hooks
+    for move in moves:
         mlp_loss(model, 0).backward()
         optimizer.step()
         move()

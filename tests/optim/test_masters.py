@@ -581,6 +581,18 @@ def test_nvfp4_checkpoint_gives_an_fp32_model_its_masters(device: str) -> None:
     assert_continues(resumed, expected)
 
 
+@pytest.mark.parametrize("save", [FP4Adam.state_dict, FP4Adam.compact_state_dict])
+def test_an_fp32_model_takes_masters_that_have_scales(save: Callable, device: str) -> None:
+    model, optimizer = make_pair(device, master_weight_dtype=torch.float16)
+    master = optimizer.get_unscaled_state(model.narrow, "master_param")
+    plain = copy.deepcopy(model)
+    plain.narrow = Parameter(model.narrow.detach().float())
+    resumed = FP4Adam(plain.parameters(), master_weight_dtype=torch.float16)
+    resumed.load_state_dict(copy.deepcopy(save(optimizer)))
+    assert_identical(plain.narrow.detach(), master)
+    assert sorted(resumed.state[plain.narrow]) == ["exp_avg", "exp_avg_sq", "step"]
+
+
 @pytest.mark.parametrize("exchange", ["data", "swap_tensors"])
 def test_weights_of_an_equally_trained_model_count(exchange: str, device: str) -> None:
     """As many writes as before: to count them is not enough."""
@@ -666,12 +678,13 @@ def test_float_model_continues_after_bfloat16_steps(device: str) -> None:
     assert "master_param" not in optimizer.state_dict()["state"][key_of(optimizer, model.narrow)]
 
 
-def test_state_of_a_parameter_without_master_has_none(device: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_state_of_a_parameter_without_master_has_none(dtype: torch.dtype, device: str) -> None:
     """An FP32 model that loads it would take a master that its parameter has left."""
-    model, optimizer = make_pair(device)
+    model, optimizer = make_pair(device, master_weight_dtype=dtype)
     model.float()
     saved = optimizer.state_dict()["state"][key_of(optimizer, model.narrow)]
-    assert_identical(saved.get("master_param", value_of(model.narrow)), value_of(model.narrow))
+    assert sorted(saved) == ["exp_avg", "exp_avg_sq", "step"]
 
 
 @pytest.mark.parametrize("at", [*range(8)])

@@ -243,6 +243,13 @@ def twice(scene: Scene) -> Callable[[], object]:
     return optimizer.step
 
 
+def overlapping(scene: Scene) -> Callable[[], object]:
+    whole = NVFP4Quantizer().quantize(torch.ones(64, 64))
+    params = [nn.Parameter(whole), nn.Parameter(whole.detach()[32:])]
+    params[0].grad = torch.ones(64, 64)
+    return FP4Adam(params).step
+
+
 def in_inference_mode(scene: Scene) -> Callable[[], object]:
     return torch.inference_mode()(scene.optimizer.step)
 
@@ -360,6 +367,7 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "step: in inference mode": (in_inference_mode, R, ("must not be called in inference mode",
         "got torch.inference_mode()", "call it outside")),
     "step: a parameter twice": (twice, V, ("once", "(64, 64), twice", "remove one")),
+    "step: a slice twice": (overlapping, V, ("once", "(32, 64), twice", "remove one")),
     # The norm of gradients
     "clip: below zero": (call(lambda s: s.optimizer.clip_grad_norm_(-1)), V, (">= 0", "-1", "inf")),
     "clip: NaN": (call(lambda s: s.optimizer.clip_grad_norm_(NAN)), V, (">= 0", "nan", "inf")),

@@ -1,6 +1,7 @@
 """The accessors and checkpoints of Transformer Engine's FusedAdam, on this package's optimizers."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -14,13 +15,16 @@ from torch.nn import Parameter
 from fp4adam import FP4Adam, FusedAdam, NVFP4Quantizer, quantize_model
 from helpers import (
     RECIPES,
+    all_params,
     assert_bytes_are_of_masters,
     assert_identical,
     assert_same_training,
     random,
+    set_grads,
 )
 
 NAMES = ("exp_avg", "exp_avg_sq", "master_param")
+DTYPES = (0, torch.float32), (1, torch.bfloat16)
 STORED = {
     "fp32": {},
     "bf16": dict(exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16),
@@ -145,12 +149,70 @@ def test_remainders_and_fp32_parameters(device):
     assert torch.equal(optimizer.get_unscaled_state(params[0], "master_param"), remainder)
     with pytest.raises(TypeError, match=r"must be torch.int16 for master_param, got torch.float32"):
         optimizer.set_scaled_state(params[0], "master_param", remainder.float())
-    # An FP32 parameter is its own master.
-    optimizer.set_scaled_state(params[1], "master_param", torch.ones(3, device=device))
-    assert params[1].eq(1).all()
     step(optimizer, 0)
     saved = optimizer.state_dict()["state"]
     assert saved[0]["master_param"].dtype == torch.int16 and "master_param" not in saved[1]
+
+
+@pytest.mark.parametrize("remainders", [False, True])
+def test_a_fp32_parameter_is_its_own_master(remainders, device):
+    """As Megatron's precision-aware optimizer saves and loads it."""
+    options = dict(store_param_remainders=remainders, use_decoupled_grad=True)
+
+    def build():
+        params = [Parameter(random((4, 8), i, device).to(dtype)) for i, dtype in DTYPES]
+        return FusedAdam(params, **options), params
+
+    optimizer, params = build()
+    assert [*optimizer.state[params[0]]] == []
+    set_grads(params, 0, dtype=torch.float32)
+    optimizer.step()
+    for param in params:
+        assert [*optimizer.state[param]] == [*NAMES] and len(optimizer.state[param]) == 3
+    state = optimizer.state[params[0]]
+    assert state["master_param"].data_ptr() == params[0].data_ptr()
+    states = [*optimizer.state.values()]
+    for copies in (copy.deepcopy(optimizer.state), pickle.loads(pickle.dumps(optimizer.state))):
+        assert_identical([*map(dict, copies.values())], [*map(dict, states)])
+    saved = [{k: optimizer.get_unscaled_state(p, k).clone() for k in NAMES} for p in params]
+    assert saved[0]["master_param"].dtype == torch.float32
+    assert "master_param" not in optimizer.state_dict()["state"][0]
+
+    # States without values come first, alike for all parameters.
+    other, others = build()
+    kinds = dict.fromkeys(NAMES, torch.float32)
+    kinds["master_param"] = torch.int16 if remainders else torch.float32
+    room = {name: torch.full((4, 8), 77, dtype=dtype) for name, dtype in kinds.items()}
+    groups = [{**optimizer.state_dict()["param_groups"][0]}]
+    with torch.no_grad():
+        for mine, theirs in zip(others, params, strict=True):
+            mine.copy_(theirs)
+    other.load_state_dict({"state": {0: dict(room), 1: dict(room)}, "param_groups": groups})
+    assert torch.equal(others[0], params[0])
+    for param, state in zip(others, saved, strict=True):
+        for name, value in state.items():
+            other.set_scaled_state(param, name, value)
+    for both in ((optimizer, params), (other, others)):
+        set_grads(both[1], 1, dtype=torch.float32)
+        both[0].step()
+    assert all(torch.equal(*pair) for pair in zip(params, others, strict=True))
+
+    # Transformer Engine saves the value that such a parameter had at first.
+    before = others[0].clone()
+    other.set_scaled_state(others[0], "master_param", torch.ones_like(before))
+    assert torch.equal(others[0], before)
+    # One that was rounded takes the unrounded value.
+    others[0].data.copy_(before.bfloat16())
+    other.set_scaled_state(others[0], "master_param", before)
+    assert torch.equal(others[0], before)
+
+
+def test_a_remainder_belongs_to_no_fp32_parameter(device):
+    params = [Parameter(random((4, 8), i, device).to(dtype)) for i, dtype in DTYPES]
+    saving = FusedAdam([params[1]], store_param_remainders=True)
+    step(saving, 0)
+    with pytest.raises(ValueError, match="must belong to a bfloat16 parameter, got torch.float32"):
+        FusedAdam([params[0]]).load_state_dict(saving.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -301,6 +363,8 @@ def test_groups_count_steps():
     assert all(type(group["step"]) is int for group in optimizer.param_groups)
     for group in optimizer.param_groups:
         group["step"] = 7
+    assert [optimizer.state[param]["step"] for param in params] == [7, 7]
+    assert [group["step"] for group in optimizer.param_groups] == [7, 7]
     step(optimizer, 0)
     assert [group["step"] for group in optimizer.param_groups] == [8, 8]
     assert [optimizer.state[param]["step"] for param in params] == [8, 8]
@@ -315,6 +379,64 @@ def test_groups_count_steps():
     optimizer.found_inf = torch.ones(1)
     step(optimizer, 0)
     assert optimizer.state[params[0]]["step"] == 8 and optimizer.param_groups[0]["step"] == 8
+
+
+def test_an_empty_group_counts_with_the_others():
+    params = weights()
+    optimizer = FusedAdam([{"params": params}, {"params": []}])
+    for seed in range(3):
+        step(optimizer, seed)
+    saved = optimizer.state_dict()
+    for groups in (optimizer.param_groups, saved["param_groups"]):
+        assert [group["step"] for group in groups] == [3, 3]
+    resumed = FusedAdam([{"params": params}, {"params": []}])
+    resumed.load_state_dict(saved)
+    assert [group["step"] for group in resumed.param_groups] == [3, 3]
+    step(resumed, 3)
+    assert [group["step"] for group in resumed.param_groups] == [4, 4]
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"store_param_remainders": True}, {"states": "16bit"}, {"states": "8bit"}],
+    ids=str,
+)
+def test_states_go_from_one_layout_to_the_other_and_back(options, compact):
+    """Through the other class, a copy, and back, with a parameter of each kind."""
+
+    def build(kind, like=None):
+        params = [*weights(), Parameter(random((5, 32), 2))]
+        optimizer = kind(params, lr=1e-2, **options)
+        if like is not None:
+            with torch.no_grad():
+                for param, source in zip(params, all_params(like), strict=True):
+                    param.copy_(source.detach())
+            saved = like.compact_state_dict() if compact else like.state_dict()
+            optimizer.load_state_dict(copy.deepcopy(saved))
+        return optimizer
+
+    straight = build(FusedAdam)
+    moved = build(FusedAdam)
+    for seed, kind in enumerate((FP4Adam, FusedAdam, FP4Adam, FusedAdam)):
+        step(straight, seed)
+        step(moved, seed)
+        moved = copy.deepcopy(build(kind, moved))
+        steps = [moved.state[param]["step"] for param in all_params(moved)]
+        assert steps == [seed + 1] * 3
+    assert moved.param_groups[0]["step"] == 4
+    step(straight, 9)
+    step(moved, 9)
+    assert_same_training(straight, moved)
+
+
+def test_a_group_without_a_count_shows_the_largest():
+    params = weights()
+    optimizer = FusedAdam([{"params": params[:1]}, {"params": params[1:]}, {"params": []}])
+    step(optimizer, 0)
+    params[1].grad = None
+    optimizer.step()
+    assert [group["step"] for group in optimizer.param_groups] == [2, 1, 2]
 
 
 def test_states_are_a_dictionary_to_others():

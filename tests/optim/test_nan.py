@@ -2,6 +2,7 @@
 
 import math
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 from fp4adam import FP4Adam, MasterWeightOptimizer, NVFP4Quantizer, quantize_model
 from fp4adam.optim import nan_watch
 from fp4adam.optim.nan_watch import NanWatch
+from fp4adam.optim.state_codec import PLAIN
+from fp4adam.optim.state_tensor import StateTensor
 from helpers import randn
 
 SEES = "the master of weight '2.weight' has become NaN, which the codes of a NVFP4Tensor cannot"
@@ -111,7 +114,7 @@ def test_on_a_gpu_the_turn_comes_to_every_weight(n_parts, monkeypatch):
 
     def value(i):
         looked[i] += 1
-        return torch.ones(2, 2)
+        return StateTensor(PLAIN, torch.ones(2, 2), None)
 
     masters = [(weight, lambda i=i: value(i)) for i, weight in enumerate(weights)]
     watch = NanWatch()
@@ -126,7 +129,8 @@ def test_on_a_gpu_the_turn_comes_to_every_weight(n_parts, monkeypatch):
 def test_an_answer_is_read_once_it_is_there(monkeypatch):
     monkeypatch.setattr(nan_watch, "Answer", LateAnswer)
     weight = NVFP4Quantizer().quantize(torch.ones(16, 16)).to("meta")
-    masters, watch = [(weight, lambda: torch.full((2,), math.nan))], NanWatch()
+    master = StateTensor(PLAIN, torch.full((2,), math.nan), None)
+    masters, watch = [(weight, lambda: master)], NanWatch()
     LateAnswer.is_late = True
     try:
         for _ in range(3):
@@ -135,6 +139,25 @@ def test_an_answer_is_read_once_it_is_there(monkeypatch):
         LateAnswer.is_late = False
     with pytest.warns(UserWarning, match="the master of a weight has become NaN"):
         watch.look(masters)
+
+
+def test_a_question_keeps_no_weight_alive(monkeypatch):
+    monkeypatch.setattr(nan_watch, "Answer", LateAnswer)
+    weight = NVFP4Quantizer().quantize(torch.ones(16, 16)).to("meta")
+    master = StateTensor(PLAIN, torch.ones(2), None)
+    watch, alive = NanWatch(), weakref.ref(weight)
+    watch.look([(weight, lambda: master)])
+    del weight
+    assert watch._answer is not None
+    assert alive() is None
+
+
+@pytest.mark.parametrize("value", [255.0, -128.0])
+def test_no_number_is_taken_for_a_code_of_nan(value):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weight = NVFP4Quantizer().quantize(torch.full((16, 16), value))
+        NanWatch().look([(weight, lambda: StateTensor(PLAIN, torch.full((2,), value), None))])
 
 
 def test_a_loss_of_another_kind_is_not_warned_of():

@@ -12,9 +12,11 @@ from torch.optim import AdamW
 from torch.testing import assert_close
 
 from fp4adam import FP4Adam
+from group_programs import GroupTraining
 from helpers import random, set_grads
 from master_reference import Twin
 from training_programs import KernelTraining, OffloadedTraining, OperatorTraining, Training
+from view_programs import ViewTraining
 
 
 @pytest.mark.filterwarnings("ignore:values written to a copy of a model are rounded")
@@ -24,14 +26,18 @@ from training_programs import KernelTraining, OffloadedTraining, OperatorTrainin
         (OperatorTraining, 20, 20),
         (KernelTraining, 2, 12),
         (OffloadedTraining, 6, 20),
+        (GroupTraining, 20, 12),
+        (ViewTraining, 20, 12),
         pytest.param(OperatorTraining, 60, 20, marks=pytest.mark.exhaustive),
         pytest.param(KernelTraining, 10, 12, marks=pytest.mark.exhaustive),
         pytest.param(OffloadedTraining, 60, 20, marks=pytest.mark.exhaustive),
+        pytest.param(GroupTraining, 200, 12, marks=pytest.mark.exhaustive),
+        pytest.param(ViewTraining, 200, 12, marks=pytest.mark.exhaustive),
     ],
-    ids=["operators", "kernels", "offloaded"] + 3 * ["more"],
+    ids=["operators", "kernels", "offloaded", "scale groups", "views"] + 5 * ["more"],
 )
 def test_programs_do_what_the_model_says(
-    machine: type[Training], programs: int, length: int
+    machine: type[Training | GroupTraining | ViewTraining], programs: int, length: int
 ) -> None:
     run_state_machine_as_test(
         machine,
@@ -84,3 +90,16 @@ def test_the_model_follows_adamw(options: dict[str, Any]) -> None:
         adamw.step()
         twin.update(param.grad, group)
         assert_close(twin.value, param.detach(), rtol=4e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize("apart", [23, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("options", ["int8 masters", "no masters"])
+def test_a_step_that_is_interrupted_anywhere(options: str, apart: int) -> None:
+    # Values that live between the update and the codes alone belong to that step.
+    for at in range(0, 200, apart):
+        training = OperatorTraining()
+        training.start(options=options)
+        training.step(seed=1, absent=set())
+        training.interrupted_step(seed=2, at=at)
+        training.step(seed=3, absent=set())
+        training.teardown()

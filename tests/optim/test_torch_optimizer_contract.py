@@ -629,16 +629,19 @@ def test_gradients_are_never_written(
 
 @every_optimizer
 @both_paths
+@pytest.mark.usefixtures("through_the_kernels")
 def test_autograd_sees_that_a_step_changed_the_parameters(
     optimizer_class: OptimizerClass, fused: bool, device: str
 ) -> None:
-    param = make_params(device, shapes=[(3,)])[0]
-    optimizer = optimizer_class([param], fused=fused)
-    loss = (param * param).sum()
-    param.grad = torch.ones_like(param)
+    params = make_params(device, shapes=[(3,), (5,)])
+    optimizer = optimizer_class(params, fused=fused)
+    losses = [(param * param).sum() for param in params]
+    for param in params:
+        param.grad = torch.ones_like(param)
     optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 @every_optimizer

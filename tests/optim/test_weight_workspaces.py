@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
@@ -207,6 +208,7 @@ def test_weights_that_take_different_passes_are_written_together(path_device):
         random(shape, i, path_device, scale=0.1).to(torch.bfloat16)
         for i, shape in enumerate(shapes)
     ]
+    weights[0] = weights[0].cpu()  # on another device than the others, if they are on a GPU
     buffer = torch.zeros(SHAPE[0] * SHAPE[1] + 1, dtype=torch.bfloat16, device=path_device)
     weights[4] = buffer[1:].view(SHAPE)  # at an address that is not aligned
     pairs = [*zip(quantizers, weights, strict=True)]
@@ -612,6 +614,12 @@ def test_sharded_weights_are_refused():
         weight = distribute_tensor(value(), init_device_mesh("cpu", (1,)), [Shard(0)])
         with pytest.raises(ValueError, match="must be whole .* got a DTensor of placements"):
             WeightWorkspaces({weight: quantized()})
+        layer = nn.Linear(96, 32, bias=False)
+        layer.weight = Parameter(quantized())
+        fully_shard(layer)
+        for shard in (layer.weight, layer.weight.to_local()):
+            with pytest.raises(ValueError, match="must be whole .* that is a shard"):
+                WeightWorkspaces({value(): shard})
         # A module that was sharded after its first forward pass does not read its copy again.
         model = te_model(NVFP4Quantizer())
         workspaces = WeightWorkspaces(model)

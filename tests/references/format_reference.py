@@ -306,7 +306,7 @@ def dequantize_float8_block(fields: Fields, two_dimensional: bool = True) -> Flo
 
 @np.errstate(all="ignore")
 def quantize_float8(x: Floats, pow_2_scales: bool = False, amax_epsilon: float = 0.0) -> Fields:
-    """Float8 of x [M, K] with current scaling; M and K are multiples of 16."""
+    """Float8 of x [M, K] with current scaling."""
     amax = np.fmax.reduce(np.abs(x).ravel(), initial=0).astype(np.float32)
     amax = np.maximum(amax, np.float32(amax_epsilon))
     scale = np.minimum(np.float32(448) / amax, FLOAT32_MAX)

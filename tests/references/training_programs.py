@@ -26,7 +26,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from fp4adam import FP4Adam, QuantizedTensor, quantize_model, use_plain_state_dict
 from fp4adam.optim.options import STATES
 from fp4adam.optim.remainder import belongs_to, complete, split_off
-from fp4adam.optim.state_codec import dither_bits, join_master, split_master
+from fp4adam.optim.state_codec import CODES, dither_bits, join_master, split_master
 from fp4adam.tensors import backend
 from helpers import RECIPES, WithGradient, bits_equal, random, stored, through_a_file
 from interrupts import InterruptLaunches, InterruptLines, InterruptOperators
@@ -46,6 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "int8 masters through the parameter's dtype": dict(
         master_weight_dtype=torch.int8, quantize_from="param_dtype"
     ),
+    "no masters": dict(master_weights=False),
 }
 GROUPS: tuple[dict[str, Any], ...] = (
     dict(lr=1e-2, weight_decay=0.1),
@@ -54,16 +55,20 @@ GROUPS: tuple[dict[str, Any], ...] = (
 
 
 class Net(nn.Module):
-    """A weight of each format, a BF16 and an FP32 parameter; more can be added."""
+    """A weight of each format, a BF16 and an FP32 parameter; more can be added.
 
-    def __init__(self, device: str) -> None:
+    Without masters, all weights are in 8 bits.
+    """
+
+    def __init__(self, device: str, has_masters: bool = True) -> None:
         super().__init__()
         for i, (name, shape) in enumerate(SHAPES.items()):
             layer = nn.Linear(*reversed(shape), bias=False, device=device)
             value = random(shape, i, device, scale=0.1)
             layer.weight = Parameter(value.to(DTYPES[name]))
             setattr(self, name, layer)
-            quantize_model(self, RECIPES[name], lambda _, at, name=name: at == name)
+            recipe = RECIPES[name if has_masters or name != "nvfp4" else "float8block"]
+            quantize_model(self, recipe, lambda _, at, name=name: at == name)
         self.narrow = Parameter(random((9,), 7, device).bfloat16())
         self.wide = Parameter(random((5,), 8, device))
 
@@ -262,7 +267,8 @@ class Training(RuleBasedStateMachine):
         self.keeps_remainders = stored["store_param_remainders"]
         self.has_small_masters = stored["master_weight_dtype"] == torch.int8
         self.has_exact_moments = stored["exp_avg_dtype"] == torch.float32
-        self.model = Net(self.device)
+        self.has_masters = self.options.get("master_weights", True)
+        self.model = Net(self.device, self.has_masters)
         self.optimizer: Any = FP4Adam(self.model.groups(), **self.options)
         self.records = [Record() for _ in self.params]
         self.model_states: list[dict[str, Tensor]] = []
@@ -295,6 +301,11 @@ class Training(RuleBasedStateMachine):
         narrow = param.dtype == torch.bfloat16 and not isinstance(param, QuantizedTensor)
         return narrow and self.keeps_remainders
 
+    def is_own_value(self, param: Tensor) -> bool:
+        """Whether nothing but the parameter itself has its value."""
+        is_plain = not isinstance(param, QuantizedTensor)
+        return not self.has_masters or is_plain and param.dtype == torch.float32
+
     def is_completed(self, param: Tensor) -> bool:
         """Whether the master is the weight with an int8 remainder."""
         return isinstance(param, QuantizedTensor) and self.has_small_masters
@@ -307,6 +318,18 @@ class Training(RuleBasedStateMachine):
             dither = bits.master.view(value.shape)
         return complete(param, split_off(param, value, dither))
 
+    def round_off(self, param: Tensor, twin: Twin) -> None:
+        """Round a new value as updates of weights without masters do."""
+        if isinstance(param, QuantizedTensor):
+            dither = dither_bits(0, param.numel(), int(twin.step), param.device)
+            CODES.round_(twin.value, dither.master.view(param.shape))
+
+    def kept(self, param: Tensor, value: Tensor) -> Tensor:
+        """What a parameter keeps of a value."""
+        if isinstance(param, QuantizedTensor):
+            return value_of(rounded_tensor(param, value, self.quantize_from))
+        return value.to(param.dtype).float()
+
     @property
     def quantize_from(self) -> str:
         return self.options.get("quantize_from", "master")
@@ -316,7 +339,7 @@ class Training(RuleBasedStateMachine):
         state = self.optimizer.state.get(param, {})
         if self.keeps_remainder(param) and "param_remainder" in state:
             return join_master(param.detach(), state["param_remainder"])
-        if not isinstance(param, QuantizedTensor) and param.dtype == torch.float32:
+        if self.is_own_value(param):
             return value_of(param)
         master = state.get("master_param")
         if master is None:
@@ -327,7 +350,7 @@ class Training(RuleBasedStateMachine):
 
     def starts(self, param: Tensor, record: Record) -> list[Tensor]:
         """Which masters the next step may start from: the rule about who wrote last."""
-        if not isinstance(param, QuantizedTensor) and param.dtype == torch.float32:
+        if self.is_own_value(param):
             return [value_of(param)]
         if self.keeps_remainder(param):
             return self.remainder_starts(param, record)
@@ -393,7 +416,7 @@ class Training(RuleBasedStateMachine):
                     held = {name: inner.clone() for name, inner in stored(param).items()}
                     record.origin = kept.to(torch.float32, copy=True), held
                 record.allow([*self.starts(param, record)])
-                if param.dtype == torch.float32 and not isinstance(param, QuantizedTensor):
+                if self.is_own_value(param):
                     record.allow([None])
 
     def grads(self, seed: int, absent: set[int]) -> None:
@@ -422,7 +445,11 @@ class Training(RuleBasedStateMachine):
                 moments = {name: x.clone() for name, x in record.twin.moments.items()}
                 twin = Twin(start.clone(), moments, record.twin.step)
                 twin.update(param.grad, group, grad_scale, clip)
+                if not self.has_masters:
+                    self.round_off(param, twin)
                 twin.rounded = rounded(param, twin.value, self.quantize_from)
+                if not self.has_masters and float(group["lr"]) > 0:
+                    twin.value = self.kept(param, twin.value)
                 if self.is_completed(param) and float(group["lr"]) > 0:
                     new = rounded_tensor(param, twin.value, self.quantize_from)
                     twin.value = self.completed(new, twin.value, int(twin.step))
@@ -458,8 +485,8 @@ class Training(RuleBasedStateMachine):
                 )
             else:
                 assert same_bits(stored(param), self.bytes[i]), f"{name} moved with lr = 0"
-            needs_none = param.dtype == torch.float32 and not isinstance(param, QuantizedTensor)
-            record.twin, record.possible = twin, [None if needs_none else master]
+            record.twin = twin
+            record.possible = [None if self.is_own_value(param) else master]
             touched[i] = False
         self.note_bytes()
         for record, is_touched in zip(self.records, touched, strict=True):
@@ -621,7 +648,7 @@ class Training(RuleBasedStateMachine):
         else:
             self.check_step(expected)
 
-    @action(seed=seeds, at=st.integers(0, 60))
+    @action(seed=seeds, at=st.integers(0, 250))
     def interrupted_step(self, seed: int, at: int) -> None:
         """Ctrl-C: what is there now is what training continues from."""
         self.grads(seed, set())
@@ -716,7 +743,7 @@ class Training(RuleBasedStateMachine):
             assert float(state.get("step", 0)) == record.twin.step
             starts = self.starts(param, record)
             handed_out = state.get("master_param")
-            is_wide = param.dtype == torch.float32 and not isinstance(param, QuantizedTensor)
+            is_wide = self.is_own_value(param)
             if handed_out is not None:
                 assert _is_among(handed_out.detach(), [*starts]), (
                     f"state_dict() hands out a master that {name} has left"
@@ -922,7 +949,8 @@ class Training(RuleBasedStateMachine):
     def add_group(self, kind: str) -> None:
         n = len(self.params)
         value = random((16, 16), n, self.device)
-        new = value.bfloat16() if kind == "narrow" else RECIPES["nvfp4"].quantize(value)
+        recipe = RECIPES["nvfp4" if self.has_masters else "float8block"]
+        new = value.bfloat16() if kind == "narrow" else recipe.quantize(value)
         self.model.register_parameter(f"extra{n}", Parameter(new))
         self.optimizer.add_param_group({"params": [self.params_of_model()[f"extra{n}"]], "lr": 0.1})
         self.records.append(Record())

@@ -49,6 +49,12 @@ def test_names_of_float8_are_its_memory():
     assert torch.equal(tensor._scale_inv, tensor.rowwise_scale_inv)
     tensor._data = moved = tensor._data.clone()
     assert tensor.data_ptr() == moved.data_ptr()
+    stack = Float8Quantizer()(value().view(4, 16, 96))
+    assert torch.equal(stack._data, tensor._data.view(4, 16, 96))
+    assert torch.equal(stack._transpose, tensor._data.t().reshape(96, 4, 16))
+    stack._data = moved = stack._data.clone()
+    assert stack.data_ptr() == moved.data_ptr()
+    assert torch.equal(stack.dequantize(), tensor.dequantize().view(4, 16, 96))
 
 
 @every_quantizer
