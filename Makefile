@@ -1,6 +1,7 @@
 # make demo     train a small GPT with quantized weights beside one with torch's AdamW
 # make test     run the quick tests
 # make test-all run all tests, with every variant and with programs in several processes
+# make test-kernels        compile every variant of every kernel for every GPU (20 minutes of a core)
 # make test-integrations   those with Transformers, Accelerate, Lightning and torchtitan
 # make test-engines    those with llama.cpp and vLLM, which serve exports on the CPU
 # make mutants  change lines, one at a time, and see that a test fails each time (hours)
@@ -17,7 +18,7 @@ PYTHON ?= python3
 VENV = .venv
 ARGS =
 
-.PHONY: help demo test test-all test-integrations test-engines mutants lint bench docs clean
+.PHONY: help demo test test-all test-kernels test-integrations test-engines mutants lint bench docs clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -96,7 +97,10 @@ test: $(READY)
 	$(PY) -m pytest $(PARALLEL) $(ARGS)
 
 test-all: $(READY)
-	$(PY) -m pytest $(PARALLEL) -m "" $(ARGS)
+	$(PY) -m pytest $(PARALLEL) -m "not every_kernel" $(ARGS)
+
+test-kernels: $(READY)
+	$(PY) -m pytest $(PARALLEL) -m every_kernel tests/kernels $(ARGS)
 
 test-integrations: $(INTEGRATIONS)
 	$(PY) -m pytest $(PARALLEL) tests/integrations $(ARGS)

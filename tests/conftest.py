@@ -20,6 +20,8 @@ if INTERPRETS:
 
     interpreter.install()
 
+QUICK = "not exhaustive"  # as in pyproject.toml
+
 # The tensors are small, and parallel tests share the cores.
 torch.set_num_threads(1)
 
@@ -66,16 +68,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if INTERPRETS and not config.option.markexpr:  # make test-all
+    if INTERPRETS and config.option.markexpr != QUICK:
         interpreter.sanitize_overflow(True)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    if config.option.markexpr == "not exhaustive":
-        return (
-            "tests: the quick ones, all in some 12 minutes of two cores; make test-all for the rest"
-        )
-    return f"tests: {config.option.markexpr or 'all'}; all take some 30 minutes of two cores"
+    if config.option.markexpr == QUICK:
+        return "tests: the quick ones, some 8 minutes on two cores; make test-all for the rest"
+    return f"tests: {config.option.markexpr or 'all'}"
 
 
 def pytest_collection_finish() -> None:

@@ -68,7 +68,7 @@ def run_program(name, *options):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert finished.returncode == 0, finished.stderr
     return finished.stdout

@@ -125,7 +125,7 @@ def test_steps_without_gradients_have_the_bits_of_one_process(world_size: int) -
 
 
 @pytest.mark.parametrize(
-    "examples", [2, pytest.param(20, marks=pytest.mark.exhaustive)], ids=["some", "many"]
+    "examples", [2, pytest.param(8, marks=pytest.mark.exhaustive)], ids=["some", "many"]
 )
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_programs_have_the_bits_of_one_process(world_size: int, examples: int) -> None:

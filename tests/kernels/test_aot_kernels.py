@@ -10,7 +10,8 @@ from aot import INEXACT, compile_ahead_of_time, count
 from fp4adam.optim.grad_norm import LANES, SPAN, TOTAL_LANES
 
 CAPABILITIES = (90, 100, 120)
-# What one capability compiles in the quick run; the exhaustive one compiles all for each of them.
+# What one capability compiles in the quick run, and what the others compile in the exhaustive one;
+# `make test-kernels` compiles all for each of them.
 LAUNCHED_MOST = (
     r"adam (fp32|bf16 with master)$|amax preview again=False$|(nvfp4|mxfp8) step .*swizzled=\w+$"
     r"|mxfp4 step|float8 (step|delayed step|delayed amax)$"
@@ -20,6 +21,11 @@ LAUNCHED_MOST = (
     r"|whole \w+ bf16 (columnwise=True masked=False|128)$"
     r"|quantize vectors bf16 columnwise=True padded=True|fake quantize"
 )
+# All but the states that are chosen one by one, not by `states=`.
+BY_WORD = r"(?!.*(BF16 states, int8|(?<!states,) int8| FP16 states and) masters$)"
+EVERY = (pytest.mark.exhaustive, pytest.mark.every_kernel)
+# Those that need most registers.
+LARGEST = r"|.*(recorded|masked=True).* int8 masters$"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SIGNALS = ("grad_scale_ptr", "clip_ptr", "found_inf_ptr")
 TABLES = {
@@ -671,10 +677,14 @@ def kernel_jobs(sm):
 @pytest.mark.parametrize(
     "sm, forms",
     [
-        (CAPABILITIES[0], LAUNCHED_MOST),
-        *(pytest.param(sm, "", marks=pytest.mark.exhaustive) for sm in CAPABILITIES),
+        (90, LAUNCHED_MOST),
+        pytest.param(90, BY_WORD, marks=pytest.mark.exhaustive),
+        pytest.param(100, LAUNCHED_MOST + LARGEST, marks=pytest.mark.exhaustive),
+        pytest.param(120, LAUNCHED_MOST + LARGEST, marks=pytest.mark.exhaustive),
+        *(pytest.param(sm, "", marks=EVERY) for sm in CAPABILITIES),
     ],
-    ids=["90-launched most", *map(str, CAPABILITIES)],
+    ids=["90-launched most", "90-by word", "100-launched most", "120-launched most"]
+    + [*map(str, CAPABILITIES)],
 )
 def test_kernels_compile_to_exact_and_wide_code_without_spills(sm, forms):
     pytest.importorskip("triton", reason="nothing can be compiled without Triton")
@@ -738,9 +748,10 @@ ONE_OF_EACH = r"adam bf16 with master$|(nvfp4|mxfp8) step .*swizzled=False$|floa
     "sm, forms",
     [
         (75, ONE_OF_EACH),
-        *(pytest.param(sm, LAUNCHED_MOST, marks=pytest.mark.exhaustive) for sm in SHARED_BYTES),
+        pytest.param(86, LAUNCHED_MOST, marks=pytest.mark.exhaustive),
+        *(pytest.param(sm, LAUNCHED_MOST, marks=EVERY) for sm in (75, 80, 89)),
     ],
-    ids=["75-one of each", *map(str, SHARED_BYTES)],
+    ids=["75-one of each", "86", "75", "80", "89"],
 )
 def test_kernels_compile_for_older_gpus(sm, forms):
     pytest.importorskip("triton", reason="nothing can be compiled without Triton")

@@ -52,7 +52,7 @@ def test_programs_do_what_the_model_says(
     )
 
 
-@pytest.mark.parametrize("apart", [101, pytest.param(5, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("apart", [101, pytest.param(17, marks=pytest.mark.exhaustive)])
 def test_a_load_that_is_interrupted_at_any_line(apart: int) -> None:
     for at in range(0, 5000, apart):
         training = OperatorTraining()
