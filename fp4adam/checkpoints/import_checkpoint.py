@@ -309,20 +309,11 @@ class Import:
         for layer in self.layers:
             old, whole = self.weight(layer), self.shape(layer)
             check_dtype(f"weight of layer {layer!r}", old.dtype)
-            for key, (shape, dtype) in self.encoding.shapes(*flat_shape(whole)).items():
-                name = f"{layer}.{key}"
-                actual = self.checkpoint.shape(name)
-                if actual != shape and not (actual in ((), (1,)) and shape in ((), (1,))):
-                    raise ValueError(
-                        f"{name!r} must have shape {shape} for a weight {whole}, got "
-                        f"{actual}; build the model from the checkpoint's config.json"
-                    )
-                dtypes = self.encoding.dtypes(key, dtype)
-                if self.checkpoint.dtype(name) not in dtypes:
-                    raise TypeError(
-                        f"{name!r} must be {' or '.join(map(str, dtypes))}, got "
-                        f"{self.checkpoint.dtype(name)}; {self._advice}"
-                    )
+            names = {key: f"{layer}.{key}" for key in self._keys}
+            self.encoding.check(names, self._shape_and_dtype, whole, self._advice)
+
+    def _shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype | str]:
+        return self.checkpoint.shape(name), self.checkpoint.dtype(name)
 
     def _check_plain(self) -> None:
         """Raise unless all other tensors have the shapes and dtypes of the model's."""

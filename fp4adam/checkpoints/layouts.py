@@ -6,7 +6,7 @@ encoding for every format that it can hold, and describes it in ``config.json``.
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -99,6 +99,38 @@ class Encoding:
     def dtypes(self, key: str, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         """The dtypes in which :meth:`wrap` takes a tensor that :meth:`encode` writes in one."""
         return (dtype, *self.other_scale_dtypes) if key == self.scale else (dtype,)
+
+    def check(
+        self,
+        names: dict[str, str],
+        found: Callable[[str], tuple[Sequence[int], Any]],
+        shape: Sequence[int],
+        advice: str,
+    ) -> None:
+        """Raise unless the tensors of a weight have the shapes and dtypes that :meth:`wrap` takes.
+
+        Args:
+            names: Their full names, by those of :meth:`shapes`.
+            found: Shape and dtype of the one of a full name; of a stack, as one matrix.
+            shape: Shape of the weight.
+            advice: What to do about another dtype.
+
+        Raises:
+            ValueError: If a shape does not fit.
+            TypeError: If a dtype does not fit.
+        """
+        for key, (expected, dtype) in self.shapes(*flat_shape(tuple(shape))).items():
+            actual, kind = found(names[key])
+            is_scalar = actual in ((), (1,)) and expected in ((), (1,))
+            if actual != expected and not is_scalar:
+                raise ValueError(
+                    f"{names[key]!r} must have shape {expected} for a weight {tuple(shape)}, got "
+                    f"{actual}; build the model from the checkpoint's config.json"
+                )
+            if kind not in (dtypes := self.dtypes(key, dtype)):
+                raise TypeError(
+                    f"{names[key]!r} must be {' or '.join(map(str, dtypes))}, got {kind}; {advice}"
+                )
 
     def quantizer_for(self, scales: Iterable[Tensor]) -> Quantizer:
         """The quantizer for all weights of a checkpoint, given their block scales."""

@@ -368,8 +368,16 @@ class _State:
         """The names that a parameter is stored under, by those that ``decode`` knows."""
         raise NotImplementedError
 
-    def decode(self, param: QuantizedTensor, stored: dict[str, Tensor]) -> Tensor | None:
-        """The value of a parameter; None if the tensors are of another kind."""
+    def decode(
+        self, param: QuantizedTensor, stored: dict[str, Tensor], places: dict[str, str]
+    ) -> Tensor | None:
+        """The value of a parameter; None if the tensors are of another kind.
+
+        Args:
+            param: The parameter.
+            stored: What it is stored as.
+            places: The names of these tensors in the state dict.
+        """
         raise NotImplementedError
 
     def register(self, model: nn.Module) -> None:
@@ -381,12 +389,24 @@ class _State:
     def _save(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]
     ) -> None:
+        plain = []
         for full, value in [*state_dict.items()]:
-            is_own = full.startswith(prefix) and not isinstance(value, nn.Parameter)
-            if is_own and isinstance(value, QuantizedTensor):
+            if not full.startswith(prefix) or isinstance(value, nn.Parameter):
+                continue
+            name = plain_name(full.removeprefix(prefix))
+            if isinstance(value, QuantizedTensor):
                 del state_dict[full]
-                stored = self.encode(plain_name(full.removeprefix(prefix)), value)
+                stored = self.encode(name, value)
                 state_dict.update({prefix + name: part for name, part in stored.items()})
+            elif isinstance(value, Tensor) and not is_dtensor(value) and self.names(name):
+                plain.append(full)
+        if plain and hasattr(getattr(module, "config", None), "quantization_config"):
+            warnings.warn(
+                f"weights such as {plain[0]!r} are plain now, and config.json will not say so, as "
+                "save_pretrained writes it: dequantize_model(model) takes the others too and then "
+                "ends its quantization_config; export_checkpoint lists what is plain",
+                stacklevel=2,
+            )
 
     def _load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for full, param in module.named_parameters():
@@ -394,10 +414,19 @@ class _State:
             if not isinstance(param, QuantizedTensor):
                 continue
             places = {key: prefix + stored for key, stored in self.names(name).items()}
-            stored = {key: state_dict.get(place) for key, place in places.items()}
-            if not stored or not all(isinstance(part, Tensor) for part in stored.values()):
+            found = {key: state_dict.get(place) for key, place in places.items()}
+            stored = {key: part for key, part in found.items() if isinstance(part, Tensor)}
+            if not places or not stored:
                 continue
-            if (value := self.decode(param, stored)) is not None:
+            if lacking := [places[key] for key in places.keys() - stored.keys()]:
+                codes = state_dict.get(prefix + full)
+                if isinstance(codes, Tensor) and codes.itemsize == 1:  # torch would take it
+                    raise ValueError(
+                        f"the state dict must have the scales of its codes, got {prefix + full!r} "
+                        f"without {min(lacking)!r}; load all that was saved"
+                    )
+                continue
+            if (value := self.decode(param, stored, places)) is not None:
                 for place in places.values():
                     del state_dict[place]
                 state_dict[prefix + full] = value
@@ -453,10 +482,17 @@ class _StoredState(_State):
             stored[full] = part
         return stored
 
-    def decode(self, param: QuantizedTensor, stored: dict[str, Tensor]) -> Tensor | None:
+    def decode(
+        self, param: QuantizedTensor, stored: dict[str, Tensor], places: dict[str, str]
+    ) -> Tensor | None:
         parts = {key: x.to(param.device) for key, x in stored.items()}
         flat = {key: x.flatten(0, 1).flatten(1) if x.ndim > 2 else x for key, x in parts.items()}
-        return self._encoding.wrap(flat, param.shape, param.dtype, param.quantizer)
+        kinds = {places[key]: (tuple(x.shape), x.dtype) for key, x in flat.items()}
+        self._encoding.check(places, kinds.__getitem__, param.shape, "load what was saved")
+        try:
+            return self._encoding.wrap(flat, param.shape, param.dtype, param.quantizer)
+        except ValueError as error:
+            raise ValueError(f"{param._shared.name!r}: {error}") from None
 
 
 class _ForeignState(_State):
@@ -484,7 +520,9 @@ class _ForeignState(_State):
     def names(self, name: str) -> dict[str, str]:
         return {"weight": name} if name in self._sources else {}
 
-    def decode(self, param: QuantizedTensor, stored: dict[str, Tensor]) -> Tensor | None:
+    def decode(
+        self, param: QuantizedTensor, stored: dict[str, Tensor], places: dict[str, str]
+    ) -> Tensor | None:
         value = stored["weight"]
         if not (is_foreign(value) and find_adapter(value)):
             return None

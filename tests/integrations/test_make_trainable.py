@@ -52,6 +52,7 @@ from fp4adam import (
     QuantizedTensor,
     Quantizer,
     Recipe,
+    dequantize_model,
     export_checkpoint,
     import_checkpoint,
     make_trainable,
@@ -567,6 +568,63 @@ def test_a_model_that_is_refused_is_as_it_was(change, tmp_path):
         make_trainable(model)
     assert everything() == before
     assert_identical({name: bits(x) for name, x in state(model).items()}, values)
+
+
+def fp8_model(folder: Path) -> Any:
+    """A model that transformers quantizes while it loads it."""
+    if not folder.exists():
+        build().save_pretrained(folder)
+    return make_trainable(load(folder, quantization_config=FineGrainedFP8Config()))
+
+
+CODES = "model.layers.1.mlp.up_proj.weight"
+DAMAGED_STATES = {
+    "no scales": (lambda codes, scale: (codes, None), "the scales of its codes, got .*up_proj"),
+    "few scales": (
+        lambda codes, scale: (codes, scale[:1]),
+        r"must have shape \(3, 2\) for a weight",
+    ),
+    "few rows": (lambda codes, scale: (codes[:128], scale), r"must have shape \(384, 256\) for"),
+    "BF16": (lambda codes, scale: (codes.bfloat16(), scale), "must be torch.float8_e4m3fn, got"),
+    "NaN": (lambda codes, scale: (codes, scale * torch.nan), "up_proj.weight': .* got nan"),
+}
+
+
+def test_state_dicts_that_do_not_fit(tmp_path):
+    """Codes without their scales would be loaded as values, small tensors padded with zeros."""
+    model = fp8_model(tmp_path / "plain")
+    before = state(model)
+    for damage, match in DAMAGED_STATES.values():
+        damaged = {name: torch.zeros_like(value) for name, value in before.items()}
+        parts = damage(before[CODES], before[f"{CODES}_scale_inv"])
+        damaged |= dict(zip((CODES, f"{CODES}_scale_inv"), parts, strict=True))
+        damaged = {name: value for name, value in damaged.items() if value is not None}
+        with pytest.raises((ValueError, TypeError), match=match):
+            model.load_state_dict(damaged, strict=False)
+        assert_identical(state(model), before)
+    # Parts of a state dict are torch's own matter, and so are values in high precision.
+    own = {name: value for name, value in before.items() if "up_proj" not in name}
+    assert model.load_state_dict(own, strict=False).missing_keys
+    model.load_state_dict(build().state_dict())
+    weight = model.get_parameter(CODES)
+    assert weight.has_bytes_of(weight.quantizer.quantize(build().get_parameter(CODES).detach()))
+
+
+def test_dequantized_models_are_saved_as_such(tmp_path):
+    """config.json describes FP8 weights as long as there are some."""
+    model = fp8_model(tmp_path / "plain")
+    train(model, 1)
+    dequantize_model(model, lambda _, name: name.endswith("q_proj"))
+    with pytest.warns(UserWarning, match="q_proj.weight' are plain now, and config.json will not"):
+        model.save_pretrained(tmp_path / "mixed")
+    export_checkpoint(model, tmp_path / "export", "fp8")
+    dequantize_model(model).save_pretrained(tmp_path / "out")
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    plain = load(tmp_path / "out")
+    assert not [m for m in plain.modules() if type(m).__name__ == "FP8Linear"]
+    assert_identical(state(plain), state(model))
+    some = load(tmp_path / "export").model.layers[1].self_attn
+    assert [type(some.q_proj).__name__, type(some.k_proj).__name__] == ["Linear", "FP8Linear"]
 
 
 @pytest.mark.filterwarnings("ignore:experts in the layout 'compressed-tensors'")
