@@ -60,8 +60,8 @@ class FP4Adam(FusedAdam):
     of them have gradients.
 
     States, groups and checkpoints look like those of ``torch.optim``. :class:`FusedAdam` is the
-    same optimizer with the layout of Transformer Engine's, and so is this one if it is made with
-    ``adam_w_mode``, as Megatron-LM makes its optimizers.
+    same optimizer with the layout of Transformer Engine's. This one has that layout too if it is
+    made with ``adam_w_mode``, as Megatron-LM makes its optimizers.
 
     Args:
         params: Parameters, (name, parameter) pairs or dicts of parameter groups; those of a model
