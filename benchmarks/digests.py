@@ -197,7 +197,9 @@ def run(program: Program, device: str, kernels: bool, mesh: Any = None) -> str:
     def make(model: nn.Module) -> tuple[list[Tensor], Any, Any]:
         params = list(model.parameters())
         options = program.options | ({} if kernels else {"fused": False})
-        optimizer = fp4adam.FP4Adam(params, **options)
+        # Of the group, as a keyword of its own chooses another layout of the states.
+        group = {"params": params, "adam_w_mode": options.pop("adam_w_mode")}
+        optimizer = fp4adam.FP4Adam([group], **options)
         release = optimizer.enable_gradient_release() if program.has_release else None
         return params, optimizer, release
 

@@ -60,7 +60,8 @@ class FP4Adam(FusedAdam):
     of them have gradients.
 
     States, groups and checkpoints look like those of ``torch.optim``. :class:`FusedAdam` is the
-    same optimizer with the layout of Transformer Engine's.
+    same optimizer with the layout of Transformer Engine's. This one has that layout too if it is
+    made with ``adam_w_mode``, as Megatron-LM makes its optimizers.
 
     Args:
         params: Parameters, (name, parameter) pairs or dicts of parameter groups; those of a model
@@ -87,7 +88,6 @@ class FP4Adam(FusedAdam):
             groups.
     """
 
-    _has_te_layout = False
     quantize_from = Option()
 
     def __init__(
@@ -100,6 +100,8 @@ class FP4Adam(FusedAdam):
     ) -> None:
         checks.check_quantize_from(quantize_from)
         self.scale_groups = None
+        # Transformer Engine's keyword, which torch does not have, tells whose code this is.
+        self._has_te_layout = "adam_w_mode" in options
         super().__init__(params, *args, **options)
         if quantize_from != self.quantize_from:
             self.quantize_from = quantize_from
@@ -145,7 +147,8 @@ class FP4Adam(FusedAdam):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "scale_groups": self.scale_groups}
+        own = {"scale_groups": self.scale_groups, "_has_te_layout": self._has_te_layout}
+        state = {**super().__getstate__(), **own}
         if callable(self.scale_groups):
             try:
                 pickle.dumps(self.scale_groups)

@@ -91,8 +91,7 @@ def _check_name(state_name: str) -> None:
     if state_name not in NAMES:
         raise ValueError(
             f"state_name must be one of {', '.join(NAMES)}, got {state_name!r}; read other entries "
-            "from optimizer.state[param]. With Megatron's precision-aware optimizer, keep moments "
-            "in float32 or bfloat16 and masters whole (store_param_remainders=False)"
+            "from optimizer.state[param], which shows these three alone with FusedAdam"
         )
 
 

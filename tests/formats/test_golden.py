@@ -8,13 +8,14 @@ import pytest
 import torch
 
 import format_reference as reference
-from fp4adam import QuantizedTensor
+from fp4adam import MXFP8Quantizer, QuantizedTensor
 from golden_vectors import (
     FORMATS,
     GoldenCase,
     golden_cases,
     read_arrays,
     read_index,
+    read_input,
     sha16,
 )
 from helpers import assert_identical
@@ -107,6 +108,21 @@ def test_one_usage_alone_gives_the_golden_bytes(case, usage, path_device):
     tensor = quantizer.quantize(case.input.to(path_device))
     assert_golden(tensor, case, (usage,))
     assert_golden_values(tensor, case, usage)
+
+
+def test_square_blocks_of_mxfp8_have_the_golden_bytes():
+    for entry, item in read_index()["mxfp8_2d"].items():
+        case, variant = entry.split("/")
+        x = read_input(case)
+        m, k = x.shape
+        x = x.bfloat16() if variant == "bf16" else x
+        tensor = MXFP8Quantizer(two_dimensional=True).quantize(x)
+        found = {
+            "rowwise_data": tensor.rowwise_data,
+            "rowwise_scale_inv": tensor.rowwise_scale_inv[:m, : k // 32],
+            "columnwise_scale_inv": tensor.columnwise_scale_inv[: m // 32, :k],
+        }
+        assert {name: sha16(field) for name, field in found.items()} == item["sha16"], entry
 
 
 @every_format

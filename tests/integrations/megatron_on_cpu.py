@@ -44,7 +44,7 @@ def _named_as_on_a_gpu(named: Any) -> Any:
     return type_of
 
 
-def prepare() -> None:
+def prepare(adam: type[FusedAdam]) -> None:
     """Put this package into Megatron, and the CPU in the place of a GPU, for this process."""
     warnings.simplefilter("ignore")
     torch.cuda.current_device = lambda: "cpu"
@@ -66,7 +66,7 @@ def prepare() -> None:
         for module in (theirs, buffers, distrib_optimizer):
             _replace_names(module, own)
     for module in (optimizers, distrib_optimizer):
-        module.Adam = FusedAdam
+        module.Adam = adam
         module.HAVE_APEX_OR_TE = module.USING_TE_OPTIMIZER = True
         module.USING_PYTORCH_OPTIMIZER = module.USING_APEX_OPTIMIZER = False
 

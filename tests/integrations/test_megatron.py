@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp4adam import fp4_utils, fp8_utils
+from fp4adam import FP4Adam, FusedAdam, fp4_utils, fp8_utils
 from helpers import assert_identical
 from ranks import run_ranks
 from test_names import table_of_names
@@ -26,11 +26,11 @@ import megatron_on_cpu  # noqa: E402
 RECIPES = ("nvfp4", "tensorwise", "blockwise", "mxfp8", None)
 # What the optimizer itself keeps for BF16 weights, with ``use_precision_aware_optimizer``.
 # Checkpoints with remainders are for the same number of ranks.
-NARROW: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (
-    ((1,), {"store_param_remainders": False}),
-    ((2,), {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}),
-    ((2,), {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.float16}),
-    ((1,), {"main_params_dtype": torch.float16, "store_param_remainders": False}),
+NARROW: tuple[tuple[type, tuple[int, ...], dict[str, Any]], ...] = (
+    (FP4Adam, (1,), {"store_param_remainders": False}),
+    (FusedAdam, (2,), {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}),
+    (FP4Adam, (2,), {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.float16}),
+    (FusedAdam, (1,), {"main_params_dtype": torch.float16, "store_param_remainders": False}),
 )
 
 
@@ -48,8 +48,8 @@ def loads_states_of_others():
         pytest.skip(f"megatron-core {__version__} takes every entry of a state for a tensor")
 
 
-def start(recipe: str | None, options: dict[str, Any]) -> megatron_on_cpu.Trainer:
-    megatron_on_cpu.prepare()
+def start(adam: type, recipe: str | None, options: dict[str, Any]) -> megatron_on_cpu.Trainer:
+    megatron_on_cpu.prepare(adam)
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel()
@@ -57,35 +57,35 @@ def start(recipe: str | None, options: dict[str, Any]) -> megatron_on_cpu.Traine
 
 
 def train(
-    rank: int, recipe: str | None, folder: Path, options: dict[str, Any]
+    rank: int, adam: type, recipe: str | None, folder: Path, options: dict[str, Any]
 ) -> tuple[list[float], dict[str, Tensor]]:
-    trainer = start(recipe, options)
+    trainer = start(adam, recipe, options)
     losses = trainer.train(3)
     trainer.save(folder)
     return losses + trainer.train(3), trainer.weights()
 
 
 def resume(
-    rank: int, recipe: str | None, folder: Path, options: dict[str, Any]
+    rank: int, adam: type, recipe: str | None, folder: Path, options: dict[str, Any]
 ) -> tuple[list[float], dict[str, Tensor]]:
-    trainer = start(recipe, options)
+    trainer = start(adam, recipe, options)
     trainer.load(folder)
     return trainer.train(3), trainer.weights()
 
 
 @pytest.mark.parametrize(
-    ("recipe", "world_sizes", "options"),
+    ("adam", "recipe", "world_sizes", "options"),
     [
-        ("nvfp4", (2, 4), {}),
-        *((recipe, (1,), {}) for recipe in RECIPES[1:]),
-        *((None, world_sizes, precision_aware(**options)) for world_sizes, options in NARROW),
+        (FP4Adam, "nvfp4", (2, 4), {}),
+        *((FusedAdam, recipe, (1,), {}) for recipe in RECIPES[1:]),
+        *((adam, None, sizes, precision_aware(**options)) for adam, sizes, options in NARROW),
     ],
 )
 def test_resumed_training_is_that_of_one_run_on_any_number_of_ranks(
-    recipe, world_sizes, options, tmp_path
+    adam, recipe, world_sizes, options, tmp_path
 ):
     (tmp_path / "saved").mkdir()
-    arguments = recipe, tmp_path / "saved", options
+    arguments = adam, recipe, tmp_path / "saved", options
     losses, weights = run_ranks(train, 2, *arguments)[0]
     assert losses[-1] < losses[0]
     for world_size in world_sizes:

@@ -350,6 +350,17 @@ def test_states_show_moments_and_masters_alone(stored, device):
         assert_same_training(optimizer, twin)
 
 
+def test_the_keyword_of_transformer_engine_gives_its_layout():
+    """Megatron makes its optimizer with it, whatever the class is."""
+    for options, shows_te in (({}, False), ({"adam_w_mode": True}, True)):
+        optimizer = FP4Adam(weights(), exp_avg_dtype=torch.uint8, **options)
+        step(optimizer, 0)
+        for each in (optimizer, copy.deepcopy(optimizer)):
+            assert [group.get("step") for group in each.param_groups] == [1 if shows_te else None]
+            for state in (*each.state.values(), *each.state_dict()["state"].values()):
+                assert ("step" in {*state}) is not shows_te
+
+
 def test_remainders_are_the_master_of_a_state(device):
     optimizer, params = narrow_pair(device, store_param_remainders=True)
     assert set(optimizer.state[params[1]]) == set(NAMES)
