@@ -163,9 +163,7 @@ def _draw_ends(axes: Any, results: list[Result]) -> None:
     axes.set_yticks(range(len(found)), names)
     axes.margins(x=0.2, y=0.2)
     axes.invert_yaxis()
-    axes.set_title(
-        "Held-out loss at the end" + (" (grey: as far as another seed)" if noise else "")
-    )
+    axes.set_title("Held-out loss at the end" + (" (grey: another seed)" if noise else ""))
 
 
 def _draw_costs(axes: Any, results: list[Result]) -> None:
