@@ -198,13 +198,15 @@ def check_scale_group(peers: Sequence[Tensor], group: ScaleGroup) -> None:
 
 def check_steppable(name: str, param: Tensor) -> None:
     """Raise if the optimizer class ``name`` cannot update ``param`` in its current form."""
-    if is_dtensor(param) and any(place.is_partial() for place in param.placements):
-        raise NotImplementedError(
-            f"parameters must be replicated or sharded for {name}, got placements "
-            f"{param.placements}; redistribute them"
-        )
-    ShardInfo.of(param)
-    own = local(param)
+    own = param
+    if is_dtensor(param):
+        if any(place.is_partial() for place in param.placements):
+            raise NotImplementedError(
+                f"parameters must be replicated or sharded for {name}, got placements "
+                f"{param.placements}; redistribute them"
+            )
+        ShardInfo.of(param)
+        own = param._local_tensor
     if isinstance(own, QuantizedTensor) and own._shared.is_part:
         raise NotImplementedError(
             "parameters must be whole quantized tensors or slices of one, got a copy of a slice, "

@@ -602,8 +602,8 @@ class FusedAdam(Optimizer):
         loaded: list[Tensor] = []
 
         def build(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-            state_dict, owners = saving.packed(self._engine, state_dict, self.defaults)
-            loaded[:] = owners
+            with torch._C.DisableTorchFunctionSubclass():
+                state_dict, loaded[:] = saving.packed(self._engine, state_dict, self.defaults)
             return state_dict
 
         def adopt(optimizer: Optimizer) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4adam.distributed.dtensor import is_dtensor, like, local, part_for
+from fp4adam.distributed.dtensor import dtensor_class, is_dtensor, like, local, part_for
 from fp4adam.formats.roundings import known_roundings
 from fp4adam.optim import checks, te_layout
 from fp4adam.optim.engine import Engine
@@ -460,13 +460,12 @@ def _is_rounding(parameter: Parameter, master: Tensor) -> bool:
 
 def _local_part(owner: Tensor, saved: State) -> State:
     """The local part of a saved state, as a new dictionary."""
-    if not is_dtensor(owner):
-        if any(is_dtensor(value) for value in saved.values()):
-            return {
-                name: part_for(owner, value) if isinstance(value, Tensor) else value
-                for name, value in saved.items()
-            }
-        return dict(saved)
+    kind = dtensor_class()
+    if not isinstance(owner, kind):
+        return {
+            name: part_for(owner, value) if isinstance(value, kind) else value
+            for name, value in saved.items()
+        }
     # The saved scales are those of the whole tensor, so decode before cutting.
     names = [name for name in STATE_NAMES if name in saved]
     numbers = {name: StateTensor.of_saved(saved, name).decode() for name in names}

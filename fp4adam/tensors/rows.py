@@ -22,11 +22,12 @@ from fp4adam.tensors.types import Format, StoredTensor
 
 def matrix_shape(tensor: StoredTensor) -> tuple[int, int]:
     """Rows and columns of the matrix that a tensor is quantized as."""
-    if tensor.dim() > 1:
-        return flat_shape(tuple(tensor.shape))
+    *leading, last = tensor.shape
+    if leading:
+        return math.prod(leading), last
     # FSDP2 keeps shards flat.
     cols = tensor._shared.global_spec.shape[-1]
-    return tensor.numel() // max(cols, 1), cols
+    return last // max(cols, 1), cols
 
 
 def stored_shape(tensor: StoredTensor) -> tuple[int, int]:
@@ -132,7 +133,8 @@ def read(tensor: StoredTensor, dtype: torch.dtype, after: Tensor | None = None) 
 def write(tensor: StoredTensor, value: Tensor, amax: Tensor | None = None) -> None:
     """Overwrite a tensor with plain values on its device; ``amax`` as for ``Quantizer.write``."""
     shared = tensor._shared
-    shared.unsettled |= shared.rows_share_scales
+    shares_scales = shared.rows_share_scales
+    shared.unsettled |= shares_scales
     if tensor.is_meta or not value.numel():
         return
     matrix = value.reshape(matrix_shape(tensor))
@@ -142,7 +144,7 @@ def write(tensor: StoredTensor, value: Tensor, amax: Tensor | None = None) -> No
         if shared.pending.dtype != matrix.dtype:
             shared.pending = shared.pending.float()
         rows_of(tensor, shared.pending).copy_(matrix)
-    elif shared.rows_share_scales:
+    elif shares_scales:
         shared.pending = matrix.clone()
     else:
         shared.pending = None
