@@ -154,7 +154,8 @@ def check_distinct(params: Sequence[Tensor]) -> None:
         is_twice = param in seen
         seen.add(param)
         if isinstance(own, QuantizedTensor) and own.numel():
-            sides = zip(own._window[1:], rows.matrix_shape(own), strict=True)
+            starts = own._start, own._start_col
+            sides = zip(starts, rows.matrix_shape(own), strict=True)
             window = tuple(range(start, start + n) for start, n in sides)
             others = windows[own._shared]
             is_twice |= any(all(map(_overlap, window, other)) for other in others)

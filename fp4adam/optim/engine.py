@@ -247,7 +247,8 @@ class Engine:
         self.drop_plan()
         options, params = self.parameters.options, self.params
         sharded = sharded_weights(params)
-        settle_written(sharded)
+        if sharded:
+            settle_written(sharded)
         if not self.is_part:
             self.parameters.keep_only(params)
         stepped, moving = self.check()

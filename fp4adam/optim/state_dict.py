@@ -19,7 +19,7 @@ from fp4adam.distributed.dtensor import dtensor_class, is_dtensor, like, local, 
 from fp4adam.formats.roundings import known_roundings
 from fp4adam.optim import checks, te_layout
 from fp4adam.optim.engine import Engine
-from fp4adam.optim.hyper_parameters import check_saved_numbers
+from fp4adam.optim.hyper_parameters import check_saved_numbers, is_on_device
 from fp4adam.optim.master_weights import adopt, batches, find_stale
 from fp4adam.optim.parameter import DIGEST, Parameter, State, are_equal, is_own_master
 from fp4adam.optim.remainder import complete, digest
@@ -281,6 +281,18 @@ class _Loaded:
 
     def __init__(self, state: State) -> None:
         self.state = state
+
+
+def complete_groups(groups: Groups, defaults: dict[str, Any], capturable: bool) -> None:
+    """Give groups that torch.optim has loaded, copied or unpickled what this optimizer needs."""
+    for group in groups:
+        for name, value in defaults.items():
+            group.setdefault(name, value)
+        # A checkpoint of torch.optim carries the flags of the implementation that wrote it.
+        group["capturable"], group["differentiable"] = capturable, False
+        group["decoupled_weight_decay"] = group["adam_w_mode"]
+        if capturable and not is_on_device(group["lr"]):
+            group["lr"] = float(group["lr"])
 
 
 def unpacked(states: dict[Any, Any], capturable: bool) -> dict[Any, Any]:

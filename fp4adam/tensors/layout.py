@@ -7,8 +7,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fp4adam.tensors.blocks import round_up
-
 USAGES = ("rowwise", "columnwise")
 CODE_BITS = {"e2m1": 4, "e4m3": 8}
 SCALE_DTYPES = {"e4m3": torch.uint8, "e8m0": torch.uint8, "float32": torch.float32}
@@ -36,8 +34,9 @@ class Inner(NamedTuple):
 
     def shape(self, rows: int, cols: int) -> tuple[int, int]:
         """Its shape for a [rows, cols] matrix."""
-        height, width = map(round_up, self.extent(rows, cols), self.padding)
-        return height, width
+        height, width = self.extent(rows, cols)
+        below, beside = self.padding
+        return height + -height % below, width + -width % beside
 
 
 class Direction(NamedTuple):
