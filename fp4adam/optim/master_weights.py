@@ -160,23 +160,12 @@ def _is_completed(parameter: Parameter, master: Tensor) -> bool:
 
 
 class _Likeness(NamedTuple):
-    """In what way a weight without the bytes of its rounded master is its rounded master.
+    """In what way a weight is its rounded master, though its bytes are others."""
 
-    Attributes:
-        values: It holds values that were rounded, saved in the nominal dtype and quantized again,
-            or values that were loaded in high precision next to the master. On some ranks the bytes
-            may be the same nevertheless.
-        codes: It is a shard with the master's codes: if only other ranks have quantized again, the
-            amax is neither's.
-        kept: The same for a member of a scale group: other code that writes a member leaves the
-            others with the amax before.
-        completed: Remainders have completed it to the master.
-    """
-
-    values: bool
-    codes: bool
-    kept: bool
-    completed: bool
+    values: bool  # these were rounded, saved and quantized again, or loaded unrounded beside it
+    codes: bool  # of a shard: only other ranks have quantized again, so its amax is neither's
+    kept: bool  # of a member of a scale group: others were written, and it has the amax before
+    completed: bool  # by remainders
 
 
 def _likeness(parameter: QuantizedParameter, master: Tensor, has_values: bool) -> _Likeness:
