@@ -73,8 +73,10 @@ class ShardInfo(NamedTuple):
             NotImplementedError: If it is a quantized tensor that is sharded in another way than by
                 ``fully_shard`` along one dimension, tensor parallelism along one, or both.
         """
-        own = param._local_tensor if own is None and is_dtensor(param) else own
-        if not is_dtensor(param) or not isinstance(own, QuantizedTensor):
+        if not is_dtensor(param):
+            return ()
+        own = param._local_tensor if own is None else own
+        if not isinstance(own, QuantizedTensor):
             return ()
         sharded = sharded_dims(param)
         if not sharded:

@@ -4,14 +4,15 @@ Matrices are processed in strips of whole rows of blocks, which stay in the cach
 an amax of the tensor read whole matrices once: each strip is measured and encoded.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from fp4adam.formats import minifloat
 from fp4adam.tensors import backend
-from fp4adam.tensors.blocks import Span, blocks_of, in_blocks, round_up, strips, times_factors
+from fp4adam.tensors.blocks import Span
 from fp4adam.tensors.layout import Layout
 from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.storage import Storage
@@ -184,7 +185,7 @@ def recode(quantizer: Quantizer, x: Tensor, tensors: Storage) -> Tensor:
     factors = quantizer.factors(scales, tensors.amax)
     if scales is not None:
         # Strips have whole blocks in both directions.
-        sizes = (round_up(n, layout.block) // side for n, side in zip(shape, block, strict=True))
+        sizes = ((n + -n % layout.block) // side for n, side in zip(shape, block, strict=True))
         below, beside = (n - own for n, own in zip(sizes, factors.shape, strict=True))
         factors = torch.nn.functional.pad(factors, (0, beside, 0, below))
     codes = x.new_empty(shape, dtype=torch.uint8)
@@ -290,3 +291,86 @@ def _store_nibbles(codes: Tensor, target: Tensor, first: int) -> None:
     target[byte : byte + pairs] = minifloat.pack_e2m1(codes[: 2 * pairs].clone())
     if len(codes) % 2:
         target[byte + pairs] = (target[byte + pairs] & 0xF0) | codes[-1]
+
+
+def strips(
+    x: Tensor,
+    block: tuple[int, int],
+    scratch: int = 0,
+    span: Span | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Iterator[tuple]:
+    """Cut a matrix, or a span of one, into strips of whole blocks that fit into a CPU's cache.
+
+    Args:
+        x: The contiguous matrix, of any floating dtype; the values of the span if there is one.
+        block: Rows and columns of a block.
+        scratch: Number of tensors to work in. All strips share their memory, because what was
+            used last is still in the cache.
+        span: The elements of a matrix that ``x`` holds; None for all.
+        dtype: The dtype that values are rounded to.
+
+    Yields:
+        For each strip its rows as a slice; their values, float32, padded with zeros to whole
+        blocks and outside of the span, which are valid until the next strip; and ``scratch``
+        float32 tensors of that shape.
+    """
+    (rows, cols), start, stop = (x.shape, 0, x.numel()) if span is None else span
+    if start == stop:
+        return
+    first = start // cols // block[0] * block[0]
+    last = -(-stop // cols)  # then the end of its block
+    last = min(last + -last % block[0], rows)
+    height = max(1, backend.cpu_chunk_numel() // (block[0] * cols)) * block[0]
+    height = min(height, last - first + -(last - first) % block[0])
+    width, flat = cols + -cols % block[1], x.detach().reshape(-1)
+    memory = [x.new_empty(height, width, dtype=torch.float32) for _ in range(scratch)]
+    padded = None
+    for top in range(first, last, height):
+        here = slice(top, min(top + height, last))
+        begin, end = max(start, top * cols), min(stop, here.stop * cols)
+        values, n = flat[begin - start : end - start], here.stop - top
+        if dtype not in (torch.float32, x.dtype):
+            values = values.to(dtype)
+        shape = n + -n % block[0], width
+        if values.dtype == torch.float32 and len(values) == math.prod(shape):
+            strip = values.view(shape)
+        else:
+            if padded is None:
+                padded = x.new_zeros(height, width, dtype=torch.float32)
+            strip = padded[: shape[0]]
+            if len(values) < n * cols:
+                around = values.new_zeros(n * cols)
+                around[begin - top * cols : end - top * cols] = values
+                values = around
+            strip[:n, :cols] = values.view(n, cols)
+            strip[n:] = 0
+        yield here, strip, *(each[: shape[0]] for each in memory)
+
+
+def blocks_of(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """View [rows, cols] as [block row, row, block column, column]; edges are padded with zeros."""
+    below, beside = -x.shape[0] % block[0], -x.shape[1] % block[1]
+    if below or beside:
+        x = torch.nn.functional.pad(x, (0, beside, 0, below))
+    return x.view(x.shape[0] // block[0], block[0], x.shape[1] // block[1], block[1])
+
+
+def times_factors(blocks: Tensor, factors: Tensor, out: Tensor | None = None) -> Tensor:
+    """Multiply [block row, row, block column, column] by one factor per block.
+
+    ``out``: Contiguous memory for the products, of any shape.
+    """
+    out = torch.empty_like(blocks) if out is None else out.view(blocks.shape)
+    height, width = blocks.shape[1], blocks.shape[3]
+    if height == 1 or width == 1:
+        return torch.mul(blocks, factors[:, None, :, None], out=out)
+    # Torch multiplies whole rows by rows several times faster than pieces of them by a number.
+    rows = factors.repeat_interleave(width, dim=1)[:, None]
+    torch.mul(blocks.flatten(2), rows, out=out.flatten(2))
+    return out
+
+
+def in_blocks(span: slice, block: int) -> slice:
+    """The slice of blocks that covers the rows ``span``, which starts at a block boundary."""
+    return slice(span.start // block, -(-span.stop // block))

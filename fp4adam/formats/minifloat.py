@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fp4adam.tensors import backend
-from fp4adam.tensors.blocks import blocks_of, strips
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
@@ -167,16 +166,6 @@ def amax(x: Tensor, dims: tuple[int, ...] | None = None, scratch: Tensor | None 
     if largest.numel() and largest.amax() > _INFINITY:
         largest = _amax(bits.masked_fill_(bits > _INFINITY, 0), dims)
     return largest.view(torch.float32)
-
-
-def block_amaxes(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """The :func:`amax` of each block of a matrix of any dtype, strip by strip."""
-    return torch.cat(
-        [
-            amax(blocks_of(strip, block), (1, 3), scratch)
-            for _, strip, scratch in strips(x, block, scratch=1)
-        ]
-    )
 
 
 def _amax(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:

@@ -17,6 +17,7 @@ from fp4adam.tensors.storage import Storage
 BLOCK = 16
 ERRORS = ("mae", "mse")
 BOUNDS = (256, 448)
+SIXTH = minifloat.float32(1 / minifloat.E2M1_MAX)
 
 
 class NVFP4Tensor(QuantizedTensor):
@@ -129,14 +130,11 @@ class NVFP4Quantizer(Quantizer[NVFP4Tensor]):
         if self.adaptive is not None:
             scale = torch.full_like(tensor_amax, encode)
             return four_over_six.block_scales(amaxes, four, scale, 1.0 / scale)
-        to_scale = minifloat.float32(encode * minifloat.float32(1 / 6))
-        scales = minifloat.e4m3_code(amaxes * to_scale)
-        return scales, self.factors(scales, tensor_amax)
+        scales = minifloat.e4m3_code(amaxes * minifloat.float32(encode * SIXTH))
+        return scales, _factors(scales, encode)
 
     def factors(self, scales: Tensor, tensor_amax: Tensor) -> Tensor:
-        decode = minifloat.float32(1 / self._encode_scale(tensor_amax))
-        factors = (minifloat.e4m3_value(scales) * decode).reciprocal_()
-        return factors.clamp_(max=minifloat.FP32_MAX)
+        return _factors(scales, self._encode_scale(tensor_amax))
 
     def decode_factors(self, scales: Tensor | None, tensor_amax: Tensor | None) -> Tensor:
         return decode_factors(minifloat.e4m3_value(scales), tensor_amax, self.bound)
@@ -192,6 +190,11 @@ class NVFP4Quantizer(Quantizer[NVFP4Tensor]):
         if self.two_dimensional:
             scale = tensors.block_scale_inv
         return data, scale, tensors.amax, self.two_dimensional, transposed, self.bound
+
+
+def _factors(scales: Tensor, encode: float) -> Tensor:
+    factors = minifloat.e4m3_value(scales).mul(minifloat.float32(1 / encode)).reciprocal_()
+    return factors.clamp_(max=minifloat.FP32_MAX)
 
 
 def decode_factors(scale: Tensor, amax: Tensor, bound: int) -> Tensor:

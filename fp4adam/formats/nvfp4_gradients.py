@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.formats import minifloat
+from fp4adam.formats.nvfp4 import SIXTH
 from fp4adam.tensors.blocks import round_up
 
 BLOCK = 16
@@ -58,7 +59,7 @@ def _scales(amaxes: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     largest = torch.full_like(amax, minifloat.E2M1_MAX * minifloat.E4M3_MAX)
     encode = (largest / amax).clamp_(max=minifloat.FP32_MAX)
     encode = torch.where((amax == 0) | amax.isinf(), 1.0, encode)
-    scales = minifloat.e4m3_code(amaxes * (encode * minifloat.float32(1 / 6)))
+    scales = minifloat.e4m3_code(amaxes * (encode * SIXTH))
     factors = (minifloat.e4m3_value(scales) * (1.0 / encode)).reciprocal_()
     return scales, factors.clamp_(max=minifloat.FP32_MAX)
 

@@ -250,7 +250,8 @@ def _quantize_layers(
     already = set()
     uses: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     left_alone = set()
-    of_adapters = adapters(module for _, module in named_modules)
+    modules = [module for _, module in named_modules]
+    of_adapters = adapters(modules)
     for name, module in named_modules:
         params = dict(module.named_parameters(recurse=False))
         names = () if module in of_adapters else candidates(module)
@@ -271,7 +272,7 @@ def _quantize_layers(
             raise ValueError(misfit)
     chosen = [(weight, users) for weight, users in chosen if not misfits[weight]]
     weights = [weight for weight, _ in chosen]
-    check_no_replica((module for _, module in named_modules), weights)
+    check_no_replica(modules, weights)
     names = [f"{users[0][0]}.{users[0][2]}" for _, users in chosen]
     groups = resolve_scale_groups(scale_groups, weights, names, [quantizer] * len(chosen))
     params = [_empty_parameter(quantizer, weight) for weight in weights]
@@ -282,24 +283,22 @@ def _quantize_layers(
     for group in groups:
         form_scale_group([params[i] for i in group], [names[i] for i in group])
     alone = sorted({*range(len(chosen))}.difference(*groups))
-    for members in (*groups, *([i] for i in alone)):
-        real = [i for i in members if not weights[i].is_meta]
-        values = [weights[i].detach() for i in real]
-        if len(real) == 1:
-            params[real[0]].quantize_(values[0])
-        elif real:
-            cast(
-                [params[i] for i in real], values, [x.dtype for x in values], scales=[0] * len(real)
-            )
-    for param, weight in zip(params, weights, strict=True):
-        if weight.requires_grad:
-            param._high_precision_init_val = weight.detach()
-        hand_over(weight, param)
-    put_in(
-        (module, key, param)
-        for param, (_, users) in zip(params, chosen, strict=True)
-        for _, module, key in users
-    )
+    # Reads attributes of tensor subclasses directly.
+    with torch._C.DisableTorchFunctionSubclass():
+        for members in (*groups, *([i] for i in alone)):
+            real = [i for i in members if not weights[i].is_meta]
+            values = [weights[i].detach() for i in real]
+            if len(real) == 1:
+                params[real[0]]._write(values[0])
+            elif real:
+                targets, dtypes = [params[i] for i in real], [x.dtype for x in values]
+                cast(targets, values, dtypes, scales=[0] * len(real))
+        for param, weight in zip(params, weights, strict=True):
+            if weight.requires_grad:
+                param._high_precision_init_val = weight.detach()
+            hand_over(weight, param)
+    uses_of = zip(params, chosen, strict=True)
+    put_in([(module, key, p) for p, (_, users) in uses_of for _, module, key in users])
     return len(chosen) + len(already), [misfit for misfit in misfits.values() if misfit]
 
 

@@ -154,7 +154,8 @@ def check_distinct(params: Sequence[Tensor]) -> None:
         is_twice = param in seen
         seen.add(param)
         if isinstance(own, QuantizedTensor) and own.numel():
-            sides = zip(own._window[1:], rows.matrix_shape(own), strict=True)
+            starts = own._start, own._start_col
+            sides = zip(starts, rows.matrix_shape(own), strict=True)
             window = tuple(range(start, start + n) for start, n in sides)
             others = windows[own._shared]
             is_twice |= any(all(map(_overlap, window, other)) for other in others)
@@ -198,13 +199,15 @@ def check_scale_group(peers: Sequence[Tensor], group: ScaleGroup) -> None:
 
 def check_steppable(name: str, param: Tensor) -> None:
     """Raise if the optimizer class ``name`` cannot update ``param`` in its current form."""
-    if is_dtensor(param) and any(place.is_partial() for place in param.placements):
-        raise NotImplementedError(
-            f"parameters must be replicated or sharded for {name}, got placements "
-            f"{param.placements}; redistribute them"
-        )
-    ShardInfo.of(param)
-    own = local(param)
+    own = param
+    if is_dtensor(param):
+        if any(place.is_partial() for place in param.placements):
+            raise NotImplementedError(
+                f"parameters must be replicated or sharded for {name}, got placements "
+                f"{param.placements}; redistribute them"
+            )
+        ShardInfo.of(param)
+        own = param._local_tensor
     if isinstance(own, QuantizedTensor) and own._shared.is_part:
         raise NotImplementedError(
             "parameters must be whole quantized tensors or slices of one, got a copy of a slice, "

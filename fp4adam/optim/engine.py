@@ -82,8 +82,8 @@ class Engine:
         self.plan: StepPlan | None = None
         self.watch = NanWatch()
         self._grad_norm: GradNorm | None = None
-        self._planned: tuple[list, list, list] = ([], [], [])
-        self._sharded: tuple[list[Tensor], list[Tensor]] = ([], [])
+        # Groups, parameters, states and sharded weights of the plan.
+        self._planned: tuple[list, ...] = ()
 
     def part(self, params: Iterable[Tensor]) -> "Engine":
         """An engine for some of the parameters: all members of a scale group, or none."""
@@ -133,8 +133,7 @@ class Engine:
 
     def forget(self) -> None:
         """Drop the plan and its counts, and pending clipping, after states have been loaded."""
-        self.plan, self.clip, self._grad_norm = None, {}, None
-        self._planned, self._sharded = ([], [], []), ([], [])
+        self.plan, self._planned, self.clip, self._grad_norm = None, (), {}, None
 
     def placed(self, param: Tensor, state: State) -> State:
         """A state that has just been made, where states are kept."""
@@ -179,25 +178,17 @@ class Engine:
             captures: Whether a CUDA graph records the step; the plan has to fit then.
         """
         self.check_call()
-        if not captures:
-            self.settle_shards()
         try:
-            if not (captures or self.has_fitting_plan()):
+            if captures or self.has_fitting_plan():
+                self.plan.check_gradients()
+                self.check_clip()
+            else:
                 self._make_plan()
-            self.plan.check_gradients()
-            self.check_clip()
         except Exception:
             self.drop_plan()
             raise
         self.plan.run(self.take_clip(), *signals, captures)
         self.watch.look(self.plan.hiding, self.n_parts)
-
-    def settle_shards(self) -> None:
-        """Quantize what has been written to shards that share scales; a collective call."""
-        params = self.params
-        if not _are_same(params, self._sharded[0]):
-            self._sharded = params, sharded_weights(params)
-        settle_written(self._sharded[1])
 
     def check_clip(self) -> None:
         """Drop the clipping coefficients if all gradients are new; raise if only some are."""
@@ -210,17 +201,18 @@ class Engine:
         return clip
 
     def has_fitting_plan(self) -> bool:
-        """Whether the plan of the last step is valid for this one."""
+        """Whether the plan of the last step is valid for this one; a collective call, as a step."""
         if self.plan is None:
             return False
-        self.plan.settle()
-        groups, params, states = self._planned
-        return (
+        groups, params, states, sharded = self._planned
+        if not (
             _are_same((group for group, _ in self.groups), groups)
             and _are_same(self.params, params)
-            and _are_same(self._own_states(), states)
-            and self.plan.fits(self._structure())
-        )
+        ):
+            return False
+        if sharded:
+            settle_written(sharded)
+        return _are_same(self._own_states(), states) and self.plan.fits(self._structure())
 
     def _own_states(self) -> Iterable:
         # Tensors are hashed in Python, so not one by one unless there are others' states.
@@ -229,7 +221,7 @@ class Engine:
     def _structure(self) -> list:
         """Everything but the tensors that the kernels and the layout of the state depend on."""
         # Kernels write to the flags of records.
-        structure: list = [self.parameters.options, changes.generation()]
+        structure: list = [self.parameters.options, changes.generation]
         for group, params in self.groups:
             structure += group["amsgrad"], group["adam_w_mode"], group["fused"]
             structure += len(params), self.updates(group)
@@ -249,16 +241,19 @@ class Engine:
         """Plan the next step anew."""
         self.settle()
         # Lists that would keep parameters alive.
-        self.plan, self._planned, self._sharded = None, ([], [], []), ([], [])
+        self.plan, self._planned = None, ()
 
     def _make_plan(self) -> None:
         self.drop_plan()
         options, params = self.parameters.options, self.params
+        sharded = sharded_weights(params)
+        if sharded:
+            settle_written(sharded)
         if not self.is_part:
             self.parameters.keep_only(params)
         stepped, moving = self.check()
         self.check_clip()
-        pairs = [(group, p) for group, own in self.groups for p in own if scales_of(p) in stepped]
+        pairs = [(group, p) for group, own in self.groups for p in own if p in stepped]
         members = [self.parameters[param] for _, param in pairs]
         stale, _ = find_stale(members, self.states)
         rounded = [m for m in members if m not in stale and m.rounds(self.states.get(m.owner, {}))]
@@ -276,27 +271,25 @@ class Engine:
                 old, group["amsgrad"], member in stale, device
             )
             member.free_initial_value(self.updates(group))
-            member.bind(group, state, member.scales in moving)
-        for member in members:
-            if member.has_master:
-                member.record()
-        structure, planned = self._structure(), {param for _, param in pairs}
+            member.bind(group, state, param in moving)
+        structure = self._structure()
         self.plan = StepPlan(
             members,
-            [param for param in params if param not in planned],
+            [param for param in params if param not in stepped],
             structure,
             self.parameters.grad_reader(params),
             options,
         )
-        self._planned = [group for group, _ in self.groups], params, [*self._own_states()]
+        groups = [group for group, _ in self.groups]
+        self._planned = groups, params, [*self._own_states()], sharded
         if not self.plan.fits(structure):
             raise RuntimeError("a step plan must fit what it was made from; please report this")
 
-    def check(self) -> tuple[set, set]:
+    def check(self) -> tuple[set[Tensor], set[Tensor]]:
         """Check all parameters, their gradients and states, before anything changes.
 
         Returns:
-            The ``scales`` keys of the parameters that are stepped, and of those that can change.
+            The parameters that are stepped, and those that can change.
         """
         options, params = self.parameters.options, self.params
         name, read_grad = options.name, self.parameters.grad_reader(params)
@@ -317,14 +310,16 @@ class Engine:
         for group, own in self.groups:
             for param in own:
                 sharing[scales_of(param)].append((group, param))
-        stepped, moving = set(), set()
+        stepped: set[Tensor] = set()
+        moving: set[Tensor] = set()
         for scales, peers in sharing.items():
-            if any(read_grad(p) is not None or self._is_in_training(p) for _, p in peers):
-                stepped.add(scales)
+            members = [p for _, p in peers]
+            if any(read_grad(p) is not None or self._is_in_training(p) for p in members):
+                stepped.update(members)
                 if isinstance(scales, ScaleGroup):
-                    self._check_scale_group(scales, [p for _, p in peers])
+                    self._check_scale_group(scales, members)
             if any(self.updates(group) for group, _ in peers):
-                moving.add(scales)
+                moving.update(members)
         return stepped, moving
 
     def check_state(self, param: Tensor) -> None:

@@ -22,7 +22,7 @@ from fp4adam.optim import checks, te_layout, te_states
 from fp4adam.optim import state_dict as saving
 from fp4adam.optim.engine import Engine, Group, Signals
 from fp4adam.optim.gradient_release import GradientRelease
-from fp4adam.optim.hyper_parameters import check_hyper_parameters, is_on_device
+from fp4adam.optim.hyper_parameters import check_hyper_parameters
 from fp4adam.optim.offload import OffloadedEngine
 from fp4adam.optim.options import Options, storage
 from fp4adam.optim.parameter import Parameters
@@ -330,14 +330,8 @@ class FusedAdam(Optimizer):
         if options is not None:
             self._set_up(options)
         capturable = self._parameters.options.capturable
-        for group in state["param_groups"]:
-            for name, value in {**vars(self), **state}["defaults"].items():
-                group.setdefault(name, value)
-            # A checkpoint of torch.optim carries the flags of the implementation that wrote it.
-            group["capturable"], group["differentiable"] = capturable, False
-            group["decoupled_weight_decay"] = group["adam_w_mode"]
-            if capturable and not is_on_device(group["lr"]):
-                group["lr"] = float(group["lr"])
+        defaults = {**vars(self), **state}["defaults"]
+        saving.complete_groups(state["param_groups"], defaults, capturable)
         state["state"] = saving.unpacked(state["state"], capturable)
         if options is None:
             # Remainders that stay after an interrupt still say which codes they belong to.
@@ -602,8 +596,8 @@ class FusedAdam(Optimizer):
         loaded: list[Tensor] = []
 
         def build(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-            state_dict, owners = saving.packed(self._engine, state_dict, self.defaults)
-            loaded[:] = owners
+            with torch._C.DisableTorchFunctionSubclass():
+                state_dict, loaded[:] = saving.packed(self._engine, state_dict, self.defaults)
             return state_dict
 
         def adopt(optimizer: Optimizer) -> None:

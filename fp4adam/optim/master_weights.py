@@ -13,7 +13,7 @@ completes by int8 remainders: rounding these may have moved a scale since the we
 import logging
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -60,17 +60,13 @@ def find_stale(
     ]
     if not unsure:
         return {}, {}
-    known = {p: p.owns(states[p.owner]) for p in unsure}
-    if all_ranks:
-        said = {p: owns for p, owns in known.items() if p.completes}
-        agreed = _agreed({p: owns is not False for p, owns in said.items()})
-        certain = _agreed({p: owns is True for p, owns in said.items()})
-        known |= {p: certain[p] or (None if agreed[p] else False) for p in said}
-    answers: dict[Parameter, bool] = {}
-    quantized = []
-    for p, owns in known.items():
-        if owns is not None:
-            answers[p] = owns
+    agree = _agreed if all_ranks else dict
+    owned = {p: p.owns(states[p.owner]) for p in unsure if p.completes}
+    owned = agree({p: (owns is not False, owns is True) for p, owns in owned.items()})
+    here = {p: certain for p, (possible, certain) in owned.items() if certain or not possible}
+    by_value = []
+    for p in unsure:
+        if p in here:
             continue
         infos = p.shard_infos() if isinstance(p, QuantizedParameter) else ()
         if infos and all_ranks:
@@ -78,39 +74,31 @@ def find_stale(
         # With a history, the bytes of a master depend on more than its value; with other rows in
         # the same storage, they depend on these as well. A shard has a storage of its own, also one
         # without rows.
-        by_value = (
+        if (
             isinstance(p, QuantizedParameter)
             and p.param.quantizer.layout.tensor_scale != "delayed"
-            and bool(infos or rows.is_all(p.param))
-        )
-        if by_value and (not infos or all_ranks):
-            quantized.append(p)
+            and (all_ranks if infos else rows.is_all(p.param))
+        ):
+            by_value.append(p)
         else:
             master = p.master(states[p.owner])
-            answers[p] = p.was_written(master) or p.is_rounded(master) or _is_completed(p, master)
-    rounded = _rounded(quantized, parameters, states)
-    answers |= {p: p.holds(rounded[p]) for p in quantized}
-    here = answers
-    answers = _agreed(here) if all_ranks else here
-    # Also equal: values that were rounded, saved in the nominal dtype and quantized again, and
-    # values loaded in high precision next to their masters. On some ranks the bytes may be the same
-    # nevertheless, and if only others have quantized again, the amax is neither's.
-    others = [p for p in quantized if not answers[p]]
-    master_of = {p: p.master(states[p.owner]) for p in others}
-    exactly = {
-        p: here[p] or p.holds(twin) or p.was_written(master_of[p])
-        for p, twin in _requantized(others, rounded)
-    }
-    again = {p: exactly[p] or _has_codes_of(p, master_of[p]) for p in others}
-    # Other code that writes a member of a scale group leaves the others with the amax before.
-    kept = {p: p.scales is not p.owner and p.is_rounded(master_of[p]) for p in others}
-    if all_ranks:
-        exactly, again, kept = map(_agreed, (exactly, again, kept))
-    again = {p: exactly[p] or (again[p] and not kept[p]) for p in others}
-    same = {p for p in unsure if answers[p] or again.get(p) or kept.get(p)}
-    completed = {p: _is_completed(p, master_of[p]) for p in others if p not in same}
-    completed = _agreed(completed) if all_ranks else completed
-    same |= {p for p, is_one in completed.items() if is_one}
+            here[p] = p.was_written(master) or p.is_rounded(master) or _is_completed(p, master)
+    rounded = _rounded(by_value, parameters, states)
+    here |= {p: p.holds(rounded[p]) for p in by_value}
+    same = {p for p, (is_same,) in agree({p: (here[p],) for p in here}).items() if is_same}
+    others = [p for p in by_value if p not in same]
+    values = [rounded[p].dequantize(p.param.dtype) for p in others]
+    # Each by itself, also in scale groups: so does ``load_state_dict`` of the model.
+    own_scales = [p.owner for p in others]
+    again = _quantized(others, values, [torch.float32] * len(others), own_scales)
+    likeness = agree(
+        {
+            p: _likeness(p, p.master(states[p.owner]), here[p] or p.holds(requantized))
+            for p, requantized in zip(others, again, strict=True)
+        }
+    )
+    found = {p: _Likeness(*own) for p, own in likeness.items()}
+    same |= {p for p, like in found.items() if any(like)}
     for p in same:
         p.record()
     left = {p: rounded.get(p) for p in unsure if p not in same}
@@ -125,7 +113,8 @@ def find_stale(
             "weights: these masters restart from the weights",
             len(dropped),
         )
-    return left, {p: rounded[p] for p in others if again[p]}
+    loaded = [p for p, like in found.items() if like.values or (like.codes and not like.kept)]
+    return left, {p: rounded[p] for p in loaded}
 
 
 def adopt(parameters: Sequence[Parameter], states: dict[Tensor, State]) -> None:
@@ -170,10 +159,26 @@ def _is_completed(parameter: Parameter, master: Tensor) -> bool:
     return isinstance(own, QuantizedTensor) and is_completed(own, master.view(own.shape))
 
 
-def _has_codes_of(parameter: QuantizedParameter, master: Tensor) -> bool:
-    """Whether a shard has the codes of a master, under an amax that may differ from its."""
+class _Likeness(NamedTuple):
+    """In what way a weight is its rounded master, though its bytes are others."""
+
+    values: bool  # these were rounded, saved and quantized again, or loaded unrounded beside it
+    codes: bool  # of a shard: only other ranks have quantized again, so its amax is neither's
+    kept: bool  # of a member of a scale group: others were written, and it has the amax before
+    completed: bool  # by remainders
+
+
+def _likeness(parameter: QuantizedParameter, master: Tensor, has_values: bool) -> _Likeness:
+    is_member = parameter.scales is not parameter.owner
     has_amax = parameter.param.quantizer.layout.tensor_scale == "current"
-    return bool(parameter.shard_infos()) and has_amax and parameter.is_rounded(master)
+    shares_amax = has_amax and bool(parameter.shard_infos())
+    has_codes = (is_member or shares_amax) and parameter.is_rounded(master)
+    return _Likeness(
+        values=has_values or parameter.was_written(master),
+        codes=shares_amax and has_codes,
+        kept=is_member and has_codes,
+        completed=_is_completed(parameter, master),
+    )
 
 
 def _rounded(
@@ -182,32 +187,37 @@ def _rounded(
     states: dict[Tensor, dict[str, Any]],
 ) -> dict[QuantizedParameter, QuantizedTensor]:
     """The rounded masters of quantized parameters, as new tensors."""
-    groups = {p.scales for p in unsure}
+    scales = {p: p.scales for p in parameters if isinstance(p, QuantizedParameter)}
+    groups = {scales[p] for p in unsure}
     # The amax of a scale group needs all of its members.
-    members = [v for v in parameters if isinstance(v, QuantizedParameter) and v.scales in groups]
-    twins = [p.param.twin() for p in members]
-    masters = [p.master(states.get(p.owner, {})) for p in members]
-    values = [v.value() if m is None else m for v, m in zip(members, masters, strict=True)]
-    infos, scales = [p.shard_infos() for p in members], [p.scales for p in members]
-    cast(twins, values, [p.write_dtype for p in members], infos, scales)
-    return dict(zip(members, twins, strict=True))
+    scales = {p: key for p, key in scales.items() if key in groups}
+    masters = [p.master(states.get(p.owner, {})) for p in scales]
+    values = [p.value() if m is None else m for p, m in zip(scales, masters, strict=True)]
+    dtypes = [p.write_dtype for p in scales]
+    rounded = _quantized([*scales], values, dtypes, [*scales.values()])
+    return dict(zip(scales, rounded, strict=True))
 
 
-def _requantized(
-    parameters: Sequence[QuantizedParameter], rounded: dict[QuantizedParameter, QuantizedTensor]
-) -> list[tuple[QuantizedParameter, QuantizedTensor]]:
-    """Rounded masters that were decoded to their nominal dtype and quantized again.
+def _quantized(
+    parameters: Sequence[QuantizedParameter],
+    values: Sequence[Tensor],
+    dtypes: Sequence[torch.dtype],
+    scales: Sequence[Hashable],
+) -> list[QuantizedTensor]:
+    """Values as new tensors like the parameters, with one amax where ``scales`` are equal.
 
-    Each by itself, also in scale groups: so does ``load_state_dict`` of the model.
+    ``dtypes``: What the values are rounded to first.
     """
-    values = [rounded[p].dequantize(p.param.dtype) for p in parameters]
     twins = [p.param.twin() for p in parameters]
-    infos = [p.shard_infos() for p in parameters]
-    cast(twins, values, [torch.float32] * len(twins), infos, [p.owner for p in parameters])
-    return [*zip(parameters, twins, strict=True)]
+    if len({*scales}) < len(twins) or any(t._shared.rows_share_scales for t in twins):
+        cast(twins, values, dtypes, [p.shard_infos() for p in parameters], scales)
+    else:
+        for twin, value, dtype in zip(twins, values, dtypes, strict=True):
+            twin._write(value.to(dtype).view(twin.shape))
+    return twins
 
 
-def _agreed(answers: dict[Parameter, bool]) -> dict[Parameter, bool]:
+def _agreed(answers: dict[Any, tuple[bool, ...]]) -> dict[Any, tuple[bool, ...]]:
     """Answers that are true only if they are true on all ranks that have a part; communicates."""
     shared: dict[Any, list[Parameter]] = defaultdict(list)
     for p in answers:
@@ -216,7 +226,7 @@ def _agreed(answers: dict[Parameter, bool]) -> dict[Parameter, bool]:
                 shared[group].append(p)
     agreed = dict(answers)
     for (group, device_type), parameters in shared.items():
-        no = torch.tensor([float(not agreed[p]) for p in parameters], device=device_type)
-        dist.all_reduce(no, dist.ReduceOp.MAX, group)
-        agreed |= {p: not n for p, n in zip(parameters, no.tolist(), strict=True)}
+        yes = torch.tensor([agreed[p] for p in parameters], dtype=torch.float32, device=device_type)
+        dist.all_reduce(yes, dist.ReduceOp.MIN, group)
+        agreed |= dict(zip(parameters, map(tuple, yes.bool().tolist()), strict=True))
     return agreed

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.distributed.dtensor import is_dtensor, like, local, sharded_dims
+from fp4adam.distributed.shards import settle_written, sharded_weights
 from fp4adam.optim.engine import Engine, Group, Signals
 from fp4adam.optim.memory_layout import is_dense
 from fp4adam.optim.parameter import Parameters, State, scales_of
@@ -51,6 +52,7 @@ class OffloadedEngine(Engine):
         super().__init__(parameters, groups, states)
         self._parts: list[Engine] = []
         self._known: tuple[list, ...] = ()
+        self._sharded: list[Tensor] = []
         self._blocks: weakref.WeakKeyDictionary[Engine, _StateBlock] = weakref.WeakKeyDictionary()
         self._gpus: dict[torch.device, _DeviceLink] = {}
 
@@ -60,7 +62,7 @@ class OffloadedEngine(Engine):
         """Drop all parts; the states keep their values and get new blocks in the next step."""
         super().forget()
         self._wait()
-        self._parts, self._known = [], ()
+        self._parts, self._known, self._sharded = [], (), []
         self._blocks.clear()
 
     def drop_plan(self) -> None:
@@ -88,8 +90,8 @@ class OffloadedEngine(Engine):
     def step(self, signals: Signals, captures: bool = False) -> None:
         """Step part after part; what cannot be stepped is refused before the first."""
         self.check_call()
-        self.settle_shards()
         self._update_parts()
+        settle_written(self._sharded)
         active = []
         for part in self._parts:
             ready = self._is_ready(part)
@@ -144,7 +146,7 @@ class OffloadedEngine(Engine):
             self._parts.append(part if is_current else self.part(chunk))
         for part in self._parts:
             part.n_parts = len(self._parts)
-        self._known = known
+        self._known, self._sharded = known, sharded_weights(params)
 
     def _is_ready(self, part: Engine) -> bool:
         """Whether states and plan are those of the last step, so that nothing has to be checked."""

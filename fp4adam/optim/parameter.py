@@ -12,11 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4adam.distributed.dtensor import dtensor_class, first_element, like, local, shard_size
+from fp4adam.distributed.dtensor import (
+    dtensor_class,
+    first_element,
+    is_dtensor,
+    like,
+    local,
+    shard_size,
+)
 from fp4adam.distributed.scale_exchange import ShardInfo, groups_of, own_cut_blocks
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, Whole
 from fp4adam.kernels.launch.schema import Cut
+from fp4adam.optim.adam import Scalars
 from fp4adam.optim.memory_layout import is_dense
 from fp4adam.optim.options import Options
 from fp4adam.optim.remainder import (
@@ -38,7 +46,7 @@ from fp4adam.optim.state_codec import (
     join_master,
     split_master,
 )
-from fp4adam.optim.state_tensor import SCALES, StateTensor, state_like
+from fp4adam.optim.state_tensor import SCALES, StateTensor, adam_stored_, state_like
 from fp4adam.optim.step_kernels import Kind, has_step_kernels
 from fp4adam.tensors import changes, rows
 from fp4adam.tensors.fingerprint import Mark
@@ -122,9 +130,11 @@ class Parameter:
         """Set what a step works on."""
         self.group, self.state, self.updates = group, state, updates
         self.new_master = None  # of a step that was interrupted
-        self.tensors = {name: local(value) for name, value in state.items()}
+        self.tensors, self.first_element = dict(state), 0
+        if is_dtensor(self.owner):
+            self.tensors = {name: local(value) for name, value in state.items()}
+            self.first_element = first_element(self.owner)
         self.shards = self.shard_infos() if updates else ()
-        self.first_element = first_element(self.owner)
         self.quantized_after_step = False
 
     @property
@@ -373,8 +383,8 @@ class Parameter:
         )
 
     def stored(self, name: str) -> StateTensor:
-        """A moment in its stored form."""
-        return StateTensor.of(self.tensors, name, self.codecs[name])
+        """A moment or the master in its stored form."""
+        return StateTensor(self.codecs[name], self.tensors[name], self.tensors.get(SCALES[name]))
 
     def stored_value(self) -> StateTensor:
         """The value in its stored form."""
@@ -392,13 +402,40 @@ class Parameter:
         scales = self.tensors[SCALES["master_param"]] if codec.scaled else None
         return StateTensor(codec, self.stepped, scales)
 
-    def stored_master(self) -> StateTensor:
-        """The rank's own master in its stored form."""
-        return StateTensor.of(self.tensors, "master_param", self.codecs["master_param"])
-
     def whole_value(self) -> Tensor:
         """The decoded value, contiguous; FP32 unless the parameter itself is the value."""
         return self.stored_value().decode().contiguous()
+
+    def update(
+        self, grad: Tensor, scalars: Scalars, grad_scale: Tensor | None, clip: Tensor | None
+    ) -> None:
+        """Step value and state in torch operators, with the same bits as the kernels.
+
+        Args:
+            grad: The gradient, of any floating dtype and strides.
+            scalars: The scalars of this step.
+            grad_scale: One-element tensor that divides the gradient, or None.
+            clip: One-element tensor that multiplies it after that, or None.
+        """
+        value = self.stored_value()
+        with changes.recorded(*([] if self.quantized_after_step else [self.param])):
+            adam_stored_(
+                value,
+                grad,
+                self.stored("exp_avg"),
+                self.stored("exp_avg_sq"),
+                self.max_exp_avg_sq,
+                scalars,
+                self.group["adam_w_mode"],
+                None if grad_scale is None else grad_scale.to(grad.device),
+                clip,
+                self.first_element,
+            )
+            if self.is_written and self.updates:
+                self.hold_master(value.codes, scalars.dither_step)
+                if not self.quantized_after_step:
+                    self.write(value.decode())
+                    self.settle_master()
 
     # Its launch
 
@@ -500,7 +537,7 @@ class QuantizedParameter(Parameter):
 
     @property
     def scales(self) -> Hashable:
-        return scales_of(self.owner)
+        return scales_of(self.owner, self.param)
 
     def shard_infos(self) -> tuple[ShardInfo, ...]:
         return ShardInfo.of(self.owner)
@@ -531,7 +568,7 @@ class QuantizedParameter(Parameter):
         return not self.param.numel() or self.param.flush().has_bytes_of(twin)
 
     def write(self, master: Tensor) -> None:
-        self.param.quantize_(master.to(self.write_dtype))
+        self.param._write(master.to(self.write_dtype))
 
     def free_initial_value(self, updates: bool) -> None:
         self.param._shared.rounded_master = None
@@ -655,9 +692,12 @@ class Parameters:
         return read
 
 
-def scales_of(owner: Tensor) -> Hashable:
-    """A key that is equal for tensors that share scales; see ``Parameter.scales``."""
-    own = local(owner)
+def scales_of(owner: Tensor, own: Tensor | None = None) -> Hashable:
+    """A key that is equal for tensors that share scales; see ``Parameter.scales``.
+
+    ``own``: The local tensor, if it is known.
+    """
+    own = local(owner) if own is None else own
     if not isinstance(own, QuantizedTensor):
         return owner
     shared = own._shared

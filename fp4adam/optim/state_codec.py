@@ -13,6 +13,7 @@ and a decoded value encodes to itself with any dither.
 ``fp4adam.kernels.tiles.state`` implements the same codecs as tile functions, with the same bits.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
@@ -393,6 +394,7 @@ _CODECS: dict[str, dict[torch.dtype, StateCodec]] = {
 _CODECS["master_param"] = _CODECS["master_weight"]
 
 
+@functools.cache
 def state_codec(name: str, dtype: torch.dtype) -> StateCodec:
     """The codec that stores a state in a dtype.
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4adam.distributed.dtensor import is_dtensor, like, local, part_for
+from fp4adam.distributed.dtensor import dtensor_class, is_dtensor, like, local, part_for
 from fp4adam.formats.roundings import known_roundings
 from fp4adam.optim import checks, te_layout
 from fp4adam.optim.engine import Engine
-from fp4adam.optim.hyper_parameters import check_saved_numbers
+from fp4adam.optim.hyper_parameters import check_saved_numbers, is_on_device
 from fp4adam.optim.master_weights import adopt, batches, find_stale
 from fp4adam.optim.parameter import DIGEST, Parameter, State, are_equal, is_own_master
 from fp4adam.optim.remainder import complete, digest
@@ -283,6 +283,18 @@ class _Loaded:
         self.state = state
 
 
+def complete_groups(groups: Groups, defaults: dict[str, Any], capturable: bool) -> None:
+    """Give groups that torch.optim has loaded, copied or unpickled what this optimizer needs."""
+    for group in groups:
+        for name, value in defaults.items():
+            group.setdefault(name, value)
+        # A checkpoint of torch.optim carries the flags of the implementation that wrote it.
+        group["capturable"], group["differentiable"] = capturable, False
+        group["decoupled_weight_decay"] = group["adam_w_mode"]
+        if capturable and not is_on_device(group["lr"]):
+            group["lr"] = float(group["lr"])
+
+
 def unpacked(states: dict[Any, Any], capturable: bool) -> dict[Any, Any]:
     """The states that torch.optim has loaded, copied or unpickled, ready for use."""
     new = defaultdict(dict)
@@ -460,13 +472,12 @@ def _is_rounding(parameter: Parameter, master: Tensor) -> bool:
 
 def _local_part(owner: Tensor, saved: State) -> State:
     """The local part of a saved state, as a new dictionary."""
-    if not is_dtensor(owner):
-        if any(is_dtensor(value) for value in saved.values()):
-            return {
-                name: part_for(owner, value) if isinstance(value, Tensor) else value
-                for name, value in saved.items()
-            }
-        return dict(saved)
+    kind = dtensor_class()
+    if not isinstance(owner, kind):
+        return {
+            name: part_for(owner, value) if isinstance(value, kind) else value
+            for name, value in saved.items()
+        }
     # The saved scales are those of the whole tensor, so decode before cutting.
     names = [name for name in STATE_NAMES if name in saved]
     numbers = {name: StateTensor.of_saved(saved, name).decode() for name in names}

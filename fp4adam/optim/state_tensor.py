@@ -104,12 +104,13 @@ class StateTensor(NamedTuple):
 
 def restored(saved: StateTensor, codec: StateCodec, param: Tensor) -> StateTensor:
     """A copy of a saved state of ``param``, converted to ``codec``."""
-    _, codes, scales = zeros = StateTensor.zeros(codec, param)
-    if saved.codec.name == codec.name and saved.codes.stride() == codes.stride():
-        codes.copy_(saved.codes)
-        if scales is not None:
-            scales.copy_(saved.scales)
-        return zeros
+    if saved.codec.name == codec.name:
+        _, codes, scales = zeros = StateTensor.zeros(codec, param)
+        if saved.codes.stride() == codes.stride():
+            codes.copy_(saved.codes)
+            if scales is not None:
+                scales.copy_(saved.scales)
+            return zeros
     return StateTensor.encode(codec, state_like(param).copy_(saved.decode()))
 
 

@@ -91,6 +91,7 @@ class StepCounter:
 
     def fits(self) -> bool:
         """Whether the states still hold these counters, and no other code has written to them."""
+        self.settle()
         return self._steps._version == self._version and all(
             map(is_, map(_step, self._states), self._views)
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp4adam.distributed.dtensor import is_dtensor, local
 from fp4adam.interop.borrowed_tensor import ScaleWriteback, source_columns
-from fp4adam.optim.adam import Scalars, adam_scalars
+from fp4adam.optim.adam import adam_scalars
 from fp4adam.optim.checks import check_capturable, check_gradient
 from fp4adam.optim.device_counter import DeviceCounter, hyper_groups
 from fp4adam.optim.launch_group import LaunchGroup, make_launches
@@ -26,7 +26,6 @@ from fp4adam.optim.nan_watch import hides_nan
 from fp4adam.optim.options import Options
 from fp4adam.optim.parameter import Parameter, ReadGrad
 from fp4adam.optim.shared_amaxes import SharedAmaxes, quantized_after_step
-from fp4adam.optim.state_tensor import adam_stored_
 from fp4adam.optim.step_counter import StepCounter
 from fp4adam.optim.update_bound import measured_ratio, ratio_after
 from fp4adam.tensors import backend, changes
@@ -78,9 +77,10 @@ class StepPlan:
         peers: dict[Hashable, list[Parameter]] = defaultdict(list)
         for member in members:
             peers[member.scales].append(member)
-        later = {s for s, p in peers.items() if quantized_after_step(p, read_grad, _takes_kernels)}
-        for member in members:
-            member.quantized_after_step = member.scales in later
+        for together in peers.values():
+            later = quantized_after_step(together, read_grad, _takes_kernels)
+            for member in together:
+                member.quantized_after_step = later
         kinds: dict[tuple, list[Parameter]] = defaultdict(list)
         self._by_operators: list[Parameter] = []
         for member in members:
@@ -104,7 +104,8 @@ class StepPlan:
         self._groups = [group for _, groups in self._parts for group in groups]
         launched = chain.from_iterable(group.members for group in self._groups)
         self.members = [*launched, *self._by_operators]
-        self.hiding = [(m.param, m.stored_master) for m in self.members if hides_nan(m.param)]
+        hiding = [m for m in self.members if hides_nan(m.param)]
+        self.hiding = [(m.param, functools.partial(m.stored, "master_param")) for m in hiding]
         self._scales_of_others: ScaleWriteback | None = None
         self._amaxes = SharedAmaxes(members, self._groups, read_grad)
         # Other ranks rely on these bounds, so they are measured again after any foreign write to
@@ -248,7 +249,7 @@ class StepPlan:
         ):
             if grad is not None and not skipped:
                 scalars = counter.groups[row].scalars
-                _step_by_operators(member, grad, scalars, grad_scale, clip.get(grad.device))
+                member.update(grad, scalars, grad_scale, clip.get(grad.device))
         if launches or self._amaxes.are_shared:
             self._amaxes.finish(launches, skipped)
         if self._scales_of_others:
@@ -347,34 +348,35 @@ def _fingerprint(
             marked[len(columns)] = own
         columns.append(Column([m.owner for m in own], versioned=marks, **how))
 
-    own = [m for m in members if m.borrowed is None]
-    quantized = [m for m in own if isinstance(m.param, QuantizedTensor)]
-    plain = [m for m in own if not isinstance(m.param, QuantizedTensor)]
-    for sharded in (False, True):
-        some = [m for m in members if m.borrowed and is_dtensor(m.owner) == sharded]
+    by_sharding: dict[bool, list[Parameter]] = defaultdict(list)
+    for m in members:
+        by_sharding[is_dtensor(m.owner)].append(m)
+    states: dict[tuple, list[dict]] = defaultdict(list)
+    for sharded, here in by_sharding.items():
+        borrowed = [m for m in here if m.borrowed]
         prefix = "_local_tensor." if sharded else ""
-        for column, which in source_columns([(m.borrowed, m.owner) for m in some], prefix):
+        for column, which in source_columns([(m.borrowed, m.owner) for m in borrowed], prefix):
             if column.versioned:
-                marked[len(columns)] = [some[i] for i in which]
+                marked[len(columns)] = [borrowed[i] for i in which]
             columns.append(column)
-        some = [m for m in quantized if is_dtensor(m.owner) == sharded]
+        own = [m for m in here if not m.borrowed]
+        quantized = [m for m in own if isinstance(m.param, QuantizedTensor)]
         counter, versioned = (
             (_local_counter, _local_versioned) if sharded else (_counter, _versioned)
         )
         # A counter belongs to one storage and holds no memory.
-        add([m for m in some if not _is_loose(m)], read=counter, same=True)
-        add([m for m in some if _is_loose(m)], read=versioned, chained=True, placed=True)
-        some = [m for m in plain if is_dtensor(m.owner) == sharded]
-        noted = [m for m in some if m.has_master or m.has_remainder]
-        others = [m for m in some if not (m.has_master or m.has_remainder)]
+        add([m for m in quantized if not _is_loose(m)], read=counter, same=True)
+        add([m for m in quantized if _is_loose(m)], read=versioned, chained=True, placed=True)
+        plain = [m for m in own if not isinstance(m.param, QuantizedTensor)]
+        noted = [m for m in plain if m.has_master or m.has_remainder]
+        others = [m for m in plain if not (m.has_master or m.has_remainder)]
         if sharded:
             # An operation on a DTensor raises its own version, but not the local tensor's.
             add(noted)
         add(noted, read=_local if sharded else None, placed=True)
         add(others, False, read=_local if sharded else None, placed=True)
-    states: dict[tuple, list[dict]] = defaultdict(list)
-    for m in members:
-        states[is_dtensor(m.owner), (*m.state_names, *more_names)].append(m.state)
+        for m in here:
+            states[sharded, (*m.state_names, *more_names)].append(m.state)
     columns += [
         Column(alike, itemgetter(*names), True, local if sharded else None, placed=True)
         for (sharded, names), alike in states.items()
@@ -389,43 +391,6 @@ def _fingerprint(
         member.record()
         member.mark.follow(fingerprint.versions, found)
     return fingerprint
-
-
-def _step_by_operators(
-    member: Parameter,
-    grad: Tensor,
-    scalars: Scalars,
-    grad_scale: Tensor | None,
-    clip: Tensor | None,
-) -> None:
-    """Update a parameter and its state in torch operators, with the same bits as the kernels.
-
-    Args:
-        member: The parameter.
-        grad: Its gradient, of any floating dtype and strides.
-        scalars: The scalars of this step.
-        grad_scale: One-element tensor that divides the gradient, or None.
-        clip: One-element tensor that multiplies it after that, or None.
-    """
-    value = member.stored_value()
-    with changes.recorded(*([] if member.quantized_after_step else [member.param])):
-        adam_stored_(
-            value,
-            grad,
-            member.stored("exp_avg"),
-            member.stored("exp_avg_sq"),
-            member.max_exp_avg_sq,
-            scalars,
-            member.group["adam_w_mode"],
-            None if grad_scale is None else grad_scale.to(grad.device),
-            clip,
-            member.first_element,
-        )
-        if member.is_written and member.updates:
-            member.hold_master(value.codes, scalars.dither_step)
-            if not member.quantized_after_step:
-                member.write(value.decode())
-                member.settle_master()
 
 
 def _ratio(member: Parameter) -> float:

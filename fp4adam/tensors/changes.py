@@ -85,7 +85,7 @@ class ChangeRecord:
 
 _records = WeakIdKeyDictionary()
 _unseen = WeakIdKeyDictionary()  # its keys: what replays of CUDA graphs may write
-_generation = 0
+generation = 0  # changes whenever a weight gets or loses a record
 
 
 def ignore(weight: Tensor) -> None:
@@ -93,14 +93,9 @@ def ignore(weight: Tensor) -> None:
     _unseen[_key(weight)] = True
 
 
-def generation() -> int:
-    """A number that changes whenever a weight gets or loses a record."""
-    return _generation
-
-
 def _new_generation() -> None:
-    global _generation
-    _generation += 1
+    global generation
+    generation += 1
 
 
 def is_recorded_by_kernels(weight: Tensor) -> bool:

@@ -7,8 +7,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fp4adam.tensors.blocks import round_up
-
 USAGES = ("rowwise", "columnwise")
 CODE_BITS = {"e2m1": 4, "e4m3": 8}
 SCALE_DTYPES = {"e4m3": torch.uint8, "e8m0": torch.uint8, "float32": torch.float32}
@@ -36,8 +34,9 @@ class Inner(NamedTuple):
 
     def shape(self, rows: int, cols: int) -> tuple[int, int]:
         """Its shape for a [rows, cols] matrix."""
-        height, width = map(round_up, self.extent(rows, cols), self.padding)
-        return height, width
+        height, width = self.extent(rows, cols)
+        below, beside = self.padding
+        return height + -height % below, width + -width % beside
 
 
 class Direction(NamedTuple):
@@ -108,7 +107,7 @@ class Layout:
         multiple = max(self.multiple, self.kernel_multiple)
         return not (rows % multiple or cols % multiple)
 
-    @property
+    @functools.cached_property
     def code_bits(self) -> int:
         """Bits of a code."""
         return CODE_BITS[self.code_type]
@@ -160,20 +159,19 @@ class Layout:
         All other inner tensors, except the tensor's amax and its history, can be derived from
         these. Empty if the tensor cannot be cut along rows, because of how its scales are laid out.
         """
-        return {name: self.inner[name].rows for name in self._cut}
+        if not self.casts_in_parts:
+            return {}
+        names = ("rowwise_data", "block_scale_inv") if self.is_square else tuple(self.inner)
+        return {
+            name: self.inner[name].rows
+            for name in names
+            if name in self.inner and not name.endswith("_gemm_scale_inv")
+        }
 
     @functools.cached_property
     def cols_per_entry(self) -> dict[str, int]:
         """For the inner tensors of ``rows_per_entry``, the matrix columns per entry of each."""
-        return {name: self.inner[name].cols for name in self._cut}
-
-    @property
-    def _cut(self) -> list[str]:
-        if not self.casts_in_parts:
-            return []
-        if self.is_square:
-            return [name for name in ("rowwise_data", "block_scale_inv") if name in self.inner]
-        return [name for name in self.inner if not name.endswith("_gemm_scale_inv")]
+        return {name: self.inner[name].cols for name in self.rows_per_entry}
 
     def shapes(self, rows: int, cols: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each inner tensor of a [rows, cols] matrix."""

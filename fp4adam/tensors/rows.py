@@ -22,16 +22,20 @@ from fp4adam.tensors.types import Format, StoredTensor
 
 def matrix_shape(tensor: StoredTensor) -> tuple[int, int]:
     """Rows and columns of the matrix that a tensor is quantized as."""
-    if tensor.dim() > 1:
-        return flat_shape(tuple(tensor.shape))
+    *leading, last = tensor.shape
+    if leading:
+        return math.prod(leading), last
     # FSDP2 keeps shards flat.
     cols = tensor._shared.global_spec.shape[-1]
-    return tensor.numel() // max(cols, 1), cols
+    return last // max(cols, 1), cols
 
 
 def stored_shape(tensor: StoredTensor) -> tuple[int, int]:
     """Rows and columns of the matrix that the inner tensors hold."""
-    rows, cols = matrix_shape(tensor)
+    return _stored_shape(tensor, *matrix_shape(tensor))
+
+
+def _stored_shape(tensor: StoredTensor, rows: int, cols: int) -> tuple[int, int]:
     for name, rows_of_entry in tensor.quantizer.layout.rows_per_entry.items():
         if rows_of_entry == 1 and name.endswith("_data"):
             entries, width = getattr(tensor._shared.tensors, name).shape
@@ -47,19 +51,24 @@ def stored_rows(tensor: StoredTensor) -> int:
 
 def has_all_columns(tensor: StoredTensor) -> bool:
     """Whether a tensor has all columns of its storage."""
-    return matrix_shape(tensor)[1] == stored_shape(tensor)[1]
+    own = matrix_shape(tensor)
+    return own[1] == _stored_shape(tensor, *own)[1]
 
 
 def is_all(tensor: StoredTensor) -> bool:
     """Whether a tensor has all values in its storage."""
-    rows, (stored, cols) = tensor._shared.rows, stored_shape(tensor)
-    return tensor._start == 0 and matrix_shape(tensor) == (stored if rows is None else rows, cols)
+    if tensor._start:
+        return False
+    own, rows = matrix_shape(tensor), tensor._shared.rows
+    stored, cols = _stored_shape(tensor, *own)
+    return own == (stored if rows is None else rows, cols)
 
 
 def is_whole_blocks(tensor: StoredTensor) -> bool:
     """Whether a tensor has its whole storage, and shares no block with another shard."""
-    spec = tensor._shared.global_spec
-    return tensor._first_row == 0 and is_all(tensor) and not (spec is not None and spec.is_cut)
+    shared = tensor._shared
+    is_cut = shared.global_spec is not None and shared.global_spec.is_cut
+    return not (shared.first_row or is_cut) and is_all(tensor)
 
 
 def own_blocks(tensor: StoredTensor) -> StoredTensor:
@@ -132,7 +141,8 @@ def read(tensor: StoredTensor, dtype: torch.dtype, after: Tensor | None = None) 
 def write(tensor: StoredTensor, value: Tensor, amax: Tensor | None = None) -> None:
     """Overwrite a tensor with plain values on its device; ``amax`` as for ``Quantizer.write``."""
     shared = tensor._shared
-    shared.unsettled |= shared.rows_share_scales
+    shares_scales = shared.rows_share_scales
+    shared.unsettled |= shares_scales
     if tensor.is_meta or not value.numel():
         return
     matrix = value.reshape(matrix_shape(tensor))
@@ -142,7 +152,7 @@ def write(tensor: StoredTensor, value: Tensor, amax: Tensor | None = None) -> No
         if shared.pending.dtype != matrix.dtype:
             shared.pending = shared.pending.float()
         rows_of(tensor, shared.pending).copy_(matrix)
-    elif shared.rows_share_scales:
+    elif shares_scales:
         shared.pending = matrix.clone()
     else:
         shared.pending = None

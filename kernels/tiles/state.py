@@ -21,16 +21,6 @@ OF_MASTERS = tl.constexpr(0x1B56C4E9)
 OF_EXP_AVG = tl.constexpr(0x846CA68B)
 OF_EXP_AVG_SQ = tl.constexpr(0x93D765DD)
 
-# Dtypes of the codes, by the name of the codec.
-CODE_DTYPES = {
-    "float32": tl.float32,
-    "bfloat16": tl.bfloat16,
-    "float16": tl.float16,
-    "e4m3": tl.uint8,
-    "ue4m4": tl.uint8,
-    "ue5m11": tl.uint16,
-}
-
 
 @triton.constexpr_function
 def is_scaled(codec: str) -> bool:

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import AdamW
 
 from fp4adam import FP4Adam, MasterWeightOptimizer, quantize_model
+from fp4adam.tensors import rows
 from helpers import (
     QUANTIZERS,
     RECIPES,
@@ -168,3 +169,19 @@ def test_members_of_scale_groups_keep_their_masters_after_plain_values() -> None
     for optimizer in (trained, loaded):
         take_steps(optimizer, [3])
     assert_identical(bits(loaded), bits(trained))
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "float8"])
+def test_a_clipped_weight_is_not_its_master(recipe: str) -> None:
+    """It has the master's codes under its own scales, as codes saturate; the scales are others."""
+    param = Parameter(QUANTIZERS[recipe].quantize(random((128, 256), seed=0)))
+    optimizer = FP4Adam([param])
+    take_steps(optimizer, range(2))
+    saved = optimizer.state_dict()
+    master = saved["state"][0]["master_param"].clone()
+    limit = master.abs().amax().item() / 4
+    param.data.quantize_(master.clamp(-limit, limit))
+    assert rows.is_of(param.detach(), master)
+    optimizer.load_state_dict(saved)
+    restarted = optimizer.state_dict()["state"][0]["master_param"]
+    assert torch.equal(restarted, param.detach().dequantize(torch.float32))

@@ -16,8 +16,8 @@ from fp4adam import (
     NVFP4Quantizer,
     QuantizedTensor,
 )
+from fp4adam.formats.encoding import strips
 from fp4adam.tensors import backend
-from fp4adam.tensors.blocks import strips
 from fp4adam.tensors.transpose import transpose_bytes
 
 FORMATS = {
