@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import Parameter
 from torch.optim import AdamW
 
@@ -19,7 +20,6 @@ from helpers import (
     RECIPES,
     all_params,
     assert_identical,
-    make_mlp,
     make_params,
     random,
     take_steps,
@@ -182,10 +182,14 @@ def test_loading_takes_the_memory_of_the_states_and_of_one_weight() -> None:
 
 def test_members_of_scale_groups_keep_their_masters_after_plain_values() -> None:
     """The model's load_state_dict quantizes each member with an amax of its own."""
-    models = [make_mlp(None, "cpu", torch.bfloat16) for _ in range(2)]
-    for model in models:
-        quantize_model(model, "nvfp4", filter=lambda *_: True)
-    groups = [["0.weight", "2.weight"]]
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(32, 32, dtype=torch.bfloat16) for _ in range(3)))
+        for i, layer in enumerate(model):
+            layer.weight.data *= i + 1
+        models.append(quantize_model(model, "nvfp4", filter=lambda *_: True))
+    groups = [["0.weight", "1.weight", "2.weight"]]
     trained, loaded = (
         FP4Adam(model.named_parameters(), lr=1e-2, scale_groups=groups) for model in models
     )
