@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -55,6 +56,24 @@ class InterruptLines:
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return self._line
+
+
+def interrupted(change: Callable[[], object], at: int) -> bool:
+    """Call ``change``, with Ctrl-C at a line; whether it has come to that line."""
+    try:
+        with InterruptLines(at):
+            change()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def count_lines(change: Callable[[], object]) -> int:
+    """How many lines a call begins at which ``InterruptLines`` could interrupt it."""
+    lines = InterruptLines(sys.maxsize)
+    with lines:
+        change()
+    return sys.maxsize - lines.left
 
 
 @functools.cache

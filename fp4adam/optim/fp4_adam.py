@@ -125,12 +125,18 @@ class FP4Adam(FusedAdam):
             names or None,
             [None if own is None else own.quantizer for own in quantized],
         )
-        for own in quantized:
-            if own is not None:
-                own._shared.scale_group = None
-        for group in groups:
-            members = [quantized[i] for i in group]
-            form_scale_group(members, [names[i] if names else f"parameter {i}" for i in group])
+        shared = [own._shared for own in quantized if own is not None]
+        before = [each.scale_group for each in shared]
+        try:
+            for each in shared:
+                each.scale_group = None
+            for group in groups:
+                members = [quantized[i] for i in group]
+                form_scale_group(members, [names[i] if names else f"parameter {i}" for i in group])
+        except BaseException:
+            for each, scale_group in zip(shared, before, strict=True):
+                each.scale_group = scale_group
+            raise
 
     def _warn_of_plain_matrices(self) -> None:
         """Warn if ``quantize_model`` seems to have been forgotten."""

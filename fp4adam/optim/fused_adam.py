@@ -297,18 +297,22 @@ class FusedAdam(Optimizer):
         checks.check_options(options, group["amsgrad"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group; its options are checked like the constructor's."""
+        """Add a parameter group; its options are checked like the constructor's.
+
+        Nothing has changed if it raises, or if Ctrl-C interrupts it before the group is complete.
+        """
         if isinstance(param_group, dict):
             self._check_options({**self.defaults, **param_group})
-        super().add_param_group(param_group)
+        count = len(self.param_groups)
         try:
+            super().add_param_group(param_group)
             for param in self.param_groups[-1]["params"]:
                 checks.check_param(self._parameters.options, param)
                 if not param.is_meta:
                     self._parameters[param]
             self._join_groups()
-        except Exception:
-            self.param_groups.pop()
+        except BaseException:
+            del self.param_groups[count:]
             raise
         if self._is_releasing:
             self._release.attach(self._engine)

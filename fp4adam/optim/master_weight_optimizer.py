@@ -122,9 +122,10 @@ class MasterWeightOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, here and to the inner optimizer."""
-        super().add_param_group(param_group)
-        group, known = self.param_groups[-1], dict(self._stepped)
+        count, known = len(self.param_groups), dict(self._stepped)
         try:
+            super().add_param_group(param_group)
+            group = self.param_groups[-1]
             for param in group["params"]:
                 checks.check_param(self._parameters.options, param)
                 if param.is_meta:
@@ -135,10 +136,13 @@ class MasterWeightOptimizer(Optimizer):
             self._stepped |= self._make_masters(group["params"])
             if "inner" in vars(self):
                 self.inner.add_param_group(self._inner_group(group))
-                self._take_options()
+                # Not of the others, which schedulers may have changed since the last step.
+                group.update(_options(self.inner.param_groups[-1]))
         except BaseException:
-            self.param_groups.pop()
+            del self.param_groups[count:]
             self._stepped = known
+            if "inner" in vars(self):
+                del self.inner.param_groups[count:]
             raise
 
     def _make_masters(self, params: Iterable[Tensor]) -> dict[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """Folders that are damaged, or made to do harm: a clear error, and a model as it was."""
 
+import functools
 import json
 import os
 import shutil
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 
 from fp4adam import QuantizedTensor, export_checkpoint, import_checkpoint, quantize_model
 from fp4adam.checkpoints import reader
-from helpers import assert_identical
-from interrupts import InterruptLines
+from helpers import assert_identical, contents, has_contents
+from interrupts import count_lines, interrupted
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -530,25 +531,6 @@ def test_models_that_cannot_be_written_to(folder):
         assert not any(isinstance(param, QuantizedTensor) for param in model.parameters())
 
 
-def contents(model: nn.Module) -> dict[str, Any]:
-    """What a model holds, also on the meta device, and what its layers say of it."""
-    held: dict[str, Any] = {"print": repr(model)}
-    for name, param in model.named_parameters():
-        stored = param.storage_tensors() if isinstance(param, QuantizedTensor) else {"": param}
-        held |= {f"{name} {key}": x.detach().clone() for key, x in stored.items()}
-        held[f"{name} was replaced"] = hasattr(param, "_replaced_in")
-    return held
-
-
-def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    def is_equal(x: Any, y: Any) -> bool:
-        if not isinstance(x, torch.Tensor):
-            return x == y
-        return x.device == y.device and (x.is_meta or torch.equal(x, y))
-
-    return one.keys() == other.keys() and all(is_equal(x, other[name]) for name, x in one.items())
-
-
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_an_interrupted_import_leaves_the_old_model_or_the_new(device, sound):
     """At any line of the change, and at some before it."""
@@ -562,22 +544,14 @@ def test_an_interrupted_import_leaves_the_old_model_or_the_new(device, sound):
 
     known = {"old": contents(model()), "new": contents(import_checkpoint(model(), sound))}
     assert known["old"].keys() != known["new"].keys()
-    lines = InterruptLines(10**9)
-    with lines:
-        import_checkpoint(model(), sound)
-    count = 10**9 - lines.left
+    count = count_lines(functools.partial(import_checkpoint, model(), sound))
     seen = []
     for at in [*range(0, count - 200, 200), *range(count - 200, count)]:
         each = model()
-        try:
-            with InterruptLines(at):
-                import_checkpoint(each, sound)
-        except KeyboardInterrupt:
-            pass
-        else:
+        if not interrupted(functools.partial(import_checkpoint, each, sound), at):
             assert at > count - 20  # what has been kept since the first time
             break
-        found = [name for name, held in known.items() if is_same(contents(each), held)]
+        found = [name for name, held in known.items() if has_contents(each, held)]
         assert len(found) == 1, f"at line {at}"
         assert (each.up.weight.grad is not None) == (device == "cpu")
         seen += found

@@ -1,6 +1,7 @@
 """Models that transformers, compressed-tensors and torchao have quantized, trained in place."""
 
 import copy
+import functools
 import json
 import re
 from pathlib import Path
@@ -59,7 +60,7 @@ from fp4adam import (
     quantize_model,
 )
 from helpers import assert_identical
-from interrupts import InterruptLines
+from interrupts import count_lines, interrupted
 
 pytestmark = [
     # transformers, for a checkpoint that is read with another configuration of its quantizer.
@@ -671,21 +672,12 @@ def test_an_interrupt_leaves_the_loaded_model_or_the_trainable_one(tmp_path):
         classes = [type(module).__name__ for module in model.modules()]
         return classes, len(quantized_of(model)), model.is_quantized
 
-    lines = InterruptLines(10**9)
     old, each = kind(model()), make_trainable(model())
     new, expected = kind(each), state(each)
-    each = model()
-    with lines:
-        make_trainable(each)
-    count, found = 10**9 - lines.left, []
+    count, found = count_lines(functools.partial(make_trainable, model())), []
     for at in [0, count // 2, *range(count - 75, count, 3)]:
         each = model()
-        try:
-            with InterruptLines(at):
-                make_trainable(each)
-        except KeyboardInterrupt:
-            pass
-        else:
+        if not interrupted(functools.partial(make_trainable, each), at):
             assert at > count - 20  # what has been kept since the first time
             break
         assert kind(each) in (old, new), f"at line {at}"

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import gc
 import math
 import os
@@ -22,10 +23,13 @@ from fp4adam import (
     NVFP4Quantizer,
     QuantizedTensor,
     Recipe,
+    dequantize_model,
     is_hidden_linear,
     quantize_model,
     quantized_init,
 )
+from helpers import contents, has_contents
+from interrupts import count_lines, interrupted
 from ranks import run_ranks
 
 RECIPES = {
@@ -350,6 +354,38 @@ def test_nothing_changes_when_one_layer_cannot_be_quantized(spoil, error, match)
     # The message's cure.
     quantize_model(model, "nvfp4", lambda m, n: is_hidden_linear(m, n) and n != "blocks.1.down")
     assert quantized_names(model) == HIDDEN[:3]
+
+
+def quantize_all(model: nn.Module) -> None:
+    groups = [["up.weight", "down.weight"]]
+    quantize_model(model, "nvfp4", filter=lambda *_: True, scale_groups=groups)
+
+
+@pytest.mark.parametrize("change", [quantize_all, dequantize_model])
+def test_an_interrupt_leaves_the_plain_model_or_the_quantized_one(change):
+    """At any line of the change, and at some before it."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        made = Block(32)
+        if change is dequantize_model:
+            quantize_all(made)
+        made.up.weight.grad = torch.ones(64, 32)
+        return made
+
+    old, new = model(), model()
+    change(new)
+    known = {"old": contents(old), "new": contents(new)}
+    count = count_lines(functools.partial(change, model()))
+    seen = []
+    for at in [*range(0, count - 70, 97), *range(count - 70, count - 5, 2)]:
+        each = model()
+        assert interrupted(functools.partial(change, each), at)
+        found = [name for name, held in known.items() if has_contents(each, held)]
+        assert len(found) == 1, f"at line {at}"
+        assert each.up.weight.grad is not None
+        seen += found
+    assert {*seen} == {"old", "new"} and seen == sorted(seen, reverse=True)
 
 
 def test_tied_layers_stay_tied():

@@ -1,14 +1,16 @@
-"""Loading: all or nothing, whenever it is interrupted, and with little memory."""
+"""Loading and new groups: all or nothing, whenever interrupted; loading takes little memory."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import Parameter
 from torch.optim import AdamW
 
@@ -19,12 +21,11 @@ from helpers import (
     RECIPES,
     all_params,
     assert_identical,
-    make_mlp,
     make_params,
     random,
     take_steps,
 )
-from interrupts import InterruptLines
+from interrupts import interrupted
 
 
 def bits(optimizer: Any) -> dict[str, Any]:
@@ -52,19 +53,48 @@ def test_an_interrupted_load_leaves_the_old_states_or_the_new(make: Callable) ->
     seen, at = set(), 0
     while True:
         each = copy.deepcopy(old)
-        try:
-            with InterruptLines(at):
-                each.load_state_dict(saved)
-        except KeyboardInterrupt:
-            found = [name for name, states in known.items() if is_same(bits(each), states)]
-            assert found, f"at line {at}"
-            seen.update(found)
-            if at % 10 == 0:
-                take_steps(each, [3])
-        else:
+        if not interrupted(functools.partial(each.load_state_dict, saved), at):
             break
+        found = [name for name, states in known.items() if is_same(bits(each), states)]
+        assert found, f"at line {at}"
+        seen.update(found)
+        if at % 10 == 0:
+            take_steps(each, [3])
         at += 1 + at // 60  # all of the first lines, then fewer
     assert "old" in seen and at > 300
+
+
+@pytest.mark.parametrize("apart", [5, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: FP4Adam(params, lr=1e-2, scale_groups=lambda name: name[0]),
+        lambda params: MasterWeightOptimizer(params, AdamW, lr=1e-2),
+    ],
+    ids=["FP4Adam", "MasterWeightOptimizer"],
+)
+def test_an_interrupted_group_is_there_or_not(make: Callable, apart: int) -> None:
+    """At any line; training goes on with the group, or without it."""
+
+    def trained(at: int) -> tuple[Any, bool]:
+        values = [random((16, 16), i, scale=0.1 * (i + 1)) for i in range(3)]
+        params = [(f"q{i}", Parameter(RECIPES["nvfp4"].quantize(x))) for i, x in enumerate(values)]
+        optimizer = make(params[:2])
+        optimizer.param_groups[0]["lr"] = 5e-3  # as a scheduler does
+        group = {"params": params[2:]}
+        ends = not interrupted(functools.partial(optimizer.add_param_group, group), at)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert rates == [5e-3, 1e-2][: len(rates)]
+        take_steps(optimizer, [0])
+        return optimizer, ends
+
+    known = {1: bits(trained(0)[0]), 2: bits(trained(sys.maxsize)[0])}
+    for at in range(0, 10_000, apart):
+        optimizer, ends = trained(at)
+        assert is_same(bits(optimizer), known[len(optimizer.param_groups)]), f"at line {at}"
+        if ends:
+            break
+    assert at > 200
 
 
 def damaged(name: str, value: Any) -> Callable[[dict], None]:
@@ -153,10 +183,14 @@ def test_loading_takes_the_memory_of_the_states_and_of_one_weight() -> None:
 
 def test_members_of_scale_groups_keep_their_masters_after_plain_values() -> None:
     """The model's load_state_dict quantizes each member with an amax of its own."""
-    models = [make_mlp(None, "cpu", torch.bfloat16) for _ in range(2)]
-    for model in models:
-        quantize_model(model, "nvfp4", filter=lambda *_: True)
-    groups = [["0.weight", "2.weight"]]
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(32, 32, dtype=torch.bfloat16) for _ in range(3)))
+        for i, layer in enumerate(model):
+            layer.weight.data *= i + 1
+        models.append(quantize_model(model, "nvfp4", filter=lambda *_: True))
+    groups = [["0.weight", "1.weight", "2.weight"]]
     trained, loaded = (
         FP4Adam(model.named_parameters(), lr=1e-2, scale_groups=groups) for model in models
     )

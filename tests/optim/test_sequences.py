@@ -71,6 +71,17 @@ def test_a_released_step_that_fails_half_way(failing: int) -> None:
     training.teardown()
 
 
+@pytest.mark.parametrize("apart", [401, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_a_released_step_that_is_interrupted_at_any_line(apart: int) -> None:
+    for at in range(0, 4500, apart):
+        training = OperatorTraining()
+        training.start(options="adamw")
+        training.step(seed=1, absent=set())
+        training.interrupted_released_step(seed=2, at=at)
+        training.released_step(seed=3, absent=set(), failing=None)
+        training.teardown()
+
+
 @pytest.mark.parametrize(
     "options",
     [

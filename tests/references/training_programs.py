@@ -658,20 +658,46 @@ class Training(RuleBasedStateMachine):
             with interrupt:
                 self.optimizer.step()
         except KeyboardInterrupt:
-            self.optimizer.zero_grad()
-            self.note_bytes()
-            for i, (_, param, _) in enumerate(self.members()):
-                twin = Twin.of(self.optimizer, param)
-                state = self.optimizer.state.get(param, {})
-                has_master = "master_param" in state
-                if self.keeps_remainder(param):
-                    # Loaded states on the host keep the master until the next step.
-                    has_master = has_master or "param_remainder" in state
-                self.records[i] = Record(twin, [self.master(param) if has_master else None])
-            if not self.has_exact_moments:
-                self.asked(self.optimizer.state_dict())
+            self.begin_from_what_is_there()
         else:
             self.check_step(expected)
+
+    @precondition(lambda self: self.model is not None and self.has_exact_moments)
+    @action(seed=seeds, at=st.integers(0, 2000))
+    def interrupted_released_step(self, seed: int, at: int) -> None:
+        """Ctrl-C at any line of the steps that a backward pass takes, or of the one after it."""
+        self.grads(seed, set())
+        expected = self.expected()
+        self.may_look()
+        grads = [param.grad for param in self.params]
+        self.optimizer.zero_grad()
+        release = self.optimizer.enable_gradient_release()
+        try:
+            with InterruptLines(at):
+                for param, grad in zip(self.params, grads, strict=True):
+                    if grad is not None:
+                        WithGradient.apply(param, grad).backward()
+                self.optimizer.step()
+        except KeyboardInterrupt:
+            self.begin_from_what_is_there()
+        else:
+            self.check_step(expected)
+        release.remove()
+
+    def begin_from_what_is_there(self) -> None:
+        """After Ctrl-C in a step: a new start, from the states and weights of now."""
+        self.optimizer.zero_grad()
+        self.note_bytes()
+        for i, (_, param, _) in enumerate(self.members()):
+            twin = Twin.of(self.optimizer, param)
+            state = self.optimizer.state.get(param, {})
+            has_master = "master_param" in state
+            if self.keeps_remainder(param):
+                # Loaded states on the host keep the master until the next step.
+                has_master = has_master or "param_remainder" in state
+            self.records[i] = Record(twin, [self.master(param) if has_master else None])
+        if not self.has_exact_moments:
+            self.asked(self.optimizer.state_dict())
 
     @action(seed=seeds)
     def step_of_another_optimizer(self, seed: int) -> None:
