@@ -285,7 +285,7 @@ def report_completed(tile_amax, ratio, amax, tile_amaxes, tile_ratios, WRITE_DTY
     tile_amax: of the masters as they were quantized, with ``amax``. ratio: the largest number of
     the tile from ``adam_master_tile``.
     """
-    # Remainders round a master by a unit. That is at most 1/476 of the block's largest weight, or
+    # Remainders round a master by a unit. That is at most 1/478 of the block's largest weight, or
     # in a block with a small scale 2.4e-8 of the tensor's. Rounding to 16 bits as in `report_amax`.
     tile_amax = tile_amax * 1.0078125 + amax * 1e-7
     if WRITE_DTYPE != tl.float32:

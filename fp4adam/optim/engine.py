@@ -259,8 +259,8 @@ class Engine:
         rounded = [m for m in members if m not in stale and m.rounds(self.states.get(m.owner, {}))]
         if rounded:
             _logger.info(
-                "the FP32 masters of %d weights become int8 remainders, which rounds them to 1/119 "
-                "of half the gap between codes",
+                "the FP32 masters of %d weights become int8 remainders, which rounds them to 1/239 "
+                "of the gap between codes",
                 len(rounded),
             )
         for (group, param), member in zip(pairs, members, strict=True):

@@ -39,8 +39,8 @@ class FP4Adam(FusedAdam):
     scale of earlier values. State: 12 bytes per element.
 
     With ``states="8bit"`` it takes 3.06: FP8 moments, and ``master_weight_dtype=torch.int8``. The
-    master is then the weight and an int8 remainder, rounded stochastically, in units of 1/119 of
-    half the gap between codes. Codes and scales are those of the updated value before its remainder
+    master is then the weight and an int8 remainder, rounded stochastically, in units of 1/239 of
+    the gap between codes. Codes and scales are those of the updated value before its remainder
     is rounded. ``state_dict()`` has FP32 masters. A remainder is of use only with its codes: if
     other code writes the weight, even the same bytes, or moves it to other memory between two
     steps, the master restarts from the weight, with a warning in the log.

@@ -1,11 +1,13 @@
 """int8 remainders: what a quantized weight lacks of its master, in units of its own codes.
 
-A master is the decoded weight plus ``remainder * unit``. The unit of an element is 1/119 of half
-the gap from its code to the next larger one, so that +-127 reach a little past the middle between
-two codes. There the weight takes the other code, and the remainder continues from its other side.
+A master is the decoded weight plus ``remainder * unit``. The unit of an element is 1/239 of the
+gap from its code to the next larger one, so that +-127 reach a little past the middle between two
+codes. There the weight takes the other code, and the remainder continues from its other side. The
+middle itself is no master: an update of any size would decide which code a weight has that lies
+there, and weights would be ahead of their masters.
 
 With c the code, P its power of two (0.5 <= |c| / P < 2; at least 1 in E2M1 and 2**-6 in E4M3) and f
-the factor from codes to values, the unit is P * f / 476 in E2M1 and P * f / 1904 in E4M3. Block
+the factor from codes to values, the unit is P * f / 478 in E2M1 and P * f / 1912 in E4M3. Block
 scales of NVFP4 below 2**-7 count as 2**-7 in the unit, since the codes of such a block may saturate
 or all decode to 0.
 
@@ -25,7 +27,7 @@ from fp4adam.tensors.storage import Storage
 
 # The remainder of half a gap. The rest up to 127 covers the rounding to BF16 that
 # ``quantize_from="param_dtype"`` puts before the codes, 1/16 of half a gap of E4M3.
-HALF_GAP = 119
+HALF_GAP = 119.5
 NAN = -128
 # Half gaps of E2M1 and E4M3 are a quarter and a sixteenth of the code's power of two.
 _PER_POWER = {"e2m1": 4 * HALF_GAP, "e4m3": 16 * HALF_GAP}

@@ -108,14 +108,15 @@ class StepPlan:
         self.hiding = [(m.param, functools.partial(m.stored, "master_param")) for m in hiding]
         self._scales_of_others: ScaleWriteback | None = None
         self._amaxes = SharedAmaxes(members, self._groups, read_grad)
-        # Other ranks rely on these bounds, so they are measured again after any foreign write to
-        # the moments.
+        # Where nothing can be written again, other ranks or int8 masters rely on the bounds of the
+        # previews. So these look at everything after any foreign write to a state.
         bounded = [
             m.tensors[name]
             for group in self._groups
-            if group.kind.groups and group.kind.quantizer.layout.tensor_scale == "current"
             for m in group.members
-            for name in ("exp_avg", "exp_avg_sq")
+            if (group.kind.groups or m.completes)
+            and m.param.quantizer.layout.tensor_scale == "current"
+            for name in m.state_names
         ]
         self._has_run = False
         self._counter: StepCounter | DeviceCounter

@@ -11,8 +11,8 @@ from fp4adam.kernels.tiles.target import is_compiled_for_cuda
 
 FP32_MAX = tl.constexpr(3.4028234663852886e38)
 # The bits of the smallest power of two of a code, and the units per power of two.
-_LEAST_E2M1, _PER_E2M1 = tl.constexpr(0x3F800000), tl.constexpr(476)
-_LEAST_E4M3, _PER_E4M3 = tl.constexpr(0x3C800000), tl.constexpr(1904)
+_LEAST_E2M1, _PER_E2M1 = tl.constexpr(0x3F800000), tl.constexpr(478)
+_LEAST_E4M3, _PER_E4M3 = tl.constexpr(0x3C800000), tl.constexpr(1912)
 
 # 2^23 + 128 more than four int8 numbers: each plus 128 in the lowest byte of 2^23.
 _FOUR_FLOATS = tl.constexpr(

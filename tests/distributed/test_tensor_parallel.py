@@ -196,7 +196,7 @@ def complete_parts(rank: int, names: list[str], parallel: int) -> None:
                 o.get_unscaled_state(p, "master_param")
                 for o, p in ((optimizer, param), (expected, same))
             )
-            # Eight units. Without remainders it would be half a gap, 119.
+            # Eight units. Without remainders it would be half a gap, 119.5.
             assert (a - part_of(param, b)).abs().max() < 0.012 * b.abs().max()
         check_shards(model)
 

@@ -144,6 +144,27 @@ def test_what_the_bound_does_not_cover_is_written_again(device):
     weight.assert_exact()
 
 
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("quantizer", [NVFP4, Float8Quantizer()], ids=["nvfp4", "float8"])
+def test_after_foreign_writes_int8_masters_are_previewed_anew(quantizer, name, device, monkeypatch):
+    """A pass destroys them, so nothing could be written again."""
+    results = []
+    for kernels in (True, False):
+        monkeypatch.setattr(backend, "uses_kernels", lambda d, kernels=kernels: kernels)
+        param = torch.nn.Parameter(quantizer.quantize(VALUES["one outlier"].to(device)))
+        optimizer = FP4Adam([param], master_weight_dtype=torch.int8)
+        for step in range(3):
+            param.grad = randn(step, 1e-2).to(device)
+            if step == 2:
+                param.grad[70, 90] = 0.0
+                optimizer.state[param][name][70, 90] = 0.0 if name == "exp_avg_sq" else 1e4
+            optimizer.step()
+        results.append([*param.storage_tensors().values(), optimizer.state[param]["master_param"]])
+    assert param._amax > 10
+    for actual, expected in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
+
+
 def tiles_read(weight, grad, monkeypatch):
     """Share of the tiles that the preview of one step looks into."""
     seen = []
