@@ -21,6 +21,7 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.inference_workflow import (
     MXDynamicActivationMXWeightConfig,
@@ -61,6 +62,7 @@ from fp4adam import (
 )
 from helpers import assert_identical
 from interrupts import count_lines, interrupted
+from ranks import RankError, all_ranks, run_ranks
 
 pytestmark = [
     # transformers, for a checkpoint that is read with another configuration of its quantizer.
@@ -199,6 +201,34 @@ def train(model: nn.Module, steps: int, optimizer: FP4Adam | None = None) -> lis
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def train_shards(rank: int, folder: Path) -> None:
+    """Two steps of a loaded model that ``fully_shard`` shards, and of one that is whole."""
+    FineGrainedFP8HfQuantizer.validate_environment = lambda *_, **__: None
+    whole, sharded = trainable(folder), trainable(folder)
+    modules = [*sharded.model.layers, sharded]
+    for module in modules:
+        fully_shard(module, mesh=all_ranks())
+    assert train(sharded, 2) == train(whole, 2)
+    before = state(whole)
+    for module in modules:
+        module.unshard()
+    for (name, param), own in zip(sharded.named_parameters(), whole.parameters(), strict=True):
+        gathered, expected = (
+            x.detach().dequantize() if isinstance(x, QuantizedTensor) else x.detach()
+            for x in (param, own)
+        )
+        assert_identical(gathered, expected, name)
+    assert_identical(state(whole), before)
+
+
+def test_shards_have_the_bits_of_one_process(folder):
+    if "nvfp4" in (folder / "config.json").read_text():  # its blocks are parts of rows
+        with pytest.raises(RankError, match="two_dimensional=True to be sharded"):
+            run_ranks(train_shards, 2, folder)
+    else:
+        run_ranks(train_shards, 2, folder)
 
 
 def test_load_train_save_and_load_again(folder, tmp_path):
