@@ -74,7 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     if config.option.markexpr == QUICK:
-        return "tests: the quick ones, some 8 minutes on two cores; make test-all for the rest"
+        return "tests: the quick ones; make test-all runs the rest too"
     return f"tests: {config.option.markexpr or 'all'}"
 
 
