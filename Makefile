@@ -1,5 +1,5 @@
 # make demo     train a small GPT with quantized weights beside one with torch's AdamW
-# make test     run the quick tests
+# make test     run the quick tests, two variants of each at most
 # make test-all run all tests, with every variant and with programs in several processes
 # make test-kernels        compile every variant of every kernel for every GPU (20 minutes of a core)
 # make test-integrations   those with Transformers, Accelerate, Lightning and torchtitan
@@ -94,7 +94,7 @@ demo: $(READY)
 	$(PY) examples/train_gpt.py --compare --format nvfp4 --states fp32,8bit $(ARGS)
 
 test: $(READY)
-	$(PY) -m pytest $(PARALLEL) $(ARGS)
+	$(PY) -m pytest $(PARALLEL) --few $(ARGS)
 
 test-all: $(READY)
 	$(PY) -m pytest $(PARALLEL) -m "not every_kernel" $(ARGS)

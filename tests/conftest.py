@@ -74,7 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     if config.option.markexpr == QUICK:
-        return "tests: the quick ones; make test-all runs the rest too"
+        return "tests: the quick ones; make test-all runs all of them"
     return f"tests: {config.option.markexpr or 'all'}"
 
 
@@ -89,6 +89,7 @@ def pytest_collection_finish() -> None:
 SLOWEST, SLOW = "test_aot", ("test_example", "test_benchmarks", "distributed")
 
 
+@pytest.hookimpl(trylast=True)  # after those that are not asked for have been left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     if config.option.few:
