@@ -399,7 +399,8 @@ class _State:
                 stored = self.encode(name, value)
                 state_dict.update({prefix + name: part for name, part in stored.items()})
             elif isinstance(value, Tensor) and not is_dtensor(value) and self.names(name):
-                plain.append(full)
+                # Codes of the loaded model are there for as long as it has not been taken.
+                plain += [full] * (value.itemsize > 1)
         if plain and hasattr(getattr(module, "config", None), "quantization_config"):
             warnings.warn(
                 f"weights such as {plain[0]!r} are plain now, and config.json will not say so, as "
