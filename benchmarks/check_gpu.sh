@@ -6,9 +6,12 @@
 # OUT: a folder for results, JSON with device, versions, date and commit (COMMIT, where the checkout
 # has no .git). Sections, each within ten minutes; all of them if none is named:
 #
-#     right     tests with real kernels, random programs, digests beside a CPU's, compute-sanitizer
-#     step      times of one optimizer step
-#     memory    full fine-tuning of a Llama 8B shape: peak memory and tokens per second
+#     tests     tests with real kernels; WORKERS (default 12), SECONDS_OF_TESTS (300)
+#     programs  random programs with real kernels; MINUTES (default 2), SEED (0)
+#     digests   what programs end with, beside a CPU's
+#     sanitizer compute-sanitizer on steps with masters
+#     step      times of one optimizer step; MODEL (default all), ONLY
+#     memory    full fine-tuning of a Llama 8B shape: peak memory and tokens per second; ONLY
 #     learning  losses of a GPT of 100 M parameters; TOKENS (default 50e6), ONLY
 #     te        Transformer Engine's own tensors; needs transformer_engine
 #     ranks     two GPUs: FSDP2, DDP, scaling, casts
@@ -20,31 +23,47 @@ shift
 mkdir -p "$out"
 out=$(realpath "$out")
 sections=("$@")
-[ $# -gt 0 ] || sections=(right step memory learning te ranks host)
-export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD
+[ $# -gt 0 ] || sections=(tests programs digests sanitizer step memory learning te ranks host)
+export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export FP4ADAM_COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null)}
 [ -e fp4adam/kernels ] || ln -s ../kernels fp4adam/kernels
 gpus=$(nvidia-smi --list-gpus | wc -l)
 
-right() {
+tests() {
     # One line per test, so that a run that is cut off has the names of those that failed.
-    timeout 300 python3 -m pytest -q -p no:cacheprovider -n "${WORKERS:-12}" -v >"$out/tests.log" 2>&1
+    timeout "${SECONDS_OF_TESTS:-300}" python3 -m pytest -q -p no:cacheprovider \
+        -n "${WORKERS:-12}" -v >"$out/tests.log" 2>&1
     tail -1 "$out/tests.log"
     grep -E "(FAILED|ERROR) tests/" "$out/tests.log" | sort -u
-    python3 benchmarks/sequences.py --device cuda --path kernels --minutes 2 \
-        --json "$out/sequences.json"
+}
+
+programs() {
+    python3 benchmarks/sequences.py --device cuda --path kernels --minutes "${MINUTES:-2}" \
+        --seed "${SEED:-0}" --json "$out/sequences${SEED:+_$SEED}.json"
+}
+
+digests() {
     python3 benchmarks/digests.py --alone --json "$out/digests_cpu.json" &
+    local cpu=$!
     python3 benchmarks/digests.py --device cuda --json "$out/digests_gpu.json"
-    wait
+    wait "$cpu"
     python3 benchmarks/digests.py --compare "$out/digests_cpu.json" "$out/digests_gpu.json"
+}
+
+sanitizer() {
     timeout 120 compute-sanitizer --error-exitcode 9 python3 -m pytest -q -n 0 \
         -p no:cacheprovider tests/optim/test_masters.py -k 'kernels and (new_memory or swapped)' |
         tail -3
 }
 
-step() { python3 benchmarks/step.py --model all --json "$out/step.json"; }
+step() {
+    python3 benchmarks/step.py --model "${MODEL:-all}" ${ONLY:+--only "$ONLY"} \
+        --json "$out/step.json"
+}
 
-memory() { python3 benchmarks/full_finetune.py --json "$out/full_finetune.json"; }
+memory() {
+    python3 benchmarks/full_finetune.py ${ONLY:+--only "$ONLY"} --json "$out/full_finetune.json"
+}
 
 learning() {
     python3 benchmarks/numerics.py --tokens "${TOKENS:-50e6}" ${ONLY:+--only "$ONLY"} \
