@@ -13,8 +13,8 @@
 #     step      times of one optimizer step; MODEL (default all), ONLY
 #     memory    full fine-tuning of a Llama 8B shape: peak memory and tokens per second; ONLY
 #     learning  losses of a GPT of 100 M parameters; TOKENS (default 50e6), ONLY
-#     te        Transformer Engine's own tensors; needs transformer_engine
-#     ranks     two GPUs: FSDP2, DDP, scaling, casts
+#     te        Transformer Engine's own tensors; needs transformer_engine; PARTS of te_check.py
+#     ranks     two GPUs: FSDP2, DDP, casts, Transformer Engine's modules, scaling; WORKERS (4)
 #     host      times of the host, on a machine that does nothing else
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -29,13 +29,22 @@ export FP4ADAM_COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null)}
 [ -e fp4adam/kernels ] || ln -s ../kernels fp4adam/kernels
 gpus=$(nvidia-smi --list-gpus | wc -l)
 
-tests() {
-    # One line per test, so that a run that is cut off has the names of those that failed.
-    timeout "${SECONDS_OF_TESTS:-300}" python3 -m pytest -q -p no:cacheprovider \
-        -n "${WORKERS:-12}" -v >"$out/tests.log" 2>&1
-    tail -1 "$out/tests.log"
-    grep -E "(FAILED|ERROR) tests/" "$out/tests.log" | sort -u
+# Tests with a line each, so that a run that is cut off has the names of those that failed, and
+# these once more, with their errors: NAME SECONDS WORKERS [OPTIONS].
+tested() {
+    local log=$out/$1.log seconds=$2 workers=$3
+    shift 3
+    timeout "$seconds" python3 -m pytest -v -p no:cacheprovider -n "$workers" "$@" >"$log" 2>&1
+    tail -1 "$log"
+    grep -c PASSED "$log"
+    grep -oE "(FAILED|ERROR) tests/.*" "$log" | sed -E 's/ - .*//; s/ +$//' | sort -u >"$log.failed"
+    cat "$log.failed"
+    sed -E 's/^(FAILED|ERROR) //' "$log.failed" | head -20 | tr '\n' '\0' |
+        timeout 120 xargs -0 -r python3 -m pytest -q --tb=short -n 4 -p no:cacheprovider |
+        tail -c 8000
 }
+
+tests() { tested tests "${SECONDS_OF_TESTS:-300}" "${WORKERS:-12}"; }
 
 programs() {
     python3 benchmarks/sequences.py --device cuda --path kernels --minutes "${MINUTES:-2}" \
@@ -71,7 +80,7 @@ learning() {
 }
 
 te() {
-    python3 benchmarks/te_check.py --json "$out/te_check.json"
+    python3 benchmarks/te_check.py ${PARTS:+--parts "$PARTS"} --json "$out/te_check.json"
     python3 benchmarks/step.py --only "TE's tensors" --json "$out/te_step.json"
 }
 
@@ -80,8 +89,9 @@ ranks() {
         echo "not run: ranks needs two GPUs, got $gpus"
         return
     fi
-    timeout 300 python3 -m pytest -q -p no:cacheprovider -n 4 tests/distributed | tail -3
+    tested ranks "${SECONDS_OF_TESTS:-300}" "${WORKERS:-4}" tests/distributed
     python3 benchmarks/ddp_check.py
+    torchrun --nproc-per-node 2 benchmarks/te_fsdp.py --json "$out/te_fsdp.json"
     torchrun --nproc-per-node 2 benchmarks/scaling.py --out "$out/scaling.json"
 }
 
