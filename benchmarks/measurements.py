@@ -143,7 +143,8 @@ SECTIONS = (
     Section(
         "Full fine-tuning",
         "transformers' Llama in the shape of Llama-3.1-8B, one sequence of 4,096 tokens, "
-        "activations recomputed; embeddings and head in BF16, weights in both directions.",
+        "activations kept or recomputed; embeddings and head in BF16. Quantized weights have the "
+        "directions that their matmuls read: both with FP8 matmuls, else one.",
         ("full_finetune",),
         FINETUNING,
     ),
@@ -271,9 +272,9 @@ def losses() -> list[str]:
         "",
         "Nats per byte on torch's own source code, 50 M tokens, the same data in the same order; "
         "weights have FP32 masters and moments but in the rows that say so. Those of "
-        '`states="8bit"` were trained two at a time on one GPU, which halves their tokens per '
-        "second; units of int8 masters were 1/238 of a gap between codes, and are 1/239 now. The "
-        "gap is to the mean of the two seeds of BF16.",
+        '`states="8bit"` were trained beside other work, which takes some of their tokens per '
+        "second; seed 1 is of before the unit of int8 masters became 1/239 of a gap between codes "
+        "(1/238). The gap is to the mean of the two seeds of BF16.",
         "",
         "![Held-out losses of a GPT with each format, and their gaps to "
         "BF16](benchmarks/h200/numerics.png)",
@@ -285,42 +286,110 @@ def losses() -> list[str]:
     ]
 
 
+def gaps_to_adamw(path: Path) -> tuple[dict[str, str], Row]:
+    """Held-out losses above AdamW's with the same seed, by format and states; and one run."""
+    runs = numerics_report.load_runs([path])
+    by_states = defaultdict(list)
+    for name, run in runs.items():
+        states, _, seed = name.partition(", seed ")
+        by_states[states.replace("NVFP4 2D", "NVFP4").removesuffix(", FP32 states")].append(
+            numerics_report.held_out(run)
+            - numerics_report.held_out(runs[f"BF16 + AdamW, seed {seed or 0}"])
+        )
+    del by_states["BF16 + AdamW"]
+    found = {}
+    for states, gaps in by_states.items():
+        noise = f" ± {statistics.stdev(gaps) / len(gaps) ** 0.5:.4f}" if len(gaps) > 1 else ""
+        found[states] = f"{statistics.fmean(gaps):+.4f}{noise} ({len(gaps)})"
+    return found, next(iter(runs.values()))
+
+
+def of_cpu(about: Row, *names: str) -> str:
+    """Where a table of records in benchmarks/cpu comes from."""
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    files = ", ".join(f"`cpu/{name}.json`" for name in names)
+    return f"*{about['device']}, {versions}, {about['date']}: {files}*"
+
+
 def fine_tuning() -> list[str]:
-    """What numerics.py has recorded of a small model on a CPU, by learning rate."""
-    tables: dict[str, dict[str, str]] = defaultdict(dict)
-    rates = "1e-5", "1e-4"
-    for rate in rates:
-        runs = numerics_report.load_runs([CPU_RECORDS / f"finetune_{rate}.json"])
-        by_states = defaultdict(list)
-        for name, run in runs.items():
-            states, _, seed = name.partition(", seed ")
-            by_states[states.replace("NVFP4 2D", "NVFP4").removesuffix(", FP32 states")].append(
-                numerics_report.held_out(run)
-                - numerics_report.held_out(runs[f"BF16 + AdamW, seed {seed or 0}"])
-            )
-        del by_states["BF16 + AdamW"]
-        for states, gaps in by_states.items():
-            noise = f" ± {statistics.stdev(gaps) / len(gaps) ** 0.5:.4f}" if len(gaps) > 1 else ""
-            tables[states][rate] = f"{statistics.fmean(gaps):+.4f}{noise} ({len(gaps)})"
-    run = next(iter(runs.values()))
-    about = run["about"]
+    """What numerics.py has recorded of fine-tuning, on a GPU and with a small model on a CPU."""
+    large, run = gaps_to_adamw(RECORDS / "finetune_1e-5.json")
     lines = [
+        "## Fine-tuning",
+        "",
+        f"A GPT of {run['parameters'] / 1e6:.1f} M parameters, trained on 30 M tokens of torch's "
+        f"source code, goes on with that of transformers for {len(run['train_loss'])} steps of "
+        "32,768 tokens at a constant learning rate of 1e-5. Held-out nats per byte above those of "
+        "BF16 with AdamW and the same seed, their standard error, and the number of seeds. Those "
+        "two seeds differ by "
+        f"{_noise(RECORDS / 'finetune_1e-5.json'):.4f}.",
+        "",
+        cells(["", "lr 1e-5"]),
+        cells(["---"] * 2),
+        *(cells([states, large[states]]) for states in sorted(large)),
+        "",
+        source(run["about"], "finetune_1e-5"),
+        "",
+    ]
+    rates = "1e-5", "1e-4"
+    tables = {}
+    for rate in rates:
+        tables[rate], run = gaps_to_adamw(CPU_RECORDS / f"finetune_{rate}.json")
+    lines += [
         "## Fine-tuning a small model",
         "",
         f"A GPT of {run['parameters'] / 1e6:.1f} M parameters, trained on Python code, goes on "
-        f"with English for {len(run['train_loss'])} steps at a constant learning rate. Held-out "
-        "nats per byte above AdamW's in FP32 with the same seed, their standard error, and the "
-        "number of seeds. These runs are far from converged, so a larger step looks like a better "
+        f"with English for {len(run['train_loss'])} steps at a constant learning rate; gaps to "
+        "AdamW in FP32. These runs are far from converged, so a larger step looks like a better "
         "method: see the row with 1.3 times the learning rate.",
         "",
         cells(["", *(f"lr {rate}" for rate in rates)]),
         cells(["---"] * 3),
     ]
-    for states in sorted(tables):
-        lines.append(cells([states, *(tables[states].get(rate, "-") for rate in rates)]))
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    where = f"*{about['device']}, {versions}, {about['date']}: `cpu/finetune_1e-5.json`, "
-    return [*lines, "", where + "`cpu/finetune_1e-4.json`*", ""]
+    for states in sorted(tables["1e-5"]):
+        lines.append(cells([states, *(tables[rate].get(states, "-") for rate in rates)]))
+    return [*lines, "", of_cpu(run["about"], *(f"finetune_{rate}" for rate in rates)), ""]
+
+
+def _noise(path: Path) -> float:
+    runs = numerics_report.load_runs([path])
+    first, second = (numerics_report.held_out(runs[name]) for name in numerics_report.BASELINES)
+    return abs(first - second)
+
+
+def moments() -> list[str]:
+    """What moments.py has recorded on a CPU."""
+    record = json.loads((CPU_RECORDS / "moments.json").read_text())
+    sizes: dict[str, dict[float, float]] = defaultdict(dict)
+    losses: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for row in record["rows"]:
+        if row["what"] == "updates":
+            sizes[row["storage"]][row["beta2"]] = row["size"]
+        else:
+            losses[row["storage"], row["what"]].append(row["loss"])
+    lines = [
+        "## Moments in one byte",
+        "",
+        "Both moments are rounded to a storage and back after every step. The size of the updates "
+        "of a weight whose gradients differ in size, rms, as a share of those with FP32 moments; "
+        "and losses above those, three seeds, with their standard error: of 200 steps on the "
+        "standard library, and of 600 steps that learn 32 KiB of it nearly by heart. A larger step "
+        'looks like a better method there, too. "FP8" is what this package stores; "companded" '
+        "are int8 and uint8 of 32 elements, as in arXiv:2602.23349.",
+        "",
+        cells(["", "size, beta2 0.95", "size, beta2 0.999", "200 steps", "by heart"]),
+        cells(["---"] * 5),
+    ]
+    for storage in dict.fromkeys(storage for storage, _ in losses):
+        row = [f"{x:.3g}" for x in sizes[storage].values()] or ["-", "-"]
+        for what in ("short", "by heart"):
+            pairs = zip(losses[storage, what], losses["FP32", what], strict=True)
+            gaps = [a - b for a, b in pairs]
+            noise = statistics.stdev(gaps) / len(gaps) ** 0.5
+            row.append(f"{statistics.fmean(gaps):+.4f} ± {noise:.4f}")
+        if storage != "FP32":
+            lines.append(cells([storage, *row]))
+    return [*lines, "", of_cpu(record, "moments"), ""]
 
 
 def small_updates() -> list[str]:
@@ -340,16 +409,14 @@ def small_updates() -> list[str]:
     for row in record["rows"]:
         numbers = f"{row['moved']:.4f}", f"{row['deviation']:.2f}"
         lines.append(cells([row["format"], row["states"], f"{row['noise']:g}", *numbers]))
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    where = f"*{record['device']}, {versions}, {record['date']}: `cpu/resolution.json`*"
-    return [*lines, "", where, ""]
+    return [*lines, "", of_cpu(record, "resolution"), ""]
 
 
 def page() -> str:
     """The page."""
     parts = [section(spec) for spec in SECTIONS]
     parts[2:2] = [other_models()]
-    parts[3:3] = [layers(), losses(), fine_tuning(), small_updates()]
+    parts[3:3] = [layers(), losses(), fine_tuning(), small_updates(), moments()]
     lines = [line for part in parts for line in part]
     return INTRO + "\n" + "\n".join(lines).rstrip() + "\n"
 
