@@ -33,6 +33,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fp4adam.tensors import backend
+
 # One server each; more ranks than these share them, since each takes seconds to start.
 _HASH_SEEDS = (1, 2, 3)
 _PRELOADED = [
@@ -46,16 +48,9 @@ _PRELOADED = [
 ]
 
 
-def device_for(world_size: int, by_kernels: bool = False) -> str:
-    """Where ranks run: on GPUs where there are as many, else on the CPU.
-
-    Skips a test of kernels that have neither a GPU per rank nor Triton's interpreter.
-    """
-    if torch.cuda.device_count() >= world_size:
-        return "cuda"
-    if by_kernels and torch.cuda.is_available():
-        pytest.skip("needs as many GPUs as ranks, or Triton's interpreter")
-    return "cpu"
+def device_for(world_size: int) -> str:
+    """Where ranks run: on GPUs where there are as many, else on the CPU."""
+    return "cuda" if torch.cuda.device_count() >= world_size else "cpu"
 
 
 class RankError(Exception):
@@ -81,7 +76,7 @@ def run_ranks(
         survives: A rank that dies without an exception has the result None.
 
     Returns:
-        What each rank returned, tensors on the CPU.
+        What each rank returned, tensors on the CPU. A test that a rank skips is skipped.
 
     Raises:
         RankError: If a rank raised.
@@ -106,6 +101,8 @@ def run_ranks(
         if errors:
             # Ranks that only waited for the one that failed say less.
             raise RankError("\n".join(sorted(errors, key=lambda text: "Connection" in text)))
+        for path in Path(folder).glob("skipped*"):
+            pytest.skip(path.read_text())
         results = [Path(folder, f"result{rank}") for rank in range(world_size)]
         missing = [rank for rank, path in enumerate(results) if not path.exists()]
         stacks = "\n".join(path.read_text() for path in sorted(Path(folder).glob("stack*")))
@@ -128,6 +125,13 @@ def run(function: Callable[..., Any], world_size: int, *args: Any, **options: An
 def home() -> torch.device:
     """Where this rank computes."""
     return torch.device("cuda" if "nccl" in dist.get_backend_config() else "cpu")
+
+
+def use_kernels() -> None:
+    """Let this rank take kernels for everything; skips the test where it cannot run any."""
+    if home().type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs as many GPUs as ranks, or Triton's interpreter")
+    backend.uses_kernels = lambda device: True
 
 
 def all_ranks() -> DeviceMesh:
@@ -259,6 +263,8 @@ def _run_rank(
         result = function(rank, *args)
         torch.save(result, f"{folder}/result{rank}.part")
         os.rename(f"{folder}/result{rank}.part", f"{folder}/result{rank}")
+    except pytest.skip.Exception as skipped:
+        Path(folder, f"skipped{rank}").write_text(str(skipped))
     except BaseException:
         Path(folder, f"error{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
     # Who leaves first must not break a connection that another one still uses.

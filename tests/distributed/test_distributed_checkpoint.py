@@ -34,10 +34,9 @@ from fp4adam import (
     QuantizedTensor,
 )
 from fp4adam.distributed.dtensor import like, local, part_for
-from fp4adam.tensors import backend
 from fp4adam.tensors.rows import is_of
 from helpers import assert_identical
-from ranks import all_ranks, device_for, home, run
+from ranks import all_ranks, home, run, use_kernels
 from test_fsdp import build, bytes_of, fixed_grads, full, gathered_bytes, whole_bytes
 
 OPTIONS = dict(lr=1e-2, weight_decay=0.1)
@@ -478,7 +477,7 @@ def test_weights_that_wait_for_their_scales_are_saved(tmp_path):
 def load_and_step(rank: int, by_kernels: bool) -> list[list[dict[str, Tensor]]]:
     """Weights and states are loaded after steps, and there are more steps, without all-gathers."""
     if by_kernels:
-        backend.uses_kernels = lambda device: True
+        use_kernels()
     pair = take_steps(make(CASES[0]), range(2))
     saved = copy.deepcopy(pair[1].state_dict())
     set_model_state_dict(pair[0], other_weights(pair[0], 1), options=FULL)
@@ -488,7 +487,6 @@ def load_and_step(rank: int, by_kernels: bool) -> list[list[dict[str, Tensor]]]:
 
 
 def test_kernels_step_what_has_been_loaded():
-    device_for(2, by_kernels=True)
     for a, b in zip(
         *(run(load_and_step, 2, by_kernels)[0] for by_kernels in (False, True)), strict=True
     ):

@@ -31,9 +31,8 @@ from fp4adam.distributed import fsdp
 from fp4adam.distributed.dtensor import like, local, part_for
 from fp4adam.distributed.fsdp import gather_codes
 from fp4adam.kernels import float8_block_step
-from fp4adam.tensors import backend
 from helpers import assert_identical
-from ranks import all_ranks, device_for, home, run
+from ranks import all_ranks, home, run, use_kernels
 
 FORMATS = ("nvfp4", "mxfp8", "float8block", "float8")
 # In the quick run, one of the two formats whose shards exchange an amax goes through every case.
@@ -138,7 +137,7 @@ def full(value: Tensor) -> Tensor:
 
 def step_by_kernels(rank: int, *args) -> None:
     """:func:`step_in_parallel` with the kernels of a GPU, in Triton's interpreter on a CPU."""
-    backend.uses_kernels = lambda device: True
+    use_kernels()
     step_in_parallel(rank, *args, last=1)
 
 
@@ -208,7 +207,6 @@ def test_float8_shards_have_any_sizes(step, world_size, rows, cols, recipe):
 @pytest.mark.parametrize("world_size, rows", [(2, 256), (3, 64)])
 def test_delayed_scaling_has_the_bits_of_one_process(step, world_size, rows):
     """Its history has the amaxes of the whole weight on every rank."""
-    device_for(world_size, by_kernels=step is step_by_kernels)
     run(step, world_size, rows, 32, DELAYED, {})
 
 
@@ -247,7 +245,6 @@ def test_options_of_the_step(recipe, options):
     ],
 )
 def test_remainders_in_shards(step, recipe, world_size, rows):
-    device_for(world_size, by_kernels=step is step_by_kernels)
     run(step, world_size, rows, 32, recipe, REMAINDERS)
 
 
@@ -261,7 +258,6 @@ def test_remainders_in_shards(step, recipe, world_size, rows):
     ],
 )
 def test_shards_without_masters(step, recipe, world_size, rows):
-    device_for(world_size, by_kernels=step is step_by_kernels)
     run(step, world_size, rows, 32, recipe, WITHOUT_MASTERS)
 
 
@@ -272,7 +268,7 @@ def test_empty_shards(recipe, world_size, rows):
 
 
 def gather_cut_blocks(rank: int) -> None:
-    backend.uses_kernels = lambda device: True
+    use_kernels()
     # 144 rows per rank: the second one begins within a block. 32 rows: the gap would be too large.
     whole, sharded = (build(288, 64, "float8block", torch.bfloat16) for _ in range(2))
     fully_shard(sharded, mesh=all_ranks())
@@ -286,7 +282,6 @@ def gather_cut_blocks(rank: int) -> None:
 
 
 def test_shards_that_begin_within_a_block_are_gathered_as_one_tensor():
-    device_for(2, by_kernels=True)
     run(gather_cut_blocks, 2)
 
 
@@ -322,7 +317,6 @@ def test_a_rank_without_rows_takes_part_in_what_others_load():
     ],
 )
 def test_kernels_have_the_bits_of_one_process(world_size, recipe):
-    device_for(world_size, by_kernels=True)
     rows = 256 if (recipe, world_size) == ("float8block", 2) else 64  # whole blocks on two ranks
     run(step_by_kernels, world_size, rows, 32, recipe, {})
 
@@ -617,7 +611,7 @@ def count_collectives(rank: int) -> None:
 
 
 def raise_versions(rank: int) -> None:
-    backend.uses_kernels = lambda device: True
+    use_kernels()
     model = build(64, 32, "nvfp4")
     fully_shard(model, mesh=all_ranks())
     optimizer = FP4Adam(model.parameters())
@@ -635,7 +629,7 @@ def test_autograd_sees_that_shards_were_written():
 
 def restart_from_large_moments(rank: int) -> None:
     """Small weights overtake the largest one in the second step: by the moments of one matrix."""
-    backend.uses_kernels = lambda device: True
+    use_kernels()
     results = []
     for sharded in (True, False):
         torch.manual_seed(0)

@@ -70,3 +70,12 @@ def test_a_rank_that_fails_is_named_and_the_next_call_works(how, timeout, error,
 
 def test_a_rank_may_die():
     assert run_ranks(fail, 2, "die", survives=True) == [0, None]
+
+
+def skip(rank: int) -> None:
+    pytest.skip(f"rank {rank} cannot")
+
+
+def test_a_rank_skips_its_test():
+    with pytest.raises(pytest.skip.Exception, match=r"rank [01] cannot"):
+        run_ranks(skip, 2)

@@ -22,9 +22,8 @@ with warnings.catch_warnings():  # it compiles functions with torch.jit.script
 
 from fp4adam import MasterWeightOptimizer, QuantizedTensor, check_shards, quantize_model
 from fp4adam.distributed.dtensor import local
-from fp4adam.tensors import backend
 from helpers import assert_identical
-from ranks import all_ranks, device_for, home, run, run_ranks
+from ranks import all_ranks, device_for, home, run, run_ranks, use_kernels
 from test_fsdp import (
     CASES_OF,
     FORMATS,
@@ -77,7 +76,7 @@ def test_shards_have_the_bits_of_one_process(world_size, rows, cols, recipe):
 
 def step_by_kernels(rank: int, *args: Any) -> None:
     """:func:`step_in_parallel` with the kernels of a GPU, in Triton's interpreter on a CPU."""
-    backend.uses_kernels = lambda device: True
+    use_kernels()
     step_in_parallel(rank, *args)
 
 

@@ -17,10 +17,9 @@ from torch.distributed.fsdp import fully_shard
 
 from fp4adam import FP4Adam, check_shards, hf_scale_groups, quantize_model
 from fp4adam.distributed.dtensor import like, local
-from fp4adam.tensors import backend
 from helpers import assert_identical
 from late_link import LateLink, offload_to
-from ranks import all_ranks, home, run
+from ranks import all_ranks, home, run, use_kernels
 from test_fsdp import build, fixed_grads, gathered_bytes, set_grads
 from test_sharded_release import Layer, backward
 
@@ -90,7 +89,7 @@ def test_the_bits_of_resident_states(
 
 def step_by_kernels(rank: int) -> None:
     """The plan of each chunk stays, although copies write to the bounded moments."""
-    backend.uses_kernels = lambda device: True
+    use_kernels()
     with offload_to(LateLink(), 12 * 16 * 32):
         optimizers, plans = [], []
         for offloads in (True, False):

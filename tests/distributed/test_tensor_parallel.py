@@ -37,12 +37,11 @@ from fp4adam.distributed import tensor_parallel
 from fp4adam.distributed.dtensor import like, local, part_for
 from fp4adam.distributed.tensor_parallel import gather_whole
 from fp4adam.distributed.torch_patches import wrap_shard_tensor
-from fp4adam.tensors import backend
 from fp4adam.tensors.swizzle import new_gemm_scale
 from fp4adam.tensors.transpose import transposed_codes
 from helpers import assert_identical
 from master_reference import value_of
-from ranks import device_for, home, run_ranks
+from ranks import device_for, home, run_ranks, use_kernels
 from test_fsdp import OPTIONS, fixed_grads
 
 RECIPES: dict[str, tuple[Any, int]] = {
@@ -147,7 +146,7 @@ def assert_equal_state(optimizer: FP4Adam, expected: FP4Adam) -> None:
 
 def step_in_parallel(rank: int, names: list[str], parallel: int, by_kernels: bool) -> None:
     if by_kernels:
-        backend.uses_kernels = lambda device: True
+        use_kernels()
     for name in names:
         recipe, width = RECIPES[name]
         whole = build(recipe, width)
@@ -210,7 +209,7 @@ def test_remainders_of_parts(world_size):
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_kernels_have_the_bits_of_one_process(world_size):
     names = ["nvfp4"] if world_size == 2 else ["nvfp4, for GEMMs", "mxfp8"]
-    device = device_for(world_size, by_kernels=True)
+    device = device_for(world_size)
     run_ranks(step_in_parallel, world_size, names, 2, True, device=device)
 
 

@@ -435,12 +435,12 @@ def test_tables_are_kept_while_addresses_hold(device, monkeypatch):
     cast(builds=True)
 
 
-def test_kept_tables_keep_no_weight_alive(monkeypatch):
+def test_kept_tables_keep_no_weight_alive(device, monkeypatch):
     monkeypatch.setattr(backend, "uses_kernels", lambda d: True)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "all_reduce", lambda *args: None)
-    weight = NVFP4Quantizer().make_empty((16, 16), torch.bfloat16)
-    quantize_master_weights([weight], [torch.ones(256)], [0], None, None, True)
+    weight = NVFP4Quantizer().make_empty((16, 16), torch.bfloat16, device)
+    quantize_master_weights([weight], [torch.ones(256, device=device)], [0], None, None, True)
     post_all_gather_processing([weight])
     storage = weakref.ref(weight._shared)
     del weight

@@ -21,9 +21,8 @@ from fp4adam import (
 )
 from fp4adam.distributed.dtensor import like
 from fp4adam.formats import minifloat
-from fp4adam.tensors import backend
 from helpers import random
-from ranks import all_ranks, run_ranks
+from ranks import all_ranks, run_ranks, use_kernels
 from te_stand_ins import assert_same, stand_in, te_tensor
 
 QUANTIZERS = {
@@ -86,7 +85,7 @@ def step_shards(rank: int, name: str, shape: tuple, kernels: bool, optimizer_cla
     for shard, whole in zip(shards, wholes, strict=True):
         assert_same_bytes(shard, whole)
     if kernels:
-        backend.uses_kernels = lambda device: True
+        use_kernels()
     calls = []
     all_reduce = dist.all_reduce
     dist.all_reduce = lambda *args, **kwargs: (calls.append(args[0]), all_reduce(*args, **kwargs))
@@ -291,7 +290,7 @@ def test_fsdp_trains_as_one_process_bit_for_bit(scaling, reshard, releases):
 
 def step_delayed_shards_of_odd_rows(rank: int, kernels: bool) -> None:
     if kernels:
-        backend.uses_kernels = lambda device: True
+        use_kernels()
     value = random((48, 32), 0).bfloat16()
     shard = sharded(Float8Quantizer(columnwise=False), value)
     scales = torch.tensor([123.0]), torch.zeros(1)
