@@ -182,7 +182,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
 
         Args:
             x: float32, bfloat16 or float16 tensor of the same shape, on any device. A quantized
-                tensor of the same format is copied byte for byte.
+                tensor of the same format is copied byte for byte, in the directions that both have.
 
         Returns:
             This tensor.

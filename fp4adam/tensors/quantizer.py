@@ -95,6 +95,14 @@ class Quantizer(QuantizerNames, Generic[T]):
         columnwise = self.columnwise and not derives
         return dataclasses.replace(self, columnwise=columnwise, optimize_for_gemm=False)
 
+    def writes_codes_of(self, other: "Quantizer") -> bool:
+        """Whether both write the same codes and scales in each direction that both have."""
+        if type(self) is not type(other):
+            return False
+        names = {field.name for field in dataclasses.fields(self) if field.compare}
+        names -= {"rowwise", "columnwise", "optimize_for_gemm"}
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
     def with_compact_scales(self) -> "Quantizer":
         """The same quantizer without swizzled scales."""
         return dataclasses.replace(self, optimize_for_gemm=False)

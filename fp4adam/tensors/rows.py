@@ -185,16 +185,22 @@ def copy_bytes(tensor: StoredTensor, source: StoredTensor, non_blocking: bool) -
     if type(tensor) is not type(source):
         return False
     if shared.global_spec is None and other.global_spec is None:
-        mine, others = tensor.quantizer, source.quantizer
-        same = mine.with_compact_scales() == others.with_compact_scales()
+        same = tensor.quantizer.writes_codes_of(source.quantizer)
         same &= is_all(tensor) and is_all(source)
         if other.pending is not None or not same:
             return False
-        values = other.tensors.existing()
-        for name, inner in shared.tensors.existing().items():
-            # Inner tensors that are not stored can be derived.
-            value = values[name] if name in values else getattr(source, name)
-            inner.copy_(value, non_blocking)
+        stored, values = shared.tensors.existing(), other.tensors.existing()
+        # Inner tensors that are not stored can be derived, by the source or from rowwise codes.
+        values = {n: values[n] if n in values else getattr(source, n) for n in stored}
+        derived = {name for name in stored if values[name] is None}
+        if derived and not (
+            tensor.quantizer.layout.is_square and values.get("rowwise_data") is not None
+        ):
+            return False
+        for name in stored.keys() - derived:
+            stored[name].copy_(values[name], non_blocking)
+        if derived:
+            _build_derived(tensor)
         shared.pending = None
         return True
     entries = tensor.quantizer.layout.rows_per_entry

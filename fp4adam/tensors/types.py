@@ -19,6 +19,9 @@ class Format(Protocol):
     def without_derived(self) -> "Format":
         """The same without the inner tensors that can be derived."""
 
+    def writes_codes_of(self, other: "Format") -> bool:
+        """Whether both write the same codes in each direction that both have."""
+
     def with_compact_scales(self) -> "Format":
         """The same without swizzled scales."""
 

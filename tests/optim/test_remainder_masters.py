@@ -1,6 +1,7 @@
 """Training with masters that are int8 remainders: what happens to them between and around steps."""
 
 import copy
+import dataclasses
 import io
 import pickle
 
@@ -184,6 +185,26 @@ def test_a_resumed_run_continues_with_the_same_bits(how, model_first, device):
     for seed in (3, 4):
         step(optimizer, seed)
         step(other, seed)
+    assert_same(other, optimizer)
+
+
+@by_quantizer
+@pytest.mark.parametrize("model_first", [True, False])
+def test_a_resumed_run_may_keep_one_direction(quantizer, model_first, device):
+    optimizer = make(device, quantizer)
+    other = make(device, dataclasses.replace(quantizer, columnwise=False))
+    step(optimizer, 1)
+
+    def load_model():
+        with torch.no_grad():
+            for param, value in zip(params_of(other), params_of(optimizer), strict=True):
+                param.copy_(value)
+
+    loads = [load_model, lambda: other.load_state_dict(optimizer.compact_state_dict())]
+    for load in loads if model_first else reversed(loads):
+        load()
+    step(optimizer, 2)
+    step(other, 2)
     assert_same(other, optimizer)
 
 

@@ -276,6 +276,23 @@ def test_deepcopy_is_independent_and_complete(quantizer):
     assert not frozen.requires_grad and not isinstance(frozen, nn.Parameter)
 
 
+@pytest.mark.parametrize("quantizer", [q for q in QUANTIZERS.values() if q.rowwise], ids=str)
+@pytest.mark.parametrize("swizzles", [False, True])
+def test_copies_keep_the_codes_of_the_directions_that_both_have(quantizer, swizzles):
+    swizzles &= quantizer.layout.swizzles
+    rowwise = dataclasses.replace(quantizer, columnwise=False, optimize_for_gemm=swizzles)
+    source, one = quantizer.quantize(randn()), rowwise.quantize(randn(seed=1))
+    one.copy_(source)
+    kept = source.storage_tensors()
+    for name, inner in one.storage_tensors().items():
+        # Swizzled scales are made on access.
+        assert torch.equal(inner, kept[name] if name in kept else getattr(source, name[1:])), name
+    if quantizer.layout.is_square:
+        other = quantizer.quantize(randn(seed=2))
+        other.copy_(one)
+        assert_identical(other.storage_tensors(), kept)
+
+
 def test_deepcopy_keeps_the_value_before_quantization():
     param = param_with_init_val()
     twin = copy.deepcopy(param)
