@@ -54,13 +54,10 @@ class DeviceCounter:
         """The step count of one member of each parameter group, by the id of the group."""
         return {id(m.group): m.state["step"] for m in reversed(self._members)}
 
-    def regroup(self, present: list[bool]) -> bool:
-        """Set which members take part in this step; True if that differs from the last step."""
-        if present == self._present:
-            return False
+    def regroup(self, present: list[bool]) -> None:
+        """Set which members take part from this step on; may be repeated if it is interrupted."""
         self._present = present
         self.groups = hyper_groups([*compress(self._members, present)])
-        return True
 
     def numbers(self) -> list[float]:
         """The hyper-parameters of all groups, one row each; 0 where a tensor holds one."""

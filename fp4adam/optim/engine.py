@@ -273,7 +273,7 @@ class Engine:
             member.free_initial_value(self.updates(group))
             member.bind(group, state, param in moving)
         structure = self._structure()
-        self.plan = StepPlan(
+        plan = StepPlan(
             members,
             [param for param in params if param not in stepped],
             structure,
@@ -282,7 +282,8 @@ class Engine:
         )
         groups = [group for group, _ in self.groups]
         self._planned = groups, params, [*self._own_states()], sharded
-        if not self.plan.fits(structure):
+        self.plan = plan  # whole, wherever an interrupt comes
+        if not plan.fits(structure):
             raise RuntimeError("a step plan must fit what it was made from; please report this")
 
     def check(self) -> tuple[set[Tensor], set[Tensor]]:

@@ -81,7 +81,6 @@ class StepCounter:
         for member, step in zip(members, self._views, strict=True):
             member.state["step"] = step
         self._version = self._steps._version
-        self._present: list[bool] = []
         self._counted = torch.zeros(0, dtype=torch.float32, device="cpu")
         self.groups: list[StepGroup] = []
         self.rows: list[int] = [0] * len(members)
@@ -96,12 +95,9 @@ class StepCounter:
             map(is_, map(_step, self._states), self._views)
         )
 
-    def regroup(self, present: list[bool]) -> bool:
-        """Set which members take part in this step; True if that differs from the last step."""
-        if present == self._present:
-            return False
+    def regroup(self, present: list[bool]) -> None:
+        """Set which members take part from this step on; may be repeated if it is interrupted."""
         self._catch_up()
-        self._present = present
         self._counted = torch.tensor(present, dtype=torch.float32, device="cpu")
         groups: dict[tuple[int, float, int], StepGroup] = {}
         for i in compress(range(len(present)), present):
@@ -121,7 +117,6 @@ class StepCounter:
         for row, group in enumerate(self.groups):
             for i in group.members:
                 self.rows[i] = row
-        return True
 
     def latest(self) -> dict[int, float]:
         """The largest count of the members of each parameter group, by the id of the group."""

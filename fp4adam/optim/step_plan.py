@@ -130,7 +130,7 @@ class StepPlan:
         self._have_known_layouts: Callable[..., bool] = lambda *grads: False
         self._rows_of_parts: list[list[int]] = [[] for _ in self._parts]
         self._rows_by_operators: list[int] = []
-        self._present: list[bool] = []
+        self._present: list[bool] | None = None
         self._written: list[Tensor] = []
         self._loose: list[Parameter] = []
 
@@ -295,12 +295,13 @@ class StepPlan:
         for group in self._groups:
             present += group.present or [True] * len(group.members)
         present += [grad is not None for grad in grads_for_operators]
-        if present != self._present:
-            for member in compress(self.members, map(not_, present)):
-                check_in_use(member.owner)
-        if not self._counter.regroup(present):
+        if present == self._present:
             return
-        self._present = present
+        for member in compress(self.members, map(not_, present)):
+            check_in_use(member.owner)
+        # Known again at the end, so that an interrupted change is made once more.
+        self._present = None
+        self._counter.regroup(present)
         stepped = [*compress(self.members, present)]
         self._written = [m.owner for m in stepped]
         self._written += [m.param for m in stepped if m.param is not m.owner]
@@ -315,6 +316,7 @@ class StepPlan:
         rows = iter(self._counter.rows)
         self._rows_of_parts = [[*islice(rows, size)] for size in sizes]
         self._rows_by_operators = [*rows]
+        self._present = present
 
 
 def _is_loose(member: Parameter) -> bool:

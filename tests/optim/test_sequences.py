@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import AdamW
 from torch.testing import assert_close
 
 from fp4adam import FP4Adam
 from group_programs import GroupTraining
-from helpers import random, set_grads
+from helpers import bits_equal, random, set_grads
+from interrupts import interrupted
 from master_reference import Twin
 from training_programs import KernelTraining, OffloadedTraining, OperatorTraining, Training
 from view_programs import ViewTraining
@@ -114,3 +116,36 @@ def test_a_step_that_is_interrupted_anywhere(options: str, apart: int) -> None:
         training.interrupted_step(seed=2, at=at)
         training.step(seed=3, absent=set())
         training.teardown()
+
+
+def test_a_step_that_was_interrupted_before_it_changed_anything() -> None:
+    """Both parameters have gradients again, after a step of one of them."""
+
+    def trained() -> FP4Adam:
+        params = [Parameter(random((4, 8), seed)) for seed in range(2)]
+        optimizer = FP4Adam(params, lr=1e-2, fused=False)
+        for step in range(3):
+            set_grads(params, step)
+            if step == 1:
+                params[1].grad = None
+            if step < 2:
+                optimizer.step()
+        return optimizer
+
+    def tensors(optimizer: FP4Adam) -> list[Tensor]:
+        params = optimizer.param_groups[0]["params"]
+        return [t for p in params for t in (p.detach(), *optimizer.state[p].values())]
+
+    expected = trained()
+    before = [each.clone() for each in tensors(expected)]
+    expected.step()
+    at, ends, repeated = 0, False, 0
+    while not ends:
+        optimizer = trained()
+        ends = not interrupted(optimizer.step, at)
+        if all(map(bits_equal, tensors(optimizer), before)):
+            optimizer.step()
+            assert all(map(bits_equal, tensors(optimizer), tensors(expected))), at
+            repeated += 1
+        at += 1
+    assert repeated > 100

@@ -695,7 +695,10 @@ class Training(RuleBasedStateMachine):
             if self.keeps_remainder(param):
                 # Loaded states on the host keep the master until the next step.
                 has_master = has_master or "param_remainder" in state
-            self.records[i] = Record(twin, [self.master(param) if has_master else None])
+            self.records[i] = record = Record(twin, [self.master(param) if has_master else None])
+            if self.is_own_value(param) and "master_param" in state:
+                # Of before a cast to FP32; a cast back takes it up again.
+                record.allow([state["master_param"].detach().clone()])
         if not self.has_exact_moments:
             self.asked(self.optimizer.state_dict())
 
