@@ -59,9 +59,9 @@ def _step_scalars_kernel(
     Grid: (ceil(n / BLOCK),). Tile: BLOCK tensors. found_inf_ptr: float32 [1]; if it is not 0, no
     step is counted. table: int64 [n, 19]. hyper: float64 [n_groups, 8], with HYPER_COLUMNS. groups:
     int32 [n], the row of each tensor in ``hyper``. first_elements: int64 [n], the dither's index of
-    each tensor's first element, modulo 2**32. steps: int64 [n], addresses of the step counts, one
-    float32 each, updated. scalars: float32 [n, 12], with SCALAR_COLUMNS; the bounds for amax
-    previews are set to 0.
+    each tensor's first element; its low 32 bits count. steps: int64 [n], addresses of the step
+    counts, one float32 each, updated. scalars: float32 [n, 12], with SCALAR_COLUMNS; the bounds for
+    amax previews are set to 0.
     """
     tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = tensor < n

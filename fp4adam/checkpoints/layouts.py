@@ -346,8 +346,7 @@ class MXFP8Encoding(MXEncoding):
                 f"{self.scale} must be equal for the {MX_BLOCK} rows of each block to be taken "
                 "over with two_dimensional=True, got others; leave it out"
             )
-        square = scale[::MX_BLOCK].contiguous()
-        return {"rowwise_data": inner["rowwise_data"], "block_scale_inv": square}
+        return {"rowwise_data": inner["rowwise_data"], "block_scale_inv": scale[::MX_BLOCK]}
 
     def _derive(self, out: QuantizedTensor) -> None:
         if out.quantizer.columnwise and not out.quantizer.two_dimensional:

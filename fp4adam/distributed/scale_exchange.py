@@ -87,8 +87,8 @@ class ShardInfo(NamedTuple):
         is_parallel = spec is not None and spec.is_parallel
         by_rows, parallel = (sharded[:-1], sharded[-1:]) if is_parallel else (sharded, [])
         # Beside Shard(0) of tensor parallelism, fully_shard has a strided kind of it.
-        kinds = [] if is_parallel else [type(param.placements[dim]) for dim in by_rows]
-        if spec is None or len(by_rows) > 1 or any(kind is not Shard for kind in kinds):
+        is_known = is_parallel or type(param.placements[sharded[0]]) is Shard
+        if spec is None or len(by_rows) > 1 or not is_known:
             raise NotImplementedError(
                 "quantized parameters must be replicated, or sharded by fully_shard or "
                 "parallelize_module, each along one dimension of the mesh, got placements "

@@ -375,6 +375,6 @@ def replace_raw_data(tensor: Tensor, new_raw_data: Tensor) -> None:
             f"{tuple(new.shape)} of {new.dtype} with strides {new.stride()} on {new.device}; slice "
             "as many bytes out of the buffer"
         )
-    new = new.detach().view(old.shape)
+    new = new.view(old.shape)
     new.copy_(old)
     setattr(tensor, name, new)

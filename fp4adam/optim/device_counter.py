@@ -111,7 +111,7 @@ def _scalars_launch(tables: DeviceTables, members: list[Parameter], rows: list[i
         tables.table,
         tables.hyper,
         torch.tensor(rows, dtype=torch.int32, device=device),
-        torch.tensor([first % 2**32 for first in firsts], dtype=torch.int64, device=device),
+        torch.tensor(firsts, dtype=torch.int64, device=device),
         torch.tensor([m.tensors["step"].data_ptr() for m in members], device=device),
         tables.scalars,
     )

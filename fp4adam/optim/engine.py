@@ -187,7 +187,8 @@ class Engine:
         except Exception:
             self.drop_plan()
             raise
-        self.plan.run(self.take_clip(), *signals, captures)
+        self.plan.run(self.clip, *signals, captures)
+        self.end_clip()
         self.watch.look(self.plan.hiding, self.n_parts)
 
     def check_clip(self) -> None:
@@ -195,10 +196,9 @@ class Engine:
         if self.clip and self.measured and not self.measured.are_current(self.all_grads()):
             self.clip = {}
 
-    def take_clip(self) -> dict[torch.device, Tensor]:
-        """The clipping coefficients, which hold for one step."""
-        clip, self.clip, self.measured = self.clip, {}, None
-        return clip
+    def end_clip(self) -> None:
+        """Drop the clipping coefficients, which hold until one step has ended."""
+        self.clip, self.measured = {}, None
 
     def has_fitting_plan(self) -> bool:
         """Whether the plan of the last step is valid for this one; a collective call, as a step."""

@@ -106,16 +106,17 @@ class OffloadedEngine(Engine):
                 if grad is not None:
                     self._gpu(local(param).device)
         self.check_clip()
-        # Gone before the first part runs, so that an interrupt ends its validity.
-        clip = self.take_clip()
         try:
             for part, _ in active:
-                part.clip = dict(clip)
+                part.clip = dict(self.clip)
                 self.step_part(part, signals)
         except BaseException:
+            clip = self.clip, self.measured
             self.parameters.forget_marks()
             self.forget()
+            self.clip, self.measured = clip
             raise
+        self.end_clip()
 
     def step_part(self, part: Engine, signals: Signals) -> None:
         """Step a part with its states, from the host and back."""

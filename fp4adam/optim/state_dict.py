@@ -400,7 +400,7 @@ def new_state(parameter: Parameter, saved: State) -> State:
         zeros = torch.zeros_like(param, dtype=torch.int16)
         state["param_remainder"] = like(owner, zeros.copy_(remainder))
     elif remainder is not None:
-        master = join_master(param.detach(), remainder.to(param.device))
+        master = join_master(param, remainder.to(param.device))
         parameter.store_master(state, state_like(param).copy_(master))
     return state
 

@@ -295,6 +295,9 @@ def test_the_engine_s_own_tensors_are_written_in_place():
     own["1.norm.weight"] = own["1.norm.weight"].float()
     with pytest.raises(ValueError, match=r"tensors must have '1.norm.weight', contiguous torch.bf"):
         WeightReceiver(own).apply(sender.export_changes(full=True))
+    del own["1.norm.weight"]
+    with pytest.raises(ValueError, match="got none; pass the engine's tensors"):
+        WeightReceiver(own).apply(sender.export_changes(full=True))
 
 
 def test_damaged_and_foreign_updates_change_nothing():

@@ -404,13 +404,14 @@ def test_tables_are_kept_while_addresses_hold(device, monkeypatch):
         tables.clear()
         for value in values:
             value.normal_()
-        versions = [weight._version for weight in weights]
+        codes = [weight._rowwise_data for weight in weights]
+        versions = [x._version for x in (*weights, *codes)]
         quantize_master_weights(
             weights, values, starts, None, manual_post_all_gather_processing=True
         )
         post_all_gather_processing(weights)
         assert bool(tables) == builds
-        assert all(map(int.__lt__, versions, (weight._version for weight in weights)))
+        assert all(map(int.__lt__, versions, (x._version for x in (*weights, *codes))))
         for weight, value in zip(weights, values, strict=True):
             expected = weight.quantizer.quantize(value.view(32, 32).bfloat16())
             assert weight.has_bytes_of(expected)
@@ -440,8 +441,9 @@ def test_kept_tables_keep_no_weight_alive(device, monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "all_reduce", lambda *args: None)
     weight = NVFP4Quantizer().make_empty((16, 16), torch.bfloat16, device)
-    quantize_master_weights([weight], [torch.ones(256, device=device)], [0], None, None, True)
-    post_all_gather_processing([weight])
+    for _ in range(2):
+        quantize_master_weights([weight], [torch.ones(256, device=device)], [0], None, None, True)
+        post_all_gather_processing([weight])
     storage = weakref.ref(weight._shared)
     del weight
     assert storage() is None

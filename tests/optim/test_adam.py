@@ -49,6 +49,11 @@ def test_a_tensor_in_parts_gives_the_bits_of_the_whole(dtype, layouts, amsgrad, 
     assert not torch.equal(results[0][0], value)
 
 
+def test_rates_below_those_of_float32_change_no_parameter():
+    sizes = [adam_scalars({**OPTIONS, "lr": lr}, 1).step_size for lr in (2.0**-149, 2.0**-148)]
+    assert sizes[0] == 0 < sizes[1]
+
+
 def test_multiply_add_rounds_the_product():
     generator = torch.Generator().manual_seed(0)
     for n in (1, 7, 64, 40_001):

@@ -275,7 +275,7 @@ def test_other_norms_are_refused(options, message):
 @pytest.mark.parametrize(
     ("grad", "error", "message"),
     [
-        (lambda: torch.ones(3), ValueError, "gradient 0 must have 4 elements, got 3"),
+        (lambda: torch.ones(3), ValueError, "gradient 1 must have 4 elements, got 3"),
         (lambda: torch.ones(4, dtype=torch.int32), TypeError, "got torch.int32; cast"),
         (lambda: torch.ones(4, dtype=torch.complex64), TypeError, "got torch.complex64; cast"),
         (lambda: torch.eye(2).to_sparse(), TypeError, "must be dense.*torch.sparse_coo"),
@@ -288,7 +288,7 @@ def test_other_norms_are_refused(options, message):
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_other_gradients_are_refused(grad, error, message):
     with pytest.raises(error, match=message):
-        GradNorm([4])([grad()])
+        GradNorm([2, 4])([torch.ones(2), grad()])
 
 
 def test_a_list_of_another_length_is_refused():

@@ -550,7 +550,9 @@ def test_rings(sizes: list[int]) -> None:
 
 def test_a_large_chunk_comes_in_where_space_is_free_first() -> None:
     """Three chunks are going out, the one after the end of the ring last."""
+    assert offload.ring_bytes([3, 5, 3, 3, 3]) == 6  # two of the usual chunks
     ring = offload._Ring(torch.empty(10, dtype=torch.uint8))
+    assert [ring.place(4) for _ in range(3)] == [(0, 4), (4, 8), (0, 4)]
     ring.uses = [((4, 6), 0), ((6, 9), 1), ((0, 4), 2)]
     spans = [(0, 2), (2, 4), (4, 6), (6, 8), (8, 10)]
     assert [ring.last_use(span) for span in spans] == [2, 2, 0, 1, 1]

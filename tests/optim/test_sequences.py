@@ -118,7 +118,8 @@ def test_a_step_that_is_interrupted_anywhere(options: str, apart: int) -> None:
         training.teardown()
 
 
-def test_a_step_that_was_interrupted_before_it_changed_anything() -> None:
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_step_that_was_interrupted_before_it_changed_anything(clips: bool) -> None:
     """Both parameters have gradients again, after a step of one of them."""
 
     def trained() -> FP4Adam:
@@ -130,6 +131,8 @@ def test_a_step_that_was_interrupted_before_it_changed_anything() -> None:
                 params[1].grad = None
             if step < 2:
                 optimizer.step()
+        if clips:
+            optimizer.clip_grad_norm_(0.01)
         return optimizer
 
     def tensors(optimizer: FP4Adam) -> list[Tensor]:

@@ -1,6 +1,7 @@
 """Step counts of parameters, and of groups as Transformer Engine and Megatron save them."""
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -40,6 +41,20 @@ def test_counts_differ_between_parameters():
     assert not any("step" in group for group in saved["param_groups"] + optimizer.param_groups)
     optimizer.load_state_dict(saved)
     assert [optimizer.state[param]["step"] for param in params] == [3, 1]
+
+
+def test_parameters_that_come_late_and_stay_away_follow_adamw():
+    params, twins = ([nn.Parameter(randn(4, seed=i)) for i in range(3)] for _ in range(2))
+    options = dict(lr=0.1, weight_decay=0.01)
+    optimizers = FP4Adam(params, **options), AdamW(twins, **options)
+    for step, present in enumerate([(0, 2), (0, 1, 2), (1,), (0, 1)]):
+        for each in (params, twins):
+            for i, param in enumerate(each):
+                param.grad = randn(4, seed=step) if i in present else None
+        for optimizer in optimizers:
+            optimizer.step()
+    assert [optimizers[0].state[param]["step"] for param in params] == [3, 3, 2]
+    torch.testing.assert_close(params, twins)
 
 
 @pytest.mark.parametrize("step", [5, None])

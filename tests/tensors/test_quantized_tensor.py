@@ -670,8 +670,10 @@ def test_value_before_quantization_is_not_kept_where_nobody_asked():
 def test_assigning_data(device):
     param = new_param(device=device)
     other = new_param(seed=1)
+    version = param._version
     # Another device than the parameter's: the bytes follow the parameter.
     param.data = other.data
+    assert param._version > version
     assert param.device == param._rowwise_data.device and param.device.type == device
     assert_identical(param, other)
     address = param.data_ptr()
