@@ -170,9 +170,10 @@ def test_padding_is_left_alone():
     assert (param._columnwise_scale_inv[:, 3:] == 7).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("overwritten", [False, True])
-def test_masters_start_from_the_value_before_quantization_if_it_is_that(overwritten):
-    value = random(SHAPE, 0).bfloat16()
+def test_masters_start_from_the_value_before_quantization_if_it_is_that(overwritten, dtype):
+    value = random(SHAPE, 0).to(dtype)
     kept = [value]
     param = te_tensor(
         NVFP4Quantizer(),
@@ -187,6 +188,7 @@ def test_masters_start_from_the_value_before_quantization_if_it_is_that(overwrit
     optimizer = FP4Adam([param], lr=0.0)
     step(optimizer, 0)
     assert torch.equal(master_of(optimizer, param), start if overwritten else value.float())
+    assert master_of(optimizer, param).data_ptr() != value.data_ptr()
     assert not kept
 
 
