@@ -160,6 +160,14 @@ def test_buffers_that_come_and_go_are_followed():
     assert_bytes(param, te_tensor(NVFP4Quantizer(), master_of(optimizer, param)))
 
 
+def test_tensors_of_versions_that_do_not_swizzle_scales():
+    params = [te_tensor(NVFP4Quantizer(), random(SHAPE, 0).bfloat16()) for _ in range(2)]
+    del params[1]._with_gemm_swizzled_scales
+    for param in params:
+        step(FP4Adam([param], lr=1e-2), 0)
+    assert_same(*(param._rowwise_scale_inv for param in params), "scales")
+
+
 def test_padding_is_left_alone():
     param = te_tensor(NVFP4Quantizer(), random(SHAPE, 0).bfloat16())
     param._rowwise_scale_inv[32:].fill_(7)

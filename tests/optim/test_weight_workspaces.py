@@ -373,10 +373,13 @@ def test_workspaces_that_are_made_later_are_found():
     assert_current(model[0]._fp8_workspaces["weight"], model[0].weight, quantizer)
 
 
-def test_only_what_has_changed_is_written():
+@pytest.mark.parametrize("kind", ["own", "te"])
+def test_only_what_has_changed_is_written(kind):
     quantizer = MXFP8Quantizer()
     weights = [Parameter(value(i)) for i in range(2)]
     copies = [quantizer.quantize(weight.detach()) for weight in weights]
+    if kind == "te":
+        copies = [*map(stand_in, copies)]
     workspaces = WeightWorkspaces(dict(zip(weights, copies, strict=True)))
     workspaces.update()
     versions = [tensor._version for tensor in copies]
