@@ -1,5 +1,6 @@
 """Casts in shards: the union of all is the full cast, and a shard leaves what is not its own."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from fp4adam import (
     Quantizer,
     build_columnwise,
 )
+from fp4adam.distributed.model_weights import ModelWeights
 from fp4adam.distributed.scale_exchange import own_cut_blocks
 from fp4adam.tensors import backend
 from fp4adam.tensors.storage import GlobalSpec
@@ -437,3 +439,12 @@ def test_cut_blocks_have_rows_of_two_shards():
     spec = GlobalSpec((80, 16), NVFP4Quantizer(), 20)
     shards = [SimpleNamespace(number=number, n_shards=4) for number in range(4)]
     assert [own_cut_blocks(spec, shard) for shard in shards] == [(1,), (0, 1), (0, 1), (0,)]
+
+
+def test_known_weights_and_their_values_are_not_kept_alive():
+    weight, value = MXFP8Quantizer().quantize(torch.ones(32, 32)), torch.ones(32, 32)
+    known = ModelWeights([weight], [value])
+    assert known.are([weight], [value])
+    alive = [weakref.ref(weight), weakref.ref(value)]
+    del weight, value
+    assert [each() for each in alive] == [None, None]

@@ -319,6 +319,12 @@ def test_a_copy_that_comes_later_leaves_the_others():
     workspaces.update()
     assert (tensor._version, tensor._rowwise_data._version) == versions
     assert_current(later, model[1].weight, quantizer)
+    # Nor does one that goes hide a write to another.
+    model[1]._fp8_workspaces.pop("weight")
+    with torch.no_grad():
+        tensor._rowwise_data.zero_()
+    workspaces.update()
+    assert_current(tensor, model[0].weight, quantizer)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
