@@ -121,8 +121,6 @@ class _Receive:
     def take(self) -> None:
         """Write the received data to the tensor."""
         self._tensor._write(self._received)
-        # Optimizers detect writes by versions, which c10d operators do not raise.
-        torch.autograd.graph.increment_version([*self._tensor.storage_tensors().values()])
         if rows.is_all(self._tensor):
             self._tensor._high_precision_init_val = self._init_val
 

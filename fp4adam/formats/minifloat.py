@@ -157,7 +157,8 @@ def e8m0_value(code: Tensor) -> Tensor:
 def amax(x: Tensor, dims: tuple[int, ...] | None = None, scratch: Tensor | None = None) -> Tensor:
     """Largest magnitude of float32 over ``dims`` (all by default), ignoring NaN as a GPU does.
 
-    ``scratch``: float32 memory of as many elements as ``x``, contiguous.
+    ``dims``: In ascending order. ``scratch``: float32 memory of as many elements as ``x``,
+    contiguous.
     """
     magnitude = torch.abs(x, out=None if scratch is None else scratch.view(x.shape))
     # The bits of magnitudes are in their order, and torch finds the largest integer faster.
@@ -172,6 +173,6 @@ def _amax(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
     if dims is None:
         return x.amax()
     # Reducing one dimension at a time is faster, above all if the first reduction shrinks most.
-    for i, dim in enumerate(sorted(dims)):
+    for i, dim in enumerate(dims):
         x = x.squeeze(dim - i) if x.shape[dim - i] == 1 else x.amax(dim - i)
     return x

@@ -350,3 +350,5 @@ def test_a_model_on_the_meta_device_is_filled(tmp_path):
         model = build(None)
     import_checkpoint(model, tmp_path)
     assert_identical(bytes_of(model), bytes_of(import_checkpoint(build(None, seed=1), tmp_path)))
+    assert all(isinstance(param, nn.Parameter) for param in model.parameters())
+    assert not any(isinstance(buffer, nn.Parameter) for buffer in model.buffers())

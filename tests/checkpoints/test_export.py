@@ -621,6 +621,8 @@ def test_types_that_cannot_be_exported(tmp_path, monkeypatch):
         export_checkpoint(model, tmp_path, config=3)
     with pytest.raises(TypeError, match="dtype must be float32, bfloat16 or float16"):
         export_masters(model, FP4Adam(model.parameters()), tmp_path, torch.float64)
+    with pytest.raises(ValueError, match="max_shard_bytes must be a positive number"):
+        export_masters(model, FP4Adam(model.parameters()), tmp_path, max_shard_bytes=0)
     monkeypatch.setattr(Model, "get_extra_state", lambda self: "state")
     with pytest.raises(TypeError, match="got a str for '_extra_state'"):
         export_checkpoint(model, tmp_path)

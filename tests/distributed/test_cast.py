@@ -1,5 +1,8 @@
 """Casts in shards: the union of all is the full cast, and a shard leaves what is not its own."""
 
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +19,10 @@ from fp4adam import (
     Quantizer,
     build_columnwise,
 )
+from fp4adam.distributed.model_weights import ModelWeights
+from fp4adam.distributed.scale_exchange import own_cut_blocks
 from fp4adam.tensors import backend
+from fp4adam.tensors.storage import GlobalSpec
 from fp4adam.tensors.transpose import transpose_codes
 from golden_vectors import golden_cases, read_arrays, read_index, sha16
 from test_pieces import Allocations
@@ -427,3 +433,18 @@ def test_columnwise_codes_are_built_in_place(quantizer, shape, path_device):
 def test_columnwise_codes_that_do_not_follow_are_refused(tensor, match):
     with pytest.raises(ValueError, match=match):
         build_columnwise([tensor])
+
+
+def test_cut_blocks_have_rows_of_two_shards():
+    spec = GlobalSpec((80, 16), NVFP4Quantizer(), 20)
+    shards = [SimpleNamespace(number=number, n_shards=4) for number in range(4)]
+    assert [own_cut_blocks(spec, shard) for shard in shards] == [(1,), (0, 1), (0, 1), (0,)]
+
+
+def test_known_weights_and_their_values_are_not_kept_alive():
+    weight, value = MXFP8Quantizer().quantize(torch.ones(32, 32)), torch.ones(32, 32)
+    known = ModelWeights([weight], [value])
+    assert known.are([weight], [value])
+    alive = [weakref.ref(weight), weakref.ref(value)]
+    del weight, value
+    assert [each() for each in alive] == [None, None]

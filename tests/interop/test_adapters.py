@@ -160,6 +160,14 @@ def test_buffers_that_come_and_go_are_followed():
     assert_bytes(param, te_tensor(NVFP4Quantizer(), master_of(optimizer, param)))
 
 
+def test_tensors_of_versions_that_do_not_swizzle_scales():
+    params = [te_tensor(NVFP4Quantizer(), random(SHAPE, 0).bfloat16()) for _ in range(2)]
+    del params[1]._with_gemm_swizzled_scales
+    for param in params:
+        step(FP4Adam([param], lr=1e-2), 0)
+    assert_same(*(param._rowwise_scale_inv for param in params), "scales")
+
+
 def test_padding_is_left_alone():
     param = te_tensor(NVFP4Quantizer(), random(SHAPE, 0).bfloat16())
     param._rowwise_scale_inv[32:].fill_(7)
@@ -170,9 +178,10 @@ def test_padding_is_left_alone():
     assert (param._columnwise_scale_inv[:, 3:] == 7).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("overwritten", [False, True])
-def test_masters_start_from_the_value_before_quantization_if_it_is_that(overwritten):
-    value = random(SHAPE, 0).bfloat16()
+def test_masters_start_from_the_value_before_quantization_if_it_is_that(overwritten, dtype):
+    value = random(SHAPE, 0).to(dtype)
     kept = [value]
     param = te_tensor(
         NVFP4Quantizer(),
@@ -187,6 +196,7 @@ def test_masters_start_from_the_value_before_quantization_if_it_is_that(overwrit
     optimizer = FP4Adam([param], lr=0.0)
     step(optimizer, 0)
     assert torch.equal(master_of(optimizer, param), start if overwritten else value.float())
+    assert master_of(optimizer, param).data_ptr() != value.data_ptr()
     assert not kept
 
 

@@ -747,6 +747,19 @@ def test_optimizers_of_replaced_weights_are_refused(kind):
     kind([p for p in model.parameters() if not isinstance(p, QuantizedTensor)], lr=0.1).step()
 
 
+def test_a_replaced_weight_whose_gradient_was_left_is_refused_at_the_next_step():
+    model = Model()
+    params = [nn.Parameter(torch.zeros(2)), *model.parameters()]
+    optimizer = FP4Adam(params)
+    quantize_model(model, "nvfp4")
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="must be those of the model, got one of shape"):
+        optimizer.step()
+
+
 def test_a_replaced_weight_that_is_added_to_an_optimizer_is_refused():
     model = Model()
     weight = model.blocks[0].up.weight

@@ -193,6 +193,15 @@ def test_capturable_step_gives_the_same_bits(
     assert {s["step"].device.type for s in pair[0].state.values()} == {device}
 
 
+def test_betas_may_be_on_the_device(device: str) -> None:
+    pair = make_pair(device, betas=tuple(torch.tensor(x, device=device) for x in (0.5, 0.75)))
+    for seed in range(2):
+        for optimizer in pair:
+            fill_grads(optimizer, seed)
+            optimizer.step()
+    assert_same_training(*pair)
+
+
 def test_parameters_without_elements_are_counted(device: str) -> None:
     params = [Parameter(torch.zeros(0, 4, device=device)), Parameter(torch.ones(4, device=device))]
     optimizer = FusedAdam(params, capturable=True)

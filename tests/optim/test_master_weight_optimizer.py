@@ -42,6 +42,7 @@ from helpers import (
     set_grads,
     take_steps,
 )
+from master_reference import value_of
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adamw": AdamW,
@@ -357,8 +358,8 @@ def test_masters_follow_the_rule(actions: list[str], recipe: str) -> None:
         elif action == "copy":
             model, optimizer = copy.deepcopy((model, optimizer))
         elif action == "reset":
-            optimizer.reset_master_weights([params[1]])
-            values[1] = params[1].detach().dequantize(torch.float32)
+            optimizer.reset_master_weights(params[:2])
+            values[:2] = [value_of(param) for param in params[:2]]
     for param, value in zip(model.parameters(), values, strict=True):
         if param in optimizer.state:
             assert_identical(optimizer.state[param]["master_param"], value)
@@ -430,6 +431,18 @@ def test_options_that_the_inner_optimizer_changes(device: str) -> None:
     take_steps(optimizer, range(3))
     assert optimizer.param_groups[0]["k"] == 3
     assert optimizer.state_dict()["param_groups"][0]["k"] == 3
+
+
+def test_hooks_may_replace_what_is_loaded() -> None:
+    params = make_params(RECIPES["nvfp4"], "cpu")
+    optimizer = MasterWeightOptimizer(params, AdamW, lr=1e-2)
+    take_steps(optimizer, range(1))
+    saved = copy.deepcopy(optimizer.state_dict())
+    take_steps(optimizer, range(1, 2))
+    optimizer.register_load_state_dict_pre_hook(lambda optimizer, state_dict: saved)
+    optimizer.load_state_dict(optimizer.state_dict())
+    for key, state in optimizer.state_dict()["state"].items():
+        assert_identical(state["exp_avg"], saved["state"][key]["exp_avg"])
 
 
 def test_masters_changed_by_other_code_are_written_back(device: str) -> None:

@@ -407,6 +407,13 @@ def test_reset_master_weights_restarts_from_the_parameters(device: str) -> None:
     assert_continues(optimizer)
 
 
+def test_a_reset_before_the_first_step_keeps_the_value_before_quantization(device: str) -> None:
+    weight = make_weight(RECIPES["nvfp4"], device, keeps_value=True)
+    optimizer = FP4Adam([weight])
+    optimizer.reset_master_weights()
+    assert weight.get_high_precision_init_val() is not None
+
+
 def through_deepcopy(model: nn.Module, optimizer: FP4Adam) -> tuple[Any, FP4Adam]:
     return copy.deepcopy((model, optimizer))
 

@@ -386,6 +386,12 @@ def test_groups_count_steps():
     copied = copy.deepcopy(optimizer)
     step(copied, 0)
     assert copied.param_groups[0]["step"] == 9 and optimizer.param_groups[0]["step"] == 8
+    split = FusedAdam([{"params": [param]} for param in weights()])
+    assert "step" not in split.state_dict()["param_groups"][0]
+    step(split, 0)
+    for group, count in zip(split.param_groups, (5, 7), strict=True):
+        group["step"] = count
+    assert [split.state[group["params"][0]]["step"] for group in split.param_groups] == [5, 7]
     # A count that the device has taken back.
     optimizer.found_inf = torch.ones(1)
     step(optimizer, 0)

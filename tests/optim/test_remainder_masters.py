@@ -394,3 +394,17 @@ def test_released_gradients_step_the_same(device):
         expected.step()
         expected.zero_grad()
     assert_same(optimizer, expected)
+
+
+@by_quantizer
+def test_loaded_remainders_of_other_codes_are_dropped(quantizer, device):
+    optimizer, other = make(device, quantizer), make(device, quantizer)
+    step(optimizer, 1)
+    with torch.no_grad():
+        for param, value in zip(params_of(other), values(5), strict=True):
+            param.copy_(value.to(device))
+    other.load_state_dict(optimizer.compact_state_dict())
+    other.param_groups[0]["lr"] = 0.0
+    before = weights(other)
+    step(other, 2)
+    assert_equal(masters(other), before)

@@ -319,6 +319,12 @@ def test_a_copy_that_comes_later_leaves_the_others():
     workspaces.update()
     assert (tensor._version, tensor._rowwise_data._version) == versions
     assert_current(later, model[1].weight, quantizer)
+    # Nor does one that goes hide a write to another.
+    model[1]._fp8_workspaces.pop("weight")
+    with torch.no_grad():
+        tensor._rowwise_data.zero_()
+    workspaces.update()
+    assert_current(tensor, model[0].weight, quantizer)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -373,10 +379,13 @@ def test_workspaces_that_are_made_later_are_found():
     assert_current(model[0]._fp8_workspaces["weight"], model[0].weight, quantizer)
 
 
-def test_only_what_has_changed_is_written():
+@pytest.mark.parametrize("kind", ["own", "te"])
+def test_only_what_has_changed_is_written(kind):
     quantizer = MXFP8Quantizer()
     weights = [Parameter(value(i)) for i in range(2)]
     copies = [quantizer.quantize(weight.detach()) for weight in weights]
+    if kind == "te":
+        copies = [*map(stand_in, copies)]
     workspaces = WeightWorkspaces(dict(zip(weights, copies, strict=True)))
     workspaces.update()
     versions = [tensor._version for tensor in copies]

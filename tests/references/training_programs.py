@@ -365,8 +365,10 @@ class Training(RuleBasedStateMachine):
             holds = master is not None and is_rounded(param, master, self.quantize_from)
             starts = [master if holds else value]
             if master is not None and (
-                # Values that differ in signs of zeros alone count as equal, or not.
-                torch.equal(master, value) or self.is_origin(param, record, master)
+                # Values that differ in signs of zeros alone count as equal, or not, and so do those
+                # that were decoded and quantized once more, which moves their last bits.
+                torch.allclose(master, value, rtol=2.0**-21, atol=0.0)
+                or self.is_origin(param, record, master)
             ):
                 starts.append(master)
             found += [start for start in starts if not _is_among(start, found)]
