@@ -24,7 +24,7 @@ from fp4adam.distributed.fsdp import gather_codes
 from fp4adam.kernels.launch import launch
 from fp4adam.tensors import backend
 from helpers import through_a_file
-from ranks import all_ranks, device_for, home, run_ranks
+from ranks import all_ranks, home, run, use_kernels
 
 COLS = 32
 NVFP4 = NVFP4Quantizer()
@@ -398,7 +398,8 @@ def step_sharded(rank, by_kernels, rows):
             param.grad = None if grad is None else like(param, grad.chunk(2)[rank].clone())
         backend.uses_kernels = lambda d: False
         expected.step()
-        backend.uses_kernels = lambda d: by_kernels
+        if by_kernels:
+            use_kernels()
         optimizer.step()
         if step:
             assert_gathered(sharded, whole)
@@ -420,4 +421,4 @@ def assert_gathered(sharded, whole):
 )
 def test_shards_of_a_group_agree_on_one_amax(by_kernels, q_rows):
     rows = dict.fromkeys(ROWS, 32) | {"q_proj": q_rows}
-    run_ranks(step_sharded, 2, by_kernels, rows, device=device_for(2, by_kernels))
+    run(step_sharded, 2, by_kernels, rows)
