@@ -242,6 +242,18 @@ def test_a_group_may_be_of_several_kinds(device, monkeypatch):
         assert torch.equal(param.rowwise_data, fused.rowwise_data[: len(param)])
 
 
+def test_every_group_has_an_amax_of_its_own():
+    model = make_model(scale_groups=())
+    pairs = ["q_proj.weight", "k_proj.weight"], ["v_proj.weight", "o_proj.weight"]
+    optimizer = FP4Adam(model.named_parameters(), **OPTIONS, scale_groups=pairs)
+    set_grads(model, 0)
+    optimizer.step()
+    for names in pairs:
+        members = [model.get_parameter(name) for name in names]
+        largest = max(optimizer.state[param]["master_param"].abs().max() for param in members)
+        assert all(param.amax_rowwise.item() == largest for param in members)
+
+
 @pytest.mark.parametrize("plain", [False, True])
 def test_copies_and_checkpoints_go_on_with_the_same_bits(plain, device):
     model = make_model(device)

@@ -574,8 +574,9 @@ def test_training_by_adamw_in_between_is_kept(dtype: torch.dtype, back: str, dev
     assert_continues(resumed, starts)
 
 
-def test_nvfp4_checkpoint_gives_an_fp32_model_its_masters(device: str) -> None:
-    model = make_mlp(NVFP4, device)
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "float8block"])
+def test_a_quantized_checkpoint_gives_an_fp32_model_its_masters(recipe: str, device: str) -> None:
+    model = make_mlp(RECIPES[recipe], device)
     optimizer = FP4Adam(model.parameters(), lr=1e-2)
     take_steps(optimizer, range(2))
     expected = masters(optimizer)
