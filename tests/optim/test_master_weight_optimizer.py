@@ -365,6 +365,16 @@ def test_masters_follow_the_rule(actions: list[str], recipe: str) -> None:
             assert_identical(optimizer.state[param]["master_param"], value)
 
 
+def test_a_reset_before_the_first_step_frees_the_value_before_quantization(device: str) -> None:
+    weight = make_weight(RECIPES["nvfp4"], device, keeps_value=True)
+    optimizer = MasterWeightOptimizer([weight], AdamW)
+    assert hasattr(weight, "get_high_precision_init_val")
+    optimizer.reset_master_weights()
+    with torch.no_grad():
+        weight.copy_(random(tuple(weight.shape), 1, device))  # is not kept in its place either
+    assert not hasattr(weight, "get_high_precision_init_val")
+
+
 def test_closures_see_the_parameters_of_their_masters(device: str) -> None:
     """LBFGS evaluates the model several times a step."""
     model = make_mlp(MXFP8Quantizer(), device)

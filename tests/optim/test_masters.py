@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.nn import Parameter
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 from torch.testing import assert_close
 
-from fp4adam import FP4Adam, FusedAdam, QuantizedTensor, quantize_model
+from fp4adam import FP4Adam, FusedAdam, MasterWeightOptimizer, QuantizedTensor, quantize_model
 from fp4adam.tensors import backend
 from helpers import (
     RECIPES,
@@ -412,6 +412,22 @@ def test_a_reset_before_the_first_step_keeps_the_value_before_quantization(devic
     optimizer = FP4Adam([weight])
     optimizer.reset_master_weights()
     assert weight.get_high_precision_init_val() is not None
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [FP4Adam, lambda params: MasterWeightOptimizer(params, SGD, lr=0.1)],
+    ids=["FP4Adam", "MasterWeightOptimizer"],
+)
+def test_masters_have_memory_of_their_own(wrap: Callable, device: str) -> None:
+    """Not that of the value before quantization, which a state_dict from before may hold."""
+    model = nn.Linear(64, 32, bias=False, device=device)
+    saved = model.state_dict()
+    expected = saved["weight"].clone()
+    quantize_model(model, "nvfp4")
+    optimizer = wrap(model.parameters())
+    take_steps(optimizer, range(2))
+    assert_identical(saved["weight"], expected)
 
 
 def through_deepcopy(model: nn.Module, optimizer: FP4Adam) -> tuple[Any, FP4Adam]:
