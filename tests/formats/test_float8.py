@@ -84,6 +84,19 @@ def test_a_whole_shard_is_the_whole_cast(scaling, path_device):
                 assert torch.equal(part.storage_tensors()[name], inner), name
 
 
+def test_tensors_without_a_known_amax_keep_the_scales_that_they_have(path_device):
+    quantizer = Float8Quantizer(scaling="delayed", amax_history_len=1)
+    values = [random((32, 48), seed, path_device) * 8**seed for seed in range(2)]
+    tensors = [quantizer.quantize(value) for value in values]
+    zeros = [torch.zeros(32 * 48, device=path_device) for _ in tensors]
+    cast = PartialCast(tensors, [0, 0], [32 * 48] * 2, [torch.float32] * 2)
+    for _ in range(2):  # the history is of zeros after the first
+        cast.measure(zeros)
+        cast.write(zeros)
+    for tensor, value in zip(tensors, values, strict=True):
+        assert torch.equal(tensor.scale, 448 / value.abs().max().view(1))
+
+
 @pytest.mark.parametrize("scaling", ["current", "delayed"])
 def test_what_a_step_skips_keeps_its_scale(scaling, path_device):
     param = Parameter(Float8Quantizer(scaling=scaling).quantize(random((32, 64), 0, path_device)))

@@ -123,6 +123,19 @@ def test_what_is_pending_is_no_side_effect():
     assert not torch.equal(tensor._rowwise_data, data)
 
 
+def test_rows_that_are_pending_bring_the_amaxes_of_before():
+    """With delayed scaling, these are what the rows are quantized with."""
+    weight = Float8Quantizer(scaling="delayed", amax_history_len=3).quantize(randn())
+    rows, value = weight[:16].clone(), 8 * randn((16, 64), seed=1)
+    rows.copy_(value)
+    shard = weight.new_zeros(16, 64)
+    shard.copy_(rows)
+    assert torch.equal(shard.pending_value(), value)
+    for name in ("amax", "amax_history"):
+        inner = getattr(shard._shared.tensors, name)
+        assert torch.equal(inner, getattr(weight._shared.tensors, name)), name
+
+
 # Values before quantization
 
 
