@@ -27,7 +27,7 @@ from fp4adam import (
     TensorAdapter,
 )
 from fp4adam.formats import minifloat
-from fp4adam.interop.borrowed_tensor import _amax_of
+from fp4adam.interop.borrowed_tensor import BorrowedTensor, _amax_of
 from fp4adam.interop.strided_copy import StridedCopies
 from golden_vectors import FORMATS, GoldenCase, golden_cases
 from helpers import WithGradient, random
@@ -166,6 +166,13 @@ def test_tensors_of_versions_that_do_not_swizzle_scales():
     for param in params:
         step(FP4Adam([param], lr=1e-2), 0)
     assert_same(*(param._rowwise_scale_inv for param in params), "scales")
+
+
+def test_scales_of_the_right_size_are_written_in_place():
+    param = te_tensor(QUANTIZERS["nvfp4-1d"], random((128, 64), 0))
+    borrowed = BorrowedTensor(param).tensor
+    for name in ("rowwise_scale_inv", "amax_rowwise"):
+        assert getattr(borrowed, name).data_ptr() == getattr(param, f"_{name}").data_ptr(), name
 
 
 def test_padding_is_left_alone():

@@ -702,10 +702,15 @@ def test_layers_that_do_not_fit_stay_with_one_warning():
     assert quantized_names(model) == ["hidden.weight"]
 
 
-def test_layers_that_a_filter_selects_have_to_fit():
+@pytest.mark.parametrize(
+    ("names", "match"),
+    [(["first", "hidden", "ten"], "'first': .*250"), (["hidden", "ten"], "'ten': .*10, 256")],
+    ids=["first", "last"],
+)
+def test_layers_that_a_filter_selects_have_to_fit(names, match):
     model = Odd()
-    with pytest.raises(ValueError, match="layer 'first': .*250"):
-        quantize_model(model, "nvfp4", lambda module, name: True)
+    with pytest.raises(ValueError, match=f"layer {match}"):
+        quantize_model(model, "nvfp4", lambda module, name: name in names)
     assert not quantized_names(model)
 
 

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 from fp4adam import FP4Adam, FusedAdam, Quantizer, hf_scale_groups, quantize_model
+from fp4adam.optim import gradient_release
 from fp4adam.tensors import backend
 from helpers import (
     RECIPES,
@@ -449,6 +450,21 @@ def test_arguments_are_checked(released: tuple[nn.Module, FP4Adam]) -> None:
     decoupled = FP4Adam(model.parameters(), use_decoupled_grad=True)
     with pytest.raises(NotImplementedError, match="use_decoupled_grad must be False"):
         decoupled.enable_gradient_release()
+
+
+def test_wrappers_are_looked_for_once_there_is_a_process_group(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = []
+    monkeypatch.setattr(gradient_release, "_check_no_replicas", lambda params: looked.append(1))
+    model = make_mlp(RECIPES["nvfp4"], device)
+    optimizer = FP4Adam(model.parameters(), **OPTIONS)
+    optimizer.enable_gradient_release()
+    for has_group, expected in ((False, 0), (True, 1), (True, 1)):
+        monkeypatch.setattr(gradient_release, "_has_process_group", lambda has=has_group: has)
+        mlp_loss(model, 0).backward()
+        optimizer.step()
+        assert len(looked) == expected
 
 
 def test_a_parameter_is_released_by_one_optimizer(device: str) -> None:
