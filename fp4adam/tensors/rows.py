@@ -184,10 +184,10 @@ def copy_bytes(tensor: StoredTensor, source: StoredTensor, non_blocking: bool) -
     shared, other = tensor._shared, source.flush()._shared
     if type(tensor) is not type(source):
         return False
+    if not tensor.quantizer.writes_codes_of(source.quantizer):
+        return False
     if shared.global_spec is None and other.global_spec is None:
-        same = tensor.quantizer.writes_codes_of(source.quantizer)
-        same &= is_all(tensor) and is_all(source)
-        if other.pending is not None or not same:
+        if other.pending is not None or not (is_all(tensor) and is_all(source)):
             return False
         stored, values = shared.tensors.existing(), other.tensors.existing()
         # Inner tensors that are not stored can be derived, by the source or from rowwise codes.
@@ -197,14 +197,14 @@ def copy_bytes(tensor: StoredTensor, source: StoredTensor, non_blocking: bool) -
             tensor.quantizer.layout.is_square and values.get("rowwise_data") is not None
         ):
             return False
+        shared.pending = None
         for name in stored.keys() - derived:
             stored[name].copy_(values[name], non_blocking)
         if derived:
             _build_derived(tensor)
-        shared.pending = None
         return True
     entries = tensor.quantizer.layout.rows_per_entry
-    if tensor.quantizer.without_derived() != source.quantizer.without_derived() or not entries:
+    if not entries or any(getattr(other.tensors, name) is None for name in entries):
         return False
     rows = matrix_shape(tensor)[0]
     if shared.first_row is None:

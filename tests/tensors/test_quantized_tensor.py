@@ -287,8 +287,13 @@ def test_copies_keep_the_codes_of_the_directions_that_both_have(quantizer, swizz
     for name, inner in one.storage_tensors().items():
         # Swizzled scales are made on access.
         assert torch.equal(inner, kept[name] if name in kept else getattr(source, name[1:])), name
+    if rowwise.layout.rows_per_entry:
+        shard = one.new_zeros(32, SHAPE[1])
+        shard.copy_(source[:32])
+        assert torch.equal(shard._rowwise_data[:32], source._rowwise_data[:32])
     if quantizer.layout.is_square:
         other = quantizer.quantize(randn(seed=2))
+        other[:8].copy_(randn((8, 96), seed=3))  # which waits to be quantized
         other.copy_(one)
         assert_identical(other.storage_tensors(), kept)
 
