@@ -9,7 +9,7 @@ README and in docs/ with the page.
 
 import argparse
 import json
-import statistics
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -286,9 +286,8 @@ def losses() -> list[str]:
     ]
 
 
-def gaps_to_adamw(path: Path) -> tuple[dict[str, str], Row]:
-    """Held-out losses above AdamW's with the same seed, by format and states; and one run."""
-    runs = numerics_report.load_runs([path])
+def gaps_to_adamw(runs: dict[str, Row]) -> dict[str, str]:
+    """Held-out losses above AdamW's with the same seed, by format and states."""
     by_states = defaultdict(list)
     for name, run in runs.items():
         states, _, seed = name.partition(", seed ")
@@ -297,11 +296,14 @@ def gaps_to_adamw(path: Path) -> tuple[dict[str, str], Row]:
             - numerics_report.held_out(runs[f"BF16 + AdamW, seed {seed or 0}"])
         )
     del by_states["BF16 + AdamW"]
-    found = {}
-    for states, gaps in by_states.items():
-        noise = f" ± {statistics.stdev(gaps) / len(gaps) ** 0.5:.4f}" if len(gaps) > 1 else ""
-        found[states] = f"{statistics.fmean(gaps):+.4f}{noise} ({len(gaps)})"
-    return found, next(iter(runs.values()))
+    return {
+        states: f"{_with_error(gaps) if gaps[1:] else f'{gaps[0]:+.4f}'} ({len(gaps)})"
+        for states, gaps in by_states.items()
+    }
+
+
+def _with_error(numbers: list[float]) -> str:
+    return "{:+.4f} ± {:.4f}".format(*numerics_report.mean_and_error(numbers))
 
 
 def of_cpu(about: Row, *names: str) -> str:
@@ -313,16 +315,17 @@ def of_cpu(about: Row, *names: str) -> str:
 
 def fine_tuning() -> list[str]:
     """What numerics.py has recorded of fine-tuning, on a GPU and with a small model on a CPU."""
-    large, run = gaps_to_adamw(RECORDS / "finetune_1e-5.json")
+    runs = numerics_report.load_runs([RECORDS / "finetune_1e-5.json"])
+    large, run = gaps_to_adamw(runs), next(iter(runs.values()))
+    tokens = math.prod(run["about"]["settings"][n] for n in ("batch", "context", "accumulate"))
     lines = [
         "## Fine-tuning",
         "",
         f"A GPT of {run['parameters'] / 1e6:.1f} M parameters, trained on 30 M tokens of torch's "
         f"source code, goes on with that of transformers for {len(run['train_loss'])} steps of "
-        "32,768 tokens at a constant learning rate of 1e-5. Held-out nats per byte above those of "
-        "BF16 with AdamW and the same seed, their standard error, and the number of seeds. Those "
-        "two seeds differ by "
-        f"{_noise(RECORDS / 'finetune_1e-5.json'):.4f}.",
+        f"{tokens:,} tokens at a constant learning rate of 1e-5. Held-out nats per byte above "
+        "those of BF16 with AdamW and the same seed, their standard error, and the number of seeds. Those "
+        f"two seeds differ by {numerics_report.noise(runs):.4f}.",
         "",
         cells(["", "lr 1e-5"]),
         cells(["---"] * 2),
@@ -334,7 +337,8 @@ def fine_tuning() -> list[str]:
     rates = "1e-5", "1e-4"
     tables = {}
     for rate in rates:
-        tables[rate], run = gaps_to_adamw(CPU_RECORDS / f"finetune_{rate}.json")
+        runs = numerics_report.load_runs([CPU_RECORDS / f"finetune_{rate}.json"])
+        tables[rate], run = gaps_to_adamw(runs), next(iter(runs.values()))
     lines += [
         "## Fine-tuning a small model",
         "",
@@ -349,12 +353,6 @@ def fine_tuning() -> list[str]:
     for states in sorted(tables["1e-5"]):
         lines.append(cells([states, *(tables[rate].get(states, "-") for rate in rates)]))
     return [*lines, "", of_cpu(run["about"], *(f"finetune_{rate}" for rate in rates)), ""]
-
-
-def _noise(path: Path) -> float:
-    runs = numerics_report.load_runs([path])
-    first, second = (numerics_report.held_out(runs[name]) for name in numerics_report.BASELINES)
-    return abs(first - second)
 
 
 def moments() -> list[str]:
@@ -384,9 +382,7 @@ def moments() -> list[str]:
         row = [f"{x:.3g}" for x in sizes[storage].values()] or ["-", "-"]
         for what in ("short", "by heart"):
             pairs = zip(losses[storage, what], losses["FP32", what], strict=True)
-            gaps = [a - b for a, b in pairs]
-            noise = statistics.stdev(gaps) / len(gaps) ** 0.5
-            row.append(f"{statistics.fmean(gaps):+.4f} ± {noise:.4f}")
+            row.append(_with_error([a - b for a, b in pairs]))
         if storage != "FP32":
             lines.append(cells([storage, *row]))
     return [*lines, "", of_cpu(record, "moments"), ""]

@@ -64,8 +64,20 @@ def gap(run: Run, baselines: list[Run]) -> tuple[float, float]:
     """
     columns = zip(*(other["last_validation_losses"] for other in baselines), strict=True)
     means = map(statistics.fmean, columns)
-    gaps = [a - b for a, b in zip(run["last_validation_losses"], means, strict=True)]
-    return statistics.fmean(gaps), statistics.stdev(gaps) / len(gaps) ** 0.5
+    return mean_and_error(
+        [a - b for a, b in zip(run["last_validation_losses"], means, strict=True)]
+    )
+
+
+def mean_and_error(numbers: list[float]) -> tuple[float, float]:
+    """Two or more numbers' mean, and its standard error."""
+    return statistics.fmean(numbers), statistics.stdev(numbers) / len(numbers) ** 0.5
+
+
+def noise(runs: dict[str, Run]) -> float:
+    """How far the two seeds of the baseline end apart."""
+    first, second = (held_out(runs[name]) for name in BASELINES)
+    return abs(first - second)
 
 
 def markdown(runs: dict[str, Run]) -> str:
@@ -78,8 +90,7 @@ def markdown(runs: dict[str, Run]) -> str:
         lines.append(cells([run["name"], *losses, compared, f"{run['tokens_per_second']:,.0f}"]))
     lines.append("")
     if len(baselines) == 2:
-        noise = abs(held_out(baselines[0]) - held_out(baselines[1]))
-        lines.append(f"Noise, the difference of the two seeds: {noise:.4f} nats.")
+        lines.append(f"Noise, the difference of the two seeds: {noise(runs):.4f} nats.")
     first = next(iter(runs.values()))
     lines.append(
         f"{first['parameters'] / 1e6:.1f} M parameters, {len(first['train_loss'])} steps, text of "
