@@ -324,8 +324,8 @@ def fine_tuning() -> list[str]:
         f"A GPT of {run['parameters'] / 1e6:.1f} M parameters, trained on 30 M tokens of torch's "
         f"source code, goes on with that of transformers for {len(run['train_loss'])} steps of "
         f"{tokens:,} tokens at a constant learning rate of 1e-5. Held-out nats per byte above "
-        "those of BF16 with AdamW and the same seed, their standard error, and the number of seeds. Those "
-        f"two seeds differ by {numerics_report.noise(runs):.4f}.",
+        "those of BF16 with AdamW and the same seed, their standard error, and the number of "
+        f"seeds. Those two seeds differ by {numerics_report.noise(runs):.4f}.",
         "",
         cells(["", "lr 1e-5"]),
         cells(["---"] * 2),
