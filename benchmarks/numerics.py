@@ -29,7 +29,7 @@ import fp4adam
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from options import parse_args
-from train_gpt import build_run, new_model, text_parts, train_step, validate
+from train_gpt import OPTIMIZERS, build_run, new_model, text_parts, train_step, validate
 
 from distributed import world_size
 
@@ -78,9 +78,14 @@ CONTESTANTS = (
     Contestant("Float8Block, FP8 matmuls", "float8block", recipe=FP8_MATMULS),
     Contestant("NVFP4 without masters", "nvfp4", is_ablation=True),
     *(
-        Contestant(f"{name}, {states} states, seed {seed}", name.lower(), seed=seed, states=states)
+        Contestant(f"{name}, {what}, seed {seed}", name.lower(), seed=seed, states=states)
         for name in ("NVFP4", "MXFP8", "Float8Block")
-        for states in ("8bit", "16bit", "fp8")
+        for what, states in (
+            ("8bit states", "8bit"),
+            ("16bit states", "16bit"),
+            ("fp8 states", "fp8"),
+            ("FP16 masters and FP8 moments", "fp16-masters"),
+        )
         for seed in range(3)
     ),
     *(
@@ -93,9 +98,27 @@ CONTESTANTS = (
         for name in ("MXFP8", "Float8Block")
         for seed in range(3)
     ),
+    *(
+        Contestant(
+            f"BF16 weights, rounded stochastically, seed {seed}", "bf16", "torchao", seed=seed
+        )
+        for seed in range(3)
+    ),
     # A loss below the reference is a warning: these tests are too short to converge.
     Contestant("NVFP4, FP32 states, 1.3 times the learning rate", "nvfp4", lr_factor=1.3),
 )
+
+
+def rounded_stochastically(
+    groups: list[dict[str, Any]], fused: bool, **options: Any
+) -> torch.optim.Optimizer:
+    """torchao's AdamW of BF16 weights without masters; moments are in BF16 as well."""
+    from torchao.optim import _AdamW
+
+    return _AdamW(groups, **options, bf16_stochastic_round=True)
+
+
+OPTIMIZERS["torchao"] = rounded_stochastically
 
 
 @torch.no_grad()

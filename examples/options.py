@@ -29,6 +29,7 @@ STATES: dict[str, dict[str, Any]] = {
 STATES |= {
     "16bit": {"states": "16bit"},
     "8bit": {"states": "8bit"},
+    "fp16-masters": {"states": "8bit", "master_weight_dtype": torch.float16},
     "no-masters": {"states": "8bit", "master_weights": False},
 }
 PRESETS: dict[str, dict[str, Any]] = {
@@ -222,7 +223,8 @@ def build_parser() -> argparse.ArgumentParser:
         default=["fp32"],
         metavar="NAME[,NAME]",
         help="how fp4adam stores its moments: fp32, bf16, fp16, fp8; or its masters too: 16bit, "
-        "8bit, no-masters (8-bit weights alone); several only with --compare (default: fp32)",
+        "8bit, fp16-masters (beside FP8 moments), no-masters (8-bit weights alone); several only "
+        "with --compare (default: fp32)",
     )
     how("--accumulate", type=count, default=1, metavar="N", help="batches per step (default: 1)")
     how(

@@ -51,6 +51,10 @@ import distributed
 import fp4adam
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "fp4adam": fp4adam.FP4Adam,
+}
 # Batches of the held-out loss: while training, and at the end.
 VALIDATION_BATCHES, END_BATCHES = 8, 64
 
@@ -141,10 +145,9 @@ def build_run(
         {"params": vectors, "weight_decay": 0.0},
     ]
     options = dict(lr=args.lr, betas=(0.9, 0.95), fused=True)
-    if optimizer_name == "adamw":
-        optimizer = torch.optim.AdamW(groups, **options)
-    else:
-        optimizer = fp4adam.FP4Adam(groups, **options, **STATES[states or args.states[0]])
+    if optimizer_name == "fp4adam":
+        options |= STATES[states or args.states[0]]
+    optimizer = OPTIMIZERS[optimizer_name](groups, **options)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_share(step, args.steps, args.schedule)
     )
