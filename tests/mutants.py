@@ -615,8 +615,9 @@ class Judge:
         self.reached, self.times = record.reached()
         results = json.loads(options.json.read_text()) if options.json.exists() else {}
         self.verdicts: list[dict[str, Any]] = results.get("verdicts", [])
+        survivors = {v["key"] for v in self.verdicts if v["verdict"] in ("survived", "timeout")}
         if options.again:
-            self.verdicts = [each for each in self.verdicts if each["verdict"] != "survived"]
+            self.verdicts = [each for each in self.verdicts if each["key"] not in survivors]
         self.spent = results.get("seconds", 0.0)
         # Tests that have failed, and files that could not be collected: whether they pass without
         # a mutant.
@@ -626,7 +627,9 @@ class Judge:
         self.unreached = Counter(folder_of(m.path) for m in every)
         self.unreached -= Counter(folder_of(m.path) for m in found)
         done = {each["key"] for each in self.verdicts}
-        self.work = [m for m in sample(found, options.count, options.seed) if m.key not in done]
+        drawn = [m for m in found if m.key in survivors]
+        drawn += sample(found, options.count, options.seed)
+        self.work = [*{m.key: m for m in drawn if m.key not in done}.values()]
 
     def tests_of(self, mutant: Mutant) -> list[str]:
         lines = self.reached.get(mutant.path, {})
@@ -751,7 +754,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes (2)")
     parser.add_argument("--seconds", type=float, default=30.0, help="of tests per mutant (30)")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (0)")
-    parser.add_argument("--again", action="store_true", help="judge earlier survivors again")
+    parser.add_argument("--again", action="store_true", help="judge earlier survivors again, first")
     parser.add_argument("--record", type=Path, metavar="FILE", help="record, and no more")
     parser.add_argument("--coverage", type=Path, metavar="FILE", help="what --record has written")
     parser.add_argument("--json", type=Path, default=OUT / "result.json", help="takes the verdicts")
