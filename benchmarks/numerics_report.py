@@ -17,10 +17,11 @@ from report import cells, source
 Run = dict[str, Any]
 # The runs that all others are compared with; the noise is what the seed makes of the same run.
 BASELINES = ("BF16 + AdamW, seed 0", "BF16 + AdamW, seed 1")
-# No colour twice; baselines are black, ablations grey.
+# No colour twice, but for seeds; baselines are black, ablations grey.
 COLORS = (
     *("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink"),
-    *("tab:olive", "tab:cyan", "navy", "gold", "lime", "teal", "magenta"),
+    *("tab:olive", "tab:cyan", "navy", "gold", "lime", "teal", "magenta", "salmon", "indigo"),
+    *("darkgreen", "khaki", "skyblue", "crimson"),
 )
 TITLES = ("", "training loss", "held-out loss", "gap to BF16, nats", "tokens/s")
 
@@ -115,13 +116,16 @@ def write_plot(path: Path, runs: dict[str, Run]) -> None:
     figure = Figure(figsize=(11, 5.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     largest, first = 0.0, 0
-    colors = iter(COLORS)
+    kinds = [name.partition(", seed ")[0] for name in runs if name not in BASELINES]
+    colors = dict(zip(dict.fromkeys(kinds), COLORS, strict=False))
     for run in runs.values():
         style = {"label": run["name"], "linewidth": 1.2}
         if run["name"] in BASELINES:
             style |= {"color": "black", "linestyle": "-" if run["name"] == BASELINES[0] else ":"}
         else:
-            style |= {"color": "0.6" if run["is_ablation"] else next(colors), "linestyle": "-"}
+            kind, _, seed = run["name"].partition(", seed ")
+            style |= {"color": "0.6" if run["is_ablation"] else colors[kind]}
+            style |= {"linestyle": "-" if seed in ("", "0") else ":"}
         left.plot(*curve(run), marker=".", **style)
         if BASELINES[0] not in runs:
             continue

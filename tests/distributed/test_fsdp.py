@@ -579,9 +579,12 @@ def shard_otherwise(rank: int) -> None:
         fully_shard(build(64, 32, "nvfp4"), mesh=mesh, shard_placement_fn=lambda _: Shard(1))
     for recipe in ("nvfp4", WITH_GEMM_SCALES["mxfp8"]):
         model = build(64, 32, recipe)
-        for layer in (model[0], model[2]):
-            fully_shard(layer, mesh=mesh, reshard_after_forward=2)
-        fully_shard(model, mesh=mesh, reshard_after_forward=2)
+        try:
+            for layer in (model[0], model[2], model):
+                fully_shard(layer, mesh=mesh, reshard_after_forward=2)
+        except NotImplementedError as error:  # torch 2.15 refuses it itself
+            assert "reshard_after_forward is an int" in str(error)
+            continue
         for _ in range(2):
             with pytest.raises(ValueError, match=r"reshard_after_forward .* '0\.weight', got 2:"):
                 model(torch.ones(8, 32, device=home()))
