@@ -150,7 +150,7 @@ def write_plot(path: Path, runs: dict[str, Run]) -> None:
         title="Minus that of BF16, seed 0; grey: as far as seed 1",
     )
     figure.legend(
-        *left.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small"
+        *left.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="x-small"
     )
     figure.savefig(path, dpi=150)
 
