@@ -350,9 +350,8 @@ def fine_tuning() -> list[str]:
         f"source code, goes on with that of transformers, {tokens:,} tokens per step, at a "
         "constant learning rate of 1e-5. Held-out nats per byte above those of BF16 with AdamW and "
         "the same seed, their standard error, and the number of seeds. The two seeds of BF16 "
-        f"differ by {noises}. The remainders of int8 masters are rounded stochastically, which "
-        "costs NVFP4, whose codes are far apart, more than it costs the others, and the less, the "
-        "longer the run.",
+        f"differ by {noises}. Int8 masters cost NVFP4, whose codes are far apart, something that "
+        "they do not cost the others, and the less, the longer the run.",
         "",
         *table,
         "",

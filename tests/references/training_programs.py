@@ -789,6 +789,9 @@ class Training(RuleBasedStateMachine):
                 record.allow([None, value_of(param)])
             elif handed_out is not None:
                 record.possible = [handed_out.detach().clone()]
+                if "master_param" in self.optimizer.state.get(param, {}):
+                    # One that rounds to other bytes in this dtype may do so no more after a cast.
+                    record.allow([self.master(param)])
             names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
             moments = {n: state[n].detach().clone() for n in names if n in state}
             if self.has_exact_moments:
