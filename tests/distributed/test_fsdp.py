@@ -285,6 +285,35 @@ def test_shards_that_begin_within_a_block_are_gathered_as_one_tensor():
     run(gather_cut_blocks, 2)
 
 
+def gather_to_other_memory(rank: int) -> None:
+    """A decoder is used again for the memory that it was made for, and for no other."""
+    model = build(64, 32, "nvfp4")
+    fully_shard(model, mesh=all_ranks())
+    shard, freed = local(model[0].weight), []
+    fsdp._free = freed.append
+    (packed,), gathering = shard.fsdp_pre_all_gather(all_ranks())
+    outputs = (packed.clone(),), (packed.clone(),)
+    whole, (values,) = shard.fsdp_post_all_gather(outputs[0], gathering, torch.float32)
+    other = torch.empty_like(whole)
+    for output, out, is_known in (
+        (outputs[0], whole, True),
+        (outputs[1], whole, False),
+        (outputs[1], other, False),
+        (outputs[1], other, True),
+    ):
+        known = gathering.decoded
+        out.data.zero_()
+        assert shard.fsdp_post_all_gather(output, gathering, torch.float32, out=out) is None
+        assert torch.equal(out, shard.dequantize(torch.float32))
+        assert (gathering.decoded is known) == is_known
+        assert freed[-1] is output
+    assert len(freed) == 5
+
+
+def test_gathered_weights_are_decoded_again():
+    run(gather_to_other_memory, 1)
+
+
 def load_rows(rank: int) -> None:
     whole, sharded = build(16, 16, "nvfp4"), build(16, 16, "nvfp4")
     fully_shard(sharded, mesh=all_ranks())
@@ -295,7 +324,9 @@ def load_rows(rank: int) -> None:
             parts = value.detach().chunk(dist.get_world_size())
             if rank < len(parts):
                 local(param).copy_(parts[rank])
-    check_shards(sharded)
+    check_shards(sharded)  # which quantizes them
+    for param in (sharded[0].weight, sharded[2].weight):
+        assert local(param).pending_value() is None and not local(param)._shared.unsettled
     assert_identical(gathered_bytes(sharded), whole_bytes(whole))
 
 
