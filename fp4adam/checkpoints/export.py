@@ -178,11 +178,7 @@ def export_masters(
                 source = master
             elif isinstance(own, QuantizedTensor):
                 value = written_value(own)
-                value = (
-                    own.detach().dequantize(torch.float32)
-                    if value is None
-                    else value.view(own.shape)
-                )
+                value = own.dequantize(torch.float32) if value is None else value.view(own.shape)
                 source = like(weight, value)
             else:
                 source = weight

@@ -348,6 +348,7 @@ REFUSED = [
     ({}, {"num_hidden_layers": 0}, "layers.0.* for which llama.cpp has no name"),
     ({}, {"architectures": ["GPT2LMHeadModel"]}, "architectures must be one of LlamaForCausalLM"),
     ({}, {"rms_norm_eps": None}, "config must have 'rms_norm_eps'"),
+    ({}, {"use_sliding_window": True}, "use_sliding_window must be False .* got True"),
     ({}, {"hidden_act": "gelu"}, "hidden_act must be 'silu' .* got 'gelu'"),
     ({}, {"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be one of .* got 'yarn'"),
     ({}, {**MOE, "norm_topk_prob": False}, "norm_topk_prob must be True"),
@@ -435,6 +436,10 @@ def test_vocabularies_that_are_refused(tmp_path):
     (tmp_path / "out").mkdir()
     match = "tokenizer must have at most 256 tokens"
     assert_refused(model, tmp_path / "out", match, tokenizer=other)
+    export_checkpoint(model, tmp_path / "without", "gguf", config=CONFIG)
+    (without,) = (tmp_path / "without").iterdir()
+    match = "and at least one, got 0 in"
+    assert_refused(model, tmp_path / "out", match, tokenizer=without)
     with pytest.raises(ValueError, match="tokenizer must be None for layout 'modelopt'"):
         export_checkpoint(model, tmp_path / "out", "modelopt", tokenizer="bytes")
 

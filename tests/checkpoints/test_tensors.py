@@ -71,7 +71,9 @@ def written(model: nn.Module, layout: str, folder: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("layout", "recipe"), CASES)
 def test_tensors_are_those_of_a_checkpoint(layout, recipe, tmp_path):
     model = build(recipe)
-    assert_identical(dict(export_tensors(model, layout)), written(model, layout, tmp_path))
+    given = dict(export_tensors(model, layout))
+    assert_identical(given, written(model, layout, tmp_path))
+    assert all(tensor.is_contiguous() for tensor in given.values())
 
 
 @pytest.mark.parametrize(("layout", "recipe"), CASES)

@@ -161,14 +161,18 @@ def test_whole_tiles_and_cut_ones_give_the_full_cast(path_device):
             (MXFP8Quantizer(optimize_for_gemm=True), (96, 160)),
             (Float8BlockQuantizer(), (280, 144)),
             (NVFP4Quantizer(), (16, 16)),
+            (NVFP4Quantizer(adaptive="mse"), (80, 144)),
         ]
     ):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(i))
+        if quantizer.layout.scale_rule.adaptive is not None:
+            x = torch.where(x > 0, 4.0, 3.0)  # nearer if the amax maps to 4
         weights.append(quantizer.quantize(torch.ones_like(x)).to(path_device))
+        weights[i][:16].copy_(torch.full_like(x[:16], 2))  # quantized later, unless it is over
         values.append(x.to(path_device).view(-1))
         # All of the second weight belongs to the last rank, in whole tiles.
         cuts.append([0, 0, 0, x.numel()] if i == 1 else [0, 48, x.numel() // 3 + 5, x.numel()])
-    cast_in_shards(weights, values, cuts, [torch.bfloat16] * 4)
+    cast_in_shards(weights, values, cuts, [torch.bfloat16] * 5)
     build_columnwise([w for w in weights if not isinstance(w.quantizer, MXFP8Quantizer)])
     for weight, value in zip(weights, values, strict=True):
         expected = value.view(weight.shape).bfloat16()
@@ -217,9 +221,13 @@ def test_values_of_any_alignment_and_dtype(path_device):
 @pytest.mark.parametrize("n", [1, 3])
 def test_launches_do_not_grow_with_the_number_of_weights(n, monkeypatch):
     triton = pytest.importorskip("triton")
+    from fp4adam.distributed import cast_launch
     from fp4adam.kernels import partial_cast, transpose
 
-    launched = []
+    launched, prepared, prepare = [], [], cast_launch.CastLaunches
+    monkeypatch.setattr(
+        cast_launch, "CastLaunches", lambda *args: prepared.append(1) or prepare(*args)
+    )
 
     class Counted:
         def __init__(self, name: str, kernel: triton.JITFunction) -> None:
@@ -250,6 +258,21 @@ def test_launches_do_not_grow_with_the_number_of_weights(n, monkeypatch):
         *["_nvfp4_codes_kernel"] * 2,
         "_transpose_edge_kernel",
     ]
+    assert len(prepared) == 2  # one per cast
+
+
+def test_amaxes_of_every_weight_are_in_the_buffer(path_device):
+    quantizers = (NVFP4Quantizer(), MXFP8Quantizer())
+    weights = [q.make_empty((32, 64), device=path_device) for q in quantizers]
+    values = [torch.full((2048,), i + 1.0, device=path_device) for i in range(2)]
+    cast = PartialCast(weights, [0, 0], [2048, 2048], [torch.float32] * 2)
+    cast.measure(values)
+    for amaxes, expected in (
+        (cast.tensor_amaxes, [[1.0], None]),
+        (cast.rowwise_amaxes, [[[1.0] * 4] * 2, [[2.0] * 2] * 32]),
+        (cast.columnwise_amaxes, [None, [[2.0] * 64]]),
+    ):
+        assert [None if x is None else x.tolist() for x in amaxes] == expected
 
 
 def test_pieces_of_a_shard_give_the_same_bytes(monkeypatch):

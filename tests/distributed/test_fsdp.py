@@ -285,6 +285,35 @@ def test_shards_that_begin_within_a_block_are_gathered_as_one_tensor():
     run(gather_cut_blocks, 2)
 
 
+def gather_to_other_memory(rank: int) -> None:
+    """A decoder is used again for the memory that it was made for, and for no other."""
+    model = build(64, 32, "nvfp4")
+    fully_shard(model, mesh=all_ranks())
+    shard, freed = local(model[0].weight), []
+    fsdp._free = freed.append
+    (packed,), gathering = shard.fsdp_pre_all_gather(all_ranks())
+    outputs = (packed.clone(),), (packed.clone(),)
+    whole, (values,) = shard.fsdp_post_all_gather(outputs[0], gathering, torch.float32)
+    other = torch.empty_like(whole)
+    for output, out, is_known in (
+        (outputs[0], whole, True),
+        (outputs[1], whole, False),
+        (outputs[1], other, False),
+        (outputs[1], other, True),
+    ):
+        known = gathering.decoded
+        out.data.zero_()
+        assert shard.fsdp_post_all_gather(output, gathering, torch.float32, out=out) is None
+        assert torch.equal(out, shard.dequantize(torch.float32))
+        assert (gathering.decoded is known) == is_known
+        assert freed[-1] is output
+    assert len(freed) == 5
+
+
+def test_gathered_weights_are_decoded_again():
+    run(gather_to_other_memory, 1)
+
+
 def load_rows(rank: int) -> None:
     whole, sharded = build(16, 16, "nvfp4"), build(16, 16, "nvfp4")
     fully_shard(sharded, mesh=all_ranks())
@@ -559,7 +588,9 @@ def test_gathered_weights_follow_shards_that_are_exchanged(world_size):
 def disagree(rank: int) -> None:
     model = build(64, 32, "nvfp4")
     fully_shard(model, mesh=all_ranks())
-    check_shards(model)
+    initialize(model)
+    check_shards(model)  # which quantizes what waits for other ranks
+    assert local(model[2].weight).pending_value() is None
     if rank == 1:
         local(model[2].weight)._amax.mul_(2)
     with pytest.raises(RuntimeError, match=r"parameter '2\.weight' must have the same scales"):

@@ -349,3 +349,7 @@ def test_an_adapter_says_how_columnwise_codes_are_dropped(alone, monkeypatch):
     ):
         quantize_master_weights([weight], [master], [0], None)
     assert all(torch.equal(x, before[name]) for name, x in te_bytes(weight).items())
+    # None are dropped that are gathered, or that are not there.
+    for quantizer in (MXFP8Quantizer(), NVFP4Quantizer(columnwise=False)):
+        weight = te_tensor(quantizer, torch.ones(32, 32))
+        quantize_master_weights([weight], [torch.randn(1024)], [0], None)

@@ -257,6 +257,15 @@ def test_post_all_gather_processing_takes_one_tensor_and_leaves_mxfp8_alone():
     assert torch.equal(other._columnwise_data, expected)
 
 
+def test_post_all_gather_processing_of_several_devices(device, monkeypatch):
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
+    weight = NVFP4Quantizer().quantize(torch.randn(32, 64, device=device))
+    expected = weight._columnwise_data.clone()
+    weight._columnwise_data.zero_()
+    post_all_gather_processing([weight, NVFP4Quantizer().make_empty((32, 64), device="meta")])
+    assert torch.equal(weight._columnwise_data, expected)
+
+
 # A distributed optimizer as Megatron has it: one buffer of packed weights, one of gradients.
 LAYERS = [(48, 80), (16, 16), (32, 48), (16, 112)]
 N_STEPS = 3

@@ -52,7 +52,7 @@ def test_operands_of_activations_are_transformed_along_the_tokens_and_rounded_to
         assert torch.equal(decode(operand)[: len(value)], torch.from_numpy(decoded))
 
 
-def test_codes_are_those_next_to_a_value_and_right_on_average():
+def test_codes_are_those_next_to_a_value_and_right_on_average(monkeypatch):
     torch.manual_seed(0)
     value = torch.cat([torch.linspace(-6, 6, 97), MAGNITUDES, -MAGNITUDES])
     code = e2m1_stochastic_code(value.expand(4000, -1)).int()
@@ -68,6 +68,8 @@ def test_codes_are_those_next_to_a_value_and_right_on_average():
     assert (error <= 4.5 * deviation + 1e-6).all()
     special = e2m1_stochastic_code(torch.tensor([math.nan, math.inf, -math.inf, 9.0, -0.0]))
     assert special.tolist() == [7, 7, 15, 7, 8]
+    monkeypatch.setattr(torch, "rand_like", torch.zeros_like)  # the smallest number that it draws
+    assert e2m1_stochastic_code(MAGNITUDES).tolist() == [*range(8)]
 
 
 @pytest.mark.parametrize("value", [randn(32, 64), randn(32, 64) * 1e-30, torch.zeros(32, 64)])
