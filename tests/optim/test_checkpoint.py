@@ -223,6 +223,18 @@ def test_trainer_may_load_the_state_it_has_just_saved(device: str) -> None:
     assert_identical(snapshot(optimizer), snapshot(expected))
 
 
+def test_hooks_may_replace_what_is_loaded(device: str) -> None:
+    params = make_params(RECIPES["nvfp4"], device)
+    optimizer = FP4Adam(params)
+    take_steps(optimizer, range(1))
+    saved = copy.deepcopy(optimizer.state_dict())
+    take_steps(optimizer, range(1, 2))
+    optimizer.register_load_state_dict_pre_hook(lambda optimizer, state_dict: saved)
+    optimizer.load_state_dict(optimizer.state_dict())
+    for param, state in zip(params, saved["state"].values(), strict=True):
+        assert_identical(optimizer.state[param]["exp_avg"], state["exp_avg"])
+
+
 @every_recipe
 def test_state_dict_utilities_of_torch_distributed_change_nothing(
     quantizer: Quantizer, device: str

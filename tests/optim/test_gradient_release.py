@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -549,8 +550,15 @@ def test_step_refuses_before_any_parameter_moves(device: str) -> None:
         optimizer.step()
     assert_identical([param.detach() for param in params], before)
     params[-1].grad = params[-1].grad.to_dense()
+    optimizer.add_param_group({"params": [("last", Parameter(torch.ones(3, device=device)))]})
+    set_grads(optimizer.param_groups[1]["params"], 0)
+    optimizer.param_groups[1]["lr"] = math.nan
+    with pytest.raises(ValueError, match="Invalid learning rate: nan"):
+        optimizer.step()
+    assert_identical([param.detach() for param in params], before)
+    optimizer.param_groups[1]["lr"] = 1e-3
     optimizer.step()
-    assert all(param.grad is None for param in params)
+    assert all(param.grad is None for param in all_params(optimizer))
 
 
 @pytest.mark.parametrize("quantizer", [RECIPES["mxfp8"], None], ids=["mxfp8", "bfloat16"])
@@ -597,6 +605,7 @@ def test_a_removed_release_keeps_no_parameters_alive(device: str) -> None:
     mlp_loss(model, 0).backward()
     optimizer.step()
     release.remove()
+    assert not any(param._post_accumulate_grad_hooks for param in all_params(optimizer))
     group, gone = optimizer.param_groups[0], weakref.ref(model[0].weight)
     group["params"][0] = Parameter(random((64, 32), 1, device).bfloat16())
     optimizer.state.pop(model[0].weight)

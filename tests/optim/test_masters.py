@@ -414,6 +414,16 @@ def test_a_reset_before_the_first_step_keeps_the_value_before_quantization(devic
     assert weight.get_high_precision_init_val() is not None
 
 
+def test_a_reset_frees_the_value_before_quantization(device: str) -> None:
+    weight = make_weight(RECIPES["nvfp4"], device, keeps_value=True)
+    optimizer = FP4Adam([weight], lr=0.0)
+    take_steps(optimizer, [0])
+    optimizer.reset_master_weights()
+    with torch.no_grad():
+        weight.copy_(random(tuple(weight.shape), 1, device))  # is not kept in its place either
+    assert not hasattr(weight, "get_high_precision_init_val")
+
+
 @pytest.mark.parametrize(
     "wrap",
     [FP4Adam, lambda params: MasterWeightOptimizer(params, SGD, lr=0.1)],
@@ -835,11 +845,9 @@ def test_reset_forgets_a_loaded_master_of_a_remainder(device: str) -> None:
 def test_wrong_state_of_a_late_parameter_changes_nothing(device: str) -> None:
     """Found before the parameters in front of it are stepped."""
     model, optimizer = make_pair(device, store_param_remainders=True)
-    last = all_params(optimizer)[-1]
-    state = optimizer.state[last]
-    for name, value in list(state.items()):
-        if name == "step":
-            continue
+    states = [optimizer.state[param] for param in (model.narrow, model.wide)]
+    states[0]["master_param"] = model.narrow.detach().float()  # just loaded, beside the remainder
+    for state, name, value in [(s, name, s[name]) for s in states for name in s if name != "step"]:
         state[name] = torch.zeros(2, 2, dtype=value.dtype, device=device)
         before = [p.detach().clone() for p in all_params(optimizer)]
         steps = [optimizer.state[p]["step"].item() for p in all_params(optimizer)]
