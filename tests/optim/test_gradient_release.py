@@ -195,6 +195,18 @@ def test_clipping_by_the_norm_of_the_previous_step(device: str) -> None:
         optimizer.clip_grad_norm_(1.0)
 
 
+def test_norms_follow_a_parameter_that_changes_its_size(device: str) -> None:
+    param = Parameter(torch.ones(4, device=device))
+    optimizer = FP4Adam([param])
+    release = optimizer.enable_gradient_release(max_norm=1.0)
+    for size in (4, 9):
+        param.data = torch.ones(size, device=device)
+        optimizer.state.clear()
+        (param * 2).sum().backward()
+        optimizer.step()
+        assert release.grad_norm == 2 * size**0.5
+
+
 def test_what_has_no_gradient_is_left_alone(device: str) -> None:
     (model, optimizer), (other, plain) = pair(RECIPES["nvfp4"], device)
     optimizer.enable_gradient_release()

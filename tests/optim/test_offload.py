@@ -350,6 +350,20 @@ def test_writes_by_others(write: str, storing: str, device: str, link: LateLink)
     assert is_on_host(optimizers[0])
 
 
+def test_states_on_their_way_are_waited_for(device: str, link: LateLink) -> None:
+    """A reset writes to them, and exports read them."""
+    optimizer, resident = pair(RECIPES["nvfp4"], device, store_param_remainders=True)
+    for one in (optimizer, resident):
+        take_steps(one, range(2))
+    for ours, theirs in zip(all_params(optimizer), all_params(resident), strict=True):
+        masters = [one._current_masters()(p) for one, p in ((optimizer, ours), (resident, theirs))]
+        assert_identical(*masters)
+    for one in (optimizer, resident):
+        take_steps(one, range(2, 3))
+        one.reset_master_weights()
+    assert_same_training(optimizer, resident)
+
+
 def test_moved_and_cast_models(device: str, link: LateLink) -> None:
     optimizers = []
     for offloads in (True, False):
