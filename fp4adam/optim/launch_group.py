@@ -38,7 +38,7 @@ class LaunchGroup:
         launch: The launch that steps them; set once the tables exist.
         slots: The amax slot of each member; members that share an amax share a slot.
         grads: Addresses of the gradients at the last call of :meth:`takes_grads`; 0 for none.
-        present: Which members have a gradient; None if all have one.
+        present: Which members had a gradient then; None if all had one.
     """
 
     launch: "StepLaunch"
@@ -74,25 +74,22 @@ class LaunchGroup:
         self._are_cut = any(self._offsets)
         # torch keeps .grad in the shape of its parameter, unless user code resizes it.
         self._size_of = _shape_and_device if grads_vary else _numel
-        # The last gradients that were found to fit: which are present (None: all), and their
-        # layouts.
-        self._known: list[bool] | None = None
-        # Their addresses, which are all aligned; None if unknown.
+        # Of the last gradients that were found to fit: their addresses, which are all aligned (None
+        # if unknown), and their layouts.
         self._aligned: list[int] | None = None
         self._have_known_layouts: Callable[..., bool] = lambda *grads: False
 
     def takes_grads(self) -> bool:
         """Whether the launch can read the current gradients; records their addresses."""
         grads = list(map(self._read_grad, self._owners))
-        self.present = None
-        if not (self._known is None and self._have_known_layouts(*grads)):
+        if not (self.present is None and self._have_known_layouts(*grads)):
             present = [grad is not None for grad in grads]
             grads = [*compress(grads, present)]
-            self.present = None if all(present) else present
-            if not (self.present == self._known and self._have_known_layouts(*grads)):
+            lacking = None if all(present) else present
+            if not (lacking == self.present and self._have_known_layouts(*grads)):
                 if not self._takes_layouts_of(grads, present):
                     return False
-                self._known, self._have_known_layouts = self.present, are_laid_out_as(grads)
+                self.present, self._have_known_layouts = lacking, are_laid_out_as(grads)
                 self._aligned = None
         try:
             addresses = list(map(data_ptr, grads))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -422,7 +423,7 @@ def test_a_class_with_an_adapter_is_stepped(name, registry):
 
 def test_an_unknown_class_is_refused_by_name(registry):
     param = packed(random(SHAPE, 0).bfloat16())
-    for optimizer in (FP4Adam, FusedAdam):
+    for optimizer in (FP4Adam, FusedAdam, partial(FusedAdam, capturable=True)):
         with pytest.raises(TypeError, match=r"test_adapters.Packed; register a .*TensorAdapter"):
             optimizer([param])
     with pytest.raises(TypeError, match="derived from TensorAdapter, got <class"):

@@ -31,7 +31,8 @@ def test_a_tensor_in_parts_gives_the_bits_of_the_whole(dtype, layouts, amsgrad, 
     value, grad = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     moments = torch.zeros(3, *shape, dtype=torch.promote_types(dtype, torch.float32))
     results = []
-    for size, names in ((1000, layouts), (2**40, ("contiguous",) * 5)):
+    # Several rows, one that is larger than a part, and the whole.
+    for size, names in ((1000, layouts), (100, layouts), (2**40, ("contiguous",) * 5)):
         monkeypatch.setattr(backend, "cpu_chunk_numel", lambda size=size: size)
         tensors = [
             LAYOUTS[name](t.clone())
@@ -43,9 +44,10 @@ def test_a_tensor_in_parts_gives_the_bits_of_the_whole(dtype, layouts, amsgrad, 
             largest = tensors[4] if amsgrad else None
             adam_(*tensors[:4], largest, scalars, True, torch.tensor([4.0]))
         assert tensors[0]._version > version
+        assert torch.equal(tensors[1], grad)
         results.append(tensors)
-    for in_parts, whole in zip(*results, strict=True):
-        assert torch.equal(in_parts, whole)
+    for *in_parts, whole in zip(*results, strict=True):
+        assert all(torch.equal(each, whole) for each in in_parts)
     assert not torch.equal(results[0][0], value)
 
 

@@ -170,6 +170,9 @@ def test_loaded_state_is_unrounded_and_of_its_own(quantizer: Quantizer, device: 
     untouched = copy.deepcopy(saved)
     resumed = FP4Adam(copy.deepcopy(params), lr=0.3)
     resumed.load_state_dict(saved)
+    # All masters have been compared; the next step compares none.
+    members = [resumed._parameters[param] for param in all_params(resumed)]
+    assert all(member.is_unwritten() for member in members if member.has_master)
     assert_identical(resumed.state_dict()["state"], untouched["state"])
     theirs = {t.data_ptr() for state in saved["state"].values() for t in state.values()}
     ours = {
@@ -221,6 +224,18 @@ def test_trainer_may_load_the_state_it_has_just_saved(device: str) -> None:
         assert optimizer.step(None) is None
         train(expected, (mlp_loss(twin, seed) for seed in range(seed, seed + 1)))
     assert_identical(snapshot(optimizer), snapshot(expected))
+
+
+def test_hooks_may_replace_what_is_loaded(device: str) -> None:
+    params = make_params(RECIPES["nvfp4"], device)
+    optimizer = FP4Adam(params)
+    take_steps(optimizer, range(1))
+    saved = copy.deepcopy(optimizer.state_dict())
+    take_steps(optimizer, range(1, 2))
+    optimizer.register_load_state_dict_pre_hook(lambda optimizer, state_dict: saved)
+    optimizer.load_state_dict(optimizer.state_dict())
+    for param, state in zip(params, saved["state"].values(), strict=True):
+        assert_identical(optimizer.state[param]["exp_avg"], state["exp_avg"])
 
 
 @every_recipe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -192,6 +193,18 @@ def test_clipping_by_the_norm_of_the_previous_step(device: str) -> None:
     assert norm > 1e-3
     with pytest.raises(RuntimeError, match="clip_grad_norm_ must not be called while"):
         optimizer.clip_grad_norm_(1.0)
+
+
+def test_norms_follow_a_parameter_that_changes_its_size(device: str) -> None:
+    param = Parameter(torch.ones(4, device=device))
+    optimizer = FP4Adam([param])
+    release = optimizer.enable_gradient_release(max_norm=1.0)
+    for size in (4, 9):
+        param.data = torch.ones(size, device=device)
+        optimizer.state.clear()
+        (param * 2).sum().backward()
+        optimizer.step()
+        assert release.grad_norm == 2 * size**0.5
 
 
 def test_what_has_no_gradient_is_left_alone(device: str) -> None:
@@ -549,8 +562,15 @@ def test_step_refuses_before_any_parameter_moves(device: str) -> None:
         optimizer.step()
     assert_identical([param.detach() for param in params], before)
     params[-1].grad = params[-1].grad.to_dense()
+    optimizer.add_param_group({"params": [("last", Parameter(torch.ones(3, device=device)))]})
+    set_grads(optimizer.param_groups[1]["params"], 0)
+    optimizer.param_groups[1]["lr"] = math.nan
+    with pytest.raises(ValueError, match="Invalid learning rate: nan"):
+        optimizer.step()
+    assert_identical([param.detach() for param in params], before)
+    optimizer.param_groups[1]["lr"] = 1e-3
     optimizer.step()
-    assert all(param.grad is None for param in params)
+    assert all(param.grad is None for param in all_params(optimizer))
 
 
 @pytest.mark.parametrize("quantizer", [RECIPES["mxfp8"], None], ids=["mxfp8", "bfloat16"])
@@ -597,6 +617,7 @@ def test_a_removed_release_keeps_no_parameters_alive(device: str) -> None:
     mlp_loss(model, 0).backward()
     optimizer.step()
     release.remove()
+    assert not any(param._post_accumulate_grad_hooks for param in all_params(optimizer))
     group, gone = optimizer.param_groups[0], weakref.ref(model[0].weight)
     group["params"][0] = Parameter(random((64, 32), 1, device).bfloat16())
     optimizer.state.pop(model[0].weight)

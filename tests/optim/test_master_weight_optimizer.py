@@ -423,9 +423,12 @@ def test_groups_have_options_of_their_own(device: str) -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
     assert [group["momentum"] for group in optimizer.param_groups] == [0, 0]
     twin = SGD([{"params": twins[:1], "lr": 0.5}, {"params": twins[1:]}], lr=0.1)
-    step_with(optimizer, [first, second], twin, 0)
-    assert_is_rounded(first, twins[0])
-    assert_is_rounded(second, twins[1])
+    for seed in range(2):
+        step_with(optimizer, [first, second], twin, seed)
+        assert_is_rounded(first, twins[0])
+        assert_is_rounded(second, twins[1])
+        for one in (optimizer, twin):
+            one.param_groups[1]["lr"] = 0.2
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": [first]})
     assert len(optimizer.inner.param_groups) == 2
@@ -448,11 +451,16 @@ def test_hooks_may_replace_what_is_loaded() -> None:
     optimizer = MasterWeightOptimizer(params, AdamW, lr=1e-2)
     take_steps(optimizer, range(1))
     saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"] |= {"first": 1, "second": 2}  # of no parameter
     take_steps(optimizer, range(1, 2))
     optimizer.register_load_state_dict_pre_hook(lambda optimizer, state_dict: saved)
     optimizer.load_state_dict(optimizer.state_dict())
     for key, state in optimizer.state_dict()["state"].items():
         assert_identical(state["exp_avg"], saved["state"][key]["exp_avg"])
+    assert (optimizer.inner.state["first"], optimizer.inner.state["second"]) == (1, 2)
+    # The weights are still those of the second step, so their masters restart.
+    master = optimizer.state_dict()["state"][1]["master_param"]
+    assert_identical(master, params[1].detach().dequantize(torch.float32))
 
 
 def test_masters_changed_by_other_code_are_written_back(device: str) -> None:
@@ -540,6 +548,9 @@ def test_bad_steps_change_nothing(device: str) -> None:
     with pytest.raises(RuntimeError, match="must keep shape, device and kind of dtype"):
         optimizer.step()
     params[2].data = params[2].data.bfloat16()
+    optimizer.param_groups[0]["params"] = [*params, params[0]]
+    with pytest.raises(ValueError, match="twice"):
+        optimizer.step()
     optimizer.param_groups[0]["params"] = params[:-1]
     with pytest.raises(RuntimeError, match="must be those that it was made of"):
         optimizer.step()

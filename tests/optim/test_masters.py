@@ -9,6 +9,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -412,6 +413,30 @@ def test_a_reset_before_the_first_step_keeps_the_value_before_quantization(devic
     optimizer = FP4Adam([weight])
     optimizer.reset_master_weights()
     assert weight.get_high_precision_init_val() is not None
+
+
+@pytest.mark.parametrize("kind", [FP4Adam, partial(MasterWeightOptimizer, optimizer_class=SGD)])
+def test_a_reset_takes_values_that_bytes_do_not_show(kind: Callable, device: str) -> None:
+    """A step does not compare them: these are FP32, and a master is rounded to BF16 first."""
+    weight = make_weight(RECIPES["nvfp4"], device, keeps_value=True)
+    optimizer = kind([weight], lr=0.0, quantize_from="param_dtype")
+    take_steps(optimizer, [0])
+    value = random(tuple(weight.shape), 1, device)
+    with torch.no_grad():
+        weight.copy_(value)
+    optimizer.reset_master_weights()
+    take_steps(optimizer, [1])
+    assert_identical(optimizer.state[weight]["master_param"], value)
+
+
+def test_a_reset_frees_the_value_before_quantization(device: str) -> None:
+    weight = make_weight(RECIPES["nvfp4"], device, keeps_value=True)
+    optimizer = FP4Adam([weight], lr=0.0)
+    take_steps(optimizer, [0])
+    optimizer.reset_master_weights()
+    with torch.no_grad():
+        weight.copy_(random(tuple(weight.shape), 1, device))  # is not kept in its place either
+    assert not hasattr(weight, "get_high_precision_init_val")
 
 
 @pytest.mark.parametrize(
@@ -832,14 +857,30 @@ def test_reset_forgets_a_loaded_master_of_a_remainder(device: str) -> None:
     assert torch.equal(saved.get("master_param", value), value)
 
 
+def test_wrong_state_counts_once_there_is_a_gradient(device: str) -> None:
+    weights = [make_weight(RECIPES["nvfp4"], device, seed=seed) for seed in range(2)]
+    other = Parameter(torch.ones(3, device=device))
+    optimizer = FP4Adam([*weights, other], scale_groups=[weights])
+    take_steps(optimizer, [0])
+    for weight in weights:
+        optimizer.state[weight]["exp_avg"] = torch.zeros(2, 2, device=device)
+    before = [weight.detach().clone() for weight in weights]
+    set_grads([other], 1)
+    for weight in weights:
+        weight.grad = None
+    optimizer.step()
+    assert_identical([weight.detach() for weight in weights], before)
+    set_grads(weights, 1)
+    with pytest.raises(RuntimeError, match="the state must have the shape"):
+        optimizer.step()
+
+
 def test_wrong_state_of_a_late_parameter_changes_nothing(device: str) -> None:
     """Found before the parameters in front of it are stepped."""
     model, optimizer = make_pair(device, store_param_remainders=True)
-    last = all_params(optimizer)[-1]
-    state = optimizer.state[last]
-    for name, value in list(state.items()):
-        if name == "step":
-            continue
+    states = [optimizer.state[param] for param in (model.narrow, model.wide)]
+    states[0]["master_param"] = model.narrow.detach().float()  # just loaded, beside the remainder
+    for state, name, value in [(s, name, s[name]) for s in states for name in s if name != "step"]:
         state[name] = torch.zeros(2, 2, dtype=value.dtype, device=device)
         before = [p.detach().clone() for p in all_params(optimizer)]
         steps = [optimizer.state[p]["step"].item() for p in all_params(optimizer)]

@@ -544,6 +544,8 @@ def test_a_grad_scaler_can_be_passed_to_the_step():
     assert_identical(run(True), run(False))
     optimizer = FusedAdam([weights()[1]])
     optimizer.step(grad_scaler=None)
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    assert optimizer.step(lambda: 3.0, grad_scaler=disabled) == 3.0
     with pytest.raises(TypeError, match="unexpected keyword argument 'grad_scalar'"):
         optimizer.step(grad_scalar=None)
 

@@ -18,7 +18,7 @@ from fp4adam import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
-from fp4adam.optim import engine
+from fp4adam.optim import engine, master_weights
 from fp4adam.optim.parameter import DIGEST
 from fp4adam.optim.remainder import complete
 from fp4adam.tensors import backend
@@ -397,7 +397,7 @@ def test_released_gradients_step_the_same(device):
 
 
 @by_quantizer
-def test_loaded_remainders_of_other_codes_are_dropped(quantizer, device):
+def test_loaded_remainders_of_other_codes_are_dropped(quantizer, device, monkeypatch):
     optimizer, other = make(device, quantizer), make(device, quantizer)
     step(optimizer, 1)
     with torch.no_grad():
@@ -406,5 +406,10 @@ def test_loaded_remainders_of_other_codes_are_dropped(quantizer, device):
     other.load_state_dict(optimizer.compact_state_dict())
     other.param_groups[0]["lr"] = 0.0
     before = weights(other)
+    logged = []
+    monkeypatch.setattr(
+        master_weights._logger, "warning", lambda *message: logged.append(message[1])
+    )
     step(other, 2)
+    assert logged == [len(before)]
     assert_equal(masters(other), before)

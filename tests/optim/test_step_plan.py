@@ -66,6 +66,12 @@ def test_plan_stays_while_only_gradients_and_scalars_change(trained):
     assert trained._whole.plan is plan
     counts = [trained.state[param]["step"].item() for param in params]
     assert counts == [5, 5, 5, 5]
+    trained.load_state_dict(trained.state_dict())
+    for skipped in (1, 2):  # those without a gradient are planned as well
+        set_grads(params, 6, skip=(skipped,))
+        trained.step()
+        plan = plan if skipped == 2 else trained._whole.plan
+    assert trained._whole.plan is plan
     assert_goes_on_as_operators(trained)
 
 
@@ -414,6 +420,12 @@ def test_steps_that_the_device_skips_are_not_counted(quantizer, device):
     assert len(plans) == 1
     state = optimizers[0].state
     assert [each["step"].item() for each in state.values()] == [3.0] * 4
+    optimizers[0].found_inf = found_inf.fill_(1.0)
+    optimizers[0].step()
+    del optimizers[0].found_inf
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["fused"] = False  # which makes a new plan
+        optimizer.step()
     assert_same_training(*optimizers)
 
 
