@@ -205,7 +205,6 @@ class OffloadedEngine(Engine):
     def _settle(self, part: Engine, gpu: "_DeviceLink") -> None:
         """Give the states that a part has after a step a new block."""
         new = part.states
-        self._blocks.pop(part, None)
         gpu.link.wait()
         try:
             block = _StateBlock(gpu.link, new)
@@ -227,7 +226,6 @@ class OffloadedEngine(Engine):
             blocks = {p: block for p, block in self._blocks.items() if block.link is gpu.link}
             needed = ring_bytes([block.nbytes for block in blocks.values()])
             if gpu.ring is None or needed > len(gpu.ring.bytes):
-                gpu.link.wait()
                 for part, block in blocks.items():
                     if block.nbytes:  # frees the old ring
                         block.leave_ring()
@@ -479,13 +477,11 @@ class _StateBlock:
             p.fits(found[key]) for key, p in places.items()
         ):
             return False
-        exchanged = [key for key in places if found[key] is not self._views[key[0]][key[1]]]
-        for param, name in exchanged:  # the master has restarted
+        for (param, name), value in found.items():
             view = self._views[param][name]
-            local(view).copy_(local(found[param, name]))
-            new[param][name] = view
-        if exchanged:
-            part.drop_plan()
+            if value is not view:  # the master has restarted
+                local(view).copy_(local(value))
+                new[param][name] = view
         self.staged = dict(new)
         return True
 

@@ -397,7 +397,7 @@ class Parameter:
             elif self.completes:
                 master = self.master(self.tensors)
             else:
-                master = self.param.detach().dequantize(torch.float32)
+                master = self.param.dequantize(torch.float32)
             return StateTensor(PLAIN, master, None)
         scales = self.tensors[SCALES["master_param"]] if codec.scaled else None
         return StateTensor(codec, self.stepped, scales)

@@ -85,7 +85,7 @@ class StepCounter:
         self.groups: list[StepGroup] = []
         self.rows: list[int] = [0] * len(members)
         self._skip: _Skip | None = None
-        # The largest count of the members of a parameter group that do not take part, by its id.
+        # The largest count of the members of a parameter group while they took no part, by its id.
         self._absent: dict[int, float] = {}
 
     def fits(self) -> bool:
@@ -109,7 +109,6 @@ class StepCounter:
             groups[key].members.append(i)
             groups[key].ratio = max(groups[key].ratio, self._ratio_of[i])
         self.groups = list(groups.values())
-        self._absent = {}
         for i in compress(range(len(present)), map(not_, present)):
             key = id(self._members[i].group)
             self._absent[key] = max(self._absent.get(key, 0.0), self._step_of[i])

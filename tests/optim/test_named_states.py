@@ -138,6 +138,19 @@ def test_a_written_parameter_stays_written_when_a_moment_is_set(device):
     assert_same_training(*optimizers)
 
 
+def test_a_master_that_is_set_after_its_parameter_was_written_holds(device):
+    params = weights(device)
+    optimizer = FP4Adam(params, lr=0.0)
+    step(optimizer, 0)
+    masters = [random(tuple(param.shape), 6, device) for param in params]
+    for param, master in zip(params, masters, strict=True):
+        with torch.no_grad():
+            param.copy_(random(tuple(param.shape), 5, device))
+        optimizer.set_scaled_state(param, "master_param", master)
+    step(optimizer, 1)
+    assert_identical([optimizer.state[param]["master_param"] for param in params], masters)
+
+
 def test_remainders_and_fp32_parameters(device):
     params = [Parameter(random((4, 8), 0, device).bfloat16()), Parameter(random((3,), 1, device))]
     optimizer = FusedAdam(params, store_param_remainders=True)
@@ -223,6 +236,7 @@ def test_a_remainder_belongs_to_no_fp32_parameter(device):
         (lambda o, p: o.get_unscaled_state(p, "step"), "state_name must be one of exp_avg,"),
         (lambda o, p: o.get_unscaled_state(p, "exp_avg"), "must have a state to read exp_avg"),
         (lambda o, p: o.set_scaled_state(p, "exp_avg", torch.ones(3)), r"local parameter, \(5,"),
+        (lambda o, p: o.set_scaled_state(p, "step", p.float()), "state_name must be one of exp_avg,"),
     ],
 )
 def test_misuse_changes_nothing(call, match):

@@ -396,6 +396,10 @@ def test_only_what_has_changed_is_written(kind):
     workspaces.update()
     assert copies[0]._version == versions[0] and copies[1]._version > versions[1]
     assert_current(copies[1], weights[1], quantizer)
+    for tensor, weight in zip(copies, weights, strict=True):
+        tensor._rowwise_data.zero_()
+        workspaces.update()
+        assert_current(tensor, weight, quantizer)
     workspaces.write()
     assert copies[0]._version > versions[0]
 
@@ -615,6 +619,13 @@ BAD = {
 def test_bad_sources_are_refused_at_once(source, error, words):
     with pytest.raises(error, match=words):
         WeightWorkspaces(source(value()))
+
+
+def test_every_part_of_a_weight_is_checked():
+    model = te_model(NVFP4Quantizer(), parts=2)
+    model[1].part1_weight = Parameter(model[1].part1_weight.double())
+    with pytest.raises(ValueError, match="got a Parameter of torch.float64"):
+        WeightWorkspaces(model)
 
 
 def test_sharded_weights_are_refused():
