@@ -350,6 +350,7 @@ class Engine:
     def reset_masters(self, params: Sequence[Tensor]) -> None:
         """Restart master weights from the current values of their parameters."""
         self.settle()
+        self.drop_plan()
         settle_written(sharded_weights(params))
         new: dict[Parameter, State] = {}
         for member in [self.parameters[param] for param in params]:

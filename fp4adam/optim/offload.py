@@ -205,6 +205,7 @@ class OffloadedEngine(Engine):
     def _settle(self, part: Engine, gpu: "_DeviceLink") -> None:
         """Give the states that a part has after a step a new block."""
         new = part.states
+        self._blocks.pop(part, None)
         gpu.link.wait()
         try:
             block = _StateBlock(gpu.link, new)
@@ -226,6 +227,7 @@ class OffloadedEngine(Engine):
             blocks = {p: block for p, block in self._blocks.items() if block.link is gpu.link}
             needed = ring_bytes([block.nbytes for block in blocks.values()])
             if gpu.ring is None or needed > len(gpu.ring.bytes):
+                gpu.link.wait()
                 for part, block in blocks.items():
                     if block.nbytes:  # frees the old ring
                         block.leave_ring()

@@ -67,6 +67,7 @@ def write(engine: Engine, param: Tensor, state_name: str, unscaled_state: Tensor
     engine.settle()
     if not {"step", "exp_avg", "exp_avg_sq"} <= engine.states.get(param, {}).keys():
         initialize(engine, param, None)
+    engine.drop_plan()
     with torch._C.DisableTorchFunctionSubclass():
         known = member.is_unwritten()
         _write_state(member, engine.states[param], state_name, value)

@@ -236,7 +236,10 @@ def test_a_remainder_belongs_to_no_fp32_parameter(device):
         (lambda o, p: o.get_unscaled_state(p, "step"), "state_name must be one of exp_avg,"),
         (lambda o, p: o.get_unscaled_state(p, "exp_avg"), "must have a state to read exp_avg"),
         (lambda o, p: o.set_scaled_state(p, "exp_avg", torch.ones(3)), r"local parameter, \(5,"),
-        (lambda o, p: o.set_scaled_state(p, "step", p.float()), "state_name must be one of exp_avg,"),
+        (
+            lambda o, p: o.set_scaled_state(p, "step", p.float()),
+            "state_name must be one of exp_avg,",
+        ),
     ],
 )
 def test_misuse_changes_nothing(call, match):
