@@ -104,7 +104,6 @@ class GradientRelease:
         if units.keys() != self._units.keys():
             engine.parameters.keep_only(params)
         self._units = units
-        engine.drop_plan()  # of parameters that may have been replaced; the units have theirs
         for unit in units.values():
             unit.engine.n_parts = len(units)
         for param in params:

@@ -498,7 +498,6 @@ class MasterWeightOptimizer(Optimizer):
                 elif saved is not None:
                     saving.adopt_master(view, {"master_param": saved})
             self._in_use = {*keys}
-            self._parameters.forget_marks()
             with_masters = [views[param] for param in keys if views[param].has_master]
             adopt(with_masters, self._master_states())
 
