@@ -190,7 +190,7 @@ def _grouped_linear(input: Tensor, weight: Tensor, offsets: Tensor, transposed: 
         dense = weight.to(input.dtype)
         return F.grouped_mm(input, dense if transposed else dense.transpose(1, 2), offs=offsets)
     if has_quantized_operands(weight.quantizer):
-        grouped_matmul.check_stack(weight)
+        grouped_matmul.check_stack(weight, transposed)
         return _ScaledGroupedLinear.apply(input, weight, offsets, transposed)
     if weight.quantizer.operands.fake_activations:
         input = fake_quantize(input, weight.quantizer)
@@ -286,10 +286,6 @@ def quantized_grouped_mm(
     if is_linear and is_plain and offs is not None and bias is None:
         y = _grouped_linear(mat_a, stack, offs, transposed)
         return y if out_dtype is None else y.to(out_dtype)
-    return F.grouped_mm(_plain(mat_a), _plain(mat_b), offs=offs, bias=bias, out_dtype=out_dtype)
-
-
-def _plain(x: Tensor) -> Tensor:
-    if isinstance(x, _TransposedStack):
-        return x.values()
-    return x.dequantize(x.dtype) if isinstance(x, QuantizedTensor) else x
+    # The operator decodes quantized operands.
+    a, b = (x.values() if isinstance(x, _TransposedStack) else x for x in (mat_a, mat_b))
+    return F.grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)

@@ -35,12 +35,16 @@ def runs_natively(quantizer: Quantizer, x: Tensor) -> bool:
     return is_native
 
 
-def check_stack(stack: QuantizedTensor) -> None:
+def check_stack(stack: QuantizedTensor, transposed: bool) -> None:
     """Raise unless the stack can be an operand in both directions.
+
+    Args:
+        transposed: Whether it is [experts, in_features, out_features].
 
     Raises:
         NotImplementedError: If torch has no grouped matmul of the format.
-        ValueError: If sides of the weights are not multiples of 128, or the stack is a slice.
+        ValueError: If sides of the weights are not multiples of 128, the stack is a slice, or it
+            lacks the codes that a matmul reads.
     """
     if not FORMATS[type(stack.quantizer)].has_stacks:
         fitting = [_name(kind) for kind, form in FORMATS.items() if form.has_stacks]
@@ -50,6 +54,16 @@ def check_stack(stack: QuantizedTensor) -> None:
             "does not have; quantize the weights alone with Recipe(weights)"
         )
     check_weight(stack)
+    quantizer = stack.quantizer
+    usages = ("columnwise", "rowwise") if transposed else ("rowwise", "columnwise")
+    operands = quantizer.operands.activations, quantizer.operands.gradients
+    for is_wanted, usage in zip(operands, usages, strict=True):
+        if is_wanted and not getattr(quantizer, usage):
+            raise ValueError(
+                f"stack must have {usage} codes for grouped matmuls of its quantized operands, got "
+                f"{quantizer}; quantize it by a Recipe whose weights are a quantizer with "
+                f"{usage}=True"
+            )
 
 
 def _name(kind: type[Quantizer]) -> str:

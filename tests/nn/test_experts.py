@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from fp4adam import FP4Adam, QuantizedTensor, Recipe, quantize_model, summary
-from helpers import assert_identical, train
+from helpers import QUANTIZERS, assert_identical, train
 from ranks import all_ranks, run_ranks
 
 EXPERTS, DIM, TOKENS = 4, 32, 24
@@ -166,9 +166,18 @@ def test_functions_of_torch_and_compiled_graphs_take_stacks(transposed):
     torch.testing.assert_close(compiled(x, offsets), model.experts(x, offsets))
 
 
-def test_scaled_recipes_multiply_codes():
+@pytest.mark.parametrize("transposed", [False, True])
+def test_functions_of_torch_differentiate_by_the_tokens(transposed):
+    model, x = make(transposed=transposed), tokens()
+    of_x = torch.func.grad(lambda x: model(x).square().sum())(x)
+    model(x.requires_grad_()).square().sum().backward()
+    torch.testing.assert_close(of_x, x.grad)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_scaled_recipes_multiply_codes(gradients):
     for weights in ("nvfp4", "mxfp8"):
-        recipe = Recipe(weights, activations=True, gradients=True, emulate=True)
+        recipe = Recipe(QUANTIZERS[weights], activations=True, gradients=gradients, emulate=True)
         products = []
         for transposed in (False, True):
             model = make(recipe, transposed=transposed, dim=128)
@@ -178,6 +187,12 @@ def test_scaled_recipes_multiply_codes():
         # Square NVFP4 blocks are the same both ways; MXFP8 codes lie along the other side.
         for a, b in zip(*products, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_transposed_stacks_need_columnwise_codes_for_quantized_activations():
+    model = make(Recipe("mxfp8", activations=True), transposed=True, dim=128)
+    with pytest.raises(ValueError, match=r"stack must have columnwise codes .* columnwise=True"):
+        model(tokens(dim=128))
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "float8block"])

@@ -3,6 +3,7 @@
 import copy
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -77,13 +78,20 @@ def backward_values(stack: nn.Parameter) -> Tensor:
 @pytest.mark.parametrize("counts", [(4, 0, 130), (128, 128, 1), (0, 0, 0)])
 @pytest.mark.parametrize("quantized", ["activations", "gradients", "both"])
 def test_operands_are_those_of_the_quantizers(weights, quantized, counts, monkeypatch):
-    # Gradients in NVFP4 are rounded at random.
-    monkeypatch.setattr(nvfp4_gradients, "e2m1_stochastic_code", minifloat.e2m1_code)
+    at_random = []
+
+    def to_nearest(*args: Any) -> Tensor:
+        at_random.append(args)
+        return minifloat.e2m1_code(*args)
+
+    monkeypatch.setattr(nvfp4_gradients, "e2m1_stochastic_code", to_nearest)
     activations, gradients = (quantized in (name, "both") for name in ("activations", "gradients"))
     stack = stack_in(Recipe(weights, activations, gradients))
     x, grad = randn(sum(counts), IN).requires_grad_(), randn(sum(counts), OUT)
     y = grouped_linear(x, stack, ends(*counts))
+    assert not at_random
     y.backward(grad)
+    assert bool(at_random) == (gradients and weights == "nvfp4")
 
     weight = stack.dequantize(torch.float32).detach()
     read = rounded(x.detach(), weights) if activations else x.detach()

@@ -168,6 +168,15 @@ def test_a_step_moves_each_state_once_in_and_once_out(device: str, link: LateLin
     assert link.moved == [0, 0]
 
 
+def test_states_are_read_when_every_gpu_has_sent_them(device: str, link: LateLink) -> None:
+    optimizers = pair(RECIPES["nvfp4"], device)
+    for optimizer in optimizers:
+        take_steps(optimizer, range(3))
+    gpus, other = optimizers[0]._whole._gpus, torch.device("meta")
+    optimizers[0]._whole._gpus = {other: offload._DeviceLink(LateLink()), **gpus}
+    assert_same_training(*optimizers)
+
+
 def test_grad_scaler_skips_and_counts(device: str, link: LateLink) -> None:
     optimizers = pair(RECIPES["mxfp8"], device)
     for optimizer in optimizers:
@@ -476,6 +485,25 @@ def test_pinned_memory_that_runs_out_is_named(device: str) -> None:
         optimizer.step()
         take_steps(optimizer, [1])
         take_steps(resident, [1])
+        assert_same_training(optimizer, resident)
+
+
+def test_states_leave_the_ring_though_their_new_block_finds_no_memory(device: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the limit is the link's that stands in")
+    optimizer, resident = pair(RECIPES["nvfp4"], device)
+    link = LateLink()
+    with offload_to(link, 10 * CHUNK):
+        for one in (optimizer, resident):
+            take_steps(one, range(2))
+            one.param_groups[0]["amsgrad"] = True
+        link._limit = link.pinned_bytes
+        with pytest.raises(MemoryError):
+            take_steps(optimizer, [2])
+        for state in optimizer.state.values():
+            for value in state.values():
+                assert value.untyped_storage().nbytes() == value.nbytes or not value.dim()
+        take_steps(resident, [2])
         assert_same_training(optimizer, resident)
 
 
