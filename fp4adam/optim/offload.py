@@ -217,9 +217,13 @@ class OffloadedEngine(Engine):
         self._blocks[part] = block
         gpu.has_new_blocks = True
         if block.nbytes:
-            # The plan would keep the states on the GPU alive.
-            part.drop_plan()
-            part.states = {}
+            self._release(part)
+
+    def _release(self, part: Engine) -> None:
+        """Drop all that would keep the states of a part on the GPU alive."""
+        part.drop_plan()
+        self.parameters.unbind(part.states)
+        part.states = {}
 
     def _ring(self, gpu: "_DeviceLink") -> "_Ring":
         """The ring of a GPU; a larger one in place of one that has become too small."""
@@ -231,8 +235,7 @@ class OffloadedEngine(Engine):
                 for part, block in blocks.items():
                     if block.nbytes:  # frees the old ring
                         block.leave_ring()
-                        part.drop_plan()
-                        part.states = {}
+                        self._release(part)
                 gpu.ring = None
                 gpu.ring = _Ring(gpu.link.empty(needed))
             gpu.has_new_blocks = False

@@ -109,6 +109,7 @@ class Parameter:
     def __init__(self, owner: Tensor, options: Options) -> None:
         self.owner, self.options = owner, options
         self.param = self._source = local(owner)
+        self.state, self.tensors = {}, {}
         self._kind = type(self.param), self.param.dtype
         self.codecs = options.codecs(self.param.dtype)
         self.has_remainder = options.store_param_remainders and owner.dtype == torch.bfloat16
@@ -677,6 +678,13 @@ class Parameters:
     def keep_only(self, owners: Iterable[Tensor]) -> None:
         """Forget all others, which may have been taken out of the groups."""
         self._known = {owner: self._known[owner] for owner in owners if owner in self._known}
+
+    def unbind(self, states: dict[Tensor, State]) -> None:
+        """Let go of the memory of these states, until an engine binds others."""
+        for owner, state in states.items():
+            known = self._known.get(owner)
+            if known is not None and known.state is state:
+                known.state, known.tensors = {}, {}
 
     def forget_marks(self) -> None:
         """Compare every parameter with its master at the next step."""

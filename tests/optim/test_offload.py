@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from fp4adam import FP4Adam, FusedAdam, hf_scale_groups, quantize_model
@@ -166,6 +167,50 @@ def test_a_step_moves_each_state_once_in_and_once_out(device: str, link: LateLin
     link.moved = [0, 0]
     optimizer.step()
     assert link.moved == [0, 0]
+
+
+def test_new_states_of_one_chunk_are_on_the_gpu_at_a_time(
+    device: str, link: LateLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[StorageWeakRef] = []
+    init = offload._StateBlock.__init__
+
+    def note(self: Any, link: Any, states: dict[Tensor, dict]) -> None:
+        assert all(memory.expired() for memory in made)
+        values = (value for state in states.values() for value in state.values() if value.dim())
+        made.extend(StorageWeakRef(value.untyped_storage()) for value in values)
+        init(self, link, states)
+
+    monkeypatch.setattr(offload._StateBlock, "__init__", note)
+    take_steps(pair(RECIPES["nvfp4"], device)[0], [0])
+    assert made and all(memory.expired() for memory in made)
+
+
+def test_a_larger_ring_comes_when_the_old_one_is_gone(
+    device: str, link: LateLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizers = pair(RECIPES["nvfp4"], device)
+    for optimizer in optimizers:
+        take_steps(optimizer, range(3))
+    old = StorageWeakRef(ring_of(optimizers[0]).untyped_storage())
+    empty, gone = offload.Link.empty if torch.cuda.is_available() else LateLink.empty, []
+
+    def note(self: Any, nbytes: int) -> Tensor:
+        gone.append(old.expired())
+        return empty(self, nbytes)
+
+    monkeypatch.setattr(offload.Link if torch.cuda.is_available() else LateLink, "empty", note)
+    for optimizer in optimizers:
+        large = Parameter(random((128, 96), 5, device))
+        optimizer.add_param_group({"params": [large], **OPTIONS})
+        take_steps(optimizer, range(3, 6))
+    assert gone == [True]
+    assert_same_training(*optimizers)
+
+
+def ring_of(optimizer: FP4Adam) -> Tensor:
+    (gpu,) = optimizer._whole._gpus.values()
+    return gpu.ring.bytes
 
 
 def test_states_are_read_when_every_gpu_has_sent_them(device: str, link: LateLink) -> None:
