@@ -43,13 +43,14 @@ class LateLink:
         moved: Bytes copied to the device, and to the host.
         rings: Sizes of all rings.
         beside: How many parts were stepped beside other work.
+        joined: How often it was asked to join its steps.
     """
 
     def __init__(self, limit: float = float("inf")) -> None:
         self.pinned_bytes = 0
         self.moved = [0, 0]
         self.rings: list[int] = []
-        self.beside = 0
+        self.beside = self.joined = 0
         self._limit = limit
         self._in, self._out = Lane(), Lane()
 
@@ -82,7 +83,7 @@ class LateLink:
         return self._out.add(lambda: host.copy_(staged))
 
     def join(self) -> None:
-        pass
+        self.joined += 1
 
     def wait(self) -> None:
         self._out.run()

@@ -222,6 +222,17 @@ def test_a_parameter_that_is_overwritten_is_where_its_master_restarts(quantizer)
     assert_bytes(param, te_tensor(quantizer, master_of(optimizer, param)))
 
 
+@every_format
+def test_a_remainder_that_is_set_is_written_by_a_step_that_changes_nothing(quantizer):
+    param = te_tensor(quantizer, random(SHAPE, 0).bfloat16())
+    optimizer = FP4Adam([param], lr=0.0, master_weight_dtype=torch.int8)
+    step(optimizer, 0)
+    master = random(SHAPE, 5)
+    optimizer.set_scaled_state(param, "master_param", master)
+    step(optimizer, 1)
+    assert_bytes(param, te_tensor(quantizer, master))
+
+
 @pytest.mark.parametrize("master_dtype", [torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("model_first", [False, True])
 def test_checkpoints_keep_masters_in_either_order(model_first, master_dtype):

@@ -213,12 +213,15 @@ def ring_of(optimizer: FP4Adam) -> Tensor:
     return gpu.ring.bytes
 
 
-def test_states_are_read_when_every_gpu_has_sent_them(device: str, link: LateLink) -> None:
+def test_every_gpu_is_waited_for(device: str, link: LateLink) -> None:
     optimizers = pair(RECIPES["nvfp4"], device)
     for optimizer in optimizers:
         take_steps(optimizer, range(3))
-    gpus, other = optimizers[0]._whole._gpus, torch.device("meta")
-    optimizers[0]._whole._gpus = {other: offload._DeviceLink(LateLink()), **gpus}
+    whole, links = optimizers[0]._whole, [LateLink(), LateLink()]
+    before, after = ({torch.device("meta", i): offload._DeviceLink(x)} for i, x in enumerate(links))
+    whole._gpus = {**before, **whole._gpus, **after}
+    whole.join()
+    assert [each.joined for each in links] == [1, 1]
     assert_same_training(*optimizers)
 
 

@@ -211,6 +211,24 @@ def test_a_change_between_steps_is_noticed(change, quantizer, device):
     assert_same_training(*optimizers)
 
 
+def test_any_tensor_of_the_last_state_may_be_exchanged(device):
+    options = dict(exp_avg_dtype=torch.float8_e4m3fn, exp_avg_sq_dtype=torch.uint8)
+    optimizers = [FP4Adam(make_params(device), lr=1e-2, **options) for _ in range(2)]
+    for optimizer in optimizers:
+        params = optimizer.param_groups[0]["params"]
+        set_grads(params, 0)
+        optimizer.step()
+        names = sorted(optimizer.state[params[1]])
+        for seed, name in enumerate(names, 1):
+            state = optimizer.state[params[1]]
+            if optimizer is optimizers[0]:
+                state[name] = state[name].clone()
+            set_grads(params, seed, skip=(2, 3))
+            optimizer.step()
+    assert len(names) == 6
+    assert_same_training(*optimizers)
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -238,6 +256,16 @@ def test_gradients_of_other_layouts_take_the_slower_path(make, device):
             assert seed != 1 or optimizer is optimizers[1] or optimizer._whole.plan._by_operators
     assert_same_training(*optimizers)
     assert not optimizers[0]._whole.plan._by_operators
+
+
+def test_unaligned_codes_take_the_slower_path(trained):
+    param = trained.param_groups[0]["params"][0]
+    codes = param._rowwise_data
+    param._rowwise_data = codes.new_empty(codes.numel() + 1)[1:].view(codes.shape).copy_(codes)
+    set_grads(trained.param_groups[0]["params"], 2)
+    trained.step()
+    assert [member.owner is param for member in trained._whole.plan._by_operators] == [True]
+    assert_goes_on_as_operators(trained)
 
 
 def test_decoupled_gradients_may_change_their_dtype(device):
