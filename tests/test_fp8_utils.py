@@ -45,7 +45,9 @@ def value() -> torch.Tensor:
 def test_tensors_of_both_packages_are_told_apart(name):
     quantizer = QUANTIZERS[name]
     tensors = quantizer(value()), nn.Parameter(quantizer(value())), te_tensor(quantizer, value())
-    for tensor in tensors:
+    of_subclass = te_tensor(quantizer, value())
+    of_subclass.__class__ = type("Own", (type(of_subclass),), {})
+    for tensor in (*tensors, of_subclass):
         assert fp8_utils.is_float8tensor(tensor)
         assert fp8_utils.is_mxfp8tensor(tensor) == (name == "mxfp8")
         assert not fp8_utils.is_grouped_tensor_with_quantized_storage(tensor)

@@ -445,4 +445,6 @@ def test_changes_of_scales_alone_are_flagged(quantizer, kernels, monkeypatch, de
         optimizer.step()  # halves the weight
     assert torch.equal(weight.rowwise_data, codes)
     assert record.is_right_for(weight) and record.flags.all()
+    weight.detach()._shared.tensors.versioned[-1].add_(0)  # by something else
+    assert not record.is_right_for(weight)
     record.detach()

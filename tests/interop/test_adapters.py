@@ -208,14 +208,20 @@ def test_masters_start_from_the_value_before_quantization_if_it_is_that(overwrit
     assert not kept
 
 
+@pytest.mark.parametrize("by_kernels", [False, True])
 @every_format
-def test_a_parameter_that_is_overwritten_is_where_its_master_restarts(quantizer):
+def test_a_parameter_that_is_overwritten_is_where_its_master_restarts(quantizer, by_kernels):
     param = te_tensor(quantizer, random(SHAPE, 0).bfloat16())
     optimizer = FP4Adam([param], lr=1e-3)
     step(optimizer, 0)
     other = te_tensor(quantizer, random(SHAPE, 1).bfloat16())
-    with torch.no_grad():
-        param.copy_(other)
+    if by_kernels:  # which raise the version of the parameter alone
+        for name in te_bytes(other):
+            getattr(param, name).data.copy_(getattr(other, name))
+        torch.autograd.graph.increment_version(param)
+    else:
+        with torch.no_grad():
+            param.copy_(other)
     step(optimizer, 1)
     start = quantizer.quantize(random(SHAPE, 1).bfloat16()).dequantize(torch.float32)
     assert (master_of(optimizer, param) - start).abs().max() < 2e-3

@@ -148,9 +148,11 @@ def test_refused():
     for name in ("gradients", "emulate"):
         with pytest.raises(ValueError, match=f'{name} must be False with activations="fake"'):
             Recipe("nvfp4", activations="fake", **{name: True})
+    with pytest.raises(ValueError, match='"fake" must have weights in one of .* got MXFP4'):
+        Recipe("mxfp4", activations="fake")
     layer = layer_in("nvfp4")
-    with pytest.raises(TypeError, match="must be float32, bfloat16 or float16, got torch.float64"):
-        layer(randn(1, IN, dtype=torch.float64))
+    with pytest.raises(TypeError, match="fake-quantized activations must be float32, .*float64"):
+        fake_quantize.fake_quantize(randn(1, IN, dtype=torch.float64), layer.weight.quantizer)
     with pytest.raises(NotImplementedError, match="must be quantized alone for torch.func"):
         torch.func.vmap(layer)(randn(2, IN))
     with pytest.raises(ValueError, match="must not be quantized by another recipe"):

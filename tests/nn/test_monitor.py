@@ -8,6 +8,7 @@ from torch import nn
 
 import fp4adam
 from fp4adam import FP4Adam, MasterWeightOptimizer, QuantizationMonitor, quantize_model
+from fp4adam.nn import monitor
 from ranks import run_ranks
 
 # Magnitude bits of a code, and the largest magnitude.
@@ -72,6 +73,16 @@ def test_numbers_are_those_of_plain_torch(name):
     both = [found[f"changed_share/{each}"] for each in ("0.weight", "1.weight")]
     assert found["changed_share/all"] == pytest.approx(sum(both) / 2)  # of one size
     assert found["amax/all"] == max(found["amax/0.weight"], found["amax/1.weight"])
+
+
+def test_a_sample_of_codes_meets_all_columns(monkeypatch):
+    monkeypatch.setattr(monitor, "_SAMPLE", 96 * 64)
+    model = quantize_model(nn.Sequential(nn.Linear(256, 96)), "mxfp8")
+    measures = QuantizationMonitor(model)
+    measures.measure()
+    model[0].weight.rowwise_data[:, 1::2] ^= 1
+    # A stride of 5, where 4 would meet even columns alone.
+    assert measures.measure()["changed_share/0.weight"] == pytest.approx(0.5, abs=1e-3)
 
 
 def test_without_a_state_errors_are_those_against_the_initial_value():
@@ -164,6 +175,7 @@ def test_picture_has_a_row_per_weight(tmp_path):
         monitor.measure()
     figure = monitor.plot("changed_share", tmp_path / "picture.png")
     (image, *_) = figure.axes[0].images
+    assert figure.axes[0].get_xlabel() == "step"
     assert image.get_array().shape == (2, 3) and (tmp_path / "picture.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="number must be one of .*zero_share, got 'loss'"):
         monitor.plot("loss")

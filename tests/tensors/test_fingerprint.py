@@ -2,7 +2,7 @@
 
 import torch
 
-from fp4adam.tensors.fingerprint import Column, Fingerprint
+from fp4adam.tensors.fingerprint import Column, Fingerprint, Mark
 
 
 def tensors(n):
@@ -44,3 +44,16 @@ def test_each_column_notices_what_it_is_for():
     assert not fingerprint.unchanged()
     same[0] = old
     assert fingerprint.unchanged()
+
+
+def test_marks_follow_the_versions_of_all_their_tensors():
+    watched = tensors(3)
+    fingerprint = Fingerprint([Column(watched, versioned=True)])
+    before, mark = (Mark("memory", watched[1:]) for _ in range(2))
+    mark.follow(fingerprint.versions, range(1, 3))
+    assert mark.is_same(before)
+    watched[2].add_(1)
+    assert not fingerprint.unchanged() and mark.is_same(before)
+    fingerprint.is_in_place()
+    fingerprint.record()
+    assert not mark.is_same(before) and mark.is_same(Mark("memory", watched[1:]))

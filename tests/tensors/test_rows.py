@@ -183,6 +183,23 @@ def test_values_of_other_rows_outlive_a_write():
         weight.detach()[:16]._high_precision_init_val = new
 
 
+def test_values_of_other_rows_outlive_a_copy_of_codes():
+    layers = [nn.Linear(64, 64, bias=False) for _ in range(2)]
+    weight, other = (quantize_model(layer, "mxfp8").weight.detach() for layer in layers)
+    shard = weight.new_zeros(32, 64)
+    shard.copy_(weight[:32])
+    shard[:16].copy_(other[:16])
+    expected = torch.cat([other.dequantize()[:16], weight.get_high_precision_init_val()[16:32]])
+    assert torch.equal(shard.get_high_precision_init_val(), expected)
+
+
+def test_parts_for_tensor_parallelism_have_codes_in_both_directions():
+    whole = QUANTIZERS["nvfp4"].quantize(randn())
+    part = rows.parallel_part(whole, 1, 1, 2, None)
+    assert torch.equal(part._rowwise_data, whole._rowwise_data[:, 16:])
+    assert torch.equal(part._columnwise_data, whole._columnwise_data[32:])
+
+
 # Devices
 
 
