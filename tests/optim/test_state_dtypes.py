@@ -410,6 +410,7 @@ def test_masters_survive_a_checkpoint_in_float32(model_first, source, target, de
                 assert torch.equal(resumed.state[param]["param_remainder"], remainder)
     take_steps(optimizer, [9])
     take_steps(resumed, [9])
+    assert all(("master_param" in state) != target for state in resumed.state.values())
     assert_identical(masters(resumed), masters(optimizer))
 
 
