@@ -28,6 +28,7 @@ from fp4adam import (
     quantize_model,
 )
 from fp4adam.tensors import backend, changes
+from fp4adam.tensors.storage import Storage
 from ranks import all_ranks, run_ranks
 
 LAYOUTS = {
@@ -445,6 +446,9 @@ def test_changes_of_scales_alone_are_flagged(quantizer, kernels, monkeypatch, de
         optimizer.step()  # halves the weight
     assert torch.equal(weight.rowwise_data, codes)
     assert record.is_right_for(weight) and record.flags.all()
-    weight.detach()._shared.tensors.versioned[-1].add_(0)  # by something else
+    inner = {name: x.clone() for name, x in weight._shared.tensors.existing().items()}
+    weight._shared.tensors = Storage(**inner)  # each inner tensor has a version of its own
+    record.clear()
+    weight._shared.tensors.present[-1].add_(0)
     assert not record.is_right_for(weight)
     record.detach()
