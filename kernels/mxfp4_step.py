@@ -122,7 +122,7 @@ class StepLaunch(adam.StepLaunch):
     """One pass over MXFP4 tensors."""
 
     def __init__(self, kind: Any, tensors: tuple) -> None:
-        shapes, _, table, scalars, _ = tensors
+        shapes, _, table, scalars = tensors
         tiles = tuple(part.to(table.device) for part in cover(shapes, STEP_TILE, EDGE_TILE))
         updates, variant = update_scaled(table, scalars, shapes, kind.variant())
         rounding = kind.quantizer.layout.scale_rule.rounding
