@@ -6,7 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp4adam import Float8BlockQuantizer, Float8Quantizer, MXFP8Quantizer, NVFP4Quantizer
+from fp4adam import (
+    Float8BlockQuantizer,
+    Float8Quantizer,
+    MXFP4Quantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
 from fp4adam.kernels.launch.schema import SCALARS_WIDTH
 from fp4adam.optim.adam import adam_, adam_scalars
 from fp4adam.optim.remainder import complete, split_off
@@ -27,6 +33,8 @@ QUANTIZERS = {
     "mxfp8": MXFP8Quantizer(),
     "mxfp8 rowwise": MXFP8Quantizer(columnwise=False),
     "mxfp8 2d": MXFP8Quantizer(two_dimensional=True),
+    "mxfp4": MXFP4Quantizer(),
+    "mxfp4 floor": MXFP4Quantizer(scale_rounding="floor"),
     "float8 block": Float8BlockQuantizer(),
     "float8 block, any scale": Float8BlockQuantizer(force_pow_2_scales=False),
     "float8 block 1d": Float8BlockQuantizer(two_dimensional=False),
@@ -118,7 +126,7 @@ class Launched:
         kind = SimpleNamespace(
             quantizer=quantizer, groups=(), write_dtype=torch.float32,
             variant=lambda: variant, usage=lambda: usage,
-            has_scaled_states=weights[0].codecs[0].scaled,
+            has_scaled_states=weights[0].codecs[0].scaled, records=False,
         )  # fmt: skip
         rows = [w.table_row(g, i) for i, (w, g) in enumerate(zip(weights, grads, strict=True))]
         table = torch.tensor(rows, dtype=torch.int64, device=device)
