@@ -66,9 +66,9 @@ def _load_scales(
     FIRST: tl.constexpr = VARIANT.exp_avg_codec
     SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
     return Scales(
-        load_scale_words(ptr.value_extra, start, stride, VALUE, LOOP, BR, BC),
-        load_scale_words(ptr.exp_avg_scale, start, stride, FIRST, LOOP, BR, BC),
-        load_scale_words(ptr.exp_avg_sq_scale, start, stride, SECOND, LOOP, BR, BC),
+        load_scale_words(ptr.value_extra, start, BR * stride, stride, VALUE, LOOP, BR, BC),
+        load_scale_words(ptr.exp_avg_scale, start, BR * stride, stride, FIRST, LOOP, BR, BC),
+        load_scale_words(ptr.exp_avg_sq_scale, start, BR * stride, stride, SECOND, LOOP, BR, BC),
     )
 
 
