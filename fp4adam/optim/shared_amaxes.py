@@ -76,7 +76,7 @@ class SharedAmaxes:
         for group in groups:
             if group.kind.groups:
                 for member, slot in zip(group.members, group.slots, strict=True):
-                    exchanged[member.owner] = group.launch.exchanged(slot)
+                    exchanged[member.owner] = group.launch.amaxes[slot : slot + 1], []
         told: dict[tuple, list[Exchanged]] = defaultdict(list)
         for member in members:
             for info in member.shards:

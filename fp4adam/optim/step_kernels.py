@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp4adam.kernels.launch.schema import Cut
 from fp4adam.optim.state_codec import StateCodec
 from fp4adam.tensors.quantizer import Quantizer
 
@@ -79,14 +78,12 @@ class LaunchTensors(NamedTuple):
         slots: The amax slot of each tensor; tensors with the same slot share an amax.
         table: Their rows of the tensor table, int64 [n_tensors, 19] on the device.
         scalars: The scalars that these rows refer to, float32 on the device.
-        cuts: Of each tensor, the blocks that it shares with other ranks.
     """
 
     shapes: list[tuple[int, int]]
     slots: list[int]
     table: Tensor
     scalars: Tensor
-    cuts: list[Cut]
 
 
 def has_step_kernels(quantizer: Quantizer) -> bool:
