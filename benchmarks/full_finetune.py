@@ -74,7 +74,7 @@ class StepInBackward:
 class Contestant(NamedTuple):
     """An optimizer of a model whose linear weights are in ``format``, BF16 if None.
 
-    ``release``: from a model and ``make`` to an optimizer that frees gradients in the backward pass.
+    ``release``: makes an optimizer of a model that frees gradients in the backward pass.
     """
 
     name: str
