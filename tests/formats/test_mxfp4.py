@@ -22,6 +22,7 @@ from fp4adam import (
     quantize_model,
 )
 from fp4adam.checkpoints.trained import gathered
+from fp4adam.optim.remainder import complete, split_off
 from fp4adam.tensors import backend
 from helpers import assert_bytes_are_of_masters, assert_identical, randn
 from ranks import all_ranks, run_ranks
@@ -216,3 +217,14 @@ def train_shards(rank: int, folder: str) -> None:
 
 def test_two_ranks_have_the_bits_of_one(tmp_path):
     run_ranks(train_shards, 2, str(tmp_path))
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_remainders_reach_the_masters_of_saturated_codes(rounding):
+    """With "floor" weights up to 8 times the scale have the code of 6 times."""
+    values = torch.linspace(-1.999, 1.999, 128).view(2, 64)[:, torch.randperm(64)]
+    values = values.repeat(16, 1)
+    weight = MXFP4Quantizer(scale_rounding=rounding).quantize(values)
+    master = complete(weight, split_off(weight, values))
+    # Half a gap of 2 is 119.5 units, and scales are at most 1/2.
+    assert (master - values).abs().max() <= 0.5 * 0.5 * 2 / 119.5
