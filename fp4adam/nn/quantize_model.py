@@ -27,7 +27,6 @@ from fp4adam.nn.replacement import (
     check_attributes,
     check_no_replica,
     check_weight,
-    hand_over,
     put_in,
 )
 from fp4adam.nn.summary import format_name, summary
@@ -92,10 +91,10 @@ def quantize_model(
     The value before quantization is kept until ``FP4Adam`` takes it over as master weight at the
     first step (``param.clear_high_precision_init_val()`` frees it for inference).
 
-    Attributes set on a weight, such as ``tensor_model_parallel``, go to the new parameter, and so
-    do its gradient, ``requires_grad``, and the hooks of ``register_hook`` and
-    ``register_post_accumulate_grad_hook``. Hooks on nodes of the autograd graph stay with the old
-    one: call this before wrappers such as ``DistributedDataParallel`` register theirs.
+    Parameters stay the same objects with other content (``torch.utils.swap_tensors``), with their
+    attributes, gradients and hooks. An optimizer from before goes on: :class:`FP4Adam` trains the
+    codes, others say that they cannot. Hooks on nodes of the autograd graph stay behind: call this
+    before wrappers such as ``DistributedDataParallel`` register theirs.
 
     Frozen weights (``requires_grad=False``), such as those of a base model with adapters, keep no
     value before quantization; to freeze a weight later frees its value. A weight that is thawed is
@@ -124,14 +123,15 @@ def quantize_model(
             matmuls cannot hold; without a filter it stays as it is, with a warning. If a weight is
             not initialized (lazy layers), parametrized, of a subclass of ``nn.Parameter``,
             quantized by another recipe, or has an attribute whose name quantized tensors use. If
-            the model is wrapped by ``DistributedDataParallel``. If a member of a scale group does
+            the model is wrapped by ``DistributedDataParallel``, FSDP1, DeepSpeed or
+            ``AveragedModel``. If a member of a scale group does
             not become NVFP4, or is in two groups.
         TypeError: If a selected weight is not float32, bfloat16 or float16, or an argument has
             another type than above.
+        RuntimeError: If something but modules and optimizers refers to a weight.
 
     Nothing has been changed when it raises. It warns if no selected layer has a weight that it can
-    take, and without a filter if less than half of the elements of matrices are quantized. Create
-    the optimizer after this call: the parameters are new objects.
+    take, and without a filter if less than half of the elements of matrices are quantized.
     """
     quantizer = resolve_recipe(recipe)
     check_module(model)
@@ -296,7 +296,6 @@ def _quantize_layers(
         for param, weight in zip(params, weights, strict=True):
             if weight.requires_grad:
                 param._high_precision_init_val = weight.detach()
-            hand_over(weight, param)
     uses_of = zip(params, chosen, strict=True)
     put_in([(module, key, p) for p, (_, users) in uses_of for _, module, key in users])
     return len(chosen) + len(already), [misfit for misfit in misfits.values() if misfit]
