@@ -46,7 +46,8 @@ MEGATRON = build/Megatron-LM
 INTEGRATIONS = $(VENV)/.integrations
 $(INTEGRATIONS): $(READY)
 	$(PY) -m pip install -c constraints.txt -e '.[integrations]'
-	$(PY) -m pip install --no-deps -c constraints.txt "torchtitan; python_version >= '3.11'"
+	$(PY) -m pip install --no-deps -c constraints.txt "torchtitan; python_version >= '3.11'" \
+		"axolotl; python_version >= '3.11'"
 	-GIT_TERMINAL_PROMPT=0 timeout 60 git clone --depth 1 https://github.com/NVIDIA/Megatron-LM $(MEGATRON)
 	touch $@
 

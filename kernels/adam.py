@@ -445,9 +445,10 @@ class StepLaunch:
     """The step of the tensors of one kind; each format has its own, which makes the launches.
 
     It is made of the properties that the tensors have in common, a ``Kind`` of the optimizer; and
-    of a ``LaunchTensors``: shapes and amax slots, a part of the table, scalars, and cuts.
+    of a ``LaunchTensors``: shapes, amax slots, a part of the table, and scalars.
     """
 
+    amaxes: Tensor  # float32 [n_slots], of formats whose shards share an amax
     _launches: list[Launch]
 
     def compile(self, *signals: Tensor) -> None:
@@ -456,14 +457,7 @@ class StepLaunch:
             launch.compile(*signals)
 
     def prepare(self, *signals: Tensor) -> None:
-        """Compute what other ranks need before the step; ``signals`` as for the call."""
-
-    def exchanged(self, slot: int) -> tuple[Tensor | None, list[Tensor]]:
-        """The amaxes of a tensor to exchange between :meth:`prepare` and the call.
-
-        The amax of the tensor, float32 [1], or None; and grids with those of its blocks.
-        """
-        raise NotImplementedError
+        """Compute ``amaxes``, which ranks exchange before the call; ``signals`` as for the call."""
 
     def __call__(self, *signals: Tensor) -> None:
         """Step the tensors; ``signals`` are grad_scale, clip and found_inf, float32 [1] each."""

@@ -476,7 +476,7 @@ class StepLaunch(adam.StepLaunch):
     """
 
     def __init__(self, kind: Any, tensors: tuple) -> None:
-        shapes, slots, table, scalars, _ = tensors
+        shapes, slots, table, scalars = tensors
         device = table.device
         variant, usage, quantizer = kind.variant(), kind.usage(), kind.quantizer
         tiles, n_whole = self.tiles(kind, shapes)
@@ -552,9 +552,6 @@ class StepLaunch(adam.StepLaunch):
     def candidates(self) -> Tensor:
         """The tiles that the next preview will read, bool [n_tiles]; for diagnosis."""
         return candidates(*self._known, self._turns[0][0])
-
-    def exchanged(self, slot: int) -> tuple[Tensor | None, list[Tensor]]:
-        return self.amaxes[slot : slot + 1], []
 
     def _look(self, *signals: Tensor) -> None:
         for launch in self._turns[0][2]:

@@ -26,7 +26,6 @@ from fp4adam.kernels.float8_block import (
     tile_mask,
 )
 from fp4adam.kernels.launch.launch import Launch, compute_capability
-from fp4adam.kernels.launch.schema import Cut
 from fp4adam.kernels.launch.tensor_table import (
     CHANGED,
     COLS,
@@ -79,8 +78,6 @@ MASKED_PARTS = {  # by two_dimensional and whether states are narrow
     (False, False): Tile(4, BLOCK, 32, 8, 1),
     (False, True): Tile(4, BLOCK, 32, 8, 1),
 }
-# Of blocks that ranks share.
-CUT_PART = Tile(16, BLOCK, 8, 8, 1)
 
 
 @triton.jit
@@ -647,114 +644,17 @@ def _adam_step_decoded_kernel(
         _store_column_words(words, columnwise_data, first_row, col, rows)
 
 
-@triton.jit(do_not_specialize_on_alignment=SIGNALS)
-def _adam_step_cut_kernel(
-    grad_scale_ptr,
-    clip_ptr,
-    found_inf_ptr,
-    table,
-    scalars,
-    tiles,
-    amaxes,
-    VARIANT: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
-    """Adam on this rank's rows of a 128x128 block that other ranks have the rest of, and its amax.
-
-    Grid: (n_tiles,). Tile: up to [128, 128], in parts of [BR, BC]. tiles: int32 [n_tiles, 4], with
-    the block's index in ``amaxes`` last. amaxes: float32, written. Columns are a multiple of 16.
-    Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these three.
-    """
-    tile = tiles + 4 * tl.program_id(0)
-    tensor, first_row, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 3)
-    first_col = tl.multiple_of(tl.load(tile + 2), 128)
-    if not takes_part(table, tensor, found_inf_ptr):
-        return
-    rows, cols = size(table, tensor, ROWS, 1), size(table, tensor, COLS, 16)
-    end = tl.minimum(rows, (first_row // 128 + 1) * 128)
-    constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
-    pointers = state_pointers(table, tensor, VARIANT)
-    PARTS_PER_ROW: tl.constexpr = 128 // BC
-    largest = tl.zeros((BR, BC), tl.float32)
-    for i in range((128 // BR) * PARTS_PER_ROW):
-        row, col = first_row + i // PARTS_PER_ROW * BR, first_col + i % PARTS_PER_ROW * BC
-        mask = tile_mask(row, col, end, cols, True, BR, BC)
-        start = tile_start(row, col, cols)
-        value = adam_step_tile(pointers, start, start, cols, mask, constants, VARIANT, True, BR, BC)
-        x = tl.where(mask, round_through(value, VARIANT.write_dtype), 0.0)
-        largest = tl.maximum(largest, tl.where(x == x, tl.abs(x), 0.0))
-    tl.store(amaxes + slot, tl.max(tl.max(largest, 1), 0))
-
-
-@triton.jit(do_not_specialize_on_alignment=SIGNALS)
-def _quantize_cut_kernel(
-    grad_scale_ptr,
-    clip_ptr,
-    found_inf_ptr,
-    table,
-    tiles,
-    amaxes,
-    epsilon,
-    VARIANT: tl.constexpr,
-    LARGEST: tl.constexpr,
-    POW_2: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
-    """Quantize what the kernel above has updated, with the amaxes of all ranks.
-
-    Grid, tile and tables are the same. Reads FP32 masters, writes the rowwise codes and the scale.
-    """
-    tile = tiles + 4 * tl.program_id(0)
-    tensor, first_row, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 3)
-    first_col = tl.multiple_of(tl.load(tile + 2), 128)
-    if not takes_part(table, tensor, found_inf_ptr):
-        return
-    rows, cols = size(table, tensor, ROWS, 1), size(table, tensor, COLS, 16)
-    end = tl.minimum(rows, (first_row // 128 + 1) * 128)
-    VALUE: tl.constexpr = VARIANT.value_codec
-    value_ptr, extra_ptr = master_pointers(table, tensor, VALUE)
-    rowwise_data = pointer(table, tensor, ROWWISE_DATA, tl.uint8)
-    scale = float8_scale(tl.load(amaxes + slot), epsilon, LARGEST, POW_2)
-    PARTS_PER_ROW: tl.constexpr = 128 // BC
-    for i in range((128 // BR) * PARTS_PER_ROW):
-        row, col = first_row + i // PARTS_PER_ROW * BR, first_col + i % PARTS_PER_ROW * BC
-        mask = tile_mask(row, col, end, cols, True, BR, BC)
-        start = tile_start(row, col, cols)
-        value = load_master(value_ptr, extra_ptr, start, cols, mask, VALUE, BR, BC)
-        code = e4m3_code(round_through(value, VARIANT.write_dtype) * scale)
-        store_codes(
-            code, rowwise_data, rowwise_data, row, col, rows, cols, mask, True, False, BR, BC
-        )
-    scale_ptr = pointer(table, tensor, ROWWISE_SCALE, tl.float32)
-    scale_ptr += tile_start(first_row // 128, first_col // 128, tl.cdiv(cols, 128))
-    tl.store(scale_ptr, tl.div_rn(1.0, scale))
-
-
-def step_tiles(
-    shapes: list[tuple[int, int]], cuts: list[Cut] | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The blocks of all tensors: whole blocks of aligned matrices, and blocks that need masks.
-
-    Last come those that other ranks share, each with its index in the grids of all tensors.
-    """
-    whole, masked, shared, n_blocks = [], [], [], 0
-    for i, ((rows, cols), cut) in enumerate(
-        zip(shapes, cuts or [Cut()] * len(shapes), strict=True)
-    ):
+def step_tiles(shapes: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """The blocks of all tensors: whole blocks of aligned matrices, and blocks that need masks."""
+    whole, masked = [], []
+    for i, (rows, cols) in enumerate(shapes):
         tiles = tile_grid(i, (0, rows, BLOCK), (0, cols, BLOCK))
-        is_shared = torch.isin(tiles[:, 1], BLOCK * torch.tensor(cut.block_rows, device="cpu"))
         inside = (tiles[:, 1] + BLOCK <= rows) & (tiles[:, 2] + BLOCK <= cols)
         # Unless rows and columns are multiples of 16, vector accesses would be unaligned.
         inside &= rows % 16 == 0 and cols % 16 == 0
-        whole.append(tiles[inside & ~is_shared])
-        masked.append(tiles[~inside & ~is_shared])
-        tiles[:, 3] = n_blocks + torch.arange(len(tiles), device="cpu")
-        n_blocks += len(tiles)
-        tiles[:, 1].clamp_(min=cut.first_row)
-        shared.append(tiles[is_shared])
-    return torch.cat(whole), torch.cat(masked), torch.cat(shared)
+        whole.append(tiles[inside])
+        masked.append(tiles[~inside])
+    return torch.cat(whole), torch.cat(masked)
 
 
 class Form(NamedTuple):
@@ -823,7 +723,7 @@ def adam_step(
 ) -> list[Launch]:
     """The launches of the pass over all tensors; call each with ``grad_scale, clip, found_inf``.
 
-    ``tiles``: the first two of :func:`step_tiles`. ``largest``: the largest finite number of the
+    ``tiles``: from :func:`step_tiles`. ``largest``: the largest finite number of the
     dtype that values are rounded to.
     """
     sm = compute_capability(table.device)
@@ -850,80 +750,21 @@ def adam_step(
     ]
 
 
-def cut_steps(
-    table: Tensor,
-    scalars: Tensor,
-    tiles: Tensor,
-    amaxes: Tensor,
-    variant: Variant,
-    *,
-    largest: float,
-    force_pow_2_scales: bool,
-    amax_epsilon: float,
-) -> tuple[Launch, Launch]:
-    """The launches for blocks that ranks share: before the exchange of ``amaxes``, and after it.
-
-    ``tiles``: the last of :func:`step_tiles`. ``amaxes``: float32 [n_blocks], all blocks of all
-    tensors. Rowwise codes alone are written.
-    """
-    part = dict(BR=CUT_PART.rows, BC=CUT_PART.cols)
-    scaling = dict(LARGEST=largest, POW_2=force_pow_2_scales)
-    options = dict(num_warps=CUT_PART.num_warps, maxnreg=max_registers(*variant.codecs))
-    n = tiles.shape[0]
-    return (
-        Launch(
-            _adam_step_cut_kernel,
-            n,
-            (table, scalars, tiles, amaxes),
-            dict(VARIANT=variant, **part),
-            **options,
-        ),
-        Launch(
-            _quantize_cut_kernel,
-            n,
-            (table, tiles, amaxes, amax_epsilon),
-            dict(VARIANT=variant, **scaling, **part),
-            **options,
-        ),
-    )
-
-
 class StepLaunch(adam.StepLaunch):
-    """One pass over Float8Block tensors.
-
-    In shards, blocks that ranks share are updated in the pass and quantized after the exchange.
-
-    Attributes:
-        amaxes: float32 [n_blocks], in which :meth:`prepare` writes those of shared blocks.
-    """
+    """One pass over Float8Block tensors."""
 
     def __init__(self, kind: Any, tensors: tuple) -> None:
-        shapes, _, table, scalars, cuts = tensors
+        shapes, _, table, scalars = tensors
         updates, variant = update_scaled(table, scalars, shapes, kind.variant())
-        scaling = dict(
+        tiles = tuple(part.to(table.device) for part in step_tiles(shapes))
+        passes = adam_step(
+            table,
+            scalars,
+            tiles,
+            variant,
+            kind.usage(),
             largest=torch.finfo(kind.write_dtype).max,
             force_pow_2_scales=kind.quantizer.force_pow_2_scales,
             amax_epsilon=kind.quantizer.amax_epsilon,
         )
-        *tiles, shared = (part.to(table.device) for part in step_tiles(shapes, cuts))
-        passes = adam_step(table, scalars, tuple(tiles), variant, kind.usage(), **scaling)
         self._launches = [*updates, *passes]
-        self._prepares = bool(kind.groups)
-        if self._prepares:
-            grids = [(triton.cdiv(rows, BLOCK), triton.cdiv(cols, BLOCK)) for rows, cols in shapes]
-            sizes = [rows * cols for rows, cols in grids]
-            self.amaxes = torch.zeros(sum(sizes), dtype=torch.float32, device=table.device)
-            parts = self.amaxes.split(sizes)
-            self._grids = [part.view(grid) for part, grid in zip(parts, grids, strict=True)]
-            self._launches += cut_steps(table, scalars, shared, self.amaxes, variant, **scaling)
-
-    def exchanged(self, slot: int) -> tuple[Tensor | None, list[Tensor]]:
-        return None, [self._grids[slot]]
-
-    def prepare(self, *signals: Tensor) -> None:
-        for launch in self._launches[:-1]:
-            launch(*signals)
-
-    def __call__(self, *signals: Tensor) -> None:
-        for launch in self._launches[-1:] if self._prepares else self._launches:
-            launch(*signals)

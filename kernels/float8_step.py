@@ -340,7 +340,7 @@ class DelayedStepLaunch(adam.StepLaunch):
     """The amaxes of all histories, then one pass over Float8 tensors."""
 
     def __init__(self, kind: Any, tensors: tuple) -> None:
-        shapes, _, table, scalars, _ = tensors
+        shapes, _, table, scalars = tensors
         tiles, n_whole = step_tiles(shapes, kind.has_scaled_states)
         tiles = tiles.to(table.device)
         quantizer = kind.quantizer

@@ -67,9 +67,10 @@ def _adam_step_kernel(
     start = tile_start(row, col, cols)
     VALUE: tl.constexpr = VARIANT.value_codec
     LANES: tl.constexpr = state_lanes(VARIANT)
+    CAPS: tl.constexpr = ROUNDING == 0
     if VALUE == "int8":
         remainder = load_remainder(pointers.value, start, cols, None, 32, BC, LANES)
-        value = mxfp4_master(storage, remainder, row, col, cols, 32, BC)
+        value = mxfp4_master(storage, remainder, row, col, cols, CAPS, 32, BC)
         # All codes and scales of the tile are read before any is written.
         tl.debug_barrier()
         value, dither, _ = adam_master_tile(
@@ -83,7 +84,7 @@ def _adam_step_kernel(
     x = round_through(value, VARIANT.write_dtype)
     words, decoded, scale = mxfp4_tile(x, ROUNDING, 32, BC)
     if VALUE == "int8":
-        remainder = mxfp4_remainder(value, decoded, scale, dither, 32, BC)
+        remainder = mxfp4_remainder(value, decoded, scale, dither, CAPS, 32, BC)
         store_remainder(pointers.value, start, cols, None, remainder, 32, BC, LANES)
     store_tile(words, scale, row, col, cols, storage, RECORDS, 32, BC)
 
@@ -122,9 +123,9 @@ class StepLaunch(adam.StepLaunch):
     """One pass over MXFP4 tensors."""
 
     def __init__(self, kind: Any, tensors: tuple) -> None:
-        shapes, _, table, scalars, _ = tensors
+        shapes, _, table, scalars = tensors
         tiles = tuple(part.to(table.device) for part in cover(shapes, STEP_TILE, EDGE_TILE))
         updates, variant = update_scaled(table, scalars, shapes, kind.variant())
         rounding = kind.quantizer.layout.scale_rule.rounding
-        passes = adam_step(table, scalars, tiles, variant, rounding, kind.records)
+        passes = adam_step(table, scalars, tiles, variant, rounding, False)
         self._launches = [*updates, *passes]

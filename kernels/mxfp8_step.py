@@ -206,7 +206,7 @@ class StepLaunch(adam.StepLaunch):
     """One pass over MXFP8 tensors."""
 
     def __init__(self, kind: Any, tensors: tuple) -> None:
-        shapes, _, table, scalars, _ = tensors
+        shapes, _, table, scalars = tensors
         tiles = tuple(part.to(table.device) for part in step_tiles(shapes))
         updates, variant = update_scaled(table, scalars, shapes, kind.variant())
         self._launches = [*updates, *adam_step(table, scalars, tiles, variant, kind.usage())]

@@ -317,5 +317,5 @@ class StepLaunch(adam.StepLaunch):
     """One pass over plain tensors."""
 
     def __init__(self, kind: Any, tensors: tuple) -> None:
-        shapes, _, table, scalars, _ = tensors
+        shapes, _, table, scalars = tensors
         self._launches = update(table, scalars, shapes, kind.variant())

@@ -237,5 +237,5 @@ def quantize_mxfp8(
 
 def _blocks(shapes: list[tuple[int, int]], device: torch.device) -> list[tuple[Tensor, bool]]:
     """The blocks inside the matrices, and those at their edges, which are masked."""
-    whole, masked, _ = float8_block_step.step_tiles(shapes)
+    whole, masked = float8_block_step.step_tiles(shapes)
     return [(whole.to(device), False), (masked.to(device), True)]

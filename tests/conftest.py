@@ -98,7 +98,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             variants[item.parent, getattr(item, "originalname", item.name)].append(item)
         # Parameters differ most between the first and the last.
         kept = {item for alike in variants.values() for item in (alike[0], alike[-1])}
-        items[:] = [item for item in items if item in kept]
+        items[:] = [item for item in items if item in kept or item.get_closest_marker("table")]
 
     def order(item: pytest.Item) -> int:
         name = str(item.path.relative_to(here))

@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from fp4adam.checkpoints.engines import VLLM_BACKEND
 from fp4adam.checkpoints.tensors import export_tensors
-from fp4adam.checkpoints.updates import LOST, WeightReceiver, WeightSender, WeightUpdate
+from fp4adam.checkpoints.updates import WeightReceiver, WeightSender, WeightUpdate
 
 
 class _Metadata(list[ParamMeta]):
@@ -180,7 +180,7 @@ class ChangesTrainerEngine(TrainerWeightTransferEngine[ChangesTrainerInitInfo]):
         try:
             self._send(update)
         except Exception as error:
-            if LOST not in str(error):
+            if "UpdateLost" not in repr(error) and "must follow the last" not in str(error):
                 raise
             update = sender.export_changes(full=True)
             self._send(update)

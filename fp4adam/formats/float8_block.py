@@ -50,7 +50,6 @@ class Float8BlockQuantizer(Quantizer[Float8BlockTensor]):
 
     tensor_class = Float8BlockTensor
     name = "float8_block"
-    steps_cut_blocks = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

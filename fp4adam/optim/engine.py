@@ -26,7 +26,7 @@ from fp4adam.optim.nan_watch import NanWatch
 from fp4adam.optim.parameter import Parameter, Parameters, State, scales_of
 from fp4adam.optim.state_tensor import SCALES
 from fp4adam.optim.step_plan import StepPlan
-from fp4adam.tensors import backend, changes
+from fp4adam.tensors import backend
 from fp4adam.tensors.retired import check_in_use
 
 _logger = logging.getLogger("fp4adam")
@@ -224,8 +224,7 @@ class Engine:
 
     def _structure(self) -> list:
         """Everything but the tensors that the kernels and the layout of the state depend on."""
-        # Kernels write to the flags of records.
-        structure: list = [self.parameters.options, changes.generation]
+        structure: list = [self.parameters.options]
         for group, params in self.groups:
             structure += group["amsgrad"], group["adam_w_mode"], group["fused"]
             structure += len(params), self.updates(group)

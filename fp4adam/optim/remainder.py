@@ -11,6 +11,9 @@ the factor from codes to values, the unit is P * f / 478 in E2M1 and P * f / 191
 scales of NVFP4 below 2**-7 count as 2**-7 in the unit, since the codes of such a block may saturate
 or all decode to 0.
 
+MXFP4 with scales that are rounded down (``scale_rounding="floor"``) codes magnitudes up to 8 f as
+6 f. There the power of two of 6 counts as 8, so that remainders reach all of them.
+
 Remainders are rounded stochastically; to the nearest, small updates would never move a master. -128
 is NaN. ``fp4adam.kernels.tiles.remainder`` computes the same bits.
 """
@@ -44,6 +47,8 @@ def units(param: QuantizedTensor) -> Tensor:
     part = rows.own_blocks(param)
     layout, first, n_rows = part.quantizer.layout, part._first_row, rows.matrix_shape(param)[0]
     powers = part.quantizer.read(_powers(part._shared.tensors, layout), torch.float32)
+    if _caps(layout):
+        powers += part.quantizer.read(_largest(part._shared.tensors, layout), torch.float32)
     powers = powers[first : first + n_rows]
     return (powers * (1 / _PER_POWER[layout.code_type])).view(param.shape)
 
@@ -60,6 +65,20 @@ def _powers(tensors: Storage, layout: Layout) -> Storage:
     name = "block_scale_inv" if layout.is_square else f"{usage}_scale_inv"
     scales = {name: getattr(tensors, name).clamp(min=_LEAST_SCALE)}
     return tensors.exchange(**{f"{usage}_data": exponents | (is_zero << 1)}, **scales)
+
+
+def _caps(layout: Layout) -> bool:
+    """Whether the largest code, 6, stands for magnitudes up to 8."""
+    is_mxfp4 = layout.code_type == "e2m1" and layout.scale_type == "e8m0"
+    return is_mxfp4 and layout.scale_rule.rounding == 0
+
+
+def _largest(tensors: Storage, layout: Layout) -> Storage:
+    """A storage that decodes to 4 times the factor where codes are the largest, else to 0."""
+    data = f"{layout.kept[0]}_data"
+    codes = getattr(tensors, data)
+    is_largest = (codes & codes >> 1 & codes >> 2).bitwise_and_(0x11)
+    return tensors.exchange(**{data: is_largest * 6})
 
 
 def complete(param: QuantizedTensor, remainder: Tensor) -> Tensor:

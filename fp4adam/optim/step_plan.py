@@ -28,7 +28,7 @@ from fp4adam.optim.parameter import Parameter, ReadGrad
 from fp4adam.optim.shared_amaxes import SharedAmaxes, quantized_after_step
 from fp4adam.optim.step_counter import StepCounter
 from fp4adam.optim.update_bound import measured_ratio, ratio_after
-from fp4adam.tensors import backend, changes
+from fp4adam.tensors import backend
 from fp4adam.tensors.fingerprint import Column, Fingerprint, are_laid_out_as
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.retired import check_in_use
@@ -72,8 +72,6 @@ class StepPlan:
         self._read_grad = read_grad
         self._options = options
         capturable = options.capturable
-        for member in members if capturable else ():
-            changes.ignore(member.param)
         peers: dict[Hashable, list[Parameter]] = defaultdict(list)
         for member in members:
             peers[member.scales].append(member)
@@ -210,9 +208,6 @@ class StepPlan:
             return
         # If the step is interrupted, parameters are compared with their masters.
         self._fingerprint.invalidate()
-        records = changes.records_of(m.param for m in self.members)
-        for record in records:
-            record.begin()
         if isinstance(self._counter, DeviceCounter):
             self._launch_all(grad_scale, clip, found_inf, captures)
             self._counter.count_empty(found_inf)
@@ -222,12 +217,6 @@ class StepPlan:
         loose = chain.from_iterable(_versioned(m.param) for m in self._loose)
         torch.autograd.graph.increment_version([*self._written, *loose])
         self._fingerprint.record()
-        for group in self._groups if records else ():
-            if group.kind.records:
-                for record in changes.records_of(m.param for m in group.members):
-                    record.is_recorded = True
-        for record in records:
-            record.end()
         self._has_run = True
 
     def _run_counted(

@@ -60,8 +60,6 @@ class Quantizer(QuantizerNames, Generic[T]):
     name: ClassVar[str]
     # The largest value of a tensor whose per-tensor scale is 1.
     largest_value: ClassVar[float] = 0.0
-    # Whether step kernels take shards that share blocks with other ranks.
-    steps_cut_blocks: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not (self.rowwise or self.columnwise):

@@ -14,7 +14,7 @@ CAPABILITIES = (90, 100, 120)
 LAUNCHED_MOST = (
     r"adam (fp32|bf16 with master)$|amax preview again=False$|(nvfp4|mxfp8) step .*swizzled=\w+$"
     r"|mxfp4 step|float8 (step|delayed step|delayed amax)$"
-    r"|float8block (\w+ masked=False|cut \w+)$"
+    r"|float8block \w+ masked=False$"
     r"|(nvfp4|mxfp8) step .* FP8 states, (FP16|int8|no) masters$"
     r"|partial \w+ codes fp32 whole=True|step scalars|dequantize words nvfp4"
     r"|whole \w+ bf16 (columnwise=True masked=False|128)$"
@@ -317,22 +317,6 @@ def step_jobs(codecs, sm):
                 num_warps=tile.num_warps,
                 maxnreg=limit,
             )
-    if codecs == PLAIN:
-        shape = {"BR": float8_block_step.CUT_PART.rows, "BC": float8_block_step.CUT_PART.cols}
-        options = {"num_warps": float8_block_step.CUT_PART.num_warps, "maxnreg": registers}
-        listed = {name: kind for name, kind in TABLES.items() if name != "scalars"}
-        jobs["float8block cut step"] = job(
-            "float8_block_step._adam_step_cut_kernel",
-            {**TABLES, "amaxes": "*fp32"},
-            {**variant(codecs), **shape},
-            **options,
-        )
-        jobs["float8block cut codes"] = job(
-            "float8_block_step._quantize_cut_kernel",
-            {**listed, "amaxes": "*fp32", "epsilon": "fp32"},
-            {**variant(codecs), "LARGEST": FP32_MAX, "POW_2": True, **shape},
-            **options,
-        )
     if codecs[0] == "codes":
         jobs = {name: found for name, found in jobs.items() if name.startswith(WITHOUT_MASTERS)}
     return {f"{name}{STATE_CODECS[codecs]}": found for name, found in jobs.items()}
@@ -694,7 +678,6 @@ def test_kernels_compile_to_exact_and_wide_code_without_spills(sm, forms):
 
     loads = r"^ld\.global\.v4|^ld\.global\.v2\.b64|^cp\.async\.cg"
     wide = ["adam fp32", "adam bf16 with master", "float8 step", "float8 delayed step"]
-    wide += ["float8block cut step"]
     for swizzled in (False, True):
         wide += [f"{name} swizzled={swizzled}" for name in ("nvfp4 step square=True", "mxfp8 step")]
     wide += [f"partial {name} codes fp32 whole=True" for name in ("mxfp8", "float8block")]

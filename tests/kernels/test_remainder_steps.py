@@ -6,8 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp4adam import Float8BlockQuantizer, Float8Quantizer, MXFP8Quantizer, NVFP4Quantizer
-from fp4adam.kernels.launch.schema import SCALARS_WIDTH, Cut
+from fp4adam import (
+    Float8BlockQuantizer,
+    Float8Quantizer,
+    MXFP4Quantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
+from fp4adam.kernels.launch.schema import SCALARS_WIDTH
 from fp4adam.optim.adam import adam_, adam_scalars
 from fp4adam.optim.remainder import complete, split_off
 from fp4adam.optim.state_codec import CODES, dither_bits, dither_origin, state_codec
@@ -27,6 +33,8 @@ QUANTIZERS = {
     "mxfp8": MXFP8Quantizer(),
     "mxfp8 rowwise": MXFP8Quantizer(columnwise=False),
     "mxfp8 2d": MXFP8Quantizer(two_dimensional=True),
+    "mxfp4": MXFP4Quantizer(),
+    "mxfp4 floor": MXFP4Quantizer(scale_rounding="floor"),
     "float8 block": Float8BlockQuantizer(),
     "float8 block, any scale": Float8BlockQuantizer(force_pow_2_scales=False),
     "float8 block 1d": Float8BlockQuantizer(two_dimensional=False),
@@ -118,13 +126,13 @@ class Launched:
         kind = SimpleNamespace(
             quantizer=quantizer, groups=(), write_dtype=torch.float32,
             variant=lambda: variant, usage=lambda: usage,
-            has_scaled_states=weights[0].codecs[0].scaled,
+            has_scaled_states=weights[0].codecs[0].scaled, records=False,
         )  # fmt: skip
         rows = [w.table_row(g, i) for i, (w, g) in enumerate(zip(weights, grads, strict=True))]
         table = torch.tensor(rows, dtype=torch.int64, device=device)
         self.scalars = torch.zeros(len(weights), SCALARS_WIDTH, device=device)
         shapes, n = [tuple(w.param.shape) for w in weights], len(weights)
-        listed = shapes, [*range(n)], table, self.scalars.view(-1), [Cut()] * n
+        listed = shapes, [*range(n)], table, self.scalars.view(-1)
         self.launch = quantizer.step_kernels().StepLaunch(kind, listed)
         self.signals = [torch.full((1,), x, device=device) for x in (1.0, 1.0, 0.0)]
 

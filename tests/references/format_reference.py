@@ -330,12 +330,32 @@ def dequantize_float8(fields: Fields) -> Floats:
     return decode_e4m3(fields["rowwise_data"]) * fields["rowwise_scale_inv"]
 
 
+@np.errstate(all="ignore")
+def quantize_mxfp4(x: Floats) -> Fields:
+    """MXFP4 of x [M, K], K a multiple of 32, with scales rounded to even; the rowwise fields."""
+    mantissa, exponent = np.frexp(_block_amax(x, 1, 32))
+    exponent = exponent - 1 + (mantissa >= 0.875)
+    scale = np.maximum(np.where(mantissa == 0, -127, exponent - 2) + 127, 0).astype(np.uint8)
+    encode = np.ldexp(np.float32(1), 127 - scale.astype(np.int32))
+    codes = encode_e2m1(x * _spread(encode, 1, 32, x.shape))
+    return {"rowwise_data": pack_e2m1(codes), "rowwise_scale_inv": _pad(scale, 128, 4)}
+
+
+@np.errstate(all="ignore")
+def dequantize_mxfp4(fields: Fields) -> Floats:
+    """Float32 [M, K] from the rowwise fields."""
+    codes = unpack_e2m1(fields["rowwise_data"])
+    m, k = codes.shape
+    scale = decode_e8m0(fields["rowwise_scale_inv"][:m, : k // 32])
+    return decode_e2m1(codes) * _spread(scale, 1, 32, codes.shape)
+
+
 def quantize(
     format: str, x: Floats, amax_epsilon: float = 0.0, largest: np.float32 = FLOAT32_MAX
 ) -> Fields:
     """Dispatch by name.
 
-    nvfp4_{2d,1d}, nvfp4_{2d,1d}_{mae,mse}_{256,448}, mxfp8, mxfp8_2d, float8_{pow2,fp32},
+    nvfp4_{2d,1d}, nvfp4_{2d,1d}_{mae,mse}_{256,448}, mxfp8, mxfp8_2d, mxfp4, float8_{pow2,fp32},
     fp8block_{2d,1d}_{pow2,fp32}.
     """
     if format.count("_") == 3:
@@ -343,6 +363,8 @@ def quantize(
         return quantize_nvfp4_adaptive(x, block == "2d", error, int(bound))
     if format.startswith("nvfp4"):
         return quantize_nvfp4(x, format.endswith("2d"))
+    if format == "mxfp4":
+        return quantize_mxfp4(x)
     if format.startswith("mxfp8"):
         return quantize_mxfp8(x, format.endswith("2d"))
     if format.startswith("float8"):
@@ -355,6 +377,8 @@ def dequantize(format: str, fields: Fields) -> Floats:
     """Float32 [M, K] from the rowwise fields of the named format."""
     if format.startswith("nvfp4"):
         return dequantize_nvfp4(fields, 256 if format.endswith("256") else 448)
+    if format == "mxfp4":
+        return dequantize_mxfp4(fields)
     if format.startswith("mxfp8"):
         return dequantize_mxfp8(fields)
     if format.startswith("float8"):
