@@ -270,7 +270,6 @@ def contents(model: nn.Module) -> dict[str, Any]:
     for name, param in model.named_parameters():
         stored = param.storage_tensors() if isinstance(param, QuantizedTensor) else {"": param}
         held |= {f"{name} {key}": x.detach().clone() for key, x in stored.items()}
-        held[f"{name} was replaced"] = hasattr(param, "_replaced_in")
     return held
 
 

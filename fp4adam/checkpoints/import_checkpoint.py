@@ -63,9 +63,9 @@ def import_checkpoint(
     shards of one tensor after the other.
 
     Args:
-        model: A model with the names of the checkpoint, compiled or not. Create the optimizer after
-            this: quantized weights are new parameters, which take over attributes and hooks as by
-            :func:`fp4adam.quantize_model`. Those of sharded models are written in place.
+        model: A model with the names of the checkpoint, compiled or not. Parameters stay the same
+            objects, as by :func:`fp4adam.quantize_model`. Those of sharded models are written in
+            place.
         folder: The folder with ``config.json`` and safetensors files.
         quantizer: The quantizer of the weights from now on; by default that of the format, with
             rowwise codes alone: ``Recipe(..., gradients=True).quantizer`` has both. NVFP4 scales of

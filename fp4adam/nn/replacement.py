@@ -125,11 +125,13 @@ def _swap(name: str, old: nn.Parameter, new: nn.Parameter) -> None:
     try:
         torch.utils.swap_tensors(old, new)
     except RuntimeError as error:
+        tensors = (each for each in (old, new) if isinstance(each, QuantizedTensor))
+        name = next(tensors)._shared.name or name
         raise RuntimeError(
-            f"a parameter {name!r} of shape {tuple(old.shape)} must belong to modules and "
-            "optimizers alone to get other content, got one that something else refers to, such as "
-            "DistributedDataParallel, a forward pass that is not over, or a weak reference; "
-            f"quantize or dequantize before wrapping the model ({error})"
+            f"{name!r} must be free to get other content, got a parameter that something else "
+            "refers to: an output with a graph (delete it, or compute it under torch.no_grad()), a "
+            "wrapper such as DistributedDataParallel (wrap the model afterwards), or a weak "
+            f"reference ({error})"
         ) from error
 
 
