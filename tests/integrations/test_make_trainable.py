@@ -535,15 +535,12 @@ def test_what_users_have_at_modules(scheme, tmp_path):
         layer.register_full_backward_hook(lambda *_: seen.append("back")),
     ]
     model.gradient_checkpointing_enable()
-    early = torch.optim.SGD(model.parameters(), lr=1e-3)
     make_trainable(model.train())
     assert model.model.layers[0].mlp.up_proj.training
     assert "weight=" in repr(model.model.layers[0].mlp.up_proj)
     model(TOKENS, labels=TOKENS).loss.backward()
     # The forward pass runs again in the backward pass.
     assert seen == ["before", "after", "before", "after", "back"]
-    with pytest.raises(RuntimeError, match="make_trainable has replaced"):
-        early.step()
     for handle in handles:
         handle.remove()
     model.zero_grad()
