@@ -124,7 +124,7 @@ def rows(results: list[Result]) -> list[Row]:
 
 
 def gap(row: Row, first: Row) -> tuple[float, float]:
-    """The mean difference of losses with the same seed, and its standard error; NaN for one seed."""
+    """The mean difference of losses of the same seed, and its standard error (one seed: NaN)."""
     differences = [a - b for a, b in zip(row.losses, first.losses, strict=True)]
     mean = statistics.fmean(differences)
     if len(differences) == 1:
