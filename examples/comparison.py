@@ -96,12 +96,10 @@ class Row(NamedTuple):
 def print_table(results: list[Result]) -> None:
     """One row per contestant, and one per format that the first one was rounded to afterwards."""
     table = rows(results)
-    print(f"\n{'':44}held out   gap to the first         bytes per parameter, served")
+    print(f"\n{'':50}held out   gap to the first    bytes per parameter, served")
     for row in table:
-        print(
-            f"{row.name:<44}{statistics.fmean(row.losses):>8.4f}   {describe_gap(row, table[0]):<21}"
-            f"{row.together:>23.2f}{row.served:>8.2f}"
-        )
+        loss, distance = statistics.fmean(row.losses), describe_gap(row, table[0])
+        print(f"{row.name:<50}{loss:>8.4f}   {distance:<18}{row.together:>21.2f}{row.served:>8.2f}")
 
 
 def rows(results: list[Result]) -> list[Row]:
