@@ -43,10 +43,10 @@ from fp4adam.interop import transformer_engine as transformer_engine
 from fp4adam.interop.adapter import TensorAdapter as TensorAdapter
 from fp4adam.interop.adapter import register_adapter as register_adapter
 from fp4adam.nn import averages as averages
+from fp4adam.nn import grouped_mm as grouped_mm
 from fp4adam.nn import linear as linear
 from fp4adam.nn import parallel_linear as parallel_linear
 from fp4adam.nn.dequantize_model import dequantize_model as dequantize_model
-from fp4adam.nn.grouped_linear import grouped_linear as grouped_linear
 from fp4adam.nn.kept_weights import kept_weights as kept_weights
 from fp4adam.nn.monitor import QuantizationMonitor as QuantizationMonitor
 from fp4adam.nn.monitor import quantization_stats as quantization_stats
