@@ -1,4 +1,4 @@
-"""vLLM's weight transfer (0.32, 0.33) with trained bytes: copy this module, and change it as you like.
+"""vLLM's weight transfer (0.32, 0.33) with trained bytes; a module to copy and to change.
 
 https://docs.vllm.ai/en/v0.32.0/training/weight_transfer/
 
@@ -149,7 +149,7 @@ class WorkerEngine(WeightTransferEngine[NCCLWeightTransferInitInfo, UpdateInfo])
 
 
 class TrainerEngine(TrainerWeightTransferEngine[TrainerInfo]):
-    """Sends what has changed since the last call, or everything if a worker has missed an update."""
+    """Sends what has changed since the last call; everything if a worker has missed an update."""
 
     init_info_cls = TrainerInfo
 
