@@ -111,7 +111,6 @@ def weight_bytes(name, rows, cols):
         ("FusedAdam, BF16 + FP32 masters", "BF16", 2, 12, False),
         ("FP4Adam, NVFP4", "NVFP4", 2, 12, False),
         ("FP4Adam, NVFP4 rowwise", "NVFP4 rowwise", 2, 12, False),
-        ("FP4Adam, NVFP4 4over6", "NVFP4", 2, 12, False),
         ("FP4Adam, MXFP8", "MXFP8", 2, 12, False),
         ("FP4Adam, Float8Block", "Float8Block", 2, 12, False),
         ("Unfused, NVFP4", "NVFP4", 2, 12, False),
