@@ -277,10 +277,9 @@ def losses() -> list[str]:
         "## Training",
         "",
         "Nats per byte on torch's own source code, 50 M tokens, the same data in the same order; "
-        "weights have FP32 masters and moments but in the rows that say so. Those of "
-        '`states="8bit"` were trained beside other work, which takes some of their tokens per '
-        "second; seed 1 is of before the unit of int8 masters became 1/239 of a gap between codes "
-        "(1/238). The gap is to the mean of the two seeds of BF16.",
+        "weights have FP32 masters and moments but in the rows that say so; "
+        '`states="8bit"`, seed 1 is of before the unit of int8 masters became 1/239 of a gap '
+        "between codes (1/238). The gap is to the mean of the two seeds of BF16.",
         "",
         "![Held-out losses of a GPT with each format, and their gaps to "
         "BF16](benchmarks/h200/numerics.png)",

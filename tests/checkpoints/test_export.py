@@ -566,7 +566,7 @@ def overflow(model: Model) -> None:
 
 
 EXPORT_ERRORS = [
-    ("nvfp4", None, {"layout": "awq"}, "one of compressed-tensors, modelopt, fp8, mxfp4, gguf"),
+    ("nvfp4", None, {"layout": "awq"}, "one of compressed-tensors, modelopt, fp8, mxfp4, got"),
     ("nvfp4", None, {"layout": "fp8"}, "in Float8BlockTensor for layout 'fp8', got 'up.weight'"),
     ("mxfp8", None, {"layout": "fp8"}, "use layout='compressed-tensors' or 'modelopt'"),
     ("float8block", None, {"layout": "modelopt"}, "use layout='compressed-tensors' or 'fp8'"),
