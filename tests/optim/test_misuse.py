@@ -462,9 +462,6 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     ),
     # Export
     "export: unknown layout": (exporting(layout="onnx"), V, ("layout must be one of", "'onnx'")),
-    "export: unknown architecture": (
-        exporting(layout="gguf"), V, ("architectures must be one of", "got None", "pass config="),
-    ),
     "export: nothing quantized": (
         call(lambda s: export_checkpoint(s.plain, s.folder)), V, ("got none", "quantize_model"),
     ),
@@ -539,8 +536,6 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", MISUSES)
 def test_misuse_is_refused_and_changes_nothing(name, tmp_path, capsys):
-    if name == "export: unknown architecture":
-        pytest.importorskip("gguf")
     misuse, error, words = MISUSES[name]
     scene = Scene(tmp_path)
     refused = misuse(scene)
