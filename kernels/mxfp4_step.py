@@ -127,5 +127,5 @@ class StepLaunch(adam.StepLaunch):
         tiles = tuple(part.to(table.device) for part in cover(shapes, STEP_TILE, EDGE_TILE))
         updates, variant = update_scaled(table, scalars, shapes, kind.variant())
         rounding = kind.quantizer.layout.scale_rule.rounding
-        passes = adam_step(table, scalars, tiles, variant, rounding, kind.records)
+        passes = adam_step(table, scalars, tiles, variant, rounding, False)
         self._launches = [*updates, *passes]

@@ -13,7 +13,6 @@ from torch import Tensor
 from fp4adam.kernels.launch.device_tables import DeviceTables
 from fp4adam.optim.parameter import ALIGNMENT, Parameter
 from fp4adam.optim.step_kernels import Kind, LaunchTensors, step_launch
-from fp4adam.tensors.changes import record_of
 from fp4adam.tensors.fingerprint import are_laid_out_as, data_ptr
 from fp4adam.tensors.rows import matrix_shape
 
@@ -132,8 +131,6 @@ class LaunchGroup:
             others = (*gemm_scales, param._amax_history)
         elif self.kind.write_dtype is not None:
             written = (param, None, None, None, None)
-        if self.kind.records:
-            others = (*others[:2], record_of(param).flags)
         own = map(_address, (member.stepped, *moments))
         extra, *scales = member.state_scales
         if member.remainder is not None:

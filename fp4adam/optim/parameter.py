@@ -47,7 +47,7 @@ from fp4adam.optim.state_codec import (
 )
 from fp4adam.optim.state_tensor import SCALES, StateTensor, adam_stored_, state_like
 from fp4adam.optim.step_kernels import Kind, has_step_kernels
-from fp4adam.tensors import changes, rows
+from fp4adam.tensors import rows
 from fp4adam.tensors.fingerprint import Mark
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.rows import is_all, is_whole_blocks, matrix_shape
@@ -418,24 +418,23 @@ class Parameter:
             clip: One-element tensor that multiplies it after that, or None.
         """
         value = self.stored_value()
-        with changes.recorded(*([] if self.quantized_after_step else [self.param])):
-            adam_stored_(
-                value,
-                grad,
-                self.stored("exp_avg"),
-                self.stored("exp_avg_sq"),
-                self.max_exp_avg_sq,
-                scalars,
-                self.group["adam_w_mode"],
-                None if grad_scale is None else grad_scale.to(grad.device),
-                clip,
-                self.first_element,
-            )
-            if self.is_written and self.updates:
-                self.hold_master(value.codes, scalars.dither_step)
-                if not self.quantized_after_step:
-                    self.write(value.decode())
-                    self.settle_master()
+        adam_stored_(
+            value,
+            grad,
+            self.stored("exp_avg"),
+            self.stored("exp_avg_sq"),
+            self.max_exp_avg_sq,
+            scalars,
+            self.group["adam_w_mode"],
+            None if grad_scale is None else grad_scale.to(grad.device),
+            clip,
+            self.first_element,
+        )
+        if self.is_written and self.updates:
+            self.hold_master(value.codes, scalars.dither_step)
+            if not self.quantized_after_step:
+                self.write(value.decode())
+                self.settle_master()
 
     # Its launch
 
@@ -457,7 +456,6 @@ class Parameter:
             adam_w_mode=self.group["adam_w_mode"],
             amsgrad=self.group["amsgrad"],
             is_contiguous=self.stepped.is_contiguous(),
-            records=writes and changes.is_recorded_by_kernels(self.param),
         )
 
     def fits_a_launch(self, grad: Tensor | None) -> bool:

@@ -21,7 +21,6 @@ from fp4adam.distributed.scale_exchange import (
 )
 from fp4adam.optim.launch_group import LaunchGroup
 from fp4adam.optim.parameter import Parameter
-from fp4adam.tensors.changes import recorded
 
 ReadGrad = Callable[[Tensor], Tensor | None]
 
@@ -125,8 +124,7 @@ class SharedAmaxes:
                 if any(self._read_grad(m.owner) is not None for m in peers):
                     values, dtypes = _values(peers), [m.write_dtype for m in peers]
                     params = [m.param for m in peers]
-                    with recorded(*params):
-                        cast(params, values, dtypes, scales=[0] * len(peers))
+                    cast(params, values, dtypes, scales=[0] * len(peers))
                     for member in peers:
                         member.settle_master()
         for one, members in self._casts:

@@ -20,7 +20,6 @@ class Kind(NamedTuple):
     ``quantizer``: None for plain parameters. ``groups``: the ranks with the other shards of tensors
     that share a scale; () if no exchange is needed. ``write_dtype``: the dtype that the updated
     value is rounded to on its way to the parameter; None if only the value itself is written.
-    ``records``: whether kernels flag what changes of parameters.
     """
 
     quantizer: Quantizer | None
@@ -34,7 +33,6 @@ class Kind(NamedTuple):
     adam_w_mode: bool
     amsgrad: bool
     is_contiguous: bool
-    records: bool = False
 
     @property
     def has_scaled_states(self) -> bool:
@@ -55,7 +53,6 @@ class Kind(NamedTuple):
             exp_avg_sq_codec=self.exp_avg_sq_codec.name,
             adam_w=self.adam_w_mode,
             amsgrad=self.amsgrad,
-            records=self.records and self.quantizer is None,
         )
 
     def usage(self) -> "Usage":
@@ -68,9 +65,6 @@ class Kind(NamedTuple):
             quantizer.columnwise,
             "block_scale_inv" in quantizer.layout.inner,
             quantizer.optimize_for_gemm,
-            quantizer.layout.scale_rule.adaptive,
-            quantizer.layout.scale_rule.bound,
-            self.records,
         )
 
 

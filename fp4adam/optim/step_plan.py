@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from itertools import chain, compress, islice
-from operator import attrgetter, itemgetter, not_
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -28,10 +28,9 @@ from fp4adam.optim.parameter import Parameter, ReadGrad
 from fp4adam.optim.shared_amaxes import SharedAmaxes, quantized_after_step
 from fp4adam.optim.step_counter import StepCounter
 from fp4adam.optim.update_bound import measured_ratio, ratio_after
-from fp4adam.tensors import backend, changes
+from fp4adam.tensors import backend
 from fp4adam.tensors.fingerprint import Column, Fingerprint, are_laid_out_as
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.retired import check_in_use
 
 _local = attrgetter("_local_tensor")
 # How to read the tensors whose versions cover a quantized tensor, or a shard of one.
@@ -72,8 +71,6 @@ class StepPlan:
         self._read_grad = read_grad
         self._options = options
         capturable = options.capturable
-        for member in members if capturable else ():
-            changes.ignore(member.param)
         peers: dict[Hashable, list[Parameter]] = defaultdict(list)
         for member in members:
             peers[member.scales].append(member)
@@ -210,9 +207,6 @@ class StepPlan:
             return
         # If the step is interrupted, parameters are compared with their masters.
         self._fingerprint.invalidate()
-        records = changes.records_of(m.param for m in self.members)
-        for record in records:
-            record.begin()
         if isinstance(self._counter, DeviceCounter):
             self._launch_all(grad_scale, clip, found_inf, captures)
             self._counter.count_empty(found_inf)
@@ -222,12 +216,6 @@ class StepPlan:
         loose = chain.from_iterable(_versioned(m.param) for m in self._loose)
         torch.autograd.graph.increment_version([*self._written, *loose])
         self._fingerprint.record()
-        for group in self._groups if records else ():
-            if group.kind.records:
-                for record in changes.records_of(m.param for m in group.members):
-                    record.is_recorded = True
-        for record in records:
-            record.end()
         self._has_run = True
 
     def _run_counted(
@@ -297,8 +285,6 @@ class StepPlan:
         present += [grad is not None for grad in grads_for_operators]
         if present == self._present:
             return
-        for member in compress(self.members, map(not_, present)):
-            check_in_use(member.owner)
         # Known again at the end, so that an interrupted change is made once more.
         self._present = None
         self._counter.regroup(present)

@@ -2,13 +2,11 @@
 
 import importlib.metadata
 import itertools
-import math
 import re
 
 import pytest
 
 from aot import INEXACT, compile_ahead_of_time, count
-from fp4adam.optim.grad_norm import LANES, SPAN, TOTAL_LANES
 
 CAPABILITIES = (90, 100, 120)
 # What one capability compiles in the quick run, and what the others compile in the exhaustive one;
@@ -392,49 +390,6 @@ def shard_jobs():
     return jobs
 
 
-def whole_cast_jobs():
-    """The kernels that quantize whole matrices."""
-    from fp4adam.kernels import whole_cast
-
-    jobs = {}
-    listed = {"table": "*i64", "tiles": "*i32"}
-    warps = {"num_warps": whole_cast.WARPS}
-    for value in DTYPES:
-        types = {"VALUE_DTYPE": dtype(value)}
-        for masked in (False, True):
-            jobs[f"whole amax {value} masked={masked}"] = job(
-                "whole_cast._amax_kernel", listed, {**types, "MASKED": masked}, **warps
-            )
-            for name, blocks, history in (
-                ("float8block", True, False),
-                ("float8", False, False),
-                ("float8 delayed", False, True),
-            ):
-                for columnwise in (False, True):
-                    jobs[f"whole {name} {value} columnwise={columnwise} masked={masked}"] = job(
-                        "whole_cast._square_kernel",
-                        {**listed, "epsilon": "fp32"},
-                        {
-                            **types,
-                            "SCALES_BLOCKS": blocks,
-                            "HAS_HISTORY": history,
-                            "LARGEST": FP32_MAX,
-                            "POW_2": blocks,
-                            "COLUMNWISE": columnwise,
-                            "MASKED": masked,
-                        },
-                        **warps,
-                    )
-        for tile in (whole_cast.MXFP8_TILE, whole_cast.MXFP8_EDGE):
-            jobs[f"whole mxfp8 {value} {tile.cols}"] = job(
-                "whole_cast._mxfp8_kernel",
-                listed,
-                {**types, **usage(False, swizzled=True), "BC": tile.cols},
-                num_warps=tile.num_warps,
-            )
-    return jobs
-
-
 def kernel_jobs(sm):
     """Every kernel in the forms that a training run launches most, and in its widest one."""
     from fp4adam.kernels import fake_quantize, float8_block, nvfp4, step_scalars, swizzle
@@ -444,7 +399,6 @@ def kernel_jobs(sm):
     for codecs in STATE_CODECS:
         jobs |= step_jobs(codecs, sm)
     jobs |= shard_jobs()
-    jobs |= whole_cast_jobs()
     jobs["step scalars"] = job(
         "step_scalars._step_scalars_kernel",
         {
@@ -459,26 +413,6 @@ def kernel_jobs(sm):
         },
         {"BLOCK": step_scalars.BLOCK},
     )
-    for name, norm_type in (("1", 1.0), ("2", 2.0), ("inf", math.inf)):
-        for grad in DTYPES:
-            jobs[f"grad norm {name} {grad}"] = job(
-                "grad_norm._span_sums_kernel",
-                {"addresses": "*i64", "spans": "*i32", "sums": "*fp64"},
-                {"DTYPE": dtype(grad), "NORM_TYPE": norm_type, "SPAN": SPAN, "LANES": LANES},
-            )
-        jobs[f"total norm {name}"] = job(
-            "grad_norm._total_norm_kernel",
-            {
-                "sums": "*fp64",
-                "n_sums": "i32",
-                "max_norm": "fp32",
-                "total": "*fp64",
-                "result": "*fp32",
-            },
-            {"NORM_TYPE": norm_type, "LANES": TOTAL_LANES},
-            num_warps=16,
-        )
-
     for name, square, scales_blocks, adaptive in (
         ("nvfp4 square=True", True, True, None),
         ("nvfp4 square=False", False, True, None),
