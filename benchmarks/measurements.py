@@ -102,8 +102,7 @@ SECTIONS = (
         "separate kernels: FP32 gradients, a fused Adam over masters, a quantizer per "
         "weight. Other packages keep BF16 weights "
         'and smaller states: they move fewer bytes and keep less of each number. "1D" '
-        "are blocks of one row or column, "
-        '"4over6" adaptive scales.\n\n'
+        "are blocks of one row or column.\n\n"
         "![Milliseconds per step of every optimizer](benchmarks/h200/step_gpt.png)\n\n"
         "![Bytes per parameter of every optimizer: weight, gradient, "
         "state](benchmarks/h200/step_gpt_memory.png)",

@@ -465,11 +465,10 @@ def _write(one: CastSpan, value: Tensor | None, out: Out) -> None:
     quantizer, layout, tensors = one.weight.quantizer, one.layout, one.weight._shared.tensors
     if one.amax is not None:
         quantizer.take_amax(tensors, one.amax)
-    four = None if one.choices is None else one.choices > 0
     factors = {}
     for usage in layout.blocks:
         grid = one.grids.get(usage, tensors.amax)
-        scales, factors[usage] = quantizer.scales_of_blocks(grid, tensors.amax, one.dtype, four)
+        scales, factors[usage] = quantizer.scales_of_blocks(grid, tensors.amax, one.dtype)
         if layout.scale_type is not None:
             encoding.stored_scales(layout, tensors, usage, one.span.shape).copy_(scales)
     if value is not None:

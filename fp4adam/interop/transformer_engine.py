@@ -110,16 +110,11 @@ class NVFP4Adapter(TransformerEngineAdapter):
         _require(quantizer, "with_rht", False, "leave it False for weights", tensor)
         _require(quantizer, "disable_second_level_scale", False, "leave it False", tensor)
         _require(quantizer, "stochastic_rounding", False, "leave it False for weights", tensor)
-        adaptive = None
-        if getattr(tensor, "_nvfp4_use_4over6", False):
-            adaptive = quantizer.nvfp4_4over6_err_mode.lower()
-        else:
-            _require(tensor, "_nvfp4_e4m3_max", 448, "only 4over6 has another bound")
+        _require(tensor, "_nvfp4_use_4over6", False, "leave it out of the recipe")
+        _require(tensor, "_nvfp4_e4m3_max", 448, "leave it at 448")
         return NVFP4Quantizer(
             **self._usages(tensor),
             two_dimensional=getattr(quantizer, "with_2d_quantization", False),
-            adaptive=adaptive,
-            bound=getattr(tensor, "_nvfp4_e4m3_max", 448),
             optimize_for_gemm=_is_swizzled(tensor),
         )
 

@@ -237,9 +237,7 @@ class NVFP4Operands(SwizzledOperands):
         return operands
 
     def amax_of(self, weight: QuantizedTensor) -> Tensor | None:
-        # Every operand is decoded alike, whatever the amax of the weight maps to.
-        bound = weight.quantizer.bound
-        return weight._amax if bound == self.quantizer.bound else weight._amax * (448 / bound)
+        return weight._amax
 
     def for_torch(self, operand: Operand) -> ForTorch:
         blocks, orders = F.ScalingType, F.SwizzleType

@@ -31,8 +31,6 @@ from test_quantizer_properties import examples, matrices
 FORMATS = {
     "nvfp4": (NVFP4Quantizer(), 16),
     "nvfp4-rowwise": (NVFP4Quantizer(columnwise=False, optimize_for_gemm=True), 16),
-    "nvfp4-mae": (NVFP4Quantizer(adaptive="mae"), 16),
-    "nvfp4-mse": (NVFP4Quantizer(columnwise=False, adaptive="mse", bound=448), 16),
     "mxfp8": (MXFP8Quantizer(), 32),
     "mxfp8-rowwise": (MXFP8Quantizer(columnwise=False), 32),
     "mxfp8-columnwise": (MXFP8Quantizer(rowwise=False), 32),
@@ -80,12 +78,6 @@ def cast_in_shards(
     amaxes = torch.stack([cast.amaxes for cast, _ in ranks]).amax(0)
     for cast, own in ranks:
         cast.amaxes.copy_(amaxes)
-        cast.choose(own)
-    if ranks[0][0].is_adaptive:
-        choices = torch.stack([cast.choices for cast, _ in ranks]).amax(0)
-        for cast, _ in ranks:
-            cast.choices.copy_(choices)
-    for cast, own in ranks:
         cast.write(own)
 
 
@@ -161,18 +153,15 @@ def test_whole_tiles_and_cut_ones_give_the_full_cast(path_device):
             (MXFP8Quantizer(optimize_for_gemm=True), (96, 160)),
             (Float8BlockQuantizer(), (280, 144)),
             (NVFP4Quantizer(), (16, 16)),
-            (NVFP4Quantizer(adaptive="mse"), (80, 144)),
         ]
     ):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(i))
-        if quantizer.layout.scale_rule.adaptive is not None:
-            x = torch.where(x > 0, 4.0, 3.0)  # nearer if the amax maps to 4
         weights.append(quantizer.quantize(torch.ones_like(x)).to(path_device))
         weights[i][:16].copy_(torch.full_like(x[:16], 2))  # quantized later, unless it is over
         values.append(x.to(path_device).view(-1))
         # All of the second weight belongs to the last rank, in whole tiles.
         cuts.append([0, 0, 0, x.numel()] if i == 1 else [0, 48, x.numel() // 3 + 5, x.numel()])
-    cast_in_shards(weights, values, cuts, [torch.bfloat16] * 5)
+    cast_in_shards(weights, values, cuts, [torch.bfloat16] * 4)
     build_columnwise([w for w in weights if not isinstance(w.quantizer, MXFP8Quantizer)])
     for weight, value in zip(weights, values, strict=True):
         expected = value.view(weight.shape).bfloat16()
@@ -208,7 +197,7 @@ def test_outs_get_the_codes_in_place_of_the_weight(format, start, stop, path_dev
 def test_values_of_any_alignment_and_dtype(path_device):
     x = torch.randn(32 * 160 + 1, generator=torch.Generator().manual_seed(0))
     values = [x.to(path_device, dtype)[1:] for dtype in DTYPES]  # at no multiple of 16 bytes
-    for quantizer in (NVFP4Quantizer(), NVFP4Quantizer(adaptive="mse")):
+    for quantizer in (NVFP4Quantizer(), NVFP4Quantizer(columnwise=False)):
         weights = [quantizer.make_empty((32, 160), device=path_device) for _ in values]
         n = len(values)
         cast_in_shards(weights, values, [[0, 32 * 160]] * n, [torch.float32] * n)
@@ -302,17 +291,6 @@ def test_a_cast_allocates_no_more_than_a_piece_needs(monkeypatch):
     assert allocations.largest <= 4 * 2**13
 
 
-def test_choices_do_not_outlive_a_measurement():
-    weight = NVFP4Quantizer(adaptive="mae").make_empty((16, 16))
-    cast = PartialCast([weight], [0], [256], [torch.float32])
-    for value in (torch.ones(256), torch.linspace(-1, 1, 256)):
-        cast.measure([value])
-        with pytest.raises(RuntimeError, match="choose must be called before write"):
-            cast.write([value])
-        cast.choose([value])
-        cast.write([value])
-
-
 def test_a_write_counts_as_one_to_autograd():
     weight = NVFP4Quantizer().make_empty((16, 16))
     version = weight._version
@@ -387,14 +365,12 @@ def test_what_cannot_be_cast_is_refused(weights, starts, sizes, dtypes, match):
     ids=["None", "length", "matrix", "strided", "float64", "int32", "device"],
 )
 def test_values_that_do_not_fit_are_refused(value):
-    weight = NVFP4Quantizer(adaptive="mae").make_empty((32, 32))
+    weight = NVFP4Quantizer().make_empty((32, 32))
     cast = PartialCast([weight], [8], [4], [torch.float32])
     match = r"values\[0\] must be a flat contiguous float32, bfloat16 or float16 tensor of 4"
     with pytest.raises(ValueError, match=match):
         cast.measure([value])
     cast.measure([torch.ones(4)])
-    with pytest.raises(ValueError, match=match):
-        cast.choose([value])
     with pytest.raises(ValueError, match=match):
         cast.write([value])
 

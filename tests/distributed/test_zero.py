@@ -32,14 +32,6 @@ SHAPES = {
 }
 
 
-# Scales that depend on all values of a block; boundaries of shards cut blocks and rows of them.
-ADAPTIVE = {
-    NVFP4Quantizer(adaptive="mae"): (48, 64),
-    MXFP8Quantizer(): (32, 32),
-    NVFP4Quantizer(columnwise=False, adaptive="mse", bound=448): (16, 16),
-}
-
-
 def masters(shapes: dict = SHAPES) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator) for shape in shapes.values()]
@@ -116,15 +108,6 @@ def test_ranks_agree_on_the_full_cast_in_one_all_reduce(world_size, manual):
                     assert name not in storage
                 else:
                     assert torch.equal(storage[name], inner), name
-
-
-def test_ranks_agree_on_adaptive_scales_in_two_all_reduces():
-    expected = [q.quantize(x.bfloat16()) for q, x in zip(ADAPTIVE, masters(ADAPTIVE), strict=True)]
-    for tensors, n_calls in run_ranks(quantize_on_rank, 3, 3, True, ADAPTIVE):
-        assert n_calls == 2
-        for weight, (_, storage) in zip(expected, tensors, strict=True):
-            for name, inner in weight.storage_tensors().items():
-                assert torch.equal(storage[name], inner), name
 
 
 def quantize_to_fragments(rank: int) -> list[Tensor]:

@@ -24,12 +24,6 @@ QUANTIZERS = {
     "nvfp4-columnwise": (NVFP4Quantizer(rowwise=False, optimize_for_gemm=True), [(48, 80)]),
     "nvfp4-swizzled": (NVFP4Quantizer(optimize_for_gemm=True), [(64, 64), (144, 16)]),
     "nvfp4-1d": (NVFP4Quantizer(two_dimensional=False), [(64, 128), (48, 80)]),
-    "nvfp4-mae": (NVFP4Quantizer(adaptive="mae"), [(64, 64), (48, 80)]),
-    "nvfp4-mse-swizzled": (
-        NVFP4Quantizer(adaptive="mse", bound=448, optimize_for_gemm=True),
-        [(64, 80)],
-    ),
-    "nvfp4-1d-mse": (NVFP4Quantizer(two_dimensional=False, adaptive="mse"), [(64, 80)]),
     "nvfp4-1d-swizzled": (
         NVFP4Quantizer(two_dimensional=False, optimize_for_gemm=True),
         [(64, 80)],
