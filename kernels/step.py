@@ -436,8 +436,9 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
         masked = Form(128, 128, 8, 128, 8, 1, 255)
         if variant.is_updated:
             return Form(128, 128, 128, 128, 8, 1, 255), masked
-        warps, registers = (8, 255) if are_narrow(*codecs) else (16, 128)
-        return Form(128, 128, 32, 128, warps, 1, registers), masked
+        if are_narrow(*codecs):
+            return Form(128, 128, 32, 128, 8, 1, 255), masked
+        return Form(128, 128, 16, 128, 16, 2, 128), masked
     return Form(64, 64, 16, 64, 2 if has_lanes else 4, 3, most), small
 
 
