@@ -6,13 +6,13 @@ do for master weights, so it does not matter who writes the weights.
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp4adam.distributed import whole_cast
-from fp4adam.distributed.cast import PartialCast
+from fp4adam.distributed.cast import LocalCast
 from fp4adam.distributed.dtensor import is_dtensor
 from fp4adam.distributed.whole_cast import WholeCast
 from fp4adam.interop.adapter import is_foreign
@@ -23,10 +23,6 @@ from fp4adam.tensors import backend, rows
 from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
-from fp4adam.tensors.transpose import build_columnwise, columnwise_launches
-
-if TYPE_CHECKING:
-    from fp4adam.kernels.launch.launch import Launch
 
 
 class WeightWorkspaces:
@@ -226,18 +222,15 @@ class _Cast:
         self._tensors, self._dtypes = tensors, dtypes
         self._in_shards: list[int] | None = None  # decided by the addresses of the first values
         self._whole: WholeCast | None = None
-        self._columnwise: list[Launch] = []
         self.repeats = False
 
     def _split(self, values: list[Tensor]) -> None:
         fit = [*map(whole_cast.fits, self._tensors, values)]
         self._in_one = [i for i, each in enumerate(fit) if each]
         self._in_shards = [i for i, each in enumerate(fit) if not each]
-        tensors = [self._tensors[i] for i in self._in_shards]
-        self._square = [tensor for tensor in tensors if tensor.quantizer.layout.is_square]
-        sizes = [tensor.numel() for tensor in tensors]
-        dtypes = [self._dtypes[i] for i in self._in_shards]
-        self._cast = PartialCast(tensors, [0] * len(tensors), sizes, dtypes)
+        if self._in_shards:
+            tensors = [self._tensors[i] for i in self._in_shards]
+            self._cast = LocalCast(tensors, [self._dtypes[i] for i in self._in_shards])
 
     def __call__(self, values: list[Tensor], weights: list[tuple[Tensor, ...]]) -> None:
         """Write these values of the weights."""
@@ -248,28 +241,20 @@ class _Cast:
             self._whole = WholeCast(tensors, [values[i] for i in self._in_one])
             self._whole()
         if self._in_shards:
-            cast, flat = self._cast, [values[i].view(-1) for i in self._in_shards]
-            cast(flat)
-            build_columnwise(self._square)
+            chosen = [values[i] for i in self._in_shards]
+            self._cast.measure(chosen)
+            self._cast.write(chosen)
         # A joined value that is no view is new memory each time.
         views = [
             value.untyped_storage().data_ptr() == own[0].untyped_storage().data_ptr()
             for value, own in zip(values, weights, strict=True)
         ]
-        self.repeats = all(views) and (not self._in_shards or self._cast.can_be_repeated)
-        if self.repeats and self._in_shards:
-            self._columnwise = columnwise_launches(self._square)
+        self.repeats = all(views) and not self._in_shards
 
     def repeat(self) -> None:
         """Write what the same memory holds now."""
         if self._whole is not None:
             self._whole()
-        if self._in_shards:
-            self._cast.repeat()
-        if self._columnwise:
-            from fp4adam.kernels.launch.launch import launch_all
-
-            launch_all(self._square[0]._rowwise_data, self._columnwise)
 
 
 def _can_be_cast(tensor: QuantizedTensor) -> bool:

@@ -349,21 +349,6 @@ def test_kernels_have_the_bits_of_one_process(world_size, recipe):
     run(step_by_kernels, world_size, rows, 32, recipe, {})
 
 
-@pytest.mark.parametrize(
-    "step, world_size, rows, adaptive",
-    [
-        (step_in_parallel, 2, 64, "mse"),  # whole blocks
-        (step_in_parallel, 3, 64, "mae"),  # 22, 22 and 20 rows: boundaries cut blocks
-        (step_in_parallel, 5, 16, "mae"),  # four rows each on four of five ranks
-        pytest.param(step_by_kernels, 2, 64, "mae", marks=pytest.mark.exhaustive),
-        # 20 rows each, and 16 on the last rank, which alone has a whole block and nothing else.
-        pytest.param(step_by_kernels, 5, 96, "mse", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_adaptive_scales_have_the_bits_of_one_process(step, world_size, rows, adaptive):
-    run(step, world_size, rows, 32, NVFP4Quantizer(adaptive=adaptive), {})
-
-
 def clip_in_parallel(rank: int) -> None:
     whole, sharded = build(64, 32, "nvfp4"), build(64, 32, "nvfp4")
     whole[0].bias.requires_grad_(False)
