@@ -1,4 +1,4 @@
-# make demo     train a small GPT with quantized weights beside one with torch's AdamW
+# make demo     train a small GPT with quantized weights beside one with torch's AdamW, three seeds each
 # make test     run the quick tests, two variants of each at most
 # make test-all run all tests, with every variant and with programs in several processes
 # make test-kernels        compile every variant of every kernel for every GPU (20 minutes of a core)
@@ -46,7 +46,8 @@ MEGATRON = build/Megatron-LM
 INTEGRATIONS = $(VENV)/.integrations
 $(INTEGRATIONS): $(READY)
 	$(PY) -m pip install -c constraints.txt -e '.[integrations]'
-	$(PY) -m pip install --no-deps -c constraints.txt "torchtitan; python_version >= '3.11'"
+	$(PY) -m pip install --no-deps -c constraints.txt "torchtitan; python_version >= '3.11'" \
+		"axolotl; python_version >= '3.11'"
 	-GIT_TERMINAL_PROMPT=0 timeout 60 git clone --depth 1 https://github.com/NVIDIA/Megatron-LM $(MEGATRON)
 	touch $@
 
@@ -91,7 +92,7 @@ fp4adam/kernels:
 	ln -s ../kernels $@
 
 demo: $(READY)
-	$(PY) examples/train_gpt.py --compare --format nvfp4 --states fp32,8bit $(ARGS)
+	$(PY) examples/train_gpt.py --compare --seeds 3 --steps 100 --format nvfp4 --states fp32,8bit $(ARGS)
 
 test: $(READY)
 	$(PY) -m pytest $(PARALLEL) --few $(ARGS)

@@ -202,7 +202,7 @@ def test_runs_have_folders_of_their_own(tmp_path, capsys, monkeypatch):
         (("--lr", "nan"), "argument --lr: must be a number from 0, got 'nan'"),
         (("--clip", -1), "argument --clip: "),
         (("--text", "nowhere"), "argument --text: must be folders, got 'nowhere'"),
-        (("--baseline-seeds", 3), "--baseline-seeds is for --compare alone; add it, or leave"),
+        (("--seeds", 3), "--seeds is for --compare alone; add it, or leave"),
     ],
 )
 def test_mistakes_are_told_before_anything_happens(options, match, tmp_path, capsys, monkeypatch):
@@ -267,7 +267,7 @@ def on_two_processes(tmp_path_factory):
     pytest.importorskip("matplotlib")
     out = tmp_path_factory.mktemp("two")
     options = ("--batch", 6, "--steps", 20, "--eval-every", 10, "--checkpoint-every", 10)
-    return out, run_processes(2, out, *TINY, *options, "--compare", "--baseline-seeds", 1)
+    return out, run_processes(2, out, *TINY, *options, "--compare")
 
 
 def results(folder):
@@ -324,24 +324,25 @@ def test_compare_writes_numbers_and_curves(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     run(
         *(tmp_path, "--compare", "--format", "nvfp4,mxfp8", "--baseline", "fp32,bf16"),
-        *("--states", "fp32,fp8", "--steps", 4),
+        *("--states", "fp32,fp8", "--steps", 4, "--seeds", 2),
     )
     written = json.loads((tmp_path / "results.json").read_text())
-    adamw, fp4adam = ("fp32 adamw", "bf16 adamw"), ("nvfp4 fp4adam", "mxfp8 fp4adam")
-    runs = [f"{r['format']} {r['optimizer']}" for r in written["runs"]]
-    assert runs == [*adamw, *(run for run in fp4adam for _ in range(2)), adamw[0]]
-    assert [r["seed"] for r in written["runs"]] == [0, 0, 0, 0, 0, 0, 1]
-    first, *others = written["runs"]
+    kinds = [f"{r['format']} {r['optimizer']}" for r in written["runs"]]
+    ours = [run for run in ("nvfp4 fp4adam", "mxfp8 fp4adam") for _ in range(2)]
+    assert kinds == ["fp32 adamw", "bf16 adamw", *ours] * 2
+    assert [r["seed"] for r in written["runs"]] == [0] * 6 + [1] * 6
+    rounded = [r for r in written["runs"] if "rounded_afterwards" in r]
+    assert rounded == [written["runs"][0], written["runs"][6]]
+    del written["runs"][6:]
+    first = written["runs"][0]
     assert first["rounded_afterwards"].keys() == {"nvfp4", "mxfp8"}
     assert all(abs(x - first["end_loss"]) < 0.05 for x in first["rounded_afterwards"].values())
-    assert not any("rounded_afterwards" in r for r in others)
     assert written["settings"]["seed"] == 0
     assert written["versions"]["torch"] == torch.__version__
-    *firsts, of_other_seed = [r["train_loss"][0] for r in written["runs"]]
+    firsts = [r["train_loss"][0] for r in written["runs"]]
     assert max(firsts) - min(firsts) < 0.05  # the same batch, nearly the same weights
-    assert of_other_seed != firsts[0]
     del written["runs"][3:6:2]  # those with FP8 moments
-    fp32, bf16, nvfp4, mxfp8, _ = (r["weight_bytes_per_parameter"] for r in written["runs"])
+    fp32, bf16, nvfp4, mxfp8 = (r["weight_bytes_per_parameter"] for r in written["runs"])
     assert (fp32, bf16) == (4, 2)
     assert nvfp4 < mxfp8 < fp32
     masters = [r["master_bytes_per_parameter"] for r in written["runs"]]
@@ -351,55 +352,53 @@ def test_compare_writes_numbers_and_curves(tmp_path, capsys):
     picture = tmp_path / "comparison.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    assert "the same, rounded to MXFP8 afterwards" in printed and "together" in printed
+    assert "AdamW, FP32 weights, rounded to MXFP8 at the end" in printed and " ± " in printed
     assert printed.endswith(f"picture: {picture}\n")
 
 
-def made_up_run(kind, optimizer, seed, loss, weight, state, master, **more):
+def made_up_run(kind, optimizer, loss, weight, state, master, **more):
     return {
         "format": kind,
         "optimizer": optimizer,
-        "seed": seed,
         "end_loss": loss,
         "weight_bytes_per_parameter": weight,
         "gradient_bytes_per_parameter": 4.0,
         "optimizer_bytes_per_parameter": state,
         "master_bytes_per_parameter": master,
-        "seconds_per_step": 0.25,
         **more,
     }
 
 
-PLAIN_RUN = made_up_run("fp32", "adamw", 0, 2.0, 4.0, 8.0, 0.0, rounded_afterwards={"nvfp4": 2.1})
-QUANTIZED_RUN = made_up_run("nvfp4", "fp4adam", 0, 2.2, 1.0, 12.0, 4.0)
+def test_gaps_are_paired_by_seed():
+    made_up = [
+        run
+        for loss in (2.0, 3.0)
+        for run in (
+            made_up_run("fp32", "adamw", loss, 4.0, 8.0, 0.0, rounded_afterwards={"nvfp4": loss}),
+            made_up_run("nvfp4", "fp4adam", 1.5 * loss, 1.0, 12.0, 4.0),
+        )
+    ]
+    first, rounded, ours = comparison.rows(made_up)
+    assert (first.name, first.losses) == ("AdamW, FP32 weights", [2.0, 3.0])
+    assert rounded.name == "AdamW, FP32 weights, rounded to NVFP4 at the end"
+    assert (rounded.served, rounded.weight, ours.served) == (1.0, 4.0, 1.0)
+    assert (ours.master, ours.moments, ours.together) == (4.0, 8.0, 17.0)
+    assert comparison.gap(ours, first) == (1.25, pytest.approx(0.25))  # of +1.0 and +1.5
+    assert comparison.describe_gap(ours, first) == "+1.2500 ± 0.2500"
+    assert comparison.describe_gap(*comparison.rows(made_up[1::-1])[:2]) == "+1.0000"
 
 
-def test_picture_shows_bytes_and_no_times_of_emulation():
+def test_picture_shows_bytes_in_training_and_served():
     figures = pytest.importorskip("matplotlib.figure")
     axes = figures.Figure().subplots()
-    comparison._draw_costs(axes, [PLAIN_RUN, QUANTIZED_RUN])
-    bars = [(bar.get_x(), bar.get_width()) for bar in axes.patches]
-    assert bars == [(0, 4), (0, 1), (4, 4), (1, 4), (8, 0), (5, 4), (8, 8), (9, 8)]
-    assert [text.get_text() for text in axes.texts][-2:] == ["16.0 bytes", "17.0 bytes"]
-    axes = figures.Figure().subplots()
-    comparison._draw_costs(axes, [{**PLAIN_RUN, "is_on_gpu": True}])
-    assert axes.texts[-1].get_text() == "16.0 bytes\n250 ms"
-
-
-def test_picture_shows_ends_beside_what_another_seed_makes():
-    figures = pytest.importorskip("matplotlib.figure")
-    repeat = {**made_up_run("fp32", "adamw", 1, 1.75, 4.0, 8.0, 0.0)}
-    axes = figures.Figure().subplots()
-    comparison._draw_ends(axes, [PLAIN_RUN, QUANTIZED_RUN, repeat])
-    (band,) = axes.patches
-    assert (band.get_x(), band.get_width()) == (1.75, 0.5)
-    assert [line.get_xdata()[0] for line in axes.lines] == [2.0, 2.1, 2.2]
-    names = [text.get_text().replace("\n", " ") for text in axes.get_yticklabels()]
-    rounded = "the same, rounded to NVFP4 afterwards"
-    assert names == ["AdamW, FP32 weights", rounded, "FP4Adam, NVFP4 weights"]
-    axes = figures.Figure().subplots()
-    comparison._draw_ends(axes, [PLAIN_RUN, QUANTIZED_RUN])
-    assert not axes.patches
+    comparison._draw_costs(axes, comparison.rows([made_up_run("nvfp4", "fp4adam", 2.0, 1, 12, 4)]))
+    ours = [(bar.get_x(), bar.get_width()) for bar in axes.patches][::3]
+    assert ours == [(0, 1), (1, 4), (5, 4), (9, 8)]
+    assert [text.get_text() for text in axes.texts][-3:] == [
+        "17.0, serves 1.00",
+        "8.0, serves 2.00",
+        "6.0, serves 2.00",
+    ]
 
 
 class Terminal(io.StringIO):

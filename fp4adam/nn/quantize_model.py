@@ -86,8 +86,8 @@ def quantize_model(
     is left; :func:`summary` shows each.
 
     A stack of experts is a 3-dimensional parameter of a module whose ``num_experts`` is its first
-    size, as transformers 5 has them. It is read by ``grouped_mm``, as by :func:`grouped_linear`;
-    any other operator sees decoded values.
+    size, as transformers 5 has them. ``grouped_mm`` decodes it for one product at a time, and no
+    recipe quantizes its other operand: give it one for weights alone, in a call with a ``filter``.
 
     The value before quantization is kept until ``FP4Adam`` takes it over as master weight at the
     first step (``param.clear_high_precision_init_val()`` frees it for inference).

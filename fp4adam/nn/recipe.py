@@ -30,7 +30,7 @@ class Recipe:
     A matmul whose two operands are quantized runs on the block-scaled units of the GPU, in the
     format of the weight: Float8Block on compute capability 9.0, MXFP8 and NVFP4 on 10.0 and later.
     All other matmuls read the dequantized weight. A CPU multiplies the decoded operands instead.
-    For stacks of weights see :func:`fp4adam.grouped_linear`.
+    Stacks of experts are quantized alone.
 
     ``activations="fake"`` is fake quantization, for quantization-aware training (W4A4, W8A8) on any
     device: activations are quantized and decoded to their own dtype before an ordinary matmul, in
@@ -48,8 +48,8 @@ class Recipe:
 
     NVFP4 follows Transformer Engine's recipe: gradients are rounded at random (from torch's default
     generator), and both operands of dW go through a 16-point random Hadamard transform along the
-    tokens. No GPU with the units for it has run them here. Under tensor parallelism and for stacks
-    of weights, dW of NVFP4 stays in high precision.
+    tokens. No GPU with the units for it has run them here. Under tensor parallelism dW of
+    NVFP4 stays in high precision.
 
     Args:
         weights: "nvfp4", "mxfp8", "mxfp4", "float8block", "float8" or a quantizer. Weights of a

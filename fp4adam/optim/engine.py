@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp4adam.distributed.dtensor import local, sharding_groups
+from fp4adam.distributed.dtensor import like, local
 from fp4adam.distributed.shards import settle_written, sharded_weights
 from fp4adam.formats.scale_groups import ScaleGroup
 from fp4adam.optim import checks
 from fp4adam.optim.adam import updates_params
-from fp4adam.optim.grad_norm import GradNorm, Measured
+from fp4adam.optim.clipping import Clipping, check_max_norm, total_norm
 from fp4adam.optim.hyper_parameters import check_numbers
 from fp4adam.optim.master_weights import find_stale
 from fp4adam.optim.nan_watch import NanWatch
@@ -55,10 +55,9 @@ class Engine:
         states: The states by parameter; new ones are added.
 
     Attributes:
-        clip: The clipping coefficient of the next step, by device.
+        clipping: What clips the next step, or None.
         plan: The plan of the last step, or None.
-        measured: The gradients that this was made from, or None if that does not matter.
-        is_part: Whether the optimizer has other parameters besides.
+        is_part: True if this engine steps only some of the optimizer's parameters.
         overlaps_backward: Whether the step may overlap what the GPU does now; it does with
             offloaded states.
         on_host: Whether states may be on the host.
@@ -66,7 +65,7 @@ class Engine:
         watch: Looks for NaN in masters.
     """
 
-    measured: Measured | None = None
+    clipping: Clipping | None = None
     is_part = False
     overlaps_backward = False
     on_host = False
@@ -78,20 +77,39 @@ class Engine:
         self.parameters = parameters
         self.groups = list(groups)
         self.states = states
-        self.clip: dict[torch.device, Tensor] = {}
         self.plan: StepPlan | None = None
         self.watch = NanWatch()
-        self._grad_norm: GradNorm | None = None
         # Groups, parameters, states and sharded weights of the plan.
         self._planned: tuple[list, ...] = ()
 
-    def part(self, params: Iterable[Tensor]) -> "Engine":
-        """An engine for some of the parameters: all members of a scale group, or none."""
-        members = set(params)
-        own = (Group(g, [p for p in group if p in members]) for g, group in self.groups)
-        part = Engine(self.parameters, [group for group in own if group.params], self.states)
-        part.is_part, part.watch = True, self.watch
-        return part
+    def parts(self, divided: Iterable[Sequence[Tensor]]) -> list["Engine"]:
+        """Engines for some of the parameters each: all members of a scale group, or none."""
+        group_of = {param: group for group, params in self.groups for param in params}
+        parts = []
+        for params in divided:
+            own: dict[int, Group] = {}
+            for param in params:
+                group = group_of[param]
+                own.setdefault(id(group), Group(group, [])).params.append(param)
+            part = Engine(self.parameters, [*own.values()], self.states)
+            part.is_part, part.watch = True, self.watch
+            parts.append(part)
+        return parts
+
+    def together(self) -> list[list[Tensor]]:
+        """The parameters by the scales that they share."""
+        found: dict[Hashable, list[Tensor]] = defaultdict(list)
+        for param in self.params:
+            found[scales_of(param)].append(param)
+        return [*found.values()]
+
+    def membership(self) -> list:
+        """What parts are made for; different if parameters, their groups, scales or devices are."""
+        return [
+            (id(group), id(param), id(scales_of(param)), local(param).device)
+            for group, params in self.groups
+            for param in params
+        ]
 
     @property
     def params(self) -> list[Tensor]:
@@ -102,13 +120,6 @@ class Engine:
     def device(self) -> torch.device:
         """The device of the parameters, or of the first one."""
         return local(self.params[0]).device
-
-    def is_part_of(self, other: "Engine", params: Sequence[Tensor]) -> bool:
-        """Whether it has these parameters, in groups that another engine still has."""
-        groups = [group for group, _ in other.groups]
-        return _are_same(self.params, params) and all(
-            any(group is known for known in groups) for group, _ in self.groups
-        )
 
     def all_grads(self) -> list[Tensor | None]:
         """The local gradients of all parameters; None for those that have none."""
@@ -133,14 +144,14 @@ class Engine:
 
     def forget(self) -> None:
         """Drop the plan and its counts, and pending clipping, after states have been loaded."""
-        self.plan, self._planned, self.clip, self._grad_norm = None, (), {}, None
+        self.plan, self._planned, self.clipping = None, (), None
 
     def placed(self, param: Tensor, state: State) -> State:
         """A state that has just been made, where states are kept."""
         return state
 
     def step_part(self, part: "Engine", signals: Signals) -> None:
-        """Step an engine that :meth:`part` made."""
+        """Step an engine that :meth:`parts` made."""
         part.step(signals)
 
     def join(self) -> None:
@@ -154,16 +165,13 @@ class Engine:
                 "a capture: the step would multiply by the coefficient of that moment at every "
                 "replay; capture torch.nn.utils.clip_grad_norm_, which scales the gradients"
             )
-        params = self.params
+        check_max_norm(max_norm)
         with torch._C.DisableTorchFunctionSubclass():
-            groups = [*map(sharding_groups, params)]
-            sizes = [*map(Tensor.numel, map(local, params))]
-            known = self._grad_norm
-            if known is None or (known.sizes, known.groups) != (sizes, groups):
-                self._grad_norm = GradNorm(sizes, groups)
             grads = self.all_grads()
-            norm, clip = self._grad_norm(grads, max_norm, norm_type, error_if_nonfinite)
-            self.clip, self.measured = clip, Measured(grads)
+            pairs = zip(self.params, grads, strict=True)
+            present = [like(param, grad) for param, grad in pairs if grad is not None]
+            norm = total_norm(present, norm_type, error_if_nonfinite)
+            self.clipping = Clipping(grads, norm, max_norm)
         return norm
 
     # The step
@@ -187,18 +195,14 @@ class Engine:
         except Exception:
             self.drop_plan()
             raise
-        self.plan.run(self.clip, *signals, captures)
-        self.end_clip()
+        self.plan.run(self.clipping.coefficients if self.clipping else {}, *signals, captures)
+        self.clipping = None
         self.watch.look(self.plan.hiding, self.n_parts)
 
     def check_clip(self) -> None:
-        """Drop the clipping coefficients if all gradients are new; raise if only some are."""
-        if self.clip and self.measured and not self.measured.are_current(self.all_grads()):
-            self.clip = {}
-
-    def end_clip(self) -> None:
-        """Drop the clipping coefficients, which hold until one step has ended."""
-        self.clip, self.measured = {}, None
+        """Raise if the gradients are no longer those that the next step clips."""
+        if self.clipping and not self.is_part:
+            self.clipping.check(self.all_grads())
 
     def has_fitting_plan(self) -> bool:
         """Whether the plan of the last step is valid for this one; a collective call, as a step."""

@@ -15,8 +15,7 @@ what is remembered here.
 import contextlib
 import mmap
 import weakref
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from fp4adam.distributed.dtensor import is_dtensor, like, local, sharded_dims
 from fp4adam.distributed.shards import settle_written, sharded_weights
 from fp4adam.optim.engine import Engine, Group, Signals
 from fp4adam.optim.memory_layout import is_dense
-from fp4adam.optim.parameter import Parameters, State, scales_of
+from fp4adam.optim.parameter import Parameters, State
 from fp4adam.optim.state_dict import TENSOR_NAMES
 from fp4adam.tensors.fingerprint import version
 
@@ -51,7 +50,7 @@ class OffloadedEngine(Engine):
     ) -> None:
         super().__init__(parameters, groups, states)
         self._parts: list[Engine] = []
-        self._known: tuple[list, ...] = ()
+        self._known: list = []
         self._sharded: list[Tensor] = []
         self._blocks: weakref.WeakKeyDictionary[Engine, _StateBlock] = weakref.WeakKeyDictionary()
         self._gpus: dict[torch.device, _DeviceLink] = {}
@@ -62,7 +61,7 @@ class OffloadedEngine(Engine):
         """Drop all parts; the states keep their values and get new blocks in the next step."""
         super().forget()
         self._wait()
-        self._parts, self._known, self._sharded = [], (), []
+        self._parts, self._known, self._sharded = [], [], []
         self._blocks.clear()
 
     def drop_plan(self) -> None:
@@ -108,15 +107,15 @@ class OffloadedEngine(Engine):
         self.check_clip()
         try:
             for part, _ in active:
-                part.clip = dict(self.clip)
+                part.clipping = self.clipping
                 self.step_part(part, signals)
         except BaseException:
-            clip = self.clip, self.measured
+            clipping = self.clipping
             self.parameters.forget_marks()
             self.forget()
-            self.clip, self.measured = clip
+            self.clipping = clipping
             raise
-        self.end_clip()
+        self.clipping = None
 
     def step_part(self, part: Engine, signals: Signals) -> None:
         """Step a part with its states, from the host and back."""
@@ -131,23 +130,15 @@ class OffloadedEngine(Engine):
 
     def _update_parts(self) -> None:
         """Divide the parameters into parts again if they are others than at the last step."""
-        params = self.params
-        scales = [*map(scales_of, params)]
-        devices = [str(local(param).device) for param in params]
-        groups = [id(group) for group, _ in self.groups]
-        known = (groups, [*map(id, params)], [*map(id, scales)], devices)
+        known = self.membership()
         if known == self._known:
             return
-        self.parameters.keep_only(params)
-        old = {part.params[0]: part for part in self._parts}
-        self._parts = []
-        for chunk in chunks(params, scales):
-            part = old.get(chunk[0])
-            is_current = part is not None and part.is_part_of(self, chunk)
-            self._parts.append(part if is_current else self.part(chunk))
+        self.parameters.keep_only(self.params)
+        self._blocks.clear()
+        self._parts = self.parts(chunks(self.together()))
         for part in self._parts:
             part.n_parts = len(self._parts)
-        self._known, self._sharded = known, sharded_weights(params)
+        self._known, self._sharded = known, sharded_weights(self.params)
 
     def _is_ready(self, part: Engine) -> bool:
         """Whether states and plan are those of the last step, so that nothing has to be checked."""
@@ -261,19 +252,16 @@ def link_of(device: torch.device) -> "Link":
     return Link(device)
 
 
-def chunks(params: Sequence[Tensor], scales: Sequence[Hashable]) -> list[list[Tensor]]:
+def chunks(units: Iterable[Sequence[Tensor]]) -> list[list[Tensor]]:
     """Divide parameters into chunks of at most ``CHUNK_BYTES`` of FP32 states.
 
-    A larger parameter is a chunk of its own. Parameters with equal ``scales`` stay together, and
-    those of different devices apart. All ranks get the same chunks of sharded parameters.
+    A larger parameter is a chunk of its own. Those of a unit stay together, and those of different
+    devices apart. All ranks get the same chunks of sharded parameters.
     """
-    units: dict[Hashable, list[Tensor]] = defaultdict(list)
-    for param, key in zip(params, scales, strict=True):
-        units[key].append(param)
     found: list[list[Tensor]] = []
     filling: dict[torch.device, int] = {}
     last: dict[torch.device, list[Tensor]] = {}
-    for unit in units.values():
+    for unit in units:
         device, size = local(unit[0]).device, sum(map(_chunk_bytes, unit))
         if device not in last or filling[device] + size > CHUNK_BYTES:
             last[device], filling[device] = [], 0

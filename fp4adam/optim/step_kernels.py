@@ -65,8 +65,6 @@ class Kind(NamedTuple):
             quantizer.columnwise,
             "block_scale_inv" in quantizer.layout.inner,
             quantizer.optimize_for_gemm,
-            quantizer.layout.scale_rule.adaptive,
-            quantizer.layout.scale_rule.bound,
         )
 
 

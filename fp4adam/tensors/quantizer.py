@@ -186,11 +186,7 @@ class Quantizer(QuantizerNames, Generic[T]):
         return self.layout.expand(grid, usage) if getattr(self, usage) else None
 
     def scales_of_blocks(
-        self,
-        amaxes: Tensor,
-        tensor_amax: Tensor | None,
-        dtype: torch.dtype,
-        four: Tensor | None = None,
+        self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """The stored block scales, and the float32 factors that map values to codes.
 
@@ -198,7 +194,6 @@ class Quantizer(QuantizerNames, Generic[T]):
             amaxes: Amax of each block, float32.
             tensor_amax: Amax of the tensor, float32 [1], if it is part of the scales.
             dtype: The dtype that the values were rounded to.
-            four: For adaptive scales, the blocks whose amax maps to 4, bool.
         """
         raise NotImplementedError
 

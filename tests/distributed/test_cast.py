@@ -29,8 +29,6 @@ from test_quantizer_properties import examples, matrices
 FORMATS = {
     "nvfp4": (NVFP4Quantizer(), 16),
     "nvfp4-rowwise": (NVFP4Quantizer(columnwise=False, optimize_for_gemm=True), 16),
-    "nvfp4-mae": (NVFP4Quantizer(adaptive="mae"), 16),
-    "nvfp4-mse": (NVFP4Quantizer(columnwise=False, adaptive="mse", bound=448), 16),
     "mxfp8": (MXFP8Quantizer(), 32),
     "mxfp8-rowwise": (MXFP8Quantizer(columnwise=False), 32),
     "mxfp8-columnwise": (MXFP8Quantizer(rowwise=False), 32),

