@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fp4adam.distributed import whole_cast
 from fp4adam.distributed.cast_span import CastSpan, Out, as_pair
 from fp4adam.distributed.scale_exchange import Exchanged, ShardInfo, exchanges
 from fp4adam.formats import encoding
@@ -310,13 +311,17 @@ class LocalCast(SpanCast):
 
     def write(self, values: Sequence[Tensor]) -> None:
         super().write([value.view(-1) for value in values])
-        for tensor in self._tensors:
-            shared = tensor._shared
-            shared.pending, shared.unsettled = None, False
-            if shared.first_row is None:
-                shared.first_row = 0
         build_columnwise([one for one in self._tensors if one.quantizer.layout.is_square])
-        torch.autograd.graph.increment_version(self._tensors)
+        _settle(self._tensors)
+
+
+def _settle(written: Sequence[QuantizedTensor]) -> None:
+    for tensor in written:
+        shared = tensor._shared
+        shared.pending, shared.unsettled = None, False
+        if shared.first_row is None:
+            shared.first_row = 0
+    torch.autograd.graph.increment_version(written)
 
 
 def cast(
@@ -345,18 +350,26 @@ def cast(
     for i, key in enumerate(scales):
         sharing[key].append(i)
     together: dict[torch.device, list[int]] = defaultdict(list)
+    in_one_pass: dict[torch.device, list[int]] = defaultdict(list)
     for members in sharing.values():
-        if all(infos[i] or can_be_cast(tensors[i]) for i in members):
+        i = members[0]
+        is_alone = len(members) == 1 and not infos[i] and dtypes[i] == values[i].dtype
+        if is_alone and can_be_cast(tensors[i]) and whole_cast.fits(tensors[i], values[i]):
+            in_one_pass[tensors[i].device].append(i)
+        elif all(infos[i] or can_be_cast(tensors[i]) for i in members):
             together[tensors[members[0]].device] += members
-            continue
-        rounded = [values[i].to(dtypes[i]) for i in members]
-        amax = None
-        has_amax = tensors[members[0]].quantizer.layout.tensor_scale is not None
-        if len(members) > 1 and has_amax:
-            found = [_measured(tensors[i], x) for i, x in zip(members, rounded, strict=True)]
-            amax = torch.cat([each.to(found[0].device) for each in found]).amax(0, keepdim=True)
-        for i, value in zip(members, rounded, strict=True):
-            tensors[i]._write(value, amax=amax)
+        else:
+            rounded = [values[i].to(dtypes[i]) for i in members]
+            amax = None
+            if len(members) > 1 and tensors[i].quantizer.layout.tensor_scale is not None:
+                found = [_measured(tensors[i], x) for i, x in zip(members, rounded, strict=True)]
+                amax = torch.cat([x.to(found[0].device) for x in found]).amax(0, keepdim=True)
+            for i, value in zip(members, rounded, strict=True):
+                tensors[i]._write(value, amax=amax)
+    for members in in_one_pass.values():
+        written = [tensors[i].flush() for i in members]
+        whole_cast.WholeCast(written, [values[i] for i in members])()
+        _settle(written)
     for members in together.values():
         one = LocalCast([tensors[i] for i in members], [dtypes[i] for i in members])
         given = [values[i].contiguous() for i in members]
@@ -381,11 +394,9 @@ def cast(
 def can_be_cast(tensor: QuantizedTensor) -> bool:
     """Whether a tensor can be quantized in one launch with others.
 
-    Not with ``two_dimensional=False``, nor a slice or with delayed scaling.
+    Not with ``two_dimensional=False`` or columnwise codes alone, nor a slice.
     """
-    layout = tensor.quantizer.layout
-    is_current = bool(layout.rows_per_entry) and layout.tensor_scale != "delayed"
-    return bool(tensor.numel()) and is_current and rows.is_all(tensor)
+    return bool(tensor.numel()) and tensor.quantizer.layout.casts_in_parts and rows.is_all(tensor)
 
 
 def _measured(tensor: QuantizedTensor, value: Tensor) -> Tensor:
