@@ -27,10 +27,9 @@ from fp4adam.interop.adapter import find_adapter, is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback
 from fp4adam.nn.candidates import check_module
 from fp4adam.nn.recipe import FormatName, Recipe, resolve_recipe
-from fp4adam.nn.replacement import check_attributes, check_no_replica, completed, put_in
+from fp4adam.nn.replacement import check_attributes, check_no_replica, put_in
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
-from fp4adam.tensors.retired import retire
 
 # What users register at a module, and torch calls around its forward and backward pass.
 _HOOKS = (
@@ -105,7 +104,7 @@ def make_trainable(model: Model, recipe: FormatName | Quantizer | Recipe | None 
     inner = unwrapped(model)
     check_no_replica(model.modules(), [*model.parameters()])
     prepare = _change_of_foreign if _foreign_weights(inner) else _change_of_loaded
-    completed(prepare(inner, quantizer))
+    prepare(inner, quantizer)()
     return model
 
 
@@ -259,18 +258,13 @@ def _pairs(module: nn.Module, old: nn.Module) -> Iterator[tuple[nn.Module, nn.Mo
 def _finish(module: nn.Module, old: nn.Module) -> None:
     """What is left to do when ``module`` has taken the place of ``old``.
 
-    Hooks of compressed-tensors for its quantized cache go. Optimizers that still have parameters of
-    ``old`` will notice.
+    Hooks of compressed-tensors for its quantized cache go.
     """
-    kept = {*module.parameters()}
-    for part, its_old in _pairs(module, old):
+    for part, _ in _pairs(module, old):
         for key, hook in [*part._forward_pre_hooks.items()]:
             if (getattr(hook, "__module__", None) or "").startswith("compressed_tensors."):
                 del part._forward_pre_hooks[key]
                 part._forward_pre_hooks_with_kwargs.pop(key, None)
-        for param in its_old.parameters(recurse=False):
-            if param not in kept:
-                retire(param, part)
 
 
 def _exchanged(

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fp4adam.distributed import whole_cast
 from fp4adam.distributed.cast_span import CastSpan, Out, as_pair
 from fp4adam.distributed.scale_exchange import Exchanged, ShardInfo, exchanges
 from fp4adam.formats import encoding
@@ -312,16 +311,12 @@ class LocalCast(SpanCast):
     def write(self, values: Sequence[Tensor]) -> None:
         super().write([value.view(-1) for value in values])
         build_columnwise([one for one in self._tensors if one.quantizer.layout.is_square])
-        _settle(self._tensors)
-
-
-def _settle(written: Sequence[QuantizedTensor]) -> None:
-    for tensor in written:
-        shared = tensor._shared
-        shared.pending, shared.unsettled = None, False
-        if shared.first_row is None:
-            shared.first_row = 0
-    torch.autograd.graph.increment_version(written)
+        for tensor in self._tensors:
+            shared = tensor._shared
+            shared.pending, shared.unsettled = None, False
+            if shared.first_row is None:
+                shared.first_row = 0
+        torch.autograd.graph.increment_version(self._tensors)
 
 
 def cast(
@@ -350,26 +345,18 @@ def cast(
     for i, key in enumerate(scales):
         sharing[key].append(i)
     together: dict[torch.device, list[int]] = defaultdict(list)
-    in_one_pass: dict[torch.device, list[int]] = defaultdict(list)
     for members in sharing.values():
-        i = members[0]
-        is_alone = len(members) == 1 and not infos[i] and dtypes[i] == values[i].dtype
-        if is_alone and can_be_cast(tensors[i]) and whole_cast.fits(tensors[i], values[i]):
-            in_one_pass[tensors[i].device].append(i)
-        elif all(infos[i] or can_be_cast(tensors[i]) for i in members):
+        if all(infos[i] or can_be_cast(tensors[i]) for i in members):
             together[tensors[members[0]].device] += members
         else:
             rounded = [values[i].to(dtypes[i]) for i in members]
             amax = None
-            if len(members) > 1 and tensors[i].quantizer.layout.tensor_scale is not None:
+            has_amax = tensors[members[0]].quantizer.layout.tensor_scale is not None
+            if len(members) > 1 and has_amax:
                 found = [_measured(tensors[i], x) for i, x in zip(members, rounded, strict=True)]
                 amax = torch.cat([x.to(found[0].device) for x in found]).amax(0, keepdim=True)
             for i, value in zip(members, rounded, strict=True):
                 tensors[i]._write(value, amax=amax)
-    for members in in_one_pass.values():
-        written = [tensors[i].flush() for i in members]
-        whole_cast.WholeCast(written, [values[i] for i in members])()
-        _settle(written)
     for members in together.values():
         one = LocalCast([tensors[i] for i in members], [dtypes[i] for i in members])
         given = [values[i].contiguous() for i in members]

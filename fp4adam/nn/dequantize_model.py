@@ -7,7 +7,7 @@ from torch import nn
 
 from fp4adam.distributed.dtensor import is_dtensor, local
 from fp4adam.nn.candidates import check_module
-from fp4adam.nn.replacement import check_no_replica, hand_over, put_in
+from fp4adam.nn.replacement import check_no_replica, put_in
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -18,8 +18,8 @@ def dequantize_model(model: Model, filter: Callable[[nn.Module, str], bool] | No
 
     The inverse of :func:`quantize_model`, for code that writes to weights in place or computes with
     them in high precision: merging adapters, starts such as PiSSA and OLoRA, pruning. Each
-    quantized parameter becomes a plain one with the same name, in its nominal dtype, with the same
-    ``requires_grad``, attributes, hooks and gradient. Tied weights stay tied. The values are those
+    quantized parameter becomes a plain one in its nominal dtype; the object stays, with its
+    attributes, hooks and gradient. The values are those
     that the model computes with, not masters (:func:`export_masters` writes these); to quantize
     them again may round them again. Once none is left that :func:`make_trainable` has made, the
     configuration of the model has no ``quantization_config`` either.
@@ -38,7 +38,7 @@ def dequantize_model(model: Model, filter: Callable[[nn.Module, str], bool] | No
             ``fully_shard``, or only some modules of a tied weight are selected.
         TypeError: If an argument has another type than above.
 
-    Nothing has been changed when it raises. Create the optimizer after this call.
+    Nothing has been changed when it raises. Parameters stay the same objects.
     """
     check_module(model)
     if not (filter is None or callable(filter)):
@@ -92,8 +92,6 @@ def make_plain(places: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> None:
         nn.Parameter(param.detach().dequantize(param.dtype), param.requires_grad)
         for param in places
     ]
-    for param, successor in zip(places, plain, strict=True):
-        hand_over(param, successor)
     put_in(
         (module, key, successor)
         for successor, users in zip(plain, places.values(), strict=True)

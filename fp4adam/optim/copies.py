@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fp4adam.distributed.cast import cast as quantize
 from fp4adam.distributed.dtensor import is_dtensor
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, borrow
@@ -20,11 +19,11 @@ Weight = Tensor | Sequence[Tensor]
 @torch._disable_dynamo
 @torch.no_grad()
 def cast(copies: Sequence[Tensor], weights: Sequence[Weight]) -> None:
-    """Quantize weights to copies of them, in place, in a few launches for all.
+    """Quantize weights to copies of them, in place.
 
     The bytes are those of ``quantizer.quantize(weight)``, for Transformer Engine's tensors those of
-    its own quantizers, swizzled scales included. Addresses stay, and nothing waits for the
-    device. Call it after steps of any optimizer, and after other writes to weights::
+    its own quantizers, swizzled scales included. Addresses stay, and nothing waits for the device
+    but adaptive scales. Call it after steps of any optimizer, and after other writes to weights::
 
         copies, weights = fp4adam.workspaces_of(model)  # of Transformer Engine's modules
         fp4adam.cast(copies, weights)
@@ -60,8 +59,8 @@ def cast(copies: Sequence[Tensor], weights: Sequence[Weight]) -> None:
         tensors = [each.tensor if isinstance(each, BorrowedTensor) else each for each in targets]
         scales_of_others = ScaleWriteback(borrowed)
         scales_of_others.read()
-        values = [*map(_joined, parts)]
-        quantize(tensors, values, [value.dtype for value in values])
+        for tensor, of_one in zip(tensors, parts, strict=True):
+            tensor.quantize_(_joined(of_one))
         scales_of_others()
         torch.autograd.graph.increment_version([*tensors, *(each.source for each in borrowed)])
 
