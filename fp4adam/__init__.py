@@ -4,8 +4,6 @@ from inspect import ismodule as _ismodule
 
 from fp4adam import fp4_utils as fp4_utils
 from fp4adam import fp8_utils as fp8_utils
-from fp4adam.checkpoints.engines import register_with_vllm as register_with_vllm
-from fp4adam.checkpoints.engines import update_sglang as update_sglang
 from fp4adam.checkpoints.export import export_checkpoint as export_checkpoint
 from fp4adam.checkpoints.export import export_masters as export_masters
 from fp4adam.checkpoints.import_checkpoint import import_checkpoint as import_checkpoint

@@ -1,21 +1,17 @@
 """Quantized copies of weights that are trained in high precision, written again after a step."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from fp4adam.distributed import whole_cast
-from fp4adam.distributed.cast import PartialCast
 from fp4adam.distributed.dtensor import is_dtensor
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, borrow
-from fp4adam.tensors import backend, rows
+from fp4adam.tensors import backend
 from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
-from fp4adam.tensors.transpose import build_columnwise
 
 Weight = Tensor | Sequence[Tensor]
 
@@ -23,7 +19,7 @@ Weight = Tensor | Sequence[Tensor]
 @torch._disable_dynamo
 @torch.no_grad()
 def cast(copies: Sequence[Tensor], weights: Sequence[Weight]) -> None:
-    """Quantize weights to copies of them, in place, in a few launches for all.
+    """Quantize weights to copies of them, in place.
 
     The bytes are those of ``quantizer.quantize(weight)``, for Transformer Engine's tensors those of
     its own quantizers, swizzled scales included. Addresses stay, and nothing waits for the device
@@ -63,31 +59,10 @@ def cast(copies: Sequence[Tensor], weights: Sequence[Weight]) -> None:
         tensors = [each.tensor if isinstance(each, BorrowedTensor) else each for each in targets]
         scales_of_others = ScaleWriteback(borrowed)
         scales_of_others.read()
-        _write(tensors, [*map(_joined, parts)])
+        for tensor, of_one in zip(tensors, parts, strict=True):
+            tensor.quantize_(_joined(of_one))
         scales_of_others()
         torch.autograd.graph.increment_version([*tensors, *(each.source for each in borrowed)])
-
-
-def _write(tensors: list[QuantizedTensor], values: list[Tensor]) -> None:
-    in_one, in_shards = defaultdict(list), defaultdict(list)
-    for tensor, value in zip(tensors, values, strict=True):
-        if whole_cast.fits(tensor, value) and tensor.numel():
-            in_one[tensor.device].append((tensor, value))
-        elif tensor.numel() and tensor.quantizer.layout.casts_in_parts and _is_whole(tensor):
-            in_shards[tensor.device].append((tensor, value))
-        else:
-            tensor.quantize_(value)
-    for pairs in in_one.values():
-        whole_cast.WholeCast(*zip(*pairs, strict=True))()
-    for pairs in in_shards.values():
-        own, given = zip(*pairs, strict=True)
-        sizes, dtypes = [tensor.numel() for tensor in own], [value.dtype for value in given]
-        PartialCast(own, [0] * len(own), sizes, dtypes)([value.view(-1) for value in given])
-        build_columnwise([tensor for tensor in own if tensor.quantizer.layout.is_square])
-
-
-def _is_whole(tensor: QuantizedTensor) -> bool:
-    return rows.is_all(tensor) and tensor._shared.rows is None
 
 
 def _joined(parts: tuple[Tensor, ...]) -> Tensor:

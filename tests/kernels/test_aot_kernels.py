@@ -390,49 +390,6 @@ def shard_jobs():
     return jobs
 
 
-def whole_cast_jobs():
-    """The kernels that quantize whole matrices."""
-    from fp4adam.kernels import whole_cast
-
-    jobs = {}
-    listed = {"table": "*i64", "tiles": "*i32"}
-    warps = {"num_warps": whole_cast.WARPS}
-    for value in DTYPES:
-        types = {"VALUE_DTYPE": dtype(value)}
-        for masked in (False, True):
-            jobs[f"whole amax {value} masked={masked}"] = job(
-                "whole_cast._amax_kernel", listed, {**types, "MASKED": masked}, **warps
-            )
-            for name, blocks, history in (
-                ("float8block", True, False),
-                ("float8", False, False),
-                ("float8 delayed", False, True),
-            ):
-                for columnwise in (False, True):
-                    jobs[f"whole {name} {value} columnwise={columnwise} masked={masked}"] = job(
-                        "whole_cast._square_kernel",
-                        {**listed, "epsilon": "fp32"},
-                        {
-                            **types,
-                            "SCALES_BLOCKS": blocks,
-                            "HAS_HISTORY": history,
-                            "LARGEST": FP32_MAX,
-                            "POW_2": blocks,
-                            "COLUMNWISE": columnwise,
-                            "MASKED": masked,
-                        },
-                        **warps,
-                    )
-        for tile in (whole_cast.MXFP8_TILE, whole_cast.MXFP8_EDGE):
-            jobs[f"whole mxfp8 {value} {tile.cols}"] = job(
-                "whole_cast._mxfp8_kernel",
-                listed,
-                {**types, **usage(False, swizzled=True), "BC": tile.cols},
-                num_warps=tile.num_warps,
-            )
-    return jobs
-
-
 def kernel_jobs(sm):
     """Every kernel in the forms that a training run launches most, and in its widest one."""
     from fp4adam.kernels import fake_quantize, float8_block, nvfp4, step_scalars, swizzle
@@ -442,7 +399,6 @@ def kernel_jobs(sm):
     for codecs in STATE_CODECS:
         jobs |= step_jobs(codecs, sm)
     jobs |= shard_jobs()
-    jobs |= whole_cast_jobs()
     jobs["step scalars"] = job(
         "step_scalars._step_scalars_kernel",
         {

@@ -1,7 +1,5 @@
 """Quantized copies of BF16 weights, written again after a step."""
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +8,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Parameter
-from triton.runtime.interpreter import GridExecutor
 
 from fp4adam import (
     Float8BlockQuantizer,
@@ -106,30 +103,6 @@ def test_copies_are_the_quantized_weights(quantizer, kind, path_device):
             assert_current(tensor, weight, quantizer)
             assert tensor._version > version
     assert addresses() == before
-
-
-def launches(n_weights: int, quantizer: Quantizer, device: str) -> int:
-    """Kernels of a call that is not the first."""
-    weights = [value(i, device) for i in range(n_weights)]
-    copies = [stand_in(quantizer.quantize(weight)) for weight in weights]
-    cast(copies, weights)
-    run = GridExecutor.__call__
-    with mock.patch.object(GridExecutor, "__call__", autospec=True, side_effect=run) as calls:
-        cast(copies, weights)
-    return calls.call_count
-
-
-LAUNCHED = {n: QUANTIZERS[n] for n in ("nvfp4-swizzled", "mxfp8-swizzled", "float8block", "float8")}
-LAUNCHED["float8-delayed"] = DELAYED
-
-
-@pytest.mark.parametrize("name", LAUNCHED)
-@pytest.mark.parametrize("path_device", ["kernel"], indirect=True)
-def test_launches_do_not_depend_on_the_number_of_weights(name, path_device):
-    if path_device == "cuda":
-        pytest.skip("counts in the interpreter")
-    few, many = (launches(n, LAUNCHED[name], path_device) for n in (1, 3))
-    assert 0 < few == many <= 8
 
 
 def test_delayed_scales_of_other_packages(path_device):
