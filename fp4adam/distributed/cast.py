@@ -23,8 +23,7 @@ from fp4adam.distributed.scale_exchange import (
     ShardInfo,
     exchange_strips,
 )
-from fp4adam.formats import encoding
-from fp4adam.tensors import backend, rows
+from fp4adam.tensors import backend, encoding, rows
 from fp4adam.tensors.blocks import Span, flat_shape, round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
@@ -468,7 +467,7 @@ def _write(one: CastSpan, value: Tensor | None, out: Out) -> None:
     factors = {}
     for usage in layout.blocks:
         grid = one.grids.get(usage, tensors.amax)
-        scales, factors[usage] = quantizer.scales_of_blocks(grid, tensors.amax, one.dtype)
+        scales, factors[usage] = quantizer.encode(grid, tensors.amax, one.dtype)
         if layout.scale_type is not None:
             encoding.stored_scales(layout, tensors, usage, one.span.shape).copy_(scales)
     if value is not None:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp4adam.formats.encoding import Target, grid_shape
 from fp4adam.tensors.blocks import Span
+from fp4adam.tensors.encoding import Target, grid_shape
 from fp4adam.tensors.layout import Layout
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 

@@ -1,5 +1,6 @@
 """The kernel launches of a step for tensors of one kind: kernels, tiles and constants."""
 
+import importlib
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -84,14 +85,8 @@ class LaunchTensors(NamedTuple):
     scalars: Tensor
 
 
-def has_step_kernels(quantizer: Quantizer) -> bool:
-    """Whether kernels can step weights of exactly this format; one derived from it may differ."""
-    return "step_kernels" in vars(type(quantizer))
-
-
 def step_launch(kind: Kind, tensors: LaunchTensors) -> "StepLaunch":
     """The launch for tensors of a kind."""
-    from fp4adam.kernels import plain_step
-
-    module = plain_step if kind.quantizer is None else kind.quantizer.step_kernels()
+    name = "plain" if kind.quantizer is None else kind.quantizer.kernels
+    module = importlib.import_module(f"fp4adam.kernels.{name}_step")
     return module.StepLaunch(kind, tensors)

@@ -14,6 +14,7 @@ from fp4adam import (
     NVFP4Quantizer,
 )
 from fp4adam.kernels.launch.schema import SCALARS_WIDTH
+from fp4adam.optim import step_kernels
 from fp4adam.optim.adam import adam_, adam_scalars
 from fp4adam.optim.remainder import complete, split_off
 from fp4adam.optim.state_codec import CODES, dither_bits, dither_origin, state_codec
@@ -124,7 +125,7 @@ class Launched:
         self.scalars = torch.zeros(len(weights), SCALARS_WIDTH, device=device)
         shapes, n = [tuple(w.param.shape) for w in weights], len(weights)
         listed = shapes, [*range(n)], table, self.scalars.view(-1)
-        self.launch = quantizer.step_kernels().StepLaunch(kind, listed)
+        self.launch = step_kernels.step_launch(kind, listed)
         self.signals = [torch.full((1,), x, device=device) for x in (1.0, 1.0, 0.0)]
 
     def step(self, scalars):
