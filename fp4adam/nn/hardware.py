@@ -89,6 +89,6 @@ def check_shape(quantizer: Quantizer, shape: tuple[int, ...]) -> None:
     if any(n % multiple for n in shape):
         raise ValueError(
             f"out_features and in_features must be multiples of {multiple} for matmuls of "
-            f"{name} with quantized activations or gradients, got {tuple(shape)}; leave this layer "
-            "to weight-only quantization (filter=...)"
+            f"{name} with quantized activations or gradients, got {tuple(shape)}; weights alone "
+            "take other shapes: Recipe(weights) in a call of its own (filter=...)"
         )

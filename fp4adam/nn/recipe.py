@@ -154,6 +154,18 @@ def resolve_recipe(recipe: FormatName | Quantizer | Recipe) -> Quantizer:
     return dataclasses.replace(_named(recipe), columnwise=False)
 
 
+def describe(quantizer: Quantizer) -> str:
+    """Its format and the options that are not the defaults, such as "NVFP4 (columnwise=False)"."""
+    usual = type(quantizer)()
+    options = {
+        f.name: getattr(quantizer, f.name) for f in dataclasses.fields(quantizer) if f.compare
+    }
+    words = [f"{key}={value!r}" for key, value in options.items() if value != getattr(usual, key)]
+    words += [f"{key}=True" for key, value in quantizer.operands._asdict().items() if value]
+    name = type(quantizer).__name__.removesuffix("Quantizer")
+    return f"{name} ({', '.join(words)})" if words else name
+
+
 def _named(name: str) -> Quantizer:
     if name not in RECIPES:
         raise ValueError(f"recipe must be one of {', '.join(RECIPES)} or a quantizer, got {name!r}")

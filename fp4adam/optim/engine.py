@@ -27,7 +27,6 @@ from fp4adam.optim.parameter import Parameter, Parameters, State, scales_of
 from fp4adam.optim.state_tensor import SCALES
 from fp4adam.optim.step_plan import StepPlan
 from fp4adam.tensors import backend
-from fp4adam.tensors.retired import check_in_use
 
 _logger = logging.getLogger("fp4adam")
 
@@ -307,8 +306,6 @@ class Engine:
                 self.check_state(param)
                 if options.capturable and not _fits_kernels(local(param), grad):
                     checks.check_capturable(local(param), grad)
-            else:
-                check_in_use(param)
         # A new amax changes every tensor that shares it, even those without a gradient.
         sharing: dict[Hashable, list[tuple[dict[str, Any], Tensor]]] = defaultdict(list)
         for group, own in self.groups:

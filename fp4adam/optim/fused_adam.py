@@ -271,7 +271,7 @@ class FusedAdam(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; its options are checked like the constructor's.
 
-        Nothing has changed if it raises, or if Ctrl-C interrupts it before the group is complete.
+        Nothing has changed if it raises.
         """
         if isinstance(param_group, dict):
             self._check_options({**self.defaults, **param_group})

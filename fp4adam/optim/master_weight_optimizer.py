@@ -33,7 +33,6 @@ from fp4adam.optim.parameter import Parameters
 from fp4adam.optim.state_codec import PLAIN
 from fp4adam.optim.state_tensor import StateTensor
 from fp4adam.optim.te_layout import stored_state
-from fp4adam.tensors.retired import check_in_use
 
 _OF_GROUP = ("params", "param_names")
 
@@ -292,8 +291,6 @@ class MasterWeightOptimizer(Optimizer):
         name, param, master = type(self).__name__, view.owner, self._stepped[view.owner]
         if param.grad is not None:
             checks.check_gradient(name, param, local(param.grad))
-        else:
-            check_in_use(param)
         kept = local(master)
         is_same = (kept.shape, kept.device) == (local(param).shape, local(param).device)
         if view.has_master != (master is not param) or not is_same:

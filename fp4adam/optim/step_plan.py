@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from itertools import chain, compress, islice
-from operator import attrgetter, itemgetter, not_
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from fp4adam.optim.update_bound import measured_ratio, ratio_after
 from fp4adam.tensors import backend
 from fp4adam.tensors.fingerprint import Column, Fingerprint, are_laid_out_as
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.retired import check_in_use
 
 _local = attrgetter("_local_tensor")
 # How to read the tensors whose versions cover a quantized tensor, or a shard of one.
@@ -286,8 +285,6 @@ class StepPlan:
         present += [grad is not None for grad in grads_for_operators]
         if present == self._present:
             return
-        for member in compress(self.members, map(not_, present)):
-            check_in_use(member.owner)
         # Known again at the end, so that an interrupted change is made once more.
         self._present = None
         self._counter.regroup(present)

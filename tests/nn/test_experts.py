@@ -182,9 +182,9 @@ def test_recipes_for_quantized_operands_are_refused():
         stack = recipe.quantizer.quantize(torch.ones(2, 128, 128))
         with pytest.raises(NotImplementedError, match="stack of experts must be quantized alone"):
             F.grouped_mm(tokens(dim=128), stack, offs=torch.tensor([6, TOKENS], dtype=torch.int32))
-    with pytest.warns(UserWarning) as found:
-        quantize_model(MoE(dim=128), recipe)  # no filter: they stay in high precision
-    assert any("experts must be quantized alone" in str(warning.message) for warning in found)
+    model = nn.Sequential(MoE(dim=128), nn.Linear(128, 128))
+    with pytest.warns(UserWarning, match="2 layers stay .*: 0.router, 0.experts"):
+        quantize_model(model, recipe)  # no filter
 
 
 def test_rows_may_lie_in_any_way():
@@ -255,15 +255,6 @@ def test_what_is_a_stack(recwarn):
     assert all(before[name] is param for name, param in model.named_parameters())
     with pytest.raises(ValueError, match="layer 'experts': rows and columns of MXFP8 must be"):
         quantize_model(MoE(dim=16), "mxfp8", not_router)
-
-
-def test_optimizers_from_before_are_noticed():
-    model = MoE()
-    optimizer = FP4Adam(model.parameters())
-    quantize_model(model, "nvfp4", not_router)
-    model(tokens()).sum().backward()
-    with pytest.raises(RuntimeError, match=r"got one of shape \(4, 64, 32\) that quantize_model"):
-        optimizer.step()
 
 
 def train_model(rank: int, recipe: str, sharded: bool) -> tuple[list[float], dict[str, Tensor]]:
