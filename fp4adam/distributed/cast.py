@@ -23,7 +23,7 @@ from fp4adam.distributed.scale_exchange import (
     ShardInfo,
     exchange_strips,
 )
-from fp4adam.tensors import backend, encoding, rows
+from fp4adam.tensors import encoding, rows
 from fp4adam.tensors.blocks import Span, flat_shape, round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
@@ -109,6 +109,8 @@ class PartialCast:
 
     def _prepare(self, device: torch.device) -> None:
         self.device = device
+        # Operators give the same bits, also for formats of one's own that have no kernels.
+        self._uses_kernels = all(one.weight.quantizer.uses_kernels(device) for one in self._spans)
         self._adaptive = [one for one in self._spans if one.is_adaptive]
         self.choices: Tensor | None = None
         # The launches of the last call, what they are for, and what keeps that alive.
@@ -185,7 +187,7 @@ class PartialCast:
             for end in one.span[1:] if one.span.numel else ():
                 if end % one.row_numel:
                     one.cut[end // one.row_numel] = 1
-        if backend.uses_kernels(self.device):
+        if self._uses_kernels:
             return self._launches_for(values, [None] * len(values)).measure()
         for one, value in zip(self._spans, values, strict=True):
             if value is not None:
@@ -273,7 +275,7 @@ class PartialCast:
         """Write the choices of blocks in whole rows of blocks."""
         if not parts:
             return
-        if backend.uses_kernels(self.device):
+        if self._uses_kernels:
             from fp4adam.distributed import cast_launch
 
             return cast_launch.choose(*zip(*parts, strict=True), self.device)
@@ -309,7 +311,7 @@ class PartialCast:
         for one in self._spans:
             one.weight.flush()  # a later flush would overwrite these values
         self._compare([*chain.from_iterable(one.cut_rows() for one in self._adaptive)])
-        if backend.uses_kernels(self.device):
+        if self._uses_kernels:
             self._launches_for(values, outs).write()
         else:
             for one, value, out in zip(self._spans, values, outs, strict=True):

@@ -59,6 +59,9 @@ class Quantizer(QuantizerNames, Generic[T]):
     tensor_class: ClassVar[type[Tensor]]
     # The name of the format in kernels that serve several formats.
     name: ClassVar[str]
+    # The module of ``fp4adam.kernels`` that quantizes and decodes as ``encode`` and ``decode`` say;
+    # "" for a format by operators alone.
+    kernels: ClassVar[str] = ""
     # The largest value of a tensor whose per-tensor scale is 1.
     largest_value: ClassVar[float] = 0.0
 
