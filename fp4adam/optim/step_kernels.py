@@ -1,6 +1,5 @@
 """The kernel launches of a step for tensors of one kind: kernels, tiles and constants."""
 
-import importlib
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,7 +11,6 @@ from fp4adam.tensors.quantizer import Quantizer
 
 if TYPE_CHECKING:  # Triton is slow to import, and not installed everywhere.
     from fp4adam.kernels.adam import StepLaunch, Variant
-    from fp4adam.kernels.launch.tensor_table import Usage
 
 
 class Kind(NamedTuple):
@@ -56,18 +54,6 @@ class Kind(NamedTuple):
             amsgrad=self.amsgrad,
         )
 
-    def usage(self) -> "Usage":
-        """The parts of a quantized weight that the kernels write."""
-        from fp4adam.kernels.launch.tensor_table import Usage
-
-        quantizer = self.quantizer
-        return Usage(
-            quantizer.rowwise,
-            quantizer.columnwise,
-            "block_scale_inv" in quantizer.layout.inner,
-            quantizer.optimize_for_gemm,
-        )
-
 
 class LaunchTensors(NamedTuple):
     """The tensors of one launch.
@@ -87,6 +73,7 @@ class LaunchTensors(NamedTuple):
 
 def step_launch(kind: Kind, tensors: LaunchTensors) -> "StepLaunch":
     """The launch for tensors of a kind."""
-    name = "plain" if kind.quantizer is None else kind.quantizer.kernels
-    module = importlib.import_module(f"fp4adam.kernels.{name}_step")
+    from fp4adam.kernels import plain_step, step
+
+    module = plain_step if kind.quantizer is None else step
     return module.StepLaunch(kind, tensors)
