@@ -128,9 +128,9 @@ class NVFP4Quantizer(Quantizer[NVFP4Tensor]):
 
     @staticmethod
     def step_kernels() -> ModuleType:
-        from fp4adam.kernels import nvfp4_step
+        from fp4adam.kernels import step
 
-        return nvfp4_step
+        return step
 
     def stored(self, tensors: Storage) -> tuple[Tensor, Tensor, Tensor, bool, bool, int]:
         """Codes, scales, amax, whether blocks are square, whether codes are transposed, bound."""

@@ -11,7 +11,6 @@ from fp4adam.tensors.quantizer import Quantizer
 
 if TYPE_CHECKING:  # Triton is slow to import, and not installed everywhere.
     from fp4adam.kernels.adam import StepLaunch, Variant
-    from fp4adam.kernels.launch.tensor_table import Usage
 
 
 class Kind(NamedTuple):
@@ -53,18 +52,6 @@ class Kind(NamedTuple):
             exp_avg_sq_codec=self.exp_avg_sq_codec.name,
             adam_w=self.adam_w_mode,
             amsgrad=self.amsgrad,
-        )
-
-    def usage(self) -> "Usage":
-        """The parts of a quantized weight that the kernels write."""
-        from fp4adam.kernels.launch.tensor_table import Usage
-
-        quantizer = self.quantizer
-        return Usage(
-            quantizer.rowwise,
-            quantizer.columnwise,
-            "block_scale_inv" in quantizer.layout.inner,
-            quantizer.optimize_for_gemm,
         )
 
 

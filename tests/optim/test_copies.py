@@ -28,7 +28,6 @@ QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(),
     "nvfp4-swizzled": NVFP4Quantizer(optimize_for_gemm=True),
     "nvfp4-1d": NVFP4Quantizer(two_dimensional=False),
-    "nvfp4-4over6": NVFP4Quantizer(adaptive="mse"),
     "mxfp8": MXFP8Quantizer(),
     "mxfp8-swizzled": MXFP8Quantizer(optimize_for_gemm=True),
     "float8block": Float8BlockQuantizer(),
