@@ -336,8 +336,8 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         ("master_weight_dtype must be torch.float32 with store_param_remainders",),
     ),
     "group: differentiable": (
-        call(lambda s: s.optimizer.add_param_group({"params": [("late", s.late)], "differentiable": True})),
-        N, ("differentiable must be False",),
+        call(lambda s: s.optimizer.add_param_group(
+            {"params": [("late", s.late)], "differentiable": True})), N, ("differentiable must be False",),
     ),
     "group: complex": (
         call(lambda s: s.optimizer.add_param_group(
