@@ -337,7 +337,8 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     ),
     "group: differentiable": (
         call(lambda s: s.optimizer.add_param_group(
-            {"params": [("late", s.late)], "differentiable": True})), N, ("differentiable must be False",),
+            {"params": [("late", s.late)], "differentiable": True})), N,
+        ("differentiable must be False",),
     ),
     "group: complex": (
         call(lambda s: s.optimizer.add_param_group(
