@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from fp4adam.distributed.torch_patches import guard_zero
 from fp4adam.optim import capturable as capturing
 from fp4adam.optim import checks, te_layout, te_states
 from fp4adam.optim import state_dict as saving
@@ -192,7 +191,6 @@ class FusedAdam(Optimizer):
                 DeprecationWarning,
                 stacklevel=2 if type(self) is FusedAdam else 3,
             )
-        guard_zero()
         self._set_up(options)
         self._check_options(defaults)
         if isinstance(betas[0], Tensor):
