@@ -29,8 +29,10 @@ from fp4adam.kernels.launch.schema import CAST
 from fp4adam.kernels.launch.tensor_table import (
     AMAX,
     COLS,
+    COLUMNWISE_DATA,
     COLUMNWISE_SCALE,
     ROWS,
+    ROWWISE_DATA,
     ROWWISE_SCALE,
     TRITON_DTYPES,
     VALUE,
@@ -56,6 +58,7 @@ ROWWISE_AMAX = tl.constexpr(CAST.index("rowwise_amax"))
 COLUMNWISE_AMAX = tl.constexpr(CAST.index("columnwise_amax"))
 
 AMAX_TILE = 4096
+MASKED_REGISTERS = 128
 # Block scales that one program writes.
 SCALES = 1024
 
@@ -150,16 +153,15 @@ def _launch_quantize(
 def quantize(x: Tensor, out: Any, layout: Any) -> None:
     """Quantize the contiguous matrix ``x`` into a ``Storage`` whose amax is known."""
     F = _format(layout, x.dtype)
-    tile = 128, 128
-    if F.block < 128:
-        # The largest tile that divides the matrix.
-        least = max(F.block, 16)
-        tile = tuple(divisor_tile(n, max(least, 64 // (F.block == 32)), least) for n in x.shape)
+    masked = F.block == 128  # may be cut at edges
+    # Else the largest tile that divides the matrix.
+    least, most = max(F.block, 16), 32 if F.block == 32 else 64
+    tile = divisor_tile(x.shape[0], most, least), divisor_tile(x.shape[1], 64, least)
     square = out.block_scale_inv
     scale = out.rowwise_scale_inv if square is None else square
     storage = out.rowwise_data, scale, out.columnwise_data, out.columnwise_scale_inv
     epsilon = layout.scale_rule.amax_epsilon
-    _launch_quantize(x, storage, out.amax, None, F, epsilon, tile, F.block == 128)
+    _launch_quantize(x, storage, out.amax, None, F, epsilon, (128, 128) if masked else tile, masked)
 
 
 @on_its_device
@@ -373,7 +375,8 @@ def _span_codes_kernel(
 
 def span_tile(layout: Any) -> tuple[int, int]:
     """Rows and columns of the tiles of spans."""
-    return max(_tiles_of(layout)[0].rows * _tiles_of(layout)[0].loop, 1), _tiles_of(layout)[0].cols
+    tile, _ = _tiles_of(layout)
+    return tile.rows * tile.loop, tile.cols
 
 
 def _tiles_of(layout: Any) -> tuple[Tile, Tile]:
@@ -417,9 +420,7 @@ def write_codes(
     return _span_launches(_span_codes_kernel, (table,), tiles, layout, value_dtype, write_dtype)
 
 
-def write_scales(
-    table: Tensor, chunks: Tensor, layout: Any, write_dtype: torch.dtype
-) -> Launch:
+def write_scales(table: Tensor, chunks: Tensor, layout: Any, write_dtype: torch.dtype) -> Launch:
     """The launch that writes scales, and amaxes of tensors, from amaxes.
 
     ``chunks``: of SCALES blocks each.
@@ -454,5 +455,7 @@ def _span_launches(
         given = (*fixed, listed)
         if kernel is _span_codes_kernel:
             given += (layout.scale_rule.amax_epsilon,)
-        launches.append(Launch(kernel, len(listed), given, constexprs, num_warps=tile.num_warps))
+        # Without a limit, ptxas saves registers for masked tiles and spills.
+        options = dict(num_warps=tile.num_warps, maxnreg=None if whole else MASKED_REGISTERS)
+        launches.append(Launch(kernel, len(listed), given, constexprs, **options))
     return launches

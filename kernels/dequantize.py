@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
