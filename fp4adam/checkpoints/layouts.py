@@ -611,3 +611,10 @@ LAYOUTS: dict[str, Layout] = {
         ),
     )
 }
+
+
+def find_layout(name: str) -> Layout:
+    """The layout of a name; raises ValueError for others."""
+    if name not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {name!r}")
+    return LAYOUTS[name]
