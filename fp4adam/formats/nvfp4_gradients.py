@@ -44,8 +44,8 @@ def quantize_stochastically(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         Packed codes [rows, cols / 2], scales [rows to 128, blocks to 4] and the amax [1].
     """
     blocks = x.float().view(x.shape[0], -1, BLOCK)
-    amaxes = minifloat.amax(blocks, (2,))
-    amax = amaxes.amax().view(1)
+    amaxes = minifloat.amax(blocks, (2,), keeps_nan=True)
+    amax = minifloat.amax(blocks, (0, 1, 2)).view(1)
     scales, factors = NVFP4Quantizer().encode(amaxes, amax, torch.float32)
     codes = e2m1_stochastic_code(blocks * factors[:, :, None]).view(x.shape)
     below, beside = (round_up(n, m) - n for n, m in zip(scales.shape, (128, 4), strict=True))
