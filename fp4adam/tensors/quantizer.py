@@ -28,12 +28,15 @@ class Operands(NamedTuple):
         gradients: Whether output gradients are quantized.
         emulate: Whether matmuls multiply decoded operands in FP32 on every device.
         fake_activations: Whether activations are quantized and decoded before ordinary matmuls.
+        weight_gradients: Whether gradients of weights are products of quantized operands, if
+            activations and gradients are quantized.
     """
 
     activations: bool = False
     gradients: bool = False
     emulate: bool = False
     fake_activations: bool = False
+    weight_gradients: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

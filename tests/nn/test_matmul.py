@@ -26,7 +26,7 @@ from fp4adam import (
 )
 from fp4adam.formats import minifloat, nvfp4_gradients
 from fp4adam.kernels import float8_block as kernels
-from fp4adam.nn import hardware, operand
+from fp4adam.nn import operand, scaled_matmul
 from fp4adam.nn.linear import _ScaledLinear
 from fp4adam.tensors import backend
 from fp4adam.tensors.quantizer import Operands
@@ -148,7 +148,7 @@ def test_kernel_makes_the_operands_of_the_torch_path(
     for one, other in zip(made, expected, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
-            assert torch.equal(one.codes.cpu(), other.codes)
+            assert torch.equal(one.codes.cpu().view(torch.uint8), other.codes.view(torch.uint8))
             assert torch.equal(one.scales.cpu(), other.scales)
 
 
@@ -170,7 +170,7 @@ def fake_weight(weights: str | Float8BlockQuantizer, shape=(OUT, IN)) -> Quantiz
 @pytest.mark.parametrize("tokens", [50, 128])
 @pytest.mark.parametrize("shape", [(OUT, IN), (128, 128), (128, 640), (1024, 512)])
 def test_native_matmuls_pass_the_checks_of_torch(weights, capability, tokens, shape, monkeypatch):
-    monkeypatch.setattr(hardware, "_capability", lambda device: capability)
+    monkeypatch.setattr(scaled_matmul, "_capability", lambda device: capability)
     with FakeTensorMode(), mock.patch.object(F, "scaled_mm", wraps=F.scaled_mm) as scaled_mm:
         weight = fake_weight(weights, shape)
         x = torch.empty(2, tokens, shape[1], dtype=torch.bfloat16, device="cuda")
@@ -189,7 +189,7 @@ def test_native_matmuls_pass_the_checks_of_torch(weights, capability, tokens, sh
 @pytest.mark.parametrize("tokens", [1, 1000])
 def test_native_matmuls_give_what_the_emulation_gives(weights, dtype, tokens):
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    needed = hardware.REQUIREMENTS[type(FORMATS[weights])]
+    needed = operand.FORMATS[type(FORMATS[weights])]
     if not needed.is_met_by(capability):
         pytest.skip(f"needs a GPU of compute capability {needed.capabilities}")
     results = []
@@ -216,7 +216,7 @@ def test_native_matmuls_give_what_the_emulation_gives(weights, dtype, tokens):
     ],
 )
 def test_missing_capability_is_named(weights, found, needed, monkeypatch):
-    monkeypatch.setattr(hardware, "_capability", lambda device: found)
+    monkeypatch.setattr(scaled_matmul, "_capability", lambda device: found)
     with FakeTensorMode():
         x = torch.empty(128, IN, dtype=torch.bfloat16, device="cuda")
         with pytest.raises(RuntimeError, match=f"need CUDA compute capability {needed}, got"):
@@ -234,7 +234,7 @@ def test_what_cannot_be_multiplied_is_refused():
     with pytest.raises(ValueError, match=r"\[..., 384\] for a weight \(256, 384\), got \(3, 200\)"):
         layer(randn(3, 200))
     recipe = Recipe("float8block", gradients=True)
-    with pytest.raises(ValueError, match=r"multiples of 128 .* got \(128, 96\); leave"):
+    with pytest.raises(ValueError, match=r"multiples of 128 .* got \(128, 96\); weights alone"):
         F.linear(randn(3, 96), recipe.quantizer.quantize(randn(128, 96)))
     with pytest.raises(ValueError, match="gradients=True must have columnwise codes"):
         Recipe(MXFP8Quantizer(columnwise=False), gradients=True)
@@ -351,14 +351,13 @@ def test_compiled_layers_quantize_the_input_they_share_once():
     found = []
 
     def count(graph: torch.fx.GraphModule, inputs: list):
-        nodes = graph.graph.find_nodes(
-            op="call_function", target=torch.ops.fp4adam.quantize_float8_block_operands.default
-        )
-        found.append(len(nodes))
+        targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+        assert not any(str(target).startswith("fp4adam") for target in targets)
+        found.append(sum(target is torch.ops.aten.amax.default for target in targets))
         return make_boxed_func(graph)
 
     traced = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
     compiled = torch.compile(lambda x: first(x) * second(x), backend=traced, fullgraph=True)
     compiled(randn(3, IN).requires_grad_()).sum().backward()
-    # In the backward pass, the gradient of each output.
-    assert found == [1, 2]
+    # One of x, along rows; those along columns are made where they are read.
+    assert found[0] == 1
