@@ -110,7 +110,7 @@ def e4m3_encode_scale(
     # torch computes number / tensor as number * (1 / tensor), which rounds twice.
     scale = torch.full_like(amax, E4M3_MAX) / amax
     scale = torch.where(scale.isinf(), largest, scale)
-    scale = torch.where((amax == 0) | ~amax.isfinite(), 1.0, scale)
+    scale = torch.where((amax == 0) | (amax <= FP32_MAX).logical_not(), 1.0, scale)
     if force_pow_2_scales:
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
     return scale

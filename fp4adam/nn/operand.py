@@ -59,7 +59,6 @@ class OperandFormat:
         tokens: Tokens are padded with zeros to a multiple of it.
         has_weight_gradient: Whether it has codes with blocks along the tokens, transposed.
         is_swizzled: Whether the scales of weights lie in another order for GEMMs.
-        has_fast_accumulation: Whether torch can sum outputs in fewer bits, and faster.
     """
 
     capability: ClassVar[tuple[int, int]]
@@ -68,7 +67,6 @@ class OperandFormat:
     tokens: ClassVar[int] = 128
     has_weight_gradient: ClassVar[bool] = True
     is_swizzled: ClassVar[bool] = False
-    has_fast_accumulation: ClassVar[bool] = False
 
     def is_met_by(self, capability: tuple[int, int]) -> bool:
         """Whether GPUs of this compute capability have these products."""
@@ -91,6 +89,22 @@ class OperandFormat:
         """See :func:`weight_operand`."""
         raise NotImplementedError
 
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, is_forward: bool) -> Tensor:
+        """See :func:`fp4adam.nn.scaled_matmul.matmul`, on the units of a GPU."""
+        parts = (self.for_torch(operand) for operand in (a, b))
+        codes, scales, blocks, orders = zip(*parts, strict=True)
+        return F.scaled_mm(
+            codes[0],
+            codes[1].t(),
+            scales[0],
+            blocks[0],
+            scales[1],
+            blocks[1],
+            orders[0],
+            orders[1],
+            output_dtype=dtype,
+        )
+
     def for_torch(self, operand: Operand) -> ForTorch:
         """The arguments of ``scaled_mm`` for an operand."""
         raise NotImplementedError
@@ -109,7 +123,6 @@ class Float8Operands(OperandFormat):
 
     capability = (8, 9)
     multiple = tokens = 16
-    has_fast_accumulation = True
 
     def quantize(
         self, x: Tensor, quantizer: Quantizer, rowwise: bool, columnwise: bool, is_gradient: bool
@@ -125,8 +138,11 @@ class Float8Operands(OperandFormat):
         codes = getattr(weight, f"{usage}_data").view(E4M3)
         return Operand(codes, weight.quantizer.per_tensor_scale(weight._amax))
 
-    def for_torch(self, operand: Operand) -> ForTorch:
-        return operand.codes, [operand.scales], [_SCALING.TensorWise], [_ORDER.NO_SWIZZLE]
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, is_forward: bool) -> Tensor:
+        # Not F.scaled_mm, for which compiled graphs go through Python's dispatcher in torch 2.11.
+        return torch._scaled_mm(
+            a.codes, b.codes.t(), a.scales, b.scales, out_dtype=dtype, use_fast_accum=is_forward
+        )
 
     def decode(self, operand: Operand) -> Tensor:
         return operand.codes.float() * operand.scales

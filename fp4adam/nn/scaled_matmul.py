@@ -8,7 +8,6 @@ import functools
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fp4adam.nn.operand import FORMATS, Operand, padded_tokens
@@ -66,20 +65,7 @@ def matmul(
     if not native:
         with torch.autocast(a.codes.device.type, enabled=False):  # it would multiply in fewer bits
             return (form.decode(a) @ form.decode(b).t()).to(dtype)
-    parts = (form.for_torch(operand) for operand in (a, b))
-    codes, scales, recipes, orders = zip(*parts, strict=True)
-    return F.scaled_mm(
-        codes[0],
-        codes[1].t(),
-        scales[0],
-        recipes[0],
-        scales[1],
-        recipes[1],
-        orders[0],
-        orders[1],
-        output_dtype=dtype,
-        use_fast_accum=is_forward and form.has_fast_accumulation,
-    )
+    return form.multiply(a, b, dtype, is_forward)
 
 
 def without_padding(product: Tensor, quantizer: Quantizer, shape: tuple[int, ...]) -> Tensor:
