@@ -21,8 +21,7 @@ def dequantize_model(model: Model, filter: Callable[[nn.Module, str], bool] | No
     quantized parameter becomes a plain one in its nominal dtype; the object stays, with its
     attributes, hooks and gradient. The values are those
     that the model computes with, not masters (:func:`export_masters` writes these); to quantize
-    them again may round them again. Once none is left that :func:`make_trainable` has made, the
-    configuration of the model has no ``quantization_config`` either.
+    them again may round them again.
 
     Args:
         model: Any module, a single layer for example; parameters of other packages' formats stay.
@@ -70,20 +69,7 @@ def dequantize_model(model: Model, filter: Callable[[nn.Module, str], bool] | No
             )
     check_no_replica(model.modules(), [*places])
     make_plain(places)
-    _end_description(model)
     return model
-
-
-def _end_description(model: nn.Module) -> None:
-    """Let ``config.json`` say nothing of quantized weights that a loaded model no longer has."""
-    if any(isinstance(local(param), QuantizedTensor) for param in model.parameters()):
-        return
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        is_trainable = getattr(module, "is_quantized", None) is False  # by make_trainable
-        if is_trainable and hasattr(config, "quantization_config"):
-            del config.quantization_config
-            vars(module).pop("hf_quantizer", None)
 
 
 def make_plain(places: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> None:

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4adam.formats import minifloat, nvfp4_gradients
+from fp4adam.formats import nvfp4_gradients
 from fp4adam.formats.float8 import Float8Quantizer
 from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
 from fp4adam.nn.kept_weights import keep
-from fp4adam.tensors import backend, rows
+from fp4adam.tensors import backend, minifloat, rows
 from fp4adam.tensors.blocks import round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
@@ -201,13 +201,10 @@ class Float8BlockOperands(OperandFormat):
         return made
 
     def _scales(self, bits: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-        amax = bits.view(torch.float32)
-        if quantizer.amax_epsilon:
-            amax = amax.clamp(min=quantizer.amax_epsilon)
+        amax = bits.view(torch.float32).clamp(min=quantizer.amax_epsilon)
         if quantizer.force_pow_2_scales:
             return _power_of_2(amax.view(torch.int32), _EXPONENTS[E4M3])
-        scales = minifloat.e4m3_encode_scale(amax, minifloat.FP32_MAX, 0.0, False)
-        return scales, 1.0 / scales
+        return quantizer.encode(amax, None, torch.float32)[::-1]
 
     def of_weight(self, weight: QuantizedTensor, usage: str) -> Operand:
         codes = getattr(weight, f"{usage}_data").view(E4M3)
@@ -275,8 +272,7 @@ class MXFP8Operands(SwizzledOperands):
         else:
             blocks = x.unflatten(1, (-1, self.block))
             amax = _amax_bits(blocks).amax(2).view(torch.float32)
-            scales = minifloat.e8m0_code_up(amax * (1 / minifloat.E4M3_MAX))
-            factors = minifloat.e8m0_reciprocal(scales)
+            scales, factors = self.quantizer.encode(amax, None, torch.float32)
             codes = _float8(blocks.float() * factors.unsqueeze(2), E4M3).flatten(1)
             scales = F.pad(scales, (0, -scales.shape[1] % 4))
         return [Operand(codes, swizzle_padded(scales)), None]
@@ -333,7 +329,7 @@ class NVFP4Operands(SwizzledOperands):
     def decode(self, operand: Operand) -> Tensor:
         scales = self.scales_of(operand).view(E4M3).float()
         factors = (scales * operand.amax) * (1 / self.quantizer.largest_value)
-        values = nvfp4_gradients.values(operand.codes).unflatten(1, (-1, self.block))
+        values = minifloat.unpack_e2m1(operand.codes).unflatten(1, (-1, self.block))
         return (values * factors.unsqueeze(2)).flatten(1)
 
 

@@ -57,8 +57,6 @@ class Engine:
         clipping: What clips the next step, or None.
         plan: The plan of the last step, or None.
         is_part: True if this engine steps only some of the optimizer's parameters.
-        overlaps_backward: Whether the step may overlap what the GPU does now; it does with
-            offloaded states.
         on_host: Whether states may be on the host.
         n_parts: The number of engines that share a step.
         watch: Looks for NaN in masters.
@@ -66,7 +64,6 @@ class Engine:
 
     clipping: Clipping | None = None
     is_part = False
-    overlaps_backward = False
     on_host = False
     n_parts = 1
 
@@ -152,9 +149,6 @@ class Engine:
     def step_part(self, part: "Engine", signals: Signals) -> None:
         """Step an engine that :meth:`parts` made."""
         part.step(signals)
-
-    def join(self) -> None:
-        """Let what is launched next wait for the parts that were stepped on another stream."""
 
     def measure(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """The total norm of all gradients, which the next step clips; as ``clip_grad_norm_``."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from fp4adam.distributed.torch_patches import guard_zero
 from fp4adam.optim import capturable as capturing
 from fp4adam.optim import checks, te_layout, te_states
 from fp4adam.optim import state_dict as saving
@@ -192,7 +191,6 @@ class FusedAdam(Optimizer):
                 DeprecationWarning,
                 stacklevel=2 if type(self) is FusedAdam else 3,
             )
-        guard_zero()
         self._set_up(options)
         self._check_options(defaults)
         if isinstance(betas[0], Tensor):
@@ -271,7 +269,7 @@ class FusedAdam(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; its options are checked like the constructor's.
 
-        Nothing has changed if it raises, or if Ctrl-C interrupts it before the group is complete.
+        Nothing has changed if it raises.
         """
         if isinstance(param_group, dict):
             self._check_options({**self.defaults, **param_group})

@@ -19,7 +19,6 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from fp4adam.distributed.cast import cast
 from fp4adam.distributed.dtensor import is_dtensor, like, local, part_for
 from fp4adam.distributed.shards import settle_written, sharded_weights
-from fp4adam.distributed.torch_patches import guard_zero
 from fp4adam.formats.scale_groups import ScaleGroup
 from fp4adam.interop.borrowed_tensor import ScaleWriteback
 from fp4adam.optim import checks
@@ -92,7 +91,6 @@ class MasterWeightOptimizer(Optimizer):
     ) -> None:
         checks.check_quantize_from(quantize_from)
         checks.check_whole_masters(type(self).__name__, states)
-        guard_zero()
         self.quantize_from = quantize_from
         self._set_up()
         # What the inner optimizer steps for each parameter: its master, or the parameter itself.

@@ -25,7 +25,7 @@ from fp4adam.optim.launch_group import LaunchGroup, make_launches
 from fp4adam.optim.nan_watch import hides_nan
 from fp4adam.optim.options import Options
 from fp4adam.optim.parameter import Parameter, ReadGrad
-from fp4adam.optim.shared_amaxes import SharedAmaxes, quantized_after_step
+from fp4adam.optim.quantize_after_step import QuantizeAfterStep, quantized_after_step
 from fp4adam.optim.step_counter import StepCounter
 from fp4adam.optim.update_bound import measured_ratio, ratio_after
 from fp4adam.tensors import backend
@@ -74,6 +74,8 @@ class StepPlan:
         peers: dict[Hashable, list[Parameter]] = defaultdict(list)
         for member in members:
             peers[member.scales].append(member)
+            if isinstance(member.param, QuantizedTensor):
+                member.param.flush()  # rows written since, which the first read would quantize
         for together in peers.values():
             later = quantized_after_step(together, read_grad, _takes_kernels)
             for member in together:
@@ -104,7 +106,7 @@ class StepPlan:
         hiding = [m for m in self.members if hides_nan(m.param)]
         self.hiding = [(m.param, functools.partial(m.stored, "master_param")) for m in hiding]
         self._scales_of_others: ScaleWriteback | None = None
-        self._amaxes = SharedAmaxes(members, self._groups, read_grad)
+        self._after = QuantizeAfterStep(members, self._groups, read_grad)
         # Where nothing can be written again, other ranks or int8 masters rely on the bounds of the
         # previews. So these look at everything after any foreign write to a state.
         bounded = [
@@ -239,8 +241,8 @@ class StepPlan:
             if grad is not None and not skipped:
                 scalars = counter.groups[row].scalars
                 member.update(grad, scalars, grad_scale, clip.get(grad.device))
-        if launches or self._amaxes.are_shared:
-            self._amaxes.finish(launches, skipped)
+        if launches or self._after.is_needed:
+            self._after.finish(launches, skipped)
         if self._scales_of_others:
             self._scales_of_others()
         if found_inf is not None:

@@ -18,8 +18,7 @@ from fp4adam import (
     cast,
     workspaces_of,
 )
-from fp4adam.formats import minifloat
-from fp4adam.tensors import backend
+from fp4adam.tensors import backend, minifloat
 from helpers import random
 from te_stand_ins import Wrapper, assert_bytes, stand_in, te_bytes
 
@@ -28,7 +27,6 @@ QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(),
     "nvfp4-swizzled": NVFP4Quantizer(optimize_for_gemm=True),
     "nvfp4-1d": NVFP4Quantizer(two_dimensional=False),
-    "nvfp4-4over6": NVFP4Quantizer(adaptive="mse"),
     "mxfp8": MXFP8Quantizer(),
     "mxfp8-swizzled": MXFP8Quantizer(optimize_for_gemm=True),
     "float8block": Float8BlockQuantizer(),

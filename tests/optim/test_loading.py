@@ -1,10 +1,9 @@
-"""Loading and new groups: all or nothing, whenever interrupted; loading takes little memory."""
+"""Loading is all or nothing, and takes little memory."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +24,6 @@ from helpers import (
     random,
     take_steps,
 )
-from interrupts import interrupted
 
 
 def bits(optimizer: Any) -> dict[str, Any]:
@@ -36,65 +34,6 @@ def bits(optimizer: Any) -> dict[str, Any]:
 
 def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.mark.parametrize("make", [FP4Adam, lambda p: MasterWeightOptimizer(p, AdamW, lr=1e-3)])
-def test_an_interrupted_load_leaves_the_old_states_or_the_new(make: Callable) -> None:
-    """At any line; training goes on from either."""
-    optimizer = make(make_params(RECIPES["nvfp4"], "cpu"))
-    take_steps(optimizer, range(2))
-    saved = copy.deepcopy(optimizer.state_dict())
-    take_steps(optimizer, [2])
-    old = copy.deepcopy(optimizer)
-    new = copy.deepcopy(optimizer)
-    new.load_state_dict(saved)
-    known = {"old": bits(old), "new": bits(new)}
-    assert not is_same(*known.values())
-    seen, at = set(), 0
-    while True:
-        each = copy.deepcopy(old)
-        if not interrupted(functools.partial(each.load_state_dict, saved), at):
-            break
-        found = [name for name, states in known.items() if is_same(bits(each), states)]
-        assert found, f"at line {at}"
-        seen.update(found)
-        if at % 10 == 0:
-            take_steps(each, [3])
-        at += 1 + at // 60  # all of the first lines, then fewer
-    assert "old" in seen and at > 300
-
-
-@pytest.mark.parametrize("apart", [5, pytest.param(1, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda params: FP4Adam(params, lr=1e-2, scale_groups=lambda name: name[0]),
-        lambda params: MasterWeightOptimizer(params, AdamW, lr=1e-2),
-    ],
-    ids=["FP4Adam", "MasterWeightOptimizer"],
-)
-def test_an_interrupted_group_is_there_or_not(make: Callable, apart: int) -> None:
-    """At any line; training goes on with the group, or without it."""
-
-    def trained(at: int) -> tuple[Any, bool]:
-        values = [random((16, 16), i, scale=0.1 * (i + 1)) for i in range(3)]
-        params = [(f"q{i}", Parameter(RECIPES["nvfp4"].quantize(x))) for i, x in enumerate(values)]
-        optimizer = make(params[:2])
-        optimizer.param_groups[0]["lr"] = 5e-3  # as a scheduler does
-        group = {"params": params[2:]}
-        ends = not interrupted(functools.partial(optimizer.add_param_group, group), at)
-        rates = [group["lr"] for group in optimizer.param_groups]
-        assert rates == [5e-3, 1e-2][: len(rates)]
-        take_steps(optimizer, [0])
-        return optimizer, ends
-
-    known = {1: bits(trained(0)[0]), 2: bits(trained(sys.maxsize)[0])}
-    for at in range(0, 10_000, apart):
-        optimizer, ends = trained(at)
-        assert is_same(bits(optimizer), known[len(optimizer.param_groups)]), f"at line {at}"
-        if ends:
-            break
-    assert at > 200
 
 
 def damaged(name: str, value: Any) -> Callable[[dict], None]:
