@@ -344,8 +344,9 @@ class Quantizer(QuantizerNames, Generic[T]):
     @property
     def multiplies_codes(self) -> bool:
         """Whether layers need the quantized weight rather than its decoded values."""
-        activations, gradients, _, fake_activations = self.operands
-        return activations or gradients or fake_activations or self.optimize_for_gemm
+        operands = self.operands
+        are_quantized = operands.activations or operands.gradients or operands.fake_activations
+        return are_quantized or self.optimize_for_gemm
 
 
 _BY_KEY: dict[str, Quantizer] = {}
