@@ -206,7 +206,11 @@ def _serve(fd: int) -> None:
                     if work is None:
                         _kill(pid for other, pid in children.values() if other == rank)
                     else:
-                        pipe, pid = _fork(requests, path, work)
+                        # The modules of a test file are imported here, once for all of its ranks.
+                        sys.path[:] = path
+                        with contextlib.suppress(Exception):  # the rank says what is wrong
+                            pickle.loads(work[0])
+                        pipe, pid = _fork(requests, work)
                         children[pipe] = rank, pid
                 else:
                     rank, pid = children.pop(ready)
@@ -217,13 +221,12 @@ def _serve(fd: int) -> None:
         _kill(pid for _, pid in children.values())
 
 
-def _fork(requests: Connection, path: list[str], work: tuple[Any, ...]) -> tuple[int, int]:
+def _fork(requests: Connection, work: tuple[Any, ...]) -> tuple[int, int]:
     """Start a rank: the pipe that ends with it, and its process."""
     pipe, held = os.pipe()
     pid = os.fork()
     if not pid:
         requests.close()
-        sys.path[:] = path
         _run_rank(*work)
     os.close(held)
     return pipe, pid
