@@ -73,7 +73,8 @@ def load(pair: Pair, path: Path) -> Pair:
 def assert_same(pair: Pair, expected: Pair) -> None:
     """Parameters and states are those of one process, as far as this rank has them."""
     assert_parts(pair[0], getattr(expected[0], "module", expected[0]))
-    for (param, a), b in zip(pair[1].state.items(), expected[1].state.values(), strict=True):
+    states = (each[1].state_dict()["state"].values() for each in (pair, expected))
+    for param, a, b in zip(pair[0].parameters(), *states, strict=True):
         assert a.keys() == b.keys() and a["step"] == b["step"]
         for key in b.keys() - {"step"}:
             assert torch.equal(local(a[key]), part_of(param, b[key])), key
