@@ -69,7 +69,6 @@ class Variant(NamedTuple):
         amsgrad: Whether to divide by the largest second moment so far.
         is_updated: Whether an earlier launch has updated the state, so that the new value is only
             read. The moments' codecs are "float32" then, and stand for nothing.
-        records: Whether to flag the units of a plain parameter that change.
     """
 
     grad_dtype: tl.dtype
@@ -81,7 +80,6 @@ class Variant(NamedTuple):
     adam_w: bool
     amsgrad: bool
     is_updated: bool = False
-    records: bool = False
 
     @property
     def codecs(self) -> tuple[str, str, str]:
@@ -95,7 +93,7 @@ def lanes_of_states(variant: Variant) -> int:
     Where states take a byte each and gradients two, eight; else four, 16 bytes of FP32.
     """
     # By position: Triton 3.6 hands a constexpr function a plain tuple.
-    grad_dtype, _, _, *codecs, _, amsgrad, _, _ = variant
+    grad_dtype, _, _, *codecs, _, amsgrad, _ = variant
     value_codec, *moments = codecs
     small = starts_from_codes(value_codec) and tuple(moments) == ("e4m3", "ue4m4")
     small = small and grad_dtype != tl.float32

@@ -89,7 +89,6 @@ class GradientRelease:
             engine.parameters.keep_only(engine.params)
             self._known, self._units = known, {}
             for unit in engine.parts(engine.together()):
-                unit.overlaps_backward = True
                 self._units |= dict.fromkeys(unit.params, unit)
 
     def _check_param(self, param: Tensor) -> None:
@@ -140,7 +139,6 @@ class GradientRelease:
             unit.check()
         for unit in waiting:
             self._step(unit, engine)
-        engine.join()
         self.drop_gradients()
 
     def drop_gradients(self) -> None:

@@ -11,7 +11,6 @@ from fp4adam.tensors.quantizer import Quantizer
 
 if TYPE_CHECKING:  # Triton is slow to import, and not installed everywhere.
     from fp4adam.kernels.adam import StepLaunch, Variant
-    from fp4adam.kernels.launch.tensor_table import Usage
 
 
 class Kind(NamedTuple):
@@ -55,18 +54,6 @@ class Kind(NamedTuple):
             amsgrad=self.amsgrad,
         )
 
-    def usage(self) -> "Usage":
-        """The parts of a quantized weight that the kernels write."""
-        from fp4adam.kernels.launch.tensor_table import Usage
-
-        quantizer = self.quantizer
-        return Usage(
-            quantizer.rowwise,
-            quantizer.columnwise,
-            "block_scale_inv" in quantizer.layout.inner,
-            quantizer.optimize_for_gemm,
-        )
-
 
 class LaunchTensors(NamedTuple):
     """The tensors of one launch.
@@ -84,14 +71,9 @@ class LaunchTensors(NamedTuple):
     scalars: Tensor
 
 
-def has_step_kernels(quantizer: Quantizer) -> bool:
-    """Whether kernels can step weights of exactly this format; one derived from it may differ."""
-    return "step_kernels" in vars(type(quantizer))
-
-
 def step_launch(kind: Kind, tensors: LaunchTensors) -> "StepLaunch":
     """The launch for tensors of a kind."""
-    from fp4adam.kernels import plain_step
+    from fp4adam.kernels import plain_step, step
 
-    module = plain_step if kind.quantizer is None else kind.quantizer.step_kernels()
+    module = plain_step if kind.quantizer is None else step
     return module.StepLaunch(kind, tensors)

@@ -105,26 +105,25 @@ class Launched:
 
     def __init__(self, weights, grads, quantizer, device):
         from fp4adam.kernels.adam import step_variant
-        from fp4adam.kernels.launch.tensor_table import Usage
 
-        layout, codecs = quantizer.layout, [codec.name for codec in weights[0].codecs]
+        codecs = [codec.name for codec in weights[0].codecs]
         variant = step_variant(
             grad_dtype=grads[0].dtype, value_dtype=None, write_dtype=torch.float32,
             value_codec=weights[0].value_codec, exp_avg_codec=codecs[0], exp_avg_sq_codec=codecs[1],
             adam_w=True, amsgrad=False,
         )  # fmt: skip
-        usage = Usage(quantizer.rowwise, quantizer.columnwise, layout.is_square, False)
         kind = SimpleNamespace(
             quantizer=quantizer, groups=(), write_dtype=torch.float32,
-            variant=lambda: variant, usage=lambda: usage,
-            has_scaled_states=weights[0].codecs[0].scaled, records=False,
+            variant=lambda: variant,
         )  # fmt: skip
         rows = [w.table_row(g, i) for i, (w, g) in enumerate(zip(weights, grads, strict=True))]
         table = torch.tensor(rows, dtype=torch.int64, device=device)
         self.scalars = torch.zeros(len(weights), SCALARS_WIDTH, device=device)
-        shapes, n = [tuple(w.param.shape) for w in weights], len(weights)
-        listed = shapes, [*range(n)], table, self.scalars.view(-1)
-        self.launch = quantizer.step_kernels().StepLaunch(kind, listed)
+        shapes = [tuple(w.param.shape) for w in weights]
+        listed = shapes, [*range(len(weights))], table, self.scalars.view(-1)
+        from fp4adam.kernels import step
+
+        self.launch = step.StepLaunch(kind, listed)
         self.signals = [torch.full((1,), x, device=device) for x in (1.0, 1.0, 0.0)]
 
     def step(self, scalars):
