@@ -21,10 +21,10 @@ is NaN. ``fp4adam.kernels.tiles.remainder`` computes the same bits.
 import torch
 from torch import Tensor
 
-from fp4adam.formats import minifloat
 from fp4adam.optim.state_codec import Int8
-from fp4adam.tensors import rows
+from fp4adam.tensors import minifloat, rows
 from fp4adam.tensors.layout import Layout
+from fp4adam.tensors.minifloat import CODE_TYPES
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.storage import Storage
 
@@ -32,8 +32,6 @@ from fp4adam.tensors.storage import Storage
 # ``quantize_from="param_dtype"`` puts before the codes, 1/16 of half a gap of E4M3.
 HALF_GAP = 119.5
 NAN = -128
-# Half gaps of E2M1 and E4M3 are a quarter and a sixteenth of the code's power of two.
-_PER_POWER = {"e2m1": 4 * HALF_GAP, "e4m3": 16 * HALF_GAP}
 # The byte of the smallest block scale of NVFP4 in a unit, 2**-7.
 _LEAST_SCALE = 4
 # From 256 to 512 a number has 15 bits below the point.
@@ -50,7 +48,9 @@ def units(param: QuantizedTensor) -> Tensor:
     if _caps(layout):
         powers += part.quantizer.read(_largest(part._shared.tensors, layout), torch.float32)
     powers = powers[first : first + n_rows]
-    return (powers * (1 / _PER_POWER[layout.code_type])).view(param.shape)
+    return (powers * (1 / (2 * HALF_GAP * CODE_TYPES[layout.code_type].per_power))).view(
+        param.shape
+    )
 
 
 def _powers(tensors: Storage, layout: Layout) -> Storage:

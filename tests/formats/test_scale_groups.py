@@ -102,7 +102,6 @@ def test_hugging_face_names():
     assert hf_scale_groups("q_proj.weight") == "qkv_proj"
 
 
-@pytest.mark.filterwarnings("ignore:the master of .* has become NaN")
 @pytest.mark.parametrize("by_kernels", [False, True], ids=["operators", "kernels"])
 @pytest.mark.parametrize(
     ("quantizer", "options"),
