@@ -44,7 +44,7 @@ _PRELOADED = [
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.debug",
-    "fp4adam.kernels.nvfp4",
+    "fp4adam.kernels.step",
 ]
 
 
