@@ -177,7 +177,7 @@ class Float8BlockOperands(OperandFormat):
     def _by_kernel(
         self, x: Tensor, quantizer: Quantizer, rowwise: bool, columnwise: bool
     ) -> list[Operand | None]:
-        from fp4adam.kernels import float8_block as kernels
+        from fp4adam.kernels import operands as kernels
 
         made: list[Operand | None] = [None, None]
         for i, (wanted, m, k) in enumerate(((rowwise, *x.shape), (columnwise, *x.shape[::-1]))):

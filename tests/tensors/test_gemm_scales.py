@@ -227,7 +227,7 @@ def test_microbatches_launch_no_swizzle_kernel(kind, optimize_for_gemm, launched
 
     before = [weight.rowwise_gemm_scale_inv, weight.columnwise_gemm_scale_inv]
     kernels = launched(training_step)
-    assert any("adam_step" in name for name in kernels)
+    assert "step_kernel" in kernels
     assert kernels.count("_swizzle_kernel") == (0 if optimize_for_gemm else 6)
     if optimize_for_gemm:
         assert [t.data_ptr() for t in read] == 3 * [t.data_ptr() for t in before]
