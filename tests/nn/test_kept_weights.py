@@ -134,9 +134,7 @@ def test_operands_of_weights_are_kept_as_well(weights, monkeypatch):
     layer, made = layer_in(Recipe(weights, activations=True, gradients=True)), []
     kind = type(operand.FORMATS[type(layer.weight.quantizer)])
     original = kind.of_weight
-    monkeypatch.setattr(
-        kind, "of_weight", lambda *args: made.append(args[2]) or original(*args)
-    )
+    monkeypatch.setattr(kind, "of_weight", lambda *args: made.append(args[2]) or original(*args))
     expected = microbatches(layer)
     made.clear()
     with kept_weights():
