@@ -1,5 +1,6 @@
 """Export of trained models to the checkpoints that serving engines and trainers read."""
 
+import itertools
 import json
 import warnings
 from collections import defaultdict
@@ -14,10 +15,11 @@ from torch.optim import Optimizer
 
 from fp4adam.checkpoints import folder as checkpoint_folder
 from fp4adam.checkpoints.folder import CONFIG, Entry
-from fp4adam.checkpoints.hub_names import module_names, pieces_of
+from fp4adam.checkpoints.hub_names import Piece, module_names, pieces_of
 from fp4adam.checkpoints.layouts import LAYOUTS
 from fp4adam.checkpoints.model_state import in_high_precision, plain_name
-from fp4adam.checkpoints.trained import Trained, cut_rows, gathered, spans_of, tensors_of
+from fp4adam.checkpoints.tensors import group_matrices, stored_entries
+from fp4adam.checkpoints.trained import Trained, cut_rows, gathered, tensors_of
 from fp4adam.distributed.dtensor import is_dtensor, like, local
 from fp4adam.formats.mxfp4 import MXFP4Quantizer
 from fp4adam.formats.scale_groups import fused_layer, hf_scale_groups
@@ -101,15 +103,9 @@ def export_checkpoint(
     content = {**documents[CONFIG], "quantization_config": quantization[CONFIG]}
     documents.update(quantization, **{CONFIG: content})
 
-    def entries() -> Iterator[Entry]:
-        for name, weight in trained.weights.items():
-            whole = gathered(weight)
-            if isinstance(whole, QuantizedTensor):
-                yield from _quantized_entries(name, whole, trained)
-            else:
-                yield from _plain_entries(whole, trained.spans[name])
-
-    _write_folder(folder, entries(), documents, max_shard_bytes, trained.weights)
+    groups = group_matrices(trained, False, str)
+    entries = itertools.chain.from_iterable(stored_entries(trained, group) for group in groups)
+    _write(folder, entries, documents, max_shard_bytes, trained.weights)
 
 
 def export_masters(
@@ -148,7 +144,9 @@ def export_masters(
             "pass the FP4Adam that has its masters"
         )
     model, weights = tensors_of(model)
-    spans = spans_of(pieces_of(model, weights))
+    stored: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
+    for name, piece in pieces_of(model, weights).items():
+        stored[piece.name].append((name, piece))
     master_of = _masters_of(optimizer)
     parameters = set(model.parameters())
 
@@ -166,10 +164,11 @@ def export_masters(
             whole = gathered(source)
             if weight in parameters and weight.is_floating_point():
                 whole = whole.to(dtype)
-            yield from _plain_entries(whole, spans[name])
+            for stored_name, piece in stored[name]:
+                yield Entry({stored_name: cut_rows(whole, piece.rows)}, {})
 
     documents = _documents_of(model, config, dtype)
-    _write_folder(folder, entries(), documents, max_shard_bytes, weights)
+    _write(folder, entries(), documents, max_shard_bytes, weights)
 
 
 def _masters_of(optimizer: Optimizer) -> Callable[[Tensor], Tensor | None]:
@@ -257,25 +256,6 @@ def _troubles_of_readers(trained: Trained, layout: str) -> Iterator[str]:
         )
 
 
-def _plain_entries(whole: Tensor, spans: dict[str, tuple[int, int] | None]) -> Iterator[Entry]:
-    for stored, span in spans.items():
-        yield Entry({stored: cut_rows(whole, span).cpu().contiguous()}, {})
-
-
-def _quantized_entries(name: str, weight: QuantizedTensor, trained: Trained) -> Iterator[Entry]:
-    amax = weight._amax
-    for stored, part in trained.encode_parts(name, weight).items():
-        layer, metadata = stored.removesuffix("weight"), {}
-        if amax is not None:
-            # The layout's rounded scale does not determine the last bit of the amax.
-            metadata[f"{stored}.amax"] = amax.item().hex()
-        if trained.keeps_stacks:
-            tensors = trained.encoding.of_stack(part, weight.shape, stored)
-        else:
-            tensors = {layer + key: tensor for key, tensor in part.items()}
-        yield Entry({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, metadata)
-
-
 def _unquantized_modules(
     model: nn.Module, stored_names: dict[str, str]
 ) -> tuple[list[str], list[str]]:
@@ -338,7 +318,7 @@ def _check_size(max_shard_bytes: int) -> None:
         )
 
 
-def _write_folder(
+def _write(
     folder: str | Path,
     entries: Iterator[Entry],
     documents: dict[str, dict[str, Any]],
@@ -346,6 +326,11 @@ def _write_folder(
     weights: dict[str, Tensor],
 ) -> None:
     """Write from the first rank, and raise on every one if that fails."""
+
+    entries = (
+        Entry({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, metadata)
+        for tensors, metadata in entries
+    )
 
     def write() -> None:
         checkpoint_folder.write(Path(folder), entries, documents, max_shard_bytes)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fp4adam.checkpoints.folder import Entry
 from fp4adam.checkpoints.hub_names import Piece
 from fp4adam.checkpoints.layouts import LAYOUTS
 from fp4adam.checkpoints.trained import Trained, cut_rows, gathered
@@ -74,9 +75,10 @@ def export_tensors(
         )
     trained = Trained.of(model, LAYOUTS[layout])
     return (
-        (stored.name, stored.tensor)
+        item
         for group in group_matrices(trained, fused, names or str)
-        for stored in stored_tensors(trained, group)
+        for entry in stored_entries(trained, group)
+        for item in entry.tensors.items()
     )
 
 
@@ -104,7 +106,8 @@ def _matrices(trained: Trained, fused: bool, names: Callable[[str], str]) -> lis
         seen.update(members)
         given = names(whole)
         is_quantized = trained.pieces[members[0]].name in trained.quantized
-        if is_quantized and not str(given).endswith("weight"):
+        needs_suffix = is_quantized and not trained.layout.keeps_stacks
+        if needs_suffix and not str(given).endswith("weight"):
             raise ValueError(
                 f"names must give quantized parameters names that end in 'weight', got {given!r} "
                 f"for {whole!r}; change the part before"
@@ -167,47 +170,39 @@ def _check_one_amax(weights: dict[str, QuantizedTensor]) -> None:
     )
 
 
-class Stored(NamedTuple):
-    """A tensor that a parameter of the engine is stored as.
-
-    Attributes:
-        name: The engine's name for it.
-        tensor: Its value.
-        matrix: The parameter.
-        key: What the encoding calls it; None for a plain parameter.
-    """
-
-    name: str
-    tensor: Tensor
-    matrix: Matrix
-    key: str | None
-
-
-def stored_tensors(trained: Trained, matrices: list[Matrix]) -> Iterator[Stored]:
-    """The tensors of parameters of the engine that consist of the same weights; gathers these."""
+def stored_entries(trained: Trained, matrices: list[Matrix]) -> Iterator[Entry]:
+    """What parameters that consist of the same weights are stored as; gathers these weights."""
     names = [trained.pieces[member].name for member in matrices[0].members]
     whole = {name: gathered(trained.weights[name]) for name in names}
-    if not isinstance(whole[names[0]], QuantizedTensor):
+    first = whole[names[0]]
+    if not isinstance(first, QuantizedTensor):
         for matrix in matrices:
-            pieces = [trained.pieces[member] for member in matrix.members]
+            pieces = (trained.pieces[member] for member in matrix.members)
             parts = [cut_rows(whole[piece.name], piece.rows) for piece in pieces]
-            tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
-            yield Stored(matrix.name, tensor, matrix, None)
+            yield Entry({matrix.name: torch.cat(parts) if len(parts) > 1 else parts[0]}, {})
         return
     if len(whole) > 1:
         _check_one_amax(whole)  # type: ignore[arg-type]
-    stored = {
-        member: tensors
-        for name, weight in whole.items()
-        for member, tensors in trained.encode_parts(name, weight).items()
-    }
+    encoded = {name: trained.encode(name, weight) for name, weight in whole.items()}
     for matrix in matrices:
-        layer = matrix.name.removesuffix("weight")
-        for key in stored[matrix.members[0]]:
-            parts = [stored[member][key] for member in matrix.members]
-            joined = parts[0]
-            if len(parts) > 1:
-                # As bytes: not every device joins FP8 numbers.
-                rows = [part.reshape(-1, *part.shape[1:]).view(torch.uint8) for part in parts]
-                joined = torch.cat(rows).view(joined.dtype)
-            yield Stored(layer + key, joined, matrix, key)
+        parts = []
+        for name, rows in (trained.pieces[member] for member in matrix.members):
+            stored = encoded[name]
+            parts.append(stored if rows is None else trained.encoding.cut(stored, rows))
+        joined = {key: _joined([part[key] for part in parts]) for key in parts[0]}
+        layer, metadata = matrix.name.removesuffix("weight"), {}
+        tensors = {layer + key: tensor for key, tensor in joined.items()}
+        if trained.layout.keeps_stacks:
+            tensors = trained.encoding.of_stack(joined, first.shape, matrix.name)
+        if first._amax is not None:
+            # The layout's rounded scale does not determine the last bit of the amax.
+            metadata[f"{matrix.name}.amax"] = first._amax.item().hex()
+        yield Entry(tensors, metadata)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    # As bytes: not every device joins FP8 numbers.
+    rows = [part.reshape(-1, *part.shape[1:]).view(torch.uint8) for part in parts]
+    return torch.cat(rows).view(parts[0].dtype)

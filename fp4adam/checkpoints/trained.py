@@ -1,7 +1,6 @@
 """What exports read of a model: its tensors, checked, whole, and as a layout stores them."""
 
 import math
-from collections import defaultdict
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -29,19 +28,17 @@ class Trained(NamedTuple):
         model: The model, without wrappers.
         weights: All tensors by the first of their names, sharded ones as DTensors.
         quantized: Of these the quantized ones, a shard where they are sharded.
-        encoding: How the layout stores the quantized ones.
+        layout: The layout.
+        encoding: How it stores the quantized ones.
         pieces: What a checkpoint stores, by its names: stacked experts one by one.
-        spans: The same by the names of the model, as :func:`spans_of`.
-        keeps_stacks: Whether the layout stores stacks as they are.
     """
 
     model: nn.Module
     weights: dict[str, Tensor]
     quantized: dict[str, QuantizedTensor]
+    layout: Layout
     encoding: Encoding
     pieces: dict[str, Piece]
-    spans: dict[str, dict[str, tuple[int, int] | None]]
-    keeps_stacks: bool
 
     @classmethod
     def of(cls, model: nn.Module, layout: Layout) -> "Trained":
@@ -62,9 +59,7 @@ class Trained(NamedTuple):
                 _check_whole_stack(piece, quantized[piece.name])
             elif piece.name in quantized:
                 _check_whole_linear(piece, quantized[piece.name], linear, encoding)
-        return cls(
-            model, weights, quantized, encoding, pieces, spans_of(pieces), layout.keeps_stacks
-        )
+        return cls(model, weights, quantized, layout, encoding, pieces)
 
     def encode(self, name: str, weight: QuantizedTensor) -> dict[str, Tensor]:
         """The tensors that a whole weight is stored as, on its device; a stack as one matrix."""
@@ -74,22 +69,6 @@ class Trained(NamedTuple):
             return self.encoding.encode(matrix)
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}") from None
-
-    def encode_parts(self, name: str, weight: QuantizedTensor) -> dict[str, dict[str, Tensor]]:
-        """The tensors of each name that a whole weight is stored under, on its device."""
-        encoded = self.encode(name, weight)
-        return {
-            stored: encoded if span is None else self.encoding.cut(encoded, span)
-            for stored, span in self.spans[name].items()
-        }
-
-
-def spans_of(pieces: dict[str, Piece]) -> dict[str, dict[str, tuple[int, int] | None]]:
-    """Per tensor of a model: the names it is stored under, with the rows of each; None for all."""
-    spans: dict[str, dict[str, tuple[int, int] | None]] = defaultdict(dict)
-    for stored, piece in pieces.items():
-        spans[piece.name][stored] = piece.rows
-    return spans
 
 
 def cut_rows(whole: Tensor, span: tuple[int, int] | None) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4adam.checkpoints.layouts import LAYOUTS
-from fp4adam.checkpoints.tensors import Matrix, Stored, group_matrices, stored_tensors
+from fp4adam.checkpoints.tensors import Matrix, group_matrices, stored_entries
 from fp4adam.checkpoints.trained import Trained
 from fp4adam.distributed.dtensor import is_dtensor
 
@@ -177,8 +177,9 @@ class WeightSender:
         self._id, self._structure = None, structure
         sends = _is_first_rank(trained)
         parts, positions, payload = [], [], []
-        for stored in itertools.chain.from_iterable(stored_tensors(trained, g) for g in groups):
-            found = self._compare(stored) if sends else None
+        entries = itertools.chain.from_iterable(stored_entries(trained, g) for g in groups)
+        for name, tensor in (item for entry in entries for item in entry.tensors.items()):
+            found = self._compare(name, tensor) if sends else None
             if found is not None:
                 parts.append(found[0])
                 positions.append(found[1])
@@ -199,14 +200,14 @@ class WeightSender:
         trained = Trained.of(self._model, self._layout)
         return trained, group_matrices(trained, self._fused, self._names)
 
-    def _compare(self, stored: Stored) -> tuple[Part, Tensor, Tensor] | None:
+    def _compare(self, name: str, tensor: Tensor) -> tuple[Part, Tensor, Tensor] | None:
         """The changed units of a tensor and their bytes, which are kept; None if it is as sent."""
-        raw = stored.tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        dtype = str(stored.tensor.dtype).removeprefix("torch.")
-        whole = Part(stored.name, dtype, tuple(stored.tensor.shape), _ALL)
-        part, sent = self._sent.get(stored.name, (None, raw))
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        whole = Part(name, dtype, tuple(tensor.shape), _ALL)
+        part, sent = self._sent.get(name, (None, raw))
         if part != whole:
-            self._sent[stored.name] = whole, raw.to(self._device or raw.device, copy=True)
+            self._sent[name] = whole, raw.to(self._device or raw.device, copy=True)
             return whole, raw.new_empty(0, dtype=torch.int32), raw
         units = raw.view(raw.numel() // whole.unit, whole.unit)
         positions = (units != sent.to(raw.device).view_as(units)).any(1).nonzero().view(-1)

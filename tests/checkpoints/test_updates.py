@@ -136,7 +136,7 @@ def test_updates_with_losses_and_restarts(weights, fused):
         elif event == "error":  # in the middle of an export: what was kept has not been sent
             with pytest.MonkeyPatch.context() as patch, pytest.raises(IndexError):
                 failing = [sender._compare] * 3
-                patch.setattr(sender, "_compare", lambda stored, left=failing: left.pop()(stored))
+                patch.setattr(sender, "_compare", lambda *each, left=failing: left.pop()(*each))
                 sender.export_changes()
         elif event == "second sender":
             WeightSender(model, **options).export_changes()
