@@ -190,7 +190,7 @@ def _troubles_of_readers(trained: Trained, layout: str) -> Iterator[str]:
         cut += [layer] * bool(rows % encoding.block[0] and layer in parts[:-1])
         matrix = hf_scale_groups(name)
         if weight.quantizer.layout.tensor_scale == "current" and matrix is not None:
-            groups[matrix][layer.rpartition(".")[2]] = weight.flush()._amax.item()
+            groups[matrix][layer.rpartition(".")[2]] = weight._amax.item()
         sides = zip(trained.weights[name].shape[-2:], encoding.block, strict=True)
         partial += [layer] * any(n > block and n % block for n, block in sides)
     unequal = [name for name, amaxes in groups.items() if len({*amaxes.values()}) > 1]

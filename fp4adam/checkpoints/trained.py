@@ -64,7 +64,7 @@ class Trained(NamedTuple):
     def encode(self, name: str, weight: QuantizedTensor) -> dict[str, Tensor]:
         """The tensors that a whole weight is stored as, on its device; a stack as one matrix."""
         *leading, cols = weight.shape
-        matrix = weight.flush()._alias((math.prod(leading), cols))
+        matrix = weight._alias((math.prod(leading), cols))
         try:
             return self.encoding.encode(matrix)
         except ValueError as error:
