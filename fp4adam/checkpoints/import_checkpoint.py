@@ -117,7 +117,12 @@ class _Import:
         self._unfilled = _modules_to_fill(self.model)
         tensors, extra = model_state(self.model)
         self.state = {name: value for name, value in tensors.items() if name not in extra}
-        _check_in_memory(self.state)
+        for name, value in self.state.items():
+            if is_dtensor(value) and value.is_meta:
+                raise ValueError(
+                    f"{name!r} of the model must be a tensor in memory, or a whole one on the meta "
+                    "device, got a DTensor on the meta device; call to_empty"
+                )
         # The module and the key of each tensor, by its id.
         self.places = {
             id(value): (module, key)
@@ -383,20 +388,6 @@ def _check_finite(name: str, value: Tensor) -> None:
             f"{name!r} must be finite in {value.dtype}, got {bad}; the checkpoint is damaged, or "
             "its training has diverged"
         )
-
-
-def _check_in_memory(state: dict[str, Tensor]) -> None:
-    for name, value in state.items():
-        kinds = {
-            "one of inference mode": value.is_inference(),
-            "an expanded one": 0 in value.stride() and value.numel() > 1,
-            "a DTensor on the meta device": is_dtensor(value) and value.is_meta,
-        }
-        if kind := next((kind for kind in kinds if kinds[kind]), None):
-            raise ValueError(
-                f"{name!r} of the model must be a tensor in memory, or a whole one on the meta "
-                f"device, got {kind}; clone it, or call to_empty"
-            )
 
 
 def _distributed(whole: Tensor, target: Tensor) -> Tensor:

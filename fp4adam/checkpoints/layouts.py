@@ -31,6 +31,7 @@ from fp4adam.tensors.transpose import build_columnwise
 
 E4M3 = torch.float8_e4m3fn
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+Names = Sequence[str]
 Documents = dict[str, dict[str, Any]]
 # Everything that a block of NVFP4 can hold, but for signs: codes, and scales up to 448.
 _CODES = torch.arange(8, dtype=torch.uint8, device="cpu")[None]
@@ -86,25 +87,14 @@ class Encoding:
     def of_stack(
         self, stored: dict[str, Tensor], shape: Sequence[int], name: str
     ) -> dict[str, Tensor]:
-        """The tensors of a whole stack [experts, rows, cols] by their names.
-
-        Args:
-            stored: As :meth:`encode` returns it for the stack as one matrix.
-            shape: The shape of the stack.
-            name: Its name.
-        """
+        """The tensors of a whole stack [experts, rows, cols], given those of it as one matrix."""
         sizes = {key: (*shape[:-2], -1, x.shape[-1]) for key, x in stored.items()}
         if self.bits == 4:  # a block of codes each
             sizes[self.codes] = (*shape[:-1], -1, self.block[1] // 2)
         return {name + end: stored[key].view(sizes[key]) for key, end in self.stacked.items()}
 
     def cut(self, stored: dict[str, Tensor], rows: tuple[int, int]) -> dict[str, Tensor]:
-        """The tensors of some rows of a weight, from the first to the one behind the last.
-
-        Args:
-            stored: As :meth:`encode` returns it.
-            rows: Multiples of ``block[0]``.
-        """
+        """The tensors of rows first to last - 1, both multiples of ``block[0]``."""
         first, last = rows
         spans = {self.codes: slice(first, last)}
         spans[self.scale] = slice(first // self.block[0], last // self.block[0])
@@ -116,16 +106,9 @@ class Encoding:
         found: Callable[[str], tuple[Sequence[int], Any]],
         shape: Sequence[int],
     ) -> None:
-        """Raise unless the tensors of a weight have the shapes and dtypes that :meth:`wrap` takes.
+        """Raise ValueError or TypeError unless :meth:`wrap` takes the shapes and dtypes.
 
-        Args:
-            layer: The name of the layer.
-            found: Shape and dtype of the one of a full name; of a stack, as one matrix.
-            shape: Shape of the weight.
-
-        Raises:
-            ValueError: If a shape does not fit.
-            TypeError: If a dtype does not fit.
+        ``found``: Shape and dtype of a tensor, given its full name; of a stack, as one matrix.
         """
         for key, (expected, dtype) in self.shapes(*flat_shape(tuple(shape))).items():
             name = f"{layer}.{key}"
@@ -392,16 +375,16 @@ class Layout:
     # True if it holds stacks of experts as they are, and nothing else.
     keeps_stacks: ClassVar[bool] = False
 
-    def documents(
-        self, encoding: Encoding, excluded: Sequence[str], stacked: Sequence[str]
-    ) -> Documents:
+    def encoding_of(self, quantizer: Quantizer) -> Encoding | None:
+        """How it stores weights of a format; None if it has none for it."""
+        fitting = (e for e in self.encodings if e.quantizer_class is type(quantizer))
+        return next(fitting, None)
+
+    def documents(self, encoding: Encoding, excluded: Names, stacked: Names) -> Documents:
         """JSON files of a model by name; of ``config.json`` the part about quantization.
 
-        Args:
-            encoding: The encoding of its quantized weights.
-            excluded: Its modules with weights that are not quantized.
-            stacked: Those of them that hold stacks of weights, which engines may know as a module
-                per expert.
+        ``excluded``: Its modules with weights that are not quantized. ``stacked``: Those of them
+        that hold stacks of weights, which engines may know as a module per expert.
         """
         raise NotImplementedError
 
@@ -424,29 +407,16 @@ class CompressedTensors(Layout):
     # By tensor, by row, or in blocks; activations are quantized too, or not.
     _FP8 = ("float-quantized", "naive-quantized")
 
-    def documents(
-        self, encoding: Encoding, excluded: Sequence[str], stacked: Sequence[str]
-    ) -> Documents:
+    def documents(self, encoding: Encoding, excluded: Names, stacked: Names) -> Documents:
         blocks: dict[str, Any] = {"strategy": "group", "group_size": encoding.block[1]}
         if isinstance(encoding, NVFP4Encoding):
             blocks["strategy"] = "tensor_group"
         elif encoding.block[0] > 1:
             blocks = {"strategy": "block", "block_structure": [*encoding.block]}
-        weights = {
-            "num_bits": encoding.bits,
-            "type": "float",
-            **blocks,
-            "symmetric": True,
-            "dynamic": False,
-            "scale_dtype": str(encoding.scale_dtypes[0]),
-        }
-        group = {
-            "targets": ["Linear"],
-            "weights": weights,
-            "input_activations": None,
-            "output_activations": None,
-            "format": encoding.format,
-        }
+        blocks |= {"num_bits": encoding.bits, "type": "float", "symmetric": True, "dynamic": False}
+        weights = {**blocks, "scale_dtype": str(encoding.scale_dtypes[0])}
+        group = {"targets": ["Linear"], "weights": weights, "format": encoding.format}
+        group |= {"input_activations": None, "output_activations": None}
         config = {
             "quant_method": self.name,
             "format": encoding.format,
@@ -487,35 +457,23 @@ class ModelOpt(Layout):
 
     name = "modelopt"
 
-    def documents(
-        self, encoding: Encoding, excluded: Sequence[str], stacked: Sequence[str]
-    ) -> Documents:
+    def documents(self, encoding: Encoding, excluded: Names, stacked: Names) -> Documents:
         from fp4adam import __version__
 
-        bits, group_size = encoding.bits, encoding.block[1]
         producer = {"name": "fp4adam", "version": __version__}
-        details = {
-            "quant_algo": encoding.format,
-            "kv_cache_quant_algo": None,
-            "group_size": group_size,
-            "exclude_modules": [*excluded],
-        }
-        config = {
-            "quant_method": self.name,
-            "quant_algo": encoding.format,
-            "ignore": [*excluded],
-            "producer": producer,
-        }
-        if bits < 8:  # readers recognize 8 bits by quant_algo alone
-            weights = {
-                "dynamic": False,
-                "num_bits": bits,
-                "type": "float",
-                "group_size": group_size,
-            }
+        size = {"group_size": encoding.block[1]}
+        details = {"quant_algo": encoding.format, "kv_cache_quant_algo": None, **size}
+        config = {"quant_method": self.name, "quant_algo": encoding.format, "producer": producer}
+        if encoding.bits < 8:  # readers recognize 8 bits by quant_algo alone
+            weights = {"dynamic": False, "num_bits": encoding.bits, "type": "float", **size}
             config["config_groups"] = {"group_0": {"weights": weights, "targets": ["Linear"]}}
-        hf_quant_config = {"producer": producer, "quantization": details}
-        return {CONFIG: config, HF_QUANT_CONFIG: hf_quant_config}
+        return {
+            CONFIG: {**config, "ignore": [*excluded]},
+            HF_QUANT_CONFIG: {
+                "producer": producer,
+                "quantization": {**details, "exclude_modules": [*excluded]},
+            },
+        }
 
     def format_of(self, config: dict[str, Any]) -> Any:
         algorithm = self._algorithm(config)
@@ -535,17 +493,10 @@ class FP8(Layout):
 
     name = "fp8"
 
-    def documents(
-        self, encoding: Encoding, excluded: Sequence[str], stacked: Sequence[str]
-    ) -> Documents:
-        config = {
-            "quant_method": self.name,
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [*encoding.block],
-            "modules_to_not_convert": [*excluded],
-        }
-        return {CONFIG: config}
+    def documents(self, encoding: Encoding, excluded: Names, stacked: Names) -> Documents:
+        config = {"quant_method": self.name, "fmt": "e4m3", "activation_scheme": "dynamic"}
+        blocks = {"weight_block_size": [*encoding.block], "modules_to_not_convert": [*excluded]}
+        return {CONFIG: config | blocks}
 
     def format_of(self, config: dict[str, Any]) -> Any:
         block = config.get("weight_block_size")
@@ -565,49 +516,45 @@ class MXFP4(Layout):
     name = "mxfp4"
     keeps_stacks = True
 
-    def documents(
-        self, encoding: Encoding, excluded: Sequence[str], stacked: Sequence[str]
-    ) -> Documents:
+    def documents(self, encoding: Encoding, excluded: Names, stacked: Names) -> Documents:
         return {CONFIG: {"quant_method": self.name, "modules_to_not_convert": [*excluded]}}
 
     def format_of(self, config: dict[str, Any]) -> Any:
         return self.encodings[0].format
 
 
+_COMPRESSED_TENSORS = (
+    NVFP4Encoding(
+        "nvfp4-pack-quantized",
+        codes="weight_packed",
+        tensor_scale="weight_global_scale",
+        divides=True,
+    ),
+    MXFP8Encoding("mxfp8-quantized"),
+    MXFP4Encoding("mxfp4-pack-quantized"),
+    Float8BlockEncoding("float-quantized"),
+)
+_DEEPSEEK = Float8BlockEncoding(
+    "128x128",
+    scale="weight_scale_inv",
+    stacked={"weight": "", "weight_scale_inv": "_scale_inv"},
+)
+_GPT_OSS = MXFP4Encoding(
+    "MXFP4", stacked={"weight_packed": "_blocks", "weight_scale": "_scales"}, rounding="up"
+)
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
-        CompressedTensors(
-            (
-                NVFP4Encoding(
-                    "nvfp4-pack-quantized",
-                    "weight_packed",
-                    tensor_scale="weight_global_scale",
-                    divides=True,
-                ),
-                MXFP8Encoding("mxfp8-quantized"),
-                MXFP4Encoding("mxfp4-pack-quantized"),
-                Float8BlockEncoding("float-quantized"),
-            )
-        ),
+        CompressedTensors(_COMPRESSED_TENSORS),
         ModelOpt((NVFP4Encoding("W4A16_NVFP4"), MXFP8Encoding("MXFP8"))),
-        FP8(
-            (
-                Float8BlockEncoding(
-                    "128x128",
-                    scale="weight_scale_inv",
-                    stacked={"weight": "", "weight_scale_inv": "_scale_inv"},
-                ),
-            )
-        ),
-        MXFP4(
-            (
-                MXFP4Encoding(
-                    "MXFP4",
-                    stacked={"weight_packed": "_blocks", "weight_scale": "_scales"},
-                    rounding="up",
-                ),
-            )
-        ),
+        FP8((_DEEPSEEK,)),
+        MXFP4((_GPT_OSS,)),
     )
 }
+
+
+def find_layout(name: str) -> Layout:
+    """The layout of a name; raises ValueError for others."""
+    if name not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {name!r}")
+    return LAYOUTS[name]

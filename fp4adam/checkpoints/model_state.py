@@ -1,7 +1,6 @@
 """The tensors of a model by the names that checkpoints have for them."""
 
 import copy
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,32 +10,31 @@ ACTIVATION_SCALES = frozenset(("input_scale", "input_global_scale", "activation_
 CACHE_SCALES = frozenset(("k_scale", "v_scale"))
 
 
-class ModelState(NamedTuple):
-    """The tensors of a model for a checkpoint.
-
-    Attributes:
-        tensors: By all of their names, in the order of the state dict: parameters and persistent
-            buffers themselves, and any other entries.
-        extra: Names of the other entries, which hooks and ``get_extra_state`` add.
-    """
-
-    tensors: dict[str, Tensor]
-    extra: frozenset[str]
-
-
-def model_state(model: nn.Module) -> ModelState:
+def model_state(model: nn.Module) -> tuple[dict[str, Tensor], set[str]]:
     """Read a model: the names are those of its state dict, the tensors are the model's.
 
     Hooks of the state dict can rename, leave out and add entries. If one replaces the value of a
     tensor, for example by its dequantized value, the tensor itself is returned.
 
+    Returns:
+        Tensors by all of their names, in the order of the state dict: parameters and persistent
+        buffers themselves, and any other entries; the names of these, which hooks and
+        ``get_extra_state`` add.
+
     Raises:
         TypeError: If the state dict holds anything but tensors.
         ValueError: If a hook replaces a parameter by an entry of another name and value.
     """
-    own = members(model)
+    own = {
+        plain_name(f"{prefix}.{name}" if prefix else name): value
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for members in (module._parameters, module._buffers)
+        for name, value in members.items()
+        if value is not None and name not in module._non_persistent_buffers_set
+    }
     by_id = {id(value): value for value in own.values()}
-    tensors, extra = {}, set()
+    tensors: dict[str, Tensor] = {}
+    extra: set[str] = set()
     for name, value in model.state_dict(keep_vars=True).items():
         name = plain_name(name)
         if not isinstance(value, Tensor):
@@ -60,18 +58,7 @@ def model_state(model: nn.Module) -> ModelState:
             "in its stead: a hook has computed one from the other, and what the parameter holds "
             "would be lost; remove the hook, or let it change the name alone"
         )
-    return ModelState(tensors, frozenset(extra))
-
-
-def members(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers under all of their names, in the order of torch."""
-    return {
-        plain_name(f"{prefix}.{name}" if prefix else name): value
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for members in (module._parameters, module._buffers)
-        for name, value in members.items()
-        if value is not None and name not in module._non_persistent_buffers_set
-    }
+    return tensors, extra
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

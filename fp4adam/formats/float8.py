@@ -81,7 +81,8 @@ class Float8Quantizer(Quantizer[Float8Tensor]):
     margin: int = 0
 
     tensor_class = Float8Tensor
-    name = kernels = "float8"
+    name = "float8"
+    kernels = True
     largest_value = minifloat.E4M3_MAX
 
     def __post_init__(self) -> None:

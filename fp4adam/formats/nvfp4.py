@@ -60,7 +60,8 @@ class NVFP4Quantizer(Quantizer[NVFP4Tensor]):
     two_dimensional: bool = True
 
     tensor_class = NVFP4Tensor
-    name = kernels = "nvfp4"
+    name = "nvfp4"
+    kernels = True
     largest_value = LARGEST
 
     def full_layout(self) -> Layout:

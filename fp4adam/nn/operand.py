@@ -345,7 +345,7 @@ def _quantize_float8_block(
     """Codes and scales per 1x128 block of the matrix, of its transpose, or of both."""
     options = dict(force_pow_2_scales=force_pow_2_scales, amax_epsilon=amax_epsilon)
     if backend.uses_kernels(x.device):
-        from fp4adam.kernels import float8_block as kernels
+        from fp4adam.kernels import operands as kernels
 
         made = _room_for_float8_block(x, rowwise, columnwise)
         along = made[:2] if rowwise else (None, None)

@@ -25,7 +25,7 @@ from fp4adam import (
     quantize_model,
 )
 from fp4adam.formats import nvfp4_gradients
-from fp4adam.kernels import float8_block as kernels
+from fp4adam.kernels import operands as kernels
 from fp4adam.nn import hardware, operand
 from fp4adam.nn.linear import _ScaledLinear
 from fp4adam.tensors import backend, minifloat
