@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 
 from fp4adam.checkpoints import folder as checkpoint_folder
 from fp4adam.checkpoints.folder import CONFIG, Entry
-from fp4adam.checkpoints.hub_names import module_names, pieces_of
 from fp4adam.checkpoints.layouts import find_layout
-from fp4adam.checkpoints.model_state import in_high_precision, plain_name
+from fp4adam.checkpoints.model_state import module_names, pieces_of, plain_name
 from fp4adam.checkpoints.trained import (
     Trained,
     gathered,
@@ -90,7 +89,7 @@ def export_checkpoint(
     Warns:
         UserWarning: For what readers are known to misread: NVFP4 weights with different amaxes
             that engines serve as one matrix, Float8Block weights with partial blocks; in models of
-            transformers, NVFP4 experts, MXFP8 in "modelopt", and layers that it builds as Conv1D.
+            transformers, NVFP4 experts, and MXFP8 in "modelopt".
     """
     trained = Trained.of(model, find_layout(layout))
     dtype = trained.layout.decoded_dtype or next(iter(trained.quantized.values())).dtype
@@ -212,7 +211,7 @@ def _misreadings(trained: Trained) -> Iterator[str]:
         shape, (whole, parts) = trained.weights[name].shape, fused_layer(layer)
         cut += [layer] * bool(shape[-2] % encoding.block[0] and layer in parts[:-1])
         if weight.quantizer.layout.tensor_scale == "current" and whole is not None:
-            groups[whole][layer.rpartition(".")[2]] = weight.flush()._amax.item()
+            groups[whole][layer.rpartition(".")[2]] = weight._amax.item()
         sides = zip(shape[-2:], encoding.block, strict=True)
         partial += [layer] * any(n > block and n % block for n, block in sides)
     unequal = [name for name, amaxes in groups.items() if len({*amaxes.values()}) > 1]
@@ -248,14 +247,6 @@ def _misreadings(trained: Trained) -> Iterator[str]:
             "NVFP4 experts should be read by an engine or by import_checkpoint, got a model of "
             "transformers, whose from_pretrained (5.23) leaves their tensor scales out; for it, "
             "export Float8Block weights in the layout 'fp8'"
-        )
-    rebuilt = in_high_precision(trained.model)
-    modules = {} if rebuilt is None else dict(rebuilt.named_modules())
-    if others := [n for n in layers if type(modules.get(n)).__name__ == "Conv1D"]:
-        yield (
-            "quantized layers should be nn.Linear in the model that readers build, got Conv1D in "
-            f"{len(others)} such as {others[0]!r}, which from_pretrained (5.23) leaves at random "
-            "values; import_checkpoint reads them into a model with the layers exchanged"
         )
 
 
@@ -329,11 +320,6 @@ def _write(
     weights: dict[str, Tensor],
 ) -> None:
     """Write from the first rank, and raise on every one if that fails."""
-
-    entries = (
-        Entry({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, metadata)
-        for tensors, metadata in entries
-    )
 
     def write() -> None:
         checkpoint_folder.write(Path(folder), entries, documents, max_shard_bytes)

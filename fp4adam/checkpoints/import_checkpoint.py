@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fp4adam.checkpoints.hub_names import pieces_of
 from fp4adam.checkpoints.layouts import LAYOUTS, Encoding
 from fp4adam.checkpoints.model_state import (
     ACTIVATION_SCALES,
     CACHE_SCALES,
     model_state,
+    pieces_of,
     unwrapped,
 )
 from fp4adam.checkpoints.named_tensors import NamedTensors
@@ -229,11 +229,6 @@ class _Import:
         layers = sorted(
             {layer for layer, _, key in (n.rpartition(".") for n in stored) if key in keys}
         )
-        if not layers:
-            raise ValueError(
-                f"a checkpoint in {self.encoding.format!r} must have tensors named "
-                f"{' and '.join(sorted(keys))}, got none; it is damaged"
-            )
         for layer in layers:
             for key in self.keys:
                 if f"{layer}.{key}" not in stored:
@@ -428,11 +423,10 @@ def _fill_buffers(model: nn.Module, modules: list[nn.Module], device: torch.devi
 
 
 def encoding_of(files: CheckpointReader) -> Encoding:
-    """How a checkpoint stores its quantized weights."""
+    """The encoding of the layout that config.json names which fits the tensors."""
     config = files.config.get("quantization_config")
-    details = files.hf_quant_config.get("quantization")
-    if config is None and isinstance(details, dict):
-        config = {**details, "quant_method": "modelopt"}
+    if config is None and isinstance(files.hf_quant_config.get("quantization"), dict):
+        config = {"quant_method": "modelopt"}
     if not isinstance(config, dict):
         raise ValueError(
             f"config.json in {str(files.folder)!r} must have a quantization_config, got none; "
@@ -445,12 +439,11 @@ def encoding_of(files: CheckpointReader) -> Encoding:
             f"quant_method must be one of {', '.join(LAYOUTS)} to be imported, got "
             f"{short(method)}; load the checkpoint decoded, and call quantize_model"
         )
-    name = layout.format_of(config)
     for encoding in layout.encodings:
-        if encoding.format == name:
+        if encoding.is_in(files.names(), files.dtype):
             return encoding
     held = ", ".join(encoding.format for encoding in layout.encodings)
     raise ValueError(
-        f"format must be one of {held} for quant_method {method!r} to be imported, got "
-        f"{short(name)}"
+        f"the checkpoint must have weights in one of {held} for quant_method {method!r} to be "
+        "imported, got none; load it decoded, and call quantize_model"
     )

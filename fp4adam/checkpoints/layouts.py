@@ -100,6 +100,26 @@ class Encoding:
         spans[self.scale] = slice(first // self.block[0], last // self.block[0])
         return {key: t[spans[key]] if key in spans else t for key, t in stored.items()}
 
+    def dtypes(self) -> dict[str, tuple[torch.dtype, ...]]:
+        """The dtypes in which the tensors of a weight are read."""
+        return {
+            key: self.scale_dtypes if key == self.scale else (dtype,)
+            for key, (_, dtype) in self.shapes(0, 0).items()
+        }
+
+    def is_in(self, names: set[str], dtype_of: Callable[[str], Any]) -> bool:
+        """True if a checkpoint has a layer or a stack whose tensors have these names and dtypes."""
+        dtypes = self.dtypes()
+        for ends in filter(None, ({key: f".{key}" for key in dtypes}, self.stacked)):
+            for name in (name for name in names if name.endswith(ends[self.scale])):
+                layer = name.removesuffix(ends[self.scale])
+                if all(
+                    layer + end in names and dtype_of(layer + end) in dtypes[key]
+                    for key, end in ends.items()
+                ):
+                    return True
+        return False
+
     def check(
         self,
         layer: str,
@@ -110,19 +130,21 @@ class Encoding:
 
         ``found``: Shape and dtype of a tensor, given its full name; of a stack, as one matrix.
         """
-        for key, (expected, dtype) in self.shapes(*flat_shape(tuple(shape))).items():
+        dtypes = self.dtypes()
+        for key, (expected, _) in self.shapes(*flat_shape(tuple(shape))).items():
             name = f"{layer}.{key}"
             actual, kind = found(name)
             is_scalar = actual in ((), (1,)) and expected in ((), (1,))
             if actual != expected and not is_scalar:
                 raise ValueError(
-                    f"{name!r} must have shape {expected} for a weight {tuple(shape)}, got "
-                    f"{actual}; build the model from the checkpoint's config.json"
+                    f"{name!r} must have shape {expected} for a weight {tuple(shape)} in blocks of "
+                    f"{self.block[0]}x{self.block[1]}, got {actual}; build the model from the "
+                    "checkpoint's config.json; other blocks are not read"
                 )
-            if kind not in (dtypes := self.scale_dtypes if key == self.scale else (dtype,)):
+            if kind not in dtypes[key]:
                 raise TypeError(
-                    f"{name!r} must be {' or '.join(map(str, dtypes))}, got {kind}; the checkpoint "
-                    "is damaged"
+                    f"{name!r} must be {' or '.join(map(str, dtypes[key]))}, got {kind}; the "
+                    "checkpoint is damaged"
                 )
 
     def quantizer_for(self, scales: Iterable[Tensor]) -> Quantizer:
@@ -388,24 +410,12 @@ class Layout:
         """
         raise NotImplementedError
 
-    def format_of(self, config: dict[str, Any]) -> Any:
-        """The format in a model's ``quantization_config``, by the layout's name for it."""
-        raise NotImplementedError
-
-
-def _only(values: Sequence[Any], otherwise: Any) -> Any:
-    """The value that all of ``values`` are."""
-    is_one = values and all(value == values[0] for value in values)
-    return values[0] if is_one else otherwise
-
 
 class CompressedTensors(Layout):
     """https://github.com/vllm-project/compressed-tensors"""
 
     name = "compressed-tensors"
     decoded_dtype = torch.bfloat16
-    # By tensor, by row, or in blocks; activations are quantized too, or not.
-    _FP8 = ("float-quantized", "naive-quantized")
 
     def documents(self, encoding: Encoding, excluded: Names, stacked: Names) -> Documents:
         blocks: dict[str, Any] = {"strategy": "group", "group_size": encoding.block[1]}
@@ -427,29 +437,6 @@ class CompressedTensors(Layout):
             "global_compression_ratio": None,
         }
         return {CONFIG: config}
-
-    def format_of(self, config: dict[str, Any]) -> Any:
-        groups, name = config.get("config_groups"), config.get("format")
-        if not isinstance(groups, dict) or name not in ("mixed-precision", *self._FP8):
-            return name
-        default = None if name == "mixed-precision" else name
-        return _only([self._format_of_group(group, default) for group in groups.values()], name)
-
-    def _format_of_group(self, group: Any, name: str | None) -> Any:
-        if not isinstance(group, dict):
-            return group
-        name = group.get("format") or name
-        weights = group.get("weights")
-        if not isinstance(weights, dict):
-            return name
-        if name in self._FP8:
-            is_known = weights.get("block_structure") == [FLOAT8_BLOCK, FLOAT8_BLOCK]
-            return self._FP8[0] if is_known else f"{name} by {weights.get('strategy')}"
-        if name is not None:
-            return name
-        described = [weights.get(key) for key in ("type", "num_bits", "group_size")]
-        fitting = [e.format for e in self.encodings if described == ["float", e.bits, e.block[1]]]
-        return _only(fitting, described)
 
 
 class ModelOpt(Layout):
@@ -475,18 +462,6 @@ class ModelOpt(Layout):
             },
         }
 
-    def format_of(self, config: dict[str, Any]) -> Any:
-        algorithm = self._algorithm(config)
-        layers = config.get("quantized_layers")
-        if algorithm == "MIXED_PRECISION" and isinstance(layers, dict):
-            return _only([self._algorithm(layer) for layer in layers.values()], algorithm)
-        return algorithm
-
-    def _algorithm(self, config: Any) -> str:
-        name = str(config.get("quant_algo") if isinstance(config, dict) else config).upper()
-        # That activations are quantized as well says nothing about the weights.
-        return "W4A16_NVFP4" if name == "NVFP4" else name
-
 
 class FP8(Layout):
     """DeepSeek-V3's, https://huggingface.co/docs/transformers/quantization/finegrained_fp8"""
@@ -497,14 +472,6 @@ class FP8(Layout):
         config = {"quant_method": self.name, "fmt": "e4m3", "activation_scheme": "dynamic"}
         blocks = {"weight_block_size": [*encoding.block], "modules_to_not_convert": [*excluded]}
         return {CONFIG: config | blocks}
-
-    def format_of(self, config: dict[str, Any]) -> Any:
-        block = config.get("weight_block_size")
-        # Scales in ue8m0 are powers of two, whatever dtype they are stored in.
-        if config.get("scale_fmt") not in (None, "float", "ue8m0"):
-            return f"scales in {config['scale_fmt']}"
-        fitting = [e.format for e in self.encodings if block == [*e.block]]
-        return fitting[0] if fitting else f"blocks of {block}"
 
 
 class MXFP4(Layout):
@@ -518,9 +485,6 @@ class MXFP4(Layout):
 
     def documents(self, encoding: Encoding, excluded: Names, stacked: Names) -> Documents:
         return {CONFIG: {"quant_method": self.name, "modules_to_not_convert": [*excluded]}}
-
-    def format_of(self, config: dict[str, Any]) -> Any:
-        return self.encodings[0].format
 
 
 _COMPRESSED_TENSORS = (

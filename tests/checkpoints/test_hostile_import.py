@@ -351,42 +351,6 @@ CONFIGS = [
     ({"quantization_config": {"quant_method": ["fp8"]}}, "quant_method must be one of .* got "),
     ({"quantization_config": {"quant_method": {}}}, "quant_method must be one of .* got {}"),
     ({"quantization_config": {"quant_method": "x" * 10**6}}, r"quant_method must be .*x\.\.\."),
-    *(
-        ({"quantization_config": {"quant_method": method, key: value}}, "format must be one of")
-        for method, key in (
-            ("compressed-tensors", "format"),
-            ("modelopt", "quant_algo"),
-            ("fp8", "weight_block_size"),
-            ("fp8", "scale_fmt"),
-        )
-        for value in (3, "x" * 10**6, ["nvfp4"], {"a": []}, [[128, 128]])
-    ),
-    *(
-        (
-            {
-                "quantization_config": {
-                    "quant_method": "compressed-tensors",
-                    "format": "mixed-precision",
-                    "config_groups": groups,
-                }
-            },
-            "format must be one of .* got 'mixed-precision'",
-        )
-        for groups in (None, [], {}, 3, "nvfp4", {"a": {"weights": 3}, "b": []})
-    ),
-    *(
-        (
-            {
-                "quantization_config": {
-                    "quant_method": "modelopt",
-                    "quant_algo": "MIXED_PRECISION",
-                    "quantized_layers": layers,
-                }
-            },
-            "format must be one of .* got 'MIXED_PRECISION'",
-        )
-        for layers in (None, [], {}, {"a": {"quant_algo": "NVFP4"}, "b": {"quant_algo": "FP8"}})
-    ),
 ]  # fmt: skip
 
 
