@@ -206,7 +206,7 @@ def _misreadings(trained: Trained) -> Iterator[str]:
         shape, (whole, parts) = trained.weights[name].shape, fused_layer(layer)
         cut += [layer] * bool(shape[-2] % encoding.block[0] and layer in parts[:-1])
         if weight.quantizer.layout.tensor_scale == "current" and whole is not None:
-            groups[whole][layer.rpartition(".")[2]] = weight.flush()._amax.item()
+            groups[whole][layer.rpartition(".")[2]] = weight._amax.item()
         sides = zip(shape[-2:], encoding.block, strict=True)
         partial += [layer] * any(n > block and n % block for n, block in sides)
     unequal = [name for name, amaxes in groups.items() if len({*amaxes.values()}) > 1]

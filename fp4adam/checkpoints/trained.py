@@ -72,7 +72,7 @@ class Trained(NamedTuple):
     ) -> Iterator[Entry]:
         try:
             cols = weight.shape[-1]
-            matrix = weight.flush()._alias((weight.numel() // cols, cols))
+            matrix = weight._alias((weight.numel() // cols, cols))
             encoded = self.encoding.encode(matrix)
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}") from None

@@ -44,7 +44,7 @@ def _codes(
     for i, tensor in enumerate(tensors):
         check_square(i, tensor)
         if tensor.quantizer.columnwise and tensor._columnwise_data is not None:
-            codes = (tensor.flush()._rowwise_data, tensor._columnwise_data)
+            codes = (tensor._rowwise_data, tensor._columnwise_data)
             groups.setdefault((tensor.device, tensor.quantizer.layout.code_bits), []).append(
                 (tensor, codes)
             )
