@@ -12,7 +12,7 @@ import torch
 
 import fp4adam
 from fp4adam import plan
-from fp4adam.nn.hardware import REQUIREMENTS
+from fp4adam.nn.operand import FORMATS as OPERANDS
 from fp4adam.nn.recipe import RECIPES
 from fp4adam.nn.summary import format_name
 from fp4adam.tensors import backend
@@ -124,7 +124,7 @@ def support(
         return ("refused",) * len(PARTS)
     is_native = device.type == "cuda" and has_kernels
     cast = "native" if is_native else "emulated"
-    matmul, needed = cast, REQUIREMENTS.get(quantizer)
+    matmul, needed = cast, OPERANDS.get(quantizer)
     if needed is None:
         matmul = "missing: weights alone"
     elif is_native and not needed.is_met_by(capability):

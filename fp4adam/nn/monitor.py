@@ -137,7 +137,7 @@ class QuantizationMonitor:
         self, name: str, weight: QuantizedTensor, param: Tensor, state: dict[str, Any]
     ) -> tuple[_Sums, Any]:
         """The sums of this rank's part of a weight, as tensors on its device; and its amax."""
-        part, (n_rows, _) = rows.own_blocks(weight.flush()), rows.matrix_shape(weight)
+        part, (n_rows, _) = rows.own_blocks(weight), rows.matrix_shape(weight)
         if not weight.numel():
             return _Sums(), 0
         decoded = rows.read(part, torch.float32)

@@ -20,8 +20,7 @@ from fp4adam.formats.scale_groups import (
     resolve_scale_groups,
 )
 from fp4adam.nn.candidates import adapters, candidates, check_module
-from fp4adam.nn.hardware import check_shape
-from fp4adam.nn.operand import has_quantized_operands
+from fp4adam.nn.operand import check_shape, has_quantized_operands
 from fp4adam.nn.recipe import FormatName, Recipe, describe, resolve_recipe
 from fp4adam.nn.replacement import (
     check_attributes,

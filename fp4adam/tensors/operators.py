@@ -153,7 +153,6 @@ def _piece(tensor: QuantizedTensor, dim: int, start: int, end: int) -> Quantized
 def _new_empty(tensor: Tensor, size: Any, *args: Any, **kwargs: Any) -> Tensor:
     if isinstance(tensor, QuantizedTensor) and size == [] and kwargs == {"device": "cpu"}:
         # Asynchronous checkpoints then give the result a copied storage and copied attributes.
-        tensor.flush()
         shape, dtype = tuple(tensor.shape), tensor.dtype
         return torch.Tensor._make_wrapper_subclass(type(tensor), shape, dtype=dtype, device="cpu")
     return torch.Tensor.new_empty(tensor, size, *args, **kwargs)

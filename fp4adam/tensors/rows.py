@@ -130,7 +130,7 @@ def _columns_of(tensor: StoredTensor, name: str, inner: Tensor) -> Tensor:
 
 def read(tensor: StoredTensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
     """Decode a tensor to a plain matrix of ``dtype``; ``after`` as in :meth:`Quantizer.read`."""
-    pending = tensor.flush()._shared.pending
+    pending = tensor._shared.pending
     if pending is not None:
         return rows_of(tensor, pending).to(dtype, copy=True)
     part, rows = own_blocks(tensor), matrix_shape(tensor)[0]
@@ -140,24 +140,49 @@ def read(tensor: StoredTensor, dtype: torch.dtype, after: Tensor | None = None) 
 
 
 def write(tensor: StoredTensor, value: Tensor, amax: Tensor | None = None) -> None:
-    """Overwrite a tensor with plain values on its device; ``amax`` as for ``Quantizer.write``."""
+    """Overwrite a tensor with plain values on its device; ``amax`` as for ``Quantizer.write``.
+
+    Loaders write shards row by row. Where shards share scales, their values are pending until the
+    ranks agree; else they are quantized in whole blocks.
+
+    Raises:
+        RuntimeError: If it is a slice of a whole tensor, or cuts blocks of a shard.
+    """
     shared = tensor._shared
     shares_scales = shared.rows_share_scales
+    if not (is_all(tensor) or shares_scales or _is_run_of_blocks(tensor)):
+        raise RuntimeError(
+            f"a {type(tensor).__name__} must be written as a whole, got values for a slice of "
+            f"shape {tuple(tensor.shape)}, whose scales depend on other rows: write the whole "
+            "weight, or load into plain weights and quantize those"
+        )
     shared.unsettled |= shares_scales
     if tensor.is_meta or not value.numel():
         return
     matrix = value.reshape(matrix_shape(tensor))
-    if not is_all(tensor):
+    if is_all(tensor):
+        shared.pending = matrix.clone() if shares_scales else None
+        if not shares_scales:
+            _quantize(tensor, matrix, amax)
+    elif shares_scales:
         if shared.pending is None:
             shared.pending = _unrounded(tensor, matrix.dtype)
         if shared.pending.dtype != matrix.dtype:
             shared.pending = shared.pending.float()
         rows_of(tensor, shared.pending).copy_(matrix)
-    elif shares_scales:
-        shared.pending = matrix.clone()
     else:
-        shared.pending = None
-        _quantize(tensor, matrix, amax)
+        first = tensor._first_row
+        storage = _stored_between(tensor, first, first + len(matrix))
+        tensor.quantizer.without_derived().write(matrix.contiguous(), storage)
+        _build_derived(_every_row(tensor))
+
+
+def _is_run_of_blocks(tensor: StoredTensor) -> bool:
+    """True for whole blocks of rows of a shard, the last of which may be cut by its end."""
+    block, first = tensor.quantizer.layout.block, tensor._first_row
+    stop = first + matrix_shape(tensor)[0]
+    is_cut = first % block or (stop % block and stop < stored_rows(tensor))
+    return tensor._shared.global_spec is not None and has_all_columns(tensor) and not is_cut
 
 
 def _unrounded(tensor: StoredTensor, dtype: torch.dtype) -> Tensor:
@@ -168,21 +193,9 @@ def _unrounded(tensor: StoredTensor, dtype: torch.dtype) -> Tensor:
     return init_val.reshape(-1, stored_shape(tensor)[1]).to(tensor.device, copy=True)
 
 
-def flush(tensor: StoredTensor) -> None:
-    """Quantize pending rows, unless their scales depend on other ranks."""
-    shared = tensor._shared
-    if shared.pending is None or shared.rows_share_scales:
-        return
-    pending, shared.pending = shared.pending, None
-    _quantize(_every_row(tensor), pending)
-    shared.mark_written()
-    if shared.init_val is not None:
-        shared.init_val = pending
-
-
 def copy_bytes(tensor: StoredTensor, source: StoredTensor, non_blocking: bool) -> bool:
     """Copy codes and scales of ``source`` if the formats allow it; False if nothing was copied."""
-    shared, other = tensor._shared, source.flush()._shared
+    shared, other = tensor._shared, source._shared
     if type(tensor) is not type(source):
         return False
     if not tensor.quantizer.writes_codes_of(source.quantizer):
@@ -254,7 +267,7 @@ def is_of(tensor: StoredTensor, value: Tensor, slack: int = 0) -> bool:
     The scales themselves are not compared: with shards they may depend on other ranks. Codes may
     differ by ``slack``, in formats with one code per byte.
     """
-    pending = tensor.flush()._shared.pending
+    pending = tensor._shared.pending
     part, (rows, cols) = own_blocks(tensor), matrix_shape(tensor)
     own = slice(part._first_row, part._first_row + rows)
 
@@ -329,7 +342,7 @@ def parallel_part(
     """
     check_parallel(tensor, dim, n_parts)
     quantizer, size = tensor.quantizer, tensor.shape[dim] // n_parts
-    window = tensor.flush().narrow(dim, number * size, size)
+    window = tensor.narrow(dim, number * size, size)
     shape = tuple(window.shape)
     shared = SharedStorage(
         quantizer.zeros(*flat_shape(shape), tensor.device),

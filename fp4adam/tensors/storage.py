@@ -161,8 +161,8 @@ class SharedStorage:
         parallel: The ``ShardInfo`` of tensor parallelism, or None. Copies to files have none.
         rows: Number of rows of the stored matrix that hold values; None for all of them.
         first_row: Index of the first such row; None for a shard that has not been written yet.
-        pending: Plain values [rows, cols] that were written but are not quantized yet, because
-            quantization needs all rows of the tensor.
+        pending: Plain values [rows, cols] that are not quantized yet, because their scales depend
+            on rows of other ranks, or of the tensor that they were copied from.
         init_val: The high-precision initial value, if it was kept for the optimizer; a tensor on
             the meta device if the next value that is written is to be kept.
         unsettled: Whether a shard may have been written since the ranks last agreed on its scales.
@@ -212,9 +212,7 @@ class SharedStorage:
     @property
     def rows_share_scales(self) -> bool:
         """Whether quantization needs rows that this storage does not hold."""
-        if self.global_spec is not None:
-            return self.global_spec.shares_scales
-        return self.is_part
+        return self.is_part if self.global_spec is None else self.global_spec.shares_scales
 
     @property
     def is_part(self) -> bool:

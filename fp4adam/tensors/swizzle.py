@@ -224,10 +224,9 @@ def row_by_row(swizzled: Tensor, rows: int, blocks: int) -> Tensor:
 
 def swizzle_padded(scales: Tensor) -> Tensor:
     """Swizzle contiguous scales [rows padded to 128, blocks padded to 4], in one copy."""
-    swizzled = torch.empty_like(scales)
     rows, blocks = scales.shape
-    row_by_row(swizzled, rows, blocks).copy_(scales.view(rows // 128, 4, 32, blocks // 4, 4))
-    return swizzled
+    tiles = scales.view(rows // 128, 4, 32, blocks // 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.clone(memory_format=torch.contiguous_format).view(-1).view(rows, blocks)
 
 
 def _write(pair: ScalePair, undo: bool) -> None:

@@ -21,7 +21,7 @@ def _code_bytes(name: str, transposed: bool, doc: str) -> property:
     """The codes of one direction in the shape of the tensor; assignment moves them elsewhere."""
 
     def get(tensor: Any) -> Tensor | None:
-        codes, shape = getattr(tensor.flush(), name), tuple(tensor.shape)
+        codes, shape = getattr(tensor, name), tuple(tensor.shape)
         if codes is None or codes.numel() != tensor.numel():
             return codes
         return codes.view(shape[-1:] + shape[:-1] if transposed else shape)
@@ -102,7 +102,7 @@ class TensorNames:
                 "stored already, or follow from rowwise codes of the whole tensor, got neither; "
                 f"make the tensor with {added[0]}=True"
             )
-        stored = self.flush()._shared.tensors.existing()
+        stored = self._shared.tensors.existing()
         if added:
             stored = new.zeros(*rows.matrix_shape(self), self.device).existing() | stored
         kept = {name: stored[name] for name in new.layout.shapes(*rows.stored_shape(self))}
@@ -118,7 +118,7 @@ class Float8Names:
     _data = _code_bytes("_rowwise_data", False, "``rowwise_data`` in the shape of the tensor.")
     _transpose = _code_bytes("_columnwise_data", True, "``columnwise_data``, last dimension first.")
     _scale_inv = property(
-        lambda tensor: tensor.quantizer.per_tensor_scale(tensor.flush()._amax),
+        lambda tensor: tensor.quantizer.per_tensor_scale(tensor._amax),
         doc="Decode scale, float32 [1].",
     )
     # Transposed codes are written with the others.

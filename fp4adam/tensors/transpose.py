@@ -44,7 +44,7 @@ def _codes(
     for i, tensor in enumerate(tensors):
         check_square(i, tensor)
         if tensor.quantizer.columnwise and tensor._columnwise_data is not None:
-            codes = (tensor.flush()._rowwise_data, tensor._columnwise_data)
+            codes = (tensor._rowwise_data, tensor._columnwise_data)
             groups.setdefault((tensor.device, tensor.quantizer.layout.code_bits), []).append(
                 (tensor, codes)
             )
@@ -52,32 +52,21 @@ def _codes(
 
 
 def transposed_codes(codes: Tensor, bits: int) -> Tensor:
-    """A transposed copy of uint8 codes: [rows, cols * bits / 8] to [cols, rows * bits / 8].
-
-    A stack of matrices [n, ...] is transposed matrix by matrix, in one launch.
-    """
-    return (_transposed if backend.runs_eagerly(codes) else _transposed_op)(codes, bits)
-
-
-def _transposed(codes: Tensor, bits: int) -> Tensor:
-    transposed = _room_for_transposed(codes, bits)
-    if codes.dim() == 2:
-        pairs = [(codes, transposed)]
-    else:
-        pairs = list(zip(codes.unbind(), transposed.unbind(), strict=True))
-    transpose_codes(pairs, bits, codes.device)
+    """A transposed copy of uint8 codes: [rows, cols * bits / 8] to [cols, rows * bits / 8]."""
+    if not (backend.runs_eagerly(codes) and backend.uses_kernels(codes.device)):
+        return _transposed(codes, bits)
+    rows, width = codes.shape
+    transposed = codes.new_empty(width * 8 // bits, rows * bits // 8)
+    transpose_codes([(codes, transposed)], bits, codes.device)
     return transposed
 
 
-def _room_for_transposed(codes: Tensor, bits: int) -> Tensor:
-    *stack, rows, width = codes.shape
-    return codes.new_empty(*stack, width * 8 // bits, rows * bits // 8)
-
-
-_transposed_op = torch.library.custom_op("fp4adam::transposed_codes", mutates_args=())(_transposed)
-
-
-_transposed_op.register_fake(_room_for_transposed)
+def _transposed(codes: Tensor, bits: int) -> Tensor:
+    """The same in plain operators, which ``torch.compile`` can fuse."""
+    if bits == 8:
+        return codes.t().contiguous()
+    nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(1).t()
+    return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
 
 
 def check_square(i: int, tensor: StoredTensor, name: str = "tensors") -> None:

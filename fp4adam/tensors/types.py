@@ -44,9 +44,6 @@ class StoredTensor(Protocol):
     _start: int  # index of its first row and column in the storage
     _start_col: int
 
-    def flush(self) -> "StoredTensor":
-        """Quantize pending rows."""
-
     def dim(self) -> int:
         """The number of dimensions."""
 
