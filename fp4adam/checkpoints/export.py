@@ -3,7 +3,7 @@
 import json
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fp4adam.checkpoints import folder as checkpoint_folder
-from fp4adam.checkpoints.folder import CONFIG, Entry
-from fp4adam.checkpoints.layouts import find_layout
+from fp4adam.checkpoints.folder import CONFIG, HF_QUANT_CONFIG, Entry
+from fp4adam.checkpoints.layouts import find_layout, hf_quant_config
 from fp4adam.checkpoints.model_state import module_names, pieces_of, plain_name
 from fp4adam.checkpoints.trained import (
     Trained,
@@ -98,10 +98,10 @@ def export_checkpoint(
     for text in _misreadings(trained):
         warnings.warn(text, stacklevel=2)
     excluded, stacked = _unquantized_modules(trained.model, module_names(trained.pieces))
-    quantization = trained.layout.documents(trained.encoding, excluded, stacked)
-    content = {**documents[CONFIG], "quantization_config": quantization[CONFIG]}
-    documents.update(quantization, **{CONFIG: content})
-
+    described = trained.layout.describe(trained.encoding, excluded, stacked)
+    documents[CONFIG]["quantization_config"] = {"quant_method": layout, **described}
+    if layout == "modelopt":
+        documents[HF_QUANT_CONFIG] = hf_quant_config(trained.encoding, excluded)
     _write(folder, trained.entries(), documents, max_shard_bytes, trained.weights)
 
 
@@ -171,7 +171,9 @@ def export_masters(
         )
     model, weights = tensors_of(model)
     stored = stored_pieces(pieces_of(model, weights))
-    master_of = _masters_of(optimizer)
+    # Masters, or values where others have written them.
+    is_ours = isinstance(optimizer, FusedAdam)
+    master_of = optimizer._current_masters() if is_ours else lambda weight: None
     parameters = set(model.parameters())
 
     def entries() -> Iterator[Entry]:
@@ -192,13 +194,6 @@ def export_masters(
 
     documents = _documents_of(model, config, dtype)
     _write(folder, entries(), documents, max_shard_bytes, weights)
-
-
-def _masters_of(optimizer: Optimizer) -> Callable[[Tensor], Tensor | None]:
-    """A function that returns the FP32 master of one weight, or its value if others wrote it."""
-    if not isinstance(optimizer, FusedAdam):
-        return lambda weight: None
-    return optimizer._current_masters()
 
 
 def _misreadings(trained: Trained) -> Iterator[str]:
@@ -276,18 +271,13 @@ def _unquantized_modules(
 
 def _documents_of(model: nn.Module, config: Any, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     """The JSON files of a model by name, without quantization."""
-    documents = {CONFIG: _config_of(model, config, dtype)}
+    documents: dict[str, dict[str, Any]] = {CONFIG: {}}
     generation = getattr(model, "generation_config", None)
     if hasattr(generation, "to_json_string"):
         documents[GENERATION_CONFIG] = json.loads(generation.to_json_string())
-    return documents
-
-
-def _config_of(model: nn.Module, config: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """The content of ``config.json``, without quantization."""
     config = getattr(model, "config", None) if config is None else config
     if config is None:
-        return {}
+        return documents
     if hasattr(config, "to_json_string"):
         content = json.loads(config.to_json_string())
     elif isinstance(config, dict):
@@ -301,7 +291,8 @@ def _config_of(model: nn.Module, config: Any, dtype: torch.dtype) -> dict[str, A
     # FSDP2 prefixes the name of the class with its own.
     architecture = type(model).__name__.removeprefix("FSDP")
     content["architectures"] = content.get("architectures") or [architecture]
-    return {**content, "dtype": str(dtype).removeprefix("torch.")}
+    documents[CONFIG] = {**content, "dtype": str(dtype).removeprefix("torch.")}
+    return documents
 
 
 def _check_size(max_shard_bytes: int) -> None:

@@ -29,7 +29,6 @@ from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
 
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_STRIP = 2**20  # elements
 
 
 def import_checkpoint(
@@ -77,8 +76,7 @@ def import_checkpoint(
     Raises:
         FileNotFoundError: If a file is missing.
         ValueError: If the layout is unknown, a file is damaged or lies outside of the folder, if
-            names, shapes or scales do not fit the model, the layout or the quantizer, or if values
-            are not finite.
+            names, shapes or scales do not fit the model, the layout or the quantizer.
         TypeError: If a dtype does not fit.
         ImportError: If safetensors is not installed.
 
@@ -335,16 +333,9 @@ class _Import:
         amax = self.files.metadata.get(f"{layer}.weight.amax")
         try:
             amax = None if amax is None else torch.tensor(float.fromhex(amax), device=device)
-            weight = self.encoding.wrap(stored, self.shape(layer), old.dtype, quantizer, amax)
+            return self.encoding.wrap(stored, self.shape(layer), old.dtype, quantizer, amax)
         except (ValueError, OverflowError) as error:
             raise ValueError(f"layer {layer!r}: {error}") from None
-        matrix = weight._alias(flat_shape(weight.shape))
-        rows = max(_STRIP // matrix.shape[1] // 128, 1) * 128  # whole blocks
-        for strip in matrix.split(rows):  # decoded as a whole, it would take the most memory
-            is_plain = not isinstance(strip, QuantizedTensor)  # of formats that rows do not divide
-            value = strip if is_plain else strip.dequantize(old.dtype)
-            _check_finite(f"{layer}.weight", value)
-        return weight
 
     def plain_values(self) -> dict[str, Tensor]:
         """The values of everything that is not quantized, in the dtypes of the model."""
@@ -370,19 +361,7 @@ class _Import:
     def _plain_value(self, name: str) -> Tensor:
         """The value of a tensor that is not quantized, in the dtype of the model."""
         old = self.state[name]
-        value = self.files.read(name, self._home(old)).view(old.shape).to(old.dtype)
-        if isinstance(old, nn.Parameter):  # buffers may be masks
-            _check_finite(name, value)
-        return value
-
-
-def _check_finite(name: str, value: Tensor) -> None:
-    if not value.isfinite().all():
-        bad = value[~value.isfinite()][0].item()
-        raise ValueError(
-            f"{name!r} must be finite in {value.dtype}, got {bad}; the checkpoint is damaged, or "
-            "its training has diverged"
-        )
+        return self.files.read(name, self._home(old)).view(old.shape).to(old.dtype)
 
 
 def _distributed(whole: Tensor, target: Tensor) -> Tensor:

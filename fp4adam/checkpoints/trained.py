@@ -41,9 +41,8 @@ class Trained(NamedTuple):
     def of(cls, model: nn.Module, layout: Layout) -> "Trained":
         """Check that ``layout`` can hold a model; raises ValueError if not."""
         model, weights = tensors_of(model)
-        quantized = {
-            n: local(w) for n, w in weights.items() if isinstance(local(w), QuantizedTensor)
-        }
+        shards = {name: local(weight) for name, weight in weights.items()}
+        quantized = {n: x for n, x in shards.items() if isinstance(x, QuantizedTensor)}
         encoding = _encoding_for(layout, quantized)
         linear = [
             plain_name(f"{name}.weight")
