@@ -162,6 +162,11 @@ def resolve_recipe(recipe: FormatName | Quantizer | Recipe) -> Quantizer:
     return dataclasses.replace(_named(recipe), columnwise=False)
 
 
+def format_name(quantizer: Quantizer) -> str:
+    """The name of a format in tables: "NVFP4", "MXFP8", "Float8Block"."""
+    return type(quantizer).__name__.removesuffix("Quantizer")
+
+
 def describe(quantizer: Quantizer) -> str:
     """Its format and the options that are not the defaults, such as "NVFP4 (columnwise=False)"."""
     usual = type(quantizer)()
@@ -171,7 +176,7 @@ def describe(quantizer: Quantizer) -> str:
     words = [f"{key}={value!r}" for key, value in options.items() if value != getattr(usual, key)]
     operands, usual = quantizer.operands._asdict(), usual.operands._asdict()
     words += [f"{key}={value}" for key, value in operands.items() if value != usual[key]]
-    name = type(quantizer).__name__.removesuffix("Quantizer")
+    name = format_name(quantizer)
     return f"{name} ({', '.join(words)})" if words else name
 
 
