@@ -136,6 +136,8 @@ def _larger(x, y):
 def _amax(x, AXIS: tl.constexpr, KEEPS_NAN: tl.constexpr):
     """Largest magnitude along an axis; NaN if any is NaN (KEEPS_NAN), or 0 if all are."""
     if not KEEPS_NAN:
+        if not is_compiled():
+            x = tl.where(x == x, x, 0.0)  # NumPy warns of NaN alone
         amax = tl.max(tl.abs(x), AXIS)
         amax = tl.where(amax == amax, amax, 0.0)
     elif is_compiled():

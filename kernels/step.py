@@ -15,12 +15,11 @@ from fp4adam.kernels import adam
 from fp4adam.kernels.adam import (
     SIGNALS,
     Variant,
-    adam_master_tile,
-    adam_step_tile,
     lanes_of_states,
     load_scalars,
     state_lanes,
     state_pointers,
+    step_tile,
 )
 from fp4adam.kernels.amax_preview import (
     PreviewedLaunch,
@@ -246,30 +245,28 @@ def step_kernel(
         states.value_extra, first, BR * cols if DOWN else BC, cols, VALUE, min(PARTS, 4), BR, BC
     )
     number = 0  # counted apart from ``i``, which the loop is ahead with when it prefetches
-    for i in tl.range(0, PARTS, num_stages=STAGES):
+    # Unrolled, held parts are inserted by no instructions; masters of codes make that too long.
+    UNROLL: tl.constexpr = PARTS if HOLDS and not FROM_CODES and not MASKED else 1
+    for i in tl.range(0, PARTS, num_stages=STAGES, loop_unroll_factor=UNROLL):
         ahead_row, ahead_col = _part_at(first_row, first_col, i, DOWN, BR, BC)
         row, col = _part_at(first_row, first_col, number, DOWN, BR, BC)
         ahead, start = tile_start(ahead_row, ahead_col, cols), tile_start(row, col, cols)
         mask = edge_mask(row, col, rows, cols, MASKED, BR, BC)
-        dither = None
+        master, value_scale = None, None
         if FROM_CODES:
             remainders = states.value if SPLITS else None
-            value = load_masters(
+            master = load_masters(
                 storage, remainders, ahead, row, col, rows, cols, mask, old_amax, epsilon, F, BR,
                 BC, LANES,
             )  # fmt: skip
-            value, dither, new_ratio = adam_master_tile(
-                states, ahead, start, cols, mask, value, constants, VARIANT, True, BR, BC
-            )
-            if PREVIEWS:
-                new_ratio = tl.max(tl.reshape(new_ratio, (BR, BC // LANES, LANES)), 2)
-                ratio = tl.maximum(ratio, new_ratio)
-        else:
+        if PARTS <= 4:
             value_scale = ((value_scales >> (8 * i)) & 0xFF).to(tl.uint8)
-            value = adam_step_tile(
-                states, ahead, start, cols, mask, constants, VARIANT, True, BR, BC,
-                value_scale=value_scale if PARTS <= 4 else None,
-            )  # fmt: skip
+        value, dither, new_ratio = step_tile(
+            states, ahead, start, cols, mask, constants, VARIANT, True, BR, BC, master, value_scale
+        )
+        if PREVIEWS and SPLITS:
+            new_ratio = tl.max(tl.reshape(new_ratio, (BR, BC // LANES, LANES)), 2)
+            ratio = tl.maximum(ratio, new_ratio)
         if MASKED:
             value = tl.where(mask, value, 0.0)
         if HOLDS:
@@ -429,7 +426,7 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
             return Form(128, 128, 128, 128, 8, 1, 255), masked
         if are_narrow(*codecs):
             return Form(128, 128, 32, 128, 8, 1, 255), masked
-        return Form(128, 128, 16, 128, 16, 2, 128), masked
+        return Form(128, 128, 32, 128, 16, 1, 128), masked
     return Form(64, 64, 16, 64, 2 if has_lanes else 4, 3, most), small
 
 

@@ -186,19 +186,14 @@ def plain_jobs(codecs, sm):
             continue  # only of quantized weights
         used = codec, *codecs[1:]
         options = variant(used, grad, value, param)
-        jobs[f"adam {name}{STATE_CODECS[codecs]}"] = job(
-            "plain_step._block_kernel",
-            TABLES,
-            {**options, "BLOCK": plain_step.BLOCK},
-            maxnreg=max_registers(*used),
-        )
-        if are_narrow(*used):
-            sizes = dict(zip(("BR", "LOOP", "STAGES"), plain_step.LOOP_TILE, strict=True))
-            jobs[f"adam {name} loop{STATE_CODECS[codecs]}"] = job(
-                "plain_step._loop_kernel",
+        loops = (1, plain_step.LOOP) if are_narrow(*used) else (1,)
+        for loop in loops:
+            limit = plain_step.loop_registers(used, sm) if loop > 1 else max_registers(*used)
+            jobs[f"adam {name}{' loop' * (loop > 1)}{STATE_CODECS[codecs]}"] = job(
+                "plain_step._plain_kernel",
                 TABLES,
-                {**options, **sizes},
-                maxnreg=plain_step.loop_registers(used, sm),
+                {**options, "LOOP": loop, "STAGES": plain_step.STAGES},
+                maxnreg=limit,
             )
     return jobs
 
