@@ -6,16 +6,20 @@ Exchanging an inner tensor replaces the ``Storage``. So the identity of ``tensor
 and the ``_version`` of the inner tensors shows writes.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fp4adam.tensors.blocks import flat_shape
-from fp4adam.tensors.types import Format
+
+if TYPE_CHECKING:
+    from fp4adam.tensors.quantizer import Quantizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,7 +48,7 @@ class Storage:
     counter: Tensor | None = None
 
     @classmethod
-    def of(cls, inner: Mapping[str, Tensor]) -> "Storage":
+    def of(cls, inner: Mapping[str, Tensor]) -> Storage:
         """A storage on the memory of ``inner``, with one shared version.
 
         No other code may use these tensors.
@@ -56,11 +60,11 @@ class Storage:
             counted[name].data = tensor  # replaces everything but the version
         return cls(**counted, counter=counter)
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> "Storage":
+    def map(self, function: Callable[[Tensor], Tensor]) -> Storage:
         """A new storage with ``function`` applied to each inner tensor."""
         return Storage.of({name: function(x) for name, x in self.existing().items()})
 
-    def exchange(self, **inner: Tensor | None) -> "Storage":
+    def exchange(self, **inner: Tensor | None) -> Storage:
         """A new storage with some inner tensors replaced."""
         return dataclasses.replace(self, counter=None, **inner)
 
@@ -116,7 +120,7 @@ class GlobalSpec:
     """
 
     shape: tuple[int, ...]
-    quantizer: Format
+    quantizer: Quantizer
     chunk: int
     is_parallel: bool = False
 

@@ -3,9 +3,11 @@
 Each says in a line what it is here. ``tests/interop/te_names.md`` lists those that are left out.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -14,7 +16,10 @@ from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.storage import Storage
 from fp4adam.tensors.swizzle import build_gemm_scales
 from fp4adam.tensors.transpose import build_columnwise
-from fp4adam.tensors.types import Format, StoredTensor
+
+if TYPE_CHECKING:
+    from fp4adam.tensors.quantized_tensor import QuantizedTensor
+    from fp4adam.tensors.quantizer import Quantizer
 
 
 def _code_bytes(name: str, transposed: bool, doc: str) -> property:
@@ -37,13 +42,13 @@ def _code_bytes(name: str, transposed: bool, doc: str) -> property:
 class TensorNames:
     """Names of ``QuantizedTensor`` in Transformer Engine, as a part of this package's class."""
 
-    quantizer: Format
+    quantizer: Quantizer
     # Scales in ``rowwise_scale_inv`` are never swizzled; the swizzled ones have names of their own.
     _with_gemm_swizzled_scales = False
 
     _quantizer = property(lambda tensor: tensor.quantizer, doc="``quantizer``.")
 
-    def _get_quantizer(self) -> Format:
+    def _get_quantizer(self) -> Quantizer:
         return self.quantizer
 
     def get_usages(self) -> dict[str, bool]:
@@ -155,20 +160,20 @@ class QuantizerNames:
                     "tensor.update_usage()"
                 )
 
-    def copy(self) -> Format:
+    def copy(self) -> Quantizer:
         """The quantizer itself, because it is immutable."""
         return self
 
-    def __call__(self, x: Tensor) -> StoredTensor:
+    def __call__(self, x: Tensor) -> QuantizedTensor:
         return self.quantize(x)
 
-    def multi_quantize(self, tensors: Sequence[Tensor]) -> list[StoredTensor]:
+    def multi_quantize(self, tensors: Sequence[Tensor]) -> list[QuantizedTensor]:
         """Quantize several tensors."""
         return [self.quantize(x) for x in tensors]
 
     def update_quantized(
-        self, src: Tensor, dst: StoredTensor, *, noop_flag: Tensor | None = None
-    ) -> StoredTensor:
+        self, src: Tensor, dst: QuantizedTensor, *, noop_flag: Tensor | None = None
+    ) -> QuantizedTensor:
         """``dst.quantize_(src)``.
 
         Raises:

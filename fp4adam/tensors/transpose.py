@@ -1,5 +1,7 @@
 """Columnwise codes built by transposing rowwise ones, for square blocks, which share scales."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,15 +12,15 @@ from fp4adam.kernels.launch import tile_lists
 from fp4adam.kernels.launch.schema import CAST, table_row
 from fp4adam.kernels.launch.tile_lists import Region
 from fp4adam.tensors import backend
-from fp4adam.tensors.types import StoredTensor
 
 if TYPE_CHECKING:
     from fp4adam.kernels.launch.launch import Launch
+    from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 ALIGNMENT = 16  # in bytes, and of sizes in elements, for the kernel that transposes whole words
 
 
-def build_columnwise(tensors: Sequence[StoredTensor]) -> None:
+def build_columnwise(tensors: Sequence[QuantizedTensor]) -> None:
     """Rebuild the columnwise codes of tensors with square blocks from their rowwise codes.
 
     Addresses stay. There are at most two launches per code width and device, for any number of
@@ -37,8 +39,8 @@ def build_columnwise(tensors: Sequence[StoredTensor]) -> None:
 
 
 def _codes(
-    tensors: Sequence[StoredTensor],
-) -> dict[tuple[torch.device, int], list[tuple[StoredTensor, tuple[Tensor, Tensor]]]]:
+    tensors: Sequence[QuantizedTensor],
+) -> dict[tuple[torch.device, int], list[tuple[QuantizedTensor, tuple[Tensor, Tensor]]]]:
     """By device and code width, the tensors with columnwise codes; each with all of its codes."""
     groups: dict[tuple[torch.device, int], list] = {}
     for i, tensor in enumerate(tensors):
@@ -69,7 +71,7 @@ def _transposed(codes: Tensor, bits: int) -> Tensor:
     return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
 
 
-def check_square(i: int, tensor: StoredTensor, name: str = "tensors") -> None:
+def check_square(i: int, tensor: QuantizedTensor, name: str = "tensors") -> None:
     """Raise ValueError unless columnwise codes, if any, can be built from rowwise ones."""
     kind = type(tensor).__name__
     quantizer = getattr(tensor, "quantizer", None)
@@ -101,9 +103,7 @@ def transpose_codes(pairs: list[tuple[Tensor, Tensor]], bits: int, device: torch
         launch_all(pairs[0][0], _launches(pairs, bits, device))
 
 
-def _launches(
-    pairs: list[tuple[Tensor, Tensor]], bits: int, device: torch.device
-) -> list["Launch"]:
+def _launches(pairs: list[tuple[Tensor, Tensor]], bits: int, device: torch.device) -> list[Launch]:
     from fp4adam.kernels import transpose
 
     rows: list[list[int]] = []
