@@ -31,12 +31,7 @@ ALIGNMENT = 16  # in bytes, of everything that kernels read and write
 
 
 class Whole(NamedTuple):
-    """The tensor that a source is one rank's rows of.
-
-    Attributes:
-        shape: Its shape.
-        chunk: Size of each shard along the first dimension; the last shards may be smaller.
-    """
+    """The shape of the tensor that a source is one rank's rows of, and the size of each shard."""
 
     shape: tuple[int, ...]
     chunk: int
