@@ -11,6 +11,7 @@ from torch import Tensor
 from fp4adam import (
     Float8BlockQuantizer,
     Float8Quantizer,
+    MXFP4Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     PartialCast,
@@ -28,6 +29,8 @@ from test_quantizer_properties import examples, matrices
 FORMATS = {
     "nvfp4": (NVFP4Quantizer(), 16),
     "nvfp4-rowwise": (NVFP4Quantizer(columnwise=False, optimize_for_gemm=True), 16),
+    "mxfp4": (MXFP4Quantizer(), 32),
+    "mxfp4-floor": (MXFP4Quantizer(scale_rounding="floor"), 32),
     "mxfp8": (MXFP8Quantizer(), 32),
     "mxfp8-rowwise": (MXFP8Quantizer(columnwise=False), 32),
     "mxfp8-columnwise": (MXFP8Quantizer(rowwise=False), 32),
@@ -150,7 +153,6 @@ def test_whole_tiles_and_cut_ones_give_the_full_cast(path_device):
     ):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(i))
         weights.append(quantizer.quantize(torch.ones_like(x)).to(path_device))
-        weights[i][:16].copy_(torch.full_like(x[:16], 2))  # quantized later, unless it is over
         values.append(x.to(path_device).view(-1))
         # All of the second weight belongs to the last rank, in whole tiles.
         cuts.append([0, 0, 0, x.numel()] if i == 1 else [0, 48, x.numel() // 3 + 5, x.numel()])
