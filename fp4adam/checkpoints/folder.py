@@ -182,7 +182,8 @@ def write(
 def _shards(entries: Iterable[Entry], max_shard_bytes: int) -> Iterator[list[Entry]]:
     shard: list[Entry] = []
     size = 0
-    for entry in entries:
+    for tensors, metadata in entries:
+        entry = Entry({name: x.cpu().contiguous() for name, x in tensors.items()}, metadata)
         if shard and size + entry.nbytes > max_shard_bytes:
             yield shard
             shard, size = [], 0

@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fp4adam.checkpoints.hub_names import pieces_of
 from fp4adam.checkpoints.layouts import LAYOUTS, Encoding
 from fp4adam.checkpoints.model_state import (
     ACTIVATION_SCALES,
     CACHE_SCALES,
     model_state,
+    pieces_of,
     unwrapped,
 )
 from fp4adam.checkpoints.named_tensors import NamedTensors
@@ -29,7 +29,6 @@ from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
 
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_STRIP = 2**20  # elements
 
 
 def import_checkpoint(
@@ -77,8 +76,7 @@ def import_checkpoint(
     Raises:
         FileNotFoundError: If a file is missing.
         ValueError: If the layout is unknown, a file is damaged or lies outside of the folder, if
-            names, shapes or scales do not fit the model, the layout or the quantizer, or if values
-            are not finite.
+            names, shapes or scales do not fit the model, the layout or the quantizer.
         TypeError: If a dtype does not fit.
         ImportError: If safetensors is not installed.
 
@@ -229,11 +227,6 @@ class _Import:
         layers = sorted(
             {layer for layer, _, key in (n.rpartition(".") for n in stored) if key in keys}
         )
-        if not layers:
-            raise ValueError(
-                f"a checkpoint in {self.encoding.format!r} must have tensors named "
-                f"{' and '.join(sorted(keys))}, got none; it is damaged"
-            )
         for layer in layers:
             for key in self.keys:
                 if f"{layer}.{key}" not in stored:
@@ -340,16 +333,9 @@ class _Import:
         amax = self.files.metadata.get(f"{layer}.weight.amax")
         try:
             amax = None if amax is None else torch.tensor(float.fromhex(amax), device=device)
-            weight = self.encoding.wrap(stored, self.shape(layer), old.dtype, quantizer, amax)
+            return self.encoding.wrap(stored, self.shape(layer), old.dtype, quantizer, amax)
         except (ValueError, OverflowError) as error:
             raise ValueError(f"layer {layer!r}: {error}") from None
-        matrix = weight._alias(flat_shape(weight.shape))
-        rows = max(_STRIP // matrix.shape[1] // 128, 1) * 128  # whole blocks
-        for strip in matrix.split(rows):  # decoded as a whole, it would take the most memory
-            is_plain = not isinstance(strip, QuantizedTensor)  # of formats that rows do not divide
-            value = strip if is_plain else strip.dequantize(old.dtype)
-            _check_finite(f"{layer}.weight", value)
-        return weight
 
     def plain_values(self) -> dict[str, Tensor]:
         """The values of everything that is not quantized, in the dtypes of the model."""
@@ -375,19 +361,7 @@ class _Import:
     def _plain_value(self, name: str) -> Tensor:
         """The value of a tensor that is not quantized, in the dtype of the model."""
         old = self.state[name]
-        value = self.files.read(name, self._home(old)).view(old.shape).to(old.dtype)
-        if isinstance(old, nn.Parameter):  # buffers may be masks
-            _check_finite(name, value)
-        return value
-
-
-def _check_finite(name: str, value: Tensor) -> None:
-    if not value.isfinite().all():
-        bad = value[~value.isfinite()][0].item()
-        raise ValueError(
-            f"{name!r} must be finite in {value.dtype}, got {bad}; the checkpoint is damaged, or "
-            "its training has diverged"
-        )
+        return self.files.read(name, self._home(old)).view(old.shape).to(old.dtype)
 
 
 def _distributed(whole: Tensor, target: Tensor) -> Tensor:
@@ -428,11 +402,10 @@ def _fill_buffers(model: nn.Module, modules: list[nn.Module], device: torch.devi
 
 
 def encoding_of(files: CheckpointReader) -> Encoding:
-    """How a checkpoint stores its quantized weights."""
+    """The encoding of the layout that config.json names which fits the tensors."""
     config = files.config.get("quantization_config")
-    details = files.hf_quant_config.get("quantization")
-    if config is None and isinstance(details, dict):
-        config = {**details, "quant_method": "modelopt"}
+    if config is None and isinstance(files.hf_quant_config.get("quantization"), dict):
+        config = {"quant_method": "modelopt"}
     if not isinstance(config, dict):
         raise ValueError(
             f"config.json in {str(files.folder)!r} must have a quantization_config, got none; "
@@ -445,12 +418,11 @@ def encoding_of(files: CheckpointReader) -> Encoding:
             f"quant_method must be one of {', '.join(LAYOUTS)} to be imported, got "
             f"{short(method)}; load the checkpoint decoded, and call quantize_model"
         )
-    name = layout.format_of(config)
     for encoding in layout.encodings:
-        if encoding.format == name:
+        if encoding.is_in(files.names(), files.dtype):
             return encoding
     held = ", ".join(encoding.format for encoding in layout.encodings)
     raise ValueError(
-        f"format must be one of {held} for quant_method {method!r} to be imported, got "
-        f"{short(name)}"
+        f"the checkpoint must have weights in one of {held} for quant_method {method!r} to be "
+        "imported, got none; load it decoded, and call quantize_model"
     )

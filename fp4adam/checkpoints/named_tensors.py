@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4adam.checkpoints.hub_names import Piece
 from fp4adam.checkpoints.layouts import Encoding
+from fp4adam.checkpoints.model_state import Piece
 from fp4adam.checkpoints.reader import CheckpointReader
 
 

@@ -7,13 +7,11 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from fp4adam.checkpoints.folder import Entry
-from fp4adam.checkpoints.hub_names import Piece, pieces_of
 from fp4adam.checkpoints.layouts import LAYOUTS, Encoding, Layout
-from fp4adam.checkpoints.model_state import model_state, plain_name, unwrapped
+from fp4adam.checkpoints.model_state import Piece, model_state, pieces_of, plain_name, unwrapped
 from fp4adam.distributed.dtensor import is_dtensor, local, sharded_dims
 from fp4adam.distributed.tensor_parallel import gather_whole
 from fp4adam.nn.candidates import check_module
-from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.rows import is_whole_blocks
 
@@ -43,9 +41,8 @@ class Trained(NamedTuple):
     def of(cls, model: nn.Module, layout: Layout) -> "Trained":
         """Check that ``layout`` can hold a model; raises ValueError if not."""
         model, weights = tensors_of(model)
-        quantized = {
-            n: local(w) for n, w in weights.items() if isinstance(local(w), QuantizedTensor)
-        }
+        shards = {name: local(weight) for name, weight in weights.items()}
+        quantized = {n: x for n, x in shards.items() if isinstance(x, QuantizedTensor)}
         encoding = _encoding_for(layout, quantized)
         linear = [
             plain_name(f"{name}.weight")
@@ -74,7 +71,9 @@ class Trained(NamedTuple):
         self, name: str, weight: QuantizedTensor, stored: Iterable[tuple[str, Rows]]
     ) -> Iterator[Entry]:
         try:
-            encoded = self.encoding.encode(weight.flush()._alias(flat_shape(weight.shape)))
+            cols = weight.shape[-1]
+            matrix = weight._alias((weight.numel() // cols, cols))
+            encoded = self.encoding.encode(matrix)
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}") from None
         metadata = {}

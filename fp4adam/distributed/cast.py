@@ -63,7 +63,7 @@ class SpanCast:
 
     def write(self, values: Sequence[Tensor | None], outs: Sequence[Out] | None = None) -> None:
         outs = [None] * len(self._spans) if outs is None else outs
-        weights = [one.weight.flush() for one in self._spans]  # later it would overwrite them
+        weights = [one.weight for one in self._spans]  # later it would overwrite them
         if self._uses_kernels:
             self._launches_for(values, outs).write()
         else:

@@ -56,7 +56,7 @@ class _Slot:
         if not isinstance(tensor, QuantizedTensor):
             return
         if self.sends:
-            own = rows.own_blocks(tensor.flush())
+            own = rows.own_blocks(tensor)
             if init_dtype is not None:
                 value = tensor._high_precision_init_val.detach().to(tensor.device)
         else:

@@ -31,12 +31,12 @@ class NVFP4Tensor(QuantizedTensor):
     @property
     def amax_rowwise(self) -> Tensor | None:
         """The amax that the values were quantized with, float32 [1]; None without rowwise usage."""
-        return self.flush()._amax if self.quantizer.rowwise else None
+        return self._amax if self.quantizer.rowwise else None
 
     @property
     def amax_columnwise(self) -> Tensor | None:
         """Equal to ``amax_rowwise``; None without columnwise usage."""
-        return self.flush()._amax if self.quantizer.columnwise else None
+        return self._amax if self.quantizer.columnwise else None
 
 
 @dataclasses.dataclass(frozen=True)

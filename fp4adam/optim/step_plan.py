@@ -72,8 +72,6 @@ class StepPlan:
         peers: dict[Hashable, list[Parameter]] = defaultdict(list)
         for member in members:
             peers[member.scales].append(member)
-            if isinstance(member.param, QuantizedTensor):
-                member.param.flush()  # rows written since, which the first read would quantize
         for together in peers.values():
             later = quantized_after_step(together, read_grad, _takes_kernels)
             for member in together:

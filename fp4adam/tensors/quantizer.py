@@ -27,12 +27,15 @@ class Operands(NamedTuple):
         gradients: Whether output gradients are quantized.
         emulate: Whether matmuls multiply decoded operands in FP32 on every device.
         fake_activations: Whether activations are quantized and decoded before ordinary matmuls.
+        weight_gradients: Whether gradients of weights are products of quantized operands, if
+            activations and gradients are quantized.
     """
 
     activations: bool = False
     gradients: bool = False
     emulate: bool = False
     fake_activations: bool = False
+    weight_gradients: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,8 +345,9 @@ class Quantizer(QuantizerNames, Generic[T]):
     @property
     def multiplies_codes(self) -> bool:
         """Whether layers need the quantized weight rather than its decoded values."""
-        activations, gradients, _, fake_activations = self.operands
-        return activations or gradients or fake_activations or self.optimize_for_gemm
+        operands = self.operands
+        are_quantized = operands.activations or operands.gradients or operands.fake_activations
+        return are_quantized or self.optimize_for_gemm
 
 
 _BY_KEY: dict[str, Quantizer] = {}

@@ -6,16 +6,20 @@ Exchanging an inner tensor replaces the ``Storage``. So the identity of ``tensor
 and the ``_version`` of the inner tensors shows writes.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fp4adam.tensors.blocks import flat_shape
-from fp4adam.tensors.types import Format
+
+if TYPE_CHECKING:
+    from fp4adam.tensors.quantizer import Quantizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,7 +48,7 @@ class Storage:
     counter: Tensor | None = None
 
     @classmethod
-    def of(cls, inner: Mapping[str, Tensor]) -> "Storage":
+    def of(cls, inner: Mapping[str, Tensor]) -> Storage:
         """A storage on the memory of ``inner``, with one shared version.
 
         No other code may use these tensors.
@@ -56,11 +60,11 @@ class Storage:
             counted[name].data = tensor  # replaces everything but the version
         return cls(**counted, counter=counter)
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> "Storage":
+    def map(self, function: Callable[[Tensor], Tensor]) -> Storage:
         """A new storage with ``function`` applied to each inner tensor."""
         return Storage.of({name: function(x) for name, x in self.existing().items()})
 
-    def exchange(self, **inner: Tensor | None) -> "Storage":
+    def exchange(self, **inner: Tensor | None) -> Storage:
         """A new storage with some inner tensors replaced."""
         return dataclasses.replace(self, counter=None, **inner)
 
@@ -116,7 +120,7 @@ class GlobalSpec:
     """
 
     shape: tuple[int, ...]
-    quantizer: Format
+    quantizer: Quantizer
     chunk: int
     is_parallel: bool = False
 
@@ -161,8 +165,8 @@ class SharedStorage:
         parallel: The ``ShardInfo`` of tensor parallelism, or None. Copies to files have none.
         rows: Number of rows of the stored matrix that hold values; None for all of them.
         first_row: Index of the first such row; None for a shard that has not been written yet.
-        pending: Plain values [rows, cols] that were written but are not quantized yet, because
-            quantization needs all rows of the tensor.
+        pending: Plain values [rows, cols] that are not quantized yet, because their scales depend
+            on rows of other ranks, or of the tensor that they were copied from.
         init_val: The high-precision initial value, if it was kept for the optimizer; a tensor on
             the meta device if the next value that is written is to be kept.
         unsettled: Whether a shard may have been written since the ranks last agreed on its scales.
@@ -212,9 +216,7 @@ class SharedStorage:
     @property
     def rows_share_scales(self) -> bool:
         """Whether quantization needs rows that this storage does not hold."""
-        if self.global_spec is not None:
-            return self.global_spec.shares_scales
-        return self.is_part
+        return self.is_part if self.global_spec is None else self.global_spec.shares_scales
 
     @property
     def is_part(self) -> bool:
