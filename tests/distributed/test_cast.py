@@ -146,7 +146,6 @@ def test_whole_tiles_and_cut_ones_give_the_full_cast(path_device):
     ):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(i))
         weights.append(quantizer.quantize(torch.ones_like(x)).to(path_device))
-        weights[i][:16].copy_(torch.full_like(x[:16], 2))  # quantized later, unless it is over
         values.append(x.to(path_device).view(-1))
         # All of the second weight belongs to the last rank, in whole tiles.
         cuts.append([0, 0, 0, x.numel()] if i == 1 else [0, 48, x.numel() // 3 + 5, x.numel()])
