@@ -119,6 +119,11 @@ class Exchanged(NamedTuple):
     scales: Hashable
 
 
+def _reordered(bits: Tensor) -> Tensor:
+    """The bits of floats as integers of the same order, or the reverse."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
 class AmaxExchange:
     """Replaces amaxes by their maximum over the ranks of a group, in one all-reduce.
 
@@ -166,8 +171,10 @@ class AmaxExchange:
             torch._foreach_copy_(own.split(self._sizes), self._amaxes)
         self._buffer.fill_(-math.inf)  # in slots that this rank has no part of
         self._buffer.scatter_reduce_(0, self._slots, own, "amax")
-        dist.all_reduce(self._buffer, dist.ReduceOp.MAX, self._group)
-        return self._buffer
+        # As integers that order as the floats do, with NaN as the largest on every rank.
+        bits = _reordered(self._buffer.view(torch.int32))
+        dist.all_reduce(bits, dist.ReduceOp.MAX, self._group)
+        return _reordered(bits).view(torch.float32)
 
     def __call__(self) -> None:
         """Exchange the amaxes, in place."""
