@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from fp4adam.checkpoints import folder as checkpoint_folder
 from fp4adam.checkpoints.folder import CONFIG, HF_QUANT_CONFIG, Entry
 from fp4adam.checkpoints.layouts import find_layout, hf_quant_config
-from fp4adam.checkpoints.model_state import module_names, pieces_of, plain_name
+from fp4adam.checkpoints.model_state import module_names, plain_name, spans_of
 from fp4adam.checkpoints.trained import (
     Trained,
     gathered,
     plain_entries,
-    stored_pieces,
+    stored_spans,
     tensors_of,
 )
 from fp4adam.distributed.dtensor import is_dtensor, like, local
@@ -97,7 +97,7 @@ def export_checkpoint(
     _check_size(max_shard_bytes)
     for text in _misreadings(trained):
         warnings.warn(text, stacklevel=2)
-    excluded, stacked = _unquantized_modules(trained.model, module_names(trained.pieces))
+    excluded, stacked = _unquantized_modules(trained.model, module_names(trained.spans))
     described = trained.layout.describe(trained.encoding, excluded, stacked)
     documents[CONFIG]["quantization_config"] = {"quant_method": layout, **described}
     if layout == "modelopt":
@@ -170,7 +170,7 @@ def export_masters(
             "pass the FP4Adam that has its masters"
         )
     model, weights = tensors_of(model)
-    stored = stored_pieces(pieces_of(model, weights))
+    stored = stored_spans(spans_of(model, weights))
     # Masters, or values where others have written them.
     is_ours = isinstance(optimizer, FusedAdam)
     master_of = optimizer._current_masters() if is_ours else lambda weight: None
@@ -235,7 +235,7 @@ def _misreadings(trained: Trained) -> Iterator[str]:
             "a model of transformers, whose from_pretrained (5.23) takes codes for weights and "
             "leaves the scales out; for it, use layout 'compressed-tensors'"
         )
-    has_stacks = any(p.rows and p.name in trained.quantized for p in trained.pieces.values())
+    has_stacks = any(p.rows and p.name in trained.quantized for p in trained.spans.values())
     is_packed = encoding.format == "nvfp4-pack-quantized"
     if is_theirs and has_stacks and is_packed:
         yield (

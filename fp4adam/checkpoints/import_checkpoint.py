@@ -11,7 +11,7 @@ from fp4adam.checkpoints.model_state import (
     ACTIVATION_SCALES,
     CACHE_SCALES,
     model_state,
-    pieces_of,
+    spans_of,
     unwrapped,
 )
 from fp4adam.checkpoints.named_tensors import NamedTensors
@@ -130,7 +130,7 @@ class _Import:
         }
         self.encoding = encoding_of(files)
         self.keys = [*self.encoding.shapes(0, 0)]
-        self.files = NamedTensors(files, self.encoding, pieces_of(self.model, self.state))
+        self.files = NamedTensors(files, self.encoding, spans_of(self.model, self.state))
         stored = self._without_unused_scales(self.files.names())
         self.layers = self._layers(stored)
         of_layers = {f"{layer}.{key}" for layer in self.layers for key in self.keys}

@@ -94,9 +94,8 @@ class Encoding:
     def cut(self, stored: dict[str, Tensor], rows: tuple[int, int]) -> dict[str, Tensor]:
         """The tensors of rows first to last - 1, both multiples of ``block[0]``."""
         first, last = rows
-        spans = {self.codes: slice(first, last)}
-        spans[self.scale] = slice(first // self.block[0], last // self.block[0])
-        return {key: t[spans[key]] if key in spans else t for key, t in stored.items()}
+        scales = stored[self.scale][first // self.block[0] : last // self.block[0]]
+        return {**stored, self.codes: stored[self.codes][first:last], self.scale: scales}
 
     def dtypes(self) -> dict[str, tuple[torch.dtype, ...]]:
         """The dtypes in which the tensors of a weight are read."""

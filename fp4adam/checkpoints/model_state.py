@@ -108,7 +108,7 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
-class Piece(NamedTuple):
+class Span(NamedTuple):
     """What a checkpoint stores under one name.
 
     Attributes:
@@ -121,7 +121,7 @@ class Piece(NamedTuple):
     rows: tuple[int, int] | None = None
 
 
-def pieces_of(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Piece]:
+def spans_of(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Span]:
     """What a checkpoint of a model holds, by the names on the hub.
 
     Of models without stacked experts, and of stacks that transformers stores as they are, these are
@@ -144,17 +144,17 @@ def pieces_of(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Piece]:
     }
     stacks = {name: module for name, module in stacks.items() if name in tensors}
     if not stacks:
-        return {name: Piece(name) for name in tensors}
+        return {name: Span(name) for name in tensors}
     convert = _conversion_of(model)
     if convert is not None:
         return _trace(convert, tensors, stacks)
-    pieces = {}
+    spans = {}
     for name, value in tensors.items():
         if name not in stacks or getattr(stacks[name], "is_transposed", False):
-            pieces[name] = Piece(name)
+            spans[name] = Span(name)
         else:
-            pieces |= _by_expert(name, value)
-    return pieces
+            spans |= _by_expert(name, value)
+    return spans
 
 
 def _conversion_of(model: nn.Module) -> Callable[[dict[str, Tensor]], dict[str, Tensor]] | None:
@@ -167,13 +167,13 @@ def _conversion_of(model: nn.Module) -> Callable[[dict[str, Tensor]], dict[str, 
     return lambda state: revert_weight_conversion(model, state)
 
 
-def _by_expert(name: str, stack: Tensor) -> dict[str, Piece]:
+def _by_expert(name: str, stack: Tensor) -> dict[str, Span]:
     experts, rows, _ = stack.shape
     prefix, _, key = name.rpartition(".")
     halves = ("gate_proj", "up_proj") if key == "gate_up_proj" and rows % 2 == 0 else (key,)
     size = rows // len(halves)
     return {
-        f"{prefix}.{expert}.{half}.weight".removeprefix("."): Piece(name, (start, start + size))
+        f"{prefix}.{expert}.{half}.weight".removeprefix("."): Span(name, (start, start + size))
         for expert in range(experts)
         for half, start in zip(halves, range(expert * rows, (expert + 1) * rows, size), strict=True)
     }
@@ -183,7 +183,7 @@ def _trace(
     convert: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     tensors: dict[str, Tensor],
     stacks: dict[str, nn.Module],
-) -> dict[str, Piece]:
+) -> dict[str, Span]:
     names, numbers = [*tensors], {}
     for i, (name, value) in enumerate(tensors.items()):
         shape = (1,) * value.dim()
@@ -191,7 +191,7 @@ def _trace(
             experts, rows, _ = value.shape
             shape = (experts, PARTS if rows % PARTS == 0 else rows, 1)
         numbers[name] = (torch.arange(math.prod(shape)) + i * _BASE).view(shape)
-    pieces, covered = {}, defaultdict(int)
+    spans, covered = {}, defaultdict(int)
     for stored, found in convert(dict(numbers)).items():
         start, count = int(found.flatten()[0]), found.numel()
         index, first = divmod(start, _BASE)
@@ -205,20 +205,20 @@ def _trace(
             )
         covered[name] += count
         part = 0 if is_all else tensors[name].shape[1] // numbers[name].shape[1]
-        pieces[stored] = Piece(name, None if is_all else (first * part, (first + count) * part))
+        spans[stored] = Span(name, None if is_all else (first * part, (first + count) * part))
     lost = [name for name in names if covered[name] != numbers[name].numel()]
     if lost:
         raise ValueError(
             f"{lost[0]!r} must be stored once, got none or several in what transformers saves; "
             "train and export a model without it"
         )
-    return pieces
+    return spans
 
 
-def module_names(pieces: dict[str, Piece]) -> dict[str, str]:
+def module_names(spans: dict[str, Span]) -> dict[str, str]:
     """The names in a checkpoint of the modules that have the tensors of a model."""
     modules = {}
-    for stored, (name, rows) in pieces.items():
+    for stored, (name, rows) in spans.items():
         suffix = r"\.[^.]+$" if rows is None else r"\.\d+\.[^.]+\.[^.]+$"
         modules.setdefault(name.rpartition(".")[0], re.sub(suffix, "", stored))
     return modules

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fp4adam.checkpoints.folder import Entry
 from fp4adam.checkpoints.layouts import LAYOUTS, Encoding, Layout
-from fp4adam.checkpoints.model_state import Piece, model_state, pieces_of, plain_name, unwrapped
+from fp4adam.checkpoints.model_state import Span, model_state, plain_name, spans_of, unwrapped
 from fp4adam.distributed.dtensor import is_dtensor, local, sharded_dims
 from fp4adam.distributed.tensor_parallel import gather_whole
 from fp4adam.nn.candidates import check_module
@@ -27,7 +27,7 @@ class Trained(NamedTuple):
         quantized: Of these the quantized ones, a shard where they are sharded.
         layout: The layout.
         encoding: How it stores the quantized ones.
-        pieces: What a checkpoint stores, by its names: stacked experts one by one.
+        spans: What a checkpoint stores, by its names: stacked experts one by one.
     """
 
     model: nn.Module
@@ -35,7 +35,7 @@ class Trained(NamedTuple):
     quantized: dict[str, QuantizedTensor]
     layout: Layout
     encoding: Encoding
-    pieces: dict[str, Piece]
+    spans: dict[str, Span]
 
     @classmethod
     def of(cls, model: nn.Module, layout: Layout) -> "Trained":
@@ -49,17 +49,17 @@ class Trained(NamedTuple):
             for name, layer in model.named_modules(remove_duplicate=False)
             if isinstance(layer, nn.Linear)
         ]
-        pieces = pieces_of(model, weights)
-        for piece in pieces.values():
-            if piece.name in quantized and layout.keeps_stacks:
-                _check_whole_stack(piece, quantized[piece.name])
-            elif piece.name in quantized:
-                _check_whole_linear(piece, quantized[piece.name], linear, encoding)
-        return cls(model, weights, quantized, layout, encoding, pieces)
+        spans = spans_of(model, weights)
+        for span in spans.values():
+            if span.name in quantized and layout.keeps_stacks:
+                _check_whole_stack(span, quantized[span.name])
+            elif span.name in quantized:
+                _check_whole_linear(span, quantized[span.name], linear, encoding)
+        return cls(model, weights, quantized, layout, encoding, spans)
 
     def entries(self) -> Iterator[Entry]:
         """What each weight is stored as, on its device; gathers one after the other."""
-        stored = stored_pieces(self.pieces)
+        stored = stored_spans(self.spans)
         for name, weight in self.weights.items():
             whole = gathered(weight)
             if isinstance(whole, QuantizedTensor):
@@ -90,11 +90,11 @@ class Trained(NamedTuple):
             yield Entry(tensors, metadata)
 
 
-def stored_pieces(pieces: dict[str, Piece]) -> dict[str, list[tuple[str, Rows]]]:
+def stored_spans(spans: dict[str, Span]) -> dict[str, list[tuple[str, Rows]]]:
     """Per tensor of a model: the names it is stored under, with the rows of each."""
     stored = defaultdict(list)
-    for name, piece in pieces.items():
-        stored[piece.name].append((name, piece.rows))
+    for name, span in spans.items():
+        stored[span.name].append((name, span.rows))
     return stored
 
 
@@ -181,10 +181,10 @@ def _encoding_for(layout: Layout, quantized: dict[str, QuantizedTensor]) -> Enco
 
 
 def _check_whole_linear(
-    piece: Piece, weight: QuantizedTensor, linear: list[str], encoding: Encoding
+    span: Span, weight: QuantizedTensor, linear: list[str], encoding: Encoding
 ) -> None:
-    """Raise ValueError unless ``piece`` of a quantized weight is one that layouts can hold."""
-    name, rows_of_it = piece
+    """Raise ValueError unless ``span`` of a quantized weight is one that layouts can hold."""
+    name, rows_of_it = span
     if rows_of_it is None and name not in linear:
         raise ValueError(
             f"quantized weights must be those of nn.Linear layers, or stacks of experts that "
@@ -202,12 +202,12 @@ def _check_whole_linear(
         raise ValueError(f"{name!r} must be a whole tensor, got rows of another one; clone it")
 
 
-def _check_whole_stack(piece: Piece, weight: QuantizedTensor) -> None:
-    """Raise ValueError unless ``piece`` is a stack that layouts of whole stacks can hold."""
-    if piece.rows is not None or weight.dim() != 3 or not is_whole_blocks(weight):
+def _check_whole_stack(span: Span, weight: QuantizedTensor) -> None:
+    """Raise ValueError unless ``span`` is a stack that layouts of whole stacks can hold."""
+    if span.rows is not None or weight.dim() != 3 or not is_whole_blocks(weight):
         raise ValueError(
             "quantized weights must be whole stacks of experts for layout 'mxfp4', as gpt-oss has "
-            f"them, got {piece.name!r}; leave it in high precision (filter=...), or use layout "
+            f"them, got {span.name!r}; leave it in high precision (filter=...), or use layout "
             "'compressed-tensors'"
         )
 

@@ -170,7 +170,7 @@ class WeightSender:
             The update; None on all ranks but the first if weights are DTensors.
         """
         trained = Trained.of(self._model, self._layout)
-        structure = trained.encoding, trained.pieces, {*trained.quantized}
+        structure = trained.encoding, trained.spans, {*trained.quantized}
         follows = self._id if structure == self._structure and not full else None
         if follows is None:
             self._sent.clear()

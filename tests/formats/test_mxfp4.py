@@ -39,7 +39,10 @@ def reference(x: Tensor, rounding: str) -> tuple[Tensor, Tensor]:
     scales = torch.zeros(x.shape[0], x.shape[1] // 32, dtype=torch.uint8)
     for row, block in itertools.product(range(x.shape[0]), range(x.shape[1] // 32)):
         part = x[row, 32 * block : 32 * block + 32].double()
-        amax = part[~part.isnan()].abs().max() if not part.isnan().all() else torch.tensor(0.0)
+        if part.isnan().any():  # a scale that is NaN
+            scales[row, block], codes[row, 32 * block : 32 * block + 32] = 255, 7
+            continue
+        amax = part.abs().max()
         amax = torch.minimum(amax, torch.tensor(2.0**128, dtype=torch.float64))
         exponent = -200 if amax == 0 else int(torch.frexp(amax)[1]) - 1
         mantissa = 0.0 if amax == 0 else float(amax) / 2.0**exponent
@@ -65,6 +68,10 @@ def edge_cases() -> Tensor:
     return x
 
 
+def assert_equal_values(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_bytes_are_those_of_the_specification(rounding, path_device):
     x = edge_cases()
@@ -74,10 +81,11 @@ def test_bytes_are_those_of_the_specification(rounding, path_device):
     packed = codes[:, 0::2] | codes[:, 1::2] << 4
     assert torch.equal(tensor.rowwise_scale_inv.cpu()[:32, :2], scales)
     assert torch.equal(tensor.rowwise_data.cpu(), packed)
-    factor = 2.0 ** (scales.double() - 127).repeat_interleave(32, 1)
+    factor = 2.0 ** (scales.double() - 127)
+    factor = torch.where(scales == 255, torch.nan, factor).repeat_interleave(32, 1)
     values = torch.tensor([*E2M1, *(-v for v in E2M1)]).double()[codes.long()] * factor
-    assert torch.equal(tensor.dequantize().cpu().double(), values.float().double())
-    assert torch.equal(tensor.dequantize(torch.bfloat16).cpu(), values.float().bfloat16())
+    assert_equal_values(tensor.dequantize().cpu().double(), values.float().double())
+    assert_equal_values(tensor.dequantize(torch.bfloat16).cpu(), values.float().bfloat16())
     # Decoded values have these codes again, or others of the same values.
     again = quantizer.quantize(tensor.dequantize()).dequantize()
     unsaturated = tensor.dequantize().abs() < 1e38
