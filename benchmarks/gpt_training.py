@@ -30,7 +30,8 @@ class Contestant(NamedTuple):
 
     FP32 weights are multiplied in BF16, by autocast. ``keeps_weights`` is for ``kept_weights()``
     around the batches of a step, ``releases`` for gradient release. ``engine`` is the format of
-    Transformer Engine's linear layers, if the blocks have these.
+    Transformer Engine's linear layers, if the blocks have these, ``torchao`` that of torchao's
+    recipe for float8 training.
     """
 
     name: str
@@ -40,6 +41,12 @@ class Contestant(NamedTuple):
     keeps_weights: bool = False
     engine: str | None = None
     releases: bool = False
+    torchao: str | None = None
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether linear layers of blocks multiply in FP8."""
+        return bool(self.engine or self.torchao or isinstance(self.recipe, Recipe))
 
 
 def gpt_config(size: str, **sizes: int | None) -> GPTConfig:
@@ -57,6 +64,11 @@ def build_model(contestant: Contestant, config: GPTConfig, device: str) -> GPT:
         quantize_model(model, contestant.recipe)
     if contestant.engine:
         engine.use_in(model, contestant.engine)
+    if contestant.torchao:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig.from_recipe_name(contestant.torchao)
+        convert_to_float8_training(model.blocks, config=config)
     return model
 
 

@@ -26,7 +26,9 @@ def write(quantizer: "Quantizer", x: Tensor, out: Storage) -> None:
     layout, values = quantizer.layout, x.detach().float()
     for usage, block in layout.blocks.items():
         blocks = blocks_of(values, block)
-        amaxes = out.amax if layout.scale_type is None else minifloat.amax(blocks, (1, 3))
+        amaxes = out.amax
+        if layout.scale_type is not None:
+            amaxes = minifloat.amax(blocks, (1, 3), layout.shows_nan_by_scales)
         scales, factors = quantizer.encode(amaxes, out.amax, x.dtype)
         if layout.scale_type is not None:
             stored_scales(layout, out, usage, tuple(x.shape)).copy_(scales)
@@ -92,7 +94,8 @@ def measure_blocks(
     values, first = _around(x, span, dtype, layout.block)
     for usage, grid in grids.items():
         height, width = layout.blocks[usage]
-        found = minifloat.amax(blocks_of(values, (height, width)), (1, 3))
+        blocks = blocks_of(values, (height, width))
+        found = minifloat.amax(blocks, (1, 3), layout.shows_nan_by_scales)
         grid[first // height :][: len(found)] = found[: len(grid) - first // height]
     if amax is not None:
         torch.maximum(amax, minifloat.amax(values, (0, 1)), out=amax)

@@ -108,6 +108,11 @@ class Layout:
         return 8 // self.rowwise.codes.cols
 
     @property
+    def shows_nan_by_scales(self) -> bool:
+        """Whether a block with a NaN gets a scale that is NaN, because its codes have none."""
+        return self.code_type == "e2m1"
+
+    @property
     def swizzles(self) -> bool:
         """Whether GEMMs read scales in a swizzled layout, as they do those of one byte."""
         return self.scale_type in ("e4m3", "e8m0")
