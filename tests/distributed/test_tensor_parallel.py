@@ -497,21 +497,9 @@ def misuse(rank: int) -> None:
 
 
 def test_a_torch_that_divides_tensors_otherwise_is_refused():
-    class Renamed:
-        def shard_tensor(self, tensor, mesh, mesh_dim, src_data_rank=0): ...
-
-    class Changed:
-        def _shard_tensor(self, tensor, mesh, mesh_dim): ...
-
-    for kind, names in ((Renamed, r"\[\]"), (Changed, "mesh_dim'\\]")):
-        with pytest.raises(NotImplementedError, match=f"got .*{names} in torch"):
-            wrap_shard_tensor(kind, tensor_parallel._shard_tensor)
+    with pytest.raises(NotImplementedError, match="got none in torch"):
+        wrap_shard_tensor(type("Shard", (), {}), tensor_parallel._shard_tensor)
     # Tensors are divided by the function that is wrapped, on each rank.
-    wrap_shard_tensor(Shard, tensor_parallel._shard_tensor)
-    assert hasattr(Shard._shard_tensor, "__wrapped__")
-    wrapped = Shard._shard_tensor
-    wrap_shard_tensor(Shard, tensor_parallel._shard_tensor)
-    assert Shard._shard_tensor is wrapped
     assert "._shard_tensor(" in inspect.getsource(Shard._make_shard_tensor)
 
 
