@@ -372,7 +372,7 @@ class ScaleWriteback:
         for one in borrowed:
             if one.given is not None:
                 given[one.tensor.device].append(one)
-        self._given = [_GivenScales(members) for members in given.values()]
+        self._given = [_ExternalScales(members) for members in given.values()]
 
     def read(self) -> None:
         """Read the scales that sources give for the next write."""
@@ -411,7 +411,7 @@ class _Scatter:
         self._write(self._targets, self._entries)
 
 
-class _GivenScales:
+class _ExternalScales:
     """Delayed scaling by another package: its scale comes in, the largest magnitude goes out.
 
     The histories have two entries. Before a write, the first becomes an amax with the given scale.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fp4adam.tensors.quantizer import Quantizer
 
 # Flat memory for codes, and the index of the byte of a matrix that it starts at.
-Target = tuple[Tensor, int]
+FlatCodes = tuple[Tensor, int]
 
 
 def write(quantizer: "Quantizer", x: Tensor, out: Storage) -> None:
@@ -107,7 +107,7 @@ def write_codes(
     span: Span,
     dtype: torch.dtype,
     factors: dict[str, Tensor],
-    targets: dict[str, Target],
+    targets: dict[str, FlatCodes],
 ) -> None:
     """Write the codes of a span, in the directions of ``targets``.
 
