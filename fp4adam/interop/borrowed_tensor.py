@@ -7,6 +7,7 @@ That costs at most an eighth of a byte per element, of the 27 that a step moves,
 need to know only one layout.
 """
 
+import dataclasses
 import math
 import weakref
 from collections import defaultdict
@@ -239,7 +240,7 @@ class BorrowedTensor:
         if self.given is not None or shared.rows_share_scales:
             slack = int(self.per_tensor_scale is not None)
             return has_codes_of(self.tensor, value.to(self.source.device), slack)
-        quantizer = self.tensor.quantizer.with_compact_scales()
+        quantizer = dataclasses.replace(self.tensor.quantizer, optimize_for_gemm=False)
         wanted = quantizer.quantize(value)._shared.tensors.existing()
         if self.per_tensor_scale is not None:
             # Compare scales: several amaxes round to the same per-tensor scale.
