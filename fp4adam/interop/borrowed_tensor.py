@@ -7,6 +7,7 @@ That costs at most an eighth of a byte per element, of the 27 that a step moves,
 need to know only one layout.
 """
 
+import dataclasses
 import math
 import weakref
 from collections import defaultdict
@@ -239,7 +240,7 @@ class BorrowedTensor:
         if self.given is not None or shared.rows_share_scales:
             slack = int(self.per_tensor_scale is not None)
             return has_codes_of(self.tensor, value.to(self.source.device), slack)
-        quantizer = self.tensor.quantizer.with_compact_scales()
+        quantizer = dataclasses.replace(self.tensor.quantizer, optimize_for_gemm=False)
         wanted = quantizer.quantize(value)._shared.tensors.existing()
         if self.per_tensor_scale is not None:
             # Compare scales: several amaxes round to the same per-tensor scale.
@@ -372,7 +373,7 @@ class ScaleWriteback:
         for one in borrowed:
             if one.given is not None:
                 given[one.tensor.device].append(one)
-        self._given = [_GivenScales(members) for members in given.values()]
+        self._given = [_ExternalScales(members) for members in given.values()]
 
     def read(self) -> None:
         """Read the scales that sources give for the next write."""
@@ -411,7 +412,7 @@ class _Scatter:
         self._write(self._targets, self._entries)
 
 
-class _GivenScales:
+class _ExternalScales:
     """Delayed scaling by another package: its scale comes in, the largest magnitude goes out.
 
     The histories have two entries. Before a write, the first becomes an amax with the given scale.

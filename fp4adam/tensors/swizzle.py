@@ -145,9 +145,7 @@ def scales_of(tensor: QuantizedTensor) -> dict[str, ScalePair]:
 
 def _scales_in(tensor: QuantizedTensor, usage: str) -> ScalePair:
     tensors, layout = tensor._shared.tensors, tensor.quantizer.layout
-    name, repeats = f"{usage}_scale_inv", 1
-    if layout.is_square:
-        name, repeats = "block_scale_inv", layout.block
+    name, repeats = layout.scales_of(usage), layout.block if layout.is_square else 1
     is_transposed = (usage == "columnwise") ^ layout.inner[name].transposed
     plain = getattr(tensors, name)
     plain = plain.t() if is_transposed else plain
