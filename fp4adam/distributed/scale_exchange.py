@@ -103,17 +103,6 @@ def cut_blocks(spec: GlobalSpec, n_shards: int) -> list[int]:
     return sorted({end // block for end in ends if end % block})
 
 
-def own_cut_blocks(spec: GlobalSpec, info: ShardInfo) -> tuple[int, ...]:
-    """Those of them that a shard has rows of, counted from its first block."""
-    first = info.number * spec.chunk_rows
-    last = min(first + spec.chunk_rows, spec.rows) - 1
-    block = spec.quantizer.layout.block
-    own = range(first // block, last // block + 1) if first <= last else ()
-    return tuple(
-        number - first // block for number in cut_blocks(spec, info.n_shards) if number in own
-    )
-
-
 class Exchanged(NamedTuple):
     """The amaxes of a shard that ranks exchange.
 
@@ -163,10 +152,11 @@ class AmaxExchange:
                     slot_of[scales], size = size, size + 1
                 self._amaxes.append(amax)
                 slots.append(torch.tensor([slot_of[scales]]))
-            first_block = info.number * spec.chunk_rows // spec.quantizer.layout.block
-            own = own_cut_blocks(spec, info)
+            block, first = spec.quantizer.layout.block, info.number * spec.chunk_rows
+            first_block, end = first // block, min(first + spec.chunk_rows, spec.rows)
+            own = range(first_block, -(-end // block) if first < end else 0)
             for number, grid in product(cut_blocks(spec, info.n_shards), grids):
-                if number - first_block in own:
+                if number in own:
                     self._amaxes.append(grid[number - first_block])
                     slots.append(torch.arange(size, size + grid.shape[1]))
                 size += grid.shape[1]
