@@ -215,18 +215,9 @@ def adam_tile(grad, value, exp_avg, exp_avg_sq, max_exp_avg_sq, scalars, VARIANT
 
 @triton.jit
 def store_value(
-    ptr,
-    extra_ptr,
-    start,
-    stride,
-    mask,
-    x,
-    dither,
-    CODEC: tl.constexpr,
-    STORE: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
+    ptr, extra_ptr, start, stride, mask, x, dither, CODEC: tl.constexpr, STORE: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     """Store a float32 tile of updated values in the form that ``load_value`` reads.
 
     STORE: False stores nothing. Returns the tile that the parameter is rounded from, which is ``x``
@@ -272,19 +263,9 @@ def state_pointers(table, tensor, VARIANT: tl.constexpr):
 
 @triton.jit
 def update_tile(
-    pointers,
-    ahead,
-    start,
-    stride,
-    mask,
-    scales,
-    scalars,
-    VARIANT: tl.constexpr,
-    STORE: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    master=None,
-):
+    pointers, ahead, start, stride, mask, scales, scalars, VARIANT: tl.constexpr,
+    STORE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, master=None,
+):  # fmt: skip
     """Load a tile of a tensor's state, update it, and store it if STORE, scales excepted.
 
     pointers: from :func:`state_pointers`. start: int64 offset of the tile [BR, BC], whose rows are
@@ -340,19 +321,9 @@ def update_tile(
 
 @triton.jit
 def step_tile(
-    pointers,
-    ahead,
-    start,
-    stride,
-    mask,
-    scalars,
-    VARIANT: tl.constexpr,
-    STORE: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    master=None,
-    value_scale=None,
-):
+    pointers, ahead, start, stride, mask, scalars, VARIANT: tl.constexpr, STORE: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, master=None, value_scale=None,
+):  # fmt: skip
     """:func:`update_tile` of one tile with its scales; if VARIANT.is_updated, only its value.
 
     value_scale: that of the tile, if the caller has loaded it. Returns the new value; and, of a

@@ -103,28 +103,10 @@ def _largest_update(row, ratio):
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
 def _amax_preview_kernel(
-    grad_scale_ptr,
-    clip_ptr,
-    found_inf_ptr,
-    table,
-    scalars,
-    tiles,
-    slots,
-    tile_amaxes,
-    old_amaxes,
-    amaxes,
-    exceeding,
-    tile_ratios,
-    stored_amaxes,
-    n_tiles,
-    epsilon,
-    VARIANT: tl.constexpr,
-    AGAIN: tl.constexpr,
-    F: tl.constexpr,
-    SCAN: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
+    grad_scale_ptr, clip_ptr, found_inf_ptr, table, scalars, tiles, slots, tile_amaxes, old_amaxes,
+    amaxes, exceeding, tile_ratios, stored_amaxes, n_tiles, epsilon, VARIANT: tl.constexpr,
+    AGAIN: tl.constexpr, F: tl.constexpr, SCAN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     """The largest updated magnitude in the candidate tiles of each tensor.
 
     AGAIN: read the tiles that the first preview left out and that can exceed the amax it found,
@@ -277,19 +259,9 @@ def report_completed(tile_amax, ratio, amax, tile_amaxes, tile_ratios, WRITE_DTY
 
 @triton.jit
 def _requantize_kernel(
-    table,
-    tiles,
-    slots,
-    amaxes,
-    exceeding,
-    n_tiles,
-    n_slots,
-    epsilon,
-    WRITE_DTYPE: tl.constexpr,
-    VALUE_CODEC: tl.constexpr,
-    F: tl.constexpr,
-    BC: tl.constexpr,
-):
+    table, tiles, slots, amaxes, exceeding, n_tiles, n_slots, epsilon, WRITE_DTYPE: tl.constexpr,
+    VALUE_CODEC: tl.constexpr, F: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     """Rewrite tensors that turned out to exceed the amax that they were quantized with.
 
     Grid: any. Tile: [16, BC]. slots: int32 [n_tensors], the amax slot of each tensor. amaxes:

@@ -111,16 +111,9 @@ def _store_param(ptr, start, mask, value, VARIANT: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
 def _plain_kernel(
-    grad_scale_ptr,
-    clip_ptr,
-    found_inf_ptr,
-    table,
-    scalars,
-    tiles,
-    VARIANT: tl.constexpr,
-    LOOP: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    grad_scale_ptr, clip_ptr, found_inf_ptr, table, scalars, tiles, VARIANT: tl.constexpr,
+    LOOP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Adam on a run of elements of one tensor, a matrix or with one column, read flat.
 
     Grid: (n_tiles,). Tile: LOOP rows of ROW elements, whole ones in a prefetching loop if LOOP > 1.

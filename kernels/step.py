@@ -153,29 +153,11 @@ def _part_at(row, col, i, DOWN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
 def step_kernel(
-    grad_scale_ptr,
-    clip_ptr,
-    found_inf_ptr,
-    table,
-    scalars,
-    tiles,
-    slots,
-    amaxes,
-    next_amaxes,
-    tile_amaxes,
-    exceeding,
-    tile_ratios,
-    stored_amaxes,
-    epsilon,
-    VARIANT: tl.constexpr,
-    F: tl.constexpr,
-    MASKED: tl.constexpr,
-    TR: tl.constexpr,
-    TC: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    grad_scale_ptr, clip_ptr, found_inf_ptr, table, scalars, tiles, slots, amaxes, next_amaxes,
+    tile_amaxes, exceeding, tile_ratios, stored_amaxes, epsilon, VARIANT: tl.constexpr,
+    F: tl.constexpr, MASKED: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, BR: tl.constexpr,
+    BC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Adam and re-quantization of one tile of one tensor; moves each byte once.
 
     Grid: (n_tiles,). Tile: [TR, TC], in parts of [BR, BC], all of them in one row or one column.
@@ -332,16 +314,9 @@ def step_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
 def _delayed_amax_kernel(
-    grad_scale_ptr,
-    clip_ptr,
-    found_inf_ptr,
-    table,
-    stored_amaxes,
-    factor,
-    IS_MAX: tl.constexpr,
-    LENGTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    grad_scale_ptr, clip_ptr, found_inf_ptr, table, stored_amaxes, factor, IS_MAX: tl.constexpr,
+    LENGTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Take the amax of each tensor from its history, and make room there for the next one.
 
     Grid: (n_tensors,). table: int64 [n_tensors, 19]. factor: 2**margin. LENGTH: entries of a
