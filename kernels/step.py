@@ -368,6 +368,8 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
     scaled = has_scales(*codecs) or variant.is_updated
     encodes = are_narrow(*codecs) and not has_scales(*codecs)
     has_lanes = lanes_of_states(variant) == 8  # of states in a byte each
+    # Where states are codes, ptxas spills for other targets what sm_90 has registers for.
+    is_roomy = sm == 90 or not has_lanes
     completes = starts_from_codes(codecs[0])
     most = max_registers(*codecs)
     small = Form(16, 32, 16, 32, 2, 1, most) if scaled else Form(16, 16, 16, 16, 1, 1, most)
@@ -375,10 +377,10 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
         warps, stages = 4, 3
         if F.square:
             # With two warps, more elements per thread repeat less of what a block has in common.
-            warps = 2 if has_lanes or variant.is_updated else 4
+            warps = 2 if is_roomy and (has_lanes or variant.is_updated) else 4
             stages = 3 if has_lanes else 4
         elif has_lanes:
-            warps = 2
+            warps = 2 if is_roomy else 4
         elif encodes:
             # Two stages take 128 registers instead of 168, for which ptxas spills on sm_100.
             stages = 2
@@ -400,7 +402,7 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
         if variant.is_updated:
             return Form(128, 128, 128, 128, 8, 1, 255), masked
         if are_narrow(*codecs):
-            return Form(128, 128, 32, 128, 8, 1, 255), masked
+            return Form(128, 128, 32 if is_roomy else 16, 128, 8, 1, 255), masked
         return Form(128, 128, 32, 128, 16, 1, 128), masked
     return Form(64, 64, 16, 64, 2 if has_lanes else 4, 3, most), small
 
