@@ -151,6 +151,33 @@ def _part_at(row, col, i, DOWN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
     return row, col
 
 
+@triton.jit
+def _encode_held(
+    kept, held, i, row_amax, column_amax, given, VARIANT: tl.constexpr, F: tl.constexpr,
+    MASKED: tl.constexpr, DOWN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Encode part ``i`` of the held values, and store its scales; the kept parts with it."""
+    first_row, first_col, rows, cols, amax, epsilon, storage, remainders, constants = given
+    SPLITS: tl.constexpr = VARIANT.value_codec == "int8"
+    row, col = _part_at(first_row, first_col, i, DOWN, BR, BC)
+    value = extract_tile(held, i).to(tl.float32, bitcast=True)
+    x = round_through(value, VARIANT.write_dtype)
+    part, coded = encode(x, row_amax, column_amax, amax, epsilon, F, SPLITS, not MASKED)
+    if SPLITS:
+        LANES: tl.constexpr = state_lanes(VARIANT)
+        start = tile_start(row, col, cols)
+        mask = edge_mask(row, col, rows, cols, MASKED, BR, BC)
+        dither = element_hash(start, cols, constants.dither, BR, BC, LANES) * OF_MASTERS
+        remainder = split_off_part(value, coded, part.row_scale, amax, epsilon, dither, F)
+        store_remainder(remainders, start, cols, mask, remainder, BR, BC, LANES)
+    if i == 0 or not F.square:
+        store_row_scales(part.row_scale, row, col, rows, cols, storage, F, BR, BC)
+    if i == 0:
+        scale = part.column_scale
+        store_column_scales(scale, row, col, rows, cols, storage, F, BR, BC)
+    return keep(kept, part, i, F)
+
+
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
 def step_kernel(
     grad_scale_ptr, clip_ptr, found_inf_ptr, table, scalars, tiles, slots, amaxes, next_amaxes,
@@ -275,23 +302,17 @@ def step_kernel(
         column_amax = tl.max(tl.max(block, 0), 0)[None, :]
         column_amax = tl.where(column_amax == column_amax, column_amax, 0.0)
         row_amax = tl.max(column_amax, 1)[:, None] if F.square else None
-        for i in tl.static_range(PARTS):
-            row, col = _part_at(first_row, first_col, i, DOWN, BR, BC)
-            value = extract_tile(held, i).to(tl.float32, bitcast=True)
-            x = round_through(value, VARIANT.write_dtype)
-            part, coded = encode(x, row_amax, column_amax, amax, epsilon, F, SPLITS, not MASKED)
-            if SPLITS:
-                start = tile_start(row, col, cols)
-                mask = edge_mask(row, col, rows, cols, MASKED, BR, BC)
-                dither = element_hash(start, cols, constants.dither, BR, BC, LANES) * OF_MASTERS
-                remainder = split_off_part(value, coded, part.row_scale, amax, epsilon, dither, F)
-                store_remainder(states.value, start, cols, mask, remainder, BR, BC, LANES)
-            if i == 0 or not F.square:
-                store_row_scales(part.row_scale, row, col, rows, cols, storage, F, BR, BC)
-            if i == 0:
-                scale = part.column_scale
-                store_column_scales(scale, row, col, rows, cols, storage, F, BR, BC)
-            kept = keep(kept, part, i, F)
+        given = first_row, first_col, rows, cols, amax, epsilon, storage, states.value, constants
+        if MASKED:
+            for i in range(PARTS):
+                kept = _encode_held(
+                    kept, held, i, row_amax, column_amax, given, VARIANT, F, MASKED, DOWN, BR, BC
+                )
+        else:
+            for i in tl.static_range(PARTS):
+                kept = _encode_held(
+                    kept, held, i, row_amax, column_amax, given, VARIANT, F, MASKED, DOWN, BR, BC
+                )
     part = joined(kept, DOWN)
     mask = edge_mask(first_row, first_col, rows, cols, MASKED, TR, TC)
     if F.scale == "float32":
