@@ -21,7 +21,6 @@ from torch import Tensor
 from fp4adam.formats import minifloat
 from fp4adam.optim.state_codec import Int8
 from fp4adam.tensors import rows
-from fp4adam.tensors.layout import Layout
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.storage import Storage
 
@@ -29,10 +28,12 @@ from fp4adam.tensors.storage import Storage
 # ``quantize_from="param_dtype"`` puts before the codes, 1/16 of half a gap of E4M3.
 HALF_GAP = 119.5
 NAN = -128
+UNITS_PER_GAP = 2 * HALF_GAP
 # Half gaps of E2M1 and E4M3 are a quarter and a sixteenth of the code's power of two.
 _PER_POWER = {"e2m1": 4 * HALF_GAP, "e4m3": 16 * HALF_GAP}
 # The byte of the smallest block scale of NVFP4 in a unit, 2**-7.
 _LEAST_SCALE = 4
+_LARGEST_CODES = {"e2m1": 0x77, "e4m3": 0x7E}
 # From 256 to 512 a number has 15 bits below the point.
 _CENTER, _BELOW_POINT = 384.0, 15
 # The fractional part of the golden ratio, for :func:`digest`.
@@ -41,15 +42,30 @@ _ODD = 0x1E3779B97F4A7C15
 
 def units(param: QuantizedTensor) -> Tensor:
     """The units of the remainders of a weight, float32 in its shape."""
+    powers = _decoded(param, _powers(rows.own_blocks(param)))
+    return powers * (1 / _PER_POWER[param.quantizer.layout.code_type])
+
+
+def largest_values(param: QuantizedTensor) -> Tensor:
+    """What the largest code stands for in each place, float32; infinity where scales are 0."""
     part = rows.own_blocks(param)
-    layout, first, n_rows = part.quantizer.layout, part._first_row, rows.matrix_shape(param)[0]
-    powers = part.quantizer.read(_powers(part._shared.tensors, layout), torch.float32)
-    powers = powers[first : first + n_rows]
-    return (powers * (1 / _PER_POWER[layout.code_type])).view(param.shape)
+    name = f"{part.quantizer.layout.kept[0]}_data"
+    tensors, code = part._shared.tensors, _LARGEST_CODES[part.quantizer.layout.code_type]
+    codes = torch.full_like(getattr(tensors, name), code)
+    largest = _decoded(param, tensors.exchange(**{name: codes}))
+    return largest.masked_fill_(largest == 0, torch.inf)
 
 
-def _powers(tensors: Storage, layout: Layout) -> Storage:
+def _decoded(param: QuantizedTensor, tensors: Storage) -> Tensor:
+    """The values of inner tensors that stand in for those of a weight's own blocks."""
+    part, n_rows = rows.own_blocks(param), rows.matrix_shape(param)[0]
+    values = part.quantizer.read(tensors, torch.float32)
+    return values[part._first_row :][:n_rows].reshape(param.shape)
+
+
+def _powers(part: QuantizedTensor) -> Storage:
     """A storage that decodes to the powers of two of the codes, times their factors."""
+    tensors, layout = part._shared.tensors, part.quantizer.layout
     usage = layout.kept[0]
     codes = getattr(tensors, f"{usage}_data")
     if layout.code_type == "e4m3":
@@ -88,25 +104,11 @@ def split_off(param: QuantizedTensor, master: Tensor, dither: Tensor | None = No
     return remainder.masked_fill_(is_nan, NAN)
 
 
-def belongs_to(param: QuantizedTensor, master: Tensor) -> bool:
-    """Whether a float32 master is within the reach of remainders from the codes of ``param``."""
-    difference = (master - param.detach().dequantize(torch.float32)).abs_()
+def is_in_reach(param: QuantizedTensor, master: Tensor) -> bool:
+    """True if remainders can complete the codes of ``param`` to a float32 master."""
+    difference = (master.view(param.shape) - param.detach().dequantize(torch.float32)).abs_()
     reached = difference <= units(param).mul_(127.5)
-    return bool((reached | master.isnan()).all())
-
-
-def is_completed(param: QuantizedTensor, master: Tensor) -> bool:
-    """Whether a float32 master is what :func:`complete` makes of the codes of ``param``.
-
-    Under other scales, the remainders of a master are no integers: two such masters of 20 elements
-    are mistaken for each other once in 2**100 times.
-    """
-    unit = units(param)
-    difference = master - param.detach().dequantize(torch.float32)
-    remainder = (difference / unit).round_().nan_to_num_()
-    # The sum was rounded to FP32, which is a 4000th of a unit at most.
-    is_whole = (difference - remainder * unit).abs_() <= unit * 2.0**-6
-    return bool((is_whole & (remainder.abs() <= 127) | master.isnan()).all())
+    return bool((reached | master.view(param.shape).isnan()).all())
 
 
 def digest(param: QuantizedTensor) -> Tensor:
@@ -132,7 +134,7 @@ def digest(param: QuantizedTensor) -> Tensor:
     return total.cpu()
 
 
-class CodeRemainder(Int8):
+class CodeRemainderCodec(Int8):
     """The codec of the masters of one weight."""
 
     def __init__(self, param: QuantizedTensor) -> None:

@@ -26,6 +26,7 @@ from fp4adam.optim.nan_watch import hides_nan
 from fp4adam.optim.options import Options
 from fp4adam.optim.parameter import Parameter, ReadGrad
 from fp4adam.optim.shared_amaxes import SharedAmaxes, quantized_after_step
+from fp4adam.optim.state_codec import INT8
 from fp4adam.optim.step_counter import StepCounter
 from fp4adam.optim.update_bound import measured_ratio, ratio_after
 from fp4adam.tensors import backend, changes
@@ -105,7 +106,7 @@ class StepPlan:
         launched = chain.from_iterable(group.members for group in self._groups)
         self.members = [*launched, *self._by_operators]
         hiding = [m for m in self.members if hides_nan(m.param)]
-        self.hiding = [(m.param, functools.partial(m.stored, "master_param")) for m in hiding]
+        self.hiding = [(m.param, m.stored_value) for m in hiding]
         self._scales_of_others: ScaleWriteback | None = None
         self._amaxes = SharedAmaxes(members, self._groups, read_grad)
         # Where nothing can be written again, other ranks or int8 masters rely on the bounds of the
@@ -114,7 +115,7 @@ class StepPlan:
             m.tensors[name]
             for group in self._groups
             for m in group.members
-            if (group.kind.groups or m.completes)
+            if (group.kind.groups or m.master.codec is INT8)
             and m.param.quantizer.layout.tensor_scale == "current"
             for name in m.state_names
         ]
@@ -371,8 +372,8 @@ def _fingerprint(
         add([m for m in quantized if not _is_loose(m)], read=counter, same=True)
         add([m for m in quantized if _is_loose(m)], read=versioned, chained=True, placed=True)
         plain = [m for m in own if not isinstance(m.param, QuantizedTensor)]
-        noted = [m for m in plain if m.has_master or m.has_remainder]
-        others = [m for m in plain if not (m.has_master or m.has_remainder)]
+        noted = [m for m in plain if m.is_kept]
+        others = [m for m in plain if not m.is_kept]
         if sharded:
             # An operation on a DTensor raises its own version, but not the local tensor's.
             add(noted)

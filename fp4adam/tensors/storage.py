@@ -8,6 +8,7 @@ and the ``_version`` of the inner tensors shows writes.
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -163,11 +164,13 @@ class SharedStorage:
         first_row: Index of the first such row; None for a shard that has not been written yet.
         pending: Plain values [rows, cols] that were written but are not quantized yet, because
             quantization needs all rows of the tensor.
-        init_val: The high-precision initial value, if it was kept for the optimizer; a tensor on
+        init_val: The value before quantization, kept until an optimizer's step uses it; a tensor on
             the meta device if the next value that is written is to be kept.
+        stepped_by: What lives as long as the optimizer that keeps a master of the weight. While it
+            does, values that other code writes are kept as ``init_val``.
+        left: What that optimizer's last step has left, as a quantized tensor of all rows, once
+            other code has written. If it comes back, so does the master. Kept until the next step.
         unsettled: Whether a shard may have been written since the ranks last agreed on its scales.
-        rounded_master: A rounded loaded master weight, as a quantized tensor of these rows; writing
-            plain values equal to it copies its bytes. Kept until the next step.
         is_gathered: Whether FSDP2 has gathered the tensor; write to the shards then.
         name: The name of the parameter in its model, for error messages.
         scale_group: The ``ScaleGroup`` of the weights that share its amax, or None.
@@ -181,7 +184,8 @@ class SharedStorage:
     pending: Tensor | None = None
     init_val: Tensor | None = None
     unsettled: bool = False
-    rounded_master: Any = None
+    left: Any = None
+    stepped_by: weakref.ref | None = None
     is_gathered: bool = False
     name: str | None = None
     scale_group: Any = None
@@ -193,8 +197,8 @@ class SharedStorage:
     # Checkpoints hold no high-precision initial values: QuantizedTensor adds them to the copies
     # that need them.
     def __getstate__(self) -> dict[str, Any]:
-        kept = {"init_val": None, "rounded_master": None, "is_gathered": False, "parallel": None}
-        kept["is_copy"] = False
+        kept = dict.fromkeys(("init_val", "left", "stepped_by", "parallel"))
+        kept |= {"is_gathered": False, "is_copy": False}
         inner = self.tensors.existing()
         if len({x.untyped_storage()._cdata for x in inner.values()}) < len(inner):
             # torch.save writes each untyped storage once, with a single dtype.
@@ -203,6 +207,11 @@ class SharedStorage:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**{**state, "tensors": Storage.of(state["tensors"])})
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether an optimizer keeps a master of the weight."""
+        return self.stepped_by is not None and self.stepped_by() is not None
 
     @property
     def next_init_val(self) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Loading and new groups: all or nothing, whenever interrupted; loading takes little memory."""
+"""Loading takes little memory; new groups are there or not, whenever interrupted."""
 
 from __future__ import annotations
 
@@ -32,36 +32,6 @@ def bits(optimizer: Any) -> dict[str, Any]:
     """A copy of the optimizer's states, by parameter and name."""
     states = [optimizer.state.get(param, {}) for param in all_params(optimizer)]
     return {f"{i} {name}": v.clone() for i, state in enumerate(states) for name, v in state.items()}
-
-
-def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.mark.parametrize("make", [FP4Adam, lambda p: MasterWeightOptimizer(p, AdamW, lr=1e-3)])
-def test_an_interrupted_load_leaves_the_old_states_or_the_new(make: Callable) -> None:
-    """At any line; training goes on from either."""
-    optimizer = make(make_params(RECIPES["nvfp4"], "cpu"))
-    take_steps(optimizer, range(2))
-    saved = copy.deepcopy(optimizer.state_dict())
-    take_steps(optimizer, [2])
-    old = copy.deepcopy(optimizer)
-    new = copy.deepcopy(optimizer)
-    new.load_state_dict(saved)
-    known = {"old": bits(old), "new": bits(new)}
-    assert not is_same(*known.values())
-    seen, at = set(), 0
-    while True:
-        each = copy.deepcopy(old)
-        if not interrupted(functools.partial(each.load_state_dict, saved), at):
-            break
-        found = [name for name, states in known.items() if is_same(bits(each), states)]
-        assert found, f"at line {at}"
-        seen.update(found)
-        if at % 10 == 0:
-            take_steps(each, [3])
-        at += 1 + at // 60  # all of the first lines, then fewer
-    assert "old" in seen and at > 300
 
 
 @pytest.mark.parametrize("apart", [5, pytest.param(1, marks=pytest.mark.exhaustive)])
@@ -218,4 +188,4 @@ def test_a_clipped_weight_is_not_its_master(recipe: str) -> None:
     assert rows.is_of(param.detach(), master)
     optimizer.load_state_dict(saved)
     restarted = optimizer.state_dict()["state"][0]["master_param"]
-    assert torch.equal(restarted, param.detach().dequantize(torch.float32))
+    assert torch.equal(restarted, master.clamp(-limit, limit))

@@ -429,14 +429,19 @@ def test_a_reset_takes_values_that_bytes_do_not_show(kind: Callable, device: str
     assert_identical(optimizer.state[weight]["master_param"], value)
 
 
-def test_a_reset_frees_the_value_before_quantization(device: str) -> None:
+def test_only_a_step_and_a_reset_free_the_value_before_quantization(device: str) -> None:
     weight = make_weight(RECIPES["nvfp4"], device, keeps_value=True)
     optimizer = FP4Adam([weight], lr=0.0)
     take_steps(optimizer, [0])
-    optimizer.reset_master_weights()
-    with torch.no_grad():
-        weight.copy_(random(tuple(weight.shape), 1, device))  # is not kept in its place either
-    assert not hasattr(weight, "get_high_precision_init_val")
+    for free in (lambda: take_steps(optimizer, [1]), optimizer.reset_master_weights):
+        value = random(tuple(weight.shape), 1, device)
+        with torch.no_grad():
+            weight.copy_(value)
+        weight.requires_grad_(False).requires_grad_()
+        assert_identical(weight.get_high_precision_init_val(), value)
+        free()
+        assert not hasattr(weight, "get_high_precision_init_val")
+        assert_identical(masters(optimizer), [value])
 
 
 @pytest.mark.parametrize(
@@ -878,7 +883,7 @@ def test_wrong_state_counts_once_there_is_a_gradient(device: str) -> None:
 def test_wrong_state_of_a_late_parameter_changes_nothing(device: str) -> None:
     """Found before the parameters in front of it are stepped."""
     model, optimizer = make_pair(device, store_param_remainders=True)
-    states = [optimizer.state[param] for param in (model.narrow, model.wide)]
+    states = [optimizer._whole.states[param] for param in (model.narrow, model.wide)]
     states[0]["master_param"] = model.narrow.detach().float()  # just loaded, beside the remainder
     for state, name, value in [(s, name, s[name]) for s in states for name in s if name != "step"]:
         state[name] = torch.zeros(2, 2, dtype=value.dtype, device=device)

@@ -13,9 +13,11 @@ from helpers import bits_equal, stored
 
 
 def value_of(param: Tensor) -> Tensor:
-    """A copy of a parameter's value in FP32."""
+    """A copy of a parameter's value in FP32; as it was written, until a step uses it."""
     if isinstance(param, QuantizedTensor):
-        return param.detach().dequantize(torch.float32)
+        written = param._high_precision_init_val
+        decoded = param.detach().dequantize(torch.float32)
+        return decoded if written is None else written.to(torch.float32, copy=True)
     return param.detach().to(torch.float32, copy=True)
 
 

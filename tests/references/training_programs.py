@@ -24,8 +24,9 @@ from torch.optim import AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from fp4adam import FP4Adam, QuantizedTensor, quantize_model, use_plain_state_dict
+from fp4adam.optim.masters import NoMaster
 from fp4adam.optim.options import STATES
-from fp4adam.optim.remainder import belongs_to, complete, split_off
+from fp4adam.optim.remainder import complete, split_off
 from fp4adam.optim.state_codec import CODES, dither_bits, join_master, split_master
 from fp4adam.tensors import backend
 from helpers import RECIPES, WithGradient, bits_equal, random, stored, through_a_file
@@ -362,8 +363,10 @@ class Training(RuleBasedStateMachine):
             return self.completed_starts(param, record, value)
         found: list[Tensor | None] = []
         for master in record.possible:
-            holds = master is not None and is_rounded(param, master, self.quantize_from)
-            starts = [master if holds else value]
+            holds = master is not None and NoMaster(param, param.detach()).belongs(master)
+            is_certain = holds and is_rounded(param, master, self.quantize_from)
+            # Between steps the same bytes have to come back; loaded masters have to be near.
+            starts = [master] if is_certain else [master, value] if holds else [value]
             if master is not None and (
                 # Values that differ in signs of zeros alone count as equal, or not, and so do those
                 # that were decoded and quantized once more, which moves their last bits.
@@ -385,7 +388,7 @@ class Training(RuleBasedStateMachine):
         """A remainder is added to the codes that it was made of, or dropped."""
         found: list[Tensor] = []
         for master in record.possible:
-            holds = master is not None and belongs_to(param, master)
+            holds = master is not None and NoMaster(param, param.detach()).belongs(master)
             # FP32 masters that were loaded are handed out as they are until a step.
             starts = [master, self.completed(param, master)] if holds else []
             if not holds or record.is_touched:
