@@ -1,6 +1,7 @@
-# make demo     train a small GPT with quantized weights beside one with torch's AdamW
+# make demo     train a small GPT with quantized weights beside one with torch's AdamW, three seeds each
 # make test     run the quick tests, two variants of each at most
-# make test-all run all tests, with every variant and with programs in several processes
+# make test-more    what make test leaves out: other variants, programs, several processes
+# make test-all     both, and what only the nights have time for
 # make test-kernels        compile every variant of every kernel for every GPU (20 minutes of a core)
 # make test-integrations   those with Transformers, Accelerate, Lightning and torchtitan
 # make test-engines    those with llama.cpp and vLLM, which serve exports on the CPU
@@ -18,7 +19,7 @@ PYTHON ?= python3
 VENV = .venv
 ARGS =
 
-.PHONY: help demo test test-all test-kernels test-integrations test-engines mutants lint bench docs clean
+.PHONY: help demo test test-more test-all test-kernels test-integrations test-engines mutants lint bench docs clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -46,7 +47,8 @@ MEGATRON = build/Megatron-LM
 INTEGRATIONS = $(VENV)/.integrations
 $(INTEGRATIONS): $(READY)
 	$(PY) -m pip install -c constraints.txt -e '.[integrations]'
-	$(PY) -m pip install --no-deps -c constraints.txt "torchtitan; python_version >= '3.11'"
+	$(PY) -m pip install --no-deps -c constraints.txt "torchtitan; python_version >= '3.11'" \
+		"axolotl; python_version >= '3.11'"
 	-GIT_TERMINAL_PROMPT=0 timeout 60 git clone --depth 1 https://github.com/NVIDIA/Megatron-LM $(MEGATRON)
 	touch $@
 
@@ -91,10 +93,13 @@ fp4adam/kernels:
 	ln -s ../kernels $@
 
 demo: $(READY)
-	$(PY) examples/train_gpt.py --compare --format nvfp4 --states fp32,8bit $(ARGS)
+	$(PY) examples/train_gpt.py --compare --seeds 3 --steps 100 --format nvfp4 --states fp32,8bit $(ARGS)
 
 test: $(READY)
 	$(PY) -m pytest $(PARALLEL) --few $(ARGS)
+
+test-more: $(READY)
+	$(PY) -m pytest $(PARALLEL) -m "not every_kernel and not nightly" --more $(ARGS)
 
 test-all: $(READY)
 	$(PY) -m pytest $(PARALLEL) -m "not every_kernel" $(ARGS)

@@ -160,7 +160,7 @@ def shard_of(shape: tuple[int, ...], quantizer: Quantizer | None, n: int) -> _Sh
             )
         ]
         amax = torch.zeros(1) if quantizer.layout.tensor_scale == "current" else None
-        own = Exchanged(spec, ShardInfo(None, 0, n, "cpu"), amax, grids, shape)
+        own = ShardInfo(None, 0, n, "cpu"), Exchanged(spec, amax, grids, shape)
         exchanged = AmaxExchange(None, torch.device("cpu"), [own])._buffer.nbytes
     gathered = sum(x.nbytes for x in gathering.inputs)
     return _Shard(shard.nbytes_stored, gathered, exchanged, numel)

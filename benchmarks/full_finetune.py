@@ -4,12 +4,16 @@
     python benchmarks/full_finetune.py --layers 100   # how large a model trains: add layers
 
 The model is transformers' ``LlamaForCausalLM`` with random weights, in BF16 where they are not
-quantized; its steps read random tokens. Each optimizer is measured with and without recomputed
-activations (``gradient_checkpointing_enable``). One that does not fit says so in its row.
+quantized; its steps read random tokens and recompute activations. Everyone is measured on the same
+terms: with gradients that stay for the step, and released, each weight stepped within the backward
+pass and its gradient freed. Who has no release of its own gets one optimizer per parameter in
+``register_post_accumulate_grad_hook``, as torch's tutorial does. One that does not fit, or a
+package that is missing, says so in its row.
 """
 
 import argparse
 import importlib
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -44,13 +48,54 @@ COLUMNS = (
 )
 
 
+class StepInBackward:
+    """One optimizer per parameter, stepped as soon as its gradient is there."""
+
+    def __init__(self, model: nn.Module, make: Callable[[list[Parameter]], Any]) -> None:
+        self._optimizers = {p: make([p]) for p in model.parameters()}
+        for param in self._optimizers:
+            param.register_post_accumulate_grad_hook(self._step)
+
+    def _step(self, param: Parameter) -> None:
+        self._optimizers[param].step()
+        param.grad = None
+
+    def step(self) -> None:
+        """Nothing is left to do."""
+
+    zero_grad = step
+
+    @property
+    def state(self) -> dict[Parameter, Any]:
+        """The state of all optimizers."""
+        return {p: optimizer.state[p] for p, optimizer in self._optimizers.items()}
+
+
 class Contestant(NamedTuple):
-    """An optimizer of a model whose linear weights are in ``format``, BF16 if None."""
+    """An optimizer of a model whose linear weights are in ``format``, BF16 if None.
+
+    ``release``: makes an optimizer of a model that frees gradients in the backward pass.
+    """
 
     name: str
     make: Callable[[list[Parameter]], Any]
     format: str | Recipe | None = None
-    releases: bool = False
+    release: Callable[[nn.Module, Callable[[list[Parameter]], Any]], Any] = StepInBackward
+
+
+def released_by_fp4adam(model: nn.Module, make: Callable[[list[Parameter]], Any]) -> FP4Adam:
+    """FP4Adam with its own gradient release."""
+    optimizer = make(list(model.parameters()))
+    optimizer.enable_gradient_release()
+    return optimizer
+
+
+def released_by_flashoptim(model: nn.Module, make: Callable[[list[Parameter]], Any]) -> Any:
+    """flashoptim's optimizer with its own gradient release, whose step() only warns."""
+    optimizer = make(list(model.parameters()))
+    importlib.import_module("flashoptim").enable_gradient_release(model, optimizer)
+    warnings.filterwarnings("ignore", ".*no-op while enable_gradient_release")
+    return optimizer
 
 
 def ours(**options: Any) -> Callable[[list[Parameter]], Any]:
@@ -60,11 +105,20 @@ def ours(**options: Any) -> Callable[[list[Parameter]], Any]:
 
 def peer(module: str, name: str, **options: Any) -> Callable[[list[Parameter]], Any]:
     """Another package's optimizer; ImportError where it is missing."""
+    options = HYPER | options
 
     def make(params: list[Parameter]) -> Any:
-        return getattr(importlib.import_module(module), name)(params, **HYPER, **options)
+        return getattr(importlib.import_module(module), name)(params, **options)
 
     return make
+
+
+def fp4adam_on(
+    name: str, format: str | Recipe, label: str = "8-bit states", **options: Any
+) -> Contestant:
+    """FP4Adam on a model in this format."""
+    options = {"states": "8bit"} | options
+    return Contestant(f"FP4Adam, {name}, {label}", ours(**options), format, released_by_fp4adam)
 
 
 CONTESTANTS = (
@@ -75,26 +129,28 @@ CONTESTANTS = (
         "torchao AdamW8bit, BF16, stochastic rounding",
         peer("torchao.optim", "AdamW8bit", bf16_stochastic_round=True),
     ),
-    Contestant("flashoptim FlashAdamW", peer("flashoptim", "FlashAdamW")),
-    Contestant("FP4Adam, NVFP4, FP32 states, released", ours(), "nvfp4", True),
-    *(
-        Contestant(f"FP4Adam, {name}, 8-bit states, released", ours(states="8bit"), format, True)
-        for name, format in (
-            ("NVFP4", "nvfp4"),
-            ("MXFP8", "mxfp8"),
-            ("Float8Block", "float8block"),
-        )
-    ),
     Contestant(
-        "FP4Adam, Float8Block, 8-bit states, released, FP8 matmuls",
-        ours(states="8bit"),
+        "flashoptim FlashAdamW, BF16",
+        peer("flashoptim", "FlashAdamW"),
+        release=released_by_flashoptim,
+    ),
+    # Its pages ask for 0.6 times the learning rate of AdamW.
+    Contestant("Gefen-X, BF16", peer("gefen", "Gefen", lr=0.6 * HYPER["lr"])),
+    fp4adam_on("NVFP4", "nvfp4"),
+    fp4adam_on("NVFP4", "nvfp4", "FP16 masters, FP8 moments", master_weight_dtype=torch.float16),
+    fp4adam_on("MXFP8", "mxfp8"),
+    fp4adam_on("MXFP8", "mxfp8", "8-bit moments, no masters", master_weights=False),
+    fp4adam_on("Float8Block", "float8block", "8-bit moments, no masters", master_weights=False),
+    fp4adam_on("NVFP4", "nvfp4", "8-bit states on the host", offload_states=True),
+    fp4adam_on(
+        "Float8Block, FP8 matmuls",
         Recipe("float8block", activations=True, gradients=True),
-        True,
+        "8-bit states",
     ),
 )
 
 
-def build(contestant: Contestant, args: argparse.Namespace, recompute: bool) -> nn.Module:
+def build(contestant: Contestant, args: argparse.Namespace) -> nn.Module:
     """The model, quantized layer by layer as it is made."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -124,23 +180,25 @@ def build(contestant: Contestant, args: argparse.Namespace, recompute: bool) -> 
     for param in model.parameters():
         if hasattr(param, "clear_high_precision_init_val"):
             param.clear_high_precision_init_val()
-    if recompute:
+    if args.recompute == "yes":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
 
 
-def measure(contestant: Contestant, args: argparse.Namespace, recompute: bool, row: Row) -> None:
+def measure(contestant: Contestant, args: argparse.Namespace, releases: bool, row: Row) -> None:
     """Put into the row what there is to know of an optimizer that runs."""
     clock = Clock(args.device)
     before = torch.cuda.memory_allocated() if clock.cuda else 0
-    model = build(contestant, args, recompute)
+    row["released"] = releases
+    model = build(contestant, args)
     params = list(model.parameters())
     row["parameters"] = count = sum(p.numel() for p in params)
     row["quantized"] = sum(p.numel() for p in params if hasattr(p, "quantizer"))
     row["weight_B"] = sum(map(stored_bytes, params)) / count
-    optimizer = contestant.make(params)
-    if contestant.releases:
-        optimizer.enable_gradient_release()
+    if releases:
+        optimizer = contestant.release(model, contestant.make)
+    else:
+        optimizer = contestant.make(params)
     tokens = torch.randint(
         args.sizes[-1], (args.batch, args.context), generator=torch.Generator().manual_seed(0)
     ).to(args.device)
@@ -152,7 +210,8 @@ def measure(contestant: Contestant, args: argparse.Namespace, recompute: bool, r
         optimizer.zero_grad()
 
     row |= measure_steps(clock, step, args.repeats, before)
-    row["state_B"] = sum(stored_bytes(optimizer.state[p]) for p in params) / count
+    state = optimizer.state
+    row["state_B"] = sum(stored_bytes(state[p]) for p in params) / count
     row["tokens_per_second"] = tokens.numel() / row["ms"] * 1e3
 
 
@@ -166,8 +225,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=4096 if cuda else 64)
     parser.add_argument("--batch", type=int, default=1, help="sequences")
     parser.add_argument("--repeats", type=int, default=3 if cuda else 1, help="counted steps")
+    parser.add_argument("--recompute", choices=("yes", "no"), default="yes", help="activations")
     parser.add_argument(
-        "--recompute", choices=("yes", "no", "both"), default="both", help="activations"
+        "--release", choices=("yes", "no", "both"), default="both", help="gradients"
     )
     parser.add_argument(
         "--only",
@@ -184,19 +244,19 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     """Measure every optimizer, and print a line for each."""
     args = parse_args()
-    names = ("shape", "sizes", "context", "batch", "repeats")
+    names = ("shape", "sizes", "context", "batch", "repeats", "recompute")
     settings = {name: getattr(args, name) for name in names}
     run = about(args.device) | {"settings": settings}
     print(f"{run['device']}, {run['date']}, {settings}\n")
     members = (
         (
-            f"{contestant.name}{', recomputed' if recompute else ''}",
-            partial(measure, contestant, args, recompute),
+            f"{contestant.name}{', released' if releases else ''}",
+            partial(measure, contestant, args, releases),
         )
         for contestant in CONTESTANTS
-        if any(text in contestant.name for text in args.only or [""])
-        for recompute in (True, False)
-        if args.recompute in ("both", "yes" if recompute else "no")
+        for releases in (False, True)
+        if args.release in ("both", "yes" if releases else "no")
+        and any(text in contestant.name for text in args.only or [""])
     )
     measure_all(members, COLUMNS, run, args.json)
 

@@ -102,8 +102,7 @@ SECTIONS = (
         "separate kernels: FP32 gradients, a fused Adam over masters, a quantizer per "
         "weight. Other packages keep BF16 weights "
         'and smaller states: they move fewer bytes and keep less of each number. "1D" '
-        "are blocks of one row or column, "
-        '"4over6" adaptive scales.\n\n'
+        "are blocks of one row or column.\n\n"
         "![Milliseconds per step of every optimizer](benchmarks/h200/step_gpt.png)\n\n"
         "![Bytes per parameter of every optimizer: weight, gradient, "
         "state](benchmarks/h200/step_gpt_memory.png)",
@@ -278,10 +277,9 @@ def losses() -> list[str]:
         "## Training",
         "",
         "Nats per byte on torch's own source code, 50 M tokens, the same data in the same order; "
-        "weights have FP32 masters and moments but in the rows that say so. Those of "
-        '`states="8bit"` were trained beside other work, which takes some of their tokens per '
-        "second; seed 1 is of before the unit of int8 masters became 1/239 of a gap between codes "
-        "(1/238). The gap is to the mean of the two seeds of BF16.",
+        "weights have FP32 masters and moments but in the rows that say so; "
+        '`states="8bit"`, seed 1 is of before the unit of int8 masters became 1/239 of a gap '
+        "between codes (1/238). The gap is to the mean of the two seeds of BF16.",
         "",
         "![Held-out losses of a GPT with each format, and their gaps to "
         "BF16](benchmarks/h200/numerics.png)",

@@ -56,13 +56,8 @@ class Contestant(NamedTuple):
 
 FP8_MATMULS = fp4adam.Recipe("float8block", activations=True, gradients=True)
 NVFP4_1D = fp4adam.Recipe(fp4adam.NVFP4Quantizer(two_dimensional=False))
-FOUR_OVER_SIX_1D = fp4adam.Recipe(fp4adam.NVFP4Quantizer(two_dimensional=False, adaptive="mae"))
-FOUR_OVER_SIX = fp4adam.NVFP4Quantizer(adaptive="mae")
 # Weights and activations in NVFP4; their products are emulated.
-NVFP4_MATMULS, FOUR_OVER_SIX_MATMULS = (
-    fp4adam.Recipe(weights, activations=True, emulate=True)
-    for weights in (fp4adam.NVFP4Quantizer(), FOUR_OVER_SIX)
-)
+NVFP4_MATMULS = fp4adam.Recipe("nvfp4", activations=True, emulate=True)
 CONTESTANTS = (
     Contestant("BF16 + AdamW, seed 0", "fp32", "adamw"),
     Contestant("BF16 + AdamW, seed 1", "fp32", "adamw", seed=1),
@@ -71,10 +66,7 @@ CONTESTANTS = (
     Contestant("Float8Block", "float8block"),
     Contestant("NVFP4 2D", "nvfp4"),
     Contestant("NVFP4 1D", "nvfp4", recipe=NVFP4_1D),
-    Contestant("NVFP4 4over6 2D", "nvfp4", recipe=fp4adam.Recipe(FOUR_OVER_SIX)),
-    Contestant("NVFP4 4over6 1D", "nvfp4", recipe=FOUR_OVER_SIX_1D),
     Contestant("NVFP4, NVFP4 matmuls", "nvfp4", recipe=NVFP4_MATMULS),
-    Contestant("NVFP4 4over6, NVFP4 matmuls", "nvfp4", recipe=FOUR_OVER_SIX_MATMULS),
     Contestant("Float8Block, FP8 matmuls", "float8block", recipe=FP8_MATMULS),
     Contestant("NVFP4 without masters", "nvfp4", is_ablation=True),
     *(

@@ -23,7 +23,7 @@ COLORS = (
     *("tab:olive", "tab:cyan", "navy", "gold", "lime", "teal", "magenta", "salmon", "indigo"),
     *("darkgreen", "khaki", "skyblue", "crimson"),
 )
-TITLES = ("", "training loss", "held-out loss", "gap to BF16, nats", "tokens/s")
+TITLES = ("", "training loss", "held-out loss", "gap to BF16, nats")
 
 
 def load_runs(paths: list[Path]) -> dict[str, Run]:
@@ -88,7 +88,7 @@ def markdown(runs: dict[str, Run]) -> str:
     for run in runs.values():
         compared = "{:+.4f} ± {:.4f}".format(*gap(run, baselines)) if baselines else "-"
         losses = f"{final_train_loss(run):.4f}", f"{held_out(run):.4f}"
-        lines.append(cells([run["name"], *losses, compared, f"{run['tokens_per_second']:,.0f}"]))
+        lines.append(cells([run["name"], *losses, compared]))
     lines.append("")
     if len(baselines) == 2:
         lines.append(f"Noise, the difference of the two seeds: {noise(runs):.4f} nats.")

@@ -37,8 +37,6 @@ FORMATS = {
     "MXFP8 rowwise": fp4adam.MXFP8Quantizer(columnwise=False),
     "MXFP4": fp4adam.MXFP4Quantizer(),
     "Float8Block rowwise": fp4adam.Float8BlockQuantizer(columnwise=False),
-    "NVFP4 4over6": fp4adam.NVFP4Quantizer(adaptive="mae"),
-    "NVFP4 4over6 1D": fp4adam.NVFP4Quantizer(two_dimensional=False, adaptive="mae"),
 }
 UNFUSED = ("NVFP4", "MXFP8", "Float8Block")
 NARROW = "FP4Adam, NVFP4, FP8 moments, FP16 masters"

@@ -20,7 +20,7 @@ import torch
 from provenance import about
 from torch import Tensor
 
-from fp4adam.kernels.nvfp4_step import StepLaunch
+from fp4adam.kernels.amax_preview import PreviewedLaunch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -32,14 +32,14 @@ from train_gpt import build_run, text_parts, train_step
 def counting() -> Iterator[list[tuple[int, int]]]:
     """Tiles, and those that are looked into, of every preview made inside."""
     counts = []
-    launch = StepLaunch.__call__
+    launch = PreviewedLaunch.__call__
 
-    def counted(self: StepLaunch, *signals: Tensor) -> None:
+    def counted(self: PreviewedLaunch, *signals: Tensor) -> None:
         candidates = self.candidates()
         counts.append((candidates.numel(), int(candidates.sum())))
         launch(self, *signals)
 
-    with mock.patch.object(StepLaunch, "__call__", counted):
+    with mock.patch.object(PreviewedLaunch, "__call__", counted):
         yield counts
 
 
@@ -48,7 +48,7 @@ def kernel_times(profile: torch.profiler.profile) -> dict[str, float]:
     times = {"preview_us": 0.0, "step_us": 0.0}
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            for key, part in (("preview_us", "_amax_preview"), ("step_us", "_adam_step")):
+            for key, part in (("preview_us", "_amax_preview"), ("step_us", "step_kernel")):
                 times[key] += event.time_range.elapsed_us() * (part in event.name)
     return times
 

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import fp4adam
-from fp4adam import FP4Adam, FusedAdam, WeightWorkspaces
-from fp4adam.interop.transformer_engine import workspaces_of
+from fp4adam import FP4Adam, FusedAdam, cast, workspaces_of
 from fp4adam.tensors.quantizer import Quantizer
 
 Row = dict[str, Any]
@@ -318,7 +317,7 @@ def workspaces_row(te: Any, recipe: Any, quantizer: Quantizer, build: Callable) 
         module = build()
         optimizer = FusedAdam(module.parameters(), **OPTIONS)
         if ours:
-            optimizer.register_step_post_hook(WeightWorkspaces(module))
+            optimizer.register_step_post_hook(lambda *_, own=module: cast(*workspaces_of(own)))
         losses.append([])
         for step in range(5):
             for microbatch in range(2):
@@ -332,18 +331,18 @@ def workspaces_row(te: Any, recipe: Any, quantizer: Quantizer, build: Callable) 
             optimizer.zero_grad()
             if not ours:
                 continue
-            found = list(workspaces_of(module))
-            addresses.append([te_addresses(each.tensor) for each in found])
-            for each in found:
-                weight = torch.cat([part.detach() for part in each.weights])
-                theirs = each.tensor._quantizer.copy()
+            copies, weights = workspaces_of(module)
+            addresses.append([*map(te_addresses, copies)])
+            for tensor, parts in zip(copies, weights, strict=True):
+                weight = torch.cat([part.detach() for part in parts])
+                theirs = tensor._quantizer.copy()
                 theirs.set_usage(rowwise=True, columnwise=True)
                 theirs.internal = False
                 if quantizer.layout.tensor_scale == "delayed":
                     theirs.amax = theirs.amax.clone()
                 expected = te_fields(theirs(weight))
                 known = extents(tuple(weight.shape), quantizer)
-                for field, share in differing(te_fields(each.tensor), expected, known).items():
+                for field, share in differing(te_fields(tensor), expected, known).items():
                     worst[field] = max(share, worst.get(field, 0))
             x = random(256, 1, 512, seed=100 + step).bfloat16().requires_grad_()
             with te.autocast(enabled=True, recipe=recipe):  # scales change when it ends
@@ -382,13 +381,15 @@ def workspace_times_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row
             with te.autocast(enabled=True, recipe=recipe):
                 layer(x.requires_grad_(), is_first_microbatch=True)
         pairs = [(layer._fp8_workspaces["weight"], layer.weight.detach()) for layer in model]
-        ours = WeightWorkspaces(model)
+
+        def ours(model: nn.Module = model) -> None:
+            cast(*workspaces_of(model))
 
         def theirs(pairs: list = pairs) -> None:
             for tensor, weight in pairs:
                 tensor.quantize_(weight)
 
-        for what, write in (("WeightWorkspaces.write", ours.write), ("TE's quantize_", theirs)):
+        for what, write in (("cast", ours), ("TE's quantize_", theirs)):
             ms = statistics.median(clock.samples(write, 15))
             yield {"format": name, "what": what, "ms": ms, "host ms": clock.host(write), "ok": True}
         del model, pairs, ours, theirs
@@ -547,7 +548,7 @@ def graphs_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
                 module = te.Linear(512, 512, params_dtype=torch.bfloat16, device="cuda")
             optimizer = FP4Adam(module.parameters(), **OPTIONS)
             if what == "workspaces":
-                optimizer.register_step_post_hook(WeightWorkspaces(module))
+                optimizer.register_step_post_hook(lambda *_, own=module: cast(*workspaces_of(own)))
             x = random(256, 512, seed=0).bfloat16().requires_grad_()
 
             def forward(first: bool, module: Any = module, x: Tensor = x, on: Any = recipe) -> Any:

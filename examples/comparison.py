@@ -2,13 +2,14 @@
 
 import contextlib
 import json
+import math
 import platform
 import resource
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,24 +76,66 @@ def progress_bar(label: str, done: int, steps: int) -> Iterator[Callable[[], obj
         yield bar.update
 
 
+class Row(NamedTuple):
+    """A contestant: its held-out losses at the end, one per seed, and bytes per parameter."""
+
+    name: str
+    losses: list[float]
+    weight: float
+    gradient: float
+    master: float
+    moments: float
+    served: float
+
+    @property
+    def together(self) -> float:
+        """Bytes of weight, gradient and state."""
+        return self.weight + self.gradient + self.master + self.moments
+
+
 def print_table(results: list[Result]) -> None:
-    """One row per run, and one per format that the first run was rounded to afterwards."""
-    print("\n" + " " * 46 + "held out   bytes per parameter: weight  gradient   state  together")
-    for name, loss, parts in rows(results):
-        sizes = "".join(f"{part:>9.2f}" for part in (*parts, sum(parts)))
-        print(f"{name:<46}{loss:>8.4f}   {'':>20}{sizes}")
+    """One row per contestant, and one per format that the first one was rounded to afterwards."""
+    table = rows(results)
+    print(f"\n{'':50}held out   gap to the first    bytes per parameter, served")
+    for row in table:
+        loss, distance = statistics.fmean(row.losses), describe_gap(row, table[0])
+        print(f"{row.name:<50}{loss:>8.4f}   {distance:<18}{row.together:>21.2f}{row.served:>8.2f}")
 
 
-def rows(results: list[Result]) -> Iterator[tuple[str, float, tuple[float, float, float]]]:
-    """Of each contestant its name, its loss at the end, and bytes of weight, gradient and state."""
+def rows(results: list[Result]) -> list[Row]:
+    """The contestants in the order of their first runs."""
+    found: dict[str, Row] = {}
     for r in results:
-        seed = f", seed {r['seed']}" if r["seed"] != results[0]["seed"] else ""
-        parts = tuple(
+        weight, gradient, states = (
             r[f"{part}_bytes_per_parameter"] for part in ("weight", "gradient", "optimizer")
         )
-        yield _label(r) + seed, r["end_loss"], parts
+        master = r["master_bytes_per_parameter"]
+        sizes = (weight, gradient, master, states - master)
+        row = found.setdefault(_label(r), Row(_label(r), [], *sizes, served=weight))
+        row.losses.append(r["end_loss"])
         for name, loss in r.get("rounded_afterwards", {}).items():
-            yield f"the same, rounded to {WEIGHTS[name]} afterwards", loss, parts
+            label = f"{_label(r)}, rounded to {WEIGHTS[name]} at the end"
+            served = next((o for o in results if o["format"] == name), r)
+            size = served["weight_bytes_per_parameter"]
+            found.setdefault(label, Row(label, [], *sizes, served=size)).losses.append(loss)
+    return list(found.values())
+
+
+def gap(row: Row, first: Row) -> tuple[float, float]:
+    """The mean difference of losses of the same seed, and its standard error (one seed: NaN)."""
+    differences = [a - b for a, b in zip(row.losses, first.losses, strict=True)]
+    mean = statistics.fmean(differences)
+    if len(differences) == 1:
+        return mean, math.nan
+    return mean, statistics.stdev(differences) / len(differences) ** 0.5
+
+
+def describe_gap(row: Row, first: Row) -> str:
+    """The gap with its standard error, as far as there are several seeds."""
+    if row is first:
+        return ""
+    mean, error = gap(row, first)
+    return f"{mean:+.4f}" + ("" if math.isnan(error) else f" ± {error:.4f}")
 
 
 def write_json(path: Path, settings: dict[str, Any], results: list[Result]) -> None:
@@ -115,25 +158,30 @@ def write_json(path: Path, settings: dict[str, Any], results: list[Result]) -> N
 
 
 def write_plot(path: Path, results: list[Result], title: str) -> None:
-    """Draws losses, losses at the end beside what another seed makes of them, and bytes."""
+    """Draws losses, gaps at the end with their standard errors, and bytes."""
     from matplotlib.figure import Figure  # only here, so that training does without
 
-    repeats = [r for r in results[1:] if _label(r) == _label(results[0])]
-    compared = [r for r in results if r not in repeats]
+    by_name: dict[str, list[Result]] = {}
+    for r in results:
+        by_name.setdefault(_label(r), []).append(r)
     # Upright and in large letters, to be read on a phone as well.
-    figure = Figure(figsize=(6.6, 9.6), layout="constrained")
+    figure = Figure(figsize=(7.6, 10.4), layout="constrained")
     figure.suptitle(title, fontsize=13)
-    loss, end, cost = figure.subplots(3, 1, gridspec_kw={"height_ratios": (5, 3, 3)})
-    for number, r in enumerate(compared):
-        style = {"color": COLORS[number % len(COLORS)], "label": _label(r)}
-        loss.plot(*zip(*enumerate(smooth(r["train_loss"]), start=1), strict=True), **style)
-        steps, losses = zip(*r["validation_loss"].items(), strict=True)
-        loss.plot(steps, losses, "o", color=style["color"], markersize=4)
+    loss, end, cost = figure.subplots(3, 1, gridspec_kw={"height_ratios": (5, 3, 4)})
+    for color, (name, runs) in zip(COLORS, by_name.items(), strict=False):
+        curves = list(zip(*(smooth(r["train_loss"]) for r in runs), strict=True))
+        steps = range(1, len(curves) + 1)
+        loss.plot(steps, [statistics.fmean(values) for values in curves], color=color, label=name)
+        if len(runs) > 1:
+            low, high = map(min, curves), map(max, curves)
+            loss.fill_between(steps, list(low), list(high), color=color, alpha=0.15, linewidth=0)
+    seeds = len(results) // len(by_name)
     loss.set(xlabel="step", ylabel="nats per byte")
-    loss.set_title("Loss: training (lines), held out (dots)")
+    loss.set_title("Training loss" + (f": mean and range of {seeds} seeds" if seeds > 1 else ""))
     loss.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False)
-    _draw_ends(end, results)
-    _draw_costs(cost, compared)
+    table = rows(results)
+    _draw_gaps(end, table)
+    _draw_costs(cost, table)
     figure.savefig(path, dpi=150)
 
 
@@ -146,64 +194,57 @@ def _label(result: Result) -> str:
     return f"{names[result['optimizer']]}, {WEIGHTS.get(kind, kind.upper())} weights{kept}"
 
 
-def _draw_ends(axes: Any, results: list[Result]) -> None:
-    """Held-out losses at the end, a row per contestant, and how far other seeds are from the first.
-
-    Two seeds differ by chance in either direction, so only how far they are apart counts.
-    """
-    first = results[0]["end_loss"]
-    found = [row for row in rows(results) if ", seed " not in row[0]]
-    noise = max(abs(r["end_loss"] - first) for r in results if _label(r) == _label(results[0]))
-    if noise:
-        axes.axvspan(first - noise, first + noise, color="0.9", label="another seed")
-    for place, (_, loss, _) in enumerate(found):
-        axes.plot(loss, place, "o", color="black")
-        axes.annotate(f"  {loss:.4f}", (loss, place), va="center")
-    names = [name.replace(", ", ",\n", 1) for name, *_ in found]
-    axes.set_yticks(range(len(found)), names)
-    axes.margins(x=0.2, y=0.2)
+def _draw_gaps(axes: Any, table: list[Row]) -> None:
+    """How far each contestant's held-out loss ends from the first one's with the same seed."""
+    first, *others = table
+    seeds = len(first.losses)
+    axes.axvline(0, color="0.6", linewidth=1)
+    for place, row in enumerate(others):
+        mean, error = gap(row, first)
+        for a, b in zip(row.losses, first.losses, strict=True):
+            axes.plot(a - b, place, "o", color="0.75", markersize=4)
+        axes.errorbar(mean, place, xerr=None if seeds == 1 else error, fmt="o", color="black")
+        axes.annotate(
+            describe_gap(row, first),
+            (mean, place),
+            xytext=(0, 7),
+            textcoords="offset points",
+            ha="center",
+        )
+    axes.set_yticks(range(len(others)), [row.name.replace(", ", ",\n", 1) for row in others])
+    axes.margins(x=0.25, y=0.35)
     axes.invert_yaxis()
-    axes.set_title("Held-out loss at the end" + (" (grey: another seed)" if noise else ""))
+    title = f"Held-out loss at the end, less the first one's {statistics.fmean(first.losses):.4f}"
+    axes.set_title(title + ("" if seeds == 1 else f"\n± standard error of {seeds} seeds"))
 
 
-def _draw_costs(axes: Any, results: list[Result]) -> None:
-    """Bars of weight, gradient, master and moments in bytes per parameter.
+# Bytes per parameter of what is not trained here: weight, gradient, master and moments. AdamW8bit
+# keeps moments in 8 bits with a scale per 256.
+COMPUTED = (
+    Row("AdamW, BF16 weights (computed)", [], 2.0, 2.0, 0.0, 4.0, 2.0),
+    Row("AdamW8bit, BF16 weights (computed)", [], 2.0, 2.0, 0.0, 2.03, 2.0),
+)
 
-    Times are those of a GPU; a CPU emulates the kernels.
-    """
-    labels = [_label(r).replace(", ", ",\n") for r in results]
-    left = [0.0] * len(results)
-    colors = {
-        "weight": "tab:cyan",
-        "gradient": "tab:olive",
-        "master weight": "0.7",
-        "moments": "0.85",
-    }
-    for part, color in colors.items():
-        sizes = [_bytes_per_parameter(r)[part] for r in results]
+
+def _draw_costs(axes: Any, table: list[Row]) -> None:
+    """Bars of weight, gradient, master and moments in bytes per parameter, and served bytes."""
+    table = [row for row in table if not row.name.endswith("at the end")] + list(COMPUTED)
+    labels = [row.name.replace(", ", ",\n", 1) for row in table]
+    left = [0.0] * len(table)
+    parts = {"weight": "tab:cyan", "gradient": "tab:olive", "master": "0.7", "moments": "0.85"}
+    for part, color in parts.items():
+        sizes = [getattr(row, part) for row in table]
         axes.barh(labels, sizes, left=left, color=color, label=part)
-        for row, size in enumerate(sizes):
-            if size > 1.6:  # has room for it
-                axes.text(left[row] + size / 2, row, f"{size:.2f}", ha="center", va="center")
+        for place, size in enumerate(sizes):
+            if size > 0.1 * max(row.together for row in table):  # has room for it
+                axes.text(left[place] + size / 2, place, f"{size:.2f}", ha="center", va="center")
         left = [start + size for start, size in zip(left, sizes, strict=True)]
-    for row, r in enumerate(results):
-        time = f"\n{1e3 * r['seconds_per_step']:.0f} ms" if r.get("is_on_gpu") else ""
-        axes.text(left[row] + 0.1, row, f"{left[row]:.1f} bytes{time}", va="center")
-    times = ", median time of a step" if any(r.get("is_on_gpu") for r in results) else ""
-    axes.set(xlim=(0, 1.35 * max(left)), title=f"Bytes per parameter{times}")
+    for place, row in enumerate(table):
+        text = f"{row.together:.1f}, serves {row.served:.2f}"
+        axes.text(left[place] + 0.1, place, text, va="center")
+    axes.set(xlim=(0, 1.5 * max(left)), title="Bytes per parameter, in training and served")
     axes.invert_yaxis()
-    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.12), ncols=4, frameon=False)
-
-
-def _bytes_per_parameter(result: Result) -> dict[str, float]:
-    """Weight, gradient, master weight and moments."""
-    master = result["master_bytes_per_parameter"]
-    return {
-        "weight": result["weight_bytes_per_parameter"],
-        "gradient": result["gradient_bytes_per_parameter"],
-        "master weight": master,
-        "moments": result["optimizer_bytes_per_parameter"] - master,
-    }
+    axes.legend(loc="upper center", bbox_to_anchor=(0.3, -0.1), ncols=4, frameon=False)
 
 
 def smooth(values: list[float]) -> list[float]:

@@ -22,7 +22,7 @@ from stdlib_text import cut_batch, load_text
 from torch import Tensor, nn
 
 from distributed import leave, process_group, rank, total, world_size
-from fp4adam import FP4Adam, grouped_linear, is_hidden_linear, quantize_model
+from fp4adam import FP4Adam, is_hidden_linear, quantize_model
 
 PARTS = 2  # of the global batch
 DIM, INNER, EXPERTS, TOP, LAYERS = 128, 128, 4, 2, 2
@@ -89,8 +89,8 @@ class MoE(nn.Module):
 
     def experts(self, x: Tensor, offsets: Tensor) -> Tensor:
         """The experts of this process; an expert may have no tokens, and a process none."""
-        gate, up = grouped_linear(x, self.gate_up_proj, offsets).chunk(2, -1)
-        return grouped_linear(F.silu(gate) * up, self.down_proj, offsets)
+        gate, up = F.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=offsets).chunk(2, -1)
+        return F.grouped_mm(F.silu(gate) * up, self.down_proj.transpose(1, 2), offs=offsets)
 
 
 class Model(nn.Module):

@@ -160,12 +160,12 @@ def build_parser() -> argparse.ArgumentParser:
         "afterwards, then train in each --format with each of --states, and plot them all",
     )
     what(
-        "--baseline-seeds",
+        "--seeds",
         type=count,
-        default=2,
+        default=1,
         metavar="N",
-        help="seeds that --compare trains the first baseline with, --seed and those after it, to "
-        "show how much is chance (default: 2)",
+        help="seeds that --compare trains everyone with, --seed and those after it, so that gaps "
+        "have a standard error (default: 1)",
     )
     what(
         "--baseline",
@@ -295,11 +295,10 @@ def check_args(
         parser.error("--resume continues one run, got --compare too; leave one of them out")
     if args.compare and importlib.util.find_spec("matplotlib") is None:
         parser.error("--compare plots with matplotlib; install it: pip install '.[demo]'")
-    for name in ("baseline", "baseline_seeds"):
+    for name in ("baseline", "seeds"):
         is_given = not args.resume and getattr(args, name) != parser.get_default(name)
         if is_given and not args.compare:
-            option = "--" + name.replace("_", "-")
-            parser.error(f"{option} is for --compare alone; add it, or leave {option} out")
+            parser.error(f"--{name} is for --compare alone; add it, or leave --{name} out")
     for name in ("format", "states"):
         values = getattr(args, name)
         if not args.compare and len(values) > 1:

@@ -12,7 +12,13 @@ from pathlib import Path
 
 import torch
 from stdlib_text import cut_batch, load_text
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    Qwen3Config,
+)
 
 import fp4adam
 
@@ -28,10 +34,16 @@ def small_checkpoint(folder: Path) -> None:
 
 
 def load(name: str) -> PreTrainedModel:
-    """The model as transformers loads it, its quantized weights ready to train."""
+    """A model to train, with the bytes of what transformers loads."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", device_map=device)
     return fp4adam.make_trainable(model)
+
+
+def layout_of(name: str) -> str:
+    """The layout that a checkpoint is in, by transformers' name for it."""
+    config = AutoConfig.from_pretrained(name).quantization_config
+    return str(config["quant_method"])
 
 
 def batch(name: str, model: PreTrainedModel, step: int) -> torch.Tensor:
@@ -67,11 +79,12 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             print(f"step {step + 1}: loss {loss.item():.3f}")
-        model.save_pretrained(out)
+        layout = layout_of(name)
+        fp4adam.export_checkpoint(model, out, layout)
         again = load(str(out))
         pairs = zip(model.parameters(), again.parameters(), strict=True)
         same = all(torch.equal(*pair) for pair in pairs)
-        print(f"saved in the layout of {name}; loaded again, all weights are the same: {same}")
+        print(f"saved in the layout {layout!r}; loaded again, all weights are the same: {same}")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@
     torchrun --nproc-per-node 8 examples/train_gpt.py --size 1b --checkpoint-every 100
 
 The second line trains FP32 weights with torch's AdamW, rounds a copy of them to each format, then
-trains in each format with FP4Adam, from the same starting weights and in the same data order, then
-with AdamW and another seed, to show how much is chance. It writes results.json and comparison.png.
+trains in each format with FP4Adam, from the same starting weights and in the same data order; with
+--seeds 3, all of it three times, so that gaps have a standard error. It writes results.json and
+comparison.png.
 The third spreads the model and each batch over eight GPUs; data order and starting weights stay the
 same.
 """
@@ -335,9 +336,8 @@ def planned(args: argparse.Namespace) -> list[Contestant]:
     plan = [Contestant(f, args.optimizer, args.seed, kept) for f in args.format for kept in states]
     if not args.compare:
         return plan
-    baselines = [Contestant(name, "adamw", args.seed) for name in args.baseline]
-    repeats = [baselines[0]._replace(seed=args.seed + i) for i in range(1, args.baseline_seeds)]
-    return baselines + plan + repeats
+    plan = [Contestant(name, "adamw", args.seed) for name in args.baseline] + plan
+    return [c._replace(seed=args.seed + i) for i in range(args.seeds) for c in plan]
 
 
 def suffix(args: argparse.Namespace, contestant: Contestant) -> str:
@@ -378,7 +378,8 @@ def execute(args: argparse.Namespace, contestant: Contestant) -> Result:
     if args.sample:
         print_sample(run, own)
     result = summarize(run, own) | {"states": states}
-    if args.compare and contestant == planned(args)[0] and distributed.world_size() == 1:
+    first = planned(args)[0]._replace(seed=seed)
+    if args.compare and contestant == first and distributed.world_size() == 1:
         result["rounded_afterwards"] = round_afterwards(run, own)
     return result
 

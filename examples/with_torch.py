@@ -62,7 +62,7 @@ def main() -> None:
     in_backward = parser.parse_args().in_backward
     training = Training()
     if in_backward:
-        training.optimizer.enable_gradient_release(max_norm=1.0)  # by the norm of the step before
+        training.optimizer.enable_gradient_release()
     for index in range(100):
         if in_backward:
             batch_loss = compute_loss(training.compiled, index)

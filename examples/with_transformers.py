@@ -21,8 +21,8 @@ from fp4adam import FP4Adam, quantize_model, use_plain_state_dict
 CONTEXT = 64
 
 
-def build_model() -> LlamaForCausalLM:
-    """A Llama of bytes with quantized linear layers."""
+def build_model(format: str | None = "nvfp4") -> LlamaForCausalLM:
+    """A Llama of bytes with quantized linear layers; ``format`` None: plain ones."""
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=128,
@@ -32,8 +32,11 @@ def build_model() -> LlamaForCausalLM:
         num_key_value_heads=2,
         max_position_embeddings=CONTEXT,
     )
-    model = quantize_model(LlamaForCausalLM(config), "nvfp4")
-    return use_plain_state_dict(model)  # the Trainer saves with safetensors
+    model = LlamaForCausalLM(config)
+    if format is None:
+        return model
+    # The Trainer saves with safetensors.
+    return use_plain_state_dict(quantize_model(model, format))
 
 
 def collate(rows: list[Tensor]) -> dict[str, Tensor]:

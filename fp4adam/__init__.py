@@ -4,8 +4,6 @@ from inspect import ismodule as _ismodule
 
 from fp4adam import fp4_utils as fp4_utils
 from fp4adam import fp8_utils as fp8_utils
-from fp4adam.checkpoints.engines import register_with_vllm as register_with_vllm
-from fp4adam.checkpoints.engines import update_sglang as update_sglang
 from fp4adam.checkpoints.export import export_checkpoint as export_checkpoint
 from fp4adam.checkpoints.export import export_masters as export_masters
 from fp4adam.checkpoints.import_checkpoint import import_checkpoint as import_checkpoint
@@ -42,11 +40,12 @@ from fp4adam.interop import torchao as torchao
 from fp4adam.interop import transformer_engine as transformer_engine
 from fp4adam.interop.adapter import TensorAdapter as TensorAdapter
 from fp4adam.interop.adapter import register_adapter as register_adapter
+from fp4adam.interop.transformer_engine import workspaces_of as workspaces_of
 from fp4adam.nn import averages as averages
+from fp4adam.nn import grouped_mm as grouped_mm
 from fp4adam.nn import linear as linear
 from fp4adam.nn import parallel_linear as parallel_linear
 from fp4adam.nn.dequantize_model import dequantize_model as dequantize_model
-from fp4adam.nn.grouped_linear import grouped_linear as grouped_linear
 from fp4adam.nn.kept_weights import kept_weights as kept_weights
 from fp4adam.nn.monitor import QuantizationMonitor as QuantizationMonitor
 from fp4adam.nn.monitor import quantization_stats as quantization_stats
@@ -58,11 +57,11 @@ from fp4adam.nn.recipe import Recipe as Recipe
 from fp4adam.nn.summary import ModelSummary as ModelSummary
 from fp4adam.nn.summary import ParameterSummary as ParameterSummary
 from fp4adam.nn.summary import summary as summary
+from fp4adam.optim.copies import cast as cast
 from fp4adam.optim.fp4_adam import FP4Adam as FP4Adam
 from fp4adam.optim.fused_adam import FusedAdam as FusedAdam
 from fp4adam.optim.gradient_release import GradientRelease as GradientRelease
 from fp4adam.optim.master_weight_optimizer import MasterWeightOptimizer as MasterWeightOptimizer
-from fp4adam.optim.weight_workspaces import WeightWorkspaces as WeightWorkspaces
 from fp4adam.tensors import operators as operators
 from fp4adam.tensors.quantized_tensor import QuantizedTensor as QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer as Quantizer

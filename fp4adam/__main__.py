@@ -12,7 +12,7 @@ import torch
 
 import fp4adam
 from fp4adam import plan
-from fp4adam.nn.hardware import GROUPED_MAJOR, REQUIREMENTS
+from fp4adam.nn.hardware import REQUIREMENTS
 from fp4adam.nn.recipe import RECIPES
 from fp4adam.nn.summary import format_name
 from fp4adam.tensors import backend
@@ -44,8 +44,7 @@ ARCHITECTURES = (
 )
 RECIPE = (
     "quantized matmul: what Recipe(..., activations=True, gradients=True) takes; with emulate=True "
-    "it is emulated on any device; grouped_linear takes it for MXFP8 and NVFP4 stacks, on GPUs of "
-    f"capability {GROUPED_MAJOR}.x"
+    "it is emulated on any device"
 )
 
 

@@ -69,7 +69,6 @@ class Variant(NamedTuple):
         amsgrad: Whether to divide by the largest second moment so far.
         is_updated: Whether an earlier launch has updated the state, so that the new value is only
             read. The moments' codecs are "float32" then, and stand for nothing.
-        records: Whether to flag the units of a plain parameter that change.
     """
 
     grad_dtype: tl.dtype
@@ -81,7 +80,6 @@ class Variant(NamedTuple):
     adam_w: bool
     amsgrad: bool
     is_updated: bool = False
-    records: bool = False
 
     @property
     def codecs(self) -> tuple[str, str, str]:
@@ -95,7 +93,7 @@ def lanes_of_states(variant: Variant) -> int:
     Where states take a byte each and gradients two, eight; else four, 16 bytes of FP32.
     """
     # By position: Triton 3.6 hands a constexpr function a plain tuple.
-    grad_dtype, _, _, *codecs, _, amsgrad, _, _ = variant
+    grad_dtype, _, _, *codecs, _, amsgrad, _ = variant
     value_codec, *moments = codecs
     small = starts_from_codes(value_codec) and tuple(moments) == ("e4m3", "ue4m4")
     small = small and grad_dtype != tl.float32
@@ -445,9 +443,10 @@ class StepLaunch:
     """The step of the tensors of one kind; each format has its own, which makes the launches.
 
     It is made of the properties that the tensors have in common, a ``Kind`` of the optimizer; and
-    of a ``LaunchTensors``: shapes and amax slots, a part of the table, scalars, and cuts.
+    of a ``LaunchTensors``: shapes, amax slots, a part of the table, and scalars.
     """
 
+    amaxes: Tensor  # float32 [n_slots], of formats whose shards share an amax
     _launches: list[Launch]
 
     def compile(self, *signals: Tensor) -> None:
@@ -456,14 +455,7 @@ class StepLaunch:
             launch.compile(*signals)
 
     def prepare(self, *signals: Tensor) -> None:
-        """Compute what other ranks need before the step; ``signals`` as for the call."""
-
-    def exchanged(self, slot: int) -> tuple[Tensor | None, list[Tensor]]:
-        """The amaxes of a tensor to exchange between :meth:`prepare` and the call.
-
-        The amax of the tensor, float32 [1], or None; and grids with those of its blocks.
-        """
-        raise NotImplementedError
+        """Compute ``amaxes``, which ranks exchange before the call; ``signals`` as for the call."""
 
     def __call__(self, *signals: Tensor) -> None:
         """Step the tensors; ``signals`` are grad_scale, clip and found_inf, float32 [1] each."""

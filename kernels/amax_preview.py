@@ -14,14 +14,14 @@ next update by them, however they were rounded. A second preview reads every til
 the amax that the first one has found.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4adam.kernels import adam, float8
+from fp4adam.kernels import adam
 from fp4adam.kernels.adam import (
     LARGEST_DECAY,
     LARGEST_UPDATE,
@@ -34,7 +34,7 @@ from fp4adam.kernels.adam import (
     state_lanes,
     state_pointers,
 )
-from fp4adam.kernels.float8 import float8_master, float8_tile, tensor_scale
+from fp4adam.kernels.format import Format, encode, load_masters
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.tensor_table import (
     AMAX,
@@ -43,17 +43,14 @@ from fp4adam.kernels.launch.tensor_table import (
     ROWS,
     SCALARS,
     WIDTH,
-    Usage,
     gemm_scale_pointers,
     pointer,
     size,
     storage_pointers,
     tile_start,
 )
-from fp4adam.kernels.nvfp4 import nvfp4_master, nvfp4_tile, store_columnwise, store_square_scales
-from fp4adam.kernels.plain_step import update_scaled
+from fp4adam.kernels.store import store_tile
 from fp4adam.kernels.tiles.bfloat16 import round_through
-from fp4adam.kernels.tiles.remainder import load_remainder
 from fp4adam.kernels.tiles.state import has_scales, load_master, master_pointers, max_registers
 
 # Tiles whose amaxes one program compares.
@@ -71,35 +68,14 @@ N_REQUANTIZE = 512
 
 
 @triton.jit
-def completed_master(
-    table,
-    tensor,
-    pointers,
-    row,
-    col,
-    cols,
-    amax,
-    epsilon,
-    USAGE: tl.constexpr,
-    SCALES_BLOCKS: tl.constexpr,
-    POW_2: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """The masters of a tile [BR, BC] from rowwise codes and remainders; amax: of the codes.
+def largest_of_lanes(x, LANES: tl.constexpr):
+    """The largest magnitudes [BR, BC / LANES] of neighbours; NaN counts only if there is no other.
 
-    SCALES_BLOCKS: NVFP4, else Float8, to which epsilon and POW_2 belong.
+    NaN is no larger than any number for ``tl.maximum``.
     """
-    start = tile_start(row, col, cols)
-    remainder = load_remainder(pointers.value, start, cols, None, BR, BC, LANES)
-    storage = storage_pointers(table, tensor, tl.uint32, tl.uint8)
-    if SCALES_BLOCKS:
-        master = nvfp4_master(storage, remainder, row, col, cols, amax, USAGE, BR, BC, LANES)
-    else:
-        encode = tensor_scale(amax, epsilon, POW_2)
-        master = float8_master(storage, remainder, row, col, cols, encode, BR, BC, LANES)
-    return master
+    BR: tl.constexpr = x.shape[0]
+    BC: tl.constexpr = x.shape[1]
+    return tl.max(tl.reshape(tl.abs(x), (BR, BC // LANES, LANES)), 2)
 
 
 @triton.jit
@@ -142,9 +118,7 @@ def _amax_preview_kernel(
     epsilon,
     VARIANT: tl.constexpr,
     AGAIN: tl.constexpr,
-    USAGE: tl.constexpr,
-    SCALES_BLOCKS: tl.constexpr,
-    POW_2: tl.constexpr,
+    F: tl.constexpr,
     SCAN: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
@@ -155,7 +129,7 @@ def _amax_preview_kernel(
     which happens if the largest weight became NaN.
     Masters with remainders have a bound per tile, from ``tile_ratios``. Their tensors' amaxes from
     before the step are written to ``stored_amaxes``, float32 [n_tensors], for the pass. ``epsilon``
-    and the options after AGAIN are those of :func:`completed_master`.
+    and F are for the codes of these.
 
     Grid: (cdiv(n_tiles, SCAN),). table: int64 [n_tensors, 19]. scalars: float32 [n, 12], including
     a bound of the update (Inf if unknown) and the decay factor. tiles: int32 [n_tiles, 4], (tensor,
@@ -217,13 +191,14 @@ def _amax_preview_kernel(
         if COMPLETES:
             # Parts divide every tile.
             stored_amax = tl.load(pointer(table, tensor, AMAX, tl.float32))
+            storage = storage_pointers(table, tensor, tl.uint32, tl.uint8)
             for part in range(height // BR * (width // BC)):
                 row = first_row + part // (width // BC) * BR
                 part_col = col + part % (width // BC) * BC
                 start = tile_start(row, part_col, cols)
-                master = completed_master(
-                    table, tensor, pointers, row, part_col, cols, stored_amax, epsilon, USAGE,
-                    SCALES_BLOCKS, POW_2, BR, BC, state_lanes(VARIANT),
+                master = load_masters(
+                    storage, pointers.value, start, row, part_col, 0, cols, None, stored_amax,
+                    epsilon, F, BR, BC, state_lanes(VARIANT),
                 )  # fmt: skip
                 updated = adam_master_tile(
                     pointers, start, start, cols, None, master, constants, VARIANT, False, BR, BC
@@ -311,17 +286,14 @@ def _requantize_kernel(
     epsilon,
     WRITE_DTYPE: tl.constexpr,
     VALUE_CODEC: tl.constexpr,
-    USAGE: tl.constexpr,
-    SCALES_BLOCKS: tl.constexpr,
-    POW_2: tl.constexpr,
+    F: tl.constexpr,
     BC: tl.constexpr,
 ):
     """Rewrite tensors that turned out to exceed the amax that they were quantized with.
 
     Grid: any. Tile: [16, BC]. slots: int32 [n_tensors], the amax slot of each tensor. amaxes:
     float32 [n_slots], corrected. exceeding: float32 [n_slots], the right amax of slots to rewrite,
-    0 for all others. SCALES_BLOCKS: NVFP4, else Float8, to which epsilon and POW_2 belong. Usually
-    reads only 4 bytes per slot and program.
+    0 for all others. Usually reads only 4 bytes per slot and program.
     """
     n_exceeding = 0
     for start in range(0, n_slots, 1024):
@@ -354,23 +326,8 @@ def _requantize_kernel(
                         value_ptr, extra_ptr, block_start, cols, None, VALUE_CODEC, 16, BC
                     )
                     x = round_through(value, WRITE_DTYPE)
-                    if SCALES_BLOCKS:
-                        _, words, scale, _ = nvfp4_tile(
-                            x, amax, row, col, cols, storage, gemm_scales, USAGE, 16, BC
-                        )
-                        if USAGE.columnwise:
-                            store_columnwise(
-                                words, scale, row, col, rows, storage, gemm_scales, USAGE, 16, BC
-                            )
-                        if USAGE.square and USAGE.swizzled:
-                            store_square_scales(
-                                scale, row, col, rows, cols, gemm_scales, USAGE, 16, BC
-                            )
-                    else:
-                        encode = tensor_scale(amax, epsilon, POW_2)
-                        words = float8_tile(x, encode, row, col, cols, storage, USAGE, 16, BC)
-                        if USAGE.columnwise:
-                            float8.store_columnwise(words, row, col, rows, storage, 16, BC)
+                    part, _ = encode(x, None, None, amax, epsilon, F, False)
+                    store_tile(part, row, col, rows, cols, None, storage, gemm_scales, F, 16, BC)
 
 
 def candidates(
@@ -391,44 +348,28 @@ def candidates(
 
 
 def preview_amax(
-    table: Tensor,
-    scalars: Tensor,
-    tiles: Tensor,
-    slots: Tensor,
-    tile_amaxes: Tensor,
-    old_amaxes: Tensor,
-    amaxes: Tensor,
-    exceeding: Tensor,
-    tile_ratios: Tensor,
-    stored_amaxes: Tensor,
-    variant: Variant,
-    usage: Usage,
-    *,
-    again: bool,
-    scales_blocks: bool,
-    force_pow_2_scales: bool,
-    amax_epsilon: float,
+    known: tuple, measured: tuple, variant: Variant, F: Format, epsilon: float, *, again: bool
 ) -> Launch:
-    """The launch that computes ``amaxes`` (zero before); call with ``grad_scale, clip, found_inf``.
+    """The launch that computes amaxes (zero before); call with ``grad_scale, clip, found_inf``.
 
-    ``again``: A second preview, after which the amaxes are exact if the update bound holds.
+    ``known``: table, scalars, tiles, slots, tile_amaxes, old_amaxes, amaxes and exceeding.
+    ``measured``: tile_ratios and stored_amaxes. ``again``: a second preview, after which the amaxes
+    are exact if the update bound holds.
     """
-    n_tiles = tiles.shape[0]
-    br, bc = PART
-    # Of a format only if masters need it, so that one compiled kernel serves all others.
-    options: dict[str, Any] = dict(USAGE=None, SCALES_BLOCKS=None, POW_2=None)
-    if variant.value_codec == "int8":
-        br, bc = COMPLETED_PART[has_scales(*variant.codecs)]
-        options = dict(USAGE=usage, SCALES_BLOCKS=scales_blocks, POW_2=force_pow_2_scales)
-    known = tile_amaxes, old_amaxes, amaxes, exceeding, tile_ratios, stored_amaxes
+    n_tiles = len(known[2])
+    completes = variant.value_codec == "int8"
+    br, bc = COMPLETED_PART[has_scales(*variant.codecs)] if completes else PART
     return Launch(
         _amax_preview_kernel,
         triton.cdiv(n_tiles, SCAN),
-        (table, scalars, tiles, slots, *known, n_tiles, amax_epsilon),
-        dict(VARIANT=variant, AGAIN=again, **options, SCAN=SCAN, BR=br, BC=bc),
+        (*known, *measured, n_tiles, epsilon),
+        # Formats matter only where masters need codes; one compiled kernel serves all others.
+        dict(
+            VARIANT=variant, AGAIN=again, F=F if completes else None, SCAN=SCAN, BR=br, BC=bc
+        ),
         num_warps=4,
         maxnreg=max_registers(*variant.codecs),
-    )
+    )  # fmt: skip
 
 
 def requantize(
@@ -438,109 +379,84 @@ def requantize(
     amaxes: Tensor,
     exceeding: Tensor,
     variant: Variant,
-    usage: Usage,
-    *,
-    scales_blocks: bool,
-    force_pow_2_scales: bool,
-    amax_epsilon: float,
+    F: Format,
+    epsilon: float,
 ) -> Launch:
     """The launch that rewrites the tensors whose slot in ``exceeding`` is not zero."""
-    n_tiles = tiles.shape[0]
+    n_tiles = len(tiles)
     return Launch(
         _requantize_kernel,
         min(n_tiles, N_REQUANTIZE),
-        (table, tiles, slots, amaxes, exceeding, n_tiles, amaxes.shape[0], amax_epsilon),
+        (table, tiles, slots, amaxes, exceeding, n_tiles, amaxes.shape[0], epsilon),
         dict(
             # Not the whole variant, so that one compiled kernel serves all formats of moments.
             WRITE_DTYPE=variant.write_dtype,
             VALUE_CODEC=variant.value_codec,
-            USAGE=usage,
-            SCALES_BLOCKS=scales_blocks,
-            POW_2=force_pow_2_scales,
+            F=F,
             BC=32 if has_scales(variant.value_codec) else 16,
         ),
-        num_warps=1 if usage.adaptive is None else 4,
+        num_warps=1,
     )
 
 
-class StepLaunch(adam.StepLaunch):
+class PreviewedLaunch(adam.StepLaunch):
     """A preview of the tiles that can hold the new amaxes, then one pass over the tensors.
 
-    Formats derive their own, with :meth:`tiles` and :meth:`passes`. For shards the preview covers
-    the rank's own rows and runs twice, so that no tile is missed. The pass then uses the largest
-    amax of all ranks.
+    For shards the preview covers the rank's own rows and runs twice, so that no tile is missed. The
+    pass then uses the largest amax of all ranks.
+
+    Args:
+        known: table, scalars, tiles as :func:`preview_amax` takes them, and slots.
+        variant: Of the step.
+        F: The format.
+        epsilon: The lower bound of amaxes.
+        is_shared: Whether ranks exchange ``amaxes`` between :meth:`prepare` and the call.
+        passes: Returns the launches of the pass, from slots, amaxes, next amaxes, tile amaxes,
+            exceeding, tile ratios and stored amaxes.
 
     Attributes:
-        amaxes: float32 [n_slots]. For shards, the amaxes to exchange between :meth:`prepare` and
-            the call.
+        amaxes: float32 [n_slots]. For shards, the amaxes to exchange.
     """
 
-    def __init__(self, kind: Any, tensors: tuple) -> None:
-        shapes, slots, table, scalars, _ = tensors
-        device = table.device
-        variant, usage, quantizer = kind.variant(), kind.usage(), kind.quantizer
-        tiles, n_whole = self.tiles(kind, shapes)
-        tiles = tiles.to(device)
+    def __init__(
+        self,
+        known: tuple,
+        variant: Variant,
+        F: Format,
+        epsilon: float,
+        is_shared: bool,
+        passes: Callable[..., list[Launch]],
+    ) -> None:
+        table, _, tiles, slots = known
+
+        def zeros(n: int) -> Tensor:
+            # Each at the start of memory of its own: Triton compiles anew for another alignment.
+            return torch.zeros(n, dtype=torch.float32, device=table.device)
+
         # With zeros the first preview looks at every tile, as nothing is known yet.
-        tile_amaxes = torch.zeros(len(tiles), dtype=torch.float32, device=device)
-        n_slots = max(slots) + 1
-        slots = torch.tensor(slots, dtype=torch.int32, device=device)
-        # Each at the start of memory of its own: Triton compiles anew for another alignment.
-        amaxes = [torch.zeros(n_slots, dtype=torch.float32, device=device) for _ in range(2)]
-        exceeding = torch.zeros(n_slots, dtype=torch.float32, device=device)
-        self.amaxes = torch.zeros(n_slots, dtype=torch.float32, device=device)
-        # Of masters with remainders: as for the preview.
-        tile_ratios = torch.zeros(len(tiles), dtype=torch.float32, device=device)
-        stored_amaxes = torch.zeros(len(shapes), dtype=torch.float32, device=device)
-        self._is_shared = bool(kind.groups)
-        self._rewrites = not (self._is_shared or variant.value_codec == "int8")
-        updates, rest = update_scaled(table, scalars, shapes, variant)
-        layout = quantizer.layout
-        scaling = dict(
-            scales_blocks=layout.scale_type is not None,
-            force_pow_2_scales=layout.scale_rule.force_pow_2_scales,
-            amax_epsilon=layout.scale_rule.amax_epsilon,
-        )
+        tile_amaxes, tile_ratios, stored_amaxes = map(zeros, (len(tiles), len(tiles), len(table)))
+        n_slots = int(slots.max()) + 1
+        amaxes = [zeros(n_slots), zeros(n_slots)]
+        self.amaxes, self._exceeding = zeros(n_slots), zeros(n_slots)
+        self._is_shared = is_shared
+        # Masters with remainders are no longer there after the pass.
+        self._rewrites = not (is_shared or variant.value_codec == "int8")
+        measured = tile_ratios, stored_amaxes
         # Double buffer: the amaxes of one step are the old amaxes of the next.
         self._turns = []
         for old, new in (amaxes, amaxes[::-1]):
-            known = table, scalars, tiles, slots, tile_amaxes, old, new, exceeding
-            measured = tile_ratios, stored_amaxes
             looks = [
-                preview_amax(*known, *measured, variant, usage, again=again, **scaling)
-                for again in ((False, True) if not self._rewrites else (False,))
-            ]
-            passes = self.passes(
-                kind,
-                rest,
-                table,
-                scalars,
-                tiles,
-                n_whole,
-                slots,
-                self.amaxes if self._is_shared else new,
-                old,
-                tile_amaxes,
-                exceeding,
-                *measured,
-            )
-            rewrite = requantize(table, tiles, slots, new, exceeding, variant, usage, **scaling)
-            self._turns.append((old, new, looks, [*updates, *passes], rewrite))
-        self._known = table, scalars, tiles, slots, tile_amaxes
-        self._exceeding = exceeding
-
-    def tiles(self, kind: Any, shapes: list[tuple[int, int]]) -> tuple[Tensor, int]:
-        """The tiles of tensors of these shapes, int32 [n_tiles, 4] as :func:`preview_amax` takes
-        them, and the number of those that come first and are larger.
-        """
-        raise NotImplementedError
-
-    def passes(self, kind: Any, variant: Variant, *tensors: Any) -> list[Launch]:
-        """The launches of the pass, with its own variant, from table, scalars, tiles, number of
-        large tiles, slots, amaxes, next amaxes, tile amaxes and exceeding, as in
-        ``nvfp4_step.adam_step``.
-        """
-        raise NotImplementedError
+                preview_amax(
+                    (*known, tile_amaxes, old, new, self._exceeding), measured, variant, F, epsilon,
+                    again=again,
+                )
+                for again in ((False,) if self._rewrites else (False, True))
+            ]  # fmt: skip
+            used = self.amaxes if is_shared else new
+            steps = passes(slots, used, old, tile_amaxes, self._exceeding, *measured)
+            rewrite = requantize(table, tiles, slots, new, self._exceeding, variant, F, epsilon)
+            self._turns.append((old, new, looks, steps, rewrite))
+        self._known = *known, tile_amaxes
 
     def compile(self, *signals: Tensor) -> None:
         _, _, looks, steps, rewrite = self._turns[0]
@@ -552,9 +468,6 @@ class StepLaunch(adam.StepLaunch):
     def candidates(self) -> Tensor:
         """The tiles that the next preview will read, bool [n_tiles]; for diagnosis."""
         return candidates(*self._known, self._turns[0][0])
-
-    def exchanged(self, slot: int) -> tuple[Tensor | None, list[Tensor]]:
-        return self.amaxes[slot : slot + 1], []
 
     def _look(self, *signals: Tensor) -> None:
         for launch in self._turns[0][2]:

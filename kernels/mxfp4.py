@@ -53,22 +53,26 @@ def mxfp4_tile(x, ROUNDING: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
-def mxfp4_master(storage, remainder, row, col, cols, BR: tl.constexpr, BC: tl.constexpr):
+def mxfp4_master(
+    storage, remainder, row, col, cols, CAPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
     """The float32 masters of a tile [BR, BC] from its codes and int8 remainders."""
     data = storage.rowwise_data + tile_start(row, col // 8, cols // 8)
     words = tl.load(data + tile_offsets(cols // 8, BR, BC // 8))
     code = (words[:, :, None].to(tl.int32) >> (4 * tl.arange(0, 8))[None, None, :]) & 0xF
     grid = scale_pointers(storage.rowwise_scale, row, col, cols, BR, BC)
     factor = e8m0_value(tl.load(grid))
-    return complete_blocks(e2m1_value(code), factor, remainder, 4, BR, BC)
+    return complete_blocks(e2m1_value(code), factor, remainder, 4, BR, BC, CAPS)
 
 
 @triton.jit
-def mxfp4_remainder(master, value, scale, dither, BR: tl.constexpr, BC: tl.constexpr):
+def mxfp4_remainder(
+    master, value, scale, dither, CAPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
     """The int8 remainders [BR, BC] of masters with these values of codes and scales."""
     factor = e8m0_value(scale)
     _, inverse = unit_of_one(factor, 4)
-    return split_off_blocks(master, value, factor, inverse, dither, 4, BR, BC)
+    return split_off_blocks(master, value, factor, inverse, dither, 4, BR, BC, CAPS)
 
 
 @triton.jit

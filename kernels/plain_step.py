@@ -19,7 +19,6 @@ from fp4adam.kernels.adam import (
 )
 from fp4adam.kernels.launch.launch import Launch, compute_capability
 from fp4adam.kernels.launch.tensor_table import (
-    CHANGED,
     COLS,
     ROWS,
     ROWWISE_DATA,
@@ -66,9 +65,9 @@ def _load_scales(
     FIRST: tl.constexpr = VARIANT.exp_avg_codec
     SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
     return Scales(
-        load_scale_words(ptr.value_extra, start, stride, VALUE, LOOP, BR, BC),
-        load_scale_words(ptr.exp_avg_scale, start, stride, FIRST, LOOP, BR, BC),
-        load_scale_words(ptr.exp_avg_sq_scale, start, stride, SECOND, LOOP, BR, BC),
+        load_scale_words(ptr.value_extra, start, BR * stride, stride, VALUE, LOOP, BR, BC),
+        load_scale_words(ptr.exp_avg_scale, start, BR * stride, stride, FIRST, LOOP, BR, BC),
+        load_scale_words(ptr.exp_avg_sq_scale, start, BR * stride, stride, SECOND, LOOP, BR, BC),
     )
 
 
@@ -133,20 +132,11 @@ def _param_pointer(table, tensor, VARIANT: tl.constexpr):
 
 
 @triton.jit
-def _store_param(ptr, changed, start, mask, value, VARIANT: tl.constexpr, BR: tl.constexpr):
-    """Store the parameter of a tile [BR, ROW], if the value is not the parameter itself.
-
-    changed: to the flags of its units of 16 bytes, for VARIANT.records.
-    """
+def _store_param(ptr, start, mask, value, VARIANT: tl.constexpr, BR: tl.constexpr):
+    """Store the parameter of a tile [BR, ROW], if the value is not the parameter itself."""
     if VARIANT.write_dtype is not None:
         offs = state_offsets(ROW, BR, ROW)
         param = round_to(value, VARIANT.write_dtype)
-        if VARIANT.records:
-            old = tl.load(ptr + start + offs, mask).to(tl.int16, bitcast=True)
-            differs = old != param.to(tl.int16, bitcast=True)
-            if mask is not None:
-                differs = differs & mask
-            tl.store(changed + (start + offs) // 8, tl.full((BR, ROW), 1, tl.uint8), differs)
         tl.store(ptr + start + offs, param, mask)
 
 
@@ -180,15 +170,14 @@ def _block_kernel(
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(table, tensor, VARIANT)
     param = _param_pointer(table, tensor, VARIANT)
-    changed = pointer(table, tensor, CHANGED, tl.uint8)
     # A mask makes every access scalar, so only the last block of a tensor has one.
     if start + BLOCK <= numel:
         value = adam_step_tile(pointers, start, start, ROW, None, constants, VARIANT, True, BR, ROW)
-        _store_param(param, changed, start, None, value, VARIANT, BR)
+        _store_param(param, start, None, value, VARIANT, BR)
     else:
         mask = start + state_offsets(ROW, BR, ROW) < numel
         value = adam_step_tile(pointers, start, start, ROW, mask, constants, VARIANT, True, BR, ROW)
-        _store_param(param, changed, start, mask, value, VARIANT, BR)
+        _store_param(param, start, mask, value, VARIANT, BR)
 
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
@@ -217,7 +206,6 @@ def _loop_kernel(
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(table, tensor, VARIANT)
     param = _param_pointer(table, tensor, VARIANT)
-    changed = pointer(table, tensor, CHANGED, tl.uint8)
     old_scales = _load_scales(pointers, first, ROW, VARIANT, LOOP, BR, ROW)
     new_scales = _no_scales(BR, ROW)
     # Counted apart from ``i``, which the loop is ahead with when it prefetches.
@@ -229,7 +217,7 @@ def _loop_kernel(
             BR, ROW,
         )  # fmt: skip
         new_scales = _insert_scales(new_scales, scales, i)
-        _store_param(param, changed, target, None, value, VARIANT, BR)
+        _store_param(param, target, None, value, VARIANT, BR)
         target += BR * ROW
     _store_scales(pointers, first, ROW, new_scales, VARIANT, LOOP, BR, ROW)
 
@@ -317,5 +305,5 @@ class StepLaunch(adam.StepLaunch):
     """One pass over plain tensors."""
 
     def __init__(self, kind: Any, tensors: tuple) -> None:
-        shapes, _, table, scalars, _ = tensors
+        shapes, _, table, scalars = tensors
         self._launches = update(table, scalars, shapes, kind.variant())

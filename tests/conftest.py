@@ -65,6 +65,7 @@ def memory_for_others() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--few", action="store_true", help="two variants of each test at most")
+    parser.addoption("--more", action="store_true", help="what --few leaves out")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -92,13 +93,17 @@ SLOWEST, SLOW = "test_aot", ("test_example", "test_benchmarks", "distributed")
 @pytest.hookimpl(trylast=True)  # after those that are not asked for have been left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
-    if config.option.few:
+    if config.option.few or config.option.more:
         variants = defaultdict(list)
         for item in items:
-            variants[item.parent, getattr(item, "originalname", item.name)].append(item)
-        # Parameters differ most between the first and the last.
-        kept = {item for alike in variants.values() for item in (alike[0], alike[-1])}
-        items[:] = [item for item in items if item in kept]
+            if not item.get_closest_marker("exhaustive"):
+                variants[item.parent, getattr(item, "originalname", item.name)].append(item)
+        # Parameters differ most between the first and the last. Rows of a table are tests each.
+        kept = set()
+        for alike in variants.values():
+            is_table = alike[0].get_closest_marker("table")
+            kept |= {*alike} if is_table else {alike[0], alike[-1]}
+        items[:] = [item for item in items if (item in kept) == config.option.few]
 
     def order(item: pytest.Item) -> int:
         name = str(item.path.relative_to(here))

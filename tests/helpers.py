@@ -262,25 +262,3 @@ def assert_bytes_are_of_masters(optimizer: Optimizer) -> None:
             continue
         expected = param.quantizer.quantize(master).storage_tensors()
         assert_identical(param.storage_tensors(), expected)
-
-
-def contents(model: nn.Module) -> dict[str, Any]:
-    """What a model holds, also on the meta device, and what its layers say of it."""
-    held: dict[str, Any] = {"print": repr(model)}
-    for name, param in model.named_parameters():
-        stored = param.storage_tensors() if isinstance(param, QuantizedTensor) else {"": param}
-        held |= {f"{name} {key}": x.detach().clone() for key, x in stored.items()}
-        held[f"{name} was replaced"] = hasattr(param, "_replaced_in")
-    return held
-
-
-def has_contents(model: nn.Module, held: dict[str, Any]) -> bool:
-    """Whether a model holds and says what it did when ``contents`` was called."""
-
-    def is_equal(x: Any, y: Any) -> bool:
-        if not isinstance(x, Tensor):
-            return x == y
-        return x.device == y.device and (x.is_meta or torch.equal(x, y))
-
-    own = contents(model)
-    return own.keys() == held.keys() and all(is_equal(x, held[name]) for name, x in own.items())

@@ -1,13 +1,13 @@
 """A link that copies as late as it may, for tests of offloaded states without a GPU.
 
-Copies happen when somebody waits for them, in the order of their direction. Memory that is read too
-early, or written while it is still to be copied, gives other bits than resident states.
+Copies to the host happen when somebody waits for them. Memory that is read too early, or written
+while it is still to be copied, gives other bits than resident states.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -36,23 +36,23 @@ class Lane:
             copy()
 
 
-class LateLink:
-    """Stands in for ``offload.Link`` on a CPU.
+class LateLink(offload.Link):
+    """A link for parameters on a CPU.
 
     Attributes:
         moved: Bytes copied to the device, and to the host.
-        rings: Sizes of all rings.
-        beside: How many parts were stepped beside other work.
-        joined: How often it was asked to join its steps.
+        sizes: Sizes of all buffers.
     """
 
     def __init__(self, limit: float = float("inf")) -> None:
-        self.pinned_bytes = 0
+        super().__init__(torch.device("cpu"))
         self.moved = [0, 0]
-        self.rings: list[int] = []
-        self.beside = self.joined = 0
+        self.sizes: list[int] = []
         self._limit = limit
-        self._in, self._out = Lane(), Lane()
+        self._out = Lane()
+
+    def _open(self, device: torch.device) -> None:
+        pass
 
     def pin(self, memory: Tensor) -> None:
         if self.pinned_bytes + memory.nbytes > self._limit:
@@ -63,44 +63,29 @@ class LateLink:
         self.pinned_bytes -= memory.nbytes
 
     def empty(self, nbytes: int) -> Tensor:
-        self.rings.append(nbytes)
+        self.sizes.append(nbytes)
         return torch.full((nbytes,), 0xA5, dtype=torch.uint8, device="cpu")
 
-    def copy_in(self, host: Tensor, staged: Tensor, after: Iterable[Callable]) -> Callable:
-        for event in after:
-            event()
+    def to_gpu(self, host: Tensor, staged: Tensor, after: Callable | None) -> None:
+        if after is not None:
+            after()
         self.moved[0] += host.nbytes
-        return self._in.add(lambda: staged.copy_(host))
+        staged.copy_(host)
 
-    @contextlib.contextmanager
-    def stepping(self, ready: Callable, grads: Sequence[Tensor] | None) -> Iterator[None]:
-        self.beside += grads is not None
-        ready()
-        yield
-
-    def copy_out(self, staged: Tensor, host: Tensor) -> Callable:
+    def to_host(self, staged: Tensor, host: Tensor) -> Callable:
         self.moved[1] += host.nbytes
         return self._out.add(lambda: host.copy_(staged))
-
-    def join(self) -> None:
-        self.joined += 1
 
     def wait(self) -> None:
         self._out.run()
 
 
-def offload_to(
-    link: LateLink, chunk_bytes: int, ring_bytes: Callable[[Sequence[int]], int] = max
-) -> contextlib.ExitStack:
-    """Until it is closed, use small chunks and, for parameters on the CPU, this link.
-
-    By default the ring has space for one chunk, so that each has to wait for the one before.
-    """
-    names = ("link_of", "CHUNK_BYTES", "PIECE_BYTES", "ring_bytes")
+def offload_to(link: LateLink, chunk_bytes: int) -> contextlib.ExitStack:
+    """Until it is closed, use small chunks and, for parameters on the CPU, this link."""
+    names = ("Link", "CHUNK_BYTES")
     before = {name: vars(offload)[name] for name in names}
     stack = contextlib.ExitStack()
     stack.callback(lambda: vars(offload).update(before))
-    offload.CHUNK_BYTES, offload.ring_bytes = chunk_bytes, ring_bytes
-    offload.PIECE_BYTES = max(chunk_bytes // 3, 1)
-    offload.link_of = lambda device: link if device.type == "cpu" else before["link_of"](device)
+    offload.CHUNK_BYTES = chunk_bytes
+    offload.Link = lambda device: link if device.type == "cpu" else before["Link"](device)
     return stack

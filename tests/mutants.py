@@ -14,6 +14,10 @@
    processes that fork off this one, which has imported torch. Tests that fail without a mutant,
    too, do not count.
 
+``--matrix`` runs all tests of a mutant that fit into ``--seconds``, where one failure would do, and
+keeps which of them fail. The report has, for each test function, how many mutants it kills and how
+many it alone, and a greedy cover: what is in no cover and kills nothing alone may go.
+
 ``--json`` takes the verdicts; a run that is repeated continues there, and after ``--minutes`` all
 ends. Survivors that change nothing are listed in ``equivalent_mutants.txt``, with the reason.
 mutmut and cosmic-ray do neither: one wraps functions, which Triton compiles from their source, the
@@ -490,7 +494,7 @@ def copy_tree(folder: Path) -> None:
 
 
 class Chosen:
-    """A plugin of pytest that runs some tests in their order, and notes what failed first."""
+    """A plugin of pytest that runs some tests in their order, and notes what has failed."""
 
     def __init__(self, folder: Path, tests: list[str]) -> None:
         self._order = {test: i for i, test in enumerate(tests)}
@@ -503,8 +507,9 @@ class Chosen:
         items[:] = sorted(chosen, key=lambda item: self._order[item.nodeid])
 
     def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
-        if report.failed and not self._failed.exists():
-            self._failed.write_text(report.nodeid)
+        if report.failed:
+            with self._failed.open("a") as file:
+                print(report.nodeid, file=file)
 
     pytest_runtest_logreport = pytest_collectreport = _note
 
@@ -622,6 +627,8 @@ class Judge:
         # Tests that have failed, and files that could not be collected: whether they pass without
         # a mutant.
         self.passes: dict[str, bool] = {}
+        # On how many mutants a test function ran.
+        self.ran = Counter(results.get("ran", {}))
         every = [m for m in mutants_of(ROOT, options.folders) if m.path not in self.stale]
         found = [m for m in every if self.tests_of(m)]
         self.unreached = Counter(folder_of(m.path) for m in every)
@@ -644,34 +651,59 @@ class Judge:
                 total += self.times[test]
         return chosen[:400]
 
-    def run(self, folder: Path, tests: list[str]) -> Run:
+    def run(self, folder: Path, tests: list[str], *options: str) -> Run:
         (folder / "failed").unlink(missing_ok=True)
         files = dict.fromkeys(test.split("::")[0] for test in tests)
         seconds = 30 + 4 * sum(self.times[test] for test in tests)
-        return Run(folder, ["-x", *files], Chosen(folder, tests), seconds)
+        return Run(folder, [*options, *files], Chosen(folder, tests), seconds)
+
+    @contextlib.contextmanager
+    def mutated(self, mutant: Mutant, folder: Path) -> Iterator[None]:
+        path = folder / mutant.path
+        original = path.read_text()
+        try:
+            path.write_text(original[: mutant.start] + mutant.text + original[mutant.stop :])
+            yield
+        finally:
+            path.write_text(original)
+
+    def matrix_job(self, mutant: Mutant, folder: Path) -> Generator[Run, str, None]:
+        """Run all tests, and those that fail without the mutant."""
+        begin, tests = time.monotonic(), self.chosen(mutant)
+        with self.mutated(mutant, folder):
+            end = yield self.run(folder, tests)
+        failed = failures(folder)
+        unknown = [test for test in failed if test not in self.passes]
+        if unknown:
+            yield self.run(folder, [t for t in tests if t.startswith(tuple(unknown))])
+            self.passes |= {test: test not in failures(folder) for test in unknown}
+        failed = [test for test in failed if self.passes[test]]
+        self.ran.update(map(function_of, tests))
+        end = "failed" if failed else "passed" if end == "failed" else end
+        self.keep(mutant, end, failed, len(tests), time.monotonic() - begin)
 
     def job(self, mutant: Mutant, folder: Path) -> Generator[Run, str, None]:
-        begin, path = time.monotonic(), folder / mutant.path
-        original = path.read_text()
+        if self.options.matrix:
+            yield from self.matrix_job(mutant, folder)
+            return
+        begin = time.monotonic()
         end, failed, tests = "failed", "", self.chosen(mutant)
         while end == "failed" and not self.passes.get(failed):
             tests = [
                 t for t in tests if self.passes.get(t, self.passes.get(t.split("::")[0], True))
             ]
-            try:
-                path.write_text(original[: mutant.start] + mutant.text + original[mutant.stop :])
-                end = yield self.run(folder, tests)
-            finally:
-                path.write_text(original)
+            with self.mutated(mutant, folder):
+                end = yield self.run(folder, tests, "-x")
             if end == "failed":
-                note = folder / "failed"
-                failed = note.read_text() if note.exists() else tests[0]
+                failed = next(iter(failures(folder)), tests[0])
                 if failed not in self.passes:
                     alone = [test for test in tests if test.startswith(failed)]
-                    self.passes[failed] = (yield self.run(folder, alone)) == "passed"
-        self.keep(mutant, end, failed, len(tests), time.monotonic() - begin)
+                    self.passes[failed] = (yield self.run(folder, alone, "-x")) == "passed"
+        self.keep(mutant, end, [failed] if failed else [], len(tests), time.monotonic() - begin)
 
-    def keep(self, mutant: Mutant, end: str, failed: str, n_tests: int, seconds: float) -> None:
+    def keep(
+        self, mutant: Mutant, end: str, failed: list[str], n_tests: int, seconds: float
+    ) -> None:
         verdict = {"passed": "survived", "failed": "killed"}.get(end, end)
         if verdict == "survived" and mutant.key in known_equivalents():
             verdict = "equivalent"
@@ -706,6 +738,7 @@ class Judge:
             "torch": sys.modules["torch"].__version__,
             "seconds": round(self.spent + time.monotonic() - self.begin, 1),
             "folders": self.table(),
+            "ran": self.ran,
             "changed_since_recorded": sorted(self.stale),
             "fail_without_mutants": [test for test, passes in self.passes.items() if not passes],
             "verdicts": self.verdicts,
@@ -719,10 +752,42 @@ class Judge:
         for each in self.verdicts:
             if each["verdict"] == "survived":
                 yield f"{each['path']}:{each['line']}\n  - {each['before']}\n  + {each['after']}"
+        if self.options.matrix:
+            yield from self.cover()
         columns = ("killed", "timeout", "survived", "equivalent", "no tests", "not reached")
         yield f"{'':24}" + "".join(f"{column:>12}" for column in columns)
         for folder, counts in sorted(self.table().items()):
             yield f"{folder:24}" + "".join(f"{counts[column]:12}" for column in columns)
+
+    def cover(self) -> Iterator[str]:
+        """Test functions by what they kill; those that a greedy cover takes have a plus."""
+        kills = [{*map(function_of, each["failed"])} for each in self.verdicts if each["failed"]]
+        seconds: Counter = Counter()
+        for test, time_of_test in self.times.items():
+            seconds[function_of(test)] += time_of_test
+        total = Counter(test for killers in kills for test in killers)
+        alone = Counter(test for killers in kills if len(killers) == 1 for test in killers)
+        taken, left = [], kills
+        while left:
+            gain = Counter(test for killers in left for test in killers)
+            best = max(gain, key=lambda test: (gain[test], -seconds[test]))
+            taken.append(best)
+            left = [killers for killers in left if best not in killers]
+        yield f"{'kills':>7}{'alone':>7}{'ran':>7}{'s':>7}"
+        for test, ran in sorted(self.ran.items(), key=lambda item: (-total[item[0]], item[0])):
+            numbers = f"{total[test]:7}{alone[test]:7}{ran:7}{seconds[test]:7.1f}"
+            yield f"{numbers} {'+' if test in taken else ' '} {test}"
+
+
+def function_of(test: str) -> str:
+    """The name of a test without its parameters."""
+    return test.split("[")[0]
+
+
+def failures(folder: Path) -> list[str]:
+    """What has failed in the last run: tests, or files that could not be collected."""
+    note = folder / "failed"
+    return [*dict.fromkeys(note.read_text().splitlines())] if note.exists() else []
 
 
 def sample(mutants: list[Mutant], count: int | None, seed: int) -> list[Mutant]:
@@ -754,6 +819,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes (2)")
     parser.add_argument("--seconds", type=float, default=30.0, help="of tests per mutant (30)")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (0)")
+    parser.add_argument("--matrix", action="store_true", help="run all tests of each mutant")
     parser.add_argument("--again", action="store_true", help="judge earlier survivors again, first")
     parser.add_argument("--record", type=Path, metavar="FILE", help="record, and no more")
     parser.add_argument("--coverage", type=Path, metavar="FILE", help="what --record has written")

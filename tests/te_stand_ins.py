@@ -154,9 +154,6 @@ def stand_in(tensor: QuantizedTensor, **attributes: Any) -> Wrapper:
         of_class["_is_2D_scaled"] = quantizer.two_dimensional
     elif isinstance(quantizer, MXFP8Quantizer | NVFP4Quantizer):
         options["with_2d_quantization"] = quantizer.two_dimensional
-        if quantizer.layout.scale_rule.adaptive is not None:
-            options["nvfp4_4over6_err_mode"] = quantizer.adaptive.upper()
-            of_class |= dict(_nvfp4_use_4over6=True, _nvfp4_e4m3_max=quantizer.bound)
     elif quantizer.layout.tensor_scale == "delayed":
         options = dict(scale=tensor.scale.clone(), amax=torch.zeros(1, device=tensor.device))
     attributes = {"_quantizer": SimpleNamespace(**options), **of_class, **attributes}

@@ -35,7 +35,8 @@ def python_blocks() -> list:
         text = page.read_text()
         for match in BLOCK.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
-            found.append(pytest.param(match[1], id=f"{page.name}:{line}"))
+            marks = pytest.mark.exhaustive if "distributed" in match[1] else ()  # starts Python
+            found.append(pytest.param(match[1], id=f"{page.name}:{line}", marks=marks))
     return found
 
 
@@ -101,6 +102,7 @@ def run_on_a_rank(rank: int, block: str) -> None:
     run(block)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("block", python_blocks())
 def test_block_runs(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -379,6 +381,7 @@ def test_largest_models_are_those_of_the_plan():
     assert f"**{plan.bytes_per_parameter(lean)[0]:.2f} bytes**" in README.read_text()
 
 
+@pytest.mark.exhaustive  # starts Python
 @needs_docs
 @needs_records
 def test_measurements_are_written_from_the_records():

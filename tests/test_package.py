@@ -40,6 +40,7 @@ assert losses[-1] < losses[0] / 2, losses
 """
 
 
+@pytest.mark.exhaustive  # starts Python
 def test_training_on_a_cpu_needs_no_triton():
     subprocess.run([sys.executable, "-c", WITHOUT_TRITON], check=True)
 
@@ -60,6 +61,7 @@ SLOW_MODULES = {
 }  # fmt: skip
 
 
+@pytest.mark.exhaustive  # starts Python
 def test_import_loads_little_beyond_torch():
     """Each of these takes a tenth of a second up to seconds; they wait until something needs them.
 
@@ -81,6 +83,7 @@ def test_a_star_import_replaces_no_modules():
     assert names["FP4Adam"] is fp4adam.FP4Adam and names["Recipe"] is fp4adam.Recipe
 
 
+@pytest.mark.exhaustive  # starts Python
 def test_report_runs_without_triton_and_without_a_gpu():
     script = (
         "import sys, runpy; sys.modules['triton'] = None;"
@@ -219,6 +222,7 @@ def build(clone, kind):
     return zipfile.ZipFile(clone / "dist" / done.stdout.split()[-1])
 
 
+@pytest.mark.exhaustive  # starts Python
 def test_editable_install_is_a_folder_that_type_checkers_find(clone):
     """An import hook would hide the types, and the clone itself would offer its kernels/."""
     wheel = build(clone, "editable")
@@ -231,6 +235,7 @@ def test_editable_install_is_a_folder_that_type_checkers_find(clone):
     assert (folder / "fp4adam" / "kernels" / "new.py").is_file()
 
 
+@pytest.mark.exhaustive  # starts Python
 def test_clone_has_its_kernels_after_an_install(clone):
     """``python -m fp4adam`` in the clone imports what lies there, not what is installed."""
     names = build(clone, "wheel").namelist()

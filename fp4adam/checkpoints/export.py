@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fp4adam.checkpoints import folder as checkpoint_folder
-from fp4adam.checkpoints import gguf_file
 from fp4adam.checkpoints.folder import CONFIG, Entry
 from fp4adam.checkpoints.hub_names import module_names, pieces_of
 from fp4adam.checkpoints.layouts import LAYOUTS
@@ -37,7 +36,6 @@ def export_checkpoint(
     layout: str = "compressed-tensors",
     *,
     config: Any = None,
-    tokenizer: str | Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a model with quantized weights as a checkpoint that engines serve as it is.
@@ -59,8 +57,6 @@ def export_checkpoint(
     ``"modelopt"``            NVFP4 (``W4A16_NVFP4``), MXFP8 (``MXFP8``)
     ``"fp8"``                 Float8Block of 128x128 (``weight_scale_inv``)
     ``"mxfp4"``               MXFP4 stacks of experts, as gpt-oss has them
-    ``"gguf"``                for llama.cpp, one file ``model.gguf``: NVFP4 (type NVFP4), MXFP8 and
-                              Float8Block in BF16 if no value has to be rounded
     ========================  ===========================================================
 
     A weight with several names is written under the first one only, as Hugging Face does. Sharded
@@ -74,15 +70,11 @@ def export_checkpoint(
             are complete; a process that is killed before leaves a hidden folder beside them.
         layout: See above.
         config: The model's configuration, a dictionary or one of Hugging Face's;
-            ``model.config`` if None, where there is one. ``"gguf"`` needs it.
-        tokenizer: For ``"gguf"``, which holds a vocabulary: another GGUF file with that of the
-            model, which llama.cpp's converter writes with ``--vocab-only``; ``"bytes"`` if tokens
-            are bytes; None for none, so that the model takes numbers of tokens alone.
-        max_shard_bytes: The most that one file holds, unless a single weight is larger; ``"gguf"``
-            has one file.
+            ``model.config`` if None, where there is one.
+        max_shard_bytes: The most that one file holds, unless a single weight is larger.
 
     Raises:
-        ImportError: Without safetensors; for ``"gguf"``, without the package gguf.
+        ImportError: Without safetensors.
         ValueError: If the layout is unknown or cannot hold the weights, weights are not finite, or
             the model has adapters of PEFT.
         FileExistsError: If ``folder`` holds a checkpoint already, or a ``config.json``, or gets one
@@ -96,23 +88,12 @@ def export_checkpoint(
             blocks; in models of transformers, experts, all of "modelopt", layers that it builds as
             Conv1D, and 4-bit layers of T5.
     """
-    known = {**LAYOUTS, gguf_file.LAYOUT.name: gguf_file.LAYOUT}
-    if layout not in known:
-        raise ValueError(f"layout must be one of {', '.join(known)}, got {layout!r}")
-    is_gguf = layout == gguf_file.LAYOUT.name
-    if tokenizer is not None and not is_gguf:
-        raise ValueError(
-            f"tokenizer must be None for layout {layout!r}, got {tokenizer!r}, which layout 'gguf' "
-            "alone holds; save it beside the checkpoint: tokenizer.save_pretrained(folder)"
-        )
-    trained = Trained.of(model, known[layout])
-    dtype = known[layout].decoded_dtype or next(iter(trained.quantized.values())).dtype
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    trained = Trained.of(model, LAYOUTS[layout])
+    dtype = LAYOUTS[layout].decoded_dtype or next(iter(trained.quantized.values())).dtype
     documents = _documents_of(trained.model, config, dtype)
     _check_size(max_shard_bytes)
-    if is_gguf:
-        export = gguf_file.GGUFExport(trained, documents[CONFIG], tokenizer)
-        _write(lambda arrays: export.write(Path(folder), arrays), export.arrays(), trained.weights)
-        return
     for text in _troubles_of_readers(trained, layout):
         warnings.warn(text, stacklevel=2)
     excluded, stacked = _unquantized_modules(trained.model, module_names(trained.pieces))
@@ -364,23 +345,18 @@ def _write_folder(
     max_shard_bytes: int,
     weights: dict[str, Tensor],
 ) -> None:
-    def write(entries: Iterator[Entry]) -> None:
+    """Write from the first rank, and raise on every one if that fails."""
+
+    def write() -> None:
         checkpoint_folder.write(Path(folder), entries, documents, max_shard_bytes)
 
-    _write(write, entries, weights)
-
-
-def _write(
-    write: Callable[[Iterator[Any]], None], entries: Iterator[Any], weights: dict[str, Tensor]
-) -> None:
-    """Write from the first rank, and raise on every one if that fails."""
     if not any(is_dtensor(weight) for weight in weights.values()):
-        write(entries)
+        write()
         return
     failure: list[Exception | None] = [None]
     try:
         if dist.get_rank() == 0:
-            write(entries)
+            write()
     except Exception as error:
         failure = [error]
     for _ in entries:

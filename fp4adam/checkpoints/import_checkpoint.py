@@ -25,8 +25,6 @@ from fp4adam.nn.replacement import (
     check_attributes,
     check_no_replica,
     check_weight,
-    completed,
-    hand_over,
     put_in,
 )
 from fp4adam.tensors.blocks import flat_shape
@@ -65,9 +63,9 @@ def import_checkpoint(
     shards of one tensor after the other.
 
     Args:
-        model: A model with the names of the checkpoint, compiled or not. Create the optimizer after
-            this: quantized weights are new parameters, which take over attributes and hooks as by
-            :func:`fp4adam.quantize_model`. Those of sharded models are written in place.
+        model: A model with the names of the checkpoint, compiled or not. Parameters stay the same
+            objects, as by :func:`fp4adam.quantize_model`. Those of sharded models are written in
+            place.
         folder: The folder with ``config.json`` and safetensors files.
         quantizer: The quantizer of the weights from now on; by default that of the format, with
             rowwise codes alone: ``Recipe(..., gradients=True).quantizer`` has both. NVFP4 scales of
@@ -185,24 +183,19 @@ class Import:
         for layer, old, param in zip(layers, olds, params, strict=True):
             check_attributes(layer, old, param)
             param._shared.name = self.parameter_name(layer)
-        for old, param in zip(olds, params, strict=True):
-            hand_over(old, param)
         places = [(*self.places[n], param) for n, param in zip(layers, params, strict=True)]
         transposed = {self.places[n][0] for n in layers if self.shape(n) != self.weight(n).shape}
         values = _Values(model, {id(self.state[name]): value for name, value in plain.items()})
         unfilled = {*_buffers_on_meta(model).values()} if self.device.type != "meta" else set()
 
-        def change() -> None:
-            put_in(places)
-            for module in transposed:
-                module.is_transposed = False
-            if transposed and hasattr(unwrapped(model), "set_experts_implementation"):
-                # The model's own code takes [experts, in, out] alone.
-                unwrapped(model).set_experts_implementation("grouped_mm")
-            values.put_in()
-            _fill_buffers(unwrapped(model), unfilled, self.device)
-
-        completed(change)
+        put_in(places)
+        for module in transposed:
+            module.is_transposed = False
+        if transposed and hasattr(unwrapped(model), "set_experts_implementation"):
+            # The model's own code takes [experts, in, out] alone.
+            unwrapped(model).set_experts_implementation("grouped_mm")
+        values.put_in()
+        _fill_buffers(unwrapped(model), unfilled, self.device)
         self._write_shards()
 
     def _write_shards(self) -> None:
@@ -442,7 +435,8 @@ class _Values:
 
     def __init__(self, model: nn.Module, values: dict[int, Tensor]) -> None:
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        self._exchanges: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._buffers: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._params: list[tuple[nn.Module, str, nn.Parameter]] = []
         params: dict[int, nn.Parameter] = {}
         for module in model.modules():
             for members in (module._parameters, module._buffers):
@@ -454,18 +448,18 @@ class _Values:
                         self._copies[id(old)] = old, value
                         continue
                     if isinstance(old, nn.Parameter):
-                        if id(old) not in params:
-                            params[id(old)] = nn.Parameter(value, old.requires_grad)
-                            hand_over(old, params[id(old)])
-                        value = params[id(old)]
-                    self._exchanges.append((members, name, value))
+                        params.setdefault(id(old), nn.Parameter(value, old.requires_grad))
+                        self._params.append((module, name, params[id(old)]))
+                    else:
+                        self._buffers.append((members, name, value))
 
     def put_in(self) -> None:
         """Give them to the model."""
         with torch.no_grad():
             for old, value in self._copies.values():
                 old.copy_(value)
-        for members, name, value in self._exchanges:
+        put_in(self._params)
+        for members, name, value in self._buffers:
             members[name] = value
 
 

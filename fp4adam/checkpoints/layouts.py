@@ -234,7 +234,7 @@ class NVFP4Encoding(Encoding):
         if amax == 0:
             return torch.ones(1)  # all codes and block scales are zero
         codes, scale = _MAGNITUDES, _BLOCK_SCALES
-        expected = (codes * nvfp4.decode_factors(scale, amax, own.bound)).bfloat16()
+        expected = (codes * nvfp4.decode_factors(scale, amax)).bfloat16()
         value = torch.full_like(amax, own.largest_value)
         value = value / amax if self.divides else amax / value
         fewest, best = expected.numel(), None

@@ -158,12 +158,6 @@ def _check_one_amax(weights: dict[str, QuantizedTensor]) -> None:
     amaxes = [weight.flush()._amax for weight in weights.values()]
     if amaxes[0] is None:
         return
-    bounds = sorted({getattr(weight.quantizer, "bound", 0) for weight in weights.values()})
-    if len(bounds) > 1:
-        raise ValueError(
-            f"NVFP4 weights must have one bound to be fused, got {bounds} for {[*weights]}; "
-            "quantize them alike, or pass fused=False"
-        )
     if bool((torch.cat(amaxes) == amaxes[0]).all()):
         return
     listed = {name: amax.item() for name, amax in zip(weights, amaxes, strict=True)}

@@ -1,28 +1,20 @@
-"""The one cast of many tensors: measure, exchange, choose, write.
+"""The one cast of many tensors: measure, exchange, write.
 
 Tensors are whole, or each rank has the values of a span. Then their scales depend on values of
 other ranks, which the ranks exchange after measuring.
 """
 
 import copy
-import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import chain, compress
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fp4adam.distributed.cast_span import CastSpan, Out, as_pair
-from fp4adam.distributed.scale_exchange import (
-    AmaxExchange,
-    CutStrips,
-    Exchanged,
-    ShardInfo,
-    exchange_strips,
-)
+from fp4adam.distributed.scale_exchange import Exchanged, ShardInfo, exchanges
 from fp4adam.formats import encoding
 from fp4adam.tensors import backend, rows
 from fp4adam.tensors.blocks import Span, flat_shape, round_up
@@ -34,10 +26,67 @@ from fp4adam.tensors.transpose import build_columnwise
 if TYPE_CHECKING:
     from fp4adam.distributed.cast_launch import CastLaunches
 
-Exchange = Callable[[Tensor], None]
+
+class SpanCast:
+    """Quantizes spans of weights on one device; values are flat, or None for an empty span.
+
+    Attributes:
+        amaxes: As for :class:`PartialCast`.
+    """
+
+    def __init__(self, spans: list[CastSpan], device: torch.device) -> None:
+        self._spans, self.device = spans, device
+        self._launches: CastLaunches | None = None  # of the last call
+        self._known: tuple = ()  # what they are for
+        of_tensors = [one for one in spans if one.weight._amax is not None]
+        n, places = len(of_tensors), []
+        for one in spans:
+            for usage, block in one.layout.blocks.items() if one.layout.scale_type else ():
+                n, shape = round_up(n, 4), encoding.grid_shape(block, one.span.shape)
+                places.append((one, usage, n, shape))
+                n += shape[0] * shape[1]
+        self.amaxes = torch.zeros(n, dtype=torch.float32, device=device)
+        for i, one in enumerate(of_tensors):
+            one.amax = self.amaxes[i : i + 1]
+        for one, usage, first, shape in places:
+            one.grids[usage] = self.amaxes[first : first + shape[0] * shape[1]].view(shape)
+
+    def measure(self, values: Sequence[Tensor | None]) -> None:
+        self.amaxes.zero_()
+        if backend.uses_kernels(self.device):
+            return self._launches_for(values, [None] * len(values)).measure()
+        for one, value in zip(self._spans, values, strict=True):
+            if value is not None:
+                encoding.measure_blocks(one.layout, value, one.span, one.dtype, one.grids, one.amax)
+
+    def write(self, values: Sequence[Tensor | None], outs: Sequence[Out] | None = None) -> None:
+        outs = [None] * len(self._spans) if outs is None else outs
+        weights = [one.weight.flush() for one in self._spans]  # later it would overwrite them
+        if backend.uses_kernels(self.device):
+            self._launches_for(values, outs).write()
+        else:
+            for one, value, out in zip(self._spans, values, outs, strict=True):
+                one.write(value, out)
+            build_gemm_scales(weights)
+        versioned = chain.from_iterable(each._shared.tensors.versioned for each in weights)
+        torch.autograd.graph.increment_version([*weights, *versioned])
+
+    def _launches_for(self, values: Sequence[Tensor | None], outs: Sequence[Out]) -> "CastLaunches":
+        """The launches on this memory: those of the last call, if it was the same."""
+        from fp4adam.distributed.cast_launch import CastLaunches
+
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        tensors = [one.weight._shared.tensors for one in self._spans]
+        memory = [None if x is None else (x.data_ptr(), x.dtype) for x in values]
+        memory += [x.data_ptr() for out in outs for x in as_pair(out) if x is not None]
+        known = stream, tensors, memory
+        if self._launches is None or self._known != known:
+            self._launches = CastLaunches(self._spans, values, outs, self.device)
+            self._known = known
+        return self._launches
 
 
-class PartialCast:
+class PartialCast(SpanCast):
     """Quantizes flat shards of weights in place; all shards together equal the full cast.
 
     Shard i consists of the elements [starts[i], starts[i] + sizes[i]) of the row-major matrix that
@@ -48,17 +97,10 @@ class PartialCast:
         torch.distributed.all_reduce(cast.amaxes, torch.distributed.ReduceOp.MAX, group)
         cast.write(values)
 
-    Adaptive scales depend on all values of a block, so there is one more step if ``is_adaptive``.
-    Before ``cast.write(values)``::
-
-        cast.choose(values)
-        torch.distributed.all_reduce(cast.choices, torch.distributed.ReduceOp.MAX, group)
-
     Once every shard has been written, ``rowwise_data``, scales and amaxes equal those of
     ``weight.quantizer.quantize(values.to(dtype))``, bit for bit. MXFP8 columnwise data are written
     too; for the other formats they are derived from the rowwise data (``build_columnwise``). The
-    number of launches does not depend on the number of weights, and nothing waits for the device
-    but ``choose``.
+    number of launches does not depend on the number of weights, and nothing waits for the device.
     Values and outs may be different tensors at every call.
 
     Args:
@@ -71,17 +113,7 @@ class PartialCast:
 
     Attributes:
         amaxes: float32 [n], one buffer for all: first an amax per NVFP4 or Float8 weight, then the
-            block amaxes of all formats but Float8, weight by weight, and marks of the rows of
-            blocks that are cut, for adaptive scales. Padding in between stays 0.
-        choices: float32, one buffer for all adaptive weights, made by :meth:`choose`: which of two
-            scales each block has, then the magnitudes in rows of blocks that are cut. Else None.
-        tensor_amaxes: Per weight a view [1] of the buffer; None for formats without a per-tensor
-            scale.
-        rowwise_amaxes: Per weight a view of the buffer: [rows / 16, cols / 16] (NVFP4),
-            [ceil(rows / 128), ceil(cols / 128)] (Float8Block), or [rows, cols / 32] (MXFP8, None
-            without rowwise usage); None for Float8.
-        columnwise_amaxes: Per weight a view [rows / 32, cols] of the buffer for MXFP8 with
-            columnwise usage, else None.
+            block amaxes of all formats but Float8, weight by weight. Padding in between stays 0.
 
     Raises:
         ValueError: If lists differ in length, devices differ, a shard reaches past its weight, a
@@ -102,72 +134,23 @@ class PartialCast:
                     "pass a size of 0 for a weight without a shard"
                 )
         check_weights(weights)
-        self._spans = [
-            _make_span(i, *given)
-            for i, given in enumerate(zip(weights, starts, sizes, dtypes, strict=True))
-        ]
-        self._prepare(weights[0].device if weights else torch.device("cpu"))
-
-    def _prepare(self, device: torch.device) -> None:
-        self.device = device
-        self._adaptive = [one for one in self._spans if one.is_adaptive]
-        self.choices: Tensor | None = None
-        # The launches of the last call, what they are for, and what keeps that alive.
-        self._known: tuple = ()
-        self._launches: tuple = ()
-        self._lay_out_amaxes()
-
-    @property
-    def is_adaptive(self) -> bool:
-        """Whether a weight has adaptive scales, so that :meth:`choose` is needed."""
-        return bool(self._adaptive)
-
-    def _lay_out_amaxes(self) -> None:
-        of_tensors = [one for one in self._spans if one.weight._amax is not None]
-        n, places = len(of_tensors), []
-        for one in self._spans:
-            for usage in one.layout.blocks if one.layout.scale_type is not None else ():
-                shape = one.grid_shape(usage)
-                n = round_up(n, 4)
-                places.append((one, usage, n, shape))
-                n += shape[0] * shape[1]
-        marks = []
-        for one in self._adaptive:
-            marks.append((n, n + one.grid_shape("rowwise")[0]))
-            n = marks[-1][1]
-        self.amaxes = torch.zeros(n, dtype=torch.float32, device=self.device)
-        for i, one in enumerate(of_tensors):
-            one.amax = self.amaxes[i : i + 1]
-        for one, usage, first, shape in places:
-            one.grids[usage] = self.amaxes[first : first + shape[0] * shape[1]].view(shape)
-        for one, (first, last) in zip(self._adaptive, marks, strict=True):
-            one.cut = self.amaxes[first:last]
-        self.tensor_amaxes = [one.amax for one in self._spans]
-        self.rowwise_amaxes = [one.grids.get("rowwise") for one in self._spans]
-        self.columnwise_amaxes = [one.grids.get("columnwise") for one in self._spans]
-
-    def __call__(
-        self,
-        values: Sequence[Tensor | None],
-        exchange: Exchange | None = None,
-        outs: Sequence[Out] | None = None,
-    ) -> None:
-        """Measure, exchange, choose, exchange and write.
-
-        Args:
-            values: As for :meth:`measure`.
-            exchange: Replaces ``amaxes`` and ``choices`` by their maximum over all ranks; None if
-                all spans are whole.
-            outs: As for :meth:`write`.
-        """
-        self.measure(values)
-        if exchange is not None:
-            exchange(self.amaxes)
-        if self._adaptive:
-            self.choose(values)
-            if exchange is not None:
-                exchange(self.choices)
-        self.write(values, outs)
+        spans = []
+        for i, (weight, start, size, dtype) in enumerate(
+            zip(weights, starts, sizes, dtypes, strict=True)
+        ):
+            if start < 0 or size < 0 or start + size > weight.numel():
+                raise ValueError(
+                    f"shard {i} must lie inside its weight of {weight.numel()} elements, got "
+                    f"[{start}, {start + size}); count elements of the flattened weight"
+                )
+            if dtype not in HIGH_PRECISION_DTYPES:
+                raise ValueError(
+                    f"dtypes[{i}] must be float32, bfloat16 or float16, got {dtype}; float32 "
+                    "leaves values as they are"
+                )
+            span = Span(flat_shape(tuple(weight.shape)), start, start + size)
+            spans.append(CastSpan(weight, span, dtype))
+        super().__init__(spans, weights[0].device if weights else torch.device("cpu"))
 
     def measure(self, values: Sequence[Tensor | None]) -> None:
         """Overwrite ``amaxes`` with the amaxes of this rank's shards.
@@ -180,109 +163,7 @@ class PartialCast:
             ValueError: If a value is not as described.
         """
         self.check_values(values)
-        self.amaxes.zero_()
-        self.choices = None
-        for one in self._adaptive:
-            for end in one.span[1:] if one.span.numel else ():
-                if end % one.row_numel:
-                    one.cut[end // one.row_numel] = 1
-        if backend.uses_kernels(self.device):
-            return self._launches_for(values, [None] * len(values)).measure()
-        for one, value in zip(self._spans, values, strict=True):
-            if value is not None:
-                encoding.measure_blocks(one.layout, value, one.span, one.dtype, one.grids, one.amax)
-
-    def choose(self, values: Sequence[Tensor | None]) -> None:
-        """Compare the two scales of every block of adaptive weights; waits for the device.
-
-        Call it after the reduction of ``amaxes``, then reduce ``choices``.
-
-        Args:
-            values: As for :meth:`measure`.
-
-        Raises:
-            ValueError: If a value is not as described.
-        """
-        self.check_values(values)
-        if not self._adaptive:
-            return
-        marks = torch.cat([one.cut for one in self._adaptive]).tolist()
-        places: list[tuple[CastSpan, int | None, int, int]] = []
-        n = 0
-        for one in self._adaptive:
-            height, width = one.grid_shape("rowwise")
-            places.append((one, None, n, n + height * width))
-            n = round_up(places[-1][3], 4)
-        for one in self._adaptive:
-            height, _ = one.grid_shape("rowwise")
-            own, marks = marks[:height], marks[height:]
-            for row in (row for row, is_cut in enumerate(own) if is_cut):
-                places.append((one, row, n, n + one.row_numel))
-                n = places[-1][3]
-        self.choices = torch.zeros(n, dtype=torch.float32, device=self.device)
-        for one, row, first, last in places:
-            if row is None:
-                one.choices = self.choices[first:last].view(one.grid_shape("rowwise"))
-                one.magnitudes = {}
-            else:
-                one.magnitudes[row] = self.choices[first:last]
-        given = dict(zip(map(id, self._spans), values, strict=True))
-        whole = []
-        for one in self._adaptive:
-            value, row_numel, (_, start, stop) = given[id(one)], one.row_numel, one.span
-            if start == stop:
-                continue
-            for row, magnitudes in one.magnitudes.items():
-                first, last = max(start, row * row_numel), min(stop, (row + 1) * row_numel)
-                if first < last:
-                    part = value[first - start : last - start].detach()
-                    part = part.to(one.dtype).float().abs().nan_to_num_(torch.inf, torch.inf)
-                    magnitudes[first - row * row_numel : last - row * row_numel] = part
-            first, last = -(-start // row_numel) * row_numel, stop // row_numel * row_numel
-            if first < last:
-                part = value[first - start : last - start]
-                span = one.span._replace(start=first, stop=last)
-                whole.append((dataclasses.replace(one, span=span), part))
-        self._compare(whole)
-
-    def _launches_for(self, values: Sequence[Tensor | None], outs: Sequence[Out]) -> "CastLaunches":
-        """The launches on this memory: those of the last call, if it was the same."""
-        from fp4adam.distributed.cast_launch import CastLaunches
-
-        self._stream = self._current_stream()
-        memory = [None if x is None else (x.data_ptr(), x.dtype) for x in values]
-        codes = [[None if x is None else x.data_ptr() for x in as_pair(out)] for out in outs]
-        tensors = [one.weight._shared.tensors for one in self._spans]
-        choices = [one.choices for one in self._spans]
-        known = self._stream, memory, codes, [*map(id, tensors)], [*map(id, choices)]
-        if known != self._known:
-            self._known = known
-            self._launches = CastLaunches(self._spans, values, outs, self.device), tensors, choices
-        return self._launches[0]
-
-    @property
-    def cut_strips(self) -> list[CutStrips | None]:
-        """Per adaptive weight the magnitudes in rows of blocks that are cut; None for others."""
-        return [
-            CutStrips((one.grid_shape("rowwise")[0], one.row_numel), one.magnitudes)
-            if one.is_adaptive
-            else None
-            for one in self._spans
-        ]
-
-    def _compare(self, parts: list[tuple[CastSpan, Tensor]]) -> None:
-        """Write the choices of blocks in whole rows of blocks."""
-        if not parts:
-            return
-        if backend.uses_kernels(self.device):
-            from fp4adam.distributed import cast_launch
-
-            return cast_launch.choose(*zip(*parts, strict=True), self.device)
-        for one, value in parts:
-            grid, amax = one.grids["rowwise"], one.amax
-            encoding.choose(
-                one.weight.quantizer, value, one.span, one.dtype, grid, amax, one.choices
-            )
+        super().measure(values)
 
     def write(self, values: Sequence[Tensor | None], outs: Sequence[Out] | None = None) -> None:
         """Write all scales and amaxes of the weights from ``amaxes``, and the codes of the shards.
@@ -297,57 +178,11 @@ class PartialCast:
 
         Raises:
             ValueError: If a value or an out is not as described.
-            RuntimeError: If weights have adaptive scales and :meth:`choose` was not called.
         """
         self.check_values(values)
-        if self._adaptive and self.choices is None:
-            raise RuntimeError(
-                "choose must be called before write for weights with adaptive scales, got none "
-                "since measure; call it after the reduction of amaxes, then reduce choices"
-            )
-        outs = [None] * len(self._spans) if outs is None else outs
-        self.check_outs(outs)
-        for one in self._spans:
-            one.weight.flush()  # a later flush would overwrite these values
-        self._compare([*chain.from_iterable(one.cut_rows() for one in self._adaptive)])
-        if backend.uses_kernels(self.device):
-            self._launches_for(values, outs).write()
-        else:
-            for one, value, out in zip(self._spans, values, outs, strict=True):
-                _write(one, value, out)
-            build_gemm_scales([one.weight for one in self._spans])
-        weights = [one.weight for one in self._spans]
-        versioned = chain.from_iterable(each._shared.tensors.versioned for each in weights)
-        self._written = [*versioned]
-        torch.autograd.graph.increment_version([*weights, *self._written])
-
-    @property
-    def can_be_repeated(self) -> bool:
-        """Whether :meth:`repeat` may be called after a :meth:`write` to the weights themselves."""
-        return bool(self._launches) and not self._adaptive
-
-    @property
-    def is_on_its_stream(self) -> bool:
-        """Whether the current stream is that of the last call, where tables were uploaded."""
-        return self._stream == self._current_stream()
-
-    def repeat(self, exchange: Exchange | None = None) -> None:
-        """Do again what the last call did, with new values in the same memory.
-
-        Only the versions of inner tensors are raised. Nothing is checked. The caller knows that
-        memory and layouts are the same, that no writes to the weights are pending, and that the
-        current stream is the same.
-        """
-        launches = self._launches[0]
-        self.amaxes.zero_()
-        launches.measure()
-        if exchange is not None:
-            exchange(self.amaxes)
-        launches.write()
-        torch.autograd.graph.increment_version(self._written)
-
-    def _current_stream(self) -> torch.Stream | None:
-        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        if outs is not None:
+            self.check_outs(outs)
+        super().write(values, outs)
 
     def check_values(self, values: Sequence[Tensor | None], name: str = "values") -> None:
         """Raise ValueError unless ``values`` fit the shards; ``name`` is for the error."""
@@ -360,23 +195,18 @@ class PartialCast:
             size = one.span.numel
             if value is None and not size:
                 continue
-            wanted = (
-                f"{name}[{i}] must be a flat contiguous float32, bfloat16 or float16 tensor of "
-                f"{size} elements on {self.device}"
-            )
-            if value is None:
-                raise ValueError(f"{wanted}, got None; pass None for empty shards only")
             if (
-                isinstance(value, QuantizedTensor)
+                value is None
+                or isinstance(value, QuantizedTensor)
                 or value.dtype not in HIGH_PRECISION_DTYPES
-                or value.dim() != 1
-                or len(value) != size
+                or value.shape != (size,)
                 or not value.is_contiguous()
                 or value.device != self.device
             ):
                 raise ValueError(
-                    f"{wanted}, got {_describe(value)}; pass this shard's slice of the flattened "
-                    "values"
+                    f"{name}[{i}] must be a flat contiguous float32, bfloat16 or float16 tensor of "
+                    f"{size} elements on {self.device}, got {_describe(value)}; pass this shard's "
+                    "slice of the flattened values, and None for empty shards only"
                 )
 
     def check_outs(self, outs: Sequence[Out], name: str = "outs") -> None:
@@ -390,16 +220,12 @@ class PartialCast:
             if out is None:
                 continue
             is_pair, is_square = isinstance(out, tuple | list), one.layout.is_square
-            if is_pair and (len(out) != 2 or (is_square and out[1] is not None)):
+            fits = len(out) == 2 and not (is_square and out[1]) if is_pair else is_square
+            if not fits:
                 raise ValueError(
-                    f"{name}[{i}] must be one tensor, or a pair (rowwise, columnwise) for MXFP8, "
-                    f"got {len(out)} entries for {type(one.weight).__name__}; columnwise codes "
+                    f"{name}[{i}] must be one tensor, or for MXFP8 a pair (rowwise, columnwise), "
+                    f"got a {type(out).__name__} for {type(one.weight).__name__}; columnwise codes "
                     "of other formats are built from the rowwise ones"
-                )
-            if not is_square and not is_pair:
-                raise ValueError(
-                    f"{name}[{i}] must be a pair (rowwise, columnwise) for MXFP8, got "
-                    f"{type(out).__name__}; both directions are quantized from the values"
                 )
             for part in as_pair(out):
                 if part is not None and (
@@ -438,101 +264,59 @@ def check_weights(weights: Sequence[QuantizedTensor], name: str = "weights") -> 
             )
 
 
-def _make_span(
-    i: int, weight: QuantizedTensor, start: int, size: int, dtype: torch.dtype
-) -> CastSpan:
-    if start < 0 or size < 0 or start + size > weight.numel():
-        raise ValueError(
-            f"shard {i} must lie inside its weight of {weight.numel()} elements, got "
-            f"[{start}, {start + size}); count elements of the flattened weight"
-        )
-    if dtype not in HIGH_PRECISION_DTYPES:
-        raise ValueError(
-            f"dtypes[{i}] must be float32, bfloat16 or float16, got {dtype}; float32 leaves values "
-            "as they are"
-        )
-    return CastSpan(weight, Span(flat_shape(tuple(weight.shape)), start, start + size), dtype)
-
-
-def _describe(x: Tensor) -> str:
+def _describe(x: Tensor | None) -> str:
+    if x is None:
+        return "None"
     return (
         f"{type(x).__name__} {tuple(x.shape)} of {x.dtype} with strides {x.stride()} on {x.device}"
     )
 
 
-def _write(one: CastSpan, value: Tensor | None, out: Out) -> None:
-    """Write all scales of a weight, and the codes of its span, by operators."""
-    quantizer, layout, tensors = one.weight.quantizer, one.layout, one.weight._shared.tensors
-    if one.amax is not None:
-        quantizer.take_amax(tensors, one.amax)
-    four = None if one.choices is None else one.choices > 0
-    factors = {}
-    for usage in layout.blocks:
-        grid = one.grids.get(usage, tensors.amax)
-        scales, factors[usage] = quantizer.scales_of_blocks(grid, tensors.amax, one.dtype, four)
-        if layout.scale_type is not None:
-            encoding.stored_scales(layout, tensors, usage, one.span.shape).copy_(scales)
-    if value is not None:
-        targets = one.targets(out)
-        encoding.write_codes(quantizer, value, one.span, one.dtype, factors, targets)
+class LocalCast(SpanCast):
+    """Casts local tensors on one device, which are whole or shards of whole rows.
 
-
-class LocalCast(PartialCast):
-    """Casts the values of local tensors, which are whole or shards of whole rows.
-
-    Values are contiguous tensors of the shapes of the local tensors. Shards together equal the
-    whole tensor's cast, bit for bit.
-
-    Args:
-        tensors: Local tensors on one device.
-        dtypes: The dtypes that values are rounded to first.
+    Values are contiguous tensors of the shapes of the local tensors.
 
     Attributes:
         exchanged: Per tensor its amax and its block amaxes, for :class:`Exchanged`.
     """
 
     def __init__(self, tensors: Sequence[QuantizedTensor], dtypes: Sequence[torch.dtype]) -> None:
-        self._tensors, self._spans = list(tensors), []
+        self._tensors, spans = list(tensors), []
         for tensor, dtype in zip(tensors, dtypes, strict=True):
             n, cols = rows.matrix_shape(tensor)
             shape, first = (rows.stored_rows(tensor), cols), tensor._first_row
             matrix = type(tensor)(shape, tensor.dtype, tensor.quantizer, tensor._shared.tensors)
             span = Span(shape, first * cols, (first + n) * cols)
-            self._spans.append(CastSpan(matrix, span, dtype))
-        self._prepare(tensors[0].device)
+            spans.append(CastSpan(matrix, span, dtype))
+        super().__init__(spans, tensors[0].device)
         # Shards consist of whole rows, so only blocks of several rows can be cut.
         self.exchanged = [
             (one.amax, [grid for use, grid in one.grids.items() if one.layout.blocks[use][0] > 1])
-            for one in self._spans
+            for one in spans
         ]
 
     def part(self, chosen: Sequence[bool]) -> "LocalCast":
-        """The cast of some of the tensors, which writes what this one has measured and chosen."""
+        """The cast of some of the tensors, which writes what this one has measured."""
         if all(chosen):
             return self
         part = copy.copy(self)
         part._tensors = [*compress(self._tensors, chosen)]
         part._spans = [*compress(self._spans, chosen)]
-        part._adaptive = [one for one in part._spans if one.is_adaptive]
         return part
-
-    def check_values(self, values: Sequence[Tensor | None], name: str = "values") -> None:
-        """Nothing: callers pass values of the tensors' shapes."""
 
     def measure(self, values: Sequence[Tensor]) -> None:
         super().measure([value.view(-1) for value in values])
 
-    def choose(self, values: Sequence[Tensor]) -> None:
-        super().choose([value.view(-1) for value in values])
-
-    def write(self, values: Sequence[Tensor], outs: Sequence[Out] | None = None) -> None:
-        super().write([value.view(-1) for value in values], outs)
+    def write(self, values: Sequence[Tensor]) -> None:
+        super().write([value.view(-1) for value in values])
+        build_columnwise([one for one in self._tensors if one.quantizer.layout.is_square])
         for tensor in self._tensors:
             shared = tensor._shared
             shared.pending, shared.unsettled = None, False
             if shared.first_row is None:
                 shared.first_row = 0
-        build_columnwise([one for one in self._tensors if one.quantizer.layout.is_square])
+        torch.autograd.graph.increment_version(self._tensors)
 
 
 def cast(
@@ -542,7 +326,7 @@ def cast(
     infos: Sequence[Sequence[ShardInfo]] | None = None,
     scales: Sequence[Hashable] | None = None,
 ) -> None:
-    """Quantize new values of local tensors: measure, exchange, choose, write.
+    """Quantize new values of local tensors: measure, exchange, write.
 
     If some are shards, every rank that has shards of these tensors has to call it for the same
     ones. The number of launches does not depend on the number of tensors, except for those that
@@ -564,46 +348,42 @@ def cast(
     for members in sharing.values():
         if all(infos[i] or can_be_cast(tensors[i]) for i in members):
             together[tensors[members[0]].device] += members
-            continue
-        rounded = [values[i].to(dtypes[i]) for i in members]
-        amax = None
-        has_amax = tensors[members[0]].quantizer.layout.tensor_scale is not None
-        if len(members) > 1 and has_amax:
-            found = [_measured(tensors[i], x) for i, x in zip(members, rounded, strict=True)]
-            amax = torch.cat([each.to(found[0].device) for each in found]).amax(0, keepdim=True)
-        for i, value in zip(members, rounded, strict=True):
-            tensors[i]._write(value, amax=amax)
+        else:
+            rounded = [values[i].to(dtypes[i]) for i in members]
+            amax = None
+            has_amax = tensors[members[0]].quantizer.layout.tensor_scale is not None
+            if len(members) > 1 and has_amax:
+                found = [_measured(tensors[i], x) for i, x in zip(members, rounded, strict=True)]
+                amax = torch.cat([x.to(found[0].device) for x in found]).amax(0, keepdim=True)
+            for i, value in zip(members, rounded, strict=True):
+                tensors[i]._write(value, amax=amax)
     for members in together.values():
         one = LocalCast([tensors[i] for i in members], [dtypes[i] for i in members])
         given = [values[i].contiguous() for i in members]
         one.measure(given)
-        _exchange(
-            one,
-            [tensors[i] for i in members],
-            [infos[i] for i in members],
-            [scales[i] for i in members],
-        )
-        if one.is_adaptive:
-            one.choose(given)
-            exchange_strips(
-                [
-                    (tensors[i], infos[i], strips)
-                    for i, strips in zip(members, one.cut_strips, strict=True)
-                    if strips is not None
-                ]
-            )
+        shared: dict[Hashable, list[Tensor]] = defaultdict(list)
+        sharded = []
+        for i, (amax, grids) in zip(members, one.exchanged, strict=True):
+            if infos[i]:
+                spec = tensors[i]._shared.global_spec
+                sharded.append((infos[i], Exchanged(spec, amax, grids, scales[i])))
+            elif amax is not None:
+                shared[scales[i]].append(amax)
+        for peers in shared.values():
+            if len(peers) > 1:
+                largest = torch.cat(peers).amax(0, keepdim=True)
+                torch._foreach_copy_(peers, [largest] * len(peers))
+        for exchange in exchanges(sharded):
+            exchange()
         one.write(given)
-        torch.autograd.graph.increment_version([tensors[i] for i in members])
 
 
 def can_be_cast(tensor: QuantizedTensor) -> bool:
     """Whether a tensor can be quantized in one launch with others.
 
-    Not with ``two_dimensional=False``, nor a slice or with delayed scaling.
+    Not with ``two_dimensional=False`` or columnwise codes alone, nor a slice.
     """
-    layout = tensor.quantizer.layout
-    is_current = bool(layout.rows_per_entry) and layout.tensor_scale != "delayed"
-    return bool(tensor.numel()) and is_current and rows.is_all(tensor)
+    return bool(tensor.numel()) and tensor.quantizer.layout.casts_in_parts and rows.is_all(tensor)
 
 
 def _measured(tensor: QuantizedTensor, value: Tensor) -> Tensor:
@@ -612,26 +392,3 @@ def _measured(tensor: QuantizedTensor, value: Tensor) -> Tensor:
         matrix = value.reshape(flat_shape(tuple(value.shape))).contiguous()
         tensor.quantizer.measure(matrix, amax)
     return amax
-
-
-def _exchange(
-    one: LocalCast,
-    tensors: Sequence[QuantizedTensor],
-    infos: Sequence[Sequence[ShardInfo]],
-    scales: Sequence[Hashable],
-) -> None:
-    """Exchange amaxes that tensors share with each other and with other ranks."""
-    exchanged: dict[tuple[dist.ProcessGroup, torch.device], list[Exchanged]] = defaultdict(list)
-    shared: dict[Hashable, list[Tensor]] = defaultdict(list)
-    for tensor, own, amaxes, key in zip(tensors, infos, one.exchanged, scales, strict=True):
-        for info in own:
-            spec = tensor._shared.global_spec
-            exchanged[info.group, info.device].append(Exchanged(spec, info, *amaxes, key))
-        if not own and amaxes[0] is not None:
-            shared[key].append(amaxes[0])
-    for peers in shared.values():
-        if len(peers) > 1:
-            largest = torch.cat(peers).amax(0, keepdim=True)
-            torch._foreach_copy_(peers, [largest] * len(peers))
-    for (group, device), shards in exchanged.items():
-        AmaxExchange(group, device, shards)()

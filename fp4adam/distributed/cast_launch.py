@@ -14,35 +14,30 @@ from fp4adam.kernels.launch.launch import launch_all
 from fp4adam.kernels.launch.schema import table_row
 from fp4adam.kernels.launch.tile_lists import Region
 from fp4adam.kernels.partial_cast import SCALES, TILES
+from fp4adam.tensors.layout import ScaleRule
 from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.swizzle import gemm_scale_launches
 
 ALIGNMENT = 16  # in bytes, of everything that an unmasked tile reads and writes
 
 
-class _Kind(NamedTuple):
-    """The properties that spans of one launch have in common."""
+class _Key(NamedTuple):
+    """What spans of one launch have in common; ``value_dtype`` is None where no value is read."""
 
     format: str
     value_dtype: torch.dtype | None
     write_dtype: torch.dtype
-    rowwise: bool
-    columnwise: bool
-    force_pow_2_scales: bool
-    amax_epsilon: float
-    adaptive: str | None
-    bound: int
-    rounding: int
+    usages: tuple[str, ...]
+    rule: ScaleRule
 
-    def options(self, *names: str) -> dict[str, Any]:
-        """The named fields, as keyword arguments."""
-        return {name: getattr(self, name) for name in names}
+    @property
+    def of_values(self) -> dict[str, Any]:
+        directions = {usage: usage in self.usages for usage in ("rowwise", "columnwise")}
+        return dict(value_dtype=self.value_dtype, **directions)
 
-
-_MEASURE = ("format", "value_dtype", "write_dtype", "rowwise", "columnwise")
-_SCALES = ("format", "write_dtype", "force_pow_2_scales", "amax_epsilon", "adaptive", "bound")
-_SCALES += ("rounding",)
-_CHOICES = ("value_dtype", "write_dtype", "adaptive", "bound")
+    @property
+    def of_scales(self) -> dict[str, Any]:
+        return dict(format=self.format, write_dtype=self.write_dtype, **self.rule._asdict())
 
 
 class CastLaunches:
@@ -63,14 +58,14 @@ class CastLaunches:
         device: torch.device,
     ) -> None:
         fields = [*map(_fields, spans, values, outs)]
-        self._table = table = _table(fields, device)
-        tiles = _tiles(spans, values, fields, device)
+        self._table = table = tile_lists.table([table_row(**each) for each in fields], device)
         self._measures, self._writes = [], []
-        for kind, chunks in _chunks(spans, device):
-            self._writes.append(partial_cast.write_scales(table, chunks, **kind.options(*_SCALES)))
-        for kind, lists in tiles:
-            self._measures += partial_cast.measure(table, lists, **kind.options(*_MEASURE))
-            self._writes += partial_cast.write_codes(table, lists, **kind._asdict())
+        for key, chunks in _chunks(spans, device):
+            self._writes.append(partial_cast.write_scales(table, chunks, **key.of_scales))
+        for key, tiles in _tiles(spans, values, fields, device):
+            kind = dict(format=key.format, write_dtype=key.write_dtype)
+            self._measures += partial_cast.measure(table, tiles, **kind, **key.of_values)
+            self._writes += partial_cast.write_codes(table, tiles, **key.of_scales, **key.of_values)
         self._writes += gemm_scale_launches([one.weight for one in spans])
         histories: dict[Quantizer, list[CastSpan]] = defaultdict(list)
         for one in spans:
@@ -92,23 +87,10 @@ class CastLaunches:
         launch_all(self._table, self._writes)
 
 
-def choose(spans: Sequence[CastSpan], values: Sequence[Tensor], device: torch.device) -> None:
-    """Write the choices of adaptive scales for spans of whole rows of blocks."""
-    fields = [*map(_fields, spans, values, [None] * len(spans))]
-    table = _table(fields, device)
-    for kind, tiles in _tiles(spans, values, fields, device):
-        launch_all(table, partial_cast.write_choices(table, tiles, **kind.options(*_CHOICES)))
-
-
-def _kind(one: CastSpan, value_dtype: torch.dtype | None) -> _Kind:
-    return _Kind(
-        one.weight.quantizer.name,
-        value_dtype,
-        one.dtype,
-        "rowwise" in one.layout.blocks,
-        "columnwise" in one.layout.blocks,
-        **one.layout.scale_rule._asdict(),
-    )
+def _key(one: CastSpan, value_dtype: torch.dtype | None) -> _Key:
+    layout = one.layout
+    name = one.weight.quantizer.name
+    return _Key(name, value_dtype, one.dtype, tuple(layout.blocks), layout.scale_rule)
 
 
 def _fields(one: CastSpan, value: Tensor | None, out: Out) -> dict[str, int]:
@@ -120,8 +102,6 @@ def _fields(one: CastSpan, value: Tensor | None, out: Out) -> dict[str, int]:
     if one.amax is not None:
         fields["tensor_amax"] = one.amax.data_ptr()
         fields["amax"] = inner["amax"]
-    if one.choices is not None:
-        fields["choices"] = one.choices.data_ptr()
     for usage, (codes, first_byte) in one.targets(out).items():
         fields[f"{usage}_data"] = codes.data_ptr() - first_byte
         if one.layout.scale_type is not None:
@@ -130,26 +110,22 @@ def _fields(one: CastSpan, value: Tensor | None, out: Out) -> dict[str, int]:
     return fields
 
 
-def _table(fields: list[dict[str, int]], device: torch.device) -> Tensor:
-    return tile_lists.table([table_row(**each) for each in fields], device)
-
-
 def _tiles(
     spans: Sequence[CastSpan],
     values: Sequence[Tensor | None],
     fields: list[dict[str, int]],
     device: torch.device,
-) -> list[tuple[_Kind, list[Tensor]]]:
-    """By kind, the tiles that spans fill, and the tiles that their boundaries or edges cut."""
-    regions: dict[_Kind, tuple[list[Region], list[Region]]] = {}
+) -> list[tuple[_Key, list[Tensor]]]:
+    """By key, the tiles that spans fill, and the tiles that their boundaries or edges cut."""
+    regions: dict[_Key, tuple[list[Region], list[Region]]] = {}
     for i, (one, value) in enumerate(zip(spans, values, strict=True)):
         if one.span.numel:
-            lists = regions.setdefault(_kind(one, value.dtype), ([], []))
+            lists = regions.setdefault(_key(one, value.dtype), ([], []))
             for listed, found in zip(lists, _regions(i, one, fields[i]), strict=True):
                 listed.extend(found)
     return [
-        (kind, [tile_lists.tile_list(part, _tile(kind.format), device) for part in lists])
-        for kind, lists in regions.items()
+        (key, [tile_lists.tile_list(part, _tile(key.format), device) for part in lists])
+        for key, lists in regions.items()
     ]
 
 
@@ -177,20 +153,18 @@ def _regions(i: int, one: CastSpan, row: dict[str, int]) -> tuple[list[Region], 
     ]
 
 
-def _chunks(spans: Sequence[CastSpan], device: torch.device) -> list[tuple[_Kind, Tensor]]:
-    """By kind, lists of blocks in chunks of SCALES."""
-    regions: dict[_Kind, list[Region]] = {}
+def _chunks(spans: Sequence[CastSpan], device: torch.device) -> list[tuple[_Key, Tensor]]:
+    """By key, lists of blocks in chunks of SCALES."""
+    regions: dict[_Key, list[Region]] = defaultdict(list)
     for i, one in enumerate(spans):
         if one.layout.tensor_scale == "delayed":
             continue  # its amax is another one than that of the values
-        listed = regions.setdefault(_kind(one, None), [])
+        listed = regions[_key(one, None)]
         if one.layout.scale_type is None:
             listed.append((i, 0, 1, 0, 1))  # for the amax alone
-            continue
         for usage, grid in one.grids.items():
             columnwise = int(usage == "columnwise")
             listed.append((i, 0, grid.numel(), columnwise, columnwise + 1))
     return [
-        (kind, tile_lists.tile_list(listed, (SCALES, 1), device))
-        for kind, listed in regions.items()
+        (key, tile_lists.tile_list(listed, (SCALES, 1), device)) for key, listed in regions.items()
     ]

@@ -1,12 +1,11 @@
 """Spans of the weights that a cast writes, and the memory for their codes and scales."""
 
 import dataclasses
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from fp4adam.formats.encoding import Target, grid_shape
+from fp4adam.formats import encoding
 from fp4adam.tensors.blocks import Span
 from fp4adam.tensors.layout import Layout
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -25,9 +24,6 @@ class CastSpan:
         dtype: The dtype that values are rounded to first.
         amax: float32 [1], or None for formats that store none.
         grids: float32 block amaxes by direction, of formats whose blocks have scales.
-        cut: For adaptive scales, 1 for rows of blocks that a boundary of spans cuts, else 0.
-        choices: For adaptive scales, 1 for blocks whose amax maps to 4, else 0.
-        magnitudes: By row of blocks, the magnitudes in those that are cut.
     """
 
     weight: QuantizedTensor
@@ -35,9 +31,6 @@ class CastSpan:
     dtype: torch.dtype
     amax: Tensor | None = None
     grids: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    cut: Tensor | None = None
-    choices: Tensor | None = None
-    magnitudes: dict[int, Tensor] = dataclasses.field(default_factory=dict)
 
     @property
     def layout(self) -> Layout:
@@ -45,26 +38,12 @@ class CastSpan:
         return self.weight.quantizer.layout
 
     @property
-    def is_adaptive(self) -> bool:
-        """Whether the scale of a block depends on all of its values."""
-        return self.layout.scale_rule.adaptive is not None
-
-    @property
-    def row_numel(self) -> int:
-        """Number of elements in a row of blocks."""
-        return self.layout.block * self.span.shape[1]
-
-    def grid_shape(self, usage: str) -> tuple[int, int]:
-        """The number of block rows and block columns."""
-        return grid_shape(self.layout.blocks[usage], self.span.shape)
-
-    @property
     def nbytes(self) -> int:
         """Number of bytes that hold codes of the span, in one direction."""
         per_byte, (_, start, stop) = 8 // self.layout.code_bits, self.span
         return -(-stop // per_byte) - start // per_byte if stop > start else 0
 
-    def targets(self, out: Out) -> dict[str, Target]:
+    def targets(self, out: Out) -> dict[str, encoding.Target]:
         """By direction, the flat memory to write codes to, and the code byte that it starts at."""
         tensors, first_byte = self.weight._shared.tensors, self.span.start * self.layout.code_bits
         given = dict(zip(("rowwise", "columnwise"), as_pair(out), strict=True))
@@ -75,11 +54,21 @@ class CastSpan:
             for usage in self.layout.blocks
         }
 
-    def cut_rows(self) -> Iterator[tuple["CastSpan", Tensor]]:
-        """The rows of blocks that boundaries cut, as spans of their own, with their magnitudes."""
-        for row, magnitudes in self.magnitudes.items():
-            span = self.span._replace(start=row * self.row_numel, stop=(row + 1) * self.row_numel)
-            yield dataclasses.replace(self, span=span, dtype=torch.float32), magnitudes
+    def write(self, value: Tensor | None, out: Out) -> None:
+        """Write all scales of the weight, and the codes of the span, by operators."""
+        quantizer, layout, tensors = self.weight.quantizer, self.layout, self.weight._shared.tensors
+        if self.amax is not None:
+            quantizer.take_amax(tensors, self.amax)
+        factors = {}
+        for usage in layout.blocks:
+            grid = self.grids.get(usage, tensors.amax)
+            scales, factors[usage] = quantizer.scales_of_blocks(grid, tensors.amax, self.dtype)
+            if layout.scale_type is not None:
+                stored = encoding.stored_scales(layout, tensors, usage, self.span.shape)
+                stored.copy_(scales)
+        if value is not None:
+            targets = self.targets(out)
+            encoding.write_codes(quantizer, value, self.span, self.dtype, factors, targets)
 
 
 def as_pair(out: Out) -> tuple[Tensor | None, Tensor | None]:

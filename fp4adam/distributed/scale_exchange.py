@@ -1,15 +1,13 @@
 """Exchange of the scales that shards on different ranks share, in one MAX all-reduce for all.
 
 NVFP4 scales a whole tensor by its amax, and a block that is cut by a shard boundary has one scale
-on both sides. The maximum of the ranks' local amaxes is the amax of the whole tensor. An adaptive
-scale depends on all values of its block, so ranks exchange those of blocks that are cut as well.
+on both sides. The maximum of the ranks' local amaxes is the amax of the whole tensor.
 """
 
-import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
-from itertools import chain, product
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -19,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp4adam.distributed.dtensor import is_dtensor, sharded_dims
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.rows import matrix_shape
 from fp4adam.tensors.storage import GlobalSpec
 
 
@@ -31,16 +28,12 @@ class ShardInfo(NamedTuple):
         number: The index of this shard.
         n_shards: The number of shards.
         device_type: The type of device that the ranks communicate with.
-        part: The index of the part under tensor parallelism that this is a shard of.
-        n_parts: The number of such parts whose shards ``group`` holds.
     """
 
     group: dist.ProcessGroup
     number: int
     n_shards: int
     device_type: str
-    part: int = 0
-    n_parts: int = 1
 
     @property
     def device(self) -> torch.device:
@@ -62,8 +55,7 @@ class ShardInfo(NamedTuple):
     def of(cls, param: Tensor, own: Tensor | None = None) -> "tuple[ShardInfo, ...]":
         """The positions of a parameter's shard, one for each dimension that shares scales.
 
-        That of ``fully_shard`` is first, then that of tensor parallelism. They are one if their
-        mesh has all ranks, which then exchange all amaxes in one collective.
+        That of ``fully_shard`` is first, then that of tensor parallelism.
 
         Args:
             param: The parameter.
@@ -101,9 +93,6 @@ class ShardInfo(NamedTuple):
         infos = [cls.in_mesh(mesh, dim) for dim in by_rows]
         if spec.quantizer.layout.tensor_scale is not None:
             infos += [cls.in_parallel(mesh, dim) for dim in parallel]
-        if len(infos) == 2 and mesh.size() == dist.get_world_size():
-            of_part = dict(part=mesh.get_local_rank(parallel[0]), n_parts=mesh.size(parallel[0]))
-            return (infos[0]._replace(group=dist.group.WORLD, **of_part),)
         return tuple(infos)
 
 
@@ -125,37 +114,19 @@ def own_cut_blocks(spec: GlobalSpec, info: ShardInfo) -> tuple[int, ...]:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class CutStrips:
-    """The magnitudes in a shard's rows of blocks, only of those that boundaries cut.
-
-    Attributes:
-        shape: As if it were a tensor with all of them.
-        strips: By row of blocks, float32.
-    """
-
-    shape: tuple[int, int]
-    strips: dict[int, Tensor]
-
-    def __getitem__(self, row: int) -> Tensor:
-        return self.strips[row]
-
-
 class Exchanged(NamedTuple):
     """The amaxes of a shard that ranks exchange.
 
     Attributes:
         spec: The whole tensor.
-        info: The position of the shard.
         amax: The amax of the tensor, float32 [1] on any device, or None.
         grids: Block amaxes, one grid per kind of block that can be cut; float32 on any device.
         scales: A key that is equal for shards of tensors that share one amax.
     """
 
     spec: GlobalSpec
-    info: ShardInfo
     amax: Tensor | None
-    grids: Sequence[Tensor | CutStrips]
+    grids: Sequence[Tensor]
     scales: Hashable
 
 
@@ -171,79 +142,64 @@ class AmaxExchange:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, shards: Sequence[Exchanged]
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        shards: Sequence[tuple[ShardInfo, Exchanged]],
     ) -> None:
         self._group = group
         self._amaxes: list[Tensor] = []
-        spans: list[tuple[int, int]] = []
-        peers: dict[Hashable, list[int]] = defaultdict(list)
+        slots: list[Tensor] = []  # of each amax
+        slot_of: dict[Hashable, int] = {}  # of tensors that share one
         size = 0
-        for spec, info, amax, grids, scales in shards:
+        for info, (spec, amax, grids, scales) in shards:
             if spec.quantizer.layout.tensor_scale is not None:
+                if scales not in slot_of:
+                    slot_of[scales], size = size, size + 1
                 self._amaxes.append(amax)
-                spans.append((size, size + 1))
-                peers[scales].append(size)
-                size += 1
+                slots.append(torch.tensor([slot_of[scales]]))
             first_block = info.number * spec.chunk_rows // spec.quantizer.layout.block
             own = own_cut_blocks(spec, info)
-            for number in cut_blocks(spec, info.n_shards):
-                for part, grid in product(range(info.n_parts), grids):
-                    width = grid.shape[1]
-                    if part == info.part and number - first_block in own:
-                        self._amaxes.append(grid[number - first_block])
-                        spans.append((size, size + width))
-                    size += width
+            for number, grid in product(cut_blocks(spec, info.n_shards), grids):
+                if number - first_block in own:
+                    self._amaxes.append(grid[number - first_block])
+                    slots.append(torch.arange(size, size + grid.shape[1]))
+                size += grid.shape[1]
         self._buffer = torch.zeros(size, dtype=torch.float32, device=device)
-        self._slots = [self._buffer[start:stop] for start, stop in spans]
-        # For each tensor that shares its amax: its slot, and the slots of its group, padded to
-        # equal length.
-        shared = [slots for slots in peers.values() if len(slots) > 1]
-        most = max(map(len, shared), default=0)
-        rows = [slots + slots[:1] * (most - len(slots)) for slots in shared for _ in slots]
-        self._shared = torch.tensor([*chain(*shared)], dtype=torch.int64, device=device)
-        self._peers = torch.tensor(rows, dtype=torch.int64, device=device)
+        self._slots = torch.cat([torch.arange(0), *slots]).to(device)
+        self._sizes = [len(each) for each in slots]
 
     def largest(self) -> Tensor:
         """The maximum of each amax, in a flat float32 tensor that is valid until the next call."""
-        # -Inf in slots that this rank has no part of.
-        self._buffer.fill_(-math.inf)
-        if self._slots:
-            torch._foreach_copy_(self._slots, self._amaxes)
+        own = self._buffer.new_empty(len(self._slots))
+        if self._amaxes:
+            torch._foreach_copy_(own.split(self._sizes), self._amaxes)
+        self._buffer.fill_(-math.inf)  # in slots that this rank has no part of
+        self._buffer.scatter_reduce_(0, self._slots, own, "amax")
         dist.all_reduce(self._buffer, dist.ReduceOp.MAX, self._group)
-        if len(self._shared):
-            self._buffer[self._shared] = self._buffer[self._peers].amax(1)
         return self._buffer
 
     def __call__(self) -> None:
         """Exchange the amaxes, in place."""
-        self.largest()
-        if self._slots:
-            torch._foreach_copy_(self._amaxes, self._slots)
+        found = self.largest()[self._slots]
+        if self._amaxes:
+            torch._foreach_copy_(self._amaxes, found.split(self._sizes))
 
 
-def exchange_strips(
-    cut: Sequence[tuple[QuantizedTensor, Sequence[ShardInfo], CutStrips | None]],
-) -> None:
-    """Complete the magnitudes in rows of blocks that boundaries cut.
-
-    Every rank that has shards of these tensors has to call it for the same ones.
+def exchanges(
+    shards: Iterable[tuple[Sequence[ShardInfo], Exchanged]],
+) -> list[AmaxExchange]:
+    """One exchange for each group of ranks that shards share scales over.
 
     Args:
-        cut: Per shard with adaptive scales the tensor, its positions, and its strips from
-            ``PartialCast.cut_strips``; None if it has no rows in such blocks.
+        shards: Shards of the same tensors in the same order on every rank, with the positions of
+            each.
     """
-    exchanged: dict[tuple[dist.ProcessGroup, torch.device], list[Exchanged]] = defaultdict(list)
-    for shard, infos, strips in cut:
-        spec, cols = shard._shared.global_spec, matrix_shape(shard)[1]
+    by_group: dict[tuple[dist.ProcessGroup, torch.device], list] = defaultdict(list)
+    for infos, exchanged in shards:
         for info in infos:
-            if cut_blocks(spec, info.n_shards):
-                grid = strips or CutStrips((0, spec.quantizer.layout.block * cols), {})
-                amax = torch.zeros(1, device=shard.device)  # it has been exchanged already
-                exchanged[info.group, info.device].append(
-                    Exchanged(spec, info, amax, [grid], shard)
-                )
-    for (group, device), shards in exchanged.items():
-        AmaxExchange(group, device, shards)()
+            by_group[info.group, info.device].append((info, exchanged))
+    return [AmaxExchange(group, device, alike) for (group, device), alike in by_group.items()]
 
 
 def groups_of(infos: Sequence[ShardInfo]) -> tuple[dist.ProcessGroup, ...]:

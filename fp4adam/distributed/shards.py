@@ -106,8 +106,9 @@ def check_shards(model: nn.Module) -> None:
                     # A rank without rows does not count: nothing reads its scales.
                     amax = amax * sign if shard.numel() else torch.full_like(amax, -math.inf)
                 signed = [grid * sign for grid in grids]
-                exchanged = Exchanged(shard._shared.global_spec, info, amax, signed, shard)
-                found.append(AmaxExchange(info.group, info.device, [exchanged]).largest() * sign)
+                exchanged = Exchanged(shard._shared.global_spec, amax, signed, shard)
+                exchange = AmaxExchange(info.group, info.device, [(info, exchanged)])
+                found.append(exchange.largest() * sign)
             if not torch.equal(*found):
                 problem = f"up to {found[0].max().item()} and down to {found[1].min().item()}"
                 differs.fill_(1)

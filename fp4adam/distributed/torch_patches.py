@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.quantized_tensor import implements_function
 
 
 def wrap_broadcast_coalesced(wrapper: Callable[..., None]) -> None:
@@ -60,30 +61,30 @@ def wrap_shard_tensor(kind: Any, wrapper: Callable[..., Any]) -> None:
     kind._shard_tensor = shard_tensor
 
 
-def guard_zero() -> None:
-    """Make ZeroRedundancyOptimizer refuse parameters_as_bucket_view=True with quantized parameters.
+_FLATTENED_BY = {
+    "torch.distributed.fsdp._flat_param": (
+        "quantized weights must be sharded by fully_shard, got FullyShardedDataParallel, which "
+        "would decode them for good; call torch.distributed.fsdp.fully_shard, or choose it in "
+        "your trainer (in Accelerate fsdp_version=2)"
+    ),
+    "torch.distributed.optim.zero_redundancy_optimizer": (
+        "parameters_as_bucket_view must be False for quantized parameters, got True: they cannot "
+        "be views of a flat buffer; leave it out, each is broadcast as it is"
+    ),
+}
 
-    It would make parameters views of a flat buffer. Does nothing unless its module is imported, as
-    it must be to build such an optimizer: importing it here would be slow and emit warnings.
+
+@implements_function(torch.flatten)
+@implements_function(Tensor.flatten)
+def _flatten(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Refuse what moves parameters to flat buffers, which would decode quantized ones.
+
+    FullyShardedDataParallel and ZeroRedundancyOptimizer have no hooks for tensor subclasses.
     """
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if module is None:
-        return
-    build = module.ZeroRedundancyOptimizer._build_param_buckets
-    if hasattr(build, "__wrapped__"):
-        return
-
-    @functools.wraps(build)
-    def build_param_buckets(zero: Any) -> None:
-        params = [param for group in zero.param_groups for param in group["params"]]
-        if zero.parameters_as_bucket_view and any(isinstance(x, QuantizedTensor) for x in params):
-            raise ValueError(
-                "parameters_as_bucket_view must be False for quantized parameters, got True: they "
-                "cannot be views of a flat buffer; leave it out, each is broadcast as it is"
-            )
-        build(zero)
-
-    module.ZeroRedundancyOptimizer._build_param_buckets = build_param_buckets
+    caller = sys._getframe(2).f_globals.get("__name__")  # of __torch_function__
+    if caller in _FLATTENED_BY:
+        raise NotImplementedError(_FLATTENED_BY[caller])
+    return torch.flatten(tensor, *args, **kwargs)
 
 
 def is_loading_from_rank_0() -> bool:

@@ -1,7 +1,7 @@
 """ZeRO: quantized weights with sharded masters, for optimizers such as Megatron's."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,16 +10,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4adam.distributed.cast import PartialCast, check_weights
 from fp4adam.distributed.cast_span import Out
-from fp4adam.distributed.model_weights import ModelWeights
 from fp4adam.formats.nvfp4 import NVFP4Tensor
 from fp4adam.interop.adapter import TensorAdapter, adapter_of, is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, borrow
-from fp4adam.tensors import backend
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.transpose import build_columnwise, check_square, columnwise_launches
-
-if TYPE_CHECKING:
-    from fp4adam.kernels.launch.launch import Launch
+from fp4adam.tensors.transpose import build_columnwise, check_square
 
 
 def quantize_master_weights(
@@ -33,11 +28,10 @@ def quantize_master_weights(
     """Quantize this rank's slices of the masters into weights that every rank has in full.
 
     Masters are rounded to the nominal dtype of their weight, then quantized with scales that all
-    ranks of ``group`` agree on in one all-reduce, or two for adaptive scales. Afterwards every rank
-    has all scales and amaxes, and the codes of its own slices. The caller then all-gathers
-    ``rowwise_data`` (for MXFP8 also ``columnwise_data``) and calls
-    :func:`post_all_gather_processing`. The result equals that of
-    ``FP4Adam(quantize_from="param_dtype")`` on one process, bit for bit.
+    ranks of ``group`` agree on in one all-reduce. Afterwards every rank has all scales
+    and amaxes, and the codes of its own slices. The caller then all-gathers ``rowwise_data`` (for
+    MXFP8 also ``columnwise_data``) and calls :func:`post_all_gather_processing`. The result equals
+    that of ``FP4Adam(quantize_from="param_dtype")`` on one process, bit for bit.
 
     The high-precision initial value of a weight, if any, is freed. All ranks have to pass the same
     weights in the same order.
@@ -66,13 +60,9 @@ def quantize_master_weights(
         NotImplementedError: If columnwise codes of another package's tensor cannot be dropped.
         RuntimeError: Without a process group. In both cases nothing has changed.
     """
-    plan = _plan(model_weights)
-    given = (master_weights, start_offsets, fsdp_shard_model_weights)
-    is_known = plan is not None and plan.is_for(model_weights, *given)
-    if plan is None or not is_known:
-        plan = _Plan(model_weights, *given)
+    plan = _plan_for(model_weights, master_weights, start_offsets, fsdp_shard_model_weights)
     if not manual_post_all_gather_processing:
-        for one in plan.weights.borrowed.values():
+        for one in plan.borrowed.values():
             _check_drops_columnwise(one)
     if not model_weights:
         return
@@ -81,108 +71,92 @@ def quantize_master_weights(
             "quantize_master_weights must be called on the ranks of a process group, got none; "
             "call torch.distributed.init_process_group first, on a single process as well"
         )
-    plan(model_weights, group)
-    if not is_known and plan.can_be_repeated:
-        _plans[model_weights[0]] = plan
+    for i, weight in enumerate(model_weights):
+        plan.borrowed.get(i, weight).clear_high_precision_init_val()
+    plan.scales_of_others.read()
+    plan.cast.measure(plan.values)
+    dist.all_reduce(plan.cast.amaxes, dist.ReduceOp.MAX, group)
+    plan.cast.write(plan.values, plan.outs)
+    plan.scales_of_others()
+    torch.autograd.graph.increment_version(model_weights)
+    _plans[model_weights[0]] = plan._replace(values=[], outs=None)
     if not manual_post_all_gather_processing:
         for i, tensor in enumerate(model_weights):
-            one = plan.weights.borrowed.get(i)
+            one = plan.borrowed.get(i)
             if one is None and tensor.quantizer.layout.is_square:
                 tensor.update_usage(columnwise_usage=False)
             elif one is not None and _has_derived(one):
                 one.adapter.drop_columnwise(tensor)
 
 
-class _Plan:
-    """A cast of masters into weights, which is repeated as long as their addresses hold.
+class _Plan(NamedTuple):
+    """A cast of masters into weights. Its amaxes and launches are kept while ``known`` holds.
 
-    Its amaxes stay allocated: 1/64 byte per element of NVFP4, 1/4 of MXFP8.
-
-    Args:
-        model_weights, master_weights, start_offsets, outs: As for :func:`quantize_master_weights`.
-
-    Raises:
-        ValueError: If one is not as described there.
+    It does not keep the weights themselves alive, nor the masters between calls.
     """
 
-    def __init__(
-        self,
-        model_weights: Sequence[Tensor],
-        master_weights: Sequence[Tensor | None],
-        start_offsets: Sequence[int | None],
-        outs: Sequence[Out] | None,
-    ) -> None:
-        for name, given in (
-            ("master_weights", master_weights),
-            ("start_offsets", start_offsets),
-            ("fsdp_shard_model_weights", outs),
-        ):
-            if given is not None and len(given) != len(model_weights):
-                raise ValueError(
-                    f"{name} must have one entry per model weight, {len(model_weights)}, got "
-                    f"{len(given)}; pass None where this rank has no slice"
-                )
-        self.weights = ModelWeights(model_weights, master_weights)
-        check_weights(self.weights.tensors, "model_weights")
-        parts = [*map(_part, range(len(model_weights)), master_weights, start_offsets)]
-        self._values = [master for master, _ in parts]
-        self._cast = PartialCast(
-            self.weights.tensors,
-            starts=[start for _, start in parts],
-            sizes=[0 if master is None else master.numel() for master, _ in parts],
-            dtypes=[weight.dtype for weight in model_weights],
-        )
-        self._cast.check_values(self._values, "master_weights")
-        self._outs = None if outs is None else [*map(_codes, outs)]
-        if self._outs is not None:
-            self._cast.check_outs(self._outs, "fsdp_shard_model_weights")
-        self._starts = list(start_offsets)
-        self._scales_of_others = ScaleWriteback([*self.weights.borrowed.values()])
-        self.can_be_repeated = False
-
-    def is_for(
-        self,
-        model_weights: Sequence[Tensor],
-        master_weights: Sequence[Tensor | None],
-        start_offsets: Sequence[int | None],
-        outs: Sequence[Out] | None,
-    ) -> bool:
-        """Whether all of these are as they were."""
-        return (
-            outs is None is self._outs
-            and self._starts == list(start_offsets)
-            and self.weights.are(model_weights, master_weights)
-            and self._cast.is_on_its_stream
-        )
-
-    def __call__(self, model_weights: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-        """Cast what the masters hold now."""
-        borrowed = self.weights.borrowed
-        for one in (*borrowed.values(), *self.weights.with_init_val()):
-            one.clear_high_precision_init_val()
-        self._scales_of_others.read()
-
-        def exchange(amaxes: Tensor) -> None:
-            dist.all_reduce(amaxes, dist.ReduceOp.MAX, group)
-
-        if self.can_be_repeated:
-            self._cast.repeat(exchange)
-        else:
-            self._cast(self._values, exchange, self._outs)
-            # Views of masters are made anew, as masters are held weakly.
-            self._values = []
-            self.can_be_repeated = self._outs is None and self._cast.can_be_repeated
-        self._scales_of_others()
-        written = [model_weights[i] for i in borrowed] if borrowed else model_weights
-        torch.autograd.graph.increment_version(written)
+    known: list
+    borrowed: dict[int, BorrowedTensor]
+    cast: PartialCast
+    scales_of_others: ScaleWriteback
+    values: list[Tensor | None]
+    outs: list[Out] | None
 
 
-_plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by their first weights
 
 
-def _plan(weights: Sequence[Tensor]) -> _Plan | None:
-    """The plan for weights that begin with the same one, if it is kept."""
-    return _plans.get(weights[0]) if weights and isinstance(weights[0], Tensor) else None
+def _plan_for(
+    model_weights: Sequence[Tensor],
+    master_weights: Sequence[Tensor | None],
+    start_offsets: Sequence[int | None],
+    outs: Sequence[Out] | None,
+) -> _Plan:
+    """The checked arguments of :func:`quantize_master_weights`, and the cast for them."""
+    for name, given in (
+        ("master_weights", master_weights),
+        ("start_offsets", start_offsets),
+        ("fsdp_shard_model_weights", outs),
+    ):
+        if given is not None and len(given) != len(model_weights):
+            raise ValueError(
+                f"{name} must have one entry per model weight, {len(model_weights)}, got "
+                f"{len(given)}; pass None where this rank has no slice"
+            )
+    tensors, borrowed = _quantized(model_weights)
+    check_weights(tensors, "model_weights")
+    parts = [*map(_part, range(len(tensors)), master_weights, start_offsets)]
+    values, starts = [value for value, _ in parts], [start for _, start in parts]
+    sizes = [0 if value is None else value.numel() for value in values]
+    dtypes = [weight.dtype for weight in model_weights]
+    storages = [(tensor._shared.tensors, tensor.quantizer) for tensor in tensors]
+    known = [borrowed, storages, starts, sizes, dtypes]
+    plan = _plans.get(model_weights[0]) if tensors else None
+    if plan is None or plan.known != known:
+        cast = PartialCast(tensors, starts, sizes, dtypes)
+        plan = _Plan(known, borrowed, cast, ScaleWriteback([*borrowed.values()]), [], None)
+    plan.cast.check_values(values, "master_weights")
+    outs = None if outs is None else [*map(_codes, outs)]
+    if outs is not None:
+        plan.cast.check_outs(outs, "fsdp_shard_model_weights")
+    return plan._replace(values=values, outs=outs)
+
+
+def _quantized(
+    weights: Sequence[Tensor],
+) -> tuple[list[Tensor], dict[int, BorrowedTensor]]:
+    """The weights as this package's tensors, and by index those borrowed from other packages."""
+    foreign = (i for i, w in enumerate(weights) if isinstance(w, Tensor) and is_foreign(w))
+    borrowed = {i: borrow(weights[i]) for i in foreign}
+    tensors = [
+        borrowed[i].tensor
+        if i in borrowed
+        else weight.flush()._alias()
+        if isinstance(weight, QuantizedTensor)
+        else weight
+        for i, weight in enumerate(weights)
+    ]
+    return tensors, borrowed
 
 
 def _has_derived(borrowed: BorrowedTensor) -> bool:
@@ -276,58 +250,18 @@ def post_all_gather_processing(model_weights: Tensor | Sequence[Tensor]) -> None
     """
     given = [model_weights] if isinstance(model_weights, Tensor) else model_weights
     weights = [w for w in given if isinstance(w, QuantizedTensor) or is_foreign(w)]
-    if not weights:
-        return
-    kept = _transposes.get(weights[0])
-    if kept is None or not kept.weights.are(weights):
-        kept = _transposes[weights[0]] = _Transposes(weights)
-    kept(weights)
-
-
-class _Transposes:
-    """Transposes of the codes of weights, which are repeated as long as their addresses hold."""
-
-    def __init__(self, weights: Sequence[Tensor]) -> None:
-        self.weights = ModelWeights(weights)
-        self._members = []
-        for i, tensor in enumerate(self.weights.tensors):
-            if "columnwise_data" in tensor.quantizer.layout.rows_per_entry:
-                continue  # MXFP8: columnwise codes are gathered
-            check_square(i, tensor, "model_weights")
-            if tensor.quantizer.columnwise and tensor._columnwise_data is not None:
-                self._members.append(i)
-        self._square = [self.weights.tensors[i] for i in self._members]
-        self._written = [tensor._columnwise_data for tensor in self._square]
-        # Second copies of the codes, which another package's tensor has.
-        self._mirrors = {i: one.mirrors for i, one in self.weights.borrowed.items() if one.mirrors}
-        self._devices = {tensor.device for tensor in self._square}
-        self._launches: list[Launch] | None = None
-        self._stream: torch.Stream | None = None
-
-    def __call__(self, weights: Sequence[Tensor]) -> None:
-        if self._square:
-            self._transpose()
-        for pairs in self._mirrors.values():
-            for target, codes in pairs:
-                target.copy_(codes)
-        written = [weights[i] for i in (*self._members, *self._mirrors)]
-        torch.autograd.graph.increment_version([*written, *self._written])
-
-    def _transpose(self) -> None:
-        device = next(iter(self._devices))
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        if not backend.uses_kernels(device) or len(self._devices) > 1:
-            build_columnwise(self._square)
-            return
-        # Tables were uploaded on a stream.
-        if self._launches is None or self._stream != stream:
-            self._launches, self._stream = columnwise_launches(self._square), stream
-        from fp4adam.kernels.launch.launch import launch_all
-
-        launch_all(self._square[0]._rowwise_data, self._launches)
-
-
-_transposes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+    tensors, borrowed = _quantized(weights)
+    square = []
+    for i, tensor in enumerate(tensors):
+        if "columnwise_data" in tensor.quantizer.layout.rows_per_entry:
+            continue  # MXFP8: columnwise codes are gathered
+        check_square(i, tensor, "model_weights")
+        square.append(tensor)
+    build_columnwise(square)
+    for one in borrowed.values():
+        for target, codes in one.mirrors:  # second copies of the codes
+            target.copy_(codes)
+    torch.autograd.graph.increment_version(weights)
 
 
 def replace_raw_data(tensor: Tensor, new_raw_data: Tensor) -> None:

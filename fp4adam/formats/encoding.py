@@ -47,10 +47,7 @@ def write(quantizer: Quantizer, x: Tensor, out: Storage, amax: Tensor | None = N
                 grid = minifloat.amax(blocks_of(strip, block), (1, 3), scratch[0])
             else:
                 grid = out.amax
-            four = None
-            if layout.scale_rule.adaptive is not None:
-                four = quantizer.maps_to_four(blocks_of(strip, block), grid, out.amax)
-            scales, factors = quantizer.scales_of_blocks(grid, out.amax, x.dtype, four)
+            scales, factors = quantizer.scales_of_blocks(grid, out.amax, x.dtype)
             if layout.scale_type is not None:
                 stored = stored_scales(layout, out, usage, tuple(x.shape))
                 stored = stored[in_blocks(rows, block[0])]
@@ -118,26 +115,6 @@ def measure_blocks(
             own.copy_(found[: own.shape[0], : own.shape[1]])
         if amax is not None:
             torch.maximum(amax, minifloat.amax(strip, scratch=scratch), out=amax)
-
-
-def choose(
-    quantizer: Quantizer,
-    x: Tensor,
-    span: Span,
-    dtype: torch.dtype,
-    grid: Tensor,
-    amax: Tensor,
-    choices: Tensor,
-) -> None:
-    """Write the choices of adaptive scales for a span of whole rows of square blocks.
-
-    ``choices`` are 1 for blocks whose amax maps to 4, else 0, float32. The other arguments are
-    those of :func:`measure_blocks`.
-    """
-    block = quantizer.layout.blocks["rowwise"]
-    for rows, strip in strips(x, block, 0, span, dtype):
-        own = in_blocks(rows, block[0])
-        choices[own] = quantizer.maps_to_four(blocks_of(strip, block), grid[own], amax).float()
 
 
 def write_codes(

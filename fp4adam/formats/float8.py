@@ -216,9 +216,9 @@ class Float8Quantizer(Quantizer[Float8Tensor]):
 
     @staticmethod
     def step_kernels() -> ModuleType:
-        from fp4adam.kernels import float8_step
+        from fp4adam.kernels import step
 
-        return float8_step
+        return step
 
     def stored(self, tensors: Storage) -> tuple[Tensor, Tensor, bool, float, bool]:
         """Codes, amax, how the scale follows from it, and whether the codes are transposed."""

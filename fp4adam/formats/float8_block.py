@@ -50,7 +50,6 @@ class Float8BlockQuantizer(Quantizer[Float8BlockTensor]):
 
     tensor_class = Float8BlockTensor
     name = "float8_block"
-    steps_cut_blocks = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,9 +120,9 @@ class Float8BlockQuantizer(Quantizer[Float8BlockTensor]):
 
     @staticmethod
     def step_kernels() -> ModuleType:
-        from fp4adam.kernels import float8_block_step
+        from fp4adam.kernels import step
 
-        return float8_block_step
+        return step
 
     def stored(self, tensors: Storage) -> tuple[Tensor, Tensor, bool, bool]:
         """Codes, scales, whether blocks are square, and whether the codes are transposed."""

@@ -82,9 +82,9 @@ class MXFP4Quantizer(MXQuantizer[MXFP4Tensor]):
 
     @staticmethod
     def step_kernels() -> ModuleType:
-        from fp4adam.kernels import mxfp4_step
+        from fp4adam.kernels import step
 
-        return mxfp4_step
+        return step
 
     def stored(self, tensors: Storage) -> tuple[Tensor, Tensor]:
         """Codes and scales."""

@@ -89,9 +89,9 @@ class MXFP8Quantizer(MXQuantizer[MXFP8Tensor]):
 
     @staticmethod
     def step_kernels() -> ModuleType:
-        from fp4adam.kernels import mxfp8_step
+        from fp4adam.kernels import step
 
-        return mxfp8_step
+        return step
 
     def stored(self, tensors: Storage) -> tuple[Tensor, Tensor, int, int]:
         """Codes, scales, and rows and columns of a block."""

@@ -3,21 +3,20 @@
 import dataclasses
 import math
 from types import ModuleType
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fp4adam.formats import encoding, four_over_six, minifloat
-from fp4adam.tensors.layout import Direction, Inner, Layout, ScaleRule
+from fp4adam.formats import encoding, minifloat
+from fp4adam.tensors.layout import Direction, Inner, Layout
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.storage import Storage
 
 BLOCK = 16
-ERRORS = ("mae", "mse")
-BOUNDS = (256, 448)
 SIXTH = minifloat.float32(1 / minifloat.E2M1_MAX)
+# The largest code times the largest scale of a block.
+LARGEST = minifloat.E2M1_MAX * minifloat.E4M3_MAX
 
 
 class NVFP4Tensor(QuantizedTensor):
@@ -47,59 +46,25 @@ class NVFP4Tensor(QuantizedTensor):
 class NVFP4Quantizer(Quantizer[NVFP4Tensor]):
     """Quantize to :class:`NVFP4Tensor`; rows and columns must be multiples of 16.
 
-    Block scale = E4M3(block_amax * S / 6) with S = 6 * bound / amax(tensor); code = E2M1(x /
-    decoded scale). Every step is one float32 operation, in the same order as in Transformer Engine.
-
-    With ``adaptive`` (4over6) the scale of each block is this or 1.5 times as much, which maps its
-    amax to 4 instead of 6, whichever gives the smaller error. Codes and scales mean what they
-    always do, so engines read the weights like any others.
+    Block scale = E4M3(block_amax * S / 6) with S = 2688 / amax(tensor); code = E2M1(x / decoded
+    scale). Every step is one float32 operation, in the same order as in Transformer Engine.
 
     Args:
         rowwise: Keep codes with blocks along the last dimension.
         columnwise: Keep transposed codes with blocks along the first dimension.
         two_dimensional: One scale per 16x16 block for both directions (the recipe for weights),
             instead of one per 16 elements of each direction.
-        adaptive: The error that the scale of each block is chosen by, the sum of magnitudes "mae"
-            or of squares "mse"; None for one scale without a choice.
-        bound: The block scale that the amax of the tensor maps to. With ``adaptive`` 256, the
-            default, which leaves room for the larger scale, or 448; without, 448.
         optimize_for_gemm: Keep ``rowwise_gemm_scale_inv`` and ``columnwise_gemm_scale_inv``, which
             are written with the tensor and take 1/16 byte per weight and direction.
 
-    Raises:
-        ValueError: If ``adaptive`` or ``bound`` is none of these.
-
-    Sources: "Pretraining Large Language Models with NVFP4", arXiv:2509.25149, section 4; "Four Over
-    Six", arXiv:2512.02010.
+    Source: "Pretraining Large Language Models with NVFP4", arXiv:2509.25149, section 4.
     """
 
     two_dimensional: bool = True
-    adaptive: Literal["mae", "mse"] | None = None
-    bound: int | None = None
 
     tensor_class = NVFP4Tensor
     name = "nvfp4"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.adaptive not in (None, *ERRORS):
-            raise ValueError(
-                f"adaptive must be 'mae', 'mse' or None, got {self.adaptive!r}; 'mae' is the "
-                "default of Transformer Engine's 4over6"
-            )
-        bounds = (minifloat.E4M3_MAX,) if self.adaptive is None else BOUNDS
-        if self.bound is None:
-            object.__setattr__(self, "bound", int(bounds[0]))
-        elif self.bound not in bounds:
-            allowed = "448 without adaptive" if self.adaptive is None else "256 or 448"
-            raise ValueError(
-                f"bound must be {allowed}, got {self.bound!r}; leave it out for the default"
-            )
-
-    @property
-    def largest_value(self) -> float:  # type: ignore[override]
-        """The largest E2M1 value times the block scale that the tensor's amax maps to."""
-        return minifloat.E2M1_MAX * self.bound
+    largest_value = LARGEST
 
     def full_layout(self) -> Layout:
         padding = (128, 4)
@@ -111,7 +76,6 @@ class NVFP4Quantizer(Quantizer[NVFP4Tensor]):
             columnwise=Direction(Inner(2, 1, True), Inner(BLOCK, 1, True, padding)),
             is_square=self.two_dimensional,
             tensor_scale="current",
-            scale_rule=ScaleRule(adaptive=self.adaptive, bound=self.bound),
             multiple=BLOCK,
         )
 
@@ -120,16 +84,9 @@ class NVFP4Quantizer(Quantizer[NVFP4Tensor]):
         return amax / torch.full_like(amax, self.largest_value)
 
     def scales_of_blocks(
-        self,
-        amaxes: Tensor,
-        tensor_amax: Tensor | None,
-        dtype: torch.dtype,
-        four: Tensor | None = None,
+        self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         encode = self._encode_scale(tensor_amax)
-        if self.adaptive is not None:
-            scale = torch.full_like(tensor_amax, encode)
-            return four_over_six.block_scales(amaxes, four, scale, 1.0 / scale)
         scales = minifloat.e4m3_code(amaxes * minifloat.float32(encode * SIXTH))
         return scales, _factors(scales, encode)
 
@@ -137,7 +94,7 @@ class NVFP4Quantizer(Quantizer[NVFP4Tensor]):
         return _factors(scales, self._encode_scale(tensor_amax))
 
     def decode_factors(self, scales: Tensor | None, tensor_amax: Tensor | None) -> Tensor:
-        return decode_factors(minifloat.e4m3_value(scales), tensor_amax, self.bound)
+        return decode_factors(minifloat.e4m3_value(scales), tensor_amax)
 
     write, recode, decode = encoding.write, encoding.recode, encoding.decode
     measure = encoding.measure
@@ -151,15 +108,8 @@ class NVFP4Quantizer(Quantizer[NVFP4Tensor]):
             columnwise_scale=out.columnwise_scale_inv,
             amax=out.amax,
             two_dimensional=self.two_dimensional,
-            adaptive=self.adaptive,
-            bound=self.bound,
-        )
-
-    def maps_to_four(self, blocks: Tensor, block_amax: Tensor, amax: Tensor) -> Tensor:
-        """The choice of adaptive scales for blocks, bool; see :mod:`.four_over_six`."""
-        encode = torch.full_like(amax, self._encode_scale(amax))
-        return four_over_six.maps_to_four(
-            blocks, block_amax, amax, encode, 1.0 / encode, self.adaptive, self.bound
+            adaptive=None,
+            bound=448,
         )
 
     def _encode_scale(self, amax: Tensor) -> float:
@@ -178,9 +128,9 @@ class NVFP4Quantizer(Quantizer[NVFP4Tensor]):
 
     @staticmethod
     def step_kernels() -> ModuleType:
-        from fp4adam.kernels import nvfp4_step
+        from fp4adam.kernels import step
 
-        return nvfp4_step
+        return step
 
     def stored(self, tensors: Storage) -> tuple[Tensor, Tensor, Tensor, bool, bool, int]:
         """Codes, scales, amax, whether blocks are square, whether codes are transposed, bound."""
@@ -189,7 +139,7 @@ class NVFP4Quantizer(Quantizer[NVFP4Tensor]):
         scale = tensors.columnwise_scale_inv if transposed else tensors.rowwise_scale_inv
         if self.two_dimensional:
             scale = tensors.block_scale_inv
-        return data, scale, tensors.amax, self.two_dimensional, transposed, self.bound
+        return data, scale, tensors.amax, self.two_dimensional, transposed, 448
 
 
 def _factors(scales: Tensor, encode: float) -> Tensor:
@@ -197,9 +147,9 @@ def _factors(scales: Tensor, encode: float) -> Tensor:
     return factors.clamp_(max=minifloat.FP32_MAX)
 
 
-def decode_factors(scale: Tensor, amax: Tensor, bound: int) -> Tensor:
+def decode_factors(scale: Tensor, amax: Tensor) -> Tensor:
     """The factors that map codes to values in blocks with these scales, as float32 values."""
-    return (scale * amax) * (1 / (minifloat.E2M1_MAX * bound))
+    return (scale * amax) * (1 / LARGEST)
 
 
 torch.serialization.add_safe_globals([NVFP4Tensor, NVFP4Quantizer])

@@ -14,7 +14,6 @@ from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES, Quantizer
 
 _USUAL: tuple[Quantizer, ...] = (
     NVFP4Quantizer(columnwise=False),
-    NVFP4Quantizer(columnwise=False, adaptive="mae"),
     NVFP4Quantizer(columnwise=False, two_dimensional=False),
     MXFP8Quantizer(columnwise=False),
     *(MXFP4Quantizer(scale_rounding=rounding) for rounding in ROUNDINGS),

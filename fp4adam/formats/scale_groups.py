@@ -86,8 +86,8 @@ def resolve_scale_groups(
         quantizers: Their quantizers, None for plain parameters.
 
     Raises:
-        ValueError: If a member is unknown, not NVFP4, or in two groups, if members have different
-            bounds, or if names are needed but missing.
+        ValueError: If a member is unknown, not NVFP4, or in two groups, or if names are needed but
+            missing.
         TypeError: If ``scale_groups`` is neither.
     """
     if callable(scale_groups):
@@ -113,20 +113,7 @@ def resolve_scale_groups(
                 _check_member(member, numbers, quantizers)
             groups.append([numbers[member] for member in group])
         _check_disjoint(groups, [repr(name) for name in names] if names else None)
-    for group in groups:
-        _check_bounds([quantizers[i] for i in group])
     return [group for group in groups if len(group) > 1]
-
-
-def _check_bounds(quantizers: Sequence[Quantizer | None]) -> None:
-    """Raise ValueError if NVFP4 weights map the amax that they share to different scales."""
-    layouts = [quantizer.layout for quantizer in quantizers if quantizer is not None]
-    bounds = {each.scale_rule.bound for each in layouts if each.code_type == "e2m1"}
-    if len(bounds) > 1:
-        raise ValueError(
-            f"NVFP4 members of a scale group must have one bound, got {sorted(bounds)}: they would "
-            "not be one matrix with one scale; quantize them alike"
-        )
 
 
 def lists_of_members(

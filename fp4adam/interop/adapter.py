@@ -85,8 +85,7 @@ class TensorAdapter:
         ``amax_rowwise``,        NVFP4, Float8: one float32, the largest magnitude
         ``amax_columnwise``
         ``per_tensor_scale``     one float32, the decode scale of the tensor, if stored: NVFP4, the
-                                 largest magnitude / (6 * bound); Float8, the reciprocal of its
-                                 scale
+                                 largest magnitude / 2688; Float8, the reciprocal of its scale
         ``scale``, ``amax``      Float8 with delayed scaling: one float32 each, the factor that the
                                  next values are multiplied by, which is only read, and the largest
                                  magnitude written, which is raised

@@ -5,9 +5,7 @@ fields, and so is written, or was dropped and is derived again when needed.
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -112,16 +110,11 @@ class NVFP4Adapter(TransformerEngineAdapter):
         _require(quantizer, "with_rht", False, "leave it False for weights", tensor)
         _require(quantizer, "disable_second_level_scale", False, "leave it False", tensor)
         _require(quantizer, "stochastic_rounding", False, "leave it False for weights", tensor)
-        adaptive = None
-        if getattr(tensor, "_nvfp4_use_4over6", False):
-            adaptive = quantizer.nvfp4_4over6_err_mode.lower()
-        else:
-            _require(tensor, "_nvfp4_e4m3_max", 448, "only 4over6 has another bound")
+        _require(tensor, "_nvfp4_use_4over6", False, "leave it out of the recipe")
+        _require(tensor, "_nvfp4_e4m3_max", 448, "leave it at 448")
         return NVFP4Quantizer(
             **self._usages(tensor),
             two_dimensional=getattr(quantizer, "with_2d_quantization", False),
-            adaptive=adaptive,
-            bound=getattr(tensor, "_nvfp4_e4m3_max", 448),
             optimize_for_gemm=_is_swizzled(tensor),
         )
 
@@ -241,45 +234,40 @@ def is_te_tensor(tensor: Any, name: str = "") -> bool:
     return any(path in names and path.endswith(f".{name}" if name else "") for path in ADAPTERS)
 
 
-class Workspace(NamedTuple):
-    """A quantized copy of a weight.
+def workspaces_of(model: nn.Module) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:
+    """The quantized copies that Transformer Engine's modules keep of weights, for :func:`cast`.
 
-    Attributes:
-        weights: The weight, or its parts along the first dimension.
-        tensor: The copy.
-        drop: Makes its module forget it and make another one; None if no module made it.
+    Modules make them in their first forward pass with ``is_first_microbatch``. One that no longer
+    fits its weight is dropped, and made again by its module.
+
+    Returns:
+        The copies, and for each the parts of its weight along the first dimension.
+
+    Raises:
+        ValueError: If the model has no modules that keep copies.
     """
-
-    weights: tuple[Tensor, ...]
-    tensor: Tensor
-    drop: Callable[[], Any] | None = None
-
-
-def workspaces_of(model: nn.Module) -> Iterator[Workspace]:
-    """The workspaces that Transformer Engine's modules keep now."""
-    for module in model.modules():
-        workspaces = vars(module).get("_fp8_workspaces")
-        if not workspaces:
-            continue
-        for name, tensor in list(workspaces.items()):
-            # A fused weight may be split into several parameters.
-            names = getattr(module, "weight_names", [name]) if name == "weight" else [name]
-            # Modules' own lookup of attributes takes longer than all else here.
-            own = module._parameters
-            weights = tuple([own[n] if n in own else getattr(module, n) for n in names])
-            yield Workspace(weights, tensor, partial(workspaces.pop, name, None))
-
-
-def check_has_workspaces(model: nn.Module) -> None:
-    """Raise ValueError unless a module keeps workspaces, now or after a forward pass."""
     keeping = [module for module in model.modules() if hasattr(module, "_fp8_workspaces")]
     if not keeping or all(getattr(m, "primary_weights_in_fp8", False) for m in keeping):
         kind = "whose weights are not quantized" if keeping else "of Transformer Engine"
         raise ValueError(
             f"model must have modules {kind} to have workspaces, got none in a "
-            f"{type(model).__name__}; pass {{weight: quantized_copy}} for other modules, while "
-            "FP4Adam steps quantized weights themselves"
+            f"{type(model).__name__}; FP4Adam steps quantized weights themselves"
         )
+    copies, weights = [], []
+    for module in keeping:
+        for name, copy in [*(module._fp8_workspaces or {}).items()]:
+            # A fused weight may be split into several parameters.
+            names = getattr(module, "weight_names", [name]) if name == "weight" else [name]
+            parts = tuple(getattr(module, each) for each in names)
+            shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+            is_whole = not any(hasattr(part, "device_mesh") for part in parts)
+            is_there = all(part.device == copy.device for part in parts)
+            if is_whole and is_there and shape == tuple(copy.shape):
+                copies.append(copy)
+                weights.append(parts)
+            else:
+                del module._fp8_workspaces[name]
+    return copies, weights
 
 
 def _quantizer_of(tensor: Tensor) -> Any:

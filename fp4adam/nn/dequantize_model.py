@@ -7,7 +7,7 @@ from torch import nn
 
 from fp4adam.distributed.dtensor import is_dtensor, local
 from fp4adam.nn.candidates import check_module
-from fp4adam.nn.replacement import check_no_replica, hand_over, put_in
+from fp4adam.nn.replacement import check_no_replica, put_in
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -18,11 +18,10 @@ def dequantize_model(model: Model, filter: Callable[[nn.Module, str], bool] | No
 
     The inverse of :func:`quantize_model`, for code that writes to weights in place or computes with
     them in high precision: merging adapters, starts such as PiSSA and OLoRA, pruning. Each
-    quantized parameter becomes a plain one with the same name, in its nominal dtype, with the same
-    ``requires_grad``, attributes, hooks and gradient. Tied weights stay tied. The values are those
+    quantized parameter becomes a plain one in its nominal dtype; the object stays, with its
+    attributes, hooks and gradient. The values are those
     that the model computes with, not masters (:func:`export_masters` writes these); to quantize
-    them again may round them again. Once none is left that :func:`make_trainable` has made, the
-    configuration of the model has no ``quantization_config`` either.
+    them again may round them again.
 
     Args:
         model: Any module, a single layer for example; parameters of other packages' formats stay.
@@ -38,7 +37,7 @@ def dequantize_model(model: Model, filter: Callable[[nn.Module, str], bool] | No
             ``fully_shard``, or only some modules of a tied weight are selected.
         TypeError: If an argument has another type than above.
 
-    Nothing has been changed when it raises. Create the optimizer after this call.
+    Nothing has been changed when it raises. Parameters stay the same objects.
     """
     check_module(model)
     if not (filter is None or callable(filter)):
@@ -70,20 +69,7 @@ def dequantize_model(model: Model, filter: Callable[[nn.Module, str], bool] | No
             )
     check_no_replica(model.modules(), [*places])
     make_plain(places)
-    _end_description(model)
     return model
-
-
-def _end_description(model: nn.Module) -> None:
-    """Let ``config.json`` say nothing of quantized weights that a loaded model no longer has."""
-    if any(isinstance(local(param), QuantizedTensor) for param in model.parameters()):
-        return
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        is_trainable = getattr(module, "is_quantized", None) is False  # by make_trainable
-        if is_trainable and hasattr(config, "quantization_config"):
-            del config.quantization_config
-            vars(module).pop("hf_quantizer", None)
 
 
 def make_plain(places: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> None:
@@ -92,8 +78,6 @@ def make_plain(places: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> None:
         nn.Parameter(param.detach().dequantize(param.dtype), param.requires_grad)
         for param in places
     ]
-    for param, successor in zip(places, plain, strict=True):
-        hand_over(param, successor)
     put_in(
         (module, key, successor)
         for successor, users in zip(plain, places.values(), strict=True)

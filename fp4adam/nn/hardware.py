@@ -45,15 +45,9 @@ REQUIREMENTS: dict[type[Quantizer], Requirement] = {
     NVFP4Quantizer: Requirement((10, 0), False, 32),
 }
 
-# torch has products of stacks for 10.x alone: on 9.0 scales are per row, and 12.0 has none.
-GROUPED_MAJOR = 10
 
-
-def runs_natively(quantizer: Quantizer, device: torch.device, grouped: bool = False) -> bool:
+def runs_natively(quantizer: Quantizer, device: torch.device) -> bool:
     """Whether products of a format run on the block-scaled units of ``device``; else emulated.
-
-    Args:
-        grouped: Ask for products of a stack of weights (``scaled_grouped_mm``).
 
     Raises:
         RuntimeError: If the GPU has no such units and emulation is not asked for.
@@ -62,15 +56,12 @@ def runs_natively(quantizer: Quantizer, device: torch.device, grouped: bool = Fa
         return False
     needed = REQUIREMENTS[type(quantizer)]
     found = _capability(device)
-    fits, wanted = needed.is_met_by(found), needed.capabilities
-    if grouped:
-        fits, wanted = found[0] == GROUPED_MAJOR, f"{GROUPED_MAJOR}.x"
-    if fits:
+    if needed.is_met_by(found):
         return True
     name = quantizer.tensor_class.__name__.removesuffix("Tensor")
     raise RuntimeError(
-        f"{'grouped ' * grouped}matmuls of {name} operands need CUDA compute "
-        f"capability {wanted}, got {'.'.join(map(str, found))} ({device}); quantize the weights "
+        f"matmuls of {name} operands need CUDA compute capability {needed.capabilities}, got "
+        f"{'.'.join(map(str, found))} ({device}); quantize the weights "
         'alone with Recipe(weights), pass activations="fake", or set emulate=True'
     )
 
@@ -87,14 +78,17 @@ _capability._dynamo_marked_constant = True
 
 
 def check_shape(quantizer: Quantizer, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless a weight, or each one of a stack, can be an operand both ways."""
-    # A stack is quantized as one matrix, in which the scales of each weight must be whole tiles.
-    is_stack = len(shape) == 3
-    multiple = 128 if is_stack else REQUIREMENTS[type(quantizer)].multiple
-    if any(n % multiple for n in shape[-2:]):
-        name = f"{'grouped ' * is_stack}matmuls of {quantizer.tensor_class.__name__}"
+    """Raise ValueError unless a weight can be an operand in both directions."""
+    multiple, name = REQUIREMENTS[type(quantizer)].multiple, quantizer.tensor_class.__name__
+    if len(shape) == 3:
         raise ValueError(
-            f"out_features and in_features must be multiples of {multiple} for {name} with "
-            f"quantized activations or gradients, got {tuple(shape)}; leave this layer to "
-            "weight-only quantization (filter=...)"
+            "a stack of experts must be quantized alone, got one for quantized activations or "
+            f"gradients, {tuple(shape)}; quantize stacks with Recipe(weights) in a call of "
+            "their own (filter=lambda module, name: not isinstance(module, nn.Linear))"
+        )
+    if any(n % multiple for n in shape):
+        raise ValueError(
+            f"out_features and in_features must be multiples of {multiple} for matmuls of "
+            f"{name} with quantized activations or gradients, got {tuple(shape)}; weights alone "
+            "take other shapes: Recipe(weights) in a call of its own (filter=...)"
         )

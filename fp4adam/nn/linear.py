@@ -146,7 +146,7 @@ def quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
     if weight.dim() != 2:
         raise ValueError(
             f"weight must be 2-dimensional for a linear layer, got {tuple(weight.shape)}; "
-            "multiply by a stack of expert weights with fp4adam.grouped_linear"
+            "a stack of experts is read by torch.nn.functional.grouped_mm"
         )
     device_type = input.device.type
     # As for torch's own operators, autocast leaves float64 alone.

@@ -23,12 +23,7 @@ from fp4adam.tensors.blocks import round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
 from fp4adam.tensors.storage import Storage
-from fp4adam.tensors.swizzle import (
-    groups_shape,
-    swizzle_groups,
-    swizzle_padded,
-    unswizzle_scales,
-)
+from fp4adam.tensors.swizzle import swizzle_padded, unswizzle_scales
 from fp4adam.tensors.transpose import transposed_codes
 
 # Tokens are padded with zeros to a multiple of this: blocks of a weight gradient lie along them,
@@ -67,13 +62,11 @@ class OperandFormat:
         kinds: Those of its operands; activations and gradients are of the first one.
         has_weight_gradient: Whether it has codes with blocks along the tokens, transposed.
         is_swizzled: Whether the scales of weights lie in another order for GEMMs.
-        has_stacks: Whether ``torch.nn.functional.scaled_grouped_mm`` takes its blocks.
     """
 
     kinds: ClassVar[tuple[str, ...]]
     has_weight_gradient: ClassVar[bool] = False
     is_swizzled: ClassVar[bool] = True
-    has_stacks: ClassVar[bool] = True
 
     def quantize(
         self,
@@ -81,7 +74,6 @@ class OperandFormat:
         quantizer: Quantizer,
         rowwise: bool,
         columnwise: bool,
-        offsets: Tensor | None,
         is_gradient: bool,
     ) -> list[Operand | None]:
         """See :func:`quantize`."""
@@ -89,10 +81,6 @@ class OperandFormat:
 
     def of_weight(self, weight: QuantizedTensor, usage: str) -> Operand:
         """See :func:`weight_operand`."""
-        raise NotImplementedError
-
-    def columns_of_stack(self, stack: QuantizedTensor) -> Tensor:
-        """Columnwise codes of a stack [experts, N, K], those of each weight transposed, [K, N]."""
         raise NotImplementedError
 
     def for_torch(self, operand: Operand) -> ForTorch:
@@ -114,7 +102,6 @@ class Float8BlockOperands(OperandFormat):
     kinds = ("float8_block", "float8_block_2d")
     has_weight_gradient = True
     is_swizzled = False
-    has_stacks = False
 
     def quantize(
         self,
@@ -122,7 +109,6 @@ class Float8BlockOperands(OperandFormat):
         quantizer: Quantizer,
         rowwise: bool,
         columnwise: bool,
-        offsets: Tensor | None,
         is_gradient: bool,
     ) -> list[Operand | None]:
         run = _quantize_float8_block if runs_eagerly(x) else _quantize_float8_block_op
@@ -174,12 +160,11 @@ class SwizzledOperands(OperandFormat):
         quantizer: Quantizer,
         rowwise: bool,
         columnwise: bool,
-        offsets: Tensor | None,
         is_gradient: bool,
     ) -> list[Operand | None]:
         run = _quantize_swizzled if runs_eagerly(x) else _quantize_swizzled_op
         (kind,) = self.kinds
-        codes, scales, *amax = run(x.contiguous(), kind, offsets)
+        codes, scales, *amax = run(x.contiguous(), kind)
         return [Operand(codes, scales, kind, *amax), None]
 
     def of_weight(self, weight: QuantizedTensor, usage: str) -> Operand:
@@ -210,9 +195,6 @@ class MXFP8Operands(SwizzledOperands):
         # Both directions lie as the matrix does; torch takes the contracted one last alone.
         return transposed_codes(weight.columnwise_data, 8)
 
-    def columns_of_stack(self, stack: QuantizedTensor) -> Tensor:
-        return transposed_codes(stack.columnwise_data.view(stack.shape), 8)
-
     def for_torch(self, operand: Operand) -> ForTorch:
         codes = operand.codes.view(torch.float8_e4m3fn)
         scales = operand.scales.view(torch.float8_e8m0fnu)
@@ -240,15 +222,14 @@ class NVFP4Operands(SwizzledOperands):
         quantizer: Quantizer,
         rowwise: bool,
         columnwise: bool,
-        offsets: Tensor | None,
         is_gradient: bool,
     ) -> list[Operand | None]:
         operands: list[Operand | None] = [None, None]
         if rowwise and not is_gradient:
-            operands, rowwise = super().quantize(x, quantizer, *_ROWS, offsets, is_gradient), False
+            operands, rowwise = super().quantize(x, quantizer, *_ROWS, is_gradient), False
         if rowwise or columnwise:
             run = _quantize_for_gradients if runs_eagerly(x) else _quantize_for_gradients_op
-            made = run(x.contiguous(), rowwise, columnwise, is_gradient, offsets)
+            made = run(x.contiguous(), rowwise, columnwise, is_gradient)
             for i, wanted in enumerate((rowwise, columnwise)):
                 if wanted:
                     (codes, scales, amax), made = made[:3], made[3:]
@@ -256,15 +237,7 @@ class NVFP4Operands(SwizzledOperands):
         return operands
 
     def amax_of(self, weight: QuantizedTensor) -> Tensor | None:
-        # Every operand is decoded alike, whatever the amax of the weight maps to.
-        bound = weight.quantizer.bound
-        return weight._amax if bound == self.quantizer.bound else weight._amax * (448 / bound)
-
-    def columns_of_stack(self, stack: QuantizedTensor) -> Tensor:
-        # Columns of all experts lie side by side; the operand has one expert after the other.
-        experts, _, cols = stack.shape
-        codes = stack.columnwise_data.view(cols, experts, -1).transpose(0, 1)
-        return codes.clone(memory_format=torch.contiguous_format)
+        return weight._amax
 
     def for_torch(self, operand: Operand) -> ForTorch:
         blocks, orders = F.ScalingType, F.SwizzleType
@@ -328,7 +301,6 @@ def quantize(
     quantizer: Quantizer,
     rowwise: bool,
     columnwise: bool = False,
-    offsets: Tensor | None = None,
     *,
     is_gradient: bool = False,
 ) -> list[Operand | None]:
@@ -339,8 +311,6 @@ def quantize(
         quantizer: That of the weight to multiply with.
         rowwise: Make the operand [tokens to 128, n].
         columnwise: Make the operand [n, tokens to 128], which Float8Block and NVFP4 have.
-        offsets: int32 [groups], where groups of tokens with a weight each end; scales are then
-            laid out as by ``swizzle_groups``. Not for Float8Block, nor columnwise.
         is_gradient: Whether they are gradients, which NVFP4 rounds at random.
 
     Returns:
@@ -348,7 +318,7 @@ def quantize(
     """
     check_dtype("input of a linear layer with quantized operands", x.dtype)
     form = FORMATS[type(quantizer)]
-    return form.quantize(x, quantizer, rowwise, columnwise, offsets, is_gradient)
+    return form.quantize(x, quantizer, rowwise, columnwise, is_gradient)
 
 
 def weight_operand(weight: QuantizedTensor, usage: str) -> Operand:
@@ -419,14 +389,13 @@ def _(
     return _room_for_float8_block(x, rowwise, columnwise)
 
 
-def _quantize_swizzled(x: Tensor, kind: str, offsets: Tensor | None) -> list[Tensor]:
+def _quantize_swizzled(x: Tensor, kind: str) -> list[Tensor]:
     """Codes, scales in the GEMM's order, and the amax of NVFP4, of a matrix with padded rows."""
     made = _BY_KIND[kind].quantizer.quantize(_padded(x))
     plain = made._rowwise_scale_inv
     # Not by a table of addresses: those of activations are new each time, and CUDA graphs capture
     # copies on the device alone.
-    scales = swizzle_padded(plain) if offsets is None else swizzle_groups(plain, offsets)
-    tensors = [made._rowwise_data, scales, made._amax]
+    tensors = [made._rowwise_data, swizzle_padded(plain), made._amax]
     return [tensor for tensor in tensors if tensor is not None]
 
 
@@ -436,36 +405,32 @@ _quantize_swizzled_op = torch.library.custom_op(
 
 
 @_quantize_swizzled_op.register_fake
-def _(x: Tensor, kind: str, offsets: Tensor | None) -> list[Tensor]:
+def _(x: Tensor, kind: str) -> list[Tensor]:
     rows, cols = padded_tokens(x.shape[0]), x.shape[1]
     layout = _BY_KIND[kind].quantizer.layout.shapes(rows, cols)
     made = {name: x.new_empty(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
-    scales = made["rowwise_scale_inv"]
-    if offsets is not None:
-        scales = x.new_empty(groups_shape(rows, scales.shape[1], offsets), dtype=torch.uint8)
-    tensors = [made["rowwise_data"], scales, made.get("amax")]
+    tensors = [made["rowwise_data"], made["rowwise_scale_inv"], made.get("amax")]
     return [tensor for tensor in tensors if tensor is not None]
 
 
 def _quantize_for_gradients(
-    x: Tensor, rowwise: bool, columnwise: bool, is_gradient: bool, offsets: Tensor | None
+    x: Tensor, rowwise: bool, columnwise: bool, is_gradient: bool
 ) -> list[Tensor]:
     """Codes, scales in the GEMM's order, and amax of NVFP4, of the matrix and of its transpose.
 
     The transpose is transformed along the tokens. Gradients are rounded at random.
     """
     padded, made = _padded(x), []
-    matrices = [(padded, offsets)] if rowwise else []
+    matrices = [padded] if rowwise else []
     if columnwise:
-        matrices.append((nvfp4_gradients.hadamard(padded.t().contiguous()), None))
-    for matrix, ends in matrices:
+        matrices.append(nvfp4_gradients.hadamard(padded.t().contiguous()))
+    for matrix in matrices:
         if is_gradient:
             codes, plain, amax = nvfp4_gradients.quantize_stochastically(matrix)
         else:
             tensor = NVFP4Operands.quantizer.quantize(matrix)
             codes, plain, amax = tensor._rowwise_data, tensor._rowwise_scale_inv, tensor._amax
-        made += [codes, swizzle_padded(plain) if ends is None else swizzle_groups(plain, ends)]
-        made.append(amax)
+        made += [codes, swizzle_padded(plain), amax]
     return made
 
 
@@ -475,17 +440,13 @@ _quantize_for_gradients_op = torch.library.custom_op(
 
 
 @_quantize_for_gradients_op.register_fake
-def _(
-    x: Tensor, rowwise: bool, columnwise: bool, is_gradient: bool, offsets: Tensor | None
-) -> list[Tensor]:
+def _(x: Tensor, rowwise: bool, columnwise: bool, is_gradient: bool) -> list[Tensor]:
     rows, cols = padded_tokens(x.shape[0]), x.shape[1]
     room = []
-    for wanted, m, k, ends in ((rowwise, rows, cols, offsets), (columnwise, cols, rows, None)):
+    for wanted, m, k in ((rowwise, rows, cols), (columnwise, cols, rows)):
         if wanted:
             shapes = NVFP4Operands.quantizer.layout.shapes(m, k)
-            scales = shapes["rowwise_scale_inv"][0]
-            scales = scales if ends is None else groups_shape(m, scales[1], ends)
             room.append(x.new_empty(shapes["rowwise_data"][0], dtype=torch.uint8))
-            room.append(x.new_empty(scales, dtype=torch.uint8))
+            room.append(x.new_empty(shapes["rowwise_scale_inv"][0], dtype=torch.uint8))
             room.append(x.new_empty(1, dtype=torch.float32))
     return room

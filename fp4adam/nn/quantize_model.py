@@ -5,7 +5,7 @@ import logging
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -22,12 +22,11 @@ from fp4adam.formats.scale_groups import (
 from fp4adam.nn.candidates import adapters, candidates, check_module
 from fp4adam.nn.hardware import check_shape
 from fp4adam.nn.operand import has_quantized_operands
-from fp4adam.nn.recipe import FormatName, Recipe, resolve_recipe
+from fp4adam.nn.recipe import FormatName, Recipe, describe, resolve_recipe
 from fp4adam.nn.replacement import (
     check_attributes,
     check_no_replica,
     check_weight,
-    hand_over,
     put_in,
 )
 from fp4adam.nn.summary import format_name, summary
@@ -86,16 +85,16 @@ def quantize_model(
     is left; :func:`summary` shows each.
 
     A stack of experts is a 3-dimensional parameter of a module whose ``num_experts`` is its first
-    size, as transformers 5 has them. It is read by ``grouped_mm``, as by :func:`grouped_linear`;
-    any other operator sees decoded values.
+    size, as transformers 5 has them. ``grouped_mm`` decodes it for one product at a time, and no
+    recipe quantizes its other operand: give it one for weights alone, in a call with a ``filter``.
 
     The value before quantization is kept until ``FP4Adam`` takes it over as master weight at the
     first step (``param.clear_high_precision_init_val()`` frees it for inference).
 
-    Attributes set on a weight, such as ``tensor_model_parallel``, go to the new parameter, and so
-    do its gradient, ``requires_grad``, and the hooks of ``register_hook`` and
-    ``register_post_accumulate_grad_hook``. Hooks on nodes of the autograd graph stay with the old
-    one: call this before wrappers such as ``DistributedDataParallel`` register theirs.
+    Parameters stay the same objects with other content (``torch.utils.swap_tensors``), with their
+    attributes, gradients and hooks. An optimizer from before goes on: :class:`FP4Adam` trains the
+    codes, others say that they cannot. Hooks on nodes of the autograd graph stay behind: call this
+    before wrappers such as ``DistributedDataParallel`` register theirs.
 
     Frozen weights (``requires_grad=False``), such as those of a base model with adapters, keep no
     value before quantization; to freeze a weight later frees its value. A weight that is thawed is
@@ -124,14 +123,15 @@ def quantize_model(
             matmuls cannot hold; without a filter it stays as it is, with a warning. If a weight is
             not initialized (lazy layers), parametrized, of a subclass of ``nn.Parameter``,
             quantized by another recipe, or has an attribute whose name quantized tensors use. If
-            the model is wrapped by ``DistributedDataParallel``. If a member of a scale group does
+            the model is wrapped by ``DistributedDataParallel``, FSDP1, DeepSpeed or
+            ``AveragedModel``. If a member of a scale group does
             not become NVFP4, or is in two groups.
         TypeError: If a selected weight is not float32, bfloat16 or float16, or an argument has
             another type than above.
+        RuntimeError: If something but modules and optimizers refers to a weight.
 
     Nothing has been changed when it raises. It warns if no selected layer has a weight that it can
-    take, and without a filter if less than half of the elements of matrices are quantized. Create
-    the optimizer after this call: the parameters are new objects.
+    take, and without a filter if less than half of the elements of matrices are quantized.
     """
     quantizer = resolve_recipe(recipe)
     check_module(model)
@@ -149,7 +149,7 @@ def _report(
     models: Sequence[nn.Module],
     quantizer: Quantizer,
     count: int,
-    misfits: Sequence[str],
+    misfits: Mapping[str, str],
     asked: bool,
     stacklevel: int,
 ) -> None:
@@ -159,17 +159,18 @@ def _report(
         models: The models.
         quantizer: The quantizer.
         count: How many selected weights are quantized now.
-        misfits: What is said of the layers that the format cannot hold.
+        misfits: The layers that the format cannot hold, and why.
         asked: Whether a filter says what is to be quantized.
         stacklevel: That of the warnings.
     """
     if misfits:
         warnings.warn(
-            f"layers that {format_name(quantizer)} cannot hold stay in high precision, "
-            f"{len(misfits)}: {'; '.join(misfits[:8])}{'; ...' if len(misfits) > 8 else ''}",
+            f"{len(misfits)} layers stay in high precision, as {describe(quantizer)} cannot hold "
+            f"them: {', '.join([*misfits][:8])}{', ...' if len(misfits) > 8 else ''}. Of these, "
+            f"{next(iter(misfits.values()))}",
             stacklevel=stacklevel,
         )
-    share = 1.0 if asked or not count else _share_of_matrices(models)
+    share = 1.0 if asked or misfits or not count else _share_of_matrices(models)
     if share < 0.5:
         warnings.warn(
             f"only {share:.1%} of the elements of matrices are quantized now, embeddings and heads "
@@ -232,7 +233,7 @@ def _quantize_layers(
     scale_groups: ScaleGroups,
     keeps_others: bool,
     leaves: bool,
-) -> tuple[int, list[str]]:
+) -> tuple[int, dict[str, str]]:
     """Quantize the weights of selected layers.
 
     Args:
@@ -244,7 +245,7 @@ def _quantize_layers(
         leaves: Leave weights of shapes that the format cannot hold, rather than refuse them.
 
     Returns:
-        How many weights of these layers are quantized now, and what is said of those left.
+        How many weights of these layers are quantized now, and why others are left, by layer.
     """
     named_modules = [*named_modules]
     already = set()
@@ -266,11 +267,13 @@ def _quantize_layers(
                     _check_same_recipe(name, weight, quantizer)
         left_alone.update(params.values())
     chosen = [(weight, users) for weight, users in uses.items() if weight not in left_alone]
-    misfits = {weight: _misfit(quantizer, users[0][0], weight) for weight, users in chosen}
-    for misfit in misfits.values():
-        if misfit and not leaves:
-            raise ValueError(misfit)
-    chosen = [(weight, users) for weight, users in chosen if not misfits[weight]]
+    misfits = {}
+    for weight, users in chosen:
+        if misfit := _misfit(quantizer, users[0][0], weight):
+            if not leaves:
+                raise ValueError(misfit)
+            misfits[users[0][0]] = misfit
+    chosen = [(weight, users) for weight, users in chosen if users[0][0] not in misfits]
     weights = [weight for weight, _ in chosen]
     check_no_replica(modules, weights)
     names = [f"{users[0][0]}.{users[0][2]}" for _, users in chosen]
@@ -296,10 +299,9 @@ def _quantize_layers(
         for param, weight in zip(params, weights, strict=True):
             if weight.requires_grad:
                 param._high_precision_init_val = weight.detach()
-            hand_over(weight, param)
     uses_of = zip(params, chosen, strict=True)
     put_in([(module, key, p) for p, (_, users) in uses_of for _, module, key in users])
-    return len(chosen) + len(already), [misfit for misfit in misfits.values() if misfit]
+    return len(chosen) + len(already), misfits
 
 
 def _check_same_recipe(name: str, weight: QuantizedTensor, quantizer: Quantizer) -> None:
@@ -307,10 +309,9 @@ def _check_same_recipe(name: str, weight: QuantizedTensor, quantizer: Quantizer)
     found = weight.quantizer
     if (found, found.operands) != (quantizer, quantizer.operands):
         raise ValueError(
-            f"weight of layer {name!r} must not be quantized by another recipe, got {found} with "
-            f"{found.operands} for {quantizer} with {quantizer.operands}: quantizing twice would "
-            "add up the errors; quantize the model in high precision, or leave this layer as it "
-            "is (filter=...)"
+            f"weight of layer {name!r} must not be quantized by another recipe, got "
+            f"{describe(found)} for {describe(quantizer)}: quantizing twice would add up the "
+            "errors; call dequantize_model first, or leave this layer as it is (filter=...)"
         )
 
 

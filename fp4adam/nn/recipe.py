@@ -30,7 +30,7 @@ class Recipe:
     A matmul whose two operands are quantized runs on the block-scaled units of the GPU, in the
     format of the weight: Float8Block on compute capability 9.0, MXFP8 and NVFP4 on 10.0 and later.
     All other matmuls read the dequantized weight. A CPU multiplies the decoded operands instead.
-    For stacks of weights see :func:`fp4adam.grouped_linear`.
+    Stacks of experts are quantized alone.
 
     ``activations="fake"`` is fake quantization, for quantization-aware training (W4A4, W8A8) on any
     device: activations are quantized and decoded to their own dtype before an ordinary matmul, in
@@ -48,8 +48,8 @@ class Recipe:
 
     NVFP4 follows Transformer Engine's recipe: gradients are rounded at random (from torch's default
     generator), and both operands of dW go through a 16-point random Hadamard transform along the
-    tokens. No GPU with the units for it has run them here. Under tensor parallelism and for stacks
-    of weights, dW of NVFP4 stays in high precision.
+    tokens. No GPU with the units for it has run them here. Under tensor parallelism dW of
+    NVFP4 stays in high precision.
 
     Args:
         weights: "nvfp4", "mxfp8", "mxfp4", "float8block", "float8" or a quantizer. Weights of a
@@ -152,6 +152,18 @@ def resolve_recipe(recipe: FormatName | Quantizer | Recipe) -> Quantizer:
         )
     # Without quantized gradients no matmul reads columnwise codes.
     return dataclasses.replace(_named(recipe), columnwise=False)
+
+
+def describe(quantizer: Quantizer) -> str:
+    """Its format and the options that are not the defaults, such as "NVFP4 (columnwise=False)"."""
+    usual = type(quantizer)()
+    options = {
+        f.name: getattr(quantizer, f.name) for f in dataclasses.fields(quantizer) if f.compare
+    }
+    words = [f"{key}={value!r}" for key, value in options.items() if value != getattr(usual, key)]
+    words += [f"{key}=True" for key, value in quantizer.operands._asdict().items() if value]
+    name = type(quantizer).__name__.removesuffix("Quantizer")
+    return f"{name} ({', '.join(words)})" if words else name
 
 
 def _named(name: str) -> Quantizer:

@@ -1,20 +1,21 @@
-"""Replacement of a weight by a quantized one or back, with attributes, hooks and gradient.
+"""Exchange of a weight's content for a quantized one or back; the parameter object stays.
 
-First everything is checked, then new parameters are prepared, then all of them are put in.
+``torch.utils.swap_tensors`` gives the object the class and the memory of another tensor. So
+optimizers, tied modules, lists of averages and hooks that have the parameter see the new content.
+First everything is checked, then new tensors are prepared, then all of them are swapped.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from fp4adam.distributed.dtensor import is_dtensor, local
 from fp4adam.nn.summary import format_name
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.retired import retire
 
 
 def check_weight(name: str, weight: nn.Parameter | None) -> None:
@@ -50,28 +51,68 @@ def check_attributes(name: str, weight: nn.Parameter, successor: nn.Parameter) -
             )
 
 
+# Wrappers that have taken parameters apart, or count their gradients, once they are made.
+_WRAPPERS = {
+    "DistributedDataParallel": "quantize the model first",
+    "FullyShardedDataParallel": "use fully_shard after quantize_model instead: FSDP1 flattens "
+    "parameters to plain memory",
+    "DeepSpeedEngine": "it keeps flat copies of the parameters; train with fully_shard",
+    "AveragedModel": "averages of codes would stand still; quantize the model that it averages",
+}
+
+
 def check_no_replica(modules: Iterable[nn.Module], weights: Sequence[nn.Parameter]) -> None:
-    """Raise ValueError if DistributedDataParallel has taken one of the parameters already."""
+    """Raise ValueError if a wrapper has taken one of the parameters already."""
     for module in modules:
-        if isinstance(module, DistributedDataParallel):
-            taken = set(module.parameters())
-            if any(weight in taken for weight in weights):
-                raise ValueError(
-                    "model must not be wrapped by DistributedDataParallel yet, got one that is: it "
-                    "would not reduce the gradients of new parameters; quantize the model first"
-                )
+        kinds = _WRAPPERS.keys() & {kind.__name__ for kind in type(module).__mro__}
+        if kinds and not {*module.parameters()}.isdisjoint(weights):
+            kind = kinds.pop()
+            raise ValueError(
+                f"model must not be wrapped by {kind} yet, got one that is; {_WRAPPERS[kind]}"
+            )
 
 
 def _attributes(weight: nn.Parameter, successor: nn.Parameter) -> dict[str, Any]:
     """Attributes that users have set on a parameter, such as ``tensor_model_parallel``."""
-    own = {"_is_param", "_replaced_in"}
+    own = {"_is_param"}
     if isinstance(weight, QuantizedTensor):
         own |= vars(weight.detach()).keys()
     return {name: value for name, value in vars(weight).items() if name not in own}
 
 
-def hand_over(weight: nn.Parameter, successor: nn.Parameter) -> None:
-    """Give ``successor`` the attributes, hooks and gradient of ``weight``, which keeps them too."""
+def put_in(weights: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
+    """Give the parameter of each module and name the content of a new one, and keep the object.
+
+    Attributes, hooks and gradients stay. The layers then show the format.
+
+    Raises:
+        RuntimeError: If torch cannot swap one of them because something else has its memory. None
+            has changed then.
+    """
+    weights = [*weights]
+    pairs = {module._parameters[name]: (name, new) for module, name, new in weights}
+    done = []
+    try:
+        for old, (name, new) in pairs.items():
+            if old is not new:
+                _hand_over(old, new)
+                _swap(name, old, new)
+                done.append((old, new))
+    except BaseException:
+        for old, new in done:
+            torch.utils.swap_tensors(old, new)
+        raise
+    for old, new in done:
+        new.grad = None  # it has gone along
+        if not old.is_inference():
+            # An optimizer that has stepped it looks again at what has another version.
+            torch.autograd.graph.increment_version(old)
+    for module, _, _ in weights:
+        # Of the instance: its class may be nn.Linear itself.
+        module.extra_repr = functools.partial(_extra_repr, module)
+
+
+def _hand_over(weight: nn.Parameter, successor: nn.Parameter) -> None:
     vars(successor).update(_attributes(weight, successor))
     # The dictionaries themselves, so that the handles of registered hooks still remove them.
     successor._backward_hooks = weight._backward_hooks
@@ -80,42 +121,18 @@ def hand_over(weight: nn.Parameter, successor: nn.Parameter) -> None:
     successor.grad = weight.grad
 
 
-def completed(change: Callable[[], None]) -> None:
-    """Call ``change``; if Ctrl-C interrupts it, once more, so that all of it or nothing is done.
-
-    Args:
-        change: May be called again, whatever part of it has been done, and comes to the same.
-    """
+def _swap(name: str, old: nn.Parameter, new: nn.Parameter) -> None:
     try:
-        change()
-    except KeyboardInterrupt:
-        change()
-        raise
-
-
-def put_in(weights: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
-    """Make each parameter that of its module and name; if one module refuses, none changes.
-
-    The layers then show the format, and an optimizer that still has their old parameters can tell.
-    """
-    found = [(module, name, module._parameters[name], weight) for module, name, weight in weights]
-    completed(functools.partial(_exchange, found))
-
-
-def _exchange(found: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]) -> None:
-    """Exchange old parameters of modules for new ones."""
-    try:
-        for module, name, _, weight in found:
-            setattr(module, name, weight)
-    except Exception:
-        for module, name, old, _ in found:
-            module._parameters[name] = old
-        raise
-    for module, _, old, weight in found:
-        if old is not weight:
-            retire(old, module)
-        # Of the instance: its class may be nn.Linear itself.
-        module.extra_repr = functools.partial(_extra_repr, module)
+        torch.utils.swap_tensors(old, new)
+    except RuntimeError as error:
+        tensors = (each for each in (old, new) if isinstance(each, QuantizedTensor))
+        name = next(tensors)._shared.name or name
+        raise RuntimeError(
+            f"{name!r} must be free to get other content, got a parameter that something else "
+            "refers to: an output with a graph (delete it, or compute it under torch.no_grad()), a "
+            "wrapper such as DistributedDataParallel (wrap the model afterwards), or a weak "
+            f"reference ({error})"
+        ) from error
 
 
 def _extra_repr(layer: nn.Module) -> str:

@@ -1,13 +1,10 @@
 """Products of two quantized operands, on the block-scaled units of a GPU or emulated.
 
-For products of a stack of weights see ``grouped_matmul.py``.
-
 Every product is ``a @ b.T`` of two :class:`Operand`: forward x [tokens, K] with W [N, K]; input
 gradient dy [tokens, N] with W^T [K, N]; weight gradient dy^T [N, tokens] with x^T [K, tokens].
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +22,7 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, native: bool) -> Tensor:
             scales are the same; sums are taken in another order.
     """
     if native:
-        return scaled_product(F.scaled_mm, a, b, dtype)
+        return _multiply(a, b, dtype)
     run = _emulated if runs_eagerly(a.codes) else _emulated_op
     return run(*a, *b, dtype)
 
@@ -42,15 +39,12 @@ def without_padding(product: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.ops.aten._unsafe_view(first, shape)
 
 
-def scaled_product(
-    product: Callable[..., Tensor], a: Operand, b: Operand, dtype: torch.dtype, **options: Tensor
-) -> Tensor:
-    """``a @ b.T`` by torch's ``scaled_mm`` or ``scaled_grouped_mm``."""
+def _multiply(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
     parts = (format_of(operand).for_torch(operand) for operand in (a, b))
     codes, scales, recipes, swizzles = zip(*parts, strict=True)
-    return product(
+    return F.scaled_mm(
         codes[0],
-        codes[1].mT,
+        codes[1].t(),
         scales[0],
         recipes[0],
         scales[1],
@@ -58,7 +52,6 @@ def scaled_product(
         swizzles[0],
         swizzles[1],
         output_dtype=dtype,
-        **options,
     )
 
 

@@ -50,7 +50,7 @@ def check_capture(engine: Engine, captured: list) -> None:
             f"repeat the scalars of the capture; create {options.name}(capturable=True), or call "
             "step() outside the graph"
         )
-    if engine.clip:
+    if engine.clipping:
         raise RuntimeError(
             "clipping must not be pending while a step is captured, got a clip_grad_norm_ "
             "before it: every replay would multiply by that coefficient; capture "

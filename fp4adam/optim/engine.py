@@ -13,20 +13,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp4adam.distributed.dtensor import local, sharding_groups
+from fp4adam.distributed.dtensor import like, local
 from fp4adam.distributed.shards import settle_written, sharded_weights
 from fp4adam.formats.scale_groups import ScaleGroup
 from fp4adam.optim import checks
 from fp4adam.optim.adam import updates_params
-from fp4adam.optim.grad_norm import GradNorm, Measured
+from fp4adam.optim.clipping import Clipping, check_max_norm, total_norm
 from fp4adam.optim.hyper_parameters import check_numbers
 from fp4adam.optim.master_weights import find_stale, say_restarted
 from fp4adam.optim.masters import ENTRIES
 from fp4adam.optim.nan_watch import NanWatch
 from fp4adam.optim.parameter import Parameter, Parameters, State, scales_of
 from fp4adam.optim.step_plan import StepPlan
-from fp4adam.tensors import backend, changes
-from fp4adam.tensors.retired import check_in_use
+from fp4adam.tensors import backend
 
 
 class Group(NamedTuple):
@@ -52,12 +51,9 @@ class Engine:
         states: The states by parameter; new ones are added.
 
     Attributes:
-        clip: The clipping coefficient of the next step, by device.
+        clipping: What clips the next step, or None.
         plan: The plan of the last step, or None.
-        measured: The gradients that this was made from, or None if that does not matter.
-        is_part: Whether the optimizer has other parameters besides.
-        overlaps_backward: Whether the step may overlap what the GPU does now; it does with
-            offloaded states.
+        is_part: True if this engine steps only some of the optimizer's parameters.
         on_host: Whether states may be on the host.
         n_parts: The number of engines that share a step.
         view: What shows the states to users, or None.
@@ -66,11 +62,10 @@ class Engine:
         watch: Looks for NaN in masters.
     """
 
-    measured: Measured | None = None
+    clipping: Clipping | None = None
     view: Any = None
     shown_steps: Sequence[Any] = ()
     is_part = False
-    overlaps_backward = False
     on_host = False
     n_parts = 1
 
@@ -80,20 +75,39 @@ class Engine:
         self.parameters = parameters
         self.groups = list(groups)
         self.states = states
-        self.clip: dict[torch.device, Tensor] = {}
         self.plan: StepPlan | None = None
         self.watch = NanWatch()
-        self._grad_norm: GradNorm | None = None
         # Groups, parameters, states and sharded weights of the plan.
         self._planned: tuple[list, ...] = ()
 
-    def part(self, params: Iterable[Tensor]) -> "Engine":
-        """An engine for some of the parameters: all members of a scale group, or none."""
-        members = set(params)
-        own = (Group(g, [p for p in group if p in members]) for g, group in self.groups)
-        part = Engine(self.parameters, [group for group in own if group.params], self.states)
-        part.is_part, part.watch = True, self.watch
-        return part
+    def parts(self, divided: Iterable[Sequence[Tensor]]) -> list["Engine"]:
+        """Engines for some of the parameters each: all members of a scale group, or none."""
+        group_of = {param: group for group, params in self.groups for param in params}
+        parts = []
+        for params in divided:
+            own: dict[int, Group] = {}
+            for param in params:
+                group = group_of[param]
+                own.setdefault(id(group), Group(group, [])).params.append(param)
+            part = Engine(self.parameters, [*own.values()], self.states)
+            part.is_part, part.watch = True, self.watch
+            parts.append(part)
+        return parts
+
+    def together(self) -> list[list[Tensor]]:
+        """The parameters by the scales that they share."""
+        found: dict[Hashable, list[Tensor]] = defaultdict(list)
+        for param in self.params:
+            found[scales_of(param)].append(param)
+        return [*found.values()]
+
+    def membership(self) -> list:
+        """What parts are made for; different if parameters, their groups, scales or devices are."""
+        return [
+            (id(group), id(param), id(scales_of(param)), local(param).device)
+            for group, params in self.groups
+            for param in params
+        ]
 
     @property
     def params(self) -> list[Tensor]:
@@ -104,13 +118,6 @@ class Engine:
     def device(self) -> torch.device:
         """The device of the parameters, or of the first one."""
         return local(self.params[0]).device
-
-    def is_part_of(self, other: "Engine", params: Sequence[Tensor]) -> bool:
-        """Whether it has these parameters, in groups that another engine still has."""
-        groups = [group for group, _ in other.groups]
-        return _are_same(self.params, params) and all(
-            any(group is known for known in groups) for group, _ in self.groups
-        )
 
     def all_grads(self) -> list[Tensor | None]:
         """The local gradients of all parameters; None for those that have none."""
@@ -135,18 +142,15 @@ class Engine:
 
     def forget(self) -> None:
         """Drop the plan and its counts, and pending clipping, after states have been loaded."""
-        self.plan, self._planned, self.clip, self._grad_norm = None, (), {}, None
+        self.plan, self._planned, self.clipping = None, (), None
 
     def placed(self, param: Tensor, state: State) -> State:
         """A state that has just been made, where states are kept."""
         return state
 
     def step_part(self, part: "Engine", signals: Signals) -> None:
-        """Step an engine that :meth:`part` made."""
+        """Step an engine that :meth:`parts` made."""
         part.step(signals)
-
-    def join(self) -> None:
-        """Let what is launched next wait for the parts that were stepped on another stream."""
 
     def measure(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """The total norm of all gradients, which the next step clips; as ``clip_grad_norm_``."""
@@ -156,16 +160,13 @@ class Engine:
                 "a capture: the step would multiply by the coefficient of that moment at every "
                 "replay; capture torch.nn.utils.clip_grad_norm_, which scales the gradients"
             )
-        params = self.params
+        check_max_norm(max_norm)
         with torch._C.DisableTorchFunctionSubclass():
-            groups = [*map(sharding_groups, params)]
-            sizes = [*map(Tensor.numel, map(local, params))]
-            known = self._grad_norm
-            if known is None or (known.sizes, known.groups) != (sizes, groups):
-                self._grad_norm = GradNorm(sizes, groups)
             grads = self.all_grads()
-            norm, clip = self._grad_norm(grads, max_norm, norm_type, error_if_nonfinite)
-            self.clip, self.measured = clip, Measured(grads)
+            pairs = zip(self.params, grads, strict=True)
+            present = [like(param, grad) for param, grad in pairs if grad is not None]
+            norm = total_norm(present, norm_type, error_if_nonfinite)
+            self.clipping = Clipping(grads, norm, max_norm)
         return norm
 
     # The step
@@ -189,18 +190,14 @@ class Engine:
         except Exception:
             self.drop_plan()
             raise
-        self.plan.run(self.clip, *signals, captures)
-        self.end_clip()
+        self.plan.run(self.clipping.coefficients if self.clipping else {}, *signals, captures)
+        self.clipping = None
         self.watch.look(self.plan.hiding, self.n_parts)
 
     def check_clip(self) -> None:
-        """Drop the clipping coefficients if all gradients are new; raise if only some are."""
-        if self.clip and self.measured and not self.measured.are_current(self.all_grads()):
-            self.clip = {}
-
-    def end_clip(self) -> None:
-        """Drop the clipping coefficients, which hold until one step has ended."""
-        self.clip, self.measured = {}, None
+        """Raise if the gradients are no longer those that the next step clips."""
+        if self.clipping and not self.is_part:
+            self.clipping.check(self.all_grads())
 
     def has_fitting_plan(self) -> bool:
         """Whether the plan of the last step is valid for this one; a collective call, as a step."""
@@ -222,8 +219,7 @@ class Engine:
 
     def _structure(self) -> list:
         """Everything but the tensors that the kernels and the layout of the state depend on."""
-        # Kernels write to the flags of records.
-        structure: list = [self.parameters.options, changes.generation]
+        structure: list = [self.parameters.options]
         for group, params in self.groups:
             structure += group["amsgrad"], group["adam_w_mode"], group["fused"]
             structure += len(params), self.updates(group)
@@ -300,8 +296,6 @@ class Engine:
                 self.check_state(param)
                 if options.capturable and not _fits_kernels(local(param), grad):
                     checks.check_capturable(local(param), grad)
-            else:
-                check_in_use(param)
         # A new amax changes every tensor that shares it, even those without a gradient.
         sharing: dict[Hashable, list[tuple[dict[str, Any], Tensor]]] = defaultdict(list)
         for group, own in self.groups:

@@ -1,21 +1,14 @@
 """AdamW with FP32 master weights and moments; one fused kernel per kind of parameter."""
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import (
-    Optimizer,
-    ParamsT,
-    _global_optimizer_post_hooks,
-    _global_optimizer_pre_hooks,
-)
+from torch.optim.optimizer import Optimizer, ParamsT
 
-from fp4adam.distributed.torch_patches import guard_zero
 from fp4adam.optim import capturable as capturing
 from fp4adam.optim import checks, te_layout, te_states
 from fp4adam.optim import state_dict as saving
@@ -40,28 +33,6 @@ class Option:
     def __set__(self, optimizer: "FusedAdam", value: Any) -> None:
         parameters = optimizer._parameters
         parameters.options = dataclasses.replace(parameters.options, **{self._name: value})
-
-
-def _profiled(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``step`` as torch.optim does, for profilers and hooks, unless there are none.
-
-    torch marks each step for profilers that may be attached, which takes some 20 us.
-    """
-    wrapped = Optimizer.profile_hook_step(func)
-
-    @functools.wraps(wrapped)
-    def step(self: "FusedAdam", *args: Any, **kwargs: Any) -> Any:
-        if (
-            self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or _global_optimizer_pre_hooks
-            or _global_optimizer_post_hooks
-            or torch.autograd._profiler_enabled()
-        ):
-            return wrapped(self, *args, **kwargs)
-        return func(self, *args, **kwargs)
-
-    return step
 
 
 class FusedAdam(Optimizer):
@@ -219,7 +190,6 @@ class FusedAdam(Optimizer):
                 DeprecationWarning,
                 stacklevel=2 if type(self) is FusedAdam else 3,
             )
-        guard_zero()
         self._set_up(options)
         self._check_options(defaults)
         if isinstance(betas[0], Tensor):
@@ -297,7 +267,7 @@ class FusedAdam(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; its options are checked like the constructor's.
 
-        Nothing has changed if it raises, or if Ctrl-C interrupts it before the group is complete.
+        Nothing has changed if it raises.
         """
         if isinstance(param_group, dict):
             self._check_options({**self.defaults, **param_group})
@@ -335,8 +305,6 @@ class FusedAdam(Optimizer):
         self.state = saving.with_counts(states, options.capturable)
 
     # The step
-
-    profile_hook_step = staticmethod(_profiled)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> float | None:
@@ -445,7 +413,7 @@ class FusedAdam(Optimizer):
         if set_to_none is None:
             set_to_none = default is None or default
         super().zero_grad(set_to_none)
-        self._whole.clip = {}
+        self._whole.clipping = None
         if self._is_releasing:
             self._release.drop_gradients()
         if self.use_decoupled_grad:
@@ -464,13 +432,17 @@ class FusedAdam(Optimizer):
         write, and no device sync. With a ``GradScaler``, call ``scaler.unscale_(optimizer)`` first.
         With sharded parameters, call it on every rank.
 
+        The coefficient holds for these gradients and one step, which raises if any of them has
+        changed since; ``optimizer.zero_grad()`` drops it.
+
         Args:
             max_norm: Largest norm that is not clipped, >= 0; infinity only measures.
-            norm_type: 1, 2 or infinity.
+            norm_type: That of ``torch.nn.utils.get_total_norm``.
             error_if_nonfinite: Raise if the norm is NaN or infinite; this syncs the device.
 
         Returns:
-            The norm before clipping, a 0-dim float32 tensor on the device of the first gradient.
+            The norm before clipping, as ``torch.nn.utils.get_total_norm`` returns it; of DTensors
+            the whole norm as a plain tensor.
 
         Raises:
             ValueError: If an argument is out of range.
@@ -480,12 +452,11 @@ class FusedAdam(Optimizer):
         if self._is_releasing:
             raise RuntimeError(
                 "clip_grad_norm_ must not be called while gradients are released, got a call after "
-                "the step they were for; pass max_norm to enable_gradient_release, which clips by "
-                "the norm of the previous step"
+                "the step they were for; leave clipping out, or remove() the handle"
             )
         return self._engine.measure(max_norm, norm_type, error_if_nonfinite)
 
-    def enable_gradient_release(self, max_norm: float | None = None) -> GradientRelease:
+    def enable_gradient_release(self) -> GradientRelease:
         """Step each parameter as soon as its gradient is complete, and free the gradient.
 
         The weights get the same bits as from ``step()`` after the backward pass, but gradients no
@@ -496,14 +467,10 @@ class FusedAdam(Optimizer):
 
         Works with FSDP2, which calls the hooks with reduced gradients.
         ``torch.nn.parallel.DistributedDataParallel`` averages gradients after the hooks, so
-        its parameters are refused at the first gradient. ``GradScaler`` is refused by ``step()``.
-        ``torch.nn.utils.clip_grad_norm_`` finds no gradients.
-
-        Args:
-            max_norm: Clip by the *previous* step's norm: every gradient of a step is multiplied by
-                min(max_norm / (norm + 1e-6), 1) of the norm of all gradients of the step before, as
-                its own is known only after its parameters were stepped. The first step is not
-                clipped. This costs one more read of the gradients. None does not measure.
+        ``step()`` refuses what it leaves, and ``GradScaler``. Nothing can clip by a norm that is
+        known only after the steps: ``torch.nn.utils.clip_grad_norm_`` finds no gradients and
+        returns 0. In transformers' Trainer set ``max_grad_norm=0``, and leave
+        ``gradient_accumulation_steps`` 1.
 
         Returns:
             A handle; ``remove()`` returns to stepping in ``step()``. Copies of the optimizer do not
@@ -513,14 +480,13 @@ class FusedAdam(Optimizer):
             RuntimeError: If gradients are released already.
             NotImplementedError: With ``use_decoupled_grad`` or ``capturable``, and for parameters
                 that FSDP2 offloads to the CPU.
-            ValueError: If ``max_norm`` is negative.
         """
         if self._is_releasing:
             raise RuntimeError(
                 "gradient release must be enabled once, got a second call; remove() the handle "
                 "that the first one returned"
             )
-        self._release = GradientRelease(self._engine, max_norm)
+        self._release = GradientRelease(self)
         return self._release
 
     # Checkpoints

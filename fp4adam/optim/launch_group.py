@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from fp4adam.kernels.launch.device_tables import DeviceTables
-from fp4adam.kernels.launch.schema import Cut
 from fp4adam.optim.parameter import ALIGNMENT, Parameter
 from fp4adam.optim.step_kernels import Kind, LaunchTensors, step_launch
-from fp4adam.tensors.changes import record_of
 from fp4adam.tensors.fingerprint import are_laid_out_as, data_ptr
 from fp4adam.tensors.rows import matrix_shape
 
@@ -52,9 +50,7 @@ class LaunchGroup:
     ) -> None:
         self.kind = kind
         self.members = members
-        is_quantized = kind.quantizer is not None
-        self.cuts = [m.cut() if is_quantized else Cut() for m in members]
-        self.shapes = list(map(self._table_shape, members, self.cuts))
+        self.shapes = list(map(self._table_shape, members))
         peers: dict[Hashable, list[int]] = defaultdict(list)
         for i, member in enumerate(members):
             peers[member.scales].append(i)
@@ -67,11 +63,6 @@ class LaunchGroup:
         self._read_grad = read_grad
         self._owners = [m.owner for m in members]
         self._values = [m.stepped for m in members]
-        # Elements from stored row 0 to the first row of a shard.
-        self._offsets = [
-            c.first_row * cols for c, (_, cols) in zip(self.cuts, self.shapes, strict=True)
-        ]
-        self._are_cut = any(self._offsets)
         # torch keeps .grad in the shape of its parameter, unless user code resizes it.
         self._size_of = _shape_and_device if grads_vary else _numel
         # Of the last gradients that were found to fit: their addresses, which are all aligned (None
@@ -100,19 +91,11 @@ class LaunchGroup:
         if reduce(or_, addresses, 0) % ALIGNMENT or 0 in addresses:
             return False
         self._aligned = addresses
-        self.grads = self._column(addresses)
-        return True
-
-    def _column(self, addresses: list[int]) -> list[int]:
-        """The column of the table for gradients at these addresses."""
         if self.present is not None:
             found = iter(addresses)
             addresses = [next(found) if has_grad else 0 for has_grad in self.present]
-        if self._are_cut:
-            size = self.kind.grad_dtype.itemsize
-            pairs = zip(addresses, self._offsets, strict=True)
-            addresses = [address and address - size * offset for address, offset in pairs]
-        return addresses
+        self.grads = addresses
+        return True
 
     def _takes_layouts_of(self, grads: list[Tensor], present: list[bool]) -> bool:
         """Whether the launch can read gradients with these dtypes, sizes and strides."""
@@ -126,16 +109,15 @@ class LaunchGroup:
 
     def table_rows(self) -> list[list[int]]:
         """Rows of the tensor table; the columns for gradient and scalars are 0."""
-        return list(map(self._row, self.members, self.shapes, self._offsets))
+        return list(map(self._row, self.members, self.shapes))
 
-    def _table_shape(self, member: Parameter, cut: Cut) -> tuple[int, int]:
+    def _table_shape(self, member: Parameter) -> tuple[int, int]:
         """Rows and columns of a member in the table; plain tensors are read flat."""
         if self.kind.quantizer is None:
             return member.stepped.numel(), 1
-        rows, cols = matrix_shape(member.param)
-        return cut.first_row + rows, cols
+        return matrix_shape(member.param)
 
-    def _row(self, member: Parameter, shape: tuple[int, int], offset: int) -> list[int]:
+    def _row(self, member: Parameter, shape: tuple[int, int]) -> list[int]:
         state, param = member.tensors, member.param
         moments = (state["exp_avg"], state["exp_avg_sq"], member.max_exp_avg_sq)
         written: tuple[Tensor | None, ...] = (None,) * 5
@@ -149,13 +131,11 @@ class LaunchGroup:
             others = (*gemm_scales, param._amax_history)
         elif self.kind.write_dtype is not None:
             written = (param, None, None, None, None)
-        if self.kind.records:
-            others = (*others[:2], record_of(param).flags)
-        own = (_address(tensor, offset) for tensor in (member.stepped, *moments))
+        own = map(_address, (member.stepped, *moments))
         extra, *scales = member.state_scales
         if member.remainder is not None:
             extra = member.remainder
-        rest = (_address(extra, offset), *map(_address, (*scales, *others)))
+        rest = map(_address, (extra, *scales, *others))
         return [0, 0, *own, *map(_address, written), *shape, *rest]
 
 
@@ -170,7 +150,7 @@ def make_launches(
     tables = DeviceTables(device, [*chain.from_iterable(rows)], n_members, n_hyper)
     parts = tables.table.split([len(part) for part in rows])
     for group, part in zip(groups, parts, strict=True):
-        listed = LaunchTensors(group.shapes, group.slots, part, tables.scalars, group.cuts)
+        listed = LaunchTensors(group.shapes, group.slots, part, tables.scalars)
         group.launch = step_launch(group.kind, listed)
     if device.type == "cuda":
         from fp4adam.kernels.launch.launch import compiled_together
@@ -181,6 +161,5 @@ def make_launches(
     return tables
 
 
-def _address(tensor: Tensor | None, offset: int = 0) -> int:
-    """The address of the element that lies ``offset`` elements before a tensor; 0 for none."""
-    return 0 if tensor is None else tensor.data_ptr() - offset * tensor.itemsize
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

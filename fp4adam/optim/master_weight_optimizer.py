@@ -20,7 +20,6 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from fp4adam.distributed.cast import cast
 from fp4adam.distributed.dtensor import is_dtensor, like, local, part_for
 from fp4adam.distributed.shards import settle_written, sharded_weights
-from fp4adam.distributed.torch_patches import guard_zero
 from fp4adam.formats.scale_groups import ScaleGroup
 from fp4adam.interop.borrowed_tensor import ScaleWriteback
 from fp4adam.optim import checks
@@ -34,7 +33,6 @@ from fp4adam.optim.parameter import Parameters
 from fp4adam.optim.state_codec import PLAIN
 from fp4adam.optim.state_tensor import StateTensor
 from fp4adam.optim.te_layout import stored_state
-from fp4adam.tensors.retired import check_in_use
 
 _OF_GROUP = ("params", "param_names")
 
@@ -94,7 +92,6 @@ class MasterWeightOptimizer(Optimizer):
     ) -> None:
         checks.check_quantize_from(quantize_from)
         checks.check_whole_masters(type(self).__name__, states)
-        guard_zero()
         self.quantize_from = quantize_from
         self._set_up()
         # What the inner optimizer steps for each parameter: its master, or the parameter itself.
@@ -293,8 +290,6 @@ class MasterWeightOptimizer(Optimizer):
         name, param, master = type(self).__name__, view.owner, self._stepped[view.owner]
         if param.grad is not None:
             checks.check_gradient(name, param, local(param.grad))
-        else:
-            check_in_use(param)
         kept = local(master)
         is_same = (kept.shape, kept.device) == (local(param).shape, local(param).device)
         if view.has_master != (master is not param) or not is_same:

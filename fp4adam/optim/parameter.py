@@ -21,10 +21,9 @@ from fp4adam.distributed.dtensor import (
     local,
     shard_size,
 )
-from fp4adam.distributed.scale_exchange import ShardInfo, groups_of, own_cut_blocks
+from fp4adam.distributed.scale_exchange import ShardInfo, groups_of
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, Whole
-from fp4adam.kernels.launch.schema import Cut
 from fp4adam.optim.adam import Scalars
 from fp4adam.optim.masters import (
     DIGEST,
@@ -51,7 +50,7 @@ from fp4adam.optim.state_codec import (
 )
 from fp4adam.optim.state_tensor import SCALES, StateTensor, adam_stored_, state_like
 from fp4adam.optim.step_kernels import Kind, has_step_kernels
-from fp4adam.tensors import changes, rows
+from fp4adam.tensors import rows
 from fp4adam.tensors.fingerprint import Mark
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.rows import is_all, is_whole_blocks, matrix_shape
@@ -369,24 +368,23 @@ class Parameter:
             clip: One-element tensor that multiplies it after that, or None.
         """
         value = self.stored_value()
-        with changes.recorded(*([] if self.quantized_after_step else [self.param])):
-            adam_stored_(
-                value,
-                grad,
-                self.stored("exp_avg"),
-                self.stored("exp_avg_sq"),
-                self.max_exp_avg_sq,
-                scalars,
-                self.group["adam_w_mode"],
-                None if grad_scale is None else grad_scale.to(grad.device),
-                clip,
-                self.first_element,
-            )
-            if self.is_written and self.updates:
-                self.hold_master(value.codes, scalars.dither_step)
-                if not self.quantized_after_step:
-                    self.write(value.decode())
-                    self.settle_master()
+        adam_stored_(
+            value,
+            grad,
+            self.stored("exp_avg"),
+            self.stored("exp_avg_sq"),
+            self.max_exp_avg_sq,
+            scalars,
+            self.group["adam_w_mode"],
+            None if grad_scale is None else grad_scale.to(grad.device),
+            clip,
+            self.first_element,
+        )
+        if self.is_written and self.updates:
+            self.hold_master(value.codes, scalars.dither_step)
+            if not self.quantized_after_step:
+                self.write(value.decode())
+                self.settle_master()
 
     # Its launch
 
@@ -408,7 +406,6 @@ class Parameter:
             adam_w_mode=self.group["adam_w_mode"],
             amsgrad=self.group["amsgrad"],
             is_contiguous=self.stepped.is_contiguous(),
-            records=writes and changes.is_recorded_by_kernels(self.param),
         )
 
     def fits_a_launch(self, grad: Tensor | None) -> bool:
@@ -425,10 +422,10 @@ class Parameter:
         if value.dtype == torch.float64 or value.numel() == 0:
             return False
         if quantized and not (
-            has_step_kernels(param.quantizer) and (is_whole_blocks(param) or self._cuts_fit())
+            has_step_kernels(param.quantizer)
+            and is_whole_blocks(param)
+            and param.quantizer.layout.fits_kernels(*matrix_shape(param))
         ):
-            return False
-        if quantized and not param.quantizer.layout.fits_kernels(*matrix_shape(param)):
             return False
         if quantized and param.pending_value() is not None:
             return False
@@ -445,24 +442,6 @@ class Parameter:
             tensors.extend(param.storage_tensors().values())
         tensors.extend(scales)
         return not any(t.data_ptr() % ALIGNMENT for t in tensors)
-
-    def _cuts_fit(self) -> bool:
-        """Whether kernels can step it though it shares blocks with other ranks."""
-        param = self.param
-        return (
-            param.quantizer.steps_cut_blocks
-            and bool(self.shards)
-            and is_all(param)
-            and not self.is_dithered
-            and param.shape[-1] % ALIGNMENT == 0
-        )
-
-    def cut(self) -> Cut:
-        """The blocks of a quantized parameter that it shares with other ranks."""
-        spec = self.param._shared.global_spec
-        if spec is None or not spec.is_cut:
-            return Cut()
-        return Cut(self.param._first_row, own_cut_blocks(spec, self.shards[0]))
 
     def launch_key(self, grad: Tensor | None) -> Hashable:
         """A key that is equal for parameters that can share a launch."""

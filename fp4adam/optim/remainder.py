@@ -11,6 +11,9 @@ the factor from codes to values, the unit is P * f / 478 in E2M1 and P * f / 191
 scales of NVFP4 below 2**-7 count as 2**-7 in the unit, since the codes of such a block may saturate
 or all decode to 0.
 
+MXFP4 with scales that are rounded down (``scale_rounding="floor"``) codes magnitudes up to 8 f as
+6 f. There the power of two of 6 counts as 8, so that remainders reach all of them.
+
 Remainders are rounded stochastically; to the nearest, small updates would never move a master. -128
 is NaN. ``fp4adam.kernels.tiles.remainder`` computes the same bits.
 """
@@ -21,6 +24,7 @@ from torch import Tensor
 from fp4adam.formats import minifloat
 from fp4adam.optim.state_codec import Int8
 from fp4adam.tensors import rows
+from fp4adam.tensors.layout import Layout
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.storage import Storage
 
@@ -42,7 +46,10 @@ _ODD = 0x1E3779B97F4A7C15
 
 def units(param: QuantizedTensor) -> Tensor:
     """The units of the remainders of a weight, float32 in its shape."""
-    powers = _decoded(param, _powers(rows.own_blocks(param)))
+    part, layout = rows.own_blocks(param), param.quantizer.layout
+    powers = _decoded(param, _powers(part._shared.tensors, layout))
+    if _caps(layout):
+        powers += _decoded(param, _largest(part._shared.tensors, layout))
     return powers * (1 / _PER_POWER[param.quantizer.layout.code_type])
 
 
@@ -63,9 +70,8 @@ def _decoded(param: QuantizedTensor, tensors: Storage) -> Tensor:
     return values[part._first_row :][:n_rows].reshape(param.shape)
 
 
-def _powers(part: QuantizedTensor) -> Storage:
+def _powers(tensors: Storage, layout: Layout) -> Storage:
     """A storage that decodes to the powers of two of the codes, times their factors."""
-    tensors, layout = part._shared.tensors, part.quantizer.layout
     usage = layout.kept[0]
     codes = getattr(tensors, f"{usage}_data")
     if layout.code_type == "e4m3":
@@ -76,6 +82,20 @@ def _powers(part: QuantizedTensor) -> Storage:
     name = "block_scale_inv" if layout.is_square else f"{usage}_scale_inv"
     scales = {name: getattr(tensors, name).clamp(min=_LEAST_SCALE)}
     return tensors.exchange(**{f"{usage}_data": exponents | (is_zero << 1)}, **scales)
+
+
+def _caps(layout: Layout) -> bool:
+    """Whether the largest code, 6, stands for magnitudes up to 8."""
+    is_mxfp4 = layout.code_type == "e2m1" and layout.scale_type == "e8m0"
+    return is_mxfp4 and layout.scale_rule.rounding == 0
+
+
+def _largest(tensors: Storage, layout: Layout) -> Storage:
+    """A storage that decodes to 4 times the factor where codes are the largest, else to 0."""
+    data = f"{layout.kept[0]}_data"
+    codes = getattr(tensors, data)
+    is_largest = (codes & codes >> 1 & codes >> 2).bitwise_and_(0x11)
+    return tensors.exchange(**{data: is_largest * 6})
 
 
 def complete(param: QuantizedTensor, remainder: Tensor) -> Tensor:

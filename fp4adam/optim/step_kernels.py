@@ -6,13 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp4adam.kernels.launch.schema import Cut
 from fp4adam.optim.state_codec import StateCodec
 from fp4adam.tensors.quantizer import Quantizer
 
 if TYPE_CHECKING:  # Triton is slow to import, and not installed everywhere.
     from fp4adam.kernels.adam import StepLaunch, Variant
-    from fp4adam.kernels.launch.tensor_table import Usage
 
 
 class Kind(NamedTuple):
@@ -21,7 +19,6 @@ class Kind(NamedTuple):
     ``quantizer``: None for plain parameters. ``groups``: the ranks with the other shards of tensors
     that share a scale; () if no exchange is needed. ``write_dtype``: the dtype that the updated
     value is rounded to on its way to the parameter; None if only the value itself is written.
-    ``records``: whether kernels flag what changes of parameters.
     """
 
     quantizer: Quantizer | None
@@ -35,7 +32,6 @@ class Kind(NamedTuple):
     adam_w_mode: bool
     amsgrad: bool
     is_contiguous: bool
-    records: bool = False
 
     @property
     def has_scaled_states(self) -> bool:
@@ -56,22 +52,6 @@ class Kind(NamedTuple):
             exp_avg_sq_codec=self.exp_avg_sq_codec.name,
             adam_w=self.adam_w_mode,
             amsgrad=self.amsgrad,
-            records=self.records and self.quantizer is None,
-        )
-
-    def usage(self) -> "Usage":
-        """The parts of a quantized weight that the kernels write."""
-        from fp4adam.kernels.launch.tensor_table import Usage
-
-        quantizer = self.quantizer
-        return Usage(
-            quantizer.rowwise,
-            quantizer.columnwise,
-            "block_scale_inv" in quantizer.layout.inner,
-            quantizer.optimize_for_gemm,
-            quantizer.layout.scale_rule.adaptive,
-            quantizer.layout.scale_rule.bound,
-            self.records,
         )
 
 
@@ -83,14 +63,12 @@ class LaunchTensors(NamedTuple):
         slots: The amax slot of each tensor; tensors with the same slot share an amax.
         table: Their rows of the tensor table, int64 [n_tensors, 19] on the device.
         scalars: The scalars that these rows refer to, float32 on the device.
-        cuts: Of each tensor, the blocks that it shares with other ranks.
     """
 
     shapes: list[tuple[int, int]]
     slots: list[int]
     table: Tensor
     scalars: Tensor
-    cuts: list[Cut]
 
 
 def has_step_kernels(quantizer: Quantizer) -> bool:

@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from itertools import chain, compress, islice
-from operator import attrgetter, itemgetter, not_
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -25,14 +25,13 @@ from fp4adam.optim.launch_group import LaunchGroup, make_launches
 from fp4adam.optim.nan_watch import hides_nan
 from fp4adam.optim.options import Options
 from fp4adam.optim.parameter import Parameter, ReadGrad
-from fp4adam.optim.shared_amaxes import SharedAmaxes, quantized_after_step
+from fp4adam.optim.quantize_after_step import QuantizeAfterStep, quantized_after_step
 from fp4adam.optim.state_codec import INT8
 from fp4adam.optim.step_counter import StepCounter
 from fp4adam.optim.update_bound import measured_ratio, ratio_after
-from fp4adam.tensors import backend, changes
+from fp4adam.tensors import backend
 from fp4adam.tensors.fingerprint import Column, Fingerprint, are_laid_out_as
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.retired import check_in_use
 
 _local = attrgetter("_local_tensor")
 # How to read the tensors whose versions cover a quantized tensor, or a shard of one.
@@ -73,11 +72,11 @@ class StepPlan:
         self._read_grad = read_grad
         self._options = options
         capturable = options.capturable
-        for member in members if capturable else ():
-            changes.ignore(member.param)
         peers: dict[Hashable, list[Parameter]] = defaultdict(list)
         for member in members:
             peers[member.scales].append(member)
+            if isinstance(member.param, QuantizedTensor):
+                member.param.flush()  # rows written since, which the first read would quantize
         for together in peers.values():
             later = quantized_after_step(together, read_grad, _takes_kernels)
             for member in together:
@@ -108,7 +107,7 @@ class StepPlan:
         hiding = [m for m in self.members if hides_nan(m.param)]
         self.hiding = [(m.param, m.stored_value) for m in hiding]
         self._scales_of_others: ScaleWriteback | None = None
-        self._amaxes = SharedAmaxes(members, self._groups, read_grad)
+        self._after = QuantizeAfterStep(members, self._groups, read_grad)
         # Where nothing can be written again, other ranks or int8 masters rely on the bounds of the
         # previews. So these look at everything after any foreign write to a state.
         bounded = [
@@ -211,9 +210,6 @@ class StepPlan:
             return
         # If the step is interrupted, parameters are compared with their masters.
         self._fingerprint.invalidate()
-        records = changes.records_of(m.param for m in self.members)
-        for record in records:
-            record.begin()
         if isinstance(self._counter, DeviceCounter):
             self._launch_all(grad_scale, clip, found_inf, captures)
             self._counter.count_empty(found_inf)
@@ -223,12 +219,6 @@ class StepPlan:
         loose = chain.from_iterable(_versioned(m.param) for m in self._loose)
         torch.autograd.graph.increment_version([*self._written, *loose])
         self._fingerprint.record()
-        for group in self._groups if records else ():
-            if group.kind.records:
-                for record in changes.records_of(m.param for m in group.members):
-                    record.is_recorded = True
-        for record in records:
-            record.end()
         self._has_run = True
 
     def _run_counted(
@@ -252,8 +242,8 @@ class StepPlan:
             if grad is not None and not skipped:
                 scalars = counter.groups[row].scalars
                 member.update(grad, scalars, grad_scale, clip.get(grad.device))
-        if launches or self._amaxes.are_shared:
-            self._amaxes.finish(launches, skipped)
+        if launches or self._after.is_needed:
+            self._after.finish(launches, skipped)
         if self._scales_of_others:
             self._scales_of_others()
         if found_inf is not None:
@@ -298,8 +288,6 @@ class StepPlan:
         present += [grad is not None for grad in grads_for_operators]
         if present == self._present:
             return
-        for member in compress(self.members, map(not_, present)):
-            check_in_use(member.owner)
         # Known again at the end, so that an interrupted change is made once more.
         self._present = None
         self._counter.regroup(present)

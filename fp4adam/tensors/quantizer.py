@@ -60,8 +60,6 @@ class Quantizer(QuantizerNames, Generic[T]):
     name: ClassVar[str]
     # The largest value of a tensor whose per-tensor scale is 1.
     largest_value: ClassVar[float] = 0.0
-    # Whether step kernels take shards that share blocks with other ranks.
-    steps_cut_blocks: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not (self.rowwise or self.columnwise):
@@ -188,11 +186,7 @@ class Quantizer(QuantizerNames, Generic[T]):
         return self.layout.expand(grid, usage) if getattr(self, usage) else None
 
     def scales_of_blocks(
-        self,
-        amaxes: Tensor,
-        tensor_amax: Tensor | None,
-        dtype: torch.dtype,
-        four: Tensor | None = None,
+        self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """The stored block scales, and the float32 factors that map values to codes.
 
@@ -200,7 +194,6 @@ class Quantizer(QuantizerNames, Generic[T]):
             amaxes: Amax of each block, float32.
             tensor_amax: Amax of the tensor, float32 [1], if it is part of the scales.
             dtype: The dtype that the values were rounded to.
-            four: For adaptive scales, the blocks whose amax maps to 4, bool.
         """
         raise NotImplementedError
 

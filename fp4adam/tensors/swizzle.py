@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fp4adam.kernels.launch import tile_lists
@@ -228,46 +227,6 @@ def swizzle_padded(scales: Tensor) -> Tensor:
     rows, blocks = scales.shape
     row_by_row(swizzled, rows, blocks).copy_(scales.view(rows // 128, 4, 32, blocks // 4, 4))
     return swizzled
-
-
-def swizzle_groups(scales: Tensor, offsets: Tensor) -> Tensor:
-    """Swizzle scales of rows that are sorted by group, so that no tile spans two groups.
-
-    The host does not wait for ``offsets``, so the result has room for any values of them.
-
-    Args:
-        scales: uint8 [rows, blocks padded to 4].
-        offsets: int32 [groups], the end of each group's rows; rows past the last form one more
-            group.
-
-    Returns:
-        uint8 [rows padded to 128 + 128 * groups, blocks padded to 4]: group after group, each with
-        its rows padded to 128; padding is 0.
-    """
-    rows, blocks = scales.shape
-    swizzled = scales.new_zeros(groups_shape(rows, blocks, offsets))
-    row_by_row(swizzled, *swizzled.shape)[_places(offsets, rows)] = scales.view(rows, -1, 4)
-    return swizzled
-
-
-def groups_shape(rows: int, blocks: int, offsets: Tensor) -> tuple[int, int]:
-    """The shape of the result of :func:`swizzle_groups`."""
-    return round_up(rows, 128) + 128 * len(offsets), blocks
-
-
-def unswizzle_groups(swizzled: Tensor, offsets: Tensor, rows: int) -> Tensor:
-    """Undo :func:`swizzle_groups`; returns uint8 [rows, blocks padded to 4]."""
-    return row_by_row(swizzled, *swizzled.shape)[_places(offsets, rows)].flatten(1)
-
-
-def _places(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For each row its tile, and its two coordinates there, if each group starts a new tile."""
-    starts = F.pad(offsets, (1, 0))
-    tiles = (starts.diff() + 127) // 128
-    shift = F.pad(128 * tiles.cumsum(0), (1, 0)) - starts
-    row = torch.arange(rows, dtype=torch.int32, device=offsets.device)
-    row = row + shift[torch.searchsorted(offsets, row, right=True)]
-    return row // 128, row // 32 % 4, row % 32
 
 
 def _write(pair: ScalePair, undo: bool) -> None:

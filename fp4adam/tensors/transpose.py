@@ -36,15 +36,6 @@ def build_columnwise(tensors: Sequence[StoredTensor]) -> None:
     torch.autograd.graph.increment_version(written)
 
 
-def columnwise_launches(tensors: Sequence[StoredTensor]) -> list["Launch"]:
-    """The launches of :func:`build_columnwise`, for tensors on one GPU; each can be repeated."""
-    return [
-        launch
-        for (device, bits), pairs in _codes(tensors).items()
-        for launch in _launches([codes for _, codes in pairs], bits, device)
-    ]
-
-
 def _codes(
     tensors: Sequence[StoredTensor],
 ) -> dict[tuple[torch.device, int], list[tuple[StoredTensor, tuple[Tensor, Tensor]]]]:

@@ -3,8 +3,6 @@
 Does not import Triton, which the code that fills them does not need.
 """
 
-from typing import NamedTuple
-
 # One int64 row per tensor: addresses and sizes.
 COLUMNS = (
     "grad",  # 0 if the tensor takes no part in this step
@@ -91,14 +89,3 @@ HYPER_COLUMNS = (
     "bias_correction",  # 1 or 0
     "adam_w_mode",  # 1 or 0
 )
-
-
-class Cut(NamedTuple):
-    """Where a shard's rows begin in its stored blocks, and the block rows that it shares.
-
-    Rows of the table are stored rows. Addresses of gradient and state are those of stored row 0,
-    which the shard does not have if ``first_row`` is not 0.
-    """
-
-    first_row: int = 0
-    block_rows: tuple[int, ...] = ()

@@ -23,25 +23,39 @@ def scale_pointers(scales, row, col, cols, BR: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def complete_blocks(
-    value, factor, remainder, BITS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+    value,
+    factor,
+    remainder,
+    BITS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    CAPS: tl.constexpr = False,
 ):
     """The float32 masters of a tile [BR, BC] from values of codes, factors and int8 remainders.
 
     remainder: None for none.
 
-    factor: float32 [BR, BC / 32], from codes to values. BITS: as for :func:`complete`.
+    factor: float32 [BR, BC / 32], from codes to values. BITS, CAPS: as for :func:`complete`.
     """
     unit, _ = unit_of_one(factor, BITS)
     value = tl.reshape(value, (BR, BC // 32, 32))
     if remainder is not None:
         remainder = tl.reshape(remainder, (BR, BC // 32, 32))
-    master = complete(value, factor[:, :, None], unit[:, :, None], remainder, BITS)
+    master = complete(value, factor[:, :, None], unit[:, :, None], remainder, BITS, CAPS)
     return tl.reshape(master, (BR, BC))
 
 
 @triton.jit
 def split_off_blocks(
-    master, value, factor, inverse, dither, BITS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+    master,
+    value,
+    factor,
+    inverse,
+    dither,
+    BITS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    CAPS: tl.constexpr = False,
 ):
     """The int8 remainders [BR, BC] of masters with these values of codes.
 
@@ -54,5 +68,6 @@ def split_off_blocks(
         inverse[:, :, None],
         tl.reshape(dither, (BR, BC // 32, 32)),
         BITS,
+        CAPS=CAPS,
     )
     return tl.reshape(remainder, (BR, BC))

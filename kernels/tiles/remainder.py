@@ -30,13 +30,16 @@ _FOUR_BYTES = tl.constexpr(
 
 
 @triton.jit
-def code_power(value, BITS: tl.constexpr):
+def code_power(value, BITS: tl.constexpr, CAPS: tl.constexpr = False):
     """The bits, int32, of the powers of two of codes with these float32 values.
 
-    BITS: 4 for E2M1, 8 for E4M3.
+    BITS: 4 for E2M1, 8 for E4M3. CAPS: 6, the largest code, stands for magnitudes up to 8.
     """
     LEAST: tl.constexpr = _LEAST_E2M1 if BITS == 4 else _LEAST_E4M3
-    return tl.maximum(value.to(tl.int32, bitcast=True) & 0x7F800000, LEAST)
+    power = tl.maximum(value.to(tl.int32, bitcast=True) & 0x7F800000, LEAST)
+    if CAPS:
+        power = tl.where(tl.abs(value) == 6.0, 0x41000000, power)
+    return power
 
 
 @triton.jit
@@ -76,14 +79,15 @@ def _int8_of_byte_2(x):
 
 
 @triton.jit
-def complete(value, factor, unit, remainder, BITS: tl.constexpr):
+def complete(value, factor, unit, remainder, BITS: tl.constexpr, CAPS: tl.constexpr = False):
     """Masters, float32, of codes with int8 remainders; None for none.
 
     value: of the codes, float32. factor: from codes to values. unit: by :func:`unit_of_one`.
+    BITS, CAPS: as for :func:`code_power`.
     """
     master = value * factor
     if remainder is not None:
-        power = code_power(value, BITS).to(tl.float32, bitcast=True)
+        power = code_power(value, BITS, CAPS).to(tl.float32, bitcast=True)
         steps = _int8_value(remainder)
         steps = tl.where(steps == -128.0, float("nan"), steps)
         master += steps * (power * unit)
@@ -92,15 +96,23 @@ def complete(value, factor, unit, remainder, BITS: tl.constexpr):
 
 @triton.jit
 def split_off(
-    master, value, factor, inverse, dither, BITS: tl.constexpr, SATURATES: tl.constexpr = False
+    master,
+    value,
+    factor,
+    inverse,
+    dither,
+    BITS: tl.constexpr,
+    SATURATES: tl.constexpr = False,
+    CAPS: tl.constexpr = False,
 ):
     """The int8 remainders of float32 masters, rounded with uint32 dither.
 
     value: of their codes, float32. factor: from codes to values. inverse: by :func:`unit_of_one`.
-    SATURATES: codes may be out of reach, because their scale is that of other values.
+    SATURATES: codes may be out of reach, because their scale is that of other values. BITS, CAPS:
+    as for :func:`code_power`.
     """
     # The reciprocal of a power of two.
-    power = (0x7F000000 - code_power(value, BITS)).to(tl.float32, bitcast=True)
+    power = (0x7F000000 - code_power(value, BITS, CAPS)).to(tl.float32, bitcast=True)
     steps = (master - value * factor) * (inverse * power)
     # From 256 to 512 a number has 15 bits below the point, which the dither rounds up or down. The
     # lowest byte of its integer part is the remainder plus 128. That of Inf is 0, also for NaN.

@@ -250,13 +250,14 @@ def store_scale(
 def load_scale_words(
     scale_ptr,
     start,
+    step,
     stride,
     CODEC: tl.constexpr,
     LOOP: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """The scales of LOOP tiles down the rows, one byte of a word each: uint32 [BR, BC / 32].
+    """The scales of LOOP tiles, ``step`` elements apart, a byte of a word each: [BR, BC / 32].
 
     For a pipelined loop over the tiles. Bytes are too short for asynchronous copies, so the loop
     would wait for the scales in every turn.
@@ -264,7 +265,7 @@ def load_scale_words(
     tl.static_assert(LOOP <= 4)
     words = tl.zeros((BR, (BC + 31) // 32), tl.uint32)
     for i in tl.static_range(LOOP):
-        scale = load_scale(scale_ptr, start + i * BR * stride, stride, None, CODEC, BR, BC)
+        scale = load_scale(scale_ptr, start + i * step, stride, None, CODEC, BR, BC)
         words |= scale.to(tl.uint32) << (8 * i)
     return words
 

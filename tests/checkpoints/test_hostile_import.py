@@ -1,6 +1,5 @@
 """Folders that are damaged, or made to do harm: a clear error, and a model as it was."""
 
-import functools
 import json
 import os
 import shutil
@@ -20,8 +19,7 @@ from torch import Tensor, nn
 
 from fp4adam import QuantizedTensor, export_checkpoint, import_checkpoint, quantize_model
 from fp4adam.checkpoints import reader
-from helpers import assert_identical, contents, has_contents
-from interrupts import count_lines, interrupted
+from helpers import assert_identical
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -529,30 +527,3 @@ def test_models_that_cannot_be_written_to(folder):
         with pytest.raises(ValueError, match=f"must be a tensor in memory, .* got .*{kind};"):
             import_checkpoint(model, folder)
         assert not any(isinstance(param, QuantizedTensor) for param in model.parameters())
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_an_interrupted_import_leaves_the_old_model_or_the_new(device, sound):
-    """At any line of the change, and at some before it."""
-
-    def model() -> nn.Module:
-        with torch.device(device):
-            made = build(None, seed=1)
-        if device == "cpu":
-            made.up.weight.grad = torch.ones_like(made.up.weight)
-        return made
-
-    known = {"old": contents(model()), "new": contents(import_checkpoint(model(), sound))}
-    assert known["old"].keys() != known["new"].keys()
-    count = count_lines(functools.partial(import_checkpoint, model(), sound))
-    seen = []
-    for at in [*range(0, count - 200, 200), *range(count - 200, count)]:
-        each = model()
-        if not interrupted(functools.partial(import_checkpoint, each, sound), at):
-            assert at > count - 20  # what has been kept since the first time
-            break
-        found = [name for name, held in known.items() if has_contents(each, held)]
-        assert len(found) == 1, f"at line {at}"
-        assert (each.up.weight.grad is not None) == (device == "cpu")
-        seen += found
-    assert {*seen} == {"old", "new"} and seen == sorted(seen, reverse=True)

@@ -1,6 +1,5 @@
 """Casts in shards: the union of all is the full cast, and a shard leaves what is not its own."""
 
-import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +18,6 @@ from fp4adam import (
     Quantizer,
     build_columnwise,
 )
-from fp4adam.distributed.model_weights import ModelWeights
 from fp4adam.distributed.scale_exchange import own_cut_blocks
 from fp4adam.tensors import backend
 from fp4adam.tensors.storage import GlobalSpec
@@ -31,8 +29,6 @@ from test_quantizer_properties import examples, matrices
 FORMATS = {
     "nvfp4": (NVFP4Quantizer(), 16),
     "nvfp4-rowwise": (NVFP4Quantizer(columnwise=False, optimize_for_gemm=True), 16),
-    "nvfp4-mae": (NVFP4Quantizer(adaptive="mae"), 16),
-    "nvfp4-mse": (NVFP4Quantizer(columnwise=False, adaptive="mse", bound=448), 16),
     "mxfp8": (MXFP8Quantizer(), 32),
     "mxfp8-rowwise": (MXFP8Quantizer(columnwise=False), 32),
     "mxfp8-columnwise": (MXFP8Quantizer(rowwise=False), 32),
@@ -80,12 +76,6 @@ def cast_in_shards(
     amaxes = torch.stack([cast.amaxes for cast, _ in ranks]).amax(0)
     for cast, own in ranks:
         cast.amaxes.copy_(amaxes)
-        cast.choose(own)
-    if ranks[0][0].is_adaptive:
-        choices = torch.stack([cast.choices for cast, _ in ranks]).amax(0)
-        for cast, _ in ranks:
-            cast.choices.copy_(choices)
-    for cast, own in ranks:
         cast.write(own)
 
 
@@ -101,15 +91,11 @@ def test_shards_give_the_golden_amaxes_and_bytes(name, split, path_device):
     for start, stop, sha in zip(golden["cuts"], golden["cuts"][1:], golden["shards"], strict=False):
         cast = PartialCast([weight], [start], [stop - start], [torch.bfloat16])
         cast.measure([values[start:stop]])
-        for usage, amaxes in (
-            ("rowwise", cast.rowwise_amaxes[0]),
-            ("columnwise", cast.columnwise_amaxes[0]),
-        ):
+        for usage, amaxes in cast._spans[0].grids.items():
             key = f"{usage}_amax_sha16" if format == "mxfp8" else "block_amax_sha16"
-            if amaxes is not None:
-                # Those of NVFP4 are a grid, the others lie as scales do.
-                laid_out = amaxes if format == "nvfp4" else in_scale_shape(weight, usage, amaxes)
-                assert sha16(laid_out.cpu()) == sha[key], usage
+            # Those of NVFP4 are a grid, the others lie as scales do.
+            laid_out = amaxes if format == "nvfp4" else in_scale_shape(weight, usage, amaxes)
+            assert sha16(laid_out.cpu()) == sha[key], usage
         casts.append((cast, values[start:stop], sha))
     amaxes = torch.stack([cast.amaxes for cast, *_ in casts]).amax(0)
     for cast, own, sha in casts:
@@ -161,18 +147,15 @@ def test_whole_tiles_and_cut_ones_give_the_full_cast(path_device):
             (MXFP8Quantizer(optimize_for_gemm=True), (96, 160)),
             (Float8BlockQuantizer(), (280, 144)),
             (NVFP4Quantizer(), (16, 16)),
-            (NVFP4Quantizer(adaptive="mse"), (80, 144)),
         ]
     ):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(i))
-        if quantizer.layout.scale_rule.adaptive is not None:
-            x = torch.where(x > 0, 4.0, 3.0)  # nearer if the amax maps to 4
         weights.append(quantizer.quantize(torch.ones_like(x)).to(path_device))
         weights[i][:16].copy_(torch.full_like(x[:16], 2))  # quantized later, unless it is over
         values.append(x.to(path_device).view(-1))
         # All of the second weight belongs to the last rank, in whole tiles.
         cuts.append([0, 0, 0, x.numel()] if i == 1 else [0, 48, x.numel() // 3 + 5, x.numel()])
-    cast_in_shards(weights, values, cuts, [torch.bfloat16] * 5)
+    cast_in_shards(weights, values, cuts, [torch.bfloat16] * 4)
     build_columnwise([w for w in weights if not isinstance(w.quantizer, MXFP8Quantizer)])
     for weight, value in zip(weights, values, strict=True):
         expected = value.view(weight.shape).bfloat16()
@@ -208,14 +191,12 @@ def test_outs_get_the_codes_in_place_of_the_weight(format, start, stop, path_dev
 def test_values_of_any_alignment_and_dtype(path_device):
     x = torch.randn(32 * 160 + 1, generator=torch.Generator().manual_seed(0))
     values = [x.to(path_device, dtype)[1:] for dtype in DTYPES]  # at no multiple of 16 bytes
-    for quantizer in (NVFP4Quantizer(), NVFP4Quantizer(adaptive="mse")):
-        weights = [quantizer.make_empty((32, 160), device=path_device) for _ in values]
-        n = len(values)
-        cast_in_shards(weights, values, [[0, 32 * 160]] * n, [torch.float32] * n)
-        build_columnwise(weights)
-        for weight, value in zip(weights, values, strict=True):
-            expected = quantized_by_torch(quantizer, value.view(32, 160).float())
-            assert_same_storage(weight, expected)
+    quantizer, n = NVFP4Quantizer(), len(values)
+    weights = [quantizer.make_empty((32, 160), device=path_device) for _ in values]
+    cast_in_shards(weights, values, [[0, 32 * 160]] * n, [torch.float32] * n)
+    build_columnwise(weights)
+    for weight, value in zip(weights, values, strict=True):
+        assert_same_storage(weight, quantized_by_torch(quantizer, value.view(32, 160).float()))
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -261,20 +242,6 @@ def test_launches_do_not_grow_with_the_number_of_weights(n, monkeypatch):
     assert len(prepared) == 2  # one per cast
 
 
-def test_amaxes_of_every_weight_are_in_the_buffer(path_device):
-    quantizers = (NVFP4Quantizer(), MXFP8Quantizer())
-    weights = [q.make_empty((32, 64), device=path_device) for q in quantizers]
-    values = [torch.full((2048,), i + 1.0, device=path_device) for i in range(2)]
-    cast = PartialCast(weights, [0, 0], [2048, 2048], [torch.float32] * 2)
-    cast.measure(values)
-    for amaxes, expected in (
-        (cast.tensor_amaxes, [[1.0], None]),
-        (cast.rowwise_amaxes, [[[1.0] * 4] * 2, [[2.0] * 2] * 32]),
-        (cast.columnwise_amaxes, [None, [[2.0] * 64]]),
-    ):
-        assert [None if x is None else x.tolist() for x in amaxes] == expected
-
-
 def test_pieces_of_a_shard_give_the_same_bytes(monkeypatch):
     monkeypatch.setattr(backend, "cpu_chunk_numel", lambda: 1000)
     for quantizer, shape in (
@@ -300,17 +267,6 @@ def test_a_cast_allocates_no_more_than_a_piece_needs(monkeypatch):
         cast.write([value])
         build_columnwise([weight])
     assert allocations.largest <= 4 * 2**13
-
-
-def test_choices_do_not_outlive_a_measurement():
-    weight = NVFP4Quantizer(adaptive="mae").make_empty((16, 16))
-    cast = PartialCast([weight], [0], [256], [torch.float32])
-    for value in (torch.ones(256), torch.linspace(-1, 1, 256)):
-        cast.measure([value])
-        with pytest.raises(RuntimeError, match="choose must be called before write"):
-            cast.write([value])
-        cast.choose([value])
-        cast.write([value])
 
 
 def test_a_write_counts_as_one_to_autograd():
@@ -387,14 +343,11 @@ def test_what_cannot_be_cast_is_refused(weights, starts, sizes, dtypes, match):
     ids=["None", "length", "matrix", "strided", "float64", "int32", "device"],
 )
 def test_values_that_do_not_fit_are_refused(value):
-    weight = NVFP4Quantizer(adaptive="mae").make_empty((32, 32))
-    cast = PartialCast([weight], [8], [4], [torch.float32])
+    cast = PartialCast([NVFP4Quantizer().make_empty((32, 32))], [8], [4], [torch.float32])
     match = r"values\[0\] must be a flat contiguous float32, bfloat16 or float16 tensor of 4"
     with pytest.raises(ValueError, match=match):
         cast.measure([value])
     cast.measure([torch.ones(4)])
-    with pytest.raises(ValueError, match=match):
-        cast.choose([value])
     with pytest.raises(ValueError, match=match):
         cast.write([value])
 
@@ -462,12 +415,3 @@ def test_cut_blocks_have_rows_of_two_shards():
     spec = GlobalSpec((80, 16), NVFP4Quantizer(), 20)
     shards = [SimpleNamespace(number=number, n_shards=4) for number in range(4)]
     assert [own_cut_blocks(spec, shard) for shard in shards] == [(1,), (0, 1), (0, 1), (0,)]
-
-
-def test_known_weights_and_their_values_are_not_kept_alive():
-    weight, value = MXFP8Quantizer().quantize(torch.ones(32, 32)), torch.ones(32, 32)
-    known = ModelWeights([weight], [value])
-    assert known.are([weight], [value])
-    alive = [weakref.ref(weight), weakref.ref(value)]
-    del weight, value
-    assert [each() for each in alive] == [None, None]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 with warnings.catch_warnings():  # it compiles functions with torch.jit.script
@@ -219,15 +220,18 @@ def test_zero_redundancy_optimizer(states, world_size):
             assert_identical(outcomes[0], alone[: len(outcomes[0])])
 
 
-def misuse_zero(rank: int) -> None:
-    with pytest.raises(ValueError, match="parameters_as_bucket_view must be False for quantized"):
+def misuse_wrappers(rank: int) -> None:
+    for flags in ({}, {"use_orig_params": True}):
+        with pytest.raises(NotImplementedError, match="got FullyShardedDataParallel, which would"):
+            FullyShardedDataParallel(Net("nvfp4", torch.float32), device_id=home(), **flags)
+    with pytest.raises(NotImplementedError, match="parameters_as_bucket_view must be False"):
         train_with_zero(rank, "mxfp8", parameters_as_bucket_view=True)
     with pytest.raises(ValueError, match="FP4Adam"):
         train_with_zero(rank, "mxfp8", overlap_with_ddp=True)
 
 
-def test_modes_of_zero_that_cannot_work_are_refused():
-    run(misuse_zero, 2)
+def test_wrappers_that_flatten_weights_are_refused():
+    run(misuse_wrappers, 2)
 
 
 def resume(rank: int) -> list[Any]:

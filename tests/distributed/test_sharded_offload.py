@@ -51,7 +51,7 @@ def train_shards(rank: int, recipe: str, releases: bool, states: str) -> None:
         )
         if releases:
             for one in (optimizer, resident):
-                one.enable_gradient_release(max_norm=0.05)
+                one.enable_gradient_release()
         for step in range(4):
             for module, one in ((model, optimizer), (other, resident)):
                 backward(module, step)

@@ -59,8 +59,7 @@ def backward(model: nn.Module, step: int) -> None:
 
 def release_on_shards(rank: int, recipe: str, groups: bool, variant: str = "") -> None:
     (model, optimizer), (other, plain) = (make(recipe, groups, variant) for _ in range(2))
-    release = optimizer.enable_gradient_release(max_norm=0.05)
-    clip: dict[torch.device, Tensor] = {}
+    release = optimizer.enable_gradient_release()
     for step in range(4):
         for module, one in ((model, optimizer), (other, plain)):
             if step == 1:  # accumulated, reduced in the last pass only
@@ -73,12 +72,9 @@ def release_on_shards(rank: int, recipe: str, groups: bool, variant: str = "") -
             backward(module, step)
             released = all(param.grad is None for param in module.parameters())
             assert released == (one is optimizer)
-        norm = plain.clip_grad_norm_(0.05)
-        clip, plain._whole.clip = plain._whole.clip, clip
         for one in (optimizer, plain):
             one.step()
             one.zero_grad()
-        assert torch.equal(release.grad_norm, norm)
         assert_identical(
             gathered_bytes(model, [model, *model]), gathered_bytes(other, [other, *other])
         )
@@ -122,17 +118,9 @@ def release_in_replicas(rank: int) -> None:
     optimizer = FP4Adam(model.parameters())
     optimizer.enable_gradient_release()
     replica = DistributedDataParallel(model)
-    before = [param.detach().clone() for param in model.parameters()]
-    with pytest.raises(NotImplementedError, match="in a DistributedDataParallel with gradient"):
-        replica(torch.randn(4, 32, device=home())).sum().backward()
-    for param, value in zip(model.parameters(), before, strict=True):
-        assert torch.equal(param.detach().float(), value.float())
-    # A model of its own beside it is fine.
-    alone = nn.Linear(32, 32).to(home())
-    one = FP4Adam(alone.parameters())
-    one.enable_gradient_release()
-    alone(torch.randn(4, 32, device=home())).sum().backward()
-    assert alone.weight.grad is None
+    replica(torch.randn(4, 32, device=home())).sum().backward()
+    with pytest.raises(RuntimeError, match="4 that have one again: DistributedDataParallel aver"):
+        optimizer.step()
 
 
 def test_replicas_are_refused():

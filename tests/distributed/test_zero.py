@@ -19,7 +19,6 @@ from fp4adam import (
     post_all_gather_processing,
     quantize_master_weights,
 )
-from fp4adam.kernels.launch import tile_lists
 from fp4adam.tensors import backend
 from helpers import random
 from ranks import run_ranks
@@ -32,21 +31,13 @@ SHAPES = {
 }
 
 
-# Scales that depend on all values of a block; boundaries of shards cut blocks and rows of them.
-ADAPTIVE = {
-    NVFP4Quantizer(adaptive="mae"): (48, 64),
-    MXFP8Quantizer(): (32, 32),
-    NVFP4Quantizer(columnwise=False, adaptive="mse", bound=448): (16, 16),
-}
-
-
-def masters(shapes: dict = SHAPES) -> list[Tensor]:
+def masters() -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator) for shape in shapes.values()]
+    return [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
 
 
-def empty_weights(shapes: dict = SHAPES) -> list[QuantizedTensor]:
-    return [q.make_empty(shape, torch.bfloat16) for q, shape in shapes.items()]
+def empty_weights() -> list[QuantizedTensor]:
+    return [q.make_empty(shape, torch.bfloat16) for q, shape in SHAPES.items()]
 
 
 def bounds(numel: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -78,14 +69,12 @@ def gather_codes(weight: QuantizedTensor, start: int, stop: int) -> None:
         data.copy_(codes.view_as(data))
 
 
-def quantize_on_rank(
-    rank: int, world_size: int, manual: bool, shapes: dict = SHAPES
-) -> tuple[list, int]:
-    weights = empty_weights(shapes)
+def quantize_on_rank(rank: int, world_size: int, manual: bool) -> tuple[list, int]:
+    weights = empty_weights()
     for weight in weights:
         weight._high_precision_init_val = torch.zeros(weight.shape)
     parts, starts, ends = [], [], []
-    for value in masters(shapes):
+    for value in masters():
         start, stop = bounds(value.numel(), rank, world_size)
         parts.append(value.flatten()[start:stop].clone() if stop > start else None)
         starts.append(start if stop > start else None)
@@ -116,15 +105,6 @@ def test_ranks_agree_on_the_full_cast_in_one_all_reduce(world_size, manual):
                     assert name not in storage
                 else:
                     assert torch.equal(storage[name], inner), name
-
-
-def test_ranks_agree_on_adaptive_scales_in_two_all_reduces():
-    expected = [q.quantize(x.bfloat16()) for q, x in zip(ADAPTIVE, masters(ADAPTIVE), strict=True)]
-    for tensors, n_calls in run_ranks(quantize_on_rank, 3, 3, True, ADAPTIVE):
-        assert n_calls == 2
-        for weight, (_, storage) in zip(expected, tensors, strict=True):
-            for name, inner in weight.storage_tensors().items():
-                assert torch.equal(storage[name], inner), name
 
 
 def quantize_to_fragments(rank: int) -> list[Tensor]:
@@ -401,14 +381,17 @@ def test_tables_are_kept_while_addresses_hold(device, monkeypatch):
     monkeypatch.setattr(backend, "uses_kernels", lambda d: True)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "all_reduce", lambda *args: None)
-    tables = []
-    table = tile_lists.table
-    monkeypatch.setattr(tile_lists, "table", lambda *args: tables.append(1) or table(*args))
+    from fp4adam.distributed import cast_launch
+
+    tables, launches = [], cast_launch.CastLaunches
+    monkeypatch.setattr(
+        cast_launch, "CastLaunches", lambda *args: tables.append(1) or launches(*args)
+    )
     weights = [NVFP4Quantizer().make_empty((32, 32), torch.bfloat16, device) for _ in range(2)]
     weights.append(MXFP8Quantizer().make_empty((32, 32), torch.bfloat16, device))
     values = [torch.randn(1024, device=device) for _ in weights]
 
-    def cast(builds: bool, starts: tuple = (0, 0, 0)) -> None:
+    def cast(builds: bool) -> None:
         """Quantize new values, and compare; all tables are built anew, or none."""
         tables.clear()
         for value in values:
@@ -416,7 +399,7 @@ def test_tables_are_kept_while_addresses_hold(device, monkeypatch):
         codes = [weight._rowwise_data for weight in weights]
         versions = [x._version for x in (*weights, *codes)]
         quantize_master_weights(
-            weights, values, starts, None, manual_post_all_gather_processing=True
+            weights, values, (0, 0, 0), None, manual_post_all_gather_processing=True
         )
         post_all_gather_processing(weights)
         assert bool(tables) == builds
@@ -436,8 +419,6 @@ def test_tables_are_kept_while_addresses_hold(device, monkeypatch):
     weights[0].data = weights[0].clone()
     cast(builds=True)
     cast(builds=False)
-    weights[2][:16].copy_(torch.ones(16, 32))  # rows that are quantized with the next access
-    cast(builds=True)
     weights[1]._high_precision_init_val = torch.zeros(32, 32)
     cast(builds=False)
     assert weights[1]._high_precision_init_val is None

@@ -41,7 +41,6 @@ CONFIGS: dict[str, Any] = {
 # Its experts are served in BF16 alone.
 GPT_OSS = "gpt-oss"
 FEW_WIDE = dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=128)
-FORMATS = ("nvfp4", "mxfp8", "float8block")
 
 
 def build(name: str, weight_format: str) -> PreTrainedModel:

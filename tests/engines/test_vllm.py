@@ -33,7 +33,7 @@ CASES = [
 @pytest.mark.parametrize("weight_format", ["nvfp4", "float8block"])
 @pytest.mark.parametrize("way", ["dense", "changes"])
 def test_vllm_takes_new_weights_while_it_runs(way, weight_format, tmp_path):
-    script = Path(__file__).with_name("refit_with_vllm.py")
+    script = Path(__file__).with_name("refit_vllm.py")
     done = subprocess.run(
         [PYTHON, script, way, weight_format, tmp_path],
         capture_output=True,

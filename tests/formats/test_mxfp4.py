@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
@@ -18,10 +19,10 @@ from fp4adam import (
     MXFP4Quantizer,
     PartialCast,
     QuantizedTensor,
-    grouped_linear,
     quantize_model,
 )
 from fp4adam.checkpoints.trained import gathered
+from fp4adam.optim.remainder import complete, split_off
 from fp4adam.tensors import backend
 from helpers import assert_bytes_are_of_masters, assert_identical, randn
 from ranks import all_ranks, run_ranks
@@ -137,7 +138,7 @@ def test_stacks_of_experts_multiply():
     torch.manual_seed(0)
     stack = MXFP4Quantizer().quantize(torch.randn(3, 64, 32))
     x, offsets = torch.randn(12, 32), torch.tensor([4, 4, 12], dtype=torch.int32)
-    actual = grouped_linear(x, stack, offsets)
+    actual = F.grouped_mm(x, stack.transpose(1, 2), offs=offsets)
     values = stack.dequantize()
     expected = torch.cat([x[:4] @ values[0].t(), x[4:] @ values[2].t()])
     torch.testing.assert_close(actual, expected)
@@ -216,3 +217,14 @@ def train_shards(rank: int, folder: str) -> None:
 
 def test_two_ranks_have_the_bits_of_one(tmp_path):
     run_ranks(train_shards, 2, str(tmp_path))
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_remainders_reach_the_masters_of_saturated_codes(rounding):
+    """With "floor" weights up to 8 times the scale have the code of 6 times."""
+    values = torch.linspace(-1.999, 1.999, 128).view(2, 64)[:, torch.randperm(64)]
+    values = values.repeat(16, 1)
+    weight = MXFP4Quantizer(scale_rounding=rounding).quantize(values)
+    master = complete(weight, split_off(weight, values))
+    # Half a gap of 2 is 119.5 units, and scales are at most 1/2.
+    assert (master - values).abs().max() <= 0.5 * 0.5 * 2 / 119.5

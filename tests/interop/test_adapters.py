@@ -39,7 +39,6 @@ SHAPE = (32, 96)
 QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(),
     "nvfp4-1d": NVFP4Quantizer(two_dimensional=False),
-    "nvfp4-4over6": NVFP4Quantizer(adaptive="mse"),
     "nvfp4-columnwise": NVFP4Quantizer(rowwise=False),
     "nvfp4-swizzled": NVFP4Quantizer(optimize_for_gemm=True),
     "mxfp8": MXFP8Quantizer(),

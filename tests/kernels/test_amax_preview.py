@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp4adam import Float8Quantizer, FP4Adam, NVFP4Quantizer
-from fp4adam.kernels.nvfp4_step import StepLaunch
+from fp4adam.kernels.amax_preview import PreviewedLaunch
 from fp4adam.optim.adam import adam_, adam_scalars
 from fp4adam.optim.update_bound import largest_update, measured_ratio, ratio_after
 from fp4adam.tensors import backend
@@ -168,15 +168,15 @@ def test_after_foreign_writes_int8_masters_are_previewed_anew(quantizer, name, d
 def tiles_read(weight, grad, monkeypatch):
     """Share of the tiles that the preview of one step looks into."""
     seen = []
-    original = StepLaunch.__call__
+    original = PreviewedLaunch.__call__
 
     def spy(launch, *signals):
         seen.append(launch.candidates().float().mean().item())
         original(launch, *signals)
 
-    monkeypatch.setattr(StepLaunch, "__call__", spy)
+    monkeypatch.setattr(PreviewedLaunch, "__call__", spy)
     weight.step(grad)
-    monkeypatch.setattr(StepLaunch, "__call__", original)
+    monkeypatch.setattr(PreviewedLaunch, "__call__", original)
     return seen[0]
 
 

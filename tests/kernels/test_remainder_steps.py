@@ -6,8 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp4adam import Float8BlockQuantizer, Float8Quantizer, MXFP8Quantizer, NVFP4Quantizer
-from fp4adam.kernels.launch.schema import SCALARS_WIDTH, Cut
+from fp4adam import (
+    Float8BlockQuantizer,
+    Float8Quantizer,
+    MXFP4Quantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
+from fp4adam.kernels.launch.schema import SCALARS_WIDTH
 from fp4adam.optim.adam import adam_, adam_scalars
 from fp4adam.optim.remainder import complete, split_off
 from fp4adam.optim.state_codec import CODES, dither_bits, dither_origin, state_codec
@@ -23,10 +29,11 @@ QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(),
     "nvfp4 1d": NVFP4Quantizer(two_dimensional=False),
     "nvfp4 rowwise": NVFP4Quantizer(columnwise=False),
-    "nvfp4 4over6": NVFP4Quantizer(adaptive="mse"),
     "mxfp8": MXFP8Quantizer(),
     "mxfp8 rowwise": MXFP8Quantizer(columnwise=False),
     "mxfp8 2d": MXFP8Quantizer(two_dimensional=True),
+    "mxfp4": MXFP4Quantizer(),
+    "mxfp4 floor": MXFP4Quantizer(scale_rounding="floor"),
     "float8 block": Float8BlockQuantizer(),
     "float8 block, any scale": Float8BlockQuantizer(force_pow_2_scales=False),
     "float8 block 1d": Float8BlockQuantizer(two_dimensional=False),
@@ -98,33 +105,22 @@ class Launched:
 
     def __init__(self, weights, grads, quantizer, device):
         from fp4adam.kernels.adam import step_variant
-        from fp4adam.kernels.launch.tensor_table import Usage
 
-        layout, codecs = quantizer.layout, [codec.name for codec in weights[0].codecs]
+        codecs = [codec.name for codec in weights[0].codecs]
         variant = step_variant(
             grad_dtype=grads[0].dtype, value_dtype=None, write_dtype=torch.float32,
             value_codec=weights[0].value_codec, exp_avg_codec=codecs[0], exp_avg_sq_codec=codecs[1],
             adam_w=True, amsgrad=False,
         )  # fmt: skip
-        rule = layout.scale_rule
-        usage = Usage(
-            quantizer.rowwise,
-            quantizer.columnwise,
-            layout.is_square,
-            False,
-            rule.adaptive,
-            rule.bound,
-        )
         kind = SimpleNamespace(
             quantizer=quantizer, groups=(), write_dtype=torch.float32,
-            variant=lambda: variant, usage=lambda: usage,
-            has_scaled_states=weights[0].codecs[0].scaled,
+            variant=lambda: variant,
         )  # fmt: skip
         rows = [w.table_row(g, i) for i, (w, g) in enumerate(zip(weights, grads, strict=True))]
         table = torch.tensor(rows, dtype=torch.int64, device=device)
         self.scalars = torch.zeros(len(weights), SCALARS_WIDTH, device=device)
-        shapes, n = [tuple(w.param.shape) for w in weights], len(weights)
-        listed = shapes, [*range(n)], table, self.scalars.view(-1), [Cut()] * n
+        shapes = [tuple(w.param.shape) for w in weights]
+        listed = shapes, [*range(len(weights))], table, self.scalars.view(-1)
         self.launch = quantizer.step_kernels().StepLaunch(kind, listed)
         self.signals = [torch.full((1,), x, device=device) for x in (1.0, 1.0, 0.0)]
 

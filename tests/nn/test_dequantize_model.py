@@ -37,7 +37,7 @@ def value(weight: Tensor) -> Tensor:
 def test_values_dtypes_and_outputs_stay(recipe, dtype, device):
     model = make(recipe, dtype).to(device)
     x = torch.randn(4, 64, dtype=dtype, device=device)
-    expected, values = model(x), [value(model[i].weight) for i in (0, 2)]
+    expected, values = model(x).detach(), [value(model[i].weight) for i in (0, 2)]
     for layer in (model[0], model[2]):
         layer.weight.tensor_model_parallel = True
     assert dequantize_model(model) is model
@@ -45,7 +45,7 @@ def test_values_dtypes_and_outputs_stay(recipe, dtype, device):
         assert type(layer.weight) is nn.Parameter and layer.weight.requires_grad
         assert layer.weight.tensor_model_parallel
         assert_identical(layer.weight.detach(), was)
-    assert_identical(model(x).detach(), expected.detach())
+    assert_identical(model(x).detach(), expected)
     assert not summary(model).quantized and "NVFP4" not in str(model)
     assert dequantize_model(model) is model  # nothing to do
     quantize_model(model, recipe)
@@ -61,9 +61,8 @@ def test_masters_are_not_what_is_written():
     dequantize_model(model)
     assert_identical(model[0].weight.detach(), codes)
     model(torch.randn(4, 64)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"dequantize_model, .* has replaced .* after that"):
-        optimizer.step()
-    FP4Adam(model.parameters()).step()
+    optimizer.step()  # goes on with the plain weight
+    assert not torch.equal(model[0].weight, codes)
 
 
 def test_attributes_hooks_gradients_and_ties_go_along():

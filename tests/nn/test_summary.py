@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fp4adam
-from fp4adam import FP4Adam, FusedAdam, Recipe, quantize_model, summary
+from fp4adam import FP4Adam, Recipe, quantize_model, summary
 
 # A Conv1D and a stack of nobody knows what are most of the model.
 pytestmark = pytest.mark.filterwarnings("ignore:only .* of the elements of matrices:UserWarning")
@@ -127,63 +127,6 @@ def test_print_shows_the_format_of_each_layer():
     recipe = Recipe("float8block", activations=True, gradients=True)
     layer = quantize_model(nn.Linear(128, 128), recipe)
     assert str(layer).endswith("weight=Float8Block, quantizes=activations+gradients)")
-
-
-# Optimizers from before quantize_model
-
-
-def backward(model: nn.Module) -> None:
-    model(torch.ones(2, 64)).sum().backward()
-
-
-@pytest.mark.parametrize("optimizer_class", [FP4Adam, FusedAdam])
-@pytest.mark.parametrize("steps_before", [0, 2])
-def test_optimizer_from_before_is_noticed(optimizer_class, steps_before):
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    optimizer = optimizer_class(model.parameters())
-    for _ in range(steps_before):
-        backward(model)
-        optimizer.step()
-    quantize_model(model, "nvfp4")
-    biases = [layer.bias.detach().clone() for layer in model]
-    backward(model)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"got one of shape \(64, 64\) that .* after that"):
-            optimizer.step()
-    assert all(map(torch.equal, biases, [layer.bias for layer in model]))
-    # The message's cure.
-    optimizer = FP4Adam(model.parameters())
-    optimizer.step()
-    assert len(optimizer.state) == 4
-
-
-def test_optimizer_of_parameters_in_use_is_not_disturbed():
-    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
-    other = nn.Linear(64, 64, bias=False)
-    old = other.weight = model[0].weight
-    frozen = model[1].weight.requires_grad_(False)
-    optimizer = FP4Adam([old, frozen])
-    quantize_model(model, "nvfp4")
-    # A layer outside of the model has it still; a frozen one is never stepped.
-    backward(other)
-    optimizer.step()
-    assert list(optimizer.state) == [old]
-    # Put back by the user.
-    model[0].weight = old
-    optimizer.zero_grad()
-    optimizer.step()
-    # And quantized again.
-    quantize_model(model, "nvfp4")
-    FP4Adam(model.parameters()).step()
-    with pytest.raises(RuntimeError, match="create the optimizer after that"):
-        FP4Adam([old]).step()
-
-
-def test_model_moves_while_someone_has_its_old_weights():
-    model = nn.Linear(64, 64)
-    old = model.weight
-    model = quantize_model(model, "nvfp4").bfloat16()
-    assert model.weight.dtype == torch.bfloat16 and old.dtype == torch.float32
 
 
 def test_saving_by_address_names_the_cure(tmp_path):

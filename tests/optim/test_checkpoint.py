@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -22,23 +21,19 @@ from torch.testing import assert_close
 
 from fp4adam import FP4Adam, QuantizedTensor, Quantizer, quantize_model
 from helpers import (
-    QUANTIZERS,
     RECIPES,
     all_params,
     assert_identical,
     make_mlp,
     make_params,
     mlp_loss,
-    quantized,
     random,
-    set_grads,
     snapshot,
     take_steps,
     through_a_file,
     train,
 )
 
-every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS.keys())
 every_recipe = pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES.keys())
 half_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
@@ -53,48 +48,6 @@ def reseeded(quantizer: Quantizer | None, device: str, dtype: torch.dtype) -> nn
 
 
 # Resuming
-
-
-LOAD_ORDERS: dict[str, Callable[[Callable, Callable], Any]] = {
-    "model first": lambda load_model, load_optimizer: (load_model(), load_optimizer()),
-    "optimizer first": lambda load_model, load_optimizer: (load_optimizer(), load_model()),
-}
-
-
-@every_quantizer
-@pytest.mark.parametrize(
-    ("dtype", "options"),
-    [
-        (torch.float32, {}),
-        (torch.bfloat16, dict(amsgrad=True, quantize_from="param_dtype", maximize=True)),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("order", LOAD_ORDERS.values(), ids=LOAD_ORDERS.keys())
-def test_resumed_training_is_bit_identical(
-    quantizer: Quantizer,
-    dtype: torch.dtype,
-    options: dict[str, Any],
-    order: Callable[[Callable, Callable], Any],
-    device: str,
-) -> None:
-    model = make_mlp(quantizer, device, dtype)
-    optimizer = FP4Adam(model.parameters(), lr=1e-2, **options)
-    train(optimizer, (mlp_loss(model, seed) for seed in range(3)))
-    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    train(optimizer, (mlp_loss(model, seed) for seed in range(3, 6)))
-
-    fresh = reseeded(quantizer, device, dtype)
-    resumed = FP4Adam(fresh.parameters(), lr=0.5, **options)
-    order(
-        lambda: fresh.load_state_dict(saved["model"]),
-        lambda: resumed.load_state_dict(saved["optimizer"]),
-    )
-    train(resumed, (mlp_loss(fresh, seed) for seed in range(3, 6)))
-    assert_identical(snapshot(resumed)["params"], snapshot(optimizer)["params"])
-    assert_identical(snapshot(resumed)["state"], snapshot(optimizer)["state"])
-    for param in quantized(fresh.parameters()):
-        assert param._high_precision_init_val is None
 
 
 @every_recipe
@@ -119,22 +72,6 @@ def test_resuming_in_the_middle_of_a_schedule_is_bit_identical(
         for seed in range(3, 6):
             take_steps(each, [seed])
             its_scheduler.step()
-    assert_identical(snapshot(resumed), snapshot(optimizer))
-
-
-def test_late_parameter_resumes_with_its_own_step(device: str) -> None:
-    params = make_params(RECIPES["nvfp4"], device)
-    optimizer = FP4Adam(params)
-    for seed in range(3):
-        set_grads(params, seed)
-        params[1].grad = None
-        params[4].grad = None if seed < 2 else params[4].grad
-        optimizer.step()
-    resumed = FP4Adam(copy.deepcopy(params))
-    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
-    for each in (optimizer, resumed):
-        take_steps(each, range(3, 5))
-    assert [optimizer.state[param]["step"].item() for param in params] == [5, 2, 5, 5, 3]
     assert_identical(snapshot(resumed), snapshot(optimizer))
 
 
@@ -213,19 +150,6 @@ def test_checkpoint_of_a_fresh_optimizer_loads(device: str) -> None:
     assert_identical(snapshot(resumed), snapshot(expected))
 
 
-def test_trainer_may_load_the_state_it_has_just_saved(device: str) -> None:
-    """Trainers move the state to the device like this, before the first step and with a closure."""
-    model, twin = (make_mlp(RECIPES["mxfp8"], device, torch.bfloat16) for _ in range(2))
-    optimizer, expected = FP4Adam(model.parameters()), FP4Adam(twin.parameters())
-    for seed in range(3):
-        optimizer.load_state_dict(optimizer.state_dict())
-        optimizer.zero_grad()
-        mlp_loss(model, seed).backward()
-        assert optimizer.step(None) is None
-        train(expected, (mlp_loss(twin, seed) for seed in range(seed, seed + 1)))
-    assert_identical(snapshot(optimizer), snapshot(expected))
-
-
 def test_hooks_may_replace_what_is_loaded(device: str) -> None:
     params = make_params(RECIPES["nvfp4"], device)
     optimizer = FP4Adam(params)
@@ -258,49 +182,6 @@ def test_state_dict_utilities_of_torch_distributed_change_nothing(
         train(its_optimizer, (mlp_loss(each, seed) for seed in range(3, 5)))
     assert_identical(snapshot(resumed)["params"], snapshot(optimizer)["params"])
     assert_identical(snapshot(resumed)["state"], snapshot(optimizer)["state"])
-
-
-def test_model_may_be_saved_in_inference_mode(device: str) -> None:
-    model = make_mlp(RECIPES["nvfp4"], device)
-    with torch.inference_mode():
-        saved = copy.deepcopy(model.state_dict())
-    assert_identical(saved["0.weight"], model[0].weight.detach())
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(quantize_from="param_dtype"),
-        dict(use_decoupled_grad=True),
-        dict(master_weights=False),
-    ],
-    ids=str,
-)
-def test_duplicate_of_the_optimizer_keeps_its_options(
-    duplicate: Callable[[FP4Adam], FP4Adam], options: dict[str, Any], device: str
-) -> None:
-    params = make_params(RECIPES["nvfp4"], device)
-    if "master_weights" in options:
-        params = [param for param in params if not isinstance(param, QuantizedTensor)]
-    optimizer = FP4Adam(params, **options)
-
-    def step(each: FP4Adam, seed: int) -> None:
-        dtype = torch.float32 if each.use_decoupled_grad else None
-        set_grads(all_params(each), seed, dtype=dtype)
-        each.step()
-
-    # Before the first step too, when the values before quantization travel along.
-    for seed in range(3):
-        copied = duplicate(optimizer)
-        assert type(copied) is FP4Adam
-        for name in ("quantize_from", "use_decoupled_grad", "master_weights"):
-            assert getattr(copied, name) == getattr(optimizer, name)
-        before = snapshot(optimizer)
-        step(copied, seed)
-        assert_identical(snapshot(optimizer), before)
-        step(optimizer, seed)
-        assert_identical(snapshot(copied), snapshot(optimizer))
 
 
 # To and from torch.optim

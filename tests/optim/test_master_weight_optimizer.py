@@ -137,12 +137,12 @@ def test_kernels_write_the_same_bytes(
 
 def test_all_weights_are_quantized_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of casts does not grow with the number of weights."""
-    from fp4adam.distributed.cast import PartialCast
+    from fp4adam.distributed.cast import LocalCast
 
     casts: list[int] = []
-    write = PartialCast.write
+    write = LocalCast.write
     monkeypatch.setattr(
-        PartialCast,
+        LocalCast,
         "write",
         lambda self, *args: casts.append(len(self._spans)) or write(self, *args),
     )

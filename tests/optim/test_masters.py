@@ -34,9 +34,7 @@ from helpers import (
     snapshot,
     stored,
     take_steps,
-    through_a_file,
 )
-from interrupts import InterruptOperators
 from master_reference import Twin, rounded, value_of
 
 NVFP4 = RECIPES["nvfp4"]
@@ -97,6 +95,12 @@ def best_of(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def start_of(param: Tensor) -> Tensor:
+    """What a master restarts from: what other code has written, before it was rounded."""
+    written = getattr(param, "_high_precision_init_val", None)
+    return value_of(param) if written is None else written.to(param.device, torch.float32)
+
+
 def masters(optimizer: FP4Adam) -> list[Tensor]:
     """What training continues from, in FP32."""
     return [
@@ -113,7 +117,7 @@ def assert_continues(
     Moments and step counts go on, and parameters become what their masters round to.
     """
     params = all_params(optimizer)
-    starts = [*map(value_of, params)] if starts is None else starts
+    starts = [*map(start_of, params)] if starts is None else starts
     twins = [Twin.of(optimizer, param) for param in params]
     set_grads(params, seed)
     if clip is not None:
@@ -134,71 +138,7 @@ def key_of(optimizer: FP4Adam, param: Tensor) -> int:
     return next(i for i, other in enumerate(all_params(optimizer)) if other is param)
 
 
-def operators_of(optimizer: FP4Adam) -> int:
-    """How many operators a step runs that is like the one before."""
-    twin = copy.deepcopy(optimizer)
-    take_steps(twin, [5, 6])
-    set_grads(all_params(twin), 7)
-    counter = InterruptOperators(10**9)
-    with counter:
-        twin.step()
-    return 10**9 - counter.left
-
-
 # Memory that is exchanged
-
-
-def new_memory(model: nn.Module) -> None:
-    model._apply(torch.clone)
-
-
-def there_and_back(model: nn.Module) -> None:
-    model.half()
-    model.bfloat16()
-
-
-def swap_with_clones(model: nn.Module) -> None:
-    for param in model.parameters():
-        torch.utils.swap_tensors(param, Parameter(param.detach().clone()))
-
-
-def assign_clones(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.data = param.detach().clone()
-
-
-def to_cpu_and_back(model: nn.Module) -> None:
-    device = next(model.parameters()).device
-    model.cpu()
-    model.to(device)
-
-
-EXCHANGES = [new_memory, there_and_back, swap_with_clones, assign_clones, to_cpu_and_back]
-
-
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_training_goes_on_in_new_memory(exchange: Callable[[nn.Module], None], device: str) -> None:
-    pairs = [make_pair(device) for _ in range(2)]
-    if exchange is there_and_back:  # which an FP32 parameter would not survive
-        for model, optimizer in pairs:
-            model.wide.requires_grad_(False)
-            group = optimizer.param_groups[0]
-            group["params"] = [param for param in group["params"] if param is not model.wide]
-            del optimizer.state[model.wide]
-            del model.wide
-    # A step that writes to the old memory then fails here, and does not corrupt the heap.
-    kept = [t for param in pairs[0][0].parameters() for t in stored(param).values()]
-    old = [t.clone() for t in kept]
-    exchange(pairs[0][0])
-    models = [model for model, _ in pairs]
-    if exchange is there_and_back:
-        models[1].bfloat16()
-    for _, optimizer in pairs:
-        take_steps(optimizer, range(2, 4))
-    assert_identical(*([p.detach() for p in model.parameters()] for model in models))
-    assert_identical(*(snapshot(optimizer)["state"] for _, optimizer in pairs))
-    if exchange in (new_memory, assign_clones, swap_with_clones):
-        assert_identical(kept, old)
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param"])
@@ -222,18 +162,6 @@ def test_state_that_does_not_fit_is_refused(name: str, wrong: str, device: str) 
             assert_identical(dict(optimizer.state[other]), dict(state))
         optimizer.state[param][name] = value
     assert_continues(optimizer, masters(optimizer))
-
-
-@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param"])
-def test_replaced_states_are_used(name: str, device: str) -> None:
-    model, optimizer = make_pair(device, amsgrad=True)
-    old = []
-    for param in (model.nvfp4.weight, model.narrow):
-        old.append(optimizer.state[param][name])
-        optimizer.state[param][name] = old[-1] * 0.5
-    untouched = [value.clone() for value in old]
-    assert_continues(optimizer, masters(optimizer))
-    assert_identical(old, untouched)
 
 
 def test_step_follows_new_strides(device: str) -> None:
@@ -320,92 +248,7 @@ def test_other_part_of_the_same_storage_counts_as_written(device: str) -> None:
     assert_continues(optimizer)
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "float8block"])
-def test_windows_on_one_weight_train_as_adamw(recipe: str, device: str) -> None:
-    """Read between steps, which quantizes both again; their masters go on."""
-    whole = make_weight(RECIPES[recipe], device, (64, 64)).detach()
-    windows = [Parameter(part) for part in whole.split(32)]
-    plain = [Parameter(part.dequantize(torch.float32)) for part in windows]
-    optimizers = FP4Adam(windows, lr=1e-4), torch.optim.AdamW(plain, lr=1e-4)
-    for seed in range(12):
-        for optimizer in optimizers:
-            set_grads(all_params(optimizer), seed, dtype=None)
-        for param, same in zip(windows, plain, strict=True):
-            param.grad = same.grad.bfloat16()
-            same.grad = param.grad.float()
-        for optimizer in optimizers:
-            optimizer.step()
-        whole.dequantize()
-    for param, same in zip(windows, plain, strict=True):
-        master = optimizers[0].state[param]["master_param"]
-        torch.testing.assert_close(master, same.detach(), rtol=1e-6, atol=1e-7)
-
-
-def by_copy(param: Parameter) -> None:
-    param.copy_(random(tuple(param.shape), 5).to(param))
-
-
-def through_data(param: Parameter) -> None:
-    param.data.mul_(0.5)
-
-
-def by_sgd(param: Parameter) -> None:
-    torch.optim.SGD([param], lr=0.1).step()
-
-
-@pytest.mark.parametrize("write", [by_copy, through_data, by_sgd])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parameter_without_master_is_its_own_value(
-    write: Callable[[Parameter], None], dtype: torch.dtype, device: str
-) -> None:
-    """Whoever writes it; nothing has to be made anew."""
-    param = Parameter(random((40,), 0, device).to(dtype))
-    optimizer = FP4Adam([param], lr=1e-2, master_weights=False)
-    take_steps(optimizer, range(2))
-    plan = optimizer._whole.plan
-    for _ in range(2):
-        with torch.no_grad():
-            write(param)
-        number, start = param._version, value_of(param)
-        twin = Twin.of(optimizer, param)
-        twin.value = start
-        twin.update(param.grad, optimizer.param_groups[0])
-        optimizer.step()
-        assert_identical(param.detach(), twin.value.to(dtype))
-        assert param._version > number
-    assert optimizer._whole.plan is plan
-
-
-def test_default_device_is_of_no_matter(device: str) -> None:
-    optimizers = [FP4Adam(make_net(device).parameters()) for _ in range(2)]
-    for seed in range(3):
-        for optimizer in optimizers:
-            set_grads(all_params(optimizer), seed)
-        optimizers[0].step()
-        torch.set_default_device("cuda" if torch.cuda.is_available() else "meta")
-        try:
-            optimizers[1].step()
-            saved = optimizers[1].state_dict()
-            optimizers[1].load_state_dict(saved)
-        finally:
-            torch.set_default_device(None)
-    assert_identical(*map(snapshot, optimizers))
-
-
 # Who wrote last
-
-
-def test_reset_master_weights_restarts_from_the_parameters(device: str) -> None:
-    model, optimizer = make_pair(device)
-    kept = masters(optimizer)
-    optimizer.reset_master_weights([model.narrow])
-    starts = [
-        value_of(p) if p is model.narrow else start
-        for p, start in zip(all_params(optimizer), kept, strict=True)
-    ]
-    assert_continues(optimizer, starts)
-    optimizer.reset_master_weights()
-    assert_continues(optimizer)
 
 
 def test_a_reset_before_the_first_step_keeps_the_value_before_quantization(device: str) -> None:
@@ -442,151 +285,6 @@ def test_only_a_step_and_a_reset_free_the_value_before_quantization(device: str)
         free()
         assert not hasattr(weight, "get_high_precision_init_val")
         assert_identical(masters(optimizer), [value])
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [FP4Adam, lambda params: MasterWeightOptimizer(params, SGD, lr=0.1)],
-    ids=["FP4Adam", "MasterWeightOptimizer"],
-)
-def test_masters_have_memory_of_their_own(wrap: Callable, device: str) -> None:
-    """Not that of the value before quantization, which a state_dict from before may hold."""
-    model = nn.Linear(64, 32, bias=False, device=device)
-    saved = model.state_dict()
-    expected = saved["weight"].clone()
-    quantize_model(model, "nvfp4")
-    optimizer = wrap(model.parameters())
-    take_steps(optimizer, range(2))
-    assert_identical(saved["weight"], expected)
-
-
-def through_deepcopy(model: nn.Module, optimizer: FP4Adam) -> tuple[Any, FP4Adam]:
-    return copy.deepcopy((model, optimizer))
-
-
-def through_pickle(model: nn.Module, optimizer: FP4Adam) -> tuple[Any, FP4Adam]:
-    return through_a_file((model, optimizer), weights_only=False)
-
-
-def through_an_interrupt(model: nn.Module, optimizer: FP4Adam) -> tuple[Any, FP4Adam]:
-    """In the middle, when some has been written."""
-    middle = operators_of(optimizer) // 2
-    set_grads(all_params(optimizer), 4)
-    with pytest.raises(KeyboardInterrupt), InterruptOperators(middle):
-        optimizer.step()
-    return model, optimizer
-
-
-def through_own_state_dict(model: nn.Module, optimizer: FP4Adam) -> tuple[Any, FP4Adam]:
-    optimizer.load_state_dict(optimizer.state_dict())
-    return model, optimizer
-
-
-def through_a_new_group(model: nn.Module, optimizer: FP4Adam) -> tuple[Any, FP4Adam]:
-    model.late = Parameter(torch.ones(3, device=model.wide.device))
-    optimizer.add_param_group({"params": [model.late]})
-    return model, optimizer
-
-
-def through_nothing(model: nn.Module, optimizer: FP4Adam) -> tuple[Any, FP4Adam]:
-    return model, optimizer
-
-
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "float8block"])
-def test_row_windows_of_one_tensor_train_apart(name: str) -> None:
-    """A step of one raises the version of the other, whose master holds all the same."""
-    whole = RECIPES[name].quantize(random((256, 32), 0, scale=0.1))
-    params = [Parameter(whole[:128]), Parameter(whole[128:])]
-    twins = [Parameter(value_of(param)) for param in params]
-    optimizer, adamw = FP4Adam(params, lr=1e-4), AdamW(twins, lr=1e-4)
-    for seed in range(5):
-        set_grads(twins, seed)
-        for param, twin in zip(params, twins, strict=True):
-            param.grad = twin.grad.clone()
-        optimizer.step()
-        adamw.step()
-        optimizer.state_dict()
-    assert_close(masters(optimizer), [twin.detach() for twin in twins], rtol=1e-6, atol=1e-7)
-
-
-EVENTS = [
-    through_nothing,
-    through_deepcopy,
-    through_pickle,
-    through_an_interrupt,
-    through_own_state_dict,
-    through_a_new_group,
-]
-
-
-@pytest.mark.parametrize("event", EVENTS)
-def test_overwritten_weights_count(event: Callable[..., Any], device: str) -> None:
-    model, optimizer = event(*make_pair(device))
-    model.load_state_dict(best_of(model))
-    assert_continues(optimizer)
-
-
-@pytest.mark.parametrize("event", EVENTS)
-def test_masters_that_still_belong_to_their_parameters_go_on(
-    event: Callable[..., Any], device: str
-) -> None:
-    model, optimizer = event(*make_pair(device))
-    if event is through_an_interrupt:  # some parameters may lie behind their masters
-        take_steps(optimizer, [5])
-    expected = masters(optimizer)
-    if event is not through_nothing:  # written again, with the same bytes
-        model.load_state_dict(copy.deepcopy(model.state_dict()))
-    assert_continues(optimizer, expected)
-
-
-def test_overwrite_after_one_step_more_counts(device: str) -> None:
-    """What is known about a parameter is known after each step."""
-    model, optimizer = make_pair(device)
-    for seed in range(2, 5):
-        model.load_state_dict(best_of(model))
-        assert_continues(optimizer, seed=seed)
-        assert_continues(optimizer, masters(optimizer), seed=10 + seed)
-
-
-@pytest.mark.parametrize("model_first", [True, False])
-def test_checkpoint_of_overwritten_weights_resumes_from_them(
-    model_first: bool, device: str
-) -> None:
-    model, optimizer = make_pair(device)
-    model.load_state_dict(best_of(model))
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    for key, param in enumerate(all_params(optimizer)):
-        if "master_param" in saved[1]["state"][key]:
-            assert_identical(saved[1]["state"][key]["master_param"], value_of(param))
-    fresh = make_net(device, seed=50)
-    resumed = FP4Adam(fresh.parameters())
-    if model_first:
-        fresh.load_state_dict(saved[0])
-    resumed.load_state_dict(saved[1])
-    if not model_first:
-        fresh.load_state_dict(saved[0])
-    for param, twin in zip(model.parameters(), fresh.parameters(), strict=True):
-        assert_identical(stored(twin), stored(param))
-    assert_continues(resumed)
-    assert_continues(optimizer)
-
-
-def test_own_state_dict_of_overwritten_weights_changes_nothing(device: str) -> None:
-    model, optimizer = make_pair(device)
-    model.load_state_dict(best_of(model))
-    before = [param.detach().clone() for param in model.parameters()]
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert_identical([param.detach() for param in model.parameters()], before)
-    assert_continues(optimizer)
-
-
-def test_older_state_than_the_model_is_no_reason_to_go_back(device: str) -> None:
-    """A loaded master that the parameter has left restarts: the parameter keeps its value."""
-    model, optimizer = make_pair(device)
-    saved = copy.deepcopy(optimizer.state_dict())
-    model.load_state_dict(best_of(model))
-    optimizer.load_state_dict(saved)
-    assert_continues(optimizer)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -647,43 +345,6 @@ def test_an_fp32_model_takes_masters_that_have_scales(save: Callable, device: st
     assert sorted(resumed.state[plain.narrow]) == ["exp_avg", "exp_avg_sq", "step"]
 
 
-@pytest.mark.parametrize("exchange", ["data", "swap_tensors"])
-def test_weights_of_an_equally_trained_model_count(exchange: str, device: str) -> None:
-    """As many writes as before: to count them is not enough."""
-    model, optimizer = make_pair(device)
-    other = make_net(device, seed=30)
-    take_steps(FP4Adam(other.parameters(), lr=1e-2), range(2))
-    for param, source in zip(model.parameters(), copy.deepcopy(other).parameters(), strict=True):
-        if exchange == "data":
-            param.data = source.data
-        else:
-            torch.utils.swap_tensors(param, source)
-    assert_identical(
-        [param.detach() for param in model.parameters()],
-        [param.detach() for param in other.parameters()],
-    )
-    assert_continues(optimizer)
-
-
-def test_weights_swapped_between_two_models_are_trained_where_they_are(device: str) -> None:
-    pairs = [make_pair(device), make_pair(device)]
-    take_steps(pairs[1][1], [7])
-    for one, other in zip(*(model.parameters() for model, _ in pairs), strict=True):
-        torch.utils.swap_tensors(one, other)
-    for _, optimizer in pairs:
-        # swap_tensors exchanges the state's keys no more than the parameters: values change.
-        assert_continues(optimizer)
-
-
-def test_last_of_two_optimizers_counts(device: str) -> None:
-    model, optimizer = make_pair(device)
-    other = FP4Adam(model.parameters(), lr=0.1)
-    assert_continues(other, seed=2)
-    assert_continues(optimizer, seed=3)
-    assert_continues(optimizer, masters(optimizer), seed=4)
-    assert_continues(other, seed=5)
-
-
 def test_foreach_copy_to_mixed_parameters_counts(device: str) -> None:
     model, optimizer = make_pair(device)
     sources = [*best_of(model).values()]
@@ -741,19 +402,6 @@ def test_state_of_a_parameter_without_master_has_none(dtype: torch.dtype, device
     assert sorted(saved) == ["exp_avg", "exp_avg_sq", "step"]
 
 
-@pytest.mark.parametrize("at", [*range(8)])
-def test_state_after_an_interrupt_can_be_loaded(at: int) -> None:
-    """Of the first step as well, which makes the states."""
-    optimizer = FP4Adam(make_net("cpu").parameters())
-    set_grads(all_params(optimizer), 0)
-    with pytest.raises(KeyboardInterrupt), InterruptOperators(at):
-        optimizer.step()
-    resumed = FP4Adam(make_net("cpu").parameters())
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for each in (optimizer, resumed):
-        take_steps(each, [1])
-
-
 def test_replaced_parameters_are_freed(device: str) -> None:
     optimizer = make_pair(device)[1]  # the model is gone
     group = optimizer.param_groups[0]
@@ -796,28 +444,6 @@ def test_sharded_state_of_a_plain_parameter_changes_nothing(
     with pytest.raises((ValueError, TypeError, RuntimeError)):
         optimizer.load_state_dict(saved)
     assert_identical(snapshot(optimizer), before)
-    assert_continues(optimizer, masters(optimizer))
-
-
-def test_refused_step_keeps_the_clipping(device: str) -> None:
-    model, optimizer = make_pair(device)
-    params, starts = all_params(optimizer), masters(optimizer)
-    twins = [Twin.of(optimizer, param) for param in params]
-    set_grads(params, 3)
-    norm = optimizer.clip_grad_norm_(0.125)
-    good, model.narrow.grad = model.narrow.grad, model.narrow.grad.to_sparse()
-    before = snapshot(optimizer)
-    with pytest.raises(RuntimeError, match="sparse"):
-        optimizer.step()
-    assert_identical(snapshot(optimizer), before)
-    model.narrow.grad = good
-    factor = (0.125 / (norm + 1e-6)).clamp(max=1.0)
-    for param, twin, start in zip(params, twins, starts, strict=True):
-        twin.value = start
-        twin.update(param.grad, optimizer.param_groups[0], clip=factor)
-    optimizer.step()
-    assert_close(masters(optimizer), [twin.value for twin in twins], rtol=1e-6, atol=1e-7)
-    # It was for this step alone.
     assert_continues(optimizer, masters(optimizer))
 
 
@@ -1031,21 +657,6 @@ def test_optimizer_with_a_rule_for_scale_groups_can_be_pickled() -> None:
     assert_identical(snapshot(twin)["params"], snapshot(optimizer)["params"])
     amaxes = [param.detach().storage_tensors()["_amax"] for param in all_params(twin)]
     assert_identical(*amaxes)
-
-
-def test_rows_of_a_weight_that_was_never_stepped_are_a_parameter(device: str) -> None:
-    weight = make_weight(NVFP4, device, (32, 32), keeps_value=True)
-    value = weight.get_high_precision_init_val().float().clone()
-    rest = value[16:].clone()  # the other rows still have theirs
-    rows = Parameter(weight.detach()[:16])
-    optimizer = FP4Adam([rows], lr=1e-2)
-    set_grads([rows], 0)
-    optimizer.step()
-    twin = Twin(value[:16].clone(), {}, 0)
-    twin.update(rows.grad, optimizer.param_groups[0])
-    assert_identical(optimizer.state[rows]["master_param"], twin.value)
-    both = torch.cat([twin.value, rest])
-    assert_identical(stored(weight), NVFP4.quantize(both).storage_tensors())
 
 
 @needs_cuda

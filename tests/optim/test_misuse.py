@@ -30,7 +30,6 @@ from fp4adam import (
     export_checkpoint,
     export_masters,
     fp4_utils,
-    grouped_linear,
     hf_scale_groups,
     import_checkpoint,
     quantize_master_weights,
@@ -279,12 +278,6 @@ def scattering(*values: object) -> Misuse:
     return call(lambda s: quantize_master_weights([s.late], *values, None))
 
 
-def in_experts(tokens: Tensor, offsets: Any, recipe: Recipe = NVFP4) -> Misuse:
-    """``grouped_linear`` of two experts [128, 128]."""
-    weights = torch.ones(2, 128, 128)
-    return call(lambda s: grouped_linear(tokens, recipe.quantizer.quantize(weights), offsets))
-
-
 def in_layer(*shape: int) -> Misuse:
     """A layer [96, 64] whose matmuls are quantized."""
     weight = Recipe("nvfp4", activations=True).quantizer.quantize(torch.ones(96, 64))
@@ -297,7 +290,6 @@ def filtered_init(scene: Scene) -> Callable[[], object]:
 
 BYTES = torch.zeros(128, 4, dtype=torch.uint8)
 E4M3 = torch.float8_e4m3fn
-TOKENS, OFFSETS = torch.ones(5, 128), torch.tensor([3, 5], dtype=torch.int32)
 # The types of exceptions, short enough for a table.
 V, T, R, N, F = ValueError, TypeError, RuntimeError, NotImplementedError, FileNotFoundError
 AT_LEAST_0, NUMBER = "it must be a number >= 0", "it must be a number, or a one-element tensor"
@@ -374,9 +366,7 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "clip: below zero": (call(lambda s: s.optimizer.clip_grad_norm_(-1)), V, (">= 0", "-1", "inf")),
     "clip: NaN": (call(lambda s: s.optimizer.clip_grad_norm_(NAN)), V, (">= 0", "nan", "inf")),
     "clip: None": (call(lambda s: s.optimizer.clip_grad_norm_(None)), T, ("number", "None", "inf")),
-    "clip: norm 3": (call(lambda s: s.optimizer.clip_grad_norm_(1, 3)), V, ("1, 2 or inf", "3.0",
-        "torch.nn.utils")),
-    "clip: norm as text": (call(lambda s: s.optimizer.clip_grad_norm_(1, "two")), T, ("'two'",)),
+    "clip: norm as text": (call(lambda s: s.optimizer.clip_grad_norm_(1, "two")), V, ("'two'",)),
     # Loading a state
     "state: of a model": (call(lambda s: s.optimizer.load_state_dict(s.model.state_dict())), V, (
         "must have state and param_groups", "got ['down.weight'", "a model's goes to the model")),
@@ -453,18 +443,6 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "recipe: imported": (importing(quantizer=FP8_MATMULS), T, ("must be a Quantizer", "got Recipe",
         "Recipe(...).quantizer")),
     "layer: input of another width": (in_layer(3, 96), V, ("[..., 64]", "got (3, 96)", "in_feat")),
-    "experts: offsets as a list": (in_experts(TOKENS, [3, 5]), T, ("offsets must be", "got a list",
-        "torch.tensor")),
-    "experts: wide offsets": (in_experts(TOKENS, OFFSETS.long()), T, ("must be int32", "int64",
-        "convert")),
-    "experts: offsets of three": (in_experts(TOKENS, OFFSETS.repeat(3)[:3]), V, ("per expert, 2",
-        "got (3,)", "where the tokens of each expert end")),
-    "experts: input of another width": (in_experts(TOKENS[:, :64], OFFSETS), V, ("[tokens, in_feat",
-        "got (5, 64) and (2, 128, 128)", "agree")),
-    "experts: integers": (in_experts(TOKENS.int(), OFFSETS), T, ("input must be floating point",
-        "got torch.int32", "convert")),
-    "experts: Float8Block operands": (in_experts(TOKENS, OFFSETS, FP8_MATMULS), N, (
-        "must be MXFP8 or NVFP4", "got Float8Block", "Recipe(weights)")),
     # Several GPUs, of which there is none
     "FSDP2: gather what is not sharded": (
         call(lambda s: s.weight.fsdp_pre_all_gather(None)), R,
@@ -484,9 +462,6 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     ),
     # Export
     "export: unknown layout": (exporting(layout="onnx"), V, ("layout must be one of", "'onnx'")),
-    "export: unknown architecture": (
-        exporting(layout="gguf"), V, ("architectures must be one of", "got None", "pass config="),
-    ),
     "export: nothing quantized": (
         call(lambda s: export_checkpoint(s.plain, s.folder)), V, ("got none", "quantize_model"),
     ),
@@ -561,8 +536,6 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", MISUSES)
 def test_misuse_is_refused_and_changes_nothing(name, tmp_path, capsys):
-    if name == "export: unknown architecture":
-        pytest.importorskip("gguf")
     misuse, error, words = MISUSES[name]
     scene = Scene(tmp_path)
     refused = misuse(scene)

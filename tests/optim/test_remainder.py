@@ -11,7 +11,6 @@ QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(),
     "nvfp4 1d": NVFP4Quantizer(two_dimensional=False),
     "nvfp4 columnwise": NVFP4Quantizer(rowwise=False),
-    "nvfp4 4over6": NVFP4Quantizer(adaptive="mse"),
     "mxfp8": MXFP8Quantizer(),
     "mxfp8 columnwise": MXFP8Quantizer(rowwise=False),
     "float8 block": Float8BlockQuantizer(),

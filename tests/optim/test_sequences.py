@@ -7,15 +7,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
-from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import AdamW
 from torch.testing import assert_close
 
 from fp4adam import FP4Adam
 from group_programs import GroupTraining
-from helpers import bits_equal, random, set_grads
-from interrupts import interrupted
+from helpers import random, set_grads
 from master_reference import Twin
 from training_programs import KernelTraining, OffloadedTraining, OperatorTraining, Training
 from view_programs import ViewTraining
@@ -54,34 +52,12 @@ def test_programs_do_what_the_model_says(
     )
 
 
-@pytest.mark.parametrize("apart", [101, pytest.param(17, marks=pytest.mark.exhaustive)])
-def test_a_load_that_is_interrupted_at_any_line(apart: int) -> None:
-    for at in range(0, 5000, apart):
-        training = OperatorTraining()
-        training.start(options="adamw")
-        training.step(seed=1, absent=set())
-        training.interrupted_load(at=at)
-        training.step(seed=2, absent=set())
-        training.teardown()
-
-
 @pytest.mark.parametrize("failing", range(5))
 def test_a_released_step_that_fails_half_way(failing: int) -> None:
     training = OperatorTraining()
     training.start(options="adamw")
     training.released_step(seed=1, absent=set(), failing=failing)
     training.teardown()
-
-
-@pytest.mark.parametrize("apart", [401, pytest.param(11, marks=pytest.mark.exhaustive)])
-def test_a_released_step_that_is_interrupted_at_any_line(apart: int) -> None:
-    for at in range(0, 4500, apart):
-        training = OperatorTraining()
-        training.start(options="adamw")
-        training.step(seed=1, absent=set())
-        training.interrupted_released_step(seed=2, at=at)
-        training.released_step(seed=3, absent=set(), failing=None)
-        training.teardown()
 
 
 @pytest.mark.parametrize(
@@ -116,39 +92,3 @@ def test_a_step_that_is_interrupted_anywhere(options: str, apart: int) -> None:
         training.interrupted_step(seed=2, at=at)
         training.step(seed=3, absent=set())
         training.teardown()
-
-
-@pytest.mark.parametrize("clips", [False, True])
-def test_a_step_that_was_interrupted_before_it_changed_anything(clips: bool) -> None:
-    """Both parameters have gradients again, after a step of one of them."""
-
-    def trained() -> FP4Adam:
-        params = [Parameter(random((4, 8), seed)) for seed in range(2)]
-        optimizer = FP4Adam(params, lr=1e-2, fused=False)
-        for step in range(3):
-            set_grads(params, step)
-            if step == 1:
-                params[1].grad = None
-            if step < 2:
-                optimizer.step()
-        if clips:
-            optimizer.clip_grad_norm_(0.01)
-        return optimizer
-
-    def tensors(optimizer: FP4Adam) -> list[Tensor]:
-        params = optimizer.param_groups[0]["params"]
-        return [t for p in params for t in (p.detach(), *optimizer.state[p].values())]
-
-    expected = trained()
-    before = [each.clone() for each in tensors(expected)]
-    expected.step()
-    at, ends, repeated = 0, False, 0
-    while not ends:
-        optimizer = trained()
-        ends = not interrupted(optimizer.step, at)
-        if all(map(bits_equal, tensors(optimizer), before)):
-            optimizer.step()
-            assert all(map(bits_equal, tensors(optimizer), tensors(expected))), at
-            repeated += 1
-        at += 1
-    assert repeated > 100

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 from torch.testing import assert_close
 
@@ -18,7 +16,6 @@ from fp4adam import FP4Adam, NVFP4Quantizer, Quantizer, quantize_model
 from helpers import (
     QUANTIZERS,
     RECIPES,
-    assert_bytes_are_of_masters,
     assert_identical,
     make_mlp,
     make_params,
@@ -31,40 +28,9 @@ from helpers import (
 )
 
 every_recipe = pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES.keys())
-both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
 # Learning
-
-
-def train_mlp(quantizer: Quantizer | None, dtype: torch.dtype, device: str) -> list[float]:
-    model = make_mlp(quantizer, device, dtype)
-    optimizer = (AdamW if quantizer is None else FP4Adam)(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(20):
-        optimizer.zero_grad()
-        loss = mlp_loss(model, seed=step % 4)
-        loss.backward()
-        for param in model.parameters():
-            assert type(param.grad) is Tensor
-            assert (param.grad.dtype, param.grad.shape) == (param.dtype, param.shape)
-            assert param.grad.isfinite().all()
-            assert param.grad.count_nonzero()
-        optimizer.step()
-        losses.append(loss.item())
-    if quantizer is not None:
-        weights = quantized(model.parameters())
-        assert [type(weight) for weight in weights] == [quantizer.tensor_class] * 2
-        assert_bytes_are_of_masters(optimizer)
-    return losses
-
-
-@pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS.keys())
-@both_dtypes
-def test_mlp_learns_in_every_format(quantizer: Quantizer, dtype: torch.dtype, device: str) -> None:
-    losses, reference = train_mlp(quantizer, dtype, device), train_mlp(None, dtype, device)
-    assert losses[-1] < 0.5 * losses[0]
-    assert_close(losses[-1], reference[-1], rtol=0.3, atol=0)
 
 
 def train_transformer(
@@ -163,28 +129,6 @@ def test_accumulated_gradients_equal_one_big_batch(quantizer: Quantizer, device:
 
 
 @every_recipe
-def test_closure_gives_the_gradients_and_the_loss(quantizer: Quantizer, device: str) -> None:
-    model, twin = make_mlp(quantizer, device), make_mlp(quantizer, device)
-    optimizer, expected = FP4Adam(model.parameters()), FP4Adam(twin.parameters())
-    for seed in range(3):
-
-        def closure(seed: int = seed) -> Tensor:
-            assert torch.is_grad_enabled()
-            optimizer.zero_grad()
-            loss = mlp_loss(model, seed)
-            loss.backward()
-            return loss
-
-        returned = optimizer.step(closure)
-        expected.zero_grad()
-        loss = mlp_loss(twin, seed)
-        loss.backward()
-        assert expected.step() is None
-        assert_identical(returned, loss)
-    assert_identical(snapshot(optimizer), snapshot(expected))
-
-
-@every_recipe
 def test_optimizer_per_parameter_may_run_inside_backward(quantizer: Quantizer, device: str) -> None:
     model, twin = make_mlp(quantizer, device), make_mlp(quantizer, device)
     optimizers = {param: FP4Adam([param], lr=1e-2) for param in model.parameters()}
@@ -209,42 +153,6 @@ def test_optimizer_per_parameter_may_run_inside_backward(quantizer: Quantizer, d
 
 
 # Schedules
-
-
-SCHEDULES: dict[str, Callable[[Any], Any]] = {
-    "OneCycleLR": lambda o: OneCycleLR(o, max_lr=1e-2, total_steps=6),
-    "CosineAnnealingLR": lambda o: CosineAnnealingLR(o, T_max=5),
-    "LambdaLR from 0": lambda o: LambdaLR(o, lambda step: min(1.0, step / 2)),
-}
-
-
-@every_recipe
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
-@pytest.mark.parametrize("tensor_lr", [False, True], ids=["", "tensor lr"])
-def test_scheduled_masters_follow_adamw(
-    quantizer: Quantizer, schedule: Callable[[Any], Any], tensor_lr: bool, device: str
-) -> None:
-    lr = torch.tensor(1e-2) if tensor_lr else 1e-2
-    params = make_params(quantizer, device)
-    weights = quantized(params)
-    twins = []
-    for weight in weights:
-        value = weight._high_precision_init_val
-        value = weight.detach().dequantize(torch.float32) if value is None else value.float()
-        twins.append(nn.Parameter(value))
-    optimizer, adamw = FP4Adam(params, lr=lr), AdamW(twins, lr=copy.deepcopy(lr))
-    schedulers = [schedule(each) for each in (optimizer, adamw)]
-    for seed in range(6):
-        set_grads(params, seed)
-        for weight, twin in zip(weights, twins, strict=True):
-            twin.grad = weight.grad.float()
-        for each, scheduler in zip((optimizer, adamw), schedulers, strict=True):
-            each.step()
-            scheduler.step() if seed < 5 else None
-        group, other = optimizer.param_groups[0], adamw.param_groups[0]
-        assert (group["lr"], group["betas"]) == (other["lr"], other["betas"])
-    for weight, twin in zip(weights, twins, strict=True):
-        assert_close(optimizer.state[weight]["master_param"], twin.detach(), rtol=4e-6, atol=4e-6)
 
 
 # Averages
@@ -284,22 +192,6 @@ def test_average_in_high_precision_follows_the_quantized_weights(
         averaged(random((2, 32), 0, device))
 
 
-@every_recipe
-def test_averaging_leaves_training_alone(quantizer: Quantizer, device: str) -> None:
-    """A copied model is made at every step, from before the first one on."""
-    models = [make_mlp(quantizer, device) for _ in range(2)]
-    optimizers = [FP4Adam(model.parameters(), lr=1e-2) for model in models]
-    averaged = AveragedModel(models[0], avg_fn=get_ema_avg_fn(0.5))
-    for seed in range(3):
-        averaged.update_parameters(models[0])
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            mlp_loss(model, seed).backward()
-            optimizer.step()
-    assert_identical(*(snapshot(optimizer) for optimizer in optimizers))
-    assert not quantized(averaged.parameters())
-
-
 def test_averages_in_copies_of_other_code_are_warned_of(device: str) -> None:
     """As Lightning's StochasticWeightAveraging makes them; loading a copy is no average."""
     model = make_mlp(NVFP4Quantizer(), device)
@@ -312,24 +204,3 @@ def test_averages_in_copies_of_other_code_are_warned_of(device: str) -> None:
         with pytest.warns(UserWarning, match="a moving average of weights stands still"):
             ours.detach().copy_(ours.detach() * 0.9 + others.detach() * 0.1)
         ours.detach().copy_(ours.detach() * 0.9 + others.detach() * 0.1)
-
-
-@every_recipe
-def test_averaged_weights_can_be_swapped_in_and_out(quantizer: Quantizer, device: str) -> None:
-    """Evaluation with other weights, then training goes on as if nothing had happened."""
-    models = [make_mlp(quantizer, device) for _ in range(2)]
-    optimizers = [FP4Adam(model.parameters(), lr=1e-2) for model in models]
-    other = make_mlp(quantizer, device)
-    with torch.no_grad():
-        other[0].weight.copy_(random((64, 32), 9, device))
-    for seed in range(4):
-        if seed == 2:
-            kept = copy.deepcopy(models[0].state_dict())
-            models[0].load_state_dict(other.state_dict())
-            mlp_loss(models[0])
-            models[0].load_state_dict(kept)
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            mlp_loss(model, seed).backward()
-            optimizer.step()
-    assert_identical(*(snapshot(optimizer) for optimizer in optimizers))

@@ -164,57 +164,12 @@ def quantize_nvfp4(x: Floats, two_dimensional: bool = True) -> Fields:
 
 
 @np.errstate(all="ignore")
-def _nvfp4_adaptive(x: Floats, rows: int, error: str, bound: int) -> tuple[Codes, Codes, Floats]:
-    """Rowwise 4over6: packed codes, scales [M / rows, K / 16], amax."""
-    amax = np.fmax.reduce(np.abs(x).ravel(), initial=0).astype(np.float32)
-    encode = min(np.float32(6 * bound) / amax, FLOAT32_MAX)
-    if amax == 0 or encode == 0:
-        encode = np.float32(1)
-    base = _block_amax(x, rows, 16) / np.float32(6) * encode
-    found = []
-    for scale in (base * np.float32(1.5), base):
-        scale = encode_e4m3(np.minimum(scale, np.float32(448)))
-        factor = np.float32(1) / (decode_e4m3(scale) * (np.float32(1) / encode))
-        factor = np.minimum(factor, FLOAT32_MAX)
-        code = encode_e2m1(x * _spread(factor, rows, 16, x.shape))
-        value = decode_e2m1(code) * _spread(decode_e4m3(scale), rows, 16, x.shape)
-        difference = np.abs(value * amax / np.float32(6 * bound) - x)
-        if error == "mse":
-            difference = difference * difference
-        # Of 16 columns from the first to the last, then of rows 8 apart, 4, 2 and 1.
-        total = np.zeros((x.shape[0], x.shape[1] // 16), np.float32)
-        for column in range(16):
-            total = total + difference[:, column::16]
-        total = total.reshape(total.shape[0] // rows, rows, total.shape[1])
-        for half in (8, 4, 2, 1) if rows == 16 else ():
-            total = total[:, :half] + total[:, half:]
-        found.append((total[:, 0], scale, code))
-    (error4, scale4, code4), (error6, scale6, code6) = found
-    four = error4 < error6
-    codes = np.where(_spread(four, rows, 16, x.shape), code4, code6)
-    return pack_e2m1(codes), np.where(four, scale4, scale6), amax.reshape(1)
-
-
-def quantize_nvfp4_adaptive(x: Floats, two_dimensional: bool, error: str, bound: int) -> Fields:
-    """NVFP4 of x [M, K] with a choice of scales by "mae" or "mse"."""
-    rows = 16 if two_dimensional else 1
-    data, scale, amax = _nvfp4_adaptive(x, rows, error, bound)
-    if two_dimensional:
-        columnwise_data, columnwise_scale = transpose_e2m1(data), scale.T.repeat(16, 0)
-        scale = scale.repeat(16, 0)
-    else:
-        transposed = np.ascontiguousarray(x.T)
-        columnwise_data, columnwise_scale, _ = _nvfp4_adaptive(transposed, rows, error, bound)
-    return _nvfp4_fields(data, scale, columnwise_data, columnwise_scale, amax)
-
-
-@np.errstate(all="ignore")
-def dequantize_nvfp4(fields: Fields, bound: int = 448) -> Floats:
+def dequantize_nvfp4(fields: Fields) -> Floats:
     """Float32 [M, K] from the rowwise fields."""
     codes = unpack_e2m1(fields["rowwise_data"])
     m, k = codes.shape
     scale = decode_e4m3(fields["rowwise_scale_inv"][:m, : k // 16])
-    factor = scale * fields["amax_rowwise"] * (np.float32(1) / np.float32(6 * bound))
+    factor = scale * fields["amax_rowwise"] * (np.float32(1) / np.float32(2688))
     return decode_e2m1(codes) * _spread(factor, 1, 16, codes.shape)
 
 
@@ -330,19 +285,38 @@ def dequantize_float8(fields: Fields) -> Floats:
     return decode_e4m3(fields["rowwise_data"]) * fields["rowwise_scale_inv"]
 
 
+@np.errstate(all="ignore")
+def quantize_mxfp4(x: Floats) -> Fields:
+    """MXFP4 of x [M, K], K a multiple of 32, with scales rounded to even; the rowwise fields."""
+    mantissa, exponent = np.frexp(_block_amax(x, 1, 32))
+    exponent = exponent - 1 + (mantissa >= 0.875)
+    scale = np.maximum(np.where(mantissa == 0, -127, exponent - 2) + 127, 0).astype(np.uint8)
+    encode = np.ldexp(np.float32(1), 127 - scale.astype(np.int32))
+    codes = encode_e2m1(x * _spread(encode, 1, 32, x.shape))
+    return {"rowwise_data": pack_e2m1(codes), "rowwise_scale_inv": _pad(scale, 128, 4)}
+
+
+@np.errstate(all="ignore")
+def dequantize_mxfp4(fields: Fields) -> Floats:
+    """Float32 [M, K] from the rowwise fields."""
+    codes = unpack_e2m1(fields["rowwise_data"])
+    m, k = codes.shape
+    scale = decode_e8m0(fields["rowwise_scale_inv"][:m, : k // 32])
+    return decode_e2m1(codes) * _spread(scale, 1, 32, codes.shape)
+
+
 def quantize(
     format: str, x: Floats, amax_epsilon: float = 0.0, largest: np.float32 = FLOAT32_MAX
 ) -> Fields:
     """Dispatch by name.
 
-    nvfp4_{2d,1d}, nvfp4_{2d,1d}_{mae,mse}_{256,448}, mxfp8, mxfp8_2d, float8_{pow2,fp32},
+    nvfp4_{2d,1d}, mxfp8, mxfp8_2d, mxfp4, float8_{pow2,fp32},
     fp8block_{2d,1d}_{pow2,fp32}.
     """
-    if format.count("_") == 3:
-        _, block, error, bound = format.split("_")
-        return quantize_nvfp4_adaptive(x, block == "2d", error, int(bound))
     if format.startswith("nvfp4"):
         return quantize_nvfp4(x, format.endswith("2d"))
+    if format == "mxfp4":
+        return quantize_mxfp4(x)
     if format.startswith("mxfp8"):
         return quantize_mxfp8(x, format.endswith("2d"))
     if format.startswith("float8"):
@@ -354,7 +328,9 @@ def quantize(
 def dequantize(format: str, fields: Fields) -> Floats:
     """Float32 [M, K] from the rowwise fields of the named format."""
     if format.startswith("nvfp4"):
-        return dequantize_nvfp4(fields, 256 if format.endswith("256") else 448)
+        return dequantize_nvfp4(fields)
+    if format == "mxfp4":
+        return dequantize_mxfp4(fields)
     if format.startswith("mxfp8"):
         return dequantize_mxfp8(fields)
     if format.startswith("float8"):

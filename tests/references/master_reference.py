@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,14 +9,13 @@ from torch import Tensor
 
 from fp4adam import QuantizedTensor
 from helpers import bits_equal, stored
+from step_reference import adamw_
 
 
 def value_of(param: Tensor) -> Tensor:
-    """A copy of a parameter's value in FP32; as it was written, until a step uses it."""
+    """A copy of a parameter's value in FP32."""
     if isinstance(param, QuantizedTensor):
-        written = param._high_precision_init_val
-        decoded = param.detach().dequantize(torch.float32)
-        return decoded if written is None else written.to(torch.float32, copy=True)
+        return param.detach().dequantize(torch.float32)
     return param.detach().to(torch.float32, copy=True)
 
 
@@ -88,36 +86,5 @@ class Twin:
         clip: Tensor | None = None,
     ) -> None:
         """Take one step of a parameter group's AdamW."""
-        names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
-        for name in names:
-            self.moments.setdefault(name, torch.zeros_like(self.value))
         self.step += 1
-        lr, decay = float(group["lr"]), float(group["weight_decay"])
-        beta1, beta2 = map(float, group["betas"])
-        factor = torch.tensor(-1.0 if group["maximize"] else 1.0)
-        if grad_scale is not None:
-            factor = grad_scale.reshape(()).reciprocal() * factor
-        if clip is not None:
-            factor = clip.reshape(()) * factor
-        g, p = grad.to(torch.float32) * factor.to(grad.device), self.value
-        if not group["adam_w_mode"] and decay:
-            g = p * decay + g
-        # The scalars are float64, each product and sum is rounded to float32. The first moment is
-        # interpolated from the nearer end.
-        exp_avg, exp_avg_sq = self.moments["exp_avg"], self.moments["exp_avg_sq"]
-        exp_avg_sq.copy_(exp_avg_sq * beta2 + g * (1 - beta2) * g)
-        is_near = 1 - beta1 < 0.5
-        weight, base = (1 - beta1, exp_avg) if is_near else (-beta1, g)
-        exp_avg.copy_((g - exp_avg) * weight + base)
-        if group["amsgrad"]:
-            largest = self.moments["max_exp_avg_sq"]
-            exp_avg_sq = largest.copy_(torch.maximum(largest, exp_avg_sq))
-        correction1 = correction2 = 1.0
-        if group["bias_correction"]:
-            correction1, correction2 = (1 - beta ** int(self.step) for beta in (beta1, beta2))
-        if not lr:
-            return
-        if group["adam_w_mode"] and decay:
-            p.mul_(1 - lr * decay)
-        root = exp_avg_sq.double().sqrt().float()
-        p.sub_(exp_avg * (lr / correction1) / (root * (1 / math.sqrt(correction2)) + group["eps"]))
+        adamw_(self.value, self.moments, self.step, grad, group, grad_scale, clip)

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import gc
@@ -30,7 +29,7 @@ from fp4adam.optim.remainder import complete, split_off
 from fp4adam.optim.state_codec import CODES, dither_bits, join_master, split_master
 from fp4adam.tensors import backend
 from helpers import RECIPES, WithGradient, bits_equal, random, stored, through_a_file
-from interrupts import InterruptLaunches, InterruptLines, InterruptOperators
+from interrupts import InterruptLaunches, InterruptOperators
 from late_link import LateLink, offload_to
 from master_reference import Twin, is_rounded, rounded, rounded_tensor, same_bits, value_of
 
@@ -529,17 +528,17 @@ class Training(RuleBasedStateMachine):
         self.check_step(expected)
 
     def clip(self, max_norm: float) -> Tensor | None:
-        norm = self.optimizer.clip_grad_norm_(max_norm)
+        norm = self.optimizer.clip_grad_norm_(max_norm).float()
         if not any(param.grad is not None for param in self.params):
             return None
         return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
-    @action(seed=seeds, absent=absences, by_model=st.booleans())
-    def step_after_dropped_gradients(self, seed: int, absent: set[int], by_model: bool) -> None:
+    @action(seed=seeds, absent=absences)
+    def step_after_dropped_gradients(self, seed: int, absent: set[int]) -> None:
         """Gradients that have been clipped are gone; the next ones are as they are."""
         self.grads(seed, set())
         self.clip(0.1)
-        self.model.zero_grad() if by_model else self.optimizer.zero_grad()
+        self.optimizer.zero_grad()
         self.step(seed=seed + 1, absent=absent)
 
     @precondition(lambda self: self.model is not None and self.has_exact_moments)
@@ -666,28 +665,6 @@ class Training(RuleBasedStateMachine):
             self.begin_from_what_is_there()
         else:
             self.check_step(expected)
-
-    @precondition(lambda self: self.model is not None and self.has_exact_moments)
-    @action(seed=seeds, at=st.integers(0, 2000))
-    def interrupted_released_step(self, seed: int, at: int) -> None:
-        """Ctrl-C at any line of the steps that a backward pass takes, or of the one after it."""
-        self.grads(seed, set())
-        expected = self.expected()
-        self.may_look()
-        grads = [param.grad for param in self.params]
-        self.optimizer.zero_grad()
-        release = self.optimizer.enable_gradient_release()
-        try:
-            with InterruptLines(at):
-                for param, grad in zip(self.params, grads, strict=True):
-                    if grad is not None:
-                        WithGradient.apply(param, grad).backward()
-                self.optimizer.step()
-        except KeyboardInterrupt:
-            self.begin_from_what_is_there()
-        else:
-            self.check_step(expected)
-        release.remove()
 
     def begin_from_what_is_there(self) -> None:
         """After Ctrl-C in a step: a new start, from the states and weights of now."""
@@ -876,39 +853,6 @@ class Training(RuleBasedStateMachine):
             self.asked(saved)
         self.checked_load(lambda: self.optimizer.load_state_dict(copy.deepcopy(saved)))
         self.touch(False)
-
-    @precondition(lambda self: self.model is not None and self.has_exact_moments)
-    @action(at=st.integers(0, 5000))
-    def interrupted_load(self, at: int) -> None:
-        """Ctrl-C at any line: all of the old state, or all of the new one."""
-        saved = copy.deepcopy(self.optimizer.state_dict())
-        self.asked(saved)
-        for state in saved["state"].values():
-            state["exp_avg"] = state["exp_avg"] * 0.5
-        # Zeros where the only steps so far have overflowed.
-        before = [Twin.of(self.optimizer, param).moments for param in self.params]
-
-        def load() -> None:
-            with contextlib.suppress(KeyboardInterrupt), InterruptLines(at):
-                self.optimizer.load_state_dict(saved)
-
-        self.checked_load(load)
-        self.touch(False)
-        halved = [
-            {**moments, "exp_avg": 0.5 * moments["exp_avg"]} if moments else {}
-            for moments in before
-        ]
-        loaded = [Twin.of(self.optimizer, param).moments for param in self.params]
-        # The model has no moments where the only step was skipped; the optimizer has zeros.
-        expected = [
-            [moments or {n: torch.zeros_like(v) for n, v in own.items()} for moments, own in pairs]
-            for pairs in (zip(before, loaded, strict=True), zip(halved, loaded, strict=True))
-        ]
-        assert any(all(map(same_bits, loaded, whole)) for whole in expected), (
-            "a part of a state was loaded"
-        )
-        for record, moments in zip(self.records, loaded, strict=True):
-            record.twin.moments = moments
 
     @action(seed=seeds, steps=st.integers(1, 2), model_first=st.booleans())
     def train_by_adamw(self, seed: int, steps: int, model_first: bool) -> None:

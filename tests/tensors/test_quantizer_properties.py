@@ -22,8 +22,6 @@ from helpers import randn
 FORMATS = {
     "nvfp4_2d": (NVFP4Quantizer(two_dimensional=True), 16),
     "nvfp4_1d": (NVFP4Quantizer(two_dimensional=False), 16),
-    "nvfp4_2d_mae_256": (NVFP4Quantizer(adaptive="mae"), 16),
-    "nvfp4_1d_mse_448": (NVFP4Quantizer(two_dimensional=False, adaptive="mse", bound=448), 16),
     "mxfp8": (MXFP8Quantizer(), 32),
     "mxfp8_2d": (MXFP8Quantizer(two_dimensional=True), 32),
     "float8_fp32": (Float8Quantizer(), 1),

@@ -1,10 +1,26 @@
-"""vLLM's weight transfer with trained bytes: a source for its own engines, and one of changes.
+"""vLLM's weight transfer (0.32, 0.33) with trained bytes; a module to copy and to change.
 
-Imports vLLM, whose interface it implements as 0.32 and 0.33 have it:
 https://docs.vllm.ai/en/v0.32.0/training/weight_transfer/
+
+Everything, by vLLM's own engine over NCCL:
+
+    info = NCCLTrainerInitInfo(rank=0, master_address=..., master_port=..., world_size=1 + workers)
+    trainer = WeightTransferTrainerFactory.trainer_init(
+        info, client=client, source=refit_with_vllm.TrainedSource(model)
+    )
+    trainer.send_weights()  # after each step
+
+Only what has changed, by a backend of its own, WeightTransferConfig(backend="fp4adam_changes") in
+vLLM, whose processes have to call register(): declare it in your package, under
+[project.entry-points."vllm.general_plugins"].
+
+    refit_with_vllm.register()
+    info = refit_with_vllm.TrainerInfo(rank=0, master_address=..., master_port=..., world_size=...)
+    trainer = WeightTransferTrainerFactory.trainer_init(info, client=client)
+    trainer.send_weights(fp4adam.WeightSender(model))
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -19,6 +35,10 @@ from vllm.distributed.weight_transfer import (
     WeightTransferEngine,
 )
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import (
+    WeightTransferEngineFactory,
+    WeightTransferTrainerFactory,
+)
 from vllm.distributed.weight_transfer.nccl_common import (
     NCCLWeightTransferInitInfo,
     trainer_init,
@@ -30,9 +50,19 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from fp4adam.checkpoints.engines import VLLM_BACKEND
-from fp4adam.checkpoints.tensors import export_tensors
-from fp4adam.checkpoints.updates import LOST, WeightReceiver, WeightSender, WeightUpdate
+import fp4adam
+
+BACKEND = "fp4adam_changes"
+
+
+def register() -> None:
+    """Make the backend known to vLLM, in this process."""
+    for factory, name in (
+        (WeightTransferEngineFactory, "WorkerEngine"),
+        (WeightTransferTrainerFactory, "TrainerEngine"),
+    ):
+        if BACKEND not in factory._registry:
+            factory.register_engine(BACKEND, __name__, name)
 
 
 class _Metadata(list[ParamMeta]):
@@ -43,23 +73,10 @@ class _Metadata(list[ParamMeta]):
 
 
 class TrainedSource(WeightSource):
-    """The weights of a model for vLLM's trainer engines that send everything, such as ``nccl``.
+    """The tensors of ``fp4adam.export_tensors``; of a sharded model every rank makes a source."""
 
-    They are the tensors of :func:`fp4adam.export_tensors`, by the names of a checkpoint, which
-    vLLM's loaders take. Sharded models are gathered; every rank iterates.
-
-    Args:
-        model: As for ``export_tensors``, as are ``layout`` and ``names``.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        layout: str = "compressed-tensors",
-        *,
-        names: Callable[[str], str] | None = None,
-    ) -> None:
-        self._export = lambda: export_tensors(model, layout, names=names)
+    def __init__(self, model: nn.Module, layout: str = "compressed-tensors") -> None:
+        self._export = lambda: fp4adam.export_tensors(model, layout)
         self.metadata  # every rank gathers for it  # noqa: B018
 
     @cached_property
@@ -75,10 +92,10 @@ class TrainedSource(WeightSource):
 
 
 @dataclass
-class ChangesTrainerInitInfo(TrainerInitInfo):
+class TrainerInfo(TrainerInitInfo):
     """Where trainer and workers meet, as for vLLM's ``sparse_nccl``."""
 
-    backend: ClassVar[str] = VLLM_BACKEND
+    backend: ClassVar[str] = BACKEND
 
     master_address: str
     master_port: int
@@ -86,28 +103,23 @@ class ChangesTrainerInitInfo(TrainerInitInfo):
 
 
 @dataclass
-class ChangesUpdateInfo(WeightTransferUpdateInfo):
+class UpdateInfo(WeightTransferUpdateInfo):
     """What a worker knows before an update: the size of the packed one."""
 
     nbytes: int
 
 
-class ChangesEngine(WeightTransferEngine[NCCLWeightTransferInitInfo, ChangesUpdateInfo]):
-    """The worker's side: receives a packed ``WeightUpdate``, and loads the weights.
-
-    The worker keeps the weights as a checkpoint stores them, on the CPU, since its kernels have
-    them in other orders. An update is applied to these; then vLLM's own loader loads all of them,
-    and its layers process them again.
-    """
+class WorkerEngine(WeightTransferEngine[NCCLWeightTransferInitInfo, UpdateInfo]):
+    """Receives updates. Its kernels have weights in other orders than a checkpoint, which is kept
+    on the CPU; vLLM's own loader loads all of it after an update."""
 
     init_info_cls = NCCLWeightTransferInitInfo
-    update_info_cls = ChangesUpdateInfo
+    update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.model_update_group: Any = None
-        self._receiver = WeightReceiver(device="cpu")
+        self._receiver = fp4adam.WeightReceiver(device="cpu")
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         """Meet the trainer."""
@@ -119,13 +131,11 @@ class ChangesEngine(WeightTransferEngine[NCCLWeightTransferInitInfo, ChangesUpda
     def finish_weight_update(self) -> None:
         """Nothing, likewise."""
 
-    def receive_weights(self, update_info: ChangesUpdateInfo) -> None:
+    def receive_weights(self, update_info: UpdateInfo) -> None:
         """Receive an update and load it; raises ``UpdateLost`` before anything has changed."""
-        if self.model_update_group is None:
-            raise RuntimeError("init_transfer_engine() must be called before weights are received")
         packed = torch.empty(update_info.nbytes, dtype=torch.uint8, device=self.device)
-        _broadcast(self.model_update_group, packed)
-        if not self._receiver.apply(WeightUpdate.unpack(packed.cpu())):
+        broadcast(self.model_update_group, packed)
+        if not self._receiver.apply(fp4adam.WeightUpdate.unpack(packed.cpu())):
             return
         initialize_layerwise_reload(self.model)
         self.model.load_weights(
@@ -135,30 +145,18 @@ class ChangesEngine(WeightTransferEngine[NCCLWeightTransferInitInfo, ChangesUpda
 
     def shutdown(self) -> None:
         """Leave the trainer."""
-        if self.model_update_group is not None:
-            self.model_update_group.destroy()
-            self.model_update_group = None
+        self.model_update_group.destroy()
 
 
-class ChangesTrainerEngine(TrainerWeightTransferEngine[ChangesTrainerInitInfo]):
-    """The trainer's side: ``send_weights(sender)`` sends what has changed since the last call.
+class TrainerEngine(TrainerWeightTransferEngine[TrainerInfo]):
+    """Sends what has changed since the last call; everything if a worker has missed an update."""
 
-    It takes no source. If a worker has missed an update, or has been started anew, everything is
-    sent.
-    """
-
-    init_info_cls = ChangesTrainerInitInfo
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        if self.source is not None:
-            raise ValueError("source must be None; pass a WeightSender to send_weights instead")
-        self.model_update_group: Any = None
+    init_info_cls = TrainerInfo
 
     @classmethod
     def trainer_init(
-        cls, init_info: ChangesTrainerInitInfo, *, client: Any, source: WeightSource | None = None
-    ) -> "ChangesTrainerEngine":
+        cls, init_info: TrainerInfo, *, client: Any, source: WeightSource | None = None
+    ) -> "TrainerEngine":
         """Meet the workers."""
         engine = cls(client=client, source=source, is_sender=init_info.is_sender)
         if not engine.is_sender:
@@ -172,30 +170,36 @@ class ChangesTrainerEngine(TrainerWeightTransferEngine[ChangesTrainerInitInfo]):
             ready.result()
         return engine
 
-    def send_weights(self, sender: WeightSender) -> WeightUpdate:  # type: ignore[override]
-        """Send an update, and load it on all workers; returns it."""
+    def send_weights(  # type: ignore[override]
+        self, sender: fp4adam.WeightSender
+    ) -> fp4adam.WeightUpdate | None:
+        """Send an update, and load it on all workers; returns it. Every rank calls it."""
         update = sender.export_changes()
-        if not self.is_sender:
-            return update
-        try:
-            self._send(update)
-        except Exception as error:
-            if LOST not in str(error):
-                raise
+        is_lost = [False]
+        if self.is_sender:
+            try:
+                self._send(update)
+            except Exception as error:
+                if "update must follow the last one" not in str(error):
+                    raise
+                is_lost = [True]
+        if torch.distributed.is_initialized():
+            torch.distributed.broadcast_object_list(is_lost)
+        if is_lost[0]:
             update = sender.export_changes(full=True)
-            self._send(update)
+            if self.is_sender:
+                self._send(update)
         return update
 
-    def _send(self, update: WeightUpdate) -> None:
+    def _send(self, update: fp4adam.WeightUpdate) -> None:
         packed = update.pack()
         self.client.start_weight_update()
         thread = ThreadPoolExecutor(1)
         try:
-            info = asdict(ChangesUpdateInfo(packed.numel()))
-            applied = thread.submit(self.client.update_weights, info)
+            applied = thread.submit(self.client.update_weights, asdict(UpdateInfo(packed.numel())))
             if applied.done():  # it has failed before it could receive
                 applied.result()
-            _broadcast(self.model_update_group, packed)
+            broadcast(self.model_update_group, packed)
             applied.result()
         finally:
             # A worker that waits for a broadcast which has failed would never return.
@@ -204,11 +208,11 @@ class ChangesTrainerEngine(TrainerWeightTransferEngine[ChangesTrainerInitInfo]):
 
     def shutdown(self) -> None:
         """Leave the workers."""
-        if self.model_update_group is not None:
+        if self.is_sender:
             self.model_update_group.destroy()
-            self.model_update_group = None
 
 
-def _broadcast(group: Any, packed: Tensor) -> None:
+def broadcast(group: Any, packed: Tensor) -> None:
+    """From the trainer to all workers."""
     stream = torch.cuda.current_stream() if packed.is_cuda else None
     group.broadcast(packed, src=0, stream=stream)

@@ -13,15 +13,9 @@ import torch
 from torch import Tensor
 
 from fp4adam.distributed.cast import LocalCast, cast
-from fp4adam.distributed.scale_exchange import (
-    AmaxExchange,
-    CutStrips,
-    Exchanged,
-    exchange_strips,
-)
+from fp4adam.distributed.scale_exchange import Exchanged, exchanges
 from fp4adam.optim.launch_group import LaunchGroup
 from fp4adam.optim.parameter import Parameter
-from fp4adam.tensors.changes import recorded
 
 ReadGrad = Callable[[Tensor], Tensor | None]
 
@@ -44,7 +38,7 @@ def quantized_after_step(
     )
 
 
-class SharedAmaxes:
+class QuantizeAfterStep:
     """Exchanges shared amaxes, in the same order on every rank, and quantizes what waits for them.
 
     Args:
@@ -57,58 +51,36 @@ class SharedAmaxes:
         self, members: Sequence[Parameter], groups: Sequence[LaunchGroup], read_grad: ReadGrad
     ) -> None:
         self._read_grad = read_grad
-        together: dict[Hashable, list[Parameter]] = defaultdict(list)
-        apart: dict[Hashable, list[Parameter]] = defaultdict(list)
+        scale_groups: dict[Hashable, list[Parameter]] = defaultdict(list)
+        shards: dict[Hashable, list[Parameter]] = defaultdict(list)
         for member in members:
             if member.quantized_after_step and not member.shards:
-                together[member.scales].append(member)
+                scale_groups[member.scales].append(member)
             elif member.quantized_after_step:
                 # Narrow masters are decoded one parameter at a time, to bound the FP32 copies.
                 alone = not member.value_codec.exact
-                apart[member.owner if alone else member.param.device].append(member)
-        self._together = [*together.values()]
-        self._casts = []
-        exchanged: dict[Tensor, tuple] = {}
-        for alike in apart.values():
+                shards[member.owner if alone else member.param.device].append(member)
+        self._scale_groups = [*scale_groups.values()]
+        self._casts: list[tuple[LocalCast, list[Parameter]]] = []
+        amaxes: dict[Tensor, tuple] = {}
+        for alike in shards.values():
             one = LocalCast([m.param for m in alike], [m.write_dtype for m in alike])
             self._casts.append((one, alike))
-            exchanged.update(zip((m.owner for m in alike), one.exchanged, strict=True))
-        self._launches = [group.launch for group in groups if group.kind.groups]
+            amaxes.update(zip((m.owner for m in alike), one.exchanged, strict=True))
         for group in groups:
             if group.kind.groups:
                 for member, slot in zip(group.members, group.slots, strict=True):
-                    exchanged[member.owner] = group.launch.exchanged(slot)
-        told: dict[tuple, list[Exchanged]] = defaultdict(list)
-        for member in members:
-            for info in member.shards:
-                spec = member.param._shared.global_spec
-                told[info.group, info.device].append(
-                    Exchanged(spec, info, *exchanged[member.owner], member.scales)
-                )
-        self._adaptive = [
-            member
-            for member in members
-            if member.shards and member.param.quantizer.layout.scale_rule.adaptive is not None
-        ]
-        self._exchanges = [
-            AmaxExchange(group, device, shards) for (group, device), shards in told.items()
-        ]
+                    amaxes[member.owner] = group.launch.amaxes[slot : slot + 1], []
+        self._exchanges = exchanges(
+            (m.shards, Exchanged(m.param._shared.global_spec, *amaxes[m.owner], m.scales))
+            for m in members
+            if m.shards
+        )
 
     @property
-    def are_shared(self) -> bool:
+    def is_needed(self) -> bool:
         """Whether any amax depends on other tensors."""
-        return bool(self._together or self._casts or self._exchanges or self._adaptive)
-
-    def _choose(self) -> None:
-        """Choose adaptive scales, in the same order on every rank, whoever quantizes how."""
-        strips: dict[Tensor, CutStrips | None] = {}
-        for one, members in self._casts:
-            if one.is_adaptive:
-                one.choose([m.whole_value() for m in members])
-                strips.update(zip((m.owner for m in members), one.cut_strips, strict=True))
-        if self._adaptive:
-            cut = [(m.param, m.shards, strips.get(m.owner)) for m in self._adaptive]
-            exchange_strips(cut)
+        return bool(self._scale_groups or self._exchanges)
 
     def finish(self, launches: list[tuple], skipped: bool) -> None:
         """Exchange amaxes, then write the weights that depend on them.
@@ -121,23 +93,20 @@ class SharedAmaxes:
                 anyway, because other ranks may not have checked on the host.
         """
         if not skipped:
-            for peers in self._together:
+            for peers in self._scale_groups:
                 if any(self._read_grad(m.owner) is not None for m in peers):
                     values, dtypes = _values(peers), [m.write_dtype for m in peers]
                     params = [m.param for m in peers]
-                    with recorded(*params):
-                        cast(params, values, dtypes, scales=[0] * len(peers))
+                    cast(params, values, dtypes, scales=[0] * len(peers))
                     for member in peers:
                         member.settle_master()
-        for one, members in self._casts:
-            if not skipped or one.is_adaptive:
+            for one, members in self._casts:
                 one.measure([m.whole_value() for m in members])
         for exchange in self._exchanges:
             exchange()
         for launch, signals in launches:
             with torch.cuda.device_of(launch.amaxes):
                 launch(*signals)
-        self._choose()
         if not skipped:
             own = chain.from_iterable(members for _, members in self._casts)
             moved = {m.scales for m in own if self._read_grad(m.owner) is not None}

@@ -1,6 +1,6 @@
 """vLLM takes the weights of a model in training by its own interface; the transport is replaced.
 
-    python refit_with_vllm.py dense|changes FORMAT FOLDER > answers.json
+    python refit_vllm.py dense|changes FORMAT FOLDER > answers.json
 
 A model is exported to FOLDER and served. It is trained further, and the served one gets the new
 weights: all of them through vLLM's dense NCCL engine, or changed bytes through this package's. What
@@ -12,6 +12,7 @@ and layerwise reloading are vLLM's.
 import json
 import queue
 import sys
+from pathlib import Path
 from typing import Any
 
 from serve_with_vllm import replace_products  # sets vLLM's environment, before it is imported
@@ -31,7 +32,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 import fp4adam
-from fp4adam.checkpoints import engines, vllm_transfer
+
+sys.path.insert(0, str(Path(fp4adam.__file__).resolve().parents[1] / "examples"))
+import refit_with_vllm as vllm_transfer
 
 LAYOUTS = {"nvfp4": "compressed-tensors", "mxfp8": "compressed-tensors", "float8block": "fp8"}
 WIRE: "queue.Queue[Tensor]" = queue.Queue()
@@ -135,7 +138,7 @@ def main() -> None:
     out, sys.stdout = sys.stdout, sys.stderr
     replace_products()
     replace_transport()
-    engines.register_with_vllm()
+    vllm_transfer.register()
     groups = dict(scale_groups=fp4adam.hf_scale_groups)
     model = fp4adam.quantize_model(models.build("Llama", weight_format), weight_format, **groups)
     optimizer = fp4adam.FP4Adam(model.named_parameters(), lr=3e-3, **groups)
@@ -150,8 +153,8 @@ def main() -> None:
         info = nccl_engine.NCCLTrainerInitInfo(**place, packed=False)
         source = vllm_transfer.TrainedSource(model, layout)
     else:
-        engine, source = serve(folder, engines.VLLM_BACKEND), None
-        info = vllm_transfer.ChangesTrainerInitInfo(**place)
+        engine, source = serve(folder, vllm_transfer.BACKEND), None
+        info = vllm_transfer.TrainerInfo(**place)
     result["served"] = written(engine)
     result["is_equal"] = has_weights_of(engine, model)
     sender = fp4adam.WeightSender(model, layout)

@@ -1,0 +1,568 @@
+"""The optimizer's step of quantized weights: load, update, encode, store.
+
+One kernel serves all formats, and is the cast of values at fixed addresses as well: then it has
+nothing to update. What differs between formats is in ``format.py``; here are only their tiles.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp4adam.kernels import adam
+from fp4adam.kernels.adam import (
+    SIGNALS,
+    Variant,
+    adam_master_tile,
+    adam_step_tile,
+    lanes_of_states,
+    load_scalars,
+    state_lanes,
+    state_pointers,
+)
+from fp4adam.kernels.amax_preview import (
+    PreviewedLaunch,
+    largest_of_lanes,
+    previewed_amax,
+    report_amax,
+    report_completed,
+)
+from fp4adam.kernels.format import (
+    CODE_BITS,
+    Format,
+    Part,
+    encode,
+    format_of,
+    load_masters,
+    split_off_part,
+)
+from fp4adam.kernels.launch.launch import Launch, compute_capability
+from fp4adam.kernels.launch.tensor_table import (
+    AMAX,
+    AMAX_HISTORY,
+    BAND,
+    COLS,
+    ROWS,
+    gemm_scale_pointers,
+    load_tile,
+    pointer,
+    size,
+    storage_pointers,
+    takes_part,
+    tile_grid,
+    tile_start,
+)
+from fp4adam.kernels.plain_step import update_scaled
+from fp4adam.kernels.store import (
+    store_codes,
+    store_column_scales,
+    store_row_scales,
+    store_tile,
+)
+from fp4adam.kernels.tiles.bfloat16 import round_through
+from fp4adam.kernels.tiles.remainder import store_remainder
+from fp4adam.kernels.tiles.state import (
+    OF_MASTERS,
+    are_narrow,
+    element_hash,
+    has_scales,
+    load_scale_words,
+    max_registers,
+    starts_from_codes,
+)
+from fp4adam.kernels.tiles.words import extract_tile, insert_tile
+
+
+@triton.constexpr_function
+def field_shape(F, BR, BC, field):
+    """The shape of a field of a :class:`Part` [BR, BC]."""
+    code, scale, block, rowwise, columnwise, square, *_ = F  # Triton 3.6 passes a plain tuple
+    words, none = (BR, BC * CODE_BITS[code] // 32), (1, 1)
+    keeps_scales = scale in ("e4m3", "e8m0")
+    down = max(BR // block, 1)
+    twice = columnwise and not square
+    shapes = {
+        "rows": words if rowwise or square else none,
+        "row_scale": (down if square else BR, BC // block) if rowwise or square else none,
+        "columns": words if twice else none,
+        "column_scale": (down, BC) if twice else none,
+    }
+    return shapes[field] if keeps_scales or not field.endswith("scale") else none
+
+
+@triton.jit
+def _room(
+    F: tl.constexpr,
+    PARTS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    FIELD: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Zeros for a field of PARTS parts [BR, BC]."""
+    tile = tl.zeros(field_shape(F, BR, BC, FIELD), DTYPE)
+    return tl.broadcast_to(tile[None, :, :], (PARTS, tile.shape[0], tile.shape[1]))
+
+
+@triton.jit
+def keep(kept, part, i, F: tl.constexpr):
+    """The kept parts with part ``i`` inserted; float32 scales are stored at once, not kept."""
+    row_scale, column_scale = kept.row_scale, kept.column_scale
+    if F.scale == "e4m3" or F.scale == "e8m0":
+        row_scale = insert_tile(row_scale, part.row_scale, i)
+        column_scale = insert_tile(column_scale, part.column_scale, i)
+    rows, columns = insert_tile(kept.rows, part.rows, i), insert_tile(kept.columns, part.columns, i)
+    return Part(rows, row_scale, columns, column_scale)
+
+
+@triton.jit
+def _joined(tiles, DOWN: tl.constexpr):
+    """Tiles [n, R, C], one below the other (DOWN) or side by side, as one."""
+    n: tl.constexpr = tiles.shape[0]
+    R: tl.constexpr = tiles.shape[1]
+    C: tl.constexpr = tiles.shape[2]
+    if DOWN:
+        tile = tl.reshape(tiles, (n * R, C))
+    else:
+        tile = tl.reshape(tl.permute(tiles, (1, 0, 2)), (R, n * C))
+    return tile
+
+
+@triton.jit
+def joined(kept, DOWN: tl.constexpr):
+    """Kept parts as one :class:`Part` of the whole tile."""
+    return Part(
+        _joined(kept.rows, DOWN),
+        _joined(kept.row_scale, DOWN),
+        _joined(kept.columns, DOWN),
+        _joined(kept.column_scale, DOWN),
+    )
+
+
+@triton.jit
+def _part_at(row, col, i, DOWN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Row and column of part ``i`` of the tile at (row, col)."""
+    if DOWN:
+        row += i * BR
+    else:
+        col += i * BC
+    return row, col
+
+
+@triton.jit
+def edge_mask(row, col, rows, cols, MASKED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Mask [BR, BC] of a tile's elements that are inside the matrix, or None unless MASKED."""
+    if MASKED:
+        mask = (row + tl.arange(0, BR) < rows)[:, None] & (col + tl.arange(0, BC) < cols)[None, :]
+    else:
+        mask = None
+    return mask
+
+
+@triton.jit(do_not_specialize_on_alignment=SIGNALS)
+def step_kernel(
+    grad_scale_ptr,
+    clip_ptr,
+    found_inf_ptr,
+    table,
+    scalars,
+    tiles,
+    slots,
+    amaxes,
+    next_amaxes,
+    tile_amaxes,
+    exceeding,
+    tile_ratios,
+    stored_amaxes,
+    epsilon,
+    VARIANT: tl.constexpr,
+    F: tl.constexpr,
+    MASKED: tl.constexpr,
+    TR: tl.constexpr,
+    TC: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Adam and re-quantization of one tile of one tensor; moves each byte once.
+
+    Grid: (n_tiles,). Tile: [TR, TC], in parts of [BR, BC], all of them in one row or one column.
+    table: int64 [n_tensors, 19]. scalars: float32 [n, 12]. tiles: int32 [n_tiles, 4]. MASKED: the
+    tile may reach past an edge. epsilon: the lower bound of amaxes of float32 scales.
+
+    Of formats with a preview: slots, int32 [n_tensors], the amax slot of each tensor; several may
+    share one. amaxes, float32 [n_slots], of the updated weights. next_amaxes, float32 [n_slots],
+    for the next step, set to zero. tile_amaxes, float32 [n_tiles], written: an upper bound of each
+    tile's magnitudes. exceeding, float32 [n_slots], raised to the true amax of a tensor if that
+    exceeds its entry in amaxes. tile_ratios: as in ``amax_preview``, written. stored_amaxes,
+    float32 [n_tensors], of the codes before the step, for masters with remainders. Else None.
+
+    Reads gradient (2 bytes if BF16) and three FP32 tensors, writes these three, codes and scales:
+    27 bytes per element in both directions with codes of 4 bits, 28 with 8.
+    """
+    PREVIEWS: tl.constexpr = F.tensor_amax == "preview"
+    REPORTS: tl.constexpr = PREVIEWS or F.tensor_amax == "history"
+    # The scale of a block that is larger than a part is known after the last part.
+    HOLDS: tl.constexpr = F.scale == "float32" and BR < F.block
+    FROM_CODES: tl.constexpr = starts_from_codes(VARIANT.value_codec)
+    SPLITS: tl.constexpr = VARIANT.value_codec == "int8"
+    LANES: tl.constexpr = state_lanes(VARIANT)
+    DOWN: tl.constexpr = TC == BC
+    PARTS: tl.constexpr = (TR // BR) * (TC // BC)
+    tl.static_assert(TR == BR or TC == BC)
+
+    tensor, first_row, first_col = load_tile(tiles, min(TR, TC))
+    is_first = (first_row == 0) & (first_col == 0)
+    if PREVIEWS:
+        if is_first:
+            # Even without a gradient: the next preview raises every slot from zero.
+            tl.store(next_amaxes + tl.load(slots + tensor), 0.0)
+    if not takes_part(table, tensor, found_inf_ptr):
+        return
+    MULTIPLE: tl.constexpr = 1 if MASKED else 16
+    rows, cols = size(table, tensor, ROWS, MULTIPLE), size(table, tensor, COLS, MULTIPLE)
+    constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
+    states = state_pointers(table, tensor, VARIANT)
+    SCALES: tl.constexpr = tl.float32 if F.scale == "float32" else tl.uint8
+    storage = storage_pointers(table, tensor, tl.uint32, SCALES)
+    amax, old_amax = 0.0, 0.0
+    if PREVIEWS:
+        # The preview has found it already, so no program has to wait for another.
+        amax = previewed_amax(table, tensor, slots, amaxes, is_first)
+    elif F.tensor_amax != "":
+        amax = tl.load(pointer(table, tensor, AMAX, tl.float32))
+    if FROM_CODES and REPORTS:
+        old_amax = tl.load(stored_amaxes + tensor)
+
+    # The update takes registers for one part only. Codes and scales of all parts wait in words, so
+    # that whole rows of the tile, transposed ones too, are written as long segments.
+    kept = Part(
+        _room(F, PARTS, BR, BC, "rows", tl.uint32),
+        _room(F, PARTS, BR, BC, "row_scale", tl.uint8),
+        _room(F, PARTS, BR, BC, "columns", tl.uint32),
+        _room(F, PARTS, BR, BC, "column_scale", tl.uint8),
+    )
+    if HOLDS:
+        held = tl.zeros((PARTS, BR, BC), tl.int32)
+    # Reduced over each thread's neighbours, maxima take a fraction of the registers.
+    largest = tl.zeros((BR, BC // LANES), tl.float32)
+    ratio = tl.full((BR, BC // LANES), -0x7FFFFFFF, tl.int32)
+    first = tile_start(first_row, first_col, cols)
+    VALUE: tl.constexpr = VARIANT.value_codec
+    value_scales = load_scale_words(
+        states.value_extra, first, BR * cols if DOWN else BC, cols, VALUE, min(PARTS, 4), BR, BC
+    )
+    number = 0  # counted apart from ``i``, which the loop is ahead with when it prefetches
+    for i in tl.range(0, PARTS, num_stages=STAGES):
+        ahead_row, ahead_col = _part_at(first_row, first_col, i, DOWN, BR, BC)
+        row, col = _part_at(first_row, first_col, number, DOWN, BR, BC)
+        ahead, start = tile_start(ahead_row, ahead_col, cols), tile_start(row, col, cols)
+        mask = edge_mask(row, col, rows, cols, MASKED, BR, BC)
+        dither = None
+        if FROM_CODES:
+            remainders = states.value if SPLITS else None
+            value = load_masters(
+                storage, remainders, ahead, row, col, rows, cols, mask, old_amax, epsilon, F, BR,
+                BC, LANES,
+            )  # fmt: skip
+            value, dither, new_ratio = adam_master_tile(
+                states, ahead, start, cols, mask, value, constants, VARIANT, True, BR, BC
+            )
+            if PREVIEWS:
+                new_ratio = tl.max(tl.reshape(new_ratio, (BR, BC // LANES, LANES)), 2)
+                ratio = tl.maximum(ratio, new_ratio)
+        else:
+            value_scale = ((value_scales >> (8 * i)) & 0xFF).to(tl.uint8)
+            value = adam_step_tile(
+                states, ahead, start, cols, mask, constants, VARIANT, True, BR, BC,
+                value_scale=value_scale if PARTS <= 4 else None,
+            )  # fmt: skip
+        if MASKED:
+            value = tl.where(mask, value, 0.0)
+        if HOLDS:
+            held = insert_tile(held, value.to(tl.int32, bitcast=True), i)
+        else:
+            x = round_through(value, VARIANT.write_dtype)
+            if REPORTS:
+                largest = tl.maximum(largest, largest_of_lanes(x, LANES))
+            part, coded = encode(x, None, None, amax, epsilon, F, SPLITS, not MASKED)
+            if SPLITS:
+                remainder = split_off_part(value, coded, part.row_scale, amax, epsilon, dither, F)
+                store_remainder(states.value, start, cols, mask, remainder, BR, BC, LANES)
+            if F.scale == "float32":
+                store_row_scales(part.row_scale, row, col, rows, cols, storage, F, BR, BC)
+                store_column_scales(part.column_scale, row, col, rows, cols, storage, F, BR, BC)
+            kept = keep(kept, part, i, F)
+        number += 1
+    # Pointers that are needed from here on are loaded again, to take no registers in the loop.
+    storage = storage_pointers(table, tensor, tl.uint32, SCALES)
+    if FROM_CODES:
+        tl.debug_barrier()  # all codes and scales of the tile are read before any is written
+    if HOLDS:
+        block = tl.abs(round_through(held.to(tl.float32, bitcast=True), VARIANT.write_dtype))
+        column_amax = tl.max(tl.max(block, 0), 0)[None, :]
+        column_amax = tl.where(column_amax == column_amax, column_amax, 0.0)
+        row_amax = tl.max(column_amax, 1)[:, None] if F.square else None
+        for i in tl.static_range(PARTS):
+            row, col = _part_at(first_row, first_col, i, DOWN, BR, BC)
+            value = extract_tile(held, i).to(tl.float32, bitcast=True)
+            x = round_through(value, VARIANT.write_dtype)
+            part, coded = encode(x, row_amax, column_amax, amax, epsilon, F, SPLITS, not MASKED)
+            if SPLITS:
+                start = tile_start(row, col, cols)
+                mask = edge_mask(row, col, rows, cols, MASKED, BR, BC)
+                dither = element_hash(start, cols, constants.dither, BR, BC, LANES) * OF_MASTERS
+                remainder = split_off_part(value, coded, part.row_scale, amax, epsilon, dither, F)
+                store_remainder(states.value, start, cols, mask, remainder, BR, BC, LANES)
+            if i == 0 or not F.square:
+                store_row_scales(part.row_scale, row, col, rows, cols, storage, F, BR, BC)
+            if i == 0:
+                scale = part.column_scale
+                store_column_scales(scale, row, col, rows, cols, storage, F, BR, BC)
+            kept = keep(kept, part, i, F)
+    part = joined(kept, DOWN)
+    mask = edge_mask(first_row, first_col, rows, cols, MASKED, TR, TC)
+    if F.scale == "float32":
+        store_codes(part, first_row, first_col, rows, cols, mask, storage, F, TR, TC)
+    else:
+        gemm_scales = gemm_scale_pointers(table, tensor)
+        store_tile(part, first_row, first_col, rows, cols, mask, storage, gemm_scales, F, TR, TC)
+    if REPORTS:
+        tile_amax = tl.max(tl.max(largest, 1), 0)
+    if F.tensor_amax == "history":
+        # The bits of non-negative floats order as integers do.
+        latest = pointer(table, tensor, AMAX_HISTORY, tl.int32)
+        tl.atomic_max(latest, tile_amax.to(tl.int32, bitcast=True), sem="relaxed")
+    if PREVIEWS and SPLITS:
+        most = tl.max(tl.max(ratio, 1), 0)
+        report_completed(tile_amax, most, amax, tile_amaxes, tile_ratios, VARIANT.write_dtype)
+    elif PREVIEWS:
+        report_amax(tile_amax, amax, tensor, slots, tile_amaxes, exceeding, VARIANT.write_dtype)
+
+
+@triton.jit(do_not_specialize_on_alignment=SIGNALS)
+def _delayed_amax_kernel(
+    grad_scale_ptr,
+    clip_ptr,
+    found_inf_ptr,
+    table,
+    stored_amaxes,
+    factor,
+    IS_MAX: tl.constexpr,
+    LENGTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Take the amax of each tensor from its history, and make room there for the next one.
+
+    Grid: (n_tensors,). table: int64 [n_tensors, 19]. factor: 2**margin. LENGTH: entries of a
+    history; BLOCK: the power of two above. The entries move down by one, the first becomes the
+    last; entry 0 is set to zero, for the pass to raise. stored_amaxes: float32 [n_tensors], set to
+    the amaxes of the stored codes; or None.
+    """
+    tensor = tl.program_id(0)
+    if not takes_part(table, tensor, found_inf_ptr):
+        return
+    history = pointer(table, tensor, AMAX_HISTORY, tl.float32)
+    index = tl.arange(0, BLOCK)
+    inside = index < LENGTH
+    entries = tl.load(history + index, inside, 0.0)
+    known = tl.max(entries, 0) if IS_MAX else tl.load(history)
+    known = known * factor
+    amax_ptr = pointer(table, tensor, AMAX, tl.float32)
+    if stored_amaxes is not None:
+        tl.store(stored_amaxes + tensor, tl.load(amax_ptr))
+    if (known > 0) & (known < float("inf")):
+        tl.store(amax_ptr, known)
+    # A barrier, because threads write entries that others read.
+    tl.debug_barrier()
+    target = tl.where(index == 0, LENGTH - 1, index - 1)
+    tl.store(history + target, tl.where(target == 0, 0.0, entries), inside)
+
+
+class Form(NamedTuple):
+    """The tile of one program, the parts that it works on in turn, and launch options."""
+
+    rows: int
+    cols: int
+    part_rows: int
+    part_cols: int
+    num_warps: int
+    num_stages: int
+    registers: int | None
+
+
+def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
+    """The form for most of a matrix, and that for its edges.
+
+    The loop over parts prefetches. Edges are covered by small tiles with few warps, so that many
+    of them wait for memory at once; those of Float8Block are masked. Tiles have the shapes that the
+    preview's variant gives them, in a pass after the update, too. ``sm``: The compute capability
+    without its point.
+    """
+    codecs = variant.codecs
+    scaled = has_scales(*codecs) or variant.is_updated
+    encodes = are_narrow(*codecs) and not has_scales(*codecs)
+    has_lanes = lanes_of_states(variant) == 8  # of states in a byte each
+    completes = starts_from_codes(codecs[0])
+    most = max_registers(*codecs)
+    small = Form(16, 32, 16, 32, 2, 1, most) if scaled else Form(16, 16, 16, 16, 1, 1, most)
+    if F.scale == "e4m3":
+        warps, stages = 4, 3
+        if F.square:
+            # With two warps, more elements per thread repeat less of what a block has in common.
+            warps = 2 if has_lanes or variant.is_updated else 4
+            stages = 3 if has_lanes else 4
+        elif has_lanes:
+            warps = 2
+        elif encodes:
+            # Two stages take 128 registers instead of 168, for which ptxas spills on sm_100.
+            stages = 2
+        registers = 255 if codecs[0] == "int8" else None
+        if encodes and registers is None:
+            # With up to 128 registers, four programs fit on each multiprocessor of an H200.
+            registers = 128 if F.square and sm == 90 else 168
+        return Form(64, 64, 16, 64, warps, stages, registers), small
+    if F.scale == "e8m0":
+        edge = Form(32, 32, 32, 32, 4, 1, 128)
+        if F.code == "e2m1":
+            return Form(32, 64, 32, 64, 4, 1, None), edge._replace(registers=None)
+        part = 32 if encodes or (completes and not has_lanes) else 64
+        # ptxas aims for 168 with states in BF16, and for sm_120 spills unless a limit is given.
+        return Form(32, 256, 32, part, 4, 3, 168 if encodes else None), edge
+    if F.scale == "float32":
+        # Blocks that are held take 64 registers of a thread with 8 warps.
+        masked = Form(128, 128, 8, 128, 8, 1, 255)
+        if variant.is_updated:
+            return Form(128, 128, 128, 128, 8, 1, 255), masked
+        if are_narrow(*codecs):
+            return Form(128, 128, 32, 128, 8, 1, 255), masked
+        return Form(128, 128, 16, 128, 16, 2, 128), masked
+    return Form(64, 64, 16, 64, 2 if has_lanes else 4, 3, most), small
+
+
+def tiles_of(
+    shapes: list[tuple[int, int]], F: Format, large: Form, edge: Form
+) -> tuple[Tensor, int]:
+    """The tiles of matrices, large ones first, and the number of those.
+
+    Returns:
+        int32 [n_tiles, 4], (tensor, first row, first column, rows << 16 | columns), and a count.
+    """
+    whole, rest = [], []
+    # Short pieces of transposed rows meet their neighbours in L2.
+    band = BAND if F.scale in ("e4m3", "") else None
+    for i, (rows, cols) in enumerate(shapes):
+        bottom, right = rows - rows % large.rows, cols - cols % large.cols
+        if F.scale == "float32" and (rows % 16 or cols % 16):
+            bottom = right = 0  # vector accesses would be unaligned
+        step = edge.rows, edge.cols
+        whole.append(tile_grid(i, (0, bottom, large.rows), (0, right, large.cols), band))
+        if bottom:
+            rest.append(tile_grid(i, (0, bottom, step[0]), (right, cols, step[1])))
+        rest.append(tile_grid(i, (bottom, rows, step[0]), (0, cols, step[1])))
+    for lists, form in ((whole, large), (rest, edge)):
+        for tiles in lists:
+            tiles[:, 3] = form.rows << 16 | form.cols
+    return torch.cat(whole + rest), sum(map(len, whole))
+
+
+def passes(
+    F: Format,
+    variant: Variant,
+    epsilon: float,
+    table: Tensor,
+    scalars: Tensor,
+    tiles: Tensor,
+    n_whole: int,
+    slots: Tensor | None = None,
+    amaxes: Tensor | None = None,
+    next_amaxes: Tensor | None = None,
+    tile_amaxes: Tensor | None = None,
+    exceeding: Tensor | None = None,
+    tile_ratios: Tensor | None = None,
+    stored_amaxes: Tensor | None = None,
+) -> list[Launch]:
+    """The launches over large tiles and over those at edges, call each with ``grad_scale, clip,
+    found_inf``; arguments as for :func:`step_kernel`.
+    """
+    launches = []
+    parts = slice(0, n_whole), slice(n_whole, len(tiles))
+    both = forms(F, variant, compute_capability(table.device))
+    for part, form, is_edge in zip(parts, both, (False, True), strict=True):
+        of_tiles = [None if x is None else x[part] for x in (tile_amaxes, tile_ratios)]
+        launches.append(
+            Launch(
+                step_kernel,
+                part.stop - part.start,
+                (
+                    table, scalars, tiles[part], slots, amaxes, next_amaxes, of_tiles[0],
+                    exceeding, of_tiles[1], stored_amaxes, epsilon,
+                ),
+                dict(
+                    VARIANT=variant,
+                    F=F,
+                    MASKED=is_edge and F.scale == "float32",
+                    TR=form.rows,
+                    TC=form.cols,
+                    BR=form.part_rows,
+                    BC=form.part_cols,
+                    STAGES=form.num_stages,
+                ),
+                num_warps=form.num_warps,
+                maxnreg=form.registers,
+            )
+        )  # fmt: skip
+    return launches
+
+
+def delayed_amaxes(table: Tensor, quantizer: Any, stored_amaxes: Tensor | None = None) -> Launch:
+    """The launch that takes amaxes from histories; call with ``grad_scale, clip, found_inf``.
+
+    ``stored_amaxes``: float32 [n_tensors], set to the amaxes before.
+    """
+    length = quantizer.amax_history_len
+    return Launch(
+        _delayed_amax_kernel,
+        table.shape[0],
+        (table, stored_amaxes, 2.0**quantizer.margin),
+        dict(
+            IS_MAX=quantizer.amax_compute_algo == "max",
+            LENGTH=length,
+            BLOCK=triton.next_power_of_2(length),
+        ),
+        num_warps=4,
+    )
+
+
+class _StepLaunch(adam.StepLaunch):
+    """Launches one after the other."""
+
+    def __init__(self, launches: list[Launch]) -> None:
+        self._launches = launches
+
+
+def StepLaunch(kind: Any, tensors: tuple) -> adam.StepLaunch:
+    """The step of quantized tensors; arguments as for ``adam.StepLaunch``."""
+    shapes, slots, table, scalars = tensors
+    layout, variant = kind.quantizer.layout, kind.variant()
+    amax = {"current": "preview", "delayed": "history", None: ""}[layout.tensor_scale]
+    F = format_of(layout, kind.write_dtype, swizzled=layout.has_gemm_scales, tensor_amax=amax)
+    epsilon = layout.scale_rule.amax_epsilon
+    tiles, n_whole = tiles_of(shapes, F, *forms(F, variant, 90))
+    tiles = tiles.to(table.device)
+    updates, rest = update_scaled(table, scalars, shapes, variant)
+
+    def launches(*amaxes: Any) -> list[Launch]:
+        given = table, scalars, tiles, n_whole, *amaxes
+        return [*updates, *passes(F, rest, epsilon, *given)]
+
+    if amax == "preview":
+        known = table, scalars, tiles, torch.tensor(slots, dtype=torch.int32, device=table.device)
+        return PreviewedLaunch(known, variant, F, epsilon, bool(kind.groups), launches)
+    stored_amaxes, first = None, []
+    if amax == "history":
+        stored_amaxes = torch.zeros(len(shapes), dtype=torch.float32, device=table.device)
+        first = [delayed_amaxes(table, kind.quantizer, stored_amaxes)]
+    return _StepLaunch([*first, *launches(*(None,) * 6, stored_amaxes)])

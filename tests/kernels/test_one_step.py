@@ -1,0 +1,113 @@
+"""The step kernel against torch operators: every format, storage of states, and edge."""
+
+import pytest
+import torch
+
+from fp4adam import (
+    Float8BlockQuantizer,
+    Float8Quantizer,
+    FP4Adam,
+    MXFP4Quantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
+from fp4adam.tensors import backend
+
+pytestmark = pytest.mark.usefixtures("through_the_kernels")
+
+FP8 = torch.float8_e4m3fn
+# By name a quantizer and shapes, which have whole tiles and edges.
+FORMATS = {
+    "nvfp4": (NVFP4Quantizer(), [(80, 96)]),
+    "nvfp4 swizzled": (NVFP4Quantizer(optimize_for_gemm=True), [(64, 128)]),
+    "nvfp4 1d": (NVFP4Quantizer(two_dimensional=False), [(80, 96)]),
+    "nvfp4 1d swizzled": (
+        NVFP4Quantizer(two_dimensional=False, optimize_for_gemm=True), [(64, 64), (16, 32)],
+    ),
+    "nvfp4 rowwise": (NVFP4Quantizer(columnwise=False), [(64, 64)]),
+    "nvfp4 1d rowwise": (
+        NVFP4Quantizer(two_dimensional=False, columnwise=False), [(64, 64), (16, 32)],
+    ),
+    "mxfp8": (MXFP8Quantizer(), [(64, 288)]),
+    "mxfp8 swizzled": (MXFP8Quantizer(optimize_for_gemm=True), [(32, 256)]),
+    "mxfp8 2d": (MXFP8Quantizer(two_dimensional=True), [(64, 288)]),
+    "mxfp8 2d swizzled": (
+        MXFP8Quantizer(two_dimensional=True, optimize_for_gemm=True), [(32, 256)],
+    ),
+    "mxfp8 rowwise": (MXFP8Quantizer(columnwise=False), [(32, 256)]),
+    "mxfp4": (MXFP4Quantizer(), [(64, 96)]),
+    "mxfp4 floor": (MXFP4Quantizer(scale_rounding="floor"), [(32, 64)]),
+    "float8": (Float8Quantizer(), [(80, 96)]),
+    "float8 pow 2": (Float8Quantizer(force_pow_2_scales=True, columnwise=False), [(64, 64)]),
+    "float8 delayed": (Float8Quantizer(scaling="delayed", amax_history_len=3), [(80, 96)]),
+    "float8 block": (Float8BlockQuantizer(), [(128, 256)]),
+    "float8 block rowwise": (Float8BlockQuantizer(columnwise=False), [(128, 128)]),
+    "float8 block any scale": (Float8BlockQuantizer(force_pow_2_scales=False), [(128, 128)]),
+    "float8 block ragged": (Float8BlockQuantizer(), [(200, 150), (130, 7)]),
+    "float8 block ragged of 32": (Float8BlockQuantizer(), [(160, 96)]),
+    "float8 block 1d": (Float8BlockQuantizer(two_dimensional=False), [(128, 128)]),
+    "float8 block 1d ragged": (Float8BlockQuantizer(two_dimensional=False), [(200, 150)]),
+    "float8 block 1d rowwise": (
+        Float8BlockQuantizer(two_dimensional=False, columnwise=False), [(160, 128)],
+    ),
+}  # fmt: skip
+STATES = {
+    "32bit": {},
+    "16bit": dict(states="16bit"),
+    "8bit": dict(states="8bit"),
+    "FP8 moments": dict(exp_avg_dtype=FP8, exp_avg_sq_dtype=FP8),
+    "BF16 moments, rounded": dict(
+        quantize_from="param_dtype", exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16,
+    ),
+    "amsgrad": dict(amsgrad=True),
+    "int8 masters, amsgrad": dict(master_weight_dtype=torch.int8, amsgrad=True),
+    "no masters": dict(master_weights=False),
+}  # fmt: skip
+# In the quick run: the usual states of each format, and all states of these.
+EVERY_STATE = ("nvfp4", "mxfp8", "float8 block")
+
+
+def cases():
+    for name, (quantizer, shapes) in FORMATS.items():
+        for states in STATES:
+            if states == "no masters" and not name.startswith(("mxfp8", "float8 block")):
+                continue
+            if states == "no masters" and "any scale" in name:
+                continue
+            is_quick = states in ("32bit", "8bit") or name in EVERY_STATE
+            marks = () if is_quick else pytest.mark.exhaustive
+            yield pytest.param(quantizer, shapes, STATES[states], id=f"{name}, {states}",
+                               marks=marks)  # fmt: skip
+
+
+def train(quantizer, shapes, device, **options):
+    """All inner tensors and states after three steps, the second one a large one."""
+    generator = torch.Generator().manual_seed(0)
+    params = [
+        torch.nn.Parameter(
+            quantizer.quantize((torch.randn(s, generator=generator) * 0.1).to(device))
+        )
+        for s in shapes
+    ]
+    optimizer = FP4Adam(params, lr=1e-2, **options)
+    for scale in (1, 10, 1):
+        for p in params:
+            p.grad = (torch.randn(p.shape, generator=generator) * scale).to(device)
+        optimizer.step()
+    tensors = {}
+    for i, p in enumerate(params):
+        tensors |= {f"{i} {name}": t for name, t in p.storage_tensors().items()}
+        states = optimizer.state[p].items()
+        tensors |= {f"{i} {name}": t for name, t in states if isinstance(t, torch.Tensor)}
+    return {name: t.cpu() for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize("quantizer, shapes, options", [*cases()])
+def test_kernels_and_operators_step_alike(quantizer, shapes, options, device, monkeypatch):
+    actual = train(quantizer, shapes, device, **options)
+    monkeypatch.setattr(backend, "uses_kernels", lambda device: False)
+    expected = train(quantizer, shapes, device, **options)
+    assert actual.keys() == expected.keys()
+    for name, bits in expected.items():
+        a, b = (t.reshape(-1).contiguous().view(torch.uint8) for t in (actual[name], bits))
+        assert torch.equal(a, b), name

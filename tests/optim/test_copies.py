@@ -1,0 +1,279 @@
+"""Quantized copies of BF16 weights, written again after a step."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import Parameter
+
+from fp4adam import (
+    Float8BlockQuantizer,
+    Float8Quantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+    cast,
+    workspaces_of,
+)
+from fp4adam.formats import minifloat
+from fp4adam.tensors import backend
+from helpers import random
+from te_stand_ins import Wrapper, assert_bytes, stand_in, te_bytes
+
+SHAPE = (32, 96)
+QUANTIZERS = {
+    "nvfp4": NVFP4Quantizer(),
+    "nvfp4-swizzled": NVFP4Quantizer(optimize_for_gemm=True),
+    "nvfp4-1d": NVFP4Quantizer(two_dimensional=False),
+    "mxfp8": MXFP8Quantizer(),
+    "mxfp8-swizzled": MXFP8Quantizer(optimize_for_gemm=True),
+    "float8block": Float8BlockQuantizer(),
+    "float8block-1d": Float8BlockQuantizer(two_dimensional=False),
+    "float8": Float8Quantizer(),
+    "float8-rowwise": Float8Quantizer(columnwise=False),
+}
+DELAYED = Float8Quantizer(scaling="delayed", amax_history_len=2, amax_compute_algo="most_recent")
+every_format = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
+
+
+class TELinear(nn.Module):
+    """A layer with the attributes of Transformer Engine's that hold workspaces."""
+
+    def __init__(self, weight: Tensor, quantizer: Quantizer, parts: int = 1) -> None:
+        super().__init__()
+        self.quantizer, self._fp8_workspaces = quantizer, {}
+        self.primary_weights_in_fp8 = False
+        self.weight_names = ["weight"] if parts == 1 else [f"part{i}_weight" for i in range(parts)]
+        buffer = weight.clone()
+        for name, part in zip(self.weight_names, buffer.chunk(parts), strict=True):
+            self.register_parameter(name, Parameter(part))
+
+    @property
+    def fused(self) -> Tensor:
+        return torch.cat([getattr(self, name).detach() for name in self.weight_names])
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "weight" not in self._fp8_workspaces:
+            self._fp8_workspaces["weight"] = stand_in(self.quantizer.quantize(self.fused))
+        return x @ self.fused.float().t()
+
+
+def value(seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return random(SHAPE, seed, device, scale=0.1).to(dtype)
+
+
+def te_model(quantizer: Quantizer, parts: int = 1, device: str = "cpu") -> nn.Sequential:
+    model = nn.Sequential(*(TELinear(value(i, device), quantizer, parts) for i in range(2)))
+    for layer in model:
+        layer(torch.ones(1, SHAPE[1], device=device))
+    return model
+
+
+def assert_current(tensor: Tensor, weight: Tensor, quantizer: Quantizer) -> None:
+    """The copy has the bytes of its weight, quantized."""
+    wanted = quantizer.quantize(weight.detach())
+    if isinstance(tensor, Wrapper):
+        assert_bytes(tensor, stand_in(wanted))
+    else:
+        assert tensor.has_bytes_of(wanted)
+
+
+@pytest.mark.parametrize("kind", ["own", "te"])
+@every_format
+def test_copies_are_the_quantized_weights(quantizer, kind, path_device):
+    weights = [Parameter(value(i, path_device)) for i in range(2)]
+    copies = [quantizer.quantize(weight.detach()) for weight in weights]
+    if kind == "te":
+        copies = [*map(stand_in, copies)]
+
+    def addresses() -> list[int]:
+        parts = [te_bytes(each) if kind == "te" else each.storage_tensors() for each in copies]
+        return [x.data_ptr() for each in parts for x in each.values()] if kind == "own" else []
+
+    before = addresses()
+    for _ in range(2):
+        with torch.no_grad():
+            torch._foreach_mul_(weights, -1.5)
+        versions = [each._version for each in copies]
+        cast(copies, weights)
+        for weight, tensor, version in zip(weights, copies, versions, strict=True):
+            assert_current(tensor, weight, quantizer)
+            assert tensor._version > version
+    assert addresses() == before
+
+
+def test_delayed_scales_of_other_packages(path_device):
+    weights = [Parameter(value(i, path_device)) for i in range(2)]
+    copies = [stand_in(DELAYED.quantize(weight.detach())) for weight in weights]
+    for i in range(3):
+        for j, (weight, tensor) in enumerate(zip(weights, copies, strict=True)):
+            with torch.no_grad():
+                weight.mul_(-0.75 if i == 1 else 1.5)
+            # As the package does it: in place, or by a new tensor. 448 / 2^n has an exact amax.
+            scale = torch.full((1,), 2.0 ** (8 + i + j), device=path_device)
+            if i < 2:
+                tensor._quantizer.scale.copy_(scale)
+                tensor._quantizer.amax.zero_()
+            else:
+                tensor._quantizer.scale, tensor._quantizer.amax = scale, torch.zeros_like(scale)
+        cast(copies, weights)
+        for weight, tensor in zip(weights, copies, strict=True):
+            scale = tensor._quantizer.scale
+            codes = minifloat.e4m3_code(weight.detach().float() * scale)
+            assert torch.equal(tensor._data, codes)
+            assert torch.equal(tensor._transpose, codes.t())
+            assert torch.equal(tensor._scale_inv, 1 / scale)
+            assert tensor._quantizer.amax.item() == weight.abs().max().item()
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+def test_histories_of_several_copies(algo, path_device):
+    quantizer = Float8Quantizer(scaling="delayed", amax_history_len=3, amax_compute_algo=algo)
+    weights = [Parameter(value(i, path_device)) for i in range(2)]
+    copies, alone = ([quantizer.quantize(w.detach()) for w in weights] for _ in range(2))
+    for factor in (4.0, 0.5, 0.0, float("inf"), 1.0):
+        with torch.no_grad():
+            weights[0].fill_(factor)
+            weights[1].copy_(value(1, path_device) * min(factor, 3.0))
+        cast(copies, weights)
+        for weight, tensor, other in zip(weights, copies, alone, strict=True):
+            other.quantize_(weight.detach())
+            for name, inner in tensor.storage_tensors().items():
+                assert torch.equal(inner, other.storage_tensors()[name]), name
+
+
+def test_weights_that_take_different_passes_are_written_together(path_device):
+    quantizers = [Float8BlockQuantizer()] * 3 + [NVFP4Quantizer(), Float8Quantizer(), DELAYED]
+    shapes = [SHAPE, (33, 130), (160, 144)] + [SHAPE] * 3
+    weights = [
+        random(shape, i, path_device, scale=0.1).to(torch.bfloat16)
+        for i, shape in enumerate(shapes)
+    ]
+    weights[0] = weights[0].cpu()  # on another device than the others, if they are on a GPU
+    buffer = torch.zeros(SHAPE[0] * SHAPE[1] + 1, dtype=torch.bfloat16, device=path_device)
+    weights[4] = buffer[1:].view(SHAPE)  # at an address that is not aligned
+    pairs = [*zip(quantizers, weights, strict=True)]
+    copies, alone = ([q.quantize(weight) for q, weight in pairs] for _ in range(2))
+    for _ in range(3):
+        for weight, tensor in zip(weights, alone, strict=True):
+            weight.mul_(-1.5).add_(0.01)
+            tensor.quantize_(weight)
+        cast(copies, weights)
+        for tensor, wanted in zip(copies, alone, strict=True):
+            assert tensor.has_bytes_of(wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_weights_of_other_dtypes(dtype, path_device):
+    weight, quantizer = value(0, path_device, dtype), Float8BlockQuantizer()
+    tensor = stand_in(quantizer.quantize(torch.zeros_like(weight).bfloat16()))
+    cast([tensor], [weight])
+    wanted = stand_in(quantizer.quantize(weight))
+    for name, bytes_ in te_bytes(tensor).items():
+        assert torch.equal(bytes_, getattr(wanted, name))
+
+
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_workspaces_of_a_model(parts, joins):
+    quantizer = MXFP8Quantizer(optimize_for_gemm=True)
+    model = te_model(quantizer, parts)
+    later = model[1]._fp8_workspaces.pop("weight")
+    if joins:  # parts that do not follow each other
+        name = model[0].weight_names[0]
+        setattr(model[0], name, Parameter(getattr(model[0], name).detach().clone()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for seed in range(2):
+        for param in model.parameters():
+            param.grad = random(tuple(param.shape), seed).bfloat16()
+        optimizer.step()
+        cast(*workspaces_of(model))
+        for layer in model[: seed + 1]:
+            assert_current(layer._fp8_workspaces["weight"], layer.fused, quantizer)
+        model[1]._fp8_workspaces["weight"] = later
+
+
+def test_workspaces_that_no_longer_fit_are_made_again():
+    model = te_model(Float8BlockQuantizer())
+    model[0].weight = Parameter(value()[:16].clone())
+    model[1].to("meta")
+    assert workspaces_of(model) == ([], [])
+    assert not model[0]._fp8_workspaces and not model[1]._fp8_workspaces
+
+
+def test_models_without_workspaces_are_refused():
+    with pytest.raises(ValueError, match="modules of Transformer Engine .* Linear"):
+        workspaces_of(nn.Linear(2, 2))
+    model = te_model(NVFP4Quantizer())
+    for layer in model:
+        layer.primary_weights_in_fp8 = True
+    with pytest.raises(ValueError, match="whose weights are not quantized"):
+        workspaces_of(model)
+
+
+def test_capture_is_refused(monkeypatch):
+    monkeypatch.setattr(backend, "is_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="got a call in one; call cast"):
+        cast([quantized()], [value()])
+
+
+def quantized(shape: tuple[int, ...] = SHAPE) -> Tensor:
+    return NVFP4Quantizer().quantize(torch.zeros(shape))
+
+
+class Other(Wrapper):
+    """A class without an adapter."""
+
+
+BAD = {
+    "number": (lambda w: (quantized(), w, w), ValueError, "one per copy, got 3 for 2"),
+    "double": (lambda w: (quantized(), w.double()), ValueError, "got a Tensor of torch.float64"),
+    "double part": (lambda w: (quantized(), [w[:16], w[16:].double()]), ValueError, "float64"),
+    "quantized weight": (lambda w: (quantized(), quantized()), ValueError, "got a NVFP4Tensor"),
+    "plain copy": (lambda w: (w.clone(), w), ValueError, "must be whole quantized .* got a Tensor"),
+    "shape": (lambda w: (quantized((16, 96)), w), ValueError, r"\(32, 96\) on cpu, got \(16, 96\)"),
+    "device": (lambda w: (quantized(), w.to("meta")), ValueError, "on meta, got .* on cpu"),
+    "class": (
+        lambda w: (Other(SHAPE, w.dtype, data=w.detach()), w),
+        TypeError,
+        "have an adapter, got .*Other",
+    ),
+    "format": (
+        lambda w: (stand_in(MXFP8Quantizer().quantize(w), _fp8_dtype="E5M2"), w),
+        ValueError,
+        "_fp8_dtype of a MXFP8Tensor must be kFloat8E4M3",
+    ),
+}
+
+
+@pytest.mark.parametrize(("given", "error", "words"), BAD.values(), ids=BAD)
+def test_nothing_is_written_if_one_copy_is_bad(given, error, words):
+    weight, good = value(), quantized()
+    bad, *weights = given(weight)
+    with pytest.raises(error, match=words):
+        cast([good, bad], [weight, *weights])
+    assert not good._rowwise_data.any()
+
+
+def test_sharded_weights_are_refused():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        weight = distribute_tensor(value(), init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(ValueError, match="must be whole .* got a DTensor of placements"):
+            cast([quantized()], [weight])
+        layer = nn.Linear(96, 32, bias=False)
+        layer.weight = Parameter(quantized())
+        fully_shard(layer)
+        for shard in (layer.weight, layer.weight.to_local()):
+            with pytest.raises(ValueError, match="must be whole .* that is a shard"):
+                cast([shard], [value()])
+        # A module that was sharded after its first forward pass does not read its copy again.
+        model = te_model(NVFP4Quantizer())
+        model[0].weight = Parameter(weight)
+        copies, _ = workspaces_of(model)
+        assert len(copies) == 1 and not model[0]._fp8_workspaces
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,703 @@
+"""Steps and what users do between them: case x scenario x path, against one oracle in plain torch.
+
+A case says what is stored, a scenario what happens: the same verbs of a run of ``FP4Adam`` and of
+``step_reference.Oracle``, and what a framework does to the run alone. In the end, every bit of
+parameters and states is compared. A new situation is a new scenario, of 5 to 15 lines.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn import Parameter
+
+from fp4adam import (
+    Float8BlockQuantizer,
+    Float8Quantizer,
+    FP4Adam,
+    MXFP4Quantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    QuantizedTensor,
+)
+from fp4adam.tensors import backend
+from helpers import WithGradient, addresses, assert_identical, random, through_a_file
+from step_reference import Cell, Oracle, quantize
+
+QUANTIZERS = {  # by the names in format_reference
+    "nvfp4_2d": NVFP4Quantizer(),
+    "nvfp4_1d": NVFP4Quantizer(two_dimensional=False),
+    "mxfp8": MXFP8Quantizer(),
+    "mxfp8_2d": MXFP8Quantizer(two_dimensional=True),
+    "mxfp4": MXFP4Quantizer(),
+    "float8_fp32": Float8Quantizer(),
+    "float8_delayed": Float8Quantizer(scaling="delayed", amax_history_len=3),
+    "fp8block_2d_pow2": Float8BlockQuantizer(),
+    "fp8block_2d_fp32": Float8BlockQuantizer(force_pow_2_scales=False),
+    "fp8block_1d_pow2": Float8BlockQuantizer(two_dimensional=False),
+}
+# exp_avg, exp_avg_sq, masters of quantized weights, masters of BF16 parameters.
+STATES = {
+    "32bit": ("float32", "float32", "float32", "float32"),
+    "16bit": ("bfloat16", "bfloat16", "float16", "float16"),
+    "8bit": ("float8", "float8", "int8", "remainder"),
+    "fp16 moments": ("float16", "float16", "float32", "float32"),
+    "fp8, fp32": ("float8", "float32", "float32", "remainder"),
+    "fp8 without masters": ("float8", "float8", "none", "none"),
+}
+DTYPES = {"float8": torch.float8_e4m3fn, "int8": torch.int8} | {
+    name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")
+}
+# What the table of options varies; learning rates are large, so that codes change.
+ADAMW = dict(lr=1e-2, weight_decay=0.1)
+L2 = dict(lr=3e-3, adam_w_mode=False, betas=(0.0, 0.4))
+AMSGRAD = dict(lr=1e-2, amsgrad=True)
+ASCENDING = dict(lr=1e-2, maximize=True)
+UNCORRECTED = dict(lr=1e-2, bias_correction=False, eps=1e-3, betas=(0.5, 0.9))
+THROUGH_DTYPE = dict(lr=1e-2, quantize_from="param_dtype")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What an optimizer steps, and how it stores it.
+
+    Attributes:
+        format: A row of ``QUANTIZERS``.
+        states: A row of ``STATES``.
+        grad_dtype: That of decoupled gradients; None for plain ones in the parameter's dtype.
+    """
+
+    format: str
+    states: str = "32bit"
+    grad_dtype: torch.dtype | None = None
+    options: Any = dataclasses.field(default_factory=lambda: ADAMW)
+    shapes: tuple[tuple[int, int], ...] = ((32, 64), (64, 32))
+
+    @functools.cached_property
+    def arguments(self) -> dict[str, Any]:
+        exp_avg, exp_avg_sq, master, plain = STATES[self.states]
+        stored = dict(exp_avg_dtype=DTYPES[exp_avg], exp_avg_sq_dtype=DTYPES[exp_avg_sq])
+        if master != "none":
+            stored["master_weight_dtype"] = DTYPES[master]
+        return self.options | stored | dict(
+            master_weights=master != "none",
+            store_param_remainders=plain == "remainder",
+            use_decoupled_grad=self.grad_dtype is not None,
+        )  # fmt: skip
+
+    @property
+    def keeps_masters_of_rewritten_bytes(self) -> bool:
+        """Remainders complete the bytes of the last step alone."""
+        return STATES[self.states][2] != "int8"
+
+
+FP16, FP32 = torch.float16, torch.float32
+RAGGED = ((130, 20), (5, 3))
+# By pairs: each format, storage, gradient dtype and set of options meets most of the others'.
+CASES = {
+    "nvfp4": Case("nvfp4_2d"),
+    "nvfp4 8bit": Case("nvfp4_2d", "8bit", None, THROUGH_DTYPE),
+    "nvfp4 16bit": Case("nvfp4_2d", "16bit", FP32, L2, ((16, 80), (48, 16))),
+    "nvfp4 1d": Case("nvfp4_1d", "fp16 moments", FP16, ASCENDING),
+    "nvfp4 1d 8bit": Case("nvfp4_1d", "8bit", FP32, UNCORRECTED),
+    "mxfp8": Case("mxfp8", "fp8, fp32", None, AMSGRAD),
+    "mxfp8 none": Case("mxfp8", "fp8 without masters", FP16),
+    "mxfp8 2d 8bit": Case("mxfp8_2d", "8bit", FP16, L2),
+    "mxfp4 16bit": Case("mxfp4", "16bit", None, THROUGH_DTYPE),
+    "mxfp4 8bit": Case("mxfp4", "8bit", FP32, ASCENDING),
+    "float8": Case("float8_fp32", "fp16 moments", FP32, THROUGH_DTYPE),
+    "float8 8bit": Case("float8_fp32", "8bit", None, UNCORRECTED),
+    "float8 delayed": Case("float8_delayed", "32bit", None, UNCORRECTED),
+    "float8block": Case("fp8block_2d_pow2", "32bit", FP32, AMSGRAD, RAGGED),
+    "float8block none": Case("fp8block_2d_pow2", "fp8 without masters", None, L2, RAGGED),
+    "float8block fp32": Case("fp8block_2d_fp32", "16bit", FP16, UNCORRECTED, RAGGED),
+    "float8block 1d": Case("fp8block_1d_pow2", "8bit", None, ADAMW, RAGGED),
+}
+
+
+class Run:
+    """A model with two quantized weights, a BF16 and an FP32 parameter, and its optimizer."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        self.case, self.device = case, device
+        self.model = nn.Module()
+        for i, shape in enumerate(case.shapes):
+            start = random(shape, i, device, scale=0.1).bfloat16()
+            weight = Parameter(QUANTIZERS[case.format].quantize(start))
+            if i == 0:
+                weight._high_precision_init_val = start
+            self.model.register_parameter(f"weight{i}", weight)
+        self.model.narrow = Parameter(random((41,), 7, device).bfloat16())
+        self.model.wide = Parameter(random((5, 7), 8, device))
+        self.optimizer = FP4Adam(self.params, **case.arguments)
+
+    @property
+    def params(self) -> list[Parameter]:
+        return [*self.model.parameters()]
+
+    def grads(self, seed: int, absent: tuple[int, ...] = (), scale: float = 1.0) -> list:
+        """Gradients of a step, in the dtype of the case."""
+        grads: list[Tensor | None] = []
+        for i, param in enumerate(self.params):
+            dtype = self.case.grad_dtype or param.dtype
+            size = scale * 10.0 ** (seed % 3 - 1)
+            grad = random(tuple(param.shape), 1000 * seed + i, scale=size).to(dtype)
+            grads.append(None if i in absent else grad)
+        return grads
+
+    def set_grads(self, grads: list[Tensor | None]) -> None:
+        name = "grad" if self.case.grad_dtype is None else "decoupled_grad"
+        for param, grad in zip(self.params, grads, strict=True):
+            setattr(param, name, None if grad is None else grad.to(param.device))
+
+    def step(self, grads: list[Tensor | None]) -> None:
+        self.set_grads(grads)
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def overwrite(self, values: list[Tensor | None]) -> None:
+        for param, value in zip(self.params, values, strict=True):
+            if value is not None:
+                param.copy_(value)
+
+    def contents(self) -> list[dict[str, Any]]:
+        """Parameters, states as they are stored and step counts, on the CPU."""
+        states = self.optimizer.compact_state_dict()["state"]
+        found = []
+        for i, param in enumerate(self.params):
+            fields = {"": param.detach()}
+            if isinstance(param, QuantizedTensor):
+                names = quantize(self.case.format, torch.ones(32, 32))
+                fields = {name: getattr(param, name) for name in names}
+            state = {n: t for n, t in states.get(i, {}).items() if n in STORED}
+            if state:
+                state["step"] = int(state["step"])
+            found.append({n: _on_cpu(x) for n, x in (fields | state).items()})
+        return found
+
+
+STORED = ("step", "max_exp_avg_sq", "param_remainder") + tuple(
+    f"{name}{suffix}"
+    for name in ("exp_avg", "exp_avg_sq", "master_param")
+    for suffix in ("", "_scale")
+)
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu().clone().contiguous() if isinstance(value, Tensor) else value
+
+
+def make_oracle(case: Case) -> Oracle:
+    """The oracle of a run that has just been made."""
+    exp_avg, exp_avg_sq, master, plain = STATES[case.states]
+    cells = []
+    for i, shape in enumerate(case.shapes):
+        start = random(shape, i, scale=0.1).bfloat16()
+        content = quantize(case.format, start.float())
+        cells.append(Cell(case.format, start.dtype, content, master, start if i == 0 else None))
+    narrow, wide = random((41,), 7).bfloat16(), random((5, 7), 8)
+    cells.append(Cell(None, narrow.dtype, {"": narrow}, plain))
+    cells.append(Cell(None, wide.dtype, {"": wide}, "none"))
+    return Oracle(cells, **case.options, exp_avg_dtype=exp_avg, exp_avg_sq_dtype=exp_avg_sq)
+
+
+def both(run: Run, oracle: Oracle, *seeds: int, absent: tuple[int, ...] = ()) -> None:
+    """A step of both for each seed."""
+    for seed in seeds:
+        grads = run.grads(seed, absent)
+        run.step(grads)
+        oracle.step(grads)
+
+
+SCENARIOS: dict[str, Callable[[Run, Oracle], object]] = {}
+
+
+def scenario(function: Callable[[Run, Oracle], object]) -> Callable[[Run, Oracle], object]:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+# Steps
+
+
+@scenario
+def steps(run: Run, oracle: Oracle) -> None:
+    """In place, and a value before quantization is freed by the first one."""
+    both(run, oracle, 0)
+    before = addresses(run.optimizer)
+    both(run, oracle, 1, 2)
+    assert addresses(run.optimizer) == before
+    assert run.params[0]._high_precision_init_val is None
+
+
+@scenario
+def late_and_missing_gradients(run: Run, oracle: Oracle) -> None:
+    """Each parameter has its own step count."""
+    both(run, oracle, 0, absent=(1, 3))
+    both(run, oracle, 1, absent=(0, 2))
+    both(run, oracle, 2)
+
+
+@scenario
+def no_gradients(run: Run, oracle: Oracle) -> None:
+    both(run, oracle, 0, absent=(0, 1, 2, 3))
+
+
+@scenario
+def lr_zero(run: Run, oracle: Oracle) -> None:
+    """Moments are gathered while weights rest: at the start, and later."""
+    for seed, lr in enumerate([0.0, 1e-2, 0.0]):
+        oracle.options["lr"] = run.optimizer.param_groups[0]["lr"] = lr
+        both(run, oracle, seed)
+
+
+@scenario
+def changing_hyper_parameters(run: Run, oracle: Oracle) -> None:
+    for seed, lr in enumerate([torch.tensor(1e-2), 0.5, 1e-6]):
+        own = dict(lr=lr, weight_decay=0.3 * seed, betas=(0.8, 0.9), eps=1e-5)
+        oracle.options |= own
+        run.optimizer.param_groups[0].update(own)
+        both(run, oracle, seed)
+
+
+@scenario
+def updates_that_change_size(run: Run, oracle: Oracle) -> None:
+    """The largest weight grows, shrinks and moves: bounds from earlier steps do not hold."""
+    for seed, lr in enumerate([1e-3, 10.0, 1e-6, 0.5]):
+        own = dict(lr=lr, weight_decay=0.9 if lr == 0.5 else 0.0)
+        oracle.options |= own
+        run.optimizer.param_groups[0].update(own)
+        grads = run.grads(seed, scale=1e-6 if seed % 2 else 1.0)
+        for grad in grads:
+            grad.view(-1)[seed * 101 % grad.numel()] = 0.1 * 10.0**seed
+        run.step(grads)
+        oracle.step(grads)
+
+
+@scenario
+def gradients_of_other_layouts(run: Run, oracle: Oracle) -> None:
+    both(run, oracle, 0)
+    grads = run.grads(1)
+    strided = [
+        grads[0].t().contiguous().t(),
+        torch.cat((grads[1].new_zeros(1), grads[1].flatten()))[1:].view(grads[1].shape),
+        torch.stack((grads[2], grads[2]), 1).flatten()[::2],
+        grads[3][:, :1].expand(grads[3].shape),
+    ]
+    run.step(strided)
+    oracle.step([grad.clone().contiguous() for grad in strided])
+
+
+@scenario
+def clipped(run: Run, oracle: Oracle) -> None:
+    """As by ``torch.nn.utils.clip_grad_norm_``, for one step; the gradients stay as they are."""
+    both(run, oracle, 0)
+    grads = run.grads(1)
+    run.set_grads(grads)
+    norm = run.optimizer.clip_grad_norm_(0.5).cpu()
+    expected = torch.stack([grad.double().norm() for grad in grads]).norm()
+    torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
+    run.optimizer.step()
+    oracle.step(grads, clip=(0.5 / (norm + 1e-6)).clamp(max=1.0))
+    both(run, oracle, 2)
+
+
+@scenario
+def found_inf(run: Run, oracle: Oracle) -> None:
+    """GradScaler divides gradients by its scale, and skips steps that overflow."""
+    both(run, oracle, 0)
+    for seed, overflow in ((1, False), (2, True), (3, False)):
+        run.optimizer.grad_scale = torch.tensor(4.0, device=run.device)
+        run.optimizer.found_inf = torch.tensor(float(overflow), device=run.device)
+        grads = run.grads(seed)
+        run.step(grads)
+        if not overflow:
+            oracle.step(grads, grad_scale=torch.tensor(4.0))
+    del run.optimizer.grad_scale, run.optimizer.found_inf
+    both(run, oracle, 4)
+
+
+@scenario
+def refused_gradient(run: Run, oracle: Oracle) -> None:
+    """Nothing has changed, and the next step is as if there had been none."""
+    both(run, oracle, 0)
+    grads = run.grads(1)
+    run.set_grads(grads)
+    name = "grad" if run.case.grad_dtype is None else "decoupled_grad"
+    setattr(run.params[3], name, getattr(run.params[3], name).to_sparse())
+    with pytest.raises(RuntimeError, match="sparse"):
+        run.optimizer.step()
+    both(run, oracle, 1)
+
+
+@scenario
+def release(run: Run, oracle: Oracle) -> None:
+    """Each parameter is stepped in the backward pass."""
+    if run.case.grad_dtype is not None:
+        pytest.skip("gradients are released as backward passes make them")
+    both(run, oracle, 0)
+    handle = run.optimizer.enable_gradient_release()
+    grads = run.grads(1)
+    run.optimizer.zero_grad()
+    for param, grad in zip(run.params, grads, strict=True):
+        WithGradient.apply(param, grad.to(run.device)).backward()
+        assert param.grad is None
+    run.optimizer.step()
+    handle.remove()
+    oracle.step(grads)
+    both(run, oracle, 2)
+
+
+@scenario
+def closure(run: Run, oracle: Oracle) -> None:
+    grads = run.grads(0)
+
+    def evaluate() -> float:
+        assert torch.is_grad_enabled()
+        run.set_grads(grads)
+        return 17.0
+
+    assert run.optimizer.step(evaluate) == 17.0
+    oracle.step(grads)
+
+
+# Writes by others
+
+
+def values_of(run: Run, seed: int) -> list[Tensor]:
+    return [random(tuple(p.shape), 70 + seed + i, scale=0.2) for i, p in enumerate(run.params)]
+
+
+@scenario
+def overwritten(run: Run, oracle: Oracle) -> None:
+    """After steps, the masters restart; moments and step counts go on."""
+    both(run, oracle, 0, 1)
+    for each in (run, oracle):
+        each.overwrite(values_of(run, 0))
+    both(run, oracle, 2)
+    for each in (run, oracle):
+        each.overwrite([None, values_of(run, 1)[1], None, values_of(run, 1)[3]])
+    both(run, oracle, 3)
+
+
+def _by_quantizer(param: Tensor, value: Tensor) -> Tensor:
+    if isinstance(param, QuantizedTensor):
+        return param.quantizer.quantize(value.to(param.device, param.dtype))
+    return value.to(param.device, param.dtype)
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "copy_ of the same format": lambda p, value: p.copy_(_by_quantizer(p, value)),
+    "detach().copy_": lambda p, value: p.detach().copy_(value),
+    "copy_ in inference mode": torch.inference_mode()(lambda p, value: p.copy_(value)),
+    "data =": lambda p, value: setattr(p, "data", _by_quantizer(p, value)),
+    "foreach_copy_": lambda p, value: torch._foreach_copy_([p], [value.to(p.device, p.dtype)]),
+    "swap_tensors": lambda p, value: torch.utils.swap_tensors(
+        p, Parameter(_by_quantizer(p, value))
+    ),
+    "quantize_": lambda p, value: getattr(p, "quantize_", p.copy_)(value.to(p.device)),
+    "load_state_dict": lambda p, value: nn.ParameterList([p]).load_state_dict({"0": value}),
+}
+
+
+def write_by(run: Run, oracle: Oracle, how: str) -> None:
+    delayed = run.case.format == "float8_delayed"
+    if delayed and how in ("copy_ of the same format", "data =", "swap_tensors"):
+        pytest.skip("a tensor that is made anew has another history of scales")
+    both(run, oracle, 0, 1)
+    values = [value.bfloat16().float() for value in values_of(run, 0)]
+    with torch.no_grad():
+        for param, value in zip(run.params, values, strict=True):
+            WRITES[how](param, value)
+    oracle.overwrite(values)
+    both(run, oracle, 2)
+
+
+for each in WRITES:
+    SCENARIOS[each] = functools.partial(write_by, how=each)
+
+
+@scenario
+def written_before_the_first_step(run: Run, oracle: Oracle) -> None:
+    """A master that would start from a value before quantization starts from the new one."""
+    values = values_of(run, 0)
+    run.overwrite(values)
+    oracle.overwrite(values)
+    both(run, oracle, 0)
+
+
+@scenario
+def same_bytes_again(run: Run, oracle: Oracle) -> None:
+    """Written by a copy of themselves: a master that still rounds to them goes on."""
+    both(run, oracle, 0, 1)
+    with torch.no_grad():
+        for param in run.params:
+            param.copy_(param.detach().clone())
+    if not run.case.keeps_masters_of_rewritten_bytes:
+        for cell in oracle.cells[:2]:
+            cell.restart()
+    both(run, oracle, 2)
+
+
+@scenario
+def written_by_another_optimizer(run: Run, oracle: Oracle) -> None:
+    """It steps the same parameters, and continues from masters of its own."""
+    both(run, oracle, 0)
+    run.set_grads(run.grads(1))
+    own = dict(master_weights=False) if run.case.states.endswith("without masters") else {}
+    use_decoupled_grad = run.case.grad_dtype is not None
+    FP4Adam(run.params, lr=0.05, use_decoupled_grad=use_decoupled_grad, **own).step()
+    oracle.overwrite_with(run.contents())
+    both(run, oracle, 2)
+
+
+@scenario
+def states_changed_by_hand(run: Run, oracle: Oracle) -> None:
+    """In place, by other tensors, and step counts."""
+    if run.case.states != "32bit":
+        pytest.skip("writes states as they are stored")
+    both(run, oracle, 0, 1)
+    for param, cell in zip(run.params, oracle.cells, strict=True):
+        state = run.optimizer.state[param]
+        for entry in (state, cell.moments):
+            entry["exp_avg"].mul_(50.0)
+            entry["exp_avg_sq"] = entry["exp_avg_sq"] * 0.25
+        state["step"].fill_(7.0)
+        cell.step = 7
+        if "master_param" in state:
+            state["master_param"].view(-1)[5] = 40.0
+            cell.value.view(-1)[5] = 40.0
+    both(run, oracle, 2)
+
+
+MOVES: dict[str, Callable[[Tensor], object]] = {
+    "data = clone": lambda p: setattr(p, "data", p.detach().clone()),
+    "swapped with a clone": lambda p: torch.utils.swap_tensors(p, Parameter(p.detach().clone())),
+    "shared memory": lambda p: p.share_memory_(),
+}
+
+
+def move_by(run: Run, oracle: Oracle, how: str) -> None:
+    """The values are the same, and so are whole masters."""
+    both(run, oracle, 0, 1)
+    for param in run.params:
+        MOVES[how](param)
+    if not run.case.keeps_masters_of_rewritten_bytes:
+        for cell in oracle.cells[:2]:
+            cell.restart()
+    both(run, oracle, 2)
+
+
+for each in MOVES:
+    SCENARIOS[each] = functools.partial(move_by, how=each)
+
+
+@scenario
+def reset_master_weights(run: Run, oracle: Oracle) -> None:
+    both(run, oracle, 0)
+    run.optimizer.reset_master_weights(run.params[:1])
+    oracle.cells[0].restart()
+    both(run, oracle, 1)
+    run.optimizer.reset_master_weights()
+    for cell in oracle.cells:
+        cell.restart()
+    both(run, oracle, 2)
+
+
+# The optimizer and its groups
+
+
+@scenario
+def regrouped(run: Run, oracle: Oracle) -> None:
+    """A parameter goes to another group, which has its own options, and back."""
+    both(run, oracle, 0)
+    first = run.optimizer.param_groups[0]
+    moved, own = run.params[3], dict(lr=2e-3, betas=(0.7, 0.9), weight_decay=0.0)
+    first["params"] = [param for param in first["params"] if param is not moved]
+    run.optimizer.add_param_group({"params": [moved], **own})
+    oracle.groups[3] = own
+    both(run, oracle, 1)
+    first["params"].append(run.optimizer.param_groups.pop()["params"][0])
+    del oracle.groups[3]
+    both(run, oracle, 2)
+
+
+@scenario
+def group_added(run: Run, oracle: Oracle) -> None:
+    """Its parameters count their own steps."""
+    late = run.params[2]
+    run.optimizer = FP4Adam([p for p in run.params if p is not late], **run.case.arguments)
+    both(run, oracle, 0, absent=(2,))
+    own = dict(lr=2e-3, weight_decay=0.0)
+    run.optimizer.add_param_group({"params": [late], **own})
+    oracle.groups[2] = own
+    both(run, oracle, 1, 2)
+    first, second = run.optimizer.param_groups
+    first["params"].insert(2, *second["params"])  # in the order of the model again
+    del run.optimizer.param_groups[1]
+
+
+@scenario
+def frozen_for_a_while(run: Run, oracle: Oracle) -> None:
+    both(run, oracle, 0)
+    run.params[0].requires_grad_(False)
+    both(run, oracle, 1, absent=(0,))
+    run.params[0].requires_grad_(True)
+    both(run, oracle, 2)
+
+
+# Copies and checkpoints
+
+
+def continue_with(run: Run, copied: tuple[nn.Module, FP4Adam], oracle: Oracle) -> None:
+    """Go on with a copy of model and optimizer; the original must not change."""
+    original = copy.copy(run)
+    before = copy.deepcopy(original.contents())
+    run.model, run.optimizer = copied
+    both(run, oracle, 3)
+    assert_identical(original.contents(), before)
+
+
+@scenario
+def deepcopy_(run: Run, oracle: Oracle) -> None:
+    both(run, oracle, 0, 1)
+    continue_with(run, copy.deepcopy((run.model, run.optimizer)), oracle)
+
+
+@scenario
+def pickle_(run: Run, oracle: Oracle) -> None:
+    both(run, oracle, 0, 1)
+    copied = through_a_file((run.model, run.optimizer), weights_only=False)
+    continue_with(run, copied, oracle)
+
+
+@scenario
+def copied_before_the_first_step(run: Run, oracle: Oracle) -> None:
+    """The value before quantization travels along."""
+    run.model, run.optimizer = copy.deepcopy((run.model, run.optimizer))
+    both(run, oracle, 0)
+
+
+def resumed(run: Run, oracle: Oracle, compact: bool, model_first: bool) -> None:
+    """In a new process, with other weights: model and optimizer are loaded in either order."""
+    both(run, oracle, 0, 1, absent=(3,))
+    save = run.optimizer.compact_state_dict if compact else run.optimizer.state_dict
+    model, state = through_a_file((run.model.state_dict(), save()))
+    fresh = Run(run.case, run.device)
+    fresh.overwrite(values_of(fresh, 5))
+    # Remainders are of use only with the weights of their step.
+    loads = [
+        lambda: fresh.model.load_state_dict(model),
+        lambda: fresh.optimizer.load_state_dict(state),
+    ]
+    for load in loads if model_first else reversed(loads):
+        load()
+    run.model, run.optimizer = fresh.model, fresh.optimizer
+    oracle.cells[3].content = {"": model["wide"].cpu()}
+    both(run, oracle, 2)
+
+
+for compact in (False, True):
+    for model_first in (False, True):
+        name = f"resumed{', compact' if compact else ''}{', model first' if model_first else ''}"
+        SCENARIOS[name] = functools.partial(resumed, compact=compact, model_first=model_first)
+
+
+@scenario
+def own_state_loaded(run: Run, oracle: Oracle) -> None:
+    """As trainers do with what they have just saved; nothing is shared with it."""
+    both(run, oracle, 0, 1)
+    saved = run.optimizer.compact_state_dict()
+    kept = copy.deepcopy(saved)
+    run.optimizer.load_state_dict(saved)
+    both(run, oracle, 2)
+    assert_identical(saved, kept)
+
+
+@scenario
+def own_state_of_overwritten_weights_loaded(run: Run, oracle: Oracle) -> None:
+    """The state says that the masters are those of the weights now."""
+    both(run, oracle, 0, 1)
+    for each in (run, oracle):
+        each.overwrite(values_of(run, 0))
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+    both(run, oracle, 2)
+
+
+@scenario
+def older_state_loaded(run: Run, oracle: Oracle) -> None:
+    """Its masters are not those of the weights, which keep their values."""
+    both(run, oracle, 0)
+    saved = copy.deepcopy(run.optimizer.state_dict())
+    for each in (run, oracle):
+        each.overwrite(values_of(run, 0))
+    for cell in oracle.cells:
+        # Transformer Engine's layout has remainders alone, which complete any parameter.
+        if cell.master != "remainder" or "adam_w_mode" not in run.case.options:
+            cell.restart()
+    run.optimizer.load_state_dict(saved)
+    both(run, oracle, 1)
+
+
+@scenario
+def flattened_by_dcp(run: Run, oracle: Oracle) -> None:
+    """``torch.distributed.checkpoint`` saves states by name, and steps with a rate of zero."""
+    if run.case.grad_dtype is not None or run.case.states != "32bit":
+        pytest.skip("sets plain gradients, and reads states under the names of these")
+    both(run, oracle, 0, 1)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    saved = get_optimizer_state_dict(run.model, run.optimizer, options=options)
+    set_optimizer_state_dict(run.model, run.optimizer, copy.deepcopy(saved), options=options)
+    both(run, oracle, 2)
+
+
+@scenario
+def averages_swapped_in_and_out(run: Run, oracle: Oracle) -> None:
+    """For a validation: the bytes of before come back, and training goes on."""
+    if not run.case.keeps_masters_of_rewritten_bytes:
+        pytest.skip("remainders complete the bytes of the last step alone")
+    both(run, oracle, 0, 1)
+    kept = copy.deepcopy([param.detach() for param in run.params])
+    with torch.no_grad():
+        for param, value, own in zip(run.params, values_of(run, 0), kept, strict=True):
+            param.copy_(value)
+            param.copy_(own)
+    both(run, oracle, 2)
+
+
+def rows() -> list[Any]:
+    """Operators take each case through each scenario; quick kernels one or two cases."""
+    found = []
+    for i, name in enumerate(SCENARIOS):
+        for j, case in enumerate(CASES):
+            for path in ("operators", "kernels"):
+                quick = path == "operators" or (3 * i + j) % 12 == 0
+                marks = () if quick else pytest.mark.exhaustive
+                found.append(
+                    pytest.param(case, name, path, marks=marks, id=f"{name}-{case}-{path}")
+                )
+    return found
+
+
+@pytest.mark.table
+@pytest.mark.parametrize(("case", "name", "path"), rows())
+def test_step(
+    case: str, name: str, path: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = path == "kernels"
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: kernels and d.type == device)
+    run, oracle = Run(CASES[case], device if kernels else "cpu"), make_oracle(CASES[case])
+    SCENARIOS[name](run, oracle)
+    assert_identical(run.contents(), oracle.contents())

@@ -1,0 +1,390 @@
+"""One optimizer step in plain torch and NumPy: AdamW, how its state is stored, what it writes.
+
+It imports nothing from the package. Weights are encoded by ``format_reference``; states are encoded
+in float64, where the package works on the bits of float32. ``Oracle`` holds what an optimizer and
+its parameters have to hold, for the table of ``test_step_table.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import format_reference as formats
+
+GROUP: dict[str, Any] = dict(
+    lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, maximize=False,
+    bias_correction=True, adam_w_mode=True,
+)  # fmt: skip
+
+
+def adamw_(
+    value: Tensor,
+    moments: dict[str, Tensor],
+    step: float,
+    grad: Tensor,
+    group: dict[str, Any],
+    grad_scale: Tensor | None = None,
+    clip: Tensor | None = None,
+) -> None:
+    """Update number ``step`` of a parameter group's AdamW, on a float32 value and its moments."""
+    for name in ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]:
+        moments.setdefault(name, torch.zeros_like(value))
+    lr, decay = float(group["lr"]), float(group["weight_decay"])
+    beta1, beta2 = map(float, group["betas"])
+    factor = torch.tensor(-1.0 if group["maximize"] else 1.0)
+    if grad_scale is not None:
+        factor = grad_scale.reshape(()).reciprocal() * factor
+    if clip is not None:
+        factor = clip.reshape(()) * factor
+    g = grad.to(torch.float32) * factor.to(grad.device)
+    if not group["adam_w_mode"] and decay:
+        g = value * decay + g
+    # The scalars are float64, each product and sum is rounded to float32. The first moment is
+    # interpolated from the nearer end.
+    exp_avg, exp_avg_sq = moments["exp_avg"], moments["exp_avg_sq"]
+    exp_avg_sq.copy_(exp_avg_sq * beta2 + g * (1 - beta2) * g)
+    weight, base = (1 - beta1, exp_avg) if 1 - beta1 < 0.5 else (-beta1, g)
+    exp_avg.copy_((g - exp_avg) * weight + base)
+    if group["amsgrad"]:
+        largest = moments["max_exp_avg_sq"]
+        exp_avg_sq = largest.copy_(torch.maximum(largest, exp_avg_sq))
+    correction1 = correction2 = 1.0
+    if group["bias_correction"]:
+        correction1, correction2 = (1 - beta ** int(step) for beta in (beta1, beta2))
+    if not lr:
+        return
+    if group["adam_w_mode"] and decay:
+        value.mul_(1 - lr * decay)
+    root = exp_avg_sq.double().sqrt().float()
+    value.sub_(exp_avg * (lr / correction1) / (root * (1 / math.sqrt(correction2)) + group["eps"]))
+
+
+# Stochastic rounding
+
+
+def _hashed(x: int) -> int:
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ x >> shift) * factor % 2**32
+    return x ^ x >> 16
+
+
+FACTORS = {"master_param": 0x1B56C4E9, "exp_avg": 0x846CA68B, "exp_avg_sq": 0x93D765DD}
+
+
+def dither(name: str, shape: torch.Size, step: float) -> np.ndarray:
+    """Numbers in 0..2**32 - 1 for each element of a state in update number ``step``."""
+    count = np.arange(math.prod(shape), dtype=np.uint64) + _hashed(_hashed(0) ^ int(step))
+    x = (count * 0xC2B2AE35) % 2**32
+    return ((x ^ x >> 13) * FACTORS[name] % 2**32).astype(np.int64)
+
+
+def _upper(random: np.ndarray | None, bits: int) -> Any:
+    """The upper bits of a dither; half their range, which rounds to nearest, if there is none."""
+    return 1 << (bits - 1) if random is None else random >> (32 - bits)
+
+
+# States
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """How float32 numbers are stored: codes, and a scale per 32 elements if ``largest`` is given.
+
+    Attributes:
+        dtype: The dtype of the codes.
+        mantissa: Stored bits of the mantissa.
+        largest: The largest number at scale 127.
+        smallest: Signed numbers below it are zero, unsigned ones are it.
+    """
+
+    dtype: torch.dtype = torch.float32
+    mantissa: int = 23
+    largest: float | None = None
+    smallest: float = 0.0
+    signed: bool = True
+
+    def encode(self, x: Tensor, random: np.ndarray | None) -> tuple[dict[str, Tensor], Tensor]:
+        """What is stored, by the suffix of its name, and the float32 numbers that it stands for."""
+        if self.dtype == torch.float32:
+            return {"": x.clone()}, x
+        flat = x.flatten().numpy().astype(np.float64)
+        dropped = 23 - self.mantissa
+        carried = _upper(random, dropped) / 2.0**dropped
+        if self.largest is None:  # BF16
+            value = torch.from_numpy(self._round(flat, carried)).float().view(x.shape)
+            return {"": value.to(self.dtype)}, value
+        scale = self._scales(flat)
+        unit = np.ldexp(1.0, scale.repeat(32)[: flat.size] - 127)
+        scaled = np.abs(flat) / unit
+        is_small = scaled < self.smallest
+        rounded = self._round(np.where(is_small, self.smallest, scaled), carried)
+        if self.signed:
+            rounded = np.where(is_small, 0, rounded * np.sign(flat))
+            codes = torch.from_numpy(rounded).to(self.dtype)
+            if self.dtype == torch.float8_e4m3fn:
+                codes = codes.view(torch.uint8)
+        else:
+            # Zeros are at scale 0, whose smallest number is zero itself.
+            rounded = np.where((scale.repeat(32)[: flat.size] == 0) & (flat == 0), 0, rounded)
+            mantissa, exponent = np.frexp(np.where(rounded == 0, 1, rounded))
+            code = ((exponent - 1) * 2.0**self.mantissa) + (mantissa * 2 - 1) * 2.0**self.mantissa
+            codes = torch.from_numpy(np.where(rounded == 0, 0, code)).to(torch.int32).to(self.dtype)
+        value = torch.from_numpy(rounded * unit).float().view(x.shape)
+        stored = {"": codes.view(x.shape), "_scale": torch.from_numpy(scale.astype(np.uint8))}
+        return stored, value
+
+    def _round(self, x: np.ndarray, carried: Any) -> np.ndarray:
+        """Round magnitudes down, after a fraction of a unit in the last place has been added."""
+        magnitude = np.abs(x)
+        exponent = np.frexp(np.where(magnitude == 0, 1, magnitude))[1] - 1
+        unit = np.ldexp(1.0, np.maximum(exponent, -126) - self.mantissa)
+        return np.copysign(np.floor(magnitude / unit + carried) * unit, x)
+
+    def _scales(self, flat: np.ndarray) -> np.ndarray:
+        """The smallest ones, from 0, under which no number of a block exceeds the largest."""
+        blocks = np.abs(np.pad(flat, (0, -flat.size % 32))).reshape(-1, 32).max(1)
+        mantissa, exponent = np.frexp(np.where(blocks == 0, 1, blocks))
+        top_mantissa, top = np.frexp(self.largest)
+        scale = exponent - top + (mantissa > top_mantissa) + 127
+        return np.where(blocks == 0, 0, np.maximum(scale, 0))
+
+
+FLOAT32 = Codec()
+BFLOAT16 = Codec(torch.bfloat16, 7)
+FLOAT16 = Codec(torch.float16, 10, 65504.0, 2.0**-14)
+E4M3 = Codec(torch.float8_e4m3fn, 3, 448.0, 2.0**-6)
+# Their codes count up from the smallest number of a block, 1 at scale 127.
+SQUARES16 = Codec(torch.int16, 11, (2 - 2.0**-11) * 2.0**31, 1.0, signed=False)
+SQUARES8 = Codec(torch.uint8, 4, (2 - 2.0**-4) * 2.0**15, 1.0, signed=False)
+CODECS = {
+    "exp_avg": {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16, "float8": E4M3},
+    "exp_avg_sq": {
+        "float32": FLOAT32, "bfloat16": BFLOAT16, "float16": SQUARES16, "float8": SQUARES8,
+    },
+}  # fmt: skip
+
+
+def high_half(value: Tensor) -> tuple[Tensor, Tensor]:
+    """BF16, nearest with ties away from zero, and the int16 remainder of the bits of float32."""
+    bits = value.numpy().view(np.int32).astype(np.int64)
+    upper = (bits + 0x8000) >> 16
+    remainder = torch.from_numpy((bits - (upper << 16)).astype(np.int16))
+    return torch.from_numpy(upper.astype(np.int16)).view(torch.bfloat16), remainder
+
+
+# Weights
+
+
+def quantize(format: str, x: Tensor, before: dict[str, np.ndarray] | None = None) -> dict:
+    """The fields of a weight; ``before`` has the scale and the amaxes of delayed scaling."""
+    if format != "float8_delayed":
+        return formats.quantize(format, x.numpy())
+    amax, largest = np.abs(x.numpy()).max(), np.float32(448)
+    if before is None:
+        # A new weight has seen its own amax in the step before.
+        scale, history = largest / amax, np.array([0, 0, amax], np.float32)
+    else:
+        scale, history = largest / before["amax_history"].max(), np.roll(before["amax_history"], -1)
+    history[0] = amax
+    codes = formats.encode_e4m3(x.numpy() * scale)
+    inverse = (np.float32(1) / scale).reshape(1)
+    return {
+        "rowwise_data": codes,
+        "rowwise_scale_inv": inverse,
+        "columnwise_data": np.ascontiguousarray(codes.T),
+        "columnwise_scale_inv": inverse,
+        "amax_history": history,
+    }
+
+
+def dequantize(format: str, fields: dict[str, np.ndarray]) -> Tensor:
+    """The float32 values of a weight."""
+    return torch.from_numpy(formats.dequantize(format, fields))
+
+
+def units(format: str, fields: dict[str, np.ndarray]) -> Tensor:
+    """What int8 remainders count: 1/239 of the gap from each code to the next larger one."""
+    codes, fields = fields["rowwise_data"], dict(fields)
+    if format.startswith(("nvfp4", "mxfp4")):
+        exponents = np.maximum(formats.unpack_e2m1(codes) >> 1 & 3, 1)
+        fields["rowwise_data"] = formats.pack_e2m1((exponents << 1).astype(np.uint8))
+        if format.startswith("nvfp4"):
+            scales = fields["rowwise_scale_inv"]
+            fields["rowwise_scale_inv"] = np.maximum(scales, 4)
+        return dequantize(format, fields) * (1 / 478)
+    fields["rowwise_data"] = np.maximum(codes & 0x78, 8)
+    return dequantize(format, fields) * (1 / 1912)
+
+
+def complete(format: str, fields: dict[str, np.ndarray], remainder: Tensor) -> Tensor:
+    """The master that int8 remainders make of a weight."""
+    return dequantize(format, fields) + remainder * units(format, fields)
+
+
+def remainders(format: str, fields: dict, value: Tensor, random: np.ndarray | None) -> Tensor:
+    """The int8 remainders of a master whose codes are in ``fields``."""
+    difference = value - dequantize(format, fields)
+    steps = (difference * units(format, fields).reciprocal() + 384).clamp(384 - 127, 384 + 127)
+    carried = torch.as_tensor(_upper(random, 16)).view(value.shape if random is not None else ())
+    return (steps.double() - 384 + carried / 2.0**16).floor().to(torch.int8)
+
+
+def round_to_e4m3(value: Tensor, random: np.ndarray) -> Tensor:
+    """Four significant bits, rounded stochastically: what E4M3 codes can hold of a value."""
+    carried = _upper(random, 20) / 2.0**20
+    flat = value.flatten().numpy().astype(np.float64)
+    return torch.from_numpy(Codec(mantissa=3)._round(flat, carried)).float().view(value.shape)
+
+
+@dataclasses.dataclass
+class Cell:
+    """What must be true of one parameter.
+
+    Attributes:
+        format: That of ``format_reference.quantize``, "float8_delayed", or None of a plain one.
+        dtype: The nominal dtype.
+        content: The parameter: its fields, or its tensor by the name "".
+        master: How its master is stored: "float32", "float16", "int8", "remainder" or "none".
+        value: What training continues from, in float32; None before the first step.
+        start: A value before quantization.
+    """
+
+    format: str | None
+    dtype: torch.dtype
+    content: dict[str, Any]
+    master: str
+    start: Tensor | None = None
+    value: Tensor | None = None
+    step: int = 0
+    moments: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    stored: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+    def decoded(self) -> Tensor:
+        """The value of the parameter itself."""
+        if self.format is None:
+            return self.content[""].to(torch.float32, copy=True)
+        return dequantize(self.format, self.content)
+
+    def restart(self) -> None:
+        """Take the value of the parameter for its master, as stored without dither."""
+        has_start = self.start is not None and self.master != "none"
+        self.value = self.start.float() if has_start else self.decoded()
+        self.start = None
+        self._keep(None)
+
+    def overwrite(self, value: Tensor) -> None:
+        """Other code writes a value, which is where a master restarts that there is."""
+        remainder = self.stored.get("param_remainder")
+        if remainder is not None:  # the lower bits of whatever the upper ones are now
+            self.content = {"": value.to(self.dtype)}
+            bits = self.content[""].view(torch.int16).int() << 16
+            self.value = (bits + remainder).view(torch.float32)
+            return
+        self._write(value, False)
+        if self.value is not None:
+            self.restart()
+        elif self.start is not None:
+            self.start = value
+
+    def _keep(self, random: np.ndarray | None) -> None:
+        """Store the value, rounded to what the master can hold beside the parameter."""
+        if self.master == "none":
+            return
+        if self.master == "remainder":
+            self.stored["param_remainder"] = high_half(self.value)[1]
+        elif self.master == "int8":
+            kept = remainders(self.format, self.content, self.value, random)
+            self.stored["master_param"] = kept
+            self.value = complete(self.format, self.content, kept)
+        else:
+            codec = FLOAT32 if self.master == "float32" else FLOAT16
+            kept, self.value = codec.encode(self.value, random)
+            self.stored |= {f"master_param{suffix}": tensor for suffix, tensor in kept.items()}
+
+    def _write(self, value: Tensor, through_dtype: bool) -> None:
+        if through_dtype:
+            value = value.to(self.dtype).float()
+        if self.format is not None:
+            self.content = quantize(self.format, value, self.content)
+        elif self.master == "remainder":
+            self.content = {"": high_half(value)[0]}
+        else:
+            self.content = {"": value.to(self.dtype)}
+
+    def update(self, grad: Tensor, options: dict[str, Any], **factors: Tensor | None) -> None:
+        """Take one step."""
+        if self.value is None:
+            self.restart()
+        self.step += 1
+        adamw_(self.value, self.moments, self.step, grad, options, **factors)
+        for name in ("exp_avg", "exp_avg_sq"):
+            codec = CODECS[name][options.get(f"{name}_dtype", "float32")]
+            random = dither(name, grad.shape, self.step)
+            kept, self.moments[name] = codec.encode(self.moments[name], random)
+            self.stored |= {f"{name}{suffix}": tensor for suffix, tensor in kept.items()}
+        if options["amsgrad"]:
+            self.stored["max_exp_avg_sq"] = self.moments["max_exp_avg_sq"]
+        if options["lr"]:
+            random = dither("master_param", grad.shape, self.step)
+            self._settle(random, options.get("quantize_from") == "param_dtype")
+
+    def _settle(self, random: np.ndarray, through_dtype: bool) -> None:
+        """Write the new value to the parameter and to its master."""
+        if self.master == "none" and self.format is not None:
+            self.value = round_to_e4m3(self.value, random)
+        # Remainders complete what has been written; parameters are rounded from other masters.
+        writes_first = self.master in ("int8", "remainder")
+        if writes_first:
+            self._write(self.value, through_dtype and self.format is not None)
+        self._keep(random)
+        if not writes_first:
+            self._write(self.value, through_dtype and self.format is not None)
+        if self.master == "none":
+            self.value = self.decoded()
+
+
+class Oracle:
+    """The parameters and states of an optimizer, and what a program has to make of them.
+
+    Args:
+        cells: One for each parameter.
+        options: Hyper-parameters of all groups, and how moments are stored.
+    """
+
+    def __init__(self, cells: list[Cell], **options: Any) -> None:
+        self.cells, self.options = cells, {**GROUP, **options}
+        self.groups: dict[int, dict[str, Any]] = {}  # what single parameters have of their own
+
+    def step(self, grads: list[Tensor | None], **factors: Tensor | None) -> None:
+        for i, (cell, grad) in enumerate(zip(self.cells, grads, strict=True)):
+            if grad is not None:
+                cell.update(grad, {**self.options, **self.groups.get(i, {})}, **factors)
+
+    def overwrite(self, values: list[Tensor | None]) -> None:
+        """Other code writes float32 values: the masters restart from what parameters hold then."""
+        for cell, value in zip(self.cells, values, strict=True):
+            if value is not None:
+                cell.overwrite(value)
+
+    def overwrite_with(self, contents: list[dict[str, Any]]) -> None:
+        """Other code leaves other bytes: parameters take them, and the masters restart."""
+        for cell, found in zip(self.cells, contents, strict=True):
+            if cell.format is None:
+                cell.overwrite(found[""].float())
+                continue
+            cell.content = {name: found[name].numpy() for name in cell.content}
+            cell.restart()
+
+    def contents(self) -> list[dict[str, Any]]:
+        """Parameters, stored states and step counts."""
+        return [
+            {n: torch.as_tensor(c) for n, c in cell.content.items()}
+            | (cell.stored | {"step": cell.step} if cell.step else {})
+            for cell in self.cells
+        ]
