@@ -1,6 +1,7 @@
 """Float8, one scale per tensor: kernels that quantize and dequantize, and their tile functions."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -10,6 +11,7 @@ from torch import Tensor
 from fp4adam.kernels import nvfp4
 from fp4adam.kernels.float8_block import float8_scale
 from fp4adam.kernels.launch.launch import on_its_device
+from fp4adam.kernels.launch.stored import inputs
 from fp4adam.kernels.launch.tensor_table import (
     Storage,
     Usage,
@@ -120,32 +122,21 @@ def _quantize_kernel(
 
 
 @on_its_device
-def quantize(
-    x: Tensor,
-    *,
-    rowwise_data: Tensor | None,
-    columnwise_data: Tensor | None,
-    amax: Tensor,
-    force_pow_2_scales: bool,
-    amax_epsilon: float,
-) -> None:
-    """Quantize the matrix ``x`` [rows, cols] (contiguous, multiples of 16) into storage.
-
-    ``amax``: float32 [1], an input.
-    """
+def quantize(x: Tensor, out: Any, layout: Any) -> None:
+    """Quantize the matrix ``x`` [rows, cols] (contiguous, multiples of 16) into storage."""
     rows, cols = x.shape
     tile_rows, tile_cols = divisor_tile(rows, 64, BLOCK), divisor_tile(cols, 64, BLOCK)
     _quantize_kernel[(rows // tile_rows * (cols // tile_cols),)](
         x,
-        rowwise_data,
-        columnwise_data,
-        amax,
+        out.rowwise_data,
+        out.columnwise_data,
+        out.amax,
         rows,
         cols,
         cols // tile_cols,
-        amax_epsilon,
-        USAGE=Usage(rowwise_data is not None, columnwise_data is not None),
-        POW_2=force_pow_2_scales,
+        layout.scale_rule.amax_epsilon,
+        USAGE=Usage(out.rowwise_data is not None, out.columnwise_data is not None),
+        POW_2=layout.scale_rule.force_pow_2_scales,
         BR=tile_rows,
         BC=tile_cols,
         enable_fp_fusion=False,
@@ -183,42 +174,33 @@ def _dequantize_words_kernel(
 _words_decoder = word_decoder(_dequantize_words_kernel)
 
 
-def decoder(
-    data: Tensor,
-    amax: Tensor,
-    force_pow_2_scales: bool,
-    amax_epsilon: float,
-    transposed: bool,
-    out: Tensor,
-) -> Callable[[], None] | None:
+def decoder(out: Tensor, stored: Any, layout: Any) -> Callable[[], None] | None:
     """A function that decodes E4M3 codes [rows, cols] into ``out`` whenever it is called.
 
-    None if codes are transposed or unaligned, or columns are no multiple of eight. ``amax``:
-    float32 [1]. A stack of codes [parts, rows, cols] holds consecutive parts of the rows.
+    None if codes are transposed or unaligned, or columns are no multiple of eight. A
+    stack of codes [parts, rows, cols] holds consecutive parts of the rows.
     """
+    data, _, transposed = inputs(stored, layout)
     if transposed or data.shape[-1] % 8 or not are_aligned(data):
         return None
-    options = dict(EPSILON=amax_epsilon, POW_2=force_pow_2_scales)
-    return _words_decoder(data, amax, out=out, strides=(), **options)
+    return _decoder(out, data, stored.amax, layout)
+
+
+def _decoder(out: Tensor, codes: Tensor, amax: Tensor, layout: Any) -> Callable[[], None]:
+    rule = layout.scale_rule
+    options = dict(EPSILON=rule.amax_epsilon, POW_2=rule.force_pow_2_scales)
+    return _words_decoder(codes, amax, out=out, strides=(), **options)
 
 
 @on_its_device
-def dequantize(
-    data: Tensor,
-    amax: Tensor,
-    force_pow_2_scales: bool,
-    amax_epsilon: float,
-    transposed: bool,
-    out: Tensor,
-) -> None:
+def dequantize(out: Tensor, stored: Any, layout: Any) -> None:
     """Decode E4M3 codes [rows, cols] into ``out``; transposed codes give [cols, rows]."""
-    options = amax, force_pow_2_scales, amax_epsilon, False
-    decode = None if transposed else decoder(data, *options, out)
-    if decode is not None:
+    if decode := decoder(out, stored, layout):
         return decode()
+    data, _, transposed = inputs(stored, layout)
     # One scale serves all, so the codes may lie in a row.
     codes = (data.t() if transposed else data).flatten()
     codes = torch.nn.functional.pad(codes, (0, -len(codes) % 8)).view(1, -1)
     values = out.new_empty(codes.shape)
-    decoder(codes, *options, values)()
+    _decoder(values, codes, stored.amax, layout)()
     out.copy_(values[0, : out.numel()].view(out.shape))

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -9,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4adam.kernels.launch.launch import Launch, alignment, on_its_device
+from fp4adam.kernels.launch.stored import inputs, outputs
 from fp4adam.kernels.launch.tensor_table import tile_offsets, tile_start
 from fp4adam.kernels.tiles.bfloat16 import pairs_to_float32, round_to, to_float32
 from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_value, e4m3_word, e4m3_words
@@ -340,38 +342,22 @@ _words_decoder = word_decoder(_dequantize_words_kernel)
 
 
 @on_its_device
-def quantize(
-    x: Tensor,
-    *,
-    rowwise_data: Tensor | None,
-    columnwise_data: Tensor | None,
-    rowwise_scale: Tensor | None,
-    columnwise_scale: Tensor | None,
-    two_dimensional: bool,
-    force_pow_2_scales: bool,
-    amax_epsilon: float,
-) -> None:
-    """Quantize the contiguous matrix ``x`` of any size into storage.
-
-    ``rowwise_scale`` is the grid of 128x128 blocks if ``two_dimensional``.
-    """
-    rows, cols = x.shape
+def quantize(x: Tensor, out: Any, layout: Any) -> None:
+    """Quantize the contiguous matrix ``x`` of any size into storage."""
+    (rows, cols), rule, square = x.shape, layout.scale_rule, layout.is_square
     _quantize_kernel[(triton.cdiv(rows, BLOCK) * triton.cdiv(cols, BLOCK),)](
         x,
-        rowwise_data,
-        rowwise_scale,
-        columnwise_data,
-        columnwise_scale,
+        *outputs(out, layout),
         rows,
         cols,
-        amax_epsilon,
+        rule.amax_epsilon,
         LARGEST=torch.finfo(x.dtype).max,
-        POW_2=force_pow_2_scales,
-        ROWWISE=rowwise_data is not None,
-        COLUMNWISE=columnwise_data is not None,
-        SQUARE=two_dimensional,
-        num_warps=4 if two_dimensional else 8,
-        maxnreg=QUANTIZE_REGISTERS[two_dimensional],
+        POW_2=rule.force_pow_2_scales,
+        ROWWISE=out.rowwise_data is not None,
+        COLUMNWISE=out.columnwise_data is not None,
+        SQUARE=square,
+        num_warps=4 if square else 8,
+        maxnreg=QUANTIZE_REGISTERS[square],
         enable_fp_fusion=False,
     )
 
@@ -436,36 +422,30 @@ def _vectors_launch(
     )
 
 
-def decoder(
-    data: Tensor, scale_inv: Tensor, two_dimensional: bool, transposed: bool, out: Tensor
-) -> Callable[[], None] | None:
+def decoder(out: Tensor, stored: Any, layout: Any) -> Callable[[], None] | None:
     """A function that decodes E4M3 codes [rows, cols] into ``out`` whenever it is called.
 
-    None if codes are transposed or unaligned. ``scale_inv``: as for :func:`dequantize`. With square
-    blocks, a stack of codes [parts, rows, cols] with scales [parts, ...] holds consecutive parts of
-    the rows; both have the scales of a block that is cut.
+    None if codes are transposed or unaligned. With square blocks, a stack of codes [parts, rows,
+    cols] with scales [parts, ...] holds consecutive parts of the rows; both have the scales of a
+    block that is cut.
     """
+    data, scale, transposed = inputs(stored, layout)
     if transposed or data.shape[-1] % 8 or not are_aligned(data):
         return None
-    scale = scale_inv if two_dimensional else scale_inv.t()
+    scale = scale if layout.is_square else scale.t()
     strides = scale.stride()[-2:]
-    return _words_decoder(data, scale, out=out, strides=strides, SQUARE=two_dimensional)
+    return _words_decoder(data, scale, out=out, strides=strides, SQUARE=layout.is_square)
 
 
 @on_its_device
-def dequantize(
-    data: Tensor, scale_inv: Tensor, two_dimensional: bool, transposed: bool, out: Tensor
-) -> None:
-    """Decode E4M3 codes [rows, cols] into ``out``; transposed codes give [cols, rows].
-
-    ``scale_inv``: the grid of 128x128 blocks of the untransposed matrix, or [ceil(cols / 128), rows
-    padded to 4] for the codes.
-    """
+def dequantize(out: Tensor, stored: Any, layout: Any) -> None:
+    """Decode E4M3 codes [rows, cols] into ``out``; transposed codes give [cols, rows]."""
     if not out.numel():
         return
-    if decode := decoder(data, scale_inv, two_dimensional, transposed, out):
+    if decode := decoder(out, stored, layout):
         return decode()
-    scale = scale_inv if two_dimensional and not transposed else scale_inv.t()
+    data, scale, transposed = inputs(stored, layout)
+    scale = scale if layout.is_square and not transposed else scale.t()
     rows, cols = (out.t() if transposed else out).shape
     tile_rows = 32
     _dequantize_kernel[(triton.cdiv(rows, tile_rows) * triton.cdiv(cols, BLOCK),)](
@@ -476,7 +456,7 @@ def dequantize(
         cols,
         *scale.stride(),
         *(out.t() if transposed else out).stride(),
-        SQUARE=two_dimensional,
+        SQUARE=layout.is_square,
         BR=tile_rows,
         enable_fp_fusion=False,
     )

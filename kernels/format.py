@@ -183,7 +183,7 @@ def scale_of_amax(amax, tensor_amax, epsilon, F: tl.constexpr):
     """The scales that blocks with these float32 amaxes store, and the factors of their values.
 
     tensor_amax: float32 scalar, for E4M3 scales and where tensors alone have one. Each operation is
-    one of ``scales_of_blocks`` of the quantizer.
+    one of ``encode`` of the quantizer.
     """
     if F.scale == "e4m3":
         encode = tl.div_rn(2688.0, tensor_amax)

@@ -1,12 +1,14 @@
 """MXFP4: kernels that quantize and dequantize matrices, and their tile functions."""
 
 from collections.abc import Callable
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fp4adam.kernels.launch.launch import on_its_device
+from fp4adam.kernels.launch.stored import inputs
 from fp4adam.kernels.launch.tensor_table import Storage, divisor_tile, tile_offsets, tile_start
 from fp4adam.kernels.tiles.bfloat16 import round_to, to_float32
 from fp4adam.kernels.tiles.changes import flag_units, flag_words
@@ -187,33 +189,43 @@ _words_decoder = word_decoder(_dequantize_words_kernel)
 
 
 @on_its_device
-def quantize(x: Tensor, data: Tensor, scale: Tensor, rounding: int) -> None:
+def quantize(x: Tensor, out: Any, layout: Any) -> None:
     """Quantize the matrix ``x`` [rows, cols] (contiguous, multiples of 32) into storage."""
     rows, cols = x.shape
     br, bc = divisor_tile(rows, MOST_ROWS, 1), divisor_tile(cols, MOST_COLS, BLOCK)
     _quantize_kernel[(rows // br * (cols // bc),)](
-        x, data, scale, cols, cols // bc, ROUNDING=rounding, BR=br, BC=bc, enable_fp_fusion=False
+        x,
+        out.rowwise_data,
+        out.rowwise_scale_inv,
+        cols,
+        cols // bc,
+        ROUNDING=layout.scale_rule.rounding,
+        BR=br,
+        BC=bc,
+        enable_fp_fusion=False,
     )
 
 
-def decoder(data: Tensor, scale: Tensor, out: Tensor) -> Callable[[], None] | None:
+def decoder(out: Tensor, stored: Any, layout: Any) -> Callable[[], None] | None:
     """A function that decodes packed codes [rows, cols / 2] into ``out`` whenever it is called.
 
     None if codes are unaligned. A stack of codes [parts, rows, cols / 2] with scales [parts, ...]
     holds consecutive parts of the rows.
     """
+    data, scale, _ = inputs(stored, layout)
     if not are_aligned(data):
         return None
     return _words_decoder(data, scale, out=out, strides=(scale.stride(-2),))
 
 
 @on_its_device
-def dequantize(data: Tensor, scale: Tensor, out: Tensor) -> None:
+def dequantize(out: Tensor, stored: Any, layout: Any) -> None:
     """Decode packed codes [rows, cols / 2] with scales per 1x32 block."""
     if not out.numel():
         return
-    if decode := decoder(data, scale, out):
+    if decode := decoder(out, stored, layout):
         return decode()
+    data, scale, _ = inputs(stored, layout)
     rows, cols = out.shape
     br, bc = divisor_tile(rows, MOST_ROWS, 1), divisor_tile(cols, MOST_COLS, BLOCK)
     _dequantize_kernel[(rows // br * (cols // bc),)](

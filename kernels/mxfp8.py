@@ -1,12 +1,14 @@
 """MXFP8: kernels that quantize and dequantize matrices, and their tile functions."""
 
 from collections.abc import Callable
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fp4adam.kernels.launch.launch import on_its_device
+from fp4adam.kernels.launch.stored import inputs, outputs
 from fp4adam.kernels.launch.tensor_table import Storage, Usage, tile_offsets, tile_start
 from fp4adam.kernels.swizzle import store_swizzled
 from fp4adam.kernels.tiles.bfloat16 import round_to, to_float32
@@ -271,55 +273,42 @@ _words_decoder = word_decoder(_dequantize_words_kernel)
 
 
 @on_its_device
-def quantize(
-    x: Tensor,
-    *,
-    rowwise_data: Tensor | None,
-    columnwise_data: Tensor | None,
-    rowwise_scale: Tensor | None,
-    columnwise_scale: Tensor | None,
-    two_dimensional: bool = False,
-) -> None:
-    """Quantize the matrix ``x`` [rows, cols] (contiguous, multiples of 32) into storage.
-
-    ``rowwise_scale`` is the grid of 32x32 blocks if ``two_dimensional``.
-    """
+def quantize(x: Tensor, out: Any, layout: Any) -> None:
+    """Quantize the matrix ``x`` [rows, cols] (contiguous, multiples of 32) into storage."""
     rows, cols = x.shape
     _quantize_kernel[(rows // BLOCK * (cols // BLOCK),)](
         x,
-        rowwise_data,
-        rowwise_scale,
-        columnwise_data,
-        columnwise_scale,
+        *outputs(out, layout),
         cols,
-        USAGE=Usage(rowwise_data is not None, columnwise_data is not None, two_dimensional),
+        USAGE=Usage(
+            out.rowwise_data is not None, out.columnwise_data is not None, layout.is_square
+        ),
         BC=BLOCK,
         enable_fp_fusion=False,
     )
 
 
-def decoder(
-    data: Tensor, scale: Tensor, block_rows: int, block_cols: int, out: Tensor
-) -> Callable[[], None] | None:
+def decoder(out: Tensor, stored: Any, layout: Any) -> Callable[[], None] | None:
     """A function that decodes E4M3 codes [rows, cols] into ``out`` whenever it is called.
 
     None if codes are unaligned. Blocks are 1x32, 32x1 or 32x32. A stack of codes
     [parts, rows, cols] with scales [parts, ...] holds consecutive parts of the rows.
     """
+    data, scale, _ = inputs(stored, layout)
     if not are_aligned(data):
         return None
     strides = (scale.stride(-2),)
-    block = dict(BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols)
-    return _words_decoder(data, scale, out=out, strides=strides, **block)
+    return _words_decoder(data, scale, out=out, strides=strides, **_block(stored, layout))
 
 
 @on_its_device
-def dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols: int, out: Tensor) -> None:
+def dequantize(out: Tensor, stored: Any, layout: Any) -> None:
     """Decode E4M3 codes [rows, cols] with scales per 1x32, 32x1 or 32x32 block."""
     if not out.numel():
         return
-    if decode := decoder(data, scale, block_rows, block_cols, out):
+    if decode := decoder(out, stored, layout):
         return decode()
+    data, scale, _ = inputs(stored, layout)
     rows, cols = out.shape
     _dequantize_kernel[(rows // BLOCK * (cols // BLOCK),)](
         data,
@@ -327,9 +316,13 @@ def dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols: int, ou
         out,
         cols,
         scale.stride(0),
-        BLOCK_ROWS=block_rows,
-        BLOCK_COLS=block_cols,
+        **_block(stored, layout),
         BR=BLOCK,
         BC=BLOCK,
         enable_fp_fusion=False,
     )
+
+
+def _block(stored: Any, layout: Any) -> dict[str, int]:
+    rows, cols = layout.blocks["columnwise" if stored.rowwise_data is None else "rowwise"]
+    return dict(BLOCK_ROWS=rows, BLOCK_COLS=cols)

@@ -1,6 +1,7 @@
 """NVFP4: kernels that quantize and dequantize matrices, and their tile functions."""
 
 from collections.abc import Callable
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from fp4adam.kernels.four_over_six import adaptive_codes, per_element
 from fp4adam.kernels.launch.launch import on_its_device
+from fp4adam.kernels.launch.stored import inputs, outputs
 from fp4adam.kernels.launch.tensor_table import (
     Storage,
     Usage,
@@ -444,44 +446,22 @@ def measure(x: Tensor, amax: Tensor) -> None:
 
 
 @on_its_device
-def quantize(
-    x: Tensor,
-    *,
-    rowwise_data: Tensor | None,
-    columnwise_data: Tensor | None,
-    rowwise_scale: Tensor | None,
-    columnwise_scale: Tensor | None,
-    amax: Tensor,
-    two_dimensional: bool,
-    adaptive: str | None,
-    bound: int,
-) -> None:
-    """Quantize the matrix ``x`` [rows, cols] (contiguous, multiples of 16) into storage.
-
-    ``rowwise_scale`` is the grid of 16x16 blocks if ``two_dimensional``. ``amax``: float32 [1], an
-    input. ``adaptive``, ``bound``: as in ``NVFP4Quantizer``.
-    """
+def quantize(x: Tensor, out: Any, layout: Any) -> None:
+    """Quantize the matrix ``x`` [rows, cols] (contiguous, multiples of 16) into storage."""
     rows, cols = x.shape
-    most_rows, most_cols = QUANTIZE_TILE[adaptive is not None]
+    most_rows, most_cols = QUANTIZE_TILE[False]
     tile_rows = divisor_tile(rows, most_rows, BLOCK)
     tile_cols = divisor_tile(cols, most_cols, BLOCK)
     grid = (rows // tile_rows * (cols // tile_cols),)
     _quantize_kernel[grid](
         x,
-        rowwise_data,
-        rowwise_scale,
-        columnwise_data,
-        columnwise_scale,
-        amax,
+        *outputs(out, layout),
+        out.amax,
         rows,
         cols,
         cols // tile_cols,
         USAGE=Usage(
-            rowwise_data is not None,
-            columnwise_data is not None,
-            two_dimensional,
-            adaptive=adaptive,
-            bound=bound,
+            out.rowwise_data is not None, out.columnwise_data is not None, layout.is_square
         ),
         BR=tile_rows,
         BC=tile_cols,
@@ -489,56 +469,43 @@ def quantize(
     )
 
 
-def decoder(
-    data: Tensor,
-    scale: Tensor,
-    amax: Tensor,
-    two_dimensional: bool,
-    transposed: bool,
-    bound: int,
-    out: Tensor,
-) -> Callable[[], None] | None:
+def decoder(out: Tensor, stored: Any, layout: Any) -> Callable[[], None] | None:
     """A function that decodes packed codes [rows, cols / 2] into ``out`` whenever it is called.
 
     None if codes are transposed or unaligned. A stack of codes [parts, rows, cols / 2] with scales
     [parts, ...] holds consecutive parts of the rows; both have the scales of a block that is cut.
     """
+    data, scale, transposed = inputs(stored, layout)
     if transposed or not are_aligned(data):
         return None
-    options = dict(SQUARE=two_dimensional, BOUND=bound)
-    return _words_decoder(data, scale, amax, out=out, strides=(scale.stride(-2),), **options)
+    options = dict(SQUARE=layout.is_square, BOUND=448)
+    strides = (scale.stride(-2),)
+    return _words_decoder(data, scale, stored.amax, out=out, strides=strides, **options)
 
 
 @on_its_device
-def dequantize(
-    data: Tensor,
-    scale: Tensor,
-    amax: Tensor,
-    two_dimensional: bool,
-    transposed: bool,
-    bound: int,
-    out: Tensor,
-) -> None:
+def dequantize(out: Tensor, stored: Any, layout: Any) -> None:
     """Decode packed codes [rows, cols / 2] into ``out``; transposed codes give [cols, rows]."""
     if not out.numel():
         return
-    if decode := decoder(data, scale, amax, two_dimensional, transposed, bound, out):
+    if decode := decoder(out, stored, layout):
         return decode()
+    data, scale, transposed = inputs(stored, layout)
     rows, cols = (out.t() if transposed else out).shape
     tile_rows, tile_cols = divisor_tile(rows, 64, BLOCK), divisor_tile(cols, 64, BLOCK)
     grid = (rows // tile_rows * (cols // tile_cols),)
-    scale = scale.t() if two_dimensional and transposed else scale
+    scale = scale.t() if layout.is_square and transposed else scale
     _dequantize_kernel[grid](
         data,
         scale,
-        amax,
+        stored.amax,
         out,
         cols,
         cols // tile_cols,
         *scale.stride(),
         *(out.stride() if not transposed else out.t().stride()),
-        SQUARE=two_dimensional,
-        BOUND=bound,
+        SQUARE=layout.is_square,
+        BOUND=448,
         BR=tile_rows,
         BC=tile_cols,
         enable_fp_fusion=False,

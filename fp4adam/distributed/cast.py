@@ -15,8 +15,7 @@ from torch import Tensor
 
 from fp4adam.distributed.cast_span import CastSpan, Out, as_pair
 from fp4adam.distributed.scale_exchange import Exchanged, ShardInfo, exchanges
-from fp4adam.formats import encoding
-from fp4adam.tensors import backend, rows
+from fp4adam.tensors import backend, encoding, rows
 from fp4adam.tensors.blocks import Span, flat_shape, round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
@@ -36,6 +35,9 @@ class SpanCast:
 
     def __init__(self, spans: list[CastSpan], device: torch.device) -> None:
         self._spans, self.device = spans, device
+        # Operators give the same bits, also of formats that have no kernels.
+        has_kernels = all(one.weight.quantizer.has_kernels for one in spans)
+        self._uses_kernels = has_kernels and backend.uses_kernels(device)
         self._launches: CastLaunches | None = None  # of the last call
         self._known: tuple = ()  # what they are for
         of_tensors = [one for one in spans if one.weight._amax is not None]
@@ -53,7 +55,7 @@ class SpanCast:
 
     def measure(self, values: Sequence[Tensor | None]) -> None:
         self.amaxes.zero_()
-        if backend.uses_kernels(self.device):
+        if self._uses_kernels:
             return self._launches_for(values, [None] * len(values)).measure()
         for one, value in zip(self._spans, values, strict=True):
             if value is not None:
@@ -62,7 +64,7 @@ class SpanCast:
     def write(self, values: Sequence[Tensor | None], outs: Sequence[Out] | None = None) -> None:
         outs = [None] * len(self._spans) if outs is None else outs
         weights = [one.weight.flush() for one in self._spans]  # later it would overwrite them
-        if backend.uses_kernels(self.device):
+        if self._uses_kernels:
             self._launches_for(values, outs).write()
         else:
             for one, value, out in zip(self._spans, values, outs, strict=True):

@@ -5,7 +5,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from fp4adam.formats import encoding
+from fp4adam.tensors import encoding
 from fp4adam.tensors.blocks import Span
 from fp4adam.tensors.layout import Layout
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -62,7 +62,7 @@ class CastSpan:
         factors = {}
         for usage in layout.blocks:
             grid = self.grids.get(usage, tensors.amax)
-            scales, factors[usage] = quantizer.scales_of_blocks(grid, tensors.amax, self.dtype)
+            scales, factors[usage] = quantizer.encode(grid, tensors.amax, self.dtype)
             if layout.scale_type is not None:
                 stored = encoding.stored_scales(layout, tensors, usage, self.span.shape)
                 stored.copy_(scales)

@@ -3,13 +3,12 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fp4adam.formats import encoding, minifloat
+from fp4adam.tensors import minifloat
 from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.layout import Direction, Inner, Layout, ScaleRule
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -82,7 +81,7 @@ class Float8Quantizer(Quantizer[Float8Tensor]):
     margin: int = 0
 
     tensor_class = Float8Tensor
-    name = "float8"
+    name = kernels = "float8"
     largest_value = minifloat.E4M3_MAX
 
     def __post_init__(self) -> None:
@@ -146,18 +145,17 @@ class Float8Quantizer(Quantizer[Float8Tensor]):
             amax, minifloat.FP32_MAX, self.amax_epsilon, self.force_pow_2_scales
         )
 
-    def scales_of_blocks(
-        self,
-        amaxes: Tensor,
-        tensor_amax: Tensor | None,
-        dtype: torch.dtype,
-        four: Tensor | None = None,
+    def encode(
+        self, amaxes: Tensor, tensor_amax: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         factors = self.encode_scale(tensor_amax)
         return 1.0 / factors, factors
 
-    def factors(self, scales: Tensor, tensor_amax: Tensor) -> Tensor:
+    def factors(self, scales: Tensor | None, tensor_amax: Tensor) -> Tensor:
         return self.encode_scale(tensor_amax)
+
+    def decode(self, scales: Tensor | None, tensor_amax: Tensor) -> Tensor:
+        return self.per_tensor_scale(tensor_amax)
 
     def _quantize(self, x: Tensor) -> QuantizedTensor:
         tensor = self.make_empty(x.shape, dtype=x.dtype, device=x.device)
@@ -170,12 +168,6 @@ class Float8Quantizer(Quantizer[Float8Tensor]):
             matrix = x.detach().reshape(flat_shape(tuple(x.shape))).contiguous()
             self.measure(matrix, tensor._amax_history[:1])
         return tensor.quantize_(x)
-
-    def take_amax(self, tensors: Storage, amax: Tensor) -> None:
-        if self.scaling == "current":
-            tensors.amax.copy_(amax)
-            return
-        self.take_amaxes([tensors], [amax])
 
     def take_amaxes(self, tensors: Sequence[Storage], amaxes: Sequence[Tensor]) -> None:
         if self.scaling == "current":
@@ -191,40 +183,6 @@ class Float8Quantizer(Quantizer[Float8Tensor]):
             [*(each.amax for each in tensors), *(each.amax_history for each in tensors)],
             [*present.split(1), *moved.unbind()],
         )
-
-    def decode_factors(self, scales: Tensor | None, tensor_amax: Tensor | None) -> Tensor:
-        return self.per_tensor_scale(tensor_amax)
-
-    write, recode, decode = encoding.write, encoding.recode, encoding.decode
-    measure = encoding.measure
-
-    def launch(self, x: Tensor, out: Storage) -> None:
-        self.kernels().quantize(
-            x,
-            rowwise_data=out.rowwise_data,
-            columnwise_data=out.columnwise_data,
-            amax=out.amax,
-            force_pow_2_scales=self.force_pow_2_scales,
-            amax_epsilon=self.amax_epsilon,
-        )
-
-    @staticmethod
-    def kernels() -> ModuleType:
-        from fp4adam.kernels import float8
-
-        return float8
-
-    @staticmethod
-    def step_kernels() -> ModuleType:
-        from fp4adam.kernels import step
-
-        return step
-
-    def stored(self, tensors: Storage) -> tuple[Tensor, Tensor, bool, float, bool]:
-        """Codes, amax, how the scale follows from it, and whether the codes are transposed."""
-        transposed = tensors.rowwise_data is None
-        data = tensors.columnwise_data if transposed else tensors.rowwise_data
-        return data, tensors.amax, self.force_pow_2_scales, self.amax_epsilon, transposed
 
 
 _OPTIONS = {

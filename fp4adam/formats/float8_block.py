@@ -2,16 +2,14 @@
 
 import dataclasses
 import math
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from fp4adam.formats import encoding, minifloat
+from fp4adam.tensors import minifloat
 from fp4adam.tensors.layout import Direction, Inner, Layout, ScaleRule
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
-from fp4adam.tensors.storage import Storage
 
 BLOCK = 128
 
@@ -49,7 +47,7 @@ class Float8BlockQuantizer(Quantizer[Float8BlockTensor]):
     amax_epsilon: float = 0.0
 
     tensor_class = Float8BlockTensor
-    name = "float8_block"
+    name = kernels = "float8_block"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,12 +78,8 @@ class Float8BlockQuantizer(Quantizer[Float8BlockTensor]):
             scale_rule=ScaleRule(self.force_pow_2_scales, self.amax_epsilon),
         )
 
-    def scales_of_blocks(
-        self,
-        amaxes: Tensor,
-        tensor_amax: Tensor | None,
-        dtype: torch.dtype,
-        four: Tensor | None = None,
+    def encode(
+        self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         # The largest finite value of the dtype where 448 / amax overflows.
         options = torch.finfo(dtype).max, self.amax_epsilon, self.force_pow_2_scales
@@ -95,43 +89,8 @@ class Float8BlockQuantizer(Quantizer[Float8BlockTensor]):
     def factors(self, scales: Tensor, tensor_amax: Tensor | None) -> Tensor:
         return 1.0 / scales
 
-    def decode_factors(self, scales: Tensor | None, tensor_amax: Tensor | None) -> Tensor:
+    def decode(self, scales: Tensor, tensor_amax: Tensor | None) -> Tensor:
         return scales
-
-    write, recode, decode = encoding.write, encoding.recode, encoding.decode
-
-    def launch(self, x: Tensor, out: Storage) -> None:
-        self.kernels().quantize(
-            x,
-            rowwise_data=out.rowwise_data,
-            columnwise_data=out.columnwise_data,
-            rowwise_scale=out.block_scale_inv if self.two_dimensional else out.rowwise_scale_inv,
-            columnwise_scale=out.columnwise_scale_inv,
-            two_dimensional=self.two_dimensional,
-            force_pow_2_scales=self.force_pow_2_scales,
-            amax_epsilon=self.amax_epsilon,
-        )
-
-    @staticmethod
-    def kernels() -> ModuleType:
-        from fp4adam.kernels import float8_block
-
-        return float8_block
-
-    @staticmethod
-    def step_kernels() -> ModuleType:
-        from fp4adam.kernels import step
-
-        return step
-
-    def stored(self, tensors: Storage) -> tuple[Tensor, Tensor, bool, bool]:
-        """Codes, scales, whether blocks are square, and whether the codes are transposed."""
-        transposed = tensors.rowwise_data is None
-        data = tensors.columnwise_data if transposed else tensors.rowwise_data
-        scale = tensors.columnwise_scale_inv if transposed else tensors.rowwise_scale_inv
-        if self.two_dimensional:
-            scale = tensors.block_scale_inv
-        return data, scale, self.two_dimensional, transposed
 
 
 torch.serialization.add_safe_globals([Float8BlockTensor, Float8BlockQuantizer])

@@ -1,9 +1,8 @@
 """What the MX formats have in common: blocks of 32 elements of a row or column, E8M0 scales."""
 
-import torch
 from torch import Tensor
 
-from fp4adam.formats import encoding, minifloat
+from fp4adam.tensors import minifloat
 from fp4adam.tensors.layout import Direction, Inner, Layout
 from fp4adam.tensors.quantizer import Quantizer, T
 
@@ -16,27 +15,11 @@ class MXQuantizer(Quantizer[T]):
     Source: OCP Microscaling Formats (MX) v1.0.
     """
 
-    def scales_of_amaxes(self, amaxes: Tensor) -> Tensor:
-        """Scales, uint8, of blocks with these float32 amaxes."""
-        raise NotImplementedError
-
-    def scales_of_blocks(
-        self,
-        amaxes: Tensor,
-        tensor_amax: Tensor | None,
-        dtype: torch.dtype,
-        four: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        scales = self.scales_of_amaxes(amaxes)
-        return scales, self.factors(scales, tensor_amax)
-
     def factors(self, scales: Tensor, tensor_amax: Tensor | None) -> Tensor:
         return minifloat.e8m0_reciprocal(scales)
 
-    def decode_factors(self, scales: Tensor | None, tensor_amax: Tensor | None) -> Tensor:
+    def decode(self, scales: Tensor, tensor_amax: Tensor | None) -> Tensor:
         return minifloat.e8m0_value(scales)
-
-    write, recode, decode = encoding.write, encoding.recode, encoding.decode
 
 
 def layout(code_type: str, per_byte: int, **options: object) -> Layout:

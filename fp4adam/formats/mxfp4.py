@@ -1,16 +1,15 @@
 """MXFP4: E2M1 codes with one power-of-two (E8M0) scale per 32 elements of a row."""
 
 import dataclasses
-from types import ModuleType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fp4adam.formats.mx import MXQuantizer, layout
+from fp4adam.tensors import minifloat
 from fp4adam.tensors.layout import Layout, ScaleRule
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.storage import Storage
 
 # What is added to the bits of an amax, so that its exponent is that of the rounded amax: with
 # "even" from 1.75 on the next power of two, with "up" above 1.5, so that 6 times the scale holds
@@ -46,7 +45,7 @@ class MXFP4Quantizer(MXQuantizer[MXFP4Tensor]):
     scale_rounding: Literal["floor", "even", "up"] = "even"
 
     tensor_class = MXFP4Tensor
-    name = "mxfp4"
+    name = kernels = "mxfp4"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,29 +65,12 @@ class MXFP4Quantizer(MXQuantizer[MXFP4Tensor]):
         rule = ScaleRule(rounding=ROUNDINGS[self.scale_rounding])
         return layout("e2m1", 2, is_square=False, scale_rule=rule)
 
-    def scales_of_amaxes(self, amaxes: Tensor) -> Tensor:
+    def encode(
+        self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         rounded = amaxes.contiguous().view(torch.int32) + self.layout.scale_rule.rounding
-        return rounded.bitwise_right_shift_(23).sub_(2).clamp_(min=0).to(torch.uint8)
-
-    def launch(self, x: Tensor, out: Storage) -> None:
-        rounding = self.layout.scale_rule.rounding
-        self.kernels().quantize(x, out.rowwise_data, out.rowwise_scale_inv, rounding)
-
-    @staticmethod
-    def kernels() -> ModuleType:
-        from fp4adam.kernels import mxfp4
-
-        return mxfp4
-
-    @staticmethod
-    def step_kernels() -> ModuleType:
-        from fp4adam.kernels import step
-
-        return step
-
-    def stored(self, tensors: Storage) -> tuple[Tensor, Tensor]:
-        """Codes and scales."""
-        return tensors.rowwise_data, tensors.rowwise_scale_inv
+        scales = rounded.bitwise_right_shift_(23).sub_(2).clamp_(min=0).to(torch.uint8)
+        return scales, minifloat.e8m0_reciprocal(scales)
 
 
 torch.serialization.add_safe_globals([MXFP4Tensor, MXFP4Quantizer])

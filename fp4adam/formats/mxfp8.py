@@ -1,18 +1,14 @@
 """MXFP8: E4M3 codes with one power-of-two (E8M0) scale per 32 elements of each direction."""
 
 import dataclasses
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from fp4adam.formats import minifloat
-from fp4adam.formats.mx import BLOCK, MXQuantizer, layout
+from fp4adam.formats.mx import MXQuantizer, layout
+from fp4adam.tensors import minifloat
 from fp4adam.tensors.layout import Layout
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.storage import Storage
-
-BLOCKS = {"rowwise": (1, BLOCK), "columnwise": (BLOCK, 1), "square": (BLOCK, BLOCK)}
 
 
 class MXFP8Tensor(QuantizedTensor):
@@ -52,6 +48,7 @@ class MXFP8Quantizer(MXQuantizer[MXFP8Tensor]):
     two_dimensional: bool = False
 
     tensor_class = MXFP8Tensor
+    kernels = "mxfp8"
 
     @property
     def name(self) -> str:
@@ -68,37 +65,11 @@ class MXFP8Quantizer(MXQuantizer[MXFP8Tensor]):
     def full_layout(self) -> Layout:
         return layout("e4m3", 1, is_square=self.two_dimensional)
 
-    def scales_of_amaxes(self, amaxes: Tensor) -> Tensor:
-        return minifloat.e8m0_code_up(amaxes * (1 / minifloat.E4M3_MAX))
-
-    def launch(self, x: Tensor, out: Storage) -> None:
-        self.kernels().quantize(
-            x,
-            rowwise_data=out.rowwise_data,
-            columnwise_data=out.columnwise_data,
-            rowwise_scale=out.block_scale_inv if self.two_dimensional else out.rowwise_scale_inv,
-            columnwise_scale=out.columnwise_scale_inv,
-            two_dimensional=self.two_dimensional,
-        )
-
-    @staticmethod
-    def kernels() -> ModuleType:
-        from fp4adam.kernels import mxfp8
-
-        return mxfp8
-
-    @staticmethod
-    def step_kernels() -> ModuleType:
-        from fp4adam.kernels import step
-
-        return step
-
-    def stored(self, tensors: Storage) -> tuple[Tensor, Tensor, int, int]:
-        """Codes, scales, and rows and columns of a block."""
-        usage = "columnwise" if tensors.rowwise_data is None else "rowwise"
-        name = "block_scale_inv" if self.two_dimensional else f"{usage}_scale_inv"
-        block = BLOCKS["square" if self.two_dimensional else usage]
-        return getattr(tensors, f"{usage}_data"), getattr(tensors, name), *block
+    def encode(
+        self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        scales = minifloat.e8m0_code_up(amaxes * (1 / minifloat.E4M3_MAX))
+        return scales, minifloat.e8m0_reciprocal(scales)
 
 
 torch.serialization.add_safe_globals([MXFP8Tensor, MXFP8Quantizer])

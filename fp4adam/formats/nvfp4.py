@@ -1,17 +1,14 @@
 """NVFP4: E2M1 codes, an E4M3 scale per 16 elements or 16x16 block, an FP32 amax per tensor."""
 
 import dataclasses
-import math
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from fp4adam.formats import encoding, minifloat
+from fp4adam.tensors import minifloat
 from fp4adam.tensors.layout import Direction, Inner, Layout
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
-from fp4adam.tensors.storage import Storage
 
 BLOCK = 16
 SIXTH = minifloat.float32(1 / minifloat.E2M1_MAX)
@@ -63,7 +60,7 @@ class NVFP4Quantizer(Quantizer[NVFP4Tensor]):
     two_dimensional: bool = True
 
     tensor_class = NVFP4Tensor
-    name = "nvfp4"
+    name = kernels = "nvfp4"
     largest_value = LARGEST
 
     def full_layout(self) -> Layout:
@@ -83,67 +80,28 @@ class NVFP4Quantizer(Quantizer[NVFP4Tensor]):
         # By a tensor, because torch divides by a number by multiplying with its reciprocal.
         return amax / torch.full_like(amax, self.largest_value)
 
-    def scales_of_blocks(
-        self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
+    def encode(
+        self, amaxes: Tensor, tensor_amax: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        encode = self._encode_scale(tensor_amax)
-        scales = minifloat.e4m3_code(amaxes * minifloat.float32(encode * SIXTH))
+        encode = _encode_scale(tensor_amax)
+        scales = minifloat.e4m3_code(amaxes * (encode * SIXTH))
         return scales, _factors(scales, encode)
 
     def factors(self, scales: Tensor, tensor_amax: Tensor) -> Tensor:
-        return _factors(scales, self._encode_scale(tensor_amax))
+        return _factors(scales, _encode_scale(tensor_amax))
 
-    def decode_factors(self, scales: Tensor | None, tensor_amax: Tensor | None) -> Tensor:
+    def decode(self, scales: Tensor, tensor_amax: Tensor) -> Tensor:
         return decode_factors(minifloat.e4m3_value(scales), tensor_amax)
 
-    write, recode, decode = encoding.write, encoding.recode, encoding.decode
-    measure = encoding.measure
 
-    def launch(self, x: Tensor, out: Storage) -> None:
-        self.kernels().quantize(
-            x,
-            rowwise_data=out.rowwise_data,
-            columnwise_data=out.columnwise_data,
-            rowwise_scale=out.block_scale_inv if self.two_dimensional else out.rowwise_scale_inv,
-            columnwise_scale=out.columnwise_scale_inv,
-            amax=out.amax,
-            two_dimensional=self.two_dimensional,
-            adaptive=None,
-            bound=448,
-        )
-
-    def _encode_scale(self, amax: Tensor) -> float:
-        """The factor that maps the values of a tensor to the range of codes times block scales."""
-        largest = amax.item()
-        if largest == 0 or math.isinf(largest):
-            return 1.0
-        # A float64 quotient or product of float32 numbers rounds to float32 as the exact one does.
-        return min(minifloat.float32(self.largest_value / largest), minifloat.FP32_MAX)
-
-    @staticmethod
-    def kernels() -> ModuleType:
-        from fp4adam.kernels import nvfp4
-
-        return nvfp4
-
-    @staticmethod
-    def step_kernels() -> ModuleType:
-        from fp4adam.kernels import step
-
-        return step
-
-    def stored(self, tensors: Storage) -> tuple[Tensor, Tensor, Tensor, bool, bool, int]:
-        """Codes, scales, amax, whether blocks are square, whether codes are transposed, bound."""
-        transposed = tensors.rowwise_data is None
-        data = tensors.columnwise_data if transposed else tensors.rowwise_data
-        scale = tensors.columnwise_scale_inv if transposed else tensors.rowwise_scale_inv
-        if self.two_dimensional:
-            scale = tensors.block_scale_inv
-        return data, scale, tensors.amax, self.two_dimensional, transposed, 448
+def _encode_scale(amax: Tensor) -> Tensor:
+    """The factor that maps the values of a tensor to the range of codes times block scales."""
+    scale = (torch.full_like(amax, LARGEST) / amax).clamp_(max=minifloat.FP32_MAX)
+    return torch.where((amax == 0) | amax.isinf(), 1.0, scale)
 
 
-def _factors(scales: Tensor, encode: float) -> Tensor:
-    factors = minifloat.e4m3_value(scales).mul(minifloat.float32(1 / encode)).reciprocal_()
+def _factors(scales: Tensor, encode: Tensor) -> Tensor:
+    factors = (minifloat.e4m3_value(scales) * encode.reciprocal()).reciprocal_()
     return factors.clamp_(max=minifloat.FP32_MAX)
 
 

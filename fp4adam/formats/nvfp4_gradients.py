@@ -11,11 +11,10 @@ the order of operations are those of Transformer Engine.
 import torch
 from torch import Tensor
 
-from fp4adam.formats import minifloat
-from fp4adam.formats.nvfp4 import SIXTH
+from fp4adam.formats.nvfp4 import BLOCK, NVFP4Quantizer
+from fp4adam.tensors import minifloat
 from fp4adam.tensors.blocks import round_up
 
-BLOCK = 16
 # Of the rows of the Hadamard matrix.
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
@@ -47,21 +46,11 @@ def quantize_stochastically(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     blocks = x.float().view(x.shape[0], -1, BLOCK)
     amaxes = minifloat.amax(blocks, (2,))
     amax = amaxes.amax().view(1)
-    scales, factors = _scales(amaxes, amax)
+    scales, factors = NVFP4Quantizer().encode(amaxes, amax, torch.float32)
     codes = e2m1_stochastic_code(blocks * factors[:, :, None]).view(x.shape)
     below, beside = (round_up(n, m) - n for n, m in zip(scales.shape, (128, 4), strict=True))
     padded = torch.nn.functional.pad(scales, (0, beside, 0, below))
     return minifloat.pack_e2m1(codes), padded, amax
-
-
-def _scales(amaxes: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of ``NVFP4Quantizer.scales_of_blocks``, without waiting for the device."""
-    largest = torch.full_like(amax, minifloat.E2M1_MAX * minifloat.E4M3_MAX)
-    encode = (largest / amax).clamp_(max=minifloat.FP32_MAX)
-    encode = torch.where((amax == 0) | amax.isinf(), 1.0, encode)
-    scales = minifloat.e4m3_code(amaxes * (encode * SIXTH))
-    factors = (minifloat.e4m3_value(scales) * (1.0 / encode)).reciprocal_()
-    return scales, factors.clamp_(max=minifloat.FP32_MAX)
 
 
 def e2m1_stochastic_code(x: Tensor) -> Tensor:

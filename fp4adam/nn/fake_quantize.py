@@ -30,7 +30,8 @@ ACTIVATIONS: dict[str, Quantizer] = {
 
 def check_fake_quantizes(quantizer: Quantizer) -> None:
     """Raise ValueError unless activations can be quantized for weights of this format."""
-    if getattr(quantizer, "name", None) not in ACTIVATIONS:  # a format of one's own
+    # A format of one's own may encode in another way.
+    if not (quantizer.has_kernels and quantizer.name in ACTIVATIONS):
         raise ValueError(
             f'activations="fake" must have weights in one of {", ".join(ACTIVATIONS)}, got '
             f"{quantizer}; quantize the weights alone"

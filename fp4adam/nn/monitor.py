@@ -17,10 +17,10 @@ from fp4adam.interop.borrowed_tensor import BorrowedTensor
 from fp4adam.nn.candidates import check_module
 from fp4adam.nn.summary import check_optimizer
 from fp4adam.tensors import rows
+from fp4adam.tensors.minifloat import CODE_TYPES
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 # The largest magnitude of each kind of code, without its sign.
-_LARGEST_CODE = {"e2m1": 0x7, "e4m3": 0x7E}
 # Elements that are compared at a time, which bounds the memory of intermediate results.
 _STRIP = 2**24
 # Bytes of codes per weight that are kept on the host until the next measurement.
@@ -177,7 +177,7 @@ class QuantizationMonitor:
 
     def _inspect_codes(self, name: str, codes: Tensor, code_type: str) -> dict[str, Any]:
         """Sums over codes, uint8; E2M1 has two per byte."""
-        flat, largest = codes.reshape(-1), _LARGEST_CODE[code_type]
+        flat, largest = codes.reshape(-1), CODE_TYPES[code_type].largest
         if code_type == "e2m1":
             per_byte = 2
             saturated = ((flat & largest) == largest).sum() + ((flat >> 4 & 7) == largest).sum()

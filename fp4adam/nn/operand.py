@@ -142,7 +142,7 @@ class Float8BlockOperands(OperandFormat):
         scales = scales[:, : -(-codes.shape[1] // float8_block.BLOCK)] if square else scales
         name = "block_scale_inv" if square else "rowwise_scale_inv"
         tensors = Storage(rowwise_data=codes, **{name: scales})
-        return Float8BlockQuantizer(two_dimensional=square).decode(tensors, torch.float32)
+        return Float8BlockQuantizer(two_dimensional=square).read(tensors, torch.float32)
 
 
 class SwizzledOperands(OperandFormat):
@@ -202,7 +202,7 @@ class MXFP8Operands(SwizzledOperands):
 
     def decode_rows(self, codes: Tensor, scales: Tensor, amax: Tensor | None) -> Tensor:
         tensors = Storage(rowwise_data=codes, rowwise_scale_inv=scales)
-        return MXFP8Quantizer(two_dimensional=False).decode(tensors, torch.float32)
+        return MXFP8Quantizer(two_dimensional=False).read(tensors, torch.float32)
 
 
 class NVFP4Operands(SwizzledOperands):
@@ -252,7 +252,7 @@ class NVFP4Operands(SwizzledOperands):
     def decode_rows(self, codes: Tensor, scales: Tensor, amax: Tensor | None) -> Tensor:
         tensors = Storage(rowwise_data=codes, rowwise_scale_inv=scales, amax=amax)
         own = dataclasses.replace(self.quantizer, two_dimensional=False)
-        return own.decode(tensors, torch.float32)
+        return own.read(tensors, torch.float32)
 
 
 FORMATS: dict[type[Quantizer], OperandFormat] = {

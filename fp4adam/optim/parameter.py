@@ -49,7 +49,7 @@ from fp4adam.optim.state_codec import (
     split_master,
 )
 from fp4adam.optim.state_tensor import SCALES, StateTensor, adam_stored_, state_like
-from fp4adam.optim.step_kernels import Kind, has_step_kernels
+from fp4adam.optim.step_kernels import Kind
 from fp4adam.tensors import rows
 from fp4adam.tensors.fingerprint import Mark
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -422,7 +422,7 @@ class Parameter:
         if value.dtype == torch.float64 or value.numel() == 0:
             return False
         if quantized and not (
-            has_step_kernels(param.quantizer)
+            param.quantizer.has_kernels
             and is_whole_blocks(param)
             and param.quantizer.layout.fits_kernels(*matrix_shape(param))
         ):

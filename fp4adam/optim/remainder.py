@@ -21,10 +21,10 @@ is NaN. ``fp4adam.kernels.tiles.remainder`` computes the same bits.
 import torch
 from torch import Tensor
 
-from fp4adam.formats import minifloat
 from fp4adam.optim.state_codec import Int8
-from fp4adam.tensors import rows
+from fp4adam.tensors import minifloat, rows
 from fp4adam.tensors.layout import Layout
+from fp4adam.tensors.minifloat import CODE_TYPES
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.storage import Storage
 
@@ -33,11 +33,8 @@ from fp4adam.tensors.storage import Storage
 HALF_GAP = 119.5
 NAN = -128
 UNITS_PER_GAP = 2 * HALF_GAP
-# Half gaps of E2M1 and E4M3 are a quarter and a sixteenth of the code's power of two.
-_PER_POWER = {"e2m1": 4 * HALF_GAP, "e4m3": 16 * HALF_GAP}
 # The byte of the smallest block scale of NVFP4 in a unit, 2**-7.
 _LEAST_SCALE = 4
-_LARGEST_CODES = {"e2m1": 0x77, "e4m3": 0x7E}
 # From 256 to 512 a number has 15 bits below the point.
 _CENTER, _BELOW_POINT = 384.0, 15
 # The fractional part of the golden ratio, for :func:`digest`.
@@ -50,15 +47,16 @@ def units(param: QuantizedTensor) -> Tensor:
     powers = _decoded(param, _powers(part._shared.tensors, layout))
     if _caps(layout):
         powers += _decoded(param, _largest(part._shared.tensors, layout))
-    return powers * (1 / _PER_POWER[param.quantizer.layout.code_type])
+    return powers * (1 / (UNITS_PER_GAP * CODE_TYPES[layout.code_type].per_power))
 
 
 def largest_values(param: QuantizedTensor) -> Tensor:
     """What the largest code stands for in each place, float32; infinity where scales are 0."""
     part = rows.own_blocks(param)
     name = f"{part.quantizer.layout.kept[0]}_data"
-    tensors, code = part._shared.tensors, _LARGEST_CODES[part.quantizer.layout.code_type]
-    codes = torch.full_like(getattr(tensors, name), code)
+    tensors, code = part._shared.tensors, CODE_TYPES[part.quantizer.layout.code_type]
+    largest = code.largest if code.bits == 8 else code.largest * 0x11  # two per byte
+    codes = torch.full_like(getattr(tensors, name), largest)
     largest = _decoded(param, tensors.exchange(**{name: codes}))
     return largest.masked_fill_(largest == 0, torch.inf)
 

@@ -71,14 +71,9 @@ class LaunchTensors(NamedTuple):
     scalars: Tensor
 
 
-def has_step_kernels(quantizer: Quantizer) -> bool:
-    """Whether kernels can step weights of exactly this format; one derived from it may differ."""
-    return "step_kernels" in vars(type(quantizer))
-
-
 def step_launch(kind: Kind, tensors: LaunchTensors) -> "StepLaunch":
     """The launch for tensors of a kind."""
-    from fp4adam.kernels import plain_step
+    from fp4adam.kernels import plain_step, step
 
-    module = plain_step if kind.quantizer is None else kind.quantizer.step_kernels()
+    module = plain_step if kind.quantizer is None else step
     return module.StepLaunch(kind, tensors)

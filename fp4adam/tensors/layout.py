@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 USAGES = ("rowwise", "columnwise")
-CODE_BITS = {"e2m1": 4, "e4m3": 8}
 SCALE_DTYPES = {"e4m3": torch.uint8, "e8m0": torch.uint8, "float32": torch.float32}
 
 
@@ -110,7 +109,7 @@ class Layout:
     @functools.cached_property
     def code_bits(self) -> int:
         """Bits of a code."""
-        return CODE_BITS[self.code_type]
+        return 8 // self.rowwise.codes.cols
 
     @property
     def swizzles(self) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -9,7 +10,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fp4adam.tensors import backend
+from fp4adam.tensors import backend, encoding, minifloat
 from fp4adam.tensors.blocks import blocks_of_parts, flat_shape
 from fp4adam.tensors.layout import USAGES, Layout
 from fp4adam.tensors.storage import Storage
@@ -58,6 +59,9 @@ class Quantizer(QuantizerNames, Generic[T]):
     tensor_class: ClassVar[type[Tensor]]
     # The name of the format in kernels that serve several formats.
     name: ClassVar[str]
+    # The module of ``fp4adam.kernels`` that quantizes and decodes as ``encode`` and ``decode`` say;
+    # "" for a format by operators alone.
+    kernels: ClassVar[str] = ""
     # The largest value of a tensor whose per-tensor scale is 1.
     largest_value: ClassVar[float] = 0.0
 
@@ -185,7 +189,7 @@ class Quantizer(QuantizerNames, Generic[T]):
         grid = tensors.block_scale_inv
         return self.layout.expand(grid, usage) if getattr(self, usage) else None
 
-    def scales_of_blocks(
+    def encode(
         self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """The stored block scales, and the float32 factors that map values to codes.
@@ -197,16 +201,44 @@ class Quantizer(QuantizerNames, Generic[T]):
         """
         raise NotImplementedError
 
+    def decode(self, scales: Tensor | None, tensor_amax: Tensor | None) -> Tensor:
+        """The float32 factors that map codes to values in blocks with these stored scales."""
+        raise NotImplementedError
+
     def factors(self, scales: Tensor | None, tensor_amax: Tensor | None) -> Tensor:
         """The factors that map values to codes in blocks with these stored scales, float32."""
         raise NotImplementedError
 
-    def measure(self, x: Tensor, amax: Tensor) -> None:
-        """Overwrite ``amax``, float32 [1], with the largest magnitude in the contiguous matrix.
+    @functools.cached_property
+    def has_kernels(self) -> bool:
+        """Whether kernels give the bits of this class.
 
-        Only for formats that store an amax.
+        They do not where a derived class encodes or decodes in its own way: operators run instead.
         """
-        raise NotImplementedError
+
+        def owner(name: str) -> type:
+            return next(base for base in type(self).__mro__ if name in vars(base))
+
+        return bool(self.kernels) and all(
+            issubclass(owner("kernels"), owner(name))
+            for name in ("encode", "decode", "take_amaxes")
+        )
+
+    def uses_kernels(self, device: torch.device) -> bool:
+        """Whether kernels quantize and decode tensors of this format on a device."""
+        return self.has_kernels and backend.uses_kernels(device)
+
+    def _kernels(self) -> ModuleType:
+        return importlib.import_module(f"fp4adam.kernels.{self.kernels}")
+
+    def measure(self, x: Tensor, amax: Tensor) -> None:
+        """Overwrite ``amax``, float32 [1], with the largest magnitude in the contiguous matrix."""
+        if self.uses_kernels(x.device):
+            self._kernels().measure(x, amax)
+        elif x.numel():
+            amax.copy_(minifloat.amax(x.detach().float(), (0, 1)))
+        else:
+            amax.zero_()
 
     def take_amax(self, tensors: Storage, amax: Tensor) -> None:
         """Make ``amax``, float32 [1], that of the values about to be written to ``tensors``.
@@ -214,12 +246,12 @@ class Quantizer(QuantizerNames, Generic[T]):
         Afterwards ``tensors.amax`` is the one to quantize them with. Only for formats that store
         an amax.
         """
-        tensors.amax.copy_(amax)
+        self.take_amaxes([tensors], [amax])
 
     def take_amaxes(self, tensors: Sequence[Storage], amaxes: Sequence[Tensor]) -> None:
         """:meth:`take_amax` for several tensors on one device."""
         for each, amax in zip(tensors, amaxes, strict=True):
-            self.take_amax(each, amax)
+            each.amax.copy_(amax)
 
     def per_tensor_scale(self, amax: Tensor) -> Tensor:
         """The decode scales of tensors with these amaxes, which other packages store instead.
@@ -233,18 +265,15 @@ class Quantizer(QuantizerNames, Generic[T]):
 
         ``amax``: To use instead of the amax of ``x``, float32 [1], for formats that store one.
         """
-        raise NotImplementedError
-
-    def recode(self, x: Tensor, tensors: Storage) -> Tensor:
-        """The codes of the float32 matrix ``x`` under the scales of ``tensors``.
-
-        The direction is the one that :meth:`read` reads.
-        """
-        raise NotImplementedError
-
-    def launch(self, x: Tensor, out: Storage) -> None:
-        """Launch the kernel that quantizes the matrix ``x`` into ``out``, whose amax is known."""
-        raise NotImplementedError
+        if self.layout.tensor_scale is not None:
+            if amax is None:
+                amax = torch.empty_like(out.amax)
+                self.measure(x, amax)
+            self.take_amax(out, amax)
+        if self.uses_kernels(x.device) and self.layout.fits_kernels(*x.shape):
+            self._kernels().quantize(x, out, self.layout)
+        else:
+            encoding.write(self, x, out)
 
     def read(self, tensors: Storage, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
         """Decode ``tensors`` to a plain [rows, cols] matrix of ``dtype``.
@@ -255,10 +284,19 @@ class Quantizer(QuantizerNames, Generic[T]):
         usage = "rowwise" if tensors.rowwise_data is not None else "columnwise"
         codes = getattr(tensors, f"{usage}_data")
         if backend.runs_eagerly(codes):
-            return self.decode(tensors, dtype)
+            return self._read(tensors, dtype)
         name = "block_scale_inv" if self.layout.is_square else f"{usage}_scale_inv"
         given = codes, getattr(tensors, name), tensors.amax
         return _dequantize(*given, self._key, usage, dtype, after)
+
+    def _read(self, tensors: Storage, dtype: torch.dtype) -> Tensor:
+        codes = tensors.rowwise_data
+        codes = tensors.columnwise_data if codes is None else codes
+        if not self.uses_kernels(codes.device):
+            return encoding.read(self, tensors, dtype)
+        out = codes.new_empty(self.decoded_shape(tensors), dtype=dtype)
+        self._kernels().dequantize(out, tensors, self.layout)
+        return out
 
     @functools.cached_property
     def _key(self) -> str:
@@ -267,14 +305,6 @@ class Quantizer(QuantizerNames, Generic[T]):
     def register(self) -> None:
         """Make the quantizer known to compiled graphs, by a name; before they are traced."""
         _BY_KEY.setdefault(self._key, self)
-
-    def decode(self, tensors: Storage, dtype: torch.dtype) -> Tensor:
-        """Decode plain ``tensors``, as :meth:`read`."""
-        raise NotImplementedError
-
-    def decode_factors(self, scales: Tensor | None, tensor_amax: Tensor | None) -> Tensor:
-        """The factors that map codes to values in blocks with these stored scales, float32."""
-        raise NotImplementedError
 
     def decoded_shape(self, tensors: Storage) -> tuple[int, int]:
         """Rows and columns of the matrix that ``tensors`` hold."""
@@ -292,9 +322,8 @@ class Quantizer(QuantizerNames, Generic[T]):
         scale in both. Rows past the end of ``out`` are ignored.
         """
         decode = None
-        # A format of one's own may decode in another way.
-        if backend.uses_kernels(out.device) and type(self).read is Quantizer.read:
-            decode = self.kernels().decoder(*self.stored(tensors), out)
+        if self.uses_kernels(out.device):
+            decode = self._kernels().decoder(out, tensors, self.layout)
         return decode or functools.partial(self._read_into, tensors, out)
 
     def _read_into(self, tensors: Storage, out: Tensor) -> None:
@@ -308,23 +337,6 @@ class Quantizer(QuantizerNames, Generic[T]):
                 inner = inner.flatten(0, 1)[index]
             whole[name] = inner
         out.copy_(self.read(Storage(**whole), out.dtype))
-
-    def stored(self, tensors: Storage) -> tuple:
-        """What the kernels that decode take: codes, scales, and how these are laid out."""
-        raise NotImplementedError
-
-    @staticmethod
-    def kernels() -> ModuleType:
-        """The module of ``fp4adam.kernels`` for the format; it imports Triton."""
-        raise NotImplementedError
-
-    @staticmethod
-    def step_kernels() -> ModuleType:
-        """The module of ``fp4adam.kernels`` whose ``StepLaunch`` steps weights of the format.
-
-        Optional: plain operators step formats that do not define it themselves.
-        """
-        raise NotImplementedError
 
     @property
     def multiplies_codes(self) -> bool:
@@ -347,7 +359,7 @@ def _dequantize(
     after: Tensor | None = None,
 ) -> Tensor:
     """:meth:`Quantizer.read` in compiled graphs."""
-    return _BY_KEY[key].decode(_storage(codes, scales, amax, key, usage), dtype)
+    return _BY_KEY[key]._read(_storage(codes, scales, amax, key, usage), dtype)
 
 
 def _storage(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp4adam.tensors import encoding
 from fp4adam.tensors.blocks import flat_shape, round_up
 from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
 from fp4adam.tensors.swizzle import build_gemm_scales
@@ -262,7 +263,7 @@ def is_of(tensor: StoredTensor, value: Tensor, slack: int = 0) -> bool:
         shape = (stored_rows(part), cols)
         every_row = torch.zeros(shape, dtype=torch.float32, device=tensor.device)
         every_row[own] = matrix.view(rows, cols)
-        return part.quantizer.recode(every_row, part._shared.tensors)[own].short()
+        return encoding.recode(part.quantizer, every_row, part._shared.tensors)[own].short()
 
     if pending is None:
         tensors = part._shared.tensors

@@ -136,44 +136,11 @@ def _launches(
     return transpose.transpose(tile_lists.table(rows, device), tiles, bits=bits)
 
 
-def transpose_bytes(source: Tensor, target: Tensor) -> None:
-    """Transpose uint8 [m, n] into [n, m], with torch operators."""
-    whole = len(source) // 4 * 4
-    # Four rows become one of words, because torch moves a word as fast as a byte.
-    words = word_rows(source[3:whole:4], torch.int32)
-    words.copy_(source[3:whole:4])
-    for i in (2, 1, 0):
-        torch.add(source[i:whole:4], words, alpha=256, out=words)
-    transpose_words(words, target[:, :whole])
-    target[:, whole:] = source[whole:].t()
-
-
-def word_rows(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Memory for :func:`transpose_words` in the shape of ``like``."""
-    rows, cols = like.shape
-    # Rows that are a power of two apart would share few lines of a cache.
-    return like.new_empty(rows, cols + 16, dtype=dtype)[:, :cols]
-
-
-def transpose_words(words: Tensor, target: Tensor) -> None:
-    """Write the bytes of integers [m, n] into uint8 [n, m * size of an integer], transposed."""
-    size = words.element_size()
-    if target.storage_offset() % size or target.stride(0) % size:
-        rows = words.t().clone(memory_format=torch.contiguous_format)
-        target.copy_(rows.view(torch.uint8))
-    else:
-        target.view(words.dtype).copy_(words.t())
-
-
 def _transpose(source: Tensor, target: Tensor, bits: int) -> None:
-    height = max(1, backend.cpu_chunk_numel() // max(1, 4 * source.shape[1])) * 4
-    for top in range(0, len(source), height):
-        rows = source[top : top + height]
-        if bits == 8:
-            transpose_bytes(rows, target[:, top : top + len(rows)])
-            continue
-        even, odd = rows[0::2], rows[1::2]
-        # Two nibbles of two rows form the bytes of two columns.
-        part = target[:, top // 2 : top // 2 + len(even)]
-        part[0::2] = ((even & 0x0F) | odd << 4).t()
-        part[1::2] = (even >> 4 | (odd & 0xF0)).t()
+    if bits == 8:
+        target.copy_(source.t())
+        return
+    # Two nibbles of two rows form the bytes of two columns.
+    even, odd = source[0::2], source[1::2]
+    target[0::2] = ((even & 0x0F) | odd << 4).t()
+    target[1::2] = (even >> 4 | (odd & 0xF0)).t()

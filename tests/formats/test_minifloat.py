@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from fp4adam.formats import minifloat
-from fp4adam.formats.encoding import blocks_of, times_factors
+from fp4adam.tensors import minifloat
+from fp4adam.tensors.encoding import blocks_of
 from rounding_reference import E2M1, E4M3, E8M0, float32_inputs, signed_code
 
 
@@ -49,11 +49,3 @@ def test_amaxes_of_blocks_ignore_nan_but_not_infinity():
     x[:2, 2:] = torch.nan
     expected = torch.tensor([[7.0, 0.0], [5.0, torch.inf]])
     assert torch.equal(minifloat.amax(blocks_of(x, (2, 2)), (1, 3)), expected)
-
-
-def test_blocks_times_factors_of_any_shape():
-    generator = torch.Generator().manual_seed(0)
-    for shape in ((3, 4, 5, 2), (3, 1, 5, 2), (3, 4, 5, 1), (1, 1, 1, 1)):
-        blocks = torch.randn(shape, generator=generator)
-        factors = torch.randn(shape[0], shape[2], generator=generator)
-        assert torch.equal(times_factors(blocks, factors), blocks * factors[:, None, :, None])

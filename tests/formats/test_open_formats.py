@@ -8,15 +8,19 @@ import torch
 from fp4adam import (
     Float8BlockQuantizer,
     Float8Quantizer,
+    FP4Adam,
     MXFP8Quantizer,
     NVFP4Quantizer,
     PartialCast,
     build_columnwise,
     post_all_gather_processing,
 )
+from fp4adam.formats.mx import MXQuantizer, layout
 from fp4adam.interop.adapter import TensorAdapter
 from fp4adam.interop.borrowed_tensor import BorrowedTensor
-from fp4adam.tensors import backend
+from fp4adam.nn.fake_quantize import check_fake_quantizes
+from fp4adam.tensors import backend, minifloat
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,14 +110,64 @@ def test_memory_of_others_is_borrowed(own, listed, monkeypatch):
 
 @dataclasses.dataclass(frozen=True)
 class Doubled(NVFP4Quantizer):
-    def read(self, tensors, dtype, after=None):
-        return 2 * super().read(tensors, dtype, after)
+    """NVFP4 whose values are twice as large."""
+
+    def decode(self, scales, tensor_amax):
+        return 2 * super().decode(scales, tensor_amax)
 
 
-@pytest.mark.parametrize("path", ["operators", "kernels"])
-def test_a_format_that_decodes_otherwise_is_gathered_so(path, device, monkeypatch):
-    monkeypatch.setattr(backend, "uses_kernels", lambda d: path == "kernels")
-    value = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).to(device)
-    tensors, out = Doubled().quantize(value)._shared.tensors, torch.empty_like(value)
-    Doubled().decoder(tensors, out)()
-    assert torch.equal(out, 2 * NVFP4Quantizer().quantize(value).dequantize(torch.float32))
+@dataclasses.dataclass(frozen=True)
+class Coarse(MXFP8Quantizer):
+    """MXFP8 with scales twice as large."""
+
+    def encode(self, amaxes, tensor_amax, dtype):
+        return super().encode(2 * amaxes, tensor_amax, dtype)
+
+
+class PlainTensor(QuantizedTensor):
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain(MXQuantizer):
+    """A format without kernels."""
+
+    columnwise: bool = False
+    tensor_class = PlainTensor
+    name = "plain"
+
+    def full_layout(self):
+        return layout("e4m3", 1, is_square=False)
+
+    def encode(self, amaxes, tensor_amax, dtype):
+        scales = minifloat.e8m0_code_up(amaxes * (1 / 448))
+        return scales, minifloat.e8m0_reciprocal(scales)
+
+
+@pytest.mark.parametrize("quantizer", [Doubled(), Coarse(), Plain()], ids=repr)
+def test_a_format_with_arithmetic_of_its_own_never_runs_the_kernels_of_another(
+    quantizer, monkeypatch
+):
+    def trained(device: str) -> list[torch.Tensor]:
+        param = torch.nn.Parameter(quantizer.quantize(matrix().to(device)))
+        optimizer = FP4Adam([param], lr=1e-2)
+        gathered = torch.empty(64, 96, device=device)
+        for _ in range(2):
+            param.grad = torch.ones_like(gathered)
+            optimizer.step()
+        quantizer.decoder(param._shared.tensors, gathered)()
+        assert torch.equal(gathered, param.dequantize(torch.float32))
+        return [gathered, *param.storage_tensors().values()]
+
+    expected = trained("cpu")
+    monkeypatch.setattr(backend, "uses_kernels", lambda _: True)
+    for tensor, other in zip(trained("cpu"), expected, strict=True):
+        assert torch.equal(tensor, other)
+    with pytest.raises(ValueError, match='activations="fake" must have weights in one of'):
+        check_fake_quantizes(quantizer)
+    if quantizer.layout.casts_in_parts:
+        weight = quantizer.make_empty((64, 96))
+        cast = PartialCast([weight], [0], [64 * 96], [torch.float32])
+        cast.measure([matrix().view(-1)])
+        cast.write([matrix().view(-1)])
+        assert torch.equal(weight.rowwise_data, quantizer.quantize(matrix()).rowwise_data)

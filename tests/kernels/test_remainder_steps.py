@@ -121,7 +121,9 @@ class Launched:
         self.scalars = torch.zeros(len(weights), SCALARS_WIDTH, device=device)
         shapes = [tuple(w.param.shape) for w in weights]
         listed = shapes, [*range(len(weights))], table, self.scalars.view(-1)
-        self.launch = quantizer.step_kernels().StepLaunch(kind, listed)
+        from fp4adam.kernels import step
+
+        self.launch = step.StepLaunch(kind, listed)
         self.signals = [torch.full((1,), x, device=device) for x in (1.0, 1.0, 0.0)]
 
     def step(self, scalars):

@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 
 from elementwise import elementwise
-from fp4adam.formats import minifloat
 from fp4adam.kernels.float8_block import decode_scale, float8_scale
 from fp4adam.kernels.tiles.bfloat16 import round_to_bfloat16
 from fp4adam.kernels.tiles.e2m1 import e2m1_code, e2m1_value
 from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_value
 from fp4adam.kernels.tiles.e8m0 import e8m0_code_up, e8m0_reciprocal, e8m0_value
+from fp4adam.tensors import minifloat
 from rounding_reference import BFLOAT16, E2M1, E4M3, E8M0, float32_inputs, signed_code
 
 

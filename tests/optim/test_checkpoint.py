@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.nn import Parameter
-from torch.optim import SGD, Adam, AdamW, RMSprop
+from torch.optim import Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.testing import assert_close
 
@@ -247,103 +245,6 @@ def test_quantized_training_resumes_from_a_plain_model(quantizer: Quantizer, dev
 
 
 # What does not fit
-
-
-def _edited(saved: dict[str, Any], i: int, name: str, value: Any) -> dict[str, Any]:
-    edited = copy.deepcopy(saved)
-    edited["state"][i][name] = value
-    return edited
-
-
-def _without(saved: dict[str, Any], i: int, name: str) -> dict[str, Any]:
-    edited = copy.deepcopy(saved)
-    del edited["state"][i][name]
-    return edited
-
-
-def _of(optimizer_class: type, params: list[Parameter], **options: Any) -> dict[str, Any]:
-    plain = [Parameter(torch.zeros(param.shape, device=param.device)) for param in params]
-    optimizer = optimizer_class(plain, lr=0.1, **options)
-    take_steps(optimizer, [0])
-    return optimizer.state_dict()
-
-
-WRONG: dict[str, tuple[Callable[[dict, list], dict], str]] = {
-    "moment of another shape": (
-        lambda saved, params: _edited(saved, 4, "exp_avg_sq", torch.zeros(3, 3)),
-        r"exp_avg_sq of parameter 4 must have shape \(32, 160\), got \(3, 3\)",
-    ),
-    "transposed master": (
-        lambda saved, params: _edited(saved, 1, "master_param", torch.zeros(96, 64)),
-        r"master_param of parameter 1 must have shape \(64, 96\), got \(96, 64\)",
-    ),
-    "low bits as master": (
-        lambda saved, params: _edited(
-            saved, 1, "master_param", torch.zeros(64, 96, dtype=torch.int16)
-        ),
-        "master_param of parameter 1 must be a floating point tensor, got torch.int16",
-    ),
-    "no moment": (
-        lambda saved, params: _without(saved, 4, "exp_avg"),
-        "state of parameter 4 must hold step, exp_avg and exp_avg_sq",
-    ),
-    "None as moment": (
-        lambda saved, params: _edited(saved, 1, "exp_avg", None),
-        "exp_avg of parameter 1 must be a floating point tensor, got NoneType",
-    ),
-    "None as master": (
-        lambda saved, params: _edited(saved, 1, "master_param", None),
-        "master_param of parameter 1 must be a floating point tensor, got NoneType",
-    ),
-    "no number as step": (
-        lambda saved, params: _edited(saved, 4, "step", None),
-        "step of parameter 4 must be one number >= 0, got None",
-    ),
-    "vector as step": (
-        lambda saved, params: _edited(saved, 4, "step", torch.ones(2)),
-        "step of parameter 4 must be one number >= 0",
-    ),
-    "SGD with momentum": (
-        lambda saved, params: _of(SGD, params, momentum=0.9),
-        r"state of parameter 0 must hold.*got \['momentum_buffer'\]; it was saved by another",
-    ),
-    "RMSprop": (
-        lambda saved, params: _of(RMSprop, params),
-        "state of parameter 0 must hold.*it was saved by another",
-    ),
-    "another number of groups": (
-        lambda saved, params: {**saved, "param_groups": saved["param_groups"] * 2},
-        "different number of parameter groups",
-    ),
-    "another number of parameters": (
-        lambda saved, params: FP4Adam(params[:4]).state_dict(),
-        "parameter group that doesn't match",
-    ),
-}
-
-
-@every_recipe
-@pytest.mark.parametrize(("make", "message"), WRONG.values(), ids=WRONG.keys())
-def test_checkpoint_that_does_not_fit_changes_nothing(
-    quantizer: Quantizer, make: Callable[[dict, list], dict], message: str, device: str
-) -> None:
-    params = make_params(quantizer, device)
-    optimizer = FP4Adam(params)
-    take_steps(optimizer, range(2))
-    twin = copy.deepcopy(optimizer)
-    wrong = make(optimizer.state_dict(), params)
-    untouched = copy.deepcopy(wrong)
-    before = snapshot(optimizer)
-    with pytest.raises(ValueError, match=message):
-        optimizer.load_state_dict(wrong)
-    assert_identical(snapshot(optimizer), before)
-    assert_identical(wrong, untouched)
-    assert not optimizer._optimizer_load_state_dict_pre_hooks
-    assert not optimizer._optimizer_load_state_dict_post_hooks
-    optimizer.load_state_dict(optimizer.state_dict())
-    for each in (optimizer, twin):
-        take_steps(each, range(2, 4))
-    assert_identical(snapshot(optimizer), snapshot(twin))
 
 
 def test_refused_flags_of_a_checkpoint_are_dropped(device: str) -> None:

@@ -18,8 +18,7 @@ from fp4adam import (
     cast,
     workspaces_of,
 )
-from fp4adam.formats import minifloat
-from fp4adam.tensors import backend
+from fp4adam.tensors import backend, minifloat
 from helpers import random
 from te_stand_ins import Wrapper, assert_bytes, stand_in, te_bytes
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.testing import assert_close
 
-from fp4adam import FP4Adam, Quantizer, quantize_model
+from fp4adam import FP4Adam, Quantizer
 from helpers import (
     QUANTIZERS,
     RECIPES,
@@ -20,7 +18,6 @@ from helpers import (
     assert_bytes_are_of_masters,
     assert_identical,
     make_mlp,
-    make_params,
     make_weight,
     random,
     set_grads,
@@ -34,141 +31,6 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 # Construction
-
-
-@pytest.mark.parametrize("flag", ["capturable", "differentiable"])
-def test_refused_flag_is_named_with_reason_and_cure(flag: str, device: str) -> None:
-    reason = {"capturable": "CUDA graph.*outside", "differentiable": "in-place.*torch.optim.AdamW"}
-    params = make_params(RECIPES["nvfp4"], device)
-    message = f"(?s){flag} must be False for .*, got True: .*{reason[flag]}"
-    with pytest.raises(NotImplementedError, match=message):
-        FP4Adam(params, **{flag: True})
-    error = NotImplementedError
-    if flag == "capturable":  # of plain parameters it is possible, but for all groups alike
-        error, message = ValueError, "capturable must be the same for all groups"
-    with pytest.raises(error, match=message):
-        FP4Adam([{"params": params[:1]}, {"params": params[1:], flag: True}])
-    optimizer = FP4Adam(params[:3])
-    take_steps(optimizer, [0])
-    before = snapshot(optimizer)
-    with pytest.raises(error, match=message):
-        optimizer.add_param_group({"params": params[3:], flag: True})
-    assert_identical(snapshot(optimizer), before)
-
-
-def test_quantized_parameters_need_masters(device: str) -> None:
-    quantizer = RECIPES["nvfp4"]
-    params = make_params(quantizer, device)
-    message = f"master_weights must be True for {quantizer.tensor_class.__name__}.*got False"
-    with pytest.raises(ValueError, match=message):
-        FP4Adam(params, master_weights=False)
-    optimizer = FP4Adam(params[:1], master_weights=False)
-    take_steps(optimizer, [0])
-    before = snapshot(optimizer)
-    with pytest.raises(ValueError, match=message):
-        optimizer.add_param_group({"params": params[1:], "lr": 0.5})
-    assert_identical(snapshot(optimizer), before)
-    # The refused parameters are not taken for known ones afterwards.
-    optimizer.add_param_group({"params": params[2:3]})
-    take_steps(optimizer, [1])
-
-
-@pytest.mark.parametrize("kind", ["complex", "sparse"])
-def test_parameters_that_adam_cannot_update_are_refused(kind: str, device: str) -> None:
-    tensor = torch.zeros(4, 4, device=device)
-    param = Parameter(tensor.to(torch.complex64) if kind == "complex" else tensor.to_sparse())
-    weight = make_weight(RECIPES["nvfp4"], device)
-    with pytest.raises(ValueError, match="view_as_real" if kind == "complex" else "SparseAdam"):
-        FP4Adam([weight, param])
-    optimizer = FP4Adam([weight])
-    before = snapshot(optimizer)
-    with pytest.raises(ValueError, match="parameters must be"):
-        optimizer.add_param_group({"params": [Parameter(torch.zeros(4, device=device)), param]})
-    assert_identical(snapshot(optimizer), before)
-
-
-def _with_grad(param: Tensor, grad: Tensor) -> Tensor:
-    param.decoupled_grad = grad
-    return param
-
-
-def _unusable(kind: str, device: str) -> Tensor:
-    """A parameter whose gradient cannot be applied."""
-    param, weight = Parameter(random((64, 96), 1, device)), make_weight(RECIPES["nvfp4"], device)
-    grad = torch.ones(64, 96, device=device)
-    meta = torch.ones(64, 96, device="meta")
-    integer = Parameter(torch.ones(4, dtype=torch.int32, device=device), requires_grad=False)
-    float8 = Parameter(torch.ones(4, device=device).to(torch.float8_e4m3fn), requires_grad=False)
-    cases: dict[str, Callable[[], Tensor]] = {
-        "integer gradient": lambda: _with_grad(weight, grad.int()),
-        "complex gradient": lambda: _with_grad(weight, grad.to(torch.complex64)),
-        "float64 gradient": lambda: _with_grad(weight, grad.double()),
-        "8-bit gradient of float64": lambda: _with_grad(
-            Parameter(param.double()), grad.to(torch.float8_e4m3fn)
-        ),
-        "quantized gradient": lambda: _with_grad(param, weight.detach()),
-        "gradient of another shape": lambda: _with_grad(weight, grad[1:]),
-        "gradient on another device": lambda: _with_grad(weight, meta),
-        "sparse gradient": lambda: _with_grad(weight, grad.to_sparse()),
-        "integer parameter": lambda: _with_grad(integer, grad[0, :4]),
-        "8-bit plain parameter": lambda: _with_grad(float8, grad[0, :4]),
-        "meta parameter": lambda: _with_grad(
-            Parameter(RECIPES["nvfp4"].make_empty((64, 96), device="meta")), meta
-        ),
-    }
-    return cases[kind]()
-
-
-@pytest.mark.parametrize(
-    ("kind", "error", "message"),
-    [
-        ("integer gradient", TypeError, "gradients must be float32.*got torch.int32"),
-        ("complex gradient", TypeError, "gradients must be float32.*got torch.complex64"),
-        ("float64 gradient", TypeError, "gradients must be float32.*got torch.float64"),
-        ("8-bit gradient of float64", TypeError, "gradients must be float32.*float8_e4m3fn"),
-        ("quantized gradient", TypeError, "gradients must be plain tensors.*NVFP4Tensor"),
-        ("gradient of another shape", ValueError, r"shape.*\(64, 96\).*got \(63, 96\)"),
-        ("gradient on another device", ValueError, "shape and device.*on meta"),
-        ("sparse gradient", RuntimeError, "sparse gradients, got.*SparseAdam"),
-        ("integer parameter", RuntimeError, "floating point Tensors.*got torch.int32"),
-        ("8-bit plain parameter", TypeError, "parameters must be float64.*float8_e4m3fn"),
-        ("meta parameter", RuntimeError, "on meta; materialize them"),
-    ],
-)
-def test_unusable_gradient_leaves_every_parameter_alone(
-    kind: str, error: type[Exception], message: str, device: str
-) -> None:
-    params = make_params(RECIPES["nvfp4"], device)
-    optimizer = FP4Adam(params, use_decoupled_grad=True)
-    set_grads(params, seed=0, dtype=torch.float32)
-    optimizer.step()
-    optimizer.add_param_group({"params": [_unusable(kind, device)]})
-    known = FP4Adam(params)
-    known.state = optimizer.state
-    before = snapshot(known)
-    set_grads(params, seed=1, dtype=torch.float32)
-    with pytest.raises(error, match=message):
-        optimizer.step()
-    assert_identical(snapshot(known), before)
-    assert not optimizer.state.get(optimizer.param_groups[1]["params"][0])
-
-
-@pytest.mark.parametrize("moved", [True, False], ids=["device", "shape"])
-def test_state_that_does_not_belong_to_its_parameter_is_refused(moved: bool, device: str) -> None:
-    """As after moving or resizing the model under the optimizer."""
-    params = make_params(RECIPES["nvfp4"], device)
-    optimizer = FP4Adam(params)
-    take_steps(optimizer, [0])
-    state = optimizer.state[params[-1]]
-    exp_avg = state["exp_avg"]
-    state["exp_avg"] = exp_avg.to("meta") if moved else exp_avg[:16].clone()
-    others = FP4Adam(params[:-1])
-    others.state = optimizer.state
-    before = snapshot(others)
-    set_grads(params, seed=1)
-    with pytest.raises(RuntimeError, match="the state must have the shape and device of its param"):
-        optimizer.step()
-    assert_identical(snapshot(others), before)
 
 
 @needs_cuda
@@ -188,15 +50,6 @@ def test_state_follows_a_moved_model_when_it_is_loaded_again() -> None:
 
 
 # Masters
-
-
-def test_training_writes_into_no_tensor_from_before_quantization(device: str) -> None:
-    model = nn.Linear(64, 32, device=device)
-    saved = model.state_dict()["weight"]
-    before = saved.clone()
-    quantize_model(model, "nvfp4")
-    take_steps(FP4Adam(model.parameters(), lr=0.1), range(2))
-    assert_identical(saved, before)
 
 
 # Arithmetic

@@ -1,8 +1,8 @@
 """A catalogue of misuses: each is refused in words that help, and changes nothing.
 
 Names of the entries say what is wrong; the words are the rule, the value and the cure. What other
-files test in detail is not repeated here: dtypes of gradients and parameters (``test_fp4_adam``),
-texts of ``torch.optim`` (``test_torch_optimizer_contract``), arguments of ZeRO (``test_zero``).
+files test in detail is not repeated here: texts of ``torch.optim``
+(``test_torch_optimizer_contract``), arguments of ZeRO (``test_zero``).
 """
 
 import copy
@@ -112,6 +112,18 @@ def of(make: Callable[[Scene], Any]) -> Misuse:
 def with_grad(make: Callable[[Tensor], object]) -> Misuse:
     def prepare(scene: Scene) -> Callable[[], object]:
         scene.weight.decoupled_grad = make(scene.weight.decoupled_grad)
+        return scene.optimizer.step
+
+    return prepare
+
+
+def with_param(make: Callable[[Scene], Tensor], dtype: torch.dtype = torch.float32) -> Misuse:
+    """A step with another parameter and its gradient."""
+
+    def prepare(scene: Scene) -> Callable[[], object]:
+        param = nn.Parameter(make(scene), requires_grad=False)
+        param.decoupled_grad = torch.ones(param.shape, device=param.device).to(dtype)
+        scene.optimizer.add_param_group({"params": [("another", param)]})
         return scene.optimizer.step
 
     return prepare
@@ -313,6 +325,25 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "betas: one number": (new(betas=0.9), T, ("betas must be two", "got 0.9", "(0.9, 0.999)")),
     "betas: texts": (new(betas=("a", "b")), T, ("beta parameter at index 0: 'a'", NUMBER)),
     "capturable": (new(capturable=True), N, ("capturable must be False", "outside the graph")),
+    "differentiable": (new(differentiable=True), N, ("differentiable must be False", "in-place",
+        "torch.optim.AdamW")),
+    "second moments of amsgrad": (new(amsgrad=True, exp_avg_sq_dtype=torch.bfloat16), N, (
+        "exp_avg_sq_dtype must be float32 with amsgrad", "got torch.bfloat16")),
+    "masters in bfloat16": (new(master_weight_dtype=torch.bfloat16), V, ("must be one of float32, "
+        "float16", "got torch.bfloat16")),
+    "remainders beside FP16 masters": (
+        new(master_weight_dtype=torch.float16, store_param_remainders=True), V,
+        ("master_weight_dtype must be torch.float32 with store_param_remainders",),
+    ),
+    "group: differentiable": (
+        call(lambda s: s.optimizer.add_param_group(
+            {"params": [("late", s.late)], "differentiable": True})), N,
+        ("differentiable must be False",),
+    ),
+    "group: complex": (
+        call(lambda s: s.optimizer.add_param_group(
+            {"params": [("z", nn.Parameter(torch.zeros(2) + 0j))]})), V, ("view_as_real",),
+    ),
     "quantize_from": (new(quantize_from="x"), V, ("master, param_dtype", "got 'x'", "'master' ")),
     "state dtype as text": (new(exp_avg_dtype="fp8"), V, ("exp_avg_dtype must be", "got fp8")),
     "no masters": (new(master_weights=False), V, ("NVFP4Tensor", "got False", "leave it True")),
@@ -351,6 +382,22 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     # The step
     "gradient: layout of oneDNN": (with_grad(Tensor.to_mkldnn), R, ("got layout torch._mkldnn",
         "SparseAdam")),
+    "gradient: sparse": (with_grad(Tensor.to_sparse), R, ("sparse gradients, got", "SparseAdam")),
+    "gradient: integers": (with_grad(Tensor.int), T, ("must be float32", "got torch.int32")),
+    "gradient: complex": (with_grad(lambda g: g + 0j), T, ("float32", "got torch.complex64")),
+    "gradient: float64": (with_grad(Tensor.double), T, ("float32", "got torch.float64")),
+    "gradient: quantized": (with_grad(lambda g: NVFP4Quantizer().quantize(g)), T, (
+        "must be plain tensors", "NVFP4Tensor")),
+    "gradient: another shape": (with_grad(lambda g: g[1:]), V, ("(96, 64)", "got (95, 64)")),
+    "gradient: meta": (with_grad(lambda g: g.to("meta")), V, ("shape and device", "on meta")),
+    "gradient: 8 bits": (with_param(lambda s: torch.ones(4).double(), E4M3), T, ("must be float32",
+        "float8_e4m3fn")),
+    "parameter: integers": (with_param(lambda s: torch.ones(4).int()), R, ("floating point Tensors",
+        "got torch.int32")),
+    "parameter: 8 bits": (with_param(lambda s: torch.ones(4).to(E4M3)), T, ("must be float64",
+        "float8_e4m3fn")),
+    "parameter: meta": (with_param(lambda s: NVFP4Quantizer().make_empty((64, 96), device="meta")),
+        R, ("on meta; materialize them",)),
     "gradient: a list": (with_grad(lambda g: [1.0]), T, ("must be tensors", "a list", "assign")),
     "gradient: transposed": (with_grad(torch.t), V, ("shape and device of its parameter",
         "got (64, 96)", "recompute it")),
@@ -379,6 +426,18 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         "must be a floating point tensor", "torch.int32", "converted")),
     "state: another shape": (loading_state("exp_avg", torch.ones(3)), V, ("shape (96, 64)",
         "got (3,)", "the model that it was saved from")),
+    "state: None": (loading_state("exp_avg", None), V, ("floating point tensor, got NoneType",)),
+    "state: low bits as master": (
+        loading_state("master_param", torch.zeros(96, 64, dtype=torch.int16)), V,
+        ("master_param of parameter 0 must be a floating point tensor", "torch.int16"),
+    ),
+    "state: no moment": (loading(lambda saved: saved["state"][0].pop("exp_avg")), V, (
+        "state of parameter 0 must hold step, exp_avg and exp_avg_sq",)),
+    "state: vector as step": (loading_state("step", torch.ones(2)), V, ("one number >= 0",)),
+    "state: other groups": (loading(lambda saved: saved["param_groups"].append({"params": []})), V,
+        ("different number of parameter groups",)),
+    "state: fewer parameters": (loading(lambda saved: saved["param_groups"][0]["params"].pop()), V,
+        ("parameter group that doesn't match",)),
     "state: step NaN": (loading_state("step", NAN), V, ("number >= 0", "got nan", "damaged")),
     "state: step below zero": (loading_state("step", torch.tensor(-1.0)), V, ("number >= 0", "-1")),
     "state: of SGD": (loading(lambda saved: saved["state"].update({0: {"momentum_buffer": 1}})), V,
@@ -534,6 +593,7 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("name", MISUSES)
 def test_misuse_is_refused_and_changes_nothing(name, tmp_path, capsys):
     misuse, error, words = MISUSES[name]

@@ -1,0 +1,184 @@
+"""Quantization in torch operators, for any layout: of whole matrices, and of spans of elements.
+
+This is the reference that kernels have to equal, bit for bit.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fp4adam.tensors import minifloat
+from fp4adam.tensors.blocks import Span, round_up
+from fp4adam.tensors.layout import Layout
+from fp4adam.tensors.minifloat import CODE_TYPES
+from fp4adam.tensors.storage import Storage
+
+if TYPE_CHECKING:
+    from fp4adam.tensors.quantizer import Quantizer
+
+# Flat memory for codes, and the index of the byte of a matrix that it starts at.
+Target = tuple[Tensor, int]
+
+
+def write(quantizer: "Quantizer", x: Tensor, out: Storage) -> None:
+    """Quantize a matrix into ``out``, whose amax is known; swizzled scales are not written."""
+    layout, values = quantizer.layout, x.detach().float()
+    for usage, block in layout.blocks.items():
+        blocks = blocks_of(values, block)
+        amaxes = out.amax if layout.scale_type is None else minifloat.amax(blocks, (1, 3))
+        scales, factors = quantizer.encode(amaxes, out.amax, x.dtype)
+        if layout.scale_type is not None:
+            stored_scales(layout, out, usage, tuple(x.shape)).copy_(scales)
+        codes = _codes(layout, blocks, factors)[: x.shape[0], : x.shape[1]]
+        pack = CODE_TYPES[layout.code_type].pack
+        if usage == "rowwise" and out.rowwise_data is not None:
+            out.rowwise_data.copy_(pack(codes))
+        if out.columnwise_data is not None and (usage == "columnwise" or layout.is_square):
+            codes = codes.t() if layout.columnwise.codes.transposed else codes
+            out.columnwise_data.copy_(pack(codes))
+
+
+def read(quantizer: "Quantizer", tensors: Storage, dtype: torch.dtype) -> Tensor:
+    """Decode to a matrix of ``dtype``."""
+    layout, shape = quantizer.layout, quantizer.decoded_shape(tensors)
+    usage = "rowwise" if tensors.rowwise_data is not None else "columnwise"
+    values = CODE_TYPES[layout.code_type].decode(getattr(tensors, f"{usage}_data"))
+    values = values.t() if getattr(layout, usage).codes.transposed else values
+    if layout.scale_type is None:
+        values = values * quantizer.decode(None, tensors.amax)
+    else:
+        usage = "rowwise" if layout.is_square else usage
+        factors = quantizer.decode(stored_scales(layout, tensors, usage, shape), tensors.amax)
+        blocks = blocks_of(values, layout.blocks[usage]) * factors[:, None, :, None]
+        values = blocks.flatten(2).flatten(0, 1)[: shape[0], : shape[1]]
+    return values.to(dtype).contiguous()
+
+
+def recode(quantizer: "Quantizer", x: Tensor, tensors: Storage) -> Tensor:
+    """The stored codes of the float32 matrix ``x`` in the direction that :func:`read` reads."""
+    layout, shape = quantizer.layout, (x.shape[0], x.shape[1])
+    usage, block = next(iter(layout.blocks.items()))
+    scales = None
+    if layout.scale_type is not None:
+        scales = stored_scales(layout, tensors, usage, shape)
+    codes = _codes(layout, blocks_of(x, block), quantizer.factors(scales, tensors.amax))
+    codes = codes[: shape[0], : shape[1]]
+    if not quantizer.rowwise and layout.columnwise.codes.transposed:
+        codes = codes.t()
+    return CODE_TYPES[layout.code_type].pack(codes)
+
+
+def measure_blocks(
+    layout: Layout,
+    x: Tensor,
+    span: Span,
+    dtype: torch.dtype,
+    grids: dict[str, Tensor],
+    amax: Tensor | None,
+) -> None:
+    """Write the amaxes of blocks that overlap a span, and raise that of the tensor.
+
+    Args:
+        layout: The layout of the matrix.
+        x: The values of the span.
+        span: The span.
+        dtype: The dtype that values are rounded to first.
+        grids: The amaxes of all blocks by direction, float32.
+        amax: That of the tensor, float32 [1], or None.
+    """
+    if not x.numel():
+        return
+    values, first = _around(x, span, dtype, layout.block)
+    for usage, grid in grids.items():
+        height, width = layout.blocks[usage]
+        found = minifloat.amax(blocks_of(values, (height, width)), (1, 3))
+        grid[first // height :][: len(found)] = found[: len(grid) - first // height]
+    if amax is not None:
+        torch.maximum(amax, minifloat.amax(values, (0, 1)), out=amax)
+
+
+def write_codes(
+    quantizer: "Quantizer",
+    x: Tensor,
+    span: Span,
+    dtype: torch.dtype,
+    factors: dict[str, Tensor],
+    targets: dict[str, Target],
+) -> None:
+    """Write the codes of a span, in the directions of ``targets``.
+
+    Args:
+        quantizer: The quantizer of the matrix.
+        x: The values of the span.
+        span: The span.
+        dtype: The dtype that values are rounded to first.
+        factors: The factors that map values to codes, of all blocks by direction.
+        targets: By direction the memory for codes. Nibbles outside of the span are preserved.
+    """
+    if not x.numel():
+        return
+    layout, cols = quantizer.layout, span.shape[1]
+    values, first = _around(x, span, dtype, layout.block)
+    start, stop = span.start - first * cols, span.stop - first * cols
+    for usage, (target, first_byte) in targets.items():
+        own = factors[usage]
+        blocks = blocks_of(values, layout.blocks[usage])
+        if layout.scale_type is not None:
+            own = own[first // layout.blocks[usage][0] :][: len(blocks)]
+        codes = _codes(layout, blocks, own)[: len(values), :cols].reshape(-1)[start:stop]
+        if layout.code_bits == 4:
+            _store_nibbles(codes, target, span.start - 2 * first_byte)
+        else:
+            target[span.start - first_byte : span.stop - first_byte] = codes
+
+
+def _around(x: Tensor, span: Span, dtype: torch.dtype, block: int) -> tuple[Tensor, int]:
+    """The rows of blocks that a span overlaps, float32 and zero outside of it; the first row."""
+    (rows, cols), start, stop = span
+    first = start // cols // block * block
+    last = min(round_up(-(-stop // cols), block), rows)
+    values = x.new_zeros(last - first, cols, dtype=torch.float32)
+    values.view(-1)[start - first * cols : stop - first * cols] = x.detach().to(dtype).float()
+    return values, first
+
+
+def _codes(layout: Layout, blocks: Tensor, factors: Tensor) -> Tensor:
+    """The codes of blocks as a matrix, uint8, one per byte."""
+    if layout.scale_type is not None:
+        factors = factors[:, None, :, None]
+    scaled = (blocks * factors).flatten(2).flatten(0, 1)
+    return CODE_TYPES[layout.code_type].encode(scaled)
+
+
+def _store_nibbles(codes: Tensor, target: Tensor, first: int) -> None:
+    """Overwrite nibbles ``first``, ``first + 1``, ... of ``target``, low nibbles first."""
+    if first % 2 and len(codes):
+        target[first // 2] = (target[first // 2] & 0x0F) | codes[0] << 4
+        codes, first = codes[1:], first + 1
+    pairs, byte = len(codes) // 2, first // 2
+    target[byte : byte + pairs] = minifloat.pack_e2m1(codes[: 2 * pairs])
+    if len(codes) % 2:
+        target[byte + pairs] = (target[byte + pairs] & 0xF0) | codes[-1]
+
+
+def grid_shape(block: tuple[int, int], shape: tuple[int, int]) -> tuple[int, int]:
+    """The number of block rows and block columns of a matrix."""
+    return -(-shape[0] // block[0]), -(-shape[1] // block[1])
+
+
+def stored_scales(layout: Layout, tensors: Storage, usage: str, shape: tuple[int, int]) -> Tensor:
+    """A view of the stored scales of a direction, [block rows, block columns]."""
+    name = "block_scale_inv" if layout.is_square else f"{usage}_scale_inv"
+    stored = getattr(tensors, name)
+    stored = stored.t() if layout.inner[name].transposed else stored
+    rows, cols = grid_shape(layout.blocks[usage], shape)
+    return stored[:rows, :cols]
+
+
+def blocks_of(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """View [rows, cols] as [block row, row, block column, column]; edges are padded with zeros."""
+    below, beside = -x.shape[0] % block[0], -x.shape[1] % block[1]
+    if below or beside:
+        x = torch.nn.functional.pad(x, (0, beside, 0, below))
+    return x.reshape(x.shape[0] // block[0], block[0], x.shape[1] // block[1], block[1])

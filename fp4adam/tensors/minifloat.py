@@ -1,0 +1,136 @@
+"""Conversions between float32 and narrow float formats, in torch operators.
+
+The Triton counterparts in ``fp4adam.kernels.tiles`` give the same codes.
+Source: OCP Microscaling Formats (MX) v1.0, sections 5.3 and 5.4.
+"""
+
+import ctypes
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+FP32_MAX = torch.finfo(torch.float32).max
+
+_E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def float32(x: float) -> float:
+    """Round a number to float32."""
+    return ctypes.c_float(x).value
+
+
+def e2m1_code(x: Tensor) -> Tensor:
+    """Round float32 to E2M1: nearest, ties to the even code, saturating; NaN becomes +6.
+
+    Returns:
+        uint8 codes 0..15 in the shape of ``x``; bit 3 is the sign, which zero keeps.
+    """
+    x = x.nan_to_num(E2M1_MAX)
+    a = x.abs().clamp_(max=E2M1_MAX)
+    # Codes are linear in magnitudes up to 2, from there to 4, and beyond. torch.round takes ties to
+    # even numbers; 2 and 4 are added afterwards, as sums would be rounded once more.
+    code = (2 * a).round_()
+    code = torch.minimum(code, a.round() + 2)
+    code = torch.minimum(code, (a / 2).round_() + 4)
+    return code.to(torch.uint8) | (torch.signbit(x).to(torch.uint8) << 3)
+
+
+def pack_e2m1(codes: Tensor) -> Tensor:
+    """Pack uint8 codes [..., 2n] into bytes [..., n]; even elements go into the low nibble."""
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def unpack_e2m1(packed: Tensor) -> Tensor:
+    """float32 values [..., 2n] of packed E2M1 codes [..., n]."""
+    magnitudes = torch.tensor(_E2M1_MAGNITUDES, dtype=torch.float32, device=packed.device)
+    codes = torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
+    return torch.cat([magnitudes, -magnitudes])[codes.int()]
+
+
+def e4m3_code(x: Tensor) -> Tensor:
+    """Round float32 to E4M3: nearest-even, saturating at 448, NaN becomes 0x7F; uint8 bytes."""
+    code = x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return code.masked_fill_(code == 0xFF, 0x7F)
+
+
+def e4m3_value(code: Tensor) -> Tensor:
+    """float32 values of uint8 E4M3 bytes."""
+    return code.view(torch.float8_e4m3fn).float()
+
+
+def e4m3_encode_scale(
+    amax: Tensor, largest: float, epsilon: float, force_pow_2_scales: bool
+) -> Tensor:
+    """Factors that map magnitudes up to ``amax`` to those of E4M3, float32.
+
+    Args:
+        amax: Amaxes, float32.
+        largest: The factor where 448 / amax overflows.
+        epsilon: Lower bound of amaxes.
+        force_pow_2_scales: Whether to round factors down to powers of two.
+    """
+    amax = amax.clamp(min=epsilon)
+    # torch computes number / tensor as number * (1 / tensor), which rounds twice.
+    scale = torch.full_like(amax, E4M3_MAX) / amax
+    scale = torch.where(scale.isinf(), largest, scale)
+    scale = torch.where((amax == 0) | ~amax.isfinite(), 1.0, scale)
+    if force_pow_2_scales:
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return scale
+
+
+def e8m0_code_up(x: Tensor) -> Tensor:
+    """Round non-negative float32 up to a power of two 2**(code - 127); uint8, at most 254."""
+    # Code 0 means 2**-127, so subnormals up to that value round up to code 0.
+    bits = torch.threshold(x.view(torch.int32), 0x400000, 0)
+    return bits.add_(0x7FFFFF).bitwise_right_shift_(23).clamp_(max=254).to(torch.uint8)
+
+
+def e8m0_reciprocal(code: Tensor) -> Tensor:
+    """2**(127 - code) as exact float32, for uint8 codes 0..254."""
+    exponent = 254 - code.to(torch.int32)
+    return exponent.bitwise_left_shift_(23).clamp_(min=0x400000).view(torch.float32)
+
+
+def e8m0_value(code: Tensor) -> Tensor:
+    """2**(code - 127) as exact float32, for uint8 codes; 255 gives NaN."""
+    exponent = code.to(torch.int32)
+    bits = (exponent << 23).clamp_(min=0x400000)
+    return torch.where(exponent == 255, 0x7FC00000, bits).view(torch.float32)
+
+
+def amax(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Largest magnitude of float32 over ``dims``, ignoring NaN as a GPU does."""
+    return x.abs().nan_to_num_(0.0, math.inf).amax(dims)
+
+
+class CodeType(NamedTuple):
+    """A number format of codes: a sign, an exponent and a mantissa.
+
+    Attributes:
+        bits: Bits of a code.
+        largest: The code of the largest magnitude.
+        per_power: Number of codes from a power of two to the next.
+        encode: Rounds float32 values to codes, uint8 with one code per byte.
+        pack: Puts codes along the last dimension into bytes.
+        decode: float32 values of bytes.
+    """
+
+    bits: int
+    largest: int
+    per_power: int
+    encode: Callable[[Tensor], Tensor]
+    pack: Callable[[Tensor], Tensor]
+    decode: Callable[[Tensor], Tensor]
+
+
+# By the names in ``Layout.code_type``. Kernels know them by these names too.
+CODE_TYPES = {
+    "e2m1": CodeType(4, 0x7, 2, e2m1_code, pack_e2m1, unpack_e2m1),
+    "e4m3": CodeType(8, 0x7E, 8, e4m3_code, lambda codes: codes, e4m3_value),
+}
