@@ -255,7 +255,8 @@ class FusedAdam(Optimizer):
 
     @state.setter
     def state(self, state: dict[Any, Any]) -> None:
-        self._whole.states = state.stored if isinstance(state, te_layout.StatesView) else state
+        stored = state.stored if isinstance(state, te_layout.StatesView) else state
+        self.__dict__["state"] = self._whole.states = stored
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
         """Raise if a hyper-parameter is out of range or a flag is not supported."""
@@ -571,7 +572,7 @@ class FusedAdam(Optimizer):
         with torch._C.DisableTorchFunctionSubclass():
             states, groups, given = saving.loaded(engine, state_dict, self.defaults)
             saving.complete_groups(groups, self.defaults, capturable)
-            engine.states = saving.with_counts(states, capturable)
+            self.state = saving.with_counts(states, capturable)
             for group, new in zip(self.param_groups, groups, strict=True):
                 group.clear()
                 group.update(new)

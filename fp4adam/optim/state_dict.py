@@ -102,7 +102,17 @@ def saved(engine: Engine, compact: bool, as_te: bool) -> dict[str, Any]:
         if owner in members:
             member = members[owner]
             state = saved_state(member, _state(engine, owner), member in stale, compact, as_te)
-        states[keys.get(owner, owner) if isinstance(owner, Tensor) else owner] = state
+        states[keys.get(owner, owner)] = state
+    for group, params in engine.groups:
+        for owner in params if members else ():
+            # Of a run that has begun, also where those start that no step has used yet.
+            if (
+                owner not in members
+                and (member := engine.parameters[owner]).start_value is not None
+            ):
+                state = member.completed({}, group["amsgrad"], restart=False)
+                states[keys[owner]] = saved_state(member, state, False, compact, as_te)
+                members[owner] = member
     state_dict = {"state": states, "param_groups": groups}
     if as_te and compact:
         for group in groups:

@@ -549,7 +549,9 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         if stored is not self:
             stored = stored._map_storage(torch.clone)
         attributes = {**self.__dict__, **stored.__dict__}
-        attributes["_high_precision_init_val"] = self._high_precision_init_val
+        if isinstance(self, torch.nn.Parameter):
+            # Checkpoints leave it out: their tensors come from state_dict() and are no Parameters.
+            attributes["_high_precision_init_val"] = self._high_precision_init_val
         shape, grad = tuple(self.shape), self.requires_grad
         return _rebuild_quantized_tensor, (type(self), shape, self.dtype, grad, attributes)
 

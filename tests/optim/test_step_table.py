@@ -421,7 +421,8 @@ def write_by(run: Run, oracle: Oracle, how: str) -> None:
     with torch.no_grad():
         for param, value in zip(run.params, values, strict=True):
             WRITES[how](param, value)
-    oracle.overwrite(values)
+    # What was quantized elsewhere has no other value.
+    oracle.overwrite(values, how not in ("copy_ of the same format", "data =", "swap_tensors"))
     both(run, oracle, 2)
 
 
@@ -445,9 +446,6 @@ def same_bytes_again(run: Run, oracle: Oracle) -> None:
     with torch.no_grad():
         for param in run.params:
             param.copy_(param.detach().clone())
-    if not run.case.keeps_masters_of_rewritten_bytes:
-        for cell in oracle.cells[:2]:
-            cell.restart()
     both(run, oracle, 2)
 
 
@@ -645,7 +643,7 @@ def older_state_loaded(run: Run, oracle: Oracle) -> None:
         each.overwrite(values_of(run, 0))
     for cell in oracle.cells:
         # Transformer Engine's layout has remainders alone, which complete any parameter.
-        if cell.master != "remainder" or "adam_w_mode" not in run.case.options:
+        if cell.master == "remainder" and "adam_w_mode" not in run.case.options:
             cell.restart()
     run.optimizer.load_state_dict(saved)
     both(run, oracle, 1)
