@@ -6,8 +6,8 @@ from fp4adam import fp4_utils as fp4_utils
 from fp4adam import fp8_utils as fp8_utils
 from fp4adam.checkpoints.export import export_checkpoint as export_checkpoint
 from fp4adam.checkpoints.export import export_masters as export_masters
+from fp4adam.checkpoints.export import export_tensors as export_tensors
 from fp4adam.checkpoints.import_checkpoint import import_checkpoint as import_checkpoint
-from fp4adam.checkpoints.tensors import export_tensors as export_tensors
 from fp4adam.checkpoints.trainable import make_trainable as make_trainable
 from fp4adam.checkpoints.updates import UpdateLost as UpdateLost
 from fp4adam.checkpoints.updates import WeightReceiver as WeightReceiver

@@ -15,12 +15,17 @@ from torch.optim import Optimizer
 from fp4adam.checkpoints import folder as checkpoint_folder
 from fp4adam.checkpoints.folder import CONFIG, Entry
 from fp4adam.checkpoints.hub_names import module_names, pieces_of
-from fp4adam.checkpoints.layouts import LAYOUTS
+from fp4adam.checkpoints.layouts import find_layout
 from fp4adam.checkpoints.model_state import in_high_precision, plain_name
-from fp4adam.checkpoints.trained import Trained, cut_rows, gathered, spans_of, tensors_of
+from fp4adam.checkpoints.trained import (
+    Trained,
+    gathered,
+    plain_entries,
+    stored_pieces,
+    tensors_of,
+)
 from fp4adam.distributed.dtensor import is_dtensor, like, local
-from fp4adam.formats.mxfp4 import MXFP4Quantizer
-from fp4adam.formats.scale_groups import fused_layer, hf_scale_groups
+from fp4adam.formats.scale_groups import fused_layer
 from fp4adam.optim.fused_adam import FusedAdam
 from fp4adam.optim.parameter import written_value
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -83,33 +88,51 @@ def export_checkpoint(
         NotImplementedError: For weights that are sharded in another way than by ``fully_shard``.
 
     Warns:
-        UserWarning: For what readers are known to misread or to refuse: NVFP4 weights with
-            different amaxes that engines serve as one matrix, Float8Block weights with partial
-            blocks; in models of transformers, experts, all of "modelopt", layers that it builds as
-            Conv1D, and 4-bit layers of T5.
+        UserWarning: For what readers are known to misread: NVFP4 weights with different amaxes
+            that engines serve as one matrix, Float8Block weights with partial blocks; in models of
+            transformers, NVFP4 experts, MXFP8 in "modelopt", and layers that it builds as Conv1D.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    trained = Trained.of(model, LAYOUTS[layout])
-    dtype = LAYOUTS[layout].decoded_dtype or next(iter(trained.quantized.values())).dtype
+    trained = Trained.of(model, find_layout(layout))
+    dtype = trained.layout.decoded_dtype or next(iter(trained.quantized.values())).dtype
     documents = _documents_of(trained.model, config, dtype)
     _check_size(max_shard_bytes)
-    for text in _troubles_of_readers(trained, layout):
+    for text in _misreadings(trained):
         warnings.warn(text, stacklevel=2)
     excluded, stacked = _unquantized_modules(trained.model, module_names(trained.pieces))
-    quantization = LAYOUTS[layout].documents(trained.encoding, excluded, stacked)
+    quantization = trained.layout.documents(trained.encoding, excluded, stacked)
     content = {**documents[CONFIG], "quantization_config": quantization[CONFIG]}
     documents.update(quantization, **{CONFIG: content})
 
-    def entries() -> Iterator[Entry]:
-        for name, weight in trained.weights.items():
-            whole = gathered(weight)
-            if isinstance(whole, QuantizedTensor):
-                yield from _quantized_entries(name, whole, trained)
-            else:
-                yield from _plain_entries(whole, trained.spans[name])
+    _write(folder, trained.entries(), documents, max_shard_bytes, trained.weights)
 
-    _write_folder(folder, entries(), documents, max_shard_bytes, trained.weights)
+
+def export_tensors(
+    model: nn.Module, layout: str = "compressed-tensors"
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that :func:`export_checkpoint` writes, on the model's device, without files.
+
+    They refill an engine that serves the model while it is trained, for example to sample in
+    reinforcement learning: its loader takes the names of a checkpoint. Codes and block scales are
+    the trained bytes: an NVFP4 weight takes 0.5625 bytes, and nothing is rounded again.
+
+    Tensors are made one weight at a time. Codes and weights in high precision are the model's own
+    memory: copy or send them before the next step, and do not write to them. Scales and what is
+    gathered are new. With ``fully_shard``, a weight is gathered when its turn comes, in the same
+    order on all ranks, and every rank gets it: each has to go through the iterator to its end.
+
+    Args:
+        model: As for :func:`export_checkpoint`.
+        layout: As for :func:`export_checkpoint`.
+
+    Returns:
+        An iterator of names and tensors. The model is checked before it is returned.
+
+    Raises:
+        ValueError: If the layout is unknown, or cannot hold the model.
+        NotImplementedError: For weights that are sharded in another way than by ``fully_shard``.
+    """
+    trained = Trained.of(model, find_layout(layout))
+    return (item for entry in trained.entries() for item in entry.tensors.items())
 
 
 def export_masters(
@@ -148,7 +171,7 @@ def export_masters(
             "pass the FP4Adam that has its masters"
         )
     model, weights = tensors_of(model)
-    spans = spans_of(pieces_of(model, weights))
+    stored = stored_pieces(pieces_of(model, weights))
     master_of = _masters_of(optimizer)
     parameters = set(model.parameters())
 
@@ -166,10 +189,10 @@ def export_masters(
             whole = gathered(source)
             if weight in parameters and weight.is_floating_point():
                 whole = whole.to(dtype)
-            yield from _plain_entries(whole, spans[name])
+            yield from plain_entries(whole, stored[name])
 
     documents = _documents_of(model, config, dtype)
-    _write_folder(folder, entries(), documents, max_shard_bytes, weights)
+    _write(folder, entries(), documents, max_shard_bytes, weights)
 
 
 def _masters_of(optimizer: Optimizer) -> Callable[[Tensor], Tensor | None]:
@@ -179,36 +202,32 @@ def _masters_of(optimizer: Optimizer) -> Callable[[Tensor], Tensor | None]:
     return optimizer._current_masters()
 
 
-def _troubles_of_readers(trained: Trained, layout: str) -> Iterator[str]:
-    """What readers are known to misread or to refuse, each as the text of a warning."""
-    encoding = trained.encoding
+def _misreadings(trained: Trained) -> Iterator[str]:
+    """What readers are known to misread without an error, each as the text of a warning."""
+    encoding, is_theirs = trained.encoding, hasattr(trained.model, "from_pretrained")
     groups: dict[str, dict[str, float]] = defaultdict(dict)
     partial, cut = [], []
     layers = [name.removesuffix(".weight") for name in trained.quantized]
     for layer, (name, weight) in zip(layers, trained.quantized.items(), strict=True):
-        _, parts = fused_layer(layer)
-        rows = trained.weights[name].shape[-2]
-        cut += [layer] * bool(rows % encoding.block[0] and layer in parts[:-1])
-        matrix = hf_scale_groups(name)
-        if weight.quantizer.layout.tensor_scale == "current" and matrix is not None:
-            groups[matrix][layer.rpartition(".")[2]] = weight.flush()._amax.item()
-        sides = zip(trained.weights[name].shape[-2:], encoding.block, strict=True)
+        shape, (whole, parts) = trained.weights[name].shape, fused_layer(layer)
+        cut += [layer] * bool(shape[-2] % encoding.block[0] and layer in parts[:-1])
+        if weight.quantizer.layout.tensor_scale == "current" and whole is not None:
+            groups[whole][layer.rpartition(".")[2]] = weight.flush()._amax.item()
+        sides = zip(shape[-2:], encoding.block, strict=True)
         partial += [layer] * any(n > block and n % block for n, block in sides)
     unequal = [name for name, amaxes in groups.items() if len({*amaxes.values()}) > 1]
-    format_name = encoding.quantizer_class.tensor_class.__name__.removesuffix("Tensor")
     if unequal:
         yield (
             "weights that are served as one matrix should have one amax, got "
             f"{groups[unequal[0]]} for {unequal[0]!r}, and {len(unequal)} such groups: engines "
-            "that fuse them, as vLLM does, decode them all by the largest and lose precision "
-            "(transformers does not); train with scale_groups=hf_scale_groups"
+            "that fuse them, as vLLM does, decode them all by the largest and lose precision; "
+            "train with scale_groups=hf_scale_groups"
         )
     if partial:
         yield (
-            f"sides of {format_name} weights should be multiples of {max(encoding.block)}, or "
+            f"sides of Float8Block weights should be multiples of {max(encoding.block)}, or "
             f"less, got others in {len(partial)} layers such as {partial[0]!r}: transformers reads "
-            "these wrongly where it decodes them, without a GPU; pad them, or serve with another "
-            "engine"
+            "these wrongly where it decodes them, without a GPU; pad them, or serve with an engine"
         )
     if cut:
         yield (
@@ -216,64 +235,28 @@ def _troubles_of_readers(trained: Trained, layout: str) -> Iterator[str]:
             f"in {len(cut)} layers such as {cut[0]!r}: it fuses them with what follows, and (0.32) "
             "decodes that by the wrong scales without a word; serve with another engine"
         )
-    if not hasattr(trained.model, "from_pretrained"):
-        return
-    if layout == "modelopt":
-        outcome = "refuses the files"
-        if encoding.bits == 8:
-            outcome = "takes codes for weights and leaves the scales out"
+    if is_theirs and trained.layout.name == "modelopt" and encoding.bits == 8:
         yield (
-            f"layout 'modelopt' with {format_name} should be read by an engine or by "
-            "import_checkpoint, got a model of transformers, whose from_pretrained (5.23) "
-            f"{outcome}; for it, use layout 'compressed-tensors'"
+            "layout 'modelopt' with MXFP8 should be read by an engine or by import_checkpoint, got "
+            "a model of transformers, whose from_pretrained (5.23) takes codes for weights and "
+            "leaves the scales out; for it, use layout 'compressed-tensors'"
         )
-    if (rebuilt := in_high_precision(trained.model)) is not None:
-        modules = dict(rebuilt.named_modules())
-        others = [n for n in layers if type(modules.get(n)).__name__ == "Conv1D"]
-        if others:
-            yield (
-                "quantized layers should be nn.Linear in the model that readers build, got Conv1D "
-                f"in {len(others)} such as {others[0]!r}, which from_pretrained (5.23) leaves at "
-                "random values or refuses; import_checkpoint reads them into a model with the "
-                "layers exchanged"
-            )
-    if layout != "compressed-tensors":
-        return
     has_stacks = any(p.rows and p.name in trained.quantized for p in trained.pieces.values())
-    if has_stacks and encoding.quantizer_class is not MXFP4Quantizer:
+    is_packed = encoding.format == "nvfp4-pack-quantized"
+    if is_theirs and has_stacks and is_packed:
         yield (
-            "experts in the layout 'compressed-tensors' should be read by an engine or by "
-            "import_checkpoint, got a model of transformers, whose from_pretrained (5.23) leaves "
-            "the tensor scales of NVFP4 experts out and refuses 8-bit ones of most models; for it, "
+            "NVFP4 experts should be read by an engine or by import_checkpoint, got a model of "
+            "transformers, whose from_pretrained (5.23) leaves their tensor scales out; for it, "
             "export Float8Block weights in the layout 'fp8'"
         )
-    asked = [layer for layer in layers if layer.endswith(".wo") and encoding.bits == 4]
-    if asked:
+    rebuilt = in_high_precision(trained.model)
+    modules = {} if rebuilt is None else dict(rebuilt.named_modules())
+    if others := [n for n in layers if type(modules.get(n)).__name__ == "Conv1D"]:
         yield (
-            f"layers called wo should have weights of 8 bits in T5 and its relatives, got "
-            f"{format_name} in {len(asked)} such as {asked[0]!r}: transformers (5.23) asks each "
-            "for .weight, which packed layers lack, and raises AttributeError in the first forward "
-            "pass; keep them in high precision by quantize_model(..., filter=...), or train MXFP8"
+            "quantized layers should be nn.Linear in the model that readers build, got Conv1D in "
+            f"{len(others)} such as {others[0]!r}, which from_pretrained (5.23) leaves at random "
+            "values; import_checkpoint reads them into a model with the layers exchanged"
         )
-
-
-def _plain_entries(whole: Tensor, spans: dict[str, tuple[int, int] | None]) -> Iterator[Entry]:
-    for stored, span in spans.items():
-        yield Entry({stored: cut_rows(whole, span).cpu().contiguous()}, {})
-
-
-def _quantized_entries(name: str, weight: QuantizedTensor, trained: Trained) -> Iterator[Entry]:
-    amax = weight._amax
-    for stored, part in trained.encode_parts(name, weight).items():
-        layer, metadata = stored.removesuffix("weight"), {}
-        if amax is not None:
-            # The layout's rounded scale does not determine the last bit of the amax.
-            metadata[f"{stored}.amax"] = amax.item().hex()
-        if trained.keeps_stacks:
-            tensors = trained.encoding.of_stack(part, weight.shape, stored)
-        else:
-            tensors = {layer + key: tensor for key, tensor in part.items()}
-        yield Entry({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, metadata)
 
 
 def _unquantized_modules(
@@ -338,7 +321,7 @@ def _check_size(max_shard_bytes: int) -> None:
         )
 
 
-def _write_folder(
+def _write(
     folder: str | Path,
     entries: Iterator[Entry],
     documents: dict[str, dict[str, Any]],
@@ -346,6 +329,11 @@ def _write_folder(
     weights: dict[str, Tensor],
 ) -> None:
     """Write from the first rank, and raise on every one if that fails."""
+
+    entries = (
+        Entry({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, metadata)
+        for tensors, metadata in entries
+    )
 
     def write() -> None:
         checkpoint_folder.write(Path(folder), entries, documents, max_shard_bytes)

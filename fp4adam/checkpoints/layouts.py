@@ -1,7 +1,8 @@
 """The layouts of quantized checkpoints: how each stores weights and describes itself.
 
 An encoding says which tensors a quantized weight is stored as; nothing is rounded. A layout has an
-encoding for every format that it can hold, and describes it in ``config.json``.
+encoding for every format that it can hold, and describes it in ``config.json``. ``LAYOUTS``, at the
+end, lists all of them.
 """
 
 import dataclasses
@@ -30,6 +31,7 @@ from fp4adam.tensors.transpose import build_columnwise
 
 E4M3 = torch.float8_e4m3fn
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+Documents = dict[str, dict[str, Any]]
 # Everything that a block of NVFP4 can hold, but for signs: codes, and scales up to 448.
 _CODES = torch.arange(8, dtype=torch.uint8, device="cpu")[None]
 _SCALES = torch.arange(0x7F, dtype=torch.uint8, device="cpu")[:, None]
@@ -44,19 +46,21 @@ class Encoding:
     Args:
         format: The layout's name for it.
         codes: Name of the tensor of codes.
+        scale: Name of the tensor of block scales.
+        stacked: What the names of whole stacks of experts end in, by the names of tensors; empty if
+            the layout has none.
     """
 
     format: str
     codes: str = "weight"
+    scale: str = "weight_scale"
+    stacked: dict[str, str] = dataclasses.field(default_factory=dict)
 
     quantizer_class: ClassVar[type[Quantizer]]
     bits: ClassVar[int]  # of a code
     block: ClassVar[tuple[int, int]]  # rows and columns that one scale is for
-    scale: ClassVar[str]  # name of the tensor of block scales
-    scale_dtype: ClassVar[torch.dtype]
-    other_scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # in which others store them
-    # What the names of whole stacks of experts end in, by the names of tensors.
-    stacked: ClassVar[dict[str, str]] = {}
+    code_dtype: ClassVar[torch.dtype]
+    scale_dtypes: ClassVar[tuple[torch.dtype, ...]]  # that are read; the first is written
 
     def refusal(self, quantizer: Quantizer) -> str | None:
         """The rule of the layout that tensors of ``quantizer`` break, or None."""
@@ -64,11 +68,20 @@ class Encoding:
 
     def shapes(self, rows: int, cols: int) -> Shapes:
         """Shape and dtype of each tensor that a weight [rows, cols] is stored as."""
-        raise NotImplementedError
+        grid = -(-rows // self.block[0]), -(-cols // self.block[1])
+        return {
+            self.codes: ((rows, cols * self.bits // 8), self.code_dtype),
+            self.scale: (grid, self.scale_dtypes[0]),
+        }
 
     def encode(self, weight: QuantizedTensor) -> dict[str, Tensor]:
         """The tensors that a weight [rows, cols] is stored as, with its own bytes."""
-        raise NotImplementedError
+        (rows, cols), dtype = self.shapes(*weight.shape)[self.scale]
+        scale = weight.rowwise_scale_inv if self.block[0] == 1 else weight._block_scale_inv
+        return {
+            self.codes: weight.rowwise_data.view(self.code_dtype),
+            self.scale: scale[:rows, :cols].contiguous().view(dtype),
+        }
 
     def of_stack(
         self, stored: dict[str, Tensor], shape: Sequence[int], name: str
@@ -97,40 +110,36 @@ class Encoding:
         spans[self.scale] = slice(first // self.block[0], last // self.block[0])
         return {key: t[spans[key]] if key in spans else t for key, t in stored.items()}
 
-    def dtypes(self, key: str, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-        """The dtypes in which :meth:`wrap` takes a tensor that :meth:`encode` writes in one."""
-        return (dtype, *self.other_scale_dtypes) if key == self.scale else (dtype,)
-
     def check(
         self,
-        names: dict[str, str],
+        layer: str,
         found: Callable[[str], tuple[Sequence[int], Any]],
         shape: Sequence[int],
-        advice: str,
     ) -> None:
         """Raise unless the tensors of a weight have the shapes and dtypes that :meth:`wrap` takes.
 
         Args:
-            names: Their full names, by those of :meth:`shapes`.
+            layer: The name of the layer.
             found: Shape and dtype of the one of a full name; of a stack, as one matrix.
             shape: Shape of the weight.
-            advice: What to do about another dtype.
 
         Raises:
             ValueError: If a shape does not fit.
             TypeError: If a dtype does not fit.
         """
         for key, (expected, dtype) in self.shapes(*flat_shape(tuple(shape))).items():
-            actual, kind = found(names[key])
+            name = f"{layer}.{key}"
+            actual, kind = found(name)
             is_scalar = actual in ((), (1,)) and expected in ((), (1,))
             if actual != expected and not is_scalar:
                 raise ValueError(
-                    f"{names[key]!r} must have shape {expected} for a weight {tuple(shape)}, got "
+                    f"{name!r} must have shape {expected} for a weight {tuple(shape)}, got "
                     f"{actual}; build the model from the checkpoint's config.json"
                 )
-            if kind not in (dtypes := self.dtypes(key, dtype)):
+            if kind not in (dtypes := self.scale_dtypes if key == self.scale else (dtype,)):
                 raise TypeError(
-                    f"{names[key]!r} must be {' or '.join(map(str, dtypes))}, got {kind}; {advice}"
+                    f"{name!r} must be {' or '.join(map(str, dtypes))}, got {kind}; the checkpoint "
+                    "is damaged"
                 )
 
     def quantizer_for(self, scales: Iterable[Tensor]) -> Quantizer:
@@ -148,7 +157,7 @@ class Encoding:
         """A tensor on the memory of stored codes, and of scales that lie as the format has them.
 
         Args:
-            stored: As :meth:`encode` returns it, with any of :meth:`dtypes`, on one device.
+            stored: As :meth:`encode` returns it, with any of ``scale_dtypes``, on one device.
             shape: Shape of the tensor; a stack of matrices is stored as one matrix.
             dtype: Its nominal dtype.
             quantizer: Its quantizer. What it keeps besides is derived, in new memory.
@@ -157,32 +166,54 @@ class Encoding:
         Raises:
             ValueError: If scales are invalid, or the quantizer does not suit them.
         """
-        inner = self._inner(stored, quantizer, amax)
-        device = stored[self.codes].device
+        codes, scale = stored[self.codes], self._scales(stored[self.scale])
+        inner = {"rowwise_data": codes.view(torch.uint8)}
+        if self.block[0] == 1 and "block_scale_inv" in quantizer.layout.inner:
+            if not _is_square(scale, side := quantizer.layout.block):
+                raise ValueError(
+                    f"{self.scale} must be equal for the {side} rows of each block to be taken "
+                    "over with two_dimensional=True, got others; set it to False, and NVFP4's "
+                    "columnwise as well"
+                )
+            inner["block_scale_inv"] = scale[::side].contiguous()
+        else:
+            inner["rowwise_scale_inv" if self.block[0] == 1 else "block_scale_inv"] = scale
+        inner |= self._tensor_scales(stored, quantizer, amax)
         whole = {}
         for name, (size, kind) in quantizer.layout.shapes(*flat_shape(tuple(shape))).items():
             given = inner.get(name)
             if given is not None and given.shape == size and given.is_contiguous():
-                whole[name] = given.to(device)
+                whole[name] = given.to(codes.device)
                 continue
-            whole[name] = torch.zeros(size, dtype=kind, device=device)
+            whole[name] = torch.zeros(size, dtype=kind, device=codes.device)
             if given is not None:  # without padding
                 whole[name][tuple(map(slice, given.shape))] = given
         out = quantizer.tensor_class(tuple(shape), dtype, quantizer, Storage.of(whole))
-        self._derive(out)
+        if quantizer.layout.is_square:
+            build_columnwise([out])
+        elif quantizer.columnwise:
+            self._derive(out)
         build_gemm_scales([out])
         return out
 
-    def _inner(
+    def _scales(self, stored: Tensor) -> Tensor:
+        """Block scales as the format has them; raises ValueError for those that cannot be."""
+        scale = stored.view(torch.uint8)
+        _check_scales(self.scale, scale < 255, scale)
+        return scale
+
+    def _tensor_scales(
         self, stored: dict[str, Tensor], quantizer: Quantizer, amax: Tensor | None
     ) -> dict[str, Tensor]:
-        """Inner tensors by name, on the memory of the stored ones where that is possible."""
-        raise NotImplementedError
+        """The inner tensors that formats with one scale for a tensor have besides."""
+        return {}
 
     def _derive(self, out: QuantizedTensor) -> None:
-        """Make the columnwise codes of a tensor that has rowwise ones."""
-        if out.quantizer.layout.is_square:
-            build_columnwise([out])
+        """Make columnwise codes that have blocks of their own."""
+        raise ValueError(
+            "quantizer must have columnwise=False to take over blocks of rows, whose scales differ "
+            f"from those of columns, got {out.quantizer}; set it to False"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,28 +231,16 @@ class NVFP4Encoding(Encoding):
 
     quantizer_class = NVFP4Quantizer
     bits, block = 4, (1, nvfp4.BLOCK)
-    scale, scale_dtype = "weight_scale", E4M3
+    code_dtype, scale_dtypes = torch.uint8, (E4M3,)
 
     def shapes(self, rows: int, cols: int) -> Shapes:
-        return {
-            self.codes: ((rows, cols // 2), torch.uint8),
-            self.scale: ((rows, cols // nvfp4.BLOCK), self.scale_dtype),
-            self.tensor_scale: ((1,) if self.divides else (), torch.float32),
-        }
+        shape = (1,) if self.divides else ()
+        return {**super().shapes(rows, cols), self.tensor_scale: (shape, torch.float32)}
 
     def encode(self, weight: QuantizedTensor) -> dict[str, Tensor]:
-        rows, cols = weight.shape
-        scale = weight.rowwise_scale_inv[:rows, : cols // nvfp4.BLOCK].contiguous()
-        shape, _ = self.shapes(rows, cols)[self.tensor_scale]
-        return {
-            self.codes: weight.rowwise_data,
-            self.scale: scale.view(E4M3),
-            self.tensor_scale: self._scale_of(weight).reshape(shape).to(scale.device),
-        }
-
-    def _read(self, codes: Tensor, scale: Tensor, factor: Tensor) -> Tensor:
-        """Values of codes, as readers compute them from block scales and the tensor's."""
-        return codes * (scale / factor if self.divides else scale * factor)
+        shape, _ = self.shapes(*weight.shape)[self.tensor_scale]
+        scale = self._scale_of(weight).reshape(shape).to(weight.device)
+        return {**super().encode(weight), self.tensor_scale: scale}
 
     def _scale_of(self, weight: QuantizedTensor) -> Tensor:
         """A tensor scale with which readers decode every code to the same BF16 value.
@@ -231,17 +250,17 @@ class NVFP4Encoding(Encoding):
         in 128 amaxes that are BF16 numbers themselves, values lie halfway between two BF16 numbers
         and no scale will do: some of them become the other one with any.
         """
-        amax, own = weight._amax.cpu(), weight.quantizer
+        amax = weight._amax.cpu()
         if amax == 0:
             return torch.ones(1)  # all codes and block scales are zero
-        codes, scale = _MAGNITUDES, _BLOCK_SCALES
-        expected = (codes * nvfp4.decode_factors(scale, amax)).bfloat16()
-        value = torch.full_like(amax, own.largest_value)
+        expected = (_MAGNITUDES * nvfp4.decode_factors(_BLOCK_SCALES, amax)).bfloat16()
+        value = torch.full_like(amax, weight.quantizer.largest_value)
         value = value / amax if self.divides else amax / value
         fewest, best = expected.numel(), None
         for steps in (0, 1, -1, 2, -2, 3, -3):
             near = (value.view(torch.int32) + steps).view(torch.float32)
-            actual = self._read(codes, scale, near).bfloat16()
+            factor = _BLOCK_SCALES / near if self.divides else _BLOCK_SCALES * near
+            actual = (_MAGNITUDES * factor).bfloat16()
             others = int((actual != expected).sum())
             if not others:
                 return near
@@ -259,106 +278,43 @@ class NVFP4Encoding(Encoding):
         is_square = all(_is_square(scale.view(torch.uint8), nvfp4.BLOCK) for scale in scales)
         return NVFP4Quantizer(two_dimensional=is_square, columnwise=False)
 
-    def _inner(
-        self, stored: dict[str, Tensor], quantizer: NVFP4Quantizer, amax: Tensor | None
+    def _scales(self, stored: Tensor) -> Tensor:
+        scale = stored.view(torch.uint8)
+        _check_scales(self.scale, scale <= 0x7E, stored)
+        return scale
+
+    def _tensor_scales(
+        self, stored: dict[str, Tensor], quantizer: Quantizer, amax: Tensor | None
     ) -> dict[str, Tensor]:
-        scale = stored[self.scale].view(torch.uint8)
         factor = stored[self.tensor_scale].reshape(1)
-        _check_scales(self.scale, scale <= 0x7E, stored[self.scale])
         _check_scales(self.tensor_scale, factor.isfinite() & (factor > 0), factor)
-        ratio = torch.full_like(factor, quantizer.largest_value)
+        ratio = torch.full_like(factor, NVFP4Quantizer.largest_value)
         rounded = ratio / factor if self.divides else factor * ratio
         # The scale may have been changed without the header.
         is_its = amax is not None and (
-            (amax == 0 and not scale.any()) or torch.isclose(amax.to(rounded), rounded, rtol=1e-6)
+            (amax == 0 and not stored[self.scale].view(torch.uint8).any())
+            or torch.isclose(amax.to(rounded), rounded, rtol=1e-6)
         )
-        inner = {
-            "rowwise_data": stored[self.codes],
-            "amax": amax.reshape(1).to(rounded) if is_its else rounded,
-        }
-        if quantizer.two_dimensional:
-            if not _is_square(scale, nvfp4.BLOCK):
-                raise ValueError(
-                    "scales must be the same on the 16 rows of a block for two_dimensional=True, "
-                    "got others; pass NVFP4Quantizer(two_dimensional=False, columnwise=False)"
-                )
-            return {**inner, "block_scale_inv": scale[:: nvfp4.BLOCK].contiguous()}
-        if quantizer.columnwise:
-            raise ValueError(
-                "quantizer must have columnwise=False to take over blocks of 1x16, whose "
-                f"scales differ from those of 16x1, got {quantizer}; set it to False"
-            )
-        return {**inner, "rowwise_scale_inv": scale}
-
-
-def _is_square(scale: Tensor, block: int) -> bool:
-    """Whether all rows of each block have the same scales."""
-    if len(scale) % block:
-        return False
-    blocks = scale.unflatten(0, (-1, block))
-    return bool((blocks == blocks[:, :1]).all())
+        return {"amax": amax.reshape(1).to(rounded) if is_its else rounded}
 
 
 @dataclasses.dataclass(frozen=True)
-class MXEncoding(Encoding):
-    """Codes and E8M0 scales of 1x32 blocks."""
-
-    code_dtype: ClassVar[torch.dtype]
-    block = (1, MX_BLOCK)
-    scale, scale_dtype = "weight_scale", torch.uint8
-    other_scale_dtypes = (torch.float8_e8m0fnu,)
-
-    def shapes(self, rows: int, cols: int) -> Shapes:
-        return {
-            self.codes: ((rows, cols * self.bits // 8), self.code_dtype),
-            self.scale: ((rows, cols // MX_BLOCK), self.scale_dtype),
-        }
-
-    def encode(self, weight: QuantizedTensor) -> dict[str, Tensor]:
-        rows, cols = weight.shape
-        scale = weight.rowwise_scale_inv[:rows, : cols // MX_BLOCK].contiguous()
-        return {self.codes: weight.rowwise_data.view(self.code_dtype), self.scale: scale}
-
-    def _inner(
-        self, stored: dict[str, Tensor], quantizer: Quantizer, amax: Tensor | None
-    ) -> dict[str, Tensor]:
-        scale = stored[self.scale].view(torch.uint8)
-        _check_scales(self.scale, scale < 255, scale)
-        codes = stored[self.codes].view(torch.uint8)
-        return {"rowwise_data": codes, "rowwise_scale_inv": scale}
-
-
-@dataclasses.dataclass(frozen=True)
-class MXFP8Encoding(MXEncoding):
+class MXFP8Encoding(Encoding):
     """E4M3 codes and E8M0 scales of 1x32 blocks."""
 
     quantizer_class = MXFP8Quantizer
-    bits, code_dtype = 8, E4M3
-
-    def _inner(
-        self, stored: dict[str, Tensor], quantizer: Quantizer, amax: Tensor | None
-    ) -> dict[str, Tensor]:
-        inner = super()._inner(stored, quantizer, amax)
-        if not quantizer.two_dimensional:
-            return inner
-        scale = inner["rowwise_scale_inv"]
-        if not _is_square(scale, MX_BLOCK):
-            raise ValueError(
-                f"{self.scale} must be equal for the {MX_BLOCK} rows of each block to be taken "
-                "over with two_dimensional=True, got others; leave it out"
-            )
-        return {"rowwise_data": inner["rowwise_data"], "block_scale_inv": scale[::MX_BLOCK]}
+    bits, block = 8, (1, MX_BLOCK)
+    code_dtype, scale_dtypes = E4M3, (torch.uint8, torch.float8_e8m0fnu)
 
     def _derive(self, out: QuantizedTensor) -> None:
-        if out.quantizer.columnwise and not out.quantizer.two_dimensional:
-            # Columnwise codes have blocks of their own, of the same values.
-            columns = MXFP8Quantizer(rowwise=False).quantize(out._read(torch.float32))
-            out._columnwise_data.copy_(columns._columnwise_data)
-            out._columnwise_scale_inv.copy_(columns._columnwise_scale_inv)
+        # Blocks of columns, of the same values.
+        columns = MXFP8Quantizer(rowwise=False).quantize(out._read(torch.float32))
+        out._columnwise_data.copy_(columns._columnwise_data)
+        out._columnwise_scale_inv.copy_(columns._columnwise_scale_inv)
 
 
 @dataclasses.dataclass(frozen=True)
-class MXFP4Encoding(MXEncoding):
+class MXFP4Encoding(Encoding):
     """Packed E2M1 codes and E8M0 scales of 1x32 blocks.
 
     Args:
@@ -369,8 +325,8 @@ class MXFP4Encoding(MXEncoding):
     rounding: Literal["floor", "even", "up"] = "even"
 
     quantizer_class = MXFP4Quantizer
-    bits, code_dtype = 4, torch.uint8
-    stacked = {"weight_packed": "_blocks", "weight_scale": "_scales"}
+    bits, block = 4, (1, MX_BLOCK)
+    code_dtype, scale_dtypes = torch.uint8, (torch.uint8, torch.float8_e8m0fnu)
 
     def quantizer_for(self, scales: Iterable[Tensor]) -> Quantizer:
         return MXFP4Quantizer(scale_rounding=self.rounding)
@@ -378,31 +334,17 @@ class MXFP4Encoding(MXEncoding):
 
 @dataclasses.dataclass(frozen=True)
 class Float8BlockEncoding(Encoding):
-    """E4M3 codes and FP32 scales of 128x128 blocks.
-
-    Args:
-        scale: Name of the tensor of block scales.
-    """
-
-    scale: str = "weight_scale_inv"
+    """E4M3 codes and FP32 scales of 128x128 blocks."""
 
     quantizer_class = Float8BlockQuantizer
     bits, block = 8, (FLOAT8_BLOCK, FLOAT8_BLOCK)
-    scale_dtype = torch.float32
-    stacked = {"weight": "", "weight_scale_inv": "_scale_inv"}
-    other_scale_dtypes = (torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+    code_dtype = E4M3
+    scale_dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 
     def refusal(self, quantizer: Float8BlockQuantizer) -> str | None:
         if not quantizer.two_dimensional:
             return "the layout has blocks of 128x128: two_dimensional=True"
         return super().refusal(quantizer)
-
-    def shapes(self, rows: int, cols: int) -> Shapes:
-        grid = (-(-rows // FLOAT8_BLOCK), -(-cols // FLOAT8_BLOCK))
-        return {self.codes: ((rows, cols), E4M3), self.scale: (grid, self.scale_dtype)}
-
-    def encode(self, weight: QuantizedTensor) -> dict[str, Tensor]:
-        return {self.codes: weight.rowwise_data.view(E4M3), self.scale: weight._block_scale_inv}
 
     def quantizer_for(self, scales: Iterable[Tensor]) -> Quantizer:
         """Scales that are powers of two if those of the checkpoint are."""
@@ -410,13 +352,18 @@ class Float8BlockEncoding(Encoding):
         is_pow_2 = all(bool(((x == 0.5) | (x == 0)).all()) for x in fractions)
         return Float8BlockQuantizer(columnwise=False, force_pow_2_scales=is_pow_2)
 
-    def _inner(
-        self, stored: dict[str, Tensor], quantizer: Quantizer, amax: Tensor | None
-    ) -> dict[str, Tensor]:
-        scale = stored[self.scale].float()
+    def _scales(self, stored: Tensor) -> Tensor:
+        scale = stored.float()
         _check_scales(self.scale, scale.isfinite() & (scale >= 0), scale)
-        codes = stored[self.codes].view(torch.uint8)
-        return {"rowwise_data": codes, "block_scale_inv": scale}
+        return scale
+
+
+def _is_square(scale: Tensor, block: int) -> bool:
+    """True if all rows of each block have the same scales."""
+    if len(scale) % block:
+        return False
+    blocks = scale.unflatten(0, (-1, block))
+    return bool((blocks == blocks[:, :1]).all())
 
 
 def _check_scales(name: str, valid: Tensor, scale: Tensor) -> None:
@@ -442,12 +389,12 @@ class Layout:
     name: ClassVar[str]
     # The dtype that readers decode to, whatever the model's, or None.
     decoded_dtype: ClassVar[torch.dtype | None] = None
-    # Whether it holds stacks of experts as they are, and nothing else.
+    # True if it holds stacks of experts as they are, and nothing else.
     keeps_stacks: ClassVar[bool] = False
 
     def documents(
         self, encoding: Encoding, excluded: Sequence[str], stacked: Sequence[str]
-    ) -> dict[str, dict[str, Any]]:
+    ) -> Documents:
         """JSON files of a model by name; of ``config.json`` the part about quantization.
 
         Args:
@@ -479,7 +426,7 @@ class CompressedTensors(Layout):
 
     def documents(
         self, encoding: Encoding, excluded: Sequence[str], stacked: Sequence[str]
-    ) -> dict[str, dict[str, Any]]:
+    ) -> Documents:
         blocks: dict[str, Any] = {"strategy": "group", "group_size": encoding.block[1]}
         if isinstance(encoding, NVFP4Encoding):
             blocks["strategy"] = "tensor_group"
@@ -491,7 +438,7 @@ class CompressedTensors(Layout):
             **blocks,
             "symmetric": True,
             "dynamic": False,
-            "scale_dtype": str(encoding.scale_dtype),
+            "scale_dtype": str(encoding.scale_dtypes[0]),
         }
         group = {
             "targets": ["Linear"],
@@ -542,7 +489,7 @@ class ModelOpt(Layout):
 
     def documents(
         self, encoding: Encoding, excluded: Sequence[str], stacked: Sequence[str]
-    ) -> dict[str, dict[str, Any]]:
+    ) -> Documents:
         from fp4adam import __version__
 
         bits, group_size = encoding.bits, encoding.block[1]
@@ -590,7 +537,7 @@ class FP8(Layout):
 
     def documents(
         self, encoding: Encoding, excluded: Sequence[str], stacked: Sequence[str]
-    ) -> dict[str, dict[str, Any]]:
+    ) -> Documents:
         config = {
             "quant_method": self.name,
             "fmt": "e4m3",
@@ -620,7 +567,7 @@ class MXFP4(Layout):
 
     def documents(
         self, encoding: Encoding, excluded: Sequence[str], stacked: Sequence[str]
-    ) -> dict[str, dict[str, Any]]:
+    ) -> Documents:
         return {CONFIG: {"quant_method": self.name, "modules_to_not_convert": [*excluded]}}
 
     def format_of(self, config: dict[str, Any]) -> Any:
@@ -633,15 +580,41 @@ LAYOUTS: dict[str, Layout] = {
         CompressedTensors(
             (
                 NVFP4Encoding(
-                    "nvfp4-pack-quantized", "weight_packed", "weight_global_scale", divides=True
+                    "nvfp4-pack-quantized",
+                    "weight_packed",
+                    tensor_scale="weight_global_scale",
+                    divides=True,
                 ),
                 MXFP8Encoding("mxfp8-quantized"),
                 MXFP4Encoding("mxfp4-pack-quantized"),
-                Float8BlockEncoding("float-quantized", scale="weight_scale"),
+                Float8BlockEncoding("float-quantized"),
             )
         ),
         ModelOpt((NVFP4Encoding("W4A16_NVFP4"), MXFP8Encoding("MXFP8"))),
-        FP8((Float8BlockEncoding("128x128"),)),
-        MXFP4((MXFP4Encoding("MXFP4", rounding="up"),)),
+        FP8(
+            (
+                Float8BlockEncoding(
+                    "128x128",
+                    scale="weight_scale_inv",
+                    stacked={"weight": "", "weight_scale_inv": "_scale_inv"},
+                ),
+            )
+        ),
+        MXFP4(
+            (
+                MXFP4Encoding(
+                    "MXFP4",
+                    stacked={"weight_packed": "_blocks", "weight_scale": "_scales"},
+                    rounding="up",
+                ),
+            )
+        ),
     )
 }
+
+
+def find_layout(name: str) -> Layout:
+    """The layout of a name; raises ValueError for others."""
+    if name not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {name!r}")
+    return LAYOUTS[name]

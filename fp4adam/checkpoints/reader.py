@@ -8,8 +8,7 @@ import contextlib
 import json
 import re
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,28 +28,7 @@ MAX_JSON_BYTES = 50 * 10**6
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_.+ -]{1,200}\.safetensors")
 
 
-class Source(Protocol):
-    """Where the tensors of a checkpoint come from; see :class:`CheckpointReader`."""
-
-    config: dict[str, Any]
-    hf_quant_config: dict[str, Any]
-    metadata: dict[str, str]
-    advice: str  # for those who find parts missing, or of a wrong dtype
-
-    def names(self) -> set[str]:
-        """The names of all tensors."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it."""
-
-    def dtype(self, name: str) -> torch.dtype | str:
-        """The dtype of a tensor, without reading it; its name in the file if torch has none."""
-
-    def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        """A tensor that nobody else writes to."""
-
-
-class CheckpointReader:
+class CheckpointReader(contextlib.ExitStack):
     """The tensors of a checkpoint, each read on request; a context manager.
 
     Attributes:
@@ -65,9 +43,8 @@ class CheckpointReader:
         ImportError: If safetensors is not installed.
     """
 
-    advice = "the checkpoint is damaged"
-
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.folder = folder
         has_quant_config = (folder / HF_QUANT_CONFIG).exists()
         self.hf_quant_config = _read_json(folder, HF_QUANT_CONFIG) if has_quant_config else {}
@@ -76,36 +53,29 @@ class CheckpointReader:
         self.metadata: dict[str, str] = {}
         self._file_of: dict[str, Any] = {}
         weight_map = _weight_map(folder) if (folder / INDEX).exists() else None
-        files = [ONE_FILE] if weight_map is None else sorted({*weight_map.values()})
-        with contextlib.ExitStack() as stack:
-            for name in files:
-                file = stack.enter_context(_open(folder, name))
-                self.metadata.update(file.metadata() or {})
-                for key in file.keys():
-                    if key in self._file_of:
-                        raise ValueError(
-                            f"{key!r} must be in one file, got it in {name!r} and another one; "
-                            "the checkpoint is damaged: copy it again"
-                        )
-                    self._file_of[key] = file
+        try:
+            self._open_files([ONE_FILE] if weight_map is None else sorted({*weight_map.values()}))
             if weight_map is not None and weight_map.keys() != self._file_of.keys():
                 key = min(weight_map.keys() ^ self._file_of.keys())
                 raise ValueError(
                     f"{INDEX} must list what its files hold, got another list, for instance "
                     f"without {key!r} on one side; the checkpoint is damaged: copy it again"
                 )
-            self._stack = stack.pop_all()
+        except BaseException:
+            self.close()
+            raise
 
-    def __enter__(self) -> "CheckpointReader":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stack.close()
+    def _open_files(self, names: list[str]) -> None:
+        for name in names:
+            file = self.enter_context(_open(self.folder, name))
+            self.metadata.update(file.metadata() or {})
+            for key in file.keys():
+                if key in self._file_of:
+                    raise ValueError(
+                        f"{key!r} must be in one file, got it in {name!r} and another one; the "
+                        "checkpoint is damaged: copy it again"
+                    )
+                self._file_of[key] = file
 
     def names(self) -> set[str]:
         """The names of all tensors."""

@@ -1,25 +1,23 @@
 """What exports read of a model: its tensors, checked, whole, and as a layout stores them."""
 
-import math
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from fp4adam.checkpoints.folder import Entry
 from fp4adam.checkpoints.hub_names import Piece, pieces_of
 from fp4adam.checkpoints.layouts import LAYOUTS, Encoding, Layout
-from fp4adam.checkpoints.model_state import (
-    ACTIVATION_SCALES,
-    CACHE_SCALES,
-    model_state,
-    plain_name,
-    unwrapped,
-)
+from fp4adam.checkpoints.model_state import model_state, plain_name, unwrapped
 from fp4adam.distributed.dtensor import is_dtensor, local, sharded_dims
 from fp4adam.distributed.tensor_parallel import gather_whole
 from fp4adam.nn.candidates import check_module
-from fp4adam.tensors import rows
+from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.rows import is_whole_blocks
+
+Rows = tuple[int, int] | None  # the first and the one behind the last; None for all
 
 
 class Trained(NamedTuple):
@@ -29,19 +27,17 @@ class Trained(NamedTuple):
         model: The model, without wrappers.
         weights: All tensors by the first of their names, sharded ones as DTensors.
         quantized: Of these the quantized ones, a shard where they are sharded.
-        encoding: How the layout stores the quantized ones.
+        layout: The layout.
+        encoding: How it stores the quantized ones.
         pieces: What a checkpoint stores, by its names: stacked experts one by one.
-        spans: The same by the names of the model, as :func:`spans_of`.
-        keeps_stacks: Whether the layout stores stacks as they are.
     """
 
     model: nn.Module
     weights: dict[str, Tensor]
     quantized: dict[str, QuantizedTensor]
+    layout: Layout
     encoding: Encoding
     pieces: dict[str, Piece]
-    spans: dict[str, dict[str, tuple[int, int] | None]]
-    keeps_stacks: bool
 
     @classmethod
     def of(cls, model: nn.Module, layout: Layout) -> "Trained":
@@ -62,39 +58,51 @@ class Trained(NamedTuple):
                 _check_whole_stack(piece, quantized[piece.name])
             elif piece.name in quantized:
                 _check_whole_linear(piece, quantized[piece.name], linear, encoding)
-        return cls(
-            model, weights, quantized, encoding, pieces, spans_of(pieces), layout.keeps_stacks
-        )
+        return cls(model, weights, quantized, layout, encoding, pieces)
 
-    def encode(self, name: str, weight: QuantizedTensor) -> dict[str, Tensor]:
-        """The tensors that a whole weight is stored as, on its device; a stack as one matrix."""
-        *leading, cols = weight.shape
-        matrix = weight.flush()._alias((math.prod(leading), cols))
+    def entries(self) -> Iterator[Entry]:
+        """What each weight is stored as, on its device; gathers one after the other."""
+        stored = stored_pieces(self.pieces)
+        for name, weight in self.weights.items():
+            whole = gathered(weight)
+            if isinstance(whole, QuantizedTensor):
+                yield from self._quantized_entries(name, whole, stored[name])
+            else:
+                yield from plain_entries(whole, stored[name])
+
+    def _quantized_entries(
+        self, name: str, weight: QuantizedTensor, stored: Iterable[tuple[str, Rows]]
+    ) -> Iterator[Entry]:
         try:
-            return self.encoding.encode(matrix)
+            encoded = self.encoding.encode(weight.flush()._alias(flat_shape(weight.shape)))
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}") from None
-
-    def encode_parts(self, name: str, weight: QuantizedTensor) -> dict[str, dict[str, Tensor]]:
-        """The tensors of each name that a whole weight is stored under, on its device."""
-        encoded = self.encode(name, weight)
-        return {
-            stored: encoded if span is None else self.encoding.cut(encoded, span)
-            for stored, span in self.spans[name].items()
-        }
-
-
-def spans_of(pieces: dict[str, Piece]) -> dict[str, dict[str, tuple[int, int] | None]]:
-    """Per tensor of a model: the names it is stored under, with the rows of each; None for all."""
-    spans: dict[str, dict[str, tuple[int, int] | None]] = defaultdict(dict)
-    for stored, piece in pieces.items():
-        spans[piece.name][stored] = piece.rows
-    return spans
+        metadata = {}
+        for stored_name, rows in stored:
+            if weight._amax is not None:
+                # The layout's rounded scale does not determine the last bit of the amax.
+                metadata = {f"{stored_name}.amax": weight._amax.item().hex()}
+            if self.layout.keeps_stacks:
+                tensors = self.encoding.of_stack(encoded, weight.shape, stored_name)
+            else:
+                parts = encoded if rows is None else self.encoding.cut(encoded, rows)
+                layer = stored_name.removesuffix("weight")
+                tensors = {layer + key: tensor for key, tensor in parts.items()}
+            yield Entry(tensors, metadata)
 
 
-def cut_rows(whole: Tensor, span: tuple[int, int] | None) -> Tensor:
-    """Rows of a plain stack of matrices, or all of a tensor in its own shape."""
-    return whole if span is None else whole.flatten(0, 1)[slice(*span)]
+def stored_pieces(pieces: dict[str, Piece]) -> dict[str, list[tuple[str, Rows]]]:
+    """Per tensor of a model: the names it is stored under, with the rows of each."""
+    stored = defaultdict(list)
+    for name, piece in pieces.items():
+        stored[piece.name].append((name, piece.rows))
+    return stored
+
+
+def plain_entries(whole: Tensor, stored: Iterable[tuple[str, Rows]]) -> Iterator[Entry]:
+    """What a plain tensor is stored as."""
+    for name, rows in stored:
+        yield Entry({name: whole if rows is None else whole.flatten(0, 1)[slice(*rows)]}, {})
 
 
 def tensors_of(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -112,27 +120,14 @@ def tensors_of(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
         "merge them first: model = model.merge_and_unload(), or save them alone with "
         "save_pretrained",
     )
-    return model, _first_named(_state_of(model))
-
-
-def _state_of(model: nn.Module) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, under all of their names."""
     state = model_state(model).tensors
-    quantized = {name for name, value in state.items() if isinstance(local(value), QuantizedTensor)}
-    for name, value in [*state.items()]:
-        layer, _, key = name.rpartition(".")
-        # Layouts describe weights alone as quantized. Buffers of an attention are for its cache.
-        is_of_activations = key in ACTIVATION_SCALES and f"{layer}.weight" in quantized
-        is_of_cache = key in CACHE_SCALES and not isinstance(value, nn.Parameter)
-        if is_of_activations or (is_of_cache and any(n.startswith(f"{layer}.") for n in quantized)):
-            del state[name]
     for name, value in state.items():
         if value.is_meta:
             raise ValueError(
                 f"{name!r} must have a value to be exported, got one on the meta device; load the "
                 "weights first"
             )
-    return state
+    return model, _first_named(state)
 
 
 def _first_named(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -209,13 +204,13 @@ def _check_whole_linear(
             f"exported, got rows {rows_of_it[0]} to {rows_of_it[1]} of {name!r}, which share "
             "scales with others; leave it in high precision (filter=...)"
         )
-    if weight._shared.global_spec is None and not rows.is_whole_blocks(weight):
+    if weight._shared.global_spec is None and not is_whole_blocks(weight):
         raise ValueError(f"{name!r} must be a whole tensor, got rows of another one; clone it")
 
 
 def _check_whole_stack(piece: Piece, weight: QuantizedTensor) -> None:
     """Raise ValueError unless ``piece`` is a stack that layouts of whole stacks can hold."""
-    if piece.rows is not None or weight.dim() != 3 or not rows.is_whole_blocks(weight):
+    if piece.rows is not None or weight.dim() != 3 or not is_whole_blocks(weight):
         raise ValueError(
             "quantized weights must be whole stacks of experts for layout 'mxfp4', as gpt-oss has "
             f"them, got {piece.name!r}; leave it in high precision (filter=...), or use layout "

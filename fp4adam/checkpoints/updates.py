@@ -1,18 +1,16 @@
 """Updates of an engine that serves a model in training: all bytes, or those that have changed."""
 
-import itertools
 import json
 import math
 import secrets
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fp4adam.checkpoints.layouts import LAYOUTS
-from fp4adam.checkpoints.tensors import Matrix, Stored, group_matrices, stored_tensors
+from fp4adam.checkpoints.layouts import find_layout
 from fp4adam.checkpoints.trained import Trained
 from fp4adam.distributed.dtensor import is_dtensor
 
@@ -130,7 +128,7 @@ class WeightSender:
 
     Args:
         model: As for :func:`export_tensors`.
-        layout: As for :func:`export_tensors`, as are ``fused`` and ``names``.
+        layout: As for :func:`export_tensors`.
         device: Where the bytes sent last are kept; by default with the weights. ``"cpu"`` leaves
             the memory of a GPU free, and takes the time of copies.
 
@@ -144,20 +142,13 @@ class WeightSender:
         model: nn.Module,
         layout: str = "compressed-tensors",
         *,
-        fused: bool = False,
-        names: Callable[[str], str] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        if layout not in LAYOUTS:
-            raise ValueError(
-                f"layout must be one of {', '.join(LAYOUTS)} for WeightSender, got {layout!r}"
-            )
-        self._model, self._layout = model, LAYOUTS[layout]
-        self._fused, self._names, self._device = fused, names or str, device
+        self._model, self._layout, self._device = model, find_layout(layout), device
         self._sent: dict[str, tuple[Part, Tensor]] = {}
         self._structure: tuple | None = None
         self._id: int | None = None  # of the last update; None: the next one has to be full
-        self._look()
+        Trained.of(model, self._layout)
 
     @torch.no_grad()
     def export_changes(self, full: bool = False) -> WeightUpdate | None:
@@ -169,7 +160,7 @@ class WeightSender:
         Returns:
             The update; None on all ranks but the first if weights are DTensors.
         """
-        trained, groups = self._look()
+        trained = Trained.of(self._model, self._layout)
         structure = trained.encoding, trained.pieces, {*trained.quantized}
         follows = self._id if structure == self._structure and not full else None
         if follows is None:
@@ -177,8 +168,8 @@ class WeightSender:
         self._id, self._structure = None, structure
         sends = _is_first_rank(trained)
         parts, positions, payload = [], [], []
-        for stored in itertools.chain.from_iterable(stored_tensors(trained, g) for g in groups):
-            found = self._compare(stored) if sends else None
+        for name, tensor in (i for entry in trained.entries() for i in entry.tensors.items()):
+            found = self._compare(name, tensor) if sends else None
             if found is not None:
                 parts.append(found[0])
                 positions.append(found[1])
@@ -195,18 +186,14 @@ class WeightSender:
             torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *_on(device, payload)]),
         )
 
-    def _look(self) -> tuple[Trained, list[list[Matrix]]]:
-        trained = Trained.of(self._model, self._layout)
-        return trained, group_matrices(trained, self._fused, self._names)
-
-    def _compare(self, stored: Stored) -> tuple[Part, Tensor, Tensor] | None:
+    def _compare(self, name: str, tensor: Tensor) -> tuple[Part, Tensor, Tensor] | None:
         """The changed units of a tensor and their bytes, which are kept; None if it is as sent."""
-        raw = stored.tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        dtype = str(stored.tensor.dtype).removeprefix("torch.")
-        whole = Part(stored.name, dtype, tuple(stored.tensor.shape), _ALL)
-        part, sent = self._sent.get(stored.name, (None, raw))
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        whole = Part(name, dtype, tuple(tensor.shape), _ALL)
+        part, sent = self._sent.get(name, (None, raw))
         if part != whole:
-            self._sent[stored.name] = whole, raw.to(self._device or raw.device, copy=True)
+            self._sent[name] = whole, raw.to(self._device or raw.device, copy=True)
             return whole, raw.new_empty(0, dtype=torch.int32), raw
         units = raw.view(raw.numel() // whole.unit, whole.unit)
         positions = (units != sent.to(raw.device).view_as(units)).any(1).nonzero().view(-1)

@@ -205,7 +205,7 @@ def test_experts_of_their_own(tmp_path):
     model = quantize_model(SplitExperts(), "nvfp4")
     export_checkpoint(model, tmp_path)
     assert_identical(bytes_of(import_checkpoint(SplitExperts(), tmp_path)), bytes_of(model))
-    with pytest.raises(ValueError, match="experts are stacked in 'experts.gate_up_proj', .* build"):
+    with pytest.raises(ValueError, match="such as 'experts.0.weight'; build"):
         import_checkpoint(OneExpert(), tmp_path)
 
 

@@ -624,7 +624,9 @@ def test_index_and_files_that_disagree(tmp_path):
 
 def test_blocks_of_one_row_are_not_taken_for_square_ones(tmp_path):
     export_checkpoint(trained(ROWWISE_NVFP4)[0], tmp_path)
-    with pytest.raises(ValueError, match="layer 'down': scales must be the same on the 16 rows"):
+    with pytest.raises(
+        ValueError, match="layer 'down': weight_scale must be equal for the 16 rows"
+    ):
         import_checkpoint(build(None), tmp_path, NVFP4Quantizer())
     with pytest.raises(ValueError, match="columnwise=False"):
         import_checkpoint(build(None), tmp_path, NVFP4Quantizer(two_dimensional=False))

@@ -1,4 +1,4 @@
-"""Tensors for a running engine: the bytes of a checkpoint, fused where engines fuse them."""
+"""Tensors for a running engine: the bytes of a checkpoint."""
 
 import math
 import warnings
@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -76,42 +74,12 @@ def test_tensors_are_those_of_a_checkpoint(layout, recipe, tmp_path):
     assert all(tensor.is_contiguous() for tensor in given.values())
 
 
-@pytest.mark.parametrize(("layout", "recipe"), CASES)
-def test_fused_tensors_are_rows_of_the_parts(layout, recipe, tmp_path):
-    model = build(recipe)
-    stored = written(model, layout, tmp_path)
-    expected = {}
-    for name, value in stored.items():
-        layer, _, key = name.rpartition(".")
-        parts = {"q_proj": "qkv_proj", "k_proj": "", "v_proj": "", "gate_proj": "gate_up_proj"}
-        parent, _, part = layer.rpartition(".")
-        whole = {**parts, "up_proj": ""}.get(part, part)
-        if whole == "":
-            continue
-        members = {"qkv_proj": "qkv", "gate_up_proj": ("gate", "up")}.get(whole)
-        if members:
-            rows = [stored[f"{parent}.{member}_proj.{key}"] for member in members]
-            rows = [row.reshape(-1, *row.shape[1:]) for row in rows]
-            # Not every build of torch joins FP8 numbers.
-            value = torch.cat([row.view(torch.uint8) for row in rows]).view(rows[0].dtype)
-        expected[f"{parent}.{whole}.{key}" if parent else name] = value
-    actual = dict(export_tensors(model, layout, fused=True))
-    assert_identical(actual, expected)
-    if recipe == "nvfp4":
-        scale = actual[
-            f"block.qkv_proj.weight_{'global_scale' if layout != 'modelopt' else 'scale_2'}"
-        ]
-        assert scale.shape == (3,) and len({*scale.tolist()}) == 1
-    assert actual["block.qkv_proj.bias"].shape == (512,)
-
-
 def test_nvfp4_takes_9_16_of_a_byte_per_weight():
     model = build("nvfp4")
-    for fused in (False, True):
-        tensors = dict(export_tensors(model, fused=fused))
-        weights = {n: t for n, t in tensors.items() if "_proj.weight" in n and "global" not in n}
-        count = sum(p.numel() for n, p in model.named_parameters() if "_proj.weight" in n)
-        assert sum(t.nbytes for t in weights.values()) == count * 9 / 16
+    tensors = dict(export_tensors(model))
+    weights = {n: t for n, t in tensors.items() if "_proj.weight" in n and "global" not in n}
+    count = sum(p.numel() for n, p in model.named_parameters() if "_proj.weight" in n)
+    assert sum(t.nbytes for t in weights.values()) == count * 9 / 16
 
 
 def test_codes_are_the_models_own_memory():
@@ -132,63 +100,19 @@ def test_weights_are_read_when_their_turn_comes():
     assert before.any() and not dict(iterator)["lm_head.weight"].any()
 
 
-def test_names_of_the_engine():
-    model = build("mxfp8")
-    names = {n for n, _ in export_tensors(model, fused=True, names=lambda name: f"engine.{name}")}
-    assert names == {f"engine.{name}" for name, _ in export_tensors(model, fused=True)}
-    assert "engine.block.gate_up_proj.weight_scale" in names
-    with pytest.raises(ValueError, match="names must be unique, got 'x.weight' for 'block.norm"):
-        export_tensors(model, names=lambda name: "x.weight")
-    with pytest.raises(ValueError, match="names that end in 'weight', got 'block.q_proj.codes'"):
-        export_tensors(model, names=lambda name: name.replace("proj.weight", "proj.codes"))
-
-
-@settings(max_examples=15, deadline=None)
-@given(st.lists(st.sampled_from(["q_proj", "k_proj", "v_proj", "gate_proj"]), unique=True))
-def test_parts_that_are_missing_leave_the_others_as_they_are(removed):
-    model = build("mxfp8")
-    for name in removed:
-        delattr(model.block, name)
-    names = {name.rpartition(".")[0] for name, _ in export_tensors(model, fused=True)}
-    whole = {"block.qkv_proj": {"q_proj", "k_proj", "v_proj"}}
-    whole["block.gate_up_proj"] = {"gate_proj", "up_proj"}
-    for fused, parts in whole.items():
-        assert (fused in names) == parts.isdisjoint(removed)
-        for part in parts - {*removed}:
-            assert (f"block.{part}" in names) != (fused in names)
-
-
-def test_what_cannot_be_fused():
-    with pytest.raises(ValueError, match="one amax to be fused, got .*scale_groups"):
-        export_tensors(build("nvfp4", scale_groups=None), fused=True)
-    with pytest.raises(ValueError, match="multiple of 128 to be fused .* got 160 of 'block.q_proj"):
-        export_tensors(build("float8block", rows=160), "fp8", fused=True)
-    model = build("mxfp8")
-    model.block.k_proj = nn.Linear(128, 128)
-    with pytest.raises(ValueError, match="alike to be fused, got 'block.q_proj.weight' quantized"):
-        export_tensors(model, fused=True)
-    assert dict(export_tensors(model))
-    with pytest.raises(ValueError, match="for export_tensors, got 'awq'"):
-        export_tensors(model, "awq")
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="layout must be one of .* got 'awq'"):
+        export_tensors(build("mxfp8"), "awq")
     with pytest.raises(ValueError, match="in Float8BlockTensor for layout 'fp8'"):
-        export_tensors(model, "fp8")
+        export_tensors(build("mxfp8"), "fp8")
 
 
 def compare_ranks(rank: int) -> None:
-    for layout, recipe, fused in (
-        ("compressed-tensors", "nvfp4", True),
-        ("modelopt", "mxfp8", True),
-        ("fp8", "float8block", False),
-    ):
-        expected = dict(export_tensors(build(recipe), layout, fused=fused))
+    for layout, recipe in CASES:
+        expected = dict(export_tensors(build(recipe), layout))
         model = build(recipe)
         fully_shard(model, mesh=all_ranks())
-        actual = {n: t.clone() for n, t in export_tensors(model, layout, fused=fused)}
-        assert_identical(actual, expected)
-    amaxes = build("nvfp4", scale_groups=None)
-    fully_shard(amaxes, mesh=all_ranks())
-    with pytest.raises(ValueError, match="one amax to be fused"):  # on every rank
-        list(export_tensors(amaxes, fused=True))
+        assert_identical({n: t.clone() for n, t in export_tensors(model, layout)}, expected)
 
 
 def test_shards_are_gathered_in_the_same_order_on_all_ranks():

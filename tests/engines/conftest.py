@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 OTHERS = [
-    "ignore:experts in the layout .compressed-tensors.:UserWarning",
+    "ignore:NVFP4 experts should be read by an engine:UserWarning",
     "ignore:layout .modelopt. with .* should be read by an engine:UserWarning",
     "ignore:rows of q, k, gate should be multiples of 128:UserWarning",
     "ignore::DeprecationWarning",

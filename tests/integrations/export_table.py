@@ -11,7 +11,7 @@ multiples of 128; a cell is
 - "reader refuses": ``from_pretrained`` or the first forward pass raises;
 - "misread": it gives other outputs.
 
-The export has to warn of the last two.
+The export has to warn of the last one.
 """
 
 import json

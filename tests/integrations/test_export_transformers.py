@@ -24,8 +24,6 @@ from transformers import (
     Qwen3Config,
     RobertaConfig,
     RobertaForSequenceClassification,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
@@ -286,14 +284,3 @@ def test_warnings_of_what_transformers_misreads(tmp_path):
         export_checkpoint(model, tmp_path / "gpt2")
     with pytest.warns(UserWarning, match="'modelopt' with MXFP8 .* leaves the scales out"):
         export_checkpoint(quantize_model(llama(), "mxfp8"), tmp_path / "modelopt", "modelopt")
-
-
-@pytest.mark.filterwarnings("ignore:weights that are served as one matrix should have one amax")
-def test_warnings_of_what_transformers_refuses(tmp_path):
-    with pytest.warns(UserWarning, match="'modelopt' with NVFP4 .* refuses the files"):
-        export_checkpoint(quantize_model(llama(), "nvfp4"), tmp_path / "modelopt", "modelopt")
-    config = T5Config(vocab_size=64, d_model=64, d_kv=32, d_ff=64, num_layers=1, num_heads=2)
-    t5 = T5ForConditionalGeneration(config)
-    first = "encoder.block.0.layer.1.DenseReluDense.wo"
-    with pytest.warns(UserWarning, match=f"8 bits .* got NVFP4 in 2 such as '{first}'"):
-        export_checkpoint(quantize_model(t5, "nvfp4"), tmp_path / "t5")

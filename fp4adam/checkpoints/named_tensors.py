@@ -1,0 +1,144 @@
+"""The tensors of a checkpoint by the names of a model that stacks its experts, or does not."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4adam.checkpoints.hub_names import Piece
+from fp4adam.checkpoints.layouts import Encoding
+from fp4adam.checkpoints.reader import CheckpointReader
+
+
+class NamedTensors:
+    """The tensors of a checkpoint by the names of a model.
+
+    A stack of experts is read as one matrix, the rows of all experts one after the other. A
+    quantized one is named ``<stack>.<key>``, as if it were a linear layer. Names that the model
+    does not know stay as they are.
+
+    Args:
+        files: The open checkpoint.
+        encoding: How it stores quantized weights.
+        pieces: What a checkpoint of the model holds, as from ``pieces_of``.
+
+    Raises:
+        ValueError: If a stack lacks a part, or parts of it are quantized and others are not.
+    """
+
+    def __init__(
+        self, files: CheckpointReader, encoding: Encoding, pieces: dict[str, Piece]
+    ) -> None:
+        self._files, self.metadata = files, dict(files.metadata)
+        self._parts: dict[str, list[str]] = {}
+        present = files.names()
+        self._whole_stacks = self._find_whole_stacks(present, encoding, pieces)
+        keys = {*encoding.shapes(0, 0)}
+        layers = {stored.removesuffix(".weight"): piece for stored, piece in pieces.items()}
+        # Of each stack: its tensors, by name and by the first row that each part has.
+        stacks: dict[str, dict[str, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
+        for name in sorted(present):  # files list their tensors in no particular order
+            layer, _, key = name.rpartition(".")
+            is_quantized = key in keys and any(f"{layer}.{k}" in present for k in keys - {"weight"})
+            piece = layers.get(layer) if is_quantized else pieces.get(name)
+            target = name if piece is None else piece.name
+            if piece is not None and is_quantized:
+                target = f"{piece.name.removesuffix('.weight')}.{key}"
+            if piece is None or piece.rows is None:
+                self._parts[target] = [name]
+            else:
+                stacks[piece.name][target][piece.rows[0]] = name
+        for stack, tensors in stacks.items():
+            rows = {p.rows[0]: name for name, p in pieces.items() if p.rows and p.name == stack}
+            for target, found in tensors.items():
+                if missing := sorted(rows.keys() - found.keys()):
+                    raise ValueError(
+                        f"the checkpoint must have all weights of the stack {stack!r} alike, got "
+                        f"{found[min(found)]!r} and none for {rows[missing[0]]!r}; it is damaged, "
+                        "or has experts in high precision, which a stack cannot mix"
+                    )
+                self._parts[target] = [found[row] for row in sorted(found)]
+            amaxes = {files.metadata.get(f"{name}.amax") for name in rows.values()}
+            if len(amaxes) == 1 and None not in amaxes:
+                self.metadata[f"{stack.removesuffix('.weight')}.weight.amax"] = amaxes.pop()
+
+    def _find_whole_stacks(
+        self, present: set[str], encoding: Encoding, pieces: dict[str, Piece]
+    ) -> set[str]:
+        """Take quantized stacks that are stored as they are out of ``present``."""
+        end, whole = encoding.stacked.get(encoding.scale, ""), set()
+        for name in [name for name in present if end and name.endswith(end)]:
+            stack = name.removesuffix(end)
+            stored = {key: stack + its_end for key, its_end in encoding.stacked.items()}
+            if not present >= {*stored.values()}:
+                continue
+            if all(len(self._files.shape(part)) > 2 for part in stored.values()):
+                present -= {*stored.values()}
+                target = pieces[stack].name if stack in pieces else stack
+                self._parts |= {f"{target}.{key}": [part] for key, part in stored.items()}
+                whole |= {f"{target}.{key}" for key in stored}
+        return whole
+
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        return {*self._parts}
+
+    def is_stack(self, name: str) -> bool:
+        """True if a tensor is put together from those of experts."""
+        return len(self._parts[name]) > 1
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, without reading it.
+
+        Raises:
+            ValueError: If the tensors of experts have different shapes.
+        """
+        shape = self._only(name, "shape", self._files.shape)
+        if name in self._whole_stacks:
+            return shape[0] * shape[1], math.prod(shape[2:])
+        return (shape[0] * len(self._parts[name]), *shape[1:]) if len(shape) > 1 else shape
+
+    def dtype(self, name: str) -> torch.dtype | str:
+        """The dtype of a tensor, without reading it; its name in the file if torch has none.
+
+        Raises:
+            ValueError: If the tensors of experts have different ones.
+        """
+        return self._only(name, "dtype", self._files.dtype)
+
+    def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """A tensor on ``device``.
+
+        Raises:
+            ValueError: If experts have different values of what a stack has once.
+        """
+        first, *others = (self._files.read(part, device) for part in self._parts[name])
+        if name in self._whole_stacks:
+            return first.flatten(0, 1).flatten(1)
+        if others and first.dim() > 1:
+            codes = [x.view(torch.uint8) if x.itemsize == 1 else x for x in (first, *others)]
+            return torch.cat(codes).view(first.dtype)
+        for part, other in zip(self._parts[name][1:], others, strict=True):
+            if not torch.equal(other, first):
+                raise ValueError(
+                    "experts must have one tensor scale to be one stack, got "
+                    f"{first.tolist()} for {self._parts[name][0]!r} and {other.tolist()} for "
+                    f"{part!r}; build a model with one nn.Linear per expert and projection, or "
+                    "load the checkpoint decoded and call quantize_model, which rounds it again"
+                )
+        return first
+
+    def _only(self, name: str, what: str, read: Callable[[str], Any]) -> Any:
+        """What all tensors that make up one have."""
+        first, *others = self._parts[name]
+        value = read(first)
+        for other in others:
+            if read(other) != value:
+                raise ValueError(
+                    f"tensors of experts must have one {what} to be stacked, got {value} for "
+                    f"{first!r} and {read(other)} for {other!r}; the checkpoint is damaged"
+                )
+        return value
