@@ -89,11 +89,11 @@ def _write_loaded(standing: Sequence[Parameter], master_of: Callable[[Parameter]
         if isinstance(p, QuantizedParameter):
             together[p.scales].append(p)
     members = [p for peers in together.values() for p in peers]
-    reached = _agreed({p: p.reaches(master_of(p)) for p in members})
+    hold = _agreed({p: p.holds(master_of(p)) for p in members})
     written = [
         p
         for scales, peers in together.items()
-        if not all(p.start_value is None and reached[p] for p in peers)
+        if not all(hold[p] for p in peers)
         and not (isinstance(scales, ScaleGroup) and len(peers) < len(scales.names))
         for p in peers
         if p.param.quantizer.layout.tensor_scale != "delayed"

@@ -206,13 +206,8 @@ def _whole(state: State, codec: StateCodec, param: Tensor) -> Tensor | None:
 
 def _is_near(param: Tensor, value: Tensor) -> bool:
     value = value.to(param.device, torch.float32).view(param.shape)
-    if isinstance(param, QuantizedTensor):
-        decoded, gap = param.detach().dequantize(torch.float32), units(param).mul_(UNITS_PER_GAP)
-    else:
-        info, decoded = torch.finfo(param.dtype), param.detach().float()
-        gap = decoded.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
-        gap.clamp_(info.smallest_normal, info.max).mul_(info.eps)
-    distance = (value - decoded).abs_()
+    gap = _gaps(param)
+    distance = _decoded(param).sub_(value).abs_()
     near = distance <= gap.mul_(_GAPS)
     if near.all():
         return True
@@ -222,8 +217,24 @@ def _is_near(param: Tensor, value: Tensor) -> bool:
         largest = largest_values(param)
         is_delayed = param.quantizer.layout.tensor_scale == "delayed"
     else:
-        largest, is_delayed = info.max, True
+        largest, is_delayed = torch.finfo(param.dtype).max, True
+    decoded = _decoded(param)
     beyond = (decoded.abs() >= largest) & (value * decoded.sign() >= largest)
     if not is_delayed:
         beyond &= distance <= gap.mul_(2 / _GAPS)
     return bool((near | beyond).all())
+
+
+def _decoded(param: Tensor) -> Tensor:
+    if isinstance(param, QuantizedTensor):
+        return param.detach().dequantize(torch.float32)
+    return param.detach().to(torch.float32, copy=True)
+
+
+def _gaps(param: Tensor) -> Tensor:
+    """The gap from each value to the next larger magnitude, float32."""
+    if isinstance(param, QuantizedTensor):
+        return units(param).mul_(UNITS_PER_GAP)
+    info = torch.finfo(param.dtype)
+    power = _decoded(param).view(torch.int32).bitwise_and_(0x7F800000).view(torch.float32)
+    return power.clamp_(info.smallest_normal, info.max).mul_(info.eps)

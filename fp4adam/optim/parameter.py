@@ -507,13 +507,17 @@ class QuantizedParameter(Parameter):
         super().forget()
         self.param._shared.left = None
 
-    def reaches(self, state: State) -> bool:
-        """True if the master in a state can be stored without other codes."""
-        master = local(state[MASTER])
-        is_remainder = isinstance(self.master, CodeRemainder)
-        if not is_remainder or master.dtype == torch.int8:
+    def holds(self, state: State) -> bool:
+        """True if the weight need not be written for the loaded master in a state.
+
+        It has to be if it was loaded as plain values, or if no remainder reaches the master.
+        """
+        if local(state[MASTER]).dtype == torch.int8:
             return True
-        return self.master.can_reach(self.master.read(state))
+        master, start = self.master.read(state), self.start_value
+        if isinstance(self.master, CodeRemainder) and not self.master.can_reach(master):
+            return False
+        return start is None or torch.equal(start.to(master).view(master.shape), master)
 
     def free_initial_value(self) -> None:
         self.param._shared.left = None

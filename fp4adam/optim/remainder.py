@@ -47,7 +47,7 @@ def units(param: QuantizedTensor) -> Tensor:
     powers = _decoded(param, _powers(part._shared.tensors, layout))
     if _caps(layout):
         powers += _decoded(param, _largest(part._shared.tensors, layout))
-    return powers * (1 / (UNITS_PER_GAP * CODE_TYPES[layout.code_type].per_power))
+    return powers.mul_(1 / (UNITS_PER_GAP * CODE_TYPES[layout.code_type].per_power))
 
 
 def largest_values(param: QuantizedTensor) -> Tensor:

@@ -111,7 +111,7 @@ def saved(engine: Engine, compact: bool, as_te: bool) -> dict[str, Any]:
                 and (member := engine.parameters[owner]).start_value is not None
             ):
                 state = member.completed({}, group["amsgrad"], restart=False)
-                states[keys[owner]] = saved_state(member, state, False, compact, as_te)
+                states[keys[owner]] = saved_state(member, state, True, compact, as_te)
                 members[owner] = member
     state_dict = {"state": states, "param_groups": groups}
     if as_te and compact:
@@ -166,6 +166,8 @@ def saved_state(
     state = dict(state)
     if is_stale:
         parameter.master.store(state, parameter.value())
+        if parameter.has_master and not compact:
+            StateTensor(PLAIN, parameter.value(), None).store(state, MASTER, parameter.owner)
     saved = {name: value for name, value in state.items() if name not in ENTRIES}
     for name, codec in parameter.codecs.items():
         if name in saved and not (compact or codec.exact):
@@ -297,6 +299,9 @@ def load_masters(engine: Engine, given: dict[Tensor, State]) -> None:
         if member not in others and local(master[MASTER]).dtype != torch.int8:
             value = member.master.read(master)
             member.master.store(master, value.to(member.param.device))
+            if isinstance(member.master, CodeRemainder):
+                # FSDP2 may move shards before the first step.
+                master[DIGEST] = digest(member.param)
         engine.states[member.owner] |= engine.placed(member.owner, _copies(member, master))
     for member in masters.keys() - {*kept}:
         adopt_master(member, given_master(member, masters[member]))

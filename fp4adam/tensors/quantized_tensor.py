@@ -232,8 +232,6 @@ class QuantizedTensor(TensorNames, torch.Tensor):
             if not copied:
                 source = (x._read() if value is None else value).to(self.device)
                 rows.write(self, source, amax)
-            elif value is None:
-                value = x._high_precision_init_val
             if not (by_step or is_new or is_same and value is None):
                 # Master weights start from a value that is written before a step.
                 rows.replace_init_val(self, value, x if copied else None)
@@ -248,9 +246,11 @@ class QuantizedTensor(TensorNames, torch.Tensor):
             shared.left = self.twin()
 
     def _has_same_bytes(self, other: "QuantizedTensor") -> bool:
-        is_alike = same_format(self, other) and self.device == other.device
-        names = (t._shared.tensors.existing().keys() for t in (self, other))
-        return is_alike and len({*map(frozenset, names)}) == 1 and self.has_bytes_of(other)
+        own, others = (
+            [(name, inner.shape, inner.device) for name, inner in t.storage_tensors().items()]
+            for t in (self, other)
+        )
+        return same_format(self, other) and own == others and self.has_bytes_of(other)
 
     def _as_written(self, dtype: torch.dtype) -> Tensor:
         """The values that other code has written since the last step, unrounded, or :meth:`_read`.
