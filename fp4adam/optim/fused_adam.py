@@ -277,8 +277,7 @@ class FusedAdam(Optimizer):
             super().add_param_group(param_group)
             for param in self.param_groups[-1]["params"]:
                 checks.check_param(self._parameters.options, param)
-                if not param.is_meta:
-                    self._parameters[param]
+            self._parameters.meet(self.param_groups[-1]["params"])
             self._join_groups()
         except BaseException:
             del self.param_groups[count:]
@@ -304,6 +303,7 @@ class FusedAdam(Optimizer):
         saving.complete_groups(state["param_groups"], state["defaults"], options.capturable)
         super().__setstate__(state)
         self.state = saving.with_counts(states, options.capturable)
+        self._parameters.meet(self._engine.params)
 
     # The step
 

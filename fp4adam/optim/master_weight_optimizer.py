@@ -210,6 +210,7 @@ class MasterWeightOptimizer(Optimizer):
         # A set of tensors cannot be copied by torch.optim's own loading, nor can a state be set.
         super().__setstate__({name: value for name, value in state.items() if name != "state"})
         self._set_up()
+        self._parameters.meet(self._params())
 
     # The step
 

@@ -618,6 +618,12 @@ class Parameters:
             known = self._known[owner] = new
         return known
 
+    def meet(self, owners: Iterable[Tensor]) -> None:
+        """Let weights know that an optimizer keeps masters of them."""
+        for owner in owners:
+            if not owner.is_meta:
+                self[owner]
+
     def keep_only(self, owners: Iterable[Tensor]) -> None:
         """Forget all others, which may have been taken out of the groups."""
         self._known = {owner: self._known[owner] for owner in owners if owner in self._known}

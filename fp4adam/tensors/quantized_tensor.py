@@ -407,6 +407,10 @@ class QuantizedTensor(TensorNames, torch.Tensor):
             )
             return self._write(value)
         value = value.to(self.device)
+        kept = self._high_precision_init_val
+        if kept is not None and value._shared.init_val is None and self._has_same_bytes(value):
+            value._high_precision_init_val = kept
+        value._shared.stepped_by = value._shared.stepped_by or self._shared.stepped_by
         self._shared, self._start, self._start_col = value._window
         torch.autograd.graph.increment_version(self)
 
